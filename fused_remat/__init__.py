@@ -1,0 +1,16 @@
+"""FusedRemat: train transformers in a fraction of the activation memory."""
+
+from fused_remat.convert import convert, revert, set_policy
+from fused_remat.layers import FusedRematLayer, FusedRematWarning
+from fused_remat.policies import Policy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FusedRematLayer",
+    "FusedRematWarning",
+    "Policy",
+    "convert",
+    "revert",
+    "set_policy",
+]

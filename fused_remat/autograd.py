@@ -1,0 +1,193 @@
+"""The one autograd Function that runs any block.
+
+`forward_block` and `backward_block` are plain functions of tensors and a `Prepared` description:
+the Function below wraps them in eager mode, and an opaque op can wrap them while compiling
+(`tests/test_opaque_op.py` does, as a spike). Neither reads a module: what backward needs is saved
+from what forward read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fused_remat import random
+from fused_remat.backends.registry import get_backend
+from fused_remat.blocks import run
+from fused_remat.blocks.program import Graph, programs
+
+_functorch = torch._C._functorch
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """What to compute, without tensors: the graph, what to keep, what gradients are wanted.
+
+    Attributes:
+        graph: the block; its `params` name the tensors after the input.
+        save: names that the policy keeps.
+        wants: "input" and params whose gradients are wanted.
+        backend: a registered name or "auto".
+        seq_first: the input is (S, B, D) rather than (B, S, D).
+        preserve_strides: the output keeps a dense input's strides; else it is contiguous.
+    """
+
+    graph: Graph
+    save: frozenset[str]
+    wants: frozenset[str]
+    backend: str
+    seq_first: bool = False
+    preserve_strides: bool = True
+
+    def prepare(self, x: Tensor, tensors: Sequence[Tensor | None]) -> run.Prepared:
+        """Chunks, programs and widths for these tensors, of which only shapes are read."""
+        backend = get_backend(self.backend, x.device)
+        batch, seq_len = x.shape[1::-1] if self.seq_first else x.shape[:2]
+        chunks = run.Chunks.of(batch, seq_len, backend.chunk_tokens(x))
+        plan = programs(self.graph, self.save, self.wants, chunks.tiled)
+        shapes = {"input": tuple(x.shape)}
+        for name, tensor in zip(self.graph.params, tensors, strict=True):
+            if tensor is not None:
+                shapes[name] = tuple(tensor.shape)
+        return run.Prepared(backend, chunks, plan, self.wants, self.graph.widths(shapes))
+
+    def batch_major(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1) if self.seq_first else x
+
+    def named(self, tensors: Sequence[Tensor | None]) -> Mapping[str, Tensor | None]:
+        return dict(zip(self.graph.params, tensors, strict=True))
+
+
+def forward_block(
+    call: BlockCall, prepared: run.Prepared, x: Tensor, tensors: Sequence[Tensor | None]
+) -> tuple[Tensor, list[Tensor]]:
+    """The output, shaped like `x`, and what backward keeps besides `x` and `tensors`.
+
+    Neither the output nor what is kept shares memory with the inputs.
+    """
+    layout = torch.preserve_format if call.preserve_strides else torch.contiguous_format
+    out = torch.empty_like(x, memory_format=layout)
+    kept = run.forward(
+        run.Run(prepared, call.named(tensors), x), call.batch_major(x), call.batch_major(out)
+    )
+    return out, kept
+
+
+def backward_block(
+    call: BlockCall,
+    prepared: run.Prepared,
+    x: Tensor | None,
+    tensors: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    dy: Tensor,
+) -> list[Tensor | None]:
+    """Gradients of the input and of every tensor, None where not wanted.
+
+    `x` and `tensors` may be None where the plan does not read them.
+    """
+    this = run.Run(prepared, call.named(tensors), dy)
+    dx = run.backward(
+        this, None if x is None else call.batch_major(x), kept, call.batch_major(dy)
+    )
+    grads: list[Tensor | None] = [None if dx is None else call.batch_major(dx)]
+    grads += [this.param_grads.pop(name, None) for name in call.graph.params]
+    return grads
+
+
+class _Invocation:
+    """One call on its way through the Function: carries what forward keeps to setup_context."""
+
+    __slots__ = ("call", "kept", "prepared")
+
+    def __init__(self, call: BlockCall, prepared: run.Prepared) -> None:
+        self.call, self.prepared = call, prepared
+        self.kept: list[Tensor] = []
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(invocation: _Invocation, x: Tensor, *tensors: Tensor | None) -> Tensor:  # type: ignore[override]
+        out, invocation.kept = forward_block(invocation.call, invocation.prepared, x, tensors)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        invocation, x, *tensors = inputs
+        plan, params = invocation.prepared.plan, invocation.call.graph.params
+        ctx.call, ctx.prepared = invocation.call, invocation.prepared
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [None if t is None else t.dtype for t in tensors]
+        saved = [
+            t if name in plan.saved_params else None
+            for name, t in zip(params, tensors, strict=True)
+        ]
+        kept, invocation.kept = invocation.kept, []
+        ctx.save_for_backward(x if plan.keeps_input else None, *saved, *kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if dy is None:
+            return (None,) * (2 + len(ctx.dtypes))
+        x, *rest = ctx.saved_tensors  # read once: each access unpacks everything again
+        n = len(ctx.dtypes)
+        tensors, kept = rest[:n], rest[n:]
+
+        def grads_of(one_dy: Tensor) -> list[Tensor | None]:
+            dx, *grads = backward_block(ctx.call, ctx.prepared, x, tensors, kept, one_dy)
+            for i, dtype in enumerate(ctx.dtypes):
+                grad = grads[i]
+                if grad is not None:
+                    grads[i] = grad.to(dtype)
+            return [dx, *grads]
+
+        if _functorch.is_batchedtensor(dy):
+            return (None, *_over_batch(grads_of, dy))
+        return (None, *grads_of(dy))
+
+
+def _over_batch(grads_of: Any, dy: Tensor) -> list[Tensor | None]:
+    """`torch.autograd.grad(..., is_grads_batched=True)`: one backward for each gradient."""
+    level, dim = _functorch.maybe_get_level(dy), _functorch.maybe_get_bdim(dy)
+    results = [grads_of(one) for one in _functorch.get_unwrapped(dy).unbind(dim)]
+    return [
+        None if grads[0] is None else _functorch._add_batch_dim(torch.stack(grads), 0, level)
+        for grads in zip(*results, strict=True)
+    ]
+
+
+def run_block(
+    graph: Graph,
+    save: frozenset[str],
+    x: Tensor,
+    tensors: Mapping[str, Tensor | None],
+    *,
+    backend: str = "auto",
+    seq_first: bool = False,
+    preserve_strides: bool = True,
+) -> Tensor:
+    """Run a block on `x`, differentiably, keeping `save` for backward.
+
+    Shapes: x (B, S, D), or (S, B, D) if `seq_first`; returns the same shape and dtype.
+    `tensors` maps names of `graph.params` to tensors; absent or None where the block has none.
+    "seed" is drawn from torch's generator if the graph uses one and none is given.
+    What needs a gradient is decided here, from grad mode.
+    """
+    given = [tensors.get(name) for name in graph.params]
+    if graph.uses_seed and tensors.get("seed") is None:
+        given[graph.params.index("seed")] = random.draw_seed(x.device)
+    wants: frozenset[str] = frozenset()
+    if torch.is_grad_enabled():
+        named = zip(("input", *graph.params), (x, *given), strict=True)
+        wants = frozenset(name for name, t in named if t is not None and t.requires_grad)
+    call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides)
+    prepared = call.prepare(x, given)
+    if not wants:
+        return forward_block(call, prepared, x, given)[0]
+    out: Tensor = _Block.apply(_Invocation(call, prepared), x, *given)
+    return out

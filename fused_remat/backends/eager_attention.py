@@ -1,0 +1,200 @@
+"""Attention in ATen ops, forward and backward, from packed qkv.
+
+Two routes, chosen by the call and never by the policy: ATen's flash kernel for CPUs, where there
+is neither dropout nor a gradient of a mask; else blocks of query rows against all keys, so that the
+transient is a block of scores, never (S, S). Both give 0, and no NaN, for a row whose keys are all
+excluded. Source: the backward of Dao et al. 2022, with dS = P * (dP - rowsum(dO * O)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fused_remat import random
+from fused_remat.backends.base import AttentionCall
+
+# Elements of a block of scores.
+_BLOCK = 1 << 20
+_aten = torch.ops.aten
+
+
+def _heads(qkv: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as views (B, H, S, E) of the packed projection."""
+    packed = qkv.view(call.batch, call.seq_len, 3, call.nhead, -1)
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    return q, k, v
+
+
+def _as_heads(x: Tensor, call: AttentionCall) -> Tensor:
+    """(B*S, D) as (B, H, S, E), a view."""
+    return x.view(call.batch, call.seq_len, call.nhead, -1).transpose(1, 2)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
+    return mask.to(dtype)
+
+
+def _merged_mask(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
+    """Both masks as one additive tensor that broadcasts to (B, H, S, S), for the flash route."""
+    padding = None
+    if call.padding is not None:
+        padding = _additive(call.padding, dtype)[:, None, None, :]
+    if call.mask is None:
+        return padding
+    mask = _additive(call.mask, dtype)
+    if padding is not None:
+        mask = mask + padding
+    if call.causal:
+        raise AssertionError("a causal call takes no mask")
+    return mask
+
+
+def _uses_flash(qkv: Tensor, call: AttentionCall) -> bool:
+    causal_padding = call.causal and call.padding is not None
+    return (
+        qkv.device.type == "cpu" and call.p == 0.0 and not call.mask_grad and not causal_padding
+    )
+
+
+def forward(qkv: Tensor, call: AttentionCall, widen: bool) -> tuple[Tensor, Tensor]:
+    """attn (B*S, D) in the dtype of qkv, lse (B, H, S) in float32 (float64 for float64).
+
+    `widen`: compute in float32 on a float32 copy of qkv.
+    """
+    dtype = qkv.dtype
+    if _uses_flash(qkv, call):
+        wide = qkv.float() if widen else qkv
+        q, k, v = _heads(wide, call)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, call.causal, attn_mask=_merged_mask(call, wide.dtype), scale=call.scale
+        )
+        return out.transpose(1, 2).reshape(qkv.shape[0], -1).to(dtype), lse
+    acc = torch.promote_types(dtype, torch.float32)
+    q, k, v = _heads(qkv, call)
+    k, v = _flat(k, acc), _flat(v, acc)
+    attn = torch.empty((qkv.shape[0], qkv.shape[1] // 3), dtype=dtype, device=qkv.device)
+    lse = torch.empty((call.batch, call.nhead, call.seq_len), dtype=acc, device=qkv.device)
+    out = _as_heads(attn, call)
+    for rows, keys in _blocks(call):
+        scores = _scores(_flat(q[:, :, rows], acc), k[:, :keys], rows, call)
+        top = scores.amax(-1, keepdim=True)
+        top.masked_fill_(top == -torch.inf, 0.0)  # all keys excluded: exp(-inf - 0) = 0
+        probs = scores.sub_(top).exp_()
+        total = probs.sum(-1, keepdim=True)
+        empty = total == 0.0
+        probs.div_(total.masked_fill(empty, 1.0))
+        # +inf makes exp(score - lse) exactly 0 in backward for a row without keys.
+        row_lse = top.add_(total.log_()).masked_fill_(empty, torch.inf)
+        lse[:, :, rows] = row_lse.view(call.batch, call.nhead, -1)
+        if call.p > 0.0:
+            probs.mul_(_keep(rows, keys, call, acc))
+        out[:, :, rows] = torch.bmm(probs, v[:, :keys]).view(call.batch, call.nhead, -1, v.shape[2])
+    return attn, lse
+
+
+def backward(
+    dattn: Tensor, qkv: Tensor, attn: Tensor, lse: Tensor, call: AttentionCall,
+    wants_qkv: bool, widen: bool,
+) -> Tensor | None:
+    """dqkv (B*S, 3D) in the dtype of qkv, or None; adds the masks' gradients to the call's."""
+    dqkv = torch.empty_like(qkv) if wants_qkv else None
+    if _uses_flash(qkv, call):
+        assert dqkv is not None
+        wide = qkv.float() if widen else qkv
+        q, k, v = _heads(wide, call)
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _as_heads(dattn.to(wide.dtype), call), q, k, v, _as_heads(attn.to(wide.dtype), call),
+            lse, 0.0, call.causal, attn_mask=_merged_mask(call, wide.dtype), scale=call.scale,
+        )  # fmt: skip
+        for target, grad in zip(_heads(dqkv, call), grads, strict=True):
+            target.copy_(grad)
+        return dqkv
+    acc = torch.promote_types(qkv.dtype, torch.float32)
+    q, k, v = _heads(qkv, call)
+    k, v = _flat(k, acc), _flat(v, acc)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    do, o = _as_heads(dattn, call), _as_heads(attn, call)
+    for rows, keys in _blocks(call):
+        q_rows, do_rows = _flat(q[:, :, rows], acc), _flat(do[:, :, rows], acc)
+        delta = (do_rows * _flat(o[:, :, rows], acc)).sum(-1, keepdim=True)
+        row_lse = lse[:, :, rows].reshape(-1, q_rows.shape[1], 1)
+        probs = _scores(q_rows, k[:, :keys], rows, call).sub_(row_lse).exp_()
+        dprobs = torch.bmm(do_rows, v[:, :keys].transpose(1, 2))
+        if call.p > 0.0:
+            keep = _keep(rows, keys, call, acc)
+            dprobs.mul_(keep)
+            dv[:, :keys].baddbmm_((probs * keep).transpose(1, 2), do_rows)
+            del keep
+        else:
+            dv[:, :keys].baddbmm_(probs.transpose(1, 2), do_rows)
+        dscores = dprobs.sub_(delta).mul_(probs)
+        _add_mask_grads(dscores, rows, keys, call)
+        if dqkv is not None:
+            dk[:, :keys].baddbmm_(dscores.transpose(1, 2), q_rows, alpha=call.scale)
+            dq = torch.bmm(dscores, k[:, :keys]).mul_(call.scale)
+            shape = (call.batch, call.nhead, -1, q_rows.shape[2])
+            _heads(dqkv, call)[0][:, :, rows] = dq.view(shape)
+    if dqkv is not None:
+        _, dk_out, dv_out = _heads(dqkv, call)
+        dk_out.copy_(dk.view(dk_out.shape))
+        dv_out.copy_(dv.view(dv_out.shape))
+    return dqkv
+
+
+def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, H, S, E) as contiguous (B*H, S, E) in `dtype`."""
+    return x.to(dtype).reshape(-1, x.shape[2], x.shape[3])
+
+
+def _blocks(call: AttentionCall) -> Iterator[tuple[slice, int]]:
+    """Blocks of query rows, each with how many keys it can see."""
+    rows = max(16, _BLOCK // (call.batch * call.nhead * call.seq_len))
+    for start in range(0, call.seq_len, rows):
+        stop = min(start + rows, call.seq_len)
+        yield slice(start, stop), stop if call.causal else call.seq_len
+
+
+def _scores(q: Tensor, k: Tensor, rows: slice, call: AttentionCall) -> Tensor:
+    """Masked, scaled scores (B*H, rows, keys), a new tensor."""
+    scores = torch.bmm(q, k.transpose(1, 2)).mul_(call.scale)
+    keys = k.shape[1]
+    grid = scores.view(call.batch, call.nhead, -1, keys)
+    if call.causal:
+        later = torch.ones(grid.shape[2:], dtype=torch.bool, device=q.device)
+        grid.masked_fill_(later.triu_(rows.start + 1), -torch.inf)
+    if call.mask is not None:
+        _mask(grid, call.mask[..., rows, :keys])
+    if call.padding is not None:
+        _mask(grid, call.padding[:, None, None, :keys])
+    return scores
+
+
+def _mask(grid: Tensor, mask: Tensor) -> None:
+    if mask.dtype == torch.bool:
+        grid.masked_fill_(mask, -torch.inf)
+    else:
+        grid.add_(mask)
+
+
+def _keep(rows: slice, keys: int, call: AttentionCall, dtype: torch.dtype) -> Tensor:
+    """Dropout's multiplier (B*H, rows, keys)."""
+    assert call.site_key is not None
+    device = call.site_key.device
+    heads = torch.arange(call.batch * call.nhead, device=device).mul_(call.seq_len).add_(call.row0)
+    index = heads[:, None] + torch.arange(rows.start, rows.stop, device=device)
+    keep = random.keep_scale(call.site_key, index.view(-1), keys, call.p, dtype)
+    return keep.view(index.shape[0], -1, keys)
+
+
+def _add_mask_grads(dscores: Tensor, rows: slice, keys: int, call: AttentionCall) -> None:
+    grid = dscores.view(call.batch, call.nhead, -1, keys)
+    if call.dmask is not None:
+        target = call.dmask[..., rows, :keys]
+        target.add_(grid if target.dim() == 4 else grid.sum((0, 1)))
+    if call.dpadding is not None:
+        call.dpadding[:, :keys].add_(grid.sum((1, 2)))

@@ -1,0 +1,313 @@
+"""The steps a block's graph is made of: each names one activation and knows how to undo itself.
+
+A node declares what its activation is computed from (`reads`), which tensors it needs
+(`params`), and what its backward asks for (`asks`), given what a gradient is wanted for. Nothing
+here decides what is kept, when a thing is rebuilt or freed: that is the program's business
+(`program.py`); nothing here knows a device: the arithmetic is the backend's.
+
+Every activation is a matrix (tokens, width). All nodes are immutable and hold plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fused_remat.blocks.run import Frame
+
+Shapes = Mapping[str, "tuple[int, ...]"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One step: computes the activation `name`.
+
+    Attributes:
+        name: the activation it defines.
+        inputs: activations that it is differentiable in.
+        params: tensors of the block (weights, masks) that its forward reads.
+        masks: dropout multipliers that it reads; activations too, but not differentiable.
+        stats: cheap statistics that its forward yields besides `name`.
+        stats_follow: True if the statistics are kept exactly when `name` is kept; False if they
+            are kept whenever backward needs them.
+        keepable: whether a policy may name it.
+        per_sequence: True if it mixes the tokens of a sequence, so that it cannot run on a tile.
+    """
+
+    name: str
+    keepable: ClassVar[bool] = True
+    per_sequence: ClassVar[bool] = False
+    stats_follow: ClassVar[bool] = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def stats(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.inputs + self.masks
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        """Elements per token, given the widths of earlier activations and the shapes of params."""
+        return widths[self.inputs[0]]
+
+    def stat_width(self) -> int:
+        """Elements per token of each statistic (float32, or float64 in a float64 block)."""
+        return 1
+
+    def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
+        """Floating-point operations per token of one forward; 0 for a pointwise step."""
+        return 0
+
+    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
+        """What backward asks for when gradients of `wants` (inputs, params) are wanted."""
+        return ()
+
+    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+        """The params whose values backward reads."""
+        return ()
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        """Compute `name` and the statistics into the frame (into `out`, if given)."""
+        raise NotImplementedError
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        """Add the gradients of `wants` to the frame, from `dy`, the gradient of `name`.
+
+        `owned` says that `dy` belongs to the frame and may be overwritten.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepScale(Node):
+    """A dropout site's multiplier: 0 or 1/(1-p) for each element, a function of the seed alone."""
+
+    site: int
+    p: float
+    like: str  # the param whose first dimension is this site's width
+    keepable: ClassVar[bool] = False
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        return shapes[self.like][0]
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        return ("seed",)
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        width = f.run.widths[self.name]
+        f.put(self.name, f.keep_scale(self.site, self.p, width))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm(Node):
+    """LayerNorm over the width: name = (x - mean) * rstd * weight + bias."""
+
+    x: str
+    weight: str
+    bias: str
+    eps: float
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.x,)
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        return (self.weight, self.bias)
+
+    @property
+    def stats(self) -> tuple[str, ...]:
+        return (f"{self.name}.mean", f"{self.name}.rstd")
+
+    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
+        return (self.x, *self.stats) if self.x in wants or self.weight in wants else ()
+
+    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+        return (self.weight,) if self.x in wants else ()
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        y, mean, rstd = f.backend.norm_fwd(
+            f[self.x], f.param(self.weight), f.param(self.bias), self.eps, out=out
+        )
+        for name, value in zip((self.name, *self.stats), (y, mean, rstd), strict=True):
+            f.put(name, value)
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        grad_of = tuple(n in wants for n in (self.x, self.weight, self.bias))
+        if not (grad_of[0] or grad_of[1]):
+            f.add_param_grad(self.bias, f.backend.bias_grad(dy))
+            return
+        prior, _ = f.take_grad(self.x)  # the residual's gradient, added in the same pass
+        mean, rstd = (f[s] for s in self.stats)
+        weight = f.param(self.weight)
+        dx, dweight, dbias = f.backend.norm_bwd(
+            dy, f[self.x], mean, rstd, weight, grad_of, add=prior
+        )
+        if dx is not None:
+            f.add_grad(self.x, dx, owned=True)
+        if dweight is not None:
+            f.add_param_grad(self.weight, dweight)
+        if dbias is not None:
+            f.add_param_grad(self.bias, dbias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Node):
+    """name = residual + keep * (x @ weight.T + bias); `residual` and `keep` may be absent ("")."""
+
+    x: str
+    weight: str
+    bias: str
+    residual: str = ""
+    keep: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.x, self.residual) if self.residual else (self.x,)
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        return (self.weight, self.bias)
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        return (self.keep,) if self.keep else ()
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        return shapes[self.weight][0]
+
+    def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
+        return 2 * shapes[self.weight][0] * shapes[self.weight][1]
+
+    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
+        product = self.x in wants or self.weight in wants or self.bias in wants
+        asked = (self.x,) if self.weight in wants else ()
+        return asked + (self.masks if product else ())
+
+    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+        return (self.weight,) if self.x in wants else ()
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        residual = f[self.residual] if self.residual else None
+        keep = f[self.keep] if self.keep else None
+        y = f.backend.linear_fwd(
+            f[self.x], f.param(self.weight), f.param(self.bias), residual, keep, out=out
+        )
+        f.put(self.name, y)
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        if self.x in wants or self.weight in wants or self.bias in wants:
+            dz = f.backend.dropout_bwd(dy, f[self.keep]) if self.keep else dy
+            if self.weight in wants:
+                f.add_weight_grad(self.weight, dz, f[self.x])
+            if self.bias in wants:
+                f.add_param_grad(self.bias, f.backend.bias_grad(dz))
+            if self.x in wants:
+                f.add_grad(self.x, f.backend.linear_dx(dz, f.param(self.weight)), owned=True)
+            del dz
+        if self.residual in wants:
+            f.add_grad(self.residual, dy, owned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pointwise(Node):
+    """name = keep * act(x), `act` one of the backend's activation pairs."""
+
+    x: str
+    act: str
+    keep: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.x,)
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        return (self.keep,) if self.keep else ()
+
+    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
+        return (self.x, *self.masks)
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        keep = f[self.keep] if self.keep else None
+        f.put(self.name, f.backend.act_fwd(f[self.x], self.act, keep))
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        keep = f[self.keep] if self.keep else None
+        f.add_grad(self.x, f.backend.act_bwd(dy, f[self.x], self.act, keep, owned), owned=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Node):
+    """name = dropout(softmax(scale * q k^T + masks)) v, heads side by side, from packed q, k, v."""
+
+    qkv: str
+    nhead: int
+    causal: bool
+    scale: float
+    site: int
+    p: float
+    mask: str = ""
+    padding: str = ""
+    per_sequence: ClassVar[bool] = True
+    stats_follow: ClassVar[bool] = True
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.qkv,)
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        seed = ("seed",) if self.p > 0.0 else ()
+        return tuple(n for n in (self.mask, self.padding) if n) + seed
+
+    @property
+    def stats(self) -> tuple[str, ...]:
+        return (f"{self.name}.lse",)
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        return widths[self.qkv] // 3
+
+    def stat_width(self) -> int:
+        return self.nhead
+
+    def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
+        full = 4 * seq_len * widths[self.qkv] // 3
+        return full // 2 if self.causal else full
+
+    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
+        return (self.qkv, self.name, *self.stats)
+
+    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+        return self.params
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        attn, lse = f.backend.attention_fwd(f[self.qkv], f.attention_call(self))
+        f.put(self.name, attn)
+        f.put(self.stats[0], lse)
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        call = f.attention_call(self, wants)
+        dqkv = f.backend.attention_bwd(
+            dy, f[self.qkv], f[self.name], f[self.stats[0]], call, self.qkv in wants
+        )
+        if dqkv is not None:
+            f.add_grad(self.qkv, dqkv, owned=True)

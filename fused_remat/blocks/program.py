@@ -1,0 +1,249 @@
+"""From a graph and a policy to straight-line programs: what to keep, rebuild, run and free, when.
+
+Backward is a demand: each node, last first, asks for activations; one that is kept is there,
+another is rebuilt from its own inputs, once, and freed after its last use. All of that is known
+before any number is, so it is worked out here once and cached; running it (`run.py`) is a loop.
+The kept set, the memory prediction and the tests read the same program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from fused_remat.blocks.nodes import Node, Shapes
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A block: its nodes in order of computation. Compared by identity, so build it once.
+
+    Attributes:
+        kind: the block's name in `policies.RUNGS`.
+        nodes: the steps; the first reads "input", the last defines "output".
+        params: names of the tensors besides the input, in the order in which they are passed.
+    """
+
+    kind: str
+    nodes: tuple[Node, ...]
+    params: tuple[str, ...]
+
+    @functools.cached_property
+    def producer(self) -> dict[str, Node]:
+        return {name: node for node in self.nodes for name in (node.name, *node.stats)}
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The activations that a policy may keep: all but the block's output."""
+        return tuple(node.name for node in self.nodes[:-1] if node.keepable)
+
+    @functools.cached_property
+    def uses_seed(self) -> bool:
+        return any("seed" in node.params for node in self.nodes)
+
+    def widths(self, shapes: Shapes) -> dict[str, int]:
+        """Elements per token of every activation and statistic, given the shapes of the params.
+
+        `shapes["input"]` is the input's shape, the width last.
+        """
+        widths = {"input": shapes["input"][-1]}
+        for node in self.nodes:
+            widths[node.name] = node.width(widths, shapes)
+            widths.update(dict.fromkeys(node.stats, node.stat_width()))
+        return widths
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a program. `node` None: run the tile program over every tile."""
+
+    kind: str  # "compute", "backward" or "tiles"
+    node: Node | None
+    wants: frozenset[str]  # backward only: what the node gives gradients of
+    free: tuple[str, ...]  # names used here for the last time
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """Everything about one (graph, policy, wanted gradients) that does not depend on sizes.
+
+    Attributes:
+        kept: names kept for backward, the block's input not counted, in graph order.
+        keeps_input: whether backward asks for the input.
+        saved_params: params whose values backward reads again.
+        forward, backward: for a group of whole sequences; a "tiles" step runs the tile programs.
+        tile_forward, tile_backward: for a tile of tokens; empty when `tiled` is False.
+        kept_tile: those of `kept` that tiles compute; `kept_group`, the others.
+        tile_gives: group activations whose gradients the tiles deliver.
+    """
+
+    kept: tuple[str, ...]
+    kept_group: tuple[str, ...]
+    kept_tile: tuple[str, ...]
+    keeps_input: bool
+    saved_params: tuple[str, ...]
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    tile_forward: tuple[Step, ...]
+    tile_backward: tuple[Step, ...]
+    tile_gives: tuple[str, ...]
+
+
+def _with_frees(steps: list[tuple[str, Node | None, frozenset[str], tuple[str, ...]]],
+                hold: Collection[str]) -> tuple[Step, ...]:
+    """Steps that free each name after its last use, except the names in `hold`.
+
+    A name that a step defines and nobody reads (a statistic, say) is freed at once.
+    """
+    last: dict[str, int] = {}
+    for i, (_, _, _, touched) in enumerate(steps):
+        last.update(dict.fromkeys(touched, i))
+    frees: dict[int, list[str]] = {}
+    for name, i in last.items():
+        if name not in hold:
+            frees.setdefault(i, []).append(name)
+    return tuple(
+        Step(kind, node, wants, tuple(frees.get(i, ())))
+        for i, (kind, node, wants, _) in enumerate(steps)
+    )
+
+
+def _wants_by_node(graph: Graph, wants: Collection[str]) -> dict[str, frozenset[str]]:
+    """For each node that backward must run: which inputs and params it gives gradients of."""
+    reached = {"input"} & set(wants)
+    result: dict[str, frozenset[str]] = {}
+    for node in graph.nodes:
+        mine = frozenset(n for n in node.inputs if n in reached)
+        mine |= frozenset(n for n in node.params if n in wants)
+        if mine:
+            reached.add(node.name)
+            result[node.name] = mine
+    return result
+
+
+class _Demand:
+    """Collects a backward program for `nodes`: asking rebuilds what is neither kept nor given."""
+
+    def __init__(self, graph: Graph, have: Iterable[str]) -> None:
+        self.graph = graph
+        self.have = set(have)
+        self.touched: set[str] = set()
+        self.rebuilt: list[Node] = []
+        self.steps: list[tuple[str, Node | None, frozenset[str], tuple[str, ...]]] = []
+
+    def ask(self, name: str) -> None:
+        self.touched.add(name)
+        if name in self.have:
+            return
+        node = self.graph.producer[name]
+        for read in node.reads:
+            self.ask(read)
+        made = (node.name, *node.stats)
+        self.steps.append(("compute", node, frozenset(), (*node.reads, *made)))
+        self.rebuilt.append(node)
+        self.have.update(made)
+
+    def backward(self, node: Node, wants: frozenset[str]) -> None:
+        asked = node.asks(wants)
+        for name in asked:
+            self.ask(name)
+        self.steps.append(("backward", node, wants, asked))
+
+
+def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """Nodes that need whole sequences or feed one that does, and the rest, which tiles can run."""
+    if not tiled:
+        return graph.nodes, ()
+    last = max((i for i, n in enumerate(graph.nodes) if n.per_sequence), default=-1)
+    return graph.nodes[: last + 1], graph.nodes[last + 1 :]
+
+
+@functools.lru_cache(maxsize=4096)
+def programs(
+    graph: Graph, save: frozenset[str], wants: frozenset[str], tiled: bool
+) -> Programs:
+    """The programs of `graph` when `save` is kept and gradients of `wants` are wanted."""
+    group_nodes, tile_nodes = _split(graph, tiled)
+    by_node = _wants_by_node(graph, wants)
+    may_keep = set(save)
+    for node in graph.nodes:
+        if not node.stats_follow or node.name in save:
+            may_keep.update(node.stats)
+    group_names = {"input"} | {n for node in group_nodes for n in (node.name, *node.stats)}
+
+    tile = _Demand(graph, may_keep | group_names)
+    for node in reversed(tile_nodes):
+        if node.name in by_node:
+            tile.backward(node, by_node[node.name])
+    outside = tuple(sorted(tile.touched & group_names))  # what tiles ask the group for
+
+    group = _Demand(graph, may_keep | {"input"})
+    if tile.steps:
+        for name in outside:
+            group.ask(name)
+        group.steps.append(("tiles", None, frozenset(), outside))
+    for node in reversed(group_nodes):
+        if node.name in by_node:
+            group.backward(node, by_node[node.name])
+
+    touched = tile.touched | group.touched
+    order = [n for node in graph.nodes for n in (node.name, *node.stats)]
+    kept = tuple(n for n in order if n in may_keep and n in touched)
+    reread = {p for node in tile.rebuilt + group.rebuilt for p in node.params}
+    for name, mine in by_node.items():
+        reread.update(graph.producer[name].rereads(mine))
+
+    tile_reads = tuple(sorted({r for n in tile_nodes for r in n.reads} & group_names))
+    group_fwd = _forward_steps(group_nodes)
+    if tile_nodes:
+        group_fwd.append(("tiles", None, frozenset(), tile_reads))
+    gives = {n for node in tile_nodes for n in by_node.get(node.name, ()) if n in group_names}
+    return Programs(
+        kept=kept,
+        kept_group=tuple(n for n in kept if n in group_names),
+        kept_tile=tuple(n for n in kept if n not in group_names),
+        keeps_input="input" in touched,
+        saved_params=tuple(p for p in graph.params if p in reread),
+        forward=_with_frees(group_fwd, {*kept, "output"}),
+        backward=_with_frees(group.steps, ()),
+        tile_forward=_with_frees(_forward_steps(tile_nodes), {*kept, "output", *group_names}),
+        tile_backward=_with_frees(tile.steps, group_names),
+        tile_gives=tuple(sorted(gives)),
+    )
+
+
+def _forward_steps(
+    nodes: Iterable[Node],
+) -> list[tuple[str, Node | None, frozenset[str], tuple[str, ...]]]:
+    return [
+        ("compute", node, frozenset(), (*node.reads, node.name, *node.stats)) for node in nodes
+    ]
+
+
+def kept_bytes(
+    graph: Graph,
+    save: frozenset[str],
+    wants: frozenset[str],
+    shapes: Shapes,
+    tokens: int,
+    itemsize: int,
+) -> Mapping[str, int]:
+    """Bytes that one call keeps, by name: the input, activations, statistics and the seed.
+
+    `shapes` maps "input" and every param to its shape; `itemsize` is that of the block's dtype.
+    Statistics are float32, or float64 in a float64 block. Attention masks are the caller's own
+    tensors and are not counted.
+    """
+    plan = programs(graph, save, wants, tiled=False)
+    widths = graph.widths(shapes)
+    stats = {s for node in graph.nodes for s in node.stats}
+    masks = {m for node in graph.nodes for m in node.masks}
+    float_size = max(itemsize, 4)
+    result = {"input": tokens * widths["input"] * itemsize} if plan.keeps_input else {}
+    for name in plan.kept:
+        size = float_size if name in stats or name in masks else itemsize
+        result[name] = tokens * widths[name] * size
+    if "seed" in plan.saved_params:
+        result["seed"] = 8
+    return result

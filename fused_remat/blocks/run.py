@@ -1,0 +1,322 @@
+"""Runs a block's programs over groups of sequences and tiles of tokens.
+
+Tokens of different sequences never meet, so a block is run group by group (whole sequences), and
+within a group what follows attention runs tile by tile (tokens): no transient is ever larger than
+a group, none of the MLP's larger than a tile. Forward and backward use the same groups and tiles
+in every policy, which is why a rebuilt activation equals the forward's bit for bit.
+
+Tensors are matrices (tokens, width); token t of the call is (b, s) = divmod(t, S), whatever the
+layout of the caller's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_remat import random
+from fused_remat.backends.base import AttentionCall, Backend
+from fused_remat.blocks.nodes import Attention
+from fused_remat.blocks.program import Programs, Step
+
+@dataclass(frozen=True)
+class Chunks:
+    """Sizes of one call: B sequences of S tokens, `group` sequences and `tile` tokens at a time."""
+
+    batch: int
+    seq_len: int
+    group: int
+    tile: int
+
+    @classmethod
+    def of(cls, batch: int, seq_len: int, limit: int) -> Chunks:
+        """Groups and tiles of about `limit` tokens, as even as they come; a group holds at least
+        one sequence."""
+        groups = -(-batch // max(1, limit // seq_len))
+        group = -(-batch // groups)
+        rows = group * seq_len
+        return cls(batch, seq_len, group, -(-rows // -(-rows // limit)))
+
+    @property
+    def tiled(self) -> bool:
+        return self.tile < self.group * self.seq_len
+
+    def groups(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.batch, self.group):
+            yield start, min(start + self.group, self.batch)
+
+    def tiles(self, rows: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, rows, self.tile):
+            yield start, min(start + self.tile, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What forward and backward of one call share, worked out from shapes alone.
+
+    Attributes:
+        backend, chunks, plan: who computes, in which pieces, by which programs.
+        wants: "input" and params whose gradients are wanted.
+        widths: elements per token of every activation and statistic.
+    """
+
+    backend: Backend
+    chunks: Chunks
+    plan: Programs
+    wants: frozenset[str]
+    widths: Mapping[str, int]
+
+
+class Run:
+    """One forward or backward pass of one block call: what all its frames share.
+
+    Args:
+        prepared: the call.
+        tensors: the block's params by name; absent or None where the block has none.
+        like: a tensor with the dtype and device of the block's activations.
+    """
+
+    def __init__(
+        self, prepared: Prepared, tensors: Mapping[str, Tensor | None], like: Tensor
+    ) -> None:
+        self.backend, self.chunks = prepared.backend, prepared.chunks
+        self.plan, self.wants, self.widths = prepared.plan, prepared.wants, prepared.widths
+        self.tensors = tensors
+        self.dtype, self.device = like.dtype, like.device
+        self.partial = self.chunks.group < self.chunks.batch or self.chunks.tiled
+        self.param_grads: dict[str, Tensor] = {}
+        self._site_keys: Tensor | None = None
+
+    def site_key(self, site: int) -> Tensor:
+        if self._site_keys is None:
+            seed = self.tensors["seed"]
+            assert seed is not None
+            self._site_keys = random.site_keys(seed)
+        return self._site_keys[site]
+
+
+class Frame:
+    """The named activations and gradients of one group of sequences, or of one tile of a group."""
+
+    __slots__ = ("backend", "grads", "lo", "parent", "rows", "run", "seqs", "token0", "values")
+
+    def __init__(
+        self, run: Run, seqs: tuple[int, int], span: tuple[int, int], parent: Frame | None = None
+    ) -> None:
+        self.run, self.backend, self.seqs, self.parent = run, run.backend, seqs, parent
+        self.lo, hi = span
+        self.rows = hi - self.lo
+        self.token0 = seqs[0] * run.chunks.seq_len + self.lo
+        self.values: dict[str, Tensor] = {}
+        self.grads: dict[str, tuple[Tensor, bool]] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.values.get(name)
+        if value is None:
+            assert self.parent is not None, f"{name} is neither kept nor rebuilt"
+            value = self.parent[name][self.lo : self.lo + self.rows]
+            self.values[name] = value
+        return value
+
+    def put(self, name: str, value: Tensor) -> None:
+        # A rebuild also yields the statistics again; the kept ones, equal bit for bit, stay.
+        self.values.setdefault(name, value)
+
+    def param(self, name: str) -> Tensor | None:
+        return self.run.tensors.get(name)
+
+    def keep_scale(self, site: int, p: float, width: int) -> Tensor:
+        """The multiplier of this frame's rows at a token-wise dropout site."""
+        run = self.run
+        rows = torch.arange(self.token0, self.token0 + self.rows, device=run.device)
+        dtype = torch.float64 if run.dtype == torch.float64 else torch.float32
+        return random.keep_scale(run.site_key(site), rows, width, p, dtype)
+
+    def add_grad(self, name: str, grad: Tensor, owned: bool) -> None:
+        """Add to the gradient of an activation; `owned`: `grad` may be overwritten from now on."""
+        have = self.grads.get(name)
+        if have is None:
+            self.grads[name] = (grad, owned)
+        elif have[1]:
+            have[0].add_(grad)
+        elif owned:
+            self.grads[name] = (grad.add_(have[0]), True)
+        else:
+            self.grads[name] = (have[0] + grad, True)
+
+    def take_grad(self, name: str) -> tuple[Tensor | None, bool]:
+        return self.grads.pop(name, (None, False))
+
+    def add_param_grad(self, name: str, grad: Tensor) -> None:
+        have = self.run.param_grads.get(name)
+        if have is None:
+            self.run.param_grads[name] = grad
+        else:
+            have.add_(grad)
+
+    def add_weight_grad(self, name: str, dy: Tensor, x: Tensor) -> None:
+        grads = self.run.param_grads
+        grads[name] = self.backend.linear_dw(dy, x, grads.get(name), self.run.partial)
+
+    def attention_call(self, node: Attention, wants: Collection[str] = ()) -> AttentionCall:
+        """The sizes, masks and randomness of `node` for this group."""
+        run, (b0, b1) = self.run, self.seqs
+        seq_len = run.chunks.seq_len
+
+        def part(name: str, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
+            mask = tensors.get(name) if name else None
+            if mask is None or (mask.dim() == 2 and name == node.mask):
+                return mask
+            if name == node.padding:
+                return mask[b0:b1]
+            return mask.view(run.chunks.batch, node.nhead, seq_len, seq_len)[b0:b1]
+
+        masks = tuple(n for n in (node.mask, node.padding) if n)
+        for name in masks:
+            if name in wants and name not in run.param_grads:
+                mask = run.tensors[name]
+                assert mask is not None
+                run.param_grads[name] = torch.zeros_like(
+                    mask, dtype=torch.promote_types(mask.dtype, torch.float32),
+                    memory_format=torch.contiguous_format,
+                )
+        return AttentionCall(
+            batch=b1 - b0,
+            seq_len=seq_len,
+            nhead=node.nhead,
+            scale=node.scale,
+            causal=node.causal,
+            mask=part(node.mask, run.tensors),
+            padding=part(node.padding, run.tensors),
+            dmask=part(node.mask, run.param_grads) if node.mask in wants else None,
+            dpadding=part(node.padding, run.param_grads) if node.padding in wants else None,
+            mask_grad=any(name in run.wants for name in masks),
+            p=node.p,
+            site_key=run.site_key(node.site) if node.p > 0.0 else None,
+            row0=b0 * node.nhead * seq_len,
+        )
+
+
+def _compute(steps: Sequence[Step], frame: Frame, out: Tensor | None) -> None:
+    for step in steps:
+        if step.node is not None:
+            step.node.forward(frame, out if step.node.name == "output" else None)
+        _free(step, frame)
+
+
+def _free(step: Step, frame: Frame) -> None:
+    for name in step.free:
+        frame.values.pop(name, None)
+
+
+def _run_step(step: Step, frame: Frame) -> None:
+    """One step of a backward program: rebuild an activation, or run a node's backward."""
+    assert step.node is not None
+    if step.kind == "compute":
+        step.node.forward(frame)
+    else:
+        dy, owned = frame.take_grad(step.node.name)
+        assert dy is not None
+        step.node.backward(frame, dy, owned, step.wants)
+    _free(step, frame)
+
+
+def _rows(x_BSD: Tensor, seqs: tuple[int, int]) -> Tensor:
+    """Tokens of a group as a matrix: a view where the layout allows, else a copy of the group."""
+    return x_BSD[seqs[0] : seqs[1]].reshape(-1, x_BSD.shape[-1])
+
+
+def forward(run: Run, x_BSD: Tensor, out_BSD: Tensor) -> list[Tensor]:
+    """Fill `out_BSD` with the block's output; returns what the plan keeps, in frame order."""
+    kept: list[Tensor] = []
+    for seqs in run.chunks.groups():
+        frame = Frame(run, seqs, (0, (seqs[1] - seqs[0]) * run.chunks.seq_len))
+        frame.values["input"] = _rows(x_BSD, seqs)
+        target = out_BSD[seqs[0] : seqs[1]]
+        in_place = target.is_contiguous()
+        if in_place:
+            out = target.view(-1, target.shape[-1])
+        else:
+            out = torch.empty((frame.rows, target.shape[-1]), dtype=run.dtype, device=run.device)
+        if run.plan.tile_forward:
+            _forward_tiles(frame, out, kept)
+        else:
+            _compute(run.plan.forward, frame, out)
+            kept.extend(frame.values[n] for n in run.plan.kept_group)
+        if not in_place:
+            target.copy_(out.view(target.shape))
+    return kept
+
+
+def _forward_tiles(frame: Frame, out: Tensor, kept: list[Tensor]) -> None:
+    run, plan = frame.run, frame.run.plan
+    *before, _tiles = plan.forward
+    _compute(before, frame, None)
+    kept.extend(frame.values[n] for n in plan.kept_group)
+    for span in run.chunks.tiles(frame.rows):
+        tile = Frame(run, frame.seqs, span, frame)
+        _compute(plan.tile_forward, tile, out[span[0] : span[1]])
+        kept.extend(tile.values[n] for n in plan.kept_tile)
+
+
+def backward(
+    run: Run, x_BSD: Tensor | None, kept: Sequence[Tensor], dy_BSD: Tensor
+) -> Tensor | None:
+    """The input's gradient, (B, S, D), if wanted; the params' gradients stay in `run`.
+
+    `x_BSD` may be None when the plan does not keep the input; `kept` is what `forward` returned.
+    """
+    supply = iter(kept)
+    dx_BSD: Tensor | None = None
+    for seqs in run.chunks.groups():
+        frame = Frame(run, seqs, (0, (seqs[1] - seqs[0]) * run.chunks.seq_len))
+        if x_BSD is not None:
+            frame.values["input"] = _rows(x_BSD, seqs)
+        frame.values.update((n, next(supply)) for n in run.plan.kept_group)
+        frame.grads["output"] = (_rows(dy_BSD, seqs), False)
+        for step in run.plan.backward:
+            if step.kind == "tiles":
+                _backward_tiles(frame, supply)
+                _free(step, frame)
+            else:
+                _run_step(step, frame)
+        if "input" not in run.wants:
+            continue
+        dx, owned = frame.take_grad("input")
+        assert dx is not None
+        if owned and run.chunks.group >= run.chunks.batch:
+            return dx.view(dy_BSD.shape)
+        if dx_BSD is None:
+            dx_BSD = torch.empty_like(dy_BSD, memory_format=_dense(dy_BSD))
+        dx_BSD[seqs[0] : seqs[1]].copy_(dx.view(-1, *dy_BSD.shape[1:]))
+    return dx_BSD
+
+
+def _backward_tiles(frame: Frame, supply: Iterator[Tensor]) -> None:
+    run, plan = frame.run, frame.run.plan
+    dout, _ = frame.take_grad("output")
+    assert dout is not None
+    buffers = {
+        name: torch.empty((frame.rows, run.widths[name]), dtype=run.dtype, device=run.device)
+        for name in plan.tile_gives
+    }
+    for span in run.chunks.tiles(frame.rows):
+        tile = Frame(run, frame.seqs, span, frame)
+        tile.values.update((n, next(supply)) for n in plan.kept_tile)
+        tile.grads["output"] = (dout[span[0] : span[1]], False)
+        for step in plan.tile_backward:
+            _run_step(step, tile)
+        for name, buffer in buffers.items():
+            grad, _ = tile.take_grad(name)
+            assert grad is not None
+            buffer[span[0] : span[1]].copy_(grad)
+    for name, buffer in buffers.items():
+        frame.add_grad(name, buffer, owned=True)
+
+
+def _dense(x: Tensor) -> torch.memory_format:
+    """The layout for a gradient: that of `x`, unless `x` is expanded (from a sum, say)."""
+    return torch.contiguous_format if 0 in x.stride() else torch.preserve_format

@@ -1,0 +1,228 @@
+"""When the fused path can serve an `nn.TransformerEncoderLayer` call, and why not.
+
+The fused path reads parameters instead of calling submodules, so it runs only where nobody could
+tell: children of exactly the stock types, without hooks, parametrizations or overrides. Every
+function here returns None for "yes" or the reason for "no", as a phrase. Bad input is a reason too:
+PyTorch's own forward then raises PyTorch's own error.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules import module as _module
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+
+class FusedRematWarning(UserWarning):
+    """A layer runs PyTorch's own forward instead of the fused path; the message says why."""
+
+
+_STOCK = nn.TransformerEncoderLayer
+_CHILDREN: dict[str, tuple[type, ...]] = {
+    "self_attn": (nn.MultiheadAttention,),
+    "linear1": (nn.Linear,),
+    "dropout": (nn.Dropout, nn.Identity),
+    "linear2": (nn.Linear,),
+    "norm1": (nn.LayerNorm,),
+    "norm2": (nn.LayerNorm,),
+    "dropout1": (nn.Dropout, nn.Identity),
+    "dropout2": (nn.Dropout, nn.Identity),
+}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(
+    getattr(_module, name)
+    for name in (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
+)
+# Observers that change nothing: torch.utils.flop_counter and its module tracker.
+_KNOWN_GLOBAL_HOOKS = ("torch.utils.module_tracker", "torch.utils.flop_counter")
+
+_FUNCTIONS: dict[Any, str] = {
+    F.relu: "relu",
+    torch.relu: "relu",
+    F.gelu: "gelu",
+    F.silu: "silu",
+    F.tanh: "tanh",
+    torch.tanh: "tanh",
+}
+_MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh"}
+_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def activation_name(activation: Any) -> str | None:
+    """The backend's name of an activation function or module, or None if it has none.
+
+    >>> activation_name(nn.GELU(approximate="tanh")), activation_name(torch.sin)
+    ('gelu_tanh', None)
+    """
+    if isinstance(activation, nn.Module):
+        if has_hooks(activation) or "forward" in activation.__dict__:
+            return None
+        if type(activation) is nn.GELU:
+            return _GELU.get(activation.approximate)
+        return _MODULES.get(type(activation))
+    if isinstance(activation, functools.partial) and activation.func is F.gelu:
+        if activation.args or set(activation.keywords) - {"approximate"}:
+            return None
+        return _GELU.get(activation.keywords.get("approximate", "none"))
+    try:
+        return _FUNCTIONS.get(activation)
+    except TypeError:  # not hashable
+        return None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether any forward or backward hook is registered on `module` itself.
+
+    >>> has_hooks(nn.Linear(2, 2))
+    False
+    """
+    state = module.__dict__
+    return bool(
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+    )
+
+
+def why_not_module(layer: nn.TransformerEncoderLayer) -> str | None:
+    """Why the fused path cannot stand in for the layer's submodules and methods.
+
+    >>> why_not_module(nn.TransformerEncoderLayer(8, 2, activation=torch.sin))
+    'its activation <built-in method sin of type object> has no fused derivative yet'
+    """
+    cls = type(layer)
+    for method in ("_sa_block", "_ff_block"):
+        if getattr(cls, method) is not getattr(_STOCK, method) or method in layer.__dict__:
+            return f"{method} is overridden"
+    children = layer._modules
+    for name, types in _CHILDREN.items():
+        child = children.get(name)
+        if child is None or type(child) not in types:
+            return f"its {name} is a {type(child).__name__}, not a {types[0].__name__}"
+        if has_hooks(child):
+            return f"its {name} has hooks"
+        if "forward" in child.__dict__:
+            return f"its {name}.forward was replaced"
+    extra = next((n for n in children if n not in _CHILDREN and n != "activation"), None)
+    if extra is not None:
+        return f"it has a submodule {extra} that the stock layer does not have"
+    for hooks in _GLOBAL_HOOKS:
+        for hook in hooks.values():
+            if getattr(hook, "__module__", None) not in _KNOWN_GLOBAL_HOOKS:
+                return f"a global module hook is registered ({hook!r})"
+    if activation_name(layer.activation) is None:
+        shown = str(layer.activation).split(" at 0x")[0]
+        return f"its activation {shown.rstrip('>')}> has no fused derivative yet"
+    return _why_not_attention(children["self_attn"])
+
+
+def _why_not_attention(attn: Any) -> str | None:
+    if not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn:
+        return "its self_attn has kdim/vdim, bias_kv or add_zero_attn"
+    if type(attn._modules["out_proj"]) is not NonDynamicallyQuantizableLinear:
+        return f"its self_attn.out_proj is a {type(attn._modules['out_proj']).__name__}"
+    if not 0.0 <= attn.dropout <= 1.0:
+        return f"its self_attn.dropout is {attn.dropout}"
+    return None
+
+
+def why_not_tensors(src: Tensor, params: dict[str, Tensor | None]) -> str | None:
+    """Why the fused path cannot take `src` with these parameters.
+
+    >>> why_not_tensors(torch.zeros(3), {})
+    'src has shape (3,), expected 2 or 3 dimensions'
+    """
+    if type(src) not in (Tensor, nn.Parameter):
+        return f"src is a {type(src).__name__}"
+    if src.dim() not in (2, 3):
+        return f"src has shape {tuple(src.shape)}, expected 2 or 3 dimensions"
+    if not src.dtype.is_floating_point:
+        return f"src has dtype {src.dtype}"
+    width, dtype, device = src.shape[-1], src.dtype, src.device
+    for name, p in params.items():
+        if p is None:
+            continue
+        if type(p) not in (Tensor, nn.Parameter):
+            return f"{name} is a {type(p).__name__}"
+        if p.dtype != dtype or p.device != device:
+            return f"src is {dtype} on {device} but {name} is {p.dtype} on {p.device}"
+    ff = params["fc1.weight"].shape[0]  # type: ignore[union-attr]
+    for name, p in params.items():
+        head, kind = name.split(".")
+        rows = {"qkv": 3 * width, "fc1": ff}.get(head, width)
+        columns = (ff if head == "fc2" else width,) if kind == "weight" else ()
+        expected = (width,) if head.startswith("norm") else (rows, *columns)
+        if p is None:
+            if kind == "weight" and not head.startswith("norm"):
+                return f"{name} is None"
+        elif tuple(p.shape) != expected:
+            return f"{name} has shape {tuple(p.shape)}, expected {expected} for src's width {width}"
+    return None
+
+
+def why_not_masks(
+    src: Tensor, nhead: int, batch: int, seq_len: int,
+    mask: Any, padding: Any, is_causal: bool,
+) -> str | None:
+    """Why the fused path cannot take these masks, in the shapes that the stock layer takes.
+
+    >>> x = torch.zeros(2, 5, 8)
+    >>> why_not_masks(x, 2, 2, 5, torch.zeros(4, 4), None, False)
+    'src_mask has shape (4, 4), expected (5, 5) or (4, 5, 5)'
+    """
+    if is_causal and mask is None:
+        return "is_causal=True needs a src_mask"
+    for name, m in (("src_mask", mask), ("src_key_padding_mask", padding)):
+        if m is None:
+            continue
+        if type(m) not in (Tensor, nn.Parameter):
+            return f"{name} is a {type(m).__name__}"
+        if m.dtype not in (torch.bool, src.dtype, torch.float32):
+            return f"{name} has dtype {m.dtype}, expected bool, {src.dtype} or torch.float32"
+        if m.device != src.device:
+            return f"{name} is on {m.device}, src on {src.device}"
+    if mask is not None and not (is_causal and padding is None):
+        square = (seq_len, seq_len)
+        if tuple(mask.shape) not in (square, (batch * nhead, *square)):
+            return (
+                f"src_mask has shape {tuple(mask.shape)}, "
+                f"expected {square} or {(batch * nhead, *square)}"
+            )
+    if padding is not None:
+        expected = (batch, seq_len) if src.dim() == 3 else (seq_len,)
+        if tuple(padding.shape) != expected:
+            return f"src_key_padding_mask has shape {tuple(padding.shape)}, expected {expected}"
+    return None
+
+
+def why_not_context(device_type: str) -> str | None:
+    """Why the fused path cannot run in the present context.
+
+    >>> why_not_context("cpu") is None
+    True
+    """
+    if torch.is_autocast_enabled(device_type):
+        return "autocast is on"
+    return None
+
+
+def dropout_p(module: nn.Module) -> float:
+    """The probability that an `nn.Dropout` or `nn.Identity` applies now; NaN if it is invalid.
+
+    >>> dropout_p(nn.Dropout(0.1)), dropout_p(nn.Dropout(0.1).eval()), dropout_p(nn.Identity())
+    (0.1, 0.0, 0.0)
+    """
+    p = getattr(module, "p", 0.0) if module.training else 0.0
+    return float(p) if 0.0 <= p <= 1.0 else math.nan

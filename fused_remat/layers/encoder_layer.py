@@ -1,0 +1,280 @@
+"""`FusedRematLayer`: `nn.TransformerEncoderLayer` in a fraction of the activation memory."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fused_remat import ops
+from fused_remat.backends.registry import check_name
+from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+from fused_remat.layers import eligibility
+from fused_remat.policies import Policy, kept_names
+
+
+class FusedRematLayer(nn.TransformerEncoderLayer):
+    """A transformer encoder layer that keeps its input and rebuilds what backward asks for.
+
+    Same constructor, parameters, `state_dict`, initialisation and forward as
+    `nn.TransformerEncoderLayer`; calls that the fused path cannot serve run PyTorch's own forward,
+    under non-reentrant checkpoint when training, with one `FusedRematWarning` that says why.
+    Evaluation without gradients is PyTorch's own forward.
+
+    Args:
+        policy: what to keep between forward and backward: a rung ("full", "lean", "balanced",
+            "fast", "none": fewest bytes first) or a `Policy`.
+        backend: "auto" (by device) or a registered name.
+        (all others): as `nn.TransformerEncoderLayer`.
+
+    Shapes: src (S, B, D), (B, S, D) if `batch_first`, or (S, D); returns the same, in src.dtype.
+    Units: bytes kept per token at 16 bits, F = 4·D, pre-norm: full 2·D, lean 4·D, balanced 6·D,
+        fast 12·D, none 20·D, plus statistics (16 bytes, and 4·nhead where `attn` is kept).
+    Raises: ValueError for an unknown policy, activation name or backend; for bad arguments and
+        inputs, what `nn.TransformerEncoderLayer` raises; RuntimeError in backward when a tensor
+        that backward needs was changed in place, and for double backward.
+    Source: Vaswani et al. 2017; Chen et al. 2016 (recompute); Korthikanti et al. 2022 (selective).
+
+    >>> import torch
+    >>> layer = FusedRematLayer(64, 4, 256, batch_first=True, norm_first=True, policy="lean")
+    >>> x = torch.randn(2, 16, 64, requires_grad=True)
+    >>> layer(x).sum().backward()
+    >>> x.grad.shape
+    torch.Size([2, 16, 64])
+    """
+
+    # Class attributes serve layers unpickled, or re-classed, from the stock one.
+    _policy: str | Policy = "full"
+    _backend: str = "auto"
+    _warned: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: str | Policy = "full",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
+            batch_first, norm_first, bias, device, dtype,
+        )  # fmt: skip
+        self.policy = policy
+        self.backend = backend
+
+    @classmethod
+    def from_layer(
+        cls,
+        layer: nn.TransformerEncoderLayer,
+        policy: str | Policy = "full",
+        backend: str = "auto",
+    ) -> FusedRematLayer:
+        """A `FusedRematLayer` with the submodules of `layer`: same parameters, mode and hooks.
+
+        Raises: TypeError if `layer` is not an `nn.TransformerEncoderLayer`, or is of a subclass
+            (whose behaviour would be lost).
+
+        >>> stock = nn.TransformerEncoderLayer(64, 4)
+        >>> fused = FusedRematLayer.from_layer(stock, policy="balanced")
+        >>> fused.linear1.weight is stock.linear1.weight
+        True
+        """
+        if type(layer) is not nn.TransformerEncoderLayer and not isinstance(layer, cls):
+            raise TypeError(
+                f"from_layer takes an nn.TransformerEncoderLayer, got {type(layer).__name__}"
+            )
+        new = cls.__new__(cls)
+        new.__dict__ = {
+            k: dict(v) if type(v) is dict else v.copy() if hasattr(v, "copy") else v
+            for k, v in layer.__dict__.items()
+        }
+        new.policy = policy
+        new.backend = backend
+        return new
+
+    @property
+    def policy(self) -> str | Policy:
+        """What the layer keeps; may be set at any time, for the calls from then on."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: str | Policy) -> None:
+        graph = encoder_graph(self._config(False, False, False))
+        kept_names(policy, graph.kind, graph.names)
+        self._policy = policy
+
+    @property
+    def backend(self) -> str:
+        """Who does the arithmetic: "auto" or a registered name."""
+        return self._backend
+
+    @backend.setter
+    def backend(self, backend: str) -> None:
+        self._backend = check_name(backend)
+
+    def extra_repr(self) -> str:
+        return f"policy={self._policy!r}, backend={self._backend!r}"
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As `nn.TransformerEncoderLayer.forward`: masks are bool (True = excluded) or float."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        params = self._params()
+        differentiable = torch.is_grad_enabled() and any(
+            isinstance(t, Tensor) and t.requires_grad
+            for t in (src, *params.values(), src_mask, src_key_padding_mask)
+        )
+        plain = not (self.training or differentiable)
+        if plain or getattr(src, "is_nested", False) or _is_empty(src):
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        reason = self._why_not(src, params, src_mask, src_key_padding_mask, is_causal)
+        if reason is None:
+            return self._fused(src, params, src_mask, src_key_padding_mask, is_causal)
+        if not differentiable or self._policy == "none":
+            out = super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        else:
+            out = checkpoint(
+                super().forward, src, src_mask, src_key_padding_mask, is_causal, use_reentrant=False
+            )
+            self._warn(f"PyTorch's own forward under torch.utils.checkpoint: {reason}")
+        return out
+
+    def _params(self) -> dict[str, Tensor | None]:
+        """The block's tensors by its own names, read through the submodules at every call."""
+        attn, fc1, fc2 = self.self_attn, self.linear1, self.linear2
+        norm1, norm2, proj = self.norm1, self.norm2, self.self_attn.out_proj
+        named = {"proj": proj, "fc1": fc1, "fc2": fc2, "norm1": norm1, "norm2": norm2}
+        params: dict[str, Tensor | None] = {
+            "qkv.weight": attn.in_proj_weight, "qkv.bias": attn.in_proj_bias,
+        }  # fmt: skip
+        for name, module in named.items():
+            params[f"{name}.weight"] = getattr(module, "weight", None)
+            params[f"{name}.bias"] = getattr(module, "bias", None)
+        return params
+
+    def _why_not(
+        self,
+        src: Tensor,
+        params: dict[str, Tensor | None],
+        mask: Tensor | None,
+        padding: Tensor | None,
+        is_causal: bool,
+    ) -> str | None:
+        reason = (
+            eligibility.why_not_module(self)
+            or eligibility.why_not_tensors(src, params)
+            or eligibility.why_not_context(src.device.type)
+        )
+        if reason is not None:
+            return reason
+        batch, seq_len, _ = self._sizes(src)
+        nhead = self.self_attn.num_heads
+        reason = eligibility.why_not_masks(
+            src, nhead, batch, seq_len, mask, padding, is_causal
+        )
+        if reason is None and math.isnan(sum(self._dropouts())):
+            reason = f"a dropout probability is outside [0, 1] ({self._dropouts()})"
+        return reason
+
+    def _sizes(self, src: Tensor) -> tuple[int, int, bool]:
+        """B, S, and whether the sequence comes first, of a 2-D or 3-D `src`."""
+        if src.dim() == 2:
+            return 1, src.shape[0], False
+        if self.self_attn.batch_first:
+            return src.shape[0], src.shape[1], False
+        return src.shape[1], src.shape[0], True
+
+    def _dropouts(self) -> tuple[float, float, float, float]:
+        attn = self.self_attn
+        return (
+            float(attn.dropout) if attn.training else 0.0,
+            eligibility.dropout_p(self.dropout1),
+            eligibility.dropout_p(self.dropout),
+            eligibility.dropout_p(self.dropout2),
+        )
+
+    def _config(self, causal: bool, has_mask: bool, has_padding: bool) -> EncoderConfig:
+        attn = self.self_attn
+        p_attention, p_residual1, p_mlp, p_residual2 = self._dropouts()
+        return EncoderConfig(
+            norm_first=self.norm_first,
+            nhead=attn.num_heads,
+            head_dim=attn.head_dim,
+            activation=eligibility.activation_name(self.activation) or "unknown",
+            eps1=getattr(self.norm1, "eps", 0.0),
+            eps2=getattr(self.norm2, "eps", 0.0),
+            p_attention=p_attention,
+            p_residual1=p_residual1,
+            p_mlp=p_mlp,
+            p_residual2=p_residual2,
+            causal=causal,
+            has_mask=has_mask,
+            has_padding=has_padding,
+        )
+
+    def _fused(
+        self,
+        src: Tensor,
+        params: dict[str, Tensor | None],
+        mask: Tensor | None,
+        padding: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor:
+        if mask is not None and padding is not None and mask.dtype != padding.dtype:
+            warnings.warn(
+                f"Support for mismatched src_key_padding_mask ({padding.dtype}) and src_mask "
+                f"({mask.dtype}) is deprecated. Use same type for both instead.",
+                stacklevel=4,
+            )
+        causal = is_causal and padding is None
+        if causal:
+            mask = None  # as in PyTorch: the hint stands for the mask
+        _, _, seq_first = self._sizes(src)
+        unbatched = src.dim() == 2
+        if unbatched:
+            src = src.unsqueeze(0)
+            padding = None if padding is None else padding.unsqueeze(0)
+        out = ops.encoder_block(
+            src,
+            {**params, "mask": mask, "padding": padding},
+            self._config(causal, mask is not None, padding is not None),
+            policy=self._policy,
+            backend=self._backend,
+            seq_first=seq_first,
+        )
+        return out.squeeze(0) if unbatched else out
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned |= {message}
+            warnings.warn(
+                f"{type(self).__name__} runs {message}",
+                eligibility.FusedRematWarning,
+                stacklevel=5,
+            )
+
+
+def _is_empty(src: Any) -> bool:
+    return isinstance(src, Tensor) and src.numel() == 0

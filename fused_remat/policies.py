@@ -1,0 +1,92 @@
+"""What a block keeps between forward and backward: five rungs, or any set of names.
+
+Data only. A rung is one row of `RUNGS`; the names are the activations that the block's graph
+declares (`fused_remat.blocks`). Statistics (norm means and rstd, attention's logsumexp beside a
+kept `attn`) and the dropout seed are kept whenever backward needs them, in every policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+#: rung -> block -> names kept besides the block's input.
+RUNGS: dict[str, dict[str, frozenset[str]]] = {
+    "full": {
+        "encoder_prenorm": frozenset(),
+        "encoder_postnorm": frozenset(),
+    },
+    "lean": {
+        "encoder_prenorm": frozenset({"attn"}),
+        "encoder_postnorm": frozenset({"sum2"}),
+    },
+    "balanced": {
+        "encoder_prenorm": frozenset({"attn", "mid"}),
+        "encoder_postnorm": frozenset({"attn", "sum2"}),
+    },
+    "fast": {
+        "encoder_prenorm": frozenset({"attn", "mid", "qkv"}),
+        "encoder_postnorm": frozenset({"attn", "sum1", "sum2", "qkv"}),
+    },
+    "none": {
+        "encoder_prenorm": frozenset({"attn", "mid", "qkv", "up"}),
+        "encoder_postnorm": frozenset({"attn", "sum1", "sum2", "qkv", "up"}),
+    },
+}
+
+
+@dataclass(frozen=True, init=False)
+class Policy:
+    """The set of activations that a block keeps; every other one is rebuilt in backward.
+
+    Args:
+        save: names of activations, such as `{"attn", "qkv"}`. The empty set is the rung "full".
+
+    Raises:
+        TypeError: `save` is a string or not an iterable of strings.
+        ValueError: (when a block takes the policy) a name that the block does not have; the
+            message lists the valid ones.
+
+    >>> from fused_remat import FusedRematLayer, Policy
+    >>> layer = FusedRematLayer(64, 4, 256, policy=Policy(save={"attn", "qkv"}))
+    >>> sorted(layer.policy.save)
+    ['attn', 'qkv']
+    """
+
+    save: frozenset[str]
+
+    def __init__(self, save: Iterable[str] = ()) -> None:
+        if isinstance(save, str) or not isinstance(save, Iterable):
+            raise TypeError(f"Policy(save=...) takes a set of names, got {save!r}")
+        names = frozenset(save)
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"Policy(save=...) takes names (str), got {name!r}")
+        object.__setattr__(self, "save", names)
+
+
+def kept_names(policy: str | Policy, block: str, valid: Iterable[str]) -> frozenset[str]:
+    """The names that `policy` keeps in `block`, whose activations are `valid`.
+
+    Raises:
+        ValueError: an unknown rung, or a name that the block does not have; the message lists
+            the valid ones.
+        TypeError: `policy` is neither a string nor a Policy.
+
+    >>> sorted(kept_names("balanced", "encoder_prenorm", ["attn", "mid"]))
+    ['attn', 'mid']
+    """
+    if isinstance(policy, str):
+        if policy not in RUNGS:
+            raise ValueError(f"unknown policy {policy!r}; valid rungs: {', '.join(RUNGS)}")
+        return RUNGS[policy][block]
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy must be a rung ({', '.join(RUNGS)}) or a Policy, got {policy!r}")
+    valid = tuple(valid)
+    unknown = sorted(policy.save.difference(valid))
+    if unknown:
+        raise ValueError(
+            f"unknown activation {', '.join(map(repr, unknown))} in Policy for {block}; "
+            f"valid names: {', '.join(valid)}"
+        )
+    return policy.save

@@ -1,0 +1,120 @@
+"""The dropout generator: one definition, the same bits in every backend.
+
+Masks are never stored. Whether element (row, col) at a dropout site survives is a function of
+(seed, site, row, col) alone:
+
+    site_key = mix64(seed + GOLDEN64 * (site + 1))                        64-bit, wrapping
+    row_key  = mix64(site_key + GOLDEN64 * (row + 1))                     64-bit, wrapping
+    k0, k1   = low and high 32 bits of row_key
+    x = ((col * GOLDEN32) ^ k0) * (k1 | 1)                                32-bit, wrapping
+    x = (x ^ (x >> 16)) * MUL32                                           logical shift
+    the element survives  iff  (x & 0x7fffffff) < round((1 - p) * 2**31)
+
+`mix64` is SplitMix64's finaliser (Steele, Lea, Flood 2014). Rows are 64-bit, so a tensor may hold
+more than 2**32 elements; columns are below 2**31. For a token-wise site, row = b * S + s (whatever
+the memory layout) and col = channel; for attention, row = (b * H + h) * S_q + q and col = key.
+Test vectors: `tests/test_random.py`.
+
+The seed is an int64 *device tensor*, so that drawing it never waits for the device.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+#: Dropout sites of a transformer block.
+ATTENTION, RESIDUAL1, MLP, RESIDUAL2 = range(4)
+NUM_SITES = 4
+
+GOLDEN64 = 0x9E3779B97F4A7C15
+GOLDEN32 = 0x9E3779B9
+MUL32 = 0x7FEB352D
+MIX64_MUL1 = 0xBF58476D1CE4E5B9
+MIX64_MUL2 = 0x94D049BB133111EB
+
+
+# Elements that one pass of the generator covers on a CPU: the temporaries stay in cache.
+_CACHED = 1 << 17
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+def _signed(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+_GOLDEN64_S = _signed(GOLDEN64, 64)
+_GOLDEN32_S = _signed(GOLDEN32, 32)
+_MUL1_S = _signed(MIX64_MUL1, 64)
+_MUL2_S = _signed(MIX64_MUL2, 64)
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """One int64 seed, shape (), from torch's default generator for `device`; no host sync.
+
+    >>> _ = torch.manual_seed(0)
+    >>> draw_seed(torch.device("cpu")).dtype
+    torch.int64
+    """
+    return torch.empty((), dtype=torch.int64, device=device).random_()
+
+
+def threshold(p: float) -> int:
+    """An element survives if its 31-bit hash is below this.
+
+    >>> threshold(1.0), threshold(0.5) == 2**30
+    (0, True)
+    """
+    return min(round((1.0 - p) * 2**31), 2**31 - 1)
+
+
+def scale(p: float) -> float:
+    """What survivors are multiplied by: 1 / (1 - p), and 0 at p = 1, where none survives."""
+    return 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
+
+
+def _mix64(z: Tensor) -> Tensor:
+    # torch's >> is arithmetic on int64: mask what a logical shift would have cleared.
+    z = (z ^ ((z >> 30).bitwise_and_((1 << 34) - 1))).mul_(_MUL1_S)
+    z = z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_MUL2_S)
+    return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+
+
+def site_keys(seed: Tensor) -> Tensor:
+    """Keys of all sites, int64 (NUM_SITES,), from `seed`, an int64 tensor of shape ()."""
+    sites = torch.arange(1, NUM_SITES + 1, dtype=torch.int64, device=seed.device)
+    return _mix64(sites.mul_(_GOLDEN64_S).add_(seed))
+
+
+def keep_scale(site_key: Tensor, rows: Tensor, width: int, p: float, dtype: torch.dtype) -> Tensor:
+    """Dropout's multiplier for rows x columns: `scale(p)` where the element survives, else 0.
+
+    Shapes: site_key () int64; rows (R,) int64; returns (R, width) in `dtype` (float32 or float64).
+    Source: the definition at the top of this module.
+
+    >>> key = site_keys(torch.tensor(0))[MLP]
+    >>> keep_scale(key, torch.arange(2), 4, 0.5, torch.float32)
+    tensor([[2., 0., 2., 0.],
+            [0., 0., 0., 0.]])
+    """
+    row_keys = _mix64((rows + 1).mul_(_GOLDEN64_S).add_(site_key))
+    k0 = row_keys.to(torch.int32)[:, None]
+    k1 = (row_keys >> 32).to(torch.int32).bitwise_or_(1)[:, None]
+    columns = torch.arange(width, dtype=torch.int32, device=rows.device).mul_(_GOLDEN32_S)
+    hashed = torch.empty((rows.shape[0], width), dtype=torch.int32, device=rows.device)
+    step = rows.shape[0] if rows.device.type != "cpu" else max(1, _CACHED // max(width, 1))
+    for start in range(0, rows.shape[0], max(step, 1)):
+        chunk = slice(start, start + step)
+        x = torch.bitwise_xor(columns, k0[chunk], out=hashed[chunk]).mul_(k1[chunk])
+        x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(MUL32)
+        # (hash - threshold) >> 31 is all ones exactly for survivors: no comparison, no bool tensor.
+        x.bitwise_and_(0x7FFFFFFF).sub_(threshold(p)).bitwise_right_shift_(31)
+        x.bitwise_and_(_bits(scale(p)) if dtype == torch.float32 else 1)
+    if dtype == torch.float32:
+        return hashed.view(torch.float32)
+    return hashed.to(dtype).mul_(scale(p))
