@@ -8,7 +8,9 @@ from what forward read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fused_remat import random
+from fused_remat.backends.base import Backend
 from fused_remat.backends.registry import get_backend
 from fused_remat.blocks import run
 from fused_remat.blocks.program import Graph, programs
@@ -47,20 +50,30 @@ class BlockCall:
     def prepare(self, x: Tensor, tensors: Sequence[Tensor | None]) -> run.Prepared:
         """Chunks, programs and widths for these tensors, of which only shapes are read."""
         backend = get_backend(self.backend, x.device)
-        batch, seq_len = x.shape[1::-1] if self.seq_first else x.shape[:2]
-        chunks = run.Chunks.of(batch, seq_len, backend.chunk_tokens(x))
-        plan = programs(self.graph, self.save, self.wants, chunks.tiled)
-        shapes = {"input": tuple(x.shape)}
-        for name, tensor in zip(self.graph.params, tensors, strict=True):
-            if tensor is not None:
-                shapes[name] = tuple(tensor.shape)
-        return run.Prepared(backend, chunks, plan, self.wants, self.graph.widths(shapes))
+        shapes = tuple(None if t is None else t.shape for t in tensors)
+        return _prepare(self, backend, backend.chunk_tokens(x), x.shape, shapes)
 
     def batch_major(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1) if self.seq_first else x
 
     def named(self, tensors: Sequence[Tensor | None]) -> Mapping[str, Tensor | None]:
         return dict(zip(self.graph.params, tensors, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepare(
+    call: BlockCall,
+    backend: Backend,
+    chunk_tokens: int,
+    shape: torch.Size,
+    shapes: tuple[torch.Size | None, ...],
+) -> run.Prepared:
+    batch, seq_len = shape[1::-1] if call.seq_first else shape[:2]
+    chunks = run.Chunks.of(batch, seq_len, chunk_tokens)
+    plan = programs(call.graph, call.save, call.wants, chunks.tiled)
+    named = {n: s for n, s in zip(call.graph.params, shapes, strict=True) if s is not None}
+    widths = call.graph.widths({**named, "input": shape})
+    return run.Prepared(backend, chunks, plan, call.wants, widths)
 
 
 def forward_block(
@@ -146,19 +159,33 @@ class _Block(torch.autograd.Function):
                     grads[i] = grad.to(dtype)
             return [dx, *grads]
 
-        if _functorch.is_batchedtensor(dy):
-            return (None, *_over_batch(grads_of, dy))
-        return (None, *grads_of(dy))
+        unbatched, rebatch = _batching(dy)
+        if rebatch is None:
+            return (None, *grads_of(unbatched))
+        results = zip(*(grads_of(one) for one in unbatched.unbind()), strict=True)
+        return (None, *(None if g[0] is None else rebatch(torch.stack(g)) for g in results))
 
 
-def _over_batch(grads_of: Any, dy: Tensor) -> list[Tensor | None]:
-    """`torch.autograd.grad(..., is_grads_batched=True)`: one backward for each gradient."""
-    level, dim = _functorch.maybe_get_level(dy), _functorch.maybe_get_bdim(dy)
-    results = [grads_of(one) for one in _functorch.get_unwrapped(dy).unbind(dim)]
-    return [
-        None if grads[0] is None else _functorch._add_batch_dim(torch.stack(grads), 0, level)
-        for grads in zip(*results, strict=True)
-    ]
+def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """`dy` with the dimension first that a vmap around backward hides, and how to hide it again.
+
+    `torch.autograd.grad(..., is_grads_batched=True)` maps backward over a batch of gradients. The
+    programs write in place, so they run once for each gradient instead.
+    """
+    if _functorch.is_legacy_batchedtensor(dy):
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        whole = torch._remove_batch_dim(dy, level, 0, 0)
+        return whole, lambda grad: torch._add_batch_dim(grad, 0, level)
+    if _functorch.is_batchedtensor(dy):
+        level, dim = _functorch.maybe_get_level(dy), _functorch.maybe_get_bdim(dy)
+        whole = _functorch.get_unwrapped(dy).movedim(dim, 0)
+        return whole, lambda grad: _functorch._add_batch_dim(grad, 0, level)
+    return dy, None
+
+
+# `apply` inspects forward's signature at every call; inspect finds it here at once.
+_Block.forward.__signature__ = inspect.signature(_Block.forward)  # type: ignore[attr-defined]
 
 
 def run_block(

@@ -20,8 +20,10 @@ The seed is an int64 *device tensor*, so that drawing it never waits for the dev
 
 from __future__ import annotations
 
+import functools
 import struct
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +40,8 @@ MIX64_MUL2 = 0x94D049BB133111EB
 
 # Elements that one pass of the generator covers on a CPU: the temporaries stay in cache.
 _CACHED = 1 << 17
+# Up to this many elements on a CPU, numpy's smaller cost per call wins.
+_SMALL = 1 << 14
 
 
 def _bits(value: float) -> int:
@@ -52,6 +56,11 @@ _GOLDEN64_S = _signed(GOLDEN64, 64)
 _GOLDEN32_S = _signed(GOLDEN32, 32)
 _MUL1_S = _signed(MIX64_MUL1, 64)
 _MUL2_S = _signed(MIX64_MUL2, 64)
+_GOLDEN64_U, _MUL1_U, _MUL2_U = np.uint64(GOLDEN64), np.uint64(MIX64_MUL1), np.uint64(MIX64_MUL2)
+_SHIFTS = tuple(map(np.uint64, (30, 27, 31)))
+_SITE_STEPS = np.arange(1, NUM_SITES + 1, dtype=np.uint64) * _GOLDEN64_U
+_GOLDEN32_U, _MUL32_U, _MASK31 = np.uint32(GOLDEN32), np.uint32(MUL32), np.uint32(0x7FFFFFFF)
+_ONE32, _SIXTEEN = np.uint32(1), np.uint32(16)
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -85,30 +94,63 @@ def _mix64(z: Tensor) -> Tensor:
     return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
 
 
-def site_keys(seed: Tensor) -> Tensor:
-    """Keys of all sites, int64 (NUM_SITES,), from `seed`, an int64 tensor of shape ()."""
+def _is_small(key: Tensor, elements: int) -> bool:
+    return elements <= _SMALL and type(key) is Tensor and key.device.type == "cpu"
+
+
+def site_keys(seed: Tensor) -> tuple[Tensor, ...]:
+    """The keys of all sites, NUM_SITES int64 tensors (), from `seed`, an int64 tensor ().
+
+    >>> site_keys(torch.tensor(0))[ATTENTION].item()
+    -2152535657050944081
+    """
+    if _is_small(seed, 1):
+        keys = _mix64_numpy(seed.numpy().view(np.uint64) + _SITE_STEPS)
+        return torch.from_numpy(keys.view(np.int64)).unbind()
     sites = torch.arange(1, NUM_SITES + 1, dtype=torch.int64, device=seed.device)
-    return _mix64(sites.mul_(_GOLDEN64_S).add_(seed))
+    return _mix64(sites.mul_(_GOLDEN64_S).add_(seed)).unbind()
 
 
-def keep_scale(site_key: Tensor, rows: Tensor, width: int, p: float, dtype: torch.dtype) -> Tensor:
+def keep_scale(
+    site_key: Tensor,
+    row0: int,
+    rows: int,
+    width: int,
+    p: float,
+    dtype: torch.dtype,
+    heads: int = 1,
+    head_stride: int = 0,
+) -> Tensor:
     """Dropout's multiplier for rows x columns: `scale(p)` where the element survives, else 0.
 
-    Shapes: site_key () int64; rows (R,) int64; returns (R, width) in `dtype` (float32 or float64).
+    The rows are `row0 + h * head_stride + i` for h < `heads`, i < `rows`, in that order.
+
+    Shapes: site_key () int64; returns (heads * rows, width) in `dtype` (float32 or float64) on the
+        device of the key.
     Source: the definition at the top of this module.
 
     >>> key = site_keys(torch.tensor(0))[MLP]
-    >>> keep_scale(key, torch.arange(2), 4, 0.5, torch.float32)
+    >>> keep_scale(key, 0, 2, 4, 0.5, torch.float32)
     tensor([[2., 0., 2., 0.],
             [0., 0., 0., 0.]])
     """
-    row_keys = _mix64((rows + 1).mul_(_GOLDEN64_S).add_(site_key))
+    if _is_small(site_key, heads * rows * width):
+        index = np.arange(row0 + 1, row0 + rows + 1, dtype=np.int64)
+        if heads > 1:
+            index = np.add.outer(np.arange(heads) * head_stride, index).reshape(-1)
+        return _keep_scale_numpy(site_key, index, width, p, dtype)
+    device = site_key.device
+    steps = torch.arange(row0 + 1, row0 + rows + 1, device=device)
+    if heads > 1:
+        steps = torch.arange(heads, device=device).mul_(head_stride)[:, None] + steps
+    row_keys = _mix64(steps.view(-1).mul_(_GOLDEN64_S).add_(site_key))
     k0 = row_keys.to(torch.int32)[:, None]
     k1 = (row_keys >> 32).to(torch.int32).bitwise_or_(1)[:, None]
-    columns = torch.arange(width, dtype=torch.int32, device=rows.device).mul_(_GOLDEN32_S)
-    hashed = torch.empty((rows.shape[0], width), dtype=torch.int32, device=rows.device)
-    step = rows.shape[0] if rows.device.type != "cpu" else max(1, _CACHED // max(width, 1))
-    for start in range(0, rows.shape[0], max(step, 1)):
+    columns = torch.arange(width, dtype=torch.int32, device=device).mul_(_GOLDEN32_S)
+    total = heads * rows
+    hashed = torch.empty((total, width), dtype=torch.int32, device=device)
+    step = total if device.type != "cpu" else max(1, _CACHED // max(width, 1))
+    for start in range(0, total, max(step, 1)):
         chunk = slice(start, start + step)
         x = torch.bitwise_xor(columns, k0[chunk], out=hashed[chunk]).mul_(k1[chunk])
         x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(MUL32)
@@ -118,3 +160,29 @@ def keep_scale(site_key: Tensor, rows: Tensor, width: int, p: float, dtype: torc
     if dtype == torch.float32:
         return hashed.view(torch.float32)
     return hashed.to(dtype).mul_(scale(p))
+
+
+def _mix64_numpy(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> _SHIFTS[0])) * _MUL1_U
+    z = (z ^ (z >> _SHIFTS[1])) * _MUL2_U
+    return z ^ (z >> _SHIFTS[2])
+
+
+def _keep_scale_numpy(
+    site_key: Tensor, steps: np.ndarray, width: int, p: float, dtype: torch.dtype
+) -> Tensor:
+    """`keep_scale` in numpy: the same bits. `steps` are the rows plus one, int64."""
+    row_keys = _mix64_numpy(steps.view(np.uint64) * _GOLDEN64_U + site_key.numpy().view(np.uint64))
+    halves = row_keys.astype("<u8", copy=False).view("<u4").reshape(-1, 2)  # low, high
+    x = _columns(width) ^ halves[:, :1]
+    x *= halves[:, 1:] | _ONE32
+    x ^= x >> _SIXTEEN
+    x *= _MUL32_U
+    x &= _MASK31
+    factor = np.float32(scale(p)) if dtype == torch.float32 else np.float64(scale(p))
+    return torch.from_numpy((x < np.uint32(threshold(p))) * factor)
+
+
+@functools.lru_cache(maxsize=64)
+def _columns(width: int) -> np.ndarray:
+    return np.arange(width, dtype=np.uint32) * _GOLDEN32_U

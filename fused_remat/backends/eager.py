@@ -33,7 +33,7 @@ def _is_low(dtype: torch.dtype) -> bool:
 
 def widens(x: Tensor) -> bool:
     """Whether products over `x` are better computed in float32: low precision, not native."""
-    return x.device.type == "cpu" and _is_low(x.dtype) and not _cpu_has_native(x.dtype)
+    return _is_low(x.dtype) and x.device.type == "cpu" and not _cpu_has_native(x.dtype)
 
 
 class EagerBackend:
@@ -60,17 +60,16 @@ class EagerBackend:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if _is_low(x.dtype) and x.device.type == "cpu":
             weight = torch.ones(x.shape[-1]) if weight is None else weight.float()
+        # dx always: without it ATen's CPU kernel fails ("tensor does not have a device").
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy, x, x.shape[-1:], mean, rstd, weight, weight, list(wants)
+            dy, x, x.shape[-1:], mean, rstd, weight, weight, [True, *wants[1:]]
         )
         if wants[0] and add is not None:
             dx.add_(add)
-        acc = torch.promote_types(x.dtype, torch.float32)
-        return (
-            dx if wants[0] else None,
-            dweight.to(acc) if wants[1] else None,
-            dbias.to(acc) if wants[2] else None,
-        )
+        if _is_low(x.dtype):
+            dweight = dweight.float() if wants[1] else None
+            dbias = dbias.float() if wants[2] else None
+        return dx if wants[0] else None, dweight, dbias
 
     def linear_fwd(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
@@ -95,6 +94,8 @@ class EagerBackend:
     def _linear(
         x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
+        if out is None:
+            return torch.nn.functional.linear(x, weight, bias)
         if bias is None:
             return torch.mm(x, weight.t(), out=out)
         return torch.addmm(bias, x, weight.t(), out=out)
@@ -116,7 +117,7 @@ class EagerBackend:
         return dw.float() if partial and _is_low(dw.dtype) else dw
 
     def bias_grad(self, dy: Tensor) -> Tensor:
-        return dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
+        return dy.sum(0, dtype=torch.float32) if _is_low(dy.dtype) else dy.sum(0)
 
     def act_fwd(self, x: Tensor, act: str, keep: Tensor | None) -> Tensor:
         y = ACTIVATIONS[act].fwd(x)

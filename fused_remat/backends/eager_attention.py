@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 def _heads(qkv: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v as views (B, H, S, E) of the packed projection."""
     packed = qkv.view(call.batch, call.seq_len, 3, call.nhead, -1)
-    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
 
 
@@ -82,15 +82,12 @@ def forward(qkv: Tensor, call: AttentionCall, widen: bool) -> tuple[Tensor, Tens
     out = _as_heads(attn, call)
     for rows, keys in _blocks(call):
         scores = _scores(_flat(q[:, :, rows], acc), k[:, :keys], rows, call)
-        top = scores.amax(-1, keepdim=True)
-        top.masked_fill_(top == -torch.inf, 0.0)  # all keys excluded: exp(-inf - 0) = 0
-        probs = scores.sub_(top).exp_()
-        total = probs.sum(-1, keepdim=True)
-        empty = total == 0.0
-        probs.div_(total.masked_fill(empty, 1.0))
-        # +inf makes exp(score - lse) exactly 0 in backward for a row without keys.
-        row_lse = top.add_(total.log_()).masked_fill_(empty, torch.inf)
+        row_lse = torch.logsumexp(scores, -1, keepdim=True)
+        if call.mask is not None or call.padding is not None:
+            # A row without keys: +inf makes exp(score - lse) exactly 0, here and in backward.
+            row_lse.masked_fill_(row_lse == -torch.inf, torch.inf)
         lse[:, :, rows] = row_lse.view(call.batch, call.nhead, -1)
+        probs = scores.sub_(row_lse).exp_()
         if call.p > 0.0:
             probs.mul_(_keep(rows, keys, call, acc))
         out[:, :, rows] = torch.bmm(probs, v[:, :keys]).view(call.batch, call.nhead, -1, v.shape[2])
@@ -162,6 +159,8 @@ def _blocks(call: AttentionCall) -> Iterator[tuple[slice, int]]:
 def _scores(q: Tensor, k: Tensor, rows: slice, call: AttentionCall) -> Tensor:
     """Masked, scaled scores (B*H, rows, keys), a new tensor."""
     scores = torch.bmm(q, k.transpose(1, 2)).mul_(call.scale)
+    if not call.causal and call.mask is None and call.padding is None:
+        return scores
     keys = k.shape[1]
     grid = scores.view(call.batch, call.nhead, -1, keys)
     if call.causal:
@@ -184,11 +183,11 @@ def _mask(grid: Tensor, mask: Tensor) -> None:
 def _keep(rows: slice, keys: int, call: AttentionCall, dtype: torch.dtype) -> Tensor:
     """Dropout's multiplier (B*H, rows, keys)."""
     assert call.site_key is not None
-    device = call.site_key.device
-    heads = torch.arange(call.batch * call.nhead, device=device).mul_(call.seq_len).add_(call.row0)
-    index = heads[:, None] + torch.arange(rows.start, rows.stop, device=device)
-    keep = random.keep_scale(call.site_key, index.view(-1), keys, call.p, dtype)
-    return keep.view(index.shape[0], -1, keys)
+    heads, n = call.batch * call.nhead, rows.stop - rows.start
+    keep = random.keep_scale(
+        call.site_key, call.row0 + rows.start, n, keys, call.p, dtype, heads, call.seq_len
+    )
+    return keep.view(heads, n, keys)
 
 
 def _add_mask_grads(dscores: Tensor, rows: slice, keys: int, call: AttentionCall) -> None:

@@ -88,7 +88,7 @@ class Run:
         self.dtype, self.device = like.dtype, like.device
         self.partial = self.chunks.group < self.chunks.batch or self.chunks.tiled
         self.param_grads: dict[str, Tensor] = {}
-        self._site_keys: Tensor | None = None
+        self._site_keys: tuple[Tensor, ...] | None = None
 
     def site_key(self, site: int) -> Tensor:
         if self._site_keys is None:
@@ -131,9 +131,8 @@ class Frame:
     def keep_scale(self, site: int, p: float, width: int) -> Tensor:
         """The multiplier of this frame's rows at a token-wise dropout site."""
         run = self.run
-        rows = torch.arange(self.token0, self.token0 + self.rows, device=run.device)
         dtype = torch.float64 if run.dtype == torch.float64 else torch.float32
-        return random.keep_scale(run.site_key(site), rows, width, p, dtype)
+        return random.keep_scale(run.site_key(site), self.token0, self.rows, width, p, dtype)
 
     def add_grad(self, name: str, grad: Tensor, owned: bool) -> None:
         """Add to the gradient of an activation; `owned`: `grad` may be overwritten from now on."""

@@ -24,6 +24,7 @@ class FusedRematWarning(UserWarning):
 
 
 _STOCK = nn.TransformerEncoderLayer
+_PLAIN = (Tensor, nn.Parameter)
 _CHILDREN: dict[str, tuple[type, ...]] = {
     "self_attn": (nn.MultiheadAttention,),
     "linear1": (nn.Linear,),
@@ -144,31 +145,42 @@ def why_not_tensors(src: Tensor, params: dict[str, Tensor | None]) -> str | None
     >>> why_not_tensors(torch.zeros(3), {})
     'src has shape (3,), expected 2 or 3 dimensions'
     """
-    if type(src) not in (Tensor, nn.Parameter):
+    if type(src) not in _PLAIN:
         return f"src is a {type(src).__name__}"
-    if src.dim() not in (2, 3):
-        return f"src has shape {tuple(src.shape)}, expected 2 or 3 dimensions"
-    if not src.dtype.is_floating_point:
-        return f"src has dtype {src.dtype}"
-    width, dtype, device = src.shape[-1], src.dtype, src.device
+    shape = src.shape
+    if len(shape) not in (2, 3):
+        return f"src has shape {tuple(shape)}, expected 2 or 3 dimensions"
+    dtype, device = src.dtype, src.device
     for name, p in params.items():
         if p is None:
             continue
-        if type(p) not in (Tensor, nn.Parameter):
+        if type(p) not in _PLAIN:
             return f"{name} is a {type(p).__name__}"
-        if p.dtype != dtype or p.device != device:
+        if p.dtype is not dtype or p.device != device:
             return f"src is {dtype} on {device} but {name} is {p.dtype} on {p.device}"
-    ff = params["fc1.weight"].shape[0]  # type: ignore[union-attr]
-    for name, p in params.items():
+    shapes = tuple([(n, None if p is None else p.shape) for n, p in params.items()])
+    return _why_not_shapes(dtype, shape[-1], shapes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _why_not_shapes(
+    dtype: torch.dtype, width: int, shapes: tuple[tuple[str, torch.Size | None], ...]
+) -> str | None:
+    if not dtype.is_floating_point:
+        return f"src has dtype {dtype}"
+    ff = dict(shapes)["fc1.weight"]
+    for name, shape in shapes:
         head, kind = name.split(".")
-        rows = {"qkv": 3 * width, "fc1": ff}.get(head, width)
-        columns = (ff if head == "fc2" else width,) if kind == "weight" else ()
-        expected = (width,) if head.startswith("norm") else (rows, *columns)
-        if p is None:
-            if kind == "weight" and not head.startswith("norm"):
+        norm = head.startswith("norm")
+        if shape is None:
+            if kind == "weight" and not norm:
                 return f"{name} is None"
-        elif tuple(p.shape) != expected:
-            return f"{name} has shape {tuple(p.shape)}, expected {expected} for src's width {width}"
+            continue
+        rows = {"qkv": 3 * width, "fc1": ff[0] if ff else 0}.get(head, width)
+        columns = rows if norm else (ff[0] if ff else 0) if head == "fc2" else width
+        expected = (rows,) if norm or kind == "bias" else (rows, columns)
+        if tuple(shape) != expected:
+            return f"{name} has shape {tuple(shape)}, expected {expected} for src's width {width}"
     return None
 
 
@@ -187,7 +199,7 @@ def why_not_masks(
     for name, m in (("src_mask", mask), ("src_key_padding_mask", padding)):
         if m is None:
             continue
-        if type(m) not in (Tensor, nn.Parameter):
+        if type(m) not in _PLAIN:
             return f"{name} is a {type(m).__name__}"
         if m.dtype not in (torch.bool, src.dtype, torch.float32):
             return f"{name} has dtype {m.dtype}, expected bool, {src.dtype} or torch.float32"
@@ -213,7 +225,7 @@ def why_not_context(device_type: str) -> str | None:
     >>> why_not_context("cpu") is None
     True
     """
-    if torch.is_autocast_enabled(device_type):
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return "autocast is on"
     return None
 

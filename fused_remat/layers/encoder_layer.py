@@ -163,15 +163,19 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
 
     def _params(self) -> dict[str, Tensor | None]:
         """The block's tensors by its own names, read through the submodules at every call."""
-        attn, fc1, fc2 = self.self_attn, self.linear1, self.linear2
-        norm1, norm2, proj = self.norm1, self.norm2, self.self_attn.out_proj
-        named = {"proj": proj, "fc1": fc1, "fc2": fc2, "norm1": norm1, "norm2": norm2}
+        children = self._modules
+        attn: Any = children["self_attn"]
         params: dict[str, Tensor | None] = {
-            "qkv.weight": attn.in_proj_weight, "qkv.bias": attn.in_proj_bias,
-        }  # fmt: skip
-        for name, module in named.items():
-            params[f"{name}.weight"] = getattr(module, "weight", None)
-            params[f"{name}.bias"] = getattr(module, "bias", None)
+            "qkv.weight": _tensor(attn, "in_proj_weight"),
+            "qkv.bias": _tensor(attn, "in_proj_bias"),
+        }
+        modules = (
+            attn._modules["out_proj"], children["linear1"], children["linear2"],
+            children["norm1"], children["norm2"],
+        )  # fmt: skip
+        for (weight, bias), module in zip(_NAMES, modules, strict=True):
+            params[weight] = _tensor(module, "weight")
+            params[bias] = _tensor(module, "bias")
         return params
 
     def _why_not(
@@ -274,6 +278,15 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
                 eligibility.FusedRematWarning,
                 stacklevel=5,
             )
+
+
+_NAMES = tuple((f"{n}.weight", f"{n}.bias") for n in ("proj", "fc1", "fc2", "norm1", "norm2"))
+
+
+def _tensor(module: Any, name: str) -> Tensor | None:
+    """`module.name` if there is such a tensor: a parameter, or what replaced it."""
+    own = module._parameters.get(name)
+    return getattr(module, name, None) if own is None else own
 
 
 def _is_empty(src: Any) -> bool:

@@ -1,0 +1,444 @@
+"""Train a small byte-level language model in seven ways; compare their loss, memory and step time.
+
+The ways: PyTorch's own layers (eager), the same under `torch.utils.checkpoint`, and the same after
+`fused_remat.convert` at each rung. The text is the English of Python's own manual, which ships with
+CPython (`pydoc_data.topics`). All ways start from the same weights and take the same batches in
+turn, one step each per round, so that what else the machine does falls on all of them alike.
+
+    python examples/train_byte_lm.py                # under 4 minutes on 2 cores
+    python examples/train_byte_lm.py --device cuda
+"""
+
+from __future__ import annotations
+
+import os
+
+# Read when torch is loaded: keeps the profiler, which counts bytes on CPU, from logging its starts.
+os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
+
+import argparse
+import dataclasses
+import datetime
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import matplotlib
+import torch
+import torch.nn.functional as F
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fused_remat import convert
+from fused_remat.memory import measure_allocations
+from fused_remat.policies import RUNGS
+
+WAYS = ("eager", "checkpoint", *RUNGS)
+VOCABULARY = 256
+LEARNING_RATE = 1e-3
+WARMUP_STEPS = 5
+FINAL_STEPS = 5
+VALIDATION_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the model and of the run; the defaults are the demo's, for a CPU with 2 cores."""
+
+    d_model: int = 256
+    nhead: int = 4
+    dim_feedforward: int = 1024
+    layers: int = 4
+    seq_len: int = 256
+    batch: int = 8
+    steps: int = 32
+    dropout: float = 0.1
+
+
+QUICK = Sizes(
+    d_model=64, nhead=4, dim_feedforward=256, layers=2, seq_len=64, batch=4, steps=4
+)  # fmt: skip
+
+
+class CheckpointedLayer(nn.TransformerEncoderLayer):
+    """The stock layer under `torch.utils.checkpoint`: keeps its input, runs forward twice."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+
+
+class ByteLM(nn.Module):
+    """A causal language model over bytes: tokens (B, S) int64 to logits (B, S, 256)."""
+
+    mask: Tensor
+
+    def __init__(self, sizes: Sizes, layer_type: type[nn.TransformerEncoderLayer]) -> None:
+        super().__init__()
+        layer = layer_type(
+            sizes.d_model, sizes.nhead, sizes.dim_feedforward, sizes.dropout,
+            activation="gelu", batch_first=True, norm_first=True,
+        )  # fmt: skip
+        self.bytes = nn.Embedding(VOCABULARY, sizes.d_model)
+        self.positions = nn.Parameter(0.02 * torch.randn(sizes.seq_len, sizes.d_model))
+        norm = nn.LayerNorm(sizes.d_model)
+        self.encoder = nn.TransformerEncoder(layer, sizes.layers, norm, enable_nested_tensor=False)
+        self.head = nn.Linear(sizes.d_model, VOCABULARY)
+        mask = nn.Transformer.generate_square_subsequent_mask(sizes.seq_len)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.bytes(tokens) + self.positions
+        return self.head(self.encoder(x, mask=self.mask, is_causal=True))
+
+
+def loss_of(model: ByteLM, windows: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats per byte, of windows (B, S + 1) of text."""
+    logits = model(windows[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+@dataclass
+class Text:
+    """The training and validation bytes, int64 on the device, and how windows are cut from them."""
+
+    train: Tensor
+    validation: Tensor
+    sizes: Sizes
+
+    @classmethod
+    def load(cls, sizes: Sizes, device: str) -> Text:
+        raw = bytearray("".join(topics.values()).encode())
+        text = torch.frombuffer(raw, dtype=torch.uint8).long().to(device)
+        split = len(text) * 9 // 10
+        return cls(text[:split], text[split:], sizes)
+
+    def _windows(self, text: Tensor, starts: Tensor) -> Tensor:
+        columns = torch.arange(self.sizes.seq_len + 1)
+        return text[(starts[:, None] + columns).to(text.device)]
+
+    def training_batch(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        last = len(self.train) - self.sizes.seq_len
+        starts = torch.randint(last, (self.sizes.batch,), generator=generator)
+        return self._windows(self.train, starts)
+
+    def validation_batches(self) -> Iterator[Tensor]:
+        last = len(self.validation) - self.sizes.seq_len - 1
+        starts = torch.linspace(0, last, VALIDATION_BATCHES * self.sizes.batch).long()
+        for chunk in starts.split(self.sizes.batch):
+            yield self._windows(self.validation, chunk)
+
+
+@dataclass
+class Run:
+    """One way's model and optimizer, and what was measured of them."""
+
+    way: str
+    model: ByteLM
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    validation_loss: float = float("nan")
+    kept_bytes: float = float("nan")
+    peak_bytes: int = 0
+
+    @property
+    def final_loss(self) -> float:
+        last = self.losses[-FINAL_STEPS:]
+        return sum(last) / len(last)
+
+
+def build(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Run]:
+    """One run per way, all with the same initial weights."""
+    torch.manual_seed(0)
+    weights = ByteLM(sizes, nn.TransformerEncoderLayer).state_dict()
+    runs = []
+    for way in WAYS:
+        model = ByteLM(sizes, CheckpointedLayer if way == "checkpoint" else nn.TransformerEncoderLayer)
+        model.load_state_dict(weights)
+        if way in RUNGS:
+            convert(model, policy=way)
+        model.to(device, dtype)
+        runs.append(Run(way, model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)))
+    return runs
+
+
+def measure_memory(run: Run, text: Text, device: str) -> None:
+    """Bytes kept by one layer, and the peak of one step, before training; weights do not change.
+
+    Bytes kept are what a forward of the layer leaves allocated: all that backward will read but the
+    layer's input, and the output, which is the next layer's input and so stands for it. The peak
+    is of forward, loss and backward, above weights and gradients, which a first step allocated.
+    """
+    sizes, model = text.sizes, run.model
+    windows = text.training_batch(0)
+    loss_of(model, windows).backward()
+    run.peak_bytes = measure_allocations(lambda: loss_of(model, windows).backward(), device).peak
+    shape = (sizes.batch, sizes.seq_len, sizes.d_model)
+    x = torch.zeros(shape, device=device, dtype=model.positions.dtype, requires_grad=True)
+    layer = model.encoder.layers[0]
+    net = measure_allocations(lambda: layer(x, src_mask=model.mask, is_causal=True), device).net
+    run.kept_bytes = net / (sizes.batch * sizes.seq_len)
+
+
+def synchronize(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def train_step(run: Run, windows: Tensor, step: int, device: str) -> None:
+    """One timed step: forward, loss, backward and the optimizer's."""
+    torch.manual_seed(step)
+    for group in run.optimizer.param_groups:
+        group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS)
+    synchronize(device)
+    start = time.perf_counter()
+    run.optimizer.zero_grad(set_to_none=False)
+    loss = loss_of(run.model, windows)
+    loss.backward()
+    run.optimizer.step()
+    synchronize(device)
+    run.seconds.append(time.perf_counter() - start)
+    run.losses.append(loss.item())
+
+
+@torch.no_grad()
+def validate(run: Run, text: Text) -> None:
+    run.model.eval()
+    losses = [loss_of(run.model, windows) for windows in text.validation_batches()]
+    run.validation_loss = torch.stack(losses).mean().item()
+    run.model.train()
+
+
+def train(runs: list[Run], text: Text, device: str) -> None:
+    """All runs in turn, one step each per round; who goes first rotates."""
+    progress = Progress(text.sizes.steps)
+    for step in range(text.sizes.steps):
+        windows = text.training_batch(step)
+        first = step % len(runs)
+        for run in runs[first:] + runs[:first]:
+            train_step(run, windows, step, device)
+        progress.show(step + 1, runs)
+    for run in runs:
+        validate(run, text)
+
+
+class Progress:
+    """A bar on stderr; where that is not a terminal, about eight lines in all."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self.start = time.perf_counter()
+        self.is_terminal = sys.stderr.isatty()
+
+    def show(self, done: int, runs: list[Run]) -> None:
+        filled = 24 * done // self.rounds
+        latest = {run.way: run.losses[-1] for run in runs}
+        losses = "  ".join(f"{way} {latest[way]:.3f}" for way in ("eager", "checkpoint", "full"))
+        left = (time.perf_counter() - self.start) * (self.rounds - done) / done
+        line = (
+            f"[{'#' * filled}{'.' * (24 - filled)}] round {done:>2}/{self.rounds}"
+            f"  loss: {losses}  {left:3.0f} s left"
+        )
+        if self.is_terminal:
+            end = "\n" if done == self.rounds else ""
+            print(f"\r{line}", end=end, file=sys.stderr, flush=True)
+        elif done == self.rounds or done % max(1, self.rounds // 8) == 0:
+            print(line, file=sys.stderr, flush=True)
+
+
+def agree(runs: list[Run]) -> bool:
+    """Whether the runs have the same bits: every training loss, the final weights, validation."""
+    first, *others = runs
+    weights = first.model.state_dict()
+    return all(
+        run.losses == first.losses
+        and run.validation_loss == first.validation_loss
+        and all(torch.equal(p, weights[name]) for name, p in run.model.state_dict().items())
+        for run in others
+    )
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    levels = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    found = torch.tensor(values, dtype=torch.float64).quantile(levels).tolist()
+    return dict(zip(("p20", "p50", "p80"), found, strict=True))
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    describe = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    on_gpu = torch.device(device).type == "cuda"
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": describe.stdout.strip() or None,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def results(runs: list[Run], sizes: Sizes, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Everything measured, as plain data."""
+    by_way = {run.way: run for run in runs}
+    eager = by_way["eager"]
+    ways = {
+        run.way: {
+            "final_loss": run.final_loss,
+            "validation_loss": run.validation_loss,
+            "losses": run.losses,
+            "kept_bytes_per_token_per_layer": run.kept_bytes,
+            "step_peak_bytes": run.peak_bytes,
+            "step_seconds": quantiles(run.seconds),
+            "step_time_ratio": quantiles(
+                [mine / other for mine, other in zip(run.seconds, eager.seconds, strict=True)]
+            ),
+        }
+        for run in runs
+    }
+    return {
+        "machine": machine(device),
+        "sizes": dataclasses.asdict(sizes) | {"dtype": str(dtype), "device": device},
+        "rungs_bit_identical": agree([by_way[rung] for rung in RUNGS]),
+        "checkpoint_bit_identical_to_eager": agree([eager, by_way["checkpoint"]]),
+        "ways": ways,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The results as aligned text, a row per way."""
+    header = ("way", "train loss", "val loss", "kept B/token/layer", "of eager", "step peak MiB",
+              "step time", "(p20-p80)")  # fmt: skip
+    rows = [header]
+    eager_kept = found["ways"]["eager"]["kept_bytes_per_token_per_layer"]
+    for way, r in found["ways"].items():
+        kept, ratio = r["kept_bytes_per_token_per_layer"], r["step_time_ratio"]
+        rows.append((
+            way, f"{r['final_loss']:.3f}", f"{r['validation_loss']:.3f}", f"{kept:,.0f}",
+            f"{kept / eager_kept:.1%}", f"{r['step_peak_bytes'] / 2**20:,.1f}",
+            f"{ratio['p50']:.2f}x", f"({ratio['p20']:.2f}-{ratio['p80']:.2f})",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    )
+
+
+def notes(found: dict[str, Any]) -> str:
+    same = {True: "yes", False: "NO"}
+    return (
+        f"losses: nats per byte; train is the mean of the last {FINAL_STEPS} steps\n"
+        "kept: what one layer's forward leaves allocated for backward\n"
+        "step peak: forward, loss and backward, above weights and gradients; no optimizer\n"
+        "step time: with the optimizer's step, median of the rounds' ratios to eager\n"
+        "same bits in every loss and final weight: "
+        f"the five rungs {same[found['rungs_bit_identical']]}, "
+        f"checkpoint and eager {same[found['checkpoint_bit_identical_to_eager']]}\n"
+        "(the rungs draw other dropout masks than eager: their losses agree within noise)"
+    )
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Memory against time, a labelled point per way."""
+    matplotlib.use("Agg")
+    points = {
+        way: (r["step_time_ratio"]["p50"], r["kept_bytes_per_token_per_layer"])
+        for way, r in found["ways"].items()
+    }
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for way, (x, y) in points.items():
+        colour = {"eager": "#444444", "checkpoint": "#c2571a"}.get(way, "#1f6fb2")
+        marker = {"eager": "*", "checkpoint": "s"}.get(way, "o")
+        axes.plot(x, y, marker, color=colour, markersize=14 if way == "eager" else 8)
+        label(axes, way, points, colour)
+    axes.axvline(1.0, color="#bbbbbb", linewidth=1, linestyle="--", zorder=0)
+    xs, ys = zip(*points.values(), strict=True)
+    room = 0.35 * max(0.1, max(xs) - min(xs))
+    axes.set(
+        xlim=(min(xs) - room, max(xs) + room), ylim=(min(ys) / 1.5, max(ys) * 1.8), yscale="log",
+        xlabel="step time relative to eager", ylabel="bytes kept per token per layer",
+    )  # fmt: skip
+    axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
+    axes.grid(axis="y", color="#eeeeee")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title(found), fontsize=10, loc="left")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def label(
+    axes: Axes, way: str, points: dict[str, tuple[float, float]], colour: str
+) -> None:
+    """The way's name and share of eager's bytes, left of the point if another is on its right."""
+    x, y = points[way]
+    crowded = any(
+        other != way and a >= x and max(y, b) / min(y, b) < 1.25 for other, (a, b) in points.items()
+    )
+    share = "reference" if way == "eager" else f"{points['eager'][1] / y:.1f}x less kept"
+    axes.annotate(
+        f"{way} ({share})", (x, y), xytext=(-10 if crowded else 10, 0), color=colour,
+        textcoords="offset points", ha="right" if crowded else "left", va="center",
+    )  # fmt: skip
+
+
+def title(found: dict[str, Any]) -> str:
+    s, m = found["sizes"], found["machine"]
+    where = m["gpu"] or f"{m['cpu']}, {m['threads']} threads"
+    return (
+        f"Byte LM, {s['layers']} layers, D={s['d_model']}, H={s['nhead']}, "
+        f"F={s['dim_feedforward']}, S={s['seq_len']}, B={s['batch']}, dropout {s['dropout']}, "
+        f"{s['dtype'].removeprefix('torch.')}\n{where}, torch {m['torch']}"
+    )
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--steps", type=int, help="training steps of each way")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: a few seconds")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the plot")
+    parser.add_argument("--json", type=Path, help="also write the results here")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    start = time.perf_counter()
+    args = parse()
+    sizes = QUICK if args.quick else Sizes()
+    if args.steps is not None:
+        sizes = dataclasses.replace(sizes, steps=args.steps)
+    dtype = getattr(torch, args.dtype)
+    text, runs = Text.load(sizes, args.device), build(sizes, args.device, dtype)
+    for run in runs:
+        measure_memory(run, text, args.device)
+    train(runs, text, args.device)
+    found = results(runs, sizes, args.device, dtype)
+    found["seconds"] = time.perf_counter() - start
+    plot(found, args.out)
+    print(f"{title(found)}\n\n{table(found)}\n\n{notes(found)}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"\n{args.out} written; {found['seconds']:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Dropout's multiplier, recomputed wherever it is needed: the twin of `fused_remat.random`.
+
+The definition, its constants and its test vectors are there; these functions give the same bits.
+They load nothing, so that any kernel can call them on the tile it holds.
+"""
+
+import triton
+import triton.language as tl
+
+GOLDEN64 = tl.constexpr(0x9E3779B97F4A7C15)
+GOLDEN32 = tl.constexpr(0x9E3779B9)
+MUL32 = tl.constexpr(0x7FEB352D)
+MIX64_MUL1 = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX64_MUL2 = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def split_key(key, index):
+    """mix64(key + GOLDEN64 · (index + 1)): a site's key from a seed, a row's from a site's.
+
+    Shapes: key () int64 or uint64, index () or (M,) of integers; returns uint64 in index's shape.
+    Source: `fused_remat.random`; mix64 is SplitMix64's finaliser (Steele, Lea, Flood 2014).
+    """
+    # Unsigned, so that products wrap and shifts are logical.
+    z = key.to(tl.uint64) + (index.to(tl.uint64) + 1) * GOLDEN64
+    z = (z ^ (z >> 30)) * MIX64_MUL1
+    z = (z ^ (z >> 27)) * MIX64_MUL2
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def keep_scale(row_key, cols, threshold, scale):
+    """`scale` where the element survives, else 0.
+
+    Shapes: row_key (M,) uint64, cols (N,) integers in [0, 2**31); returns (M, N) float32.
+        threshold int32 and scale float32 are `random.threshold(p)` and `random.scale(p)`.
+    Source: `fused_remat.random`.
+    """
+    k0 = row_key.to(tl.uint32)[:, None]
+    k1 = (row_key >> 32).to(tl.uint32)[:, None]
+    x = ((cols.to(tl.uint32) * GOLDEN32)[None, :] ^ k0) * (k1 | 1)
+    x = (x ^ (x >> 16)) * MUL32
+    return tl.where((x & 0x7FFFFFFF).to(tl.int32) < threshold, scale, 0.0)
+
+
+@triton.jit
+def keep_scale_fwd_kernel(
+    site_key_ptr,
+    out_ptr,
+    stride_om,
+    stride_on,
+    row0,
+    M,
+    N,
+    threshold,
+    scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out[i, j] = `scale` if element (row0 + i, j) survives, else 0.
+
+    Shapes: site_key () int64, out (M, N) of any float dtype and strides.
+        Grid (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)).
+    Units: bytes moved = 4·M·N for float32; about 8 integer operations an element.
+    """
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    row_key = split_key(tl.load(site_key_ptr), row0 + offs_m)
+    out = keep_scale(row_key, offs_n, threshold, scale)
+    out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_n[None, :] * stride_on
+    tl.store(out_ptrs, out, mask=mask)

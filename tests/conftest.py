@@ -1,0 +1,17 @@
+"""What every test shares: two threads, skipped GPU tests, one Hypothesis profile."""
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
+hypothesis.settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,155 @@
+"""Imports go one way between the rooms of the package, wherever in a file they stand."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A file has the row of its longest prefix here; a file with no row fails until it is placed. The
+# row says what it may import of the package: a room stands for everything in it, the package's
+# name alone for `__init__.py`. `tests/` and `bench/` may import anything.
+GRAPH = ("blocks", "policies", "random")
+BELOW_LAYERS = ("ops", "autograd", "blocks", "backends", "kernels", "policies", "random")
+ARROWS = {
+    "fused_remat": ("convert", "layers", "ops", "memory", "policies"),
+    "convert": ("layers", *BELOW_LAYERS),
+    "layers": ("layers", *BELOW_LAYERS),
+    "ops": BELOW_LAYERS[1:],
+    "autograd": BELOW_LAYERS[2:],
+    "memory": GRAPH,
+    "blocks": (*GRAPH, "backends"),
+    "blocks.program": ("blocks.nodes", "policies", "random"),
+    "blocks.nodes": ("policies", "random"),
+    "blocks.encoder": ("blocks.program", "blocks.nodes", "policies", "random"),
+    "backends": ("backends", "kernels", "random"),
+    "kernels": ("kernels",),
+    "policies": (),
+    "random": (),
+}
+
+
+def module_name(path: Path) -> str:
+    """`blocks.program` for fused_remat/blocks/program.py; `fused_remat` for its __init__.py."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "fused_remat" else parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts) or "fused_remat"
+
+
+FILES = sorted([*(ROOT / "fused_remat").rglob("*.py"), *(ROOT / "kernels").glob("*.py")])
+MODULES = {module_name(path): path for path in FILES if "fused_remat/kernels" not in str(path)}
+
+
+def within(name: str, room: str) -> bool:
+    return name == room or name.startswith(room + ".")
+
+
+def row(name: str) -> str | None:
+    return max((room for room in ARROWS if within(name, room)), key=len, default=None)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below `node` that run, so not those under `if TYPE_CHECKING`."""
+    yield node
+    skipped = node.body if is_type_checking(node) else []
+    for child in ast.iter_child_nodes(node):
+        if child not in skipped:
+            yield from runtime_nodes(child)
+
+
+def imports(source: str, package: str) -> Iterator[str]:
+    """Absolute names that a module of `package` imports; `from a import b` gives `a.b`."""
+    for node in runtime_nodes(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: -node.level + 1 or None] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            assert isinstance(node.args[0], ast.Constant), "import_module of a computed name"
+            yield str(node.args[0].value)
+
+
+def imports_of(name: str) -> set[str]:
+    path = MODULES[name]
+    qualified = "fused_remat" if name == "fused_remat" else f"fused_remat.{name}"
+    package = qualified if path.name == "__init__.py" else qualified.rpartition(".")[0]
+    return set(imports(path.read_text(encoding="utf-8"), package))
+
+
+def test_imports_are_found_wherever_they_stand():
+    source = """
+import a.b
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import hidden
+else:
+    import c
+def f():
+    from . import d
+    from ..up import e
+    importlib.import_module("g")
+"""
+    found = set(imports(source, "p.q"))
+    assert found == {"a.b", "typing.TYPE_CHECKING", "c", "p.q.d", "p.up.e", "g"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_arrows_go_one_way(name):
+    place = row(name)
+    assert place is not None, f"{name} has no row in ARROWS: place it"
+    ours = {i.removeprefix("fused_remat.") for i in imports_of(name) if within(i, "fused_remat")}
+    ours = {i for i in ours if not within(i, name)}
+    wrong = {i for i in ours if not any(within(i, room) for room in ARROWS[place])}
+    assert not wrong, f"{name} may import {ARROWS[place]}, and imports {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("name", [n for n in MODULES if within(n, "kernels")])
+def test_kernels_import_triton_and_each_other_only(name):
+    allowed = ("triton", "fused_remat.kernels", "__future__")
+    assert {i for i in imports_of(name) if not any(within(i, a) for a in allowed)} == set()
+
+
+def test_kernels_are_flat_and_never_a_package_of_their_own():
+    # Hugging Face has a package called `kernels`; ours is `fused_remat.kernels`.
+    names = {path.name for path in (ROOT / "kernels").iterdir()} - {"__pycache__"}
+    assert "__init__.py" not in names
+    assert all(name.endswith(".py") for name in names)
+
+
+IMPORT_ALONE = """
+import sys
+
+class NoTriton:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+sys.meta_path.insert(0, NoTriton())
+import numpy, torch
+before = set(sys.modules)
+import fused_remat
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_the_package_imports_without_triton_and_loads_little():
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALONE], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    loaded = done.stdout.split()
+    roots = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)
+    assert roots <= {"fused_remat", "torch", "numpy"}, "a third package at import"
+    slow = ("torch._dynamo", "torch._inductor", "numpy.testing", "numpy.f2py", "fused_remat.kernels")
+    assert not [name for name in loaded if any(within(name, s) for s in slow)]
