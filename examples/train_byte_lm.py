@@ -18,10 +18,7 @@ os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 
 import argparse
 import dataclasses
-import datetime
 import json
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -30,18 +27,17 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import matplotlib
 import torch
 import torch.nn.functional as F
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from byte_lm_report import machine, notes, plot, quantiles, table, title
 from fused_remat import convert
 from fused_remat.memory import measure_allocations
 from fused_remat.policies import RUNGS
 
+StockLayer = nn.TransformerEncoderLayer
 WAYS = ("eager", "checkpoint", *RUNGS)
 VOCABULARY = 256
 LEARNING_RATE = 1e-3
@@ -69,11 +65,12 @@ QUICK = Sizes(
 )  # fmt: skip
 
 
-class CheckpointedLayer(nn.TransformerEncoderLayer):
+class CheckpointedLayer(StockLayer):
     """The stock layer under `torch.utils.checkpoint`: keeps its input, runs forward twice."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+        out: Tensor = checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
+        return out
 
 
 class ByteLM(nn.Module):
@@ -81,7 +78,7 @@ class ByteLM(nn.Module):
 
     mask: Tensor
 
-    def __init__(self, sizes: Sizes, layer_type: type[nn.TransformerEncoderLayer]) -> None:
+    def __init__(self, sizes: Sizes, layer_type: type[StockLayer]) -> None:
         super().__init__()
         layer = layer_type(
             sizes.d_model, sizes.nhead, sizes.dim_feedforward, sizes.dropout,
@@ -97,7 +94,8 @@ class ByteLM(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.bytes(tokens) + self.positions
-        return self.head(self.encoder(x, mask=self.mask, is_causal=True))
+        logits: Tensor = self.head(self.encoder(x, mask=self.mask, is_causal=True))
+        return logits
 
 
 def loss_of(model: ByteLM, windows: Tensor) -> Tensor:
@@ -160,10 +158,10 @@ class Run:
 def build(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Run]:
     """One run per way, all with the same initial weights."""
     torch.manual_seed(0)
-    weights = ByteLM(sizes, nn.TransformerEncoderLayer).state_dict()
+    weights = ByteLM(sizes, StockLayer).state_dict()
     runs = []
     for way in WAYS:
-        model = ByteLM(sizes, CheckpointedLayer if way == "checkpoint" else nn.TransformerEncoderLayer)
+        model = ByteLM(sizes, CheckpointedLayer if way == "checkpoint" else StockLayer)
         model.load_state_dict(weights)
         if way in RUNGS:
             convert(model, policy=way)
@@ -191,6 +189,7 @@ def measure_memory(run: Run, text: Text, device: str) -> None:
 
 
 def synchronize(device: str) -> None:
+    """Wait for what the device still computes."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -213,6 +212,7 @@ def train_step(run: Run, windows: Tensor, step: int, device: str) -> None:
 
 @torch.no_grad()
 def validate(run: Run, text: Text) -> None:
+    """The loss on windows spread over the validation text, without dropout."""
     run.model.eval()
     losses = [loss_of(run.model, windows) for windows in text.validation_batches()]
     run.validation_loss = torch.stack(losses).mean().item()
@@ -241,12 +241,12 @@ class Progress:
         self.is_terminal = sys.stderr.isatty()
 
     def show(self, done: int, runs: list[Run]) -> None:
-        filled = 24 * done // self.rounds
+        filled = 16 * done // self.rounds
         latest = {run.way: run.losses[-1] for run in runs}
-        losses = "  ".join(f"{way} {latest[way]:.3f}" for way in ("eager", "checkpoint", "full"))
+        losses = "  ".join(f"{way} {latest[way]:.3f}" for way in ("eager", "full"))
         left = (time.perf_counter() - self.start) * (self.rounds - done) / done
         line = (
-            f"[{'#' * filled}{'.' * (24 - filled)}] round {done:>2}/{self.rounds}"
+            f"[{'#' * filled}{'.' * (16 - filled)}] round {done:>2}/{self.rounds}"
             f"  loss: {losses}  {left:3.0f} s left"
         )
         if self.is_terminal:
@@ -266,34 +266,6 @@ def agree(runs: list[Run]) -> bool:
         and all(torch.equal(p, weights[name]) for name, p in run.model.state_dict().items())
         for run in others
     )
-
-
-def quantiles(values: list[float]) -> dict[str, float]:
-    levels = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-    found = torch.tensor(values, dtype=torch.float64).quantile(levels).tolist()
-    return dict(zip(("p20", "p50", "p80"), found, strict=True))
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What the numbers were measured on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    describe = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    on_gpu = torch.device(device).type == "cuda"
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": describe.stdout.strip() or None,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 def results(runs: list[Run], sizes: Sizes, device: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -316,111 +288,29 @@ def results(runs: list[Run], sizes: Sizes, device: str, dtype: torch.dtype) -> d
     }
     return {
         "machine": machine(device),
-        "sizes": dataclasses.asdict(sizes) | {"dtype": str(dtype), "device": device},
+        "device": device,
+        "sizes": dataclasses.asdict(sizes) | {"dtype": str(dtype).removeprefix("torch.")},
+        "final_steps": min(FINAL_STEPS, sizes.steps),
         "rungs_bit_identical": agree([by_way[rung] for rung in RUNGS]),
         "checkpoint_bit_identical_to_eager": agree([eager, by_way["checkpoint"]]),
         "ways": ways,
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """The results as aligned text, a row per way."""
-    header = ("way", "train loss", "val loss", "kept B/token/layer", "of eager", "step peak MiB",
-              "step time", "(p20-p80)")  # fmt: skip
-    rows = [header]
-    eager_kept = found["ways"]["eager"]["kept_bytes_per_token_per_layer"]
-    for way, r in found["ways"].items():
-        kept, ratio = r["kept_bytes_per_token_per_layer"], r["step_time_ratio"]
-        rows.append((
-            way, f"{r['final_loss']:.3f}", f"{r['validation_loss']:.3f}", f"{kept:,.0f}",
-            f"{kept / eager_kept:.1%}", f"{r['step_peak_bytes'] / 2**20:,.1f}",
-            f"{ratio['p50']:.2f}x", f"({ratio['p20']:.2f}-{ratio['p80']:.2f})",
-        ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    )
-
-
-def notes(found: dict[str, Any]) -> str:
-    same = {True: "yes", False: "NO"}
-    return (
-        f"losses: nats per byte; train is the mean of the last {FINAL_STEPS} steps\n"
-        "kept: what one layer's forward leaves allocated for backward\n"
-        "step peak: forward, loss and backward, above weights and gradients; no optimizer\n"
-        "step time: with the optimizer's step, median of the rounds' ratios to eager\n"
-        "same bits in every loss and final weight: "
-        f"the five rungs {same[found['rungs_bit_identical']]}, "
-        f"checkpoint and eager {same[found['checkpoint_bit_identical_to_eager']]}\n"
-        "(the rungs draw other dropout masks than eager: their losses agree within noise)"
-    )
-
-
-def plot(found: dict[str, Any], path: Path) -> None:
-    """Memory against time, a labelled point per way."""
-    matplotlib.use("Agg")
-    points = {
-        way: (r["step_time_ratio"]["p50"], r["kept_bytes_per_token_per_layer"])
-        for way, r in found["ways"].items()
-    }
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for way, (x, y) in points.items():
-        colour = {"eager": "#444444", "checkpoint": "#c2571a"}.get(way, "#1f6fb2")
-        marker = {"eager": "*", "checkpoint": "s"}.get(way, "o")
-        axes.plot(x, y, marker, color=colour, markersize=14 if way == "eager" else 8)
-        label(axes, way, points, colour)
-    axes.axvline(1.0, color="#bbbbbb", linewidth=1, linestyle="--", zorder=0)
-    xs, ys = zip(*points.values(), strict=True)
-    room = 0.35 * max(0.1, max(xs) - min(xs))
-    axes.set(
-        xlim=(min(xs) - room, max(xs) + room), ylim=(min(ys) / 1.5, max(ys) * 1.8), yscale="log",
-        xlabel="step time relative to eager", ylabel="bytes kept per token per layer",
-    )  # fmt: skip
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
-    axes.grid(axis="y", color="#eeeeee")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title(found), fontsize=10, loc="left")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def label(
-    axes: Axes, way: str, points: dict[str, tuple[float, float]], colour: str
-) -> None:
-    """The way's name and share of eager's bytes, left of the point if another is on its right."""
-    x, y = points[way]
-    crowded = any(
-        other != way and a >= x and max(y, b) / min(y, b) < 1.25 for other, (a, b) in points.items()
-    )
-    share = "reference" if way == "eager" else f"{points['eager'][1] / y:.1f}x less kept"
-    axes.annotate(
-        f"{way} ({share})", (x, y), xytext=(-10 if crowded else 10, 0), color=colour,
-        textcoords="offset points", ha="right" if crowded else "left", va="center",
-    )  # fmt: skip
-
-
-def title(found: dict[str, Any]) -> str:
-    s, m = found["sizes"], found["machine"]
-    where = m["gpu"] or f"{m['cpu']}, {m['threads']} threads"
-    return (
-        f"Byte LM, {s['layers']} layers, D={s['d_model']}, H={s['nhead']}, "
-        f"F={s['dim_feedforward']}, S={s['seq_len']}, B={s['batch']}, dropout {s['dropout']}, "
-        f"{s['dtype'].removeprefix('torch.')}\n{where}, torch {m['torch']}"
-    )
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--steps", type=int, help="training steps of each way")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: a few seconds")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the plot")
     parser.add_argument("--json", type=Path, help="also write the results here")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 def main() -> None:
+    """Build, measure, train, report."""
     start = time.perf_counter()
     args = parse()
     sizes = QUICK if args.quick else Sizes()

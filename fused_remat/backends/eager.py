@@ -60,9 +60,8 @@ class EagerBackend:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if _is_low(x.dtype) and x.device.type == "cpu":
             weight = torch.ones(x.shape[-1]) if weight is None else weight.float()
-        # dx always: without it ATen's CPU kernel fails ("tensor does not have a device").
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy, x, x.shape[-1:], mean, rstd, weight, weight, [True, *wants[1:]]
+            dy, x, x.shape[-1:], mean, rstd, weight, weight, list(wants)
         )
         if wants[0] and add is not None:
             dx.add_(add)

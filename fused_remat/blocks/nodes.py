@@ -141,7 +141,7 @@ class Norm(Node):
         return (self.x, *self.stats) if self.x in wants or self.weight in wants else ()
 
     def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
-        return (self.weight,) if self.x in wants else ()
+        return (self.weight,) if self.asks(wants) else ()
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         y, mean, rstd = f.backend.norm_fwd(
