@@ -1,4 +1,4 @@
-"""The report of `train_byte_lm.py`: machine, table and plot of its results, which are plain data."""
+"""The report of `train_byte_lm.py`: machine, table and plot of results, which are plain data."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 COLOURS = {"eager": "#444444", "checkpoint": "#c2571a"}
 MARKERS = {"eager": "*", "checkpoint": "s"}
@@ -122,7 +123,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
         xlim=(min(xs) - room, max(xs) + room), ylim=(min(ys) / 1.5, max(ys) * 1.8), yscale="log",
         xlabel="step time relative to eager", ylabel="bytes kept per token per layer",
     )  # fmt: skip
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(axis="y", color="#eeeeee")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title(results), fontsize=10, loc="left")
@@ -139,5 +142,5 @@ def label(axes: Axes, way: str, points: dict[str, tuple[float, float]]) -> None:
     axes.annotate(
         f"{way} ({share})", (x, y), xytext=(-10 if crowded else 10, 0),
         textcoords="offset points", ha="right" if crowded else "left", va="center",
-        color=COLOURS.get(way, FUSED_COLOUR),
+        color=COLOURS.get(way, FUSED_COLOUR), bbox={"color": "white", "pad": 1},
     )  # fmt: skip

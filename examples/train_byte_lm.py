@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from byte_lm_report import machine, notes, plot, quantiles, table, title
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from byte_lm_report import machine, notes, plot, quantiles, table, title
 from fused_remat import convert
 from fused_remat.memory import measure_allocations
 from fused_remat.policies import RUNGS

@@ -51,7 +51,7 @@ class BlockCall:
         """Chunks, programs and widths for these tensors, of which only shapes are read."""
         backend = get_backend(self.backend, x.device)
         shapes = tuple(None if t is None else t.shape for t in tensors)
-        return _prepare(self, backend, backend.chunk_tokens(x), x.shape, shapes)
+        return _prepare(self, backend, backend.chunk_tokens(x), x.shape, shapes)  # type: ignore[arg-type]
 
     def batch_major(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1) if self.seq_first else x
@@ -104,9 +104,7 @@ def backward_block(
     `x` and `tensors` may be None where the plan does not read them.
     """
     this = run.Run(prepared, call.named(tensors), dy)
-    dx = run.backward(
-        this, None if x is None else call.batch_major(x), kept, call.batch_major(dy)
-    )
+    dx = run.backward(this, None if x is None else call.batch_major(x), kept, call.batch_major(dy))
     grads: list[Tensor | None] = [None if dx is None else call.batch_major(dx)]
     grads += [this.param_grads.pop(name, None) for name in call.graph.params]
     return grads
@@ -124,7 +122,7 @@ class _Invocation:
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(invocation: _Invocation, x: Tensor, *tensors: Tensor | None) -> Tensor:  # type: ignore[override]
+    def forward(invocation: _Invocation, x: Tensor, *tensors: Tensor | None) -> Tensor:
         out, invocation.kept = forward_block(invocation.call, invocation.prepared, x, tensors)
         return out
 
@@ -144,7 +142,7 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * (2 + len(ctx.dtypes))
         x, *rest = ctx.saved_tensors  # read once: each access unpacks everything again

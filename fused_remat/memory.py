@@ -5,6 +5,7 @@ Measured on any model, so that the same number can be had of a stock layer.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -51,7 +52,9 @@ class SavedBytes:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
@@ -70,9 +73,7 @@ class Allocations:
     net: int
 
 
-def measure_allocations(
-    fn: Callable[[], Any], device: torch.device | str = "cpu"
-) -> Allocations:
+def measure_allocations(fn: Callable[[], Any], device: torch.device | str = "cpu") -> Allocations:
     """Run `fn()` and count what torch's allocator for `device` hands out and takes back.
 
     On CPU from the profiler's memory events; on CUDA from the allocator's statistics. The result
@@ -84,6 +85,7 @@ def measure_allocations(
     Allocations(peak=3072, net=1024)
     """
     device = torch.device(device)
+    gc.collect()  # cyclic garbage of before must not be freed, and counted, in between
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -100,7 +102,7 @@ def measure_allocations(
         result = fn()
     events = [
         (e.start_ns(), e.nbytes())
-        for e in recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+        for e in recorded.profiler.kineto_results.events()
         if e.name() == "[memory]"
     ]
     del result
@@ -137,6 +139,4 @@ def predict_kept_bytes(
     """
     graph_names = kept_names(policy, graph.kind, graph.names)
     itemsize = torch.empty((), dtype=dtype).element_size()
-    return dict(
-        kept_bytes(graph, graph_names, frozenset(wants), shapes, batch * seq_len, itemsize)
-    )
+    return dict(kept_bytes(graph, graph_names, frozenset(wants), shapes, batch * seq_len, itemsize))

@@ -165,7 +165,8 @@ def keep_scale(
 def _mix64_numpy(z: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> _SHIFTS[0])) * _MUL1_U
     z = (z ^ (z >> _SHIFTS[1])) * _MUL2_U
-    return z ^ (z >> _SHIFTS[2])
+    mixed: np.ndarray = z ^ (z >> _SHIFTS[2])
+    return mixed
 
 
 def _keep_scale_numpy(

@@ -49,11 +49,6 @@ def run(layer: nn.Module, x: Tensor, dy: Tensor | None = None, **kwargs: object)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
-def relative_error(got: Tensor, exact: Tensor) -> float:
-    exact = exact.double()
-    return ((got.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
-
-
 def masked_encoder(layer: nn.TransformerEncoderLayer, x: Tensor, seed: Tensor) -> Tensor:
     """The layer on x (B, S, D) in plain autograd, dropout masks from the generator's definition."""
     batch, seq_len, width = x.shape

@@ -167,7 +167,7 @@ def test_saved_tensors_hooks_and_save_on_cpu():
 
 
 def test_anomaly_and_deterministic_modes():
-    stock, fused = make()
+    _, fused = make()
     with torch.autograd.detect_anomaly(check_nan=True):
         got = run(fused, X)
     torch.use_deterministic_algorithms(True)
@@ -376,7 +376,10 @@ def test_fallback_keeps_the_input_only():
 def test_autocast_and_transforms_run_pytorchs_own_forward():
     stock, fused = pair(8, 2, 12, dropout=0.0)
     x = X.float()
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.warns(FusedRematWarning, match="autoc"):
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.warns(FusedRematWarning, match="autoc"),
+    ):
         got = fused(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(got, stock(x))

@@ -191,7 +191,11 @@ def test_non_contiguous_inputs_and_gradients(norm_first, monkeypatch):
         monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", limit)
         stock, fused = pair(12, 3, 20, dropout=0.0, norm_first=norm_first, dtype=torch.float64)
         base = torch.randn(7, 4, 24, dtype=torch.float64)
-        for x in (base[..., ::2], base[..., :12].transpose(0, 1), base[:1, :, :12].expand(7, 4, 12)):
+        for x in (
+            base[..., ::2],
+            base[..., :12].transpose(0, 1),
+            base[:1, :, :12].expand(7, 4, 12),
+        ):
             dys = (torch.randn(12, *x.shape[:2], dtype=torch.float64).permute(1, 2, 0),
                    torch.randn(12, dtype=torch.float64).expand(x.shape))  # fmt: skip
             for dy in dys:
@@ -300,7 +304,8 @@ def test_bad_tensors_raise_what_pytorch_raises():
     for norm_first in (True, False):
         stock, fused = pair(8, 2, 16, dropout=0.0, norm_first=norm_first)
         bad = (torch.randn(5, 2, 8).double(), torch.randn(5, 2, 8, device="meta"),
-               torch.zeros(5, 2, 8, dtype=torch.long), torch.randn(5, 2, 7), [1.0], None)  # fmt: skip
+               torch.zeros(5, 2, 8, dtype=torch.long), torch.randn(5, 2, 7), [1.0],
+               None)  # fmt: skip
         for x in bad:
             caught = []
             for layer in (stock, fused):

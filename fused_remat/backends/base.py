@@ -53,20 +53,35 @@ class Backend(Protocol):
         """About how many tokens to work on at a time (bounds the transients)."""
 
     def norm_fwd(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """LayerNorm: y (T, D), and mean and rstd (T, 1) in float32 (float64 for float64)."""
 
     def norm_bwd(
-        self, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-        wants: tuple[bool, ...], add: Tensor | None = None,
+        self,
+        dy: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        wants: tuple[bool, ...],
+        add: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dx + `add`, dweight, dbias: those that `wants` marks, else None."""
 
     def linear_fwd(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
-        keep: Tensor | None = None, out: Tensor | None = None,
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        keep: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """residual + keep * (x @ weight.T + bias), rounded to the dtype of x once."""
 
@@ -82,9 +97,7 @@ class Backend(Protocol):
     def act_fwd(self, x: Tensor, act: str, keep: Tensor | None) -> Tensor:
         """keep * act(x)."""
 
-    def act_bwd(
-        self, dy: Tensor, x: Tensor, act: str, keep: Tensor | None, owned: bool
-    ) -> Tensor:
+    def act_bwd(self, dy: Tensor, x: Tensor, act: str, keep: Tensor | None, owned: bool) -> Tensor:
         """The gradient of `act_fwd` in x; may overwrite dy when `owned`."""
 
     def dropout_bwd(self, dy: Tensor, keep: Tensor) -> Tensor:
@@ -94,7 +107,12 @@ class Backend(Protocol):
         """Attention over packed qkv (B*S, 3D): attn (B*S, D) and lse, float, B*S*H elements."""
 
     def attention_bwd(
-        self, dattn: Tensor, qkv: Tensor, attn: Tensor, lse: Tensor, call: AttentionCall,
+        self,
+        dattn: Tensor,
+        qkv: Tensor,
+        attn: Tensor,
+        lse: Tensor,
+        call: AttentionCall,
         wants_qkv: bool,
     ) -> Tensor | None:
         """dqkv (B*S, 3D) if wanted; adds to call.dmask and call.dpadding where given."""

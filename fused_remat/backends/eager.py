@@ -45,7 +45,11 @@ class EagerBackend:
         return _CPU_TOKENS if x.device.type == "cpu" else _DEVICE_TOKENS
 
     def norm_fwd(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if _is_low(x.dtype) and x.device.type == "cpu":  # else ATen's statistics are low precision
@@ -55,8 +59,14 @@ class EagerBackend:
         return (y if out is None else out.copy_(y)), mean, rstd
 
     def norm_bwd(
-        self, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
-        wants: tuple[bool, ...], add: Tensor | None = None,
+        self,
+        dy: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        wants: tuple[bool, ...],
+        add: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if _is_low(x.dtype) and x.device.type == "cpu":
             weight = torch.ones(x.shape[-1]) if weight is None else weight.float()
@@ -71,8 +81,13 @@ class EagerBackend:
         return dx if wants[0] else None, dweight, dbias
 
     def linear_fwd(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None,
-        keep: Tensor | None = None, out: Tensor | None = None,
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        keep: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         assert weight is not None
         if widens(x):
@@ -122,9 +137,7 @@ class EagerBackend:
         y = ACTIVATIONS[act].fwd(x)
         return y if keep is None else y.mul_(keep)
 
-    def act_bwd(
-        self, dy: Tensor, x: Tensor, act: str, keep: Tensor | None, owned: bool
-    ) -> Tensor:
+    def act_bwd(self, dy: Tensor, x: Tensor, act: str, keep: Tensor | None, owned: bool) -> Tensor:
         if keep is not None:
             dy = dy.mul_(keep) if owned else self.dropout_bwd(dy, keep)
             owned = True
@@ -137,7 +150,12 @@ class EagerBackend:
         return eager_attention.forward(qkv, call, widens(qkv))
 
     def attention_bwd(
-        self, dattn: Tensor, qkv: Tensor, attn: Tensor, lse: Tensor, call: AttentionCall,
+        self,
+        dattn: Tensor,
+        qkv: Tensor,
+        attn: Tensor,
+        lse: Tensor,
+        call: AttentionCall,
         wants_qkv: bool,
     ) -> Tensor | None:
         return eager_attention.backward(dattn, qkv, attn, lse, call, wants_qkv, widens(qkv))

@@ -17,7 +17,7 @@ from fused_remat import random
 from fused_remat.backends.base import AttentionCall
 
 # Elements of a block of scores.
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
 _aten = torch.ops.aten
 
 
@@ -56,9 +56,7 @@ def _merged_mask(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
 
 def _uses_flash(qkv: Tensor, call: AttentionCall) -> bool:
     causal_padding = call.causal and call.padding is not None
-    return (
-        qkv.device.type == "cpu" and call.p == 0.0 and not call.mask_grad and not causal_padding
-    )
+    return qkv.device.type == "cpu" and call.p == 0.0 and not call.mask_grad and not causal_padding
 
 
 def forward(qkv: Tensor, call: AttentionCall, widen: bool) -> tuple[Tensor, Tensor]:
@@ -95,8 +93,13 @@ def forward(qkv: Tensor, call: AttentionCall, widen: bool) -> tuple[Tensor, Tens
 
 
 def backward(
-    dattn: Tensor, qkv: Tensor, attn: Tensor, lse: Tensor, call: AttentionCall,
-    wants_qkv: bool, widen: bool,
+    dattn: Tensor,
+    qkv: Tensor,
+    attn: Tensor,
+    lse: Tensor,
+    call: AttentionCall,
+    wants_qkv: bool,
+    widen: bool,
 ) -> Tensor | None:
     """dqkv (B*S, 3D) in the dtype of qkv, or None; adds the masks' gradients to the call's."""
     dqkv = torch.empty_like(qkv) if wants_qkv else None

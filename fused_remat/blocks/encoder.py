@@ -77,9 +77,7 @@ def encoder_graph(cfg: EncoderConfig) -> Graph:
 
     def linear(name: str, x: str, weights: str, residual: str = "", drop: str = "") -> None:
         weight, bias = f"{weights}.weight", f"{weights}.bias"
-        nodes.append(
-            Linear(name=name, x=x, weight=weight, bias=bias, residual=residual, keep=drop)
-        )
+        nodes.append(Linear(name=name, x=x, weight=weight, bias=bias, residual=residual, keep=drop))
 
     def attention_half(x: str, residual: str, name: str) -> None:
         linear("qkv", x, "qkv")

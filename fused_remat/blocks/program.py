@@ -90,8 +90,9 @@ class Programs:
     tile_gives: tuple[str, ...]
 
 
-def _with_frees(steps: list[tuple[str, Node | None, frozenset[str], tuple[str, ...]]],
-                hold: Collection[str]) -> tuple[Step, ...]:
+def _with_frees(
+    steps: list[tuple[str, Node | None, frozenset[str], tuple[str, ...]]], hold: Collection[str]
+) -> tuple[Step, ...]:
     """Steps that free each name after its last use, except the names in `hold`.
 
     A name that a step defines and nobody reads (a statistic, say) is freed at once.
@@ -160,9 +161,7 @@ def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...
 
 
 @functools.lru_cache(maxsize=4096)
-def programs(
-    graph: Graph, save: frozenset[str], wants: frozenset[str], tiled: bool
-) -> Programs:
+def programs(graph: Graph, save: frozenset[str], wants: frozenset[str], tiled: bool) -> Programs:
     """The programs of `graph` when `save` is kept and gradients of `wants` are wanted."""
     group_nodes, tile_nodes = _split(graph, tiled)
     by_node = _wants_by_node(graph, wants)
@@ -216,9 +215,7 @@ def programs(
 def _forward_steps(
     nodes: Iterable[Node],
 ) -> list[tuple[str, Node | None, frozenset[str], tuple[str, ...]]]:
-    return [
-        ("compute", node, frozenset(), (*node.reads, node.name, *node.stats)) for node in nodes
-    ]
+    return [("compute", node, frozenset(), (*node.reads, node.name, *node.stats)) for node in nodes]
 
 
 def kept_bytes(

@@ -22,6 +22,7 @@ from fused_remat.backends.base import AttentionCall, Backend
 from fused_remat.blocks.nodes import Attention
 from fused_remat.blocks.program import Programs, Step
 
+
 @dataclass(frozen=True)
 class Chunks:
     """Sizes of one call: B sequences of S tokens, `group` sequences and `tile` tokens at a time."""
@@ -179,7 +180,8 @@ class Frame:
                 mask = run.tensors[name]
                 assert mask is not None
                 run.param_grads[name] = torch.zeros_like(
-                    mask, dtype=torch.promote_types(mask.dtype, torch.float32),
+                    mask,
+                    dtype=torch.promote_types(mask.dtype, torch.float32),
                     memory_format=torch.contiguous_format,
                 )
         return AttentionCall(

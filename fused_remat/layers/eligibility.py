@@ -185,8 +185,13 @@ def _why_not_shapes(
 
 
 def why_not_masks(
-    src: Tensor, nhead: int, batch: int, seq_len: int,
-    mask: Any, padding: Any, is_causal: bool,
+    src: Tensor,
+    nhead: int,
+    batch: int,
+    seq_len: int,
+    mask: Any,
+    padding: Any,
+    is_causal: bool,
 ) -> str | None:
     """Why the fused path cannot take these masks, in the shapes that the stock layer takes.
 

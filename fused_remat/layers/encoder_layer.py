@@ -195,9 +195,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             return reason
         batch, seq_len, _ = self._sizes(src)
         nhead = self.self_attn.num_heads
-        reason = eligibility.why_not_masks(
-            src, nhead, batch, seq_len, mask, padding, is_causal
-        )
+        reason = eligibility.why_not_masks(src, nhead, batch, seq_len, mask, padding, is_causal)
         if reason is None and math.isnan(sum(self._dropouts())):
             reason = f"a dropout probability is outside [0, 1] ({self._dropouts()})"
         return reason

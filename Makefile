@@ -1,0 +1,34 @@
+# Everything one does here. Each target sets up .venv by itself, on a machine with only Python
+# (3.11 or newer: constraints.txt) and make.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test check clean
+
+demo: $(READY)  ## train a small language model with and without FusedRemat
+	$(BIN)/python examples/train_byte_lm.py
+
+test: $(READY)  ## all tests, and the examples in the docstrings
+	$(BIN)/python -m pytest
+
+check: $(READY)  ## lint, format, types, and the arrows between the rooms
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_arrows.py
+
+clean:  ## what can be made again, .venv included
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first, alone and exact: that finds a CPU build where there is one, and nothing after it has
+# a reason to replace it.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -c constraints.txt $$(grep '^torch==' constraints.txt)
+	$(BIN)/pip install -c constraints.txt setuptools wheel
+	$(BIN)/pip install -c constraints.txt --no-build-isolation -e '.[test,check,bench]'
+	touch $@

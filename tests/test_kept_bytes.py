@@ -1,0 +1,151 @@
+"""Memory: what is kept equals the prediction and the published table; the peak of a whole step."""
+
+import pytest
+import torch
+from reference import RUNGS, pair
+from torch import nn
+
+from fused_remat import FusedRematLayer, Policy
+from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
+from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
+
+# Elements per token in units of D, F = 4D, besides statistics (docs/design.md).
+TABLE = {
+    True: {"full": 1, "lean": 2, "balanced": 3, "fast": 6, "none": 10},
+    False: {"full": 1, "lean": 2, "balanced": 3, "fast": 7, "none": 11},
+}
+KEEPS_ATTENTION = {True: RUNGS[1:], False: RUNGS[2:]}
+B, S, D, H = 3, 200, 48, 4
+
+
+def prediction(layer, policy, dtype, wants, dropout, batch=B, seq_len=S):
+    config = EncoderConfig(
+        layer.norm_first, H, D // H, "relu", 1e-5, 1e-5, dropout, dropout, dropout, dropout
+    )
+    shapes = {"input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
+              "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D)}  # fmt: skip
+    return predict_kept_bytes(encoder_graph(config), policy, shapes, wants, batch, seq_len, dtype)
+
+
+def measured(layer, x):
+    with SavedBytes(exclude=layer.parameters()) as saved:
+        y = layer(x)
+    del y
+    allocated = measure_allocations(lambda: layer(x)).net - x.nbytes  # less the output
+    return saved.total, allocated + x.nbytes * (saved.total > 0)  # plus the input, kept by name
+
+
+ALL = (*(n for n in PARAMS if n not in ("mask", "padding", "seed")), "input")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_kept_bytes_are_the_table_and_the_prediction(
+    dtype, norm_first, dropout, policy, tokens, monkeypatch
+):
+    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    layer = FusedRematLayer(
+        D, H, 4 * D, dropout, norm_first=norm_first, batch_first=True, dtype=dtype, policy=policy
+    )
+    x = torch.randn(B, S, D, dtype=dtype, requires_grad=True)
+    item, stat = x.element_size(), max(x.element_size(), 4)
+    statistics = 4 * stat + (H * stat if policy in KEEPS_ATTENTION[norm_first] else 0)
+    table = B * S * (TABLE[norm_first][policy] * D * item + statistics) + (8 if dropout else 0)
+    predicted = sum(prediction(layer, policy, dtype, ALL, dropout).values())
+    assert predicted == table
+    assert measured(layer, x) == (predicted, predicted)
+
+
+@pytest.mark.parametrize("name", ["norm1", "qkv", "attn", "mid", "norm2", "up", "act"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_any_single_name_can_be_kept(name, dropout):
+    layer = FusedRematLayer(
+        D, H, 4 * D, dropout, norm_first=True, batch_first=True, policy=Policy(save={name})
+    )
+    x = torch.randn(B, S, D, requires_grad=True)
+    predicted = prediction(layer, layer.policy, x.dtype, ALL, dropout)
+    assert name in predicted
+    total = sum(predicted.values())
+    assert measured(layer, x) == (total, total)
+
+
+FROZEN = {
+    "all weights": [n for n in ALL if n not in ("input",)],
+    "mlp": [n for n in ALL if n.startswith("fc")],
+    "all but fc2": [n for n in ALL if not n.startswith("fc2")],
+    "input only frozen": ["input"],
+}
+
+
+@pytest.mark.parametrize("which", FROZEN)
+@pytest.mark.parametrize("policy", RUNGS)
+def test_nothing_is_kept_for_what_is_frozen(which, policy):
+    layer = FusedRematLayer(D, H, 4 * D, 0.0, norm_first=True, batch_first=True, policy=policy)
+    wants = [n for n in ALL if n not in FROZEN[which]]
+    block = dict(zip(("qkv", "proj", "fc1", "fc2", "norm1", "norm2"), (
+        layer.self_attn, layer.self_attn.out_proj, layer.linear1, layer.linear2, layer.norm1,
+        layer.norm2), strict=True))  # fmt: skip
+    for name in ALL[:-1]:
+        head, kind = name.split(".")
+        attribute = f"in_proj_{kind}" if head == "qkv" else kind
+        getattr(block[head], attribute).requires_grad_(name in wants)
+    x = torch.randn(B, S, D, requires_grad="input" in wants)
+    predicted = prediction(layer, policy, x.dtype, wants, 0.0)
+    with SavedBytes(exclude=layer.parameters()) as saved:
+        layer(x)
+    assert saved.total == sum(predicted.values())
+    if which == "all but fc2":
+        # fc2's gradients need dy and act: act's chain, but nothing of attention's backward
+        assert "attn.lse" not in predicted and "norm1.mean" not in predicted
+    if which == "all weights" and policy == "none":
+        assert "norm1" not in predicted and "act" not in predicted
+
+
+def test_nothing_is_kept_without_gradients():
+    for training in (True, False):
+        layer = FusedRematLayer(D, H, 4 * D, batch_first=True, policy="none").train(training)
+        x = torch.randn(B, S, D)
+        with torch.no_grad():
+            y = layer(x)
+            assert not y.requires_grad
+            assert measure_allocations(lambda: layer(x)).net == x.nbytes  # noqa: B023
+        layer.requires_grad_(False)
+        with SavedBytes() as saved:
+            layer(x)
+        assert saved.total == 0
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_far_less_than_the_stock_layer(norm_first):
+    stock, fused = pair(D, H, 4 * D, dropout=0.0, norm_first=norm_first, batch_first=True)
+    x = torch.randn(B, S, D, requires_grad=True)
+    totals = []
+    for layer in (stock, fused):
+        with SavedBytes(exclude=layer.parameters()) as saved:
+            layer(x)
+        totals.append(saved.total)
+    assert totals[1] <= totals[0] / 8
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("layers", [1, 2, 4])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_peak_of_a_whole_step(norm_first, layers, dropout):
+    """(4, 512, 512, 8), float32, full, gradients preallocated: at most 12 + 1.02 N units."""
+    batch, seq_len, width, nhead = 4, 512, 512, 8
+    model = nn.Sequential(
+        *(
+            FusedRematLayer(width, nhead, 4 * width, dropout, norm_first=norm_first,
+                            batch_first=True)
+            for _ in range(layers)
+        )
+    )  # fmt: skip
+    x = torch.randn(batch, seq_len, width, requires_grad=True)
+    for t in (x, *model.parameters()):
+        t.grad = torch.zeros_like(t)
+    allocated = measure_allocations(lambda: model(x).sum().backward())
+    assert allocated.net == 0
+    assert (allocated.peak + x.nbytes) / x.nbytes <= 12 + 1.02 * layers

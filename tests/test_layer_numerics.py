@@ -1,0 +1,193 @@
+"""Exactness: the error against float64, and gradients that do not depend on the policy."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import RUNGS, pair, run
+
+from fused_remat import Policy
+from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+
+# Where PyTorch's own error happens to be next to nothing (one rounding, or none), 1.5 times it is
+# no yardstick: the floor is four roundings of the dtype.
+FLOOR = {dtype: 4 * torch.finfo(dtype).eps for dtype in
+         (torch.float64, torch.float32, torch.bfloat16, torch.float16)}  # fmt: skip
+
+
+@st.composite
+def configurations(draw, dtypes, activations=("relu", "gelu")):
+    nhead = draw(st.integers(1, 4))
+    # A norm over fewer than 4 elements is nearly constant, its gradient nearly all cancellation.
+    d_model = nhead * draw(st.integers(4 if nhead == 1 else 2, 12))
+    return {
+        "layer": dict(
+            d_model=d_model,
+            nhead=nhead,
+            dim_feedforward=draw(st.integers(1, 70)),
+            activation=draw(st.sampled_from(activations)),
+            layer_norm_eps=draw(st.sampled_from([1e-5, 1e-3])),
+            batch_first=draw(st.booleans()),
+            norm_first=draw(st.booleans()),
+            bias=draw(st.booleans()),
+            dtype=draw(st.sampled_from(dtypes)),
+        ),
+        "batch": draw(st.integers(1, 5)),
+        "seq_len": draw(st.integers(1, 40)),
+        "tokens": draw(st.sampled_from([1, 7, 16, 64, 512])),
+        "mask": draw(st.sampled_from(["none", "square", "per_head", "causal"])),
+        "padding": draw(st.booleans()),
+        "kind": draw(st.sampled_from(["bool", "float"])),
+        "seed": draw(st.integers(0, 2**20)),
+    }
+
+
+def inputs(config):
+    layer, batch, seq_len = config["layer"], config["batch"], config["seq_len"]
+    generator = torch.Generator().manual_seed(config["seed"])
+    shape = (batch, seq_len) if layer["batch_first"] else (seq_len, batch)
+    x = torch.randn(*shape, layer["d_model"], generator=generator).to(layer["dtype"])
+    dy = torch.randn(x.shape, generator=generator).to(layer["dtype"])
+
+    def mask(*size):
+        excluded = torch.rand(size, generator=generator) < 0.2
+        if config["kind"] == "bool":
+            return excluded
+        values = torch.randn(size, generator=generator).masked_fill(excluded, -torch.inf)
+        return values.to(layer["dtype"])
+
+    kwargs = {}
+    if config["mask"] == "causal":
+        kwargs = {"src_mask": torch.ones(seq_len, seq_len).triu(1).bool(), "is_causal": True}
+    elif config["mask"] != "none":
+        lead = (batch * layer["nhead"],) if config["mask"] == "per_head" else ()
+        kwargs = {"src_mask": mask(*lead, seq_len, seq_len)}
+    if config["padding"]:
+        kwargs["src_key_padding_mask"] = mask(batch, seq_len)
+        if config["mask"] == "causal" and config["kind"] == "float":
+            kwargs["src_mask"] = torch.zeros(seq_len, seq_len, dtype=layer["dtype"]).masked_fill_(
+                kwargs["src_mask"], -torch.inf
+            )
+    return x, dy, kwargs
+
+
+def with_tokens(tokens):
+    patch = pytest.MonkeyPatch()
+    patch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    patch.setattr("fused_remat.backends.eager_attention._BLOCK", tokens * 16)
+    return patch
+
+
+def to64(kwargs):
+    return {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in kwargs.items()
+    }
+
+
+def check_error(config, mask_grad=False):
+    """Every output and gradient: at most 1.5 times PyTorch's own error, plus the floor."""
+    stock, fused = pair(**config["layer"], dropout=0.0, seed=config["seed"])
+    exact_layer = copy.deepcopy(stock).double()
+    x, dy, kwargs = inputs(config)
+    kwargs64 = to64(kwargs)
+    exact = run(exact_layer, x.double(), dy.double(), **kwargs64)
+    theirs = run(stock, x, dy, **kwargs)
+    patch = with_tokens(config["tokens"])
+    try:
+        ours = run(fused, x, dy, **kwargs)
+    finally:
+        patch.undo()
+    names = ["output", "x", *(n for n, _ in fused.named_parameters())]
+    biggest = max([e.norm().item() for e in exact[1:]] + [1e-3])
+    for name, got, peer, truth in zip(names, ours, theirs, exact, strict=True):
+        assert got.dtype == peer.dtype and got.shape == peer.shape
+        # A gradient that is all cancellation (a key's bias, say) has no relative error of its own.
+        scale = truth.norm().item() if truth.norm() > 1e-3 * biggest else biggest
+        error, allowed = ((t.double() - truth).norm().item() / scale for t in (got, peer))
+        assert error <= 1.5 * allowed + FLOOR[got.dtype], (name, error, allowed)
+
+
+@settings(max_examples=150)
+@given(configurations([torch.float32]))
+def test_error_against_float64_wide(config):
+    check_error(config)
+
+
+@settings(max_examples=150)
+@given(configurations([torch.bfloat16, torch.float16], [F.silu, "gelu"]))
+def test_error_against_float64_narrow(config):
+    """Without relu: whether one of a few values falls on the other side of its kink is chance."""
+    check_error(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_error_at_a_real_size(dtype, norm_first, activation):
+    """Four groups, many partial sums of weight gradients."""
+    check_error(
+        {
+            "layer": dict(d_model=128, nhead=4, dim_feedforward=512, activation=activation,
+                          norm_first=norm_first, batch_first=True, dtype=dtype),
+            "batch": 4, "seq_len": 300, "tokens": 128, "mask": "none", "padding": False,
+            "kind": "bool", "seed": 0,
+        }
+    )  # fmt: skip
+
+
+def names_of(norm_first):
+    config = EncoderConfig(norm_first, 1, 1, "relu", 1e-5, 1e-5)
+    return encoder_graph(config).names
+
+
+@settings(max_examples=120)
+@given(
+    configurations([torch.float32, torch.bfloat16, torch.float16]),
+    st.sampled_from([0.0, 0.1, 0.6]),
+    st.booleans(),
+    st.data(),
+)
+def test_gradients_are_the_same_bits_in_every_policy(config, dropout, mask_grad, data):
+    _, fused = pair(**config["layer"], dropout=dropout, seed=config["seed"])
+    x, dy, kwargs = inputs(config)
+    for value in kwargs.values():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value.requires_grad_(mask_grad)
+    names = names_of(config["layer"]["norm_first"])
+    chosen = data.draw(st.sets(st.sampled_from(names)))
+    patch = with_tokens(config["tokens"])
+    try:
+        results = []
+        for policy in (*RUNGS, Policy(save=chosen)):
+            fused.policy = policy
+            torch.manual_seed(config["seed"])
+            results.append(run(fused, x, dy, **kwargs))
+    finally:
+        patch.undo()
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b)
+            assert a.isfinite().all()
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(3, 333, 96, 3), (1, 1025, 64, 2), (70, 9, 40, 5)])
+def test_the_same_bits_at_sizes_that_use_groups_and_tiles(norm_first, dtype, sizes):
+    batch, seq_len, d_model, nhead = sizes
+    _, fused = pair(
+        d_model, nhead, 3 * d_model + 1, dropout=0.1, norm_first=norm_first, batch_first=True,
+        activation="gelu", dtype=dtype,
+    )  # fmt: skip
+    x, dy = torch.randn(2, batch, seq_len, d_model).to(dtype).unbind()
+    results = []
+    for policy in RUNGS:
+        fused.policy = policy
+        torch.manual_seed(1)
+        results.append(run(fused, x, dy))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
