@@ -318,6 +318,7 @@ def main() -> None:
         sizes = dataclasses.replace(sizes, steps=args.steps)
     dtype = getattr(torch, args.dtype)
     text, runs = Text.load(sizes, args.device), build(sizes, args.device, dtype)
+    print(f"measuring memory, then {sizes.steps} rounds of {len(runs)} ways", file=sys.stderr)
     for run in runs:
         measure_memory(run, text, args.device)
     train(runs, text, args.device)

@@ -153,7 +153,7 @@ class _Block(torch.autograd.Function):
             dx, *grads = backward_block(ctx.call, ctx.prepared, x, tensors, kept, one_dy)
             for i, dtype in enumerate(ctx.dtypes):
                 grad = grads[i]
-                if grad is not None:
+                if grad is not None and grad.dtype != dtype:
                     grads[i] = grad.to(dtype)
             return [dx, *grads]
 

@@ -135,10 +135,7 @@ def keep_scale(
             [0., 0., 0., 0.]])
     """
     if _is_small(site_key, heads * rows * width):
-        index = np.arange(row0 + 1, row0 + rows + 1, dtype=np.int64)
-        if heads > 1:
-            index = np.add.outer(np.arange(heads) * head_stride, index).reshape(-1)
-        return _keep_scale_numpy(site_key, index, width, p, dtype)
+        return _keep_scale_numpy(site_key, (row0, rows, heads, head_stride), width, p, dtype)
     device = site_key.device
     steps = torch.arange(row0 + 1, row0 + rows + 1, device=device)
     if heads > 1:
@@ -170,20 +167,37 @@ def _mix64_numpy(z: np.ndarray) -> np.ndarray:
 
 
 def _keep_scale_numpy(
-    site_key: Tensor, steps: np.ndarray, width: int, p: float, dtype: torch.dtype
+    site_key: Tensor, rows: tuple[int, int, int, int], width: int, p: float, dtype: torch.dtype
 ) -> Tensor:
-    """`keep_scale` in numpy: the same bits. `steps` are the rows plus one, int64."""
-    row_keys = _mix64_numpy(steps.view(np.uint64) * _GOLDEN64_U + site_key.numpy().view(np.uint64))
+    """`keep_scale` in numpy: the same bits."""
+    row_keys = _mix64_numpy(_row_steps(*rows) + site_key.numpy().view(np.uint64))
     halves = row_keys.astype("<u8", copy=False).view("<u4").reshape(-1, 2)  # low, high
     x = _columns(width) ^ halves[:, :1]
     x *= halves[:, 1:] | _ONE32
     x ^= x >> _SIXTEEN
     x *= _MUL32_U
     x &= _MASK31
-    factor = np.float32(scale(p)) if dtype == torch.float32 else np.float64(scale(p))
-    return torch.from_numpy((x < np.uint32(threshold(p))) * factor)
+    limit, factor = _limits(p, dtype)
+    return torch.from_numpy((x < limit) * factor)
 
 
-@functools.lru_cache(maxsize=64)
+# What depends on sizes alone, for the small calls: at most _SMALL elements each.
+
+
+@functools.lru_cache(maxsize=256)
+def _row_steps(row0: int, rows: int, heads: int, head_stride: int) -> np.ndarray:
+    steps = np.arange(row0 + 1, row0 + rows + 1, dtype=np.int64)
+    if heads > 1:
+        steps = np.add.outer(np.arange(heads) * head_stride, steps).reshape(-1)
+    return steps.view(np.uint64) * _GOLDEN64_U
+
+
+@functools.lru_cache(maxsize=256)
 def _columns(width: int) -> np.ndarray:
     return np.arange(width, dtype=np.uint32) * _GOLDEN32_U
+
+
+@functools.lru_cache(maxsize=256)
+def _limits(p: float, dtype: torch.dtype) -> tuple[np.uint32, np.floating]:
+    factor = np.float32(scale(p)) if dtype == torch.float32 else np.float64(scale(p))
+    return np.uint32(threshold(p)), factor

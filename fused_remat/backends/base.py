@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class AttentionCall:
     """Sizes, masks and randomness of one attention over a group of whole sequences.
 

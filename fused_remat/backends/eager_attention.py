@@ -33,6 +33,19 @@ def _as_heads(x: Tensor, call: AttentionCall) -> Tensor:
     return x.view(call.batch, call.seq_len, call.nhead, -1).transpose(1, 2)
 
 
+def _split(x: Tensor, parts: int, call: AttentionCall, dtype: torch.dtype) -> Tensor:
+    """(B*S, parts*D) copied to (parts, B*H, S, E) in `dtype`."""
+    packed = x.to(dtype).view(call.batch, call.seq_len, parts, call.nhead, -1)
+    return packed.permute(2, 0, 3, 1, 4).reshape(parts, -1, call.seq_len, packed.shape[-1])
+
+
+def _join(x: Tensor, call: AttentionCall, dtype: torch.dtype) -> Tensor:
+    """The inverse of `_split`: (parts, B*H, S, E) copied to (B*S, parts*D) in `dtype`."""
+    parts, _, seq_len, width = x.shape
+    heads = x.view(parts, call.batch, call.nhead, seq_len, width).permute(1, 3, 0, 2, 4)
+    return heads.reshape(call.batch * seq_len, -1).to(dtype)
+
+
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
@@ -60,7 +73,7 @@ def _uses_flash(qkv: Tensor, call: AttentionCall) -> bool:
 
 
 def forward(qkv: Tensor, call: AttentionCall, widen: bool) -> tuple[Tensor, Tensor]:
-    """attn (B*S, D) in the dtype of qkv, lse (B, H, S) in float32 (float64 for float64).
+    """attn (B*S, D) in the dtype of qkv; lse, B*H*S values in float32 (float64 for float64).
 
     `widen`: compute in float32 on a float32 copy of qkv.
     """
@@ -71,25 +84,23 @@ def forward(qkv: Tensor, call: AttentionCall, widen: bool) -> tuple[Tensor, Tens
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, call.causal, attn_mask=_merged_mask(call, wide.dtype), scale=call.scale
         )
-        return out.transpose(1, 2).reshape(qkv.shape[0], -1).to(dtype), lse
+        attn = out.transpose(1, 2).reshape(qkv.shape[0], -1)
+        return attn.to(dtype) if widen else attn, lse
     acc = torch.promote_types(dtype, torch.float32)
-    q, k, v = _heads(qkv, call)
-    k, v = _flat(k, acc), _flat(v, acc)
-    attn = torch.empty((qkv.shape[0], qkv.shape[1] // 3), dtype=dtype, device=qkv.device)
-    lse = torch.empty((call.batch, call.nhead, call.seq_len), dtype=acc, device=qkv.device)
-    out = _as_heads(attn, call)
+    q, k, v = _split(qkv, 3, call, acc).unbind()
+    out = torch.empty_like(q)
+    lse = q.new_empty((*q.shape[:2], 1))
     for rows, keys in _blocks(call):
-        scores = _scores(_flat(q[:, :, rows], acc), k[:, :keys], rows, call)
-        row_lse = torch.logsumexp(scores, -1, keepdim=True)
+        scores = _scores(q[:, rows], k[:, :keys], rows, call)
+        row_lse = torch.logsumexp(scores, -1, keepdim=True, out=lse[:, rows])
         if call.mask is not None or call.padding is not None:
             # A row without keys: +inf makes exp(score - lse) exactly 0, here and in backward.
             row_lse.masked_fill_(row_lse == -torch.inf, torch.inf)
-        lse[:, :, rows] = row_lse.view(call.batch, call.nhead, -1)
         probs = scores.sub_(row_lse).exp_()
         if call.p > 0.0:
             probs.mul_(_keep(rows, keys, call, acc))
-        out[:, :, rows] = torch.bmm(probs, v[:, :keys]).view(call.batch, call.nhead, -1, v.shape[2])
-    return attn, lse
+        torch.bmm(probs, v[:, :keys], out=out[:, rows])
+    return _join(out[None], call, dtype), lse
 
 
 def backward(
@@ -102,53 +113,42 @@ def backward(
     widen: bool,
 ) -> Tensor | None:
     """dqkv (B*S, 3D) in the dtype of qkv, or None; adds the masks' gradients to the call's."""
-    dqkv = torch.empty_like(qkv) if wants_qkv else None
     if _uses_flash(qkv, call):
-        assert dqkv is not None
-        wide = qkv.float() if widen else qkv
+        wide = qkv
+        if widen:
+            wide, dattn, attn = qkv.float(), dattn.float(), attn.float()
         q, k, v = _heads(wide, call)
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _as_heads(dattn.to(wide.dtype), call), q, k, v, _as_heads(attn.to(wide.dtype), call),
+            _as_heads(dattn, call), q, k, v, _as_heads(attn, call),
             lse, 0.0, call.causal, attn_mask=_merged_mask(call, wide.dtype), scale=call.scale,
         )  # fmt: skip
+        dqkv = torch.empty_like(qkv)
         for target, grad in zip(_heads(dqkv, call), grads, strict=True):
             target.copy_(grad)
         return dqkv
     acc = torch.promote_types(qkv.dtype, torch.float32)
-    q, k, v = _heads(qkv, call)
-    k, v = _flat(k, acc), _flat(v, acc)
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    do, o = _as_heads(dattn, call), _as_heads(attn, call)
+    qkv_wide = _split(qkv, 3, call, acc)
+    q, k, v = qkv_wide.unbind()
+    do = _split(dattn, 1, call, acc)[0]
+    delta = (do * _split(attn, 1, call, acc)[0]).sum(-1, keepdim=True)
+    grads = torch.zeros_like(qkv_wide)
+    dq, dk, dv = grads.unbind()
     for rows, keys in _blocks(call):
-        q_rows, do_rows = _flat(q[:, :, rows], acc), _flat(do[:, :, rows], acc)
-        delta = (do_rows * _flat(o[:, :, rows], acc)).sum(-1, keepdim=True)
-        row_lse = lse[:, :, rows].reshape(-1, q_rows.shape[1], 1)
-        probs = _scores(q_rows, k[:, :keys], rows, call).sub_(row_lse).exp_()
+        q_rows, do_rows, k_rows = q[:, rows], do[:, rows], k[:, :keys]
+        probs = _scores(q_rows, k_rows, rows, call).sub_(lse[:, rows]).exp_()
         dprobs = torch.bmm(do_rows, v[:, :keys].transpose(1, 2))
+        dropped = probs
         if call.p > 0.0:
             keep = _keep(rows, keys, call, acc)
             dprobs.mul_(keep)
-            dv[:, :keys].baddbmm_((probs * keep).transpose(1, 2), do_rows)
-            del keep
-        else:
-            dv[:, :keys].baddbmm_(probs.transpose(1, 2), do_rows)
-        dscores = dprobs.sub_(delta).mul_(probs)
+            dropped = keep.mul_(probs)
+        dv[:, :keys].baddbmm_(dropped.transpose(1, 2), do_rows)
+        dscores = dprobs.sub_(delta[:, rows]).mul_(probs)
         _add_mask_grads(dscores, rows, keys, call)
-        if dqkv is not None:
+        if wants_qkv:
             dk[:, :keys].baddbmm_(dscores.transpose(1, 2), q_rows, alpha=call.scale)
-            dq = torch.bmm(dscores, k[:, :keys]).mul_(call.scale)
-            shape = (call.batch, call.nhead, -1, q_rows.shape[2])
-            _heads(dqkv, call)[0][:, :, rows] = dq.view(shape)
-    if dqkv is not None:
-        _, dk_out, dv_out = _heads(dqkv, call)
-        dk_out.copy_(dk.view(dk_out.shape))
-        dv_out.copy_(dv.view(dv_out.shape))
-    return dqkv
-
-
-def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, H, S, E) as contiguous (B*H, S, E) in `dtype`."""
-    return x.to(dtype).reshape(-1, x.shape[2], x.shape[3])
+            dq[:, rows].baddbmm_(dscores, k_rows, beta=0.0, alpha=call.scale)
+    return _join(grads, call, qkv.dtype) if wants_qkv else None
 
 
 def _blocks(call: AttentionCall) -> Iterator[tuple[slice, int]]:
@@ -161,7 +161,8 @@ def _blocks(call: AttentionCall) -> Iterator[tuple[slice, int]]:
 
 def _scores(q: Tensor, k: Tensor, rows: slice, call: AttentionCall) -> Tensor:
     """Masked, scaled scores (B*H, rows, keys), a new tensor."""
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(call.scale)
+    scores = q.new_empty((q.shape[0], q.shape[1], k.shape[1]))
+    scores.baddbmm_(q, k.transpose(1, 2), beta=0.0, alpha=call.scale)
     if not call.causal and call.mask is None and call.padding is None:
         return scores
     keys = k.shape[1]

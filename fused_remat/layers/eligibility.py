@@ -9,7 +9,6 @@ PyTorch's own forward then raises PyTorch's own error.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from fused_remat.blocks.encoder import EncoderConfig
 
 
 class FusedRematWarning(UserWarning):
@@ -134,8 +135,6 @@ def _why_not_attention(attn: Any) -> str | None:
         return "its self_attn has kdim/vdim, bias_kv or add_zero_attn"
     if type(attn._modules["out_proj"]) is not NonDynamicallyQuantizableLinear:
         return f"its self_attn.out_proj is a {type(attn._modules['out_proj']).__name__}"
-    if not 0.0 <= attn.dropout <= 1.0:
-        return f"its self_attn.dropout is {attn.dropout}"
     return None
 
 
@@ -199,6 +198,8 @@ def why_not_masks(
     >>> why_not_masks(x, 2, 2, 5, torch.zeros(4, 4), None, False)
     'src_mask has shape (4, 4), expected (5, 5) or (4, 5, 5)'
     """
+    if mask is None and padding is None:
+        return "is_causal=True needs a src_mask" if is_causal else None
     if is_causal and mask is None:
         return "is_causal=True needs a src_mask"
     for name, m in (("src_mask", mask), ("src_key_padding_mask", padding)):
@@ -235,11 +236,23 @@ def why_not_context(device_type: str) -> str | None:
     return None
 
 
-def dropout_p(module: nn.Module) -> float:
-    """The probability that an `nn.Dropout` or `nn.Identity` applies now; NaN if it is invalid.
+def dropout_p(module: Any) -> float:
+    """The probability that an `nn.Dropout` or `nn.Identity` applies now.
 
     >>> dropout_p(nn.Dropout(0.1)), dropout_p(nn.Dropout(0.1).eval()), dropout_p(nn.Identity())
     (0.1, 0.0, 0.0)
     """
-    p = getattr(module, "p", 0.0) if module.training else 0.0
-    return float(p) if 0.0 <= p <= 1.0 else math.nan
+    state = module.__dict__
+    return float(state.get("p", 0.0)) if state["training"] else 0.0
+
+
+def why_not_dropout(config: EncoderConfig) -> str | None:
+    """Why the fused path cannot take the probabilities of `config`.
+
+    >>> why_not_dropout(EncoderConfig(True, 1, 1, "relu", 0.0, 0.0, p_mlp=1.5))
+    'a dropout probability is outside [0, 1]: (0.0, 0.0, 1.5, 0.0)'
+    """
+    ps = (config.p_attention, config.p_residual1, config.p_mlp, config.p_residual2)
+    if all(0.0 <= p <= 1.0 for p in ps):
+        return None
+    return f"a dropout probability is outside [0, 1]: {ps}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -149,9 +148,24 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         plain = not (self.training or differentiable)
         if plain or getattr(src, "is_nested", False) or _is_empty(src):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-        reason = self._why_not(src, params, src_mask, src_key_padding_mask, is_causal)
+        reason = (
+            eligibility.why_not_module(self)
+            or eligibility.why_not_tensors(src, params)
+            or eligibility.why_not_context(src.device.type)
+        )
         if reason is None:
-            return self._fused(src, params, src_mask, src_key_padding_mask, is_causal)
+            sizes = _sizes(src, self._modules["self_attn"])
+            reason = eligibility.why_not_masks(
+                src, *sizes, src_mask, src_key_padding_mask, is_causal
+            )
+        if reason is None:
+            causal = is_causal and src_key_padding_mask is None
+            mask = None if causal else src_mask  # as in PyTorch: the hint stands for the mask
+            config = self._config(causal, mask is not None, src_key_padding_mask is not None)
+            reason = eligibility.why_not_dropout(config)
+        if reason is None:
+            _warn_mismatch(src_mask, src_key_padding_mask)
+            return self._fused(src, {**params, "mask": mask}, src_key_padding_mask, config)
         if not differentiable or self._policy == "none":
             out = super().forward(src, src_mask, src_key_padding_mask, is_causal)
         else:
@@ -178,59 +192,20 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             params[bias] = _tensor(module, "bias")
         return params
 
-    def _why_not(
-        self,
-        src: Tensor,
-        params: dict[str, Tensor | None],
-        mask: Tensor | None,
-        padding: Tensor | None,
-        is_causal: bool,
-    ) -> str | None:
-        reason = (
-            eligibility.why_not_module(self)
-            or eligibility.why_not_tensors(src, params)
-            or eligibility.why_not_context(src.device.type)
-        )
-        if reason is not None:
-            return reason
-        batch, seq_len, _ = self._sizes(src)
-        nhead = self.self_attn.num_heads
-        reason = eligibility.why_not_masks(src, nhead, batch, seq_len, mask, padding, is_causal)
-        if reason is None and math.isnan(sum(self._dropouts())):
-            reason = f"a dropout probability is outside [0, 1] ({self._dropouts()})"
-        return reason
-
-    def _sizes(self, src: Tensor) -> tuple[int, int, bool]:
-        """B, S, and whether the sequence comes first, of a 2-D or 3-D `src`."""
-        if src.dim() == 2:
-            return 1, src.shape[0], False
-        if self.self_attn.batch_first:
-            return src.shape[0], src.shape[1], False
-        return src.shape[1], src.shape[0], True
-
-    def _dropouts(self) -> tuple[float, float, float, float]:
-        attn = self.self_attn
-        return (
-            float(attn.dropout) if attn.training else 0.0,
-            eligibility.dropout_p(self.dropout1),
-            eligibility.dropout_p(self.dropout),
-            eligibility.dropout_p(self.dropout2),
-        )
-
     def _config(self, causal: bool, has_mask: bool, has_padding: bool) -> EncoderConfig:
-        attn = self.self_attn
-        p_attention, p_residual1, p_mlp, p_residual2 = self._dropouts()
+        children = self._modules
+        attn: Any = children["self_attn"]
         return EncoderConfig(
             norm_first=self.norm_first,
             nhead=attn.num_heads,
             head_dim=attn.head_dim,
             activation=eligibility.activation_name(self.activation) or "unknown",
-            eps1=getattr(self.norm1, "eps", 0.0),
-            eps2=getattr(self.norm2, "eps", 0.0),
-            p_attention=p_attention,
-            p_residual1=p_residual1,
-            p_mlp=p_mlp,
-            p_residual2=p_residual2,
+            eps1=getattr(children["norm1"], "eps", 0.0),
+            eps2=getattr(children["norm2"], "eps", 0.0),
+            p_attention=float(attn.dropout) if attn.training else 0.0,
+            p_residual1=eligibility.dropout_p(children["dropout1"]),
+            p_mlp=eligibility.dropout_p(children["dropout"]),
+            p_residual2=eligibility.dropout_p(children["dropout2"]),
             causal=causal,
             has_mask=has_mask,
             has_padding=has_padding,
@@ -239,32 +214,22 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
     def _fused(
         self,
         src: Tensor,
-        params: dict[str, Tensor | None],
-        mask: Tensor | None,
+        tensors: dict[str, Tensor | None],
         padding: Tensor | None,
-        is_causal: bool,
+        config: EncoderConfig,
     ) -> Tensor:
-        if mask is not None and padding is not None and mask.dtype != padding.dtype:
-            warnings.warn(
-                f"Support for mismatched src_key_padding_mask ({padding.dtype}) and src_mask "
-                f"({mask.dtype}) is deprecated. Use same type for both instead.",
-                stacklevel=4,
-            )
-        causal = is_causal and padding is None
-        if causal:
-            mask = None  # as in PyTorch: the hint stands for the mask
-        _, _, seq_first = self._sizes(src)
         unbatched = src.dim() == 2
         if unbatched:
             src = src.unsqueeze(0)
             padding = None if padding is None else padding.unsqueeze(0)
+        tensors["padding"] = padding
         out = ops.encoder_block(
             src,
-            {**params, "mask": mask, "padding": padding},
-            self._config(causal, mask is not None, padding is not None),
+            tensors,
+            config,
             policy=self._policy,
             backend=self._backend,
-            seq_first=seq_first,
+            seq_first=not (unbatched or self._modules["self_attn"].batch_first),  # type: ignore[union-attr]
         )
         return out.squeeze(0) if unbatched else out
 
@@ -276,6 +241,23 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
                 eligibility.FusedRematWarning,
                 stacklevel=5,
             )
+
+
+def _sizes(src: Tensor, attn: Any) -> tuple[int, int, int]:
+    """H, B and S of a 2-D or 3-D `src`; a 2-D one is one sequence, whatever `batch_first`."""
+    if src.dim() == 2:
+        return attn.num_heads, 1, src.shape[0]
+    batch, seq_len = src.shape[:2] if attn.batch_first else src.shape[1::-1]
+    return attn.num_heads, batch, seq_len
+
+
+def _warn_mismatch(mask: Tensor | None, padding: Tensor | None) -> None:
+    if mask is not None and padding is not None and mask.dtype != padding.dtype:
+        warnings.warn(
+            f"Support for mismatched src_key_padding_mask ({padding.dtype}) and src_mask "
+            f"({mask.dtype}) is deprecated. Use same type for both instead.",
+            stacklevel=5,
+        )
 
 
 _NAMES = tuple((f"{n}.weight", f"{n}.bias") for n in ("proj", "fc1", "fc2", "norm1", "norm2"))

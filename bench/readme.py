@@ -1,0 +1,138 @@
+"""Writes the generated parts of README.md and docs/: tables from the graphs and from result files.
+
+`python -m bench.readme` rewrites the text between `<!-- name:begin -->` and `<!-- name:end -->`;
+`--check` fails if that would change anything. No number in those parts is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
+from fused_remat.blocks.program import Graph, programs
+from fused_remat.policies import RUNGS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "design.md")
+DEMO = ROOT / "bench" / "results" / "demo-cpu" / "demo.json"
+# Large enough for D**2 to stand for a GEMM and F = 4 D; sizes cancel out of the tables.
+D, H, S = 1024, 8, 1
+SHAPES = {
+    "input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
+    "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
+}  # fmt: skip
+
+
+def block(norm_first: bool) -> Graph:
+    """The encoder block's graph without dropout."""
+    return encoder_graph(EncoderConfig(norm_first, H, D // H, "gelu", 1e-5, 1e-5))
+
+
+def rebuilt(graph: Graph, rung: str) -> str:
+    """What backward rebuilds, as "16D² + attention"."""
+    wants = frozenset({"input", *PARAMS} - {"mask", "padding", "seed"})
+    plan = programs(graph, RUNGS[rung][graph.kind], wants, tiled=False)
+    nodes = [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
+    widths = graph.widths(SHAPES)
+    products = sum(n.flops(widths, SHAPES, S) for n in nodes if not n.per_sequence)
+    parts = [f"{products // D**2}D²"] if products else []
+    parts += ["attention"] * any(n.per_sequence for n in nodes)
+    return " + ".join(parts) or "pointwise only"
+
+
+def rung_table() -> str:
+    """The rungs: what each keeps and rebuilds, read from the graphs."""
+    lines = [
+        "| rung | pre-norm keeps | bytes | rebuilds | post-norm keeps | bytes | rebuilds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for rung, kept_by_block in RUNGS.items():
+        cells = [f'`"{rung}"`' + (" (default)" if rung == "full" else "")]
+        for norm_first in (True, False):
+            graph = block(norm_first)
+            widths = graph.widths(SHAPES)
+            names = [n for n in graph.names if n in kept_by_block[graph.kind]]
+            kept = 2 * (D + sum(widths[n] for n in names)) // D
+            cells += [", ".join(["input", *names]), f"{kept}D", rebuilt(graph, rung)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _demo() -> dict[str, Any]:
+    results: dict[str, Any] = json.loads(DEMO.read_text())
+    return results
+
+
+def claim() -> str:
+    """One sentence with the demo's figures."""
+    found = _demo()
+    ways, machine, sizes = found["ways"], found["machine"], found["sizes"]
+    kept = {w: r["kept_bytes_per_token_per_layer"] for w, r in ways.items()}
+    time = {w: r["step_time_ratio"]["p50"] for w, r in ways.items()}
+    full, fast = ("full", "fast")
+    return (
+        f"In the demo (`make demo`: a causal byte-level language model, dropout "
+        f"{sizes['dropout']}, {sizes['dtype']}), the layers keep "
+        f"**{kept['eager'] / kept[full]:.0f} times less** for backward than "
+        f"`nn.TransformerEncoderLayer` at {time[full]:.2f} times its step time "
+        f"(`torch.utils.checkpoint`: {kept['eager'] / kept['checkpoint']:.0f} times less at "
+        f"{time['checkpoint']:.2f}), or {kept['eager'] / kept[fast]:.0f} times less at "
+        f"{time[fast]:.2f} times (`\"fast\"`). Measured on {machine['cpu']}, "
+        f"{machine['threads']} threads, torch {machine['torch']}."
+    )
+
+
+def demo_table() -> str:
+    """The demo's results, a row per way."""
+    found = _demo()
+    lines = [
+        "| | validation loss | bytes kept per token per layer | whole-step peak | step time |",
+        "|---|---|---|---|---|",
+    ]
+    for way, r in found["ways"].items():
+        lines.append(
+            f"| {way} | {r['validation_loss']:.3f} | {r['kept_bytes_per_token_per_layer']:,.0f} "
+            f"| {r['step_peak_bytes'] / 2**20:,.0f} MiB | {r['step_time_ratio']['p50']:.2f}× |"
+        )
+    return "\n".join(lines)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "rungs": rung_table,
+    "claim": claim,
+    "demo": demo_table,
+}
+
+
+def render(text: str) -> str:
+    """`text` with every generated part made anew."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = match.group(1)
+        return f"<!-- {name}:begin -->\n{PARTS[name]()}\n<!-- {name}:end -->"
+
+    return re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", replace, text, flags=re.DOTALL)
+
+
+def main() -> int:
+    """Rewrite the pages, or with --check say which are out of date."""
+    stale = []
+    for page in PAGES:
+        text = page.read_text()
+        new = render(text)
+        if new != text:
+            stale.append(str(page.relative_to(ROOT)))
+            if "--check" not in sys.argv:
+                page.write_text(new)
+    if stale:
+        print(("out of date: " if "--check" in sys.argv else "rewritten: ") + ", ".join(stale))
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
