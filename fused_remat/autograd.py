@@ -104,10 +104,19 @@ def backward_block(
     `x` and `tensors` may be None where the plan does not read them.
     """
     this = run.Run(prepared, call.named(tensors), dy)
-    dx = run.backward(this, None if x is None else call.batch_major(x), kept, call.batch_major(dy))
+    x_BSD = None if x is None else call.batch_major(x)
+    if _autocast_on(dy.device.type):  # backward called inside autocast: not our precision
+        with torch.autocast(dy.device.type, enabled=False):
+            dx = run.backward(this, x_BSD, kept, call.batch_major(dy))
+    else:
+        dx = run.backward(this, x_BSD, kept, call.batch_major(dy))
     grads: list[Tensor | None] = [None if dx is None else call.batch_major(dx)]
     grads += [this.param_grads.pop(name, None) for name in call.graph.params]
     return grads
+
+
+def _autocast_on(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 class _Invocation:

@@ -52,7 +52,9 @@ def test_revert_undoes_convert_exactly():
     assert all(torch.equal(a, b) for a, b in zip(run(model, x), expected, strict=True))
 
 
-@pytest.mark.parametrize(("every", "expected"), [(1, "FFFF"), (2, "F.F."), (3, "F..F"), (9, "F...")])
+@pytest.mark.parametrize(
+    ("every", "expected"), [(1, "FFFF"), (2, "F.F."), (3, "F..F"), (9, "F...")]
+)
 def test_every(every, expected):
     model = convert(encoder(), every=every)
     assert "".join("F" if k is FusedRematLayer else "." for k in kinds(model)) == expected

@@ -337,6 +337,8 @@ FALLBACKS = {
     "child": lambda m: setattr(m, "linear1", nn.Sequential(m.linear1)),
     "forward": lambda m: setattr(m.self_attn, "forward", m.self_attn.forward),
     "_ff_block": lambda m: setattr(m, "_ff_block", m._ff_block),
+    "norm of another shape": lambda m: setattr(m, "norm1", nn.LayerNorm((5, 2, 8)).double()),
+    "norm": lambda m: setattr(m, "norm1", nn.LayerNorm((2, 8), dtype=torch.float64)),
     "parametrized": lambda m: nn.utils.parametrizations.weight_norm(m.linear2),
 }
 
@@ -383,6 +385,10 @@ def test_autocast_and_transforms_run_pytorchs_own_forward():
         got = fused(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(got, stock(x))
+    y = fused(x).sum()
+    expected = torch.autograd.grad(y, fused.linear1.weight, retain_graph=True)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # forward outside, backward inside
+        assert torch.equal(torch.autograd.grad(y, fused.linear1.weight)[0], expected)
     params = dict(fused.named_parameters())
 
     def loss(params, x):

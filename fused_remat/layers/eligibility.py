@@ -127,21 +127,29 @@ def why_not_module(layer: nn.TransformerEncoderLayer) -> str | None:
     if activation_name(layer.activation) is None:
         shown = str(layer.activation).split(" at 0x")[0]
         return f"its activation {shown.rstrip('>')}> has no fused derivative yet"
-    return _why_not_attention(children["self_attn"])
+    return _why_not_parts(children)
 
 
-def _why_not_attention(attn: Any) -> str | None:
+def _why_not_parts(children: Any) -> str | None:
+    attn = children["self_attn"]
     if not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn:
         return "its self_attn has kdim/vdim, bias_kv or add_zero_attn"
     if type(attn._modules["out_proj"]) is not NonDynamicallyQuantizableLinear:
         return f"its self_attn.out_proj is a {type(attn._modules['out_proj']).__name__}"
+    width = attn.embed_dim
+    if width % attn.num_heads:
+        return f"its self_attn has {attn.num_heads} heads for width {width}"
+    for name in ("norm1", "norm2"):
+        shape = children[name].normalized_shape
+        if shape != (width,):
+            return f"its {name} is over {shape}, not {(width,)}"
     return None
 
 
-def why_not_tensors(src: Tensor, params: dict[str, Tensor | None]) -> str | None:
-    """Why the fused path cannot take `src` with these parameters.
+def why_not_tensors(src: Tensor, width: int, params: dict[str, Tensor | None]) -> str | None:
+    """Why the fused path cannot take `src` with these parameters in a layer of `width`.
 
-    >>> why_not_tensors(torch.zeros(3), {})
+    >>> why_not_tensors(torch.zeros(3), 3, {})
     'src has shape (3,), expected 2 or 3 dimensions'
     """
     if type(src) not in _PLAIN:
@@ -149,6 +157,8 @@ def why_not_tensors(src: Tensor, params: dict[str, Tensor | None]) -> str | None
     shape = src.shape
     if len(shape) not in (2, 3):
         return f"src has shape {tuple(shape)}, expected 2 or 3 dimensions"
+    if shape[-1] != width:
+        return f"src has width {shape[-1]}, expected {width}"
     dtype, device = src.dtype, src.device
     for name, p in params.items():
         if p is None:
@@ -158,7 +168,7 @@ def why_not_tensors(src: Tensor, params: dict[str, Tensor | None]) -> str | None
         if p.dtype is not dtype or p.device != device:
             return f"src is {dtype} on {device} but {name} is {p.dtype} on {p.device}"
     shapes = tuple([(n, None if p is None else p.shape) for n, p in params.items()])
-    return _why_not_shapes(dtype, shape[-1], shapes)
+    return _why_not_shapes(dtype, width, shapes)
 
 
 @functools.lru_cache(maxsize=1024)

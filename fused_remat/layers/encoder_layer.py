@@ -114,7 +114,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
 
     @policy.setter
     def policy(self, policy: str | Policy) -> None:
-        graph = encoder_graph(self._config(False, False, False))
+        graph = encoder_graph(EncoderConfig(self.norm_first, 1, 1, "relu", 0.0, 0.0))
         kept_names(policy, graph.kind, graph.names)
         self._policy = policy
 
@@ -150,7 +150,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         reason = (
             eligibility.why_not_module(self)
-            or eligibility.why_not_tensors(src, params)
+            or eligibility.why_not_tensors(src, self.self_attn.embed_dim, params)
             or eligibility.why_not_context(src.device.type)
         )
         if reason is None:
@@ -166,6 +166,9 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         if reason is None:
             _warn_mismatch(src_mask, src_key_padding_mask)
             return self._fused(src, {**params, "mask": mask}, src_key_padding_mask, config)
+        differentiable = differentiable or (
+            torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        )
         if not differentiable or self._policy == "none":
             out = super().forward(src, src_mask, src_key_padding_mask, is_causal)
         else:
@@ -177,16 +180,14 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
 
     def _params(self) -> dict[str, Tensor | None]:
         """The block's tensors by its own names, read through the submodules at every call."""
-        children = self._modules
-        attn: Any = children["self_attn"]
+        child = self._modules.get
+        attn = child("self_attn")
         params: dict[str, Tensor | None] = {
             "qkv.weight": _tensor(attn, "in_proj_weight"),
             "qkv.bias": _tensor(attn, "in_proj_bias"),
         }
-        modules = (
-            attn._modules["out_proj"], children["linear1"], children["linear2"],
-            children["norm1"], children["norm2"],
-        )  # fmt: skip
+        proj = None if attn is None else attn._modules.get("out_proj")
+        modules = (proj, child("linear1"), child("linear2"), child("norm1"), child("norm2"))
         for (weight, bias), module in zip(_NAMES, modules, strict=True):
             params[weight] = _tensor(module, "weight")
             params[bias] = _tensor(module, "bias")
@@ -198,10 +199,10 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         return EncoderConfig(
             norm_first=self.norm_first,
             nhead=attn.num_heads,
-            head_dim=attn.head_dim,
-            activation=eligibility.activation_name(self.activation) or "unknown",
-            eps1=getattr(children["norm1"], "eps", 0.0),
-            eps2=getattr(children["norm2"], "eps", 0.0),
+            head_dim=attn.embed_dim // attn.num_heads,
+            activation=eligibility.activation_name(self.activation) or "",
+            eps1=children["norm1"].eps,  # type: ignore[union-attr, arg-type]
+            eps2=children["norm2"].eps,  # type: ignore[union-attr, arg-type]
             p_attention=float(attn.dropout) if attn.training else 0.0,
             p_residual1=eligibility.dropout_p(children["dropout1"]),
             p_mlp=eligibility.dropout_p(children["dropout"]),
@@ -265,8 +266,12 @@ _NAMES = tuple((f"{n}.weight", f"{n}.bias") for n in ("proj", "fc1", "fc2", "nor
 
 def _tensor(module: Any, name: str) -> Tensor | None:
     """`module.name` if there is such a tensor: a parameter, or what replaced it."""
+    if module is None:
+        return None
     own = module._parameters.get(name)
-    return getattr(module, name, None) if own is None else own
+    if own is None:
+        own = getattr(module, name, None)
+    return own if isinstance(own, Tensor) else None
 
 
 def _is_empty(src: Any) -> bool:

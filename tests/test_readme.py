@@ -1,0 +1,58 @@
+"""The README and docs: their tables are generated, their code runs, and the bars they quote hold."""
+
+import re
+import runpy
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from reference import pair
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_generated_parts_are_up_to_date():
+    sys.path.insert(0, str(ROOT))
+    try:
+        readme = runpy.run_path(str(ROOT / "bench" / "readme.py"))
+    finally:
+        sys.path.remove(str(ROOT))
+    for page in readme["PAGES"]:
+        text = page.read_text()
+        assert readme["render"](text) == text, f"run python -m bench.readme for {page.name}"
+
+
+def test_the_readmes_code_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_the_layout_names_what_exists():
+    text = (ROOT / "README.md").read_text().split("## Layout")[1]
+    for path in re.findall(r"^([\w/]+(?:\.py|\.md|/))", text, re.MULTILINE):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_small_steps_are_within_1_3_of_eager(norm_first):
+    """(2, 16, 64, 4), dropout 0, "full": what is lost where nothing is gained. Interleaved, median
+    of ratios; the best of five, because whatever else runs here can only add."""
+    layers = pair(64, 4, 256, dropout=0.0, norm_first=norm_first, batch_first=True)
+    x = torch.randn(2, 16, 64, requires_grad=True)
+
+    def step(layer):
+        start = time.perf_counter()
+        layer.zero_grad(set_to_none=False)
+        layer(x).sum().backward()
+        return time.perf_counter() - start
+
+    ratios = []
+    for _ in range(5):
+        times = [[step(layer) for layer in layers] for _ in range(150)]
+        ratios.append(statistics.median(ours / eager for eager, ours in times[20:]))
+    assert min(ratios) <= 1.3, ratios
