@@ -82,7 +82,7 @@ def claim() -> str:
         f"`nn.TransformerEncoderLayer` at {time[full]:.2f} times its step time "
         f"(`torch.utils.checkpoint`: {kept['eager'] / kept['checkpoint']:.0f} times less at "
         f"{time['checkpoint']:.2f}), or {kept['eager'] / kept[fast]:.0f} times less at "
-        f"{time[fast]:.2f} times (`\"fast\"`). Measured on {machine['cpu']}, "
+        f'{time[fast]:.2f} times (`"fast"`). Measured on {machine["cpu"]}, '
         f"{machine['threads']} threads, torch {machine['torch']}."
     )
 

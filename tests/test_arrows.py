@@ -24,7 +24,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "memory": ("blocks", *LEAVES),
     # The graph's declarations know no backend and not how they are run.
     "blocks.program": ("blocks.nodes", *LEAVES),
-    "blocks.nodes": LEAVES,
+    "blocks.nodes": ("backends.base", *LEAVES),
     "blocks.encoder": ("blocks.program", "blocks.nodes", *LEAVES),
     "kernels": ("kernels",),
 }

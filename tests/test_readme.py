@@ -1,4 +1,4 @@
-"""The README and docs: their tables are generated, their code runs, and the bars they quote hold."""
+"""The README and docs: their tables are generated, their code runs, the bars they quote hold."""
 
 import re
 import runpy

@@ -14,7 +14,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
+
+from fused_remat import random
+from fused_remat.backends.base import AttentionCall
 
 if TYPE_CHECKING:
     from fused_remat.blocks.run import Frame
@@ -112,8 +116,10 @@ class KeepScale(Node):
         return ("seed",)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        width = f.run.widths[self.name]
-        f.put(self.name, f.keep_scale(self.site, self.p, width))
+        run, width = f.run, f.run.widths[self.name]
+        dtype = torch.promote_types(run.dtype, torch.float32)
+        key = run.site_key(self.site)
+        f.put(self.name, random.keep_scale(key, f.token0, f.rows, width, self.p, dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,14 +306,51 @@ class Attention(Node):
         return self.params
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        attn, lse = f.backend.attention_fwd(f[self.qkv], f.attention_call(self))
+        attn, lse = f.backend.attention_fwd(f[self.qkv], self._call(f, ()))
         f.put(self.name, attn)
         f.put(self.stats[0], lse)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        call = f.attention_call(self, wants)
         dqkv = f.backend.attention_bwd(
-            dy, f[self.qkv], f[self.name], f[self.stats[0]], call, self.qkv in wants
+            dy, f[self.qkv], f[self.name], f[self.stats[0]], self._call(f, wants), self.qkv in wants
         )
         if dqkv is not None:
             f.add_grad(self.qkv, dqkv, owned=True)
+
+    def _call(self, f: Frame, wants: Collection[str]) -> AttentionCall:
+        """The sizes, masks and randomness for the frame's sequences.
+
+        The gradient of a mask that is in `wants` is added, group by group, to a buffer as large as
+        the whole mask.
+        """
+        run, (b0, b1) = f.run, f.seqs
+        for name in (self.mask, self.padding):
+            if name in wants and name not in run.param_grads:
+                mask = run.tensors[name]
+                assert mask is not None
+                dtype = torch.promote_types(mask.dtype, torch.float32)
+                run.param_grads[name] = mask.new_zeros(mask.shape, dtype=dtype)
+        padding = run.tensors.get(self.padding)
+        dmask = run.param_grads.get(self.mask) if self.mask in wants else None
+        dpadding = run.param_grads.get(self.padding) if self.padding in wants else None
+        return AttentionCall(
+            batch=b1 - b0,
+            seq_len=run.chunks.seq_len,
+            nhead=self.nhead,
+            scale=self.scale,
+            causal=self.causal,
+            mask=self._heads_of_group(f, run.tensors.get(self.mask)),
+            padding=None if padding is None else padding[b0:b1],
+            dmask=self._heads_of_group(f, dmask),
+            dpadding=None if dpadding is None else dpadding[b0:b1],
+            mask_grad=self.mask in run.wants or self.padding in run.wants,
+            p=self.p,
+            site_key=run.site_key(self.site) if self.p > 0.0 else None,
+            row0=b0 * self.nhead * run.chunks.seq_len,
+        )
+
+    def _heads_of_group(self, f: Frame, mask: Tensor | None) -> Tensor | None:
+        """The part of a mask, (S, S) or (B*H, S, S), that the frame's sequences use."""
+        if mask is None or mask.dim() == 2:
+            return mask
+        return mask.view(-1, self.nhead, *mask.shape[1:])[f.seqs[0] : f.seqs[1]]

@@ -11,15 +11,14 @@ layout of the caller's tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.backends.base import AttentionCall, Backend
-from fused_remat.blocks.nodes import Attention
+from fused_remat.backends.base import Backend
 from fused_remat.blocks.program import Programs, Step
 
 
@@ -129,12 +128,6 @@ class Frame:
     def param(self, name: str) -> Tensor | None:
         return self.run.tensors.get(name)
 
-    def keep_scale(self, site: int, p: float, width: int) -> Tensor:
-        """The multiplier of this frame's rows at a token-wise dropout site."""
-        run = self.run
-        dtype = torch.float64 if run.dtype == torch.float64 else torch.float32
-        return random.keep_scale(run.site_key(site), self.token0, self.rows, width, p, dtype)
-
     def add_grad(self, name: str, grad: Tensor, owned: bool) -> None:
         """Add to the gradient of an activation; `owned`: `grad` may be overwritten from now on."""
         have = self.grads.get(name)
@@ -160,45 +153,6 @@ class Frame:
     def add_weight_grad(self, name: str, dy: Tensor, x: Tensor) -> None:
         grads = self.run.param_grads
         grads[name] = self.backend.linear_dw(dy, x, grads.get(name), self.run.partial)
-
-    def attention_call(self, node: Attention, wants: Collection[str] = ()) -> AttentionCall:
-        """The sizes, masks and randomness of `node` for this group."""
-        run, (b0, b1) = self.run, self.seqs
-        seq_len = run.chunks.seq_len
-
-        def part(name: str, tensors: Mapping[str, Tensor | None]) -> Tensor | None:
-            mask = tensors.get(name) if name else None
-            if mask is None or (mask.dim() == 2 and name == node.mask):
-                return mask
-            if name == node.padding:
-                return mask[b0:b1]
-            return mask.view(run.chunks.batch, node.nhead, seq_len, seq_len)[b0:b1]
-
-        masks = tuple(n for n in (node.mask, node.padding) if n)
-        for name in masks:
-            if name in wants and name not in run.param_grads:
-                mask = run.tensors[name]
-                assert mask is not None
-                run.param_grads[name] = torch.zeros_like(
-                    mask,
-                    dtype=torch.promote_types(mask.dtype, torch.float32),
-                    memory_format=torch.contiguous_format,
-                )
-        return AttentionCall(
-            batch=b1 - b0,
-            seq_len=seq_len,
-            nhead=node.nhead,
-            scale=node.scale,
-            causal=node.causal,
-            mask=part(node.mask, run.tensors),
-            padding=part(node.padding, run.tensors),
-            dmask=part(node.mask, run.param_grads) if node.mask in wants else None,
-            dpadding=part(node.padding, run.param_grads) if node.padding in wants else None,
-            mask_grad=any(name in run.wants for name in masks),
-            p=node.p,
-            site_key=run.site_key(node.site) if node.p > 0.0 else None,
-            row0=b0 * node.nhead * seq_len,
-        )
 
 
 def _compute(steps: Sequence[Step], frame: Frame, out: Tensor | None) -> None:
