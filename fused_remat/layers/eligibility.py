@@ -194,18 +194,12 @@ def _why_not_shapes(
 
 
 def why_not_masks(
-    src: Tensor,
-    nhead: int,
-    batch: int,
-    seq_len: int,
-    mask: Any,
-    padding: Any,
-    is_causal: bool,
+    src: Tensor, attn: nn.MultiheadAttention, mask: Any, padding: Any, is_causal: bool
 ) -> str | None:
     """Why the fused path cannot take these masks, in the shapes that the stock layer takes.
 
-    >>> x = torch.zeros(2, 5, 8)
-    >>> why_not_masks(x, 2, 2, 5, torch.zeros(4, 4), None, False)
+    >>> attn = nn.MultiheadAttention(8, 2, batch_first=True)
+    >>> why_not_masks(torch.zeros(2, 5, 8), attn, torch.zeros(4, 4), None, False)
     'src_mask has shape (4, 4), expected (5, 5) or (4, 5, 5)'
     """
     if mask is None and padding is None:
@@ -221,13 +215,15 @@ def why_not_masks(
             return f"{name} has dtype {m.dtype}, expected bool, {src.dtype} or torch.float32"
         if m.device != src.device:
             return f"{name} is on {m.device}, src on {src.device}"
+    if src.dim() == 2:  # one sequence, whatever batch_first
+        batch, seq_len = 1, src.shape[0]
+    else:
+        batch, seq_len = src.shape[:2] if attn.batch_first else src.shape[1::-1]
     if mask is not None and not (is_causal and padding is None):
         square = (seq_len, seq_len)
-        if tuple(mask.shape) not in (square, (batch * nhead, *square)):
-            return (
-                f"src_mask has shape {tuple(mask.shape)}, "
-                f"expected {square} or {(batch * nhead, *square)}"
-            )
+        per_head = (batch * attn.num_heads, *square)
+        if tuple(mask.shape) not in (square, per_head):
+            return f"src_mask has shape {tuple(mask.shape)}, expected {square} or {per_head}"
     if padding is not None:
         expected = (batch, seq_len) if src.dim() == 3 else (seq_len,)
         if tuple(padding.shape) != expected:
@@ -235,13 +231,16 @@ def why_not_masks(
     return None
 
 
-def why_not_context(device_type: str) -> str | None:
+def why_not_context(src: Any) -> str | None:
     """Why the fused path cannot run in the present context.
 
-    >>> why_not_context("cpu") is None
+    >>> why_not_context(torch.zeros(1)) is None
     True
     """
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if not isinstance(src, Tensor):
+        return f"src is a {type(src).__name__}"
+    device = src.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return "autocast is on"
     return None
 

@@ -148,34 +148,24 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         plain = not (self.training or differentiable)
         if plain or getattr(src, "is_nested", False) or _is_empty(src):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-        reason = (
-            eligibility.why_not_module(self)
-            or eligibility.why_not_tensors(src, self.self_attn.embed_dim, params)
-            or eligibility.why_not_context(src.device.type)
-        )
-        if reason is None:
-            sizes = _sizes(src, self._modules["self_attn"])
-            reason = eligibility.why_not_masks(
-                src, *sizes, src_mask, src_key_padding_mask, is_causal
-            )
-        if reason is None:
-            causal = is_causal and src_key_padding_mask is None
-            mask = None if causal else src_mask  # as in PyTorch: the hint stands for the mask
-            config = self._config(causal, mask is not None, src_key_padding_mask is not None)
-            reason = eligibility.why_not_dropout(config)
-        if reason is None:
+        config = self._config(src, params, src_mask, src_key_padding_mask, is_causal)
+        if isinstance(config, EncoderConfig):
+            mask = src_mask if config.has_mask else None
             _warn_mismatch(src_mask, src_key_padding_mask)
             return self._fused(src, {**params, "mask": mask}, src_key_padding_mask, config)
-        differentiable = differentiable or (
-            torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        )
-        if not differentiable or self._policy == "none":
-            out = super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        if not (
+            differentiable
+            or (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()))
+        ):
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        own = super().forward
+        if self._policy == "none":
+            out = own(src, src_mask, src_key_padding_mask, is_causal)
+            self._warn(f"PyTorch's own forward: {config}")
         else:
-            out = checkpoint(
-                super().forward, src, src_mask, src_key_padding_mask, is_causal, use_reentrant=False
-            )
-            self._warn(f"PyTorch's own forward under torch.utils.checkpoint: {reason}")
+            args = (src, src_mask, src_key_padding_mask, is_causal)
+            out = checkpoint(own, *args, use_reentrant=False)
+            self._warn(f"PyTorch's own forward under torch.utils.checkpoint: {config}")
         return out
 
     def _params(self) -> dict[str, Tensor | None]:
@@ -193,10 +183,27 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             params[bias] = _tensor(module, "bias")
         return params
 
-    def _config(self, causal: bool, has_mask: bool, has_padding: bool) -> EncoderConfig:
+    def _config(
+        self,
+        src: Tensor,
+        params: dict[str, Tensor | None],
+        mask: Tensor | None,
+        padding: Tensor | None,
+        is_causal: bool,
+    ) -> EncoderConfig | str:
+        """The block that serves this call, or why the fused path cannot."""
+        reason = (
+            eligibility.why_not_module(self)
+            or eligibility.why_not_context(src)
+            or eligibility.why_not_tensors(src, self.self_attn.embed_dim, params)
+            or eligibility.why_not_masks(src, self.self_attn, mask, padding, is_causal)
+        )
+        if reason is not None:
+            return reason
+        causal = is_causal and padding is None  # as in PyTorch: the hint stands for the mask
         children = self._modules
         attn: Any = children["self_attn"]
-        return EncoderConfig(
+        config = EncoderConfig(
             norm_first=self.norm_first,
             nhead=attn.num_heads,
             head_dim=attn.embed_dim // attn.num_heads,
@@ -208,9 +215,10 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             p_mlp=eligibility.dropout_p(children["dropout"]),
             p_residual2=eligibility.dropout_p(children["dropout2"]),
             causal=causal,
-            has_mask=has_mask,
-            has_padding=has_padding,
+            has_mask=mask is not None and not causal,
+            has_padding=padding is not None,
         )
+        return eligibility.why_not_dropout(config) or config
 
     def _fused(
         self,
@@ -242,14 +250,6 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
                 eligibility.FusedRematWarning,
                 stacklevel=5,
             )
-
-
-def _sizes(src: Tensor, attn: Any) -> tuple[int, int, int]:
-    """H, B and S of a 2-D or 3-D `src`; a 2-D one is one sequence, whatever `batch_first`."""
-    if src.dim() == 2:
-        return attn.num_heads, 1, src.shape[0]
-    batch, seq_len = src.shape[:2] if attn.batch_first else src.shape[1::-1]
-    return attn.num_heads, batch, seq_len
 
 
 def _warn_mismatch(mask: Tensor | None, padding: Tensor | None) -> None:
