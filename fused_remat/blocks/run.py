@@ -181,7 +181,11 @@ def _run_step(step: Step, frame: Frame) -> None:
 
 def _rows(x_BSD: Tensor, seqs: tuple[int, int]) -> Tensor:
     """Tokens of a group as a matrix: a view where the layout allows, else a copy of the group."""
-    return x_BSD[seqs[0] : seqs[1]].reshape(-1, x_BSD.shape[-1])
+    return _of(x_BSD, seqs).reshape(-1, x_BSD.shape[-1])
+
+
+def _of(x_BSD: Tensor, seqs: tuple[int, int]) -> Tensor:
+    return x_BSD if seqs[1] - seqs[0] == x_BSD.shape[0] else x_BSD[seqs[0] : seqs[1]]
 
 
 def forward(run: Run, x_BSD: Tensor, out_BSD: Tensor) -> list[Tensor]:
@@ -190,7 +194,7 @@ def forward(run: Run, x_BSD: Tensor, out_BSD: Tensor) -> list[Tensor]:
     for seqs in run.chunks.groups():
         frame = Frame(run, seqs, (0, (seqs[1] - seqs[0]) * run.chunks.seq_len))
         frame.values["input"] = _rows(x_BSD, seqs)
-        target = out_BSD[seqs[0] : seqs[1]]
+        target = _of(out_BSD, seqs)
         in_place = target.is_contiguous()
         if in_place:
             out = target.view(-1, target.shape[-1])
