@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fused_remat import random
 from fused_remat.backends.base import Backend
@@ -150,27 +149,45 @@ class _Block(torch.autograd.Function):
         ctx.save_for_backward(x if plan.keeps_input else None, *saved, *kept)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * (2 + len(ctx.dtypes))
-        x, *rest = ctx.saved_tensors  # read once: each access unpacks everything again
-        n = len(ctx.dtypes)
-        tensors, kept = rest[:n], rest[n:]
+        saved = ctx.saved_tensors  # read once: each access unpacks everything again
+        if not torch.is_grad_enabled():
+            return (None, *_grads(ctx, saved, dy))
+        with torch.no_grad():
+            grads = _grads(ctx, saved, dy)
+        return (None, *_not_differentiable(grads))
 
-        def grads_of(one_dy: Tensor) -> list[Tensor | None]:
-            dx, *grads = backward_block(ctx.call, ctx.prepared, x, tensors, kept, one_dy)
-            for i, dtype in enumerate(ctx.dtypes):
-                grad = grads[i]
-                if grad is not None and grad.dtype != dtype:
-                    grads[i] = grad.to(dtype)
-            return [dx, *grads]
 
-        unbatched, rebatch = _batching(dy)
-        if rebatch is None:
-            return (None, *grads_of(unbatched))
-        results = zip(*(grads_of(one) for one in unbatched.unbind()), strict=True)
-        return (None, *(None if g[0] is None else rebatch(torch.stack(g)) for g in results))
+def _grads(ctx: Any, saved: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:
+    """Gradients of the input and of every tensor, in their dtypes; batched if `dy` is."""
+    unbatched, rebatch = _batching(dy)
+    if rebatch is not None:
+        results = zip(*(_grads(ctx, saved, one) for one in unbatched.unbind()), strict=True)
+        return [None if g[0] is None else rebatch(torch.stack(g)) for g in results]
+    count = len(ctx.dtypes)
+    x, tensors, kept = saved[0], saved[1 : 1 + count], saved[1 + count :]
+    dx, *grads = backward_block(ctx.call, ctx.prepared, x, tensors, kept, dy)  # type: ignore[arg-type]
+    for i, dtype in enumerate(ctx.dtypes):
+        grad = grads[i]
+        if grad is not None and grad.dtype != dtype:
+            grads[i] = grad.to(dtype)
+    return [dx, *grads]
+
+
+def _not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
+    """The gradients, made to raise when differentiated (backward ran with create_graph=True).
+
+    Not `once_differentiable`: that leaves gradients constant, silently, when dy needs no gradient.
+    """
+    message = (
+        b"fused_remat: double backward is not supported; the gradients of a fused block cannot be "
+        b"differentiated (once_differentiable)"
+    )
+    error = torch._C._functions.DelayedError(message, len(grads))
+    inputs: list[Any] = [None if g is None else g.detach().requires_grad_() for g in grads]
+    return list(error(*inputs))
 
 
 def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:

@@ -52,7 +52,11 @@ def convert(
     found = [module for module in model.modules() if type(module) in LAYERS]
     if not found:
         wanted = ", ".join(t.__name__ for t in LAYERS)
-        raise ValueError(f"{type(model).__name__} has no layer to convert (looked for {wanted})")
+        fused = sum(1 for _ in _fused_layers(model))
+        already = f"; {fused} are fused already, see set_policy" if fused else ""
+        raise ValueError(
+            f"{type(model).__name__} has no layer to convert (looked for {wanted}{already})"
+        )
     chosen = found[::every]
     done: list[nn.Module] = []
     try:
@@ -70,7 +74,7 @@ def convert(
 
 def _revert_one(layer: FusedRematLayer) -> None:
     layer.__class__ = _STOCK[type(layer)]  # type: ignore[assignment]
-    for name in ("_policy", "_backend", "_warned"):
+    for name in ("_policy", "_backend"):
         layer.__dict__.pop(name, None)
 
 

@@ -79,6 +79,11 @@ def test_root_and_shared_layers_and_nested_models():
     assert kinds(full.decoder) == [nn.TransformerDecoderLayer] * 2
 
 
+def test_converting_twice_says_so():
+    with pytest.raises(ValueError, match="4 are fused already"):
+        convert(convert(encoder()), "lean")
+
+
 def test_nothing_to_convert_raises():
     class Mine(nn.TransformerEncoderLayer):
         pass

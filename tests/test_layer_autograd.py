@@ -118,12 +118,17 @@ def test_second_backward_without_retain_raises():
         y.backward()
 
 
-def test_double_backward_raises():
+@pytest.mark.parametrize("loss", [lambda y: y.sum(), lambda y: y.square().sum()])
+def test_double_backward_raises(loss):
+    """Also where the first gradient (of a sum) needs none itself: never a silent constant."""
     _, fused = make()
     x = X.clone().requires_grad_()
-    (g,) = torch.autograd.grad(fused(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        g.sum().backward()
+    y = fused(x)
+    (g,) = torch.autograd.grad(loss(y), x, create_graph=True)
+    (expected,) = torch.autograd.grad(loss(fused(x)), x)
+    assert torch.equal(g.detach(), expected)
+    with pytest.raises(RuntimeError, match="double backward"):
+        (y.sum() + g.square().sum()).backward()
 
 
 def test_forward_mode_raises():
@@ -361,6 +366,99 @@ def test_what_the_fused_path_cannot_serve_runs_under_checkpoint_with_one_warning
     assert torch.equal(y.detach(), expected[0])
     for a, b in zip(got, expected[1:], strict=True):
         assert torch.equal(a, b)
+
+
+def with_hook(*layers):
+    for layer in layers:
+        layer.linear1.register_forward_hook(lambda *a: None)
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_the_fallback_replays_what_the_first_run_read():
+    """Parameters passed by functional_call, modes, and buffers that a forward updates."""
+    stock, fused = make()
+    with_hook(stock, fused)
+    params = {n: (2 * p).detach().requires_grad_() for n, p in fused.named_parameters()}
+    grads = []
+    for layer in (stock, fused):
+        y = torch.func.functional_call(layer, params, (X,))
+        grads.append(torch.autograd.grad(y.square().sum(), list(params.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+    stock, fused = make(dropout=0.3)
+    with_hook(stock, fused)
+    grads = []
+    for layer in (stock, fused):
+        torch.manual_seed(0)
+        y = layer(X).sum()
+        layer.eval()
+        grads.append(torch.autograd.grad(y, list(layer.parameters())))
+        assert not any(m.training for m in layer.modules())
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+    stock, fused = make()
+    torch.manual_seed(0)
+    for layer in (stock, fused):
+        nn.utils.parametrizations.spectral_norm(layer.linear1)
+    fused.load_state_dict(stock.state_dict())
+    for _ in range(2):
+        for a, b in zip(run(fused, X), run(stock, X), strict=True):
+            assert torch.equal(a, b)
+    for a, b in zip(fused.state_dict().values(), stock.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_the_fallback_raises_when_a_parameter_or_the_input_changed():
+    for change in ("linear2.weight", "norm1.bias", "x"):
+        _, fused = make()
+        with_hook(fused)
+        x = X.clone()
+        y = fused(x).sum()
+        with torch.no_grad():
+            (x if change == "x" else fused.get_parameter(change)).mul_(3.0)
+        with pytest.raises(RuntimeError, match="inplace"):
+            y.backward()
+
+
+def test_patched_classes_and_function_modes_are_noticed(monkeypatch):
+    from torch.overrides import TorchFunctionMode
+
+    class Doubled(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            return out * 2 if func is torch.nn.functional.linear else out
+
+    stock, fused = make()
+    with Doubled(), pytest.warns(FusedRematWarning, match="Doubled"):
+        got = fused(X)
+    with Doubled():
+        assert torch.equal(got, stock(X))
+    original = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: original(self, x) * 2)
+    with pytest.warns(FusedRematWarning, match="forward was replaced"):
+        got = fused(X)
+    assert torch.equal(got, stock(X))
+
+
+def test_tracing_is_pytorchs_own():
+    stock, fused = make()
+    traced = torch.jit.trace(fused, (X,), check_trace=False)
+    torch.testing.assert_close(traced(X), stock(X))
+
+
+def test_nested_vmap_over_backward():
+    _, fused = make()
+    x = X.clone().requires_grad_()
+    y = fused(x)
+    dys = torch.randn(2, 3, *y.shape, dtype=y.dtype)
+
+    def vjp(dy):
+        return torch.autograd.grad(y, x, dy, retain_graph=True)[0]
+
+    got = torch.vmap(torch.vmap(vjp))(dys)
+    for i, j in itertools.product(range(2), range(3)):
+        assert torch.equal(got[i, j], vjp(dys[i, j]))
 
 
 def test_fallback_keeps_the_input_only():

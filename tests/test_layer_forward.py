@@ -98,6 +98,51 @@ def test_float_masks_get_gradients(form):
     assert_same(stock, fused, torch.randn(7, 4, 12, dtype=torch.float64), **chosen)
 
 
+@pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("mask_grad", [True, False])
+def test_large_finite_masks(value, mask_grad):
+    """Rows whose every key is at -1e9 are uniform, in backward too (ATen's flash kernel, which the
+    stock layer takes when the mask wants no gradient, is off there by the number of keys)."""
+    stock, fused = pair(16, 4, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 64, 16)
+    padding = torch.zeros(2, 64)
+    padding[1] = value
+    padding[0, 5:9] = value
+    got = run(fused, x, src_key_padding_mask=padding.clone().requires_grad_(mask_grad))
+    peer = run(stock, x, src_key_padding_mask=padding.clone().requires_grad_())
+    for a, b in zip(got, peer, strict=False):
+        assert (a - b).norm() <= 1e-3 * b.norm() + 1e-5  # -1e4 leaves 10 bits to a score
+
+
+def test_large_finite_masks_under_dropout():
+    _, fused = pair(16, 4, 32, dropout=0.0, batch_first=True)
+    fused.self_attn.dropout = 1e-9  # the route with dropout, which drops nothing
+    x = torch.randn(2, 64, 16)
+    padding = torch.zeros(2, 64)
+    padding[1] = torch.finfo(torch.float32).min
+    got = run(fused, x, src_key_padding_mask=padding)
+    fused.self_attn.dropout = 0.0
+    for a, b in zip(got, run(fused, x, src_key_padding_mask=padding), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)  # two float32 routes
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("affine", [True, False])
+def test_another_default_dtype(default, dtype, affine):
+    torch.set_default_dtype(default)
+    try:
+        stock, fused = pair(16, 4, 32, dropout=0.0, bias=False, dtype=dtype)
+        for layer in (stock, fused):
+            layer.norm1 = nn.LayerNorm(16, elementwise_affine=affine, bias=False, dtype=dtype)
+        x = torch.randn(5, 2, 16, dtype=dtype)
+        for a, b in zip(run(fused, x), run(stock, x), strict=True):
+            assert a.dtype == b.dtype == dtype
+            assert (a - b).norm() <= 0.05 * b.norm()  # two 16-bit routes: about 2^-8 each
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_float32_mask_on_a_bfloat16_layer():
     stock, fused = pair(16, 2, 32, dropout=0.0, dtype=torch.bfloat16)
     mask = torch.randn(9, 9)

@@ -53,8 +53,16 @@ class EagerBackend:
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if _is_low(x.dtype) and x.device.type == "cpu":  # else ATen's statistics are low precision
-            weight = torch.ones(x.shape[-1], device=x.device) if weight is None else weight.float()
-            bias = torch.zeros(x.shape[-1], device=x.device) if bias is None else bias.float()
+            weight = (
+                torch.ones(x.shape[-1], dtype=torch.float32, device=x.device)
+                if weight is None
+                else weight.float()
+            )
+            bias = (
+                torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
+                if bias is None
+                else bias.float()
+            )
         y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
         return (y if out is None else out.copy_(y)), mean, rstd
 
@@ -69,7 +77,11 @@ class EagerBackend:
         add: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if _is_low(x.dtype) and x.device.type == "cpu":
-            weight = torch.ones(x.shape[-1], device=x.device) if weight is None else weight.float()
+            weight = (
+                torch.ones(x.shape[-1], dtype=torch.float32, device=x.device)
+                if weight is None
+                else weight.float()
+            )
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             dy, x, x.shape[-1:], mean, rstd, weight, weight, list(wants)
         )

@@ -1,9 +1,10 @@
 """Attention in ATen ops, forward and backward, from packed qkv.
 
 Two routes, chosen by the call and never by the policy: ATen's flash kernel for CPUs, where there
-is neither dropout nor a gradient of a mask; else blocks of query rows against all keys, so that the
-transient is a block of scores, never (S, S). Both give 0, and no NaN, for a row whose keys are all
-excluded. Source: the backward of Dao et al. 2022, with dS = P * (dP - rowsum(dO * O)).
+is no dropout, no gradient of a mask, and no row of very negative mask values; else blocks of query
+rows against all keys, so that the transient is a block of scores, never (S, S). Both give 0, and no
+NaN, for a row whose keys are all excluded. Source: the backward of Dao et al. 2022, with
+dS = P * (dP - rowsum(dO * O)).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from fused_remat.backends.base import AttentionCall
 
 # Elements of a block of scores.
 _BLOCK = 1 << 18
+# A row whose largest mask value is finite and below this is not for the flash kernel: its logsumexp
+# is the mask's value, rounded, and its backward off by up to the number of keys.
+_FAR = -1e3
 _aten = torch.ops.aten
 
 
@@ -53,23 +57,35 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _merged_mask(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
-    """Both masks as one additive tensor that broadcasts to (B, H, S, S), for the flash route."""
-    padding = None
-    if call.padding is not None:
-        padding = _additive(call.padding, dtype)[:, None, None, :]
-    if call.mask is None:
-        return padding
-    mask = _additive(call.mask, dtype)
-    if padding is not None:
-        mask = mask + padding
-    if call.causal:
-        raise AssertionError("a causal call takes no mask")
-    return mask
+    """Both masks as one additive tensor that broadcasts to (B, H, S, S), for the flash route.
+
+    In float32 for 16-bit dtypes too, as the kernel takes it.
+    """
+    dtype = torch.promote_types(dtype, torch.float32)
+    mask = None if call.mask is None else _additive(call.mask, dtype)
+    if call.padding is None:
+        return mask
+    padding = _additive(call.padding, dtype)[:, None, None, :]
+    return padding if mask is None else mask + padding
 
 
-def _uses_flash(qkv: Tensor, call: AttentionCall) -> bool:
-    causal_padding = call.causal and call.padding is not None
-    return qkv.device.type == "cpu" and call.p == 0.0 and not call.mask_grad and not causal_padding
+def _flash_route(qkv: Tensor, call: AttentionCall) -> tuple[bool, Tensor | None]:
+    """Whether ATen's flash kernel serves the call, and the merged mask to give it."""
+    masked = call.mask is not None or call.padding is not None
+    if (
+        qkv.device.type != "cpu"
+        or call.p > 0.0
+        or call.mask_grad
+        or (call.causal and masked)  # the kernel takes one or the other
+    ):
+        return False, None
+    mask = _merged_mask(call, qkv.dtype)
+    if mask is None or not any(
+        m is not None and m.dtype != torch.bool for m in (call.mask, call.padding)
+    ):
+        return True, mask
+    top = mask.amax(-1)
+    return not bool(((top < _FAR) & (top > -torch.inf)).any()), mask
 
 
 def forward(qkv: Tensor, call: AttentionCall, widen: bool) -> tuple[Tensor, Tensor]:
@@ -78,11 +94,12 @@ def forward(qkv: Tensor, call: AttentionCall, widen: bool) -> tuple[Tensor, Tens
     `widen`: compute in float32 on a float32 copy of qkv.
     """
     dtype = qkv.dtype
-    if _uses_flash(qkv, call):
+    flash, mask = _flash_route(qkv, call)
+    if flash:
         wide = qkv.float() if widen else qkv
         q, k, v = _heads(wide, call)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, call.causal, attn_mask=_merged_mask(call, wide.dtype), scale=call.scale
+            q, k, v, 0.0, call.causal, attn_mask=mask, scale=call.scale
         )
         attn = out.transpose(1, 2).reshape(qkv.shape[0], -1)
         return attn.to(dtype) if widen else attn, lse
@@ -96,7 +113,7 @@ def forward(qkv: Tensor, call: AttentionCall, widen: bool) -> tuple[Tensor, Tens
         if call.mask is not None or call.padding is not None:
             # A row without keys: +inf makes exp(score - lse) exactly 0, here and in backward.
             row_lse.masked_fill_(row_lse == -torch.inf, torch.inf)
-        probs = scores.sub_(row_lse).exp_()
+        probs = _softmax(scores, row_lse, call)
         if call.p > 0.0:
             probs.mul_(_keep(rows, keys, call, acc))
         torch.bmm(probs, v[:, :keys], out=out[:, rows])
@@ -113,14 +130,15 @@ def backward(
     widen: bool,
 ) -> Tensor | None:
     """dqkv (B*S, 3D) in the dtype of qkv, or None; adds the masks' gradients to the call's."""
-    if _uses_flash(qkv, call):
+    flash, mask = _flash_route(qkv, call)
+    if flash:
         wide = qkv
         if widen:
             wide, dattn, attn = qkv.float(), dattn.float(), attn.float()
         q, k, v = _heads(wide, call)
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _as_heads(dattn, call), q, k, v, _as_heads(attn, call),
-            lse, 0.0, call.causal, attn_mask=_merged_mask(call, wide.dtype), scale=call.scale,
+            lse, 0.0, call.causal, attn_mask=mask, scale=call.scale,
         )  # fmt: skip
         dqkv = torch.empty_like(qkv)
         for target, grad in zip(_heads(dqkv, call), grads, strict=True):
@@ -135,7 +153,7 @@ def backward(
     dq, dk, dv = grads.unbind()
     for rows, keys in _blocks(call):
         q_rows, do_rows, k_rows = q[:, rows], do[:, rows], k[:, :keys]
-        probs = _scores(q_rows, k_rows, rows, call).sub_(lse[:, rows]).exp_()
+        probs = _softmax(_scores(q_rows, k_rows, rows, call), lse[:, rows], call)
         dprobs = torch.bmm(do_rows, v[:, :keys].transpose(1, 2))
         dropped = probs
         if call.p > 0.0:
@@ -175,6 +193,19 @@ def _scores(q: Tensor, k: Tensor, rows: slice, call: AttentionCall) -> Tensor:
     if call.padding is not None:
         _mask(grid, call.padding[:, None, None, :keys])
     return scores
+
+
+def _softmax(scores: Tensor, lse: Tensor, call: AttentionCall) -> Tensor:
+    """exp(scores - lse), in place, divided by its own sum.
+
+    The sum is 1 but for the rounding of lse, which is no rounding error where scores are large
+    (masks of -1e9, say: lse is then the maximum itself, and the sum the number of keys).
+    """
+    probs = scores.sub_(lse).exp_()
+    total = probs.sum(-1, keepdim=True)
+    if call.mask is not None or call.padding is not None:
+        total.masked_fill_(total == 0.0, 1.0)  # a row without keys stays 0
+    return probs.div_(total)
 
 
 def _mask(grid: Tensor, mask: Tensor) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils._device import DeviceContext
 
 from fused_remat.blocks.encoder import EncoderConfig
 
@@ -26,7 +27,7 @@ class FusedRematWarning(UserWarning):
 
 _STOCK = nn.TransformerEncoderLayer
 _PLAIN = (Tensor, nn.Parameter)
-_CHILDREN: dict[str, tuple[type, ...]] = {
+_CHILDREN: dict[str, tuple[type[nn.Module], ...]] = {
     "self_attn": (nn.MultiheadAttention,),
     "linear1": (nn.Linear,),
     "dropout": (nn.Dropout, nn.Identity),
@@ -36,7 +37,7 @@ _CHILDREN: dict[str, tuple[type, ...]] = {
     "dropout1": (nn.Dropout, nn.Identity),
     "dropout2": (nn.Dropout, nn.Identity),
 }
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FORWARDS: dict[type, Any] = {t: t.forward for ts in _CHILDREN.values() for t in ts}
 _GLOBAL_HOOKS = tuple(
     getattr(_module, name)
     for name in (
@@ -115,7 +116,7 @@ def why_not_module(layer: nn.TransformerEncoderLayer) -> str | None:
             return f"its {name} is a {type(child).__name__}, not a {types[0].__name__}"
         if has_hooks(child):
             return f"its {name} has hooks"
-        if "forward" in child.__dict__:
+        if "forward" in child.__dict__ or type(child).forward is not _FORWARDS[type(child)]:
             return f"its {name}.forward was replaced"
     extra = next((n for n in children if n not in _CHILDREN and n != "activation"), None)
     if extra is not None:
@@ -123,7 +124,8 @@ def why_not_module(layer: nn.TransformerEncoderLayer) -> str | None:
     for hooks in _GLOBAL_HOOKS:
         for hook in hooks.values():
             if getattr(hook, "__module__", None) not in _KNOWN_GLOBAL_HOOKS:
-                return f"a global module hook is registered ({hook!r})"
+                shown = getattr(hook, "__qualname__", type(hook).__name__)
+                return f"a global module hook is registered ({shown})"
     if activation_name(layer.activation) is None:
         shown = str(layer.activation).split(" at 0x")[0]
         return f"its activation {shown.rstrip('>')}> has no fused derivative yet"
@@ -242,6 +244,10 @@ def why_not_context(src: Any) -> str | None:
     device = src.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return "autocast is on"
+    if torch._C._len_torch_function_stack():
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if not isinstance(mode, DeviceContext):
+                return f"a {type(mode).__name__} is active"
     return None
 
 

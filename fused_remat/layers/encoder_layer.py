@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fused_remat import ops
 from fused_remat.backends.registry import check_name
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
 from fused_remat.layers import eligibility
+from fused_remat.layers.replay import checkpointed
 from fused_remat.policies import Policy, kept_names
 
 
@@ -51,7 +52,6 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
     # Class attributes serve layers unpickled, or re-classed, from the stock one.
     _policy: str | Policy = "full"
     _backend: str = "auto"
-    _warned: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -138,7 +138,11 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """As `nn.TransformerEncoderLayer.forward`: masks are bool (True = excluded) or float."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        ):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         params = self._params()
         differentiable = torch.is_grad_enabled() and any(
@@ -158,14 +162,13 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             or (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()))
         ):
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-        own = super().forward
+        args = (src, src_mask, src_key_padding_mask, is_causal)
         if self._policy == "none":
-            out = own(src, src_mask, src_key_padding_mask, is_causal)
-            self._warn(f"PyTorch's own forward: {config}")
+            out = super().forward(*args)
+            _warn(self, f"PyTorch's own forward: {config}")
         else:
-            args = (src, src_mask, src_key_padding_mask, is_causal)
-            out = checkpoint(own, *args, use_reentrant=False)
-            self._warn(f"PyTorch's own forward under torch.utils.checkpoint: {config}")
+            out = checkpointed(self, super().forward, *args)
+            _warn(self, f"PyTorch's own forward under torch.utils.checkpoint: {config}")
         return out
 
     def _params(self) -> dict[str, Tensor | None]:
@@ -242,14 +245,17 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         )
         return out.squeeze(0) if unbatched else out
 
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned |= {message}
-            warnings.warn(
-                f"{type(self).__name__} runs {message}",
-                eligibility.FusedRematWarning,
-                stacklevel=5,
-            )
+
+_warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+def _warn(layer: FusedRematLayer, message: str) -> None:
+    """Warn of a fallback, once for each layer and reason."""
+    seen = _warned.setdefault(layer, set())
+    if message not in seen:
+        text = f"{type(layer).__name__} runs {message}"
+        warnings.warn(text, eligibility.FusedRematWarning, stacklevel=5)
+        seen.add(message)
 
 
 def _warn_mismatch(mask: Tensor | None, padding: Tensor | None) -> None:
@@ -268,10 +274,12 @@ def _tensor(module: Any, name: str) -> Tensor | None:
     """`module.name` if there is such a tensor: a parameter, or what replaced it."""
     if module is None:
         return None
-    own = module._parameters.get(name)
-    if own is None:
-        own = getattr(module, name, None)
-    return own if isinstance(own, Tensor) else None
+    # Not getattr: a parametrization would compute, and update its buffers.
+    for where in (module._parameters, module._buffers, module.__dict__):
+        own = where.get(name)
+        if own is not None:
+            return own if isinstance(own, Tensor) else None
+    return None
 
 
 def _is_empty(src: Any) -> bool:
