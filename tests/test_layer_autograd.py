@@ -497,6 +497,7 @@ def test_autocast_and_transforms_run_pytorchs_own_forward():
         grads = torch.func.grad(loss)(params, x)
     expected = torch.autograd.grad(loss(params, x), list(params.values()))
     for a, b in zip(grads.values(), expected, strict=True):
+        # float32; the two orders of summation meet in squares
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 

@@ -171,6 +171,7 @@ def test_attention_dropout_is_applied_to_the_probabilities():
         layer.self_attn.out_proj.weight.copy_(torch.eye(64))
     probs = (layer(x) - x) * 64
     survivors = probs > 0.5
+    # float32, after a subtraction and times 64
     torch.testing.assert_close(probs, survivors.float() / 0.75, atol=1e-4, rtol=1e-4)
     assert abs(survivors.float().mean().item() - 0.75) < 5 * (0.1875 / probs.numel()) ** 0.5
 

@@ -98,6 +98,18 @@ def test_float_masks_get_gradients(form):
     assert_same(stock, fused, torch.randn(7, 4, 12, dtype=torch.float64), **chosen)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 1e-9])
+def test_float32_mask_on_a_float64_layer(dropout):
+    """The same as the mask in float64, which the stock layer's flash kernel is not (torch 2.13)."""
+    stock, fused = pair(12, 3, 20, dropout=0.0, dtype=torch.float64)
+    fused.self_attn.dropout = dropout  # 1e-9: the block route, dropping nothing
+    x = torch.randn(7, 4, 12, dtype=torch.float64)
+    mask = torch.randn(7, 7)
+    got, expected = run(fused, x, src_mask=mask), run(stock, x, src_mask=mask.double())
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-8)  # a scale of 1 + 1e-9 is applied
+
+
 @pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("mask_grad", [True, False])
 def test_large_finite_masks(value, mask_grad):
@@ -227,6 +239,7 @@ def test_output_strides(norm_first):
         wide = torch.randn(4, 7, 24)[..., ::2]
         for x in (plain, plain.transpose(0, 1), wide):
             assert fused(x).stride() == stock(x).stride(), (batch_first, x.stride())
+            # float32, other order of summation
             torch.testing.assert_close(fused(x), stock(x), rtol=1e-4, atol=1e-5)
 
 
@@ -310,6 +323,7 @@ def test_inside_transformer_encoder_in_train_and_eval():
         {"mask": causal(6), "src_key_padding_mask": padding},
     ):
         for a, b in zip(run(fused, x, **kwargs), run(stock, x, **kwargs), strict=True):
+            # float32 through three layers, other order of summation
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     stock.eval(), fused.eval()
     with torch.no_grad():
