@@ -130,6 +130,19 @@ def test_far_less_than_the_stock_layer(norm_first):
     assert totals[1] <= totals[0] / 8
 
 
+@pytest.mark.parametrize(("activation", "units"), [("relu", 12), ("gelu", 16)])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_what_the_stock_layer_keeps(activation, units, norm_first):
+    """The README's 24D and 32D bytes at 16 bits, without dropout; statistics are below 0.1 units."""
+    layer = nn.TransformerEncoderLayer(
+        256, 4, 1024, 0.0, activation, norm_first=norm_first, batch_first=True, dtype=torch.bfloat16
+    )
+    x = torch.randn(2, 64, 256, dtype=torch.bfloat16, requires_grad=True)
+    with SavedBytes(exclude=layer.parameters()) as saved:
+        layer(x)
+    assert units <= saved.total / x.nbytes <= units + 0.1
+
+
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("layers", [1, 2, 4])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
