@@ -133,7 +133,7 @@ def test_far_less_than_the_stock_layer(norm_first):
 @pytest.mark.parametrize(("activation", "units"), [("relu", 12), ("gelu", 16)])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_what_the_stock_layer_keeps(activation, units, norm_first):
-    """The README's 24D and 32D bytes at 16 bits, without dropout; statistics are below 0.1 units."""
+    """The README's 24D and 32D bytes at 16 bits without dropout; statistics take below 0.1."""
     layer = nn.TransformerEncoderLayer(
         256, 4, 1024, 0.0, activation, norm_first=norm_first, batch_first=True, dtype=torch.bfloat16
     )
