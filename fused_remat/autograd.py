@@ -183,7 +183,7 @@ def _not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
     """
     message = (
         b"fused_remat: double backward is not supported; the gradients of a fused block cannot be "
-        b"differentiated (once_differentiable)"
+        b"differentiated"
     )
     error = torch._C._functions.DelayedError(message, len(grads))
     inputs: list[Any] = [None if g is None else g.detach().requires_grad_() for g in grads]

@@ -29,8 +29,8 @@ def encoder_block(
         or float (added to the scores); "seed" () int64, drawn when dropout needs it. Absent or
         None: the block has none. All but masks and seed share x's dtype and device.
     Units: bytes kept = 2·D (full, 16-bit) to 22·D (none) per token, plus statistics.
-    Raises: ValueError for an unknown policy, activation name in a Policy, or backend, and when
-        `config` and `tensors` disagree on whether there is a mask.
+    Raises: ValueError for an unknown policy, activation name in a Policy, or backend, when x is
+        empty or not 3-D, and when `config` and `tensors` disagree on whether there is a mask.
     Source: Vaswani et al. 2017; pre-norm after Xiong et al. 2020.
 
     >>> import torch
@@ -43,6 +43,8 @@ def encoder_block(
     >>> y.sum().backward(); y.shape, tensors["fc1.weight"].grad.shape
     (torch.Size([3, 5, 8]), torch.Size([16, 8]))
     """
+    if x.dim() != 3 or x.numel() == 0:
+        raise ValueError(f"x must be (B, S, D) and not empty, got shape {tuple(x.shape)}")
     for name, has in (("mask", config.has_mask), ("padding", config.has_padding)):
         if has != (tensors.get(name) is not None):
             raise ValueError(f"config.has_{name} is {has}, tensors[{name!r}] says otherwise")
