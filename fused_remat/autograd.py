@@ -21,6 +21,7 @@ from fused_remat import random
 from fused_remat.backends.base import Backend
 from fused_remat.backends.registry import get_backend
 from fused_remat.blocks import run
+from fused_remat.blocks.frame import Chunks
 from fused_remat.blocks.program import Graph, programs
 
 _functorch = torch._C._functorch
@@ -68,7 +69,7 @@ def _prepare(
     shapes: tuple[torch.Size | None, ...],
 ) -> run.Prepared:
     batch, seq_len = shape[1::-1] if call.seq_first else shape[:2]
-    chunks = run.Chunks.of(batch, seq_len, chunk_tokens)
+    chunks = Chunks.of(batch, seq_len, chunk_tokens)
     plan = programs(call.graph, call.save, call.wants, chunks.tiled)
     named = {n: s for n, s in zip(call.graph.params, shapes, strict=True) if s is not None}
     widths = call.graph.widths({**named, "input": shape})
@@ -84,9 +85,8 @@ def forward_block(
     """
     layout = torch.preserve_format if call.preserve_strides else torch.contiguous_format
     out = torch.empty_like(x, memory_format=layout)
-    kept = run.forward(
-        run.Run(prepared, call.named(tensors), x), call.batch_major(x), call.batch_major(out)
-    )
+    this = prepared.start(call.named(tensors), x)
+    kept = run.forward(this, prepared.plan, call.batch_major(x), call.batch_major(out))
     return out, kept
 
 
@@ -102,13 +102,13 @@ def backward_block(
 
     `x` and `tensors` may be None where the plan does not read them.
     """
-    this = run.Run(prepared, call.named(tensors), dy)
+    this, plan = prepared.start(call.named(tensors), dy), prepared.plan
     x_BSD = None if x is None else call.batch_major(x)
     if _autocast_on(dy.device.type):  # backward called inside autocast: not our precision
         with torch.autocast(dy.device.type, enabled=False):
-            dx = run.backward(this, x_BSD, kept, call.batch_major(dy))
+            dx = run.backward(this, plan, x_BSD, kept, call.batch_major(dy))
     else:
-        dx = run.backward(this, x_BSD, kept, call.batch_major(dy))
+        dx = run.backward(this, plan, x_BSD, kept, call.batch_major(dy))
     grads: list[Tensor | None] = [None if dx is None else call.batch_major(dx)]
     grads += [this.param_grads.pop(name, None) for name in call.graph.params]
     return grads

@@ -24,7 +24,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "memory": ("blocks", *LEAVES),
     # The graph's declarations know no backend and not how they are run.
     "blocks.program": ("blocks.nodes", *LEAVES),
-    "blocks.nodes": ("backends.base", *LEAVES),
+    "blocks.nodes": ("backends.base", "blocks.frame", *LEAVES),
+    "blocks.frame": ("backends.base", *LEAVES),
     "blocks.encoder": ("blocks.program", "blocks.nodes", *LEAVES),
     "kernels": ("kernels",),
 }

@@ -6,8 +6,8 @@ import pytest
 from reference import RUNGS
 
 from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
+from fused_remat.blocks.frame import Chunks
 from fused_remat.blocks.program import programs
-from fused_remat.blocks.run import Chunks
 from fused_remat.policies import RUNGS as TABLE
 from fused_remat.policies import kept_names
 

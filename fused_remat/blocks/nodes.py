@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fused_remat import random
 from fused_remat.backends.base import AttentionCall
-
-if TYPE_CHECKING:
-    from fused_remat.blocks.run import Frame
+from fused_remat.blocks.frame import Frame
 
 Shapes = Mapping[str, "tuple[int, ...]"]
 

@@ -4,9 +4,6 @@ Tokens of different sequences never meet, so a block is run group by group (whol
 within a group what follows attention runs tile by tile (tokens): no transient is ever larger than
 a group, none of the MLP's larger than a tile. Forward and backward use the same groups and tiles
 in every policy, which is why a rebuilt activation equals the forward's bit for bit.
-
-Tensors are matrices (tokens, width); token t of the call is (b, s) = divmod(t, S), whatever the
-layout of the caller's tensors.
 """
 
 from __future__ import annotations
@@ -17,40 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_remat import random
 from fused_remat.backends.base import Backend
+from fused_remat.blocks.frame import Chunks, Frame, Run
 from fused_remat.blocks.program import Programs, Step
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Sizes of one call: B sequences of S tokens, `group` sequences and `tile` tokens at a time."""
-
-    batch: int
-    seq_len: int
-    group: int
-    tile: int
-
-    @classmethod
-    def of(cls, batch: int, seq_len: int, limit: int) -> Chunks:
-        """Groups and tiles of about `limit` tokens, as even as they come; a group holds at least
-        one sequence."""
-        groups = -(-batch // max(1, limit // seq_len))
-        group = -(-batch // groups)
-        rows = group * seq_len
-        return cls(batch, seq_len, group, -(-rows // -(-rows // limit)))
-
-    @property
-    def tiled(self) -> bool:
-        return self.tile < self.group * self.seq_len
-
-    def groups(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, self.batch, self.group):
-            yield start, min(start + self.group, self.batch)
-
-    def tiles(self, rows: int) -> Iterator[tuple[int, int]]:
-        for start in range(0, rows, self.tile):
-            yield start, min(start + self.tile, rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,90 +35,9 @@ class Prepared:
     wants: frozenset[str]
     widths: Mapping[str, int]
 
-
-class Run:
-    """One forward or backward pass of one block call: what all its frames share.
-
-    Args:
-        prepared: the call.
-        tensors: the block's params by name; absent or None where the block has none.
-        like: a tensor with the dtype and device of the block's activations.
-    """
-
-    def __init__(
-        self, prepared: Prepared, tensors: Mapping[str, Tensor | None], like: Tensor
-    ) -> None:
-        self.backend, self.chunks = prepared.backend, prepared.chunks
-        self.plan, self.wants, self.widths = prepared.plan, prepared.wants, prepared.widths
-        self.tensors = tensors
-        self.dtype, self.device = like.dtype, like.device
-        self.partial = self.chunks.group < self.chunks.batch or self.chunks.tiled
-        self.param_grads: dict[str, Tensor] = {}
-        self._site_keys: tuple[Tensor, ...] | None = None
-
-    def site_key(self, site: int) -> Tensor:
-        if self._site_keys is None:
-            seed = self.tensors["seed"]
-            assert seed is not None
-            self._site_keys = random.site_keys(seed)
-        return self._site_keys[site]
-
-
-class Frame:
-    """The named activations and gradients of one group of sequences, or of one tile of a group."""
-
-    __slots__ = ("backend", "grads", "lo", "parent", "rows", "run", "seqs", "token0", "values")
-
-    def __init__(
-        self, run: Run, seqs: tuple[int, int], span: tuple[int, int], parent: Frame | None = None
-    ) -> None:
-        self.run, self.backend, self.seqs, self.parent = run, run.backend, seqs, parent
-        self.lo, hi = span
-        self.rows = hi - self.lo
-        self.token0 = seqs[0] * run.chunks.seq_len + self.lo
-        self.values: dict[str, Tensor] = {}
-        self.grads: dict[str, tuple[Tensor, bool]] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        value = self.values.get(name)
-        if value is None:
-            assert self.parent is not None, f"{name} is neither kept nor rebuilt"
-            value = self.parent[name][self.lo : self.lo + self.rows]
-            self.values[name] = value
-        return value
-
-    def put(self, name: str, value: Tensor) -> None:
-        # A rebuild also yields the statistics again; the kept ones, equal bit for bit, stay.
-        self.values.setdefault(name, value)
-
-    def param(self, name: str) -> Tensor | None:
-        return self.run.tensors.get(name)
-
-    def add_grad(self, name: str, grad: Tensor, owned: bool) -> None:
-        """Add to the gradient of an activation; `owned`: `grad` may be overwritten from now on."""
-        have = self.grads.get(name)
-        if have is None:
-            self.grads[name] = (grad, owned)
-        elif have[1]:
-            have[0].add_(grad)
-        elif owned:
-            self.grads[name] = (grad.add_(have[0]), True)
-        else:
-            self.grads[name] = (have[0] + grad, True)
-
-    def take_grad(self, name: str) -> tuple[Tensor | None, bool]:
-        return self.grads.pop(name, (None, False))
-
-    def add_param_grad(self, name: str, grad: Tensor) -> None:
-        have = self.run.param_grads.get(name)
-        if have is None:
-            self.run.param_grads[name] = grad
-        else:
-            have.add_(grad)
-
-    def add_weight_grad(self, name: str, dy: Tensor, x: Tensor) -> None:
-        grads = self.run.param_grads
-        grads[name] = self.backend.linear_dw(dy, x, grads.get(name), self.run.partial)
+    def start(self, tensors: Mapping[str, Tensor | None], like: Tensor) -> Run:
+        """A pass over `tensors`, with the dtype and device of `like`."""
+        return Run(self.backend, self.chunks, self.wants, self.widths, tensors, like)
 
 
 def _compute(steps: Sequence[Step], frame: Frame, out: Tensor | None) -> None:
@@ -188,7 +73,7 @@ def _of(x_BSD: Tensor, seqs: tuple[int, int]) -> Tensor:
     return x_BSD if seqs[1] - seqs[0] == x_BSD.shape[0] else x_BSD[seqs[0] : seqs[1]]
 
 
-def forward(run: Run, x_BSD: Tensor, out_BSD: Tensor) -> list[Tensor]:
+def forward(run: Run, plan: Programs, x_BSD: Tensor, out_BSD: Tensor) -> list[Tensor]:
     """Fill `out_BSD` with the block's output; returns what the plan keeps, in frame order."""
     kept: list[Tensor] = []
     for seqs in run.chunks.groups():
@@ -200,18 +85,18 @@ def forward(run: Run, x_BSD: Tensor, out_BSD: Tensor) -> list[Tensor]:
             out = target.view(-1, target.shape[-1])
         else:
             out = torch.empty((frame.rows, target.shape[-1]), dtype=run.dtype, device=run.device)
-        if run.plan.tile_forward:
-            _forward_tiles(frame, out, kept)
+        if plan.tile_forward:
+            _forward_tiles(frame, plan, out, kept)
         else:
-            _compute(run.plan.forward, frame, out)
-            kept.extend(frame.values[n] for n in run.plan.kept_group)
+            _compute(plan.forward, frame, out)
+            kept.extend(frame.values[n] for n in plan.kept_group)
         if not in_place:
             target.copy_(out.view(target.shape))
     return kept
 
 
-def _forward_tiles(frame: Frame, out: Tensor, kept: list[Tensor]) -> None:
-    run, plan = frame.run, frame.run.plan
+def _forward_tiles(frame: Frame, plan: Programs, out: Tensor, kept: list[Tensor]) -> None:
+    run = frame.run
     *before, _tiles = plan.forward
     _compute(before, frame, None)
     kept.extend(frame.values[n] for n in plan.kept_group)
@@ -222,7 +107,7 @@ def _forward_tiles(frame: Frame, out: Tensor, kept: list[Tensor]) -> None:
 
 
 def backward(
-    run: Run, x_BSD: Tensor | None, kept: Sequence[Tensor], dy_BSD: Tensor
+    run: Run, plan: Programs, x_BSD: Tensor | None, kept: Sequence[Tensor], dy_BSD: Tensor
 ) -> Tensor | None:
     """The input's gradient, (B, S, D), if wanted; the params' gradients stay in `run`.
 
@@ -234,11 +119,11 @@ def backward(
         frame = Frame(run, seqs, (0, (seqs[1] - seqs[0]) * run.chunks.seq_len))
         if x_BSD is not None:
             frame.values["input"] = _rows(x_BSD, seqs)
-        frame.values.update((n, next(supply)) for n in run.plan.kept_group)
+        frame.values.update((n, next(supply)) for n in plan.kept_group)
         frame.grads["output"] = (_rows(dy_BSD, seqs), False)
-        for step in run.plan.backward:
+        for step in plan.backward:
             if step.kind == "tiles":
-                _backward_tiles(frame, supply)
+                _backward_tiles(frame, plan, supply)
                 _free(step, frame)
             else:
                 _run_step(step, frame)
@@ -254,8 +139,8 @@ def backward(
     return dx_BSD
 
 
-def _backward_tiles(frame: Frame, supply: Iterator[Tensor]) -> None:
-    run, plan = frame.run, frame.run.plan
+def _backward_tiles(frame: Frame, plan: Programs, supply: Iterator[Tensor]) -> None:
+    run = frame.run
     dout, _ = frame.take_grad("output")
     assert dout is not None
     buffers = {

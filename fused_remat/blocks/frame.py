@@ -1,0 +1,138 @@
+"""What a block's nodes work on: the activations and gradients of one group, or of one tile.
+
+Tensors are matrices (tokens, width); token t of the call is (b, s) = divmod(t, S), whatever the
+layout of the caller's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fused_remat import random
+from fused_remat.backends.base import Backend
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Sizes of one call: B sequences of S tokens, `group` sequences and `tile` tokens at a time."""
+
+    batch: int
+    seq_len: int
+    group: int
+    tile: int
+
+    @classmethod
+    def of(cls, batch: int, seq_len: int, limit: int) -> Chunks:
+        """Groups and tiles of about `limit` tokens, as even as they come; a group holds at least
+        one sequence."""
+        groups = -(-batch // max(1, limit // seq_len))
+        group = -(-batch // groups)
+        rows = group * seq_len
+        return cls(batch, seq_len, group, -(-rows // -(-rows // limit)))
+
+    @property
+    def tiled(self) -> bool:
+        return self.tile < self.group * self.seq_len
+
+    def groups(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self.batch, self.group):
+            yield start, min(start + self.group, self.batch)
+
+    def tiles(self, rows: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, rows, self.tile):
+            yield start, min(start + self.tile, rows)
+
+
+class Run:
+    """One forward or backward pass of one block call: what all its frames share.
+
+    Args:
+        backend, chunks: who computes, in which pieces.
+        wants: "input" and params whose gradients are wanted.
+        widths: elements per token of every activation and statistic.
+        tensors: the block's params by name; absent or None where the block has none.
+        like: a tensor with the dtype and device of the block's activations.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        chunks: Chunks,
+        wants: frozenset[str],
+        widths: Mapping[str, int],
+        tensors: Mapping[str, Tensor | None],
+        like: Tensor,
+    ) -> None:
+        self.backend, self.chunks = backend, chunks
+        self.wants, self.widths, self.tensors = wants, widths, tensors
+        self.dtype, self.device = like.dtype, like.device
+        self.partial = self.chunks.group < self.chunks.batch or self.chunks.tiled
+        self.param_grads: dict[str, Tensor] = {}
+        self._site_keys: tuple[Tensor, ...] | None = None
+
+    def site_key(self, site: int) -> Tensor:
+        if self._site_keys is None:
+            seed = self.tensors["seed"]
+            assert seed is not None
+            self._site_keys = random.site_keys(seed)
+        return self._site_keys[site]
+
+
+class Frame:
+    """The named activations and gradients of one group of sequences, or of one tile of a group."""
+
+    __slots__ = ("backend", "grads", "lo", "parent", "rows", "run", "seqs", "token0", "values")
+
+    def __init__(
+        self, run: Run, seqs: tuple[int, int], span: tuple[int, int], parent: Frame | None = None
+    ) -> None:
+        self.run, self.backend, self.seqs, self.parent = run, run.backend, seqs, parent
+        self.lo, hi = span
+        self.rows = hi - self.lo
+        self.token0 = seqs[0] * run.chunks.seq_len + self.lo
+        self.values: dict[str, Tensor] = {}
+        self.grads: dict[str, tuple[Tensor, bool]] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.values.get(name)
+        if value is None:
+            assert self.parent is not None, f"{name} is neither kept nor rebuilt"
+            value = self.parent[name][self.lo : self.lo + self.rows]
+            self.values[name] = value
+        return value
+
+    def put(self, name: str, value: Tensor) -> None:
+        # A rebuild also yields the statistics again; the kept ones, equal bit for bit, stay.
+        self.values.setdefault(name, value)
+
+    def param(self, name: str) -> Tensor | None:
+        return self.run.tensors.get(name)
+
+    def add_grad(self, name: str, grad: Tensor, owned: bool) -> None:
+        """Add to the gradient of an activation; `owned`: `grad` may be overwritten from now on."""
+        have = self.grads.get(name)
+        if have is None:
+            self.grads[name] = (grad, owned)
+        elif have[1]:
+            have[0].add_(grad)
+        elif owned:
+            self.grads[name] = (grad.add_(have[0]), True)
+        else:
+            self.grads[name] = (have[0] + grad, True)
+
+    def take_grad(self, name: str) -> tuple[Tensor | None, bool]:
+        return self.grads.pop(name, (None, False))
+
+    def add_param_grad(self, name: str, grad: Tensor) -> None:
+        have = self.run.param_grads.get(name)
+        if have is None:
+            self.run.param_grads[name] = grad
+        else:
+            have.add_(grad)
+
+    def add_weight_grad(self, name: str, dy: Tensor, x: Tensor) -> None:
+        grads = self.run.param_grads
+        grads[name] = self.backend.linear_dw(dy, x, grads.get(name), self.run.partial)
