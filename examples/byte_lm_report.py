@@ -120,7 +120,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     xs, ys = zip(*points.values(), strict=True)
     room = 0.5 * max(0.1, max(xs) - min(xs))
     axes.set(
-        xlim=(min(xs) - room, max(xs) + room), ylim=(min(ys) / 1.5, max(ys) * 1.8), yscale="log",
+        xlim=(min(xs) - room, max(xs) + 1.3 * room),
+        ylim=(min(ys) / 1.5, max(ys) * 1.8), yscale="log",
         xlabel="step time relative to eager", ylabel="bytes kept per token per layer",
     )  # fmt: skip
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

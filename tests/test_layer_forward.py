@@ -397,3 +397,33 @@ def test_fake_tensors():
             y = layer(x)
             y.sum().backward()
             assert y.shape == x.grad.shape == (5, 2, 8)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_new_activation_is_a_row_and_a_name(dropout, monkeypatch):
+    """As docs/design.md says; mish's ATen derivative has no overload that writes to `out`."""
+    from fused_remat.backends import activations
+    from fused_remat.layers import eligibility
+
+    row = activations.Activation(
+        F.mish, lambda dy, x, out: activations._into(torch.ops.aten.mish_backward, dy, out, x)
+    )
+    monkeypatch.setitem(activations.ACTIVATIONS, "mish", row)
+    monkeypatch.setitem(eligibility._MODULES, nn.Mish, "mish")
+    results = []
+    for activation in (nn.Mish(), nn.SiLU()):
+        _, fused = pair(12, 3, 20, dropout=dropout, activation=activation, dtype=torch.float64)
+        x = torch.randn(5, 2, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(1)
+        results.append(run(fused, x))
+    assert not torch.equal(results[0][0], results[1][0])
+    stock, fused = pair(12, 3, 20, dropout=0.0, activation=nn.Mish(), dtype=torch.float64)
+    assert_same(stock, fused, x)
+    leaf = x.clone().requires_grad_()
+    _, fused = pair(12, 3, 20, dropout=dropout, activation=nn.Mish(), dtype=torch.float64)
+
+    def f(x):
+        torch.manual_seed(1)
+        return fused(x)
+
+    assert torch.autograd.gradcheck(f, (leaf,), fast_mode=True)

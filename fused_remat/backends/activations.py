@@ -24,9 +24,11 @@ class Activation:
 
 
 def _into(op: object, dy: Tensor, out: Tensor | None, *args: object, **kwargs: object) -> Tensor:
-    """Call an ATen backward op, writing to `out` if given."""
+    """Call an ATen backward op, writing to `out` if given (some ops have no such overload)."""
     if out is None:
         return op.default(dy, *args, **kwargs)  # type: ignore[attr-defined,no-any-return]
+    if not hasattr(op, "grad_input"):
+        return out.copy_(op.default(dy, *args, **kwargs))
     return op.grad_input(dy, *args, **kwargs, grad_input=out)  # type: ignore[attr-defined,no-any-return]
 
 

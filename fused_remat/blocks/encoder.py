@@ -9,7 +9,7 @@ from fused_remat import random
 from fused_remat.blocks.nodes import Attention, KeepScale, Linear, Node, Norm, Pointwise
 from fused_remat.blocks.program import Graph
 
-#: Tensors of the block besides its input, in the order in which `autograd.run_block` takes them.
+#: Tensors of the block besides its input, by name.
 PARAMS = (
     "qkv.weight", "qkv.bias", "proj.weight", "proj.bias",
     "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias",

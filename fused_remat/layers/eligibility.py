@@ -103,7 +103,7 @@ def why_not_module(layer: nn.TransformerEncoderLayer) -> str | None:
     """Why the fused path cannot stand in for the layer's submodules and methods.
 
     >>> why_not_module(nn.TransformerEncoderLayer(8, 2, activation=torch.sin))
-    'its activation <built-in method sin of type object> has no fused derivative yet'
+    'its activation sin has no fused derivative yet'
     """
     cls = type(layer)
     for method in ("_sa_block", "_ff_block"):
@@ -127,8 +127,9 @@ def why_not_module(layer: nn.TransformerEncoderLayer) -> str | None:
                 shown = getattr(hook, "__qualname__", type(hook).__name__)
                 return f"a global module hook is registered ({shown})"
     if activation_name(layer.activation) is None:
-        shown = str(layer.activation).split(" at 0x")[0]
-        return f"its activation {shown.rstrip('>')}> has no fused derivative yet"
+        act: Any = layer.activation
+        shown = None if isinstance(act, nn.Module) else getattr(act, "__name__", None)
+        return f"its activation {shown or type(act).__name__} has no fused derivative yet"
     return _why_not_parts(children)
 
 
