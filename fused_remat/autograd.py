@@ -1,9 +1,9 @@
 """The one autograd Function that runs any block.
 
-`forward_block` and `backward_block` are plain functions of tensors, a `BlockCall` (what to compute,
-hashable) and what was worked out from it (`Prepared`): the Function below wraps them in eager mode, and an opaque op can wrap them while compiling
-(`tests/test_opaque_op.py` does, as a spike). Neither reads a module: what backward needs is saved
-from what forward read.
+`forward_block` and `backward_block` are plain functions of tensors, a hashable `BlockCall` (what to
+compute) and what was worked out from it (`Prepared`): the Function below wraps them in eager mode,
+and an opaque op can wrap them while compiling (`tests/test_opaque_op.py` does, as a spike). Neither
+reads a module: what backward needs is saved from what forward read.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +24,14 @@ class Activation:
     bwd: Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
-def _into(op: object, dy: Tensor, out: Tensor | None, *args: object, **kwargs: object) -> Tensor:
+def _into(op: Any, dy: Tensor, out: Tensor | None, *args: object, **kwargs: object) -> Tensor:
     """Call an ATen backward op, writing to `out` if given (some ops have no such overload)."""
-    if out is None:
-        return op.default(dy, *args, **kwargs)  # type: ignore[attr-defined,no-any-return]
-    if not hasattr(op, "grad_input"):
-        return out.copy_(op.default(dy, *args, **kwargs))
-    return op.grad_input(dy, *args, **kwargs, grad_input=out)  # type: ignore[attr-defined,no-any-return]
+    result: Tensor
+    if out is not None and hasattr(op, "grad_input"):
+        result = op.grad_input(dy, *args, **kwargs, grad_input=out)
+        return result
+    result = op.default(dy, *args, **kwargs)
+    return result if out is None else out.copy_(result)
 
 
 def _tanh_bwd(dy: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
