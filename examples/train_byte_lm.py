@@ -56,7 +56,7 @@ class Sizes:
     layers: int = 4
     seq_len: int = 256
     batch: int = 8
-    steps: int = 32
+    steps: int = 26
     dropout: float = 0.1
 
 
