@@ -1,8 +1,8 @@
 """The ATen backend: every device and dtype, the default on CPU.
 
 On CPUs without native bf16/fp16 products, low-precision products run in float32 on float32 copies
-of the operands (8 times faster there than ATen's, and rounded once): the copies are the size of a
-chunk and of one weight, and live for one product.
+of the operands (faster there than ATen's, and rounded once): the copies are the size of a chunk and
+of one weight, and live for one product.
 """
 
 from __future__ import annotations
