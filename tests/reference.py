@@ -81,3 +81,15 @@ def masked_encoder(layer: nn.TransformerEncoderLayer, x: Tensor, seed: Tensor) -
         return mid + mlp(layer.norm2(mid))
     mid = layer.norm1(x + attention(x))
     return layer.norm2(mid + mlp(mid))
+
+
+#: (S, B, D) for the layers of `make`.
+X = torch.randn(5, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def make(policy="full", dropout=0.0, norm_first=True, **kwargs):
+    """A small float64 `pair`."""
+    return pair(
+        8, 2, 12, dropout=dropout, norm_first=norm_first, policy=policy, dtype=torch.float64,
+        **kwargs,
+    )  # fmt: skip

@@ -72,7 +72,7 @@ def compile_keep_scale() -> None:
     assert kernel.asm["ptx"].count("ld.global") == 1, "the generator loads nothing but the key"
 
 
-def run_alone(check: str, **environment: str) -> None:
+def check_alone(check: str, **environment: str) -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     done = subprocess.run(
@@ -90,13 +90,13 @@ def test_cases_cover_both_paths_of_the_definition():
 @pytest.mark.parametrize("check", ["interpret_keep_scale"])
 def test_interpreted_kernel_gives_the_same_bits(check):
     pytest.importorskip("triton", reason="Triton is not installed")
-    run_alone(check, TRITON_INTERPRET="1")
+    check_alone(check, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("check", ["compile_keep_scale"])
 def test_kernel_compiles_ahead_of_time(check, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed")
-    run_alone(check, TRITON_CACHE_DIR=str(tmp_path))
+    check_alone(check, TRITON_CACHE_DIR=str(tmp_path))
 
 
 if __name__ == "__main__":

@@ -6,21 +6,11 @@ import itertools
 
 import pytest
 import torch
-from reference import RUNGS, pair, run
+from reference import RUNGS, X, make, run
 from torch import nn
 
 from fused_remat import FusedRematLayer
 from fused_remat.memory import measure_allocations
-
-X = torch.randn(5, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def make(policy="full", dropout=0.0, norm_first=True, **kwargs):
-    return pair(
-        8, 2, 12, dropout=dropout, norm_first=norm_first, policy=policy, dtype=torch.float64,
-        **kwargs,
-    )  # fmt: skip
-
 
 FROZEN = {
     "attention": ("self_attn",),

@@ -5,20 +5,10 @@ import warnings
 
 import pytest
 import torch
-from reference import pair, run
+from reference import X, make, pair, run
 from torch import nn
 
 from fused_remat import FusedRematWarning
-
-X = torch.randn(5, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def make(policy="full", dropout=0.0, norm_first=True, **kwargs):
-    return pair(
-        8, 2, 12, dropout=dropout, norm_first=norm_first, policy=policy, dtype=torch.float64,
-        **kwargs,
-    )  # fmt: skip
-
 
 FALLBACKS = {
     "activation": lambda m: setattr(m, "activation", torch.sin),

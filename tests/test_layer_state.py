@@ -14,7 +14,7 @@ from torch import nn
 from fused_remat import FusedRematLayer, Policy
 
 
-def both_raise(error, *args, **kwargs):
+def assert_both_raise(error, *args, **kwargs):
     with pytest.raises(error):
         nn.TransformerEncoderLayer(*args, **kwargs)
     with pytest.raises(error):
@@ -52,7 +52,7 @@ def test_signature_is_the_stock_one_plus_two_keywords():
     ],
 )
 def test_bad_constructor_arguments_raise_what_pytorch_raises(error, args, kwargs):
-    both_raise(error, *args, **kwargs)
+    assert_both_raise(error, *args, **kwargs)
 
 
 @pytest.mark.parametrize(

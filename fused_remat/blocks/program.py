@@ -90,9 +90,11 @@ class Programs:
     tile_gives: tuple[str, ...]
 
 
-def _with_frees(
-    steps: list[tuple[str, Node | None, frozenset[str], tuple[str, ...]]], hold: Collection[str]
-) -> tuple[Step, ...]:
+# A step before it is known what it frees: kind, node, wants, and every name it uses or defines.
+_Draft = tuple[str, "Node | None", frozenset[str], tuple[str, ...]]
+
+
+def _with_frees(steps: list[_Draft], hold: Collection[str]) -> tuple[Step, ...]:
     """Steps that free each name after its last use, except the names in `hold`.
 
     A name that a step defines and nobody reads (a statistic, say) is freed at once.
@@ -131,7 +133,7 @@ class _Demand:
         self.have = set(have)
         self.touched: set[str] = set()
         self.rebuilt: list[Node] = []
-        self.steps: list[tuple[str, Node | None, frozenset[str], tuple[str, ...]]] = []
+        self.steps: list[_Draft] = []
 
     def ask(self, name: str) -> None:
         self.touched.add(name)
@@ -214,7 +216,7 @@ def programs(graph: Graph, save: frozenset[str], wants: frozenset[str], tiled: b
 
 def _forward_steps(
     nodes: Iterable[Node],
-) -> list[tuple[str, Node | None, frozenset[str], tuple[str, ...]]]:
+) -> list[_Draft]:
     return [("compute", node, frozenset(), (*node.reads, node.name, *node.stats)) for node in nodes]
 
 
@@ -235,12 +237,10 @@ def kept_bytes(
     plan = programs(graph, save, wants, tiled=False)
     widths = graph.widths(shapes)
     stats = {s for node in graph.nodes for s in node.stats}
-    masks = {m for node in graph.nodes for m in node.masks}
     float_size = max(itemsize, 4)
     result = {"input": tokens * widths["input"] * itemsize} if plan.keeps_input else {}
     for name in plan.kept:
-        size = float_size if name in stats or name in masks else itemsize
-        result[name] = tokens * widths[name] * size
+        result[name] = tokens * widths[name] * (float_size if name in stats else itemsize)
     if "seed" in plan.saved_params:
         result["seed"] = 8
     return result
