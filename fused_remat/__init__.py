@@ -1,16 +1,21 @@
 """FusedRemat: train transformers in a fraction of the activation memory."""
 
 from fused_remat.convert import convert, revert, set_policy
+from fused_remat.explain import explain
 from fused_remat.layers import FusedRematLayer, FusedRematWarning
 from fused_remat.policies import Policy
+from fused_remat.report import MemoryReport, memory_report
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FusedRematLayer",
     "FusedRematWarning",
+    "MemoryReport",
     "Policy",
     "convert",
+    "explain",
+    "memory_report",
     "revert",
     "set_policy",
 ]

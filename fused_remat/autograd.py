@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,9 +23,12 @@ from fused_remat.backends.base import Backend
 from fused_remat.backends.registry import get_backend
 from fused_remat.blocks import run
 from fused_remat.blocks.frame import Chunks
-from fused_remat.blocks.program import Graph, programs
+from fused_remat.blocks.program import Graph, programs, sizes
 
 _functorch = torch._C._functorch
+
+
+Functions = Mapping[str, Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,11 @@ class BlockCall:
     """What to compute, without tensors: the graph, what to keep, what gradients are wanted.
 
     Attributes:
-        graph: the block; its `params` name the tensors after the input.
+        graph: the block; its `tensors` name what a call passes, inputs first.
         save: names that the policy keeps.
-        wants: "input" and params whose gradients are wanted.
+        wants: inputs and params whose gradients are wanted.
         backend: a registered name or "auto".
-        seq_first: the input is (S, B, D) rather than (B, S, D).
+        seq_first: the first input is (S, B, D) rather than (B, S, D).
         preserve_strides: the output keeps a dense input's strides; else it is contiguous.
     """
 
@@ -47,17 +51,23 @@ class BlockCall:
     seq_first: bool = False
     preserve_strides: bool = True
 
-    def prepare(self, x: Tensor, tensors: Sequence[Tensor | None]) -> run.Prepared:
+    def prepare(self, tensors: Sequence[Tensor | None]) -> run.Prepared:
         """Chunks, programs and widths for these tensors, of which only shapes are read."""
+        x = tensors[0]
+        assert x is not None
         backend = get_backend(self.backend, x.device)
         shapes = tuple(None if t is None else t.shape for t in tensors)
-        return _prepare(self, backend, backend.chunk_tokens(x), x.shape, shapes)  # type: ignore[arg-type]
+        return _prepare(self, backend, backend.chunk_tokens(x), shapes)  # type: ignore[arg-type]
 
     def batch_major(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1) if self.seq_first else x
 
     def named(self, tensors: Sequence[Tensor | None]) -> Mapping[str, Tensor | None]:
-        return dict(zip(self.graph.params, tensors, strict=True))
+        """Tensors by name, the first input batch first."""
+        named = dict(zip(self.graph.tensors, tensors, strict=True))
+        x = named["input"]
+        named["input"] = None if x is None else self.batch_major(x)
+        return named
 
 
 @functools.lru_cache(maxsize=4096)
@@ -65,93 +75,130 @@ def _prepare(
     call: BlockCall,
     backend: Backend,
     chunk_tokens: int,
-    shape: torch.Size,
     shapes: tuple[torch.Size | None, ...],
 ) -> run.Prepared:
-    batch, seq_len = shape[1::-1] if call.seq_first else shape[:2]
+    graph = call.graph
+    given = zip(graph.tensors, shapes, strict=True)
+    named: dict[str, tuple[int, ...]] = {n: s for n, s in given if s is not None}
+    if call.seq_first:
+        seq_len, batch, width = named["input"]
+        named["input"] = (batch, seq_len, width)
+    batch, seq_len = sizes(named["input"])
+    if any(node.per_batch for node in graph.nodes):
+        chunk_tokens = batch * seq_len
     chunks = Chunks.of(batch, seq_len, chunk_tokens)
-    plan = programs(call.graph, call.save, call.wants, chunks.tiled)
-    named = {n: s for n, s in zip(call.graph.params, shapes, strict=True) if s is not None}
-    widths = call.graph.widths({**named, "input": shape})
-    return run.Prepared(backend, chunks, plan, call.wants, widths)
+    return run.Prepared(
+        backend,
+        chunks,
+        programs(graph, call.save, call.wants, chunks.tiled),
+        graph.kind,
+        call.wants,
+        graph.widths(named),
+        {name: named[name] for name in graph.inputs},
+    )
 
 
 def forward_block(
-    call: BlockCall, prepared: run.Prepared, x: Tensor, tensors: Sequence[Tensor | None]
+    call: BlockCall,
+    prepared: run.Prepared,
+    tensors: Sequence[Tensor | None],
+    functions: Functions = MappingProxyType({}),
 ) -> tuple[Tensor, list[Tensor]]:
-    """The output, shaped like `x`, and what backward keeps besides `x` and `tensors`.
+    """The output, and what backward keeps besides it and `tensors`.
 
-    Neither the output nor what is kept shares memory with the inputs.
+    The output is shaped like the first input (heads: side by side, (B, S, H*E)) but for its width.
+    Neither it nor what is kept shares memory with the inputs.
     """
-    layout = torch.preserve_format if call.preserve_strides else torch.contiguous_format
-    out = torch.empty_like(x, memory_format=layout)
-    this = prepared.start(call.named(tensors), x)
-    kept = run.forward(this, prepared.plan, call.batch_major(x), call.batch_major(out))
+    x = tensors[0]
+    assert x is not None
+    out = _empty_output(call, prepared, x)
+    this = prepared.start(call.named(tensors), functions, x)
+    kept = run.forward(this, prepared, call.batch_major(out))
     return out, kept
+
+
+def _empty_output(call: BlockCall, prepared: run.Prepared, x: Tensor) -> Tensor:
+    width = prepared.widths["output"]
+    if x.dim() == 4:
+        return x.new_empty((*sizes(x.shape), width))
+    if width != x.shape[-1]:
+        return x.new_empty((*x.shape[:-1], width))
+    layout = torch.preserve_format if call.preserve_strides else torch.contiguous_format
+    return torch.empty_like(x, memory_format=layout)
 
 
 def backward_block(
     call: BlockCall,
     prepared: run.Prepared,
-    x: Tensor | None,
     tensors: Sequence[Tensor | None],
+    out: Tensor | None,
     kept: Sequence[Tensor],
     dy: Tensor,
+    functions: Functions = MappingProxyType({}),
 ) -> list[Tensor | None]:
-    """Gradients of the input and of every tensor, None where not wanted.
+    """Gradients of every tensor, None where not wanted.
 
-    `x` and `tensors` may be None where the plan does not read them.
+    Of `tensors`, those may be None that the plan does not read; so may `out`, the output.
     """
-    this, plan = prepared.start(call.named(tensors), dy), prepared.plan
-    x_BSD = None if x is None else call.batch_major(x)
+    this = prepared.start(call.named(tensors), functions, dy)
+    dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
     if _autocast_on(dy.device.type):  # backward called inside autocast: not our precision
         with torch.autocast(dy.device.type, enabled=False):
-            dx = run.backward(this, plan, x_BSD, kept, call.batch_major(dy))
+            found = run.backward(this, prepared, kept, out_BSD, dy_BSD)
     else:
-        dx = run.backward(this, plan, x_BSD, kept, call.batch_major(dy))
-    grads: list[Tensor | None] = [None if dx is None else call.batch_major(dx)]
-    grads += [this.param_grads.pop(name, None) for name in call.graph.params]
-    return grads
+        found = run.backward(this, prepared, kept, out_BSD, dy_BSD)
+    if "input" in found:
+        found["input"] = call.batch_major(found["input"])
+    found.update(this.param_grads)
+    return [found.pop(name, None) for name in call.graph.tensors]
 
 
 def _autocast_on(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
-class _Invocation:
+@dataclass(eq=False, slots=True)
+class Invocation:
     """One call on its way through the Function: carries what forward keeps to setup_context."""
 
-    __slots__ = ("call", "kept", "prepared")
+    call: BlockCall
+    prepared: run.Prepared
+    functions: Functions
+    kept: list[Tensor] = field(default_factory=list)
 
-    def __init__(self, call: BlockCall, prepared: run.Prepared) -> None:
-        self.call, self.prepared = call, prepared
-        self.kept: list[Tensor] = []
+
+#: Called with the call, its tensors and its output when a block saves what it keeps; for reports.
+OBSERVERS: list[Callable[[Invocation, Sequence[Tensor | None], Tensor], None]] = []
 
 
-class _Block(torch.autograd.Function):
+class FusedRematBlock(torch.autograd.Function):
+    """Any block, as profilers and autograd graphs name it; call `run_block`."""
+
     @staticmethod
-    def forward(invocation: _Invocation, x: Tensor, *tensors: Tensor | None) -> Tensor:
-        out, invocation.kept = forward_block(invocation.call, invocation.prepared, x, tensors)
+    def forward(invocation: Invocation, *tensors: Tensor | None) -> Tensor:
+        call, prepared, functions = invocation.call, invocation.prepared, invocation.functions
+        out, invocation.kept = forward_block(call, prepared, tensors, functions)
         return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        invocation, x, *tensors = inputs
-        plan, params = invocation.prepared.plan, invocation.call.graph.params
+        invocation, *tensors = inputs
+        plan, graph = invocation.prepared.plan, invocation.call.graph
         ctx.call, ctx.prepared = invocation.call, invocation.prepared
+        ctx.functions = invocation.functions
         ctx.set_materialize_grads(False)
-        ctx.dtypes = [None if t is None else t.dtype for t in tensors]
-        saved = [
-            t if name in plan.saved_params else None
-            for name, t in zip(params, tensors, strict=True)
-        ]
+        ctx.metas = [None if t is None else (t.shape, t.dtype) for t in tensors]
+        needed = {*plan.kept_inputs, *plan.saved_params}
+        saved = [t if n in needed else None for n, t in zip(graph.tensors, tensors, strict=True)]
+        for observe in OBSERVERS:
+            observe(invocation, tensors, output)
         kept, invocation.kept = invocation.kept, []
-        ctx.save_for_backward(x if plan.keeps_input else None, *saved, *kept)
+        ctx.save_for_backward(*saved, output if plan.keeps_output else None, *kept)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * (2 + len(ctx.dtypes))
+            return (None,) * (1 + len(ctx.metas))
         saved = ctx.saved_tensors  # read once: each access unpacks everything again
         if not torch.is_grad_enabled():
             return (None, *_grads(ctx, saved, dy))
@@ -161,19 +208,23 @@ class _Block(torch.autograd.Function):
 
 
 def _grads(ctx: Any, saved: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:
-    """Gradients of the input and of every tensor, in their dtypes; batched if `dy` is."""
+    """Gradients of every tensor, in their dtypes; batched if `dy` is."""
     unbatched, rebatch = _batching(dy)
     if rebatch is not None:
         results = zip(*(_grads(ctx, saved, one) for one in unbatched.unbind()), strict=True)
         return [None if g[0] is None else rebatch(torch.stack(g)) for g in results]
-    count = len(ctx.dtypes)
-    x, tensors, kept = saved[0], saved[1 : 1 + count], saved[1 + count :]
-    dx, *grads = backward_block(ctx.call, ctx.prepared, x, tensors, kept, dy)  # type: ignore[arg-type]
-    for i, dtype in enumerate(ctx.dtypes):
-        grad = grads[i]
-        if grad is not None and grad.dtype != dtype:
+    count = len(ctx.metas)
+    tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
+    grads = backward_block(ctx.call, ctx.prepared, tensors, out, kept, dy, ctx.functions)  # type: ignore[arg-type]
+    for i, name in enumerate(ctx.call.graph.tensors):
+        if name not in ctx.call.wants:
+            continue
+        (shape, dtype), grad = ctx.metas[i], grads[i]
+        if grad is None:  # of an empty input, or of what had no influence
+            grads[i] = dy.new_zeros(shape, dtype=dtype)
+        elif grad.dtype != dtype:
             grads[i] = grad.to(dtype)
-    return [dx, *grads]
+    return grads
 
 
 def _not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
@@ -209,36 +260,48 @@ def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
 
 
 # `apply` inspects forward's signature at every call; inspect finds it here at once.
-_Block.forward.__signature__ = inspect.signature(_Block.forward)  # type: ignore[attr-defined]
+FusedRematBlock.forward.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    FusedRematBlock.forward
+)
 
 
 def run_block(
     graph: Graph,
     save: frozenset[str],
-    x: Tensor,
     tensors: Mapping[str, Tensor | None],
     *,
     backend: str = "auto",
     seq_first: bool = False,
     preserve_strides: bool = True,
+    functions: Functions = MappingProxyType({}),
 ) -> Tensor:
-    """Run a block on `x`, differentiably, keeping `save` for backward.
+    """Run a block, differentiably, keeping `save` for backward.
 
-    Shapes: x (B, S, D), or (S, B, D) if `seq_first`; returns the same shape and dtype.
-    `tensors` maps names of `graph.params` to tensors; absent or None where the block has none.
-    "seed" is drawn from torch's generator if the graph uses one and none is given.
-    What needs a gradient is decided here, from grad mode.
+    `tensors` maps the names of `graph.tensors` to tensors: "input" (B, S, D), or (S, B, D) if
+    `seq_first`, or heads (B, H, S, E); absent or None where the block has none. "seed" is drawn
+    from torch's generator if the graph uses one and none is given. What needs a gradient is decided
+    here, from grad mode. Returns (B, S, width), in the layout of the input.
     """
-    given = [tensors.get(name) for name in graph.params]
+    given = [tensors.get(name) for name in graph.tensors]
+    x = given[0]
+    assert x is not None
     if graph.uses_seed and tensors.get("seed") is None:
-        given[graph.params.index("seed")] = random.draw_seed(x.device)
+        given[graph.tensors.index("seed")] = random.draw_seed(x.device)
     wants: frozenset[str] = frozenset()
     if torch.is_grad_enabled():
-        named = zip(("input", *graph.params), (x, *given), strict=True)
+        named = zip(graph.tensors, given, strict=True)
         wants = frozenset(name for name, t in named if t is not None and t.requires_grad)
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides)
-    prepared = call.prepare(x, given)
-    if not wants:
-        return forward_block(call, prepared, x, given)[0]
-    out: Tensor = _Block.apply(_Invocation(call, prepared), x, *given)
+    prepared = call.prepare(given)
+    if _autocast_on(x.device.type):  # in the dtype of the input all the same
+        with torch.autocast(x.device.type, enabled=False):
+            return _apply(Invocation(call, prepared, functions), given)
+    return _apply(Invocation(call, prepared, functions), given)
+
+
+def _apply(invocation: Invocation, tensors: Sequence[Tensor | None]) -> Tensor:
+    call = invocation.call
+    if not call.wants:
+        return forward_block(call, invocation.prepared, tensors, invocation.functions)[0]
+    out: Tensor = FusedRematBlock.apply(invocation, *tensors)
     return out

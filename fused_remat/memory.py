@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from fused_remat.blocks.program import Graph, kept_bytes
 from fused_remat.policies import Policy, kept_names
@@ -73,6 +73,117 @@ class Allocations:
     net: int
 
 
+@dataclass(frozen=True)
+class Span:
+    """Allocation from one mark to the next, in bytes above those of the trace's beginning.
+
+    Attributes:
+        label: of the mark at its beginning; None for the trace's own.
+        start, peak, end: at the mark, at most, and at the next mark.
+    """
+
+    label: Any
+    start: int
+    peak: int
+    end: int
+
+
+class AllocationTrace:
+    """Context manager: what torch's allocator for a device hands out, in spans between marks.
+
+    Args:
+        device: the CPU (read from the profiler's memory events) or a CUDA device (from the
+            allocator's statistics, whose peak is reset).
+
+    Attributes:
+        spans: after the end, one for each mark, and one before them.
+
+    Raises: NotImplementedError for any other device.
+
+    >>> with AllocationTrace() as trace:
+    ...     x = torch.zeros(256)
+    ...     trace.mark("second")
+    ...     y = x + torch.zeros(256)
+    >>> trace.spans[1]
+    Span(label='second', start=1024, peak=3072, end=2048)
+    """
+
+    _MARK = "fused_remat.memory::mark"
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.spans: list[Span] = []
+        self._label: Any = None
+        self._labels: list[Any] = []
+        if self.device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(
+                f"allocations are measured on cpu and cuda, not {self.device}"
+            )
+
+    def mark(self, label: Any) -> None:
+        """End a span here and begin the next."""
+        if self.device.type == "cpu":
+            self._labels.append(label)
+            with record_function(self._MARK):
+                pass
+        else:
+            self._end_span()
+            self._label = label
+
+    def __enter__(self) -> AllocationTrace:
+        gc.collect()  # cyclic garbage of before must not be freed, and counted, in between
+        if self.device.type == "cpu":
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile.__enter__()
+        else:
+            torch.cuda.synchronize(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+            self._start = 0
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self._end_span()
+            return
+        self._profile.__exit__(kind, error, trace)
+        if kind is None:
+            self._read_profile()
+        del self._profile
+
+    def _end_span(self) -> None:
+        end = torch.cuda.memory_allocated(self.device) - self._before
+        peak = torch.cuda.max_memory_allocated(self.device) - self._before
+        self.spans.append(Span(self._label, self._start, peak, end))
+        self._start = end
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _read_profile(self) -> None:
+        results: Any = self._profile.profiler
+        events = [
+            (event.start_ns(), event.nbytes() if event.name() == "[memory]" else None)
+            for event in results.kineto_results.events()
+            if event.name() == self._MARK
+            or (event.name() == "[memory]" and event.device_type() == torch.profiler.DeviceType.CPU)
+        ]
+        labels = iter(self._labels)
+        start = level = peak = 0
+        for _, nbytes in sorted(events, key=lambda event: event[0]):
+            if nbytes is None:
+                self.spans.append(Span(self._label, start, peak, level))
+                self._label, start, peak = next(labels), level, level
+            else:
+                level += nbytes
+                peak = max(peak, level)
+        self.spans.append(Span(self._label, start, peak, level))
+
+
 def measure_allocations(fn: Callable[[], Any], device: torch.device | str = "cpu") -> Allocations:
     """Run `fn()` and count what torch's allocator for `device` hands out and takes back.
 
@@ -84,33 +195,11 @@ def measure_allocations(fn: Callable[[], Any], device: torch.device | str = "cpu
     >>> measure_allocations(lambda: torch.zeros(256) + torch.zeros(256))
     Allocations(peak=3072, net=1024)
     """
-    device = torch.device(device)
-    gc.collect()  # cyclic garbage of before must not be freed, and counted, in between
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    with AllocationTrace(device) as trace:
         result = fn()
-        torch.cuda.synchronize(device)
-        net = torch.cuda.memory_allocated(device) - before
-        peak = torch.cuda.max_memory_allocated(device) - before
-        del result
-        return Allocations(peak, net)
-    if device.type != "cpu":
-        raise NotImplementedError(f"allocations are measured on cpu and cuda, not {device}")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = fn()
-    events = [
-        (e.start_ns(), e.nbytes())
-        for e in recorded.profiler.kineto_results.events()
-        if e.name() == "[memory]"
-    ]
     del result
-    level = peak = 0
-    for _, nbytes in sorted(events, key=lambda event: event[0]):
-        level += nbytes
-        peak = max(peak, level)
-    return Allocations(peak, level)
+    (span,) = trace.spans
+    return Allocations(span.peak, span.end)
 
 
 def predict_kept_bytes(
@@ -139,4 +228,5 @@ def predict_kept_bytes(
     """
     graph_names = kept_names(policy, graph.kind, graph.names)
     itemsize = torch.empty((), dtype=dtype).element_size()
-    return dict(kept_bytes(graph, graph_names, frozenset(wants), shapes, batch * seq_len, itemsize))
+    shapes = {**shapes, "input": (batch, seq_len, shapes["input"][-1])}
+    return dict(kept_bytes(graph, graph_names, frozenset(wants), shapes, itemsize))

@@ -10,27 +10,41 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-#: rung -> block -> names kept besides the block's input.
+#: rung -> block -> names kept besides the block's inputs; nothing where the block has no row.
 RUNGS: dict[str, dict[str, frozenset[str]]] = {
     "full": {
         "encoder_prenorm": frozenset(),
         "encoder_postnorm": frozenset(),
+        "attention_block": frozenset(),
+        "attention": frozenset(),
     },
     "lean": {
         "encoder_prenorm": frozenset({"attn"}),
         "encoder_postnorm": frozenset({"sum2"}),
+        "attention_block": frozenset({"attn"}),
+        "attention": frozenset({"output"}),
     },
     "balanced": {
         "encoder_prenorm": frozenset({"attn", "mid"}),
         "encoder_postnorm": frozenset({"attn", "sum2"}),
+        "attention_block": frozenset({"attn"}),
+        "attention": frozenset({"output"}),
     },
     "fast": {
         "encoder_prenorm": frozenset({"attn", "mid", "qkv"}),
         "encoder_postnorm": frozenset({"attn", "sum1", "sum2", "qkv"}),
+        "attention_block": frozenset({"attn", "qkv"}),
+        "attention": frozenset({"output"}),
     },
     "none": {
         "encoder_prenorm": frozenset({"attn", "mid", "qkv", "up"}),
         "encoder_postnorm": frozenset({"attn", "sum1", "sum2", "qkv", "up"}),
+        "attention_block": frozenset({"attn", "qkv"}),
+        "attention": frozenset({"output"}),
+        "mlp": frozenset({"up"}),
+        "mlp_block": frozenset({"up"}),
+        "gated_mlp": frozenset({"gate", "up"}),
+        "gated_mlp_block": frozenset({"gate", "up"}),
     },
 }
 
@@ -79,7 +93,7 @@ def kept_names(policy: str | Policy, block: str, valid: Iterable[str]) -> frozen
     if isinstance(policy, str):
         if policy not in RUNGS:
             raise ValueError(f"unknown policy {policy!r}; valid rungs: {', '.join(RUNGS)}")
-        return RUNGS[policy][block]
+        return RUNGS[policy].get(block, frozenset())
     if not isinstance(policy, Policy):
         raise TypeError(f"policy must be a rung ({', '.join(RUNGS)}) or a Policy, got {policy!r}")
     valid = tuple(valid)

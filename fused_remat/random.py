@@ -39,7 +39,7 @@ MIX64_MUL2 = 0x94D049BB133111EB
 
 
 # Elements that one pass of the generator covers on a CPU: the temporaries stay in cache.
-_CACHED = 1 << 17
+_CACHED = 1 << 18
 # Up to this many elements on a CPU, numpy's smaller cost per call wins.
 _SMALL = 1 << 14
 
@@ -120,10 +120,14 @@ def keep_scale(
     dtype: torch.dtype,
     heads: int = 1,
     head_stride: int = 0,
+    col0: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Dropout's multiplier for rows x columns: `scale(p)` where the element survives, else 0.
 
-    The rows are `row0 + h * head_stride + i` for h < `heads`, i < `rows`, in that order.
+    The rows are `row0 + h * head_stride + i` for h < `heads`, i < `rows`, in that order; the
+    columns `col0` to `col0 + width`. `out`, if given, is a contiguous tensor in `dtype` of as many
+    elements as the result, which is written there.
 
     Shapes: site_key () int64; returns (heads * rows, width) in `dtype` (float32 or float64) on the
         device of the key.
@@ -134,29 +138,46 @@ def keep_scale(
     tensor([[2., 0., 2., 0.],
             [0., 0., 0., 0.]])
     """
-    if _is_small(site_key, heads * rows * width):
-        return _keep_scale_numpy(site_key, (row0, rows, heads, head_stride), width, p, dtype)
-    device = site_key.device
+    if out is None and _is_small(site_key, heads * rows * width):
+        rows_of = (row0, rows, heads, head_stride)
+        return _keep_scale_numpy(site_key, rows_of, (col0, width), p, dtype)
+    device, total = site_key.device, heads * rows
+    if dtype == torch.float32 and out is not None:
+        hashed = out.view(torch.int32).view(total, width)
+    else:
+        hashed = torch.empty((total, width), dtype=torch.int32, device=device)
     steps = torch.arange(row0 + 1, row0 + rows + 1, device=device)
     if heads > 1:
         steps = torch.arange(heads, device=device).mul_(head_stride)[:, None] + steps
     row_keys = _mix64(steps.view(-1).mul_(_GOLDEN64_S).add_(site_key))
-    k0 = row_keys.to(torch.int32)[:, None]
-    k1 = (row_keys >> 32).to(torch.int32).bitwise_or_(1)[:, None]
-    columns = torch.arange(width, dtype=torch.int32, device=device).mul_(_GOLDEN32_S)
-    total = heads * rows
-    hashed = torch.empty((total, width), dtype=torch.int32, device=device)
-    step = total if device.type != "cpu" else max(1, _CACHED // max(width, 1))
-    for start in range(0, total, max(step, 1)):
-        chunk = slice(start, start + step)
-        x = torch.bitwise_xor(columns, k0[chunk], out=hashed[chunk]).mul_(k1[chunk])
-        x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(MUL32)
-        # (hash - threshold) >> 31 is all ones exactly for survivors: no comparison, no bool tensor.
-        x.bitwise_and_(0x7FFFFFFF).sub_(threshold(p)).bitwise_right_shift_(31)
-        x.bitwise_and_(_bits(scale(p)) if dtype == torch.float32 else 1)
+    columns = torch.arange(col0, col0 + width, dtype=torch.int32, device=device)
+    _survivors(
+        row_keys, columns.mul_(_GOLDEN32_S), p, 1 if dtype != torch.float32 else None, hashed
+    )
     if dtype == torch.float32:
         return hashed.view(torch.float32)
-    return hashed.to(dtype).mul_(scale(p))
+    wide = hashed.to(dtype).mul_(scale(p))
+    return wide if out is None else out.view(total, width).copy_(wide)
+
+
+def _survivors(
+    row_keys: Tensor, columns: Tensor, p: float, one: int | None, hashed: Tensor
+) -> None:
+    """Fill `hashed` (int32) with 0, or `one` for survivors; None: the bits of `scale(p)`."""
+    total, width = hashed.shape
+    one = _bits(scale(p)) if one is None else one
+    k0 = row_keys.to(torch.int32)[:, None]
+    k1 = (row_keys >> 32).to(torch.int32).bitwise_or_(1)[:, None]
+    step = total if hashed.device.type != "cpu" else max(1, _CACHED // max(width, 1))
+    step = max(1, min(step, total))
+    shifted = torch.empty((step, width), dtype=torch.int32, device=hashed.device)
+    for start in range(0, total, step):
+        rows = slice(start, start + step)
+        x = torch.bitwise_xor(columns, k0[rows], out=hashed[rows]).mul_(k1[rows])
+        y = torch.bitwise_right_shift(x, 16, out=shifted[: x.shape[0]]).bitwise_and_(0xFFFF)
+        # (hash - threshold) >> 31 is all ones exactly for survivors: no comparison, no bool tensor.
+        x.bitwise_xor_(y).mul_(MUL32).bitwise_and_(0x7FFFFFFF).sub_(threshold(p))
+        x.bitwise_right_shift_(31).bitwise_and_(one)
 
 
 def _mix64_numpy(z: np.ndarray) -> np.ndarray:
@@ -167,12 +188,16 @@ def _mix64_numpy(z: np.ndarray) -> np.ndarray:
 
 
 def _keep_scale_numpy(
-    site_key: Tensor, rows: tuple[int, int, int, int], width: int, p: float, dtype: torch.dtype
+    site_key: Tensor,
+    rows: tuple[int, int, int, int],
+    columns: tuple[int, int],
+    p: float,
+    dtype: torch.dtype,
 ) -> Tensor:
     """`keep_scale` in numpy: the same bits."""
     row_keys = _mix64_numpy(_row_steps(*rows) + site_key.numpy().view(np.uint64))
     halves = row_keys.astype("<u8", copy=False).view("<u4").reshape(-1, 2)  # low, high
-    x = _columns(width) ^ halves[:, :1]
+    x = _columns(*columns) ^ halves[:, :1]
     x *= halves[:, 1:] | _ONE32
     x ^= x >> _SIXTEEN
     x *= _MUL32_U
@@ -193,8 +218,8 @@ def _row_steps(row0: int, rows: int, heads: int, head_stride: int) -> np.ndarray
 
 
 @functools.lru_cache(maxsize=256)
-def _columns(width: int) -> np.ndarray:
-    return np.arange(width, dtype=np.uint32) * _GOLDEN32_U
+def _columns(col0: int, width: int) -> np.ndarray:
+    return np.arange(col0, col0 + width, dtype=np.uint32) * _GOLDEN32_U
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LINE = ("layers", "ops", "autograd", "blocks", "backends", "kernels")
 LEAVES = ("policies", "random")
+NODES = ("blocks.nodes", "blocks.attention", "blocks.pointwise")
 
 # What may be imported of the package, by room or file. The longest prefix of a file's name is its
 # row, and a file with no row fails until it is placed. A room stands for everything in it.
@@ -19,14 +20,22 @@ LEAVES = ("policies", "random")
 ARROWS: dict[str, tuple[str, ...]] = {
     **{room: LINE[i:] + LEAVES for i, room in enumerate(LINE)},
     **dict.fromkeys(LEAVES, ()),
-    "__init__": ("convert", "layers", "memory", "ops", "policies"),
+    "__init__": ("convert", "explain", "layers", "memory", "ops", "policies", "report"),
     "convert": LINE + LEAVES,
+    "explain": LINE + LEAVES,
     "memory": ("blocks", *LEAVES),
+    "report": ("layers", "policies", "report_plot", "report_saved", "report_step"),
+    "report_plot": (),
+    "report_saved": ("autograd", "blocks"),
+    "report_step": ("layers", "memory", "report_saved"),
     # The graph's declarations know no backend and not how they are run.
     "blocks.program": ("blocks.nodes", *LEAVES),
-    "blocks.nodes": ("backends.base", "blocks.frame", *LEAVES),
+    **dict.fromkeys(NODES, ("backends.base", "blocks.custom", "blocks.frame", *NODES, *LEAVES)),
     "blocks.frame": ("backends.base", *LEAVES),
-    "blocks.encoder": ("blocks.program", "blocks.nodes", *LEAVES),
+    "blocks.custom": (),
+    "blocks.sketch": (*NODES, *LEAVES),
+    "blocks.encoder": ("blocks.program", "blocks.sketch", *NODES, *LEAVES),
+    "blocks.pieces": ("blocks.program", "blocks.sketch", *NODES, *LEAVES),
     "kernels": ("kernels",),
 }
 

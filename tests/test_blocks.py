@@ -52,7 +52,7 @@ def test_frozen_weights_ask_for_less():
     only_last = frozenset({"fc2.bias"})
     assert rebuilt(PRE, "full", only_last) == []
     assert programs(PRE, frozenset(), only_last, False).kept == ()
-    assert not programs(PRE, frozenset(), only_last, False).keeps_input
+    assert not programs(PRE, frozenset(), only_last, False).kept_inputs
 
 
 @pytest.mark.parametrize("graph", [PRE, POST], ids=["pre", "post"])
@@ -65,7 +65,7 @@ def test_every_use_is_defined_and_everything_is_freed(graph, tiled):
     for save in subsets:
         for wants in (ALL, WEIGHTS_FROZEN, ALL - {"input"}, frozenset({"fc1.weight"})):
             plan = programs(graph, frozenset(save), wants, tiled)
-            group = {*plan.kept_group} | ({"input"} if plan.keeps_input else set())
+            group = {*plan.kept_group} | set(plan.kept_inputs)
             assert walk(plan.backward, group, plan) == set()
 
 

@@ -418,16 +418,16 @@ def test_fake_tensors():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_new_activation_is_a_row_and_a_name(dropout, monkeypatch):
+def test_a_new_activation_is_a_row(dropout, monkeypatch):
     """As docs/design.md says; mish's ATen derivative has no overload that writes to `out`."""
     from fused_remat.backends import activations
-    from fused_remat.layers import eligibility
 
     row = activations.Activation(
-        F.mish, lambda dy, x, out: activations._into(torch.ops.aten.mish_backward, dy, out, x)
+        F.mish,
+        lambda dy, x, out: activations._into(torch.ops.aten.mish_backward, dy, out, x),
+        modules=(nn.Mish,),
     )
     monkeypatch.setitem(activations.ACTIVATIONS, "mish", row)
-    monkeypatch.setitem(eligibility._MODULES, nn.Mish, "mish")
     results = []
     for activation in (nn.Mish(), nn.SiLU()):
         _, fused = pair(12, 3, 20, dropout=dropout, activation=activation, dtype=torch.float64)

@@ -20,24 +20,24 @@ NAMES = tuple(p for p in GRAPH.params if p not in ("mask", "padding"))
 CALLS: dict[str, BlockCall] = {}
 
 
-def _given(tensors: list[Tensor]) -> list[Tensor | None]:
-    named = dict(zip(NAMES, tensors, strict=True))
-    return [named.get(p) for p in GRAPH.params]
+def _given(x: Tensor, tensors: list[Tensor]) -> list[Tensor | None]:
+    named = {"input": x, **dict(zip(NAMES, tensors, strict=True))}
+    return [named.get(name) for name in GRAPH.tensors]
 
 
 @torch.library.custom_op("fused_remat_spike::block", mutates_args=())
 def block(x: Tensor, tensors: list[Tensor], key: str) -> list[Tensor]:
     call = CALLS[key]
-    given = _given(tensors)
-    out, kept = forward_block(call, call.prepare(x, given), x, given)
+    given = _given(x, tensors)
+    out, kept = forward_block(call, call.prepare(given), given)
     return [out, *kept]
 
 
 @block.register_fake
 def _(x, tensors, key):
     call = CALLS[key]
-    given = _given(tensors)
-    out, kept = forward_block(call, call.prepare(x, given), x, given)
+    given = _given(x, tensors)
+    out, kept = forward_block(call, call.prepare(given), given)
     return [out, *kept]
 
 
@@ -46,8 +46,8 @@ def block_backward(
     x: Tensor, tensors: list[Tensor], kept: list[Tensor], dy: Tensor, key: str
 ) -> list[Tensor]:
     call = CALLS[key]
-    given = _given(tensors)
-    grads = backward_block(call, call.prepare(x, given), x, given, kept, dy)
+    given = _given(x, tensors)
+    grads = backward_block(call, call.prepare(given), given, None, kept, dy)
     return [g for g in grads if g is not None]
 
 
@@ -90,7 +90,7 @@ def test_the_two_functions_serve_an_opaque_op_under_compile(save):
     key = "spike " + " ".join(save)  # a compiled graph holds the key: one key, one call
     CALLS[key] = BlockCall(GRAPH, frozenset(save), wants, "eager")
 
-    reference = run_block(GRAPH, frozenset(save), x, params)
+    reference = run_block(GRAPH, frozenset(save), {"input": x, **params})
     expected = torch.autograd.grad(reference.square().sum(), leaves)
 
     compiled = torch.compile(

@@ -1,61 +1,455 @@
-"""The functional form of the encoder block: what its callers outside the layer can get wrong."""
+"""The functional ops: what all of them promise, op by op, and the encoder block."""
 
 import pytest
 import torch
+import torch.nn.functional as F
+from reference import RUNGS, make, pair
+from reference_ops import (
+    CASES,
+    FF,
+    D,
+    H,
+    attention,
+    check_error,
+    compare,
+    in_pieces,
+    leaky,
+    normal,
+    results,
+)  # fmt: skip
+from torch import nn
 
-from fused_remat.blocks.encoder import EncoderConfig
-from fused_remat.ops import encoder_block
+from fused_remat import Policy, autograd, ops
+from fused_remat.blocks.program import kept_bytes
+from fused_remat.memory import SavedBytes, measure_allocations
 
-D, F = 8, 16
-SHAPES = {"qkv": (3 * D, D), "proj": (D, D), "fc1": (F, D), "fc2": (D, F)}
-CONFIG = dict(norm_first=True, nhead=2, head_dim=4, activation="gelu", eps1=1e-5, eps2=1e-5)
-
-
-def tensors(dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    named = {
-        f"{k}.weight": torch.randn(s, generator=generator, dtype=dtype, requires_grad=True)
-        for k, s in SHAPES.items()
-    }
-    return named | {f"norm{i}.weight": torch.ones(D, dtype=dtype) for i in (1, 2)}
+RANDOM = [name for name, case in CASES.items() if case.dropout]
+MASKS = ("mask",)
+# What backward reads again at "full"; dropout_add reads nothing but its seed.
+READ_AGAIN = ("x", "query", "key", "value", "mask", "slope")
 
 
-@pytest.mark.parametrize("shape", [(5, D), (2, 5, 5, D), (0, 5, D), (2, 0, D)])
-def test_bad_shapes_raise(shape):
-    with pytest.raises(ValueError, match="shape"):
-        encoder_block(torch.zeros(shape, dtype=torch.float64), tensors(), EncoderConfig(**CONFIG))
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]
 
 
-@pytest.mark.parametrize("has", ["mask", "padding"])
-def test_config_and_tensors_must_agree_on_masks(has):
-    x = torch.randn(2, 5, D, dtype=torch.float64)
-    mask = torch.zeros(5, 5) if has == "mask" else torch.zeros(2, 5)
-    with pytest.raises(ValueError, match=f"has_{has} is False"):
-        encoder_block(x, tensors() | {has: mask}, EncoderConfig(**CONFIG))
-    with pytest.raises(ValueError, match=f"has_{has} is True"):
-        encoder_block(x, tensors(), EncoderConfig(**CONFIG, **{f"has_{has}": True}))
+def leaves(tensors):
+    return list(tensors.values())
+
+
+def calls(fn):
+    """The blocks that `fn` runs with gradients, and the shapes of their tensors by name."""
+    seen = []
+
+    def observe(invocation, tensors, output):
+        named = zip(invocation.call.graph.tensors, tensors, strict=True)
+        seen.append((invocation.call, {n: tuple(t.shape) for n, t in named if t is not None}))
+
+    autograd.OBSERVERS.append(observe)
+    try:
+        fn()
+    finally:
+        autograd.OBSERVERS.remove(observe)
+    return seen
+
+
+def policies(op, tensors, p):
+    """The five rungs, and each name that the op's graph can keep alone."""
+    ((call, _),) = calls(lambda: op(tensors, p))
+    return (*RUNGS, *(Policy(save={name}) for name in call.graph.names))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("tokens", [512, 4])
+def test_outputs_and_gradients_are_plain_pytorchs(case, p, tokens):
+    tensors = case.tensors(batch=3, seq=37)
+    with in_pieces(tokens):
+        compare(
+            lambda: case.op(tensors, p, seed=7) if case.dropout else case.op(tensors, p),
+            lambda: case.plain(tensors, p, 7),
+            leaves(tensors),
+        )
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_are_no_larger_than_pytorchs(case, dtype, p):
+    tensors = case.tensors(batch=3, seq=37, dtype=dtype)
+    exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
+    seed = {"seed": 7} if case.dropout else {}
+    dy = normal(*case.plain(tensors, p, 7).shape, seed=99).detach().to(dtype)
+    with in_pieces(64):
+        ours = results(lambda: case.op(tensors, p, **seed), leaves(tensors), dy)
+    peer = results(lambda: case.plain(tensors, p, 7), leaves(tensors), dy)
+    truth = results(lambda: case.plain(exact, p, 7), leaves(exact), dy.double())
+    check_error(ours, peer, truth, ["output", *tensors])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_gradcheck(case, policy, p):
+    tensors = case.tensors(batch=1)
+    options = {"policy": policy} | ({"seed": 7} if case.dropout else {})
+
+    def fn(*values):
+        return case.op(dict(zip(tensors, values, strict=True)), p, **options)
+
+    assert torch.autograd.gradcheck(fn, leaves(tensors), fast_mode=True)
+
+
+@pytest.mark.parametrize("tokens", [512, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_the_same_bits_in_every_policy(case, dtype, tokens):
+    tensors = case.tensors(batch=3, seq=37, dtype=dtype)
+    seed = {"seed": 7} if case.dropout else {}
+    with in_pieces(tokens):
+        first, *others = (
+            results(lambda: case.op(tensors, 0.3, policy=policy, **seed), leaves(tensors))  # noqa: B023
+            for policy in policies(case.op, tensors, 0.3)
+        )
+    assert len(others) >= 4 and all(t.isfinite().all() for t in first)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_kept_bytes_are_the_graphs_prediction(case, dtype, p):
+    tensors = case.tensors(dtype=dtype)
+    own = [t for name, t in tensors.items() if name.endswith(("weight", "bias", "slope", "mask"))]
+    for policy in policies(case.op, tensors, p):
+
+        def run(policy=policy):
+            return case.op(tensors, p, policy=policy)
+
+        ((call, shapes),) = calls(run)
+        kept = kept_bytes(call.graph, call.save, call.wants, shapes, dtype.itemsize)
+        with SavedBytes(exclude=own) as saved:
+            run()
+        assert saved.total == sum(kept.values())
+
+
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_nothing_else_stays_allocated(case, policy):
+    tensors = case.tensors(dtype=torch.float32)
+
+    def run():
+        return case.op(tensors, 0.3, policy=policy)
+
+    ((call, shapes),) = calls(run)
+    kept = kept_bytes(call.graph, call.save, call.wants, shapes, 4)
+    new = sum(n for name, n in kept.items() if name not in call.graph.inputs)
+    assert measure_allocations(run).net == new + (0 if "output" in kept else run().nbytes)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_full_keeps_inputs_and_statistics_only(case, dtype, p):
+    tensors = case.tensors(batch=3, seq=7, dtype=dtype)
+    own = [t for name, t in tensors.items() if name.endswith(("weight", "bias", "slope", "mask"))]
+    with SavedBytes(exclude=own) as saved:
+        case.op(tensors, p, policy="full")
+    elements, statistics = case.full
+    seed = 8 if p and case.dropout else 0
+    assert saved.total == 21 * (elements + statistics) * dtype.itemsize + seed
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_seed_makes_a_call_repeatable(name):
+    case = CASES[name]
+    tensors = case.tensors()
+    state = torch.get_rng_state()
+    runs = [results(lambda: case.op(tensors, 0.5, seed=seed), leaves(tensors))  # noqa: B023
+            for seed in (3, torch.tensor(3), 4, -(2**63))]  # fmt: skip
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
+    assert not torch.equal(runs[0][0], runs[2][0]) and not torch.equal(runs[2][0], runs[3][0])
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_without_a_seed_the_generator_advances_once_a_call(name):
+    case = CASES[name]
+    tensors = case.tensors()
+
+    def states(p):
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        y = case.op(tensors, p)
+        after = torch.get_rng_state()
+        torch.autograd.grad(y.sum(), leaves(tensors))
+        assert torch.equal(torch.get_rng_state(), after)
+        return y, before, after
+
+    drawn, _, after = states(0.5)
+    torch.manual_seed(5)
+    seed = torch.empty((), dtype=torch.int64).random_()
+    assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(drawn, case.op(tensors, 0.5, seed=seed))
+    assert not torch.equal(drawn, case.op(tensors, 0.5))
+    _, before, after = states(0.0)
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_everything_is_dropped_at_one(name):
+    case = CASES[name]
+    tensors = case.tensors()
+    compare(
+        lambda: case.op(tensors, 1.0, seed=7), lambda: case.plain(tensors, 1.0, 7), leaves(tensors)
+    )
+
+
+def test_double_backward_raises(case):
+    tensors = case.tensors()
+    y = case.op(tensors, 0.3)
+    grads = torch.autograd.grad(y.sum(), leaves(tensors), create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        sum(g.square().sum() for g in grads).backward()
+
+
+def test_changing_what_backward_reads_raises(case):
+    """What is not read again may change, and the gradients are right all the same."""
+    tensors = case.tensors()
+    seed = {"seed": 7} if case.dropout else {}
+    expected = results(lambda: case.op(tensors, 0.3, **seed), leaves(tensors))
+    raised = set()
+    for name in tensors:
+        fresh = case.tensors()
+        y = case.op(fresh, 0.3, **seed)
+        with torch.no_grad():
+            fresh[name].add_(1.0)
+        try:
+            got = results(lambda: y, leaves(fresh))  # noqa: B023
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            raised.add(name)
+            continue
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), name
+    must = {n for n in tensors if n in READ_AGAIN or n.endswith("weight")}
+    assert raised >= (must if case is not CASES["dropout_add"] else set())
+
+
+def test_autocast_changes_nothing(case):
+    tensors = case.tensors(dtype=torch.float32)
+    options = {"policy": "full"} | ({"seed": 7} if case.dropout else {})
+    plain = results(lambda: case.op(tensors, 0.3, **options), leaves(tensors))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = results(lambda: case.op(tensors, 0.3, **options), leaves(tensors))
+    assert all(torch.equal(a, b) for a, b in zip(plain, inside, strict=True))
+
+
+def test_nothing_is_kept_without_gradients(case):
+    tensors = case.tensors()
+    with SavedBytes() as saved, torch.no_grad():
+        assert not case.op(tensors, 0.3, policy="none").requires_grad
+    assert saved.total == 0
+
+
+def test_one_wanted_gradient_at_a_time(case):
+    tensors = case.tensors()
+    seed = {"seed": 7} if case.dropout else {}
+    every = results(lambda: case.op(tensors, 0.3, **seed), leaves(tensors))
+    for name, expected in zip(tensors, every[1:], strict=True):
+        alone = {n: t.detach().requires_grad_(n == name) for n, t in tensors.items()}
+        _, got = results(lambda: case.op(alone, 0.3, **seed), [alone[name]])  # noqa: B023
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"policy": "lavish"}, ValueError, "unknown policy 'lavish'; valid rungs: full, lean"),
+        ({"policy": Policy(save={"nothing"})}, ValueError, "unknown activation 'nothing'"),
+        ({"policy": None}, TypeError, "policy"),
+        ({"backend": "abacus"}, ValueError, "unknown backend 'abacus'; valid: auto, eager"),
+    ],
+)
+def test_unknown_policies_and_backends_raise(case, options, error, message):
+    with pytest.raises(error, match=message):
+        case.op(case.tensors(), 0.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("seed", "error"),
+    [
+        (0.5, TypeError), (True, TypeError), ("0", TypeError), (2**63, ValueError),
+        (torch.tensor(0.5), ValueError), (torch.tensor([1]), ValueError),
+        (torch.tensor(1, device="meta"), ValueError),
+    ],
+)  # fmt: skip
+def test_bad_seeds_raise(seed, error):
+    for name in RANDOM:
+        with pytest.raises(error, match="seed must"):
+            CASES[name].op(CASES[name].tensors(), 0.1, seed=seed)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("name", RANDOM)
+def test_probabilities_outside_0_1_raise(name, p):
+    with pytest.raises(ValueError, match=r"p must be between 0 and 1"):
+        CASES[name].op(CASES[name].tensors(), p)
+
+
+def test_mixed_dtypes_and_devices_raise(case):
+    given = {
+        name: t for name, t in case.tensors().items() if name != "slope"
+    }  # captured, not given
+    for name, t in given.items():
+        for other in (t.detach().to(torch.bfloat16), t.detach().to("meta"), t.detach().long()):
+            with pytest.raises(RuntimeError, match=r"torch\.(float64|int64|bfloat16)"):
+                case.op({**case.tensors(), name: other}, 0.0)
+    with pytest.raises(TypeError, match="Tensor"):
+        case.op({**case.tensors(), next(iter(case.shapes)): [1.0]}, 0.0)
+
+
+# --- the encoder block
+
+
+def weights(**changes):
+    named = CASES["encoder_prenorm"].tensors()
+    named = {k.replace("_", "."): t for k, t in named.items() if k != "x"}
+    return {k: t for k, t in {**named, **changes}.items() if t is not None}
+
+
+def of_layer(layer):
+    """The weights of a layer by the names of `encoder_block`."""
+    attn = layer.self_attn
+    named = {"qkv.weight": attn.in_proj_weight, "qkv.bias": attn.in_proj_bias}
+    parts = {"proj": attn.out_proj, "fc1": layer.linear1, "fc2": layer.linear2,
+             "norm1": layer.norm1, "norm2": layer.norm2}  # fmt: skip
+    return named | {f"{n}.{kind}": getattr(m, kind) for n, m in parts.items()
+                    for kind in ("weight", "bias")}  # fmt: skip
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-def test_seed_makes_a_call_repeatable(norm_first):
-    config = EncoderConfig(
-        **{**CONFIG, "norm_first": norm_first}, p_attention=0.3, p_residual1=0.3, p_mlp=0.3
+@pytest.mark.parametrize("policy", ["full", "fast"])
+def test_encoder_block_gives_the_layers_bits(norm_first, policy):
+    """Masks mean the opposite: SDPA's True takes part, the layer's is excluded."""
+    _, layer = make(policy, dropout=0.2, norm_first=norm_first, batch_first=True)
+    x = normal(3, 5, D)
+    takes_part = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) < 0.7
+    padding = torch.tensor([[False] * 5, [True] + [False] * 4, [False] * 3 + [True] * 2])
+    parts = of_layer(layer)
+    torch.manual_seed(3)
+    expected = results(
+        lambda: layer(x, ~takes_part, src_key_padding_mask=padding), [x, *parts.values()]
     )
-    x = torch.randn(2, 5, D, dtype=torch.float64)
-    state = torch.get_rng_state()
-    seeded = tensors() | {"seed": torch.tensor(3)}
-    a, b = (encoder_block(x, seeded, config, policy=p) for p in ("full", "none"))
-    assert torch.equal(a, b) and torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(a, encoder_block(x, seeded | {"seed": torch.tensor(4)}, config))
+    torch.manual_seed(3)
+    got = results(
+        lambda: ops.encoder_block(
+            x, parts, 2, takes_part, 0.2, key_padding_mask=padding, norm_first=norm_first,
+            policy=policy,
+        ),
+        [x, *parts.values()],
+    )  # fmt: skip
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_causal_beside_masks_excludes_both():
-    x = torch.randn(2, 5, D, dtype=torch.float64)
-    mask = torch.rand(5, 5) < 0.3
-    mask.fill_diagonal_(False)
-    config = EncoderConfig(**CONFIG, causal=True, has_mask=True)
-    later = torch.ones(5, 5, dtype=torch.bool).triu(1)
-    merged = EncoderConfig(**CONFIG, has_mask=True)
-    got = encoder_block(x, tensors() | {"mask": mask}, config)
-    expected = encoder_block(x, tensors() | {"mask": mask | later}, merged)
-    torch.testing.assert_close(got, expected)
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "gelu", F.silu, torch.sin])
+def test_encoder_block_gives_the_stock_layers_results(norm_first, activation):
+    stock, _ = pair(D, 2, FF, 0.0, norm_first=norm_first, batch_first=True, dtype=torch.float64)
+    stock.activation = getattr(F, activation) if isinstance(activation, str) else activation
+    x, mask, parts = normal(3, 5, D), normal(5, 5), of_layer(stock)
+    causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    compare(
+        lambda: ops.encoder_block(x, parts, 2, mask, is_causal=True, norm_first=norm_first,
+                                  activation=activation, policy="lean"),
+        lambda: stock(x, mask + causal),
+        [x, mask, *parts.values()],
+    )  # fmt: skip
+
+
+def test_encoder_block_without_biases_and_norm_weights():
+    x = normal(2, 5, D)
+    only = {k: t for k, t in weights().items() if k.endswith("weight") and "norm" not in k}
+    renamed = {k.replace(".", "_"): t for k, t in only.items()} | dict.fromkeys(
+        ("norm1_weight", "norm1_bias", "norm2_weight", "norm2_bias")
+    )
+    compare(
+        lambda: ops.encoder_block(x, only, H, norm_first=True, activation="gelu"),
+        lambda: CASES["encoder_prenorm"].plain({"x": x, **renamed}, 0.0, 0),
+        [x, *only.values()],
+    )
+
+
+@pytest.mark.parametrize("shape", [(0, 5, D), (2, 0, D)])
+def test_encoder_block_of_nothing(shape):
+    x, parts = normal(*shape), weights()
+    y, *grads = results(lambda: ops.encoder_block(x, parts, H, dropout_p=0.3), [x, *parts.values()])
+    assert y.shape == shape and not any(g.any() for g in grads)
+
+
+@pytest.mark.parametrize("tokens", [512, 4])
+def test_encoder_block_gives_an_activation_whole_tensors(tokens):
+    """A function may mix tokens here: it sees (B, S, F), and is not cut in pieces."""
+    x, slope, parts = normal(3, 5, D), normal(FF, seed=9), weights()
+
+    def act(t):
+        assert t.shape in ((3, 5, FF), (1, 2, FF))  # the second to try it on
+        return leaky(slope)(t - t.mean(1, keepdim=True)).transpose(1, 2).sin().transpose(1, 2)
+
+    def plain():
+        tensors = {k.replace(".", "_"): t for k, t in parts.items()}
+        mid = x + F.linear(
+            _merged(F.layer_norm(x, (D,), parts["norm1.weight"], parts["norm1.bias"]), tensors),
+            parts["proj.weight"], parts["proj.bias"],
+        )  # fmt: skip
+        h = F.layer_norm(mid, (D,), parts["norm2.weight"], parts["norm2.bias"])
+        up = act(F.linear(h, parts["fc1.weight"], parts["fc1.bias"]))
+        return mid + F.linear(up, parts["fc2.weight"], parts["fc2.bias"])
+
+    with in_pieces(tokens):
+        compare(
+            lambda: ops.encoder_block(x, parts, H, norm_first=True, activation=act),
+            plain,
+            [x, slope, *parts.values()],
+        )
+
+
+def _merged(x, tensors):
+    packed = F.linear(x, tensors["qkv_weight"], tensors["qkv_bias"])
+    q, k, v = packed.unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
+    return attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("x", "changes", "shapes"),
+    [
+        ((5, D), {}, ["(5, 8)"]),
+        ((2, 5, 6), {}, ["(24, 8)", "(2, 5, 6)"]),
+        ((2, 5, D), {"qkv.weight": (8, D)}, ["(8, 8)", "(24, 8)"]),
+        ((2, 5, D), {"qkv.bias": (8,)}, ["(8,)", "(24,)"]),
+        ((2, 5, D), {"proj.weight": (D, 7)}, ["(8, 7)", "(8, 8)"]),
+        ((2, 5, D), {"fc1.weight": (FF, 7)}, ["(12, 7)", "(12, 8)"]),
+        ((2, 5, D), {"fc2.weight": (D, 11)}, ["(8, 11)", "(8, 12)"]),
+        ((2, 5, D), {"norm1.weight": (7,)}, ["(7,)", "(8,)"]),
+        ((2, 5, D), {"norm2.bias": (1,)}, ["(1,)", "(8,)"]),
+        ((2, 5, D), {"fc3.weight": (D, D)}, ["unknown weights ['fc3.weight']", "fc1.bias"]),
+        ((2, 5, D), {"fc1.weight": None}, ["no fc1.weight"]),
+        ((2, 5, D), {"proj.weight": None}, ["no proj.weight", "(8, 8)"]),
+    ],
+)
+def test_weights_that_do_not_fit_an_encoder_block_raise(x, changes, shapes):
+    changed = {k: None if s is None else normal(*s) for k, s in changes.items()}
+    with pytest.raises(ValueError) as error:
+        ops.encoder_block(normal(*x), weights(**changed), H if x[-1] == D else 2)
+    assert all(shape in str(error.value) for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nhead": 3}, "nhead must divide x's width, got 3 and 8"),
+        ({"nhead": 0}, "nhead must divide"),
+        ({"activation": "sigmoid"}, "unknown activation 'sigmoid'; valid: relu, gelu"),
+        ({"activation": F.dropout}, "draws random numbers"),
+        ({"activation": lambda t: t[..., :1]}, "changes the shape or dtype"),
+        ({"attn_mask": torch.ones(4, 5).bool()}, r"\(4, 5\), expected .* \(2, 4, 5, 5\)"),
+        ({"key_padding_mask": torch.ones(5, 2).bool()}, r"\(5, 2\), expected \(2, 5\)"),
+    ],
+)
+def test_options_that_an_encoder_block_does_not_know_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        ops.encoder_block(normal(2, 5, D), weights(), **({"nhead": H} | options))

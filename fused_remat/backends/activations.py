@@ -1,27 +1,32 @@
-"""Activation functions: a row each, forward and derivative, in ATen ops.
+"""Activation functions: a row each, forward and derivative, in ATen ops, and what they go by.
 
-A row is `name: Activation(fwd, bwd)`. `fwd(x)` returns a new tensor; `bwd(dy, x, out)` returns
-dy * act'(x), written to `out` when it is not None (`out` may be `dy` itself).
+A row is `name: Activation(fwd, bwd, functions, modules)`. `fwd(x)` returns a new tensor;
+`bwd(dy, x, out)` returns dy * act'(x), written to `out` when it is not None (`out` may be `dy`
+itself). `functions` and `modules` are the callables and module types that mean this activation.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation function and its derivative."""
+    """An activation function, its derivative, and the objects that stand for it elsewhere."""
 
     fwd: Callable[[Tensor], Tensor]
     bwd: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    functions: tuple[Callable[..., Tensor], ...] = ()
+    modules: tuple[type[nn.Module], ...] = ()
 
 
 def _into(op: Any, dy: Tensor, out: Tensor | None, *args: object, **kwargs: object) -> Tensor:
@@ -40,17 +45,50 @@ def _tanh_bwd(dy: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
 
 ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(
-        torch.relu, lambda dy, x, out: _into(_aten.threshold_backward, dy, out, x, 0.0)
+        torch.relu,
+        lambda dy, x, out: _into(_aten.threshold_backward, dy, out, x, 0.0),
+        functions=(F.relu, torch.relu),
+        modules=(nn.ReLU,),
     ),
     "gelu": Activation(
-        torch.nn.functional.gelu, lambda dy, x, out: _into(_aten.gelu_backward, dy, out, x)
+        F.gelu,
+        lambda dy, x, out: _into(_aten.gelu_backward, dy, out, x),
+        functions=(F.gelu,),
     ),
     "gelu_tanh": Activation(
-        lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        lambda x: F.gelu(x, approximate="tanh"),
         lambda dy, x, out: _into(_aten.gelu_backward, dy, out, x, approximate="tanh"),
     ),
     "silu": Activation(
-        torch.nn.functional.silu, lambda dy, x, out: _into(_aten.silu_backward, dy, out, x)
+        F.silu,
+        lambda dy, x, out: _into(_aten.silu_backward, dy, out, x),
+        functions=(F.silu,),
+        modules=(nn.SiLU,),
     ),
-    "tanh": Activation(torch.tanh, _tanh_bwd),
+    "tanh": Activation(torch.tanh, _tanh_bwd, functions=(F.tanh, torch.tanh), modules=(nn.Tanh,)),
 }
+
+_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def activation_name(activation: Any) -> str | None:
+    """The name of the row that a function or module stands for, or None.
+
+    >>> activation_name(nn.GELU(approximate="tanh")), activation_name(torch.sin)
+    ('gelu_tanh', None)
+    """
+    if isinstance(activation, nn.Module):
+        if "forward" in activation.__dict__:
+            return None
+        if type(activation) is nn.GELU:
+            return _GELU.get(activation.approximate)
+        return _row(lambda row: type(activation) in row.modules)
+    if isinstance(activation, functools.partial) and activation.func is F.gelu:
+        if activation.args or set(activation.keywords) - {"approximate"}:
+            return None
+        return _GELU.get(activation.keywords.get("approximate", "none"))
+    return _row(lambda row: any(activation is f for f in row.functions))
+
+
+def _row(means: Callable[[Activation], bool]) -> str | None:
+    return next((name for name, row in ACTIVATIONS.items() if means(row)), None)

@@ -7,17 +7,26 @@ from typing import Protocol
 
 from torch import Tensor
 
+#: Norms by name, and the statistics each keeps: a float per token, in this order.
+NORM_STATS: dict[str, tuple[str, ...]] = {
+    "layer_norm": ("mean", "rstd"),
+    "rms_norm": ("rstd",),
+}
+
 
 @dataclass(eq=False, slots=True)
 class AttentionCall:
     """Sizes, masks and randomness of one attention over a group of whole sequences.
 
     Attributes:
-        batch, seq_len, nhead: B, S, H; q, k and v have width D / H each.
+        batch, nhead, kv_heads, q_len, kv_len: B, H, Hkv, S_q, S_k.
         scale: multiplies q k^T.
-        causal: keys after the query are excluded.
-        mask: (S, S) or (B, H, S, S); bool, True = excluded, or float, added to the scores.
-        padding: (B, S) over the keys, of the same two kinds.
+        left, right: query i sees keys i + offset - left to i + offset + right, where
+            offset = S_k - S_q; -1 for no limit. Causal is right = 0.
+        softcap: scores become softcap * tanh(scores / softcap) before masks; 0 for none.
+        mask: (S_q, S_k), or broadcasts to (B, H, S_q, S_k); bool, or float, added to the scores.
+        padding: (B, S_k) over the keys; bool, True = excluded, or float, added.
+        mask_keeps: True in a bool `mask` takes part, else is excluded.
         dmask, dpadding: float buffers of the same shapes to add the masks' gradients to, or None.
         mask_grad: whether any gradient of a mask is wanted (in forward too: it decides the route).
         p, site_key, row0: dropout of the probabilities; `row0` is the row of the first (b, h, q)
@@ -25,18 +34,31 @@ class AttentionCall:
     """
 
     batch: int
-    seq_len: int
     nhead: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
     scale: float
-    causal: bool
+    left: int
+    right: int
+    softcap: float
     mask: Tensor | None
     padding: Tensor | None
     dmask: Tensor | None
     dpadding: Tensor | None
+    mask_keeps: bool
     mask_grad: bool
     p: float
     site_key: Tensor | None
     row0: int
+
+    @property
+    def masked(self) -> bool:
+        return self.mask is not None or self.padding is not None
+
+    @property
+    def offset(self) -> int:
+        return self.kv_len - self.q_len
 
 
 class Backend(Protocol):
@@ -54,20 +76,21 @@ class Backend(Protocol):
 
     def norm_fwd(
         self,
+        kind: str,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
         out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """LayerNorm: y (T, D), and mean and rstd (T, 1) in float32 (float64 for float64)."""
+    ) -> tuple[Tensor, ...]:
+        """y (T, D) and the statistics of `kind`, (T, 1) in float32 (float64 for float64)."""
 
     def norm_bwd(
         self,
+        kind: str,
         dy: Tensor,
         x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
+        stats: tuple[Tensor, ...],
         weight: Tensor | None,
         wants: tuple[bool, ...],
         add: Tensor | None = None,
@@ -100,19 +123,55 @@ class Backend(Protocol):
     def act_bwd(self, dy: Tensor, x: Tensor, act: str, keep: Tensor | None, owned: bool) -> Tensor:
         """The gradient of `act_fwd` in x; may overwrite dy when `owned`."""
 
+    def gated_fwd(self, gate: Tensor, up: Tensor, act: str, keep: Tensor | None) -> Tensor:
+        """keep * act(gate) * up."""
+
+    def gated_bwd(
+        self,
+        dy: Tensor,
+        gate: Tensor,
+        up: Tensor | None,
+        act: str,
+        keep: Tensor | None,
+        owned: bool,
+        wants_up: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of `gated_fwd` in gate (None if `up` is) and in up (if wanted)."""
+
+    def add_fwd(
+        self, x: Tensor, residual: Tensor, keep: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        """residual + keep * x, rounded once."""
+
     def dropout_bwd(self, dy: Tensor, keep: Tensor) -> Tensor:
         """keep * dy, a new tensor."""
 
-    def attention_fwd(self, qkv: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """Attention over packed qkv (B*S, 3D): attn (B*S, D) and lse, float, B*S*H elements."""
+    def attention_fwd(
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over q (B, H, S_q, E), k and v (B, Hkv, S_k, E) of any strides.
+
+        Returns attn (B*S_q, H*E) and lse, float, B*H*S_q elements in that order.
+        """
 
     def attention_bwd(
         self,
         dattn: Tensor,
-        qkv: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         attn: Tensor,
         lse: Tensor,
         call: AttentionCall,
-        wants_qkv: bool,
-    ) -> Tensor | None:
-        """dqkv (B*S, 3D) if wanted; adds to call.dmask and call.dpadding where given."""
+        grads: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> None:
+        """Fills `grads`, shaped like q, k and v; adds to call.dmask and call.dpadding."""
+
+    def norm_route(self, kind: str, x: Tensor) -> str:
+        """As `attention_route`, for a norm."""
+
+    def linear_route(self, x: Tensor) -> str:
+        """As `attention_route`, for a linear layer."""
+
+    def attention_route(self, q: Tensor, v: Tensor, call: AttentionCall) -> str:
+        """Which routine serves the call, and why a faster one does not: a phrase."""

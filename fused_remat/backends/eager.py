@@ -15,6 +15,7 @@ from torch import Tensor
 from fused_remat.backends import eager_attention
 from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.backends.base import AttentionCall
+from fused_remat.backends.norms import NORMS
 
 _CPU_TOKENS = 512
 _DEVICE_TOKENS = 16384
@@ -46,51 +47,30 @@ class EagerBackend:
 
     def norm_fwd(
         self,
+        kind: str,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
         out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if _is_low(x.dtype) and x.device.type == "cpu":  # else ATen's statistics are low precision
-            weight = (
-                torch.ones(x.shape[-1], dtype=torch.float32, device=x.device)
-                if weight is None
-                else weight.float()
-            )
-            bias = (
-                torch.zeros(x.shape[-1], dtype=torch.float32, device=x.device)
-                if bias is None
-                else bias.float()
-            )
-        y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
-        return (y if out is None else out.copy_(y)), mean, rstd
+    ) -> tuple[Tensor, ...]:
+        y, *stats = NORMS[kind].fwd(x, weight, bias, eps)
+        return (y if out is None else out.copy_(y), *stats)
 
     def norm_bwd(
         self,
+        kind: str,
         dy: Tensor,
         x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
+        stats: tuple[Tensor, ...],
         weight: Tensor | None,
         wants: tuple[bool, ...],
         add: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if _is_low(x.dtype) and x.device.type == "cpu":
-            weight = (
-                torch.ones(x.shape[-1], dtype=torch.float32, device=x.device)
-                if weight is None
-                else weight.float()
-            )
-        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            dy, x, x.shape[-1:], mean, rstd, weight, weight, list(wants)
-        )
-        if wants[0] and add is not None:
+        dx, dweight, dbias = NORMS[kind].bwd(dy, x, stats, weight, wants)
+        if dx is not None and add is not None:
             dx.add_(add)
-        if _is_low(x.dtype):
-            dweight = dweight.float() if wants[1] else None
-            dbias = dbias.float() if wants[2] else None
-        return dx if wants[0] else None, dweight, dbias
+        return dx, dweight, dbias
 
     def linear_fwd(
         self,
@@ -136,7 +116,7 @@ class EagerBackend:
         if widens(x):
             dy, x = dy.float(), x.float()
         if into is not None and into.dtype == x.dtype:
-            return into.addmm_(dy.t(), x)
+            return torch.addmm(into, dy.t(), x, out=into)  # not addmm_: FLOP counters miss it
         dw = torch.mm(dy.t(), x)
         if into is not None:
             return into.add_(dw)
@@ -155,19 +135,66 @@ class EagerBackend:
             owned = True
         return ACTIVATIONS[act].bwd(dy, x, dy if owned else None)
 
+    def gated_fwd(self, gate: Tensor, up: Tensor, act: str, keep: Tensor | None) -> Tensor:
+        y = ACTIVATIONS[act].fwd(gate).mul_(up)
+        return y if keep is None else y.mul_(keep)
+
+    def gated_bwd(
+        self,
+        dy: Tensor,
+        gate: Tensor,
+        up: Tensor | None,
+        act: str,
+        keep: Tensor | None,
+        owned: bool,
+        wants_up: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if keep is not None:
+            dy = dy.mul_(keep) if owned else self.dropout_bwd(dy, keep)
+            owned = True
+        dup = ACTIVATIONS[act].fwd(gate).mul_(dy) if wants_up else None
+        if up is None:
+            return None, dup
+        dy = dy.mul_(up) if owned else dy * up
+        return ACTIVATIONS[act].bwd(dy, gate, dy), dup
+
+    def add_fwd(
+        self, x: Tensor, residual: Tensor, keep: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        if keep is None:
+            return torch.add(x, residual, out=out)
+        y = torch.addcmul(residual.to(keep.dtype), x, keep)
+        return y.to(x.dtype) if out is None else out.copy_(y)
+
     def dropout_bwd(self, dy: Tensor, keep: Tensor) -> Tensor:
         return torch.mul(dy, keep).to(dy.dtype)
 
-    def attention_fwd(self, qkv: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        return eager_attention.forward(qkv, call, widens(qkv))
+    def attention_fwd(
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return eager_attention.forward(q, k, v, call, widens(q), out)
 
     def attention_bwd(
         self,
         dattn: Tensor,
-        qkv: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         attn: Tensor,
         lse: Tensor,
         call: AttentionCall,
-        wants_qkv: bool,
-    ) -> Tensor | None:
-        return eager_attention.backward(dattn, qkv, attn, lse, call, wants_qkv, widens(qkv))
+        grads: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> None:
+        eager_attention.backward(dattn, q, k, v, attn, lse, call, grads, widens(q))
+
+    def norm_route(self, kind: str, x: Tensor) -> str:
+        return "ATen's native_layer_norm" if kind == "layer_norm" else "ATen, pointwise and mean"
+
+    def linear_route(self, x: Tensor) -> str:
+        if not widens(x):
+            return "ATen's addmm"
+        return f"ATen's addmm on float32 copies: this CPU has no {str(x.dtype)[6:]} products"
+
+    def attention_route(self, q: Tensor, v: Tensor, call: AttentionCall) -> str:
+        reason = eager_attention.why_not_flash(q, v, call)
+        return f"blocks of query rows: {reason}" if reason else "ATen's flash kernel for CPUs"

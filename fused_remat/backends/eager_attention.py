@@ -1,15 +1,15 @@
-"""Attention in ATen ops, forward and backward, from packed qkv.
+"""Attention in ATen ops, forward and backward, from views of heads of any strides.
 
-Two routes, chosen by the call and never by the policy: ATen's flash kernel for CPUs, where there
-is no dropout, no gradient of a mask, and no row of very negative mask values; else blocks of query
-rows against all keys, so that the transient is a block of scores, never (S, S). Both give 0, and no
-NaN, for a row whose keys are all excluded. Source: the backward of Dao et al. 2022, with
-dS = P * (dP - rowsum(dO * O)).
+Two routes, chosen by the call and never by the policy: ATen's flash kernel for CPUs where it serves
+(`why_not_flash`); else blocks of query rows against the keys they can see, so that the transient is
+a block of scores, never (S_q, S_k). Both give 0, and no NaN, for a row whose keys are all excluded.
+Query heads that share a key head (GQA) are rows of one product, or one flash call each.
+Source: the backward of Dao et al. 2022, with dS = P * (dP - rowsum(dO * O)).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,217 +18,377 @@ from fused_remat import random
 from fused_remat.backends.base import AttentionCall
 
 # Elements of a block of scores.
-_BLOCK = 1 << 18
+_BLOCK = 1 << 20
 # A row whose largest mask value is finite and below this is not for the flash kernel: its logsumexp
 # is the mask's value, rounded, and its backward off by up to the number of keys.
 _FAR = -1e3
 _aten = torch.ops.aten
+Heads = tuple[Tensor, Tensor, Tensor]
 
 
-def _heads(qkv: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as views (B, H, S, E) of the packed projection."""
-    packed = qkv.view(call.batch, call.seq_len, 3, call.nhead, -1)
-    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
-    return q, k, v
+def why_not_flash(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
+    """Why ATen's flash kernel cannot serve the call, or None if it can."""
+    if q.device.type != "cpu":
+        return f"the flash kernel used here is for CPUs, q is on {q.device}"
+    if call.p > 0.0:
+        return "dropout draws this library's own bits"
+    if call.mask_grad:
+        return "a mask wants a gradient"
+    if call.softcap != 0.0 or call.left >= 0 or call.right > 0:
+        return "soft-cap or a sliding window"
+    if call.right == 0 and (call.masked or call.q_len != call.kv_len):
+        return "causal beside a mask, or with different lengths"
+    if call.kv_len == 0:
+        return "there are no keys"
+    if q.shape[-1] != v.shape[-1]:
+        return f"head dims {q.shape[-1]} and {v.shape[-1]} differ"
+    if _has_far_row(call, q.dtype):
+        return f"a row of masks is finite and below {_FAR:g} everywhere"
+    return None
 
 
-def _as_heads(x: Tensor, call: AttentionCall) -> Tensor:
-    """(B*S, D) as (B, H, S, E), a view."""
-    return x.view(call.batch, call.seq_len, call.nhead, -1).transpose(1, 2)
+def _has_far_row(call: AttentionCall, dtype: torch.dtype) -> bool:
+    masks = [m for m in (call.mask, call.padding) if m is not None and m.dtype != torch.bool]
+    if not masks:
+        return False
+    merged = _merged_mask(call, dtype)
+    assert merged is not None
+    top = merged.amax(-1)
+    return bool(((top < _FAR) & (top > -torch.inf)).any())
 
 
-def _split(x: Tensor, parts: int, call: AttentionCall, dtype: torch.dtype) -> Tensor:
-    """(B*S, parts*D) copied to (parts, B*H, S, E) in `dtype`."""
-    packed = x.to(dtype).view(call.batch, call.seq_len, parts, call.nhead, -1)
-    return packed.permute(2, 0, 3, 1, 4).reshape(parts, -1, call.seq_len, packed.shape[-1])
-
-
-def _join(x: Tensor, call: AttentionCall, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_split`: (parts, B*H, S, E) copied to (B*S, parts*D) in `dtype`."""
-    parts, _, seq_len, width = x.shape
-    heads = x.view(parts, call.batch, call.nhead, seq_len, width).permute(1, 3, 0, 2, 4)
-    return heads.reshape(call.batch * seq_len, -1).to(dtype)
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive(mask: Tensor, dtype: torch.dtype, keeps: bool) -> Tensor:
     if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
+        excluded = mask.logical_not() if keeps else mask
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(excluded, -torch.inf)
     return mask.to(dtype)
 
 
 def _merged_mask(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
-    """Both masks as one additive tensor that broadcasts to (B, H, S, S), for the flash route.
+    """Both masks as one additive tensor that broadcasts to (B, H, S_q, S_k), for the flash route.
 
     In float32 for 16-bit dtypes too, as the kernel takes it.
     """
     dtype = torch.promote_types(dtype, torch.float32)
-    mask = None if call.mask is None else _additive(call.mask, dtype)
+    mask = None if call.mask is None else _additive(call.mask, dtype, call.mask_keeps)
     if call.padding is None:
         return mask
-    padding = _additive(call.padding, dtype)[:, None, None, :]
+    padding = _additive(call.padding, dtype, False)[:, None, None, :]
     return padding if mask is None else mask + padding
 
 
-def _flash_route(qkv: Tensor, call: AttentionCall) -> tuple[bool, Tensor | None]:
-    """Whether ATen's flash kernel serves the call, and the merged mask to give it."""
-    masked = call.mask is not None or call.padding is not None
-    if (
-        qkv.device.type != "cpu"
-        or call.p > 0.0
-        or call.mask_grad
-        or (call.causal and masked)  # the kernel takes one or the other
-    ):
-        return False, None
-    mask = _merged_mask(call, qkv.dtype)
-    if mask is None or not any(
-        m is not None and m.dtype != torch.bool for m in (call.mask, call.padding)
-    ):
-        return True, mask
-    top = mask.amax(-1)
-    return not bool(((top < _FAR) & (top > -torch.inf)).any()), mask
+def _as_heads(x: Tensor, call: AttentionCall) -> Tensor:
+    """(B*S_q, H*E) as (B, H, S_q, E), a view."""
+    return x.view(call.batch, call.q_len, call.nhead, -1).transpose(1, 2)
 
 
-def forward(qkv: Tensor, call: AttentionCall, widen: bool) -> tuple[Tensor, Tensor]:
-    """attn (B*S, D) in the dtype of qkv; lse, B*H*S values in float32 (float64 for float64).
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, widen: bool, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """attn (B*S_q, H*E) in the dtype of q; lse, B*H*S_q values in float32 (float64 for float64).
 
-    `widen`: compute in float32 on a float32 copy of qkv.
+    `widen`: compute in float32 on float32 copies.
     """
-    dtype = qkv.dtype
-    flash, mask = _flash_route(qkv, call)
-    if flash:
-        wide = qkv.float() if widen else qkv
-        q, k, v = _heads(wide, call)
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, call.causal, attn_mask=mask, scale=call.scale
-        )
-        attn = out.transpose(1, 2).reshape(qkv.shape[0], -1)
-        return attn.to(dtype) if widen else attn, lse
-    acc = torch.promote_types(dtype, torch.float32)
-    q, k, v = _split(qkv, 3, call, acc).unbind()
-    out = torch.empty_like(q)
-    lse = q.new_empty((*q.shape[:2], 1))
-    for rows, keys in _blocks(call):
-        scores = _scores(q[:, rows], k[:, :keys], rows, call)
-        row_lse = torch.logsumexp(scores, -1, keepdim=True, out=lse[:, rows])
-        if call.mask is not None or call.padding is not None:
-            # A row without keys: +inf makes exp(score - lse) exactly 0, here and in backward.
-            row_lse.masked_fill_(row_lse == -torch.inf, torch.inf)
-        probs = _softmax(scores, row_lse, call)
-        if call.p > 0.0:
-            probs.mul_(_keep(rows, keys, call, acc))
-        torch.bmm(probs, v[:, :keys], out=out[:, rows])
-    return _join(out[None], call, dtype), lse
+    if why_not_flash(q, v, call) is None:
+        heads, lse = _flash_forward(q, k, v, call, widen)
+    else:
+        heads, lse = _blocks_forward(q, k, v, call)
+    if out is None:
+        return heads.transpose(1, 2).reshape(-1, call.nhead * v.shape[-1]).to(q.dtype), lse
+    _as_heads(out, call).copy_(heads)
+    return out, lse
 
 
 def backward(
     dattn: Tensor,
-    qkv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     attn: Tensor,
     lse: Tensor,
     call: AttentionCall,
-    wants_qkv: bool,
+    grads: Heads | None,
     widen: bool,
-) -> Tensor | None:
-    """dqkv (B*S, 3D) in the dtype of qkv, or None; adds the masks' gradients to the call's."""
-    flash, mask = _flash_route(qkv, call)
-    if flash:
-        wide = qkv
-        if widen:
-            wide, dattn, attn = qkv.float(), dattn.float(), attn.float()
-        q, k, v = _heads(wide, call)
-        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _as_heads(dattn, call), q, k, v, _as_heads(attn, call),
-            lse, 0.0, call.causal, attn_mask=mask, scale=call.scale,
+) -> None:
+    """Fills dq, dk, dv if given; adds the masks' gradients to the call's."""
+    do, o = _as_heads(dattn, call), _as_heads(attn, call)
+    if why_not_flash(q, v, call) is not None:
+        _blocks_backward(do, q, k, v, o, call, grads)
+    elif grads is not None:
+        _flash_backward(do, q, k, v, o, lse, call, grads, widen)
+
+
+# --- ATen's flash kernel: one call for each query head of a group that shares a key head
+
+
+def _shared(x: Tensor, call: AttentionCall) -> tuple[Tensor, ...]:
+    """(B, H, ...) as one view (B, Hkv, ...) for each member of a group of query heads."""
+    group = call.nhead // call.kv_heads
+    if group == 1 or x.shape[1] == 1:
+        return (x,) * group
+    return tuple(x.unflatten(1, (call.kv_heads, group)).unbind(2))
+
+
+def _flash_mask(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    mask = _merged_mask(call, dtype)
+    if mask is None or mask.dim() == 2:
+        return (mask,) * (call.nhead // call.kv_heads)
+    return _shared(mask, call)
+
+
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, widen: bool
+) -> tuple[Tensor, Tensor]:
+    if widen:
+        q, k, v = q.float(), k.float(), v.float()
+    made = [
+        _aten._scaled_dot_product_flash_attention_for_cpu(
+            q_one, k, v, 0.0, call.right == 0, attn_mask=mask, scale=call.scale
+        )
+        for q_one, mask in zip(_shared(q, call), _flash_mask(call, q.dtype), strict=True)
+    ]
+    if len(made) == 1:
+        out, lse = made[0]
+        return out, lse
+    outs, lses = (torch.stack(parts, 2).flatten(1, 2) for parts in zip(*made, strict=True))
+    return outs, lses
+
+
+def _flash_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    call: AttentionCall,
+    grads: Heads,
+    widen: bool,
+) -> None:
+    if widen:
+        do, q, k, v, o = do.float(), q.float(), k.float(), v.float(), o.float()
+    dq, dk, dv = grads
+    sums: list[Tensor] = []
+    lse = lse.view(call.batch, call.nhead, call.q_len)
+    per_head = (_shared(t, call) for t in (do, q, o, lse, dq))
+    for *now, dq_one, mask in zip(*per_head, _flash_mask(call, q.dtype), strict=True):
+        do_one, q_one, o_one, lse_one = now
+        made = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do_one, q_one, k, v, o_one, lse_one, 0.0, call.right == 0,
+            attn_mask=mask, scale=call.scale,
         )  # fmt: skip
-        dqkv = torch.empty_like(qkv)
-        for target, grad in zip(_heads(dqkv, call), grads, strict=True):
-            target.copy_(grad)
-        return dqkv
-    acc = torch.promote_types(qkv.dtype, torch.float32)
-    qkv_wide = _split(qkv, 3, call, acc)
-    q, k, v = qkv_wide.unbind()
-    do = _split(dattn, 1, call, acc)[0]
-    delta = (do * _split(attn, 1, call, acc)[0]).sum(-1, keepdim=True)
-    grads = torch.zeros_like(qkv_wide)
-    dq, dk, dv = grads.unbind()
-    for rows, keys in _blocks(call):
-        q_rows, do_rows, k_rows = q[:, rows], do[:, rows], k[:, :keys]
-        probs = _softmax(_scores(q_rows, k_rows, rows, call), lse[:, rows], call)
-        dprobs = torch.bmm(do_rows, v[:, :keys].transpose(1, 2))
-        dropped = probs
+        dq_one.copy_(made[0])
+        sums = [*made[1:]] if not sums else [a.add_(b) for a, b in zip(sums, made[1:], strict=True)]
+    dk.copy_(sums[0])
+    dv.copy_(sums[1])
+
+
+# --- blocks of query rows; N = B * Hkv products at a time, the group's G heads as rows
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Query rows `start` to `stop` and the keys `low` to `high` that any of them can see."""
+
+    start: int
+    stop: int
+    low: int
+    high: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.low, self.high)
+
+
+def _blocks(call: AttentionCall) -> list[_Block]:
+    size = max(16, _BLOCK // max(1, call.batch * call.nhead * call.kv_len))
+    blocks = []
+    for start in range(0, call.q_len, size):
+        stop = min(start + size, call.q_len)
+        low, high = 0, call.kv_len
+        if call.left >= 0:
+            low = max(0, start + call.offset - call.left)
+        if call.right >= 0:
+            high = min(high, stop + call.offset + call.right)
+        blocks.append(_Block(start, stop, low, max(low, high)))
+    return blocks
+
+
+class _Scratch:
+    """Matrices of scores for one block after another: memory that is touched already is fast."""
+
+    def __init__(self, call: AttentionCall, blocks: list[_Block], count: int, like: Tensor) -> None:
+        self.call = call
+        most = max(((b.stop - b.start) * (b.high - b.low) for b in blocks), default=0)
+        self.flat = like.new_empty((count, call.batch * call.nhead * most))
+
+    def of(self, i: int, block: _Block) -> Tensor:
+        """Matrix `i`: (N, G*rows, keys)."""
+        rows, keys = block.stop - block.start, block.high - block.low
+        n, heads = self.call.batch * self.call.kv_heads, self.call.nhead // self.call.kv_heads
+        return self.flat[i, : n * heads * rows * keys].view(n, heads * rows, keys)
+
+
+def _contiguous(x: Tensor, call: AttentionCall, dtype: torch.dtype) -> Tensor:
+    """(B, H, S, E) as (N, G, S, E), contiguous, in `dtype`."""
+    x = x.to(dtype).contiguous()
+    return x.view(call.batch * call.kv_heads, -1, *x.shape[2:])
+
+
+def _product(into: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, add: bool = False) -> None:
+    """`into` becomes alpha * a @ b, added to it if `add`."""
+    # Not baddbmm_, which FLOP counters miss.
+    torch.baddbmm(into, a, b, beta=float(add), alpha=alpha, out=into)
+
+
+def _put(into: Tensor, block: _Block, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+    """Rows of `into` (N, G, S, E) become alpha * a @ b."""
+    rows = into[:, :, block.rows]
+    if into.shape[1] == 1:
+        _product(rows[:, 0], a, b, alpha)
+    else:
+        rows.copy_(torch.bmm(a, b).mul_(alpha).view(rows.shape))
+
+
+def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    acc = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = (_contiguous(x, call, acc) for x in (q, k, v))
+    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    lse = q.new_empty((*q.shape[:3], 1))
+    blocks = _blocks(call)
+    scratch = _Scratch(call, blocks, 2, q)
+    for block in blocks:
+        probs, _, top = _probabilities(q, k, call, block, scratch.of(0, block))
+        # The largest probability is exp(top - lse); of a row without keys it is 0, and lse +inf.
+        if block.low < block.high:
+            top = top.masked_fill_(top == -torch.inf, 0.0) - probs.amax(-1, keepdim=True).log_()
+        else:
+            top.fill_(torch.inf)
+        lse[:, :, block.rows] = top.view(*q.shape[:2], -1, 1)
         if call.p > 0.0:
-            keep = _keep(rows, keys, call, acc)
-            dprobs.mul_(keep)
-            dropped = keep.mul_(probs)
-        dv[:, :keys].baddbmm_(dropped.transpose(1, 2), do_rows)
-        dscores = dprobs.sub_(delta[:, rows]).mul_(probs)
-        _add_mask_grads(dscores, rows, keys, call)
-        if wants_qkv:
-            dk[:, :keys].baddbmm_(dscores.transpose(1, 2), q_rows, alpha=call.scale)
-            dq[:, rows].baddbmm_(dscores, k_rows, beta=0.0, alpha=call.scale)
-    return _join(grads, call, qkv.dtype) if wants_qkv else None
+            probs.mul_(_keep(block, call, scratch.of(1, block)))
+        _put(out, block, probs, v[:, 0, block.keys])
+    return out.view(call.batch, call.nhead, call.q_len, -1), lse
 
 
-def _blocks(call: AttentionCall) -> Iterator[tuple[slice, int]]:
-    """Blocks of query rows, each with how many keys it can see."""
-    rows = max(16, _BLOCK // (call.batch * call.nhead * call.seq_len))
-    for start in range(0, call.seq_len, rows):
-        stop = min(start + rows, call.seq_len)
-        yield slice(start, stop), stop if call.causal else call.seq_len
+def _probabilities(
+    q: Tensor, k: Tensor, call: AttentionCall, block: _Block, scores: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """softmax of the masked scores, in `scores`; tanh of the soft-cap if any; the largest scores.
 
-
-def _scores(q: Tensor, k: Tensor, rows: slice, call: AttentionCall) -> Tensor:
-    """Masked, scaled scores (B*H, rows, keys), a new tensor."""
-    scores = q.new_empty((q.shape[0], q.shape[1], k.shape[1]))
-    scores.baddbmm_(q, k.transpose(1, 2), beta=0.0, alpha=call.scale)
-    if not call.causal and call.mask is None and call.padding is None:
-        return scores
-    keys = k.shape[1]
-    grid = scores.view(call.batch, call.nhead, -1, keys)
-    if call.causal:
-        later = torch.ones(grid.shape[2:], dtype=torch.bool, device=q.device)
-        grid.masked_fill_(later.triu_(rows.start + 1), -torch.inf)
-    if call.mask is not None:
-        _mask(grid, call.mask[..., rows, :keys])
-    if call.padding is not None:
-        _mask(grid, call.padding[:, None, None, :keys])
-    return scores
-
-
-def _softmax(scores: Tensor, lse: Tensor, call: AttentionCall) -> Tensor:
-    """exp(scores - lse), in place, divided by its own sum.
-
-    The sum is 1 but for the rounding of lse, which is no rounding error where scores are large
-    (masks of -1e9, say: lse is then the maximum itself, and the sum the number of keys).
+    A row whose keys are all excluded has probabilities 0 and -inf as its largest score.
     """
-    probs = scores.sub_(lse).exp_()
-    total = probs.sum(-1, keepdim=True)
-    if call.mask is not None or call.padding is not None:
-        total.masked_fill_(total == 0.0, 1.0)  # a row without keys stays 0
-    return probs.div_(total)
+    q_rows = q[:, :, block.rows].flatten(1, 2)
+    _product(scores, q_rows, k[:, 0, block.keys].transpose(1, 2), call.scale)
+    capped = None
+    if call.softcap != 0.0:
+        capped = torch.div(scores, call.softcap).tanh_()
+        torch.mul(capped, call.softcap, out=scores)
+    if scores.shape[-1] == 0:
+        return scores, capped, scores.new_full((*scores.shape[:2], 1), -torch.inf)
+    _exclude(scores.view(call.batch, call.nhead, -1, scores.shape[-1]), call, block)
+    top = scores.amax(-1, keepdim=True)
+    torch.softmax(scores, -1, out=scores)
+    if call.masked or call.left >= 0 or call.right >= 0:
+        scores.masked_fill_(top == -torch.inf, 0.0)
+    return scores, capped, top
 
 
-def _mask(grid: Tensor, mask: Tensor) -> None:
+def _exclude(grid: Tensor, call: AttentionCall, block: _Block) -> None:
+    """Apply the window and both masks to scores (B, H, rows, keys), in place."""
+    low, high = block.low, block.high
+    first = block.start + call.offset
+    if call.right >= 0 and (edge := max(low, first + call.right + 1)) < high:
+        _exclude_band(grid[..., edge - low :], first + call.right - edge, above=True)
+    if call.left >= 0 and (edge := min(high, block.stop - 1 + call.offset - call.left)) > low:
+        _exclude_band(grid[..., : edge - low], first - call.left - low, above=False)
+    if call.mask is not None:
+        mask = call.mask[..., low:high] if call.mask.shape[-1] > 1 else call.mask
+        _mask(grid, _rows_of(mask, block), call.mask_keeps)
+    if call.padding is not None:
+        _mask(grid, call.padding[:, None, None, low:high], False)
+
+
+def _exclude_band(grid: Tensor, diagonal: int, above: bool) -> None:
+    """Exclude column j of row i where j > i + diagonal (`above`), or where j < i + diagonal."""
+    ones = torch.ones(grid.shape[2:], dtype=torch.bool, device=grid.device)
+    band = ones.triu_(diagonal + 1) if above else ones.tril_(diagonal - 1)
+    grid.masked_fill_(band, -torch.inf)
+
+
+def _rows_of(mask: Tensor, block: _Block) -> Tensor:
+    return mask[..., block.start : block.stop, :] if mask.shape[-2] > 1 else mask
+
+
+def _mask(grid: Tensor, mask: Tensor, keeps: bool) -> None:
     if mask.dtype == torch.bool:
-        grid.masked_fill_(mask, -torch.inf)
+        grid.masked_fill_(mask.logical_not() if keeps else mask, -torch.inf)
     else:
         grid.add_(mask)
 
 
-def _keep(rows: slice, keys: int, call: AttentionCall, dtype: torch.dtype) -> Tensor:
-    """Dropout's multiplier (B*H, rows, keys)."""
+def _keep(block: _Block, call: AttentionCall, out: Tensor) -> Tensor:
+    """Dropout's multiplier, in `out`."""
     assert call.site_key is not None
-    heads, n = call.batch * call.nhead, rows.stop - rows.start
-    keep = random.keep_scale(
-        call.site_key, call.row0 + rows.start, n, keys, call.p, dtype, heads, call.seq_len
-    )
-    return keep.view(heads, n, keys)
+    random.keep_scale(
+        call.site_key, call.row0 + block.start, block.stop - block.start, block.high - block.low,
+        call.p, out.dtype, call.batch * call.nhead, call.q_len, block.low, out=out,
+    )  # fmt: skip
+    return out
 
 
-def _add_mask_grads(dscores: Tensor, rows: slice, keys: int, call: AttentionCall) -> None:
-    grid = dscores.view(call.batch, call.nhead, -1, keys)
+def _blocks_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    call: AttentionCall,
+    grads: Heads | None,
+) -> None:
+    acc = torch.promote_types(q.dtype, torch.float32)
+    q, k, v, do, o = (_contiguous(x, call, acc) for x in (q, k, v, do, o))
+    delta = (do * o).sum(-1, keepdim=True)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    blocks = _blocks(call)
+    scratch = _Scratch(call, blocks, 3, q)
+    for block in blocks:
+        if block.low == block.high:
+            continue
+        do_rows = do[:, :, block.rows].flatten(1, 2)
+        probs, capped, _ = _probabilities(q, k, call, block, scratch.of(0, block))
+        dprobs = scratch.of(1, block)
+        torch.bmm(do_rows, v[:, 0, block.keys].transpose(1, 2), out=dprobs)
+        dropped = probs
+        if call.p > 0.0:
+            keep = _keep(block, call, scratch.of(2, block))
+            dprobs.mul_(keep)
+            dropped = keep.mul_(probs)
+        _product(dv[:, 0, block.keys], dropped.transpose(1, 2), do_rows, add=True)
+        dscores = dprobs.sub_(delta[:, :, block.rows].flatten(1, 2)).mul_(probs)
+        _add_mask_grads(dscores, call, block)
+        if capped is not None:
+            dscores.addcmul_(dscores * capped, capped, value=-1.0)  # times 1 - tanh**2
+        if grads is not None:
+            q_rows = q[:, :, block.rows].flatten(1, 2)
+            dk_rows = dk[:, 0, block.keys]
+            _product(dk_rows, dscores.transpose(1, 2), q_rows, call.scale, add=True)
+            _put(dq, block, dscores, k[:, 0, block.keys], call.scale)
+    if grads is not None:
+        for grad, made in zip(grads, (dq, dk, dv), strict=True):
+            grad.copy_(made.view(grad.shape))
+
+
+def _add_mask_grads(dscores: Tensor, call: AttentionCall, block: _Block) -> None:
+    keys = slice(block.low, block.high)
+    grid = dscores.view(call.batch, call.nhead, -1, block.high - block.low)
     if call.dmask is not None:
-        target = call.dmask[..., rows, :keys]
-        target.add_(grid if target.dim() == 4 else grid.sum((0, 1)))
+        target = call.dmask[..., keys] if call.dmask.shape[-1] > 1 else call.dmask
+        target = _rows_of(target, block)
+        target.add_(grid.sum_to_size(target.shape))
     if call.dpadding is not None:
-        call.dpadding[:, :keys].add_(grid.sum((1, 2)))
+        call.dpadding[:, keys].add_(grid.sum((1, 2)))

@@ -1,14 +1,15 @@
 """What a block's nodes work on: the activations and gradients of one group, or of one tile.
 
 Tensors are matrices (tokens, width); token t of the call is (b, s) = divmod(t, S), whatever the
-layout of the caller's tensors.
+layout of the caller's tensors. Inputs may also be heads (sequences, heads, tokens, width).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fused_remat import random
@@ -28,6 +29,8 @@ class Chunks:
     def of(cls, batch: int, seq_len: int, limit: int) -> Chunks:
         """Groups and tiles of about `limit` tokens, as even as they come; a group holds at least
         one sequence."""
+        if batch * seq_len == 0:
+            return cls(0, seq_len, 1, 1)
         groups = -(-batch // max(1, limit // seq_len))
         group = -(-batch // groups)
         rows = group * seq_len
@@ -46,14 +49,20 @@ class Chunks:
             yield start, min(start + self.tile, rows)
 
 
+#: Called with each step before it runs, and its frame; for explanations. Usually empty.
+TRACERS: list[Callable[[object, Frame], None]] = []
+
+
 class Run:
     """One forward or backward pass of one block call: what all its frames share.
 
     Args:
         backend, chunks: who computes, in which pieces.
-        wants: "input" and params whose gradients are wanted.
+        wants: inputs and params whose gradients are wanted.
         widths: elements per token of every activation and statistic.
-        tensors: the block's params by name; absent or None where the block has none.
+        tensors: the block's inputs, batch first, and params by name; absent or None where the
+            block has none, or where backward does not read it.
+        functions: the caller's own functions by name.
         like: a tensor with the dtype and device of the block's activations.
     """
 
@@ -64,13 +73,16 @@ class Run:
         wants: frozenset[str],
         widths: Mapping[str, int],
         tensors: Mapping[str, Tensor | None],
+        functions: Mapping[str, Callable[[Tensor], Tensor]],
         like: Tensor,
     ) -> None:
         self.backend, self.chunks = backend, chunks
-        self.wants, self.widths, self.tensors = wants, widths, tensors
+        self.wants, self.widths = wants, widths
+        self.tensors, self.functions = tensors, functions
         self.dtype, self.device = like.dtype, like.device
         self.partial = self.chunks.group < self.chunks.batch or self.chunks.tiled
         self.param_grads: dict[str, Tensor] = {}
+        self.profiling: bool = torch._C._autograd._profiler_enabled()
         self._site_keys: tuple[Tensor, ...] | None = None
 
     def site_key(self, site: int) -> Tensor:

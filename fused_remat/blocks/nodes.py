@@ -1,11 +1,15 @@
 """The steps a block's graph is made of: each names one activation and knows how to undo itself.
 
+Here are what a node is, dropout multipliers, norms and linear layers; `pointwise.py` and
+`attention.py` hold the rest.
+
 A node declares what its activation is computed from (`reads`), which tensors it needs
 (`params`), and what its backward asks for (`asks`), given what a gradient is wanted for. Nothing
 here decides what is kept, when a thing is rebuilt or freed: that is the program's business
 (`program.py`); nothing here knows a device: the arithmetic is the backend's.
 
-Every activation is a matrix (tokens, width). All nodes are immutable and hold plain numbers.
+Every activation is a matrix (tokens, width); only a block's inputs may also be heads (sequences,
+heads, tokens of a sequence, width of a head). All nodes are immutable and hold plain numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.backends.base import AttentionCall
+from fused_remat.backends.base import NORM_STATS
 from fused_remat.blocks.frame import Frame
 
 Shapes = Mapping[str, "tuple[int, ...]"]
@@ -38,11 +42,13 @@ class Node:
             are kept whenever backward needs them.
         keepable: whether a policy may name it.
         per_sequence: True if it mixes the tokens of a sequence, so that it cannot run on a tile.
+        per_batch: True if it may mix all tokens, so that the block must not be cut at all.
     """
 
     name: str
     keepable: ClassVar[bool] = True
     per_sequence: ClassVar[bool] = False
+    per_batch: bool = False
     stats_follow: ClassVar[bool] = False
 
     @property
@@ -85,6 +91,10 @@ class Node:
         """The params whose values backward reads."""
         return ()
 
+    def route(self, f: Frame) -> str:
+        """Which routine computes `name` from what the frame holds, and why not a faster one."""
+        return f"pointwise, {f.backend.name}"
+
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         """Compute `name` and the statistics into the frame (into `out`, if given)."""
         raise NotImplementedError
@@ -103,15 +113,18 @@ class KeepScale(Node):
 
     site: int
     p: float
-    like: str  # the param whose first dimension is this site's width
+    like: str  # what has this site's width: a param, by its first dimension, or an activation
     keepable: ClassVar[bool] = False
 
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
-        return shapes[self.like][0]
+        return widths[self.like] if self.like in widths else shapes[self.like][0]
 
     @property
     def params(self) -> tuple[str, ...]:
         return ("seed",)
+
+    def route(self, f: Frame) -> str:
+        return "the counter-based generator, from the seed"
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         run, width = f.run, f.run.widths[self.name]
@@ -122,12 +135,16 @@ class KeepScale(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Norm(Node):
-    """LayerNorm over the width: name = (x - mean) * rstd * weight + bias."""
+    """A norm over the width, `kind` a row of `backends.base.NORM_STATS`.
+
+    "layer_norm" is (x - mean) * rstd * weight + bias, "rms_norm" x * rstd * weight.
+    """
 
     x: str
     weight: str
     bias: str
     eps: float
+    kind: str = "layer_norm"
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -139,7 +156,7 @@ class Norm(Node):
 
     @property
     def stats(self) -> tuple[str, ...]:
-        return (f"{self.name}.mean", f"{self.name}.rstd")
+        return tuple(f"{self.name}.{stat}" for stat in NORM_STATS[self.kind])
 
     def asks(self, wants: Collection[str]) -> tuple[str, ...]:
         return (self.x, *self.stats) if self.x in wants or self.weight in wants else ()
@@ -147,11 +164,14 @@ class Norm(Node):
     def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
         return (self.weight,) if self.asks(wants) else ()
 
+    def route(self, f: Frame) -> str:
+        return f.backend.norm_route(self.kind, f[self.x])
+
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        y, mean, rstd = f.backend.norm_fwd(
-            f[self.x], f.param(self.weight), f.param(self.bias), self.eps, out=out
+        made = f.backend.norm_fwd(
+            self.kind, f[self.x], f.param(self.weight), f.param(self.bias), self.eps, out=out
         )
-        for name, value in zip((self.name, *self.stats), (y, mean, rstd), strict=True):
+        for name, value in zip((self.name, *self.stats), made, strict=True):
             f.put(name, value)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
@@ -160,10 +180,10 @@ class Norm(Node):
             f.add_param_grad(self.bias, f.backend.bias_grad(dy))
             return
         prior, _ = f.take_grad(self.x)  # the residual's gradient, added in the same pass
-        mean, rstd = (f[s] for s in self.stats)
+        stats = tuple(f[s] for s in self.stats)
         weight = f.param(self.weight)
         dx, dweight, dbias = f.backend.norm_bwd(
-            dy, f[self.x], mean, rstd, weight, grad_of, add=prior
+            self.kind, dy, f[self.x], stats, weight, grad_of, add=prior
         )
         if dx is not None:
             f.add_grad(self.x, dx, owned=True)
@@ -209,6 +229,9 @@ class Linear(Node):
     def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
         return (self.weight,) if self.x in wants else ()
 
+    def route(self, f: Frame) -> str:
+        return f.backend.linear_route(f[self.x])
+
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         residual = f[self.residual] if self.residual else None
         keep = f[self.keep] if self.keep else None
@@ -229,126 +252,3 @@ class Linear(Node):
             del dz
         if self.residual in wants:
             f.add_grad(self.residual, dy, owned)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pointwise(Node):
-    """name = keep * act(x), `act` one of the backend's activation pairs."""
-
-    x: str
-    act: str
-    keep: str = ""
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (self.x,)
-
-    @property
-    def masks(self) -> tuple[str, ...]:
-        return (self.keep,) if self.keep else ()
-
-    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
-        return (self.x, *self.masks)
-
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        keep = f[self.keep] if self.keep else None
-        f.put(self.name, f.backend.act_fwd(f[self.x], self.act, keep))
-
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        keep = f[self.keep] if self.keep else None
-        f.add_grad(self.x, f.backend.act_bwd(dy, f[self.x], self.act, keep, owned), owned=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attention(Node):
-    """name = dropout(softmax(scale * q k^T + masks)) v, heads side by side, from packed q, k, v."""
-
-    qkv: str
-    nhead: int
-    causal: bool
-    scale: float
-    site: int
-    p: float
-    mask: str = ""
-    padding: str = ""
-    per_sequence: ClassVar[bool] = True
-    stats_follow: ClassVar[bool] = True
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (self.qkv,)
-
-    @property
-    def params(self) -> tuple[str, ...]:
-        seed = ("seed",) if self.p > 0.0 else ()
-        return tuple(n for n in (self.mask, self.padding) if n) + seed
-
-    @property
-    def stats(self) -> tuple[str, ...]:
-        return (f"{self.name}.lse",)
-
-    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
-        return widths[self.qkv] // 3
-
-    def stat_width(self) -> int:
-        return self.nhead
-
-    def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
-        full = 4 * seq_len * widths[self.qkv] // 3
-        return full // 2 if self.causal else full
-
-    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
-        return (self.qkv, self.name, *self.stats)
-
-    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
-        return self.params
-
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        attn, lse = f.backend.attention_fwd(f[self.qkv], self._call(f, ()))
-        f.put(self.name, attn)
-        f.put(self.stats[0], lse)
-
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        dqkv = f.backend.attention_bwd(
-            dy, f[self.qkv], f[self.name], f[self.stats[0]], self._call(f, wants), self.qkv in wants
-        )
-        if dqkv is not None:
-            f.add_grad(self.qkv, dqkv, owned=True)
-
-    def _call(self, f: Frame, wants: Collection[str]) -> AttentionCall:
-        """The sizes, masks and randomness for the frame's sequences.
-
-        The gradient of a mask that is in `wants` is added, group by group, to a buffer as large as
-        the whole mask.
-        """
-        run, (b0, b1) = f.run, f.seqs
-        for name in (self.mask, self.padding):
-            if name in wants and name not in run.param_grads:
-                mask = run.tensors[name]
-                assert mask is not None
-                dtype = torch.promote_types(mask.dtype, torch.float32)
-                run.param_grads[name] = mask.new_zeros(mask.shape, dtype=dtype)
-        padding = run.tensors.get(self.padding)
-        dmask = run.param_grads.get(self.mask) if self.mask in wants else None
-        dpadding = run.param_grads.get(self.padding) if self.padding in wants else None
-        return AttentionCall(
-            batch=b1 - b0,
-            seq_len=run.chunks.seq_len,
-            nhead=self.nhead,
-            scale=self.scale,
-            causal=self.causal,
-            mask=self._heads_of_group(f, run.tensors.get(self.mask)),
-            padding=None if padding is None else padding[b0:b1],
-            dmask=self._heads_of_group(f, dmask),
-            dpadding=None if dpadding is None else dpadding[b0:b1],
-            mask_grad=self.mask in run.wants or self.padding in run.wants,
-            p=self.p,
-            site_key=run.site_key(self.site) if self.p > 0.0 else None,
-            row0=b0 * self.nhead * run.chunks.seq_len,
-        )
-
-    def _heads_of_group(self, f: Frame, mask: Tensor | None) -> Tensor | None:
-        """The part of a mask, (S, S) or (B*H, S, S), that the frame's sequences use."""
-        if mask is None or mask.dim() == 2:
-            return mask
-        return mask.view(-1, self.nhead, *mask.shape[1:])[f.seqs[0] : f.seqs[1]]

@@ -9,6 +9,7 @@ The kept set, the memory prediction and the tests read the same program.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -21,13 +22,20 @@ class Graph:
 
     Attributes:
         kind: the block's name in `policies.RUNGS`.
-        nodes: the steps; the first reads "input", the last defines "output".
-        params: names of the tensors besides the input, in the order in which they are passed.
+        nodes: the steps; the last defines "output".
+        params: names of the tensors besides the inputs, in the order in which they are passed.
+        inputs: names of the inputs, which come in groups of sequences; the first is "input".
     """
 
     kind: str
     nodes: tuple[Node, ...]
     params: tuple[str, ...]
+    inputs: tuple[str, ...] = ("input",)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of all tensors that a call passes, in order."""
+        return self.inputs + self.params
 
     @functools.cached_property
     def producer(self) -> dict[str, Node]:
@@ -35,19 +43,22 @@ class Graph:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """The activations that a policy may keep: all but the block's output."""
-        return tuple(node.name for node in self.nodes[:-1] if node.keepable)
+        """The activations that a policy may keep; the output, if its own backward asks for it."""
+        *inner, last = self.nodes
+        names = tuple(node.name for node in inner if node.keepable)
+        return names + ((last.name,) if last.name in last.asks(last.inputs) else ())
 
     @functools.cached_property
     def uses_seed(self) -> bool:
         return any("seed" in node.params for node in self.nodes)
 
     def widths(self, shapes: Shapes) -> dict[str, int]:
-        """Elements per token of every activation and statistic, given the shapes of the params.
+        """Elements per token of every activation and statistic, given shapes by name.
 
-        `shapes["input"]` is the input's shape, the width last.
+        Of the inputs the width is last, or they are heads (B, H, S, E).
         """
-        widths = {"input": shapes["input"][-1]}
+        given = {name: shapes[name] for name in self.inputs}
+        widths = {n: s[1] * s[3] if len(s) == 4 else s[-1] for n, s in given.items()}
         for node in self.nodes:
             widths[node.name] = node.width(widths, shapes)
             widths.update(dict.fromkeys(node.stats, node.stat_width()))
@@ -63,14 +74,18 @@ class Step:
     wants: frozenset[str]  # backward only: what the node gives gradients of
     free: tuple[str, ...]  # names used here for the last time
 
+    def __str__(self) -> str:
+        return f"{self.kind} {self.node.name}" if self.node is not None else self.kind
+
 
 @dataclass(frozen=True, eq=False)
 class Programs:
     """Everything about one (graph, policy, wanted gradients) that does not depend on sizes.
 
     Attributes:
-        kept: names kept for backward, the block's input not counted, in graph order.
-        keeps_input: whether backward asks for the input.
+        kept: names kept for backward, inputs and output not counted, in graph order.
+        kept_inputs: the inputs that backward asks for.
+        keeps_output: whether backward asks for the output and the policy keeps it.
         saved_params: params whose values backward reads again.
         forward, backward: for a group of whole sequences; a "tiles" step runs the tile programs.
         tile_forward, tile_backward: for a tile of tokens; empty when `tiled` is False.
@@ -81,7 +96,8 @@ class Programs:
     kept: tuple[str, ...]
     kept_group: tuple[str, ...]
     kept_tile: tuple[str, ...]
-    keeps_input: bool
+    kept_inputs: tuple[str, ...]
+    keeps_output: bool
     saved_params: tuple[str, ...]
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
@@ -114,7 +130,7 @@ def _with_frees(steps: list[_Draft], hold: Collection[str]) -> tuple[Step, ...]:
 
 def _wants_by_node(graph: Graph, wants: Collection[str]) -> dict[str, frozenset[str]]:
     """For each node that backward must run: which inputs and params it gives gradients of."""
-    reached = {"input"} & set(wants)
+    reached = set(graph.inputs) & set(wants)
     result: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
         mine = frozenset(n for n in node.inputs if n in reached)
@@ -171,7 +187,7 @@ def programs(graph: Graph, save: frozenset[str], wants: frozenset[str], tiled: b
     for node in graph.nodes:
         if not node.stats_follow or node.name in save:
             may_keep.update(node.stats)
-    group_names = {"input"} | {n for node in group_nodes for n in (node.name, *node.stats)}
+    group_names = {*graph.inputs} | {n for node in group_nodes for n in (node.name, *node.stats)}
 
     tile = _Demand(graph, may_keep | group_names)
     for node in reversed(tile_nodes):
@@ -179,7 +195,7 @@ def programs(graph: Graph, save: frozenset[str], wants: frozenset[str], tiled: b
             tile.backward(node, by_node[node.name])
     outside = tuple(sorted(tile.touched & group_names))  # what tiles ask the group for
 
-    group = _Demand(graph, may_keep | {"input"})
+    group = _Demand(graph, may_keep | {*graph.inputs})
     if tile.steps:
         for name in outside:
             group.ask(name)
@@ -190,7 +206,7 @@ def programs(graph: Graph, save: frozenset[str], wants: frozenset[str], tiled: b
 
     touched = tile.touched | group.touched
     order = [n for node in graph.nodes for n in (node.name, *node.stats)]
-    kept = tuple(n for n in order if n in may_keep and n in touched)
+    kept = tuple(n for n in order if n in may_keep and n in touched and n != "output")
     reread = {p for node in tile.rebuilt + group.rebuilt for p in node.params}
     for name, mine in by_node.items():
         reread.update(graph.producer[name].rereads(mine))
@@ -204,7 +220,8 @@ def programs(graph: Graph, save: frozenset[str], wants: frozenset[str], tiled: b
         kept=kept,
         kept_group=tuple(n for n in kept if n in group_names),
         kept_tile=tuple(n for n in kept if n not in group_names),
-        keeps_input="input" in touched,
+        kept_inputs=tuple(n for n in graph.inputs if n in touched),
+        keeps_output="output" in may_keep and "output" in touched,
         saved_params=tuple(p for p in graph.params if p in reread),
         forward=_with_frees(group_fwd, {*kept, "output"}),
         backward=_with_frees(group.steps, ()),
@@ -221,26 +238,31 @@ def _forward_steps(
 
 
 def kept_bytes(
-    graph: Graph,
-    save: frozenset[str],
-    wants: frozenset[str],
-    shapes: Shapes,
-    tokens: int,
-    itemsize: int,
+    graph: Graph, save: frozenset[str], wants: frozenset[str], shapes: Shapes, itemsize: int
 ) -> Mapping[str, int]:
-    """Bytes that one call keeps, by name: the input, activations, statistics and the seed.
+    """Bytes that one call keeps, by name: inputs, activations, statistics and the seed.
 
-    `shapes` maps "input" and every param to its shape; `itemsize` is that of the block's dtype.
-    Statistics are float32, or float64 in a float64 block. Attention masks are the caller's own
-    tensors and are not counted.
+    `shapes` maps every input, (B, S, D) or heads (B, H, S, E), and every param to its shape;
+    `itemsize` is that of the block's dtype. Statistics are float32, or float64 in a float64 block.
+    Attention masks are the caller's own tensors and are not counted.
     """
     plan = programs(graph, save, wants, tiled=False)
     widths = graph.widths(shapes)
+    batch, seq_len = sizes(shapes[graph.inputs[0]])
     stats = {s for node in graph.nodes for s in node.stats}
-    float_size = max(itemsize, 4)
-    result = {"input": tokens * widths["input"] * itemsize} if plan.keeps_input else {}
-    for name in plan.kept:
-        result[name] = tokens * widths[name] * (float_size if name in stats else itemsize)
+    result = {name: math.prod(shapes[name]) * itemsize for name in plan.kept_inputs}
+    for name in plan.kept + (("output",) if plan.keeps_output else ()):
+        size = max(itemsize, 4) if name in stats else itemsize
+        result[name] = batch * seq_len * widths[name] * size
     if "seed" in plan.saved_params:
         result["seed"] = 8
     return result
+
+
+def sizes(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Batch and sequence length of an input, (B, S, D) or heads (B, H, S, E).
+
+    >>> sizes((2, 5, 16)), sizes((2, 4, 5, 4))
+    ((2, 5), (2, 5))
+    """
+    return shape[0], shape[2 if len(shape) == 4 else 1]

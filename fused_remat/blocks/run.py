@@ -8,14 +8,14 @@ in every policy, which is why a rebuilt activation equals the forward's bit for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fused_remat.backends.base import Backend
-from fused_remat.blocks.frame import Chunks, Frame, Run
+from fused_remat.blocks.frame import TRACERS, Chunks, Frame, Run
 from fused_remat.blocks.program import Programs, Step
 
 
@@ -25,26 +25,53 @@ class Prepared:
 
     Attributes:
         backend, chunks, plan: who computes, in which pieces, by which programs.
-        wants: "input" and params whose gradients are wanted.
+        kind: the block's name, for profilers.
+        wants: inputs and params whose gradients are wanted.
         widths: elements per token of every activation and statistic.
+        shapes: of the inputs, batch first.
     """
 
     backend: Backend
     chunks: Chunks
     plan: Programs
+    kind: str
     wants: frozenset[str]
     widths: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
 
-    def start(self, tensors: Mapping[str, Tensor | None], like: Tensor) -> Run:
+    def start(
+        self,
+        tensors: Mapping[str, Tensor | None],
+        functions: Mapping[str, Callable[[Tensor], Tensor]],
+        like: Tensor,
+    ) -> Run:
         """A pass over `tensors`, with the dtype and device of `like`."""
-        return Run(self.backend, self.chunks, self.wants, self.widths, tensors, like)
+        return Run(self.backend, self.chunks, self.wants, self.widths, tensors, functions, like)
 
 
-def _compute(steps: Sequence[Step], frame: Frame, out: Tensor | None) -> None:
+def _run_step(step: Step, frame: Frame, out: Tensor | None) -> None:
+    """Compute an activation (into `out` if it is the output), or run a node's backward."""
+    node = step.node
+    assert node is not None
+    if step.kind == "compute":
+        node.forward(frame, out if node.name == "output" else None)
+    else:
+        dy, owned = frame.take_grad(node.name)
+        assert dy is not None
+        node.backward(frame, dy, owned, step.wants)
+    _free(step, frame)
+
+
+def _run_steps(steps: Sequence[Step], frame: Frame, out: Tensor | None = None) -> None:
+    if not (frame.run.profiling or TRACERS):
+        for step in steps:
+            _run_step(step, frame, out)
+        return
     for step in steps:
-        if step.node is not None:
-            step.node.forward(frame, out if step.node.name == "output" else None)
-        _free(step, frame)
+        for trace in TRACERS:
+            trace(step, frame)
+        with torch.profiler.record_function(f"fused_remat::{step}"):
+            _run_step(step, frame, out)
 
 
 def _free(step: Step, frame: Frame) -> None:
@@ -52,33 +79,35 @@ def _free(step: Step, frame: Frame) -> None:
         frame.values.pop(name, None)
 
 
-def _run_step(step: Step, frame: Frame) -> None:
-    """One step of a backward program: rebuild an activation, or run a node's backward."""
-    assert step.node is not None
-    if step.kind == "compute":
-        step.node.forward(frame)
-    else:
-        dy, owned = frame.take_grad(step.node.name)
-        assert dy is not None
-        step.node.backward(frame, dy, owned, step.wants)
-    _free(step, frame)
+def _of(x: Tensor, seqs: tuple[int, int]) -> Tensor:
+    return x if seqs[1] - seqs[0] == x.shape[0] else x[seqs[0] : seqs[1]]
 
 
-def _rows(x_BSD: Tensor, seqs: tuple[int, int]) -> Tensor:
-    """Tokens of a group as a matrix: a view where the layout allows, else a copy of the group."""
-    return _of(x_BSD, seqs).reshape(-1, x_BSD.shape[-1])
+def _rows(x: Tensor, seqs: tuple[int, int]) -> Tensor:
+    """A group of (B, S, D) as a matrix of tokens: a view where the layout allows, else a copy.
+
+    Of heads (B, H, S, E), the group's heads.
+    """
+    mine = _of(x, seqs)
+    return mine if mine.dim() == 4 else mine.reshape(-1, mine.shape[-1])
 
 
-def _of(x_BSD: Tensor, seqs: tuple[int, int]) -> Tensor:
-    return x_BSD if seqs[1] - seqs[0] == x_BSD.shape[0] else x_BSD[seqs[0] : seqs[1]]
+def _frame(run: Run, seqs: tuple[int, int], inputs: Iterable[str]) -> Frame:
+    """The frame of a group, holding those of `inputs` that are there."""
+    frame = Frame(run, seqs, (0, (seqs[1] - seqs[0]) * run.chunks.seq_len))
+    for name in inputs:
+        x = run.tensors.get(name)
+        if x is not None:
+            frame.values[name] = _rows(x, seqs)
+    return frame
 
 
-def forward(run: Run, plan: Programs, x_BSD: Tensor, out_BSD: Tensor) -> list[Tensor]:
+def forward(run: Run, prepared: Prepared, out_BSD: Tensor) -> list[Tensor]:
     """Fill `out_BSD` with the block's output; returns what the plan keeps, in frame order."""
     kept: list[Tensor] = []
+    plan = prepared.plan
     for seqs in run.chunks.groups():
-        frame = Frame(run, seqs, (0, (seqs[1] - seqs[0]) * run.chunks.seq_len))
-        frame.values["input"] = _rows(x_BSD, seqs)
+        frame = _frame(run, seqs, prepared.shapes)
         target = _of(out_BSD, seqs)
         in_place = target.is_contiguous()
         if in_place:
@@ -88,7 +117,7 @@ def forward(run: Run, plan: Programs, x_BSD: Tensor, out_BSD: Tensor) -> list[Te
         if plan.tile_forward:
             _forward_tiles(frame, plan, out, kept)
         else:
-            _compute(plan.forward, frame, out)
+            _run_steps(plan.forward, frame, out)
             kept.extend(frame.values[n] for n in plan.kept_group)
         if not in_place:
             target.copy_(out.view(target.shape))
@@ -98,45 +127,70 @@ def forward(run: Run, plan: Programs, x_BSD: Tensor, out_BSD: Tensor) -> list[Te
 def _forward_tiles(frame: Frame, plan: Programs, out: Tensor, kept: list[Tensor]) -> None:
     run = frame.run
     *before, _tiles = plan.forward
-    _compute(before, frame, None)
+    _run_steps(before, frame)
     kept.extend(frame.values[n] for n in plan.kept_group)
     for span in run.chunks.tiles(frame.rows):
         tile = Frame(run, frame.seqs, span, frame)
-        _compute(plan.tile_forward, tile, out[span[0] : span[1]])
+        _run_steps(plan.tile_forward, tile, out[span[0] : span[1]])
         kept.extend(tile.values[n] for n in plan.kept_tile)
 
 
 def backward(
-    run: Run, plan: Programs, x_BSD: Tensor | None, kept: Sequence[Tensor], dy_BSD: Tensor
-) -> Tensor | None:
-    """The input's gradient, (B, S, D), if wanted; the params' gradients stay in `run`.
+    run: Run, prepared: Prepared, kept: Sequence[Tensor], out_BSD: Tensor | None, dy_BSD: Tensor
+) -> dict[str, Tensor]:
+    """Gradients of the wanted inputs, shaped like them; the params' gradients stay in `run`.
 
-    `x_BSD` may be None when the plan does not keep the input; `kept` is what `forward` returned.
+    `kept` is what `forward` returned; `out_BSD` the output, if the plan keeps it.
     """
     supply = iter(kept)
-    dx_BSD: Tensor | None = None
+    plan = prepared.plan
+    grads: dict[str, Tensor] = {}
     for seqs in run.chunks.groups():
-        frame = Frame(run, seqs, (0, (seqs[1] - seqs[0]) * run.chunks.seq_len))
-        if x_BSD is not None:
-            frame.values["input"] = _rows(x_BSD, seqs)
+        frame = _frame(run, seqs, plan.kept_inputs)
         frame.values.update((n, next(supply)) for n in plan.kept_group)
+        if out_BSD is not None:
+            frame.values["output"] = _rows(out_BSD, seqs)
         frame.grads["output"] = (_rows(dy_BSD, seqs), False)
+        before: list[Step] = []
         for step in plan.backward:
-            if step.kind == "tiles":
-                _backward_tiles(frame, plan, supply)
-                _free(step, frame)
-            else:
-                _run_step(step, frame)
-        if "input" not in run.wants:
-            continue
-        dx, owned = frame.take_grad("input")
-        assert dx is not None
-        if owned and run.chunks.group >= run.chunks.batch:
-            return dx.view(dy_BSD.shape)
-        if dx_BSD is None:
-            dx_BSD = torch.empty_like(dy_BSD, memory_format=_dense(dy_BSD))
-        dx_BSD[seqs[0] : seqs[1]].copy_(dx.view(-1, *dy_BSD.shape[1:]))
-    return dx_BSD
+            if step.kind != "tiles":
+                before.append(step)
+                continue
+            _run_steps(before, frame)
+            _backward_tiles(frame, plan, supply)
+            _free(step, frame)
+            before = []
+        _run_steps(before, frame)
+        for name in prepared.shapes:
+            if name in run.wants:
+                _collect(name, frame, prepared, dy_BSD, grads)
+    return grads
+
+
+def _collect(
+    name: str, frame: Frame, prepared: Prepared, dy_BSD: Tensor, grads: dict[str, Tensor]
+) -> None:
+    """Add a group's gradient of an input to `grads`, the whole of it by name."""
+    grad, owned = frame.take_grad(name)
+    assert grad is not None
+    shape = prepared.shapes[name]
+    if owned and prepared.chunks.group >= prepared.chunks.batch:
+        grads[name] = grad.view(shape)
+        return
+    if name not in grads:
+        grads[name] = _empty_grad(shape, dy_BSD)
+    target = _of(grads[name], frame.seqs)
+    target.copy_(grad.view(target.shape))
+
+
+def _empty_grad(shape: tuple[int, ...], dy: Tensor) -> Tensor:
+    """For an input's gradient: laid out as `dy`, unless that is expanded (from a sum, say)."""
+    if len(shape) == 4:
+        batch, heads, seq_len, width = shape
+        return dy.new_empty((batch, seq_len, heads, width)).transpose(1, 2)
+    if tuple(dy.shape) != tuple(shape) or 0 in dy.stride():
+        return dy.new_empty(shape)
+    return torch.empty_like(dy)
 
 
 def _backward_tiles(frame: Frame, plan: Programs, supply: Iterator[Tensor]) -> None:
@@ -151,16 +205,10 @@ def _backward_tiles(frame: Frame, plan: Programs, supply: Iterator[Tensor]) -> N
         tile = Frame(run, frame.seqs, span, frame)
         tile.values.update((n, next(supply)) for n in plan.kept_tile)
         tile.grads["output"] = (dout[span[0] : span[1]], False)
-        for step in plan.tile_backward:
-            _run_step(step, tile)
+        _run_steps(plan.tile_backward, tile)
         for name, buffer in buffers.items():
             grad, _ = tile.take_grad(name)
             assert grad is not None
             buffer[span[0] : span[1]].copy_(grad)
     for name, buffer in buffers.items():
         frame.add_grad(name, buffer, owned=True)
-
-
-def _dense(x: Tensor) -> torch.memory_format:
-    """The layout for a gradient: that of `x`, unless `x` is expanded (from a sum, say)."""
-    return torch.contiguous_format if 0 in x.stride() else torch.preserve_format

@@ -12,12 +12,12 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._device import DeviceContext
 
+from fused_remat.backends import activations
 from fused_remat.blocks.encoder import EncoderConfig
 
 
@@ -50,38 +50,16 @@ _GLOBAL_HOOKS = tuple(
 # Observers that change nothing: torch.utils.flop_counter and its module tracker.
 _KNOWN_GLOBAL_HOOKS = ("torch.utils.module_tracker", "torch.utils.flop_counter")
 
-_FUNCTIONS: dict[Any, str] = {
-    F.relu: "relu",
-    torch.relu: "relu",
-    F.gelu: "gelu",
-    F.silu: "silu",
-    F.tanh: "tanh",
-    torch.tanh: "tanh",
-}
-_MODULES: dict[type, str] = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Tanh: "tanh"}
-_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
-
 
 def activation_name(activation: Any) -> str | None:
-    """The backend's name of an activation function or module, or None if it has none.
+    """The backend's name of an activation without hooks, or None if it has none.
 
     >>> activation_name(nn.GELU(approximate="tanh")), activation_name(torch.sin)
     ('gelu_tanh', None)
     """
-    if isinstance(activation, nn.Module):
-        if has_hooks(activation) or "forward" in activation.__dict__:
-            return None
-        if type(activation) is nn.GELU:
-            return _GELU.get(activation.approximate)
-        return _MODULES.get(type(activation))
-    if isinstance(activation, functools.partial) and activation.func is F.gelu:
-        if activation.args or set(activation.keywords) - {"approximate"}:
-            return None
-        return _GELU.get(activation.keywords.get("approximate", "none"))
-    try:
-        return _FUNCTIONS.get(activation)
-    except TypeError:  # not hashable
+    if isinstance(activation, nn.Module) and has_hooks(activation):
         return None
+    return activations.activation_name(activation)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -102,8 +80,10 @@ def has_hooks(module: nn.Module) -> bool:
 def why_not_module(layer: nn.TransformerEncoderLayer) -> str | None:
     """Why the fused path cannot stand in for the layer's submodules and methods.
 
-    >>> why_not_module(nn.TransformerEncoderLayer(8, 2, activation=torch.sin))
-    'its activation sin has no fused derivative yet'
+    >>> layer = nn.TransformerEncoderLayer(8, 2)
+    >>> layer.norm1 = nn.Identity()
+    >>> why_not_module(layer)
+    'its norm1 is a Identity, not a LayerNorm'
     """
     cls = type(layer)
     for method in ("_sa_block", "_ff_block"):
@@ -118,18 +98,11 @@ def why_not_module(layer: nn.TransformerEncoderLayer) -> str | None:
             return f"its {name} has hooks"
         if "forward" in child.__dict__ or type(child).forward is not _FORWARDS[type(child)]:
             return f"its {name}.forward was replaced"
-    extra = next((n for n in children if n not in _CHILDREN and n != "activation"), None)
-    if extra is not None:
-        return f"it has a submodule {extra} that the stock layer does not have"
     for hooks in _GLOBAL_HOOKS:
         for hook in hooks.values():
             if getattr(hook, "__module__", None) not in _KNOWN_GLOBAL_HOOKS:
                 shown = getattr(hook, "__qualname__", type(hook).__name__)
                 return f"a global module hook is registered ({shown})"
-    if activation_name(layer.activation) is None:
-        act: Any = layer.activation
-        shown = None if isinstance(act, nn.Module) else getattr(act, "__name__", None)
-        return f"its activation {shown or type(act).__name__} has no fused derivative yet"
     return _why_not_parts(children)
 
 
@@ -260,6 +233,24 @@ def dropout_p(module: Any) -> float:
     """
     state = module.__dict__
     return float(state.get("p", 0.0)) if state["training"] else 0.0
+
+
+def dropout_ps(layer: nn.TransformerEncoderLayer) -> tuple[float, float, float, float]:
+    """What applies now to attention probabilities, after attention, within and after the MLP.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, dropout=0.1).eval()
+    >>> _ = layer.dropout.train()  # each submodule rules its own
+    >>> dropout_ps(layer)
+    (0.0, 0.0, 0.1, 0.0)
+    """
+    children = layer._modules
+    attn: Any = children["self_attn"]
+    return (
+        float(attn.dropout) if attn.training else 0.0,
+        dropout_p(children["dropout1"]),
+        dropout_p(children["dropout"]),
+        dropout_p(children["dropout2"]),
+    )
 
 
 def why_not_dropout(config: EncoderConfig) -> str | None:

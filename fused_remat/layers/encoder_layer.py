@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fused_remat import ops
 from fused_remat.backends.registry import check_name
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
-from fused_remat.layers import eligibility
+from fused_remat.blocks.sketch import CUSTOM, captured_params
+from fused_remat.layers import custom_activation, eligibility, fastpath
 from fused_remat.layers.replay import checkpointed
 from fused_remat.policies import Policy, kept_names
 
@@ -25,7 +26,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
     Same constructor, parameters, `state_dict`, initialisation and forward as
     `nn.TransformerEncoderLayer`; calls that the fused path cannot serve run PyTorch's own forward,
     under non-reentrant checkpoint when training, with one `FusedRematWarning` that says why.
-    Evaluation without gradients is PyTorch's own forward.
+    In eval without gradients and masks, a plain layer is PyTorch's inference kernel.
 
     Args:
         policy: what to keep between forward and backward: a rung ("full", "lean", "balanced",
@@ -138,37 +139,83 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """As `nn.TransformerEncoderLayer.forward`: masks are bool (True = excluded) or float."""
-        if (
-            torch.compiler.is_compiling()
-            or torch._C._are_functorch_transforms_active()
-            or torch.jit.is_tracing()  # type: ignore[attr-defined]
-        ):
-            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-        params = self._params()
-        differentiable = torch.is_grad_enabled() and any(
-            isinstance(t, Tensor) and t.requires_grad
-            for t in (src, *params.values(), src_mask, src_key_padding_mask)
-        )
-        plain = not (self.training or differentiable)
-        if plain or getattr(src, "is_nested", False) or _is_empty(src):
-            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-        config = self._config(src, params, src_mask, src_key_padding_mask, is_causal)
-        if isinstance(config, EncoderConfig):
-            mask = src_mask if config.has_mask else None
-            _warn_mismatch(src_mask, src_key_padding_mask)
-            return self._fused(src, {**params, "mask": mask}, src_key_padding_mask, config)
-        if not (
-            differentiable
-            or (torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters()))
-        ):
-            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         args = (src, src_mask, src_key_padding_mask, is_causal)
+        if _is_traced():
+            return super().forward(*args)
+        params = self._params()
+        unmasked = src_mask is None and src_key_padding_mask is None
+        wants_grad = _wants_grad(*args, *params.values())
+        if unmasked and not wants_grad and fastpath.is_exact(self, params):
+            return super().forward(*args)
+        if getattr(src, "is_nested", False):
+            return self._nested(*args)
+        config = self._config(src, params, src_mask, src_key_padding_mask, is_causal)
+        if not isinstance(config, EncoderConfig):
+            return self._fallback(config, *args)
+        _warn_mismatch(src_mask, src_key_padding_mask)
+        params["mask"] = src_mask if config.has_mask else None
+        return self._fused(src, params, src_key_padding_mask, config)
+
+    def why_not_fused(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> str | None:
+        """Why this call of `forward` would not take the fused path, or None if it would.
+
+        >>> import torch
+        >>> layer = FusedRematLayer(16, 2, 32)
+        >>> layer.norm1 = nn.RMSNorm(16)
+        >>> layer.why_not_fused(torch.zeros(5, 3, 16))
+        'its norm1 is a RMSNorm, not a LayerNorm'
+        """
+        args = (src, src_mask, src_key_padding_mask, is_causal)
+        if _is_traced():
+            return "the call is compiled, transformed or traced"
+        params = self._params()
+        unmasked = src_mask is None and src_key_padding_mask is None
+        plain = unmasked and not _wants_grad(*args, *params.values())
+        if plain and fastpath.is_exact(self, params):
+            return "evaluation without gradients is PyTorch's own where that is exact"
+        if getattr(src, "is_nested", False):
+            return "src is a nested tensor"
+        config = self._config(src, params, *args[1:])
+        return None if isinstance(config, EncoderConfig) else config
+
+    def _nested(self, src: Tensor, *masks: Any) -> Tensor:
+        """What `nn.TransformerEncoder` hands on in eval, where the native kernel would be wrong."""
+        if (
+            self.training
+            or src.layout is not torch.strided
+            or any(m is not None for m in masks[:2])
+        ):
+            return super().forward(src, *masks)  # which raises
+        lengths = [len(sequence) for sequence in src.unbind()]
+        padded = src.to_padded_tensor(0.0)
+        positions = torch.arange(padded.shape[1], device=src.device)
+        excluded = positions >= torch.tensor(lengths, device=src.device).unsqueeze(1)
+        out = self.forward(padded, src_key_padding_mask=excluded)
+        rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
+        nested: Tensor = torch.nested.as_nested_tensor(rows)
+        return nested
+
+    def _unfused(self, *args: Any) -> Tensor:
+        """PyTorch's forward through the submodules, also in eval."""
+        with fastpath.off():
+            return super().forward(*args)
+
+    def _fallback(self, reason: str, *args: Any) -> Tensor:
+        """The same, under checkpoint where gradients are wanted, and with a warning then."""
+        if not _wants_grad(*args, *self.parameters()):
+            return self._unfused(*args)
         if self._policy == "none":
-            out = super().forward(*args)
-            _warn(self, f"PyTorch's own forward: {config}")
+            out = self._unfused(*args)
+            _warn(self, f"PyTorch's own forward: {reason}")
         else:
-            out = checkpointed(self, super().forward, *args)
-            _warn(self, f"PyTorch's own forward under torch.utils.checkpoint: {config}")
+            out = checkpointed(self, self._unfused, *args)
+            _warn(self, f"PyTorch's own forward under torch.utils.checkpoint: {reason}")
         return out
 
     def _params(self) -> dict[str, Tensor | None]:
@@ -206,17 +253,28 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         causal = is_causal and padding is None  # as in PyTorch: the hint stands for the mask
         children = self._modules
         attn: Any = children["self_attn"]
+        activation, captured = eligibility.activation_name(self.activation), 0
+        if activation is None:
+            fc1 = params["fc1.weight"]
+            assert fc1 is not None
+            found = custom_activation.captured(self.activation, src, fc1.shape[0])
+            if isinstance(found, str):
+                return found
+            params.update(zip(captured_params(len(found)), found, strict=True))
+            activation, captured = CUSTOM, len(found)
+        p_attention, p_residual1, p_mlp, p_residual2 = eligibility.dropout_ps(self)
         config = EncoderConfig(
             norm_first=self.norm_first,
             nhead=attn.num_heads,
             head_dim=attn.embed_dim // attn.num_heads,
-            activation=eligibility.activation_name(self.activation) or "",
+            activation=activation,
+            captured=captured,
             eps1=children["norm1"].eps,  # type: ignore[union-attr, arg-type]
             eps2=children["norm2"].eps,  # type: ignore[union-attr, arg-type]
-            p_attention=float(attn.dropout) if attn.training else 0.0,
-            p_residual1=eligibility.dropout_p(children["dropout1"]),
-            p_mlp=eligibility.dropout_p(children["dropout"]),
-            p_residual2=eligibility.dropout_p(children["dropout2"]),
+            p_attention=p_attention,
+            p_residual1=p_residual1,
+            p_mlp=p_mlp,
+            p_residual2=p_residual2,
             causal=causal,
             has_mask=mask is not None and not causal,
             has_padding=padding is not None,
@@ -231,17 +289,23 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         config: EncoderConfig,
     ) -> Tensor:
         unbatched = src.dim() == 2
+        seq_first = not (unbatched or self._modules["self_attn"].batch_first)  # type: ignore[union-attr]
+        functions = {}
+        if config.activation == CUSTOM:
+            bound = custom_activation.bind(self.activation, tuple(src.shape), seq_first)
+            functions = {"activation": bound}
         if unbatched:
             src = src.unsqueeze(0)
             padding = None if padding is None else padding.unsqueeze(0)
         tensors["padding"] = padding
-        out = ops.encoder_block(
+        out = ops.run_encoder(
             src,
             tensors,
             config,
             policy=self._policy,
             backend=self._backend,
-            seq_first=not (unbatched or self._modules["self_attn"].batch_first),  # type: ignore[union-attr]
+            seq_first=seq_first,
+            functions=functions,
         )
         return out.squeeze(0) if unbatched else out
 
@@ -254,7 +318,7 @@ def _warn(layer: FusedRematLayer, message: str) -> None:
     seen = _warned.setdefault(layer, set())
     if message not in seen:
         text = f"{type(layer).__name__} runs {message}"
-        warnings.warn(text, eligibility.FusedRematWarning, stacklevel=5)
+        warnings.warn(text, eligibility.FusedRematWarning, stacklevel=6)
         seen.add(message)
 
 
@@ -282,5 +346,16 @@ def _tensor(module: Any, name: str) -> Tensor | None:
     return None
 
 
-def _is_empty(src: Any) -> bool:
-    return isinstance(src, Tensor) and src.numel() == 0
+def _is_traced() -> bool:
+    """Whether the call is compiled, transformed or traced: PyTorch's own forward serves those."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    )
+
+
+def _wants_grad(*values: Any) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in values
+    )

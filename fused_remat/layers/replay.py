@@ -1,18 +1,22 @@
 """PyTorch's own forward under checkpoint, replayed on what the first run read.
 
-`torch.utils.checkpoint` alone calls the module again in backward, with whatever parameters, buffers
-and modes it has by then: after `functional_call`, an optimizer step, `eval()` or a buffer update
-that is another function, and the gradients would be wrong without a word.
+`torch.utils.checkpoint` alone calls the module again in backward, with whatever parameters,
+buffers, modes and hooks it has by then: after `functional_call`, an optimizer step, `eval()`, a
+buffer update or `handle.remove()` that is another function, and the gradients would be wrong
+without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from fused_remat.layers.hooks import HookRun
 
 
 class _Caller(nn.Module):
@@ -27,38 +31,52 @@ class _Caller(nn.Module):
         return self._forward(*args)
 
 
+@contextlib.contextmanager
+def _attributes_restored(layer: nn.Module) -> Iterator[None]:
+    before = [(module, module.__dict__.copy()) for module in layer.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.update(attributes)
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
+
+
 def checkpointed(layer: nn.Module, forward: Callable[..., Tensor], *args: Any) -> Tensor:
     """`forward(*args)`, a method of `layer`, under non-reentrant checkpoint.
 
     Backward replays it with the parameters of now (changing one in place raises RuntimeError),
-    copies of the buffers of now, and the training flags of now.
+    copies of the buffers of now, the training flags of now, and the submodules' hooks of now:
+    again those that acted (`HookRun`), while those that only look fire once. It leaves attributes
+    of modules as it found them.
 
     >>> layer = nn.Linear(2, 2)
     >>> y = checkpointed(layer, layer.forward, torch.ones(3, 2))
     >>> y.sum().backward(); layer.bias.grad
     tensor([3., 3.])
     """
-    params = {f"layer.{name}": p for name, p in layer.named_parameters()}
+    # Sharded ones (DTensor) are left to the hooks that gather them, which the replay calls again.
+    plain = [(name, p) for name, p in layer.named_parameters() if type(p) in (Tensor, nn.Parameter)]
+    params = {f"layer.{name}": p for name, p in plain}
     buffers = {f"layer.{name}": b.detach().clone() for name, b in layer.named_buffers()}
     modes = [(module, module.training) for module in layer.modules()]
+    hooks = HookRun(layer)
     first = True
 
     def run(given: tuple[Any, ...], *tensors: Tensor) -> Tensor:
         nonlocal first
         if first:
             first = False
-            return forward(*given)
+            with hooks.first():
+                return forward(*given)
         state = dict(zip(params, tensors, strict=True))
         state |= {name: b.clone() for name, b in buffers.items()}
-        now = [module.training for module, _ in modes]
-        try:
+        with _attributes_restored(layer), hooks.again():
             for module, training in modes:
                 module.training = training
             out: Tensor = torch.func.functional_call(_Caller(layer, forward), state, given)
             return out
-        finally:
-            for (module, _), training in zip(modes, now, strict=True):
-                module.training = training
 
     count = len(args)
     flat = (*args, *params.values())  # checkpoint saves its tensor arguments, with their versions

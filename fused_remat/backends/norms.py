@@ -1,0 +1,104 @@
+"""Norms: a row each, forward and backward, in ATen ops.
+
+A row is `name: Norm(fwd, bwd)`, its statistics listed in `base.NORM_STATS`:
+
+    fwd(x, weight, bias, eps) -> (y, *stats)
+    bwd(dy, x, stats, weight, wants) -> (dx, dweight, dbias), those that `wants` marks, else None
+
+Statistics are float32 (float64 for float64) whatever the dtype of x, and so is what is summed over
+tokens for dweight and dbias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm over the last dimension and its gradients."""
+
+    fwd: Callable[..., tuple[Tensor, ...]]
+    bwd: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+
+
+def _wide(t: Tensor | None, fill: float, x: Tensor) -> Tensor:
+    if t is None:
+        return torch.full((x.shape[-1],), fill, dtype=torch.float32, device=x.device)
+    return t.float()
+
+
+def _needs_wide_affine(x: Tensor) -> bool:
+    # Beside a low-precision affine, ATen's statistics on CPU are low precision too.
+    return x.dtype in _LOW and x.device.type == "cpu"
+
+
+def layer_norm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
+    """(x - mean) * rstd * weight + bias, mean, rstd."""
+    if _needs_wide_affine(x):
+        weight, bias = _wide(weight, 1.0, x), _wide(bias, 0.0, x)
+    result: tuple[Tensor, ...] = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return result
+
+
+def layer_norm_bwd(
+    dy: Tensor, x: Tensor, stats: tuple[Tensor, ...], weight: Tensor | None, wants: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Ba, Kiros, Hinton 2016; ATen's own backward."""
+    if _needs_wide_affine(x):
+        weight = _wide(weight, 1.0, x)
+    elif weight is None and wants[2]:
+        weight = x.new_ones(x.shape[-1:])  # ATen takes the layout of dbias from it
+    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+        dy, x, x.shape[-1:], *stats, weight, weight, list(wants)
+    )
+    if x.dtype in _LOW:
+        dweight = dweight.float() if wants[1] else None
+        dbias = dbias.float() if wants[2] else None
+    return dx if wants[0] else None, dweight, dbias
+
+
+def rms_norm_fwd(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
+    """x * rstd * weight and rstd = (mean(x**2) + eps) ** -0.5; `bias`, if any, is added."""
+    wide = x.float() if x.dtype in _LOW else x
+    rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    y = wide * rstd
+    if weight is not None:
+        y.mul_(weight)
+    if bias is not None:
+        y.add_(bias)
+    return y.to(x.dtype), rstd
+
+
+def rms_norm_bwd(
+    dy: Tensor, x: Tensor, stats: tuple[Tensor, ...], weight: Tensor | None, wants: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """With n = x * rstd and g = dy * weight: dx = rstd * (g - n * mean(g * n))."""
+    (rstd,) = stats
+    wide = dy.float() if dy.dtype in _LOW else dy
+    normed = x * rstd  # float32 at least: rstd is
+    dweight = (wide * normed).sum(0) if wants[1] else None
+    dbias = wide.sum(0) if wants[2] else None
+    if not wants[0]:
+        return None, dweight, dbias
+    g = wide if weight is None else wide * weight
+    mean = (g * normed).mean(-1, keepdim=True)
+    dx = normed.mul_(mean).neg_().add_(g).mul_(rstd)
+    return dx.to(x.dtype), dweight, dbias
+
+
+NORMS: dict[str, Norm] = {
+    "layer_norm": Norm(layer_norm_fwd, layer_norm_bwd),
+    "rms_norm": Norm(rms_norm_fwd, rms_norm_bwd),
+}

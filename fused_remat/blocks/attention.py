@@ -1,0 +1,187 @@
+"""Attention as a step: from the packed projection of a block, or from separate heads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fused_remat.backends.base import AttentionCall
+from fused_remat.blocks.frame import Frame
+from fused_remat.blocks.nodes import Node, Shapes
+
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Node):
+    """name = dropout(softmax(scores + masks)) v, heads side by side, from packed q, k, v.
+
+    scores = scale * q k^T, or softcap * tanh(scale * q k^T / softcap) where `softcap` is not 0.
+
+    Attributes:
+        qkv: the packed projection: nhead query heads, kv_heads key heads, kv_heads value heads.
+        nhead, kv_heads: query heads share key and value heads in groups of nhead / kv_heads.
+        left, right: query i sees keys i + offset - left to i + offset + right, -1 for no limit;
+            offset = S_k - S_q, so that the last query and the last key are at one place.
+        scale, softcap: of the scores.
+        site, p: dropout of the probabilities.
+        mask, padding: names of the masks, "" for none.
+        mask_keeps: a bool mask's True takes part (as SDPA), else is excluded (as nn.Transformer).
+    """
+
+    qkv: str
+    nhead: int
+    kv_heads: int
+    scale: float
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    site: int
+    p: float
+    mask: str = ""
+    padding: str = ""
+    mask_keeps: bool = False
+    per_sequence: ClassVar[bool] = True
+    stats_follow: ClassVar[bool] = True
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.qkv,)
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        seed = ("seed",) if self.p > 0.0 else ()
+        return tuple(n for n in (self.mask, self.padding) if n) + seed
+
+    @property
+    def stats(self) -> tuple[str, ...]:
+        return (f"{self.name}.lse",)
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        return widths[self.qkv] // (self.nhead + 2 * self.kv_heads) * self.nhead
+
+    def stat_width(self) -> int:
+        return self.nhead
+
+    def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
+        full = 4 * seq_len * self.width(widths, shapes)
+        return full // 2 if self.right == 0 else full
+
+    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
+        return (*self.inputs, self.name, *self.stats)
+
+    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+        return self.params
+
+    def route(self, f: Frame) -> str:
+        q, k, v = self._heads(f)
+        return f.backend.attention_route(q, v, self.call(f, q, k, ()))
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        q, k, v = self._heads(f)
+        attn, lse = f.backend.attention_fwd(q, k, v, self.call(f, q, k, ()), out=out)
+        f.put(self.name, attn)
+        f.put(self.stats[0], lse)
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        q, k, v = self._heads(f)
+        call = self.call(f, q, k, wants)
+        wanted = any(name in wants for name in self.inputs)
+        grads, heads = self._buffers(f) if wanted else ({}, None)
+        f.backend.attention_bwd(dy, q, k, v, f[self.name], f[self.stats[0]], call, heads)
+        for name, grad in grads.items():
+            if name in wants:
+                f.add_grad(name, grad, owned=True)
+
+    def _heads(self, f: Frame) -> Heads:
+        return self._views(f, f[self.qkv])
+
+    def _views(self, f: Frame, packed: Tensor) -> Heads:
+        """q (B, H, S, E), k and v (B, Hkv, S, E) as views of a packed matrix."""
+        h, kv = self.nhead, self.kv_heads
+        heads = packed.view(f.seqs[1] - f.seqs[0], f.run.chunks.seq_len, h + 2 * kv, -1)
+        q, k, v = heads.transpose(1, 2).split((h, kv, kv), 1)
+        return q, k, v
+
+    def _buffers(self, f: Frame) -> tuple[dict[str, Tensor], Heads]:
+        """Empty gradients of the inputs by name, and as heads for the backend to fill."""
+        packed = torch.empty_like(f[self.qkv])
+        return {self.qkv: packed}, self._views(f, packed)
+
+    def call(self, f: Frame, q: Tensor, k: Tensor, wants: Collection[str]) -> AttentionCall:
+        """The sizes, masks and randomness for the frame's sequences.
+
+        The gradient of a mask that is in `wants` is added, group by group, to a buffer as large as
+        the whole mask.
+        """
+        run = f.run
+        for name in (self.mask, self.padding):
+            if name in wants and name not in run.param_grads:
+                mask = run.tensors[name]
+                assert mask is not None
+                dtype = torch.promote_types(mask.dtype, torch.float32)
+                run.param_grads[name] = mask.new_zeros(mask.shape, dtype=dtype)
+        grads = run.param_grads
+        return AttentionCall(
+            batch=q.shape[0],
+            nhead=self.nhead,
+            kv_heads=self.kv_heads,
+            q_len=q.shape[2],
+            kv_len=k.shape[2],
+            scale=self.scale,
+            left=self.left,
+            right=self.right,
+            softcap=self.softcap,
+            mask=self._of_group(f, run.tensors.get(self.mask)),
+            padding=_rows_of_group(f, run.tensors.get(self.padding)),
+            dmask=self._of_group(f, grads.get(self.mask) if self.mask in wants else None),
+            dpadding=_rows_of_group(f, grads.get(self.padding) if self.padding in wants else None),
+            mask_keeps=self.mask_keeps,
+            mask_grad=self.mask in run.wants or self.padding in run.wants,
+            p=self.p,
+            site_key=run.site_key(self.site) if self.p > 0.0 else None,
+            row0=f.seqs[0] * self.nhead * q.shape[2],
+        )
+
+    def _of_group(self, f: Frame, mask: Tensor | None) -> Tensor | None:
+        """The part of a mask that the frame's sequences use, in four dimensions or (S_q, S_k).
+
+        A mask is (S_q, S_k), (B*H, S_q, S_k), or broadcasts to (B, H, S_q, S_k).
+        """
+        if mask is None or mask.dim() == 2:
+            return mask
+        if mask.dim() == 3:
+            mask = mask.view(-1, self.nhead, *mask.shape[1:])
+        return mask if mask.shape[0] == 1 else mask[f.seqs[0] : f.seqs[1]]
+
+
+def _rows_of_group(f: Frame, padding: Tensor | None) -> Tensor | None:
+    return None if padding is None else padding[f.seqs[0] : f.seqs[1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsAttention(Attention):
+    """`Attention` from three inputs: query (B, H, S_q, E), key, value (B, Hkv, S_k, E)."""
+
+    qkv: str = ""
+    query: str = "input"
+    key: str = "key"
+    value: str = "value"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.query, self.key, self.value)
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        return self.nhead * shapes[self.value][-1]
+
+    def _heads(self, f: Frame) -> Heads:
+        return f[self.query], f[self.key], f[self.value]
+
+    def _buffers(self, f: Frame) -> tuple[dict[str, Tensor], Heads]:
+        q, k, v = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in self._heads(f))
+        return dict(zip(self.inputs, (q, k, v), strict=True)), (q, k, v)

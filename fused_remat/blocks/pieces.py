@@ -1,0 +1,135 @@
+"""Parts of transformer blocks as graphs of their own: norm, MLP, attention, residual sum.
+
+Each function is cached: equal arguments, one graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from fused_remat import random
+from fused_remat.blocks.attention import Attention, HeadsAttention
+from fused_remat.blocks.pointwise import Add
+from fused_remat.blocks.program import Graph
+from fused_remat.blocks.sketch import Sketch, captured_params, linear_params
+
+
+@functools.lru_cache(maxsize=256)
+def norm_graph(kind: str, eps: float) -> Graph:
+    """output = norm(input), `kind` "layer_norm" or "rms_norm".
+
+    >>> norm_graph("rms_norm", 1e-6).nodes[0].stats
+    ('output.rstd',)
+    """
+    sketch = Sketch()
+    sketch.norm("output", "input", "norm", eps, kind)
+    return Graph("norm", tuple(sketch.nodes), linear_params("norm"))
+
+
+@functools.lru_cache(maxsize=256)
+def dropout_add_graph(p: float) -> Graph:
+    """output = residual + dropout(input).
+
+    >>> [node.name for node in dropout_add_graph(0.1).nodes]
+    ['keep1', 'output']
+    """
+    sketch = Sketch()
+    keep = sketch.keep("keep1", random.RESIDUAL1, p, "input")
+    sketch.nodes.append(Add(name="output", x="input", residual="residual", keep=keep))
+    return Graph("dropout_add", tuple(sketch.nodes), ("seed",), ("input", "residual"))
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """An MLP: activation (`captured` as in EncoderConfig), gate, dropout, and norm if a block.
+
+    Attributes:
+        activation, captured: a registered name, or `sketch.CUSTOM` and how many it captures.
+        gated: act(gate(x)) * fc1(x) instead of act(fc1(x)).
+        p_mlp, p_residual: dropout after the activation, and of what is added to the residual.
+        norm, eps: "" for the MLP alone; else input + dropout(mlp(norm(input))).
+    """
+
+    activation: str
+    gated: bool = False
+    captured: int = 0
+    p_mlp: float = 0.0
+    p_residual: float = 0.0
+    norm: str = ""
+    eps: float = 1e-5
+
+
+@functools.lru_cache(maxsize=256)
+def mlp_graph(cfg: MlpConfig) -> Graph:
+    """The graph of an MLP, alone or with its norm and residual.
+
+    >>> mlp_graph(MlpConfig("silu", gated=True, norm="rms_norm")).names
+    ('norm', 'gate', 'up', 'act')
+    """
+    sketch = Sketch()
+    x, residual = ("norm", "input") if cfg.norm else ("input", "")
+    if cfg.norm:
+        sketch.norm("norm", "input", "norm", cfg.eps, cfg.norm)
+    if cfg.gated:
+        sketch.gated_half(x, residual, "output", cfg.activation, cfg.p_mlp, cfg.p_residual)
+    else:
+        sketch.mlp_half(
+            x, residual, "output", cfg.activation, cfg.p_mlp, cfg.p_residual, cfg.captured
+        )
+    weights = (("norm",) if cfg.norm else ()) + (("gate",) if cfg.gated else ()) + ("fc1", "fc2")
+    params = (*linear_params(*weights), "seed", *captured_params(cfg.captured))
+    kind = ("gated_" if cfg.gated else "") + "mlp" + ("_block" if cfg.norm else "")
+    return Graph(kind, tuple(sketch.nodes), params)
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Attention over heads, or in a block with its norm, projections and residual.
+
+    Attributes:
+        nhead, kv_heads, scale, left, right, softcap, p: as `blocks.attention.Attention`.
+        has_mask, has_padding: whether "mask" and "padding" are passed.
+        p_residual: dropout of what is added to the residual.
+        norm, eps: "" for attention over heads; else input + dropout(proj(attention(norm(input)))).
+    """
+
+    nhead: int
+    kv_heads: int
+    scale: float
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    p: float = 0.0
+    has_mask: bool = False
+    has_padding: bool = False
+    p_residual: float = 0.0
+    norm: str = ""
+    eps: float = 1e-5
+
+
+@functools.lru_cache(maxsize=256)
+def attention_graph(cfg: AttentionConfig) -> Graph:
+    """The graph of attention, over heads or in a block with its norm and residual.
+
+    >>> attention_graph(AttentionConfig(8, 2, 0.125)).inputs
+    ('input', 'key', 'value')
+    >>> attention_graph(AttentionConfig(8, 8, 0.125, norm="layer_norm")).names
+    ('norm', 'qkv', 'attn')
+    """
+    plain = {
+        name: getattr(cfg, name)
+        for name in ("nhead", "kv_heads", "scale", "left", "right", "softcap", "p")
+    }
+    plain |= {"mask": "mask" if cfg.has_mask else "", "site": random.ATTENTION, "mask_keeps": True}
+    plain |= {"padding": "padding" if cfg.has_padding else ""}
+    rest = ("mask", "padding", "seed")
+    if not cfg.norm:
+        node = HeadsAttention(name="output", **plain)
+        return Graph("attention", (node,), rest, ("input", "key", "value"))
+    sketch = Sketch()
+    sketch.norm("norm", "input", "norm", cfg.eps, cfg.norm)
+    attention = Attention(name="attn", qkv="qkv", **plain)
+    sketch.attention_half("norm", "input", "output", attention, cfg.p_residual)
+    params = (*linear_params("norm", "qkv", "proj"), *rest)
+    return Graph("attention_block", tuple(sketch.nodes), params)

@@ -1,0 +1,188 @@
+"""Pointwise steps: activations, plain, gated and the caller's own, and the residual sum."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_remat.blocks.custom import hooks_off, leaves
+from fused_remat.blocks.frame import Frame
+from fused_remat.blocks.nodes import Node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pointwise(Node):
+    """name = keep * act(x), `act` one of the backend's activation pairs."""
+
+    x: str
+    act: str
+    keep: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.x,)
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        return (self.keep,) if self.keep else ()
+
+    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
+        return (self.x, *self.masks)
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        keep = f[self.keep] if self.keep else None
+        f.put(self.name, f.backend.act_fwd(f[self.x], self.act, keep))
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        keep = f[self.keep] if self.keep else None
+        f.add_grad(self.x, f.backend.act_bwd(dy, f[self.x], self.act, keep, owned), owned=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gated(Node):
+    """name = keep * act(gate) * up: SwiGLU with "silu", GeGLU with "gelu", ReGLU with "relu"."""
+
+    gate: str
+    up: str
+    act: str
+    keep: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.gate, self.up)
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        return (self.keep,) if self.keep else ()
+
+    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
+        up = (self.up,) if self.gate in wants else ()
+        return (self.gate, *up, *self.masks)
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        keep = f[self.keep] if self.keep else None
+        f.put(self.name, f.backend.gated_fwd(f[self.gate], f[self.up], self.act, keep))
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        keep = f[self.keep] if self.keep else None
+        up = f[self.up] if self.gate in wants else None
+        dgate, dup = f.backend.gated_bwd(
+            dy, f[self.gate], up, self.act, keep, owned, self.up in wants
+        )
+        if dgate is not None:
+            f.add_grad(self.gate, dgate, owned=True)
+        if dup is not None:
+            f.add_grad(self.up, dup, owned=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Custom(Node):
+    """name = keep * fn(x), `fn` any function of tensors that autograd can differentiate.
+
+    The function is `Run.functions["activation"]`, so that graphs stay plain data. `captured` names
+    the tensors besides x that it is differentiable in; they reach the function by themselves (a
+    closure, a module's parameters), and are the block's params for their gradients' sake.
+    """
+
+    x: str
+    captured: tuple[str, ...] = ()
+    keep: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.x,)
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        return self.captured
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        return (self.keep,) if self.keep else ()
+
+    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
+        return (self.x, *self.masks)
+
+    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+        return self.captured
+
+    def route(self, f: Frame) -> str:
+        return "the caller's function; in backward again, under autograd"
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        x = f[self.x]
+        with torch.no_grad():
+            # On a copy: it may work in place, and x may be kept.
+            y = _checked(f.run.functions["activation"](x.clone()), x)
+        f.put(self.name, y * f[self.keep].to(y.dtype) if self.keep else y)
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        if self.keep:
+            dy = f.backend.dropout_bwd(dy, f[self.keep])
+        with torch.enable_grad():
+            x = f[self.x].detach().requires_grad_()
+            y = _checked(f.run.functions["activation"](x.clone()), x)
+        given = {n: t for n in self.captured if (t := f.param(n)) is not None}
+        stray = [t for t in leaves(y) if t is not x and not any(t is g for g in given.values())]
+        if stray:
+            raise RuntimeError(
+                "fused_remat: the activation function reads a tensor in backward that it did not "
+                f"read in forward, of shape {tuple(stray[0].shape)}"
+            )
+        sources = {n: t for n, t in {self.x: x, **given}.items() if n in wants}
+        if not y.requires_grad:
+            grads: tuple[Tensor | None, ...] = (None,) * len(sources)
+        else:
+            # Kept for the next piece: what the function captured may have a graph of its own.
+            with hooks_off(given.values()):
+                grads = torch.autograd.grad(
+                    y, list(sources.values()), dy, retain_graph=True, allow_unused=True
+                )
+        for (name, source), grad in zip(sources.items(), grads, strict=True):
+            if name == self.x:
+                f.add_grad(name, torch.zeros_like(source) if grad is None else grad, owned=True)
+            elif grad is not None:
+                f.add_param_grad(name, grad)
+
+
+def _checked(y: Tensor, x: Tensor) -> Tensor:
+    if y.shape != x.shape or y.dtype != x.dtype:
+        raise ValueError(
+            f"the activation function must keep shape and dtype: it made {tuple(y.shape)} "
+            f"{y.dtype} of {tuple(x.shape)} {x.dtype}"
+        )
+    return y
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add(Node):
+    """name = residual + keep * x; `keep` may be absent ("")."""
+
+    x: str
+    residual: str
+    keep: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.x, self.residual)
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        return (self.keep,) if self.keep else ()
+
+    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
+        return self.masks if self.x in wants else ()
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        keep = f[self.keep] if self.keep else None
+        f.put(self.name, f.backend.add_fwd(f[self.x], f[self.residual], keep, out=out))
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        if self.x in wants:
+            dx = f.backend.dropout_bwd(dy, f[self.keep]) if self.keep else dy
+            f.add_grad(self.x, dx, owned=bool(self.keep))
+        if self.residual in wants:
+            f.add_grad(self.residual, dy, owned=False)

@@ -1,0 +1,25 @@
+"""Plain functions on tensors for research code and for the layers: thin calls of the graphs.
+
+All of them keep for backward what `policy` names besides their inputs, and rebuild the rest on
+demand; take `seed=` (dropout; drawn from torch's generator if None) and `backend=`; apply dropout
+whenever its probability is not 0 (pass 0.0 in evaluation); compute in the dtype of their inputs,
+also under autocast; and cannot be differentiated twice.
+"""
+
+from fused_remat.ops.attention import attention, attention_block
+from fused_remat.ops.encoder import encoder_block, run_encoder
+from fused_remat.ops.mlp import gated_mlp, mlp, mlp_block
+from fused_remat.ops.norms import dropout_add, layer_norm, rms_norm
+
+__all__ = [
+    "attention",
+    "attention_block",
+    "dropout_add",
+    "encoder_block",
+    "gated_mlp",
+    "layer_norm",
+    "mlp",
+    "mlp_block",
+    "rms_norm",
+    "run_encoder",
+]

@@ -1,0 +1,233 @@
+"""Attention as functions: over heads, and with its norm, projections and residual."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_remat.autograd import run_block
+from fused_remat.blocks.pieces import AttentionConfig, attention_graph
+from fused_remat.ops.inputs import check_alike, check_p, check_shape, seed_tensor
+from fused_remat.ops.mlp import check_norm
+from fused_remat.policies import Policy, kept_names
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    key_padding_mask: Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    policy: str | Policy = "lean",
+    seed: int | Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """dropout(softmax(scale * query @ key.T + mask)) @ value, in the layout of SDPA.
+
+    Shapes: query (B, H, S_q, E), key (B, Hkv, S_k, E), value (B, Hkv, S_k, Ev), of any strides;
+        returns (B, H, S_q, Ev) in query.dtype, a view of (B, S_q, H, Ev). Hkv divides H: query
+        head h reads key head h // (H / Hkv).
+    attn_mask: broadcasts to (B, H, S_q, S_k); bool (**True takes part**, as in SDPA) or float
+        (added; gets its gradient if it requires one).
+    key_padding_mask: (B, S_k); bool (**True is excluded**, as in `nn.MultiheadAttention`) or float.
+    is_causal: query i sees keys up to i + S_k - S_q: the last query sees all keys. With S_q = S_k
+        that is SDPA's; with S_q != S_k SDPA aligns the first query with the first key instead.
+    window: (left, right), how many keys before and after its own place a query sees; -1: no limit.
+    scale: of the scores, None for E ** -0.5. softcap: scores become softcap * tanh(s / softcap).
+    A row whose keys are all excluded is 0.
+    policy: "full" keeps query, key and value only; all other rungs the output too (which the
+        caller's next layer holds anyway) and its logsumexp.
+    Units: FLOPs = 4·S_k·E a query and head.
+    Raises: ValueError for shapes that do not fit, dropout_p outside [0, 1], a negative softcap,
+        a window below -1; RuntimeError for mixed dtypes or devices.
+    Source: Vaswani et al. 2017; backward after Dao et al. 2022; GQA: Ainslie et al. 2023.
+
+    >>> q, k, v = (torch.randn(2, h, 5, 4, requires_grad=True) for h in (4, 2, 2))
+    >>> y = attention(q, k, v, is_causal=True)
+    >>> y.sum().backward(); y.shape, k.grad.shape
+    (torch.Size([2, 4, 5, 4]), torch.Size([2, 2, 5, 4]))
+    """
+    check_alike(query, {"key": key, "value": value})
+    _check_heads(query, key, value)
+    batch, nhead, q_len, width = query.shape
+    grid = (batch, nhead, q_len, key.shape[2])
+    left, right = _window(window, is_causal)
+    cfg = AttentionConfig(
+        nhead, key.shape[1], _scale(scale, width), left, right, _softcap(softcap),
+        check_p("dropout_p", dropout_p), attn_mask is not None, key_padding_mask is not None,
+    )  # fmt: skip
+    tensors = {
+        "input": query, "key": key, "value": value,
+        "mask": _mask(attn_mask, grid, query), "padding": _padding(key_padding_mask, grid, query),
+        "seed": seed_tensor(seed, query.device),
+    }  # fmt: skip
+    graph = attention_graph(cfg)
+    kept = kept_names(policy, graph.kind, graph.names)
+    out = run_block(graph, kept, tensors, backend=backend)
+    return out.view(batch, q_len, nhead, value.shape[-1]).transpose(1, 2)
+
+
+def attention_block(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
+    nhead: int,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    residual_dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    kv_heads: int | None = None,
+    key_padding_mask: Tensor | None = None,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    softcap: float = 0.0,
+    norm: str = "layer_norm",
+    eps: float = 1e-5,
+    policy: str | Policy = "full",
+    seed: int | Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """x + dropout(proj(attention(qkv(norm(x))))): the first half of a pre-norm transformer block.
+
+    Shapes: x (B, S, D), norm_weight and norm_bias (D,) or None, qkv_weight ((H + 2·Hkv)·E, D) with
+        the query heads first, then the key heads, then the value heads, qkv_bias alike,
+        proj_weight (D, H·E), proj_bias (D,); returns (B, S, D) in x.dtype. Hkv is `kv_heads`, or H.
+    norm: "layer_norm" or "rms_norm". All others: as in `attention`.
+    Units: bytes kept = the input and the norm's statistics; lean and balanced: and attention's
+        output with its logsumexp; fast and none: and the packed projection.
+    Raises: as `attention`.
+    Source: Vaswani et al. 2017; pre-norm after Xiong et al. 2020.
+
+    >>> x = torch.randn(2, 5, 8, requires_grad=True)
+    >>> qkv, proj = torch.randn(24, 8), torch.randn(8, 8)
+    >>> attention_block(x, torch.ones(8), None, qkv, None, proj, None, nhead=2).shape
+    torch.Size([2, 5, 8])
+    """
+    check_alike(x, {"qkv_weight": qkv_weight, "qkv_bias": qkv_bias,
+                    "proj_weight": proj_weight, "proj_bias": proj_bias})  # fmt: skip
+    if x.dim() != 3:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected (B, S, D)")
+    check_norm(x, norm_weight, norm_bias, norm)
+    kv_heads = nhead if kv_heads is None else kv_heads
+    head_dim = _check_projections(x, qkv_weight, qkv_bias, proj_weight, proj_bias, nhead, kv_heads)
+    grid = (x.shape[0], nhead, x.shape[1], x.shape[1])
+    left, right = _window(window, is_causal)
+    cfg = AttentionConfig(
+        nhead, kv_heads, _scale(scale, head_dim), left, right, _softcap(softcap),
+        check_p("dropout_p", dropout_p), attn_mask is not None, key_padding_mask is not None,
+        check_p("residual_dropout_p", residual_dropout_p), norm, float(eps),
+    )  # fmt: skip
+    tensors = {
+        "input": x, "norm.weight": norm_weight, "norm.bias": norm_bias,
+        "qkv.weight": qkv_weight, "qkv.bias": qkv_bias,
+        "proj.weight": proj_weight, "proj.bias": proj_bias,
+        "mask": _mask(attn_mask, grid, x), "padding": _padding(key_padding_mask, grid, x),
+        "seed": seed_tensor(seed, x.device),
+    }  # fmt: skip
+    graph = attention_graph(cfg)
+    return run_block(graph, kept_names(policy, graph.kind, graph.names), tensors, backend=backend)
+
+
+def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if t.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}, expected (B, heads, S, E)")
+    batch, nhead, _, width = query.shape
+    check_shape("key", key, (batch, "Hkv", "S_k", width), "query", query)
+    check_shape("value", value, (batch, key.shape[1], key.shape[2], "Ev"), "key", key)
+    _check_group(nhead, key.shape[1], f"query {tuple(query.shape)} and key {tuple(key.shape)}")
+
+
+def _check_group(nhead: int, kv_heads: int, of: str) -> None:
+    if kv_heads < 1 or nhead < 1 or nhead % kv_heads:
+        raise ValueError(
+            f"the number of key heads must divide that of query heads, got {nhead} and {kv_heads} "
+            f"of {of}"
+        )
+
+
+def _check_projections(
+    x: Tensor,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
+    nhead: int,
+    kv_heads: int,
+) -> int:
+    """Check the shapes of an attention block's weights; returns the width of a head."""
+    _check_group(nhead, kv_heads, "nhead and kv_heads")
+    width, heads = x.shape[-1], nhead + 2 * kv_heads
+    check_shape("qkv_weight", qkv_weight, (f"{heads}·E", width), "x", x)
+    rows = qkv_weight.shape[0]
+    if rows % heads:
+        raise ValueError(
+            f"qkv_weight has shape {tuple(qkv_weight.shape)}, expected rows in multiples of "
+            f"{heads} heads to go with x of shape {tuple(x.shape)}"
+        )
+    check_shape("qkv_bias", qkv_bias, (rows,), "qkv_weight", qkv_weight)
+    head_dim = rows // heads
+    check_shape("proj_weight", proj_weight, (width, nhead * head_dim), "qkv_weight", qkv_weight)
+    check_shape("proj_bias", proj_bias, (width,), "proj_weight", proj_weight)
+    return head_dim
+
+
+def _mask(mask: Tensor | None, grid: tuple[int, int, int, int], x: Tensor) -> Tensor | None:
+    """`mask` with four dimensions, or (S_q, S_k)."""
+    if mask is None:
+        return None
+    check_mask_kind("attn_mask", mask, x)
+    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if len(shape) != 4 or any(m not in (1, g) for m, g in zip(shape, grid, strict=True)):
+        raise ValueError(
+            f"attn_mask has shape {tuple(mask.shape)}, expected one that broadcasts to {grid}"
+        )
+    return mask if mask.dim() == 2 else mask.view(shape)
+
+
+def _padding(mask: Tensor | None, grid: tuple[int, int, int, int], x: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    check_mask_kind("key_padding_mask", mask, x)
+    if tuple(mask.shape) != (grid[0], grid[3]):
+        raise ValueError(
+            f"key_padding_mask has shape {tuple(mask.shape)}, expected {(grid[0], grid[3])}"
+        )
+    return mask
+
+
+def check_mask_kind(name: str, mask: Tensor, x: Tensor) -> None:
+    """Raise RuntimeError unless a mask is bool, or float in x's dtype or float32, on x's device."""
+    if mask.dtype not in (torch.bool, x.dtype, torch.float32) or mask.device != x.device:
+        raise RuntimeError(
+            f"{name} is {mask.dtype} on {mask.device}, expected bool, {x.dtype} or torch.float32 "
+            f"on {x.device}"
+        )
+
+
+def _window(window: tuple[int, int], is_causal: bool) -> tuple[int, int]:
+    left, right = window
+    if min(left, right) < -1:
+        raise ValueError(f"window takes counts of keys, or -1 for no limit, got {window}")
+    return left, 0 if is_causal else right
+
+
+def _scale(scale: float | None, width: int) -> float:
+    return float(width) ** -0.5 if scale is None else float(scale)
+
+
+def _softcap(softcap: float) -> float:
+    if softcap < 0.0:
+        raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
+    return float(softcap)

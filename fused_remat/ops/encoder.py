@@ -1,0 +1,137 @@
+"""The encoder block as a function, and the form of it that the layer calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from fused_remat.autograd import run_block
+from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+from fused_remat.ops.attention import _mask, _padding
+from fused_remat.ops.inputs import (
+    Activation,
+    check_alike,
+    check_p,
+    check_shape,
+    resolve_activation,
+    seed_tensor,
+)
+from fused_remat.policies import Policy, kept_names
+
+
+def encoder_block(
+    x: Tensor,
+    weights: Mapping[str, Tensor | None],
+    nhead: int,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    key_padding_mask: Tensor | None = None,
+    norm_first: bool = False,
+    activation: Activation = "relu",
+    eps: float = 1e-5,
+    policy: str | Policy = "full",
+    seed: int | Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """A whole transformer encoder block, pre- or post-norm, keeping what `policy` names.
+
+    Shapes: x (B, S, D); returns the same, in x.dtype. `weights` maps "qkv.weight" (3D, D),
+        "proj.weight" (D, D), "fc1.weight" (F, D), "fc2.weight" (D, F) and, where they are to be,
+        "norm1.weight" and "norm2.weight" (D,) and a ".bias" of each to tensors.
+    attn_mask, key_padding_mask, is_causal: as in `attention`: an attn_mask's True **takes part**,
+        a key_padding_mask's True is **excluded**.
+    dropout_p: of all four sites: attention's probabilities, both residual branches, the MLP.
+    activation: as in `mlp`; a function is given whole (B, S, F) tensors.
+    Units: bytes kept = 2·D (full, 16-bit) to 22·D (none) per token, plus statistics.
+    Raises: ValueError for shapes that do not fit, unknown or missing weights, an unknown policy or
+        activation; RuntimeError for mixed dtypes or devices.
+    Source: Vaswani et al. 2017; pre-norm after Xiong et al. 2020.
+
+    >>> import torch
+    >>> shapes = {"qkv": (24, 8), "proj": (8, 8), "fc1": (16, 8), "fc2": (8, 16)}
+    >>> weights = {f"{k}.weight": torch.randn(s, requires_grad=True) for k, s in shapes.items()}
+    >>> y = encoder_block(torch.randn(3, 5, 8), weights, nhead=2, norm_first=True, policy="lean")
+    >>> y.sum().backward(); y.shape, weights["fc1.weight"].grad.shape
+    (torch.Size([3, 5, 8]), torch.Size([16, 8]))
+    """
+    width = _check_weights(x, weights, nhead)
+    batch, seq_len, d_model = x.shape
+    grid = (batch, nhead, seq_len, seq_len)
+    p = check_p("dropout_p", dropout_p)
+    name, captured, functions = resolve_activation(activation, x, (1, 2, width))
+    if functions:
+        functions = {"activation": _on_whole(functions["activation"], batch, seq_len)}
+    config = EncoderConfig(
+        norm_first, nhead, d_model // nhead, name, eps, eps, p, p, p, p, is_causal,
+        attn_mask is not None, key_padding_mask is not None, True, len(captured),
+    )  # fmt: skip
+    tensors = {
+        **weights, **captured, "mask": _mask(attn_mask, grid, x),
+        "padding": _padding(key_padding_mask, grid, x), "seed": seed_tensor(seed, x.device),
+    }  # fmt: skip
+    return run_encoder(x, tensors, config, policy=policy, backend=backend, functions=functions)
+
+
+def run_encoder(
+    x: Tensor,
+    tensors: Mapping[str, Tensor | None],
+    config: EncoderConfig,
+    *,
+    policy: str | Policy = "full",
+    backend: str = "auto",
+    seq_first: bool = False,
+    functions: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+) -> Tensor:
+    """`encoder_block` for callers that have checked everything already, as the layer has.
+
+    Shapes: x (B, S, D), or (S, B, D) if `seq_first`; `tensors` maps `blocks.encoder.PARAMS`;
+        "mask" (S, S), (B*H, S, S) or four dimensions, "padding" (B, S).
+    """
+    graph = encoder_graph(config)
+    return run_block(
+        graph,
+        kept_names(policy, graph.kind, graph.names),
+        {**tensors, "input": x},
+        backend=backend,
+        seq_first=seq_first,
+        preserve_strides=config.norm_first,
+        functions=functions or {},
+    )
+
+
+_SHAPES = {
+    "qkv": ("3·D", "D"), "proj": ("D", "D"), "fc1": ("F", "D"), "fc2": ("D", "F"),
+    "norm1": ("D",), "norm2": ("D",),
+}  # fmt: skip
+
+
+def _check_weights(x: Tensor, weights: Mapping[str, Tensor | None], nhead: int) -> int:
+    """Check the weights of an encoder block against `x`; returns F."""
+    check_alike(x, weights)
+    if x.dim() != 3:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected (B, S, D)")
+    valid = {f"{name}.{kind}" for name in _SHAPES for kind in ("weight", "bias")}
+    unknown = sorted(set(weights) - valid)
+    if unknown:
+        raise ValueError(f"unknown weights {unknown}; valid: {', '.join(sorted(valid))}")
+    width = x.shape[-1]
+    if nhead < 1 or width % nhead:
+        raise ValueError(f"nhead must divide x's width, got {nhead} and {width}")
+    fc1 = weights.get("fc1.weight")
+    sizes = {"D": width, "3·D": 3 * width, "F": "F" if fc1 is None else fc1.shape[0]}
+    for name, shape in _SHAPES.items():
+        expected = tuple(sizes[s] for s in shape)
+        if weights.get(f"{name}.weight") is None and len(shape) == 2:
+            raise ValueError(f"weights has no {name}.weight, expected one of shape {expected}")
+        check_shape(f"{name}.weight", weights.get(f"{name}.weight"), expected, "x", x)
+        check_shape(f"{name}.bias", weights.get(f"{name}.bias"), expected[:1], "x", x)
+    return int(sizes["F"])
+
+
+def _on_whole(
+    fn: Callable[[Tensor], Tensor], batch: int, seq_len: int
+) -> Callable[[Tensor], Tensor]:
+    return lambda up: fn(up.view(batch, seq_len, -1)).reshape(up.shape)

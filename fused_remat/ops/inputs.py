@@ -1,0 +1,149 @@
+"""What the functional ops share: checks of what they are given, and tokens of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from fused_remat.autograd import run_block
+from fused_remat.backends.activations import ACTIVATIONS, activation_name
+from fused_remat.blocks.custom import probe
+from fused_remat.blocks.program import Graph
+from fused_remat.blocks.sketch import CUSTOM, captured_params
+from fused_remat.policies import Policy, kept_names
+
+Activation = str | Callable[[Tensor], Tensor]
+
+
+def check_shape(
+    name: str, tensor: Tensor | None, expected: tuple[int | str, ...], x_name: str, x: Tensor
+) -> None:
+    """Raise ValueError unless `tensor` is None or of the `expected` shape; a str fits any size.
+
+    >>> check_shape("weight", torch.zeros(3), (4,), "x", torch.zeros(2, 4))
+    Traceback (most recent call last):
+    ValueError: weight has shape (3,), expected (4,) to go with x of shape (2, 4)
+    """
+    if tensor is None:
+        return
+    got = tuple(tensor.shape)
+    fits = len(got) == len(expected) and all(
+        isinstance(e, str) or g == e for g, e in zip(got, expected, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join(map(str, expected)) + ("," if len(expected) == 1 else "")
+        raise ValueError(
+            f"{name} has shape {got}, expected ({wanted}) to go with {x_name} of shape "
+            f"{tuple(x.shape)}"
+        )
+
+
+def check_alike(x: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise unless every tensor has the floating dtype and the device of `x`.
+
+    Raises: TypeError for what is not a Tensor, RuntimeError for another dtype or device.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"expected a Tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise RuntimeError(f"expected a floating dtype, got {x.dtype}")
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+        if t.dtype != x.dtype or t.device != x.device:
+            raise RuntimeError(
+                f"{name} is {t.dtype} on {t.device}, the input {x.dtype} on {x.device}"
+            )
+
+
+def check_p(name: str, p: float) -> float:
+    """`p` as a float, if it is a probability; else ValueError.
+
+    >>> check_p("dropout_p", 0)
+    0.0
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{name} must be between 0 and 1, got {p}")
+    return float(p)
+
+
+def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor | None:
+    """`seed` as an int64 tensor () on `device`.
+
+    Raises: TypeError, ValueError for what is no such tensor and no int of 64 bits.
+
+    >>> seed_tensor(3, torch.device("cpu"))
+    tensor(3)
+    """
+    if seed is None:
+        return None
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.dim() != 0 or seed.device != device:
+            raise ValueError(
+                f"seed must be an int64 tensor () on {device}, got {seed.dtype} "
+                f"{tuple(seed.shape)} on {seed.device}"
+            )
+        return seed
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an int, a Tensor or None, got {seed!r}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit 64 bits, got {seed}")
+    return torch.tensor(seed, dtype=torch.int64, device=device)
+
+
+def resolve_activation(
+    activation: Activation, x: Tensor, shape: tuple[int, ...]
+) -> tuple[str, dict[str, Tensor], dict[str, Callable[[Tensor], Tensor]]]:
+    """The name of an activation, what it captures by name, and the function if it has no name.
+
+    `shape`: of a tensor to try a function on, like those that the block will give it.
+
+    Raises: ValueError for an unknown name, and for a function that cannot be rebuilt; TypeError
+        for what is neither a string nor callable.
+    """
+    if isinstance(activation, str):
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"unknown activation {activation!r}; valid: {', '.join(ACTIVATIONS)}, or a function"
+            )
+        return activation, {}, {}
+    if not callable(activation):
+        raise TypeError(f"activation must be a name or a function, got {activation!r}")
+    name = activation_name(activation)
+    if name is not None:
+        return name, {}, {}
+    found = probe(activation, x.new_zeros(shape))
+    if isinstance(found, str):
+        raise ValueError(f"cannot rebuild with this activation: {found}")
+    captured = dict(zip(captured_params(len(found)), found, strict=True))
+    return CUSTOM, captured, {"activation": activation}
+
+
+def run_tokens(
+    graph: Graph,
+    policy: str | Policy,
+    backend: str,
+    tensors: Mapping[str, Tensor | None],
+    functions: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+) -> Tensor:
+    """Run a block that works token by token on inputs (..., D), all of one shape but for widths."""
+    inputs = {}
+    for name in graph.inputs:
+        x = tensors[name]
+        assert x is not None
+        if x.dim() < 1:
+            raise ValueError("expected an input of at least one dimension, got shape ()")
+        inputs[name] = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
+    out = run_block(
+        graph,
+        kept_names(policy, graph.kind, graph.names),
+        {**tensors, **inputs},
+        backend=backend,
+        functions=functions or {},
+    )
+    shape = tensors["input"].shape  # type: ignore[union-attr]
+    return out if len(shape) == 3 else out.view(*shape[:-1], out.shape[-1])

@@ -1,0 +1,340 @@
+"""`memory_report`: what every layer of a model keeps for backward, by name, and its peaks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fused_remat.layers import FusedRematLayer
+from fused_remat.policies import Policy
+from fused_remat.report_saved import Saved
+from fused_remat.report_step import Step, choose_layers, run_step, tensors_in
+
+_OTHER = "(other)"
+_MODEL = "(model)"
+_SUM_BYTES = 1024  # what the sum of the outputs may take, outside the model
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Storages of one name that a layer keeps.
+
+    Attributes:
+        name: in a fused block's graph ("input", "qkv", "attn.lse", "seed"), or autograd's
+            ("AddmmBackward0.mat1"); "checkpoint" for what `torch.utils.checkpoint` holds; "saved"
+            where autograd tells no name.
+        shape: of the tensors that were saved, None if in pieces; the bytes are their storages'.
+        dtype: "float32", say.
+        count: how many storages.
+        is_input: whether the caller passed it to the model, and so holds it anyway.
+        bytes: as measured.
+        predicted: from the block's graph; None if not of a fused block.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None
+    dtype: str
+    count: int
+    is_input: bool
+    bytes: int
+    predicted: int | None
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """A layer, over all its calls, or "(other)": what is outside any.
+
+    Attributes:
+        name, kind, policy: qualified name, class name, and of a fused layer its policy.
+        calls: how often it was called.
+        kept_bytes: as measured; a storage that two layers keep counts in the first.
+        predicted_bytes: what its fused blocks keep by their graphs; None if none ran.
+        forward_peak, backward_peak: bytes above what was held when the pass reached the layer;
+            the largest of its calls. Its kept bytes are in the first, gradients in the second.
+        activations: what the kept bytes are.
+    """
+
+    name: str
+    kind: str
+    policy: str | None
+    calls: int
+    kept_bytes: int
+    predicted_bytes: int | None
+    forward_peak: int
+    backward_peak: int
+    activations: tuple[Activation, ...]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What `memory_report` found; prints as a table.
+
+    Attributes:
+        model: its class name.
+        layers: in the model's order; last "(other)", if anything is outside the layers.
+        peak_bytes: of forward and backward together, above what was allocated before (parameters,
+            buffers, inputs); new gradients of all parameters and inputs included.
+        tokens: in the first input, None if it has no two dimensions or looks like an image.
+    """
+
+    model: str
+    layers: tuple[LayerMemory, ...]
+    peak_bytes: int
+    tokens: int | None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes kept between forward and backward, by all layers and outside them."""
+        return sum(layer.kept_bytes for layer in self.layers)
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """What all fused blocks keep by their graphs; None if none ran."""
+        known = [p for p in (layer.predicted_bytes for layer in self.layers) if p is not None]
+        return sum(known) if known else None
+
+    def table(self, activations: bool = True) -> str:
+        """The report as text; equal layers that follow each other are one row, each as shown.
+
+        Args:
+            activations: below every layer what it keeps, unless an equal layer is above.
+        """
+        predicts = self.predicted_bytes is not None
+        heads = ["", "kept", *["predicted"] * predicts, *["per token"] * bool(self.tokens)]
+        rows = [[*heads, "forward peak", "backward peak"]]
+        shown: set[LayerMemory] = set()
+        for group in _folded(self.layers):
+            layer = group[0]
+            listed = activations and _sameness(layer) not in shown
+            shown.add(_sameness(layer))
+            peaks = [max(g.forward_peak for g in group), max(g.backward_peak for g in group)]
+            cells = self._cells(layer.kept_bytes, layer.predicted_bytes)
+            rows.append([_title(group), *cells, *map(human, peaks)])
+            for a in layer.activations if listed else ():
+                rows.append([_describe(a), *self._cells(a.bytes, a.predicted), "", ""])
+        cells = self._cells(self.kept_bytes, self.predicted_bytes)
+        rows.append(["total", *cells, "", ""])
+        lines = [self.model, *_aligned(rows)]
+        lines.append(f"peak of the step: {human(self.peak_bytes)} above parameters and inputs")
+        if activations and any(a.is_input for layer in self.layers for a in layer.activations):
+            lines.append("* passed to the model by the caller")
+        return "\n".join(lines)
+
+    def _cells(self, kept: int, predicted: int | None) -> list[str]:
+        cells = [human(kept)]
+        if self.predicted_bytes is not None:
+            cells.append("–" if predicted is None else human(predicted))
+        if self.tokens:
+            cells.append(f"{kept / self.tokens:,.0f} B")
+        return cells
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The report as JSON, written to `path` if one is given; `from_json` reads it.
+
+        >>> import torch
+        >>> report = memory_report(nn.Linear(4, 4), torch.randn(2, 4))
+        >>> MemoryReport.from_json(report.to_json()) == report
+        True
+        """
+        totals = {"kept_bytes": self.kept_bytes, "predicted_bytes": self.predicted_bytes}
+        text = json.dumps(dataclasses.asdict(self) | totals, indent=1)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> MemoryReport:
+        """The report of which `text` is the JSON."""
+        given = json.loads(text)
+        layers = []
+        for layer in given["layers"]:
+            for a in layer["activations"]:
+                a["shape"] = None if a["shape"] is None else tuple(a["shape"])
+            layer["activations"] = tuple(Activation(**a) for a in layer["activations"])
+            layers.append(LayerMemory(**layer))
+        return cls(given["model"], tuple(layers), given["peak_bytes"], given["tokens"])
+
+    def plot(self, path: str | Path) -> None:
+        """Draw to `path` (.png, .svg, .pdf) a bar per layer, stacked by activation.
+
+        Ticks are what the fused blocks predict, triangles the peaks of both passes. No window is
+        opened and no setting of matplotlib's changed.
+
+        Raises: ImportError without matplotlib (`pip install "fused-remat[bench]"`).
+        """
+        from fused_remat.report_plot import plot
+
+        plot(self, path)
+
+
+def memory_report(
+    model: nn.Module, *inputs: Any, layers: Iterable[str] | None = None, **kwargs: Any
+) -> MemoryReport:
+    """Run `model(*inputs, **kwargs)` and a backward, and report what is kept in between, by layer.
+
+    Of any model, fused or not. Backward is of the sum of all floating-point tensors in the output,
+    to parameters and inputs that require a gradient; without any such there is none and nothing is
+    kept. Afterwards random state, train/eval modes, buffers, hooks and every `.grad` are as before,
+    also if the model raises; optimizers that step in backward do not. The model's own hooks run.
+
+    Args:
+        model, inputs, kwargs: what to call, and with what; in the modes that the model is in.
+        layers: names of submodules or shell patterns (`"layers.*"`); of nested ones that match, the
+            outermost. By default all transformer layers (this package's and `torch.nn`'s); in other
+            models what stands in `nn.ModuleList` and `nn.Sequential`; else the children.
+
+    Units: bytes. Kept are storages that autograd saves, each once; parameters and buffers do not
+        count, masks and inputs do (and a fused block predicts 0 for its masks). Peaks: on CPU from
+        the profiler; on CUDA from the allocator, whose peak statistics are reset, and of the first
+        such device.
+    Raises: TypeError if the output has no floating-point tensor; ValueError if a pattern matches
+        nothing or a module inside a fused layer, or for lazy parameters; NotImplementedError on a
+        device that is neither CPU nor CUDA; RuntimeError, PyTorch's own, for reentrant checkpoint.
+    Source: after `jax.ad_checkpoint.print_saved_residuals`.
+
+    >>> import torch
+    >>> from fused_remat import convert
+    >>> stock = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
+    >>> model = nn.TransformerEncoder(stock, num_layers=2, enable_nested_tensor=False)
+    >>> x = torch.randn(2, 128, 64)
+    >>> before = memory_report(model, x).kept_bytes
+    >>> report = memory_report(convert(model, policy="lean"), x)
+    >>> print(report.table())  # doctest: +ELLIPSIS
+    TransformerEncoder
+    ...
+    >>> report.kept_bytes == report.predicted_bytes < before / 5
+    True
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"memory_report takes an nn.Module, got {type(model).__name__}")
+    if any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())):
+        raise ValueError("the model has lazy parameters: call it once before memory_report")
+    chosen = choose_layers(model, layers)
+    step = run_step(model, list(chosen.values()), inputs, kwargs)
+    rows = [
+        _layer(i, name or _MODEL, module, step) for i, (name, module) in enumerate(chosen.items())
+    ]
+    other = _layer(-1, _OTHER, None, step)
+    if other.kept_bytes or max(other.forward_peak, other.backward_peak) > _SUM_BYTES:
+        rows.append(other)
+    return MemoryReport(
+        type(model).__name__, tuple(rows), step.peak, _tokens(tensors_in([inputs, kwargs]))
+    )
+
+
+def _layer(index: int, name: str, module: nn.Module | None, step: Step) -> LayerMemory:
+    predicted = step.predicted.get(index)
+    calls = 0 if module is None else step.calls[index]
+    saved = [s for s in step.saved if s.layer == index]
+    return LayerMemory(
+        name=name,
+        kind="" if module is None else type(module).__name__,
+        policy=_policy(module.policy) if isinstance(module, FusedRematLayer) else None,
+        calls=calls,
+        kept_bytes=sum(s.nbytes for s in saved),
+        predicted_bytes=None if predicted is None else sum(predicted.values()),
+        forward_peak=step.peaks.get(("forward", index), 0),
+        backward_peak=step.peaks.get(("backward", index), 0),
+        activations=tuple(_activations(saved, predicted or {}, max(calls, 1))),
+    )
+
+
+def _activations(saved: list[Saved], predicted: dict[str, int], calls: int) -> Iterator[Activation]:
+    """Merged: of a fused block by name; of others those of equal name, shape and dtype."""
+    groups: dict[tuple[Any, ...], list[Saved]] = {}
+    for s in saved:
+        key = (s.name,) if s.fused else (s.name, s.shape, s.dtype, s.is_input)
+        groups.setdefault(key, []).append(s)
+    for key, group in groups.items():
+        first, fused = group[0], len(key) == 1
+        whole = not fused or (len(group) <= calls and len({s.shape for s in group}) == 1)
+        yield Activation(
+            name=first.name,
+            shape=first.shape if whole else None,
+            dtype=str(first.dtype).removeprefix("torch."),
+            count=len(group),
+            is_input=first.is_input,
+            bytes=sum(s.nbytes for s in group),
+            predicted=predicted.get(first.name, 0) if fused else None,
+        )
+    measured = {s.name for s in saved if s.fused}
+    for name, nbytes in predicted.items():
+        if name not in measured:  # counted in an earlier layer
+            yield Activation(name, None, "", 0, False, 0, nbytes)
+
+
+def _policy(policy: str | Policy) -> str:
+    return policy if isinstance(policy, str) else f"{{{', '.join(sorted(policy.save))}}}"
+
+
+def _tokens(inputs: Iterator[Tensor]) -> int | None:
+    """Of (B, S) integers or (B, S, D) or (B, D) numbers; images (B, C, H, W) have none."""
+    first = next(inputs, None)
+    if first is None or first.is_nested or first.dim() < 2 or not first.numel():
+        return None
+    if not first.is_floating_point():
+        return first.numel() if first.dim() == 2 else None
+    return first.numel() // first.shape[-1] if first.dim() <= 3 else None
+
+
+def _folded(layers: Iterable[LayerMemory]) -> Iterator[list[LayerMemory]]:
+    """Runs of layers that differ in name and peaks only."""
+    group: list[LayerMemory] = []
+    for layer in layers:
+        same = group and _sameness(layer) == _sameness(group[0])
+        if group and not same:
+            yield group
+            group = []
+        group.append(layer)
+    if group:
+        yield group
+
+
+def _sameness(layer: LayerMemory) -> LayerMemory:
+    return dataclasses.replace(layer, name="", forward_peak=0, backward_peak=0)
+
+
+def _title(group: list[LayerMemory]) -> str:
+    layer = group[0]
+    name = layer.name if len(group) == 1 else f"{layer.name} … {group[-1].name} ({len(group)}×)"
+    called = f"called {layer.calls}×" if layer.calls != 1 and layer.kind else ""
+    return " ".join(filter(None, (name, layer.kind, layer.policy, called)))
+
+
+def _describe(a: Activation) -> str:
+    if not a.count:
+        return f"  {a.name} (counted above)"
+    shape = "×".join(map(str, a.shape)) or "scalar" if a.shape is not None else "in pieces"
+    many = f", {a.count} of them" if a.count > 1 and a.shape is not None else ""
+    return f"  {a.name} {shape} {a.dtype}{many}{' *' * a.is_input}"
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """Columns side by side, the first to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    ]
+
+
+def human(nbytes: float) -> str:
+    """Bytes to three digits.
+
+    >>> human(12), human(1536), human(3 * 2**20), human(-(2**31))
+    ('12 B', '1.5 KiB', '3.0 MiB', '-2.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.1f} GiB"

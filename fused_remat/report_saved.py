@@ -1,0 +1,246 @@
+"""What autograd saves while a model runs: by layer and by name, each storage counted once.
+
+Storages are held weakly: what is recorded here is freed when it would be without a record.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fused_remat.autograd import OBSERVERS, Invocation
+from fused_remat.blocks import run
+from fused_remat.blocks.program import kept_bytes
+
+#: Name of what non-reentrant `torch.utils.checkpoint` holds: the arguments of what it wraps.
+CHECKPOINT = "checkpoint"
+_UNNAMED = "saved"
+
+
+@dataclass(eq=False, slots=True)
+class Saved:
+    """One storage that autograd saved.
+
+    Attributes:
+        layer: the index of the layer that was running, -1 outside any.
+        name: of a fused block's graph, or of autograd's, as "AddmmBackward0.mat1".
+        fused: whether it is of a fused block's graph.
+        shape, dtype: of the tensor that was saved first.
+        nbytes: of the storage.
+        is_input: whether it was passed to the model.
+    """
+
+    layer: int
+    name: str
+    fused: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    is_input: bool
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """A tensor as it is packed: found again in the graph by its identity."""
+
+    tensor: Tensor
+    order: int
+    saved: list[Saved] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """A call of a fused block: the names of what it saves, and the bytes that it should keep."""
+
+    names: dict[StorageWeakRef, str]
+    predicted: Mapping[str, int]
+    counted: bool = False
+
+
+class SavedRecord:
+    """Context manager around a forward: records what is saved in it.
+
+    Args:
+        exclude: tensors whose storages do not count: parameters and buffers.
+        inputs: tensors to be marked as passed by the caller.
+
+    Attributes:
+        layer: the index of the layer that runs; the caller sets it. -1 is none.
+        predicted: by layer, then by name, the bytes that its fused blocks' graphs ask for.
+
+    >>> x = torch.randn(8, 4, requires_grad=True)
+    >>> record = SavedRecord(inputs=[x])
+    >>> with record:
+    ...     y = (x * x).exp()
+    >>> for saved in record.named([y]):
+    ...     print(saved.name, saved.nbytes, saved.is_input)
+    MulBackward0.other 128 True
+    ExpBackward0.result 128 False
+    """
+
+    def __init__(self, exclude: Iterable[Tensor] = (), inputs: Iterable[Tensor] = ()) -> None:
+        self.layer = -1
+        self.predicted: dict[int, dict[str, int]] = {}
+        self._exclude = {key for t in exclude for key in _storages(t)}
+        self._inputs = {key for t in inputs for key in _storages(t)}
+        self._saved: dict[StorageWeakRef, Saved] = {}
+        self._order = itertools.count()
+        self._block: _Block | None = None
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def __enter__(self) -> SavedRecord:
+        OBSERVERS.append(self._observe)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+        OBSERVERS.remove(self._observe)
+        self._block = None
+
+    def claim(self, tensors: Iterable[Tensor]) -> None:
+        """Count to the layer that begins what a checkpoint around it has saved of its inputs."""
+        for key in (key for t in tensors for key in _storages(t)):
+            saved = self._saved.get(key)
+            if saved is not None and saved.layer == -1 and saved.name == CHECKPOINT:
+                saved.layer = self.layer
+
+    def named(self, outputs: Iterable[Tensor]) -> list[Saved]:
+        """What is still held, in order, named after the graph that made `outputs`."""
+        names = sorted(_names(outputs), key=lambda name: name[0].order)
+        for held, name in names:
+            for saved in held.saved:
+                if saved.name == _UNNAMED:
+                    saved.name = name
+        return [saved for key, saved in self._saved.items() if not key.expired()]
+
+    def _observe(
+        self, invocation: Invocation, tensors: Sequence[Tensor | None], output: Tensor
+    ) -> None:
+        named = _block_tensors(invocation, tensors, output)
+        names = {key: name for name, t in named for key in _storages(t)}
+        self._block = _Block(names, _predicted(invocation, tensors))
+
+    def _pack(self, t: Tensor) -> _Held:
+        held = _Held(t, next(self._order))
+        checkpoint = sys._getframe(1).f_globals.get("__name__") == "torch.utils.checkpoint"
+        for key, nbytes in _storages(t).items():
+            name = self._fused_name(key)
+            if key in self._exclude or not nbytes:
+                continue
+            saved = self._saved.get(key)
+            if saved is None:
+                saved = self._saved[key] = Saved(
+                    self.layer, name or (CHECKPOINT if checkpoint else _UNNAMED), name is not None,
+                    tuple(t.shape), t.dtype, nbytes, key in self._inputs,
+                )  # fmt: skip
+            held.saved.append(saved)
+        return held
+
+    def _fused_name(self, key: StorageWeakRef) -> str | None:
+        """The block's name of what is saved now; counts what the block predicts, once.
+
+        Not earlier: of a block under a checkpoint nothing is saved.
+        """
+        block = self._block
+        if block is None or key not in block.names:
+            return None
+        if not block.counted:
+            block.counted = True
+            predicted = self.predicted.setdefault(self.layer, {})
+            for name, nbytes in block.predicted.items():
+                predicted[name] = predicted.get(name, 0) + nbytes
+        return block.names[key]
+
+
+def _unpack(held: _Held) -> Tensor:
+    return held.tensor
+
+
+def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
+    """The storages of `t` and their bytes; several for sparse tensors and wrapper subclasses."""
+    if is_traceable_wrapper_subclass(t):
+        inner, _ = t.__tensor_flatten__()
+        parts = [getattr(t, name) for name in inner]
+    elif t.layout is torch.sparse_coo:
+        parts = [t._indices(), t._values()]
+    elif t.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [t.crow_indices(), t.col_indices(), t.values()]
+    elif t.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [t.ccol_indices(), t.row_indices(), t.values()]
+    elif t.layout is not torch.strided:  # mkldnn: opaque
+        return {}
+    else:
+        storage = t.untyped_storage()
+        return {StorageWeakRef(storage): storage.nbytes()}
+    return {key: nbytes for part in parts for key, nbytes in _storages(part).items()}
+
+
+def _block_tensors(
+    invocation: Invocation, tensors: Sequence[Tensor | None], output: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """What a block saves, by name; of an activation, each of its pieces."""
+    plan = invocation.prepared.plan
+    needed = {*plan.kept_inputs, *plan.saved_params}
+    for name, t in zip(invocation.call.graph.tensors, tensors, strict=True):
+        if t is not None and name in needed:
+            yield name, t
+    if plan.keeps_output:
+        yield "output", output
+    yield from zip(_piece_names(invocation.prepared), invocation.kept, strict=True)
+
+
+def _piece_names(prepared: run.Prepared) -> Iterator[str]:
+    """The name of every tensor that `run.forward` returns."""
+    plan, chunks = prepared.plan, prepared.chunks
+    for first, last in chunks.groups():
+        yield from plan.kept_group
+        if plan.tile_forward:
+            for _ in chunks.tiles((last - first) * chunks.seq_len):
+                yield from plan.kept_tile
+
+
+def _predicted(invocation: Invocation, tensors: Sequence[Tensor | None]) -> Mapping[str, int]:
+    call, prepared = invocation.call, invocation.prepared
+    given = zip(call.graph.tensors, tensors, strict=True)
+    shapes = {name: tuple(t.shape) for name, t in given if t is not None} | {**prepared.shapes}
+    x = tensors[0]
+    assert x is not None
+    return kept_bytes(call.graph, call.save, call.wants, shapes, x.element_size())
+
+
+def _names(outputs: Iterable[Tensor]) -> Iterator[tuple[_Held, str]]:
+    """What `SavedRecord` packed, and autograd's names of it, walking back from `outputs`.
+
+    Nothing is unpacked: what other hooks packed (a checkpoint's, say) is left alone.
+    """
+    waiting = [t.grad_fn for t in outputs]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        for attribute in _raw_attributes(type(node)):
+            raw = getattr(node, attribute)
+            name = f"{node.name()}.{attribute.removeprefix('_raw_saved_')}"
+            parts = raw if isinstance(raw, (tuple, list)) else (raw,)
+            for i, part in enumerate(parts):
+                held = getattr(part, "data", None)
+                if isinstance(held, _Held):
+                    yield held, name if part is raw else f"{name}[{i}]"
+
+
+@functools.cache
+def _raw_attributes(node: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(node) if name.startswith("_raw_saved_"))

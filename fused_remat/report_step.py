@@ -1,0 +1,282 @@
+"""One forward and backward of a model, watched layer by layer, after which it is as before."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from fused_remat.layers import FusedRematLayer
+from fused_remat.memory import AllocationTrace, Span
+from fused_remat.report_saved import Saved, SavedRecord
+
+_LAYERS = (FusedRematLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+_FORWARD, _BACKWARD = "forward", "backward"
+_OUTSIDE = (-1, 0)  # the place of what is in no layer
+
+
+@dataclass(frozen=True)
+class Step:
+    """What was measured; layers are indices into those that were watched, -1 outside them.
+
+    Attributes:
+        saved, predicted: as `SavedRecord` has them.
+        calls: by layer.
+        peaks: by pass ("forward" or "backward") and layer.
+        peak: of the whole step, above what was allocated before.
+    """
+
+    saved: list[Saved]
+    predicted: dict[int, dict[str, int]]
+    calls: list[int]
+    peaks: dict[tuple[str, int], int]
+    peak: int
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in nested lists, tuples, mappings and dataclasses.
+
+    >>> [t.item() for t in tensors_in({"a": torch.tensor(1), "b": [(torch.tensor(2),), "c"]})]
+    [1, 2]
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for entry in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, entry.name, None))
+
+
+def choose_layers(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.Module]:
+    """The modules to watch by name; see `memory_report`.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
+    >>> list(choose_layers(model, None)), list(choose_layers(model, ["1.*"]))
+    (['0', '1'], ['1.0', '1.1'])
+    """
+    modules = dict(model.named_modules())
+    if patterns is None:
+        chosen = _default_layers(model, modules)
+    else:
+        chosen = _matching(list(modules), patterns)
+    outermost: list[str] = []
+    for name in modules:  # parents come before their children
+        if name in chosen and not any(_is_within(name, other) for other in outermost):
+            outermost.append(name)
+    for name in outermost:
+        for other, module in modules.items():
+            if other != name and isinstance(module, FusedRematLayer) and _is_within(name, other):
+                raise ValueError(
+                    f"{name!r} is inside the fused layer {other!r}, whose submodules are not "
+                    f"called; its activations are in the row of {other!r}"
+                )
+    return {name: modules[name] for name in outermost}
+
+
+def _default_layers(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
+    callable_ = {name for name, module in modules.items() if _has_forward(module)}
+    found = {name for name, module in modules.items() if isinstance(module, _LAYERS)}
+    if not found:
+        found = callable_ & {
+            name
+            for name in modules
+            if name and isinstance(modules[name.rpartition(".")[0]], _CONTAINERS)
+        }
+    return found or callable_ & {name for name, _ in model.named_children()} or {""}
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _matching(names: list[str], patterns: Iterable[str]) -> set[str]:
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    found: set[str] = set()
+    for pattern in patterns:
+        mine = {n for n in names if n == pattern or (n and fnmatch.fnmatchcase(n, pattern))}
+        if not mine:
+            shown = ", ".join(repr(n) for n in names if n) or "none"
+            raise ValueError(f"no module matches {pattern!r}; modules: {shown}")
+        found |= mine
+    return found
+
+
+def _is_within(name: str, other: str) -> bool:
+    return name == other or not other or name.startswith(other + ".")
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+    """Random state, modes, buffers and `.grad` are afterwards as before, whatever happens inside.
+
+    >>> norm, x = nn.BatchNorm1d(2), torch.ones(3, 2)
+    >>> with restored(norm, [x], x.device):
+    ...     _ = norm(x)
+    >>> norm.running_mean
+    tensor([0., 0.])
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(m, n, b, b.detach().clone()) for m in model.modules()
+               for n, b in m._buffers.items() if b is not None]  # fmt: skip
+    leaves = [t for t in (*model.parameters(), *inputs) if t.is_leaf]
+    grads = [(t, t.grad) for t in leaves]
+    cuda = {t.device.index for t in (*leaves, *inputs) if t.device.type == "cuda"}
+    if device.type == "cuda" and device.index is not None:
+        cuda.add(device.index)
+    with torch.random.fork_rng(devices=sorted(cuda)):
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer
+                buffer.data.copy_(value)  # .data: graphs that saved the buffer stay valid
+            for t, grad in grads:
+                if t.grad is not grad:
+                    t.grad = grad
+
+
+class _Watch:
+    """Hooks on the chosen layers: tell a record who runs, and a trace when."""
+
+    def __init__(self, layers: list[nn.Module], record: SavedRecord, trace: AllocationTrace):
+        self.calls = [0] * len(layers)
+        self._layers, self._record, self._trace = layers, record, trace
+        self._stack = [_OUTSIDE]
+        self._pass = _FORWARD
+        self._running = _OUTSIDE
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> _Watch:
+        for i, layer in enumerate(self._layers):
+            before = self._before(i)
+            self._handles += [
+                layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                layer.register_forward_hook(self._after, always_call=True),
+            ]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def backward(self) -> None:
+        """The forward is over."""
+        self._pass = _BACKWARD
+        self._mark(_OUTSIDE)
+
+    def _mark(self, place: tuple[int, int]) -> None:
+        self._running = place
+        self._trace.mark((self._pass, *place))
+
+    def _before(self, layer: int) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._pass is not _FORWARD:  # a checkpoint runs the layer again
+                return
+            self.calls[layer] += 1
+            place = (layer, self.calls[layer])
+            self._stack.append(place)
+            given = list(tensors_in([args, kwargs]))
+            self._record.layer = layer
+            self._record.claim(given)
+            for t in given:
+                if t.grad_fn is not None:  # runs after all of the layer's own nodes
+                    self._handles.append(t.register_hook(lambda _: self._left(place)))
+            self._mark(place)
+
+        return before
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._pass is not _FORWARD or len(self._stack) == 1:
+            return
+        place = self._stack.pop()
+        for t in tensors_in(output):
+            if t.requires_grad:
+                self._handles.append(t.register_hook(lambda _: self._mark(place)))
+        self._record.layer = self._stack[-1][0]
+        self._mark(self._stack[-1])
+
+    def _left(self, place: tuple[int, int]) -> None:
+        if self._running == place:
+            self._mark(_OUTSIDE)
+
+
+def _peaks(spans: list[Span]) -> dict[tuple[str, int], int]:
+    """For each pass and layer, the peak above what was held when one of its calls began."""
+    peaks: dict[tuple[str, int], int] = {}
+    place, base = None, 0
+    for span in spans:
+        if span.label != place:
+            place, base = span.label, span.start
+        which, layer = place[:2] if place is not None else (_FORWARD, -1)
+        peaks[which, layer] = max(peaks.get((which, layer), 0), span.peak - base)
+    return peaks
+
+
+def _device(tensors: Iterable[Tensor]) -> torch.device:
+    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+
+
+def _detached(value: Any) -> Any:
+    """An intermediate result as a leaf, so that backward ends there."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
+
+
+def run_step(
+    model: nn.Module, layers: list[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Step:
+    """Run `model(*args, **kwargs)` and the backward of its sum, watching `layers`.
+
+    >>> layer = nn.Linear(4, 4)
+    >>> step = run_step(layer, [layer], (torch.randn(2, 4),), {})
+    >>> [(saved.name, saved.nbytes) for saved in step.saved]
+    [('AddmmBackward0.mat1', 32)]
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        if any(t.grad_fn is not None for t in tensors_in([args, kwargs])):
+            args, kwargs = tree_map(_detached, (args, kwargs))
+        inputs = list(tensors_in([args, kwargs]))
+        state = [*model.parameters(), *model.buffers()]
+        targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
+        device = _device([*state, *inputs])
+        record, trace = SavedRecord(state, inputs), AllocationTrace(device)
+        with restored(model, inputs, device), trace, _Watch(layers, record, trace) as watch:
+            with record:
+                output = model(*args, **kwargs)
+            sums = _sums(output)
+            del output
+            saved = record.named(sums)
+            watch.backward()
+            if sums and targets:
+                grads = torch.autograd.grad(sums, targets, allow_unused=True)
+                del grads
+        peak = max(span.peak for span in trace.spans)
+        return Step(saved, record.predicted, watch.calls, _peaks(trace.spans), peak)
+
+
+def _sums(output: Any) -> list[Tensor]:
+    """Sums of the floating-point tensors that have a gradient."""
+    found = [t for t in tensors_in(output) if t.is_floating_point()]
+    if not found:
+        raise TypeError(
+            f"the model returned {type(output).__name__} without a floating-point tensor in it "
+            "(searched: tensors, lists, tuples, mappings, dataclasses)"
+        )
+    return [t.sum() for t in found if t.requires_grad]

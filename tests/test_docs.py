@@ -1,0 +1,38 @@
+"""The pages' own code runs, top to bottom."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fused_remat.backends.activations import ACTIVATIONS
+from fused_remat.policies import RUNGS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/write_your_own.md")
+
+
+def blocks(page):
+    """Each python block of a page, padded so that a traceback gives the page's own line."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for match in re.finditer(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        yield "\n" * text[: match.start(1)].count("\n") + match.group(1)
+
+
+@pytest.fixture
+def tables():
+    """The registries that a page may add rows to, put back afterwards."""
+    before = dict(ACTIVATIONS), {rung: dict(rows) for rung, rows in RUNGS.items()}
+    yield
+    for table, rows in [(ACTIVATIONS, before[0]), *((RUNGS[r], before[1][r]) for r in RUNGS)]:
+        table.clear()
+        table.update(rows)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(page, tables):
+    found = list(blocks(page))
+    assert found
+    names = {"__name__": "__page__"}
+    for source in found:
+        exec(compile(source, page, "exec"), names)

@@ -1,0 +1,96 @@
+"""`explain`: what runs each step, and why."""
+
+import pytest
+import torch
+from torch import nn
+
+from fused_remat import FusedRematLayer, explain, ops
+
+X = torch.randn(3, 16, 64)
+
+
+def layer(dropout=0.0, **kwargs):
+    kwargs = {"batch_first": True, "norm_first": True, **kwargs}
+    return FusedRematLayer(64, 4, 256, dropout, **kwargs)
+
+
+def routine(found, name):
+    return dict(found[0].forward)[name]
+
+
+def test_it_says_what_is_kept_and_what_is_rebuilt():
+    (found,) = explain(layer(policy="lean"), X)
+    assert found.name == "FusedRematLayer" and "encoder_prenorm" in found.title
+    assert {"attn", "attn.lse", "norm1.rstd"} <= set(found.kept)
+    steps = found.backward
+    assert "compute up" in steps and "compute attn" not in steps
+    assert steps.index("compute up") < steps.index("backward act") < steps.index("backward up")
+    text = str(found)
+    assert "attn    kept  ATen's flash kernel" in text and "rebuild up" in text
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "call", "reason"),
+    [
+        ({"dropout": 0.1}, {}, "dropout draws"),
+        ({}, {"src_mask": torch.zeros(16, 16, requires_grad=True)}, "a mask wants a gradient"),
+        ({}, {"src_mask": torch.full((16, 16), -1e9)}, "finite and below"),
+    ],
+)
+def test_it_says_why_the_flash_kernel_does_not_run(kwargs, call, reason):
+    assert reason in routine(explain(layer(**kwargs), X, **call), "attn")
+
+
+def test_products_in_another_dtype_are_said():
+    found = explain(layer(dtype=torch.bfloat16), X.bfloat16())
+    native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert ("float32 copies" in routine(found, "qkv")) != native
+
+
+def test_pieces_are_said(monkeypatch):
+    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", 8)
+    (found,) = explain(layer(), X)
+    assert "3 × 1 sequences, then tiles of 8 tokens" in found.title
+    assert [name for name, _ in found.forward].count("up") == 1  # one piece stands for all
+
+
+def test_a_fallback_gives_its_reason():
+    odd = layer()
+    odd.norm1 = nn.RMSNorm(64)
+    with pytest.warns(UserWarning, match="RMSNorm"):
+        (found,) = explain(odd, X)
+    assert found.reason == "its norm1 is a RMSNorm, not a LayerNorm" and not found.forward
+    assert "not fused: its norm1" in str(found)
+
+
+def test_every_layer_of_a_model_in_order():
+    model = nn.TransformerEncoder(layer(), 3)
+    found = explain(model, X)
+    assert [block.name for block in found] == ["layers.0", "layers.1", "layers.2"]
+    assert not explain(model.eval().requires_grad_(False), X)[0].backward
+
+
+def test_ops_outside_a_layer():
+    class Model(nn.Module):
+        def forward(self, x):
+            return ops.rms_norm(x, torch.ones(64, requires_grad=True))
+
+    (found,) = explain(Model(), X)
+    assert found.name == "(op)" and found.kept == ("input", "output.rstd")
+
+
+def test_nothing_is_left_behind():
+    model = layer(0.1)
+    torch.manual_seed(0)
+    explain(model, X)
+    after = torch.rand(2)
+    torch.manual_seed(0)
+    assert torch.equal(after, torch.rand(2))
+    assert not model._forward_pre_hooks and not model._forward_hooks
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        explain(model, X[..., :5])
+    assert not model._forward_pre_hooks
+    from fused_remat.autograd import OBSERVERS
+    from fused_remat.blocks.frame import TRACERS
+
+    assert not OBSERVERS and not TRACERS

@@ -1,0 +1,180 @@
+"""Activation functions without a row: served by the fused path, with what they capture."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import pair
+from torch import nn
+
+from fused_remat import FusedRematLayer, FusedRematWarning
+
+D, H, FF = 12, 3, 20
+DOUBLE = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def no_fallback():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)
+        yield
+
+
+def captures(shape):
+    w = nn.Parameter(torch.full(shape, 0.3, dtype=DOUBLE))
+    return (lambda x: torch.where(x > 0, x, w * x)), [w]
+
+
+def captures_non_leaf():
+    w = nn.Parameter(torch.tensor(0.3, dtype=DOUBLE))
+    return (lambda x: x * torch.sigmoid(x) * (w * 2).exp()), [w]
+
+
+FUNCTIONS = {
+    "a function of torch's": lambda: (torch.sin, []),
+    "leaky relu": lambda: (F.leaky_relu, []),
+    "a scalar captured": lambda: captures(()),
+    "a vector captured": lambda: captures((FF,)),
+    "a product of what is captured": captures_non_leaf,
+    "a module": lambda: (nn.ELU(), []),
+    "a module with a parameter": lambda: (nn.PReLU(dtype=DOUBLE), []),
+    "a module of modules": lambda: (nn.Sequential(nn.Tanh(), nn.Linear(FF, FF, dtype=DOUBLE)), []),
+    "across the batch": lambda: (lambda x: x.softmax(1), []),
+    "across all tokens": lambda: (lambda x: x - x.mean((0, 1), keepdim=True), []),
+    "in place": lambda: (F.relu_, []),
+    "identity": lambda: (lambda x: x, []),
+}
+
+
+def gradients(layer, x, dy, captured):
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    grads = torch.autograd.grad(y, [x, *layer.parameters(), *captured], dy, allow_unused=True)
+    return [y, *grads]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_any_function_trains_as_in_the_stock_layer(name, batch_first, norm_first, policy):
+    activation, captured = FUNCTIONS[name]()
+    stock, fused = pair(
+        D, H, FF, 0.0, activation, batch_first=batch_first, norm_first=norm_first, dtype=DOUBLE,
+        policy=policy,
+    )  # fmt: skip
+    x, dy = torch.randn(2, 4, 5, D, dtype=DOUBLE)
+    expected = gradients(stock, x, dy, captured)
+    for got, truth in zip(gradients(fused, x, dy, captured), expected, strict=True):
+        assert (got is None) == (truth is None)
+        if truth is not None:
+            torch.testing.assert_close(got, truth)
+
+
+def test_an_unbatched_sequence_reaches_the_function_as_two_dimensions():
+    shapes = []
+    layer = FusedRematLayer(D, H, FF, 0.0, lambda x: shapes.append(tuple(x.shape)) or x.sin())
+    layer(torch.randn(5, D)).sum().backward()
+    assert set(shapes[1:]) == {(5, FF)}  # the first call is the probe, on one token
+
+
+def test_only_the_captured_parameter_wants_a_gradient():
+    activation, (w,) = captures(())
+    layer = FusedRematLayer(D, H, FF, 0.0, activation, dtype=DOUBLE).requires_grad_(False)
+    stock = copy.deepcopy(nn.TransformerEncoderLayer(D, H, FF, 0.0, activation, dtype=DOUBLE))
+    stock.load_state_dict(layer.state_dict())
+    stock.activation = activation
+    x = torch.randn(4, 5, D, dtype=DOUBLE)
+    layer(x).square().sum().backward()
+    got, w.grad = w.grad, None
+    stock(x).square().sum().backward()
+    torch.testing.assert_close(got, w.grad)
+
+
+def test_a_captured_parameter_changed_in_place_raises():
+    activation, (w,) = captures(())
+    y = FusedRematLayer(D, H, FF, 0.0, activation, dtype=DOUBLE)(torch.randn(4, 5, D, dtype=DOUBLE))
+    with torch.no_grad():
+        w.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_function_that_reads_another_tensor_in_backward_raises():
+    holder = {"w": nn.Parameter(torch.tensor(0.3))}
+    layer = FusedRematLayer(D, H, FF, 0.0, lambda x: x * holder["w"])
+    y = layer(torch.randn(4, 5, D))
+    holder["w"] = nn.Parameter(torch.tensor(0.4))
+    with pytest.raises(RuntimeError, match="did not read in forward"):
+        y.sum().backward()
+
+
+def test_functional_call_reaches_a_modules_parameters():
+    stock, fused = pair(D, H, FF, 0.0, nn.PReLU(dtype=DOUBLE), dtype=DOUBLE)
+    params = {n: (p.detach() * 1.5).requires_grad_() for n, p in fused.named_parameters()}
+    x = torch.randn(4, 5, D, dtype=DOUBLE)
+    grads = []
+    for layer in (stock, fused):
+        y = torch.func.functional_call(layer, params, (x,))
+        grads.append(torch.autograd.grad(y.square().sum(), list(params.values())))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_module_keeps_its_mode_of_forward():
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x.sin() * (2.0 if self.training else 1.0)
+
+    layer = FusedRematLayer(D, H, FF, 0.0, Scaled(), dtype=DOUBLE)
+    x = torch.randn(4, 5, D, dtype=DOUBLE)
+    layer(x).sum().backward()
+    expected = layer.linear1.weight.grad.clone()
+    layer.zero_grad()
+    y = layer(x)
+    layer.eval()
+    y.sum().backward()
+    assert torch.equal(layer.linear1.weight.grad, expected)
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x.sin()
+
+
+@pytest.mark.parametrize(
+    ("activation", "reason"),
+    [
+        (nn.RReLU(), "draws random numbers"),
+        (Counter(), "has buffers"),
+        (nn.PReLU(num_parameters=5), "fails on an input of shape"),  # one a token of a sequence
+    ],
+)
+def test_what_cannot_be_called_again_falls_back_with_the_reason(activation, reason):
+    layer = FusedRematLayer(D, H, FF, 0.0, activation, batch_first=True)
+    with warnings.catch_warnings(), pytest.warns(FusedRematWarning, match=reason):
+        warnings.simplefilter("default", FusedRematWarning)
+        layer(torch.randn(4, 5, D)).sum().backward()
+    assert layer.linear1.weight.grad is not None
+    if isinstance(activation, Counter):
+        assert activation.calls == 1
+
+
+def test_the_probe_draws_nothing_from_torchs_generator():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedRematWarning)
+        FusedRematLayer.why_not_fused(
+            FusedRematLayer(D, H, FF, 0.0, nn.RReLU(), device="meta").to_empty(device="cpu"),
+            torch.zeros(4, 5, D),
+        )
+    assert torch.equal(torch.rand(3), expected)

@@ -1,0 +1,174 @@
+"""torch.func on the layer (item 29): what the stock layer does, in train and eval, unannounced."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from reference import X, make
+from torch import nn
+from torch.func import (
+    functional_call,
+    grad,
+    grad_and_value,
+    jacrev,
+    stack_module_state,
+    vjp,
+    vmap,
+)
+
+from fused_remat import FusedRematWarning
+
+CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
+MASKS = {
+    "no mask": {},
+    "mask": {"src_mask": CAUSAL},
+    "hint": {"src_mask": CAUSAL, "is_causal": True},
+}
+MODES = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+
+
+@pytest.fixture(autouse=True)
+def no_word():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)
+        # PyTorch on its own kernels under vmap
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        yield
+
+
+def assert_same(got, expected):
+    torch.testing.assert_close(got, expected)
+
+
+def parameters(layer):
+    return {name: p.detach() for name, p in layer.named_parameters()}
+
+
+def both(training, transformed, **kwargs):
+    """`transformed(layer, parameters)` for the fused and for the stock layer."""
+    stock, fused = (m.train(training) for m in make(**kwargs))
+    return [transformed(m, parameters(m)) for m in (fused, stock)]
+
+
+@MODES
+@pytest.mark.parametrize("masks", MASKS)
+def test_functional_call(training, masks):
+    def call(layer, params):
+        doubled = {name: (2 * p).requires_grad_() for name, p in params.items()}
+        y = functional_call(layer, doubled, (X,), MASKS[masks])
+        return [y, *torch.autograd.grad(y.square().sum(), list(doubled.values()))]
+
+    assert_same(*both(training, call))
+
+
+def test_functional_call_of_some_and_of_tied_parameters():
+    results = []
+    for layer in make():
+        layer.norm2.weight = layer.norm1.weight
+        weight = torch.full((8,), 0.5, dtype=torch.float64, requires_grad=True)
+        y = functional_call(layer, {"norm1.weight": weight}, (X,))  # both names
+        results.append([y, *torch.autograd.grad(y.square().sum(), weight)])
+    assert_same(*results)
+
+
+@MODES
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_grad(training, masks, norm_first):
+    def call(layer, params):
+        def loss(params, x):
+            return functional_call(layer, params, (x,), MASKS[masks]).square().sum()
+
+        return [grad(loss)(params, X), *grad_and_value(loss, argnums=1)(params, X)]
+
+    assert_same(*both(training, call, norm_first=norm_first))
+
+
+@MODES
+def test_vjp_and_jacrev(training):
+    def call(layer, params):
+        y, pull = vjp(lambda p, x: functional_call(layer, p, (x,)), params, X)
+        jacobian = jacrev(lambda x: functional_call(layer, params, (x,)))(X[:2, :1])
+        return [y, pull(y.cos()), jacobian]
+
+    assert_same(*both(training, call))
+
+
+@MODES
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_per_sample_gradients(training, norm_first):
+    def call(layer, params):
+        def loss(params, x):
+            return functional_call(layer, params, (x.unsqueeze(1),)).square().sum()
+
+        return vmap(grad(loss), in_dims=(None, 1))(params, X)
+
+    assert_same(*both(training, call, norm_first=norm_first))
+
+
+@MODES
+def test_ensembles(training):
+    """Stacked parameters of several layers, as in PyTorch's tutorial on model ensembling."""
+    results = []
+    for original in reversed(make()):
+        layers = [copy.deepcopy(original).train(training) for _ in range(3)]
+        with torch.no_grad():
+            for scale, layer in enumerate(layers, start=1):
+                layer.linear1.weight.mul_(scale)
+        params, buffers = stack_module_state(layers)
+        skeleton = copy.deepcopy(original).to("meta").train(training)
+
+        def one(params, buffers, x, skeleton=skeleton):
+            return functional_call(skeleton, (params, buffers), (x,))
+
+        y = vmap(one, in_dims=(0, 0, None))(params, buffers, X)
+        assert_same(y, torch.stack([layer(X) for layer in layers]))
+        grads = torch.autograd.grad(y.square().sum(), list(params.values()))
+        results.append([y, *grads])
+    assert_same(*results)
+
+
+@MODES
+def test_vmap_without_gradients(training):
+    def call(layer, params):
+        with torch.no_grad():
+            return vmap(lambda x: layer(x.unsqueeze(1)), in_dims=1)(X)
+
+    assert_same(*both(training, call, batch_first=False))
+
+
+def test_vmap_over_a_layer_with_dropout_follows_the_randomness_flag():
+    results = []
+    for layer in make(dropout=0.5):
+        torch.manual_seed(0)
+        call = vmap(lambda x, m=layer: m(x.unsqueeze(1)), in_dims=1, randomness="different")
+        results.append(call(X))
+        with pytest.raises(RuntimeError, match="randomness"):
+            vmap(lambda x, m=layer: m(x.unsqueeze(1)), in_dims=1)(X)
+    assert_same(*results)
+
+
+def test_grad_of_a_model_around_the_layer():
+    """The layer among others, in `nn.TransformerEncoder`, as a model is differentiated."""
+    results = []
+    for layer in make():
+        torch.manual_seed(0)
+        head = nn.Linear(8, 1, dtype=torch.float64)
+        model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), head)
+
+        def loss(params, model=model):
+            return functional_call(model, params, (X,)).square().mean()
+
+        results.append(grad(loss)(parameters(model)))
+    assert_same(*results)
+
+
+def test_after_a_transform_the_fused_path_is_back():
+    from fused_remat.memory import SavedBytes
+
+    _, fused = make()
+    grad(lambda x: fused(x).sum())(X)
+    with SavedBytes(exclude=fused.parameters()) as saved:
+        fused(X.clone().requires_grad_())
+    assert saved.total < 2 * X.nbytes
