@@ -363,6 +363,7 @@ def test_the_switch_and_threads():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_transformed_eval_is_pytorchs_own():
     """vmap goes to PyTorch's own forward untouched, and without a word; functional_call is ours."""
     stock, fused = make()

@@ -227,7 +227,7 @@ CASES += [(f.__name__, torch.float64) for f in (forward, non_contiguous, moved)]
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_pytorchs_samples(infos, name, dtype, training):
     for info in infos:
         for sample in samples(info, dtype, training):

@@ -204,6 +204,7 @@ def mesh():
     dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("names", [("linear1",), ("self_attn", "norm1", "linear1", "linear2")])
 @pytest.mark.parametrize("policy", ["full", "none"])
 def test_fsdp_of_single_submodules(mesh, names, policy):

@@ -101,7 +101,7 @@ def test_gradcheck(case, policy, p):
 @pytest.mark.parametrize("tokens", [512, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_the_same_bits_in_every_policy(case, dtype, tokens):
-    tensors = case.tensors(batch=3, seq=37, dtype=dtype)
+    tensors = case.tensors(batch=3, seq=21, dtype=dtype)
     seed = {"seed": 7} if case.dropout else {}
     with in_pieces(tokens):
         first, *others = (
@@ -228,6 +228,43 @@ def test_changing_what_backward_reads_raises(case):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), name
     must = {n for n in tensors if n in READ_AGAIN or n.endswith("weight")}
     assert raised >= (must if case is not CASES["dropout_add"] else set())
+
+
+@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize("tokens", [512, 4])
+def test_backward_twice_gives_the_same_and_changes_no_operand(case, policy, tokens):
+    tensors = case.tensors(batch=3)
+    before = {name: t.detach().clone() for name, t in tensors.items()}
+    with in_pieces(tokens):
+        y = case.op(tensors, 0.3, policy=policy)
+        out, dy = y.detach().clone(), torch.randn_like(y)
+        given = dy.clone()
+        first = torch.autograd.grad(y, leaves(tensors), given, retain_graph=True)
+        second = torch.autograd.grad(y, leaves(tensors), given)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(y, out) and torch.equal(given, dy)
+    assert all(torch.equal(t, before[name]) for name, t in tensors.items())
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward(dy)
+
+
+def test_a_batch_of_gradients_at_once(case):
+    tensors = case.tensors()
+    y = case.op(tensors, 0.3)
+    dys = torch.randn(3, *y.shape, dtype=y.dtype)
+    batched = torch.autograd.grad(y, leaves(tensors), dys, is_grads_batched=True, retain_graph=True)
+    for i, dy in enumerate(dys):
+        single = torch.autograd.grad(y, leaves(tensors), dy, retain_graph=True)
+        assert all(torch.equal(a[i], b) for a, b in zip(batched, single, strict=True))
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_changing_the_seed_raises(name):
+    seed = torch.tensor(3)
+    y = CASES[name].op(CASES[name].tensors(), 0.3, seed=seed)
+    seed.add_(1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.sum().backward()
 
 
 def test_autocast_changes_nothing(case):

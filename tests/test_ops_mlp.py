@@ -59,7 +59,7 @@ def test_inputs_of_any_shape_and_layout(name, layout):
             with in_pieces(tokens):
                 compare(
                     lambda: case.op(inputs(), 0.3, **ours),  # noqa: B023
-                    lambda: case.plain(inputs(), 0.3, 7),  # noqa: B023
+                    lambda: case.plain(inputs(), 0.3, 7),
                     [x, *params.values()] + ([residual] if "residual" in case.shapes else []),
                 )
 
@@ -234,6 +234,7 @@ class Prelu(nn.Module):
         return t.clamp(min=0.0) + self.weight * t.clamp(max=0.0)
 
 
+STOCK_PRELU = nn.PReLU(dtype=torch.float64)
 PRELU, FROZEN = Prelu(), Prelu().requires_grad_(False)
 CUSTOM = {
     "a function": (torch.sin, []),
@@ -242,7 +243,8 @@ CUSTOM = {
     "a product": (lambda t: torch.sin(t * DOUBLED), [SLOPE]),
     "a product of its own": (lambda t: torch.sin(t * (SLOPE.exp() + 1)), [SLOPE]),
     "a module": (PRELU, [PRELU.weight]),
-    "stock prelu": (nn.PReLU(dtype=torch.float64), []),
+    "stock prelu": (STOCK_PRELU, [STOCK_PRELU.weight]),
+    "a tied weight": (lambda t: torch.sin(t * W1.sum(-1)), []),
     "a frozen module": (FROZEN, []),
     "in place": (lambda t: t.mul_(2.0).sin_(), []),
     "an identity": (lambda t: t, []),
@@ -306,6 +308,29 @@ def test_hooks_of_a_captured_parameter_see_its_gradient_once_and_whole():
     assert len(seen) == 1
     torch.testing.assert_close(seen[0], expected)
     torch.testing.assert_close(got, 3 * expected)
+
+
+def test_a_captured_parameters_gradient_is_summed_over_pieces_in_float32():
+    x, w1, w2 = normal(600, D), normal(FF, D, scale=0.3), normal(D, FF)
+    slope, dy = normal(FF, seed=3), normal(600, D, seed=9).detach()
+
+    def run(fn, dtype):
+        x_, w1_, w2_, slope_ = (t.detach().to(dtype).requires_grad_() for t in (x, w1, w2, slope))
+
+        def act(t):
+            return torch.sin(t * slope_)
+
+        return results(lambda: fn(x_, w1_, None, w2_, None, act), [slope_], dy.to(dtype))
+
+    def plain(x, w1, b1, w2, b2, act):
+        return F.linear(act(F.linear(x, w1, b1)), w2, b2)
+
+    with in_pieces(2):
+        ours = run(ops.mlp, torch.bfloat16)
+    rounded = [t.bfloat16().double() for t in (x, w1, w2, slope, dy)]
+    x, w1, w2, slope, dy = rounded
+    peer, exact = run(plain, torch.bfloat16), run(plain, torch.float64)
+    check_error(ours, peer, exact, ["output", "slope"])
 
 
 def test_changing_a_captured_parameter_raises():
@@ -408,7 +433,8 @@ T = functools.cache(normal)
         (lambda: ops.gated_mlp(T(2, 8), T(4, 8), T(4, 7), T(8, 4)), "up_weight (4, 7) (2, 8)"),
         (lambda: ops.gated_mlp(T(2, 8), T(4, 8), T(4, 8), T(8, 5)), "down_weight (8, 5) (4, 8)"),
         (lambda: ops.gated_mlp(T(2, 8), T(4, 8), T(4, 8), T(8, 4), T(8)), "gate_bias (8,) (4,)"),
-        (lambda: ops.gated_mlp(T(2, 8), T(4, 8), T(4, 8), T(8, 4), None, T(8)), "up_bias (8,) (4,)"),
+        (lambda: ops.gated_mlp(T(2, 8), T(4, 8), T(4, 8), T(8, 4), None, T(8)),
+         "up_bias (8,) (4,)"),
         (lambda: ops.gated_mlp(T(2, 8), T(4, 8), T(4, 8), T(8, 4), None, None, T(4)),
          "down_bias (4,) (8,)"),
         (lambda: ops.gated_mlp(T(2, 8), None, T(4, 8), T(8, 4)), "weights must be given"),

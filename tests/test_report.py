@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import importlib
 import json
 import sys
 from collections import OrderedDict
@@ -446,6 +447,62 @@ def test_default_layers():
     assert names(attention, data(), data(), data())[0] == "out_proj"  # its only child, not called
 
 
+class Mlp(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(D, D), nn.Tanh())
+
+    def forward(self, x):
+        return self[1](self[0](x))
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("how", ["wrapped", "inner", "in place"])
+def test_what_is_compiled_is_one_layer(how):
+    mlp = Mlp()
+    if how == "in place":
+        mlp.compile(backend="aot_eager")
+        model, name = nn.Sequential(mlp, nn.ReLU()), "0"
+    else:
+        compiled = torch.compile(mlp, backend="aot_eager")
+        model, name = {
+            "wrapped": (compiled, "(model)"), "inner": (nn.Sequential(compiled, nn.ReLU()), "0")
+        }[how]  # fmt: skip
+    call = mlp._compiled_call_impl
+    for _ in range(2):  # compiling, and compiled
+        report = memory_report(model, data())
+        assert report.kept_bytes == saved_bytes(model, data())
+        first = report.layers[0]
+        assert (first.name, first.calls) == (name, 1)
+        assert first.kept_bytes >= 2 * TOKENS * D * 4 and first.backward_peak > 0
+    assert mlp._compiled_call_impl is call
+    with pytest.raises(ValueError, match="a compiled module, whose submodules"):
+        memory_report(model, data(), layers=["0.1" if how == "in place" else "*_orig_mod.1"])
+
+
+def test_checkpoint_is_named_while_the_compiler_is_loaded():
+    importlib.import_module("torch._dynamo")
+    layer = memory_report(LanguageModel(1, checkpointed=True), ids()).layers[0]
+    assert [a.name for a in layer.activations] == ["checkpoint"]
+
+
+def test_jagged_tensors():
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh()), data()
+    jagged = torch.nested.nested_tensor(list(x.unbind()), layout=torch.jagged)
+    report = memory_report(model, jagged)
+    assert MemoryReport.from_json(report.to_json()) == report
+    assert report.kept_bytes > memory_report(model, x).kept_bytes  # its offsets, too
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_layers_take_no_hooks():
+    model = nn.Sequential(nn.Linear(D, D), torch.jit.script(nn.Sequential(nn.Tanh())))
+    with pytest.raises(RuntimeError, match="hook is not supported on ScriptModules"):
+        memory_report(model, data())
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+    first, other = memory_report(model, data(), layers=["0"]).layers
+    assert first.kept_bytes == other.kept_bytes == TOKENS * D * 4
+
+
 def test_patterns():
     model, x = encoder(3), data()
     names = lambda layers: [r.name for r in memory_report(model, x, layers=layers).layers]  # noqa: E731
@@ -460,7 +517,7 @@ def test_patterns():
     with pytest.raises(ValueError, match=r"no module matches 'blocks\.\*'; modules: 'layers', "):
         names(["blocks.*"])
     convert(model)
-    with pytest.raises(ValueError, match=r"inside the fused layer 'layers\.0'"):
+    with pytest.raises(ValueError, match=r"inside 'layers\.0', a fused layer"):
         names(["layers.0.linear1"])
 
 
@@ -545,7 +602,7 @@ def test_buffers_in_a_graph_of_before_stay_valid():
 
 
 def test_nothing_stays_alive():
-    tensors = lambda: sum(isinstance(o, torch.Tensor) for o in gc.get_objects())  # noqa: E731
+    tensors = lambda: sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())  # noqa: E731
     model, x = convert(LanguageModel(2)), ids()
     memory_report(model, x)
     gc.collect()

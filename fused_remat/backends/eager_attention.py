@@ -129,6 +129,11 @@ def _shared(x: Tensor, call: AttentionCall) -> tuple[Tensor, ...]:
     return tuple(x.unflatten(1, (call.kv_heads, group)).unbind(2))
 
 
+def _rows_in_place(x: Tensor) -> Tensor:
+    """`x` with the elements of a row side by side, as the kernel takes them for granted."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _flash_mask(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
     mask = _merged_mask(call, dtype)
     if mask is None or mask.dim() == 2:
@@ -141,6 +146,7 @@ def _flash_forward(
 ) -> tuple[Tensor, Tensor]:
     if widen:
         q, k, v = q.float(), k.float(), v.float()
+    q, k, v = (_rows_in_place(x) for x in (q, k, v))
     made = [
         _aten._scaled_dot_product_flash_attention_for_cpu(
             q_one, k, v, 0.0, call.right == 0, attn_mask=mask, scale=call.scale
@@ -167,6 +173,7 @@ def _flash_backward(
 ) -> None:
     if widen:
         do, q, k, v, o = do.float(), q.float(), k.float(), v.float(), o.float()
+    do, q, k, v, o = (_rows_in_place(x) for x in (do, q, k, v, o))
     dq, dk, dv = grads
     sums: list[Tensor] = []
     lse = lse.view(call.batch, call.nhead, call.q_len)
@@ -236,7 +243,7 @@ class _Scratch:
 def _contiguous(x: Tensor, call: AttentionCall, dtype: torch.dtype) -> Tensor:
     """(B, H, S, E) as (N, G, S, E), contiguous, in `dtype`."""
     x = x.to(dtype).contiguous()
-    return x.view(call.batch * call.kv_heads, -1, *x.shape[2:])
+    return x.view(call.batch * call.kv_heads, x.shape[1] // call.kv_heads, *x.shape[2:])
 
 
 def _product(into: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, add: bool = False) -> None:

@@ -144,8 +144,9 @@ class Custom(Node):
         for (name, source), grad in zip(sources.items(), grads, strict=True):
             if name == self.x:
                 f.add_grad(name, torch.zeros_like(source) if grad is None else grad, owned=True)
-            elif grad is not None:
-                f.add_param_grad(name, grad)
+            elif grad is not None:  # a sum over pieces in float32; a copy, it may be expanded
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                f.add_param_grad(name, grad.to(wide, copy=True))
 
 
 def _checked(y: Tensor, x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def bind(activation: Any, shape: tuple[int, ...], seq_first: bool) -> Function:
 
 
 def _with_state_of_now(module: nn.Module) -> Function:
-    params = dict(module.named_parameters())
+    params: dict[str, Tensor] = dict(module.named_parameters())
     modes = [(m, m.training) for m in module.modules()]
 
     def call(x: Tensor) -> Tensor:

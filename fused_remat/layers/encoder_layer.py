@@ -192,14 +192,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             or any(m is not None for m in masks[:2])
         ):
             return super().forward(src, *masks)  # which raises
-        lengths = [len(sequence) for sequence in src.unbind()]
-        padded = src.to_padded_tensor(0.0)
-        positions = torch.arange(padded.shape[1], device=src.device)
-        excluded = positions >= torch.tensor(lengths, device=src.device).unsqueeze(1)
-        out = self.forward(padded, src_key_padding_mask=excluded)
-        rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
-        nested: Tensor = torch.nested.as_nested_tensor(rows)
-        return nested
+        return fastpath.padded(self.forward, src)
 
     def _unfused(self, *args: Any) -> Tensor:
         """PyTorch's forward through the submodules, also in eval."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,24 @@ def is_exact(layer: nn.TransformerEncoderLayer, params: Mapping[str, Tensor | No
         return False
     # It crashes on a missing bias or norm weight, unless all are missing.
     return None not in params.values() and not any(eligibility.dropout_ps(layer))
+
+
+def padded(forward: Callable[..., Tensor], src: Tensor) -> Tensor:
+    """`forward` on a strided nested tensor, as one padded batch; nested again.
+
+    >>> src = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    >>> out = padded(lambda x, src_key_padding_mask: x + src_key_padding_mask.sum(), src)
+    >>> [tuple(rows.shape) for rows in out.unbind()], out[0][0, 0].item()
+    ([(2, 4), (3, 4)], 2.0)
+    """
+    lengths = [len(sequence) for sequence in src.unbind()]
+    x = src.to_padded_tensor(0.0)
+    positions = torch.arange(x.shape[1], device=src.device)
+    excluded = positions >= torch.tensor(lengths, device=src.device).unsqueeze(1)
+    out = forward(x, src_key_padding_mask=excluded)
+    rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
+    nested: Tensor = torch.nested.as_nested_tensor(rows)
+    return nested
 
 
 _lock = threading.Lock()

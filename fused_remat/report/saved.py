@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ class Saved:
         layer: the index of the layer that was running, -1 outside any.
         name: of a fused block's graph, or of autograd's, as "AddmmBackward0.mat1".
         fused: whether it is of a fused block's graph.
-        shape, dtype: of the tensor that was saved first.
+        shape, dtype: of the tensor that was saved first; no shape if it is nested.
         nbytes: of the storage.
         is_input: whether it was passed to the model.
     """
@@ -42,7 +42,7 @@ class Saved:
     layer: int
     name: str
     fused: bool
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     dtype: torch.dtype
     nbytes: int
     is_input: bool
@@ -95,7 +95,10 @@ class SavedRecord:
         self._saved: dict[StorageWeakRef, Saved] = {}
         self._order = itertools.count()
         self._block: _Block | None = None
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        pack: Callable[[Tensor], _Held] = self._pack
+        if "torch._dynamo" in sys.modules:  # else nothing can be compiled, and it is slow to load
+            pack = torch.compiler.disable(pack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     def __enter__(self) -> SavedRecord:
         OBSERVERS.append(self._observe)
@@ -132,7 +135,7 @@ class SavedRecord:
 
     def _pack(self, t: Tensor) -> _Held:
         held = _Held(t, next(self._order))
-        checkpoint = sys._getframe(1).f_globals.get("__name__") == "torch.utils.checkpoint"
+        name_else = CHECKPOINT if _saving_module() == "torch.utils.checkpoint" else _UNNAMED
         for key, nbytes in _storages(t).items():
             name = self._fused_name(key)
             if key in self._exclude or not nbytes:
@@ -140,8 +143,8 @@ class SavedRecord:
             saved = self._saved.get(key)
             if saved is None:
                 saved = self._saved[key] = Saved(
-                    self.layer, name or (CHECKPOINT if checkpoint else _UNNAMED), name is not None,
-                    tuple(t.shape), t.dtype, nbytes, key in self._inputs,
+                    self.layer, name or name_else, name is not None,
+                    None if t.is_nested else tuple(t.shape), t.dtype, nbytes, key in self._inputs,
                 )  # fmt: skip
             held.saved.append(saved)
         return held
@@ -160,6 +163,14 @@ class SavedRecord:
             for name, nbytes in block.predicted.items():
                 predicted[name] = predicted.get(name, 0) + nbytes
         return block.names[key]
+
+
+def _saving_module() -> str:
+    """Name of the module that runs what saves a tensor; called by `SavedRecord._pack`."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("torch._dynamo"):
+        frame = frame.f_back  # torch.compiler.disable's
+    return str(frame.f_globals["__name__"])
 
 
 def _unpack(held: _Held) -> Tensor:

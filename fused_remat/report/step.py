@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fused_remat.layers import FusedRematLayer
 from fused_remat.memory import AllocationTrace, Span
-from fused_remat.report_saved import Saved, SavedRecord
+from fused_remat.report.saved import Saved, SavedRecord
 
 _LAYERS = (FusedRematLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -78,15 +78,31 @@ def choose_layers(model: nn.Module, patterns: Iterable[str] | None) -> dict[str,
             outermost.append(name)
     for name in outermost:
         for other, module in modules.items():
-            if other != name and isinstance(module, FusedRematLayer) and _is_within(name, other):
+            why = _why_opaque(module)
+            if why is not None and other != name and _is_within(name, other):
                 raise ValueError(
-                    f"{name!r} is inside the fused layer {other!r}, whose submodules are not "
-                    f"called; its activations are in the row of {other!r}"
+                    f"{name!r} is inside {other!r}, a {why}, whose submodules are not called; "
+                    f"its activations are in the row of {other!r}"
                 )
     return {name: modules[name] for name in outermost}
 
 
 def _default_layers(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
+    opaque = [name for name, module in modules.items() if _why_opaque(module) is not None]
+    found = _repeated(model, modules)
+    return {next((o for o in opaque if _is_within(name, o)), name) for name in found}
+
+
+def _why_opaque(module: nn.Module) -> str | None:
+    """What `module` is, if hooks on its submodules would not be called, or change what it does."""
+    if isinstance(module, FusedRematLayer):
+        return "fused layer"
+    if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+        return "compiled module"  # torch.compile's class is slow to import
+    return None
+
+
+def _repeated(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
     callable_ = {name for name, module in modules.items() if _has_forward(module)}
     found = {name for name, module in modules.items() if isinstance(module, _LAYERS)}
     if not found:
@@ -99,7 +115,7 @@ def _default_layers(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[s
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
 def _matching(names: list[str], patterns: Iterable[str]) -> set[str]:
@@ -161,19 +177,42 @@ class _Watch:
         self._pass = _FORWARD
         self._running = _OUTSIDE
         self._handles: list[RemovableHandle] = []
+        self._compiled: list[tuple[nn.Module, Any]] = []
 
     def __enter__(self) -> _Watch:
-        for i, layer in enumerate(self._layers):
-            before = self._before(i)
-            self._handles += [
-                layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                layer.register_forward_hook(self._after, always_call=True),
-            ]
+        try:
+            for i, layer in enumerate(self._layers):
+                self._attach(layer, self._before(i))
+        except Exception:  # a scripted module takes no hooks
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: Any) -> None:
         for handle in self._handles:
             handle.remove()
+        for layer, compiled in self._compiled:
+            layer._compiled_call_impl = compiled
+
+    def _attach(self, layer: nn.Module, before: Callable[..., None]) -> None:
+        compiled: Any = layer._compiled_call_impl
+        if compiled is None:
+            add = layer.register_forward_pre_hook
+            self._handles.append(add(before, prepend=True, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self._after, always_call=True))
+            return
+
+        def call(*args: Any, **kwargs: Any) -> Any:  # hooks would become part of the graph
+            before(layer, args, kwargs)
+            output = None
+            try:
+                output = compiled(*args, **kwargs)
+                return output
+            finally:
+                self._after(layer, args, output)
+
+        self._compiled.append((layer, compiled))
+        layer._compiled_call_impl = call
 
     def backward(self) -> None:
         """The forward is over."""

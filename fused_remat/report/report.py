@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fused_remat.layers import FusedRematLayer
 from fused_remat.policies import Policy
-from fused_remat.report_saved import Saved
-from fused_remat.report_step import Step, choose_layers, run_step, tensors_in
+from fused_remat.report.saved import Saved
+from fused_remat.report.step import Step, choose_layers, run_step, tensors_in
 
 _OTHER = "(other)"
 _MODEL = "(model)"
@@ -29,7 +29,8 @@ class Activation:
         name: in a fused block's graph ("input", "qkv", "attn.lse", "seed"), or autograd's
             ("AddmmBackward0.mat1"); "checkpoint" for what `torch.utils.checkpoint` holds; "saved"
             where autograd tells no name.
-        shape: of the tensors that were saved, None if in pieces; the bytes are their storages'.
+        shape: of the tensors that were saved, None if in pieces; the bytes are their storages',
+            of which they may be parts.
         dtype: "float32", say.
         count: how many storages.
         is_input: whether the caller passed it to the model, and so holds it anyway.
@@ -171,7 +172,7 @@ class MemoryReport:
 
         Raises: ImportError without matplotlib (`pip install "fused-remat[bench]"`).
         """
-        from fused_remat.report_plot import plot
+        from fused_remat.report.plot import plot
 
         plot(self, path)
 
@@ -194,11 +195,12 @@ def memory_report(
 
     Units: bytes. Kept are storages that autograd saves, each once; parameters and buffers do not
         count, masks and inputs do (and a fused block predicts 0 for its masks). Peaks: on CPU from
-        the profiler; on CUDA from the allocator, whose peak statistics are reset, and of the first
-        such device.
+        the profiler, which must not be running already; on CUDA from the allocator, whose peak
+        statistics are reset, and of the first such device.
     Raises: TypeError if the output has no floating-point tensor; ValueError if a pattern matches
-        nothing or a module inside a fused layer, or for lazy parameters; NotImplementedError on a
-        device that is neither CPU nor CUDA; RuntimeError, PyTorch's own, for reentrant checkpoint.
+        nothing or what is inside a fused or compiled layer, or for lazy parameters;
+        NotImplementedError on a device that is neither CPU nor CUDA; RuntimeError, PyTorch's own,
+        for reentrant checkpoint.
     Source: after `jax.ad_checkpoint.print_saved_residuals`.
 
     >>> import torch
