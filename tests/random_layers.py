@@ -32,8 +32,8 @@ ACTIVATIONS = {
     "tanh": torch.tanh, "a function": torch.sin, "a module": nn.ELU(),
 }  # fmt: skip
 RUNGS = ("full", "lean", "balanced", "fast", "none")
-# What a few roundings may add where PyTorch happened to be lucky: once in 30,000 comparisons a float32
-# gradient of a few elements is 7 machine epsilons off where PyTorch's is 3, or the other way round.
+# What a few roundings may add where PyTorch happened to be lucky: of 150,000 comparisons, two
+# float32 gradients of a few elements were 11 and 8 machine epsilons off, PyTorch's 3 and 2.
 _ROUNDINGS = {torch.float32: 8, torch.bfloat16: 4, torch.float16: 4}
 
 

@@ -296,6 +296,23 @@ def test_a_float32_mask_beside_16_bits_is_not_rounded():
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=0.02)
 
 
+def test_a_masks_gradient_is_summed_over_pieces_in_float32():
+    """1500 sequences that all want more of the first key: terms of one sign."""
+    q, k, v = (t.detach().bfloat16() for t in heads(batch=1500, nhead=1, kv_heads=1))
+    v = torch.zeros_like(v).index_fill_(2, torch.tensor(0), 1.0)
+    mask = normal(5, 7, dtype=torch.bfloat16)
+
+    def run(fn, dtype):
+        leaf = mask.detach().to(dtype).requires_grad_()
+        dy = torch.ones(1500, 1, 5, 4, dtype=dtype)
+        return results(lambda: fn(*(t.to(dtype) for t in (q, k, v)), leaf), [leaf], dy)
+
+    with in_pieces(5):
+        ours = run(ops.attention, torch.bfloat16)
+    peer, exact = run(attention, torch.bfloat16), run(attention, torch.float64)
+    check_error(ours, peer, exact, ["output", "mask"])
+
+
 def test_true_in_a_mask_takes_part_and_in_key_padding_is_excluded():
     q, k, v = heads()
     first = torch.zeros(5, 7, dtype=torch.bool)
