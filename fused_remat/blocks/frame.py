@@ -96,7 +96,9 @@ class Run:
 class Frame:
     """The named activations and gradients of one group of sequences, or of one tile of a group."""
 
-    __slots__ = ("backend", "grads", "lo", "parent", "rows", "run", "seqs", "token0", "values")
+    __slots__ = (
+        "backend", "freeing", "grads", "lo", "parent", "rows", "run", "seqs", "token0", "values",
+    )  # fmt: skip
 
     def __init__(
         self, run: Run, seqs: tuple[int, int], span: tuple[int, int], parent: Frame | None = None
@@ -107,6 +109,7 @@ class Frame:
         self.token0 = seqs[0] * run.chunks.seq_len + self.lo
         self.values: dict[str, Tensor] = {}
         self.grads: dict[str, tuple[Tensor, bool]] = {}
+        self.freeing: tuple[str, ...] = ()  # names that the present step uses for the last time
 
     def __getitem__(self, name: str) -> Tensor:
         value = self.values.get(name)
@@ -114,6 +117,13 @@ class Frame:
             assert self.parent is not None, f"{name} is neither kept nor rebuilt"
             value = self.parent[name][self.lo : self.lo + self.rows]
             self.values[name] = value
+        return value
+
+    def last(self, name: str) -> Tensor:
+        """`self[name]`, which the step will not read again: freed at once if nobody else will."""
+        value = self[name]
+        if name in self.freeing:
+            del self.values[name]
         return value
 
     def put(self, name: str, value: Tensor) -> None:

@@ -244,7 +244,7 @@ class Linear(Node):
         if self.x in wants or self.weight in wants or self.bias in wants:
             dz = f.backend.dropout_bwd(dy, f[self.keep]) if self.keep else dy
             if self.weight in wants:
-                f.add_weight_grad(self.weight, dz, f[self.x])
+                f.add_weight_grad(self.weight, dz, f.last(self.x))
             if self.bias in wants:
                 f.add_param_grad(self.bias, f.backend.bias_grad(dz))
             if self.x in wants:

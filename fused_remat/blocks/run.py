@@ -58,6 +58,7 @@ def _run_step(step: Step, frame: Frame, out: Tensor | None) -> None:
     else:
         dy, owned = frame.take_grad(node.name)
         assert dy is not None
+        frame.freeing = step.free
         node.backward(frame, dy, owned, step.wants)
     _free(step, frame)
 
