@@ -56,8 +56,9 @@ class BlockCall:
         x = tensors[0]
         assert x is not None
         backend = get_backend(self.backend, x.device)
+        tokens = backend.chunk_tokens(x)
         shapes = tuple(None if t is None else t.shape for t in tensors)
-        return _prepare(self, backend, backend.chunk_tokens(x), shapes)  # type: ignore[arg-type]
+        return _prepare(self, backend, tokens, shapes)  # type: ignore[arg-type]
 
     def batch_major(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1) if self.seq_first else x

@@ -72,7 +72,7 @@ class Backend(Protocol):
     name: str
 
     def chunk_tokens(self, x: Tensor) -> int:
-        """About how many tokens to work on at a time (bounds the transients)."""
+        """About how many tokens of `x` to work on at a time (bounds the transients)."""
 
     def norm_fwd(
         self,

@@ -17,7 +17,8 @@ from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.backends.base import AttentionCall
 from fused_remat.backends.norms import NORMS
 
-_CPU_TOKENS = 512
+# Fewer pieces read the weights fewer times; the transients grow with their size.
+_CPU_TOKENS = 1024
 _DEVICE_TOKENS = 16384
 
 

@@ -9,6 +9,8 @@ Source: the backward of Dao et al. 2022, with dS = P * (dP - rowsum(dO * O)).
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,8 @@ _BLOCK = 1 << 20
 # A row whose largest mask value is finite and below this is not for the flash kernel: its logsumexp
 # is the mask's value, rounded, and its backward off by up to the number of keys.
 _FAR = -1e3
+# Sequences at least this long are worked on one at a time.
+_LONG = 128
 _aten = torch.ops.aten
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -91,12 +95,49 @@ def forward(
     """
     if why_not_flash(q, v, call) is None:
         heads, lse = _flash_forward(q, k, v, call, widen)
-    else:
-        heads, lse = _blocks_forward(q, k, v, call)
+        if out is None:
+            return heads.transpose(1, 2).reshape(*_matrix(v, call)).to(q.dtype), lse
+        _as_heads(out, call).copy_(heads)
+        return out, lse
     if out is None:
-        return heads.transpose(1, 2).reshape(-1, call.nhead * v.shape[-1]).to(q.dtype), lse
-    _as_heads(out, call).copy_(heads)
-    return out, lse
+        out = q.new_empty(_matrix(v, call))
+    heads = _as_heads(out, call)
+    parts = [
+        _blocks_forward(q[part], k[part], v[part], one, heads[part])
+        for part, one in _sequences(call)
+    ]
+    return out, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _sequences(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
+    """Long sequences one at a time: read in place, and their scores stay in cache."""
+    if call.batch == 1 or call.q_len < _LONG:
+        yield slice(None), call
+        return
+    for b in range(call.batch):
+        part = slice(b, b + 1)
+        yield (
+            part,
+            dataclasses.replace(
+                call,
+                batch=1,
+                mask=_of_sequence(call.mask, b),
+                dmask=_of_sequence(call.dmask, b),
+                padding=None if call.padding is None else call.padding[part],
+                dpadding=None if call.dpadding is None else call.dpadding[part],
+                row0=call.row0 + b * call.nhead * call.q_len,
+            ),
+        )
+
+
+def _of_sequence(mask: Tensor | None, b: int) -> Tensor | None:
+    if mask is None or mask.dim() == 2 or mask.shape[0] == 1:
+        return mask
+    return mask[b : b + 1]
+
+
+def _matrix(v: Tensor, call: AttentionCall) -> tuple[int, int]:
+    return call.batch * call.q_len, call.nhead * v.shape[-1]
 
 
 def backward(
@@ -113,7 +154,9 @@ def backward(
     """Fills dq, dk, dv if given; adds the masks' gradients to the call's."""
     do, o = _as_heads(dattn, call), _as_heads(attn, call)
     if why_not_flash(q, v, call) is not None:
-        _blocks_backward(do, q, k, v, o, call, grads)
+        for part, one in _sequences(call):
+            mine = None if grads is None else (grads[0][part], grads[1][part], grads[2][part])
+            _blocks_backward(do[part], q[part], k[part], v[part], o[part], one, mine)
     elif grads is not None:
         _flash_backward(do, q, k, v, o, lse, call, grads, widen)
 
@@ -240,31 +283,43 @@ class _Scratch:
         return self.flat[i, : n * heads * rows * keys].view(n, heads * rows, keys)
 
 
-def _contiguous(x: Tensor, call: AttentionCall, dtype: torch.dtype) -> Tensor:
-    """(B, H, S, E) as (N, G, S, E), contiguous, in `dtype`."""
+def _grouped(x: Tensor, call: AttentionCall, dtype: torch.dtype) -> Tensor:
+    """(B, H, S, E) as (N, G, S, E) in `dtype`: a view of one sequence in place, else a copy."""
+    group = x.shape[1] // call.kv_heads
+    if call.batch == 1 and x.dtype == dtype and x.stride(-1) == 1:
+        heads: Tensor = x[0].unflatten(0, (call.kv_heads, group))
+        return heads
     x = x.to(dtype).contiguous()
-    return x.view(call.batch * call.kv_heads, x.shape[1] // call.kv_heads, *x.shape[2:])
+    return x.view(call.batch * call.kv_heads, group, *x.shape[2:])
 
 
 def _product(into: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, add: bool = False) -> None:
-    """`into` becomes alpha * a @ b, added to it if `add`."""
+    """`into` becomes alpha * a @ b, added to it if `add`; fast where `into` is contiguous."""
     # Not baddbmm_, which FLOP counters miss.
     torch.baddbmm(into, a, b, beta=float(add), alpha=alpha, out=into)
 
 
-def _put(into: Tensor, block: _Block, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
-    """Rows of `into` (N, G, S, E) become alpha * a @ b."""
-    rows = into[:, :, block.rows]
-    if into.shape[1] == 1:
-        _product(rows[:, 0], a, b, alpha)
+def _put(into: Tensor, rows: slice, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+    """Rows of `into` (B, H, S, E), of any strides, become alpha * a @ b, (N, G*rows, E)."""
+    made = a.new_empty((*a.shape[:2], b.shape[2]))
+    _product(made, a, b, alpha)
+    target = into[:, :, rows]
+    target.copy_(made.view(target.shape))
+
+
+def _add(into: Tensor, keys: slice, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+    """alpha * a @ b is added to rows `keys` of `into` (N, S_k, E)."""
+    target = into[:, keys]
+    if target.is_contiguous():
+        _product(target, a, b, alpha, add=True)
     else:
-        rows.copy_(torch.bmm(a, b).mul_(alpha).view(rows.shape))
+        target.add_(torch.bmm(a, b), alpha=alpha)
 
 
-def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor) -> Tensor:
+    """Fills `out` (B, H, S_q, E), of any strides; returns lse."""
     acc = torch.promote_types(q.dtype, torch.float32)
-    q, k, v = (_contiguous(x, call, acc) for x in (q, k, v))
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
+    q, k, v = (_grouped(x, call, acc) for x in (q, k, v))
     lse = q.new_empty((*q.shape[:3], 1))
     blocks = _blocks(call)
     scratch = _Scratch(call, blocks, 2, q)
@@ -278,8 +333,8 @@ def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tup
         lse[:, :, block.rows] = top.view(*q.shape[:2], -1, 1)
         if call.p > 0.0:
             probs.mul_(_keep(block, call, scratch.of(1, block)))
-        _put(out, block, probs, v[:, 0, block.keys])
-    return out.view(call.batch, call.nhead, call.q_len, -1), lse
+        _put(out, block.rows, probs, v[:, 0, block.keys])
+    return lse
 
 
 def _probabilities(
@@ -358,35 +413,36 @@ def _blocks_backward(
     grads: Heads | None,
 ) -> None:
     acc = torch.promote_types(q.dtype, torch.float32)
-    q, k, v, do, o = (_contiguous(x, call, acc) for x in (q, k, v, do, o))
+    q, k, v, do, o = (_grouped(x, call, acc) for x in (q, k, v, do, o))
     delta = (do * o).sum(-1, keepdim=True)
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    dk, dv = (torch.zeros_like(x[:, 0], memory_format=torch.contiguous_format) for x in (k, v))
     blocks = _blocks(call)
     scratch = _Scratch(call, blocks, 3, q)
     for block in blocks:
         if block.low == block.high:
+            if grads is not None:
+                grads[0][:, :, block.rows] = 0.0
             continue
-        do_rows = do[:, :, block.rows].flatten(1, 2)
+        rows, keys = block.rows, block.keys
+        do_rows, q_rows = do[:, :, rows].flatten(1, 2), q[:, :, rows].flatten(1, 2)
         probs, capped, _ = _probabilities(q, k, call, block, scratch.of(0, block))
         dprobs = scratch.of(1, block)
-        torch.bmm(do_rows, v[:, 0, block.keys].transpose(1, 2), out=dprobs)
+        torch.bmm(do_rows, v[:, 0, keys].transpose(1, 2), out=dprobs)
         dropped = probs
         if call.p > 0.0:
             keep = _keep(block, call, scratch.of(2, block))
             dprobs.mul_(keep)
             dropped = keep.mul_(probs)
-        _product(dv[:, 0, block.keys], dropped.transpose(1, 2), do_rows, add=True)
-        dscores = dprobs.sub_(delta[:, :, block.rows].flatten(1, 2)).mul_(probs)
+        _add(dv, keys, dropped.transpose(1, 2), do_rows)
+        dscores = dprobs.sub_(delta[:, :, rows].flatten(1, 2)).mul_(probs)
         _add_mask_grads(dscores, call, block)
         if capped is not None:
             dscores.addcmul_(dscores * capped, capped, value=-1.0)  # times 1 - tanh**2
         if grads is not None:
-            q_rows = q[:, :, block.rows].flatten(1, 2)
-            dk_rows = dk[:, 0, block.keys]
-            _product(dk_rows, dscores.transpose(1, 2), q_rows, call.scale, add=True)
-            _put(dq, block, dscores, k[:, 0, block.keys], call.scale)
+            _add(dk, keys, dscores.transpose(1, 2), q_rows, call.scale)
+            _put(grads[0], rows, dscores, k[:, 0, keys], call.scale)
     if grads is not None:
-        for grad, made in zip(grads, (dq, dk, dv), strict=True):
+        for grad, made in zip(grads[1:], (dk, dv), strict=True):
             grad.copy_(made.view(grad.shape))
 
 

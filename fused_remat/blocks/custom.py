@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+Function = Callable[[Tensor], Tensor]
 
 
 def leaves(y: Tensor) -> list[Tensor]:
@@ -32,39 +36,68 @@ def leaves(y: Tensor) -> list[Tensor]:
     return found
 
 
-def probe(fn: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, ...] | str:
-    """The leaves that require grad which `fn` captured, or why a rebuild cannot call it again.
+@dataclass(frozen=True)
+class Probed:
+    """A function that a rebuild can call again, and the leaves requiring grad that it captured."""
 
-    Calls `fn(x)` once, outside autocast as blocks run and unseen by hooks on saved tensors;
-    torch's generators are put back afterwards.
+    fn: Function
+    captured: tuple[Tensor, ...]
+
+
+def probe(fn: Function, x: Tensor) -> Probed | str:
+    """What `fn` captured, found by calling `fn(x)` once, or why a rebuild cannot call it again.
+
+    The call is outside autocast, as blocks run, and unseen by hooks on saved tensors; torch's
+    generators are put back afterwards. The function returned raises RuntimeError when a tensor that
+    its derivative reads, and that was there before the call, has been changed in place since.
 
     >>> w = torch.full((3,), 0.1, requires_grad=True)
-    >>> probe(lambda x: torch.where(x > 0, x, w * x), torch.zeros(2, 3))
+    >>> probe(lambda x: torch.where(x > 0, x, w * x), torch.zeros(2, 3)).captured
     (tensor([0.1000, 0.1000, 0.1000], requires_grad=True),)
     >>> probe(lambda x: torch.dropout(x, 0.5, True), torch.zeros(2, 3))
     'its activation draws random numbers'
     """
     before = _generator_state(x.device)
+    x = x.detach().requires_grad_()
+    saved: list[tuple[weakref.ref[Tensor], int]] = []
+
+    def note(t: Tensor) -> Tensor:
+        source = t._base if t._base is not None else t
+        saved.append((weakref.ref(source), source._version))
+        return t.detach()  # a saved output that its own hook returns is never freed
+
     try:
-        with torch.autocast(x.device.type, enabled=False), torch.enable_grad(), _unseen():
-            y = fn(x)
+        unseen = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
+        with torch.autocast(x.device.type, enabled=False), torch.enable_grad(), unseen:
+            y = fn(x.clone())  # it may work in place
     except Exception as error:
         return f"its activation fails on an input of shape {tuple(x.shape)} ({error})"
     finally:
-        after = _generator_state(x.device)
-        drew = not torch.equal(before, after)
+        drew = not torch.equal(before, _generator_state(x.device))
         if drew:
             _set_generator_state(x.device, before)
     if drew:
         return "its activation draws random numbers"
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         return "its activation changes the shape or dtype of its input"
-    return tuple(leaves(y))
+    captured = tuple(t for t in leaves(y) if t is not x)
+    del x, y  # what the call itself made goes with them; what is left was captured
+    return Probed(_guarded(fn, [(t, version) for t, version in saved if t() is not None]), captured)
 
 
-def _unseen() -> torch.autograd.graph.saved_tensors_hooks:
-    # Detached: a saved output that its own hook returns is never freed.
-    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t)
+def _guarded(fn: Function, watched: list[tuple[weakref.ref[Tensor], int]]) -> Function:
+    def call(x: Tensor) -> Tensor:
+        for reference, version in watched:
+            t = reference()
+            if t is not None and t._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(t.shape)} that the activation function captured has "
+                    f"been modified by an inplace operation: it is at version {t._version}, "
+                    f"expected {version}"
+                )
+        return fn(x)
+
+    return call
 
 
 @contextmanager

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fused_remat.blocks.custom import probe
+from fused_remat.blocks.custom import Function, Probed, probe
 from fused_remat.layers.eligibility import has_hooks
 
-Function = Callable[[Tensor], Tensor]
 
+def prepare(activation: Any, src: Tensor, width: int, seq_first: bool) -> Probed | str:
+    """`activation` on matrices of tokens and what it captures, or why it cannot be called again.
 
-def bind(activation: Any, shape: tuple[int, ...], seq_first: bool) -> Function:
-    """`activation` on a matrix of tokens, in the layout in which the stock layer calls it.
+    `width` is that of the tensor it is applied to, `src` the layer's input, (S, B, D) if
+    `seq_first`. It is tried on one token, and given whole tensors in the layout in which the stock
+    layer calls it. A module is called with the parameters and in the modes of now.
 
-    `shape` is that of the layer's src, which is (S, B, D) if `seq_first`. A module is called with
-    the parameters and in the modes of now.
-
-    >>> import torch
-    >>> bind(lambda x: x.cumsum(0), (2, 1, 3), True)(torch.ones(2, 4))
+    >>> prepare(nn.PReLU(), torch.zeros(3, 2, 4), 8, True).captured
+    (Parameter containing:
+    tensor([0.2500], requires_grad=True),)
+    >>> prepare(lambda x: x.cumsum(0), torch.zeros(2, 1, 3), 4, True).fn(torch.ones(2, 4))
     tensor([[1., 1., 1., 1.],
             [2., 2., 2., 2.]])
     """
-    fn = _with_state_of_now(activation) if isinstance(activation, nn.Module) else activation
-    lead = shape[:-1]
+    fn = activation
+    if isinstance(activation, nn.Module):
+        if any(has_hooks(m) for m in activation.modules()):
+            return "its activation has hooks"
+        if next(activation.buffers(), None) is not None:
+            return "its activation has buffers, which a second call may change"
+        fn = _with_state_of_now(activation)
+    found = probe(fn, src.new_zeros((*(1,) * (src.dim() - 1), width)))
+    if isinstance(found, str):
+        return found
+    return Probed(_on_matrices(found.fn, tuple(src.shape[:-1]), seq_first), found.captured)
 
+
+def _on_matrices(fn: Function, lead: tuple[int, ...], seq_first: bool) -> Function:
     def call(up: Tensor) -> Tensor:
         if seq_first:
             made = fn(up.view(lead[1], lead[0], -1).transpose(0, 1))
@@ -55,21 +66,3 @@ def _with_state_of_now(module: nn.Module) -> Function:
                 m.training = training
 
     return call
-
-
-def captured(activation: Any, src: Tensor, width: int) -> tuple[Tensor, ...] | str:
-    """The tensors requiring grad that `activation` captures, or why the fused path cannot call it.
-
-    `width` is that of the tensor it is applied to; it is tried on one token.
-
-    >>> captured(nn.PReLU(), torch.zeros(3, 2, 4), 8)
-    (Parameter containing:
-    tensor([0.2500], requires_grad=True),)
-    """
-    if isinstance(activation, nn.Module):
-        if any(has_hooks(m) for m in activation.modules()):
-            return "its activation has hooks"
-        if next(activation.buffers(), None) is not None:
-            return "its activation has buffers, which a second call may change"
-        activation = _with_state_of_now(activation)
-    return probe(activation, src.new_zeros((*(1,) * (src.dim() - 1), width)))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fused_remat import ops
 from fused_remat.backends.registry import check_name
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
-from fused_remat.blocks.sketch import CUSTOM, captured_params
-from fused_remat.layers import custom_activation, eligibility, fastpath
+from fused_remat.layers import eligibility, encoder_call, fastpath
+from fused_remat.layers.encoder_call import EncoderCall
 from fused_remat.layers.replay import checkpointed
 from fused_remat.policies import Policy, kept_names
 
@@ -142,19 +142,18 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         args = (src, src_mask, src_key_padding_mask, is_causal)
         if _is_traced():
             return super().forward(*args)
-        params = self._params()
+        params = encoder_call.tensors_of(self)
         unmasked = src_mask is None and src_key_padding_mask is None
         wants_grad = _wants_grad(*args, *params.values())
         if unmasked and not wants_grad and fastpath.is_exact(self, params):
             return super().forward(*args)
         if getattr(src, "is_nested", False):
             return self._nested(*args)
-        config = self._config(src, params, src_mask, src_key_padding_mask, is_causal)
-        if not isinstance(config, EncoderConfig):
-            return self._fallback(config, *args)
+        call = encoder_call.call_of(self, params, *args)
+        if isinstance(call, str):
+            return self._fallback(call, *args)
         _warn_mismatch(src_mask, src_key_padding_mask)
-        params["mask"] = src_mask if config.has_mask else None
-        return self._fused(src, params, src_key_padding_mask, config)
+        return self._fused(src, src_key_padding_mask, call)
 
     def why_not_fused(
         self,
@@ -174,15 +173,15 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         args = (src, src_mask, src_key_padding_mask, is_causal)
         if _is_traced():
             return "the call is compiled, transformed or traced"
-        params = self._params()
+        params = encoder_call.tensors_of(self)
         unmasked = src_mask is None and src_key_padding_mask is None
         plain = unmasked and not _wants_grad(*args, *params.values())
         if plain and fastpath.is_exact(self, params):
             return "evaluation without gradients is PyTorch's own where that is exact"
         if getattr(src, "is_nested", False):
             return "src is a nested tensor"
-        config = self._config(src, params, *args[1:])
-        return None if isinstance(config, EncoderConfig) else config
+        call = encoder_call.call_of(self, params, *args)
+        return call if isinstance(call, str) else None
 
     def _nested(self, src: Tensor, *masks: Any) -> Tensor:
         """What `nn.TransformerEncoder` hands on in eval, where the native kernel would be wrong."""
@@ -211,94 +210,19 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             _warn(self, f"PyTorch's own forward under torch.utils.checkpoint: {reason}")
         return out
 
-    def _params(self) -> dict[str, Tensor | None]:
-        """The block's tensors by its own names, read through the submodules at every call."""
-        child = self._modules.get
-        attn = child("self_attn")
-        params: dict[str, Tensor | None] = {
-            "qkv.weight": _tensor(attn, "in_proj_weight"),
-            "qkv.bias": _tensor(attn, "in_proj_bias"),
-        }
-        proj = None if attn is None else attn._modules.get("out_proj")
-        modules = (proj, child("linear1"), child("linear2"), child("norm1"), child("norm2"))
-        for (weight, bias), module in zip(_NAMES, modules, strict=True):
-            params[weight] = _tensor(module, "weight")
-            params[bias] = _tensor(module, "bias")
-        return params
-
-    def _config(
-        self,
-        src: Tensor,
-        params: dict[str, Tensor | None],
-        mask: Tensor | None,
-        padding: Tensor | None,
-        is_causal: bool,
-    ) -> EncoderConfig | str:
-        """The block that serves this call, or why the fused path cannot."""
-        reason = (
-            eligibility.why_not_module(self)
-            or eligibility.why_not_context(src)
-            or eligibility.why_not_tensors(src, self.self_attn.embed_dim, params)
-            or eligibility.why_not_masks(src, self.self_attn, mask, padding, is_causal)
-        )
-        if reason is not None:
-            return reason
-        causal = is_causal and padding is None  # as in PyTorch: the hint stands for the mask
-        children = self._modules
-        attn: Any = children["self_attn"]
-        activation, captured = eligibility.activation_name(self.activation), 0
-        if activation is None:
-            fc1 = params["fc1.weight"]
-            assert fc1 is not None
-            found = custom_activation.captured(self.activation, src, fc1.shape[0])
-            if isinstance(found, str):
-                return found
-            params.update(zip(captured_params(len(found)), found, strict=True))
-            activation, captured = CUSTOM, len(found)
-        p_attention, p_residual1, p_mlp, p_residual2 = eligibility.dropout_ps(self)
-        config = EncoderConfig(
-            norm_first=self.norm_first,
-            nhead=attn.num_heads,
-            head_dim=attn.embed_dim // attn.num_heads,
-            activation=activation,
-            captured=captured,
-            eps1=children["norm1"].eps,  # type: ignore[union-attr, arg-type]
-            eps2=children["norm2"].eps,  # type: ignore[union-attr, arg-type]
-            p_attention=p_attention,
-            p_residual1=p_residual1,
-            p_mlp=p_mlp,
-            p_residual2=p_residual2,
-            causal=causal,
-            has_mask=mask is not None and not causal,
-            has_padding=padding is not None,
-        )
-        return eligibility.why_not_dropout(config) or config
-
-    def _fused(
-        self,
-        src: Tensor,
-        tensors: dict[str, Tensor | None],
-        padding: Tensor | None,
-        config: EncoderConfig,
-    ) -> Tensor:
+    def _fused(self, src: Tensor, padding: Tensor | None, call: EncoderCall) -> Tensor:
         unbatched = src.dim() == 2
-        seq_first = not (unbatched or self._modules["self_attn"].batch_first)  # type: ignore[union-attr]
-        functions = {}
-        if config.activation == CUSTOM:
-            bound = custom_activation.bind(self.activation, tuple(src.shape), seq_first)
-            functions = {"activation": bound}
         if unbatched:
             src = src.unsqueeze(0)
             padding = None if padding is None else padding.unsqueeze(0)
-        tensors["padding"] = padding
         out = ops.run_encoder(
             src,
-            tensors,
-            config,
+            {**call.tensors, "padding": padding},
+            call.config,
             policy=self._policy,
             backend=self._backend,
-            seq_first=seq_first,
-            functions=functions,
+            seq_first=call.seq_first,
+            functions=call.functions,
         )
         return out.squeeze(0) if unbatched else out
 
@@ -322,21 +246,6 @@ def _warn_mismatch(mask: Tensor | None, padding: Tensor | None) -> None:
             f"({mask.dtype}) is deprecated. Use same type for both instead.",
             stacklevel=5,
         )
-
-
-_NAMES = tuple((f"{n}.weight", f"{n}.bias") for n in ("proj", "fc1", "fc2", "norm1", "norm2"))
-
-
-def _tensor(module: Any, name: str) -> Tensor | None:
-    """`module.name` if there is such a tensor: a parameter, or what replaced it."""
-    if module is None:
-        return None
-    # Not getattr: a parametrization would compute, and update its buffers.
-    for where in (module._parameters, module._buffers, module.__dict__):
-        own = where.get(name)
-        if own is not None:
-            return own if isinstance(own, Tensor) else None
-    return None
 
 
 def _is_traced() -> bool:

@@ -119,8 +119,8 @@ def resolve_activation(
     found = probe(activation, x.new_zeros(shape))
     if isinstance(found, str):
         raise ValueError(f"cannot rebuild with this activation: {found}")
-    captured = dict(zip(captured_params(len(found)), found, strict=True))
-    return CUSTOM, captured, {"activation": activation}
+    names = captured_params(len(found.captured))
+    return CUSTOM, dict(zip(names, found.captured, strict=True)), {"activation": found.fn}
 
 
 def run_tokens(
