@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check clean
+.PHONY: demo test check bench clean
 
 demo: $(READY)  ## train a small language model with and without FusedRemat
 	$(BIN)/python examples/train_byte_lm.py
@@ -18,6 +18,9 @@ check: $(READY)  ## lint, format, types, and the arrows between the rooms
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_arrows.py
+
+bench: $(READY)  ## one layer on this CPU, every way and every rung: about half an hour
+	$(BIN)/python -m bench layers --device cpu --dtype float32
 
 clean:  ## what can be made again, .venv included
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

@@ -13,13 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench import layers_report, profile_step
 from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
 from fused_remat.blocks.program import Graph, programs
 from fused_remat.policies import RUNGS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "design.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "design.md", ROOT / "docs" / "performance.md")
 DEMO = ROOT / "bench" / "results" / "demo-cpu" / "demo.json"
+PROFILE = ROOT / "bench" / "results" / "profile-cpu.json"
+LAYERS = ROOT / "bench" / "results" / "layers-cpu.json"
 # Large enough for D**2 to stand for a GEMM and F = 4 D; sizes cancel out of the tables.
 D, H, S = 1024, 8, 1
 SHAPES = {
@@ -102,10 +105,52 @@ def demo_table() -> str:
     return "\n".join(lines)
 
 
+def _layers() -> dict[str, Any]:
+    results: dict[str, Any] = json.loads(LAYERS.read_text())
+    return results
+
+
+def layers_machine() -> str:
+    """Where and with what the layers were measured."""
+    m = _layers()["machine"]
+    native = "with" if m["native_bfloat16"] else "without"
+    return (
+        f"Measured on {m['cpu']}, {m['threads']} threads, {native} bfloat16 products of its own, "
+        f"torch {m['torch']}, commit {m['commit'][:7]}."
+    )
+
+
+def layers_tables() -> str:
+    """Every measured case: step time beside eager and checkpoint, kept bytes, peak."""
+    parts = []
+    for row in layers_report.current(_layers()):
+        lines = [
+            f"**{layers_report.title(row)}**, {row['rounds']} rounds",
+            "",
+            "| | step | vs eager | vs checkpoint | kept bytes per token | peak |",
+            "|---|---|---|---|---|---|",
+        ]
+        for way, r in row["ways"].items():
+            if "step_ratio" not in r:
+                lines.append(f"| {way} | {r.get('failure') or r.get('unavailable')} | | | | |")
+                continue
+            ratios = [f"{r['step_ratio'][peer]['p50']:.2f}×" for peer in ("eager", "checkpoint")]
+            lines.append(
+                f"| {way} | {1e3 * r['step_seconds']['p50']:.0f} ms | {ratios[0]} | {ratios[1]} "
+                f"| {r['kept_bytes_per_token']:,.0f} | {r['step_peak_bytes'] / 2**20:,.0f} MiB |"
+            )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "rungs": rung_table,
     "claim": claim,
     "demo": demo_table,
+    "layers_machine": layers_machine,
+    "layers": layers_tables,
+    "profile": lambda: profile_step.table(json.loads(PROFILE.read_text())),
+    "targets": lambda: layers_report.target_table(_layers()),
 }
 
 

@@ -292,6 +292,11 @@ def run_block(
     if torch.is_grad_enabled():
         named = zip(graph.tensors, given, strict=True)
         wants = frozenset(name for name, t in named if t is not None and t.requires_grad)
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "fused_remat: a fused block cannot run inside torch.func transforms "
+            "(grad, vjp, jacrev, vmap); use plain PyTorch operations there, or torch.autograd"
+        )
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides)
     prepared = call.prepare(given)
     if _autocast_on(x.device.type):  # in the dtype of the input all the same

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from fused_remat.autograd import OBSERVERS, Invocation
 from fused_remat.blocks.frame import TRACERS, Frame, Run
 from fused_remat.blocks.program import Step
+from fused_remat.blocks.run import Prepared
 from fused_remat.layers import FusedRematLayer
+from fused_remat.layers.encoder_layer import DECISIONS
+from fused_remat.report.step import restored
 
 
 @dataclass
@@ -62,52 +64,52 @@ class Explanation(list[BlockExplanation]):
 
 
 class _Recorder:
-    """Collects what TRACERS and OBSERVERS say while a model runs."""
+    """Collects what TRACERS say while a model runs, and why layers do not take the fused path."""
 
     def __init__(self) -> None:
         self.found = Explanation()
-        self.names: list[str] = ["(op)"]
-        self._run: Run | None = None
-        self._first: Frame | None = None
+        self.names: dict[nn.Module, str] = {}
+        self._inside: list[str] = []
+        self._blocks: dict[Run, tuple[BlockExplanation, Frame]] = {}
 
-    def enter(self, layer: FusedRematLayer, name: str, args: Any, kwargs: Any) -> None:
-        self.names.append(name)
-        reason = layer.why_not_fused(*args, **kwargs)
-        if reason is not None:
-            title = f"{type(layer).__name__}, PyTorch's own forward"
-            self.found.append(BlockExplanation(name, title, reason=reason))
+    def enter(self, layer: nn.Module, *_: Any) -> None:
+        self._inside.append(self.names[layer])
 
     def leave(self, *_: Any) -> None:
-        self.names.pop()
+        self._inside.pop()
+
+    def decided(self, layer: nn.Module, reason: str) -> None:
+        name = self.names.get(layer, type(layer).__name__)
+        title = f"{type(layer).__name__}, PyTorch's own forward"
+        self.found.append(BlockExplanation(name, title, reason=reason))
 
     def trace(self, step: object, frame: Frame) -> None:
         assert isinstance(step, Step)
         if step.node is None or step.kind != "compute":
             return
-        if frame.run is not self._run:
-            self._run, self._first = frame.run, frame
-            chunks = frame.run.chunks
-            pieces = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
-            tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
-            title = f"backend {frame.backend.name}, {pieces}{tiles}"
-            self.found.append(BlockExplanation(self.names[-1], title))
-        elif not self._in_first_piece(frame):
-            return
-        self.found[-1].forward.append((step.node.name, step.node.route(frame)))
+        if frame.run not in self._blocks:
+            block = self._begin(frame)
+            self._blocks[frame.run] = block, frame
+            self.found.append(block)
+        block, first = self._blocks[frame.run]
+        if frame is first or (frame.parent is first and frame.lo == 0):  # one piece for all
+            block.forward.append((step.node.name, step.node.route(frame)))
 
-    def _in_first_piece(self, frame: Frame) -> bool:
-        return frame is self._first or (frame.parent is self._first and frame.lo == 0)
-
-    def observe(
-        self, invocation: Invocation, tensors: Sequence[Tensor | None], out: Tensor
-    ) -> None:
-        plan, block = invocation.prepared.plan, self.found[-1]
-        block.title = f"{invocation.prepared.kind}, {block.title}"
-        block.kept = plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ())
+    def _begin(self, frame: Frame) -> BlockExplanation:
+        prepared = frame.run.prepared
+        assert isinstance(prepared, Prepared)
+        plan, chunks = prepared.plan, prepared.chunks
+        pieces = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
+        tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
         steps: list[str] = []
         for step in plan.backward:
             steps += map(str, plan.tile_backward) if step.kind == "tiles" else [str(step)]
-        block.backward = tuple(steps)
+        return BlockExplanation(
+            self._inside[-1] if self._inside else "(op)",
+            f"{prepared.kind}, backend {frame.backend.name}, {pieces}{tiles}",
+            kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
+            backward=tuple(steps),
+        )
 
 
 def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
@@ -115,7 +117,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
 
     For every call: what is kept, which routine runs each step of the forward and why a faster one
     cannot, and what backward rebuilds; for a `FusedRematLayer` off the fused path, the reason.
-    Torch's random state is put back. Print the result.
+    Torch's random state, buffers and `.grad` are put back. Print the result.
 
     Raises: whatever the model raises.
 
@@ -138,25 +140,21 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, FusedRematLayer):
-
-            def enter(
-                m: Any, args: Any, kw: Any, name: str = name or type(module).__name__
-            ) -> None:
-                recorder.enter(m, name, args, kw)
-
+            recorder.names[module] = name or type(module).__name__
             handles += [
-                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_pre_hook(recorder.enter),
                 module.register_forward_hook(recorder.leave, always_call=True),
             ]
+    tensors = [t for t in tree_leaves((inputs, kwargs)) if isinstance(t, Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
     TRACERS.append(recorder.trace)
-    OBSERVERS.append(recorder.observe)
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    DECISIONS.append(recorder.decided)
     try:
-        with torch.random.fork_rng(devices):
+        with restored(model, tensors, device):
             model(*inputs, **kwargs)
     finally:
         TRACERS.remove(recorder.trace)
-        OBSERVERS.remove(recorder.observe)
+        DECISIONS.remove(recorder.decided)
         for handle in handles:
             handle.remove()
     return recorder.found

@@ -41,7 +41,7 @@ class SavedBytes:
         pointer = t.untyped_storage().data_ptr()
         if pointer not in self._exclude:
             self._storages.setdefault(pointer, t.detach())
-        return t
+        return t.detach()  # a saved output that its own hook returns is never freed
 
     @property
     def total(self) -> int:

@@ -79,6 +79,37 @@ def test_ops_outside_a_layer():
     assert found.name == "(op)" and found.kept == ("input", "output.rstd")
 
 
+def test_an_empty_input_runs_nothing():
+    assert not explain(layer(), X[:, :0])
+
+
+def test_blocks_inside_a_layers_activation_are_their_own():
+    def activation(x):
+        return ops.layer_norm(x) if x.shape[1] == 16 else x
+
+    found = explain(layer(activation=activation), X)
+    kinds = {block.title.partition(",")[0]: block for block in found}
+    assert set(kinds) == {"encoder_prenorm", "norm"}
+    assert [name for name, _ in kinds["encoder_prenorm"].forward][-1] == "output"
+
+
+def test_a_subclass_with_a_forward_of_its_own():
+    class Shifted(FusedRematLayer):
+        def forward(self, x, shift=None):
+            return super().forward(x if shift is None else x + shift)
+
+    model = Shifted(64, 4, 256, 0.0, batch_first=True)
+    for args in ((X,), (X, 1.0)):
+        (found,) = explain(model, *args)
+        assert not found.reason and found.forward
+
+
+def test_buffers_are_put_back():
+    model = nn.Sequential(layer(), nn.BatchNorm1d(16))
+    explain(model, X)
+    assert model[1].num_batches_tracked == 0
+
+
 def test_nothing_is_left_behind():
     model = layer(0.1)
     torch.manual_seed(0)

@@ -8,8 +8,12 @@ import torch
 import torch.nn.functional as F
 from reference import pair
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from fused_remat import FusedRematLayer, FusedRematWarning
+from fused_remat import FusedRematLayer, FusedRematWarning, memory_report
+from fused_remat.autograd import run_block
+from fused_remat.blocks.pointwise import Add, Custom
+from fused_remat.blocks.program import Graph
 
 D, H, FF = 12, 3, 20
 DOUBLE = torch.float64
@@ -102,6 +106,24 @@ def test_a_captured_parameter_changed_in_place_raises():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("kind", ["frozen", "not a leaf", "through a view", "a module's"])
+def test_whatever_else_is_captured_and_changed_in_place_raises(kind):
+    w = torch.full((FF, FF), 0.3, requires_grad=kind == "not a leaf")
+    held = w * 2 if kind == "not a leaf" else w
+    functions = {
+        "frozen": lambda x: x * held[0],
+        "not a leaf": lambda x: x * held[0],
+        "through a view": lambda x: F.linear(x, held.t()),
+        "a module's": nn.PReLU().requires_grad_(False),
+    }
+    activation = functions[kind]
+    y = FusedRematLayer(D, H, FF, 0.0, activation)(torch.randn(4, 5, D))
+    with torch.no_grad():
+        (activation.weight if kind == "a module's" else held).mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 def test_a_function_that_reads_another_tensor_in_backward_raises():
     holder = {"w": nn.Parameter(torch.tensor(0.3))}
     layer = FusedRematLayer(D, H, FF, 0.0, lambda x: x * holder["w"])
@@ -109,6 +131,83 @@ def test_a_function_that_reads_another_tensor_in_backward_raises():
     holder["w"] = nn.Parameter(torch.tensor(0.4))
     with pytest.raises(RuntimeError, match="did not read in forward"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("value", [lambda x, b: x * (b * 2), lambda x, b: x + b,
+                                   lambda x, b: x * torch.sigmoid(b),
+                                   lambda x, b: torch.where(x > b, x, 0.1 * x)])  # fmt: skip
+def test_what_only_the_value_depends_on_is_watched_too(value):
+    b = torch.full((FF,), 0.3)
+    y = FusedRematLayer(D, H, FF, 0.0, lambda x: value(x, b))(torch.randn(4, 5, D))
+    b.mul_(3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def prelu():
+    return nn.PReLU(dtype=DOUBLE)
+
+
+def closure():
+    w = nn.Parameter(torch.tensor(0.3, dtype=DOUBLE))
+    return lambda x: torch.where(x > 0, x, w * x)
+
+
+@pytest.mark.parametrize("activation", [prelu, closure])
+@pytest.mark.parametrize("around", ["save_on_cpu", "own hooks", "checkpoint", "memory_report"])
+def test_captured_parameters_under_hooks_on_saved_tensors(activation, around):
+    layer = FusedRematLayer(D, H, FF, 0.0, activation(), dtype=DOUBLE)
+    x = torch.randn(4, 5, D, dtype=DOUBLE, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    if around == "memory_report":
+        assert memory_report(layer, x).kept_bytes > 0
+        return
+    if around == "checkpoint":
+        y = checkpoint(layer, x, use_reentrant=False)
+    else:
+        hooks = torch.autograd.graph
+        own = hooks.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
+        with hooks.save_on_cpu() if around == "save_on_cpu" else own:
+            y = layer(x)
+    got = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_module_keeps_its_attributes_of_forward():
+    class Heated(nn.Module):
+        temperature = 1.0
+
+        def forward(self, x):
+            return x * torch.sigmoid(x * self.temperature)
+
+    layer = FusedRematLayer(D, H, FF, 0.0, Heated(), dtype=DOUBLE)
+    x = torch.randn(4, 5, D, dtype=DOUBLE)
+    expected = torch.autograd.grad(layer(x).sum(), layer.linear1.weight)
+    layer.activation.temperature = 1.0
+    y = layer(x)
+    layer.activation.temperature = 5.0
+    assert torch.equal(torch.autograd.grad(y.sum(), layer.linear1.weight)[0], expected[0])
+    assert layer.activation.temperature == 5.0
+
+
+def test_the_stock_layouts_contiguous_tensor_is_what_it_gets():
+    stock, fused = pair(D, H, FF, 0.0, lambda z: z.view(-1, FF).relu().view(z.shape), dtype=DOUBLE)
+    x, dy = torch.randn(2, 4, 5, D, dtype=DOUBLE)
+    for a, b in zip(gradients(fused, x, dy, []), gradients(stock, x, dy, []), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("fn", [lambda t: t, lambda t: t.sum(-1, keepdim=True).expand_as(t)])
+def test_the_callers_gradient_is_never_written_to(fn):
+    nodes = (Custom(name="a", x="input"), Add(name="output", x="a", residual="input"))
+    graph = Graph("custom", nodes, ())
+    x = torch.randn(2, 3, D, requires_grad=True)
+    y = run_block(graph, frozenset(), {"input": x}, functions={"activation": fn})
+    dy = torch.ones_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(dy, torch.ones_like(dy))
+    torch.testing.assert_close(dx, torch.autograd.grad((fn(x) + x).sum(), x)[0])
 
 
 def test_functional_call_reaches_a_modules_parameters():
@@ -139,6 +238,20 @@ def test_a_module_keeps_its_mode_of_forward():
     assert torch.equal(layer.linear1.weight.grad, expected)
 
 
+class Moving(nn.Module):
+    mean = 0.0
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().abs().mean()
+        return x.sin()
+
+
+def hooked():
+    module = nn.ELU()
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
 class Counter(nn.Module):
     def __init__(self):
         super().__init__()
@@ -154,6 +267,8 @@ class Counter(nn.Module):
     [
         (nn.RReLU(), "draws random numbers"),
         (Counter(), "has buffers"),
+        (Moving(), "changes its own attributes"),
+        (hooked(), "has hooks"),
         (nn.PReLU(num_parameters=5), "fails on an input of shape"),  # one a token of a sequence
     ],
 )

@@ -490,3 +490,42 @@ def test_weights_that_do_not_fit_an_encoder_block_raise(x, changes, shapes):
 def test_options_that_an_encoder_block_does_not_know_raise(options, message):
     with pytest.raises(ValueError, match=message):
         ops.encoder_block(normal(2, 5, D), weights(), **({"nhead": H} | options))
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_functorch_transforms_raise_and_say_so(transform):
+    x, w = torch.randn(3, 8), torch.randn(16, 8)
+    with pytest.raises(RuntimeError, match=r"inside torch\.func transforms"):
+        transform(lambda w: ops.mlp(x, w, None, w.t(), None).sum())(w)
+
+
+def test_missing_projections_raise():
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(TypeError, match="qkv_weight and proj_weight"):
+        ops.attention_block(x, None, None, None, None, torch.randn(8, 8), None, nhead=2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q: ops.attention(q, q, q, [[1]]),
+        lambda q: ops.attention(q, q, q, window=2),
+        lambda q: ops.attention(q, q, q, window=(1.0, 1)),
+        lambda q: ops.encoder_block(q[0], None, 2),
+        lambda q: ops.attention_block(
+            q[0], None, None, torch.randn(9, 3), None, torch.randn(3, 3), None, 3.0
+        ),
+    ],
+)
+def test_arguments_of_another_type_raise_type_error(call):
+    with pytest.raises(TypeError, match=r"must|takes|ints"):
+        call(torch.randn(2, 4, 5, 3))
+
+
+def test_a_modules_hooks_and_buffers_are_refused():
+    x, w = torch.randn(3, 8), torch.randn(16, 8)
+    hooked = nn.ReLU()
+    hooked.register_forward_hook(lambda *_: None)
+    for activation, reason in ((hooked, "has hooks"), (nn.BatchNorm1d(16), "has buffers")):
+        with pytest.raises(ValueError, match=reason):
+            ops.mlp(x, w, None, w.t(), None, activation)

@@ -25,13 +25,6 @@ def test_generated_parts_are_up_to_date():
         assert readme["render"](text) == text, f"run python -m bench.readme for {page.name}"
 
 
-def test_the_readmes_code_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
-
-
 def test_the_layout_names_what_exists():
     text = (ROOT / "README.md").read_text().split("## Layout")[1]
     for path in re.findall(r"^([\w/]+(?:\.py|\.md|/))", text, re.MULTILINE):

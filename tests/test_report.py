@@ -679,3 +679,12 @@ def test_plot_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"fused-remat\[bench\]"):
         memory_report(nn.Linear(2, 2), torch.randn(3, 2)).plot(tmp_path / "report.png")
+
+
+def test_disabled_hooks_leave_nothing_behind():
+    from fused_remat.autograd import OBSERVERS
+
+    layer = FusedRematLayer(16, 2, 32)
+    with torch.autograd.graph.disable_saved_tensors_hooks("no"), pytest.raises(RuntimeError):
+        memory_report(layer, torch.randn(3, 2, 16))
+    assert not OBSERVERS

@@ -106,7 +106,7 @@ class Backend(Protocol):
         keep: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """residual + keep * (x @ weight.T + bias), rounded to the dtype of x once."""
+        """residual + keep * (x @ weight.T + bias), in the dtype of x."""
 
     def linear_dx(self, dy: Tensor, weight: Tensor | None) -> Tensor:
         """dy @ weight."""

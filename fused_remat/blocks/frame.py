@@ -82,6 +82,7 @@ class Run:
         self.dtype, self.device = like.dtype, like.device
         self.partial = self.chunks.group < self.chunks.batch or self.chunks.tiled
         self.param_grads: dict[str, Tensor] = {}
+        self.prepared: object = None  # what this is a pass of; for explanations
         self.profiling: bool = torch._C._autograd._profiler_enabled()
         self._site_keys: tuple[Tensor, ...] | None = None
 

@@ -117,7 +117,7 @@ class Custom(Node):
         with torch.no_grad():
             # On a copy: it may work in place, and x may be kept.
             y = _checked(f.run.functions["activation"](x.clone()), x)
-        f.put(self.name, y * f[self.keep].to(y.dtype) if self.keep else y)
+        f.put(self.name, torch.mul(y, f[self.keep]).to(y.dtype) if self.keep else y)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         if self.keep:
@@ -126,7 +126,10 @@ class Custom(Node):
             x = f[self.x].detach().requires_grad_()
             y = _checked(f.run.functions["activation"](x.clone()), x)
         given = {n: t for n in self.captured if (t := f.param(n)) is not None}
-        stray = [t for t in leaves(y) if t is not x and not any(t is g for g in given.values())]
+        # By edge: a saved tensor comes back from hooks as another object.
+        known = {torch.autograd.graph.get_gradient_edge(t) for t in (x, *given.values())
+                 if t.requires_grad}  # fmt: skip
+        stray = [t for t in leaves(y) if torch.autograd.graph.get_gradient_edge(t) not in known]
         if stray:
             raise RuntimeError(
                 "fused_remat: the activation function reads a tensor in backward that it did not "
@@ -143,7 +146,10 @@ class Custom(Node):
                 )
         for (name, source), grad in zip(sources.items(), grads, strict=True):
             if name == self.x:
-                f.add_grad(name, torch.zeros_like(source) if grad is None else grad, owned=True)
+                dx = torch.zeros_like(source) if grad is None else grad
+                # It may be dy itself, or a view of it.
+                mine = dx is not dy and dx._base is None and 0 not in dx.stride()
+                f.add_grad(name, dx, owned=mine)
             elif grad is not None:  # a sum over pieces in float32; a copy, it may be expanded
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 f.add_param_grad(name, grad.to(wide, copy=True))

@@ -46,7 +46,9 @@ class Prepared:
         like: Tensor,
     ) -> Run:
         """A pass over `tensors`, with the dtype and device of `like`."""
-        return Run(self.backend, self.chunks, self.wants, self.widths, tensors, functions, like)
+        run = Run(self.backend, self.chunks, self.wants, self.widths, tensors, functions, like)
+        run.prepared = self
+        return run
 
 
 def _run_step(step: Step, frame: Frame, out: Tensor | None) -> None:

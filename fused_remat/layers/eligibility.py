@@ -17,8 +17,8 @@ from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._device import DeviceContext
 
-from fused_remat.backends import activations
 from fused_remat.blocks.encoder import EncoderConfig
+from fused_remat.ops.activation import has_hooks
 
 
 class FusedRematWarning(UserWarning):
@@ -49,32 +49,6 @@ _GLOBAL_HOOKS = tuple(
 )
 # Observers that change nothing: torch.utils.flop_counter and its module tracker.
 _KNOWN_GLOBAL_HOOKS = ("torch.utils.module_tracker", "torch.utils.flop_counter")
-
-
-def activation_name(activation: Any) -> str | None:
-    """The backend's name of an activation without hooks, or None if it has none.
-
-    >>> activation_name(nn.GELU(approximate="tanh")), activation_name(torch.sin)
-    ('gelu_tanh', None)
-    """
-    if isinstance(activation, nn.Module) and has_hooks(activation):
-        return None
-    return activations.activation_name(activation)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether any forward or backward hook is registered on `module` itself.
-
-    >>> has_hooks(nn.Linear(2, 2))
-    False
-    """
-    state = module.__dict__
-    return bool(
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-    )
 
 
 def why_not_module(layer: nn.TransformerEncoderLayer) -> str | None:

@@ -12,6 +12,7 @@ from fused_remat.blocks.custom import Function
 from fused_remat.blocks.encoder import EncoderConfig
 from fused_remat.blocks.sketch import CUSTOM, captured_params
 from fused_remat.layers import custom_activation, eligibility
+from fused_remat.ops.activation import activation_name
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,10 @@ def call_of(
         return reason
     seq_first = src.dim() == 3 and not attn.batch_first
     tensors, functions = dict(params), {}
-    activation, captured = eligibility.activation_name(layer.activation), 0
+    activation, captured = activation_name(layer.activation), 0
     if activation is None:
         width = layer.linear1.weight.shape[0]
-        found = custom_activation.prepare(layer.activation, src, width, seq_first)
+        found = custom_activation.prepare_for(src, layer.activation, width, seq_first)
         if isinstance(found, str):
             return found
         activation, captured = CUSTOM, len(found.captured)

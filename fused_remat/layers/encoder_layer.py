@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat import ops
 from fused_remat.backends.registry import check_name
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
 from fused_remat.layers import eligibility, encoder_call, fastpath
 from fused_remat.layers.encoder_call import EncoderCall
 from fused_remat.layers.replay import checkpointed
+from fused_remat.ops.encoder import run_encoder
 from fused_remat.policies import Policy, kept_names
 
 
@@ -146,8 +146,10 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         unmasked = src_mask is None and src_key_padding_mask is None
         wants_grad = _wants_grad(*args, *params.values())
         if unmasked and not wants_grad and fastpath.is_exact(self, params):
+            _decided(self, _EXACT)
             return super().forward(*args)
         if getattr(src, "is_nested", False):
+            _decided(self, "src is a nested tensor")
             return self._nested(*args)
         call = encoder_call.call_of(self, params, *args)
         if isinstance(call, str):
@@ -177,7 +179,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         unmasked = src_mask is None and src_key_padding_mask is None
         plain = unmasked and not _wants_grad(*args, *params.values())
         if plain and fastpath.is_exact(self, params):
-            return "evaluation without gradients is PyTorch's own where that is exact"
+            return _EXACT
         if getattr(src, "is_nested", False):
             return "src is a nested tensor"
         call = encoder_call.call_of(self, params, *args)
@@ -200,6 +202,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
 
     def _fallback(self, reason: str, *args: Any) -> Tensor:
         """The same, under checkpoint where gradients are wanted, and with a warning then."""
+        _decided(self, reason)
         if not _wants_grad(*args, *self.parameters()):
             return self._unfused(*args)
         if self._policy == "none":
@@ -215,7 +218,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         if unbatched:
             src = src.unsqueeze(0)
             padding = None if padding is None else padding.unsqueeze(0)
-        out = ops.run_encoder(
+        out = run_encoder(
             src,
             {**call.tensors, "padding": padding},
             call.config,
@@ -225,6 +228,17 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             functions=call.functions,
         )
         return out.squeeze(0) if unbatched else out
+
+
+_EXACT = "evaluation without gradients is PyTorch's own where that is exact"
+
+#: Called with the layer and the reason when a call does not take the fused path; usually empty.
+DECISIONS: list[Callable[[nn.Module, str], None]] = []
+
+
+def _decided(layer: nn.Module, reason: str) -> None:
+    for observe in DECISIONS:
+        observe(layer, reason)
 
 
 _warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()

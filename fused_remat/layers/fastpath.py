@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.layers import eligibility
+from fused_remat.ops.activation import activation_name
 
 #: What the kernel computes for `layer.activation_relu_or_gelu`; at 0 it is not used.
 _COMPUTED = {1: "relu", 2: "gelu"}
@@ -32,7 +33,7 @@ def is_exact(layer: nn.TransformerEncoderLayer, params: Mapping[str, Tensor | No
     if layer.training or eligibility.why_not_module(layer) is not None:
         return False
     flag = layer.activation_relu_or_gelu
-    if flag and _COMPUTED.get(flag) != eligibility.activation_name(layer.activation):
+    if flag and _COMPUTED.get(flag) != activation_name(layer.activation):
         return False
     # It crashes on a missing bias or norm weight, unless all are missing.
     return None not in params.values() and not any(eligibility.dropout_ps(layer))

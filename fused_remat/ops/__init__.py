@@ -3,11 +3,13 @@
 All of them keep for backward what `policy` names besides their inputs, and rebuild the rest on
 demand; take `seed=` (dropout; drawn from torch's generator if None) and `backend=`; apply dropout
 whenever its probability is not 0 (pass 0.0 in evaluation); compute in the dtype of their inputs,
-also under autocast; and cannot be differentiated twice.
+also under autocast; cannot be differentiated twice, nor inside torch.func transforms. An input
+that is not three-dimensional and cannot be viewed as a matrix of tokens (a transposed one) is
+copied, and the copy is what is kept.
 """
 
 from fused_remat.ops.attention import attention, attention_block
-from fused_remat.ops.encoder import encoder_block, run_encoder
+from fused_remat.ops.encoder import encoder_block
 from fused_remat.ops.mlp import gated_mlp, mlp, mlp_block
 from fused_remat.ops.norms import dropout_add, layer_norm, rms_norm
 
@@ -21,5 +23,4 @@ __all__ = [
     "mlp",
     "mlp_block",
     "rms_norm",
-    "run_encoder",
 ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fused_remat.autograd import run_block
 from fused_remat.blocks.pieces import AttentionConfig, attention_graph
-from fused_remat.ops.inputs import check_alike, check_p, check_shape, seed_tensor
-from fused_remat.ops.mlp import check_norm
+from fused_remat.ops.inputs import check_alike, check_norm, check_p, check_shape, seed_tensor
+from fused_remat.ops.masks import mask_of, padding_of
 from fused_remat.policies import Policy, kept_names
 
 
@@ -48,6 +47,7 @@ def attention(
         a window below -1; RuntimeError for mixed dtypes or devices.
     Source: Vaswani et al. 2017; backward after Dao et al. 2022; GQA: Ainslie et al. 2023.
 
+    >>> import torch
     >>> q, k, v = (torch.randn(2, h, 5, 4, requires_grad=True) for h in (4, 2, 2))
     >>> y = attention(q, k, v, is_causal=True)
     >>> y.sum().backward(); y.shape, k.grad.shape
@@ -64,7 +64,8 @@ def attention(
     )  # fmt: skip
     tensors = {
         "input": query, "key": key, "value": value,
-        "mask": _mask(attn_mask, grid, query), "padding": _padding(key_padding_mask, grid, query),
+        "mask": mask_of(attn_mask, grid, query),
+        "padding": padding_of(key_padding_mask, grid, query),
         "seed": seed_tensor(seed, query.device),
     }  # fmt: skip
     graph = attention_graph(cfg)
@@ -109,6 +110,7 @@ def attention_block(
     Raises: as `attention`.
     Source: Vaswani et al. 2017; pre-norm after Xiong et al. 2020.
 
+    >>> import torch
     >>> x = torch.randn(2, 5, 8, requires_grad=True)
     >>> qkv, proj = torch.randn(24, 8), torch.randn(8, 8)
     >>> attention_block(x, torch.ones(8), None, qkv, None, proj, None, nhead=2).shape
@@ -116,6 +118,8 @@ def attention_block(
     """
     check_alike(x, {"qkv_weight": qkv_weight, "qkv_bias": qkv_bias,
                     "proj_weight": proj_weight, "proj_bias": proj_bias})  # fmt: skip
+    if qkv_weight is None or proj_weight is None:
+        raise TypeError("qkv_weight and proj_weight must be Tensors, got None")
     if x.dim() != 3:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected (B, S, D)")
     check_norm(x, norm_weight, norm_bias, norm)
@@ -132,7 +136,7 @@ def attention_block(
         "input": x, "norm.weight": norm_weight, "norm.bias": norm_bias,
         "qkv.weight": qkv_weight, "qkv.bias": qkv_bias,
         "proj.weight": proj_weight, "proj.bias": proj_bias,
-        "mask": _mask(attn_mask, grid, x), "padding": _padding(key_padding_mask, grid, x),
+        "mask": mask_of(attn_mask, grid, x), "padding": padding_of(key_padding_mask, grid, x),
         "seed": seed_tensor(seed, x.device),
     }  # fmt: skip
     graph = attention_graph(cfg)
@@ -150,6 +154,8 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _check_group(nhead: int, kv_heads: int, of: str) -> None:
+    if not isinstance(nhead, int) or not isinstance(kv_heads, int):
+        raise TypeError(f"numbers of heads are ints, got {nhead!r} and {kv_heads!r}")
     if kv_heads < 1 or nhead < 1 or nhead % kv_heads:
         raise ValueError(
             f"the number of key heads must divide that of query heads, got {nhead} and {kv_heads} "
@@ -183,40 +189,9 @@ def _check_projections(
     return head_dim
 
 
-def _mask(mask: Tensor | None, grid: tuple[int, int, int, int], x: Tensor) -> Tensor | None:
-    """`mask` with four dimensions, or (S_q, S_k)."""
-    if mask is None:
-        return None
-    check_mask_kind("attn_mask", mask, x)
-    shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if len(shape) != 4 or any(m not in (1, g) for m, g in zip(shape, grid, strict=True)):
-        raise ValueError(
-            f"attn_mask has shape {tuple(mask.shape)}, expected one that broadcasts to {grid}"
-        )
-    return mask if mask.dim() == 2 else mask.view(shape)
-
-
-def _padding(mask: Tensor | None, grid: tuple[int, int, int, int], x: Tensor) -> Tensor | None:
-    if mask is None:
-        return None
-    check_mask_kind("key_padding_mask", mask, x)
-    if tuple(mask.shape) != (grid[0], grid[3]):
-        raise ValueError(
-            f"key_padding_mask has shape {tuple(mask.shape)}, expected {(grid[0], grid[3])}"
-        )
-    return mask
-
-
-def check_mask_kind(name: str, mask: Tensor, x: Tensor) -> None:
-    """Raise RuntimeError unless a mask is bool, or float in x's dtype or float32, on x's device."""
-    if mask.dtype not in (torch.bool, x.dtype, torch.float32) or mask.device != x.device:
-        raise RuntimeError(
-            f"{name} is {mask.dtype} on {mask.device}, expected bool, {x.dtype} or torch.float32 "
-            f"on {x.device}"
-        )
-
-
 def _window(window: tuple[int, int], is_causal: bool) -> tuple[int, int]:
+    if not isinstance(window, tuple) or [type(w) for w in window] != [int, int]:
+        raise TypeError(f"window takes two ints, (left, right), got {window!r}")
     left, right = window
     if min(left, right) < -1:
         raise ValueError(f"window takes counts of keys, or -1 for no limit, got {window}")

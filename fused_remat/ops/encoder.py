@@ -8,15 +8,15 @@ from torch import Tensor
 
 from fused_remat.autograd import run_block
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
-from fused_remat.ops.attention import _mask, _padding
+from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.inputs import (
-    Activation,
     check_alike,
     check_p,
     check_shape,
     resolve_activation,
     seed_tensor,
 )
+from fused_remat.ops.masks import mask_of, padding_of
 from fused_remat.policies import Policy, kept_names
 
 
@@ -30,7 +30,7 @@ def encoder_block(
     *,
     key_padding_mask: Tensor | None = None,
     norm_first: bool = False,
-    activation: Activation = "relu",
+    activation: ActivationLike = "relu",
     eps: float = 1e-5,
     policy: str | Policy = "full",
     seed: int | Tensor | None = None,
@@ -69,8 +69,8 @@ def encoder_block(
         attn_mask is not None, key_padding_mask is not None, True, len(captured),
     )  # fmt: skip
     tensors = {
-        **weights, **captured, "mask": _mask(attn_mask, grid, x),
-        "padding": _padding(key_padding_mask, grid, x), "seed": seed_tensor(seed, x.device),
+        **weights, **captured, "mask": mask_of(attn_mask, grid, x),
+        "padding": padding_of(key_padding_mask, grid, x), "seed": seed_tensor(seed, x.device),
     }  # fmt: skip
     return run_encoder(x, tensors, config, policy=policy, backend=backend, functions=functions)
 
@@ -110,6 +110,8 @@ _SHAPES = {
 
 def _check_weights(x: Tensor, weights: Mapping[str, Tensor | None], nhead: int) -> int:
     """Check the weights of an encoder block against `x`; returns F."""
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights must map names to tensors, got {type(weights).__name__}")
     check_alike(x, weights)
     if x.dim() != 3:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected (B, S, D)")
@@ -118,6 +120,8 @@ def _check_weights(x: Tensor, weights: Mapping[str, Tensor | None], nhead: int) 
     if unknown:
         raise ValueError(f"unknown weights {unknown}; valid: {', '.join(sorted(valid))}")
     width = x.shape[-1]
+    if not isinstance(nhead, int):
+        raise TypeError(f"nhead must be an int, got {nhead!r}")
     if nhead < 1 or width % nhead:
         raise ValueError(f"nhead must divide x's width, got {nhead} and {width}")
     fc1 = weights.get("fc1.weight")

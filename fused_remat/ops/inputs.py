@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from fused_remat.autograd import run_block
-from fused_remat.backends.activations import ACTIVATIONS, activation_name
-from fused_remat.blocks.custom import probe
+from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.sketch import CUSTOM, captured_params
+from fused_remat.ops.activation import ActivationLike, activation_name, prepare
 from fused_remat.policies import Policy, kept_names
-
-Activation = str | Callable[[Tensor], Tensor]
 
 
 def check_shape(
@@ -60,6 +58,15 @@ def check_alike(x: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
             )
 
 
+def check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str) -> None:
+    """Raise ValueError for an unknown norm or weights that do not fit `x` (..., D)."""
+    if norm not in ("layer_norm", "rms_norm"):
+        raise ValueError(f"norm must be 'layer_norm' or 'rms_norm', got {norm!r}")
+    check_alike(x, {"norm_weight": weight, "norm_bias": bias})
+    for name, t in (("norm_weight", weight), ("norm_bias", bias)):
+        check_shape(name, t, tuple(x.shape[-1:]), "x", x)
+
+
 def check_p(name: str, p: float) -> float:
     """`p` as a float, if it is a probability; else ValueError.
 
@@ -96,7 +103,7 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor | Non
 
 
 def resolve_activation(
-    activation: Activation, x: Tensor, shape: tuple[int, ...]
+    activation: ActivationLike, x: Tensor, shape: tuple[int, ...]
 ) -> tuple[str, dict[str, Tensor], dict[str, Callable[[Tensor], Tensor]]]:
     """The name of an activation, what it captures by name, and the function if it has no name.
 
@@ -116,9 +123,9 @@ def resolve_activation(
     name = activation_name(activation)
     if name is not None:
         return name, {}, {}
-    found = probe(activation, x.new_zeros(shape))
+    found = prepare(activation, x.new_zeros(shape))
     if isinstance(found, str):
-        raise ValueError(f"cannot rebuild with this activation: {found}")
+        raise ValueError(f"cannot rebuild with this activation: it {found}")
     names = captured_params(len(found.captured))
     return CUSTOM, dict(zip(names, found.captured, strict=True)), {"activation": found.fn}
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from fused_remat.blocks.pieces import MlpConfig, mlp_graph
+from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.inputs import (
-    Activation,
     check_alike,
+    check_norm,
     check_p,
     check_shape,
     resolve_activation,
@@ -25,7 +26,7 @@ def mlp(
     fc1_bias: Tensor | None,
     fc2_weight: Tensor,
     fc2_bias: Tensor | None,
-    activation: Activation = "gelu",
+    activation: ActivationLike = "gelu",
     dropout_p: float = 0.0,
     *,
     policy: str | Policy = "full",
@@ -114,7 +115,7 @@ def mlp_block(
     fc1_bias: Tensor | None,
     fc2_weight: Tensor,
     fc2_bias: Tensor | None,
-    activation: Activation = "gelu",
+    activation: ActivationLike = "gelu",
     dropout_p: float = 0.0,
     residual_dropout_p: float = 0.0,
     *,
@@ -166,15 +167,6 @@ def mlp_block(
     )  # fmt: skip
     named = {**_named(weights), "norm.weight": norm_weight, "norm.bias": norm_bias, **captured}
     return _run(cfg, x, named, functions, policy, seed, backend)
-
-
-def check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str) -> None:
-    """Raise ValueError for an unknown norm or weights that do not fit `x` (..., D)."""
-    if norm not in ("layer_norm", "rms_norm"):
-        raise ValueError(f"norm must be 'layer_norm' or 'rms_norm', got {norm!r}")
-    check_alike(x, {"norm_weight": weight, "norm_bias": bias})
-    for name, t in (("norm_weight", weight), ("norm_bias", bias)):
-        check_shape(name, t, tuple(x.shape[-1:]), "x", x)
 
 
 def _check(

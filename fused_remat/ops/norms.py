@@ -76,7 +76,7 @@ def _norm(
 def dropout_add(
     x: Tensor,
     residual: Tensor,
-    p: float = 0.1,
+    p: float,
     *,
     policy: str | Policy = "full",
     seed: int | Tensor | None = None,

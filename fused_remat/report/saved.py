@@ -101,8 +101,8 @@ class SavedRecord:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     def __enter__(self) -> SavedRecord:
+        self._hooks.__enter__()  # may raise: hooks can be disabled
         OBSERVERS.append(self._observe)
-        self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -1,0 +1,93 @@
+"""Where a training step of one layer spends its time, operator by operator, a way beside eager.
+
+`python -m bench profile --way full --way fast`: the steps alternate in one process under torch's
+profiler; the times are each operator's own (without what it calls), means over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bench.layers import Case
+from bench.timing import ROOT, WARMUP_ROUNDS, machine
+from bench.ways import BASELINE, WAYS
+
+#: Operator -> kind; what is in no kind is "the rest".
+KINDS = {
+    "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm_"),
+    "attention": (
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
+    "activation": ("aten::gelu", "aten::gelu_backward"),
+    "norms": ("aten::native_layer_norm", "aten::native_layer_norm_backward"),
+    "copies and fills": ("aten::copy_", "aten::fill_", "aten::zero_", "aten::clone"),
+    "sums": ("aten::add", "aten::add_", "aten::sum"),
+}
+
+
+def kinds(events: Sequence[Any]) -> Counter[str]:
+    """Microseconds of a profile by kind of operator."""
+    of = {name: kind for kind, names in KINDS.items() for name in names}
+    found: Counter[str] = Counter()
+    for event in events:
+        found[of.get(event.key, "the rest")] += event.self_cpu_time_total
+    return found
+
+
+def measure(case: Case, ways: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds a step by way and kind, and "step", the wall time under the profiler."""
+    sample = case.sample("cpu")
+    forwards = {name: WAYS[name].build(sample.layer) for name in ways}
+    found: dict[str, Counter[str]] = {name: Counter() for name in ways}
+    for index in range(WARMUP_ROUNDS + rounds):
+        for name, forward in forwards.items():
+            with profile(activities=[ProfilerActivity.CPU]) as recorded:
+                start = time.perf_counter()
+                forward(sample.x).backward(sample.dy)
+                wall = time.perf_counter() - start
+            if index >= WARMUP_ROUNDS:
+                found[name] += kinds(recorded.key_averages())
+                found[name]["step"] += 1e6 * wall  # type: ignore[assignment]
+    return {
+        name: {kind: total / rounds / 1e3 for kind, total in sums.items()}
+        for name, sums in found.items()
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as a Markdown table: a row per kind, a column per way."""
+    ways = result["ways"]
+    lines = ["| ms a step | " + " | ".join(ways) + " |", "|---|" + "---|" * len(ways)]
+    for kind in (*KINDS, "the rest", "step"):
+        cells = (f"{found.get(kind, 0.0):.0f}" for found in ways.values())
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Profile, print the table and write `profile-cpu.json`."""
+    parser = argparse.ArgumentParser(prog="python -m bench profile", description=__doc__)
+    parser.add_argument("--way", action="append", choices=WAYS, help="(default: checkpoint, rungs)")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", type=int, help="torch's threads")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    options = parser.parse_args(arguments)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    ways = [BASELINE, *(options.way or ["checkpoint", "full", "lean", "fast", "none"])]
+    case = Case("float32", "pre", 0.0, 4, 512, 512, 8)
+    result = {"machine": machine("cpu"), "ways": measure(case, ways, options.rounds)}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "profile-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+    return 0
