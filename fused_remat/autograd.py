@@ -217,14 +217,15 @@ def _grads(ctx: Any, saved: Sequence[Tensor | None], dy: Tensor) -> list[Tensor 
     count = len(ctx.metas)
     tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
     grads = backward_block(ctx.call, ctx.prepared, tensors, out, kept, dy, ctx.functions)  # type: ignore[arg-type]
-    for i, name in enumerate(ctx.call.graph.tensors):
-        if name not in ctx.call.wants:
-            continue
-        (shape, dtype), grad = ctx.metas[i], grads[i]
-        if grad is None:  # of an empty input, or of what had no influence
-            grads[i] = dy.new_zeros(shape, dtype=dtype)
-        elif grad.dtype != dtype:
-            grads[i] = grad.to(dtype)
+    call: BlockCall = ctx.call
+    wants = call.wants
+    for i, (name, meta) in enumerate(zip(call.graph.tensors, ctx.metas, strict=True)):
+        if name in wants:
+            grad, (shape, dtype) = grads[i], meta
+            if grad is None:  # of an empty input, or of what had no influence
+                grads[i] = dy.new_zeros(shape, dtype=dtype)
+            elif grad.dtype is not dtype:
+                grads[i] = grad.to(dtype)
     return grads
 
 

@@ -416,7 +416,7 @@ T = functools.cache(normal)
         (lambda: ops.layer_norm(T(2, 8), None, T(8, 1)), "bias (8, 1) (8,) (2, 8)"),
         (lambda: ops.layer_norm(T()), "()"),
         (lambda: ops.rms_norm(T(2, 8), T(1)), "weight (1,) (8,) (2, 8)"),
-        (lambda: ops.dropout_add(T(2, 8), T(8)), "residual (8,) (2, 8)"),
+        (lambda: ops.dropout_add(T(2, 8), T(8), 0.1), "residual (8,) (2, 8)"),
         (lambda: ops.mlp(T(2, 8), T(4, 7), None, T(8, 4), None), "fc1_weight (4, 7) (2, 8)"),
         (lambda: ops.mlp(T(2, 8), T(8), None, T(8, 4), None), "fc1_weight (8,) (2, 8)"),
         (lambda: ops.mlp(T(2, 8), T(4, 8), T(8), T(8, 4), None), "fc1_bias (8,) (4,) (4, 8)"),

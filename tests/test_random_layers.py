@@ -5,7 +5,7 @@ import warnings
 import pytest
 from random_layers import check
 
-# Past those of the committed run (bench/results/random-layers.json), so that each adds something.
+# Past those of the committed run (bench/results/random-layers/), so that each adds something.
 FIRST, COUNT, AT_ONCE = 100_000, 300, 30
 
 

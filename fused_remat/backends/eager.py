@@ -55,8 +55,8 @@ class EagerBackend:
         eps: float,
         out: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        y, *stats = NORMS[kind].fwd(x, weight, bias, eps)
-        return (y if out is None else out.copy_(y), *stats)
+        made = NORMS[kind].fwd(x, weight, bias, eps)
+        return made if out is None else (out.copy_(made[0]), *made[1:])
 
     def norm_bwd(
         self,

@@ -46,7 +46,7 @@ def why_not_flash(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
         return "there are no keys"
     if q.shape[-1] != v.shape[-1]:
         return f"head dims {q.shape[-1]} and {v.shape[-1]} differ"
-    if _has_far_row(call, q.dtype):
+    if call.masked and _has_far_row(call, q.dtype):
         return f"a row of masks is finite and below {_FAR:g} everywhere"
     return None
 
@@ -96,7 +96,8 @@ def forward(
     if why_not_flash(q, v, call) is None:
         heads, lse = _flash_forward(q, k, v, call, widen)
         if out is None:
-            return heads.transpose(1, 2).reshape(*_matrix(v, call)).to(q.dtype), lse
+            attn = heads.transpose(1, 2).reshape(_matrix(v, call))
+            return attn.to(q.dtype) if widen else attn, lse
         _as_heads(out, call).copy_(heads)
         return out, lse
     if out is None:
@@ -166,8 +167,10 @@ def backward(
 
 def _shared(x: Tensor, call: AttentionCall) -> tuple[Tensor, ...]:
     """(B, H, ...) as one view (B, Hkv, ...) for each member of a group of query heads."""
+    if call.nhead == call.kv_heads:
+        return (x,)
     group = call.nhead // call.kv_heads
-    if group == 1 or x.shape[1] == 1:
+    if x.shape[1] == 1:
         return (x,) * group
     return tuple(x.unflatten(1, (call.kv_heads, group)).unbind(2))
 
@@ -178,7 +181,7 @@ def _rows_in_place(x: Tensor) -> Tensor:
 
 
 def _flash_mask(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    mask = _merged_mask(call, dtype)
+    mask = _merged_mask(call, dtype) if call.masked else None
     if mask is None or mask.dim() == 2:
         return (mask,) * (call.nhead // call.kv_heads)
     return _shared(mask, call)
@@ -189,18 +192,25 @@ def _flash_forward(
 ) -> tuple[Tensor, Tensor]:
     if widen:
         q, k, v = q.float(), k.float(), v.float()
-    q, k, v = (_rows_in_place(x) for x in (q, k, v))
+    q, k, v = _rows_in_place(q), _rows_in_place(k), _rows_in_place(v)
+    if call.nhead == call.kv_heads:
+        mask = _merged_mask(call, q.dtype) if call.masked else None
+        return _flash(q, k, v, call, mask)
     made = [
-        _aten._scaled_dot_product_flash_attention_for_cpu(
-            q_one, k, v, 0.0, call.right == 0, attn_mask=mask, scale=call.scale
-        )
+        _flash(q_one, k, v, call, mask)
         for q_one, mask in zip(_shared(q, call), _flash_mask(call, q.dtype), strict=True)
     ]
-    if len(made) == 1:
-        out, lse = made[0]
-        return out, lse
     outs, lses = (torch.stack(parts, 2).flatten(1, 2) for parts in zip(*made, strict=True))
     return outs, lses
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    made: tuple[Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, call.right == 0, attn_mask=mask, scale=call.scale
+    )
+    return made
 
 
 def _flash_backward(
@@ -216,21 +226,39 @@ def _flash_backward(
 ) -> None:
     if widen:
         do, q, k, v, o = do.float(), q.float(), k.float(), v.float(), o.float()
-    do, q, k, v, o = (_rows_in_place(x) for x in (do, q, k, v, o))
-    dq, dk, dv = grads
-    sums: list[Tensor] = []
+    do, q, k, v, o = [_rows_in_place(x) for x in (do, q, k, v, o)]
     lse = lse.view(call.batch, call.nhead, call.q_len)
+    dq, dk, dv = grads
+    if call.nhead == call.kv_heads:
+        mask = _merged_mask(call, q.dtype) if call.masked else None
+        for grad, made in zip(grads, _flash_grads(do, q, k, v, o, lse, call, mask), strict=True):
+            grad.copy_(made)
+        return
+    sums: list[Tensor] = []
     per_head = (_shared(t, call) for t in (do, q, o, lse, dq))
-    for *now, dq_one, mask in zip(*per_head, _flash_mask(call, q.dtype), strict=True):
-        do_one, q_one, o_one, lse_one = now
-        made = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do_one, q_one, k, v, o_one, lse_one, 0.0, call.right == 0,
-            attn_mask=mask, scale=call.scale,
-        )  # fmt: skip
-        dq_one.copy_(made[0])
-        sums = [*made[1:]] if not sums else [a.add_(b) for a, b in zip(sums, made[1:], strict=True)]
+    masks = _flash_mask(call, q.dtype)
+    for do_one, q_one, o_one, lse_one, dq_one, one in zip(*per_head, masks, strict=True):
+        dq_made, *rest = _flash_grads(do_one, q_one, k, v, o_one, lse_one, call, one)
+        dq_one.copy_(dq_made)
+        sums = rest if not sums else [a.add_(b) for a, b in zip(sums, rest, strict=True)]
     dk.copy_(sums[0])
     dv.copy_(sums[1])
+
+
+def _flash_grads(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    call: AttentionCall,
+    mask: Tensor | None,
+) -> Heads:
+    grads: Heads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, lse, 0.0, call.right == 0, attn_mask=mask, scale=call.scale
+    )
+    return grads
 
 
 # --- blocks of query rows; N = B * Hkv products at a time, the group's G heads as rows

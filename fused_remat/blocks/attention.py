@@ -103,8 +103,12 @@ class Attention(Node):
     def _views(self, f: Frame, packed: Tensor) -> Heads:
         """q (B, H, S, E), k and v (B, Hkv, S, E) as views of a packed matrix."""
         h, kv = self.nhead, self.kv_heads
-        heads = packed.view(f.seqs[1] - f.seqs[0], f.run.chunks.seq_len, h + 2 * kv, -1)
-        q, k, v = heads.transpose(1, 2).split((h, kv, kv), 1)
+        lead = (f.seqs[1] - f.seqs[0], f.run.chunks.seq_len)
+        if h == kv:
+            q, k, v = packed.view(*lead, 3, h, -1).permute(2, 0, 3, 1, 4).unbind()
+        else:
+            heads = packed.view(*lead, h + 2 * kv, -1).transpose(1, 2)
+            q, k, v = heads.split_with_sizes((h, kv, kv), 1)
         return q, k, v
 
     def _buffers(self, f: Frame) -> tuple[dict[str, Tensor], Heads]:
@@ -119,13 +123,13 @@ class Attention(Node):
         the whole mask.
         """
         run = f.run
-        for name in (self.mask, self.padding):
-            if name in wants and name not in run.param_grads:
-                mask = run.tensors[name]
-                assert mask is not None
-                dtype = torch.promote_types(mask.dtype, torch.float32)
-                run.param_grads[name] = mask.new_zeros(mask.shape, dtype=dtype)
-        grads = run.param_grads
+        mask = padding = dmask = dpadding = None
+        if self.mask:
+            mask = self._of_group(f, run.tensors[self.mask])
+            dmask = self._of_group(f, _mask_grad(f, self.mask, wants))
+        if self.padding:
+            padding = _rows_of_group(f, run.tensors[self.padding])
+            dpadding = _rows_of_group(f, _mask_grad(f, self.padding, wants))
         return AttentionCall(
             batch=q.shape[0],
             nhead=self.nhead,
@@ -136,10 +140,10 @@ class Attention(Node):
             left=self.left,
             right=self.right,
             softcap=self.softcap,
-            mask=self._of_group(f, run.tensors.get(self.mask)),
-            padding=_rows_of_group(f, run.tensors.get(self.padding)),
-            dmask=self._of_group(f, grads.get(self.mask) if self.mask in wants else None),
-            dpadding=_rows_of_group(f, grads.get(self.padding) if self.padding in wants else None),
+            mask=mask,
+            padding=padding,
+            dmask=dmask,
+            dpadding=dpadding,
             mask_keeps=self.mask_keeps,
             mask_grad=self.mask in run.wants or self.padding in run.wants,
             p=self.p,
@@ -157,6 +161,19 @@ class Attention(Node):
         if mask.dim() == 3:
             mask = mask.view(-1, self.nhead, *mask.shape[1:])
         return mask if mask.shape[0] == 1 else mask[f.seqs[0] : f.seqs[1]]
+
+
+def _mask_grad(f: Frame, name: str, wants: Collection[str]) -> Tensor | None:
+    """The buffer for a mask's gradient, made when it is first asked for; None if not wanted."""
+    if name not in wants:
+        return None
+    grads = f.run.param_grads
+    if name not in grads:
+        mask = f.run.tensors[name]
+        assert mask is not None
+        dtype = torch.promote_types(mask.dtype, torch.float32)
+        grads[name] = mask.new_zeros(mask.shape, dtype=dtype)
+    return grads[name]
 
 
 def _rows_of_group(f: Frame, padding: Tensor | None) -> Tensor | None:

@@ -171,8 +171,9 @@ class Norm(Node):
         made = f.backend.norm_fwd(
             self.kind, f[self.x], f.param(self.weight), f.param(self.bias), self.eps, out=out
         )
-        for name, value in zip((self.name, *self.stats), made, strict=True):
-            f.put(name, value)
+        f.put(self.name, made[0])
+        for stat, value in zip(NORM_STATS[self.kind], made[1:], strict=True):
+            f.put(f"{self.name}.{stat}", value)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         grad_of = tuple(n in wants for n in (self.x, self.weight, self.bias))

@@ -32,7 +32,7 @@ class Graph:
     params: tuple[str, ...]
     inputs: tuple[str, ...] = ("input",)
 
-    @property
+    @functools.cached_property
     def tensors(self) -> tuple[str, ...]:
         """Names of all tensors that a call passes, in order."""
         return self.inputs + self.params

@@ -154,20 +154,22 @@ def backward(
         if out_BSD is not None:
             frame.values["output"] = _rows(out_BSD, seqs)
         frame.grads["output"] = (_rows(dy_BSD, seqs), False)
-        before: list[Step] = []
-        for step in plan.backward:
-            if step.kind != "tiles":
-                before.append(step)
-                continue
-            _run_steps(before, frame)
-            _backward_tiles(frame, plan, supply)
-            _free(step, frame)
-            before = []
-        _run_steps(before, frame)
+        if plan.tile_backward:
+            _backward_with_tiles(frame, plan, supply)
+        else:
+            _run_steps(plan.backward, frame)
         for name in prepared.shapes:
             if name in run.wants:
                 _collect(name, frame, prepared, dy_BSD, grads)
     return grads
+
+
+def _backward_with_tiles(frame: Frame, plan: Programs, supply: Iterator[Tensor]) -> None:
+    at = next(i for i, step in enumerate(plan.backward) if step.kind == "tiles")
+    _run_steps(plan.backward[:at], frame)
+    _backward_tiles(frame, plan, supply)
+    _free(plan.backward[at], frame)
+    _run_steps(plan.backward[at + 1 :], frame)
 
 
 def _collect(

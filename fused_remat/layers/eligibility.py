@@ -9,6 +9,7 @@ PyTorch's own forward then raises PyTorch's own error.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def _why_not_parts(children: Any) -> str | None:
     return None
 
 
-def why_not_tensors(src: Tensor, width: int, params: dict[str, Tensor | None]) -> str | None:
+def why_not_tensors(src: Tensor, width: int, params: Mapping[str, Tensor | None]) -> str | None:
     """Why the fused path cannot take `src` with these parameters in a layer of `width`.
 
     >>> why_not_tensors(torch.zeros(3), 3, {})

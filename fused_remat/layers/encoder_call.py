@@ -79,7 +79,7 @@ def call_of(
     reason = (
         eligibility.why_not_module(layer)
         or eligibility.why_not_context(src)
-        or eligibility.why_not_tensors(src, attn.embed_dim, dict(params))
+        or eligibility.why_not_tensors(src, attn.embed_dim, params)
         or eligibility.why_not_masks(src, attn, mask, padding, is_causal)
     )
     if reason is not None:
