@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat import FusedRematLayer, Policy
-from fused_remat.backends import eager, eager_attention
+from fused_remat.backends import attention_blocks, eager
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
 
 ACTIVATIONS = {
@@ -103,7 +103,7 @@ def draw(seed: int) -> Drawn:
         layout=r.choice(("contiguous", "contiguous", "transposed", "sliced")),
         policy=r.choice((*RUNGS, some)),
         tokens=r.choice((1, 7, 16, 64, 512)),
-        block=r.choice((1, 1 << 10, 1 << 19)),
+        block=r.choice((1, 1 << 10, 1 << 20)),
     )
 
 
@@ -200,12 +200,12 @@ def check(seed: int) -> str | None:
     exact = results(exact_layer, x.double(), dy.double(), widened(kwargs), exact_cfg)
     peer_cfg = Drawn(**{**asdict(cfg), "mode": "train"})
     peer = results(copy.deepcopy(stock).train(), x, dy, kwargs, peer_cfg)
-    before = eager._CPU_TOKENS, eager_attention._BLOCK
-    eager._CPU_TOKENS, eager_attention._BLOCK = cfg.tokens, cfg.block
+    before = eager._CPU_TOKENS, attention_blocks._BLOCK
+    eager._CPU_TOKENS, attention_blocks._BLOCK = cfg.tokens, cfg.block
     try:
         ours = results(fused, x, dy, kwargs, cfg)
     finally:
-        eager._CPU_TOKENS, eager_attention._BLOCK = before
+        eager._CPU_TOKENS, attention_blocks._BLOCK = before
     return _compare(ours, peer, exact, dtype, gradients=cfg.mode != "eval without gradients")
 
 

@@ -55,8 +55,8 @@ def in_pieces(tokens: int = 4) -> Iterator[None]:
     """Cut the work in groups and tiles of a few tokens, attention in blocks of 16 query rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
-        patch.setattr("fused_remat.backends.eager_attention._BLOCK", 1)
-        patch.setattr("fused_remat.backends.eager_attention._LONG", 1)
+        patch.setattr("fused_remat.backends.attention_blocks._BLOCK", 1)
+        patch.setattr("fused_remat.backends.attention_blocks._LONG", 1)
         yield
 
 

@@ -76,7 +76,7 @@ def test_every_mask_form(norm_first, batch_first, kind, form):
 @pytest.mark.parametrize(("rows", "limit"), [(9, 4), (9, 9), (5, 2), (3, 100)])
 def test_masks_in_groups_and_tiles(norm_first, rows, limit, monkeypatch):
     monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", limit)
-    monkeypatch.setattr("fused_remat.backends.eager_attention._BLOCK", 1)
+    monkeypatch.setattr("fused_remat.backends.attention_blocks._BLOCK", 1)
     stock, fused = pair(
         12, 3, 20, dropout=0.0, norm_first=norm_first, batch_first=True, dtype=torch.float64
     )

@@ -82,7 +82,7 @@ def inputs(config):
 def with_tokens(tokens):
     patch = pytest.MonkeyPatch()
     patch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
-    patch.setattr("fused_remat.backends.eager_attention._BLOCK", tokens * 16)
+    patch.setattr("fused_remat.backends.attention_blocks._BLOCK", tokens * 16)
     return patch
 
 

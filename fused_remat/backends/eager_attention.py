@@ -9,23 +9,15 @@ Source: the backward of Dao et al. 2022, with dS = P * (dP - rowsum(dO * O)).
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from fused_remat import random
+from fused_remat.backends import attention_blocks
 from fused_remat.backends.base import AttentionCall
 
-# Elements of a block of scores.
-_BLOCK = 1 << 20
 # A row whose largest mask value is finite and below this is not for the flash kernel: its logsumexp
 # is the mask's value, rounded, and its backward off by up to the number of keys.
 _FAR = -1e3
-# Sequences at least this long are worked on one at a time.
-_LONG = 128
 _aten = torch.ops.aten
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -104,37 +96,10 @@ def forward(
         out = q.new_empty(_matrix(v, call))
     heads = _as_heads(out, call)
     parts = [
-        _blocks_forward(q[part], k[part], v[part], one, heads[part])
-        for part, one in _sequences(call)
+        attention_blocks.forward(q[part], k[part], v[part], one, heads[part])
+        for part, one in attention_blocks.sequences(call)
     ]
     return out, parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _sequences(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
-    """Long sequences one at a time: read in place, and their scores stay in cache."""
-    if call.batch == 1 or call.q_len < _LONG:
-        yield slice(None), call
-        return
-    for b in range(call.batch):
-        part = slice(b, b + 1)
-        yield (
-            part,
-            dataclasses.replace(
-                call,
-                batch=1,
-                mask=_of_sequence(call.mask, b),
-                dmask=_of_sequence(call.dmask, b),
-                padding=None if call.padding is None else call.padding[part],
-                dpadding=None if call.dpadding is None else call.dpadding[part],
-                row0=call.row0 + b * call.nhead * call.q_len,
-            ),
-        )
-
-
-def _of_sequence(mask: Tensor | None, b: int) -> Tensor | None:
-    if mask is None or mask.dim() == 2 or mask.shape[0] == 1:
-        return mask
-    return mask[b : b + 1]
 
 
 def _matrix(v: Tensor, call: AttentionCall) -> tuple[int, int]:
@@ -155,9 +120,9 @@ def backward(
     """Fills dq, dk, dv if given; adds the masks' gradients to the call's."""
     do, o = _as_heads(dattn, call), _as_heads(attn, call)
     if why_not_flash(q, v, call) is not None:
-        for part, one in _sequences(call):
+        for part, one in attention_blocks.sequences(call):
             mine = None if grads is None else (grads[0][part], grads[1][part], grads[2][part])
-            _blocks_backward(do[part], q[part], k[part], v[part], o[part], one, mine)
+            attention_blocks.backward(do[part], q[part], k[part], v[part], o[part], one, mine)
     elif grads is not None:
         _flash_backward(do, q, k, v, o, lse, call, grads, widen)
 
@@ -259,227 +224,3 @@ def _flash_grads(
         do, q, k, v, o, lse, 0.0, call.right == 0, attn_mask=mask, scale=call.scale
     )
     return grads
-
-
-# --- blocks of query rows; N = B * Hkv products at a time, the group's G heads as rows
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Query rows `start` to `stop` and the keys `low` to `high` that any of them can see."""
-
-    start: int
-    stop: int
-    low: int
-    high: int
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.start, self.stop)
-
-    @property
-    def keys(self) -> slice:
-        return slice(self.low, self.high)
-
-
-def _blocks(call: AttentionCall) -> list[_Block]:
-    size = max(16, _BLOCK // max(1, call.batch * call.nhead * call.kv_len))
-    blocks = []
-    for start in range(0, call.q_len, size):
-        stop = min(start + size, call.q_len)
-        low, high = 0, call.kv_len
-        if call.left >= 0:
-            low = max(0, start + call.offset - call.left)
-        if call.right >= 0:
-            high = min(high, stop + call.offset + call.right)
-        blocks.append(_Block(start, stop, low, max(low, high)))
-    return blocks
-
-
-class _Scratch:
-    """Matrices of scores for one block after another: memory that is touched already is fast."""
-
-    def __init__(self, call: AttentionCall, blocks: list[_Block], count: int, like: Tensor) -> None:
-        self.call = call
-        most = max(((b.stop - b.start) * (b.high - b.low) for b in blocks), default=0)
-        self.flat = like.new_empty((count, call.batch * call.nhead * most))
-
-    def of(self, i: int, block: _Block) -> Tensor:
-        """Matrix `i`: (N, G*rows, keys)."""
-        rows, keys = block.stop - block.start, block.high - block.low
-        n, heads = self.call.batch * self.call.kv_heads, self.call.nhead // self.call.kv_heads
-        return self.flat[i, : n * heads * rows * keys].view(n, heads * rows, keys)
-
-
-def _grouped(x: Tensor, call: AttentionCall, dtype: torch.dtype) -> Tensor:
-    """(B, H, S, E) as (N, G, S, E) in `dtype`: a view of one sequence in place, else a copy."""
-    group = x.shape[1] // call.kv_heads
-    if call.batch == 1 and x.dtype == dtype and x.stride(-1) == 1:
-        heads: Tensor = x[0].unflatten(0, (call.kv_heads, group))
-        return heads
-    x = x.to(dtype).contiguous()
-    return x.view(call.batch * call.kv_heads, group, *x.shape[2:])
-
-
-def _product(into: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, add: bool = False) -> None:
-    """`into` becomes alpha * a @ b, added to it if `add`; fast where `into` is contiguous."""
-    # Not baddbmm_, which FLOP counters miss.
-    torch.baddbmm(into, a, b, beta=float(add), alpha=alpha, out=into)
-
-
-def _put(into: Tensor, rows: slice, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
-    """Rows of `into` (B, H, S, E), of any strides, become alpha * a @ b, (N, G*rows, E)."""
-    made = a.new_empty((*a.shape[:2], b.shape[2]))
-    _product(made, a, b, alpha)
-    target = into[:, :, rows]
-    target.copy_(made.view(target.shape))
-
-
-def _add(into: Tensor, keys: slice, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
-    """alpha * a @ b is added to rows `keys` of `into` (N, S_k, E)."""
-    target = into[:, keys]
-    if target.is_contiguous():
-        _product(target, a, b, alpha, add=True)
-    else:
-        target.add_(torch.bmm(a, b), alpha=alpha)
-
-
-def _blocks_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor) -> Tensor:
-    """Fills `out` (B, H, S_q, E), of any strides; returns lse."""
-    acc = torch.promote_types(q.dtype, torch.float32)
-    q, k, v = (_grouped(x, call, acc) for x in (q, k, v))
-    lse = q.new_empty((*q.shape[:3], 1))
-    blocks = _blocks(call)
-    scratch = _Scratch(call, blocks, 2, q)
-    for block in blocks:
-        probs, _, top = _probabilities(q, k, call, block, scratch.of(0, block))
-        # The largest probability is exp(top - lse); of a row without keys it is 0, and lse +inf.
-        if block.low < block.high:
-            top = top.masked_fill_(top == -torch.inf, 0.0) - probs.amax(-1, keepdim=True).log_()
-        else:
-            top.fill_(torch.inf)
-        lse[:, :, block.rows] = top.view(*q.shape[:2], -1, 1)
-        if call.p > 0.0:
-            probs.mul_(_keep(block, call, scratch.of(1, block)))
-        _put(out, block.rows, probs, v[:, 0, block.keys])
-    return lse
-
-
-def _probabilities(
-    q: Tensor, k: Tensor, call: AttentionCall, block: _Block, scores: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """softmax of the masked scores, in `scores`; tanh of the soft-cap if any; the largest scores.
-
-    A row whose keys are all excluded has probabilities 0 and -inf as its largest score.
-    """
-    q_rows = q[:, :, block.rows].flatten(1, 2)
-    _product(scores, q_rows, k[:, 0, block.keys].transpose(1, 2), call.scale)
-    capped = None
-    if call.softcap != 0.0:
-        capped = torch.div(scores, call.softcap).tanh_()
-        torch.mul(capped, call.softcap, out=scores)
-    if scores.shape[-1] == 0:
-        return scores, capped, scores.new_full((*scores.shape[:2], 1), -torch.inf)
-    _exclude(scores.view(call.batch, call.nhead, -1, scores.shape[-1]), call, block)
-    top = scores.amax(-1, keepdim=True)
-    torch.softmax(scores, -1, out=scores)
-    if call.masked or call.left >= 0 or call.right >= 0:
-        scores.masked_fill_(top == -torch.inf, 0.0)
-    return scores, capped, top
-
-
-def _exclude(grid: Tensor, call: AttentionCall, block: _Block) -> None:
-    """Apply the window and both masks to scores (B, H, rows, keys), in place."""
-    low, high = block.low, block.high
-    first = block.start + call.offset
-    if call.right >= 0 and (edge := max(low, first + call.right + 1)) < high:
-        _exclude_band(grid[..., edge - low :], first + call.right - edge, above=True)
-    if call.left >= 0 and (edge := min(high, block.stop - 1 + call.offset - call.left)) > low:
-        _exclude_band(grid[..., : edge - low], first - call.left - low, above=False)
-    if call.mask is not None:
-        mask = call.mask[..., low:high] if call.mask.shape[-1] > 1 else call.mask
-        _mask(grid, _rows_of(mask, block), call.mask_keeps)
-    if call.padding is not None:
-        _mask(grid, call.padding[:, None, None, low:high], False)
-
-
-def _exclude_band(grid: Tensor, diagonal: int, above: bool) -> None:
-    """Exclude column j of row i where j > i + diagonal (`above`), or where j < i + diagonal."""
-    ones = torch.ones(grid.shape[2:], dtype=torch.bool, device=grid.device)
-    band = ones.triu_(diagonal + 1) if above else ones.tril_(diagonal - 1)
-    grid.masked_fill_(band, -torch.inf)
-
-
-def _rows_of(mask: Tensor, block: _Block) -> Tensor:
-    return mask[..., block.start : block.stop, :] if mask.shape[-2] > 1 else mask
-
-
-def _mask(grid: Tensor, mask: Tensor, keeps: bool) -> None:
-    if mask.dtype == torch.bool:
-        grid.masked_fill_(mask.logical_not() if keeps else mask, -torch.inf)
-    else:
-        grid.add_(mask)
-
-
-def _keep(block: _Block, call: AttentionCall, out: Tensor) -> Tensor:
-    """Dropout's multiplier, in `out`."""
-    assert call.site_key is not None
-    random.keep_scale(
-        call.site_key, call.row0 + block.start, block.stop - block.start, block.high - block.low,
-        call.p, out.dtype, call.batch * call.nhead, call.q_len, block.low, out=out,
-    )  # fmt: skip
-    return out
-
-
-def _blocks_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    call: AttentionCall,
-    grads: Heads | None,
-) -> None:
-    acc = torch.promote_types(q.dtype, torch.float32)
-    q, k, v, do, o = (_grouped(x, call, acc) for x in (q, k, v, do, o))
-    delta = (do * o).sum(-1, keepdim=True)
-    dk, dv = (torch.zeros_like(x[:, 0], memory_format=torch.contiguous_format) for x in (k, v))
-    blocks = _blocks(call)
-    scratch = _Scratch(call, blocks, 3, q)
-    for block in blocks:
-        if block.low == block.high:
-            if grads is not None:
-                grads[0][:, :, block.rows] = 0.0
-            continue
-        rows, keys = block.rows, block.keys
-        do_rows, q_rows = do[:, :, rows].flatten(1, 2), q[:, :, rows].flatten(1, 2)
-        probs, capped, _ = _probabilities(q, k, call, block, scratch.of(0, block))
-        dprobs = scratch.of(1, block)
-        torch.bmm(do_rows, v[:, 0, keys].transpose(1, 2), out=dprobs)
-        dropped = probs
-        if call.p > 0.0:
-            keep = _keep(block, call, scratch.of(2, block))
-            dprobs.mul_(keep)
-            dropped = keep.mul_(probs)
-        _add(dv, keys, dropped.transpose(1, 2), do_rows)
-        dscores = dprobs.sub_(delta[:, :, rows].flatten(1, 2)).mul_(probs)
-        _add_mask_grads(dscores, call, block)
-        if capped is not None:
-            dscores.addcmul_(dscores * capped, capped, value=-1.0)  # times 1 - tanh**2
-        if grads is not None:
-            _add(dk, keys, dscores.transpose(1, 2), q_rows, call.scale)
-            _put(grads[0], rows, dscores, k[:, 0, keys], call.scale)
-    if grads is not None:
-        for grad, made in zip(grads[1:], (dk, dv), strict=True):
-            grad.copy_(made.view(grad.shape))
-
-
-def _add_mask_grads(dscores: Tensor, call: AttentionCall, block: _Block) -> None:
-    keys = slice(block.low, block.high)
-    grid = dscores.view(call.batch, call.nhead, -1, block.high - block.low)
-    if call.dmask is not None:
-        target = call.dmask[..., keys] if call.dmask.shape[-1] > 1 else call.dmask
-        target = _rows_of(target, block)
-        target.add_(grid.sum_to_size(target.shape))
-    if call.dpadding is not None:
-        call.dpadding[:, keys].add_(grid.sum((1, 2)))
