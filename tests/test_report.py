@@ -599,6 +599,7 @@ def test_buffers_in_a_graph_of_before_stay_valid():
     y = norm(x)
     memory_report(norm, x)
     y.sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def test_nothing_stays_alive():

@@ -226,6 +226,7 @@ def backward(
     call: AttentionCall,
     grads: Heads | None,
 ) -> None:
+    """Fills dq, dk, dv if given; adds the masks' gradients to the call's."""
     acc = torch.promote_types(q.dtype, torch.float32)
     q, k, v, do, o = (_grouped(x, call, acc) for x in (q, k, v, do, o))
     delta = (do * o).sum(-1, keepdim=True)

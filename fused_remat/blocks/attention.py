@@ -130,11 +130,12 @@ class Attention(Node):
         if self.padding:
             padding = _rows_of_group(f, run.tensors[self.padding])
             dpadding = _rows_of_group(f, _mask_grad(f, self.padding, wants))
+        batch, _, q_len, _ = q.shape
         return AttentionCall(
-            batch=q.shape[0],
+            batch=batch,
             nhead=self.nhead,
             kv_heads=self.kv_heads,
-            q_len=q.shape[2],
+            q_len=q_len,
             kv_len=k.shape[2],
             scale=self.scale,
             left=self.left,
@@ -148,7 +149,7 @@ class Attention(Node):
             mask_grad=self.mask in run.wants or self.padding in run.wants,
             p=self.p,
             site_key=run.site_key(self.site) if self.p > 0.0 else None,
-            row0=f.seqs[0] * self.nhead * q.shape[2],
+            row0=f.seqs[0] * self.nhead * q_len,
         )
 
     def _of_group(self, f: Frame, mask: Tensor | None) -> Tensor | None:

@@ -181,7 +181,7 @@ class Norm(Node):
             f.add_param_grad(self.bias, f.backend.bias_grad(dy))
             return
         prior, _ = f.take_grad(self.x)  # the residual's gradient, added in the same pass
-        stats = tuple(f[s] for s in self.stats)
+        stats = tuple([f[f"{self.name}.{stat}"] for stat in NORM_STATS[self.kind]])
         weight = f.param(self.weight)
         dx, dweight, dbias = f.backend.norm_bwd(
             self.kind, dy, f[self.x], stats, weight, grad_of, add=prior
