@@ -22,12 +22,10 @@ from fused_remat import random
 from fused_remat.backends.base import Backend
 from fused_remat.backends.registry import get_backend
 from fused_remat.blocks import run
-from fused_remat.blocks.frame import Chunks
+from fused_remat.blocks.frame import Chunks, Prepared, Run
 from fused_remat.blocks.program import Graph, programs, sizes
 
 _functorch = torch._C._functorch
-
-
 Functions = Mapping[str, Callable[[Tensor], Tensor]]
 
 
@@ -51,7 +49,7 @@ class BlockCall:
     seq_first: bool = False
     preserve_strides: bool = True
 
-    def prepare(self, tensors: Sequence[Tensor | None]) -> run.Prepared:
+    def prepare(self, tensors: Sequence[Tensor | None]) -> Prepared:
         """Chunks, programs and widths for these tensors, of which only shapes are read."""
         x = tensors[0]
         assert x is not None
@@ -77,7 +75,7 @@ def _prepare(
     backend: Backend,
     chunk_tokens: int,
     shapes: tuple[torch.Size | None, ...],
-) -> run.Prepared:
+) -> Prepared:
     graph = call.graph
     given = zip(graph.tensors, shapes, strict=True)
     named: dict[str, tuple[int, ...]] = {n: s for n, s in given if s is not None}
@@ -88,7 +86,7 @@ def _prepare(
     if any(node.per_batch for node in graph.nodes):
         chunk_tokens = batch * seq_len
     chunks = Chunks.of(batch, seq_len, chunk_tokens)
-    return run.Prepared(
+    return Prepared(
         backend,
         chunks,
         programs(graph, call.save, call.wants, chunks.tiled),
@@ -101,7 +99,7 @@ def _prepare(
 
 def forward_block(
     call: BlockCall,
-    prepared: run.Prepared,
+    prepared: Prepared,
     tensors: Sequence[Tensor | None],
     functions: Functions = MappingProxyType({}),
 ) -> tuple[Tensor, list[Tensor]]:
@@ -113,12 +111,12 @@ def forward_block(
     x = tensors[0]
     assert x is not None
     out = _empty_output(call, prepared, x)
-    this = prepared.start(call.named(tensors), functions, x)
-    kept = run.forward(this, prepared, call.batch_major(out))
+    this = Run(prepared, call.named(tensors), functions, x)
+    kept = run.forward(this, call.batch_major(out))
     return out, kept
 
 
-def _empty_output(call: BlockCall, prepared: run.Prepared, x: Tensor) -> Tensor:
+def _empty_output(call: BlockCall, prepared: Prepared, x: Tensor) -> Tensor:
     width = prepared.widths["output"]
     if x.dim() == 4:
         return x.new_empty((*sizes(x.shape), width))
@@ -130,7 +128,7 @@ def _empty_output(call: BlockCall, prepared: run.Prepared, x: Tensor) -> Tensor:
 
 def backward_block(
     call: BlockCall,
-    prepared: run.Prepared,
+    prepared: Prepared,
     tensors: Sequence[Tensor | None],
     out: Tensor | None,
     kept: Sequence[Tensor],
@@ -141,13 +139,13 @@ def backward_block(
 
     Of `tensors`, those may be None that the plan does not read; so may `out`, the output.
     """
-    this = prepared.start(call.named(tensors), functions, dy)
+    this = Run(prepared, call.named(tensors), functions, dy)
     dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
     if _autocast_on(dy.device.type):  # backward called inside autocast: not our precision
         with torch.autocast(dy.device.type, enabled=False):
-            found = run.backward(this, prepared, kept, out_BSD, dy_BSD)
+            found = run.backward(this, kept, out_BSD, dy_BSD)
     else:
-        found = run.backward(this, prepared, kept, out_BSD, dy_BSD)
+        found = run.backward(this, kept, out_BSD, dy_BSD)
     if "input" in found:
         found["input"] = call.batch_major(found["input"])
     found.update(this.param_grads)
@@ -163,7 +161,7 @@ class Invocation:
     """One call on its way through the Function: carries what forward keeps to setup_context."""
 
     call: BlockCall
-    prepared: run.Prepared
+    prepared: Prepared
     functions: Functions
     kept: list[Tensor] = field(default_factory=list)
 
@@ -284,6 +282,11 @@ def run_block(
     from torch's generator if the graph uses one and none is given. What needs a gradient is decided
     here, from grad mode. Returns (B, S, width), in the layout of the input.
     """
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "fused_remat: a fused block cannot run inside torch.func transforms "
+            "(grad, vjp, jacrev, vmap); use plain PyTorch operations there, or torch.autograd"
+        )
     given = [tensors.get(name) for name in graph.tensors]
     x = given[0]
     assert x is not None
@@ -293,11 +296,6 @@ def run_block(
     if torch.is_grad_enabled():
         named = zip(graph.tensors, given, strict=True)
         wants = frozenset(name for name, t in named if t is not None and t.requires_grad)
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "fused_remat: a fused block cannot run inside torch.func transforms "
-            "(grad, vjp, jacrev, vmap); use plain PyTorch operations there, or torch.autograd"
-        )
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides)
     prepared = call.prepare(given)
     if _autocast_on(x.device.type):  # in the dtype of the input all the same

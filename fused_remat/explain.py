@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from fused_remat.blocks.frame import TRACERS, Frame, Run
 from fused_remat.blocks.program import Step
-from fused_remat.blocks.run import Prepared
 from fused_remat.layers import FusedRematLayer
 from fused_remat.layers.encoder_layer import DECISIONS
 from fused_remat.report.step import restored
@@ -97,7 +96,6 @@ class _Recorder:
 
     def _begin(self, frame: Frame) -> BlockExplanation:
         prepared = frame.run.prepared
-        assert isinstance(prepared, Prepared)
         plan, chunks = prepared.plan, prepared.chunks
         pieces = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
         tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""

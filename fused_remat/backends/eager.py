@@ -17,8 +17,8 @@ from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.backends.base import AttentionCall
 from fused_remat.backends.norms import NORMS
 
-# Fewer pieces read the weights fewer times; the transients grow with their size.
-_CPU_TOKENS = 1024
+# Larger pieces read the weights fewer times, and have larger transients.
+_CPU_TOKENS = 512
 _DEVICE_TOKENS = 16384
 
 

@@ -132,8 +132,6 @@ def backward(
 
 def _shared(x: Tensor, call: AttentionCall) -> tuple[Tensor, ...]:
     """(B, H, ...) as one view (B, Hkv, ...) for each member of a group of query heads."""
-    if call.nhead == call.kv_heads:
-        return (x,)
     group = call.nhead // call.kv_heads
     if x.shape[1] == 1:
         return (x,) * group

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fused_remat import random
 from fused_remat.backends.base import Backend
+
+if TYPE_CHECKING:
+    from fused_remat.blocks.program import Programs
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,27 @@ class Chunks:
             yield start, min(start + self.tile, rows)
 
 
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What forward and backward of one call share, worked out from shapes alone.
+
+    Attributes:
+        backend, chunks, plan: who computes, in which pieces, by which programs.
+        kind: the block's name, for explanations.
+        wants: inputs and params whose gradients are wanted.
+        widths: elements per token of every activation and statistic.
+        shapes: of the inputs, batch first.
+    """
+
+    backend: Backend
+    chunks: Chunks
+    plan: Programs
+    kind: str
+    wants: frozenset[str]
+    widths: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
 #: Called with each step before it runs, and its frame; for explanations. Usually empty.
 TRACERS: list[Callable[[object, Frame], None]] = []
 
@@ -57,9 +82,7 @@ class Run:
     """One forward or backward pass of one block call: what all its frames share.
 
     Args:
-        backend, chunks: who computes, in which pieces.
-        wants: inputs and params whose gradients are wanted.
-        widths: elements per token of every activation and statistic.
+        prepared: what was worked out about the call.
         tensors: the block's inputs, batch first, and params by name; absent or None where the
             block has none, or where backward does not read it.
         functions: the caller's own functions by name.
@@ -68,21 +91,17 @@ class Run:
 
     def __init__(
         self,
-        backend: Backend,
-        chunks: Chunks,
-        wants: frozenset[str],
-        widths: Mapping[str, int],
+        prepared: Prepared,
         tensors: Mapping[str, Tensor | None],
         functions: Mapping[str, Callable[[Tensor], Tensor]],
         like: Tensor,
     ) -> None:
-        self.backend, self.chunks = backend, chunks
-        self.wants, self.widths = wants, widths
-        self.tensors, self.functions = tensors, functions
+        self.prepared, self.tensors, self.functions = prepared, tensors, functions
+        self.backend, self.chunks = prepared.backend, prepared.chunks
+        self.wants, self.widths = prepared.wants, prepared.widths
         self.dtype, self.device = like.dtype, like.device
         self.partial = self.chunks.group < self.chunks.batch or self.chunks.tiled
         self.param_grads: dict[str, Tensor] = {}
-        self.prepared: object = None  # what this is a pass of; for explanations
         self.profiling: bool = torch._C._autograd._profiler_enabled()
         self._site_keys: tuple[Tensor, ...] | None = None
 

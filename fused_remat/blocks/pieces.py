@@ -83,53 +83,27 @@ def mlp_graph(cfg: MlpConfig) -> Graph:
     return Graph(kind, tuple(sketch.nodes), params)
 
 
-@dataclass(frozen=True)
-class AttentionConfig:
-    """Attention over heads, or in a block with its norm, projections and residual.
+@functools.lru_cache(maxsize=256)
+def attention_graph(attention: HeadsAttention) -> Graph:
+    """The graph of attention over heads, which is one node; its name must be "output".
 
-    Attributes:
-        nhead, kv_heads, scale, left, right, softcap, p: as `blocks.attention.Attention`.
-        has_mask, has_padding: whether "mask" and "padding" are passed.
-        p_residual: dropout of what is added to the residual.
-        norm, eps: "" for attention over heads; else input + dropout(proj(attention(norm(input)))).
+    >>> node = HeadsAttention(name="output", nhead=8, kv_heads=2, scale=0.125, site=0, p=0.0)
+    >>> attention_graph(node).inputs
+    ('input', 'key', 'value')
     """
-
-    nhead: int
-    kv_heads: int
-    scale: float
-    left: int = -1
-    right: int = -1
-    softcap: float = 0.0
-    p: float = 0.0
-    has_mask: bool = False
-    has_padding: bool = False
-    p_residual: float = 0.0
-    norm: str = ""
-    eps: float = 1e-5
+    return Graph("attention", (attention,), ("mask", "padding", "seed"), attention.inputs)
 
 
 @functools.lru_cache(maxsize=256)
-def attention_graph(cfg: AttentionConfig) -> Graph:
-    """The graph of attention, over heads or in a block with its norm and residual.
+def attention_block_graph(attention: Attention, p_residual: float, norm: str, eps: float) -> Graph:
+    """output = input + dropout(proj(attention(qkv(norm(input))))).
 
-    >>> attention_graph(AttentionConfig(8, 2, 0.125)).inputs
-    ('input', 'key', 'value')
-    >>> attention_graph(AttentionConfig(8, 8, 0.125, norm="layer_norm")).names
+    >>> node = Attention(name="attn", qkv="qkv", nhead=8, kv_heads=8, scale=0.125, site=0, p=0.0)
+    >>> attention_block_graph(node, 0.0, "layer_norm", 1e-5).names
     ('norm', 'qkv', 'attn')
     """
-    plain = {
-        name: getattr(cfg, name)
-        for name in ("nhead", "kv_heads", "scale", "left", "right", "softcap", "p")
-    }
-    plain |= {"mask": "mask" if cfg.has_mask else "", "site": random.ATTENTION, "mask_keeps": True}
-    plain |= {"padding": "padding" if cfg.has_padding else ""}
-    rest = ("mask", "padding", "seed")
-    if not cfg.norm:
-        node = HeadsAttention(name="output", **plain)
-        return Graph("attention", (node,), rest, ("input", "key", "value"))
     sketch = Sketch()
-    sketch.norm("norm", "input", "norm", cfg.eps, cfg.norm)
-    attention = Attention(name="attn", qkv="qkv", **plain)
-    sketch.attention_half("norm", "input", "output", attention, cfg.p_residual)
-    params = (*linear_params("norm", "qkv", "proj"), *rest)
+    sketch.norm("norm", "input", "norm", eps, norm)
+    sketch.attention_half("norm", "input", "output", attention, p_residual)
+    params = (*linear_params("norm", "qkv", "proj"), "mask", "padding", "seed")
     return Graph("attention_block", tuple(sketch.nodes), params)

@@ -8,47 +8,13 @@ in every policy, which is why a rebuilt activation equals the forward's bit for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from fused_remat.backends.base import Backend
-from fused_remat.blocks.frame import TRACERS, Chunks, Frame, Run
+from fused_remat.blocks.frame import TRACERS, Frame, Prepared, Run
 from fused_remat.blocks.program import Programs, Step
-
-
-@dataclass(frozen=True, eq=False)
-class Prepared:
-    """What forward and backward of one call share, worked out from shapes alone.
-
-    Attributes:
-        backend, chunks, plan: who computes, in which pieces, by which programs.
-        kind: the block's name, for profilers.
-        wants: inputs and params whose gradients are wanted.
-        widths: elements per token of every activation and statistic.
-        shapes: of the inputs, batch first.
-    """
-
-    backend: Backend
-    chunks: Chunks
-    plan: Programs
-    kind: str
-    wants: frozenset[str]
-    widths: Mapping[str, int]
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def start(
-        self,
-        tensors: Mapping[str, Tensor | None],
-        functions: Mapping[str, Callable[[Tensor], Tensor]],
-        like: Tensor,
-    ) -> Run:
-        """A pass over `tensors`, with the dtype and device of `like`."""
-        run = Run(self.backend, self.chunks, self.wants, self.widths, tensors, functions, like)
-        run.prepared = self
-        return run
 
 
 def _run_step(step: Step, frame: Frame, out: Tensor | None) -> None:
@@ -105,12 +71,12 @@ def _frame(run: Run, seqs: tuple[int, int], inputs: Iterable[str]) -> Frame:
     return frame
 
 
-def forward(run: Run, prepared: Prepared, out_BSD: Tensor) -> list[Tensor]:
+def forward(run: Run, out_BSD: Tensor) -> list[Tensor]:
     """Fill `out_BSD` with the block's output; returns what the plan keeps, in frame order."""
     kept: list[Tensor] = []
-    plan = prepared.plan
+    plan = run.prepared.plan
     for seqs in run.chunks.groups():
-        frame = _frame(run, seqs, prepared.shapes)
+        frame = _frame(run, seqs, run.prepared.shapes)
         target = _of(out_BSD, seqs)
         in_place = target.is_contiguous()
         if in_place:
@@ -139,13 +105,14 @@ def _forward_tiles(frame: Frame, plan: Programs, out: Tensor, kept: list[Tensor]
 
 
 def backward(
-    run: Run, prepared: Prepared, kept: Sequence[Tensor], out_BSD: Tensor | None, dy_BSD: Tensor
+    run: Run, kept: Sequence[Tensor], out_BSD: Tensor | None, dy_BSD: Tensor
 ) -> dict[str, Tensor]:
     """Gradients of the wanted inputs, shaped like them; the params' gradients stay in `run`.
 
     `kept` is what `forward` returned; `out_BSD` the output, if the plan keeps it.
     """
     supply = iter(kept)
+    prepared = run.prepared
     plan = prepared.plan
     grads: dict[str, Tensor] = {}
     for seqs in run.chunks.groups():

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from fused_remat.blocks.custom import Function
-from fused_remat.ops.activation import Prepared, prepare
+from fused_remat.ops.activation import Recallable, prepare
 
 
-def prepare_for(src: Tensor, activation: Any, width: int, seq_first: bool) -> Prepared | str:
+def prepare_for(src: Tensor, activation: Any, width: int, seq_first: bool) -> Recallable | str:
     """`activation` on matrices of tokens and what it captures, or why it cannot be called again.
 
     `width` is that of the tensor it is applied to, `src` the layer's input, (S, B, D) if
@@ -25,7 +25,7 @@ def prepare_for(src: Tensor, activation: Any, width: int, seq_first: bool) -> Pr
     found = prepare(activation, src.new_zeros((*(1,) * (src.dim() - 1), width)))
     if isinstance(found, str):
         return f"its activation {found}"
-    return Prepared(_on_matrices(found.fn, tuple(src.shape[:-1]), seq_first), found.captured)
+    return Recallable(_on_matrices(found.fn, tuple(src.shape[:-1]), seq_first), found.captured)
 
 
 def _on_matrices(fn: Function, lead: tuple[int, ...], seq_first: bool) -> Function:

@@ -142,20 +142,15 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         args = (src, src_mask, src_key_padding_mask, is_causal)
         if _is_traced():
             return super().forward(*args)
-        params = encoder_call.tensors_of(self)
-        unmasked = src_mask is None and src_key_padding_mask is None
-        wants_grad = _wants_grad(*args, *params.values())
-        if unmasked and not wants_grad and fastpath.is_exact(self, params):
-            _decided(self, _EXACT)
+        call = self._choose(*args)
+        if isinstance(call, EncoderCall):
+            _warn_mismatch(src_mask, src_key_padding_mask)
+            return self._fused(src, src_key_padding_mask, call)
+        for observe in DECISIONS:
+            observe(self, call)
+        if call is _EXACT:
             return super().forward(*args)
-        if getattr(src, "is_nested", False):
-            _decided(self, "src is a nested tensor")
-            return self._nested(*args)
-        call = encoder_call.call_of(self, params, *args)
-        if isinstance(call, str):
-            return self._fallback(call, *args)
-        _warn_mismatch(src_mask, src_key_padding_mask)
-        return self._fused(src, src_key_padding_mask, call)
+        return self._nested(*args) if call is _NESTED else self._fallback(call, *args)
 
     def why_not_fused(
         self,
@@ -172,18 +167,26 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         >>> layer.why_not_fused(torch.zeros(5, 3, 16))
         'its norm1 is a RMSNorm, not a LayerNorm'
         """
-        args = (src, src_mask, src_key_padding_mask, is_causal)
         if _is_traced():
             return "the call is compiled, transformed or traced"
+        call = self._choose(src, src_mask, src_key_padding_mask, is_causal)
+        return call if isinstance(call, str) else None
+
+    def _choose(
+        self, src: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool
+    ) -> EncoderCall | str:
+        """The block that serves a call, or why none does: `_EXACT`, `_NESTED` or a reason."""
         params = encoder_call.tensors_of(self)
-        unmasked = src_mask is None and src_key_padding_mask is None
-        plain = unmasked and not _wants_grad(*args, *params.values())
-        if plain and fastpath.is_exact(self, params):
+        if (
+            mask is None
+            and padding is None
+            and not _wants_grad(src, *params.values())
+            and fastpath.is_exact(self, params)
+        ):
             return _EXACT
         if getattr(src, "is_nested", False):
-            return "src is a nested tensor"
-        call = encoder_call.call_of(self, params, *args)
-        return call if isinstance(call, str) else None
+            return _NESTED
+        return encoder_call.call_of(self, params, src, mask, padding, is_causal)
 
     def _nested(self, src: Tensor, *masks: Any) -> Tensor:
         """What `nn.TransformerEncoder` hands on in eval, where the native kernel would be wrong."""
@@ -202,7 +205,6 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
 
     def _fallback(self, reason: str, *args: Any) -> Tensor:
         """The same, under checkpoint where gradients are wanted, and with a warning then."""
-        _decided(self, reason)
         if not _wants_grad(*args, *self.parameters()):
             return self._unfused(*args)
         if self._policy == "none":
@@ -231,15 +233,10 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
 
 
 _EXACT = "evaluation without gradients is PyTorch's own where that is exact"
+_NESTED = "src is a nested tensor"
 
 #: Called with the layer and the reason when a call does not take the fused path; usually empty.
 DECISIONS: list[Callable[[nn.Module, str], None]] = []
-
-
-def _decided(layer: nn.Module, reason: str) -> None:
-    for observe in DECISIONS:
-        observe(layer, reason)
-
 
 _warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 

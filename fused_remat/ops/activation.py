@@ -50,14 +50,14 @@ def activation_name(activation: Any) -> str | None:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Recallable:
     """A function that backward can call again, and the leaves requiring grad that it captured."""
 
     fn: Function
     captured: tuple[Tensor, ...]
 
 
-def prepare(activation: Any, x: Tensor) -> Prepared | str:
+def prepare(activation: Any, x: Tensor) -> Recallable | str:
     """`activation` as backward can call it again, or why it cannot be: a phrase with a verb.
 
     It is called once, on `x`, outside autocast as blocks run; torch's generators are put back. A
@@ -80,7 +80,7 @@ def prepare(activation: Any, x: Tensor) -> Prepared | str:
     return _try(fn, x.detach().requires_grad_())
 
 
-def _try(fn: Function, x: Tensor) -> Prepared | str:
+def _try(fn: Function, x: Tensor) -> Recallable | str:
     before = _generator_state(x.device)
     reads = _Reads()
     try:
@@ -101,7 +101,7 @@ def _try(fn: Function, x: Tensor) -> Prepared | str:
     watched = reads.alive()
     if any(_changed(reference, version) for reference, version in watched):
         return "changes a tensor that it captured"
-    return Prepared(_guarded(fn, watched), captured)
+    return Recallable(_guarded(fn, watched), captured)
 
 
 class _Reads(TorchDispatchMode):

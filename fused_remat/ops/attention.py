@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from fused_remat import random
 from fused_remat.autograd import run_block
-from fused_remat.blocks.pieces import AttentionConfig, attention_graph
+from fused_remat.blocks.attention import Attention, HeadsAttention
+from fused_remat.blocks.pieces import attention_block_graph, attention_graph
 from fused_remat.ops.inputs import check_alike, check_norm, check_p, check_shape, seed_tensor
 from fused_remat.ops.masks import mask_of, padding_of
 from fused_remat.policies import Policy, kept_names
@@ -57,10 +61,9 @@ def attention(
     _check_heads(query, key, value)
     batch, nhead, q_len, width = query.shape
     grid = (batch, nhead, q_len, key.shape[2])
-    left, right = _window(window, is_causal)
-    cfg = AttentionConfig(
-        nhead, key.shape[1], _scale(scale, width), left, right, _softcap(softcap),
-        check_p("dropout_p", dropout_p), attn_mask is not None, key_padding_mask is not None,
+    options = _options(
+        nhead, key.shape[1], width, attn_mask, key_padding_mask, dropout_p, is_causal, window,
+        scale, softcap,
     )  # fmt: skip
     tensors = {
         "input": query, "key": key, "value": value,
@@ -68,7 +71,7 @@ def attention(
         "padding": padding_of(key_padding_mask, grid, query),
         "seed": seed_tensor(seed, query.device),
     }  # fmt: skip
-    graph = attention_graph(cfg)
+    graph = attention_graph(HeadsAttention(name="output", **options))
     kept = kept_names(policy, graph.kind, graph.names)
     out = run_block(graph, kept, tensors, backend=backend)
     return out.view(batch, q_len, nhead, value.shape[-1]).transpose(1, 2)
@@ -126,12 +129,11 @@ def attention_block(
     kv_heads = nhead if kv_heads is None else kv_heads
     head_dim = _check_projections(x, qkv_weight, qkv_bias, proj_weight, proj_bias, nhead, kv_heads)
     grid = (x.shape[0], nhead, x.shape[1], x.shape[1])
-    left, right = _window(window, is_causal)
-    cfg = AttentionConfig(
-        nhead, kv_heads, _scale(scale, head_dim), left, right, _softcap(softcap),
-        check_p("dropout_p", dropout_p), attn_mask is not None, key_padding_mask is not None,
-        check_p("residual_dropout_p", residual_dropout_p), norm, float(eps),
+    options = _options(
+        nhead, kv_heads, head_dim, attn_mask, key_padding_mask, dropout_p, is_causal, window,
+        scale, softcap,
     )  # fmt: skip
+    p_residual = check_p("residual_dropout_p", residual_dropout_p)
     tensors = {
         "input": x, "norm.weight": norm_weight, "norm.bias": norm_bias,
         "qkv.weight": qkv_weight, "qkv.bias": qkv_bias,
@@ -139,7 +141,8 @@ def attention_block(
         "mask": mask_of(attn_mask, grid, x), "padding": padding_of(key_padding_mask, grid, x),
         "seed": seed_tensor(seed, x.device),
     }  # fmt: skip
-    graph = attention_graph(cfg)
+    node = Attention(name="attn", qkv="qkv", **options)
+    graph = attention_block_graph(node, p_residual, norm, float(eps))
     return run_block(graph, kept_names(policy, graph.kind, graph.names), tensors, backend=backend)
 
 
@@ -189,20 +192,35 @@ def _check_projections(
     return head_dim
 
 
-def _window(window: tuple[int, int], is_causal: bool) -> tuple[int, int]:
+def _options(
+    nhead: int,
+    kv_heads: int,
+    width: int,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    p: float,
+    is_causal: bool,
+    window: tuple[int, int],
+    scale: float | None,
+    softcap: float,
+) -> dict[str, Any]:
+    """What an attention node takes, from what the functions take; heads are `width` wide."""
     if not isinstance(window, tuple) or [type(w) for w in window] != [int, int]:
         raise TypeError(f"window takes two ints, (left, right), got {window!r}")
-    left, right = window
-    if min(left, right) < -1:
+    if min(window) < -1:
         raise ValueError(f"window takes counts of keys, or -1 for no limit, got {window}")
-    return left, 0 if is_causal else right
-
-
-def _scale(scale: float | None, width: int) -> float:
-    return float(width) ** -0.5 if scale is None else float(scale)
-
-
-def _softcap(softcap: float) -> float:
     if softcap < 0.0:
         raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
-    return float(softcap)
+    return {
+        "nhead": nhead,
+        "kv_heads": kv_heads,
+        "scale": float(width) ** -0.5 if scale is None else float(scale),
+        "left": window[0],
+        "right": 0 if is_causal else window[1],
+        "softcap": float(softcap),
+        "site": random.ATTENTION,
+        "p": check_p("dropout_p", p),
+        "mask": "" if mask is None else "mask",
+        "padding": "" if padding is None else "padding",
+        "mask_keeps": True,
+    }

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_remat.autograd import OBSERVERS, Invocation
-from fused_remat.blocks import run
+from fused_remat.blocks.frame import Prepared
 from fused_remat.blocks.program import kept_bytes
 
 #: Name of what non-reentrant `torch.utils.checkpoint` holds: the arguments of what it wraps.
@@ -210,7 +210,7 @@ def _block_tensors(
     yield from zip(_piece_names(invocation.prepared), invocation.kept, strict=True)
 
 
-def _piece_names(prepared: run.Prepared) -> Iterator[str]:
+def _piece_names(prepared: Prepared) -> Iterator[str]:
     """The name of every tensor that `run.forward` returns."""
     plan, chunks = prepared.plan, prepared.chunks
     for first, last in chunks.groups():
