@@ -10,7 +10,11 @@ import sys
 os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 
 #: Sub-command -> module with `main(arguments) -> exit status`; loaded only when it is asked for.
-COMMANDS = {"layers": "bench.layers", "profile": "bench.profile_step"}
+COMMANDS = {
+    "audit": "bench.audit",
+    "layers": "bench.layers",
+    "profile": "bench.profile_step",
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -53,10 +53,10 @@ class BlockCall:
         """Chunks, programs and widths for these tensors, of which only shapes are read."""
         x = tensors[0]
         assert x is not None
-        backend = get_backend(self.backend, x.device)
-        tokens = backend.chunk_tokens(x)
+        backend = get_backend(self.backend, x)
+        tokens, fusions = backend.chunk_tokens(x), backend.fusions(x)
         shapes = tuple(None if t is None else t.shape for t in tensors)
-        return _prepare(self, backend, tokens, shapes)  # type: ignore[arg-type]
+        return _prepare(self, backend, tokens, fusions, shapes)  # type: ignore[arg-type]
 
     def batch_major(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1) if self.seq_first else x
@@ -74,6 +74,7 @@ def _prepare(
     call: BlockCall,
     backend: Backend,
     chunk_tokens: int,
+    fusions: frozenset[str],
     shapes: tuple[torch.Size | None, ...],
 ) -> Prepared:
     graph = call.graph
@@ -89,7 +90,7 @@ def _prepare(
     return Prepared(
         backend,
         chunks,
-        programs(graph, call.save, call.wants, chunks.tiled),
+        programs(graph, call.save, call.wants, chunks.tiled, fusions),
         graph.kind,
         call.wants,
         graph.widths(named),

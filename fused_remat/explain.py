@@ -92,7 +92,8 @@ class _Recorder:
             self.found.append(block)
         block, first = self._blocks[frame.run]
         if frame is first or (frame.parent is first and frame.lo == 0):  # one piece for all
-            block.forward.append((step.node.name, step.node.route(frame)))
+            route, made = step.node.route(frame), step.node.makes
+            block.forward += [(name, route) for name in made if "." not in name]
 
     def _begin(self, frame: Frame) -> BlockExplanation:
         prepared = frame.run.prepared

@@ -160,6 +160,33 @@ def keep_scale(
     return wide if out is None else out.view(total, width).copy_(wide)
 
 
+class Keep:
+    """Dropout's multiplier at one site: what `keep_scale` needs, and the tensor once asked for.
+
+    Attributes:
+        site_key, row0, rows, width, p, dtype: the arguments of `keep_scale`.
+
+    >>> Keep(site_keys(torch.tensor(0))[MLP], 0, 1, 4, 0.5, torch.float32).tensor()
+    tensor([[2., 0., 2., 0.]])
+    """
+
+    __slots__ = ("_tensor", "dtype", "p", "row0", "rows", "site_key", "width")
+
+    def __init__(
+        self, site_key: Tensor, row0: int, rows: int, width: int, p: float, dtype: torch.dtype
+    ) -> None:
+        self.site_key, self.row0, self.rows, self.width = site_key, row0, rows, width
+        self.p, self.dtype = p, dtype
+        self._tensor: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        """The multiplier, (rows, width), computed once and held as long as this object."""
+        if self._tensor is None:
+            key, dtype = self.site_key, self.dtype
+            self._tensor = keep_scale(key, self.row0, self.rows, self.width, self.p, dtype)
+        return self._tensor
+
+
 def _survivors(
     row_keys: Tensor, columns: Tensor, p: float, one: int | None, hashed: Tensor
 ) -> None:

@@ -1,10 +1,15 @@
 """What every test shares: two threads, skipped GPU tests, one Hypothesis profile."""
 
+import os
+
 import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(2)
+
+# Run by test_interpreted.py in processes of their own.
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("ci")

@@ -28,7 +28,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "report.saved": ("autograd", "blocks"),
     "report.step": ("layers", "memory", "report.saved"),
     # The graph's declarations know no backend and not how they are run.
-    "blocks.program": ("blocks.nodes", *LEAVES),
+    "blocks.program": ("blocks.fusions", "blocks.nodes", *LEAVES),
+    "blocks.fusions": ("blocks.frame", *NODES),
     **dict.fromkeys(NODES, ("backends.base", "blocks.custom", "blocks.frame", *NODES, *LEAVES)),
     "blocks.frame": ("backends.base", *LEAVES),
     "blocks.custom": (),

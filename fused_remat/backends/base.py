@@ -7,11 +7,21 @@ from typing import Protocol
 
 from torch import Tensor
 
+from fused_remat.random import Keep
+
 #: Norms by name, and the statistics each keeps: a float per token, in this order.
 NORM_STATS: dict[str, tuple[str, ...]] = {
     "layer_norm": ("mean", "rstd"),
     "rms_norm": ("rstd",),
 }
+
+
+class FusedRematWarning(UserWarning):
+    """Something slower serves than was asked for, rightly; the message says what and why."""
+
+
+#: A weight and a bias, either of which may be absent.
+Affine = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -66,10 +76,22 @@ class Backend(Protocol):
 
     A routine gives the same bits for the same shapes and values, every time: a rebuilt activation
     is computed by the routine that computed it in forward. `out`, where given, is a contiguous
-    matrix to write the result to; weights and biases may be None where the block has none.
+    matrix to write the result to; weights and biases may be None where the block has none. A `keep`
+    is a dropout site's multiplier, described: a backend makes a tensor of it, or draws the same
+    bits where it needs them.
     """
 
     name: str
+
+    def why_not(self, x: Tensor) -> str | None:
+        """Why this backend cannot compute on tensors like `x`, or None if it can."""
+
+    def fusions(self, x: Tensor) -> frozenset[str]:
+        """Rows of `blocks.fusions.FUSIONS` that are one routine here for activations like `x`.
+
+        None under `torch.use_deterministic_algorithms(True)`, where every policy takes the same
+        routine for a step, so that gradients have the same bits in all of them.
+        """
 
     def chunk_tokens(self, x: Tensor) -> int:
         """About how many tokens of `x` to work on at a time (bounds the transients)."""
@@ -82,8 +104,12 @@ class Backend(Protocol):
         bias: Tensor | None,
         eps: float,
         out: Tensor | None = None,
+        stats: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, ...]:
-        """y (T, D) and the statistics of `kind`, (T, 1) in float32 (float64 for float64)."""
+        """y (T, D) and the statistics of `kind`, (T, 1) in float32 (float64 for float64).
+
+        `stats`, where given, are those of x, and may be taken instead of computed again.
+        """
 
     def norm_bwd(
         self,
@@ -103,7 +129,7 @@ class Backend(Protocol):
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None = None,
-        keep: Tensor | None = None,
+        keep: Keep | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """residual + keep * (x @ weight.T + bias), in the dtype of x."""
@@ -117,13 +143,13 @@ class Backend(Protocol):
     def bias_grad(self, dy: Tensor) -> Tensor:
         """The sum of dy over tokens, in float32 (float64 for float64)."""
 
-    def act_fwd(self, x: Tensor, act: str, keep: Tensor | None) -> Tensor:
+    def act_fwd(self, x: Tensor, act: str, keep: Keep | None) -> Tensor:
         """keep * act(x)."""
 
-    def act_bwd(self, dy: Tensor, x: Tensor, act: str, keep: Tensor | None, owned: bool) -> Tensor:
+    def act_bwd(self, dy: Tensor, x: Tensor, act: str, keep: Keep | None, owned: bool) -> Tensor:
         """The gradient of `act_fwd` in x; may overwrite dy when `owned`."""
 
-    def gated_fwd(self, gate: Tensor, up: Tensor, act: str, keep: Tensor | None) -> Tensor:
+    def gated_fwd(self, gate: Tensor, up: Tensor, act: str, keep: Keep | None) -> Tensor:
         """keep * act(gate) * up."""
 
     def gated_bwd(
@@ -132,19 +158,76 @@ class Backend(Protocol):
         gate: Tensor,
         up: Tensor | None,
         act: str,
-        keep: Tensor | None,
+        keep: Keep | None,
         owned: bool,
         wants_up: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of `gated_fwd` in gate (None if `up` is) and in up (if wanted)."""
 
     def add_fwd(
-        self, x: Tensor, residual: Tensor, keep: Tensor | None, out: Tensor | None = None
+        self, x: Tensor, residual: Tensor, keep: Keep | None, out: Tensor | None = None
     ) -> Tensor:
         """residual + keep * x, rounded once."""
 
-    def dropout_bwd(self, dy: Tensor, keep: Tensor) -> Tensor:
+    def dropout_bwd(self, dy: Tensor, keep: Keep) -> Tensor:
         """keep * dy, a new tensor."""
+
+    # Several steps in one; see `blocks.fusions`.
+
+    def linear_act_fwd(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        act: str,
+        keep: Keep | None,
+        wants_pre: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        """pre = x @ weight.T + bias, if wanted, and keep * act(pre)."""
+
+    def gated_linear_act_fwd(
+        self, x: Tensor, gate: Affine, up: Affine, act: str, keep: Keep | None
+    ) -> Tensor:
+        """keep * act(gate(x)) * up(x)."""
+
+    def linear_norm_fwd(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor,
+        keep: Keep | None,
+        kind: str,
+        norm: Affine,
+        eps: float,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """sum = residual + keep * (x @ weight.T + bias), norm(sum) (into `out`), its statistics."""
+
+    def mlp_bwd(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        up: Affine,
+        out_weight: Tensor | None,
+        act: str,
+        keep: Keep | None,
+        wants_act: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        """keep * act(up(x)), if wanted, and the gradient of up(x), from the MLP's, dy (T, D)."""
+
+    def gated_mlp_bwd(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        gate: Affine,
+        up: Affine,
+        out_weight: Tensor | None,
+        act: str,
+        keep: Keep | None,
+        wants_act: bool,
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """As `mlp_bwd` for keep * act(gate(x)) * up(x): and the gradients of gate(x) and up(x)."""
 
     def attention_fwd(
         self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor | None = None
@@ -170,8 +253,14 @@ class Backend(Protocol):
     def norm_route(self, kind: str, x: Tensor) -> str:
         """As `attention_route`, for a norm."""
 
-    def linear_route(self, x: Tensor) -> str:
-        """As `attention_route`, for a linear layer."""
+    def linear_route(self, x: Tensor, ends: bool = False) -> str:
+        """As `attention_route`, for a linear layer; `ends`: with dropout or a residual."""
+
+    def pointwise_route(self, x: Tensor) -> str:
+        """As `attention_route`, for a pointwise step."""
+
+    def fused_route(self, fusion: str, x: Tensor) -> str:
+        """As `attention_route`, for a row of `blocks.fusions.FUSIONS`."""
 
     def attention_route(self, q: Tensor, v: Tensor, call: AttentionCall) -> str:
         """Which routine serves the call, and why a faster one does not: a phrase."""

@@ -12,10 +12,12 @@ import functools
 import torch
 from torch import Tensor
 
-from fused_remat.backends import eager_attention
+from fused_remat.backends import cuda_attention, eager_attention
 from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.backends.base import AttentionCall
 from fused_remat.backends.norms import NORMS
+from fused_remat.backends.unfused import Unfused
+from fused_remat.random import Keep
 
 # Larger pieces read the weights fewer times, and have larger transients.
 _CPU_TOKENS = 512
@@ -38,10 +40,16 @@ def widens(x: Tensor) -> bool:
     return _is_low(x.dtype) and x.device.type == "cpu" and not _cpu_has_native(x.dtype)
 
 
-class EagerBackend:
+class EagerBackend(Unfused):
     """ATen ops only; see `backends.base.Backend` for the contract of each routine."""
 
     name = "eager"
+
+    def why_not(self, x: Tensor) -> str | None:
+        return None
+
+    def fusions(self, x: Tensor) -> frozenset[str]:
+        return frozenset()
 
     def chunk_tokens(self, x: Tensor) -> int:
         return _CPU_TOKENS if x.device.type == "cpu" else _DEVICE_TOKENS
@@ -54,7 +62,9 @@ class EagerBackend:
         bias: Tensor | None,
         eps: float,
         out: Tensor | None = None,
+        stats: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, ...]:
+        # From x again, not from its statistics: the bits are those of ATen's forward.
         made = NORMS[kind].fwd(x, weight, bias, eps)
         return made if out is None else (out.copy_(made[0]), *made[1:])
 
@@ -79,20 +89,20 @@ class EagerBackend:
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None = None,
-        keep: Tensor | None = None,
+        keep: Keep | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         assert weight is not None
         if widens(x):
             y = self._linear(x.float(), weight.float(), bias if bias is None else bias.float())
             if keep is not None:
-                y.mul_(keep)
+                y.mul_(keep.tensor())
             if residual is not None:
                 y.add_(residual)
             return y.to(x.dtype) if out is None else out.copy_(y)
         y = self._linear(x, weight, bias, out)
         if keep is not None:
-            y.mul_(keep)
+            y.mul_(keep.tensor())
         if residual is not None:
             y.add_(residual)
         return y
@@ -126,19 +136,19 @@ class EagerBackend:
     def bias_grad(self, dy: Tensor) -> Tensor:
         return dy.sum(0, dtype=torch.float32) if _is_low(dy.dtype) else dy.sum(0)
 
-    def act_fwd(self, x: Tensor, act: str, keep: Tensor | None) -> Tensor:
+    def act_fwd(self, x: Tensor, act: str, keep: Keep | None) -> Tensor:
         y = ACTIVATIONS[act].fwd(x)
-        return y if keep is None else y.mul_(keep)
+        return y if keep is None else y.mul_(keep.tensor())
 
-    def act_bwd(self, dy: Tensor, x: Tensor, act: str, keep: Tensor | None, owned: bool) -> Tensor:
+    def act_bwd(self, dy: Tensor, x: Tensor, act: str, keep: Keep | None, owned: bool) -> Tensor:
         if keep is not None:
-            dy = dy.mul_(keep) if owned else self.dropout_bwd(dy, keep)
+            dy = dy.mul_(keep.tensor()) if owned else self.dropout_bwd(dy, keep)
             owned = True
         return ACTIVATIONS[act].bwd(dy, x, dy if owned else None)
 
-    def gated_fwd(self, gate: Tensor, up: Tensor, act: str, keep: Tensor | None) -> Tensor:
+    def gated_fwd(self, gate: Tensor, up: Tensor, act: str, keep: Keep | None) -> Tensor:
         y = ACTIVATIONS[act].fwd(gate).mul_(up)
-        return y if keep is None else y.mul_(keep)
+        return y if keep is None else y.mul_(keep.tensor())
 
     def gated_bwd(
         self,
@@ -146,12 +156,12 @@ class EagerBackend:
         gate: Tensor,
         up: Tensor | None,
         act: str,
-        keep: Tensor | None,
+        keep: Keep | None,
         owned: bool,
         wants_up: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         if keep is not None:
-            dy = dy.mul_(keep) if owned else self.dropout_bwd(dy, keep)
+            dy = dy.mul_(keep.tensor()) if owned else self.dropout_bwd(dy, keep)
             owned = True
         dup = ACTIVATIONS[act].fwd(gate).mul_(dy) if wants_up else None
         if up is None:
@@ -160,15 +170,15 @@ class EagerBackend:
         return ACTIVATIONS[act].bwd(dy, gate, dy), dup
 
     def add_fwd(
-        self, x: Tensor, residual: Tensor, keep: Tensor | None, out: Tensor | None = None
+        self, x: Tensor, residual: Tensor, keep: Keep | None, out: Tensor | None = None
     ) -> Tensor:
         if keep is None:
             return torch.add(x, residual, out=out)
-        y = torch.addcmul(residual.to(keep.dtype), x, keep)
+        y = torch.addcmul(residual.to(keep.dtype), x, keep.tensor())
         return y.to(x.dtype) if out is None else out.copy_(y)
 
-    def dropout_bwd(self, dy: Tensor, keep: Tensor) -> Tensor:
-        return torch.mul(dy, keep).to(dy.dtype)
+    def dropout_bwd(self, dy: Tensor, keep: Keep) -> Tensor:
+        return torch.mul(dy, keep.tensor()).to(dy.dtype)
 
     def attention_fwd(
         self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor | None = None
@@ -191,11 +201,18 @@ class EagerBackend:
     def norm_route(self, kind: str, x: Tensor) -> str:
         return "ATen's native_layer_norm" if kind == "layer_norm" else "ATen, pointwise and mean"
 
-    def linear_route(self, x: Tensor) -> str:
+    def pointwise_route(self, x: Tensor) -> str:
+        return "pointwise, eager"
+
+    def linear_route(self, x: Tensor, ends: bool = False) -> str:
         if not widens(x):
             return "ATen's addmm"
         return f"ATen's addmm on float32 copies: this CPU has no {str(x.dtype)[6:]} products"
 
     def attention_route(self, q: Tensor, v: Tensor, call: AttentionCall) -> str:
         reason = eager_attention.why_not_flash(q, v, call)
-        return f"blocks of query rows: {reason}" if reason else "ATen's flash kernel for CPUs"
+        if reason:
+            return f"blocks of query rows: {reason}"
+        if q.device.type == "cpu":
+            return "ATen's flash kernel for CPUs"
+        return f"ATen's {cuda_attention.kernel(q, q, call)} kernel"

@@ -1,8 +1,9 @@
 """Attention in ATen ops, forward and backward, from views of heads of any strides.
 
-Two routes, chosen by the call and never by the policy: ATen's flash kernel for CPUs where it serves
-(`why_not_flash`); else blocks of query rows against the keys they can see, so that the transient is
-a block of scores, never (S_q, S_k). Both give 0, and no NaN, for a row whose keys are all excluded.
+Two routes, chosen by the call and never by the policy: ATen's fused kernel for the device where one
+serves (`why_not_flash`; on CUDA devices, `cuda_attention`); else blocks of query rows against the
+keys they can see, so that the transient is a block of scores, never (S_q, S_k). Both give 0, and no
+NaN, for a row whose keys are all excluded.
 Query heads that share a key head (GQA) are rows of one product, or one flash call each.
 Source: the backward of Dao et al. 2022, with dS = P * (dP - rowsum(dO * O)).
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_remat.backends import attention_blocks
+from fused_remat.backends import attention_blocks, cuda_attention
 from fused_remat.backends.base import AttentionCall
 
 # A row whose largest mask value is finite and below this is not for the flash kernel: its logsumexp
@@ -23,9 +24,9 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def why_not_flash(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
-    """Why ATen's flash kernel cannot serve the call, or None if it can."""
-    if q.device.type != "cpu":
-        return f"the flash kernel used here is for CPUs, q is on {q.device}"
+    """Why ATen's fused kernel cannot serve the call, or None if it can."""
+    if q.device.type not in ("cpu", "cuda"):
+        return f"the fused kernels used here are for CPU and CUDA, q is on {q.device}"
     if call.p > 0.0:
         return "dropout draws this library's own bits"
     if call.mask_grad:
@@ -38,6 +39,8 @@ def why_not_flash(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
         return "there are no keys"
     if q.shape[-1] != v.shape[-1]:
         return f"head dims {q.shape[-1]} and {v.shape[-1]} differ"
+    if q.device.type == "cuda":
+        return cuda_attention.why_not(q, call)
     if call.masked and _has_far_row(call, q.dtype):
         return f"a row of masks is finite and below {_FAR:g} everywhere"
     return None
@@ -170,6 +173,8 @@ def _flash_forward(
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    if q.device.type == "cuda":
+        return cuda_attention.forward(q, k, v, call, mask)
     made: tuple[Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, call.right == 0, attn_mask=mask, scale=call.scale
     )
@@ -218,6 +223,8 @@ def _flash_grads(
     call: AttentionCall,
     mask: Tensor | None,
 ) -> Heads:
+    if q.device.type == "cuda":
+        return cuda_attention.backward(do, q, k, v, o, lse, call, mask)
     grads: Heads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse, 0.0, call.right == 0, attn_mask=mask, scale=call.scale
     )

@@ -1,17 +1,33 @@
-"""Backends by name, and which one "auto" means for a device."""
+"""Backends by name, and which one computes on a tensor."""
 
 from __future__ import annotations
 
-import torch
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable
 
-from fused_remat.backends.base import Backend
+from torch import Tensor
+
+from fused_remat.backends.base import Backend, FusedRematWarning
 from fused_remat.backends.eager import EagerBackend
 
-#: Rows: name -> backend. A new backend is a new row.
-BACKENDS: dict[str, Backend] = {"eager": EagerBackend()}
+_EAGER: Backend = EagerBackend()
 
-#: Device type -> name for "auto"; other devices use "eager".
-DEFAULTS: dict[str, str] = {}
+
+def _triton() -> Backend | str:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    from fused_remat.backends.triton.backend import TritonBackend
+
+    return TritonBackend()
+
+
+#: Rows: name -> the backend, or why there is none. A new backend is a new row.
+BACKENDS: dict[str, Callable[[], Backend | str]] = {"eager": lambda: _EAGER, "triton": _triton}
+
+#: Device type -> name that "auto" tries first; every other device, and what it refuses, is eager's.
+DEFAULTS: dict[str, str] = {"cuda": "triton"}
 
 
 def check_name(name: str) -> str:
@@ -28,11 +44,44 @@ def check_name(name: str) -> str:
     return name
 
 
-def get_backend(name: str, device: torch.device) -> Backend:
-    """The backend `name`; "auto" is the default of the device.
+@functools.cache
+def load(name: str) -> Backend | str:
+    """The backend `name`, or why it cannot be loaded.
 
-    >>> get_backend("auto", torch.device("cpu")).name
+    >>> load("eager").name
     'eager'
     """
-    check_name(name)
-    return BACKENDS[DEFAULTS.get(device.type, "eager") if name == "auto" else name]
+    return BACKENDS[name]()
+
+
+@functools.cache
+def _warn_once(name: str, reason: str) -> None:
+    warnings.warn(
+        f"fused_remat: backend {name!r} cannot serve this call, 'eager' does: {reason}",
+        FusedRematWarning,
+        stacklevel=2,
+    )
+
+
+def get_backend(name: str, x: Tensor) -> Backend:
+    """The backend that computes on tensors like `x`.
+
+    "auto" is the default of the device. Where the backend cannot serve, eager does; one warning
+    says so if it was asked for by name.
+
+    Raises:
+        ValueError: no such backend.
+
+    >>> import torch
+    >>> get_backend("auto", torch.ones(2)).name
+    'eager'
+    """
+    asked = DEFAULTS.get(x.device.type, "eager") if name == "auto" else check_name(name)
+    backend = load(asked)
+    reason = backend if isinstance(backend, str) else backend.why_not(x)
+    if reason is None:
+        assert not isinstance(backend, str)
+        return backend
+    if name != "auto":
+        _warn_once(name, reason)
+    return _EAGER

@@ -117,7 +117,8 @@ class Frame:
     """The named activations and gradients of one group of sequences, or of one tile of a group."""
 
     __slots__ = (
-        "backend", "freeing", "grads", "lo", "parent", "rows", "run", "seqs", "token0", "values",
+        "backend", "freeing", "grads", "keeps", "lo", "parent", "rows", "run", "seqs", "token0",
+        "values",
     )  # fmt: skip
 
     def __init__(
@@ -128,6 +129,7 @@ class Frame:
         self.rows = hi - self.lo
         self.token0 = seqs[0] * run.chunks.seq_len + self.lo
         self.values: dict[str, Tensor] = {}
+        self.keeps: dict[str, random.Keep] = {}
         self.grads: dict[str, tuple[Tensor, bool]] = {}
         self.freeing: tuple[str, ...] = ()  # names that the present step uses for the last time
 
@@ -149,6 +151,15 @@ class Frame:
     def put(self, name: str, value: Tensor) -> None:
         # A rebuild also yields the statistics again; the kept ones, equal bit for bit, stay.
         self.values.setdefault(name, value)
+
+    def keep(self, name: str) -> random.Keep | None:
+        """The dropout multiplier `name`; None for ""."""
+        return self.keeps[name] if name else None
+
+    def free(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            self.values.pop(name, None)
+            self.keeps.pop(name, None)
 
     def param(self, name: str) -> Tensor | None:
         return self.run.tensors.get(name)

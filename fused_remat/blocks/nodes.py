@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.backends.base import NORM_STATS
+from fused_remat.backends.base import NORM_STATS, Affine
 from fused_remat.blocks.frame import Frame
 
 Shapes = Mapping[str, "tuple[int, ...]"]
@@ -71,6 +71,16 @@ class Node:
     def reads(self) -> tuple[str, ...]:
         return self.inputs + self.masks
 
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """What a step that computes it puts into the frame."""
+        return (self.name, *self.stats)
+
+    @property
+    def label(self) -> str:
+        """What its steps are called."""
+        return self.name
+
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
         """Elements per token, given the widths of earlier activations and the shapes of params."""
         return widths[self.inputs[0]]
@@ -93,7 +103,7 @@ class Node:
 
     def route(self, f: Frame) -> str:
         """Which routine computes `name` from what the frame holds, and why not a faster one."""
-        return f"pointwise, {f.backend.name}"
+        return f.backend.pointwise_route(f[self.inputs[0]])
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         """Compute `name` and the statistics into the frame (into `out`, if given)."""
@@ -130,7 +140,7 @@ class KeepScale(Node):
         run, width = f.run, f.run.widths[self.name]
         dtype = torch.promote_types(run.dtype, torch.float32)
         key = run.site_key(self.site)
-        f.put(self.name, random.keep_scale(key, f.token0, f.rows, width, self.p, dtype))
+        f.keeps[self.name] = random.Keep(key, f.token0, f.rows, width, self.p, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,13 +177,18 @@ class Norm(Node):
     def route(self, f: Frame) -> str:
         return f.backend.norm_route(self.kind, f[self.x])
 
+    def affine(self, f: Frame) -> Affine:
+        return f.param(self.weight), f.param(self.bias)
+
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        values = f.values  # where the statistics are if this is a rebuild and they were kept
+        kept = all(stat in values for stat in self.stats)
+        stats = tuple([values[stat] for stat in self.stats]) if kept else None
         made = f.backend.norm_fwd(
-            self.kind, f[self.x], f.param(self.weight), f.param(self.bias), self.eps, out=out
+            self.kind, f[self.x], *self.affine(f), self.eps, out=out, stats=stats
         )
-        f.put(self.name, made[0])
-        for stat, value in zip(NORM_STATS[self.kind], made[1:], strict=True):
-            f.put(f"{self.name}.{stat}", value)
+        for name, value in zip(self.makes, made, strict=True):
+            f.put(name, value)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         grad_of = tuple(n in wants for n in (self.x, self.weight, self.bias))
@@ -181,7 +196,7 @@ class Norm(Node):
             f.add_param_grad(self.bias, f.backend.bias_grad(dy))
             return
         prior, _ = f.take_grad(self.x)  # the residual's gradient, added in the same pass
-        stats = tuple([f[f"{self.name}.{stat}"] for stat in NORM_STATS[self.kind]])
+        stats = tuple([f[stat] for stat in self.stats])
         weight = f.param(self.weight)
         dx, dweight, dbias = f.backend.norm_bwd(
             self.kind, dy, f[self.x], stats, weight, grad_of, add=prior
@@ -231,19 +246,21 @@ class Linear(Node):
         return (self.weight,) if self.x in wants else ()
 
     def route(self, f: Frame) -> str:
-        return f.backend.linear_route(f[self.x])
+        return f.backend.linear_route(f[self.x], bool(self.residual or self.keep))
+
+    def affine(self, f: Frame) -> Affine:
+        return f.param(self.weight), f.param(self.bias)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         residual = f[self.residual] if self.residual else None
-        keep = f[self.keep] if self.keep else None
-        y = f.backend.linear_fwd(
-            f[self.x], f.param(self.weight), f.param(self.bias), residual, keep, out=out
-        )
+        keep = f.keep(self.keep)
+        y = f.backend.linear_fwd(f[self.x], *self.affine(f), residual, keep, out=out)
         f.put(self.name, y)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         if self.x in wants or self.weight in wants or self.bias in wants:
-            dz = f.backend.dropout_bwd(dy, f[self.keep]) if self.keep else dy
+            keep = f.keep(self.keep)
+            dz = dy if keep is None else f.backend.dropout_bwd(dy, keep)
             if self.weight in wants:
                 f.add_weight_grad(self.weight, dz, f.last(self.x))
             if self.bias in wants:

@@ -33,11 +33,10 @@ class Pointwise(Node):
         return (self.x, *self.masks)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        keep = f[self.keep] if self.keep else None
-        f.put(self.name, f.backend.act_fwd(f[self.x], self.act, keep))
+        f.put(self.name, f.backend.act_fwd(f[self.x], self.act, f.keep(self.keep)))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        keep = f[self.keep] if self.keep else None
+        keep = f.keep(self.keep)
         f.add_grad(self.x, f.backend.act_bwd(dy, f[self.x], self.act, keep, owned), owned=True)
 
 
@@ -63,11 +62,11 @@ class Gated(Node):
         return (self.gate, *up, *self.masks)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        keep = f[self.keep] if self.keep else None
-        f.put(self.name, f.backend.gated_fwd(f[self.gate], f[self.up], self.act, keep))
+        y = f.backend.gated_fwd(f[self.gate], f[self.up], self.act, f.keep(self.keep))
+        f.put(self.name, y)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        keep = f[self.keep] if self.keep else None
+        keep = f.keep(self.keep)
         up = f[self.up] if self.gate in wants else None
         dgate, dup = f.backend.gated_bwd(
             dy, f[self.gate], up, self.act, keep, owned, self.up in wants
@@ -117,11 +116,13 @@ class Custom(Node):
         with torch.no_grad():
             # On a copy: it may work in place, and x may be kept.
             y = _checked(f.run.functions["activation"](x.clone()), x)
-        f.put(self.name, torch.mul(y, f[self.keep]).to(y.dtype) if self.keep else y)
+        keep = f.keep(self.keep)
+        f.put(self.name, y if keep is None else torch.mul(y, keep.tensor()).to(y.dtype))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        if self.keep:
-            dy = f.backend.dropout_bwd(dy, f[self.keep])
+        keep = f.keep(self.keep)
+        if keep is not None:
+            dy = f.backend.dropout_bwd(dy, keep)
         with torch.enable_grad():
             x = f[self.x].detach().requires_grad_()
             y = _checked(f.run.functions["activation"](x.clone()), x)
@@ -184,12 +185,13 @@ class Add(Node):
         return self.masks if self.x in wants else ()
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        keep = f[self.keep] if self.keep else None
-        f.put(self.name, f.backend.add_fwd(f[self.x], f[self.residual], keep, out=out))
+        y = f.backend.add_fwd(f[self.x], f[self.residual], f.keep(self.keep), out=out)
+        f.put(self.name, y)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         if self.x in wants:
-            dx = f.backend.dropout_bwd(dy, f[self.keep]) if self.keep else dy
-            f.add_grad(self.x, dx, owned=bool(self.keep))
+            keep = f.keep(self.keep)
+            dx = dy if keep is None else f.backend.dropout_bwd(dy, keep)
+            f.add_grad(self.x, dx, owned=keep is not None)
         if self.residual in wants:
             f.add_grad(self.residual, dy, owned=False)

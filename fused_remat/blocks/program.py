@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from fused_remat.blocks.fusions import Draft, fuse
 from fused_remat.blocks.nodes import Node, Shapes
 
 
@@ -75,7 +76,7 @@ class Step:
     free: tuple[str, ...]  # names used here for the last time
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.node.name}" if self.node is not None else self.kind
+        return f"{self.kind} {self.node.label}" if self.node is not None else self.kind
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,25 +107,21 @@ class Programs:
     tile_gives: tuple[str, ...]
 
 
-# A step before it is known what it frees: kind, node, wants, and every name it uses or defines.
-_Draft = tuple[str, "Node | None", frozenset[str], tuple[str, ...]]
-
-
-def _with_frees(steps: list[_Draft], hold: Collection[str]) -> tuple[Step, ...]:
+def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
     """Steps that free each name after its last use, except the names in `hold`.
 
     A name that a step defines and nobody reads (a statistic, say) is freed at once.
     """
     last: dict[str, int] = {}
-    for i, (_, _, _, touched) in enumerate(steps):
-        last.update(dict.fromkeys(touched, i))
+    for i, step in enumerate(steps):
+        last.update(dict.fromkeys(step.touched, i))
     frees: dict[int, list[str]] = {}
     for name, i in last.items():
         if name not in hold:
             frees.setdefault(i, []).append(name)
     return tuple(
-        Step(kind, node, wants, tuple(frees.get(i, ())))
-        for i, (kind, node, wants, _) in enumerate(steps)
+        Step(step.kind, step.node, step.wants, tuple(frees.get(i, ())))
+        for i, step in enumerate(steps)
     )
 
 
@@ -149,7 +146,7 @@ class _Demand:
         self.have = set(have)
         self.touched: set[str] = set()
         self.rebuilt: list[Node] = []
-        self.steps: list[_Draft] = []
+        self.steps: list[Draft] = []
 
     def ask(self, name: str) -> None:
         self.touched.add(name)
@@ -158,16 +155,15 @@ class _Demand:
         node = self.graph.producer[name]
         for read in node.reads:
             self.ask(read)
-        made = (node.name, *node.stats)
-        self.steps.append(("compute", node, frozenset(), (*node.reads, *made)))
+        self.steps.append(_compute(node))
         self.rebuilt.append(node)
-        self.have.update(made)
+        self.have.update(node.makes)
 
     def backward(self, node: Node, wants: frozenset[str]) -> None:
         asked = node.asks(wants)
         for name in asked:
             self.ask(name)
-        self.steps.append(("backward", node, wants, asked))
+        self.steps.append(Draft("backward", node, wants, asked))
 
 
 def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
@@ -179,8 +175,17 @@ def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...
 
 
 @functools.lru_cache(maxsize=4096)
-def programs(graph: Graph, save: frozenset[str], wants: frozenset[str], tiled: bool) -> Programs:
-    """The programs of `graph` when `save` is kept and gradients of `wants` are wanted."""
+def programs(
+    graph: Graph,
+    save: frozenset[str],
+    wants: frozenset[str],
+    tiled: bool,
+    fusions: frozenset[str] = frozenset(),
+) -> Programs:
+    """The programs of `graph` when `save` is kept and gradients of `wants` are wanted.
+
+    `fusions` are rows of `blocks.fusions.FUSIONS`: steps that the backend computes together.
+    """
     group_nodes, tile_nodes = _split(graph, tiled)
     by_node = _wants_by_node(graph, wants)
     may_keep = set(save)
@@ -199,7 +204,7 @@ def programs(graph: Graph, save: frozenset[str], wants: frozenset[str], tiled: b
     if tile.steps:
         for name in outside:
             group.ask(name)
-        group.steps.append(("tiles", None, frozenset(), outside))
+        group.steps.append(Draft("tiles", None, frozenset(), outside))
     for node in reversed(group_nodes):
         if node.name in by_node:
             group.backward(node, by_node[node.name])
@@ -214,7 +219,9 @@ def programs(graph: Graph, save: frozenset[str], wants: frozenset[str], tiled: b
     tile_reads = tuple(sorted({r for n in tile_nodes for r in n.reads} & group_names))
     group_fwd = _forward_steps(group_nodes)
     if tile_nodes:
-        group_fwd.append(("tiles", None, frozenset(), tile_reads))
+        group_fwd.append(Draft("tiles", None, frozenset(), tile_reads))
+    tile_fwd = _forward_steps(tile_nodes)
+    held, tile_held = {*kept, "output"}, {*kept, "output", *group_names}
     gives = {n for node in tile_nodes for n in by_node.get(node.name, ()) if n in group_names}
     return Programs(
         kept=kept,
@@ -223,18 +230,20 @@ def programs(graph: Graph, save: frozenset[str], wants: frozenset[str], tiled: b
         kept_inputs=tuple(n for n in graph.inputs if n in touched),
         keeps_output="output" in may_keep and "output" in touched,
         saved_params=tuple(p for p in graph.params if p in reread),
-        forward=_with_frees(group_fwd, {*kept, "output"}),
-        backward=_with_frees(group.steps, ()),
-        tile_forward=_with_frees(_forward_steps(tile_nodes), {*kept, "output", *group_names}),
-        tile_backward=_with_frees(tile.steps, group_names),
+        forward=_with_frees(fuse(group_fwd, fusions, held), held),
+        backward=_with_frees(fuse(group.steps, fusions, ()), ()),
+        tile_forward=_with_frees(fuse(tile_fwd, fusions, tile_held), tile_held),
+        tile_backward=_with_frees(fuse(tile.steps, fusions, group_names), group_names),
         tile_gives=tuple(sorted(gives)),
     )
 
 
-def _forward_steps(
-    nodes: Iterable[Node],
-) -> list[_Draft]:
-    return [("compute", node, frozenset(), (*node.reads, node.name, *node.stats)) for node in nodes]
+def _compute(node: Node) -> Draft:
+    return Draft("compute", node, frozenset(), (*node.reads, *node.makes))
+
+
+def _forward_steps(nodes: Iterable[Node]) -> list[Draft]:
+    return [_compute(node) for node in nodes]
 
 
 def kept_bytes(

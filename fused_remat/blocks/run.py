@@ -28,7 +28,7 @@ def _run_step(step: Step, frame: Frame, out: Tensor | None) -> None:
         assert dy is not None
         frame.freeing = step.free
         node.backward(frame, dy, owned, step.wants)
-    _free(step, frame)
+    frame.free(step.free)
 
 
 def _run_steps(steps: Sequence[Step], frame: Frame, out: Tensor | None = None) -> None:
@@ -41,11 +41,6 @@ def _run_steps(steps: Sequence[Step], frame: Frame, out: Tensor | None = None) -
             trace(step, frame)
         with torch.profiler.record_function(f"fused_remat::{step}"):
             _run_step(step, frame, out)
-
-
-def _free(step: Step, frame: Frame) -> None:
-    for name in step.free:
-        frame.values.pop(name, None)
 
 
 def _of(x: Tensor, seqs: tuple[int, int]) -> Tensor:
@@ -135,7 +130,7 @@ def _backward_with_tiles(frame: Frame, plan: Programs, supply: Iterator[Tensor])
     at = next(i for i, step in enumerate(plan.backward) if step.kind == "tiles")
     _run_steps(plan.backward[:at], frame)
     _backward_tiles(frame, plan, supply)
-    _free(plan.backward[at], frame)
+    frame.free(plan.backward[at].free)
     _run_steps(plan.backward[at + 1 :], frame)
 
 

@@ -21,11 +21,6 @@ from torch.utils._device import DeviceContext
 from fused_remat.blocks.encoder import EncoderConfig
 from fused_remat.ops.activation import has_hooks
 
-
-class FusedRematWarning(UserWarning):
-    """A layer runs PyTorch's own forward instead of the fused path; the message says why."""
-
-
 _STOCK = nn.TransformerEncoderLayer
 _PLAIN = (Tensor, nn.Parameter)
 _CHILDREN: dict[str, tuple[type[nn.Module], ...]] = {

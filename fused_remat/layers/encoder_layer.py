@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fused_remat.backends.base import FusedRematWarning
 from fused_remat.backends.registry import check_name
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
-from fused_remat.layers import eligibility, encoder_call, fastpath
+from fused_remat.layers import encoder_call, fastpath
 from fused_remat.layers.encoder_call import EncoderCall
 from fused_remat.layers.replay import checkpointed
 from fused_remat.ops.encoder import run_encoder
@@ -246,7 +247,7 @@ def _warn(layer: FusedRematLayer, message: str) -> None:
     seen = _warned.setdefault(layer, set())
     if message not in seen:
         text = f"{type(layer).__name__} runs {message}"
-        warnings.warn(text, eligibility.FusedRematWarning, stacklevel=6)
+        warnings.warn(text, FusedRematWarning, stacklevel=6)
         seen.add(message)
 
 

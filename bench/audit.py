@@ -1,0 +1,202 @@
+"""What the compiler makes of every kernel, without a GPU: `python -m bench audit --arch 90`.
+
+Registers, spills, shared memory, occupancy, tensor-core instructions, TMA and code size of each
+kernel in each configuration it can launch with, as a table and as JSON. `--check` fails on a spill
+in a default configuration, on shared memory over the limit, on a 16-bit product without tensor
+cores, and on what exceeds its budget in `bench/audit_budgets.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from bench import audit_cases
+from fused_remat.backends.triton.launch import INTERPRETED, Launch
+
+BUDGETS = Path(__file__).with_name("audit_budgets.json")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int64: "i64"}
+
+# Architecture -> bytes of shared memory a block may have, a multiprocessor has, and its warps.
+LIMITS = {
+    80: (166912, 167936, 64), 86: (101376, 102400, 48), 89: (101376, 102400, 48),
+    90: (232448, 233472, 64), 100: (232448, 233472, 64), 120: (101376, 102400, 48),
+}  # fmt: skip
+# Architecture -> the instruction of its tensor cores that a 16-bit product should be made of.
+TENSOR_CORES = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+_COUNTED = ("HMMA", "HGMMA", "UTCHMMA", "UTMALDG", "LDL", "STL")
+
+
+def source(launch: Launch) -> ASTSource:
+    """The kernel as it would be compiled for this launch: types, constants, divisibility."""
+    names = launch.kernel.arg_names
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = dict(launch.constants)
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, (name, value) in enumerate(zip(names, launch.args, strict=False)):
+        divisible = False
+        if value is None or (isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name] = "*" + _NAMES[value.dtype]
+            divisible = value.data_ptr() % 16 == 0
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}>"
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            divisible = value % 16 == 0
+        else:
+            signature[name] = "fp32"
+        if divisible:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    signature |= dict.fromkeys(launch.constants, "constexpr")
+    ordered = {name: signature[name] for name in names}
+    return ASTSource(launch.kernel, ordered, constants, attributes)
+
+
+def compile_ahead(launch: Launch, arch: int) -> Any:
+    """The compiled kernel; `arch` 0 is gfx942."""
+    gpu = GPUTarget("cuda", arch, 32) if arch else GPUTarget("hip", "gfx942", 64)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    return triton.compile(source(launch), target=gpu, options=options)
+
+
+def _dump(cubin: bytes, flag: str) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run(
+            [str(tool), flag, file.name], capture_output=True, text=True, check=True
+        )
+    return done.stdout
+
+
+def occupancy(registers: int, shared: int, warps: int, arch: int) -> float:
+    """Warps that a multiprocessor holds of those it could."""
+    _, per_sm, most = LIMITS[arch]
+    granted = -(-max(registers, 1) // 8) * 8 * 32  # a warp's, in steps of 8 a thread
+    blocks = min(65536 // (granted * warps), per_sm // (shared + 1024), most // warps, 32)
+    return blocks * warps / most
+
+
+def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
+    """The row of a case."""
+    kernel = compile_ahead(case.launch, arch)
+    row: dict[str, Any] = {"name": case.name, "default": case.default, "product": case.product}
+    row |= {"warps": case.launch.num_warps, "shared": kernel.metadata.shared}
+    if not arch:
+        return row | {"code": len(kernel.asm["hsaco"])}
+    cubin = kernel.asm["cubin"]
+    usage = dict(re.findall(r"(\w+):(\d+)", _dump(cubin, "-res-usage").splitlines()[-1]))
+    sass = _dump(cubin, "-sass")
+    found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)", sass, re.M)
+    counts = {name: found.count(name) for name in _COUNTED}
+    registers, warps = int(usage["REG"]), kernel.metadata.num_warps
+    return row | {
+        "registers": registers,
+        "stack": int(usage["STACK"]),
+        "spills": counts["LDL"] + counts["STL"],
+        "occupancy": occupancy(registers, row["shared"], warps, arch),
+        "tensor_core": counts[TENSOR_CORES[arch]],
+        "hmma": counts["HMMA"],
+        "tma": counts["UTMALDG"],
+        "code": 16 * len(found),
+    }
+
+
+def complaints(row: Mapping[str, Any], arch: int, budget: Mapping[str, int] | None) -> list[str]:
+    """What is wrong with a row; a budget is {"registers", "shared", "stack"} at most."""
+    if not arch:
+        return []
+    found = []
+    if row["default"] and (row["spills"] or row["stack"]):
+        found.append(f"spills: {row['spills']} instructions, {row['stack']} bytes of stack")
+    if row["shared"] > LIMITS[arch][0]:
+        found.append(f"shared memory {row['shared']} over the limit {LIMITS[arch][0]}")
+    if row["product"] and not row["tensor_core"]:
+        found.append(f"no {TENSOR_CORES[arch]} in a product")
+    for name, most in (budget or {}).items():
+        if row[name] > most:
+            found.append(f"{name} {row[name]} over its budget {most}")
+    return found
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    if "registers" not in row:
+        return f"{row['name']:<58} shared {row['shared']:>6}  code {row['code']}"
+    return (
+        f"{row['name']:<58} {row['registers']:>4} {row['stack']:>6} {row['shared']:>7} "
+        f"{row['occupancy']:>5.0%} {row['tensor_core']:>6} {row['tma']:>4} {row['code']:>7}"
+    )
+
+
+def _arch(text: str) -> int:
+    arch = 0 if text == "gfx942" else int(text)
+    if arch not in audit_cases.SMS:
+        valid = ", ".join("gfx942" if a == 0 else str(a) for a in audit_cases.SMS)
+        raise argparse.ArgumentTypeError(f"unknown architecture {text!r}; valid: {valid}")
+    return arch
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench audit", description=__doc__)
+    parser.add_argument("--arch", type=_arch, nargs="+", default=[80, 90, 100], help="e.g. 90")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"])
+    parser.add_argument("--defaults", action="store_true", help="default configurations only")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if anything is wrong")
+    parser.add_argument("--write-budgets", action="store_true", help="what is found is the budget")
+    parser.add_argument("--out", type=Path, help="folder for audit.json")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compile, print, write and check; the exit status."""
+    options = _parse(arguments)
+    if INTERPRETED:
+        raise SystemExit("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
+    budgets = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
+    known = budgets.setdefault(triton.__version__, {})
+    if not known and not options.write_budgets:
+        print(f"no budgets for Triton {triton.__version__}: spills, memory, tensor cores only")
+    rows, wrong = [], []
+    for arch in options.arch:
+        for dtype in options.dtype:
+            label = f"{'sm_' + str(arch) if arch else 'gfx942'} {dtype}"
+            print(f"\n{label:<58}  reg  stack  shared  occ. tensor  TMA    code")
+            of_label = known.setdefault(label, {})
+            for case in audit_cases.cases(audit_cases.target(arch), DTYPES[dtype]):
+                if options.only not in case.name or (options.defaults and not case.default):
+                    continue
+                row = {"target": label} | examine(case, arch)
+                rows.append(row)
+                print(_line(row), flush=True)
+                if options.write_budgets and arch:
+                    of_label[case.name] = {k: row[k] for k in ("registers", "shared", "stack")}
+                wrong += [
+                    f"{label}: {case.name}: {complaint}"
+                    for complaint in complaints(row, arch, of_label.get(case.name))
+                ]
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        found = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}
+        (options.out / "audit.json").write_text(json.dumps(found, indent=1) + "\n")
+    if options.write_budgets:
+        BUDGETS.write_text(json.dumps(budgets, indent=1) + "\n")
+    print(f"\n{len(rows)} configurations, {len(wrong)} complaints", *wrong, sep="\n")
+    return 1 if options.check and wrong else 0

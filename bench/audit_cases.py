@@ -1,0 +1,180 @@
+"""Every kernel in every configuration it can launch with: launches over tensors without data.
+
+The launches are those that `fused_remat.backends.triton` makes, from meta tensors, so that what is
+audited is what runs. A case is "default" if ordinary tensors lead to it: aligned, of even sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_remat.backends.triton import gemm, norms, pointwise, tables
+from fused_remat.backends.triton.launch import Launch, Target
+from fused_remat.random import Keep
+
+ROWS = 8192
+UNEVEN = 1000  # not a multiple of any step along K, and rows not apart by multiples of 16 bytes
+
+#: Multiprocessors of a typical GPU of each architecture; 0 stands for gfx942.
+SMS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 188, 0: 304}
+
+
+def target(arch: int) -> Target:
+    """The target of an architecture, e.g. 90; 0 for gfx942."""
+    return Target("cuda" if arch else "hip", arch, SMS[arch])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch to compile.
+
+    Attributes:
+        name: kernel, sizes and what is special.
+        launch: what would be launched.
+        default: whether ordinary tensors lead to it.
+        product: whether it is a matrix product.
+    """
+
+    name: str
+    launch: Launch
+    default: bool
+    product: bool
+
+
+def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _keep(width: int) -> Keep:
+    key = torch.empty((), dtype=torch.int64, device="meta")
+    return Keep(key, 0, ROWS, width, 0.1, torch.float32)
+
+
+def norm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+    """Forward, with and without its fused sum, rebuild, backward; narrow and wide rows."""
+    for width in (512, 1024, 2048, 4096, 8192, 16384, 65536):
+        x, y, affine = _meta(dtype, ROWS, width), _meta(dtype, ROWS, width), _meta(dtype, width)
+        for kind, count in (("layer_norm", 2), ("rms_norm", 1)):
+            stats = tuple(_meta(torch.float32, ROWS, 1) for _ in range(count))
+            for rebuild in (False, True):
+                name = f"{'norm_rebuild' if rebuild else 'norm_fwd'} {kind} {width}"
+                launch = norms.norm_fwd(
+                    x, None, None, affine, affine, 1e-5, None, y, stats, rebuild
+                )
+                yield Case(name, launch, True, False)
+            if width <= norms.FWD_WIDTH:
+                launch = norms.norm_fwd(
+                    x, x, _keep(width), affine, affine, 1e-5, x, y, stats, False
+                )
+                yield Case(f"norm_fwd {kind} {width} dropout residual", launch, True, False)
+            grads = [_meta(torch.float32, width) for _ in range(2)]
+            for launch in norms.norm_bwd(y, x, stats, affine, x, y, *grads, at):
+                part = launch.kernel.fn.__name__.removesuffix("_kernel")
+                if part != "column_sum" or kind == "rms_norm":
+                    yield Case(f"{part} {kind} {width}", launch, True, False)
+
+
+def pointwise_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+    """One pass over a matrix each, with dropout; every activation."""
+    width = 4096
+    x, y, z = (_meta(dtype, ROWS, width) for _ in range(3))
+    keep = _keep(width)
+    for given in (None, keep):
+        suffix = "" if given is None else " dropout"
+        yield Case(
+            f"dropout_add_fwd{suffix}", pointwise.dropout_add_fwd(x, y, given, z), True, False
+        )
+    yield Case("dropout_bwd", pointwise.dropout_add_fwd(x, None, keep, z), True, False)
+    for act in pointwise.PAIRS:
+        for name, launch in (
+            ("act_fwd", pointwise.act_fwd(x, act, keep, z)),
+            ("act_bwd", pointwise.act_bwd(x, y, act, keep, z)),
+            ("gated_fwd", pointwise.gated_fwd(x, y, act, keep, z)),
+            ("gated_bwd", pointwise.gated_bwd(x, y, z, act, keep, x, z)),
+        ):
+            yield Case(f"{name} {act} dropout", launch, True, False)
+
+
+def _tile_name(tile: tables.Tile) -> str:
+    split = " split" if tile.split else ""
+    return f"{tile.block_m}x{tile.block_n}x{tile.block_k}{split} w{tile.warps} s{tile.stages}"
+
+
+class _Products:
+    """Operands of products over ROWS tokens, and the launches over them with a tile."""
+
+    def __init__(self, at: Target, dtype: torch.dtype, even: bool) -> None:
+        d, f = (2048, 8192) if even else (UNEVEN, 4 * UNEVEN + 1)
+        self.at, self.keep = at, _keep(f)
+        self.x, self.dy = (_meta(dtype, ROWS, d) for _ in range(2))
+        self.y, self.pre, self.other = (_meta(dtype, ROWS, f) for _ in range(3))
+        self.up, self.down = _meta(dtype, f, d), _meta(dtype, d, f)
+        self.bias, self.affine = _meta(dtype, f), (_meta(dtype, d), _meta(dtype, d))
+        self.stats = tuple(_meta(torch.float32, ROWS, 1) for _ in range(2))
+
+    def linear(self, tile: tables.Tile) -> dict[str, Launch]:
+        """`linear_fwd` by what fuses with it."""
+        x, up, bias, y, at = self.x, self.up, self.bias, self.y, self.at
+        norm = (*self.stats, *self.affine)
+        return {
+            name: gemm.linear_fwd(x, up, bias, residual, keep, act, pre, y, at, before, tile)
+            for name, residual, keep, act, pre, before in (
+                ("act", None, None, "gelu", None, None),
+                ("act dropout pre", None, self.keep, "gelu", self.pre, None),
+                ("dropout residual", self.pre, self.keep, None, None, None),
+                ("norm act", None, None, "gelu", None, norm),
+            )
+        }
+
+    def gated_mlp_fwd(self, tile: tables.Tile) -> dict[str, Launch]:
+        """`gated_mlp_fwd` by what fuses with it."""
+        given = self.x, self.up, None, self.up, None
+        return {
+            name: gemm.gated_mlp_fwd(*given, keep, "silu", self.y, self.at, tile)
+            for name, keep in (("silu", None), ("silu dropout", self.keep))
+        }
+
+    def mlp_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
+        """`mlp_bwd` by activation and dropout."""
+        given = self.x, self.up, self.bias, self.dy, self.down
+        return {
+            name: gemm.mlp_bwd(*given, keep, act, self.y, self.pre, self.at, tile)
+            for name, keep, act in (
+                ("gelu", None, "gelu"),
+                ("gelu dropout", self.keep, "gelu"),
+                ("relu dropout", self.keep, "relu"),
+            )
+        }
+
+    def gated_mlp_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
+        """`gated_mlp_bwd` by dropout."""
+        given = self.x, self.up, None, self.up, None, self.dy, self.down
+        made = self.y, self.pre, self.other
+        return {
+            name: gemm.gated_mlp_bwd(*given, keep, "silu", *made, self.at, tile)
+            for name, keep in (("silu", None), ("silu dropout", self.keep))
+        }
+
+
+def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+    """Products with their ends: every tile of the tables, even and uneven sizes, every end."""
+    for even in (True, False):
+        products = _Products(at, dtype, even)
+        for kernel, by_family in tables.TILES.items():
+            for tile in by_family[tables.family(at)]:
+                launches: dict[str, Launch] = getattr(products, kernel)(tile)
+                for name, launch in launches.items():
+                    case = f"{kernel} {name} {_tile_name(tile)}{'' if even else ' uneven'}"
+                    yield Case(case, launch, even and not name.startswith("norm"), True)
+
+
+def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+    """All cases of a target and dtype; products in float32 are ATen's and not among them."""
+    yield from norm_cases(at, dtype)
+    yield from pointwise_cases(at, dtype)
+    if dtype.itemsize == 2:
+        yield from gemm_cases(at, dtype)

@@ -1,0 +1,123 @@
+"""ATen's fused attention kernels on CUDA devices: flash, cuDNN, and the memory-efficient one.
+
+Each call is over heads (B, H, S, E) with as many key heads as query heads. Without a mask PyTorch
+picks the kernel, as it would for `scaled_dot_product_attention`; a mask is the efficient one's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from fused_remat.backends.base import AttentionCall
+
+_aten = torch.ops.aten
+_KERNELS = {
+    SDPBackend.FLASH_ATTENTION.value: "flash",
+    SDPBackend.CUDNN_ATTENTION.value: "cudnn",
+    SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
+}
+# The efficient kernel holds lse, and wants masks, in rows of multiples of these.
+_LSE_ROWS, _MASK_ROWS = 32, 16
+
+
+def why_not(q: Tensor, call: AttentionCall) -> str | None:
+    """Why none of the kernels can serve the call, or None if one can."""
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"no fused kernel for {q.dtype}"
+    multiple = 16 // q.element_size()
+    if q.shape[-1] % multiple or q.shape[-1] > 256:
+        return f"head dim {q.shape[-1]} is not a multiple of {multiple} up to 256"
+    if call.masked and torch.version.hip is not None:
+        return "a mask, on an AMD GPU"
+    if not call.masked:
+        return None if kernel(q, q, call) else "PyTorch would take its unfused kernel"
+    if torch.are_deterministic_algorithms_enabled():
+        return "a mask, and the fused kernel that takes one is not deterministic"
+    if not torch.backends.cuda.mem_efficient_sdp_enabled():
+        return "a mask, and the fused kernel that takes one is switched off"
+    return None
+
+
+def kernel(q: Tensor, k: Tensor, call: AttentionCall) -> str:
+    """The kernel that serves a call: "flash", "cudnn", "efficient"; "" for none."""
+    if call.masked:
+        return "efficient"
+    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, call.right == 0, scale=call.scale)
+    return _KERNELS.get(choice, "")
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The additive mask (B, H, S_q, S_k) as the kernel wants it; which rows see no key.
+
+    Each row is shifted to have its maximum at 0, which changes no probability: the kernel's
+    logsumexp would lose a score beside a mask value of -1e9. Rows that see no key see all.
+    """
+    if mask is None:
+        return None, None
+    top = mask.amax(-1, keepdim=True)
+    nothing = top == -torch.inf
+    shifted = (mask - top.masked_fill(nothing, 0.0)).masked_fill(nothing, 0.0).to(q.dtype)
+    shape = (*q.shape[:3], k.shape[2])
+    wide = shifted.expand(*shifted.shape[:-1], shape[-1])
+    return F.pad(wide, (0, -shape[-1] % _MASK_ROWS))[..., : shape[-1]].expand(shape), nothing
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """attn (B, H, S_q, E) and lse (B, H, S_q); rows that see no key are 0."""
+    name, causal, scale = kernel(q, k, call), call.right == 0, call.scale
+    if name == "flash":
+        made = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return made[0], made[1]
+    if name == "cudnn":
+        made = _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )
+        return made[0], made[1].reshape(q.shape[:3])
+    bias, nothing = _bias(mask, q, k)
+    attn, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        q, k, v, bias, True, 0.0, causal, scale=scale
+    )
+    if nothing is not None:
+        attn = attn.masked_fill(nothing, 0.0)
+    return attn, lse[..., : q.shape[2]].contiguous()
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    call: AttentionCall,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv, from what `forward` made of the same q, k, v and mask."""
+    name, causal, scale = kernel(q, k, call), call.right == 0, call.scale
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # of its dropout
+    lengths = (None, None, call.q_len, call.kv_len)
+    if name == "flash":
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+            do, q, k, v, o, lse, *lengths, 0.0, causal, unused, unused, scale=scale
+        )
+        return dq, dk, dv
+    if name == "cudnn":
+        dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse[..., None], unused, unused, None, *lengths, 0.0, causal,
+            scale=scale,
+        )  # fmt: skip
+        return dq, dk, dv
+    bias, nothing = _bias(mask, q, k)
+    if nothing is not None:
+        do = do.masked_fill(nothing, 0.0)
+    padded = F.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf)
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        do, q, k, v, bias, o, padded, unused, unused, 0.0, [True, True, True, False], causal,
+        scale=scale,
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,306 @@
+"""The Triton backend: kernels where they save a pass or a product's end, ATen elsewhere.
+
+Plain products are `torch.mm`, attention is as on the eager backend (`eager_attention`). A result
+that a kernel fills is always a fresh contiguous matrix; operands are read by their strides, and
+copied only if the elements of a row are not side by side (`launch.rows_in_place`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_remat.backends.base import NORM_STATS, Affine
+from fused_remat.backends.eager import EagerBackend
+from fused_remat.backends.triton import gemm, norms, pointwise, tables
+from fused_remat.backends.triton.launch import INTERPRETED, target_of
+from fused_remat.random import Keep
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _has_pair(act: str) -> bool:
+    return act in pointwise.PAIRS
+
+
+class TritonBackend(EagerBackend):
+    """Triton kernels with ATen's products; see `backends.base.Backend` for each routine."""
+
+    name = "triton"
+
+    def why_not(self, x: Tensor) -> str | None:
+        if x.dtype not in _DTYPES:
+            return f"no kernels for {x.dtype}"
+        if INTERPRETED:
+            if x.device.type != "cpu":
+                return f"Triton interprets its kernels (TRITON_INTERPRET=1), and x is on {x.device}"
+            if x.dtype == torch.bfloat16:
+                return "Triton's interpreter multiplies the bits of bfloat16, not the numbers"
+            return None
+        if x.device.type != "cuda":
+            return f"kernels run on CUDA devices, x is on {x.device}"
+        target = target_of(x.device)
+        if target.kind == "cuda" and target.arch < 80:
+            return f"kernels are for compute capability 8.0 and up, this is {target.arch / 10}"
+        return None
+
+    def fusions(self, x: Tensor) -> frozenset[str]:
+        if torch.are_deterministic_algorithms_enabled():
+            return frozenset()
+        return tables.fusions(target_of(x.device), x.dtype)
+
+    # --- norms
+
+    def norm_fwd(
+        self,
+        kind: str,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        out: Tensor | None = None,
+        stats: tuple[Tensor, ...] | None = None,
+    ) -> tuple[Tensor, ...]:
+        if not 0 < x.shape[1] <= norms.MAX_WIDTH:
+            return super().norm_fwd(kind, x, weight, bias, eps, out, stats)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        made = self._new_stats(kind, x) if stats is None else stats
+        norms.norm_fwd(
+            x, None, None, weight, bias, eps, None, y, made, has_stats=stats is not None
+        ).run()
+        return (y, *made)
+
+    @staticmethod
+    def _new_stats(kind: str, x: Tensor) -> tuple[Tensor, ...]:
+        shape = (x.shape[0], 1)
+        return tuple(
+            torch.empty(shape, dtype=torch.float32, device=x.device) for _ in NORM_STATS[kind]
+        )
+
+    def norm_bwd(
+        self,
+        kind: str,
+        dy: Tensor,
+        x: Tensor,
+        stats: tuple[Tensor, ...],
+        weight: Tensor | None,
+        wants: tuple[bool, ...],
+        add: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if not 0 < x.shape[1] <= norms.MAX_WIDTH:
+            return super().norm_bwd(kind, dy, x, stats, weight, wants, add)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wants[0] else None
+        dweight, dbias = (
+            torch.zeros(x.shape[1], dtype=torch.float32, device=x.device) if wanted else None
+            for wanted in wants[1:]
+        )
+        for launch in norms.norm_bwd(
+            dy, x, stats, weight, add, dx, dweight, dbias, target_of(x.device)
+        ):
+            launch.run()
+        return dx, dweight, dbias
+
+    # --- linear layers
+
+    def linear_fwd(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        keep: Keep | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        assert weight is not None
+        ends = residual is not None or keep is not None
+        if ends and tables.ends_in_kernel(target_of(x.device), x.dtype):
+            y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
+            gemm.linear_fwd(
+                x, weight, bias, residual, keep, None, None, y, target_of(x.device)
+            ).run()
+            return y
+        z = self._linear(x, weight, bias, None if ends else out)
+        if not ends:
+            return z
+        y = z if out is None else out
+        pointwise.dropout_add_fwd(z, residual, keep, y).run()
+        return y
+
+    def linear_dw(self, dy: Tensor, x: Tensor, into: Tensor | None, partial: bool) -> Tensor:
+        low = x.dtype.itemsize == 2 and x.device.type == "cuda"
+        if into is None and partial and low:  # a sum to be: not rounded before it is whole
+            return torch.mm(dy.t(), x, out_dtype=torch.float32)
+        return super().linear_dw(dy, x, into, partial)
+
+    def linear_act_fwd(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        act: str,
+        keep: Keep | None,
+        wants_pre: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        assert weight is not None
+        if not _has_pair(act):
+            return super().linear_act_fwd(x, weight, bias, act, keep, wants_pre)
+        y = x.new_empty((x.shape[0], weight.shape[0]))
+        pre = torch.empty_like(y) if wants_pre else None
+        gemm.linear_fwd(x, weight, bias, None, keep, act, pre, y, target_of(x.device)).run()
+        return pre, y
+
+    def gated_linear_act_fwd(
+        self, x: Tensor, gate: Affine, up: Affine, act: str, keep: Keep | None
+    ) -> Tensor:
+        if not _has_pair(act):
+            return super().gated_linear_act_fwd(x, gate, up, act, keep)
+        assert gate[0] is not None and up[0] is not None
+        y = x.new_empty((x.shape[0], up[0].shape[0]))
+        target = target_of(x.device)
+        gemm.gated_mlp_fwd(x, gate[0], gate[1], up[0], up[1], keep, act, y, target).run()
+        return y
+
+    def linear_norm_fwd(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor,
+        keep: Keep | None,
+        kind: str,
+        norm: Affine,
+        eps: float,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        assert weight is not None
+        if not 0 < weight.shape[0] <= norms.FWD_WIDTH:
+            return super().linear_norm_fwd(x, weight, bias, residual, keep, kind, norm, eps, out)
+        total = self._linear(x, weight, bias)
+        y = torch.empty_like(total) if out is None else out
+        stats = self._new_stats(kind, total)
+        # In place of the product: each program reads a tile whole before it writes it.
+        norms.norm_fwd(total, residual, keep, *norm, eps, total, y, stats, has_stats=False).run()
+        return (total, y, *stats)
+
+    # --- activations
+
+    def act_fwd(self, x: Tensor, act: str, keep: Keep | None) -> Tensor:
+        if not _has_pair(act):
+            return super().act_fwd(x, act, keep)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        pointwise.act_fwd(x, act, keep, y).run()
+        return y
+
+    def act_bwd(self, dy: Tensor, x: Tensor, act: str, keep: Keep | None, owned: bool) -> Tensor:
+        if not _has_pair(act):
+            return super().act_bwd(dy, x, act, keep, owned)
+        dx = dy if owned else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        pointwise.act_bwd(dy, x, act, keep, dx).run()
+        return dx
+
+    def gated_fwd(self, gate: Tensor, up: Tensor, act: str, keep: Keep | None) -> Tensor:
+        if not _has_pair(act):
+            return super().gated_fwd(gate, up, act, keep)
+        y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+        pointwise.gated_fwd(gate, up, act, keep, y).run()
+        return y
+
+    def gated_bwd(
+        self,
+        dy: Tensor,
+        gate: Tensor,
+        up: Tensor | None,
+        act: str,
+        keep: Keep | None,
+        owned: bool,
+        wants_up: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if not _has_pair(act):
+            return super().gated_bwd(dy, gate, up, act, keep, owned, wants_up)
+        shape, dtype, device = gate.shape, gate.dtype, gate.device
+        dup = torch.empty(shape, dtype=dtype, device=device) if wants_up else None
+        dgate = None
+        if up is not None:
+            dgate = dy if owned else torch.empty(shape, dtype=dtype, device=device)
+        if dgate is not None or dup is not None:
+            pointwise.gated_bwd(dy, gate, up, act, keep, dgate, dup).run()
+        return dgate, dup
+
+    def add_fwd(
+        self, x: Tensor, residual: Tensor, keep: Keep | None, out: Tensor | None = None
+    ) -> Tensor:
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        pointwise.dropout_add_fwd(x, residual, keep, y).run()
+        return y
+
+    def dropout_bwd(self, dy: Tensor, keep: Keep) -> Tensor:
+        dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+        pointwise.dropout_add_fwd(dy, None, keep, dx).run()
+        return dx
+
+    # --- the MLP's backward
+
+    def mlp_bwd(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        up: Affine,
+        out_weight: Tensor | None,
+        act: str,
+        keep: Keep | None,
+        wants_act: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        if not _has_pair(act):
+            return super().mlp_bwd(dy, x, up, out_weight, act, keep, wants_act)
+        assert up[0] is not None and out_weight is not None
+        dup = x.new_empty((x.shape[0], up[0].shape[0]))
+        y = torch.empty_like(dup) if wants_act else None
+        gemm.mlp_bwd(x, up[0], up[1], dy, out_weight, keep, act, y, dup, target_of(x.device)).run()
+        return y, dup
+
+    def gated_mlp_bwd(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        gate: Affine,
+        up: Affine,
+        out_weight: Tensor | None,
+        act: str,
+        keep: Keep | None,
+        wants_act: bool,
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        if not _has_pair(act):
+            return super().gated_mlp_bwd(dy, x, gate, up, out_weight, act, keep, wants_act)
+        assert gate[0] is not None and up[0] is not None and out_weight is not None
+        dup = x.new_empty((x.shape[0], up[0].shape[0]))
+        dgate = torch.empty_like(dup)
+        y = torch.empty_like(dup) if wants_act else None
+        gemm.gated_mlp_bwd(
+            x, gate[0], gate[1], up[0], up[1], dy, out_weight, keep, act, y, dgate, dup,
+            target_of(x.device),
+        ).run()  # fmt: skip
+        return y, dgate, dup
+
+    # --- what `explain` says
+
+    def norm_route(self, kind: str, x: Tensor) -> str:
+        if not 0 < x.shape[1] <= norms.MAX_WIDTH:
+            wide = f"rows of {x.shape[1]} are not between 1 and {norms.MAX_WIDTH} elements"
+            return f"{super().norm_route(kind, x)}: {wide}"
+        return "kernel norm_fwd" if x.shape[1] <= norms.FWD_WIDTH else "kernel norm_wide_fwd"
+
+    def pointwise_route(self, x: Tensor) -> str:
+        return "pointwise kernel"
+
+    def linear_route(self, x: Tensor, ends: bool = False) -> str:
+        if not ends:
+            return "ATen's addmm: a product without an end to fuse"
+        if tables.ends_in_kernel(target_of(x.device), x.dtype):
+            return "kernel linear_fwd, dropout and residual in its end"
+        return "ATen's addmm, then kernel dropout_add_fwd"
+
+    def fused_route(self, fusion: str, x: Tensor) -> str:
+        return {
+            "linear_act": "one kernel: product and activation",
+            "linear_norm": "ATen's addmm, then kernel norm_fwd: dropout, residual and norm",
+        }[fusion]

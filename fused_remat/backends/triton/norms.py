@@ -1,0 +1,166 @@
+"""Launches of `kernels.norms`: one row a program or more, wide rows in blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fused_remat.backends.triton.launch import (
+    Launch,
+    Target,
+    cdiv,
+    dropout_of,
+    power_of_2,
+    rows_in_place,
+    stride_of,
+)
+from fused_remat.kernels.norms import (
+    column_sum_kernel,
+    norm_bwd_kernel,
+    norm_fwd_kernel,
+    norm_params_bwd_kernel,
+    norm_wide_bwd_kernel,
+    norm_wide_fwd_kernel,
+)
+from fused_remat.random import Keep
+
+#: The widest row, in elements.
+MAX_WIDTH = 1 << 16
+#: The widest that forward and backward hold in registers; wider ones are read twice.
+FWD_WIDTH, BWD_WIDTH = 1 << 14, 1 << 13
+_WIDE_BLOCK = 1 << 12
+
+
+def _mean_rstd(stats: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor]:
+    """Statistics in the order of `NORM_STATS`: LayerNorm has two."""
+    return (None, stats[0]) if len(stats) == 1 else (stats[0], stats[1])
+
+
+def norm_fwd(
+    x: Tensor,
+    residual: Tensor | None,
+    keep: Keep | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    total: Tensor | None,
+    y: Tensor,
+    stats: tuple[Tensor, ...],
+    has_stats: bool,
+) -> Launch:
+    """y = norm(x), or total = residual + keep * x and y = norm(total); stats read if `has_stats`.
+
+    A residual only up to FWD_WIDTH.
+    """
+    rows, width = y.shape
+    mean, rstd = _mean_rstd(stats)
+    x = rows_in_place(x)
+    constants: dict[str, Any] = {"CENTERED": mean is not None, "HAS_STATS": has_stats}
+    if width > FWD_WIDTH:
+        assert residual is None
+        wide = (x, weight, bias, y, mean, rstd, stride_of(x), stride_of(y), width, eps)
+        constants["BLOCK_N"] = _WIDE_BLOCK
+        return Launch(norm_wide_fwd_kernel, (rows,), wide, constants, num_warps=8, device=y.device)
+    residual = None if residual is None else rows_in_place(residual)
+    site_key, row0, threshold, scale = dropout_of(keep)
+    args = (
+        x, residual, site_key, weight, bias, total, y, mean, rstd,
+        *map(stride_of, (x, residual, total, y)),
+        row0, rows, width, eps, threshold, scale,
+    )  # fmt: skip
+    block_n = power_of_2(width)
+    block_m = max(1, 2048 // block_n)
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    warps = min(16, max(4, block_n // 512))
+    return Launch(
+        norm_fwd_kernel, (cdiv(rows, block_m),), args, constants, num_warps=warps, device=y.device
+    )
+
+
+def norm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    stats: tuple[Tensor, ...],
+    weight: Tensor | None,
+    add: Tensor | None,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    target: Target,
+) -> list[Launch]:
+    """dx + add, dweight and dbias (float32), those that are given."""
+    rows, width = x.shape
+    dy, x, add = rows_in_place(dy), rows_in_place(x), None if add is None else rows_in_place(add)
+    mean, rstd = _mean_rstd(stats)
+    device = x.device
+    if width > BWD_WIDTH:
+        launches = []
+        if dx is not None:
+            args = (dy, x, add, weight, mean, rstd, dx, *map(stride_of, (dy, x, add, dx)), width)
+            blocks = {"BLOCK_N": _WIDE_BLOCK}
+            launches = [
+                Launch(norm_wide_bwd_kernel, (rows,), args, blocks, num_warps=8, device=device)
+            ]
+        if dweight is not None or dbias is not None:
+            launches += _params_bwd(dy, x, mean, rstd, dweight, dbias, target)
+        return launches
+    block_n = power_of_2(width)
+    block_m = max(1, 2048 // block_n)
+    per_sm = 4 if block_n <= 2048 else 2
+    strip = block_m * cdiv(rows, block_m * per_sm * target.sms)
+    programs = cdiv(rows, strip)
+    dweight_parts, dbias_parts = _parts(dweight, programs), _parts(dbias, programs)
+    args = (
+        dy, x, add, weight, mean, rstd, dx, dweight_parts, dbias_parts,
+        *map(stride_of, (dy, x, add, dx)), strip, rows, width,
+    )  # fmt: skip
+    warps = min(16, max(4, block_n // 512))
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    first = Launch(norm_bwd_kernel, (programs,), args, blocks, num_warps=warps, device=device)
+    return [first, *_sums((dweight, dweight_parts), (dbias, dbias_parts))]
+
+
+def _parts(total: Tensor | None, programs: int) -> Tensor | None:
+    return None if total is None else total.new_empty((programs, total.shape[0]))
+
+
+def _sums(*pairs: tuple[Tensor | None, Tensor | None]) -> list[Launch]:
+    return [
+        column_sum(parts, total)
+        for total, parts in pairs
+        if total is not None and parts is not None
+    ]
+
+
+def _params_bwd(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    target: Target,
+) -> list[Launch]:
+    rows, width = x.shape
+    block_m, block_n = 16, 128
+    columns = cdiv(width, block_n)
+    strip = block_m * cdiv(rows, block_m * cdiv(4 * target.sms, columns))
+    programs = cdiv(rows, strip)
+    dweight_parts, dbias_parts = _parts(dweight, programs), _parts(dbias, programs)
+    args = (
+        dy, x, mean, rstd, dweight_parts, dbias_parts, stride_of(dy), stride_of(x), strip, rows,
+        width,
+    )  # fmt: skip
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    first = Launch(norm_params_bwd_kernel, (columns, programs), args, blocks, device=x.device)
+    return [first, *_sums((dweight, dweight_parts), (dbias, dbias_parts))]
+
+
+def column_sum(parts: Tensor, total: Tensor) -> Launch:
+    """total (N,) = parts (P, N) summed over rows, float32."""
+    programs, width = parts.shape
+    blocks = {"BLOCK_M": 32, "BLOCK_N": 64}
+    grid = (cdiv(width, 64),)
+    args = (parts, total, programs, width)
+    return Launch(column_sum_kernel, grid, args, blocks, device=total.device)

@@ -1,0 +1,97 @@
+"""Launches of `kernels.pointwise`: matrices (M, N), rows any distance apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fused_remat.backends.triton.launch import (
+    Launch,
+    cdiv,
+    dropout_of,
+    power_of_2,
+    rows_in_place,
+    stride_of,
+)
+from fused_remat.kernels import activations
+from fused_remat.kernels.pointwise import (
+    act_bwd_kernel,
+    act_fwd_kernel,
+    dropout_add_fwd_kernel,
+    gated_bwd_kernel,
+    gated_fwd_kernel,
+)
+from fused_remat.random import Keep
+
+#: Activation -> its forward and backward on tiles. A new activation is a new row.
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "relu": (activations.relu_fwd, activations.relu_bwd),
+    "gelu": (activations.gelu_fwd, activations.gelu_bwd),
+    "gelu_tanh": (activations.gelu_tanh_fwd, activations.gelu_tanh_bwd),
+    "silu": (activations.silu_fwd, activations.silu_bwd),
+    "tanh": (activations.tanh_fwd, activations.tanh_bwd),
+}
+
+_TILE = 4096  # elements a program
+
+
+def _over(y: Tensor, kernel: Any, args: tuple[Any, ...], **constants: Any) -> Launch:
+    """A launch over tiles of `y`, all of whose rows and columns the kernel's args describe."""
+    rows, width = y.shape
+    block_n = min(power_of_2(width), 1024)
+    block_m = _TILE // block_n
+    grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    return Launch(kernel, grid, args, constants, num_warps=8, device=y.device)
+
+
+def _tail(y: Tensor, keep: Keep | None) -> tuple[Any, ...]:
+    _, row0, threshold, scale = dropout_of(keep)
+    return row0, *y.shape, threshold, scale
+
+
+def dropout_add_fwd(x: Tensor, residual: Tensor | None, keep: Keep | None, y: Tensor) -> Launch:
+    """y = residual + keep * x."""
+    x, residual = rows_in_place(x), None if residual is None else rows_in_place(residual)
+    args = (x, residual, dropout_of(keep)[0], y, stride_of(x), stride_of(residual), stride_of(y))
+    return _over(y, dropout_add_fwd_kernel, args + _tail(y, keep))
+
+
+def act_fwd(x: Tensor, act: str, keep: Keep | None, y: Tensor) -> Launch:
+    """y = keep * act(x)."""
+    x = rows_in_place(x)
+    args = (x, dropout_of(keep)[0], y, stride_of(x), stride_of(y))
+    return _over(y, act_fwd_kernel, args + _tail(y, keep), ACT=PAIRS[act][0])
+
+
+def act_bwd(
+    dy: Tensor, x: Tensor, act: str, keep: Keep | None, dx: Tensor, y: Tensor | None = None
+) -> Launch:
+    """dx = keep * dy * act'(x); y = keep * act(x) if given."""
+    dy, x = rows_in_place(dy), rows_in_place(x)
+    args = (dy, x, dropout_of(keep)[0], dx, y, *map(stride_of, (dy, x, dx, y)))
+    return _over(dx, act_bwd_kernel, args + _tail(dx, keep), ACT=PAIRS[act][1])
+
+
+def gated_fwd(gate: Tensor, up: Tensor, act: str, keep: Keep | None, y: Tensor) -> Launch:
+    """y = keep * act(gate) * up."""
+    gate, up = rows_in_place(gate), rows_in_place(up)
+    args = (gate, up, dropout_of(keep)[0], y, *map(stride_of, (gate, up, y)))
+    return _over(y, gated_fwd_kernel, args + _tail(y, keep), ACT=PAIRS[act][0])
+
+
+def gated_bwd(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    act: str,
+    keep: Keep | None,
+    dgate: Tensor | None,
+    dup: Tensor | None,
+) -> Launch:
+    """dgate (if `up` is given) and dup (if it is) of `gated_fwd`."""
+    dy, gate, up = rows_in_place(dy), rows_in_place(gate), None if up is None else rows_in_place(up)
+    strides = map(stride_of, (dy, gate, up, dgate, dup))
+    args = (dy, gate, up, dropout_of(keep)[0], dgate, dup, *strides)
+    return _over(gate, gated_bwd_kernel, args + _tail(gate, keep), ACT=PAIRS[act][1])

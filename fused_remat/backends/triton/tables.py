@@ -1,0 +1,135 @@
+"""Which tile a product takes, and which steps a kernel computes rather than ATen: tables.
+
+Nothing is tuned when a program runs: a row is data, and changing one is how one tunes. No row has
+been measured on hardware yet: tiles are the largest that compile without spills (`python -m bench
+audit`), routes follow from counted bytes and operations (`docs/kernels.md`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fused_remat.backends.triton.launch import Target, cdiv
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: the tile of the output, the step along K, warps, pipeline stages.
+
+    `split`: the tile's end is computed in two halves, for its registers. `group`: rows of tiles
+    that are walked together.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    split: bool = False
+    group: int = 8
+
+
+#: GPUs by what bounds a tile: the shared memory of a multiprocessor, and the matrix instructions.
+FAMILIES = {80: "ampere", 86: "small", 89: "small", 90: "hopper", 100: "blackwell", 120: "small"}
+
+
+def family(target: Target) -> str:
+    """The row of the tables that a target takes: an unknown GPU takes the smallest tiles.
+
+    >>> family(Target("cuda", 90, 132)), family(Target("cuda", 75, 40))
+    ('hopper', 'small')
+    """
+    return FAMILIES.get(target.arch, "small") if target.kind == "cuda" else target.kind
+
+
+_AMPERE = (Tile(128, 128, 32, 8, 4), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4))
+_SMALL = (Tile(128, 128, 32, 8, 3), Tile(64, 64, 32, 4, 3))
+_HIP = (Tile(128, 128, 32, 8, 2), Tile(64, 64, 32, 4, 2))
+_INTERPRETED = (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, split=True, group=2))
+
+#: Kernel -> family -> tiles, the largest first, for operands of 16 bits.
+TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
+    "linear": {
+        "hopper": (
+            Tile(128, 256, 64, 8, 3, split=True),
+            Tile(128, 128, 64, 8, 4),
+            Tile(64, 128, 64, 4, 4),
+            Tile(64, 64, 64, 4, 4),
+        ),
+        "blackwell": (
+            Tile(128, 256, 64, 8, 3, split=True),
+            Tile(128, 128, 64, 8, 4),
+            Tile(64, 64, 64, 4, 4),
+        ),
+        "ampere": _AMPERE,
+        "small": _SMALL,
+        "hip": _HIP,
+        "interpreter": _INTERPRETED,
+    },
+    "gated_mlp_fwd": {
+        "hopper": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4)),
+        "blackwell": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4)),
+        "ampere": (Tile(128, 64, 32, 8, 4), Tile(64, 64, 32, 4, 4)),
+        "small": (Tile(128, 64, 32, 8, 3), Tile(64, 64, 32, 4, 3)),
+        "hip": (Tile(64, 64, 32, 4, 2),),
+        "interpreter": _INTERPRETED,
+    },
+    "mlp_bwd": {
+        "hopper": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4)),
+        "blackwell": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4)),
+        "ampere": _AMPERE,
+        "small": _SMALL,
+        "hip": _HIP,
+        "interpreter": _INTERPRETED,
+    },
+    "gated_mlp_bwd": {
+        "hopper": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 3)),
+        "blackwell": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 3)),
+        "ampere": (Tile(128, 64, 32, 8, 3), Tile(64, 64, 32, 4, 3)),
+        "small": (Tile(128, 64, 32, 8, 2), Tile(64, 64, 32, 4, 2)),
+        "hip": (Tile(64, 64, 32, 4, 1),),
+        "interpreter": _INTERPRETED,
+    },
+}
+
+
+def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
+    """The largest tile that gives every multiprocessor one, else the smallest.
+
+    >>> tile_for("linear", Target("cuda", 90, 132), 8192, 4096).block_n
+    256
+    >>> tile_for("linear", Target("cuda", 90, 132), 128, 512).block_m
+    64
+    """
+    tiles = TILES[kernel][family(target)]
+    for tile in tiles[:-1]:
+        if cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n) >= target.sms:
+            return tile
+    return tiles[-1]
+
+
+#: Groups of steps that a kernel computes in one (`blocks.fusions`), for operands of 16 bits.
+FUSIONS_16 = frozenset({"linear_act", "linear_norm", "mlp_bwd"})
+#: The same for float32, whose products are ATen's.
+FUSIONS_32 = frozenset({"linear_norm"})
+#: What takes the product's own kernel for a linear layer that ends in dropout or a residual:
+#: families. Elsewhere the product is ATen's and the end one pass over it.
+LINEAR_END_IN_KERNEL = frozenset({"interpreter"})
+
+
+def ends_in_kernel(target: Target, dtype: torch.dtype) -> bool:
+    """Whether `kernels.linear` computes a linear layer that ends in dropout or a residual."""
+    return family(target) in LINEAR_END_IN_KERNEL
+
+
+def fusions(target: Target, dtype: torch.dtype) -> frozenset[str]:
+    """The groups of steps that are one kernel for activations in `dtype`.
+
+    >>> sorted(fusions(Target("cuda", 90, 132), torch.float32))
+    ['linear_norm']
+    """
+    if target.kind == "interpreter" or dtype.itemsize == 2:
+        return FUSIONS_16
+    return FUSIONS_32

@@ -1,0 +1,87 @@
+"""Routines of several steps, put together from a backend's single ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fused_remat.random import Keep
+
+if TYPE_CHECKING:
+    from fused_remat.backends.base import Affine, Backend
+
+
+class Unfused:
+    """What a backend that has no kernel for several steps at once does instead: each in turn.
+
+    See `backends.base.Backend` for the contract of each routine.
+    """
+
+    def linear_act_fwd(
+        self: Backend,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        act: str,
+        keep: Keep | None,
+        wants_pre: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        pre = self.linear_fwd(x, weight, bias)
+        return pre if wants_pre else None, self.act_fwd(pre, act, keep)
+
+    def gated_linear_act_fwd(
+        self: Backend, x: Tensor, gate: Affine, up: Affine, act: str, keep: Keep | None
+    ) -> Tensor:
+        return self.gated_fwd(self.linear_fwd(x, *gate), self.linear_fwd(x, *up), act, keep)
+
+    def linear_norm_fwd(
+        self: Backend,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor,
+        keep: Keep | None,
+        kind: str,
+        norm: Affine,
+        eps: float,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        total = self.linear_fwd(x, weight, bias, residual, keep)
+        return (total, *self.norm_fwd(kind, total, *norm, eps, out=out))
+
+    def mlp_bwd(
+        self: Backend,
+        dy: Tensor,
+        x: Tensor,
+        up: Affine,
+        out_weight: Tensor | None,
+        act: str,
+        keep: Keep | None,
+        wants_act: bool,
+    ) -> tuple[Tensor | None, Tensor]:
+        pre = self.linear_fwd(x, *up)
+        y = self.act_fwd(pre, act, keep) if wants_act else None
+        dact = self.linear_dx(dy, out_weight)
+        return y, self.act_bwd(dact, pre, act, keep, owned=True)
+
+    def gated_mlp_bwd(
+        self: Backend,
+        dy: Tensor,
+        x: Tensor,
+        gate: Affine,
+        up: Affine,
+        out_weight: Tensor | None,
+        act: str,
+        keep: Keep | None,
+        wants_act: bool,
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        pre, value = self.linear_fwd(x, *gate), self.linear_fwd(x, *up)
+        y = self.gated_fwd(pre, value, act, keep) if wants_act else None
+        dact = self.linear_dx(dy, out_weight)
+        dgate, dup = self.gated_bwd(dact, pre, value, act, keep, owned=True, wants_up=True)
+        assert dgate is not None and dup is not None
+        return y, dgate, dup
+
+    def fused_route(self: Backend, fusion: str, x: Tensor) -> str:
+        return "step by step"

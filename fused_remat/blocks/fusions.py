@@ -1,0 +1,270 @@
+"""Steps of a program that a backend computes in one routine: rows of `FUSIONS`.
+
+A fusion rewrites a program once it is known what is kept, rebuilt and asked for: where the steps
+stand that a routine covers, and nobody else reads what the routine does not write, one step takes
+their place. What a policy keeps, and what backward asks for, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fused_remat.blocks.frame import Frame
+from fused_remat.blocks.nodes import Linear, Node, Norm
+from fused_remat.blocks.pointwise import Gated, Pointwise
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A step before it is known what it frees.
+
+    Attributes:
+        kind: "compute", "backward" or "tiles".
+        node: whose step it is; None for "tiles".
+        wants: of a backward step, what it gives gradients of.
+        touched: every name that it uses or makes.
+    """
+
+    kind: str
+    node: Node | None
+    wants: frozenset[str]
+    touched: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAct(Node):
+    """act(linear(x)); the linear layer's output is made only if somebody else reads it."""
+
+    linear: Linear
+    act: Pointwise
+    wants_pre: bool
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return (self.linear.name, self.name) if self.wants_pre else (self.name,)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*self.linear.reads, *self.act.masks)
+
+    def route(self, f: Frame) -> str:
+        return f.backend.fused_route("linear_act", f[self.linear.x])
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        linear, act = self.linear, self.act
+        pre, y = f.backend.linear_act_fwd(
+            f[linear.x], *linear.affine(f), act.act, f.keep(act.keep), self.wants_pre
+        )
+        if pre is not None:
+            f.put(linear.name, pre)
+        f.put(self.name, y)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedLinearAct(Node):
+    """act(gate(x)) * up(x), of which only the product is made."""
+
+    gate: Linear
+    up: Linear
+    act: Gated
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*self.gate.reads, *self.act.masks)
+
+    def route(self, f: Frame) -> str:
+        return f.backend.fused_route("linear_act", f[self.gate.x])
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        gate, up, act = self.gate, self.up, self.act
+        y = f.backend.gated_linear_act_fwd(
+            f[gate.x], gate.affine(f), up.affine(f), act.act, f.keep(act.keep)
+        )
+        f.put(self.name, y)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearNorm(Node):
+    """A residual sum that ends a linear layer, and its norm; both are made."""
+
+    linear: Linear
+    norm: Norm
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return (self.linear.name, self.name, *self.norm.stats)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.linear.reads
+
+    def route(self, f: Frame) -> str:
+        return f.backend.fused_route("linear_norm", f[self.linear.x])
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        linear, norm = self.linear, self.norm
+        total, y, *stats = f.backend.linear_norm_fwd(
+            f[linear.x], *linear.affine(f), f[linear.residual], f.keep(linear.keep), norm.kind,
+            norm.affine(f), norm.eps, out=out,
+        )  # fmt: skip
+        f.put(linear.name, total)
+        f.put(self.name, y)
+        for stat, value in zip(norm.stats, stats, strict=True):
+            f.put(stat, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpBackward(Node):
+    """Backward of out(act(ups(x))), which rebuilds ups(x) without ever writing it.
+
+    `ups` is the pre-activation's layer, or the gate's and the other one's. `name` is that of `out`.
+    """
+
+    ups: tuple[Linear, ...]
+    act: Pointwise | Gated
+    out: Linear
+
+    @property
+    def label(self) -> str:
+        return f"{self.out.name} and {self.act.name}"
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        out, x, keep = self.out, self.ups[0].x, f.keep(self.out.keep)
+        dz = dy if keep is None else f.backend.dropout_bwd(dy, keep)
+        rest = f.param(out.weight), self.act.act, f.keep(self.act.keep), out.weight in wants
+        ups = [up.affine(f) for up in self.ups]
+        if len(ups) == 1:
+            act, *dups = f.backend.mlp_bwd(dz, f[x], ups[0], *rest)
+        else:
+            act, *dups = f.backend.gated_mlp_bwd(dz, f[x], ups[0], ups[1], *rest)
+        for up, dup in zip(self.ups, dups, strict=True):
+            f.add_grad(up.name, dup, owned=True)
+        if act is not None:
+            f.add_weight_grad(out.weight, dz, act)
+        if out.bias in wants:
+            f.add_param_grad(out.bias, f.backend.bias_grad(dz))
+        if out.residual in wants:
+            f.add_grad(out.residual, dy, owned)
+
+
+Steps = Sequence[Draft]
+
+
+def _users(steps: Steps, name: str) -> list[Draft]:
+    return [step for step in steps if name in step.touched]
+
+
+def _computes(steps: Steps, name: str) -> Draft | None:
+    """The step that computes `name` by itself."""
+    for step in steps:
+        if step.kind == "compute" and step.node is not None and step.node.name == name:
+            return step
+    return None
+
+
+def _plain(step: Draft | None) -> bool:
+    """Whether a step computes a linear layer that ends in nothing else."""
+    node = None if step is None else step.node
+    return isinstance(node, Linear) and not node.residual and not node.keep
+
+
+def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[str]) -> list[Draft]:
+    """`steps` with `node`'s in place of the last of `old`, which it covers, and without `gone`."""
+    last = max(old, key=steps.index)
+    touched = dict.fromkeys(name for step in old for name in step.touched if name not in gone)
+    new = Draft(last.kind, node, old[-1].wants, tuple(touched))
+    return [new if step is last else step for step in steps if step is last or step not in old]
+
+
+def linear_act(steps: Steps, held: Collection[str]) -> list[Draft]:
+    """compute up, compute act -> compute act; also with a gate."""
+    for step in steps:
+        node = step.node
+        if step.kind != "compute" or not isinstance(node, Pointwise | Gated):
+            continue
+        sources = [_computes(steps, name) for name in node.inputs]
+        if not all(map(_plain, sources)):
+            continue
+        old = [*(s for s in sources if s is not None), step]
+        at = steps.index(step)
+        used = [name for name in node.inputs if name in held or len(_users(steps, name)) > 2]
+        if any(steps.index(user) < at for name in used for user in _users(steps, name)[1:]):
+            continue  # wanted before the activation is
+        layers = [s.node for s in old[:-1]]
+        if isinstance(node, Pointwise):
+            assert isinstance(layers[0], Linear)
+            pre = bool(used)
+            new: Node = LinearAct(name=node.name, linear=layers[0], act=node, wants_pre=pre)
+        elif used:
+            continue
+        else:
+            assert isinstance(layers[0], Linear) and isinstance(layers[1], Linear)
+            new = GatedLinearAct(name=node.name, gate=layers[0], up=layers[1], act=node)
+        return linear_act(_replaced(steps, old, new, set(node.inputs) - set(used)), held)
+    return list(steps)
+
+
+def linear_norm(steps: Steps, held: Collection[str]) -> list[Draft]:
+    """compute sum (a linear layer and a residual), compute norm -> both in one step."""
+    for step in steps:
+        node = step.node
+        if step.kind != "compute" or not isinstance(node, Norm):
+            continue
+        source = _computes(steps, node.x)
+        if source is None or not isinstance(source.node, Linear) or not source.node.residual:
+            continue
+        if _users(steps, node.x)[1] is not step:
+            continue  # somebody reads the sum before the norm does
+        new = LinearNorm(name=node.name, linear=source.node, norm=node)
+        return linear_norm(_replaced(steps, [source, step], new, ()), held)
+    return list(steps)
+
+
+def mlp_bwd(steps: Steps, held: Collection[str]) -> list[Draft]:
+    """compute up and act, backward out and act -> one backward step; also with a gate."""
+    for step in steps:
+        node = step.node
+        if step.kind != "backward" or not isinstance(node, Pointwise | Gated):
+            continue
+        if not set(node.inputs) <= step.wants:
+            continue
+        ups = [_computes(steps, name) for name in node.inputs]
+        out = next((s for s in steps if _gives(s, node.name)), None)
+        if out is None or not all(map(_plain, ups)):
+            continue
+        layer, act = out.node, _computes(steps, node.name)
+        assert isinstance(layer, Linear)
+        if (act is not None) != (layer.weight in out.wants):
+            continue  # the activation is kept
+        old = [s for s in (*ups, act, step, out) if s is not None]
+        if any(s not in old for name in (*node.inputs, node.name) for s in _users(steps, name)):
+            continue  # somebody else reads what would not be written
+        layers = tuple(s.node for s in ups if s is not None and isinstance(s.node, Linear))
+        new = MlpBackward(name=layer.name, ups=layers, act=node, out=layer)
+        return mlp_bwd(_replaced(steps, old, new, {*node.inputs, node.name}), held)
+    return list(steps)
+
+
+def _gives(step: Draft, name: str) -> bool:
+    """Whether a step is a linear layer's backward that gives the gradient of `name`, its input."""
+    node = step.node
+    return step.kind == "backward" and isinstance(node, Linear) and node.x == name in step.wants
+
+
+#: Name -> rewriting; applied in this order. `held`: names that outlive the program.
+FUSIONS: dict[str, Callable[[Steps, Collection[str]], list[Draft]]] = {
+    "mlp_bwd": mlp_bwd,
+    "linear_act": linear_act,
+    "linear_norm": linear_norm,
+}
+
+
+def fuse(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
+    """`steps`, rewritten by those of `FUSIONS` that are named."""
+    for name, rewrite in FUSIONS.items():
+        if name in fusions:
+            steps = rewrite(steps, held)
+    return list(steps)

@@ -1,0 +1,137 @@
+"""A linear layer with fused ends: y = keep * act(norm(x) @ wᵀ + bias) + residual.
+
+Persistent: the grid is as large as the device, and each program walks over output tiles.
+Operands as in `kernels.gemm`; a pointer that a call has no use for is None.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_remat.kernels.gemm import (
+    add_bias,
+    add_product,
+    left_half,
+    load_tile,
+    right_half,
+    tile_at,
+)
+from fused_remat.kernels.pointwise import dropped, load_wide, store_narrow
+
+
+@triton.jit
+def _add_normed_product(
+    acc, x, w, mean_ptr, rstd_ptr, norm_weight_ptr, norm_bias_ptr,
+    stride_xm, stride_wn, row, col, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc + norm(x) @ wᵀ, x normalised from its statistics as it is loaded, and rounded."""
+    offs_m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+    rstd = tl.load(rstd_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
+    mean = tl.zeros_like(rstd)
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
+    for k in range(0, K, BLOCK_K):
+        x_tile = load_tile(x, stride_xm, row, k, M, K, BLOCK_M, BLOCK_K, EVEN, TMA)
+        w_tile = load_tile(w, stride_wn, col, k, N, K, BLOCK_N, BLOCK_K, EVEN, TMA)
+        offs_k = k + tl.arange(0, BLOCK_K)
+        normed = (x_tile.to(tl.float32) - mean) * rstd
+        if norm_weight_ptr is not None:
+            weight = tl.load(norm_weight_ptr + offs_k, mask=offs_k < K, other=0.0)
+            normed *= weight.to(tl.float32)[None, :]
+        if norm_bias_ptr is not None:
+            bias = tl.load(norm_bias_ptr + offs_k, mask=offs_k < K, other=0.0)
+            normed += bias.to(tl.float32)[None, :]
+        acc = tl.dot(normed.to(x_tile.dtype), w_tile.T, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _finish(
+    acc, bias_ptr, residual_ptr, site_key_ptr, pre_ptr, y_ptr, stride_rm, stride_pm, stride_ym,
+    row0, row, col, M, N, threshold, scale, ACT: tl.constexpr,
+):  # fmt: skip
+    """Ends a tile: bias, the pre-activation's store, activation, dropout, residual, y's store."""
+    offs_m = (row + tl.arange(0, acc.shape[0])).to(tl.int64)
+    offs_n = col + tl.arange(0, acc.shape[1])
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    y = add_bias(acc, bias_ptr, offs_n, N)
+    if ACT is not None:  # of the rounded value, stored or not: what backward will see
+        if pre_ptr is not None:
+            store_narrow(pre_ptr, stride_pm, offs_m, offs_n, mask, y)
+        y = ACT(y.to(y_ptr.dtype.element_ty).to(tl.float32))
+    y = dropped(y, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
+    if residual_ptr is not None:
+        y += load_wide(residual_ptr, stride_rm, offs_m, offs_n, mask)
+    store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
+
+
+@triton.jit
+def linear_fwd_kernel(
+    x,
+    w,
+    bias_ptr,
+    residual_ptr,
+    site_key_ptr,
+    mean_ptr,
+    rstd_ptr,
+    norm_weight_ptr,
+    norm_bias_ptr,
+    pre_ptr,
+    y_ptr,
+    stride_xm,
+    stride_wn,
+    stride_rm,
+    stride_pm,
+    stride_ym,
+    row0,
+    M,
+    N,
+    K,
+    threshold,
+    scale,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y = keep * act(x @ wᵀ + bias) + residual; pre = x @ wᵀ + bias where pre_ptr is not None.
+
+    Shapes: x (M, K), w (N, K), bias (N,), residual, pre, y (M, N); site_key () int64. With rstd
+        (M,) (and mean, of LayerNorm) x is first normalised, as `norm_fwd_kernel` would.
+        SPLIT: the end is computed in two halves, for its registers. Grid: any.
+    Units: FLOPs = 2·M·N·K.
+    """
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, col = tile_at(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if rstd_ptr is not None:
+            acc = _add_normed_product(
+                acc, x, w, mean_ptr, rstd_ptr, norm_weight_ptr, norm_bias_ptr, stride_xm,
+                stride_wn, row, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, TMA, PRECISION,
+            )  # fmt: skip
+        else:
+            acc = add_product(
+                acc, x, w, stride_xm, stride_wn, row, col, M, N, K, False, BLOCK_M, BLOCK_N,
+                BLOCK_K, EVEN, TMA, PRECISION,
+            )  # fmt: skip
+        if SPLIT:
+            _finish(
+                left_half(acc), bias_ptr, residual_ptr, site_key_ptr, pre_ptr, y_ptr, stride_rm,
+                stride_pm, stride_ym, row0, row, col, M, N, threshold, scale, ACT,
+            )  # fmt: skip
+            _finish(
+                right_half(acc), bias_ptr, residual_ptr, site_key_ptr, pre_ptr, y_ptr, stride_rm,
+                stride_pm, stride_ym, row0, row, col + BLOCK_N // 2, M, N, threshold, scale, ACT,
+            )  # fmt: skip
+        else:
+            _finish(
+                acc, bias_ptr, residual_ptr, site_key_ptr, pre_ptr, y_ptr, stride_rm, stride_pm,
+                stride_ym, row0, row, col, M, N, threshold, scale, ACT,
+            )  # fmt: skip

@@ -1,0 +1,340 @@
+"""LayerNorm and RMSNorm: forward, rebuild from statistics, backward; rows of up to 64K elements.
+
+Statistics and arithmetic are float32 whatever the dtypes. A row fits a tile (`norm_fwd_kernel`,
+`norm_bwd_kernel`), or is walked in blocks (`norm_wide_*`). CENTERED: LayerNorm, else RMSNorm,
+whose mean is 0. Rows may lie any distance apart; a pointer that a call has no use for is None.
+The gradients of weight and bias are summed over rows in two stages, without atomics: each program
+sums its own rows into a row of partials, and `column_sum_kernel` adds those.
+"""
+
+import triton
+import triton.language as tl
+
+from fused_remat.kernels.pointwise import dropped, load_wide, store_narrow
+
+
+@triton.jit
+def _normed(x, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n):
+    """(x - mean) * rstd * weight + bias."""
+    y = (x - mean[:, None]) * rstd[:, None]
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m):
+    """The mean (0 where there is none) and rstd of rows, float32."""
+    rstd = tl.load(rstd_ptr + offs_m, mask=mask_m, other=0.0)
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + offs_m, mask=mask_m, other=0.0)
+    else:
+        mean = tl.zeros_like(rstd)
+    return mean, rstd
+
+
+@triton.jit
+def norm_fwd_kernel(
+    x_ptr,
+    residual_ptr,
+    site_key_ptr,
+    weight_ptr,
+    bias_ptr,
+    sum_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    stride_xm,
+    stride_rm,
+    stride_sm,
+    stride_ym,
+    row0,
+    M,
+    N,
+    eps,
+    threshold,
+    scale,
+    CENTERED: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """y = norm(sum), sum = residual + keep * x rounded to its dtype; without a residual, norm(x).
+
+    Shapes: x, residual, sum, y (M, N); weight, bias (N,); mean, rstd (M,) float32, written, or
+        read where HAS_STATS (a rebuild). BLOCK_N >= N. Grid (cdiv(M, BLOCK_M),).
+    Units: bytes moved = 2·M·N elements, 4 with a residual.
+    Source: Ba, Kiros, Hinton 2016; Zhang, Sennrich 2019.
+    """
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_m, mask_n = offs_m < M, offs_n < N
+    mask = mask_m[:, None] & mask_n[None, :]
+    x = load_wide(x_ptr, stride_xm, offs_m, offs_n, mask)
+    if residual_ptr is not None:
+        x = dropped(x, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
+        x += load_wide(residual_ptr, stride_rm, offs_m, offs_n, mask)
+        store_narrow(sum_ptr, stride_sm, offs_m, offs_n, mask, x)
+        x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
+    if HAS_STATS:
+        mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
+    else:
+        if CENTERED:
+            mean = tl.sum(x, 1) / N
+            tl.store(mean_ptr + offs_m, mean, mask=mask_m)
+        else:
+            mean = tl.zeros([BLOCK_M], tl.float32)
+        from_mean = tl.where(mask_n[None, :], x - mean[:, None], 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(from_mean * from_mean, 1) / N + eps)
+        tl.store(rstd_ptr + offs_m, rstd, mask=mask_m)
+    y = _normed(x, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n)
+    store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
+
+
+@triton.jit
+def norm_wide_fwd_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    stride_xm,
+    stride_ym,
+    N,
+    eps,
+    CENTERED: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`norm_fwd_kernel` without a residual, for rows wider than a tile. Grid (M,).
+
+    Moments of blocks are merged as in Chan, Golub, LeVeque 1979.
+    Units: bytes moved = 3·M·N elements, the second reading from cache.
+    """
+    offs_m = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    if HAS_STATS:
+        mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, offs_m >= 0)
+    else:
+        mean, square = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
+        seen = tl.zeros([1], tl.float32)
+        for start in range(0, N, BLOCK_N):
+            offs_n = start + tl.arange(0, BLOCK_N)
+            mask = (offs_n < N)[None, :]
+            x = load_wide(x_ptr, stride_xm, offs_m, offs_n, mask)
+            count = tl.sum(tl.where(mask, 1.0, 0.0), 1)
+            if CENTERED:
+                block_mean = tl.sum(x, 1) / count
+            else:
+                block_mean = mean
+            from_mean = tl.where(mask, x - block_mean[:, None], 0.0)
+            delta = block_mean - mean
+            square += tl.sum(from_mean * from_mean, 1)
+            square += delta * delta * (seen * count / (seen + count))
+            mean += delta * (count / (seen + count))
+            seen += count
+        rstd = 1.0 / tl.sqrt(square / N + eps)
+        tl.store(rstd_ptr + offs_m, rstd)
+        if CENTERED:
+            tl.store(mean_ptr + offs_m, mean)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        x = load_wide(x_ptr, stride_xm, offs_m, offs_n, mask_n[None, :])
+        y = _normed(x, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n)
+        store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask_n[None, :], y)
+
+
+@triton.jit
+def _load_bwd(
+    dy_ptr, x_ptr, weight_ptr, stride_dym, stride_xm, mean, rstd, offs_m, offs_n, mask_n, mask
+):
+    """dy, g = dy * weight, and the normed x of a tile."""
+    dy = load_wide(dy_ptr, stride_dym, offs_m, offs_n, mask)
+    x = load_wide(x_ptr, stride_xm, offs_m, offs_n, mask)
+    normed = (x - mean[:, None]) * rstd[:, None]
+    g = dy
+    if weight_ptr is not None:
+        g = dy * tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    return dy, g, normed
+
+
+@triton.jit
+def _store_dx(
+    g, normed, mean_g, mean_gn, rstd, add_ptr, dx_ptr, stride_am, stride_dxm, offs_m, offs_n, mask
+):
+    """dx = rstd * (g - mean(g) - normed * mean(g * normed)) + add."""
+    dx = rstd[:, None] * (g - mean_g[:, None] - normed * mean_gn[:, None])
+    if add_ptr is not None:
+        dx += load_wide(add_ptr, stride_am, offs_m, offs_n, mask)
+    store_narrow(dx_ptr, stride_dxm, offs_m, offs_n, mask, dx)
+
+
+@triton.jit
+def norm_bwd_kernel(
+    dy_ptr,
+    x_ptr,
+    add_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    stride_dym,
+    stride_xm,
+    stride_am,
+    stride_dxm,
+    rows,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dx = the norm's gradient + add; each program's part of dweight and dbias.
+
+    Shapes: dy, x, add, dx (M, N); mean (None: RMSNorm), rstd (M,) float32; dweight, dbias (P, N)
+        float32, a row a program. Program p does rows p·`rows` to (p+1)·`rows`, a multiple of
+        BLOCK_M. BLOCK_N >= N. Grid (P,), P = cdiv(M, rows).
+    Units: bytes moved = 3·M·N elements, 4 with `add`.
+    """
+    offs_n = tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    dweight = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * rows
+    for start in range(0, rows, BLOCK_M):
+        offs_m = first + start + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        mask = mask_m[:, None] & mask_n[None, :]
+        mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
+        dy, g, normed = _load_bwd(
+            dy_ptr, x_ptr, weight_ptr, stride_dym, stride_xm, mean, rstd, offs_m, offs_n, mask_n,
+            mask,
+        )  # fmt: skip
+        if dx_ptr is not None:
+            mean_g = tl.zeros_like(rstd)
+            if mean_ptr is not None:
+                mean_g = tl.sum(g, 1) / N
+            mean_gn = tl.sum(g * normed, 1) / N
+            _store_dx(
+                g, normed, mean_g, mean_gn, rstd, add_ptr, dx_ptr, stride_am, stride_dxm, offs_m,
+                offs_n, mask,
+            )  # fmt: skip
+        if dweight_ptr is not None:
+            dweight += dy * normed
+        if dbias_ptr is not None:
+            dbias += dy
+    at = tl.program_id(0).to(tl.int64) * N + offs_n
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + at, tl.sum(dweight, 0), mask=mask_n)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + at, tl.sum(dbias, 0), mask=mask_n)
+
+
+@triton.jit
+def norm_wide_bwd_kernel(
+    dy_ptr,
+    x_ptr,
+    add_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    stride_dym,
+    stride_xm,
+    stride_am,
+    stride_dxm,
+    N,
+    BLOCK_N: tl.constexpr,
+):
+    """dx of `norm_bwd_kernel` for rows wider than a tile, a row a program. Grid (M,).
+
+    Units: bytes moved = 5·M·N elements, 6 with `add`, the second reading from cache.
+    """
+    offs_m = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, offs_m >= 0)
+    mean_g, mean_gn = tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        _, g, normed = _load_bwd(
+            dy_ptr, x_ptr, weight_ptr, stride_dym, stride_xm, mean, rstd, offs_m, offs_n, mask_n,
+            mask_n[None, :],
+        )  # fmt: skip
+        if mean_ptr is not None:
+            mean_g += tl.sum(g, 1) / N
+        mean_gn += tl.sum(g * normed, 1) / N
+    for start in range(0, N, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < N
+        _, g, normed = _load_bwd(
+            dy_ptr, x_ptr, weight_ptr, stride_dym, stride_xm, mean, rstd, offs_m, offs_n, mask_n,
+            mask_n[None, :],
+        )  # fmt: skip
+        _store_dx(
+            g, normed, mean_g, mean_gn, rstd, add_ptr, dx_ptr, stride_am, stride_dxm, offs_m,
+            offs_n, mask_n[None, :],
+        )  # fmt: skip
+
+
+@triton.jit
+def norm_params_bwd_kernel(
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    stride_dym,
+    stride_xm,
+    rows,
+    M,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Parts of dweight and dbias for rows wider than a tile: columns by axis 0, rows by axis 1.
+
+    Shapes: as in `norm_bwd_kernel`. Grid (cdiv(N, BLOCK_N), P), P = cdiv(M, rows).
+    Units: bytes moved = 2·M·N elements.
+    """
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_n = offs_n < N
+    dweight = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    dbias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    first = tl.program_id(1).to(tl.int64) * rows
+    for start in range(0, rows, BLOCK_M):
+        offs_m = first + start + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        mask = mask_m[:, None] & mask_n[None, :]
+        mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
+        dy, _, normed = _load_bwd(
+            dy_ptr, x_ptr, None, stride_dym, stride_xm, mean, rstd, offs_m, offs_n, mask_n, mask
+        )
+        dweight += dy * normed
+        dbias += dy
+    at = tl.program_id(1).to(tl.int64) * N + offs_n
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + at, tl.sum(dweight, 0), mask=mask_n)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + at, tl.sum(dbias, 0), mask=mask_n)
+
+
+@triton.jit
+def column_sum_kernel(
+    parts_ptr, out_ptr, P, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """out = the sum of parts over rows, always in the same order.
+
+    Shapes: parts (P, N), out (N,), float32. Grid (cdiv(N, BLOCK_N),).
+    """
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, P, BLOCK_M):
+        offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
+        mask = (offs_m < P)[:, None] & (offs_n < N)[None, :]
+        total += load_wide(parts_ptr, N, offs_m, offs_n, mask)
+    tl.store(out_ptr + offs_n, tl.sum(total, 0), mask=offs_n < N)

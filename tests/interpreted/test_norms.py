@@ -1,0 +1,118 @@
+import pytest
+import torch
+from poisoned import EAGER, TARGET, check_error, check_margin, keep_of, poisoned, wide
+
+from fused_remat.backends.base import NORM_STATS
+from fused_remat.backends.triton import norms
+
+SHAPES = [(1, 1), (5, 63), (300, 64), (7, 1000)]
+DTYPES = [torch.float32, torch.float16]
+
+
+@pytest.fixture(params=[False, True], ids=["narrow", "wide"])
+def walked(request, monkeypatch):
+    """Rows within a tile, and rows walked in blocks of 32."""
+    if request.param:
+        monkeypatch.setattr(norms, "FWD_WIDTH", 0)
+        monkeypatch.setattr(norms, "BWD_WIDTH", 0)
+        monkeypatch.setattr(norms, "_WIDE_BLOCK", 32)
+    return request.param
+
+
+def inputs(shape, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(shape[0], shape[1] + 3).to(dtype)[:, : shape[1]] * 2 + 3
+    weight, bias = torch.randn(2, shape[1]).to(dtype)
+    return x, weight, bias
+
+
+def exact_stats(kind, x):
+    return EAGER.norm_fwd(kind, x.double(), None, None, 1e-5)[1:]
+
+
+def empty_stats(kind, rows):
+    return tuple(torch.full((rows, 1), torch.nan) for _ in NORM_STATS[kind])
+
+
+@pytest.mark.parametrize("kind", NORM_STATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_and_rebuild(kind, dtype, shape, walked):
+    x, weight, bias = inputs(shape, dtype)
+    exact, *stats = EAGER.norm_fwd(kind, x.double(), weight.double(), bias.double(), 1e-5)
+    y, made = poisoned(*shape, dtype), empty_stats(kind, shape[0])
+    norms.norm_fwd(x, None, None, weight, bias, 1e-5, None, y, made, False).run()
+    check_margin(y)
+    check_error(y, exact, dtype)
+    for found, true in zip(made, stats, strict=True):
+        check_error(found, true, torch.float32, factor=4 if shape[1] > 1 else 200)
+    again = poisoned(*shape, dtype)
+    norms.norm_fwd(x, None, None, weight, bias, 1e-5, None, again, made, True).run()
+    assert torch.equal(y, again), "a rebuild from statistics has the forward's bits"
+
+
+def test_rows_of_64k():
+    torch.manual_seed(0)
+    x = torch.randn(2, norms.MAX_WIDTH) + 100
+    y, made = poisoned(*x.shape, x.dtype), empty_stats("layer_norm", 2)
+    norms.norm_fwd(x, None, None, None, None, 1e-5, None, y, made, False).run()
+    # Beside a mean of 100, x itself has a rounding error of 100 * 2**-24.
+    check_error(y, EAGER.norm_fwd("layer_norm", x.double(), None, None, 1e-5)[0], x.dtype, 10)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_forward_of_a_sum(dtype, p):
+    shape = (9, 100)
+    x, weight, bias = inputs(shape, dtype)
+    residual = torch.randn(shape).to(dtype)
+    keep = keep_of(*shape, p) if p else None
+    total, y = poisoned(*shape, dtype), poisoned(*shape, dtype)
+    made = empty_stats("layer_norm", shape[0])
+    norms.norm_fwd(x, residual, keep, weight, bias, 1e-5, total, y, made, False).run()
+    check_margin(total)
+    check_margin(y)
+    exact = EAGER.add_fwd(x.double(), residual.double(), wide(keep))
+    check_error(total, exact, dtype)
+    of_total = EAGER.norm_fwd("layer_norm", total.double(), weight.double(), bias.double(), 1e-5)
+    check_error(y, of_total[0], dtype)
+
+
+@pytest.mark.parametrize("kind", NORM_STATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# Not of width 1, whose gradient cancels to nothing.
+@pytest.mark.parametrize("shape", [(1, 4), *SHAPES[1:]], ids=str)
+@pytest.mark.parametrize("wants", ["x w b", "x", "w", "b w"])
+def test_backward(kind, dtype, shape, wants, walked):
+    x, weight, _ = inputs(shape, dtype)
+    dy = torch.randn(shape[1]).to(dtype).expand(shape) if wants == "x" else x.flip(0) - 3
+    add = torch.randn(shape).to(dtype) if wants != "x" else None
+    stats = tuple(s.float() for s in exact_stats(kind, x))
+    marks = tuple(name in wants.split() for name in "xwb")
+    exact = EAGER.norm_bwd(
+        kind, dy.double(), x.double(), tuple(s.double() for s in stats), weight.double(), marks,
+        add=None if add is None else add.double(),
+    )  # fmt: skip
+    dx = poisoned(*shape, dtype) if marks[0] else None
+    dweight, dbias = (torch.full((shape[1],), torch.nan) if m else None for m in marks[1:])
+    for launch in norms.norm_bwd(dy, x, stats, weight, add, dx, dweight, dbias, TARGET):
+        launch.run()
+    if dx is not None:
+        check_margin(dx)
+    for found, true in zip((dx, dweight, dbias), exact, strict=True):
+        assert (found is None) == (true is None)
+        if found is not None:
+            # x - mean loses digits to x's own rounding where a row is short.
+            check_error(found, true, dtype if found is dx else torch.float32, factor=20)
+
+
+def test_gradients_of_parameters_are_the_same_every_time():
+    x, weight, _ = inputs((1000, 40), torch.float32)
+    stats = tuple(s.float() for s in exact_stats("layer_norm", x))
+    found = []
+    for _ in range(2):
+        dweight, dbias = torch.full((2, 40), torch.nan)
+        for launch in norms.norm_bwd(x, x, stats, weight, None, None, dweight, dbias, TARGET):
+            launch.run()
+        found.append(torch.stack([dweight, dbias]))
+    assert torch.equal(*found)

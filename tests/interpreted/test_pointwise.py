@@ -1,0 +1,101 @@
+import pytest
+import torch
+from poisoned import EAGER, check_error, check_margin, keep_of, poisoned, wide
+
+from fused_remat.backends.activations import ACTIVATIONS
+from fused_remat.backends.triton import pointwise
+
+SHAPES = [(1, 1), (5, 63), (3, 1000), (70, 33)]
+DTYPES = [torch.float32, torch.float16]
+
+
+def inputs(shape, dtype, count):
+    """Matrices of one dtype: rows apart, columns apart (a copy is made), expanded over rows."""
+    torch.manual_seed(0)
+    apart = torch.randn(shape[0], shape[1] + 3)[:, : shape[1]] * 2
+    transposed = torch.randn(shape[1], shape[0]).t()
+    expanded = torch.randn(shape[1]).expand(shape)
+    return [t.to(dtype) if t is not expanded else t for t in (apart, transposed, expanded)][:count]
+
+
+def drop(shape, p):
+    return keep_of(*shape, p) if p else None
+
+
+def test_every_activation_of_eager_has_a_pair():
+    assert set(pointwise.PAIRS) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dropout_and_residual(shape, dtype, p):
+    x, residual = inputs(shape, dtype, 2)
+    keep = drop(shape, p)
+    y = poisoned(*shape, dtype)
+    pointwise.dropout_add_fwd(x, residual, keep, y).run()
+    check_margin(y)
+    exact = EAGER.add_fwd(x.double(), residual.double(), wide(keep))
+    check_error(y, exact, dtype)
+    if keep is not None:
+        dx = poisoned(*shape, dtype)
+        pointwise.dropout_add_fwd(x, None, keep, dx).run()
+        check_margin(dx)
+        assert torch.equal(dx == 0, (keep.tensor() == 0) | (x == 0)), "the same bits as eager's"
+
+
+@pytest.mark.parametrize("act", pointwise.PAIRS)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_activation(act, p, dtype, shape):
+    x, dy = inputs(shape, dtype, 2)
+    keep = drop(shape, p)
+    exact = EAGER.act_fwd(x.double(), act, wide(keep))
+    y, again, dx = (poisoned(*shape, dtype) for _ in range(3))
+    pointwise.act_fwd(x, act, keep, y).run()
+    pointwise.act_bwd(dy, x, act, keep, dx, again).run()
+    for found in (y, again, dx):
+        check_margin(found)
+    check_error(y, exact, dtype)
+    check_error(again, exact, dtype)
+    check_error(dx, EAGER.act_bwd(dy.double(), x.double(), act, wide(keep), False), dtype)
+
+
+@pytest.mark.parametrize("act", pointwise.PAIRS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wants", ["both", "gate", "up"])
+def test_gated(act, dtype, wants):
+    shape = SHAPES[3]
+    gate, up = inputs(shape, dtype, 2)
+    dy, keep = torch.randn(shape[1]).to(dtype).expand(shape), drop(shape, 0.3)
+    y = poisoned(*shape, dtype)
+    pointwise.gated_fwd(gate, up, act, keep, y).run()
+    check_margin(y)
+    check_error(y, EAGER.gated_fwd(gate.double(), up.double(), act, wide(keep)), dtype)
+    dgate = poisoned(*shape, dtype) if wants != "up" else None
+    dup = poisoned(*shape, dtype) if wants != "gate" else None
+    given = None if wants == "up" else up
+    pointwise.gated_bwd(dy, gate, given, act, keep, dgate, dup).run()
+    exact = EAGER.gated_bwd(
+        dy.double(), gate.double(), None if given is None else up.double(), act, wide(keep), False,
+        wants != "gate",
+    )  # fmt: skip
+    for found, true in zip((dgate, dup), exact, strict=True):
+        assert (found is None) == (true is None)
+        if found is not None:
+            check_margin(found)
+            check_error(found, true, dtype)
+
+
+@pytest.mark.parametrize("act", pointwise.PAIRS)
+def test_activations_at_the_ends_of_the_line(act):
+    """Far out, about zero, at infinity and NaN, as ATen has it."""
+    x = torch.tensor([[-100.0, -10.0, -0.2, -1e-4, -0.0, 0.0, 1e-4, 0.2, 10.0, 100.0, torch.nan]])
+    y, dx = torch.empty_like(x), torch.empty_like(x)
+    pointwise.act_fwd(x, act, None, y).run()
+    pointwise.act_bwd(torch.ones_like(x), x, act, None, dx).run()
+    exact = EAGER.act_fwd(x.double(), act, None)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-7, equal_nan=True)
+    slope = EAGER.act_bwd(torch.ones_like(x).double(), x.double(), act, None, False)
+    torch.testing.assert_close(dx.double()[:, :-1], slope[:, :-1], rtol=1e-5, atol=1e-6)

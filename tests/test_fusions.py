@@ -1,0 +1,158 @@
+"""Fused steps against single ones: the same bits, where the fused routine is the single ones."""
+
+import itertools
+
+import pytest
+import torch
+from reference import RUNGS
+
+from fused_remat import autograd, ops
+from fused_remat.backends import registry
+from fused_remat.backends.eager import EagerBackend
+from fused_remat.blocks.fusions import FUSIONS
+from fused_remat.blocks.pieces import MlpConfig, mlp_graph
+from fused_remat.blocks.program import programs
+
+ROUTINES = (
+    "linear_act_fwd", "gated_linear_act_fwd", "linear_norm_fwd", "mlp_bwd", "gated_mlp_bwd",
+)  # fmt: skip
+
+
+class Fusing(EagerBackend):
+    """Eager, through the routines of several steps, whose calls it notes."""
+
+    name = "fusing"
+
+    def __init__(self):
+        self.calls = set()
+
+    def fusions(self, x):
+        return frozenset(FUSIONS)
+
+    def __getattribute__(self, name):
+        if name in ROUTINES:
+            self.calls.add(name)
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def fusing(monkeypatch):
+    backend = Fusing()
+    registry.load.cache_clear()
+    monkeypatch.setitem(registry.BACKENDS, "fusing", lambda: backend)
+    autograd._prepare.cache_clear()
+    yield backend
+    registry.load.cache_clear()
+
+
+ENCODER = {
+    "qkv": (24, 8), "proj": (8, 8), "fc1": (16, 8), "fc2": (8, 16), "norm1": (8,), "norm2": (8,),
+}  # fmt: skip
+
+
+def encoder_case(policy, norm_first, wants):
+    torch.manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(shape) for name, shape in ENCODER.items()}
+    weights |= {f"{name}.bias": torch.randn(shape[0]) for name, shape in ENCODER.items()}
+    x, dy = torch.randn(2, 3, 5, 8)
+    leaves = {"input": x, **weights}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(wants(name))
+
+    def step(backend):
+        torch.manual_seed(1)
+        y = ops.encoder_block(
+            x, weights, 2, norm_first=norm_first, activation="gelu", dropout_p=0.2, policy=policy,
+            backend=backend,
+        )  # fmt: skip
+        given = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        return [y.detach(), *torch.autograd.grad(y, given, dy)]
+
+    return step
+
+
+WANTS = {
+    "all": lambda name: True,
+    "input": lambda name: name == "input",
+    "weights": lambda name: name != "input",
+    "fc2 frozen": lambda name: not name.startswith("fc2"),
+    "fc2.bias only": lambda name: name == "fc2.bias",
+    "fc1 only": lambda name: name.startswith("fc1"),
+    "norm2 only": lambda name: name.startswith("norm2"),
+}
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("wants", WANTS)
+def test_encoder_gives_the_same_bits(fusing, policy, norm_first, wants):
+    step = encoder_case(policy, norm_first, WANTS[wants])
+    for a, b in zip(step("fusing"), step("eager"), strict=True):
+        assert torch.equal(a, b)
+    assert {"linear_act_fwd", "linear_norm_fwd"} <= fusing.calls
+    if wants in ("all", "fc2 frozen", "input"):
+        # "none" keeps up; post-norm, "full" rebuilds it anyway, for sum2.
+        kept = policy == "none" or (policy == "full" and not norm_first)
+        assert ("mlp_bwd" in fusing.calls) != kept
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (0, 1)])
+def test_mlp_gives_the_same_bits(fusing, gated, policy, frozen):
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 3, 5, 8)
+    shapes = [(16, 8), (16, 8), (8, 16)] if gated else [(16, 8), (16,), (8, 16), (8,)]
+    weights = [torch.randn(shape) for shape in shapes]
+    for index, weight in enumerate(weights):
+        weight.requires_grad_(index not in frozen)
+    x.requires_grad_()
+    results = []
+    for backend in ("fusing", "eager"):
+        torch.manual_seed(1)
+        op = ops.gated_mlp if gated else ops.mlp
+        y = op(x, *weights, dropout_p=0.3, policy=policy, backend=backend)
+        leaves = [x, *(w for w in weights if w.requires_grad)]
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    name = "gated_mlp_bwd" if gated else "mlp_bwd"
+    assert (name in fusing.calls) == (policy == "full")
+
+
+SAVES = [
+    frozenset(names)
+    for size in range(5)
+    for names in itertools.combinations(("norm", "gate", "up", "act"), size)
+]
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("save", SAVES, ids=lambda save: "-".join(sorted(save)) or "nothing")
+def test_no_fusion_changes_what_is_kept_or_reads_what_is_not_there(gated, save):
+    graph = mlp_graph(MlpConfig("gelu", gated=gated, p_mlp=0.1, p_residual=0.1, norm="rms_norm"))
+    save &= set(graph.names)
+    for wants in ({"input"}, {"fc2.weight"}, {"input", *graph.params} - {"seed"}):
+        for tiled in (False, True):
+            plain = programs(graph, save, frozenset(wants), tiled)
+            fused = programs(graph, save, frozenset(wants), tiled, frozenset(FUSIONS))
+            for name in ("kept", "kept_group", "kept_tile", "kept_inputs", "saved_params"):
+                assert getattr(plain, name) == getattr(fused, name)
+            forward = fused.tile_forward if tiled else fused.forward
+            check_reads(forward, {"input"}, set(fused.kept))
+            check_reads(
+                fused.tile_backward if tiled else fused.backward, {"input", *fused.kept}, set()
+            )
+
+
+def check_reads(steps, have, must_make):
+    """Every step reads what is there by then, and what is kept is made."""
+    made = set(have)
+    for step in steps:
+        if step.node is None:
+            continue
+        if step.kind == "compute":
+            assert set(step.node.reads) <= made, f"{step} reads what is not there"
+            made |= set(step.node.makes)
+        made -= set(step.free)
+    assert must_make <= made
