@@ -100,8 +100,8 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _tile_name(tile: tables.Tile) -> str:
-    split = " split" if tile.split else ""
-    return f"{tile.block_m}x{tile.block_n}x{tile.block_k}{split} w{tile.warps} s{tile.stages}"
+    parts = f"/{tile.parts}" if tile.parts > 1 else ""
+    return f"{tile.block_m}x{tile.block_n}{parts}x{tile.block_k} w{tile.warps} s{tile.stages}"
 
 
 class _Products:
@@ -135,6 +135,27 @@ class _Products:
         given = self.x, self.up, None, self.up, None
         return {
             name: gemm.gated_mlp_fwd(*given, keep, "silu", self.y, self.at, tile)
+            for name, keep in (("silu", None), ("silu dropout", self.keep))
+        }
+
+    def linear_act_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
+        """`linear_act_bwd` without a gate, act in the place of up."""
+        given, made = (self.dy, self.down, None, self.y), (self.y, None, self.pre)
+        return {
+            name: gemm.linear_act_bwd(*given, keep, act, *made, self.at, tile)
+            for name, keep, act in (
+                ("gelu", None, "gelu"),
+                ("gelu dropout", self.keep, "gelu"),
+                ("relu dropout", self.keep, "relu"),
+            )
+        }
+
+    def gated_act_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
+        """`linear_act_bwd` with a gate, act in the place of up and dgate in that of gate."""
+        given = self.dy, self.down, self.other, self.y
+        made = self.y, self.other, self.pre
+        return {
+            name: gemm.linear_act_bwd(*given, keep, "silu", *made, self.at, tile)
             for name, keep in (("silu", None), ("silu dropout", self.keep))
         }
 

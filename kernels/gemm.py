@@ -1,12 +1,14 @@
 """What matrix products are made of: tiles in an order that reuses cache, loads, the inner loop.
 
-An operand is a pointer and a row stride, or a tensor descriptor (TMA: Hopper and later) whose block
-is the tile to be loaded; TMA says which. Descriptors read 0 outside, and so do masked loads.
+An operand or a result is a pointer and a row stride, or a tensor descriptor (TMA: Hopper and later)
+whose block is the tile; TMA says which. Descriptors read 0 outside, and so do masked loads.
 Products accumulate in float32; PRECISION is `tl.dot`'s, for float32 operands.
 """
 
 import triton
 import triton.language as tl
+
+from fused_remat.kernels.dropout import keep_scale, split_key
 
 
 @triton.jit
@@ -30,13 +32,52 @@ def load_tile(
     EVEN: `cols` is a multiple of BLOCK_N, so that no column is outside.
     """
     if TMA:
-        return x.load([row, col])
-    offs_m = row + tl.arange(0, BLOCK_M)
-    offs_n = col + tl.arange(0, BLOCK_N)
-    mask = (offs_m < rows)[:, None]
-    if not EVEN:
-        mask = mask & (offs_n < cols)[None, :]
-    return tl.load(x + offs_m.to(tl.int64)[:, None] * stride + offs_n[None, :], mask, other=0.0)
+        tile = x.load([row, col])
+    else:
+        offs_m = row + tl.arange(0, BLOCK_M)
+        offs_n = col + tl.arange(0, BLOCK_N)
+        mask = (offs_m < rows)[:, None]
+        if not EVEN:
+            mask = mask & (offs_n < cols)[None, :]
+        ptrs = x + offs_m.to(tl.int64)[:, None] * stride + offs_n[None, :]
+        tile = tl.load(ptrs, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(y, stride, row, col, rows, cols, tile, TMA: tl.constexpr):
+    """y[row : row + BLOCK_M, col : col + BLOCK_N] = tile, in the dtype of y."""
+    if TMA:
+        y.store([row, col], tile.to(y.dtype))
+    else:
+        offs_m = row + tl.arange(0, tile.shape[0])
+        offs_n = col + tl.arange(0, tile.shape[1])
+        mask = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
+        ptrs = y + offs_m.to(tl.int64)[:, None] * stride + offs_n[None, :]
+        tl.store(ptrs, tile.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rounded(tile, y, TMA: tl.constexpr):
+    """The tile in the dtype of y."""
+    if TMA:
+        tile = tile.to(y.dtype)
+    else:
+        tile = tile.to(y.dtype.element_ty)
+    return tile
+
+
+@triton.jit
+def keep_tile(
+    site_key_ptr, row0, row, col, threshold, scale, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Dropout's multiplier of the tile whose first element is (row0 + row, col); 1 for no site."""
+    keep = 1.0
+    if site_key_ptr is not None:
+        offs_m = (row + tl.arange(0, ROWS)).to(tl.int64)
+        row_key = split_key(tl.load(site_key_ptr), row0 + offs_m)
+        keep = keep_scale(row_key, col + tl.arange(0, COLS), threshold, scale)
+    return keep
 
 
 @triton.jit
@@ -61,22 +102,38 @@ def add_product(
 
 
 @triton.jit
-def add_bias(acc, bias_ptr, offs_n, N):
-    """acc + bias; acc itself where there is none."""
+def add_bias(acc, bias_ptr, col, N):
+    """acc + bias, from column `col` on; acc itself where there is none."""
     if bias_ptr is not None:
+        offs_n = col + tl.arange(0, acc.shape[1])
         acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     return acc
 
 
 @triton.jit
-def left_half(x):
-    """The first half of the columns."""
+def _half(x, index: tl.constexpr):
+    """The first or second half of the columns."""
     halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
-    return tl.split(tl.permute(halves, (0, 2, 1)))[0]
+    left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+    if index == 0:
+        half = left
+    else:
+        half = right
+    return half
 
 
 @triton.jit
-def right_half(x):
-    """The second half of the columns."""
-    halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
-    return tl.split(tl.permute(halves, (0, 2, 1)))[1]
+def part(x, index: tl.constexpr, PARTS: tl.constexpr):
+    """Columns `index` · N / PARTS and so on: one of 1, 2, 4 or 8 parts of a tile.
+
+    A tile's end that is computed part by part needs fewer registers.
+    """
+    if PARTS == 1:
+        x = x
+    elif PARTS == 2:
+        x = _half(x, index)
+    elif PARTS == 4:
+        x = _half(_half(x, index // 2), index % 2)
+    else:
+        x = _half(_half(_half(x, index // 4), index // 2 % 2), index % 2)
+    return x

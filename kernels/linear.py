@@ -10,12 +10,13 @@ import triton.language as tl
 from fused_remat.kernels.gemm import (
     add_bias,
     add_product,
-    left_half,
+    keep_tile,
     load_tile,
-    right_half,
+    part,
+    rounded,
+    store_tile,
     tile_at,
 )
-from fused_remat.kernels.pointwise import dropped, load_wide, store_narrow
 
 
 @triton.jit
@@ -48,22 +49,22 @@ def _add_normed_product(
 
 @triton.jit
 def _finish(
-    acc, bias_ptr, residual_ptr, site_key_ptr, pre_ptr, y_ptr, stride_rm, stride_pm, stride_ym,
-    row0, row, col, M, N, threshold, scale, ACT: tl.constexpr,
+    acc, bias_ptr, residual, site_key_ptr, pre, y, stride_rm, stride_pm, stride_ym, row0, row, col,
+    M, N, threshold, scale, ACT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Ends a tile: bias, the pre-activation's store, activation, dropout, residual, y's store."""
-    offs_m = (row + tl.arange(0, acc.shape[0])).to(tl.int64)
-    offs_n = col + tl.arange(0, acc.shape[1])
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    y = add_bias(acc, bias_ptr, offs_n, N)
+    acc = add_bias(acc, bias_ptr, col, N)
     if ACT is not None:  # of the rounded value, stored or not: what backward will see
-        if pre_ptr is not None:
-            store_narrow(pre_ptr, stride_pm, offs_m, offs_n, mask, y)
-        y = ACT(y.to(y_ptr.dtype.element_ty).to(tl.float32))
-    y = dropped(y, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
-    if residual_ptr is not None:
-        y += load_wide(residual_ptr, stride_rm, offs_m, offs_n, mask)
-    store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
+        acc = rounded(acc, y, TMA)
+        if pre is not None:
+            store_tile(pre, stride_pm, row, col, M, N, acc, TMA)
+        acc = ACT(acc.to(tl.float32))
+    acc *= keep_tile(site_key_ptr, row0, row, col, threshold, scale, acc.shape[0], acc.shape[1])
+    if residual is not None:
+        acc += load_tile(
+            residual, stride_rm, row, col, M, N, acc.shape[0], acc.shape[1], False, TMA
+        ).to(tl.float32)
+    store_tile(y, stride_ym, row, col, M, N, acc, TMA)
 
 
 @triton.jit
@@ -71,14 +72,14 @@ def linear_fwd_kernel(
     x,
     w,
     bias_ptr,
-    residual_ptr,
+    residual,
     site_key_ptr,
     mean_ptr,
     rstd_ptr,
     norm_weight_ptr,
     norm_bias_ptr,
-    pre_ptr,
-    y_ptr,
+    pre,
+    y,
     stride_xm,
     stride_wn,
     stride_rm,
@@ -94,17 +95,17 @@ def linear_fwd_kernel(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     EVEN: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y = keep * act(x @ wᵀ + bias) + residual; pre = x @ wᵀ + bias where pre_ptr is not None.
+    """y = keep * act(x @ wᵀ + bias) + residual; pre = x @ wᵀ + bias where pre is not None.
 
     Shapes: x (M, K), w (N, K), bias (N,), residual, pre, y (M, N); site_key () int64. With rstd
         (M,) (and mean, of LayerNorm) x is first normalised, as `norm_fwd_kernel` would.
-        SPLIT: the end is computed in two halves, for its registers. Grid: any.
+        PARTS: the end is computed in 1, 2 or 4 parts. Grid: any.
     Units: FLOPs = 2·M·N·K.
     """
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -121,17 +122,9 @@ def linear_fwd_kernel(
                 acc, x, w, stride_xm, stride_wn, row, col, M, N, K, False, BLOCK_M, BLOCK_N,
                 BLOCK_K, EVEN, TMA, PRECISION,
             )  # fmt: skip
-        if SPLIT:
+        for index in tl.static_range(PARTS):
             _finish(
-                left_half(acc), bias_ptr, residual_ptr, site_key_ptr, pre_ptr, y_ptr, stride_rm,
-                stride_pm, stride_ym, row0, row, col, M, N, threshold, scale, ACT,
-            )  # fmt: skip
-            _finish(
-                right_half(acc), bias_ptr, residual_ptr, site_key_ptr, pre_ptr, y_ptr, stride_rm,
-                stride_pm, stride_ym, row0, row, col + BLOCK_N // 2, M, N, threshold, scale, ACT,
-            )  # fmt: skip
-        else:
-            _finish(
-                acc, bias_ptr, residual_ptr, site_key_ptr, pre_ptr, y_ptr, stride_rm, stride_pm,
-                stride_ym, row0, row, col, M, N, threshold, scale, ACT,
+                part(acc, index, PARTS), bias_ptr, residual, site_key_ptr, pre, y, stride_rm,
+                stride_pm, stride_ym, row0, row, col + index * (BLOCK_N // PARTS), M, N, threshold,
+                scale, ACT, TMA,
             )  # fmt: skip

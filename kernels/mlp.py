@@ -1,8 +1,10 @@
-"""An MLP's hidden half, forward and backward, in one kernel each: no pre-activation is written.
+"""An MLP's hidden half: forward, and backward from its input.
 
-Forward: act(x @ w1ᵀ + b1), gated or (`kernels.linear`) plain. Backward: the pre-activation is
-computed again, rounded as forward rounded it, then its gradient's product, and both end in the
-activation and the gradient of the pre-activation. Persistent; operands as in `kernels.gemm`.
+Forward: act(x @ w1ᵀ + b1), gated or (`kernels.linear`) plain. Backward ends in the activation and
+the gradient of the pre-activation: `linear_act_bwd_kernel` reads a pre-activation that was computed
+again before; the `mlp_bwd` kernels compute both products of a tile, one after the other, and never
+write one. Operands as in `kernels.gemm`; all are persistent but the `mlp_bwd` kernels, whose two
+inner loops leave no registers for an outer one.
 """
 
 import triton
@@ -11,12 +13,13 @@ import triton.language as tl
 from fused_remat.kernels.gemm import (
     add_bias,
     add_product,
-    left_half,
+    keep_tile,
     load_tile,
-    right_half,
+    part,
+    rounded,
+    store_tile,
     tile_at,
 )
-from fused_remat.kernels.pointwise import dropped, store_narrow
 
 
 @triton.jit
@@ -36,14 +39,6 @@ def _add_two_products(
 
 
 @triton.jit
-def _offsets(row, col, M, F, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows (int64) and columns of a tile, and the mask of those that exist."""
-    offs_m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
-    offs_n = col + tl.arange(0, BLOCK_N)
-    return offs_m, offs_n, (offs_m < M)[:, None] & (offs_n < F)[None, :]
-
-
-@triton.jit
 def gated_mlp_fwd_kernel(
     x,
     wg,
@@ -51,7 +46,7 @@ def gated_mlp_fwd_kernel(
     bg_ptr,
     b1_ptr,
     site_key_ptr,
-    y_ptr,
+    y,
     stride_xm,
     stride_gn,
     stride_wn,
@@ -85,27 +80,110 @@ def gated_mlp_fwd_kernel(
             gate, up, x, wg, w1, stride_xm, stride_gn, stride_wn, row, col, M, F, K, BLOCK_M,
             BLOCK_N, BLOCK_K, EVEN, TMA, PRECISION,
         )  # fmt: skip
-        offs_m, offs_n, mask = _offsets(row, col, M, F, BLOCK_M, BLOCK_N)
-        dtype = y_ptr.dtype.element_ty
-        gate = add_bias(gate, bg_ptr, offs_n, F).to(dtype).to(tl.float32)
-        up = add_bias(up, b1_ptr, offs_n, F).to(dtype).to(tl.float32)
-        y = dropped(ACT(gate) * up, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
-        store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
+        gate = rounded(add_bias(gate, bg_ptr, col, F), y, TMA).to(tl.float32)
+        up = rounded(add_bias(up, b1_ptr, col, F), y, TMA).to(tl.float32)
+        keep = keep_tile(site_key_ptr, row0, row, col, threshold, scale, BLOCK_M, BLOCK_N)
+        store_tile(y, stride_ym, row, col, M, F, ACT(gate) * up * keep, TMA)
 
 
 @triton.jit
 def _finish_bwd(
-    dact, up, site_key_ptr, act_ptr, dup_ptr, stride_am, stride_um, row0, row, col, M, F,
-    threshold, scale, ACT: tl.constexpr,
+    dact, up, site_key_ptr, act, dup, stride_am, stride_um, row0, row, col, M, F, threshold, scale,
+    ACT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Ends a tile of the plain backward: stores act and dup."""
-    offs_m, offs_n, mask = _offsets(row, col, M, F, up.shape[0], up.shape[1])
-    dact = dropped(dact, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
-    dup, act = ACT(dact, up.to(tl.float32))
-    store_narrow(dup_ptr, stride_um, offs_m, offs_n, mask, dup)
-    if act_ptr is not None:
-        act = dropped(act, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
-        store_narrow(act_ptr, stride_am, offs_m, offs_n, mask, act)
+    keep = keep_tile(site_key_ptr, row0, row, col, threshold, scale, up.shape[0], up.shape[1])
+    d_tile, y_tile = ACT(dact * keep, up.to(tl.float32))
+    if act is not None:
+        store_tile(act, stride_am, row, col, M, F, y_tile * keep, TMA)
+    store_tile(dup, stride_um, row, col, M, F, d_tile, TMA)
+
+
+@triton.jit
+def _finish_gated_bwd(
+    dact, gate, up, site_key_ptr, act, dgate, dup, stride_am, stride_dgm, stride_um, row0, row,
+    col, M, F, threshold, scale, ACT: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Ends a tile of the gated backward: stores act, dgate and dup."""
+    keep = keep_tile(site_key_ptr, row0, row, col, threshold, scale, up.shape[0], up.shape[1])
+    dact *= keep
+    up = up.to(tl.float32)
+    d_tile, y_tile = ACT(dact * up, gate.to(tl.float32))
+    if act is not None:
+        store_tile(act, stride_am, row, col, M, F, y_tile * up * keep, TMA)
+    store_tile(dgate, stride_dgm, row, col, M, F, d_tile, TMA)
+    store_tile(dup, stride_um, row, col, M, F, dact * y_tile, TMA)
+
+
+@triton.jit
+def linear_act_bwd_kernel(
+    dy,
+    w2,
+    gate,
+    up,
+    site_key_ptr,
+    act,
+    dgate,
+    dup,
+    stride_dym,
+    stride_w2,
+    stride_gm,
+    stride_upm,
+    stride_am,
+    stride_dgm,
+    stride_um,
+    row0,
+    M,
+    F,
+    D,
+    threshold,
+    scale,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A product that ends in the activation's backward, where up was computed before.
+
+    act = keep * f(up) and dup = keep * (dy @ w2) * f'(up); or with a gate, act = keep * f(gate) *
+    up, dgate = keep * (dy @ w2) * up * f'(gate), dup = keep * (dy @ w2) * f(gate).
+
+    Shapes: dy (M, D), w2 (D, F), all others (M, F); gate and dgate, or act, may be None. act may
+        be up, and dgate gate, or dup either: a tile is read before it is written.
+    Units: FLOPs = 2·M·F·D; bytes moved = 3·M·F elements, 5 with a gate.
+    """
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(F, BLOCK_N)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, col = tile_at(tile, M, F, BLOCK_M, BLOCK_N, GROUP_M)
+        dact = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        dact = add_product(
+            dact, dy, w2, stride_dym, stride_w2, row, col, M, F, D, True, BLOCK_M, BLOCK_N,
+            BLOCK_K, EVEN, TMA, PRECISION,
+        )  # fmt: skip
+        for index in tl.static_range(PARTS):
+            at = col + index * (BLOCK_N // PARTS)
+            up_tile = load_tile(
+                up, stride_upm, row, at, M, F, BLOCK_M, BLOCK_N // PARTS, False, TMA
+            )
+            if gate is not None:
+                gate_tile = load_tile(
+                    gate, stride_gm, row, at, M, F, BLOCK_M, BLOCK_N // PARTS, False, TMA
+                )
+                _finish_gated_bwd(
+                    part(dact, index, PARTS), gate_tile, up_tile, site_key_ptr, act, dgate, dup,
+                    stride_am, stride_dgm, stride_um, row0, row, at, M, F, threshold, scale, ACT,
+                    TMA,
+                )  # fmt: skip
+            else:
+                _finish_bwd(
+                    part(dact, index, PARTS), up_tile, site_key_ptr, act, dup, stride_am,
+                    stride_um, row0, row, at, M, F, threshold, scale, ACT, TMA,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -116,8 +194,8 @@ def mlp_bwd_kernel(
     w2,
     b1_ptr,
     site_key_ptr,
-    act_ptr,
-    dup_ptr,
+    act,
+    dup,
     stride_xm,
     stride_wn,
     stride_dym,
@@ -135,7 +213,7 @@ def mlp_bwd_kernel(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     EVEN: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -143,55 +221,28 @@ def mlp_bwd_kernel(
 ):
     """With up = x @ w1ᵀ + b1: act = keep * act(up) and dup = keep * (dy @ w2) * act'(up).
 
-    Shapes: x (M, K), w1 (F, K), b1 (F,), dy (M, D), w2 (D, F), act and dup (M, F); act_ptr may be
+    Shapes: x (M, K), w1 (F, K), b1 (F,), dy (M, D), w2 (D, F), act and dup (M, F); act may be
         None. EVEN: K and D are multiples of BLOCK_K. ACT: a backward of `kernels.activations`.
     Units: FLOPs = 2·M·F·(K + D); bytes written = 2·M·F elements.
     """
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(F, BLOCK_N)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, col = tile_at(tile, M, F, BLOCK_M, BLOCK_N, GROUP_M)
-        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        up = add_product(
-            up, x, w1, stride_xm, stride_wn, row, col, M, F, K, False, BLOCK_M, BLOCK_N, BLOCK_K,
-            EVEN, TMA, PRECISION,
+    row, col = tile_at(tl.program_id(0), M, F, BLOCK_M, BLOCK_N, GROUP_M)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = add_product(
+        up, x, w1, stride_xm, stride_wn, row, col, M, F, K, False, BLOCK_M, BLOCK_N, BLOCK_K,
+        EVEN, TMA, PRECISION,
+    )  # fmt: skip
+    up = rounded(add_bias(up, b1_ptr, col, F), dup, TMA)
+    dact = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    dact = add_product(
+        dact, dy, w2, stride_dym, stride_w2, row, col, M, F, D, True, BLOCK_M, BLOCK_N,
+        BLOCK_K, EVEN, TMA, PRECISION,
+    )  # fmt: skip
+    for index in tl.static_range(PARTS):
+        _finish_bwd(
+            part(dact, index, PARTS), part(up, index, PARTS), site_key_ptr, act, dup,
+            stride_am, stride_um, row0, row, col + index * (BLOCK_N // PARTS), M, F, threshold,
+            scale, ACT, TMA,
         )  # fmt: skip
-        up = add_bias(up, b1_ptr, col + tl.arange(0, BLOCK_N), F).to(dup_ptr.dtype.element_ty)
-        dact = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        dact = add_product(
-            dact, dy, w2, stride_dym, stride_w2, row, col, M, F, D, True, BLOCK_M, BLOCK_N,
-            BLOCK_K, EVEN, TMA, PRECISION,
-        )  # fmt: skip
-        if SPLIT:
-            _finish_bwd(
-                left_half(dact), left_half(up), site_key_ptr, act_ptr, dup_ptr, stride_am,
-                stride_um, row0, row, col, M, F, threshold, scale, ACT,
-            )  # fmt: skip
-            _finish_bwd(
-                right_half(dact), right_half(up), site_key_ptr, act_ptr, dup_ptr, stride_am,
-                stride_um, row0, row, col + BLOCK_N // 2, M, F, threshold, scale, ACT,
-            )  # fmt: skip
-        else:
-            _finish_bwd(
-                dact, up, site_key_ptr, act_ptr, dup_ptr, stride_am, stride_um, row0, row, col, M,
-                F, threshold, scale, ACT,
-            )  # fmt: skip
-
-
-@triton.jit
-def _finish_gated_bwd(
-    dact, gate, up, site_key_ptr, act_ptr, dgate_ptr, dup_ptr, stride_am, stride_dgm, stride_um,
-    row0, row, col, M, F, threshold, scale, ACT: tl.constexpr,
-):  # fmt: skip
-    """Ends a tile of the gated backward: stores act, dgate and dup."""
-    offs_m, offs_n, mask = _offsets(row, col, M, F, up.shape[0], up.shape[1])
-    dact = dropped(dact, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
-    up = up.to(tl.float32)
-    dgate, y = ACT(dact * up, gate.to(tl.float32))
-    store_narrow(dgate_ptr, stride_dgm, offs_m, offs_n, mask, dgate)
-    store_narrow(dup_ptr, stride_um, offs_m, offs_n, mask, dact * y)
-    if act_ptr is not None:
-        act = dropped(y * up, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
-        store_narrow(act_ptr, stride_am, offs_m, offs_n, mask, act)
 
 
 @triton.jit
@@ -204,9 +255,9 @@ def gated_mlp_bwd_kernel(
     bg_ptr,
     b1_ptr,
     site_key_ptr,
-    act_ptr,
-    dgate_ptr,
-    dup_ptr,
+    act,
+    dgate,
+    dup,
     stride_xm,
     stride_gn,
     stride_wn,
@@ -226,7 +277,7 @@ def gated_mlp_bwd_kernel(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     EVEN: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -238,36 +289,23 @@ def gated_mlp_bwd_kernel(
 
     Shapes: as there; wg (F, K), bg (F,), dgate (M, F). Units: FLOPs = 2·M·F·(2·K + D).
     """
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(F, BLOCK_N)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, col = tile_at(tile, M, F, BLOCK_M, BLOCK_N, GROUP_M)
-        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        gate, up = _add_two_products(
-            gate, up, x, wg, w1, stride_xm, stride_gn, stride_wn, row, col, M, F, K, BLOCK_M,
-            BLOCK_N, BLOCK_K, EVEN, TMA, PRECISION,
+    row, col = tile_at(tl.program_id(0), M, F, BLOCK_M, BLOCK_N, GROUP_M)
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    gate, up = _add_two_products(
+        gate, up, x, wg, w1, stride_xm, stride_gn, stride_wn, row, col, M, F, K, BLOCK_M,
+        BLOCK_N, BLOCK_K, EVEN, TMA, PRECISION,
+    )  # fmt: skip
+    gate = rounded(add_bias(gate, bg_ptr, col, F), dup, TMA)
+    up = rounded(add_bias(up, b1_ptr, col, F), dup, TMA)
+    dact = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    dact = add_product(
+        dact, dy, w2, stride_dym, stride_w2, row, col, M, F, D, True, BLOCK_M, BLOCK_N,
+        BLOCK_K, EVEN, TMA, PRECISION,
+    )  # fmt: skip
+    for index in tl.static_range(PARTS):
+        _finish_gated_bwd(
+            part(dact, index, PARTS), part(gate, index, PARTS), part(up, index, PARTS),
+            site_key_ptr, act, dgate, dup, stride_am, stride_dgm, stride_um, row0, row,
+            col + index * (BLOCK_N // PARTS), M, F, threshold, scale, ACT, TMA,
         )  # fmt: skip
-        offs_n = col + tl.arange(0, BLOCK_N)
-        gate = add_bias(gate, bg_ptr, offs_n, F).to(dup_ptr.dtype.element_ty)
-        up = add_bias(up, b1_ptr, offs_n, F).to(dup_ptr.dtype.element_ty)
-        dact = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        dact = add_product(
-            dact, dy, w2, stride_dym, stride_w2, row, col, M, F, D, True, BLOCK_M, BLOCK_N,
-            BLOCK_K, EVEN, TMA, PRECISION,
-        )  # fmt: skip
-        if SPLIT:
-            _finish_gated_bwd(
-                left_half(dact), left_half(gate), left_half(up), site_key_ptr, act_ptr, dgate_ptr,
-                dup_ptr, stride_am, stride_dgm, stride_um, row0, row, col, M, F, threshold, scale,
-                ACT,
-            )  # fmt: skip
-            _finish_gated_bwd(
-                right_half(dact), right_half(gate), right_half(up), site_key_ptr, act_ptr,
-                dgate_ptr, dup_ptr, stride_am, stride_dgm, stride_um, row0, row,
-                col + BLOCK_N // 2, M, F, threshold, scale, ACT,
-            )  # fmt: skip
-        else:
-            _finish_gated_bwd(
-                dact, gate, up, site_key_ptr, act_ptr, dgate_ptr, dup_ptr, stride_am, stride_dgm,
-                stride_um, row0, row, col, M, F, threshold, scale, ACT,
-            )  # fmt: skip

@@ -10,7 +10,7 @@ sums its own rows into a row of partials, and `column_sum_kernel` adds those.
 import triton
 import triton.language as tl
 
-from fused_remat.kernels.pointwise import dropped, load_wide, store_narrow
+from fused_remat.kernels.pointwise import keep_at, load_wide, store_narrow
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def norm_fwd_kernel(
     mask = mask_m[:, None] & mask_n[None, :]
     x = load_wide(x_ptr, stride_xm, offs_m, offs_n, mask)
     if residual_ptr is not None:
-        x = dropped(x, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
+        x *= keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale)
         x += load_wide(residual_ptr, stride_rm, offs_m, offs_n, mask)
         store_narrow(sum_ptr, stride_sm, offs_m, offs_n, mask, x)
         x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)

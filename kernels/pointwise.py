@@ -36,12 +36,13 @@ def store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y):
 
 
 @triton.jit
-def dropped(x, site_key_ptr, row0, offs_m, offs_n, threshold, scale):
-    """keep * x; x itself where there is no dropout (`site_key_ptr` None)."""
+def keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale):
+    """Dropout's multiplier for rows and columns; 1 where there is no site (None)."""
+    keep = 1.0
     if site_key_ptr is not None:
         row_key = split_key(tl.load(site_key_ptr), row0 + offs_m)
-        x = x * keep_scale(row_key, offs_n, threshold, scale)
-    return x
+        keep = keep_scale(row_key, offs_n, threshold, scale)
+    return keep
 
 
 @triton.jit
@@ -68,7 +69,7 @@ def dropout_add_fwd_kernel(
     """
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
     y = load_wide(x_ptr, stride_xm, offs_m, offs_n, mask)
-    y = dropped(y, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
+    y *= keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale)
     if residual_ptr is not None:
         y += load_wide(residual_ptr, stride_rm, offs_m, offs_n, mask)
     store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
@@ -96,7 +97,7 @@ def act_fwd_kernel(
     """
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
     y = ACT(load_wide(x_ptr, stride_xm, offs_m, offs_n, mask))
-    y = dropped(y, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
+    y *= keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale)
     store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
 
 
@@ -126,12 +127,12 @@ def act_bwd_kernel(
     """
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
     dy = load_wide(dy_ptr, stride_dym, offs_m, offs_n, mask)
-    dy = dropped(dy, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
+    keep = keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale)
+    dy *= keep
     dx, y = ACT(dy, load_wide(x_ptr, stride_xm, offs_m, offs_n, mask))
     store_narrow(dx_ptr, stride_dxm, offs_m, offs_n, mask, dx)
     if y_ptr is not None:
-        y = dropped(y, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
-        store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
+        store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y * keep)
 
 
 @triton.jit
@@ -159,7 +160,7 @@ def gated_fwd_kernel(
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
     y = ACT(load_wide(gate_ptr, stride_gm, offs_m, offs_n, mask))
     y *= load_wide(up_ptr, stride_um, offs_m, offs_n, mask)
-    y = dropped(y, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
+    y *= keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale)
     store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
 
 
@@ -192,7 +193,7 @@ def gated_bwd_kernel(
     """
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
     dy = load_wide(dy_ptr, stride_dym, offs_m, offs_n, mask)
-    dy = dropped(dy, site_key_ptr, row0, offs_m, offs_n, threshold, scale)
+    dy *= keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale)
     gate = load_wide(gate_ptr, stride_gm, offs_m, offs_n, mask)
     if up_ptr is not None:
         up = load_wide(up_ptr, stride_um, offs_m, offs_n, mask)

@@ -96,30 +96,43 @@ def test_gated_forward(dtype, shape, p):
 @pytest.mark.parametrize("shape", SHAPES, **ids)
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_mlp_backward(tile, dtype, shape, p, gated):
+@pytest.mark.parametrize("in_one", [False, True], ids=["pre read", "in one"])
+def test_mlp_backward(tile, dtype, shape, p, gated, in_one):
     m, f, k = shape
     d = k + 8  # the block's output need not be as wide as its input
     x, gate, up = normal(dtype, m, k), layer(dtype, f, k), layer(dtype, f, k)
     dy, down = normal(dtype, m, d), layer(dtype, d, f)[0]
     keep = keep_of(m, f, p) if p else None
     y, dup, dgate = (poisoned(m, f, dtype) for _ in range(3))
+    pre = EAGER.linear_fwd(*double(x, *up)).to(dtype)
+    dact = EAGER.linear_dx(*double(dy, down))
     if gated:
-        gemm.gated_mlp_bwd(x, *gate, *up, dy, down, keep, "silu", y, dgate, dup, TARGET, tile).run()
-    else:
-        gemm.mlp_bwd(x, *up, dy, down, keep, "gelu", y, dup, TARGET, tile).run()
-    pre = EAGER.linear_fwd(*double(x, *up)).to(dtype).double()
-    dact = EAGER.linear_dx(dy.double(), down.double())
-    if gated:
-        gate_pre = EAGER.linear_fwd(*double(x, *gate)).to(dtype).double()
-        exact_y = EAGER.gated_fwd(gate_pre, pre, "silu", wide(keep))
+        gate_pre = EAGER.linear_fwd(*double(x, *gate)).to(dtype)
+        exact_y = EAGER.gated_fwd(*double(gate_pre, pre), "silu", wide(keep))
         exact_dgate, exact_dup = EAGER.gated_bwd(
-            dact, gate_pre, pre, "silu", wide(keep), False, True
+            dact, *double(gate_pre, pre), "silu", wide(keep), False, True
         )
+        if in_one:
+            launch = gemm.gated_mlp_bwd(
+                x, *gate, *up, dy, down, keep, "silu", y, dgate, dup, TARGET, tile
+            )
+        else:  # each result in the place of what it is made of
+            y.copy_(pre)
+            dgate.copy_(gate_pre)
+            launch = gemm.linear_act_bwd(
+                dy, down, dgate, y, keep, "silu", y, dgate, dup, TARGET, tile
+            )
+        launch.run()
         check_margin(dgate)
         check_error(dgate, exact_dgate, dtype, 4)
     else:
-        exact_y = EAGER.act_fwd(pre, "gelu", wide(keep))
-        exact_dup = EAGER.act_bwd(dact, pre, "gelu", wide(keep), False)
+        exact_y = EAGER.act_fwd(pre.double(), "gelu", wide(keep))
+        exact_dup = EAGER.act_bwd(dact, pre.double(), "gelu", wide(keep), False)
+        if in_one:
+            gemm.mlp_bwd(x, *up, dy, down, keep, "gelu", y, dup, TARGET, tile).run()
+        else:
+            y.copy_(pre)
+            gemm.linear_act_bwd(dy, down, None, y, keep, "gelu", y, None, dup, TARGET, tile).run()
     for found, exact in ((y, exact_y), (dup, exact_dup)):
         check_margin(found)
         check_error(found, exact, dtype, 4)

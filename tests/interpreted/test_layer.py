@@ -9,7 +9,8 @@ from reference import PARAM_NAMES, RUNGS, pair, run
 
 import fused_remat
 from fused_remat import explain, ops
-from fused_remat.backends.registry import get_backend
+from fused_remat.backends import registry
+from fused_remat.backends.triton import tables
 
 SIZES = {"d_model": 24, "nhead": 3, "dim_feedforward": 40, "batch_first": True}
 # float16: PyTorch's own layer rounds every step too.
@@ -55,6 +56,15 @@ def test_matches_eager_with_dropout(norm_first, policy, frozen):
         check_error(a, b, torch.float32, factor=10)
 
 
+@pytest.mark.parametrize("in_one", [True, False], ids=["in one", "pre read"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_both_routes_of_the_mlps_backward(gated, in_one, monkeypatch):
+    families = frozenset({"interpreter"} if in_one else ())
+    monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", families)
+    monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", families)
+    test_mlp_blocks(gated, "full")
+
+
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 def test_rungs_have_the_same_bits_under_deterministic_mode(norm_first):
     torch.use_deterministic_algorithms(True)
@@ -75,7 +85,7 @@ def test_rungs_have_the_same_bits_under_deterministic_mode(norm_first):
 @pytest.mark.parametrize("policy", ["full", "none"])
 def test_mlp_blocks(gated, policy):
     torch.manual_seed(0)
-    x, residual = torch.randn(2, 2, 7, 16, requires_grad=True)
+    x, residual, dy = torch.randn(3, 2, 7, 16, requires_grad=True).unbind()
     up, down, gate = torch.randn(24, 16) / 4, torch.randn(16, 24) / 5, torch.randn(24, 16) / 4
     for weight in (up, down, gate):
         weight.requires_grad_()
@@ -90,7 +100,7 @@ def test_mlp_blocks(gated, policy):
         y = ops.dropout_add(y, residual, 0.3, backend=backend)
         y = ops.rms_norm(y, backend=backend)
         leaves = [x, up, down, *([gate] if gated else [])]
-        results.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
     for a, b in zip(*results, strict=True):
         check_error(a, b, torch.float32, factor=10)
 
@@ -106,15 +116,13 @@ def test_explain_names_kernels_and_reasons():
 
 def test_what_the_kernels_cannot_do_falls_back_with_one_warning():
     x = torch.randn(2, 5, 24, dtype=torch.float64)
-    from fused_remat.backends import registry
-
     registry._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert get_backend("triton", x).name == "eager"
-            assert get_backend("triton", x.bfloat16()).name == "eager"
-    assert [str(w.message) for w in caught if "float64" in str(w.message)].__len__() == 1
+            assert registry.get_backend("triton", x).name == "eager"
+            assert registry.get_backend("triton", x.bfloat16()).name == "eager"
+    assert sum("float64" in str(w.message) for w in caught) == 1
     assert any("bfloat16" in str(w.message) for w in caught)
     assert all(issubclass(w.category, fused_remat.FusedRematWarning) for w in caught)
 

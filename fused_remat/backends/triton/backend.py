@@ -253,9 +253,15 @@ class TritonBackend(EagerBackend):
         if not _has_pair(act):
             return super().mlp_bwd(dy, x, up, out_weight, act, keep, wants_act)
         assert up[0] is not None and out_weight is not None
+        target = target_of(x.device)
         dup = x.new_empty((x.shape[0], up[0].shape[0]))
-        y = torch.empty_like(dup) if wants_act else None
-        gemm.mlp_bwd(x, up[0], up[1], dy, out_weight, keep, act, y, dup, target_of(x.device)).run()
+        if tables.mlp_bwd_in_one(target):
+            y = torch.empty_like(dup) if wants_act else None
+            gemm.mlp_bwd(x, up[0], up[1], dy, out_weight, keep, act, y, dup, target).run()
+            return y, dup
+        pre = self._linear(x, up[0], up[1])
+        y = pre if wants_act else None  # in its place
+        gemm.linear_act_bwd(dy, out_weight, None, pre, keep, act, y, None, dup, target).run()
         return y, dup
 
     def gated_mlp_bwd(
@@ -272,13 +278,19 @@ class TritonBackend(EagerBackend):
         if not _has_pair(act):
             return super().gated_mlp_bwd(dy, x, gate, up, out_weight, act, keep, wants_act)
         assert gate[0] is not None and up[0] is not None and out_weight is not None
+        target = target_of(x.device)
         dup = x.new_empty((x.shape[0], up[0].shape[0]))
-        dgate = torch.empty_like(dup)
-        y = torch.empty_like(dup) if wants_act else None
-        gemm.gated_mlp_bwd(
-            x, gate[0], gate[1], up[0], up[1], dy, out_weight, keep, act, y, dgate, dup,
-            target_of(x.device),
-        ).run()  # fmt: skip
+        if tables.mlp_bwd_in_one(target):
+            dgate = torch.empty_like(dup)
+            y = torch.empty_like(dup) if wants_act else None
+            gemm.gated_mlp_bwd(
+                x, gate[0], gate[1], up[0], up[1], dy, out_weight, keep, act, y, dgate, dup,
+                target,
+            ).run()  # fmt: skip
+            return y, dgate, dup
+        dgate, pre = self._linear(x, gate[0], gate[1]), self._linear(x, up[0], up[1])
+        y = pre if wants_act else None  # in its place, and dgate in the gate's
+        gemm.linear_act_bwd(dy, out_weight, dgate, pre, keep, act, y, dgate, dup, target).run()
         return y, dgate, dup
 
     # --- what `explain` says

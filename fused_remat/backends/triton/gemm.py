@@ -23,7 +23,12 @@ from fused_remat.backends.triton.launch import (
 from fused_remat.backends.triton.pointwise import PAIRS
 from fused_remat.backends.triton.tables import Tile, tile_for
 from fused_remat.kernels.linear import linear_fwd_kernel
-from fused_remat.kernels.mlp import gated_mlp_bwd_kernel, gated_mlp_fwd_kernel, mlp_bwd_kernel
+from fused_remat.kernels.mlp import (
+    gated_mlp_bwd_kernel,
+    gated_mlp_fwd_kernel,
+    linear_act_bwd_kernel,
+    mlp_bwd_kernel,
+)
 from fused_remat.random import Keep
 
 
@@ -33,23 +38,29 @@ def can_describe(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and step % 16 == 0 and x.stride(0) >= x.shape[1] > 0
 
 
-def _operands(
-    target: Target, *operands: tuple[Tensor, int, int]
-) -> tuple[tuple[Any, ...], tuple[int, ...], bool]:
-    """Operands, each with the rows and columns of its tile, as a kernel takes them.
+#: A matrix, or None where there is none, and the rows and columns of its tile.
+_Tiled = tuple[Tensor | None, int, int]
 
-    Returns descriptors where the target has them and every operand allows it, else tensors; then
-    the row strides, and which it was.
+
+def _described(target: Target, *matrices: _Tiled) -> tuple[tuple[Any, ...], tuple[int, ...], bool]:
+    """Matrices as a kernel takes them, their row strides, and whether they are descriptors.
+
+    They are where the target has descriptors and every matrix allows one; else tensors.
     """
-    tensors = [rows_in_place(x) for x, _, _ in operands]
-    strides = tuple(x.stride(0) for x in tensors)
-    if not (target.has_tma and all(map(can_describe, tensors))):
+    tensors = [None if x is None else rows_in_place(x) for x, _, _ in matrices]
+    strides = tuple(map(stride_of, tensors))
+    if not (target.has_tma and all(x is None or can_describe(x) for x in tensors)):
         return tuple(tensors), strides, False
     described = tuple(
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
-        for x, (_, rows, columns) in zip(tensors, operands, strict=True)
+        None if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+        for x, (_, rows, columns) in zip(tensors, matrices, strict=True)
     )
     return described, strides, True
+
+
+def _end(tile: Tile, *matrices: Tensor | None) -> list[_Tiled]:
+    """What a tile's end reads and writes: in parts if the end is."""
+    return [(x, tile.block_m, tile.block_n // tile.parts) for x in matrices]
 
 
 def _launch(
@@ -60,9 +71,10 @@ def _launch(
     args: tuple[Any, ...],
     tma: bool,
     depths: tuple[int, ...],
+    persistent: bool = True,
     **constants: Any,
 ) -> Launch:
-    """A persistent launch over tiles of `y`; `depths` are the lengths that products sum over."""
+    """A launch over tiles of `y`; `depths` are the lengths that products sum over."""
     rows, columns = y.shape
     tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
     fast = torch.get_float32_matmul_precision() != "highest"
@@ -75,8 +87,8 @@ def _launch(
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
     }
-    grid = (min(tiles, target.sms * (8 // tile.warps)),)
-    return Launch(kernel, grid, args, constants, tile.warps, tile.stages, y.device)
+    programs = min(tiles, target.sms * (8 // tile.warps)) if persistent else tiles
+    return Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, y.device)
 
 
 def linear_fwd(
@@ -98,17 +110,19 @@ def linear_fwd(
     """
     tile = tile or tile_for("linear", target, *y.shape)
     n, k = weight.shape
-    (x_in, w_in), strides, tma = _operands(
-        target, (x, tile.block_m, tile.block_k), (weight, tile.block_n, tile.block_k)
+    (x_in, w_in, *ends), strides, tma = _described(
+        target,
+        (x, tile.block_m, tile.block_k),
+        (weight, tile.block_n, tile.block_k),
+        *_end(tile, residual, pre, y),
     )
-    residual = None if residual is None else rows_in_place(residual)
     site_key, row0, threshold, scale = dropout_of(keep)
     args = (
-        x_in, w_in, bias, residual, site_key, *(norm or (None,) * 4), pre, y, *strides,
-        *map(stride_of, (residual, pre, y)), row0, y.shape[0], n, k, threshold, scale,
+        x_in, w_in, bias, ends[0], site_key, *(norm or (None,) * 4), *ends[1:], *strides, row0,
+        y.shape[0], n, k, threshold, scale,
     )  # fmt: skip
     fwd = None if act is None else PAIRS[act][0]
-    return _launch(linear_fwd_kernel, target, tile, y, args, tma, (k,), ACT=fwd, SPLIT=tile.split)
+    return _launch(linear_fwd_kernel, target, tile, y, args, tma, (k,), ACT=fwd, PARTS=tile.parts)
 
 
 def gated_mlp_fwd(
@@ -127,16 +141,51 @@ def gated_mlp_fwd(
     tile = tile or tile_for("gated_mlp_fwd", target, *y.shape)
     f, k = weight.shape
     at_w = (tile.block_n, tile.block_k)
-    given, strides, tma = _operands(
-        target, (x, tile.block_m, tile.block_k), (gate_weight, *at_w), (weight, *at_w)
+    (*given, out), strides, tma = _described(
+        target,
+        (x, tile.block_m, tile.block_k),
+        (gate_weight, *at_w),
+        (weight, *at_w),
+        (y, tile.block_m, tile.block_n),
     )
     site_key, row0, threshold, scale = dropout_of(keep)
     args = (
-        *given, gate_bias, bias, site_key, y, *strides, stride_of(y), row0, y.shape[0], f, k,
-        threshold, scale,
+        *given, gate_bias, bias, site_key, out, *strides, row0, y.shape[0], f, k, threshold, scale,
     )  # fmt: skip
     act_fwd = PAIRS[act][0]
     return _launch(gated_mlp_fwd_kernel, target, tile, y, args, tma, (k,), ACT=act_fwd)
+
+
+def linear_act_bwd(
+    dy: Tensor,
+    out_weight: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    keep: Keep | None,
+    act: str,
+    y: Tensor | None,
+    dgate: Tensor | None,
+    dup: Tensor,
+    target: Target,
+    tile: Tile | None = None,
+) -> Launch:
+    """What `mlp_bwd` or, with a gate, `gated_mlp_bwd` gives, from gate and up as computed before.
+
+    y may be up, and dgate gate.
+    """
+    name = "linear_act_bwd" if gate is None else "gated_act_bwd"
+    tile = tile or tile_for(name, target, *dup.shape)
+    d, f = out_weight.shape
+    given, strides, tma = _described(
+        target,
+        (dy, tile.block_m, tile.block_k),
+        (out_weight, tile.block_k, tile.block_n),
+        *_end(tile, gate, up, y, dgate, dup),
+    )
+    site_key, row0, threshold, scale = dropout_of(keep)
+    args = (*given[:4], site_key, *given[4:], *strides, row0, dup.shape[0], f, d, threshold, scale)
+    constants = {"ACT": PAIRS[act][1], "PARTS": tile.parts}
+    return _launch(linear_act_bwd_kernel, target, tile, dup, args, tma, (d,), **constants)
 
 
 def mlp_bwd(
@@ -156,20 +205,21 @@ def mlp_bwd(
     tile = tile or tile_for("mlp_bwd", target, *dup.shape)
     (f, k), d = weight.shape, dy.shape[1]
     at_x = (tile.block_m, tile.block_k)
-    given, strides, tma = _operands(
+    given, strides, tma = _described(
         target,
         (x, *at_x),
         (weight, tile.block_n, tile.block_k),
         (dy, *at_x),
         (out_weight, tile.block_k, tile.block_n),
+        *_end(tile, y, dup),
     )
     site_key, row0, threshold, scale = dropout_of(keep)
     args = (
-        *given, bias, site_key, y, dup, *strides, *map(stride_of, (y, dup)), row0, dup.shape[0],
-        f, k, d, threshold, scale,
+        *given[:4], bias, site_key, *given[4:], *strides, row0, dup.shape[0], f, k, d, threshold,
+        scale,
     )  # fmt: skip
-    constants = {"ACT": PAIRS[act][1], "SPLIT": tile.split}
-    return _launch(mlp_bwd_kernel, target, tile, dup, args, tma, (k, d), **constants)
+    constants = {"ACT": PAIRS[act][1], "PARTS": tile.parts}
+    return _launch(mlp_bwd_kernel, target, tile, dup, args, tma, (k, d), False, **constants)
 
 
 def gated_mlp_bwd(
@@ -192,18 +242,19 @@ def gated_mlp_bwd(
     tile = tile or tile_for("gated_mlp_bwd", target, *dup.shape)
     (f, k), d = weight.shape, dy.shape[1]
     at_x, at_w = (tile.block_m, tile.block_k), (tile.block_n, tile.block_k)
-    given, strides, tma = _operands(
+    given, strides, tma = _described(
         target,
         (x, *at_x),
         (gate_weight, *at_w),
         (weight, *at_w),
         (dy, *at_x),
         (out_weight, tile.block_k, tile.block_n),
+        *_end(tile, y, dgate, dup),
     )
     site_key, row0, threshold, scale = dropout_of(keep)
     args = (
-        *given, gate_bias, bias, site_key, y, dgate, dup, *strides,
-        *map(stride_of, (y, dgate, dup)), row0, dup.shape[0], f, k, d, threshold, scale,
+        *given[:5], gate_bias, bias, site_key, *given[5:], *strides, row0, dup.shape[0], f, k, d,
+        threshold, scale,
     )  # fmt: skip
-    constants = {"ACT": PAIRS[act][1], "SPLIT": tile.split}
-    return _launch(gated_mlp_bwd_kernel, target, tile, dup, args, tma, (k, d), **constants)
+    constants = {"ACT": PAIRS[act][1], "PARTS": tile.parts}
+    return _launch(gated_mlp_bwd_kernel, target, tile, dup, args, tma, (k, d), False, **constants)

@@ -18,7 +18,7 @@ from fused_remat.backends.triton.launch import Target, cdiv
 class Tile:
     """How a product is cut: the tile of the output, the step along K, warps, pipeline stages.
 
-    `split`: the tile's end is computed in two halves, for its registers. `group`: rows of tiles
+    `parts`: the tile's end is computed in so many, for its registers. `group`: rows of tiles
     that are walked together.
     """
 
@@ -27,7 +27,7 @@ class Tile:
     block_k: int
     warps: int
     stages: int
-    split: bool = False
+    parts: int = 1
     group: int = 8
 
 
@@ -45,23 +45,28 @@ def family(target: Target) -> str:
 
 
 _AMPERE = (Tile(128, 128, 32, 8, 4), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4))
-_SMALL = (Tile(128, 128, 32, 8, 3), Tile(64, 64, 32, 4, 3))
+_SMALL = (Tile(128, 128, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3))
 _HIP = (Tile(128, 128, 32, 8, 2), Tile(64, 64, 32, 4, 2))
-_INTERPRETED = (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, split=True, group=2))
+# For ends that hold several tiles at once.
+_AMPERE_PARTS = (Tile(128, 128, 32, 8, 4, parts=4), Tile(64, 64, 32, 4, 4, parts=2))
+_SMALL_PARTS = (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3, parts=2))
+_HIP_PARTS = (Tile(128, 128, 32, 8, 2, parts=4), Tile(64, 64, 32, 4, 2, parts=2))
+_INTERPRETED = (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, parts=2, group=2))
 
-#: Kernel -> family -> tiles, the largest first, for operands of 16 bits.
+#: Kernel -> family -> tiles, the largest first, for operands of 16 bits. "gated_act_bwd" is
+#: `linear_act_bwd` with a gate.
 TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     "linear": {
         "hopper": (
-            Tile(128, 256, 64, 8, 3, split=True),
+            Tile(128, 256, 64, 8, 3, parts=4),
             Tile(128, 128, 64, 8, 4),
             Tile(64, 128, 64, 4, 4),
             Tile(64, 64, 64, 4, 4),
         ),
         "blackwell": (
-            Tile(128, 256, 64, 8, 3, split=True),
+            Tile(128, 256, 64, 8, 3, parts=4),
             Tile(128, 128, 64, 8, 4),
-            Tile(64, 64, 64, 4, 4),
+            Tile(64, 64, 64, 4, 4, parts=2),
         ),
         "ampere": _AMPERE,
         "small": _SMALL,
@@ -76,19 +81,39 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "hip": (Tile(64, 64, 32, 4, 2),),
         "interpreter": _INTERPRETED,
     },
+    "linear_act_bwd": {
+        "hopper": (
+            Tile(128, 256, 64, 8, 3, parts=8),
+            Tile(128, 128, 64, 8, 3, parts=4),
+            Tile(64, 64, 64, 4, 4, parts=2),
+        ),
+        "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
+        "ampere": _AMPERE_PARTS,
+        "small": _SMALL_PARTS,
+        "hip": _HIP_PARTS,
+        "interpreter": _INTERPRETED,
+    },
+    "gated_act_bwd": {
+        "hopper": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
+        "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
+        "ampere": _AMPERE_PARTS,
+        "small": _SMALL_PARTS,
+        "hip": _HIP_PARTS,
+        "interpreter": _INTERPRETED,
+    },
     "mlp_bwd": {
-        "hopper": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4)),
-        "blackwell": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4)),
-        "ampere": _AMPERE,
-        "small": _SMALL,
-        "hip": _HIP,
+        "hopper": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
+        "blackwell": (Tile(128, 128, 64, 8, 3, parts=8), Tile(64, 64, 64, 4, 4, parts=2)),
+        "ampere": _AMPERE_PARTS,
+        "small": _SMALL_PARTS,
+        "hip": _HIP_PARTS,
         "interpreter": _INTERPRETED,
     },
     "gated_mlp_bwd": {
-        "hopper": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 3)),
-        "blackwell": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 3)),
-        "ampere": (Tile(128, 64, 32, 8, 3), Tile(64, 64, 32, 4, 3)),
-        "small": (Tile(128, 64, 32, 8, 2), Tile(64, 64, 32, 4, 2)),
+        "hopper": (Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 3, parts=2)),
+        "blackwell": (Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 3, parts=2)),
+        "ampere": (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3, parts=4)),
+        "small": (Tile(128, 64, 32, 8, 2, parts=2), Tile(64, 64, 32, 4, 2, parts=4)),
         "hip": (Tile(64, 64, 32, 4, 1),),
         "interpreter": _INTERPRETED,
     },
@@ -114,14 +139,24 @@ def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
 FUSIONS_16 = frozenset({"linear_act", "linear_norm", "mlp_bwd"})
 #: The same for float32, whose products are ATen's.
 FUSIONS_32 = frozenset({"linear_norm"})
-#: What takes the product's own kernel for a linear layer that ends in dropout or a residual:
-#: families. Elsewhere the product is ATen's and the end one pass over it.
+#: Families where `kernels.linear` computes a linear layer that ends in dropout or a residual.
+#: Elsewhere the product is ATen's and the end one pass over it, which the norm shares if one
+#: follows: that moves 4·M·N bytes more than a fused end, about what ATen's product is faster by.
 LINEAR_END_IN_KERNEL = frozenset({"interpreter"})
+#: Families where an MLP's backward computes both products of a tile in one kernel. Elsewhere ATen
+#: computes the pre-activation first, and `linear_act_bwd` ends the second product with it: there a
+#: tile that leaves room for two is too small to be fed at the speed of the tensor cores.
+MLP_BWD_IN_ONE = frozenset({"ampere", "small", "hip", "interpreter"})
 
 
 def ends_in_kernel(target: Target, dtype: torch.dtype) -> bool:
     """Whether `kernels.linear` computes a linear layer that ends in dropout or a residual."""
     return family(target) in LINEAR_END_IN_KERNEL
+
+
+def mlp_bwd_in_one(target: Target) -> bool:
+    """Whether `mlp_bwd` and `gated_mlp_bwd` serve, rather than `linear_act_bwd`."""
+    return family(target) in MLP_BWD_IN_ONE
 
 
 def fusions(target: Target, dtype: torch.dtype) -> frozenset[str]:
