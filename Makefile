@@ -4,8 +4,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# On a machine with a GPU nothing needs to be installed: its own Python, if it has torch and pytest.
+PY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench audit gpu clean
 
 demo: $(READY)  ## train a small language model with and without FusedRemat
 	$(BIN)/python examples/train_byte_lm.py
@@ -21,6 +23,13 @@ check: $(READY)  ## lint, format, types, and the arrows between the rooms
 
 bench: $(READY)  ## one layer on this CPU, every way and every rung: about half an hour
 	$(BIN)/python -m bench layers --device cpu --dtype float32
+
+audit: $(READY)  ## what the compiler makes of every kernel, for every GPU, without one: half an hour
+	$(BIN)/python -m bench audit --arch 80 89 90 100 120 gfx942 --dtype bf16 fp16 --check --out build/audit
+
+gpu:  ## on a machine with a GPU: its tests, then the GPU benchmark
+	$(PY) -m pytest -m gpu
+	$(PY) -m bench gpu --out bench/results/gpu --minutes 8
 
 clean:  ## what can be made again, .venv included
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

@@ -9,7 +9,10 @@ cores, and on what exceeds its budget in `bench/audit_budgets.json`.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import tempfile
@@ -161,8 +164,34 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--check", action="store_true", help="exit with 1 if anything is wrong")
     parser.add_argument("--write-budgets", action="store_true", help="what is found is the budget")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--out", type=Path, help="folder for audit.json")
     return parser.parse_args(arguments)
+
+
+@functools.cache
+def _cases(arch: int, dtype: str) -> tuple[audit_cases.Case, ...]:
+    return tuple(audit_cases.cases(audit_cases.target(arch), DTYPES[dtype]))
+
+
+def _label(arch: int, dtype: str) -> str:
+    return f"{'sm_' + str(arch) if arch else 'gfx942'} {dtype}"
+
+
+def _examine(work: tuple[int, str, int]) -> dict[str, Any]:
+    """The row of an architecture's and dtype's case number so and so, in a process of the pool."""
+    arch, dtype, index = work
+    return {"target": _label(arch, dtype)} | examine(_cases(arch, dtype)[index], arch)
+
+
+def _chosen(options: argparse.Namespace) -> list[tuple[int, str, int]]:
+    return [
+        (arch, dtype, index)
+        for arch in options.arch
+        for dtype in options.dtype
+        for index, case in enumerate(_cases(arch, dtype))
+        if options.only in case.name and (case.default or not options.defaults)
+    ]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -174,28 +203,21 @@ def main(arguments: Sequence[str]) -> int:
     known = budgets.setdefault(triton.__version__, {})
     if not known and not options.write_budgets:
         print(f"no budgets for Triton {triton.__version__}: spills, memory, tensor cores only")
-    rows, wrong = [], []
-    for arch in options.arch:
-        for dtype in options.dtype:
-            label = f"{'sm_' + str(arch) if arch else 'gfx942'} {dtype}"
-            print(f"\n{label:<58}  reg  stack  shared  occ. tensor  TMA    code")
-            of_label = known.setdefault(label, {})
-            for case in audit_cases.cases(audit_cases.target(arch), DTYPES[dtype]):
-                if options.only not in case.name or (options.defaults and not case.default):
-                    continue
-                row = {"target": label} | examine(case, arch)
-                rows.append(row)
-                print(_line(row), flush=True)
-                if options.write_budgets and arch:
-                    of_label[case.name] = {k: row[k] for k in ("registers", "shared", "stack")}
-                wrong += [
-                    f"{label}: {case.name}: {complaint}"
-                    for complaint in complaints(row, arch, of_label.get(case.name))
-                ]
+    print(f"{'':<67}  reg  stack  shared  occ. tensor  TMA    code")
+    work, rows, wrong = _chosen(options), [], []
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        for (arch, _, _), row in zip(work, pool.imap(_examine, work), strict=True):
+            rows.append(row)
+            print(f"{row['target']:<10}{_line(row)}", flush=True)
+            of_target = known.setdefault(row["target"], {})
+            if options.write_budgets and arch:
+                of_target[row["name"]] = {k: row[k] for k in ("registers", "shared", "stack")}
+            found = complaints(row, arch, of_target.get(row["name"]))
+            wrong += [f"{row['target']}: {row['name']}: {complaint}" for complaint in found]
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        found = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}
-        (options.out / "audit.json").write_text(json.dumps(found, indent=1) + "\n")
+        made = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}
+        (options.out / "audit.json").write_text(json.dumps(made, indent=1) + "\n")
     if options.write_budgets:
         BUDGETS.write_text(json.dumps(budgets, indent=1) + "\n")
     print(f"\n{len(rows)} configurations, {len(wrong)} complaints", *wrong, sep="\n")

@@ -102,7 +102,9 @@ class _Recorder:
         tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
         steps: list[str] = []
         for step in plan.backward:
-            steps += map(str, plan.tile_backward) if step.kind == "tiles" else [str(step)]
+            for one in plan.tile_backward if step.kind == "tiles" else (step,):
+                route = one.node.backward_route(frame) if one.node is not None else ""
+                steps.append(f"{one} ({route})" if route and one.kind == "backward" else str(one))
         return BlockExplanation(
             self._inside[-1] if self._inside else "(op)",
             f"{prepared.kind}, backend {frame.backend.name}, {pieces}{tiles}",

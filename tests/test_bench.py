@@ -53,7 +53,7 @@ def test_anything_but_a_sub_command_is_a_usage_error(arguments: list[str]) -> No
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("usage: python -m bench {layers") and not done.stdout
+    assert done.stderr.startswith("usage: python -m bench {audit") and not done.stdout
 
 
 @pytest.mark.parametrize("option", ["--sizes=1x2x3", "--sizes=1x2x9x2", "--ways=fastest"])

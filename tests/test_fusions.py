@@ -38,11 +38,11 @@ class Fusing(EagerBackend):
 @pytest.fixture
 def fusing(monkeypatch):
     backend = Fusing()
-    registry.load.cache_clear()
+    registry._backend_for.cache_clear()
     monkeypatch.setitem(registry.BACKENDS, "fusing", lambda: backend)
     autograd._prepare.cache_clear()
     yield backend
-    registry.load.cache_clear()
+    registry._backend_for.cache_clear()
 
 
 ENCODER = {

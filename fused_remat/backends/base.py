@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fused_remat.random import Keep
@@ -83,8 +84,8 @@ class Backend(Protocol):
 
     name: str
 
-    def why_not(self, x: Tensor) -> str | None:
-        """Why this backend cannot compute on tensors like `x`, or None if it can."""
+    def why_not(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why this backend cannot compute in `dtype` on `device`, or None if it can."""
 
     def fusions(self, x: Tensor) -> frozenset[str]:
         """Rows of `blocks.fusions.FUSIONS` that are one routine here for activations like `x`.

@@ -45,7 +45,7 @@ class EagerBackend(Unfused):
 
     name = "eager"
 
-    def why_not(self, x: Tensor) -> str | None:
+    def why_not(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
 
     def fusions(self, x: Tensor) -> frozenset[str]:

@@ -7,6 +7,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from fused_remat.backends.base import Backend, FusedRematWarning
@@ -44,25 +45,6 @@ def check_name(name: str) -> str:
     return name
 
 
-@functools.cache
-def load(name: str) -> Backend | str:
-    """The backend `name`, or why it cannot be loaded.
-
-    >>> load("eager").name
-    'eager'
-    """
-    return BACKENDS[name]()
-
-
-@functools.cache
-def _warn_once(name: str, reason: str) -> None:
-    warnings.warn(
-        f"fused_remat: backend {name!r} cannot serve this call, 'eager' does: {reason}",
-        FusedRematWarning,
-        stacklevel=2,
-    )
-
-
 def get_backend(name: str, x: Tensor) -> Backend:
     """The backend that computes on tensors like `x`.
 
@@ -76,12 +58,20 @@ def get_backend(name: str, x: Tensor) -> Backend:
     >>> get_backend("auto", torch.ones(2)).name
     'eager'
     """
-    asked = DEFAULTS.get(x.device.type, "eager") if name == "auto" else check_name(name)
-    backend = load(asked)
-    reason = backend if isinstance(backend, str) else backend.why_not(x)
-    if reason is None:
-        assert not isinstance(backend, str)
+    return _backend_for(name, x.device, x.dtype)
+
+
+@functools.cache
+def _backend_for(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    asked = DEFAULTS.get(device.type, "eager") if check_name(name) == "auto" else name
+    backend = BACKENDS[asked]()
+    reason = backend if isinstance(backend, str) else backend.why_not(device, dtype)
+    if not isinstance(backend, str) and reason is None:
         return backend
     if name != "auto":
-        _warn_once(name, reason)
+        warnings.warn(
+            f"fused_remat: backend {name!r} cannot serve here, 'eager' does: {reason}",
+            FusedRematWarning,
+            stacklevel=2,
+        )
     return _EAGER

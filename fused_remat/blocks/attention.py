@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -57,7 +58,7 @@ class Attention(Node):
         seed = ("seed",) if self.p > 0.0 else ()
         return tuple(n for n in (self.mask, self.padding) if n) + seed
 
-    @property
+    @functools.cached_property
     def stats(self) -> tuple[str, ...]:
         return (f"{self.name}.lse",)
 

@@ -157,9 +157,12 @@ class Frame:
         return self.keeps[name] if name else None
 
     def free(self, names: tuple[str, ...]) -> None:
+        pop = self.values.pop
         for name in names:
-            self.values.pop(name, None)
-            self.keeps.pop(name, None)
+            pop(name, None)
+        if self.keeps:
+            for name in names:
+                self.keeps.pop(name, None)
 
     def param(self, name: str) -> Tensor | None:
         return self.run.tensors.get(name)

@@ -7,6 +7,7 @@ their place. What a policy keeps, and what backward asks for, stay as they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ class LinearAct(Node):
     act: Pointwise
     wants_pre: bool
 
-    @property
+    @functools.cached_property
     def makes(self) -> tuple[str, ...]:
         return (self.linear.name, self.name) if self.wants_pre else (self.name,)
 
@@ -93,7 +94,7 @@ class LinearNorm(Node):
     linear: Linear
     norm: Norm
 
-    @property
+    @functools.cached_property
     def makes(self) -> tuple[str, ...]:
         return (self.linear.name, self.name, *self.norm.stats)
 
@@ -130,6 +131,11 @@ class MlpBackward(Node):
     @property
     def label(self) -> str:
         return f"{self.out.name} and {self.act.name}"
+
+    def backward_route(self, f: Frame) -> str:
+        x = f.run.tensors["input"]
+        assert x is not None
+        return f.backend.fused_route("mlp_bwd", x)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         out, x, keep = self.out, self.ups[0].x, f.keep(self.out.keep)

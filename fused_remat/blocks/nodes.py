@@ -14,6 +14,7 @@ heads, tokens of a sequence, width of a head). All nodes are immutable and hold 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -63,7 +64,7 @@ class Node:
     def masks(self) -> tuple[str, ...]:
         return ()
 
-    @property
+    @functools.cached_property
     def stats(self) -> tuple[str, ...]:
         return ()
 
@@ -71,7 +72,7 @@ class Node:
     def reads(self) -> tuple[str, ...]:
         return self.inputs + self.masks
 
-    @property
+    @functools.cached_property
     def makes(self) -> tuple[str, ...]:
         """What a step that computes it puts into the frame."""
         return (self.name, *self.stats)
@@ -104,6 +105,10 @@ class Node:
     def route(self, f: Frame) -> str:
         """Which routine computes `name` from what the frame holds, and why not a faster one."""
         return f.backend.pointwise_route(f[self.inputs[0]])
+
+    def backward_route(self, f: Frame) -> str:
+        """As `route`, for backward; "" if there is nothing to choose."""
+        return ""
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         """Compute `name` and the statistics into the frame (into `out`, if given)."""
@@ -164,7 +169,7 @@ class Norm(Node):
     def params(self) -> tuple[str, ...]:
         return (self.weight, self.bias)
 
-    @property
+    @functools.cached_property
     def stats(self) -> tuple[str, ...]:
         return tuple(f"{self.name}.{stat}" for stat in NORM_STATS[self.kind])
 
@@ -181,11 +186,11 @@ class Norm(Node):
         return f.param(self.weight), f.param(self.bias)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        values = f.values  # where the statistics are if this is a rebuild and they were kept
-        kept = all(stat in values for stat in self.stats)
-        stats = tuple([values[stat] for stat in self.stats]) if kept else None
+        stats = None
+        if self.stats[0] in f.values:  # a rebuild, and they were kept
+            stats = tuple([f.values[stat] for stat in self.stats])
         made = f.backend.norm_fwd(
-            self.kind, f[self.x], *self.affine(f), self.eps, out=out, stats=stats
+            self.kind, f[self.x], f.param(self.weight), f.param(self.bias), self.eps, out, stats
         )
         for name, value in zip(self.makes, made, strict=True):
             f.put(name, value)
@@ -254,7 +259,8 @@ class Linear(Node):
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         residual = f[self.residual] if self.residual else None
         keep = f.keep(self.keep)
-        y = f.backend.linear_fwd(f[self.x], *self.affine(f), residual, keep, out=out)
+        weight, bias = f.param(self.weight), f.param(self.bias)
+        y = f.backend.linear_fwd(f[self.x], weight, bias, residual, keep, out)
         f.put(self.name, y)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:

@@ -28,7 +28,8 @@ def _run_step(step: Step, frame: Frame, out: Tensor | None) -> None:
         assert dy is not None
         frame.freeing = step.free
         node.backward(frame, dy, owned, step.wants)
-    frame.free(step.free)
+    if step.free:
+        frame.free(step.free)
 
 
 def _run_steps(steps: Sequence[Step], frame: Frame, out: Tensor | None = None) -> None:

@@ -28,18 +28,18 @@ class TritonBackend(EagerBackend):
 
     name = "triton"
 
-    def why_not(self, x: Tensor) -> str | None:
-        if x.dtype not in _DTYPES:
-            return f"no kernels for {x.dtype}"
+    def why_not(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if dtype not in _DTYPES:
+            return f"no kernels for {dtype}"
         if INTERPRETED:
-            if x.device.type != "cpu":
-                return f"Triton interprets its kernels (TRITON_INTERPRET=1), and x is on {x.device}"
-            if x.dtype == torch.bfloat16:
+            if device.type != "cpu":
+                return f"Triton interprets (TRITON_INTERPRET=1), and the tensors are on {device}"
+            if dtype == torch.bfloat16:
                 return "Triton's interpreter multiplies the bits of bfloat16, not the numbers"
             return None
-        if x.device.type != "cuda":
-            return f"kernels run on CUDA devices, x is on {x.device}"
-        target = target_of(x.device)
+        if device.type != "cuda":
+            return f"kernels run on CUDA devices, the tensors are on {device}"
+        target = target_of(device)
         if target.kind == "cuda" and target.arch < 80:
             return f"kernels are for compute capability 8.0 and up, this is {target.arch / 10}"
         return None
@@ -127,10 +127,11 @@ class TritonBackend(EagerBackend):
         return y
 
     def linear_dw(self, dy: Tensor, x: Tensor, into: Tensor | None, partial: bool) -> Tensor:
-        low = x.dtype.itemsize == 2 and x.device.type == "cuda"
-        if into is None and partial and low:  # a sum to be: not rounded before it is whole
-            return torch.mm(dy.t(), x, out_dtype=torch.float32)
-        return super().linear_dw(dy, x, into, partial)
+        low = x.dtype.itemsize == 2 and x.device.type == "cuda" and torch.version.hip is None
+        if not (low and partial):
+            return super().linear_dw(dy, x, into, partial)
+        dw = torch.mm(dy.t(), x, out_dtype=torch.float32)  # not rounded before the sum is whole
+        return dw if into is None else into.add_(dw)
 
     def linear_act_fwd(
         self,
@@ -312,7 +313,10 @@ class TritonBackend(EagerBackend):
         return "ATen's addmm, then kernel dropout_add_fwd"
 
     def fused_route(self, fusion: str, x: Tensor) -> str:
-        return {
-            "linear_act": "one kernel: product and activation",
-            "linear_norm": "ATen's addmm, then kernel norm_fwd: dropout, residual and norm",
-        }[fusion]
+        if fusion == "linear_act":
+            return "one kernel: product and activation"
+        if fusion == "linear_norm":
+            return "ATen's addmm, then kernel norm_fwd: dropout, residual and norm"
+        if tables.mlp_bwd_in_one(target_of(x.device)):
+            return "one kernel: both products of a tile, nothing rebuilt is written"
+        return "ATen's addmm rebuilds, then one kernel: product and the activation's backward"

@@ -1,0 +1,129 @@
+"""`python -m bench gpu` in a dry run: all but the clock of what runs on a GPU."""
+
+import json
+import os
+import sys
+import types
+
+import pytest
+import torch
+from poisoned import TARGET
+
+from bench import gpu, gpu_contest, gpu_tiles
+from bench.gpu_contest import Contest, Rig, Way
+from bench.gpu_report import failures
+from bench.timing import ResultsFile
+from fused_remat.backends.triton import tables
+
+
+def rows_of(folder):
+    return json.loads((folder / "gpu.json").read_text())["results"]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    assert gpu.main(["--dry-run", "--out", str(folder)]) == 0
+    return rows_of(folder)
+
+
+def test_every_section_has_rows_and_nothing_failed(rows):
+    assert {row["case"]["section"] for row in rows} == set(gpu.SECTIONS)
+    assert failures(rows) == []
+    assert not any("error" in row or "skipped" in row for row in rows)
+
+
+def test_every_way_is_right_and_timed(rows):
+    measured = [row for row in rows if "ways" in row]
+    assert len(measured) > 30
+    for row in measured:
+        for name, way in row["ways"].items():
+            assert set(way["us"]) == {"p20", "p50", "p80"}, (row["case"], name)
+            if row["case"]["section"] != "ceilings":
+                assert way["check"] and way["ratio"], (row["case"], name)
+
+
+def test_every_tile_and_rung_is_there(rows):
+    ways = {(row["case"]["section"], row["case"]["name"]): row.get("ways", {}) for row in rows}
+    for kernel, families in tables.TILES.items():
+        names = {gpu_tiles.tile_name(tile) for tile in families["interpreter"]}
+        assert set(ways["tiles", f"tiles of {kernel}"]) == {"bare", *names}
+    for norm in ("pre", "post"):
+        found = ways["layers", f"{norm}-norm"]
+        assert list(found) == ["eager", "checkpoint", "full", "lean", "balanced", "fast", "none"]
+        assert all(way["step_peak_bytes"] is None for way in found.values())
+
+
+@pytest.fixture
+def rig():
+    return Rig(torch.device("cpu"), torch.float32, True, TARGET, ends=0.0)
+
+
+def test_no_speed_of_what_is_wrong_or_not_written(rig):
+    nan = torch.tensor([1.0, torch.nan])
+    ways = {"right": torch.ones(2), "off": torch.full((2,), 1.001), "unwritten": nan}
+    contest = Contest(
+        {name: Way(lambda index, y=y: {"y": y}) for name, y in ways.items()},
+        lambda: {"y": torch.ones(2, dtype=torch.float64)}, 1.0, "GB/s", ("right",),
+    )  # fmt: skip
+    rows = gpu_contest.measure(contest, rig)["ways"]
+    assert "us" in rows["right"] and list(rows["off"]) == list(rows["unwritten"]) == ["error"]
+    assert rows["off"]["error"].startswith("WrongResultError: relative error of y is 0.001")
+
+
+def test_a_failing_case_is_a_row(rig, tmp_path):
+    def measure(rig):
+        raise ValueError("no\nsuch size")
+
+    results = ResultsFile(tmp_path / "gpu.json", {}, {})
+    gpu.run_job(gpu.Job({"name": "it"}, measure, 1.0), "norms", rig, results, "now")
+    (row,) = rows_of(tmp_path)
+    assert row["error"] == "ValueError: no such size"
+    assert failures([row]) == ["norms it:  ValueError: no such size"]
+
+
+def test_what_a_worker_has_done_is_not_done_again(rig, tmp_path, monkeypatch):
+    """Nor is the case in which it ended."""
+    measured = []
+
+    def jobs(rig):
+        for name in ("done", "crashed", "next", "too long"):
+            needs = 1e9 if name == "too long" else 1.0
+            yield gpu.Job({"name": name}, lambda rig, n=name: measured.append(n) or {}, needs)
+
+    monkeypatch.setattr(gpu, "SECTIONS", {"it": gpu.Section(1.0, jobs)})
+    monkeypatch.setattr(gpu, "line", lambda row: "")
+    results = ResultsFile(tmp_path / "gpu.json", {}, {})
+    for name, more in (("done", {"ways": {}}), ("crashed", {"error": gpu.UNFINISHED})):
+        results.put({"case": {"section": "it", "name": name}, "run": "now"} | more)
+    rig = Rig(rig.device, rig.dtype, False, TARGET, ends=gpu.time.perf_counter() + 60)
+    gpu.run_all(["it"], rig, results, "now")
+    assert measured == ["next"]
+    found = {row["case"]["name"]: row for row in rows_of(tmp_path)}
+    assert found["crashed"]["error"] == gpu.UNFINISHED and "skipped" in found["too long"]
+    gpu.run_all(["it"], rig, results, "another run")
+    assert measured == ["next", "done", "crashed", "next"]
+
+
+def test_workers_follow_one_another_until_one_ends_well(monkeypatch, tmp_path):
+    statuses, commands = [gpu.BROKEN, 1, 0, 0], []
+
+    def run(command, **rest):
+        commands.append(command)
+        return types.SimpleNamespace(returncode=statuses[len(commands) - 1])
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    args = gpu.argparse.Namespace(
+        out=tmp_path, minutes=8.0, dtype="bfloat16", sections=list(gpu.SECTIONS)
+    )
+    assert gpu.supervise(args, "now") == 0
+    assert len(commands) == 3 and commands[0][:4] == [sys.executable, "-m", "bench", "gpu"]
+    assert "--run" in commands[0]
+
+
+def test_dry_runs_are_interpreted(monkeypatch):
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    with pytest.raises(SystemExit, match="2"):
+        gpu.parse([])
+    with pytest.raises(SystemExit, match="2"):
+        gpu.parse(["--dry-run", "--sections", "nonsense"])

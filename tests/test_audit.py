@@ -1,0 +1,69 @@
+"""The ahead-of-time audit: what it finds of kernels, and that it would find what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from bench import audit, audit_cases
+from fused_remat.backends.triton.tables import TILES, Tile
+
+ROOT = Path(__file__).resolve().parent.parent
+GOOD = {"default": True, "product": True, "spills": 0, "stack": 0, "shared": 1000,
+        "tensor_core": 4, "registers": 100}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_every_default_configuration_for_hopper_is_clean(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "bench", "audit", "--arch", "90", "--defaults", "--check"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    rows = json.loads((tmp_path / "audit.json").read_text())["rows"]
+    products = [row for row in rows if row["product"]]
+    assert all(row["tensor_core"] and row["tma"] for row in products)
+    assert {row["name"].split()[0] for row in products} == set(TILES)
+
+
+def test_complaints():
+    assert audit.complaints(GOOD, 90, None) == []
+    assert "spills" in audit.complaints(GOOD | {"spills": 2}, 90, None)[0]
+    assert "spills" in audit.complaints(GOOD | {"stack": 8}, 90, None)[0]
+    assert audit.complaints(GOOD | {"spills": 2, "default": False}, 90, None) == []
+    assert "over the limit" in audit.complaints(GOOD | {"shared": 240_000}, 90, None)[0]
+    assert "no HGMMA" in audit.complaints(GOOD | {"tensor_core": 0}, 90, None)[0]
+    assert "no HMMA" in audit.complaints(GOOD | {"tensor_core": 0}, 80, None)[0]
+    over = audit.complaints(GOOD, 90, {"registers": 99, "shared": 1000, "stack": 0})
+    assert over == ["registers 100 over its budget 99"]
+
+
+def test_a_tile_that_is_too_large_spills():
+    products = audit_cases._Products(audit_cases.target(90), audit.DTYPES["bf16"], True)
+    launch = products.mlp_bwd(Tile(128, 256, 64, 8, 3))["relu dropout"]
+    row = audit.examine(audit_cases.Case("too large", launch, True, True), 90)
+    assert row["tensor_core"] and any("spills" in c for c in audit.complaints(row, 90, None))
+
+
+def test_float32_products_use_no_tensor_cores_and_are_no_cases():
+    names = {case.name for case in audit_cases.cases(audit_cases.target(90), audit.DTYPES["fp32"])}
+    assert names and not any(name.split()[0] in TILES for name in names)
+
+
+def test_occupancy():
+    # 128 registers a thread, 8 warps: two blocks fill the registers of a multiprocessor.
+    assert audit.occupancy(128, 0, 8, 90) == 16 / 64
+    assert audit.occupancy(255, 200_000, 8, 90) == 8 / 64
+
+
+def test_an_unknown_architecture_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit):
+        audit.main(["--arch", "75"])
+    assert "valid: 80, 86, 89, 90" in capsys.readouterr().err
