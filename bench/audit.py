@@ -50,9 +50,10 @@ def source(launch: Launch) -> ASTSource:
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(launch.constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    plain = set(launch.kernel.do_not_specialize)
     for index, (name, value) in enumerate(zip(names, launch.args, strict=False)):
         divisible = False
-        if value is None or (isinstance(value, int) and value == 1):
+        if value is None or (isinstance(value, int) and value == 1 and name not in plain):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[name] = "*" + _NAMES[value.dtype]
@@ -61,7 +62,7 @@ def source(launch: Launch) -> ASTSource:
             signature[name] = f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, int):
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            divisible = value % 16 == 0
+            divisible = value % 16 == 0 and name not in plain
         else:
             signature[name] = "fp32"
         if divisible:

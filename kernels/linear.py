@@ -67,7 +67,7 @@ def _finish(
     store_tile(y, stride_ym, row, col, M, N, acc, TMA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row0", "threshold"])
 def linear_fwd_kernel(
     x,
     w,

@@ -38,7 +38,7 @@ def _add_two_products(
     return gate, up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row0", "threshold"])
 def gated_mlp_fwd_kernel(
     x,
     wg,
@@ -115,7 +115,7 @@ def _finish_gated_bwd(
     store_tile(dup, stride_um, row, col, M, F, dact * y_tile, TMA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row0", "threshold"])
 def linear_act_bwd_kernel(
     dy,
     w2,
@@ -186,7 +186,7 @@ def linear_act_bwd_kernel(
                 )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row0", "threshold"])
 def mlp_bwd_kernel(
     x,
     w1,
@@ -245,7 +245,7 @@ def mlp_bwd_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row0", "threshold"])
 def gated_mlp_bwd_kernel(
     x,
     wg,

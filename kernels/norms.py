@@ -35,7 +35,7 @@ def _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m):
     return mean, rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row0", "threshold"])
 def norm_fwd_kernel(
     x_ptr,
     residual_ptr,

@@ -45,7 +45,7 @@ def keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale):
     return keep
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row0", "threshold"])
 def dropout_add_fwd_kernel(
     x_ptr,
     residual_ptr,
@@ -75,7 +75,7 @@ def dropout_add_fwd_kernel(
     store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row0", "threshold"])
 def act_fwd_kernel(
     x_ptr,
     site_key_ptr,
@@ -101,7 +101,7 @@ def act_fwd_kernel(
     store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row0", "threshold"])
 def act_bwd_kernel(
     dy_ptr,
     x_ptr,
@@ -135,7 +135,7 @@ def act_bwd_kernel(
         store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y * keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row0", "threshold"])
 def gated_fwd_kernel(
     gate_ptr,
     up_ptr,
@@ -164,7 +164,7 @@ def gated_fwd_kernel(
     store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row0", "threshold"])
 def gated_bwd_kernel(
     dy_ptr,
     gate_ptr,

@@ -62,7 +62,8 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Ten
     shifted = (mask - top.masked_fill(nothing, 0.0)).masked_fill(nothing, 0.0).to(q.dtype)
     shape = (*q.shape[:3], k.shape[2])
     wide = shifted.expand(*shifted.shape[:-1], shape[-1])
-    return F.pad(wide, (0, -shape[-1] % _MASK_ROWS))[..., : shape[-1]].expand(shape), nothing
+    padded = F.pad(wide, (0, -shape[-1] % _MASK_ROWS))
+    return padded.narrow(-1, 0, shape[-1]).expand(shape), nothing
 
 
 def forward(
@@ -84,7 +85,7 @@ def forward(
     )
     if nothing is not None:
         attn = attn.masked_fill(nothing, 0.0)
-    return attn, lse[..., : q.shape[2]].contiguous()
+    return attn, lse.narrow(-1, 0, q.shape[2]).clone()
 
 
 def backward(
@@ -108,7 +109,7 @@ def backward(
         return dq, dk, dv
     if name == "cudnn":
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse[..., None], unused, unused, None, *lengths, 0.0, causal,
+            do, q, k, v, o, lse.unsqueeze(-1), unused, unused, None, *lengths, 0.0, causal,
             scale=scale,
         )  # fmt: skip
         return dq, dk, dv

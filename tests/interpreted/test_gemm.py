@@ -156,3 +156,19 @@ def test_operands_of_any_layout(how):
     check_margin(dup)
     pre, dact = EAGER.linear_fwd(*double(x, *up)), EAGER.linear_dx(*double(dy, down))
     check_error(dup, EAGER.act_bwd(dact, pre, "relu", None, False), torch.float32, 4)
+
+
+def test_rows_more_than_2_31_elements_apart():
+    _, f, k = SHAPES[2]
+    x = torch.empty(2**31 + 4096, dtype=torch.float16).as_strided((3, k), (2**30, 1))
+    x.copy_(torch.randn(3, k))
+    weight, bias = layer(torch.float16, f, k)
+    for offset in (0, 1):  # by descriptors, and by pointers
+        x = x.as_strided((3, k), (2**30, 1), offset)
+        x.copy_(torch.randn(3, k))
+        y = poisoned(3, f, torch.float16)
+        launch = gemm.linear_fwd(x, weight, bias, None, None, None, None, y, TARGET)
+        assert launch.constants["TMA"] == (offset == 0)
+        launch.run()
+        check_margin(y)
+        check_error(y, EAGER.linear_fwd(*double(x, weight, bias)), torch.float16, 4)

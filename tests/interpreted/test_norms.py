@@ -116,3 +116,12 @@ def test_gradients_of_parameters_are_the_same_every_time():
             launch.run()
         found.append(torch.stack([dweight, dbias]))
     assert torch.equal(*found)
+
+
+def test_rows_more_than_2_31_elements_apart():
+    apart = torch.empty(2**31 + 4096, dtype=torch.float16).as_strided((3, 64), (2**30, 1))
+    apart.copy_(torch.randn(3, 64))
+    y, made = poisoned(3, 64, torch.float16), empty_stats("layer_norm", 3)
+    norms.norm_fwd(apart, None, None, None, None, 1e-5, None, y, made, False).run()
+    check_margin(y)
+    check_error(y, EAGER.norm_fwd("layer_norm", apart.double(), None, None, 1e-5)[0], y.dtype)

@@ -99,3 +99,12 @@ def test_activations_at_the_ends_of_the_line(act):
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-7, equal_nan=True)
     slope = EAGER.act_bwd(torch.ones_like(x).double(), x.double(), act, None, False)
     torch.testing.assert_close(dx.double()[:, :-1], slope[:, :-1], rtol=1e-5, atol=1e-6)
+
+
+def test_rows_more_than_2_31_elements_apart():
+    apart = torch.empty(2**31 + 4096, dtype=torch.float16).as_strided((3, 64), (2**30, 1))
+    apart.copy_(torch.randn(3, 64))
+    y = poisoned(3, 64, torch.float16)
+    pointwise.dropout_add_fwd(apart, None, None, y).run()
+    check_margin(y)
+    assert torch.equal(y, apart)

@@ -91,7 +91,7 @@ class TritonBackend(EagerBackend):
             return super().norm_bwd(kind, dy, x, stats, weight, wants, add)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wants[0] else None
         dweight, dbias = (
-            torch.zeros(x.shape[1], dtype=torch.float32, device=x.device) if wanted else None
+            torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if wanted else None
             for wanted in wants[1:]
         )
         for launch in norms.norm_bwd(
@@ -195,7 +195,11 @@ class TritonBackend(EagerBackend):
     def act_bwd(self, dy: Tensor, x: Tensor, act: str, keep: Keep | None, owned: bool) -> Tensor:
         if not _has_pair(act):
             return super().act_bwd(dy, x, act, keep, owned)
-        dx = dy if owned else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dx = (
+            dy
+            if owned and dy.is_contiguous()
+            else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        )
         pointwise.act_bwd(dy, x, act, keep, dx).run()
         return dx
 
@@ -222,7 +226,8 @@ class TritonBackend(EagerBackend):
         dup = torch.empty(shape, dtype=dtype, device=device) if wants_up else None
         dgate = None
         if up is not None:
-            dgate = dy if owned else torch.empty(shape, dtype=dtype, device=device)
+            in_place = owned and dy.is_contiguous()
+            dgate = dy if in_place else torch.empty(shape, dtype=dtype, device=device)
         if dgate is not None or dup is not None:
             pointwise.gated_bwd(dy, gate, up, act, keep, dgate, dup).run()
         return dgate, dup

@@ -108,7 +108,7 @@ def norm_bwd(
     block_n = power_of_2(width)
     block_m = max(1, 2048 // block_n)
     per_sm = 4 if block_n <= 2048 else 2
-    strip = block_m * cdiv(rows, block_m * per_sm * target.sms)
+    strip = block_m * max(1, cdiv(rows, block_m * per_sm * target.sms))
     programs = cdiv(rows, strip)
     dweight_parts, dbias_parts = _parts(dweight, programs), _parts(dbias, programs)
     args = (
@@ -145,7 +145,7 @@ def _params_bwd(
     rows, width = x.shape
     block_m, block_n = 16, 128
     columns = cdiv(width, block_n)
-    strip = block_m * cdiv(rows, block_m * cdiv(4 * target.sms, columns))
+    strip = block_m * max(1, cdiv(rows, block_m * cdiv(4 * target.sms, columns)))
     programs = cdiv(rows, strip)
     dweight_parts, dbias_parts = _parts(dweight, programs), _parts(dbias, programs)
     args = (

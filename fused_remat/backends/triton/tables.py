@@ -84,7 +84,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     "linear_act_bwd": {
         "hopper": (
             Tile(128, 256, 64, 8, 3, parts=8),
-            Tile(128, 128, 64, 8, 3, parts=4),
+            Tile(128, 128, 64, 4, 3, parts=8),  # two on a multiprocessor: one ends, one computes
             Tile(64, 64, 64, 4, 4, parts=2),
         ),
         "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),

@@ -1,0 +1,91 @@
+"""ATen's CUDA attention kernels as far as this can be told without a GPU: calls, shapes, masks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fused_remat.backends import cuda_attention, eager_attention
+from fused_remat.backends.base import AttentionCall
+
+
+def attention_call(q_len, kv_len, mask=None, padding=None, right=-1):
+    return AttentionCall(
+        batch=2, nhead=4, kv_heads=4, q_len=q_len, kv_len=kv_len, scale=0.125, left=-1,
+        right=right, softcap=0.0, mask=mask, padding=padding, dmask=None, dpadding=None,
+        mask_keeps=False, mask_grad=False, p=0.0, site_key=None, row0=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient", "efficient masked"])
+def test_kernels_are_called_as_their_schemas_say(name, dtype, monkeypatch):
+    if name in ("flash", "cudnn") and dtype == torch.float32:
+        dtype = torch.float16
+    monkeypatch.setattr(cuda_attention, "kernel", lambda *_: name.split()[0])
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 33, 64, dtype=dtype, device="cuda")
+        k, v = (torch.empty(2, 4, 50, 64, dtype=dtype, device="cuda") for _ in range(2))
+        mask = torch.empty(33, 50, device="cuda") if "masked" in name else None
+        call = attention_call(33, 50, mask)
+        attn, lse = cuda_attention.forward(q, k, v, call, mask)
+        grads = cuda_attention.backward(attn, q, k, v, attn, lse, call, mask)
+    assert attn.shape == q.shape and attn.dtype == dtype
+    assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (2, 1, 1, 5), (2, 4, 7, 5), (7, 1)], ids=str)
+def test_a_shifted_mask_changes_no_probability(shape):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 4, 7, 8), torch.randn(2, 4, 5, 8)
+    mask = torch.randn(shape, dtype=torch.float64) * 5 - 1e4
+    mask.view(-1)[0] = -torch.inf
+    bias, nothing = cuda_attention._bias(mask, q, k)
+    assert bias.shape == (2, 4, 7, 5) and bias.dtype == q.dtype
+    assert bias.stride(-1) == 1 and bias.stride(-2) % 16 == 0
+    scores = torch.randn(2, 4, 7, 5, dtype=torch.float64)
+    expected = (scores + mask).softmax(-1)
+    seen = ~nothing.expand(2, 4, 7, 1)
+    found = (scores + bias.double()).softmax(-1)
+    torch.testing.assert_close(found * seen, expected.nan_to_num() * seen, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_that_see_nothing_are_marked_and_harmless():
+    mask = torch.zeros(3, 4).masked_fill(torch.tensor([[False], [True], [False]]), -torch.inf)
+    q = torch.randn(1, 1, 3, 8)
+    bias, nothing = cuda_attention._bias(mask, q, torch.randn(1, 1, 4, 8))
+    assert nothing.flatten().tolist() == [False, True, False]
+    assert bias.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("q", "call", "words"),
+    [
+        (torch.empty(1, 1, 4, 8, dtype=torch.float64), attention_call(4, 4), "float64"),
+        (torch.empty(1, 1, 4, 20, dtype=torch.bfloat16), attention_call(4, 4), "head dim 20"),
+        (torch.empty(1, 1, 4, 264), attention_call(4, 4), "head dim 264"),
+    ],
+)
+def test_reasons(q, call, words):
+    assert words in cuda_attention.why_not(q, call)
+
+
+def test_a_mask_is_not_for_deterministic_mode():
+    q, mask = torch.empty(1, 1, 4, 64), torch.zeros(4, 4)
+    assert cuda_attention.why_not(q, attention_call(4, 4, mask)) is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "deterministic" in cuda_attention.why_not(q, attention_call(4, 4, mask))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_reference_scores_of_a_masked_call():
+    """The merged mask that the kernels get is the sum of both of the call's."""
+    mask, padding = torch.randn(4, 4), torch.tensor([[False, True, False, False]] * 2)
+    merged = eager_attention._merged_mask(attention_call(4, 4, mask, padding), torch.bfloat16)
+    assert merged.dtype == torch.float32
+    expected = mask.masked_fill(padding[:, None, None, :], -torch.inf)
+    assert torch.equal(merged, expected.expand(merged.shape))
+    assert F.softmax(merged, -1).isfinite().all()
