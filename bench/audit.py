@@ -50,19 +50,21 @@ def source(launch: Launch) -> ASTSource:
     signature: dict[str, str] = {}
     constants: dict[str, Any] = dict(launch.constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    plain = set(launch.kernel.do_not_specialize)
+    params = launch.kernel.params
+    plain = {p.name for p in params if p.do_not_specialize}
+    unaligned = plain | {p.name for p in params if p.do_not_specialize_on_alignment}
     for index, (name, value) in enumerate(zip(names, launch.args, strict=False)):
         divisible = False
         if value is None or (isinstance(value, int) and value == 1 and name not in plain):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[name] = "*" + _NAMES[value.dtype]
-            divisible = value.data_ptr() % 16 == 0
+            divisible = value.data_ptr() % 16 == 0 and name not in unaligned
         elif isinstance(value, TensorDescriptor):
             signature[name] = f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}>"
         elif isinstance(value, int):
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            divisible = value % 16 == 0 and name not in plain
+            divisible = value % 16 == 0 and name not in unaligned
         else:
             signature[name] = "fp32"
         if divisible:
@@ -204,12 +206,12 @@ def main(arguments: Sequence[str]) -> int:
     known = budgets.setdefault(triton.__version__, {})
     if not known and not options.write_budgets:
         print(f"no budgets for Triton {triton.__version__}: spills, memory, tensor cores only")
-    print(f"{'':<67}  reg  stack  shared  occ. tensor  TMA    code")
+    print(f"{'':<70}  reg  stack  shared  occ. tensor  TMA    code")
     work, rows, wrong = _chosen(options), [], []
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         for (arch, _, _), row in zip(work, pool.imap(_examine, work), strict=True):
             rows.append(row)
-            print(f"{row['target']:<10}{_line(row)}", flush=True)
+            print(f"{row['target']:<12}{_line(row)}", flush=True)
             of_target = known.setdefault(row["target"], {})
             if options.write_budgets and arch:
                 of_target[row["name"]] = {k: row[k] for k in ("registers", "shared", "stack")}

@@ -67,7 +67,9 @@ def _finish(
     store_tile(y, stride_ym, row, col, M, N, acc, TMA)
 
 
-@triton.jit(do_not_specialize=["row0", "threshold"])
+@triton.jit(
+    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+)
 def linear_fwd_kernel(
     x,
     w,

@@ -38,7 +38,9 @@ def _add_two_products(
     return gate, up
 
 
-@triton.jit(do_not_specialize=["row0", "threshold"])
+@triton.jit(
+    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+)
 def gated_mlp_fwd_kernel(
     x,
     wg,
@@ -115,7 +117,9 @@ def _finish_gated_bwd(
     store_tile(dup, stride_um, row, col, M, F, dact * y_tile, TMA)
 
 
-@triton.jit(do_not_specialize=["row0", "threshold"])
+@triton.jit(
+    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+)
 def linear_act_bwd_kernel(
     dy,
     w2,
@@ -186,7 +190,9 @@ def linear_act_bwd_kernel(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["row0", "threshold"])
+@triton.jit(
+    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+)
 def mlp_bwd_kernel(
     x,
     w1,
@@ -245,7 +251,9 @@ def mlp_bwd_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["row0", "threshold"])
+@triton.jit(
+    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+)
 def gated_mlp_bwd_kernel(
     x,
     wg,

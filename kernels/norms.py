@@ -35,7 +35,9 @@ def _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m):
     return mean, rstd
 
 
-@triton.jit(do_not_specialize=["row0", "threshold"])
+@triton.jit(
+    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+)
 def norm_fwd_kernel(
     x_ptr,
     residual_ptr,

@@ -45,7 +45,9 @@ def keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale):
     return keep
 
 
-@triton.jit(do_not_specialize=["row0", "threshold"])
+@triton.jit(
+    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+)
 def dropout_add_fwd_kernel(
     x_ptr,
     residual_ptr,
@@ -75,7 +77,9 @@ def dropout_add_fwd_kernel(
     store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
 
 
-@triton.jit(do_not_specialize=["row0", "threshold"])
+@triton.jit(
+    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+)
 def act_fwd_kernel(
     x_ptr,
     site_key_ptr,
@@ -101,7 +105,9 @@ def act_fwd_kernel(
     store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
 
 
-@triton.jit(do_not_specialize=["row0", "threshold"])
+@triton.jit(
+    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+)
 def act_bwd_kernel(
     dy_ptr,
     x_ptr,
@@ -135,7 +141,9 @@ def act_bwd_kernel(
         store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y * keep)
 
 
-@triton.jit(do_not_specialize=["row0", "threshold"])
+@triton.jit(
+    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+)
 def gated_fwd_kernel(
     gate_ptr,
     up_ptr,
@@ -164,7 +172,9 @@ def gated_fwd_kernel(
     store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
 
 
-@triton.jit(do_not_specialize=["row0", "threshold"])
+@triton.jit(
+    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+)
 def gated_bwd_kernel(
     dy_ptr,
     gate_ptr,

@@ -36,10 +36,11 @@ def test_kernels_are_called_as_their_schemas_say(name, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (2, 1, 1, 5), (2, 4, 7, 5), (7, 1)], ids=str)
-def test_a_shifted_mask_changes_no_probability(shape):
+@pytest.mark.parametrize("far", [0.0, -1e4, 1e4])
+def test_a_shifted_mask_changes_no_probability(shape, far):
     torch.manual_seed(0)
     q, k = torch.randn(2, 4, 7, 8), torch.randn(2, 4, 5, 8)
-    mask = torch.randn(shape, dtype=torch.float64) * 5 - 1e4
+    mask = torch.randn(shape, dtype=torch.float64) * 5 + far
     mask.view(-1)[0] = -torch.inf
     bias, nothing = cuda_attention._bias(mask, q, k)
     assert bias.shape == (2, 4, 7, 5) and bias.dtype == q.dtype
@@ -57,6 +58,12 @@ def test_rows_that_see_nothing_are_marked_and_harmless():
     bias, nothing = cuda_attention._bias(mask, q, torch.randn(1, 1, 4, 8))
     assert nothing.flatten().tolist() == [False, True, False]
     assert bias.isfinite().all()
+
+
+def test_a_16_bit_mask_that_is_not_far_from_0_stays_exact():
+    mask, q = torch.randn(3, 4).bfloat16(), torch.randn(1, 1, 3, 8).bfloat16()
+    bias, _ = cuda_attention._bias(mask.float(), q, torch.randn(1, 1, 4, 8))
+    assert torch.equal(bias[0, 0], mask)
 
 
 @pytest.mark.parametrize(

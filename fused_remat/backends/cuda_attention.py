@@ -21,6 +21,8 @@ _KERNELS = {
 }
 # The efficient kernel holds lse, and wants masks, in rows of multiples of these.
 _LSE_ROWS, _MASK_ROWS = 32, 16
+# A mask value that scores lose digits beside.
+_FAR = 128.0
 
 
 def why_not(q: Tensor, call: AttentionCall) -> str | None:
@@ -52,14 +54,16 @@ def kernel(q: Tensor, k: Tensor, call: AttentionCall) -> str:
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The additive mask (B, H, S_q, S_k) as the kernel wants it; which rows see no key.
 
-    Each row is shifted to have its maximum at 0, which changes no probability: the kernel's
-    logsumexp would lose a score beside a mask value of -1e9. Rows that see no key see all.
+    A row whose maximum is far from 0 is shifted to have it at 0, which changes no probability: the
+    kernel's logsumexp would lose a score beside a mask value of -1e9. (Others are not, since a
+    16-bit mask would be rounded by it.) Rows that see no key see all.
     """
     if mask is None:
         return None, None
     top = mask.amax(-1, keepdim=True)
     nothing = top == -torch.inf
-    shifted = (mask - top.masked_fill(nothing, 0.0)).masked_fill(nothing, 0.0).to(q.dtype)
+    shift = torch.where((top.abs() > _FAR) & ~nothing, top, 0.0)
+    shifted = (mask - shift).masked_fill(nothing, 0.0).to(q.dtype)
     shape = (*q.shape[:3], k.shape[2])
     wide = shifted.expand(*shifted.shape[:-1], shape[-1])
     padded = F.pad(wide, (0, -shape[-1] % _MASK_ROWS))

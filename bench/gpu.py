@@ -1,0 +1,324 @@
+"""Kernels and layers on one GPU against PyTorch's own, most important first, within some minutes.
+
+    python -m bench gpu --out bench/results/gpu --minutes 8
+    TRITON_INTERPRET=1 python -m bench gpu --out DIR --dry-run
+
+Every case is checked against float64 before it is timed, and written to DIR/gpu.json at once. A
+case that fails is a row with its error; one that hangs, or leaves the device unusable, costs the
+process, and another takes up the rest. `--dry-run`: the whole path at tiny sizes on this CPU, under
+Triton's interpreter; its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from bench import audit_cases, gpu_contest, gpu_kernels, gpu_layers, gpu_products, gpu_tiles
+from bench.gpu_contest import UNITS, Rig, described
+from bench.gpu_report import failures, line, report
+from bench.timing import ROOT, ResultsFile, machine
+from fused_remat.backends.triton.launch import INTERPRETED, Target, target_of
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+#: A worker's exit status after a case that hung or broke the device: another one takes over.
+BROKEN = 3
+_WORKERS_AT_MOST = 8
+UNFINISHED = "the process ended within this case: a crash, or no answer for too long"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row to be measured; `needs`: seconds that it takes at most, if all goes well."""
+
+    case: dict[str, Any]
+    measure: Callable[[Rig], dict[str, Any]]
+    needs: float
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the benchmark.
+
+    Attributes:
+        share: of the time that is left, relative to the sections after it.
+        jobs: the most important first.
+    """
+
+    share: float
+    jobs: Callable[[Rig], Iterator[Job]]
+
+
+def _contests(entries: Callable[[Rig], Iterable[gpu_kernels.Entry]], needs: float) -> Any:
+    def jobs(rig: Rig) -> Iterator[Job]:
+        for case, build in entries(rig):
+            yield Job(case, lambda rig, b=build: gpu_contest.measure(b(rig), rig), needs)
+
+    return jobs
+
+
+def _steps(entries: Callable[[Rig], Iterable[gpu_layers.Entry]], needs: float) -> Any:
+    def jobs(rig: Rig) -> Iterator[Job]:
+        for case, measure in entries(rig):
+            yield Job(case, measure, needs)
+
+    return jobs
+
+
+# --- the machine and its ceilings
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The machine, its GPU and the versions of what runs on it."""
+    found = machine(str(device)) | {"triton": triton.__version__}
+    found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "driver": _driver(),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "sms": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": getattr(properties, "L2_cache_size", None),
+        }
+    return found
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+
+
+def _environment_jobs(rig: Rig) -> Iterator[Job]:
+    yield Job({"name": "environment"}, lambda rig: {"found": environment(rig.device)}, 5.0)
+
+
+def _copy(rig: Rig) -> tuple[Callable[[int], Any], float]:
+    count = rig.size(1 << 30, 1 << 10)
+    x, y = rig.normal(count), rig.poisoned(count)
+    return lambda index: y.copy_(x), 2.0 * x.nbytes
+
+
+def _product(rig: Rig) -> tuple[Callable[[int], Any], float]:
+    n = rig.size(8192, 64)
+    x, w = rig.normal(n, n), rig.normal(n, n)
+    return lambda index: torch.mm(x, w), 2.0 * n**3
+
+
+def _ceiling(rig: Rig, unit: str, run: Callable[[int], Any], work: float) -> dict[str, Any]:
+    run(0)
+    times = gpu_contest.in_turns({"torch": gpu_contest.stepper(run, rig)}, rig)
+    (row,) = gpu_contest.summary(times, ()).values()
+    rig.ceilings[unit] = work / UNITS[unit] / (1e-6 * row["us"]["p50"])
+    return {"unit": unit, "work": work, "ways": {"torch": row | {unit: rig.ceilings[unit]}}}
+
+
+def _ceiling_jobs(rig: Rig) -> Iterator[Job]:
+    """A large copy, bytes read and written; a large product of random numbers."""
+    yield Job({"name": "copy"}, lambda rig: _ceiling(rig, "GB/s", *_copy(rig)), 5.0)
+    yield Job({"name": "mm"}, lambda rig: _ceiling(rig, "TFLOP/s", *_product(rig)), 5.0)
+
+
+# --- kernels are compiled before they are timed, on all cores
+
+
+def precompile(rig: Rig, seconds: float) -> dict[str, Any]:
+    """Compile what the contests launch, as far as time allows; what is left is compiled by use."""
+    start = time.perf_counter()
+    cases = (c.launch for c in audit_cases.cases(rig.target, rig.dtype) if c.default)
+    launches, done = list(cases), 0
+    if rig.dry:
+        return {"found": {"kernels": len(launches), "compiled": 0}}
+    batch = 2 * (os.cpu_count() or 1)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        while done < len(launches) and time.perf_counter() - start < seconds:
+            with _in_parallel(pool):
+                for launch in launches[done : done + batch]:
+                    launch.kernel.warmup(
+                        *launch.args, grid=launch.grid, **launch.constants,
+                        num_warps=launch.num_warps, num_stages=launch.num_stages,
+                    )  # fmt: skip
+            done += batch
+    took = time.perf_counter() - start
+    return {"found": {"kernels": len(launches), "compiled": min(done, len(launches)), "s": took}}
+
+
+def _in_parallel(pool: ThreadPoolExecutor) -> contextlib.AbstractContextManager[Any]:
+    """What is compiled within it is compiled on the pool's threads, where this Triton can."""
+    mode = getattr(triton, "AsyncCompileMode", None)
+    return contextlib.nullcontext() if mode is None else mode(pool, ignore_errors=True)
+
+
+def _compile_jobs(rig: Rig) -> Iterator[Job]:
+    name = {"name": "kernels compiled"}
+    yield Job(name, lambda rig: precompile(rig, min(75.0, 0.2 * rig.left)), 90.0)
+
+
+#: In this order; shares are of what is left. `torch.compile` last: it takes long to start.
+SECTIONS: dict[str, Section] = {
+    "environment": Section(1.0, _environment_jobs),
+    "ceilings": Section(1.0, _ceiling_jobs),
+    "precompile": Section(10.0, _compile_jobs),
+    "products": Section(9.0, _contests(gpu_products.product_entries, 6.0)),
+    "layers": Section(10.0, _steps(gpu_layers.layer_entries, 20.0)),
+    "norms": Section(5.0, _contests(gpu_kernels.norm_entries, 5.0)),
+    "tiles": Section(5.0, _contests(gpu_tiles.tile_entries, 10.0)),
+    "mlp": Section(3.0, _steps(gpu_layers.mlp_entries, 15.0)),
+    "pointwise": Section(3.0, _contests(gpu_kernels.pointwise_entries, 5.0)),
+    "replayed": Section(4.0, _steps(gpu_layers.replay_entries, 20.0)),
+    "compile": Section(6.0, _steps(gpu_layers.compile_entries, 90.0)),
+}
+
+
+# --- running them
+
+
+def run_job(job: Job, section: str, rig: Rig, results: ResultsFile, run: str) -> None:
+    """Measure and write a row; the process ends if the device does not answer any more."""
+    row = {"case": {"section": section, **job.case}, "run": run}
+    results.put(row | {"error": UNFINISHED})  # stays if so
+    watch = threading.Timer(30.0 + 3.0 * job.needs, os._exit, (BROKEN,))
+    watch.daemon = True
+    if not rig.dry:
+        watch.start()
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    try:
+        row |= job.measure(rig)
+    except Exception as error:  # recorded, and the next case is measured
+        row |= {"error": described(error)}
+    row["seconds"] = time.perf_counter() - start
+    results.put(row)
+    print(line(row), flush=True)
+    if rig.device.type == "cuda":
+        gc.collect()
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            os._exit(BROKEN)
+    watch.cancel()
+
+
+def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile, run: str) -> None:
+    """Each section's share of the time; what did not fit in it, if time is left in the end."""
+    done = {json.dumps(row["case"]) for row in results.rows if row.get("run") == run}
+    left, waiting = list(sections), []
+    while left:
+        share = SECTIONS[left[0]].share / sum(SECTIONS[name].share for name in left)
+        name, ends = left.pop(0), time.perf_counter() + share * rig.left
+        for job in SECTIONS[name].jobs(rig):
+            if json.dumps({"section": name, **job.case}) in done:
+                continue
+            if rig.dry or (time.perf_counter() < ends and job.needs < rig.left):
+                run_job(job, name, rig, results, run)
+            else:
+                waiting.append((job, name))
+    for job, name in waiting:
+        if job.needs < rig.left:
+            run_job(job, name, rig, results, run)
+        else:
+            case = {"section": name, **job.case}
+            results.put({"case": case, "run": run, "skipped": "no time was left"})
+
+
+def known_ceilings(results: ResultsFile, run: str) -> dict[str, float]:
+    """What an earlier worker of this run measured."""
+    rows = [r for r in results.rows if r["case"]["section"] == "ceilings" and r.get("run") == run]
+    return {r["unit"]: way[r["unit"]] for r in rows if "ways" in r for way in r["ways"].values()}
+
+
+def work(args: argparse.Namespace, run: str) -> int:
+    """All that is left of a run, in this process."""
+    start = time.perf_counter()
+    device = torch.device("cpu" if args.dry_run else f"cuda:{torch.cuda.current_device()}")
+    target: Target = target_of(device)
+    # A tenth is kept: the process has started before, and the last case may take longer.
+    rig = Rig(device, DTYPES[args.dtype], args.dry_run, target, start + 54.0 * args.minutes)
+    if not args.dry_run:
+        gc.collect()
+        gc.freeze()  # measuring memory collects garbage, again and again
+    config = {"dtype": args.dtype, "dry_run": args.dry_run, "rounds": gpu_contest.ROUNDS}
+    results = ResultsFile(args.out / "gpu.json", environment(device), config)
+    rig.ceilings |= known_ceilings(results, run)
+    run_all(args.sections, rig, results, run)
+    return 0
+
+
+def supervise(args: argparse.Namespace, run: str) -> int:
+    """Workers, one after another as long as they break and time is left; the exit status."""
+    ends = time.perf_counter() + 60.0 * args.minutes
+    for _ in range(_WORKERS_AT_MOST):
+        minutes = (ends - time.perf_counter()) / 60.0
+        if minutes < 0.5:
+            break
+        command = [sys.executable, "-m", "bench", "gpu", "--out", str(args.out), "--run", run]
+        command += ["--minutes", f"{minutes:.2f}", "--dtype", args.dtype]
+        command += ["--sections", *args.sections]
+        try:
+            status = subprocess.run(command, cwd=ROOT, check=False, timeout=60 * minutes).returncode
+        except subprocess.TimeoutExpired:
+            break
+        if status == 0:
+            break
+        print(f"a worker ended with status {status}", flush=True)
+    return 0
+
+
+# --- the command
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--out", type=Path, default=ROOT / "bench" / "results" / "gpu", help="folder of gpu.json")
+    add("--minutes", type=float, default=8.0, help="it ends well within these (default: 8)")
+    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    add("--dtype", choices=DTYPES, help="default: bfloat16; float32 in a dry run")
+    add("--dry-run", action="store_true", help="the whole path on this CPU, at tiny sizes")
+    add("--run", help=argparse.SUPPRESS)  # a worker's: the rows of this run are done already
+    args = parser.parse_args(arguments)
+    if args.dry_run != INTERPRETED:
+        parser.error("--dry-run and TRITON_INTERPRET=1 go together")
+    if not args.dry_run and not torch.cuda.is_available():
+        parser.error("no CUDA device: --dry-run shows the path without one")
+    args.dtype = args.dtype or ("float32" if args.dry_run else "bfloat16")
+    args.out = args.out.absolute()
+    return args
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, and print the table; 1 if anything failed."""
+    args = parse(arguments)
+    if args.run is not None:
+        return work(args, args.run)
+    run = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    (work if args.dry_run else supervise)(args, run)
+    path = args.out / "gpu.json"
+    print(report(path, run), f"\n{path}", sep="\n")
+    rows = json.loads(path.read_text())["results"] if path.exists() else []
+    return 1 if failures([row for row in rows if row.get("run") == run]) else 0

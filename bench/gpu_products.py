@@ -1,0 +1,354 @@
+"""Contests of the products with fused ends: an MLP's hidden half, its end, its backward.
+
+"aten" is the same in PyTorch's own operators, "bare" its products alone: what a kernel that fuses
+the rest for nothing would take. "split" is torch's product and our kernel for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.gpu_contest import (
+    EXACT,
+    SETS,
+    Contest,
+    P,
+    Results,
+    Rig,
+    Way,
+    from_mask,
+    multiplier,
+)
+from bench.gpu_kernels import EPS, Entry, doubled
+from fused_remat.backends.triton import gemm, norms, pointwise
+from fused_remat.backends.triton.launch import Launch
+
+_aten = torch.ops.aten
+TOKENS = 8192
+WIDTHS = (2048, 1024, 4096)
+BASELINES = ("aten", "bare")
+
+
+class Mlp:
+    """An MLP's operands: x and dy (T, D) in sets, weights as `nn.Linear` holds them, F = 4·D."""
+
+    def __init__(self, rig: Rig, tokens: int, d: int, f: int) -> None:
+        self.rig, self.tokens, self.d, self.f = rig, tokens, d, f
+        self.xs = [rig.normal(tokens, d) for _ in range(SETS)]
+        self.dys = [rig.normal(tokens, d) for _ in range(SETS)]
+        self.gate = rig.normal(f, d, scale=d**-0.5), rig.normal(f)
+        self.up = rig.normal(f, d, scale=d**-0.5), rig.normal(f)
+        self.down = rig.normal(d, f, scale=f**-0.5), rig.normal(d)
+        self.flops = 2.0 * tokens * d * f  # of one product
+
+    def hidden(self) -> Tensor:
+        """A poisoned matrix (T, F)."""
+        return self.rig.poisoned(self.tokens, self.f)
+
+    def pre(self, index: int, layer: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """The pre-activation, by cuBLAS."""
+        weight, bias = layer or self.up
+        return torch.addmm(bias, self.xs[index], weight.t())
+
+    def exact_pre(self, layer: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """The first set's, in float64."""
+        return EXACT.linear_fwd(*doubled(self.xs[0], *(layer or self.up)))
+
+    def exact_dact(self) -> Tensor:
+        """The gradient of the activation, likewise."""
+        return EXACT.linear_dx(*doubled(self.dys[0], self.down[0]))
+
+
+def per_set(launch: Callable[[int], Launch], results: Results) -> Way:
+    """A launch that is built once for each input set."""
+    launches = [launch(index) for index in range(SETS)]
+
+    def run(index: int) -> Results:
+        launches[index].run()
+        return results
+
+    return Way(run)
+
+
+# --- forward
+
+
+def linear_act(m: Mlp, dropped: bool) -> Contest:
+    """dropout(gelu(x @ upᵀ + b))."""
+    keep = m.rig.keep(m.tokens, m.f) if dropped else None
+    fused, split = m.hidden(), m.hidden()
+
+    def aten(index: int) -> Results:
+        act = F.gelu(m.pre(index))
+        if not dropped:
+            return {"y": act}
+        return dict(zip(("y", "mask"), torch.native_dropout(act, P, True), strict=True))
+
+    def in_two(index: int) -> Results:
+        pointwise.act_fwd(m.pre(index), "gelu", keep, split).run()
+        return {"y": split}
+
+    def exact(scale: Tensor | None) -> Results:
+        act = F.gelu(m.exact_pre())
+        return {"y": act if scale is None else act * scale, "product": product_of(m.xs[0], m.up[0])}
+
+    def kernel(index: int) -> Launch:
+        given = m.xs[index], *m.up, None, keep, "gelu", None, fused
+        return gemm.linear_fwd(*given, m.rig.target)
+
+    own = (lambda found: exact(from_mask(found["mask"]))) if dropped else None
+    ways = {
+        "aten": Way(aten, own),
+        "bare": Way(lambda index: {"product": torch.mm(m.xs[index], m.up[0].t())}),
+        "kernel": per_set(kernel, {"y": fused}),
+        "split": Way(in_two),
+    }
+    truth = lambda: exact(None if keep is None else multiplier(keep))  # noqa: E731
+    return Contest(ways, truth, m.flops, "TFLOP/s", BASELINES)
+
+
+def product_of(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(x.double(), weight.double().t())
+
+
+def linear_plain(m: Mlp) -> Contest:
+    """x @ upᵀ + b: our product against cuBLAS's."""
+    y = m.hidden()
+
+    def kernel(index: int) -> Launch:
+        return gemm.linear_fwd(m.xs[index], *m.up, None, None, None, None, y, m.rig.target)
+
+    ways = {"aten": Way(lambda index: {"y": m.pre(index)}), "kernel": per_set(kernel, {"y": y})}
+    return Contest(ways, lambda: {"y": m.exact_pre()}, m.flops, "TFLOP/s", ("aten",))
+
+
+def linear_end(m: Mlp) -> Contest:
+    """residual + dropout(h @ downᵀ + b), h (T, F)."""
+    rig, (weight, bias) = m.rig, m.down
+    hs = [rig.normal(m.tokens, m.f) for _ in range(SETS)]
+    residual, keep = rig.normal(m.tokens, m.d), rig.keep(m.tokens, m.d)
+    fused, split = rig.poisoned(m.tokens, m.d), rig.poisoned(m.tokens, m.d)
+
+    def aten(index: int) -> Results:
+        dropped, mask = torch.native_dropout(torch.addmm(bias, hs[index], weight.t()), P, True)
+        return {"y": residual + dropped, "mask": mask}
+
+    def in_two(index: int) -> Results:
+        product = torch.addmm(bias, hs[index], weight.t())
+        pointwise.dropout_add_fwd(product, residual, keep, split).run()
+        return {"y": split}
+
+    def exact(scale: Tensor) -> Results:
+        product = product_of(hs[0], weight)
+        return {"y": residual.double() + (product + bias.double()) * scale, "product": product}
+
+    def kernel(index: int) -> Launch:
+        given = hs[index], weight, bias, residual, keep, None, None, fused
+        return gemm.linear_fwd(*given, rig.target)
+
+    ways = {
+        "aten": Way(aten, lambda found: exact(from_mask(found["mask"]))),
+        "bare": Way(lambda index: {"product": torch.mm(hs[index], weight.t())}),
+        "kernel": per_set(kernel, {"y": fused}),
+        "split": Way(in_two),
+    }
+    truth = lambda: exact(multiplier(keep))  # noqa: E731
+    return Contest(ways, truth, m.flops, "TFLOP/s", BASELINES)
+
+
+def linear_normed(m: Mlp) -> Contest:
+    """layer_norm(x) @ upᵀ + b, the norm rebuilt from its statistics."""
+    rig, (weight, bias) = m.rig, m.up
+    affine = rig.normal(m.d, shift=1.0), rig.normal(m.d)
+    stats = [tuple(s.float() for s in EXACT.norm_fwd("layer_norm", x.double(), None, None, EPS)[1:])
+             for x in m.xs]  # fmt: skip
+    fused, normed = m.hidden(), rig.poisoned(m.tokens, m.d)
+
+    def aten(index: int) -> Results:
+        made = torch.native_layer_norm(m.xs[index], [m.d], *affine, EPS)[0]
+        return {"y": torch.addmm(bias, made, weight.t())}
+
+    def in_two(index: int) -> Results:
+        given = m.xs[index], None, None, *affine, EPS, None, normed, stats[index], True
+        norms.norm_fwd(*given).run()
+        return {"y": torch.addmm(bias, normed, weight.t())}
+
+    def truth() -> Results:
+        made = F.layer_norm(m.xs[0].double(), [m.d], *doubled(*affine), EPS)
+        return {"y": torch.addmm(bias.double(), made, weight.double().t())}
+
+    def kernel(index: int) -> Launch:
+        given = m.xs[index], weight, bias, None, None, None, None, fused
+        return gemm.linear_fwd(*given, rig.target, (*stats[index], *affine))
+
+    ways = {
+        "aten": Way(aten),
+        "kernel": per_set(kernel, {"y": fused}),
+        "split": Way(in_two),
+    }
+    return Contest(ways, truth, m.flops, "TFLOP/s", ("aten",))
+
+
+def gated_mlp_fwd(m: Mlp) -> Contest:
+    """silu(x @ gateᵀ + bg) * (x @ upᵀ + b)."""
+    fused, split = m.hidden(), m.hidden()
+
+    def in_two(index: int) -> Results:
+        gate, up = m.pre(index, m.gate), m.pre(index)
+        pointwise.gated_fwd(gate, up, "silu", None, split).run()
+        return {"y": split}
+
+    def bare(index: int) -> Results:
+        x = m.xs[index]
+        return {"gate": torch.mm(x, m.gate[0].t()), "product": torch.mm(x, m.up[0].t())}
+
+    def truth() -> Results:
+        gate, up = m.exact_pre(m.gate), m.exact_pre()
+        products = {"gate": gate - m.gate[1].double(), "product": up - m.up[1].double()}
+        return {"y": F.silu(gate) * up, **products}
+
+    def kernel(index: int) -> Launch:
+        given = m.xs[index], *m.gate, *m.up, None, "silu", fused
+        return gemm.gated_mlp_fwd(*given, m.rig.target)
+
+    ways = {
+        "aten": Way(lambda index: {"y": F.silu(m.pre(index, m.gate)) * m.pre(index)}),
+        "bare": Way(bare),
+        "kernel": per_set(kernel, {"y": fused}),
+        "split": Way(in_two),
+    }
+    return Contest(ways, truth, 2 * m.flops, "TFLOP/s", BASELINES)
+
+
+# --- backward: the activation and the gradient of the pre-activation, from x and dy
+
+
+def gelu_gradients(dact: Tensor, pre: Tensor) -> Results:
+    return {"act": F.gelu(pre), "dup": _aten.gelu_backward(dact, pre)}
+
+
+def mlp_bwd(m: Mlp) -> Contest:
+    """Rebuild the pre-activation, dy @ down, GELU and its gradient."""
+    down = m.down[0]
+    made = [{"act": m.hidden(), "dup": m.hidden()} for _ in range(3)]
+
+    def bare(index: int) -> Results:
+        product = torch.mm(m.xs[index], m.up[0].t())
+        return {"product": product, "dact": torch.mm(m.dys[index], down)}
+
+    def in_two(index: int) -> Results:
+        pre, dact = m.pre(index), torch.mm(m.dys[index], down)
+        pointwise.act_bwd(dact, pre, "gelu", None, made[2]["dup"], made[2]["act"]).run()
+        return made[2]
+
+    def truth() -> Results:
+        pre, dact = m.exact_pre(), m.exact_dact()
+        return gelu_gradients(dact, pre) | {"product": pre - m.up[1].double(), "dact": dact}
+
+    def one_kernel(index: int) -> Launch:
+        given = m.xs[index], *m.up, m.dys[index], down, None, "gelu"
+        return gemm.mlp_bwd(*given, made[0]["act"], made[0]["dup"], m.rig.target)
+
+    def after_product(index: int) -> Results:
+        given = m.dys[index], down, None, m.pre(index), None, "gelu"
+        gemm.linear_act_bwd(*given, made[1]["act"], None, made[1]["dup"], m.rig.target).run()
+        return made[1]
+
+    ways = {
+        "aten": Way(lambda i: gelu_gradients(torch.mm(m.dys[i], down), m.pre(i))),
+        "bare": Way(bare),
+        "mlp_bwd": per_set(one_kernel, made[0]),
+        "linear_act_bwd": Way(after_product),
+        "split": Way(in_two),
+    }
+    return Contest(ways, truth, 2 * m.flops, "TFLOP/s", BASELINES)
+
+
+def gated_gradients(dact: Tensor, gate: Tensor, up: Tensor) -> Results:
+    act = F.silu(gate)
+    dgate = _aten.silu_backward(dact * up, gate)
+    return {"act": act * up, "dgate": dgate, "dup": dact * act}
+
+
+def gated_mlp_bwd(m: Mlp) -> Contest:
+    """The same with a gate: three products, the activation and two gradients."""
+    down = m.down[0]
+    names = ("act", "dgate", "dup")
+    made = [{name: m.hidden() for name in names} for _ in range(3)]
+
+    def bare(index: int) -> Results:
+        x, dy = m.xs[index], m.dys[index]
+        products = {"gate": torch.mm(x, m.gate[0].t()), "product": torch.mm(x, m.up[0].t())}
+        return products | {"dact": torch.mm(dy, down)}
+
+    def in_two(index: int) -> Results:
+        gate, up, dact = m.pre(index, m.gate), m.pre(index), torch.mm(m.dys[index], down)
+        act, dgate, dup = made[2].values()
+        pointwise.gated_fwd(gate, up, "silu", None, act).run()
+        pointwise.gated_bwd(dact, gate, up, "silu", None, dgate, dup).run()
+        return made[2]
+
+    def truth() -> Results:
+        gate, up, dact = m.exact_pre(m.gate), m.exact_pre(), m.exact_dact()
+        products = {"gate": gate - m.gate[1].double(), "product": up - m.up[1].double()}
+        return gated_gradients(dact, gate, up) | products | {"dact": dact}
+
+    def one_kernel(index: int) -> Launch:
+        given = m.xs[index], *m.gate, *m.up, m.dys[index], down, None, "silu"
+        return gemm.gated_mlp_bwd(*given, *made[0].values(), m.rig.target)
+
+    def after_products(index: int) -> Results:
+        given = m.dys[index], down, m.pre(index, m.gate), m.pre(index), None, "silu"
+        gemm.linear_act_bwd(*given, *made[1].values(), m.rig.target).run()
+        return made[1]
+
+    def aten(index: int) -> Results:
+        dact = torch.mm(m.dys[index], down)
+        return gated_gradients(dact, m.pre(index, m.gate), m.pre(index))
+
+    ways = {
+        "aten": Way(aten),
+        "bare": Way(bare),
+        "gated_mlp_bwd": per_set(one_kernel, made[0]),
+        "linear_act_bwd": Way(after_products),
+        "split": Way(in_two),
+    }
+    return Contest(ways, truth, 3 * m.flops, "TFLOP/s", BASELINES)
+
+
+# --- what is measured, the most telling first
+
+FORMS: dict[str, Callable[[Mlp], Contest]] = {
+    "mlp_bwd gelu": mlp_bwd,
+    "gated_mlp_bwd silu": gated_mlp_bwd,
+    "linear + gelu": lambda m: linear_act(m, False),
+    "gated_mlp_fwd silu": gated_mlp_fwd,
+    "linear + dropout + residual": linear_end,
+    "linear + gelu + dropout": lambda m: linear_act(m, True),
+    "linear": linear_plain,
+    "layer_norm + linear": linear_normed,
+}
+
+
+def sizes_of(rig: Rig, width: int) -> dict[str, int]:
+    """Tokens, width and hidden width of an MLP."""
+    if rig.dry:
+        return {"tokens": 32, "width": 64, "hidden": 96}
+    return {"tokens": TOKENS, "width": width, "hidden": 4 * width}
+
+
+def mlp_at(rig: Rig, width: int) -> Mlp:
+    """Its operands."""
+    return Mlp(rig, *sizes_of(rig, width).values())
+
+
+def product_entries(rig: Rig) -> Iterator[Entry]:
+    """Every form at every width."""
+    for width in WIDTHS[:1] if rig.dry else WIDTHS:
+        for name, form in FORMS.items():
+            case = {"name": name, **sizes_of(rig, width)}
+            yield case, lambda rig, form=form, width=width: form(mlp_at(rig, width))

@@ -1,0 +1,63 @@
+"""Rows of `bench.gpu`'s results as text: a line each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def _way(name: str, way: dict[str, Any]) -> str:
+    if "us" not in way:
+        return f"{name} ERROR"
+    text = f"{name} {way['us']['p50']:.0f}"
+    baseline = next(iter(way["ratio"]), name)
+    if baseline != name:
+        text += f" {way['ratio'][baseline]['p50']:.2f}x"
+    if "of_ceiling" in way:
+        text += f" {way['of_ceiling']:.0%}"
+    if way.get("step_peak_bytes") is not None:
+        sizes = way["held_bytes"] / 2**20, way["step_peak_bytes"] / 2**20
+        text += " {:.0f}/{:.0f}M".format(*sizes)
+    return text
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row in a line.
+
+    Of each way: microseconds, ratio to the first baseline, share of the ceiling; of a training
+    step, MiB held after forward and at the peak.
+    """
+    case = dict(row["case"])
+    words = [case.pop("section"), case.pop("name"), *(f"{k}={v}" for k, v in case.items())]
+    for key in ("error", "skipped"):
+        if key in row:
+            return f"{' '.join(words)}: {key.upper()} {row[key]}"
+    if "found" in row:
+        return f"{' '.join(words)}: " + ", ".join(f"{k} {v}" for k, v in row["found"].items())
+    return f"{' '.join(words)}: " + " | ".join(_way(*item) for item in row["ways"].items())
+
+
+def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Every error of the rows and of their ways, in a line."""
+    found = []
+    for row in rows:
+        title = line({"case": row["case"], "ways": {}})
+        if "error" in row:
+            found.append(f"{title} {row['error'][:160]}")
+        for name, way in row.get("ways", {}).items():
+            if "error" in way:
+                found.append(f"{title} {name}: {way['error'][:160]}")
+    return found
+
+
+def report(path: Path, run: str) -> str:
+    """The table of a run: what was measured, and what failed."""
+    rows = json.loads(path.read_text())["results"] if path.exists() else []
+    rows = [row for row in rows if row.get("run") == run]
+    lines = [line(row) for row in rows if "ways" in row or "found" in row]
+    wrong, skipped = failures(rows), sum("skipped" in row for row in rows)
+    lines += [f"\n{len(wrong)} failures, {skipped} cases without time", *wrong]
+    legend = "\nmicroseconds, ratio to the first, share of the ceiling or MiB held/peak"
+    return "\n".join([legend, *lines])

@@ -1,0 +1,168 @@
+"""Contests of tiles: a kernel of the tables with every tile they have for this GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.gpu_contest import Contest, Results, Rig, Way
+from bench.gpu_kernels import Entry, doubled
+from bench.gpu_products import (
+    WIDTHS,
+    Mlp,
+    gated_gradients,
+    gelu_gradients,
+    mlp_at,
+    per_set,
+    product_of,
+    sizes_of,
+)
+from fused_remat.backends.triton import gemm, tables
+from fused_remat.backends.triton.launch import Launch
+from fused_remat.backends.triton.tables import Tile
+
+Outputs = dict[str, Tensor]
+_GATED = ("act", "dgate", "dup")
+
+
+def tile_name(tile: Tile) -> str:
+    """As in `python -m bench audit`.
+
+    >>> tile_name(Tile(128, 256, 64, 8, 3, parts=4))
+    '128x256/4x64 w8 s3'
+    """
+    parts = f"/{tile.parts}" if tile.parts > 1 else ""
+    return f"{tile.block_m}x{tile.block_n}{parts}x{tile.block_k} w{tile.warps} s{tile.stages}"
+
+
+class Tiled:
+    """A kernel of `tables.TILES`: one subclass for each.
+
+    Attributes:
+        outputs: names of what it writes, in the order of its launcher's arguments.
+        products: how many products it computes.
+    """
+
+    outputs: tuple[str, ...] = ("y",)
+    products = 1
+
+    def __init__(self, m: Mlp) -> None:
+        self.m = m
+        self.down, self.at = m.down[0], m.rig.target
+
+    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
+        raise NotImplementedError
+
+    def truth(self) -> Results:
+        raise NotImplementedError
+
+
+class _Linear(Tiled):
+    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
+        given = self.m.xs[index], *self.m.up, None, None, "gelu", None
+        return gemm.linear_fwd(*given, out["y"], self.at, None, tile)
+
+    def truth(self) -> Results:
+        return {"y": F.gelu(self.m.exact_pre())}
+
+
+class _GatedMlpFwd(Tiled):
+    products = 2
+
+    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
+        given = self.m.xs[index], *self.m.gate, *self.m.up, None, "silu"
+        return gemm.gated_mlp_fwd(*given, out["y"], self.at, tile)
+
+    def truth(self) -> Results:
+        return {"y": F.silu(self.m.exact_pre(self.m.gate)) * self.m.exact_pre()}
+
+
+class _MlpBwd(Tiled):
+    outputs, products = ("act", "dup"), 2
+
+    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
+        given = self.m.xs[index], *self.m.up, self.m.dys[index], self.down, None, "gelu"
+        return gemm.mlp_bwd(*given, *out.values(), self.at, tile)
+
+    def truth(self) -> Results:
+        return gelu_gradients(self.m.exact_dact(), self.m.exact_pre())
+
+
+class _GatedMlpBwd(Tiled):
+    outputs, products = _GATED, 3
+
+    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
+        m = self.m
+        given = m.xs[index], *m.gate, *m.up, m.dys[index], self.down, None, "silu"
+        return gemm.gated_mlp_bwd(*given, *out.values(), self.at, tile)
+
+    def truth(self) -> Results:
+        m = self.m
+        return gated_gradients(m.exact_dact(), m.exact_pre(m.gate), m.exact_pre())
+
+
+class _LinearActBwd(Tiled):
+    outputs = ("act", "dup")
+
+    def __init__(self, m: Mlp) -> None:
+        super().__init__(m)
+        self.up = m.pre(0)
+
+    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
+        given = self.m.dys[index], self.down, None, self.up, None, "gelu"
+        return gemm.linear_act_bwd(*given, out["act"], None, out["dup"], self.at, tile)
+
+    def truth(self) -> Results:
+        return gelu_gradients(self.m.exact_dact(), self.up.double())
+
+
+class _GatedActBwd(_LinearActBwd):
+    outputs = _GATED
+
+    def __init__(self, m: Mlp) -> None:
+        super().__init__(m)
+        self.gate = m.pre(0, m.gate)
+
+    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
+        given = self.m.dys[index], self.down, self.gate, self.up, None, "silu"
+        return gemm.linear_act_bwd(*given, *out.values(), self.at, tile)
+
+    def truth(self) -> Results:
+        return gated_gradients(self.m.exact_dact(), *doubled(self.gate, self.up))
+
+
+#: A row of `tables.TILES` -> its kernel.
+KERNELS: dict[str, Callable[[Mlp], Tiled]] = {
+    "linear": _Linear,
+    "gated_mlp_fwd": _GatedMlpFwd,
+    "linear_act_bwd": _LinearActBwd,
+    "gated_act_bwd": _GatedActBwd,
+    "mlp_bwd": _MlpBwd,
+    "gated_mlp_bwd": _GatedMlpBwd,
+}
+
+
+def contest(m: Mlp, kernel: str) -> Contest:
+    """A kernel with every tile, beside as many bare products as it computes."""
+    tiled = KERNELS[kernel](m)
+
+    def bare(index: int) -> Results:
+        for _ in range(tiled.products):
+            product = torch.mm(m.xs[index], m.up[0].t())
+        return {"product": product}
+
+    ways = {"bare": Way(bare, lambda _: {"product": product_of(m.xs[0], m.up[0])})}
+    for tile in tables.TILES[kernel][tables.family(m.rig.target)]:
+        out = {name: m.hidden() for name in tiled.outputs}
+        ways[tile_name(tile)] = per_set(lambda i, t=tile, o=out: tiled.launch(i, t, o), out)
+    return Contest(ways, tiled.truth, tiled.products * m.flops, "TFLOP/s", ("bare",))
+
+
+def tile_entries(rig: Rig) -> Iterator[Entry]:
+    """Every kernel of the tables, at one width."""
+    for kernel in tables.TILES:
+        case = {"name": f"tiles of {kernel}", **sizes_of(rig, WIDTHS[0])}
+        yield case, lambda rig, k=kernel: contest(mlp_at(rig, WIDTHS[0]), k)

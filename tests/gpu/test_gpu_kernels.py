@@ -1,0 +1,232 @@
+"""Norms, dropout, activations at real sizes on a GPU, against float64.
+
+Outputs are full of NaN before. Products are `test_gpu_products.py`'s.
+"""
+
+import pytest
+import torch
+from gpu_checks import (
+    BF16,
+    DEVICE,
+    EAGER,
+    ON_GPU,
+    check_error,
+    check_written,
+    double,
+    keep_of,
+    misaligned,
+    normal,
+    poisoned,
+    sized,
+    target,
+    wide,
+)
+
+from fused_remat import random
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from fused_remat.backends.base import NORM_STATS
+from fused_remat.backends.triton import gemm, norms, pointwise
+
+pytestmark = pytest.mark.gpu
+ids = {"ids": lambda value: str(value).removeprefix("torch.").replace(" ", "")}
+# Rows and width: powers of two, odd, one row, rows that are walked in blocks.
+NORMS = [
+    (BF16, 8192, 1024), (BF16, 4099, 1000), (BF16, 8191, 2048), (BF16, 2048, 8192),
+    (BF16, 300, 16384), (BF16, 1000, 65536), (torch.float32, 4099, 1000),
+    (torch.float32, 257, 20000), (torch.float16, 4099, 1000), (torch.float16, 1, 63),
+]  # fmt: skip
+
+
+# --- norms
+
+
+def norm_inputs(dtype, rows, width):
+    rows, width = sized(rows, width)
+    x = misaligned(normal(dtype, rows, width, scale=2.0, shift=3.0))
+    return x, normal(dtype, width, shift=1.0), normal(dtype, width)
+
+
+def empty_stats(kind, rows):
+    nan = torch.full((rows, 1), torch.nan, device=DEVICE)
+    return tuple(nan.clone() for _ in NORM_STATS[kind])
+
+
+@pytest.mark.parametrize("kind", NORM_STATS)
+@pytest.mark.parametrize("case", NORMS, **ids)
+def test_norm_forward_and_rebuild(kind, case):
+    x, weight, bias = norm_inputs(*case)
+    exact, *stats = EAGER.norm_fwd(kind, *double(x, weight, bias), 1e-5)
+    y, again = poisoned(*x.shape, x.dtype), poisoned(*x.shape, x.dtype)
+    made = empty_stats(kind, x.shape[0])
+    norms.norm_fwd(x, None, None, weight, bias, 1e-5, None, y, made, False).run()
+    check_written(y)
+    check_error(y, exact)
+    for found, true in zip(made, stats, strict=True):
+        check_error(found, true)
+    norms.norm_fwd(x, None, None, weight, bias, 1e-5, None, again, made, True).run()
+    assert torch.equal(y, again), "a rebuild from statistics has the forward's bits"
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("case", [c for c in NORMS if c[2] <= 16384], **ids)
+def test_norm_of_a_sum(case, p):
+    x, weight, bias = norm_inputs(*case)
+    residual, keep = normal(x.dtype, *x.shape), keep_of(*x.shape, p) if p else None
+    total, y = poisoned(*x.shape, x.dtype), poisoned(*x.shape, x.dtype)
+    made = empty_stats("layer_norm", x.shape[0])
+    norms.norm_fwd(x, residual, keep, weight, bias, 1e-5, total, y, made, False).run()
+    check_written(total)
+    check_written(y)
+    check_error(total, EAGER.add_fwd(*double(x, residual), wide(keep)))
+    check_error(y, EAGER.norm_fwd("layer_norm", *double(total, weight, bias), 1e-5)[0])
+
+
+@pytest.mark.parametrize("kind", NORM_STATS)
+@pytest.mark.parametrize("wants", ["x w b", "x", "b w"])
+@pytest.mark.parametrize("case", [c for c in NORMS if c[1] > 1], **ids)
+def test_norm_backward(kind, wants, case):
+    x, weight, _ = norm_inputs(*case)
+    rows, width = x.shape
+    dy = normal(x.dtype, width).expand(rows, width) if wants == "x" else normal(x.dtype, *x.shape)
+    add = normal(x.dtype, rows, width) if wants == "x w b" else None
+    stats = tuple(s.float() for s in EAGER.norm_fwd(kind, x.double(), None, None, 1e-5)[1:])
+    marks = tuple(name in wants.split() for name in "xwb")
+    given = (kind, *double(dy, x), double(*stats), weight.double(), marks)
+    exact = EAGER.norm_bwd(*given, add=None if add is None else add.double())
+    dx = poisoned(rows, width, x.dtype) if marks[0] else None
+    nan = torch.full((width,), torch.nan, device=DEVICE)
+    sums = [nan.clone() if mark else None for mark in marks[1:]]
+    for _ in range(2):
+        before = [None if s is None else s.clone() for s in sums]
+        for launch in norms.norm_bwd(dy, x, stats, weight, add, dx, *sums, target()):
+            launch.run()
+    for first, second in zip(before, sums, strict=True):
+        assert first is None or torch.equal(first, second), "no sum depends on the run"
+    if dx is not None:
+        check_written(dx)
+    for found, true in zip((dx, *sums), exact, strict=True):
+        assert (found is None) == (true is None)
+        if found is not None:
+            # float32: x - mean loses the digits of 3 beside 2, and up to 8192 terms cancel.
+            check_error(found, true, factor=5 if found.dtype == torch.float32 else 1)
+
+
+# --- one pass over a matrix
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], **ids)
+@pytest.mark.parametrize("layout", ["aligned", "misaligned", "expanded"])
+def test_dropout_and_residual(dtype, layout):
+    rows, width = sized(4099, 4104)
+    x, residual = normal(dtype, rows, width), normal(dtype, rows, width)
+    if layout == "misaligned":
+        x, residual = misaligned(x), misaligned(residual)
+    elif layout == "expanded":
+        x = x[:1].expand(rows, width)
+    keep = keep_of(rows, width, 0.3)
+    y, dx = (poisoned(rows, width, dtype, odd=layout == "misaligned") for _ in range(2))
+    pointwise.dropout_add_fwd(x, residual, keep, y).run()
+    pointwise.dropout_add_fwd(x, None, keep, dx).run()
+    check_written(y)
+    check_written(dx)
+    check_error(y, EAGER.add_fwd(*double(x, residual), wide(keep)))
+    check_error(dx, EAGER.dropout_bwd(x.double(), wide(keep)))
+
+
+@pytest.mark.parametrize("row0", [0, 2**32 - 3, 2**40 + 1])
+def test_dropout_draws_the_bits_of_the_definition(row0):
+    """The kernels', and the eager backend's on this device, beside the CPU's."""
+    rows, width = sized(515, 4104)
+    keep = keep_of(rows, width, 0.3, row0)
+    key = keep.site_key.cpu()
+    expected = random.keep_scale(key, row0, rows, width, 0.3, torch.float32)
+    y = poisoned(rows, width, torch.float32)
+    pointwise.dropout_add_fwd(torch.ones_like(y), None, keep, y).run()
+    assert torch.equal(y.cpu(), expected)
+    assert torch.equal(keep.tensor().cpu(), expected)
+    # In a product's end: ones times ones are the width.
+    x, weight = torch.ones(rows, 16, device=DEVICE), torch.ones(width, 16, device=DEVICE)
+    y = poisoned(rows, width, BF16)
+    args = x.to(BF16), weight.to(BF16), None, None, keep, None, None, y
+    gemm.linear_fwd(*args, target()).run()
+    assert torch.equal(y.cpu() != 0, expected != 0)
+
+
+@pytest.mark.parametrize("act", pointwise.PAIRS)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], **ids)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_activation(act, dtype, p):
+    rows, width = sized(2051, 4104)
+    x, dy = normal(dtype, rows, width, scale=2.0), normal(dtype, rows, width)
+    keep = keep_of(rows, width, p) if p else None
+    y, again, dx = (poisoned(rows, width, dtype) for _ in range(3))
+    pointwise.act_fwd(x, act, keep, y).run()
+    pointwise.act_bwd(dy, x, act, keep, dx, again).run()
+    for found in (y, again, dx):
+        check_written(found)
+    exact = EAGER.act_fwd(x.double(), act, wide(keep))
+    check_error(y, exact)
+    check_error(again, exact)
+    check_error(dx, EAGER.act_bwd(*double(dy, x), act, wide(keep), False))
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], **ids)
+@pytest.mark.parametrize("wants", ["both", "gate", "up"])
+def test_gated(act, dtype, wants):
+    rows, width = sized(2051, 4104)
+    gate, up, dy = (normal(dtype, rows, width) for _ in range(3))
+    keep = keep_of(rows, width, 0.3)
+    y = poisoned(rows, width, dtype)
+    pointwise.gated_fwd(gate, up, act, keep, y).run()
+    check_written(y)
+    check_error(y, EAGER.gated_fwd(*double(gate, up), act, wide(keep)))
+    dgate = poisoned(rows, width, dtype) if wants != "up" else None
+    dup = poisoned(rows, width, dtype) if wants != "gate" else None
+    given = None if wants == "up" else up
+    pointwise.gated_bwd(dy, gate, given, act, keep, dgate, dup).run()
+    args = (*double(dy, gate, given), act, wide(keep), False, wants != "gate")
+    for found, true in zip((dgate, dup), EAGER.gated_bwd(*args), strict=True):
+        assert (found is None) == (true is None)
+        if found is not None:
+            check_written(found)
+            check_error(found, true)
+
+
+# --- beyond 2**31 elements
+
+
+def enough_memory(gib):
+    return not ON_GPU or torch.cuda.mem_get_info()[0] > gib * 2**30
+
+
+@pytest.mark.parametrize("kernel", ["dropout_add", "act_fwd", "norm", "linear"])
+def test_more_elements_than_32_bits_count(kernel):
+    if not enough_memory(20):
+        pytest.skip("needs 20 GiB of memory")
+    rows, width = sized(2**20 + 37, 2056)  # 2**31 is row 1,044,495
+    y = torch.full((rows, width), torch.nan, dtype=BF16, device=DEVICE)
+    part = slice(-300, None)
+    if kernel == "linear":
+        x, weight = normal(BF16, rows, 16), normal(BF16, width, 16)
+        gemm.linear_fwd(x, weight, None, None, None, None, None, y, target()).run()
+        exact = EAGER.linear_fwd(*double(x[part], weight), None)
+    else:
+        x = normal(BF16, 4096, width).repeat(-(-rows // 4096), 1)[:rows]
+        if kernel == "norm":
+            stats = empty_stats("rms_norm", rows)
+            norms.norm_fwd(x, None, None, None, None, 1e-5, None, y, stats, False).run()
+            exact = EAGER.norm_fwd("rms_norm", x[part].double(), None, None, 1e-5)[0]
+        elif kernel == "act_fwd":
+            pointwise.act_fwd(x, "gelu", None, y).run()
+            exact = EAGER.act_fwd(x[part].double(), "gelu", None)
+        else:
+            keep = keep_of(rows, width, 0.3, row0=5)
+            pointwise.dropout_add_fwd(x, None, keep, y).run()
+            first = rows - x[part].shape[0]
+            there = keep_of(x[part].shape[0], width, 0.3, row0=5 + first)
+            exact = EAGER.dropout_bwd(x[part].double(), wide(there))
+    assert not any(block.isnan().any() for block in y.split(2**18)), "an element was not written"
+    check_error(y[part], exact)
