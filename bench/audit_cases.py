@@ -17,6 +17,7 @@ from fused_remat.backends.triton.launch import Launch, Target
 from fused_remat.random import Keep
 
 ROWS = 8192
+_ACTS = tuple(pointwise.PAIRS)
 UNEVEN = 1000  # not a multiple of any step along K, and rows not apart by multiples of 16 bytes
 
 #: Multiprocessors of a typical GPU of each architecture; 0 stands for gfx942.
@@ -120,22 +121,22 @@ class _Products:
         """`linear_fwd` by what fuses with it."""
         x, up, bias, y, at = self.x, self.up, self.bias, self.y, self.at
         norm = (*self.stats, *self.affine)
+        ends = {
+            "act": (None, None, "gelu", None, None),
+            "dropout residual": (self.pre, self.keep, None, None, None),
+            "norm act": (None, None, "gelu", None, norm),
+        } | {f"{act} dropout pre": (None, self.keep, act, self.pre, None) for act in _ACTS}
         return {
             name: gemm.linear_fwd(x, up, bias, residual, keep, act, pre, y, at, before, tile)
-            for name, residual, keep, act, pre, before in (
-                ("act", None, None, "gelu", None, None),
-                ("act dropout pre", None, self.keep, "gelu", self.pre, None),
-                ("dropout residual", self.pre, self.keep, None, None, None),
-                ("norm act", None, None, "gelu", None, norm),
-            )
+            for name, (residual, keep, act, pre, before) in ends.items()
         }
 
     def gated_mlp_fwd(self, tile: tables.Tile) -> dict[str, Launch]:
-        """`gated_mlp_fwd` by what fuses with it."""
-        given = self.x, self.up, None, self.up, None
+        """`gated_mlp_fwd` by activation and dropout."""
+        given = self.x, self.up, self.bias, self.up, self.bias
         return {
-            name: gemm.gated_mlp_fwd(*given, keep, "silu", self.y, self.at, tile)
-            for name, keep in (("silu", None), ("silu dropout", self.keep))
+            name: gemm.gated_mlp_fwd(*given, keep, act, self.y, self.at, tile)
+            for name, act, keep in self._acts("silu")
         }
 
     def linear_act_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
@@ -143,11 +144,7 @@ class _Products:
         given, made = (self.dy, self.down, None, self.y), (self.y, None, self.pre)
         return {
             name: gemm.linear_act_bwd(*given, keep, act, *made, self.at, tile)
-            for name, keep, act in (
-                ("gelu", None, "gelu"),
-                ("gelu dropout", self.keep, "gelu"),
-                ("relu dropout", self.keep, "relu"),
-            )
+            for name, act, keep in self._acts("gelu")
         }
 
     def gated_act_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
@@ -155,8 +152,8 @@ class _Products:
         given = self.dy, self.down, self.other, self.y
         made = self.y, self.other, self.pre
         return {
-            name: gemm.linear_act_bwd(*given, keep, "silu", *made, self.at, tile)
-            for name, keep in (("silu", None), ("silu dropout", self.keep))
+            name: gemm.linear_act_bwd(*given, keep, act, *made, self.at, tile)
+            for name, act, keep in self._acts("silu")
         }
 
     def mlp_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
@@ -164,21 +161,21 @@ class _Products:
         given = self.x, self.up, self.bias, self.dy, self.down
         return {
             name: gemm.mlp_bwd(*given, keep, act, self.y, self.pre, self.at, tile)
-            for name, keep, act in (
-                ("gelu", None, "gelu"),
-                ("gelu dropout", self.keep, "gelu"),
-                ("relu dropout", self.keep, "relu"),
-            )
+            for name, act, keep in self._acts("gelu")
         }
 
     def gated_mlp_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
-        """`gated_mlp_bwd` by dropout."""
-        given = self.x, self.up, None, self.up, None, self.dy, self.down
+        """`gated_mlp_bwd` by activation and dropout."""
+        given = self.x, self.up, self.bias, self.up, self.bias, self.dy, self.down
         made = self.y, self.pre, self.other
         return {
-            name: gemm.gated_mlp_bwd(*given, keep, "silu", *made, self.at, tile)
-            for name, keep in (("silu", None), ("silu dropout", self.keep))
+            name: gemm.gated_mlp_bwd(*given, keep, act, *made, self.at, tile)
+            for name, act, keep in self._acts("silu")
         }
+
+    def _acts(self, plain: str) -> list[tuple[str, str, Keep | None]]:
+        """Every activation with dropout, and `plain` without."""
+        return [(plain, plain, None), *((f"{act} dropout", act, self.keep) for act in _ACTS)]
 
 
 def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:

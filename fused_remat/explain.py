@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fused_remat.backends.registry import why_not_default
 from fused_remat.blocks.frame import TRACERS, Frame, Run
 from fused_remat.blocks.program import Step
 from fused_remat.layers import FusedRematLayer
@@ -107,10 +108,18 @@ class _Recorder:
                 steps.append(f"{one} ({route})" if route and one.kind == "backward" else str(one))
         return BlockExplanation(
             self._inside[-1] if self._inside else "(op)",
-            f"{prepared.kind}, backend {frame.backend.name}, {pieces}{tiles}",
+            f"{prepared.kind}, backend {_backend(frame)}, {pieces}{tiles}",
             kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
             backward=tuple(steps),
         )
+
+
+def _backend(frame: Frame) -> str:
+    """The backend's name, and why it is not the default of the device, if it is not."""
+    x = frame.run.tensors["input"]
+    assert x is not None
+    reason = why_not_default(x) if frame.backend.name == "eager" else None
+    return frame.backend.name + (f" ({reason})" if reason else "")
 
 
 def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:

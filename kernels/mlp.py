@@ -63,6 +63,7 @@ def gated_mlp_fwd_kernel(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     EVEN: tl.constexpr,
+    PARTS: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -82,10 +83,16 @@ def gated_mlp_fwd_kernel(
             gate, up, x, wg, w1, stride_xm, stride_gn, stride_wn, row, col, M, F, K, BLOCK_M,
             BLOCK_N, BLOCK_K, EVEN, TMA, PRECISION,
         )  # fmt: skip
-        gate = rounded(add_bias(gate, bg_ptr, col, F), y, TMA).to(tl.float32)
-        up = rounded(add_bias(up, b1_ptr, col, F), y, TMA).to(tl.float32)
-        keep = keep_tile(site_key_ptr, row0, row, col, threshold, scale, BLOCK_M, BLOCK_N)
-        store_tile(y, stride_ym, row, col, M, F, ACT(gate) * up * keep, TMA)
+        for index in tl.static_range(PARTS):
+            at = col + index * (BLOCK_N // PARTS)
+            gate_tile = add_bias(part(gate, index, PARTS), bg_ptr, at, F)
+            up_tile = add_bias(part(up, index, PARTS), b1_ptr, at, F)
+            gate_tile = rounded(gate_tile, y, TMA).to(tl.float32)
+            up_tile = rounded(up_tile, y, TMA).to(tl.float32)
+            keep = keep_tile(
+                site_key_ptr, row0, row, at, threshold, scale, BLOCK_M, BLOCK_N // PARTS
+            )
+            store_tile(y, stride_ym, row, at, M, F, ACT(gate_tile) * up_tile * keep, TMA)
 
 
 @triton.jit

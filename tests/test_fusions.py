@@ -8,11 +8,16 @@ from reference import RUNGS
 
 from fused_remat import autograd, ops
 from fused_remat.backends import registry
+from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.backends.eager import EagerBackend
-from fused_remat.blocks.fusions import FUSIONS
 from fused_remat.blocks.pieces import MlpConfig, mlp_graph
-from fused_remat.blocks.program import programs
+from fused_remat.blocks.pointwise import Add, Gated, Pointwise
+from fused_remat.blocks.program import Graph, programs
+from fused_remat.blocks.sketch import Sketch, linear_params
 
+ALL = frozenset(
+    {"linear_norm"} | {f"{n} {a}" for n in ("linear_act", "mlp_bwd") for a in ACTIVATIONS}
+)
 ROUTINES = (
     "linear_act_fwd", "gated_linear_act_fwd", "linear_norm_fwd", "mlp_bwd", "gated_mlp_bwd",
 )  # fmt: skip
@@ -27,7 +32,7 @@ class Fusing(EagerBackend):
         self.calls = set()
 
     def fusions(self, x):
-        return frozenset(FUSIONS)
+        return ALL
 
     def __getattribute__(self, name):
         if name in ROUTINES:
@@ -120,6 +125,72 @@ def test_mlp_gives_the_same_bits(fusing, gated, policy, frozen):
     assert (name in fusing.calls) == (policy == "full")
 
 
+def gate_of_another_input(sketch):
+    sketch.linear("h", "input", "square")
+    sketch.linear("gate", "input", "up")
+    sketch.linear("up", "h", "up")
+    sketch.nodes.append(Gated(name="act", gate="gate", up="up", act="silu"))
+    sketch.linear("output", "act", "down")
+
+
+def act_is_the_residual_too(sketch):
+    sketch.linear("up", "input", "square")
+    sketch.nodes.append(Pointwise(name="act", x="up", act="gelu"))
+    sketch.linear("output", "act", "square", residual="act")
+
+
+def act_is_read_twice(sketch):
+    sketch.linear("up", "input", "up")
+    sketch.nodes.append(Pointwise(name="act", x="up", act="gelu"))
+    sketch.linear("one", "act", "down")
+    sketch.linear("output", "act", "other", residual="one")
+
+
+def residual_made_after_act(sketch):
+    sketch.linear("up", "input", "up")
+    sketch.nodes.append(Pointwise(name="act", x="up", act="gelu"))
+    sketch.linear("r", "input", "square")
+    sketch.linear("output", "act", "down", residual="r")
+
+
+def sum_read_before_its_norm(sketch):
+    sketch.linear("sum", "input", "square", residual="input")
+    sketch.linear("up", "sum", "up")
+    sketch.norm("normed", "sum", "norm", 1e-5)
+    sketch.linear("down", "up", "down")
+    sketch.nodes.append(Add(name="output", x="normed", residual="down"))
+
+
+ODD = (gate_of_another_input, act_is_the_residual_too, act_is_read_twice, residual_made_after_act,
+       sum_read_before_its_norm)  # fmt: skip
+SHAPES = {"square": (8, 8), "up": (16, 8), "down": (8, 16), "other": (8, 16), "norm": (8,)}
+
+
+@pytest.mark.parametrize("draw", ODD, ids=lambda draw: draw.__name__)
+@pytest.mark.parametrize("frozen", [(), ("down",), ("down", "other", "square"), ("up",)])
+@pytest.mark.parametrize("kept", [(), ("up",), ("act",)])
+def test_graphs_that_no_block_has_give_the_same_bits(fusing, draw, frozen, kept):
+    sketch = Sketch()
+    draw(sketch)
+    graph = Graph("odd", tuple(sketch.nodes), linear_params(*SHAPES))
+    torch.manual_seed(0)
+    tensors = {f"{name}.weight": torch.randn(shape) for name, shape in SHAPES.items()}
+    tensors |= {f"{name}.bias": torch.randn(shape[0]) for name, shape in SHAPES.items()}
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name.split(".")[0] not in frozen)
+    x, dy = torch.randn(2, 3, 5, 8)
+    tensors["input"] = x.requires_grad_()
+    leaves = [t for t in tensors.values() if t.requires_grad]
+    save = frozenset(kept) & set(graph.names)
+    results = []
+    for backend in ("fusing", "eager"):
+        y = autograd.run_block(graph, save, tensors, backend=backend)
+        grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+        results.append([y.detach(), *(g for g in grads if g is not None)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 SAVES = [
     frozenset(names)
     for size in range(5)
@@ -135,7 +206,7 @@ def test_no_fusion_changes_what_is_kept_or_reads_what_is_not_there(gated, save):
     for wants in ({"input"}, {"fc2.weight"}, {"input", *graph.params} - {"seed"}):
         for tiled in (False, True):
             plain = programs(graph, save, frozenset(wants), tiled)
-            fused = programs(graph, save, frozenset(wants), tiled, frozenset(FUSIONS))
+            fused = programs(graph, save, frozenset(wants), tiled, ALL)
             for name in ("kept", "kept_group", "kept_tile", "kept_inputs", "saved_params"):
                 assert getattr(plain, name) == getattr(fused, name)
             forward = fused.tile_forward if tiled else fused.forward

@@ -75,11 +75,11 @@ class AttentionCall:
 class Backend(Protocol):
     """Arithmetic of a block's steps. T tokens, D and F widths; results in the dtype of `x`.
 
-    A routine gives the same bits for the same shapes and values, every time: a rebuilt activation
-    is computed by the routine that computed it in forward. `out`, where given, is a contiguous
-    matrix to write the result to; weights and biases may be None where the block has none. A `keep`
-    is a dropout site's multiplier, described: a backend makes a tensor of it, or draws the same
-    bits where it needs them.
+    A routine gives the same bits for the same shapes and values, every time: without `fusions`, a
+    rebuilt activation is computed by the routine that computed it in forward. `out`, where given,
+    is a contiguous matrix to write the result to; weights and biases may be None where the block
+    has none. A `keep` is a dropout site's multiplier, described: a backend makes a tensor of it, or
+    draws the same bits where it needs them.
     """
 
     name: str
@@ -90,6 +90,7 @@ class Backend(Protocol):
     def fusions(self, x: Tensor) -> frozenset[str]:
         """Rows of `blocks.fusions.FUSIONS` that are one routine here for activations like `x`.
 
+        By name, and that of the activation where there is one: "linear_norm", "mlp_bwd gelu".
         None under `torch.use_deterministic_algorithms(True)`, where every policy takes the same
         routine for a step, so that gradients have the same bits in all of them.
         """
@@ -257,11 +258,14 @@ class Backend(Protocol):
     def linear_route(self, x: Tensor, ends: bool = False) -> str:
         """As `attention_route`, for a linear layer; `ends`: with dropout or a residual."""
 
-    def pointwise_route(self, x: Tensor) -> str:
-        """As `attention_route`, for a pointwise step."""
+    def pointwise_route(self, x: Tensor, act: str = "") -> str:
+        """As `attention_route`, for a pointwise step, an activation if `act` names one."""
 
     def fused_route(self, fusion: str, x: Tensor) -> str:
-        """As `attention_route`, for a row of `blocks.fusions.FUSIONS`."""
+        """As `attention_route`, for a row of `blocks.fusions.FUSIONS`.
+
+        Of "linear_norm", x is the residual; of others, their input.
+        """
 
     def attention_route(self, q: Tensor, v: Tensor, call: AttentionCall) -> str:
         """Which routine serves the call, and why a faster one does not: a phrase."""

@@ -35,19 +35,28 @@ def why_not(q: Tensor, call: AttentionCall) -> str | None:
     if call.masked and torch.version.hip is not None:
         return "a mask, on an AMD GPU"
     if not call.masked:
-        return None if kernel(q, q, call) else "PyTorch would take its unfused kernel"
+        return None if kernel(q, call) else "PyTorch would take its unfused kernel"
     if torch.are_deterministic_algorithms_enabled():
-        return "a mask, and the fused kernel that takes one is not deterministic"
+        return "a mask, and the kernel that takes one may add gradients in any order"
     if not torch.backends.cuda.mem_efficient_sdp_enabled():
         return "a mask, and the fused kernel that takes one is switched off"
     return None
 
 
-def kernel(q: Tensor, k: Tensor, call: AttentionCall) -> str:
-    """The kernel that serves a call: "flash", "cudnn", "efficient"; "" for none."""
+def kernel(q: Tensor, call: AttentionCall) -> str:
+    """The kernel that serves a call over heads like `q`: flash, cudnn, efficient; "" for none.
+
+    That of a training step, also in evaluation: some have a forward that their backward has not.
+    """
     if call.masked:
         return "efficient"
-    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, call.right == 0, scale=call.scale)
+    with torch.enable_grad():
+        q = q.detach().requires_grad_()
+        k = q if call.q_len == call.kv_len else q.new_empty((*q.shape[:2], call.kv_len, q.shape[3]))
+        try:
+            choice = torch._fused_sdp_choice(q, k, k, None, 0.0, call.right == 0, scale=call.scale)
+        except RuntimeError:  # every kernel that could is switched off
+            return ""
     return _KERNELS.get(choice, "")
 
 
@@ -62,7 +71,7 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Ten
         return None, None
     top = mask.amax(-1, keepdim=True)
     nothing = top == -torch.inf
-    shift = torch.where((top.abs() > _FAR) & ~nothing, top, 0.0)
+    shift = top.masked_fill(top.abs() <= _FAR, 0.0).masked_fill(nothing, 0.0)
     shifted = (mask - shift).masked_fill(nothing, 0.0).to(q.dtype)
     shape = (*q.shape[:3], k.shape[2])
     wide = shifted.expand(*shifted.shape[:-1], shape[-1])
@@ -70,11 +79,15 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Ten
     return padded.narrow(-1, 0, shape[-1]).expand(shape), nothing
 
 
+def _dense(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """attn (B, H, S_q, E) and lse (B, H, S_q); rows that see no key are 0."""
-    name, causal, scale = kernel(q, k, call), call.right == 0, call.scale
+    name, causal, scale = kernel(q, call), call.right == 0, call.scale
     if name == "flash":
         made = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return made[0], made[1]
@@ -103,8 +116,10 @@ def backward(
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, from what `forward` made of the same q, k, v and mask."""
-    name, causal, scale = kernel(q, k, call), call.right == 0, call.scale
+    name, causal, scale = kernel(q, call), call.right == 0, call.scale
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # of its dropout
+    # Kernels read these by their own idea of strides; heads of a group are slices of both.
+    lse, o = _dense(lse), _dense(o.transpose(1, 2)).transpose(1, 2)
     lengths = (None, None, call.q_len, call.kv_len)
     if name == "flash":
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(

@@ -201,7 +201,7 @@ class EagerBackend(Unfused):
     def norm_route(self, kind: str, x: Tensor) -> str:
         return "ATen's native_layer_norm" if kind == "layer_norm" else "ATen, pointwise and mean"
 
-    def pointwise_route(self, x: Tensor) -> str:
+    def pointwise_route(self, x: Tensor, act: str = "") -> str:
         return "pointwise, eager"
 
     def linear_route(self, x: Tensor, ends: bool = False) -> str:
@@ -215,4 +215,4 @@ class EagerBackend(Unfused):
             return f"blocks of query rows: {reason}"
         if q.device.type == "cpu":
             return "ATen's flash kernel for CPUs"
-        return f"ATen's {cuda_attention.kernel(q, q, call)} kernel"
+        return f"ATen's {cuda_attention.kernel(q, call)} kernel"

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fused_remat.backends.base import Backend, FusedRematWarning
 from fused_remat.backends.eager import EagerBackend
@@ -16,11 +16,14 @@ from fused_remat.backends.eager import EagerBackend
 _EAGER: Backend = EagerBackend()
 
 
+@functools.cache
 def _triton() -> Backend | str:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    from fused_remat.backends.triton.backend import TritonBackend
-
+    try:
+        from fused_remat.backends.triton.backend import TritonBackend
+    except (ImportError, AttributeError) as error:
+        return f"this Triton is too old or broken: {error}"
     return TritonBackend()
 
 
@@ -48,8 +51,8 @@ def check_name(name: str) -> str:
 def get_backend(name: str, x: Tensor) -> Backend:
     """The backend that computes on tensors like `x`.
 
-    "auto" is the default of the device. Where the backend cannot serve, eager does; one warning
-    says so if it was asked for by name.
+    "auto" is the default of the device. Where a backend cannot serve, eager does; one warning says
+    so, except for a dtype that "auto" leaves to eager (float64), and tensor subclasses (fake ones).
 
     Raises:
         ValueError: no such backend.
@@ -58,19 +61,27 @@ def get_backend(name: str, x: Tensor) -> Backend:
     >>> get_backend("auto", torch.ones(2)).name
     'eager'
     """
-    return _backend_for(name, x.device, x.dtype)
+    return _backend_for(name, x.device, x.dtype, type(x) in (Tensor, nn.Parameter))
+
+
+def why_not_default(x: Tensor) -> str | None:
+    """Why "auto" does not mean the default backend of the device of `x`; None if it does."""
+    backend = BACKENDS[DEFAULTS.get(x.device.type, "eager")]()
+    return backend if isinstance(backend, str) else backend.why_not(x.device, x.dtype)
 
 
 @functools.cache
-def _backend_for(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+def _backend_for(name: str, device: torch.device, dtype: torch.dtype, plain: bool) -> Backend:
     asked = DEFAULTS.get(device.type, "eager") if check_name(name) == "auto" else name
+    if not plain:  # no memory that a kernel could be given
+        return _EAGER
     backend = BACKENDS[asked]()
     reason = backend if isinstance(backend, str) else backend.why_not(device, dtype)
     if not isinstance(backend, str) and reason is None:
         return backend
-    if name != "auto":
+    if name != "auto" or dtype != torch.float64:
         warnings.warn(
-            f"fused_remat: backend {name!r} cannot serve here, 'eager' does: {reason}",
+            f"fused_remat: backend {asked!r} cannot serve here, 'eager' does: {reason}",
             FusedRematWarning,
             stacklevel=2,
         )

@@ -103,7 +103,7 @@ class LinearNorm(Node):
         return self.linear.reads
 
     def route(self, f: Frame) -> str:
-        return f.backend.fused_route("linear_norm", f[self.linear.x])
+        return f.backend.fused_route("linear_norm", f[self.linear.residual])
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         linear, norm = self.linear, self.norm
@@ -171,10 +171,11 @@ def _computes(steps: Steps, name: str) -> Draft | None:
     return None
 
 
-def _plain(step: Draft | None) -> bool:
-    """Whether a step computes a linear layer that ends in nothing else."""
-    node = None if step is None else step.node
-    return isinstance(node, Linear) and not node.residual and not node.keep
+def _alike(steps: Sequence[Draft | None]) -> bool:
+    """Whether each step computes a linear layer of one input that ends in nothing else."""
+    nodes = [None if step is None else step.node for step in steps]
+    plain = all(isinstance(n, Linear) and not n.residual and not n.keep for n in nodes)
+    return plain and len({n.x for n in nodes if isinstance(n, Linear)}) == 1
 
 
 def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[str]) -> list[Draft]:
@@ -185,14 +186,14 @@ def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[s
     return [new if step is last else step for step in steps if step is last or step not in old]
 
 
-def linear_act(steps: Steps, held: Collection[str]) -> list[Draft]:
+def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
     """compute up, compute act -> compute act; also with a gate."""
     for step in steps:
         node = step.node
         if step.kind != "compute" or not isinstance(node, Pointwise | Gated):
             continue
         sources = [_computes(steps, name) for name in node.inputs]
-        if not all(map(_plain, sources)):
+        if f"linear_act {node.act}" not in fusions or not _alike(sources):
             continue
         old = [*(s for s in sources if s is not None), step]
         at = steps.index(step)
@@ -209,15 +210,16 @@ def linear_act(steps: Steps, held: Collection[str]) -> list[Draft]:
         else:
             assert isinstance(layers[0], Linear) and isinstance(layers[1], Linear)
             new = GatedLinearAct(name=node.name, gate=layers[0], up=layers[1], act=node)
-        return linear_act(_replaced(steps, old, new, set(node.inputs) - set(used)), held)
+        steps = _replaced(steps, old, new, set(node.inputs) - set(used))
+        return linear_act(steps, fusions, held)
     return list(steps)
 
 
-def linear_norm(steps: Steps, held: Collection[str]) -> list[Draft]:
+def linear_norm(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
     """compute sum (a linear layer and a residual), compute norm -> both in one step."""
     for step in steps:
         node = step.node
-        if step.kind != "compute" or not isinstance(node, Norm):
+        if step.kind != "compute" or not isinstance(node, Norm) or "linear_norm" not in fusions:
             continue
         source = _computes(steps, node.x)
         if source is None or not isinstance(source.node, Linear) or not source.node.residual:
@@ -225,21 +227,21 @@ def linear_norm(steps: Steps, held: Collection[str]) -> list[Draft]:
         if _users(steps, node.x)[1] is not step:
             continue  # somebody reads the sum before the norm does
         new = LinearNorm(name=node.name, linear=source.node, norm=node)
-        return linear_norm(_replaced(steps, [source, step], new, ()), held)
+        return linear_norm(_replaced(steps, [source, step], new, ()), fusions, held)
     return list(steps)
 
 
-def mlp_bwd(steps: Steps, held: Collection[str]) -> list[Draft]:
+def mlp_bwd(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
     """compute up and act, backward out and act -> one backward step; also with a gate."""
     for step in steps:
         node = step.node
         if step.kind != "backward" or not isinstance(node, Pointwise | Gated):
             continue
-        if not set(node.inputs) <= step.wants:
+        if f"mlp_bwd {node.act}" not in fusions or not set(node.inputs) <= step.wants:
             continue
         ups = [_computes(steps, name) for name in node.inputs]
-        out = next((s for s in steps if _gives(s, node.name)), None)
-        if out is None or not all(map(_plain, ups)):
+        out = _only_source(steps, step, node.name)
+        if out is None or not _alike(ups):
             continue
         layer, act = out.node, _computes(steps, node.name)
         assert isinstance(layer, Linear)
@@ -250,18 +252,33 @@ def mlp_bwd(steps: Steps, held: Collection[str]) -> list[Draft]:
             continue  # somebody else reads what would not be written
         layers = tuple(s.node for s in ups if s is not None and isinstance(s.node, Linear))
         new = MlpBackward(name=layer.name, ups=layers, act=node, out=layer)
-        return mlp_bwd(_replaced(steps, old, new, {*node.inputs, node.name}), held)
+        steps = _replaced(steps, old, new, {*node.inputs, node.name})
+        return mlp_bwd(steps, fusions, held)
     return list(steps)
 
 
-def _gives(step: Draft, name: str) -> bool:
-    """Whether a step is a linear layer's backward that gives the gradient of `name`, its input."""
-    node = step.node
-    return step.kind == "backward" and isinstance(node, Linear) and node.x == name in step.wants
+def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
+    """The linear layer whose backward gives all of the gradient of `name`, its input.
+
+    None also if a node that this layer gives another gradient to runs before `taker`, which is
+    when the layer's backward would run.
+    """
+    givers = [s for s in steps if s.kind == "backward" and name in s.wants]
+    if len(givers) != 1:
+        return None
+    node = givers[0].node
+    if not isinstance(node, Linear) or node.x != name or node.residual == name:
+        return None
+    between = steps[steps.index(givers[0]) + 1 : steps.index(taker)]
+    takes = {s.node.name for s in between if s.kind == "backward" and s.node is not None}
+    if any(s.kind == "tiles" for s in between) or takes & givers[0].wants:
+        return None
+    return givers[0]
 
 
-#: Name -> rewriting; applied in this order. `held`: names that outlive the program.
-FUSIONS: dict[str, Callable[[Steps, Collection[str]], list[Draft]]] = {
+#: Name -> rewriting; applied in this order. Those of an activation are asked for by both names,
+#: "mlp_bwd gelu". `held`: names that outlive the program.
+FUSIONS: dict[str, Callable[[Steps, Collection[str], Collection[str]], list[Draft]]] = {
     "mlp_bwd": mlp_bwd,
     "linear_act": linear_act,
     "linear_norm": linear_norm,
@@ -269,8 +286,8 @@ FUSIONS: dict[str, Callable[[Steps, Collection[str]], list[Draft]]] = {
 
 
 def fuse(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """`steps`, rewritten by those of `FUSIONS` that are named."""
-    for name, rewrite in FUSIONS.items():
-        if name in fusions:
-            steps = rewrite(steps, held)
+    """`steps`, rewritten by those of `FUSIONS` that `fusions` names."""
+    if fusions:
+        for rewrite in FUSIONS.values():
+            steps = rewrite(steps, fusions, held)
     return list(steps)

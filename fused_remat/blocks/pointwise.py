@@ -32,6 +32,9 @@ class Pointwise(Node):
     def asks(self, wants: Collection[str]) -> tuple[str, ...]:
         return (self.x, *self.masks)
 
+    def route(self, f: Frame) -> str:
+        return f.backend.pointwise_route(f[self.x], self.act)
+
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         f.put(self.name, f.backend.act_fwd(f[self.x], self.act, f.keep(self.keep)))
 
@@ -60,6 +63,9 @@ class Gated(Node):
     def asks(self, wants: Collection[str]) -> tuple[str, ...]:
         up = (self.up,) if self.gate in wants else ()
         return (self.gate, *up, *self.masks)
+
+    def route(self, f: Frame) -> str:
+        return f.backend.pointwise_route(f[self.gate], self.act)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         y = f.backend.gated_fwd(f[self.gate], f[self.up], self.act, f.keep(self.keep))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from poisoned import check_error
 from reference import PARAM_NAMES, RUNGS, pair, run
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_remat
 from fused_remat import explain, ops
@@ -15,6 +16,14 @@ from fused_remat.backends.triton import tables
 SIZES = {"d_model": 24, "nhead": 3, "dim_feedforward": 40, "batch_first": True}
 # float16: PyTorch's own layer rounds every step too.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3}
+
+
+@pytest.fixture(params=["one kernel", "as on Hopper"])
+def routes(request, monkeypatch):
+    """Both settings of the tables of routes; the interpreter's own is the first."""
+    if request.param == "as on Hopper":
+        monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
+        monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", frozenset())
 
 
 def close(found, expected, dtype):
@@ -28,10 +37,9 @@ def close(found, expected, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("policy", RUNGS)
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_matches_pytorchs_layer(dtype, norm_first, policy, activation):
+def test_matches_pytorchs_layer(dtype, norm_first, policy, routes):
     stock, fused = pair(
-        **SIZES, dropout=0.0, norm_first=norm_first, activation=activation, policy=policy
+        **SIZES, dropout=0.0, norm_first=norm_first, activation="gelu", policy=policy
     )
     stock, fused = stock.to(dtype), fused.to(dtype)
     fused.backend = "triton"
@@ -42,7 +50,7 @@ def test_matches_pytorchs_layer(dtype, norm_first, policy, activation):
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("policy", RUNGS)
 @pytest.mark.parametrize("frozen", [(), ("linear2.weight",), ("linear1.weight", "linear1.bias")])
-def test_matches_eager_with_dropout(norm_first, policy, frozen):
+def test_matches_eager_with_dropout(norm_first, policy, frozen, routes):
     _, fused = pair(**SIZES, dropout=0.2, norm_first=norm_first, policy=policy)
     for name in frozen:
         fused.get_parameter(name).requires_grad_(False)
@@ -56,17 +64,8 @@ def test_matches_eager_with_dropout(norm_first, policy, frozen):
         check_error(a, b, torch.float32, factor=10)
 
 
-@pytest.mark.parametrize("in_one", [True, False], ids=["in one", "pre read"])
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_both_routes_of_the_mlps_backward(gated, in_one, monkeypatch):
-    families = frozenset({"interpreter"} if in_one else ())
-    monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", families)
-    monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", families)
-    test_mlp_blocks(gated, "full")
-
-
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-def test_rungs_have_the_same_bits_under_deterministic_mode(norm_first):
+def test_rungs_have_the_same_bits_under_deterministic_mode(norm_first, routes):
     torch.use_deterministic_algorithms(True)
     try:
         found = []
@@ -83,7 +82,7 @@ def test_rungs_have_the_same_bits_under_deterministic_mode(norm_first):
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("policy", ["full", "none"])
-def test_mlp_blocks(gated, policy):
+def test_mlp_blocks(gated, policy, routes):
     torch.manual_seed(0)
     x, residual, dy = torch.randn(3, 2, 7, 16, requires_grad=True).unbind()
     up, down, gate = torch.randn(24, 16) / 4, torch.randn(16, 24) / 5, torch.randn(24, 16) / 4
@@ -137,3 +136,40 @@ def test_empty_and_single_inputs():
     x = torch.randn(1, 1, 24, requires_grad=True)
     fused(x).sum().backward()
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("how", ["every other", "expanded", "a column"])
+def test_parameters_of_any_layout(how):
+    """Biases and norm weights whose elements are not side by side."""
+    torch.manual_seed(0)
+    vector = {
+        "every other": torch.randn(48)[::2],
+        "expanded": torch.full((1,), 3.0).expand(24),
+        "a column": torch.randn(24, 5)[:, 2],
+    }[how].requires_grad_()
+    x, w1, w2 = torch.randn(2, 7, 16), torch.randn(24, 16) / 4, torch.randn(16, 24) / 5
+    results = []
+    for backend in ("triton", "eager"):
+        y = ops.mlp(x, w1, vector, w2, vector[:16], backend=backend)
+        z = ops.layer_norm(torch.cat([y, y[..., :8]], -1), vector, vector, backend=backend)
+        results.append([z.detach(), *torch.autograd.grad(z.square().sum(), vector)])
+    for a, b in zip(*results, strict=True):
+        check_error(a, b, torch.float32, factor=10)
+
+
+def test_new_settings_of_float32_precision():
+    """The legacy getter raises once the new settings were used."""
+    settings = torch.backends.cuda.matmul
+    before, settings.fp32_precision = settings.fp32_precision, "tf32"
+    try:
+        test_mlp_blocks(False, "full", None)
+    finally:
+        settings.fp32_precision = before
+
+
+def test_tensors_without_memory_are_eagers():
+    with FakeTensorMode():
+        x = torch.empty(2, 5, 8)
+        assert registry.get_backend("triton", x).name == "eager"
+        y = ops.mlp(x, torch.empty(16, 8), None, torch.empty(8, 16), None, backend="triton")
+    assert y.shape == x.shape

@@ -7,6 +7,8 @@ copied only if the elements of a row are not side by side (`launch.rows_in_place
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,12 @@ from fused_remat.backends.triton.launch import INTERPRETED, target_of
 from fused_remat.random import Keep
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _fusions(acts: tuple[str, ...]) -> frozenset[str]:
+    pairs = {f"{name} {act}" for name in ("linear_act", "mlp_bwd") for act in acts}
+    return frozenset({"linear_norm"} | pairs)
 
 
 def _has_pair(act: str) -> bool:
@@ -47,7 +55,9 @@ class TritonBackend(EagerBackend):
     def fusions(self, x: Tensor) -> frozenset[str]:
         if torch.are_deterministic_algorithms_enabled():
             return frozenset()
-        return tables.fusions(target_of(x.device), x.dtype)
+        # float32 products are ATen's, except in the interpreter.
+        products = x.dtype.itemsize == 2 or INTERPRETED
+        return _fusions(tuple(pointwise.PAIRS) if products else ())
 
     # --- norms
 
@@ -143,8 +153,6 @@ class TritonBackend(EagerBackend):
         wants_pre: bool,
     ) -> tuple[Tensor | None, Tensor]:
         assert weight is not None
-        if not _has_pair(act):
-            return super().linear_act_fwd(x, weight, bias, act, keep, wants_pre)
         y = x.new_empty((x.shape[0], weight.shape[0]))
         pre = torch.empty_like(y) if wants_pre else None
         gemm.linear_fwd(x, weight, bias, None, keep, act, pre, y, target_of(x.device)).run()
@@ -153,8 +161,6 @@ class TritonBackend(EagerBackend):
     def gated_linear_act_fwd(
         self, x: Tensor, gate: Affine, up: Affine, act: str, keep: Keep | None
     ) -> Tensor:
-        if not _has_pair(act):
-            return super().gated_linear_act_fwd(x, gate, up, act, keep)
         assert gate[0] is not None and up[0] is not None
         y = x.new_empty((x.shape[0], up[0].shape[0]))
         target = target_of(x.device)
@@ -256,8 +262,6 @@ class TritonBackend(EagerBackend):
         keep: Keep | None,
         wants_act: bool,
     ) -> tuple[Tensor | None, Tensor]:
-        if not _has_pair(act):
-            return super().mlp_bwd(dy, x, up, out_weight, act, keep, wants_act)
         assert up[0] is not None and out_weight is not None
         target = target_of(x.device)
         dup = x.new_empty((x.shape[0], up[0].shape[0]))
@@ -281,8 +285,6 @@ class TritonBackend(EagerBackend):
         keep: Keep | None,
         wants_act: bool,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        if not _has_pair(act):
-            return super().gated_mlp_bwd(dy, x, gate, up, out_weight, act, keep, wants_act)
         assert gate[0] is not None and up[0] is not None and out_weight is not None
         target = target_of(x.device)
         dup = x.new_empty((x.shape[0], up[0].shape[0]))
@@ -307,7 +309,9 @@ class TritonBackend(EagerBackend):
             return f"{super().norm_route(kind, x)}: {wide}"
         return "kernel norm_fwd" if x.shape[1] <= norms.FWD_WIDTH else "kernel norm_wide_fwd"
 
-    def pointwise_route(self, x: Tensor) -> str:
+    def pointwise_route(self, x: Tensor, act: str = "") -> str:
+        if act and not _has_pair(act):
+            return f"pointwise, ATen: {act} has no row in backends/triton/pointwise.PAIRS"
         return "pointwise kernel"
 
     def linear_route(self, x: Tensor, ends: bool = False) -> str:
@@ -321,6 +325,8 @@ class TritonBackend(EagerBackend):
         if fusion == "linear_act":
             return "one kernel: product and activation"
         if fusion == "linear_norm":
+            if x.shape[1] > norms.FWD_WIDTH:
+                return "ATen's addmm, then kernels dropout_add_fwd and norm_wide_fwd: a wide row"
             return "ATen's addmm, then kernel norm_fwd: dropout, residual and norm"
         if tables.mlp_bwd_in_one(target_of(x.device)):
             return "one kernel: both products of a tile, nothing rebuilt is written"

@@ -17,6 +17,7 @@ from fused_remat.backends.triton.launch import (
     Target,
     cdiv,
     dropout_of,
+    in_place,
     rows_in_place,
     stride_of,
 )
@@ -35,7 +36,8 @@ from fused_remat.random import Keep
 def can_describe(x: Tensor) -> bool:
     """Whether a tensor descriptor can hold x: aligned, rows apart by multiples of 16 bytes."""
     step = x.stride(0) * x.element_size()
-    return x.data_ptr() % 16 == 0 and step % 16 == 0 and x.stride(0) >= x.shape[1] > 0
+    aligned = x.data_ptr() % 16 == 0 and step % 16 == 0
+    return aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1] > 0
 
 
 #: A matrix, or None where there is none, and the rows and columns of its tile.
@@ -77,7 +79,7 @@ def _launch(
     """A launch over tiles of `y`; `depths` are the lengths that products sum over."""
     rows, columns = y.shape
     tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
-    fast = torch.get_float32_matmul_precision() != "highest"
+    fast = y.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     constants |= {
         "PRECISION": "tf32" if fast else "ieee",
         "TMA": tma,
@@ -118,7 +120,8 @@ def linear_fwd(
     )
     site_key, row0, threshold, scale = dropout_of(keep)
     args = (
-        x_in, w_in, bias, ends[0], site_key, *(norm or (None,) * 4), *ends[1:], *strides, row0,
+        x_in, w_in, in_place(bias), ends[0], site_key, *map(in_place, norm or (None,) * 4),
+        *ends[1:], *strides, row0,
         y.shape[0], n, k, threshold, scale,
     )  # fmt: skip
     fwd = None if act is None else PAIRS[act][0]
@@ -146,14 +149,15 @@ def gated_mlp_fwd(
         (x, tile.block_m, tile.block_k),
         (gate_weight, *at_w),
         (weight, *at_w),
-        (y, tile.block_m, tile.block_n),
+        *_end(tile, y),
     )
     site_key, row0, threshold, scale = dropout_of(keep)
     args = (
-        *given, gate_bias, bias, site_key, out, *strides, row0, y.shape[0], f, k, threshold, scale,
+        *given, in_place(gate_bias), in_place(bias), site_key, out, *strides, row0, y.shape[0], f,
+        k, threshold, scale,
     )  # fmt: skip
-    act_fwd = PAIRS[act][0]
-    return _launch(gated_mlp_fwd_kernel, target, tile, y, args, tma, (k,), ACT=act_fwd)
+    constants = {"ACT": PAIRS[act][0], "PARTS": tile.parts}
+    return _launch(gated_mlp_fwd_kernel, target, tile, y, args, tma, (k,), **constants)
 
 
 def linear_act_bwd(
@@ -215,7 +219,7 @@ def mlp_bwd(
     )
     site_key, row0, threshold, scale = dropout_of(keep)
     args = (
-        *given[:4], bias, site_key, *given[4:], *strides, row0, dup.shape[0], f, k, d, threshold,
+        *given[:4], in_place(bias), site_key, *given[4:], *strides, row0, dup.shape[0], f, k, d, threshold,
         scale,
     )  # fmt: skip
     constants = {"ACT": PAIRS[act][1], "PARTS": tile.parts}
@@ -253,7 +257,7 @@ def gated_mlp_bwd(
     )
     site_key, row0, threshold, scale = dropout_of(keep)
     args = (
-        *given[:5], gate_bias, bias, site_key, *given[5:], *strides, row0, dup.shape[0], f, k, d,
+        *given[:5], in_place(gate_bias), in_place(bias), site_key, *given[5:], *strides, row0, dup.shape[0], f, k, d,
         threshold, scale,
     )  # fmt: skip
     constants = {"ACT": PAIRS[act][1], "PARTS": tile.parts}

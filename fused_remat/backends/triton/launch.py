@@ -100,7 +100,12 @@ def rows_in_place(x: Tensor) -> Tensor:
 
     Rows may lie anywhere: slices, and what is expanded over tokens, are read as they are.
     """
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def in_place(x: Tensor | None) -> Tensor | None:
+    """A vector (N,), if its elements lie side by side, as kernels want them; else a copy."""
+    return x if x is None or x.stride(0) == 1 else x.contiguous()
 
 
 def stride_of(x: Tensor | None) -> int:

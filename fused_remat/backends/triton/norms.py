@@ -11,6 +11,7 @@ from fused_remat.backends.triton.launch import (
     Target,
     cdiv,
     dropout_of,
+    in_place,
     power_of_2,
     rows_in_place,
     stride_of,
@@ -55,7 +56,7 @@ def norm_fwd(
     """
     rows, width = y.shape
     mean, rstd = _mean_rstd(stats)
-    x = rows_in_place(x)
+    x, weight, bias = rows_in_place(x), in_place(weight), in_place(bias)
     constants: dict[str, Any] = {"CENTERED": mean is not None, "HAS_STATS": has_stats}
     if width > FWD_WIDTH:
         assert residual is None
@@ -93,7 +94,7 @@ def norm_bwd(
     rows, width = x.shape
     dy, x, add = rows_in_place(dy), rows_in_place(x), None if add is None else rows_in_place(add)
     mean, rstd = _mean_rstd(stats)
-    device = x.device
+    weight, device = in_place(weight), x.device
     if width > BWD_WIDTH:
         launches = []
         if dx is not None:

@@ -74,8 +74,8 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "interpreter": _INTERPRETED,
     },
     "gated_mlp_fwd": {
-        "hopper": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4)),
-        "blackwell": (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 4)),
+        "hopper": (Tile(128, 128, 64, 8, 3, parts=2), Tile(64, 64, 64, 4, 4)),
+        "blackwell": (Tile(128, 128, 64, 8, 3, parts=2), Tile(64, 64, 64, 4, 4)),
         "ampere": (Tile(128, 64, 32, 8, 4), Tile(64, 64, 32, 4, 4)),
         "small": (Tile(128, 64, 32, 8, 3), Tile(64, 64, 32, 4, 3)),
         "hip": (Tile(64, 64, 32, 4, 2),),
@@ -135,10 +135,6 @@ def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
     return tiles[-1]
 
 
-#: Groups of steps that a kernel computes in one (`blocks.fusions`), for operands of 16 bits.
-FUSIONS_16 = frozenset({"linear_act", "linear_norm", "mlp_bwd"})
-#: The same for float32, whose products are ATen's.
-FUSIONS_32 = frozenset({"linear_norm"})
 #: Families where `kernels.linear` computes a linear layer that ends in dropout or a residual.
 #: Elsewhere the product is ATen's and the end one pass over it, which the norm shares if one
 #: follows: that moves 4·M·N bytes more than a fused end, about what ATen's product is faster by.
@@ -157,14 +153,3 @@ def ends_in_kernel(target: Target, dtype: torch.dtype) -> bool:
 def mlp_bwd_in_one(target: Target) -> bool:
     """Whether `mlp_bwd` and `gated_mlp_bwd` serve, rather than `linear_act_bwd`."""
     return family(target) in MLP_BWD_IN_ONE
-
-
-def fusions(target: Target, dtype: torch.dtype) -> frozenset[str]:
-    """The groups of steps that are one kernel for activations in `dtype`.
-
-    >>> sorted(fusions(Target("cuda", 90, 132), torch.float32))
-    ['linear_norm']
-    """
-    if target.kind == "interpreter" or dtype.itemsize == 2:
-        return FUSIONS_16
-    return FUSIONS_32
