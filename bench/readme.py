@@ -19,9 +19,15 @@ from fused_remat.blocks.program import Graph, programs
 from fused_remat.policies import RUNGS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "design.md", ROOT / "docs" / "performance.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "design.md",
+    ROOT / "docs" / "kernels.md",
+    ROOT / "docs" / "performance.md",
+)
 DEMO = ROOT / "bench" / "results" / "demo-cpu" / "demo.json"
 PROFILE = ROOT / "bench" / "results" / "profile-cpu.json"
+AUDIT = ROOT / "bench" / "results" / "audit" / "audit.json"
 LAYERS = ROOT / "bench" / "results" / "layers-cpu.json"
 # Large enough for D**2 to stand for a GEMM and F = 4 D; sizes cancel out of the tables.
 D, H, S = 1024, 8, 1
@@ -143,7 +149,38 @@ def layers_tables() -> str:
     return "\n\n".join(parts)
 
 
+def audit_table() -> str:
+    """What the compiler made of every product in its largest tile, and of the norms."""
+    found = json.loads(AUDIT.read_text())
+    rows = found["rows"]
+    spills = sum(bool(row["spills"] or row["stack"]) for row in rows)
+    lines = [
+        f"Triton {found['triton']}, {rows[0]['target'].replace(' ', ', ')}: {len(rows)} default "
+        f"configurations, {spills} of which spill. The products in their largest tile (warps w, "
+        "stages s, parts of the end after /), with what needs most registers:",
+        "",
+        "| kernel | tile | registers | shared | HGMMA | TMA loads | code |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    largest: dict[str, dict[str, Any]] = {}
+    tiles: dict[str, str] = {}
+    for row in rows:
+        if not row["product"]:
+            continue
+        name, tile = row["name"].split(" ")[0], " ".join(row["name"].split(" ")[-3:])
+        if tiles.setdefault(name, tile) == tile:
+            worst = max(largest.get(name, row), row, key=lambda r: r["registers"])
+            largest[name] = worst
+    for name, row in largest.items():
+        lines.append(
+            f"| `{name}` | {tiles[name]} | {row['registers']} | {row['shared'] / 1024:.0f} KiB "
+            f"| {row['tensor_core']} | {row['tma']} | {row['code'] / 1024:.0f} KiB |"
+        )
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "audit": audit_table,
     "rungs": rung_table,
     "claim": claim,
     "demo": demo_table,

@@ -79,7 +79,7 @@ def only(name):
         return
     with sdpa_kernel([KERNELS[name]]):
         q = normal(torch.float16, B, H, S, E)
-        if cuda_attention.kernel(q, q, make_call()) != name:
+        if cuda_attention.kernel(q, make_call()) != name:
             pytest.skip(f"no {name} kernel here")
         yield
 
@@ -98,8 +98,16 @@ def test_float32(causal):
     check(make_call(causal=causal), torch.float32)
 
 
-def test_shared_key_heads():
-    check(make_call(kv_heads=H // 4), BF16)
+@pytest.mark.parametrize("name", KERNELS)
+def test_shared_key_heads(name):
+    """Query heads of a group are a call each, on slices of everything."""
+    with only(name):
+        check(make_call(kv_heads=H // 4), BF16)
+
+
+def test_shared_key_heads_with_a_mask():
+    mask = normal(BF16, S, S)
+    check(make_call(kv_heads=H // 4, mask=mask), BF16, mask.double())
 
 
 def test_other_lengths():

@@ -219,8 +219,8 @@ def mlp_bwd(
     )
     site_key, row0, threshold, scale = dropout_of(keep)
     args = (
-        *given[:4], in_place(bias), site_key, *given[4:], *strides, row0, dup.shape[0], f, k, d, threshold,
-        scale,
+        *given[:4], in_place(bias), site_key, *given[4:], *strides, row0, dup.shape[0], f, k, d,
+        threshold, scale,
     )  # fmt: skip
     constants = {"ACT": PAIRS[act][1], "PARTS": tile.parts}
     return _launch(mlp_bwd_kernel, target, tile, dup, args, tma, (k, d), False, **constants)
@@ -257,8 +257,8 @@ def gated_mlp_bwd(
     )
     site_key, row0, threshold, scale = dropout_of(keep)
     args = (
-        *given[:5], in_place(gate_bias), in_place(bias), site_key, *given[5:], *strides, row0, dup.shape[0], f, k, d,
-        threshold, scale,
+        *given[:5], in_place(gate_bias), in_place(bias), site_key, *given[5:], *strides, row0,
+        dup.shape[0], f, k, d, threshold, scale,
     )  # fmt: skip
     constants = {"ACT": PAIRS[act][1], "PARTS": tile.parts}
     return _launch(gated_mlp_bwd_kernel, target, tile, dup, args, tma, (k, d), False, **constants)
