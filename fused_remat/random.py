@@ -179,6 +179,10 @@ class Keep:
         self.p, self.dtype = p, dtype
         self._tensor: Tensor | None = None
 
+    def of_rows(self, first: int, rows: int) -> Keep:
+        """That of `rows` rows from the row `first` of these on."""
+        return Keep(self.site_key, self.row0 + first, rows, self.width, self.p, self.dtype)
+
     def tensor(self) -> Tensor:
         """The multiplier, (rows, width), computed once and held as long as this object."""
         if self._tensor is None:

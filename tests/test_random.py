@@ -122,3 +122,11 @@ def test_seed_is_a_device_tensor_from_the_default_generator():
     assert torch.equal(a, random.draw_seed(torch.device("cpu"))) and not torch.equal(a, b)
     assert a.shape == () and a.dtype == torch.int64
     assert random.draw_seed(torch.device("meta")).device.type == "meta"
+
+
+def test_a_described_multiplier_is_the_same_tensor_whole_and_in_parts():
+    key = random.site_keys(torch.tensor(3))[random.RESIDUAL1]
+    whole = random.Keep(key, 5, 7, 9, 0.4, torch.float32)
+    assert torch.equal(whole.tensor(), random.keep_scale(key, 5, 7, 9, 0.4, torch.float32))
+    assert torch.equal(whole.of_rows(2, 4).tensor(), whole.tensor()[2:6])
+    assert whole.tensor() is whole.tensor()

@@ -154,7 +154,15 @@ class Frame:
 
     def keep(self, name: str) -> random.Keep | None:
         """The dropout multiplier `name`; None for ""."""
-        return self.keeps[name] if name else None
+        if not name:
+            return None
+        found = self.keeps.get(name)
+        if found is None:
+            assert self.parent is not None, f"{name} is not there"
+            whole = self.parent.keep(name)
+            assert whole is not None
+            found = self.keeps[name] = whole.of_rows(self.lo, self.rows)
+        return found
 
     def free(self, names: tuple[str, ...]) -> None:
         pop = self.values.pop

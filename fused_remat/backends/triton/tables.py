@@ -44,7 +44,7 @@ def family(target: Target) -> str:
     return FAMILIES.get(target.arch, "small") if target.kind == "cuda" else target.kind
 
 
-_AMPERE = (Tile(128, 128, 32, 8, 4), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4))
+_AMPERE = (Tile(128, 128, 32, 8, 4, parts=2), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4))
 _SMALL = (Tile(128, 128, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3))
 _HIP = (Tile(128, 128, 32, 8, 2), Tile(64, 64, 32, 4, 2))
 # For ends that hold several tiles at once.
@@ -75,7 +75,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
     },
     "gated_mlp_fwd": {
         "hopper": (Tile(128, 128, 64, 8, 3, parts=2), Tile(64, 64, 64, 4, 4)),
-        "blackwell": (Tile(128, 128, 64, 8, 3, parts=2), Tile(64, 64, 64, 4, 4)),
+        "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4)),
         "ampere": (Tile(128, 64, 32, 8, 4), Tile(64, 64, 32, 4, 4)),
         "small": (Tile(128, 64, 32, 8, 3), Tile(64, 64, 32, 4, 3)),
         "hip": (Tile(64, 64, 32, 4, 2),),
