@@ -179,8 +179,29 @@ def audit_table() -> str:
     return "\n".join(lines)
 
 
+def targets_compiled() -> str:
+    """What the audit found for every architecture; of AMD's only that it compiles."""
+    files = (AUDIT, AUDIT.parent / "others" / "audit.json")
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in [row for file in files for row in json.loads(file.read_text())["rows"]]:
+        found.setdefault(row["target"], []).append(row)
+    lines = [
+        "| target | compiled | spilling | products without tensor cores |",
+        "|---|---|---|---|",
+    ]
+    for target, rows in sorted(found.items()):
+        cells = ["not read", "not read"]
+        if "registers" in rows[0]:
+            spilling = sum(bool(row["spills"] or row["stack"]) for row in rows)
+            plain = sum(row["product"] and not row["tensor_core"] for row in rows)
+            cells = [str(spilling), str(plain)]
+        lines.append(f"| {target} | {len(rows)} | {cells[0]} | {cells[1]} |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "audit": audit_table,
+    "targets_compiled": targets_compiled,
     "rungs": rung_table,
     "claim": claim,
     "demo": demo_table,

@@ -14,7 +14,8 @@ from fused_remat.backends import registry
 from fused_remat.backends.triton import tables
 
 SIZES = {"d_model": 24, "nhead": 3, "dim_feedforward": 40, "batch_first": True}
-# float16: PyTorch's own layer rounds every step too.
+# Relative L2 against float64. float32: a layer's sums, in another order. float16: every step rounds
+# by 2**-11, a dozen in a row, as in PyTorch's own layer.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3}
 
 
@@ -26,11 +27,9 @@ def routes(request, monkeypatch):
         monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", frozenset())
 
 
-def close(found, expected, dtype):
+def check_close(found, expected, dtype):
     for name, a, b in zip(("y", "dx", *PARAM_NAMES), found, expected, strict=True):
-        error = (a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-12)
-        if name == "self_attn.in_proj_bias":  # a third of it, the keys' bias, has no gradient
-            error = (a.double() - b.double()).norm() / b.double().norm()
+        error = (a.double() - b.double()).norm() / b.double().norm()
         assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
@@ -44,7 +43,7 @@ def test_matches_pytorchs_layer(dtype, norm_first, policy, routes):
     stock, fused = stock.to(dtype), fused.to(dtype)
     fused.backend = "triton"
     x, dy = torch.randn(2, 2, 11, 24).to(dtype)
-    close(run(fused, x, dy), run(stock.double(), x.double(), dy.double()), dtype)
+    check_close(run(fused, x, dy), run(stock.double(), x.double(), dy.double()), dtype)
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])

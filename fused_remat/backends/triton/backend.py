@@ -123,7 +123,7 @@ class TritonBackend(EagerBackend):
     ) -> Tensor:
         assert weight is not None
         ends = residual is not None or keep is not None
-        if ends and tables.ends_in_kernel(target_of(x.device), x.dtype):
+        if ends and tables.ends_in_kernel(target_of(x.device)):
             y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
             gemm.linear_fwd(
                 x, weight, bias, residual, keep, None, None, y, target_of(x.device)
@@ -317,7 +317,7 @@ class TritonBackend(EagerBackend):
     def linear_route(self, x: Tensor, ends: bool = False) -> str:
         if not ends:
             return "ATen's addmm: a product without an end to fuse"
-        if tables.ends_in_kernel(target_of(x.device), x.dtype):
+        if tables.ends_in_kernel(target_of(x.device)):
             return "kernel linear_fwd, dropout and residual in its end"
         return "ATen's addmm, then kernel dropout_add_fwd"
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from fused_remat.backends.triton.launch import Target, cdiv
 
 
@@ -145,7 +143,7 @@ LINEAR_END_IN_KERNEL = frozenset({"interpreter"})
 MLP_BWD_IN_ONE = frozenset({"ampere", "small", "hip", "interpreter"})
 
 
-def ends_in_kernel(target: Target, dtype: torch.dtype) -> bool:
+def ends_in_kernel(target: Target) -> bool:
     """Whether `kernels.linear` computes a linear layer that ends in dropout or a residual."""
     return family(target) in LINEAR_END_IN_KERNEL
 
