@@ -42,6 +42,11 @@ class AttentionCall:
         mask_grad: whether any gradient of a mask is wanted (in forward too: it decides the route).
         p, site_key, row0: dropout of the probabilities; `row0` is the row of the first (b, h, q)
             in the sense of `fused_remat.random`.
+        lengths: (B,) of integers, or None: keys from lengths[b] on are excluded.
+        cu_q, cu_k: (N + 1,) of integers, or None: one batch of N packed sequences. Queries
+            cu_q[n] to cu_q[n + 1] see keys cu_k[n] to cu_k[n + 1] only, with the offset of these
+            lengths; a query of no sequence sees none. Rows and columns of dropout, and masks, are
+            those of the whole: row (h, q), column k.
     """
 
     batch: int
@@ -62,6 +67,9 @@ class AttentionCall:
     p: float
     site_key: Tensor | None
     row0: int
+    lengths: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
 
     @property
     def masked(self) -> bool:
