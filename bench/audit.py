@@ -17,6 +17,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from fused_remat.backends.triton.launch import INTERPRETED, Launch
 
 BUDGETS = Path(__file__).with_name("audit_budgets.json")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int64: "i64"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
+    torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"
+}  # fmt: skip
 
 # Architecture -> bytes of shared memory a block may have, a multiprocessor has, and its warps.
 LIMITS = {
@@ -44,34 +47,50 @@ TENSOR_CORES = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA",
 _COUNTED = ("HMMA", "HGMMA", "UTCHMMA", "UTMALDG", "LDL", "STL")
 
 
+@dataclass
+class _Signature:
+    """What `source` finds of arguments, by their place: (index,), in a tuple (index, field)."""
+
+    constants: dict[Any, Any] = field(default_factory=dict)
+    attributes: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
+
+    def type_of(self, value: Any, at: tuple[int, ...], plain: bool, unaligned: bool) -> Any:
+        """Triton's name of it; `plain`, `unaligned`: its value, its address does not matter."""
+        if isinstance(value, tuple):
+            found = [self.type_of(v, (*at, i), plain, unaligned) for i, v in enumerate(value)]
+            return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
+        if value is None or (isinstance(value, int) and value == 1 and not plain):
+            self.constants[at] = value
+            return "constexpr"
+        divisible = False
+        if isinstance(value, Tensor):
+            name = "*" + _NAMES[value.dtype]
+            divisible = value.data_ptr() % 16 == 0 and not unaligned
+        elif isinstance(value, TensorDescriptor):
+            name = f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}>"
+        elif isinstance(value, int):
+            name = "i32" if -(2**31) <= value < 2**31 else "i64"
+            divisible = value % 16 == 0 and not unaligned
+        else:
+            name = "fp32"
+        if divisible:
+            self.attributes[at] = [["tt.divisibility", 16]]
+        return name
+
+
 def source(launch: Launch) -> ASTSource:
     """The kernel as it would be compiled for this launch: types, constants, divisibility."""
-    names = launch.kernel.arg_names
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = dict(launch.constants)
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    params = launch.kernel.params
-    plain = {p.name for p in params if p.do_not_specialize}
-    unaligned = plain | {p.name for p in params if p.do_not_specialize_on_alignment}
-    for index, (name, value) in enumerate(zip(names, launch.args, strict=False)):
-        divisible = False
-        if value is None or (isinstance(value, int) and value == 1 and name not in plain):
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, Tensor):
-            signature[name] = "*" + _NAMES[value.dtype]
-            divisible = value.data_ptr() % 16 == 0 and name not in unaligned
-        elif isinstance(value, TensorDescriptor):
-            signature[name] = f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}>"
-        elif isinstance(value, int):
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            divisible = value % 16 == 0 and name not in unaligned
-        else:
-            signature[name] = "fp32"
-        if divisible:
-            attributes[(index,)] = [["tt.divisibility", 16]]
+    names, params = launch.kernel.arg_names, launch.kernel.params
+    found = _Signature()
+    signature: dict[str, Any] = {}
+    for index, (param, value) in enumerate(zip(params, launch.args, strict=False)):
+        plain = param.do_not_specialize
+        unaligned = plain or param.do_not_specialize_on_alignment
+        signature[param.name] = found.type_of(value, (index,), plain, unaligned)
     signature |= dict.fromkeys(launch.constants, "constexpr")
+    constants = found.constants | {(names.index(n),): v for n, v in launch.constants.items()}
     ordered = {name: signature[name] for name in names}
-    return ASTSource(launch.kernel, ordered, constants, attributes)
+    return ASTSource(launch.kernel, ordered, constants, found.attributes)
 
 
 def compile_ahead(launch: Launch, arch: int) -> Any:

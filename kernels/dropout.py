@@ -29,6 +29,19 @@ def split_key(key, index):
 
 
 @triton.jit
+def keep_at(row_key, cols, threshold, scale):
+    """`scale` where the element survives, else 0; row_key uint64 and cols in any shapes.
+
+    They broadcast against each other, so that a tile may be either way round.
+    """
+    k0 = row_key.to(tl.uint32)
+    k1 = (row_key >> 32).to(tl.uint32)
+    x = ((cols.to(tl.uint32) * GOLDEN32) ^ k0) * (k1 | 1)
+    x = (x ^ (x >> 16)) * MUL32
+    return tl.where((x & 0x7FFFFFFF).to(tl.int32) < threshold, scale, 0.0)
+
+
+@triton.jit
 def keep_scale(row_key, cols, threshold, scale):
     """`scale` where the element survives, else 0.
 
@@ -36,11 +49,7 @@ def keep_scale(row_key, cols, threshold, scale):
         threshold int32 and scale float32 are `random.threshold(p)` and `random.scale(p)`.
     Source: `fused_remat.random`.
     """
-    k0 = row_key.to(tl.uint32)[:, None]
-    k1 = (row_key >> 32).to(tl.uint32)[:, None]
-    x = ((cols.to(tl.uint32) * GOLDEN32)[None, :] ^ k0) * (k1 | 1)
-    x = (x ^ (x >> 16)) * MUL32
-    return tl.where((x & 0x7FFFFFFF).to(tl.int32) < threshold, scale, 0.0)
+    return keep_at(row_key[:, None], cols[None, :], threshold, scale)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """The Triton backend: kernels where they save a pass or a product's end, ATen elsewhere.
 
-Plain products are `torch.mm`, attention is as on the eager backend (`eager_attention`). A result
-that a kernel fills is always a fresh contiguous matrix; operands are read by their strides, and
-copied only if the elements of a row are not side by side (`launch.rows_in_place`).
+Plain products are `torch.mm`; attention is ATen's fused kernel where the tables say so, else our
+own. A result that a kernel fills is always a fresh contiguous matrix; operands are read by their
+strides, and copied only if the elements of a row are not side by side (`launch.rows_in_place`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import functools
 import torch
 from torch import Tensor
 
-from fused_remat.backends.base import NORM_STATS, Affine
+from fused_remat.backends import eager_attention
+from fused_remat.backends.base import NORM_STATS, Affine, AttentionCall
 from fused_remat.backends.eager import EagerBackend
-from fused_remat.backends.triton import gemm, norms, pointwise, tables
+from fused_remat.backends.triton import attention, gemm, norms, pointwise, tables
 from fused_remat.backends.triton.launch import INTERPRETED, target_of
 from fused_remat.random import Keep
 
@@ -250,6 +251,50 @@ class TritonBackend(EagerBackend):
         pointwise.dropout_add_fwd(dy, None, keep, dx).run()
         return dx
 
+    # --- attention
+
+    @staticmethod
+    def _own_attention(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
+        """Why the kernels here serve the call; None if ATen does.
+
+        Depends on nothing that differs between forward and backward, or between policies.
+        """
+        why_not_aten = eager_attention.why_not_flash(q, v, call)
+        why = why_not_aten or tables.why_own_attention(target_of(q.device), call)
+        return why if why is not None and attention.why_not(q, v, call) is None else None
+
+    def attention_fwd(
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self._own_attention(q, v, call) is None:
+            return super().attention_fwd(q, k, v, call, out)
+        if out is None:
+            shape = (call.batch * call.q_len, call.nhead * v.shape[-1])
+            out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        rows = (call.batch, call.nhead, call.q_len)
+        lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+        for launch in attention.forward(q, k, v, call, out, lse, target_of(q.device)):
+            launch.run()
+        return out, lse
+
+    def attention_bwd(
+        self,
+        dattn: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn: Tensor,
+        lse: Tensor,
+        call: AttentionCall,
+        grads: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> None:
+        if self._own_attention(q, v, call) is None:
+            super().attention_bwd(dattn, q, k, v, attn, lse, call, grads)
+            return
+        launches = attention.backward(dattn, q, k, v, attn, lse, call, grads, target_of(q.device))
+        for launch in launches:
+            launch.run()
+
     # --- the MLP's backward
 
     def mlp_bwd(
@@ -308,6 +353,14 @@ class TritonBackend(EagerBackend):
             wide = f"rows of {x.shape[1]} are not between 1 and {norms.MAX_WIDTH} elements"
             return f"{super().norm_route(kind, x)}: {wide}"
         return "kernel norm_fwd" if x.shape[1] <= norms.FWD_WIDTH else "kernel norm_wide_fwd"
+
+    def attention_route(self, q: Tensor, v: Tensor, call: AttentionCall) -> str:
+        why = self._own_attention(q, v, call)
+        if why is not None:
+            return f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {why}"
+        why_not = attention.why_not(q, v, call)
+        aten = super().attention_route(q, v, call)
+        return aten if why_not is None else f"{aten}; not the kernels here: {why_not}"
 
     def pointwise_route(self, x: Tensor, act: str = "") -> str:
         if act and not _has_pair(act):

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from fused_remat.backends.base import AttentionCall
 from fused_remat.backends.triton.launch import Target, cdiv
 
 
@@ -151,3 +154,77 @@ def ends_in_kernel(target: Target) -> bool:
 def mlp_bwd_in_one(target: Target) -> bool:
     """Whether `mlp_bwd` and `gated_mlp_bwd` serve, rather than `linear_act_bwd`."""
     return family(target) in MLP_BWD_IN_ONE
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """How attention is cut: queries by keys, warps, pipeline stages.
+
+    `split`: dk and dv are a launch each. `warp_specialize`: the loop over blocks of keys that no
+    mask applies to is divided among warps.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    split: bool = False
+    warp_specialize: bool = False
+
+
+#: Families where attention that ATen's fused kernels can serve is theirs: without a mask, and with
+#: as many key heads as query heads. A mask would have to be merged and written for them, and shared
+#: key heads are a call of theirs for each member of a group.
+ATTENTION_BY_ATEN = frozenset({"ampere", "small", "hopper", "blackwell", "hip"})
+
+
+def why_own_attention(target: Target, call: AttentionCall) -> str | None:
+    """Why our kernels are taken for a call that ATen's could serve; None if they are not."""
+    if family(target) not in ATTENTION_BY_ATEN:
+        return "ATen's fused kernels are not for this target"
+    if call.masked:
+        return "a mask is read as it is, and what it excludes is skipped"
+    if call.nhead != call.kv_heads:
+        return "query heads that share a key head are one launch"
+    return None
+
+
+_A = AttentionTile
+#: Kernel -> family -> widest head -> tiles: of calls without, and with, what takes registers
+#: besides (dropout, masks, soft-cap, rows that end early). For 16 bits; "mask" serves all families.
+ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTile]]]] = {
+    "fwd": {
+        "hopper": {
+            64: (_A(128, 128, 8, 3), _A(128, 128, 8, 3)),
+            128: (_A(128, 128, 8, 2), _A(128, 128, 8, 2)),
+            256: (_A(128, 64, 8, 2), _A(128, 64, 8, 2)),
+        },
+    },
+    "dkdv": {
+        "hopper": {
+            64: (_A(64, 128, 8, 3), _A(64, 128, 8, 3)),
+            128: (_A(64, 128, 8, 2), _A(64, 64, 8, 2)),
+            256: (_A(64, 64, 8, 2, split=True), _A(32, 64, 8, 2, split=True)),
+        },
+    },
+    "dq": {
+        "hopper": {
+            64: (_A(128, 128, 8, 3), _A(128, 128, 8, 3)),
+            128: (_A(128, 128, 8, 2), _A(128, 64, 8, 2)),
+            256: (_A(64, 64, 8, 2), _A(64, 32, 8, 2)),
+        },
+    },
+}
+_INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
+
+
+def attention_tile(
+    kernel: str, target: Target, dtype: torch.dtype, width: int, call: AttentionCall
+) -> AttentionTile:
+    """The tile of "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide."""
+    if target.kind == "interpreter":
+        return _INTERPRETED_ATTENTION
+    tiles = ATTENTION_TILES[kernel][family(target)]
+    heavy = call.p > 0.0 or call.masked or call.softcap != 0.0
+    heavy = heavy or call.lengths is not None or call.cu_q is not None
+    return tiles[next(w for w in tiles if width <= w)][heavy]
