@@ -49,7 +49,7 @@ def attention(
         cu_seqlens_k[n + 1] only; is_causal and window go by the lengths of these, each sequence by
         itself. Masks are over all tokens. cu_seqlens_k None: as cu_seqlens_q. Tokens before the
         first and after the last bound are of no sequence: 0, and so are their gradients.
-        On a GPU values are not checked, and the eager backend waits for the device to read them.
+        On a GPU only the eager backend checks the values, as it waits for the device to read them.
     is_causal: query i sees keys up to i + S_k - S_q: the last query sees all keys. With S_q = S_k
         that is SDPA's; with S_q != S_k SDPA aligns the first query with the first key instead.
     window: (left, right), how many keys before and after its own place a query sees; -1: no limit.
