@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,11 +85,24 @@ def visible(q_len: int, kv_len: int, window: tuple[int, int], is_causal: bool) -
     return seen
 
 
+def visible_packed(
+    cu_q: Tensor, cu_k: Tensor, grid: tuple[int, int], window: tuple[int, int], is_causal: bool
+) -> Tensor:
+    """Which keys a query sees of packed sequences: those of its own, as if that were alone."""
+    seen = torch.zeros(grid, dtype=torch.bool)
+    for n in range(len(cu_q) - 1):
+        rows, keys = slice(*cu_q[n : n + 2].tolist()), slice(*cu_k[n : n + 2].tolist())
+        sizes = seen[rows, keys].shape
+        seen[rows, keys] = visible(*sizes, window, is_causal)
+    return seen
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, key_padding_mask: Tensor | None = None,
-    window: tuple[int, int] = (-1, -1), scale: float | None = None, softcap: float = 0.0,
-    seed: int = 0,
+    key_lengths: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, window: tuple[int, int] = (-1, -1),
+    scale: float | None = None, softcap: float = 0.0, seed: int = 0,
 ) -> Tensor:  # fmt: skip
     """`ops.attention` in plain PyTorch."""
     group = q.shape[1] // k.shape[1]
@@ -96,7 +110,14 @@ def attention(
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = visible(q.shape[2], k.shape[2], window, is_causal)
+    grid = (q.shape[2], k.shape[2])
+    if cu_seqlens_q is None:
+        seen = visible(*grid, window, is_causal)
+    else:
+        cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        seen = visible_packed(cu_seqlens_q, cu_k, grid, window, is_causal)
+    if key_lengths is not None:
+        seen = seen & (torch.arange(grid[1]) < key_lengths[:, None, None, None])
     scores = scores.masked_fill(~seen, -torch.inf)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, -torch.inf)
@@ -144,7 +165,7 @@ class Case:
 
     Attributes:
         op, plain: ours, and `plain(tensors, p, seed)` in PyTorch.
-        shapes: of its tensors; "B", "S" stand for batch and sequence.
+        shapes: of its tensors; "B", "S" stand for batch and sequence, "T" for all tokens.
         full: elements per token of the inputs, and statistics per token, that "full" keeps.
         dropout: whether it draws random numbers at p > 0.
     """
@@ -157,7 +178,7 @@ class Case:
 
     def tensors(self, batch: int = 2, seq: int = 5, dtype: torch.dtype = torch.float64) -> Tensors:
         """Leaves with random values; weight matrices scaled to keep the size of what they meet."""
-        sizes = {"B": batch, "S": seq}
+        sizes = {"B": batch, "S": seq, "T": batch * seq}
         made = {}
         for i, (name, letters) in enumerate(self.shapes.items()):
             shape = tuple(sizes.get(n, n) for n in letters)
@@ -165,6 +186,39 @@ class Case:
             scale = shape[1] ** -0.5 if is_matrix else 1.0
             made[name] = normal(*shape, dtype=dtype, seed=i, scale=scale)
         return made
+
+    @staticmethod
+    def own(tensors: Tensors) -> list[Tensor]:
+        """What is the caller's and not counted as kept: weights, masks and lengths."""
+        ends = ("weight", "bias", "slope", "mask")
+        x = next(iter(tensors.values()))
+        given = [t for name, t in tensors.items() if name.endswith(ends)]
+        return [*given, *bounds(x), key_lengths(x)]
+
+
+# Made once, so that what a call saves of them is known by its storage.
+
+
+def bounds(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of three packed sequences of queries and of keys, one empty, with a token of none."""
+    return _bounds(x.shape[-2] if isinstance(x, Tensor) else 1)
+
+
+@functools.cache
+def _bounds(tokens: int) -> tuple[Tensor, Tensor]:
+    third, half = tokens // 3, tokens // 2
+    of_queries = torch.tensor([0, third, third, tokens - 1], dtype=torch.int32)
+    return of_queries, torch.tensor([1, half, half, tokens], dtype=torch.int32)
+
+
+def key_lengths(x: Tensor) -> Tensor:
+    """Of sequences that are all shorter than `x` (B, ..., S, E), one without a key among many."""
+    return _key_lengths(x.shape[0], x.shape[-2]) if isinstance(x, Tensor) else torch.tensor([1])
+
+
+@functools.cache
+def _key_lengths(batch: int, seq: int) -> Tensor:
+    return (seq - 1 - 2 * torch.arange(batch)).clamp(min=0)
 
 
 D, FF, H, KV, E = 8, 12, 4, 2, 2
@@ -231,6 +285,10 @@ def _block(kind: str, act: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 def _named(t: Tensors, *names: str) -> list[Tensor]:
     return [t[name] for name in names]
+
+
+def _packed(x: Tensor) -> dict[str, Tensor]:
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds(x), strict=True))
 
 
 CASES: dict[str, Case] = {
@@ -306,6 +364,28 @@ CASES: dict[str, Case] = {
         HEADS | {"value": ("B", KV, "S", E)},
         (H * E + KV * 2 * E, 0),
     ),
+    "attention_packed": Case(
+        lambda t, p, **kw: ops.attention(
+            *_named(t, "query", "key", "value"), t["mask"], p, True, **_packed(t["query"]), **kw
+        ),
+        lambda t, p, seed: attention(
+            *_named(t, "query", "key", "value"), t["mask"], p, True, seed=seed,
+            **_packed(t["query"]),
+        ),
+        {"query": (1, H, "T", E), "key": (1, KV, "T", E), "value": (1, KV, "T", E + 1),
+         "mask": (H, 1, "T")},
+        (H * E + KV * (2 * E + 1), 0),
+    ),
+    "attention_lengths": Case(
+        lambda t, p, **kw: ops.attention(
+            *t.values(), None, p, key_lengths=key_lengths(t["query"]), **kw
+        ),
+        lambda t, p, seed: attention(
+            *t.values(), None, p, key_lengths=key_lengths(t["query"]), seed=seed
+        ),
+        HEADS | {"value": ("B", KV, "S", E)},
+        (H * E + KV * 2 * E, 0),
+    ),
     "attention_block": Case(
         lambda t, p, **kw: ops.attention_block(
             *t.values(), H, None, p, p / 2, kv_heads=KV, window=(20, 1), eps=1e-3, **kw
@@ -317,6 +397,19 @@ CASES: dict[str, Case] = {
             ), random.RESIDUAL1, p / 2, seed,
         ),
         X | NORM | QKV,
+        (D, 2),
+    ),
+    "attention_block_packed": Case(
+        lambda t, p, **kw: ops.attention_block(
+            *t.values(), H, None, p, p / 2, True, kv_heads=KV, cu_seqlens=bounds(t["x"])[0], **kw
+        ),
+        lambda t, p, seed: t["x"] + dropout(
+            attention_half(
+                t, norm(t["x"], "layer_norm", t["norm_weight"], t["norm_bias"], 1e-5),
+                H, KV, p, seed, is_causal=True, cu_seqlens_q=bounds(t["x"])[0],
+            ), random.RESIDUAL1, p / 2, seed,
+        ),
+        {"x": (1, "T", D)} | NORM | QKV,
         (D, 2),
     ),
     "encoder_prenorm": Case(_encoder_op(True), _encoder_plain(True), X | ENCODER, (D, 4)),

@@ -5,7 +5,8 @@ import torch
 from reference import RUNGS, pair
 from torch import nn
 
-from fused_remat import FusedRematLayer, Policy
+from fused_remat import FusedRematLayer, Policy, ops
+from fused_remat.backends import attention_blocks
 from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
 from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
 
@@ -162,3 +163,26 @@ def test_peak_of_a_whole_step(norm_first, layers, dropout):
     allocated = measure_allocations(lambda: model(x).sum().backward())
     assert allocated.net == 0
     assert (allocated.peak + x.nbytes) / x.nbytes <= 12 + 1.02 * layers
+
+
+# How many blocks of scores backward holds at once: probabilities, their gradient, dropout's
+# multiplier; with a soft-cap its tanh, and a product with it.
+BLOCKS_ROUTE = {
+    "dropout": (3, {"dropout_p": 0.1}),
+    "causal dropout": (3, {"dropout_p": 0.1, "is_causal": True}),
+    "window": (3, {"window": (700, 300)}),
+    "soft-cap": (5, {"softcap": 2.0}),
+    "mask with gradient": (3, {"attn_mask": torch.zeros(1, 2048, requires_grad=True)}),
+    "packed dropout": (3, {"dropout_p": 0.1, "cu_seqlens_q": torch.tensor([0, 1500, 2048])}),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS_ROUTE)
+def test_attention_in_blocks_never_holds_all_scores(name):
+    """A step's peak: blocks of scores, and a few tensors of the size of q."""
+    blocks, options = BLOCKS_ROUTE[name]
+    q, k, v = (torch.randn(1, heads, 2048, 16, requires_grad=True) for heads in (4, 2, 2))
+    step = lambda: ops.attention(q, k, v, **options).sum().backward()  # noqa: E731
+    peak = measure_allocations(step).peak
+    assert peak <= blocks * attention_blocks._BLOCK * 4 + 10 * q.nbytes
+    assert peak < 4 * 2048 * 2048 * 4 / 2  # half of all scores

@@ -117,7 +117,6 @@ def test_gradients_are_the_same_bits_in_every_policy(case, dtype, tokens):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_kept_bytes_are_the_graphs_prediction(case, dtype, p):
     tensors = case.tensors(dtype=dtype)
-    own = [t for name, t in tensors.items() if name.endswith(("weight", "bias", "slope", "mask"))]
     for policy in policies(case.op, tensors, p):
 
         def run(policy=policy):
@@ -125,7 +124,7 @@ def test_kept_bytes_are_the_graphs_prediction(case, dtype, p):
 
         ((call, shapes),) = calls(run)
         kept = kept_bytes(call.graph, call.save, call.wants, shapes, dtype.itemsize)
-        with SavedBytes(exclude=own) as saved:
+        with SavedBytes(exclude=case.own(tensors)) as saved:
             run()
         assert saved.total == sum(kept.values())
 
@@ -147,8 +146,7 @@ def test_nothing_else_stays_allocated(case, policy):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_full_keeps_inputs_and_statistics_only(case, dtype, p):
     tensors = case.tensors(batch=3, seq=7, dtype=dtype)
-    own = [t for name, t in tensors.items() if name.endswith(("weight", "bias", "slope", "mask"))]
-    with SavedBytes(exclude=own) as saved:
+    with SavedBytes(exclude=case.own(tensors)) as saved:
         case.op(tensors, p, policy="full")
     elements, statistics = case.full
     seed = 8 if p and case.dropout else 0

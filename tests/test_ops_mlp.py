@@ -21,8 +21,8 @@ from torch import nn
 from fused_remat import ops, random
 from fused_remat.backends.activations import ACTIVATIONS
 
-TOKENWISE = [name for name, case in CASES.items() if case.shapes.get("x") and "enc" not in name]
-TOKENWISE.remove("attention_block")
+MIXED = ("attention", "encoder")  # tokens with tokens
+TOKENWISE = [name for name in CASES if not name.startswith(MIXED)]
 LEADS = [(), (1,), (7,), (3, 5), (2, 3, 5), (0,), (3, 0), (0, 5), (2, 0, 3)]
 
 

@@ -212,7 +212,8 @@ def _keep(block: _Block, call: AttentionCall, out: Tensor) -> Tensor:
     assert call.site_key is not None
     random.keep_scale(
         call.site_key, call.row0 + block.start, block.stop - block.start, block.high - block.low,
-        call.p, out.dtype, call.batch * call.nhead, call.q_len, block.low, out=out,
+        call.p, out.dtype, call.batch * call.nhead, call.head_rows or call.q_len,
+        call.col0 + block.low, out=out,
     )  # fmt: skip
     return out
 

@@ -47,6 +47,8 @@ class AttentionCall:
             cu_q[n] to cu_q[n + 1] see keys cu_k[n] to cu_k[n + 1] only, with the offset of these
             lengths; a query of no sequence sees none. Rows and columns of dropout, and masks, are
             those of the whole: row (h, q), column k.
+        head_rows, col0: for dropout where the call is a part of another: rows from one head to the
+            next, 0 for S_q, and the column of the first key.
     """
 
     batch: int
@@ -70,6 +72,8 @@ class AttentionCall:
     lengths: Tensor | None = None
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
+    head_rows: int = 0
+    col0: int = 0
 
     @property
     def masked(self) -> bool:

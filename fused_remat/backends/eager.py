@@ -12,7 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fused_remat.backends import cuda_attention, eager_attention
+from fused_remat.backends import eager_attention
 from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.backends.base import AttentionCall
 from fused_remat.backends.norms import NORMS
@@ -210,9 +210,4 @@ class EagerBackend(Unfused):
         return f"ATen's addmm on float32 copies: this CPU has no {str(x.dtype)[6:]} products"
 
     def attention_route(self, q: Tensor, v: Tensor, call: AttentionCall) -> str:
-        reason = eager_attention.why_not_flash(q, v, call)
-        if reason:
-            return f"blocks of query rows: {reason}"
-        if q.device.type == "cpu":
-            return "ATen's flash kernel for CPUs"
-        return f"ATen's {cuda_attention.kernel(q, call)} kernel"
+        return eager_attention.route(q, v, call)

@@ -4,16 +4,19 @@ Two routes, chosen by the call and never by the policy: ATen's fused kernel for 
 serves (`why_not_flash`; on CUDA devices, `cuda_attention`); else blocks of query rows against the
 keys they can see, so that the transient is a block of scores, never (S_q, S_k). Both give 0, and no
 NaN, for a row whose keys are all excluded.
-Query heads that share a key head (GQA) are rows of one product, or one flash call each.
+Query heads that share a key head (GQA) are rows of one product, or one flash call each; packed
+sequences are calls of their own, one after the other, each on its own route.
 Source: the backward of Dao et al. 2022, with dS = P * (dP - rowsum(dO * O)).
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-from fused_remat.backends import attention_blocks, cuda_attention
+from fused_remat.backends import attention_blocks, cuda_attention, packed
 from fused_remat.backends.base import AttentionCall
 
 # A row whose largest mask value is finite and below this is not for the flash kernel: its logsumexp
@@ -25,6 +28,9 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 def why_not_flash(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     """Why ATen's fused kernel cannot serve the call, or None if it can."""
+    if call.cu_q is not None:
+        return "packed sequences are calls of their own"
+    call = _lengths_as_padding(call)
     if q.device.type not in ("cpu", "cuda"):
         return f"the fused kernels used here are for CPU and CUDA, q is on {q.device}"
     if call.p > 0.0:
@@ -34,9 +40,9 @@ def why_not_flash(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     if call.softcap != 0.0 or call.left >= 0 or call.right > 0:
         return "soft-cap or a sliding window"
     if call.right == 0 and (call.masked or call.q_len != call.kv_len):
-        return "causal beside a mask, or with different lengths"
-    if call.kv_len == 0:
-        return "there are no keys"
+        return "causal beside a mask or key lengths, or with S_q other than S_k"
+    if call.q_len == 0 or call.kv_len == 0:
+        return "there are no queries or no keys"
     if q.shape[-1] != v.shape[-1]:
         return f"head dims {q.shape[-1]} and {v.shape[-1]} differ"
     if q.device.type == "cuda":
@@ -44,6 +50,34 @@ def why_not_flash(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     if call.masked and _has_far_row(call, q.dtype):
         return f"a row of masks is finite and below {_FAR:g} everywhere"
     return None
+
+
+def route(q: Tensor, v: Tensor, call: AttentionCall) -> str:
+    """Which kernels serve the call, and why faster ones do not."""
+    if call.cu_q is not None:
+        parts = packed.sequences(call, *packed.bounds_of(call))
+        routes = [route(q[:, :, rows], v[:, :, keys], one) for rows, keys, one in parts]
+        return "packed sequences, one at a time: " + ("; ".join(dict.fromkeys(routes)) or "none")
+    reason = why_not_flash(q, v, call)
+    if reason:
+        return f"blocks of query rows: {reason}"
+    if q.device.type == "cpu":
+        return "ATen's flash kernel for CPUs"
+    return f"ATen's {cuda_attention.kernel(q, _lengths_as_padding(call))} kernel"
+
+
+def _lengths_as_padding(call: AttentionCall) -> AttentionCall:
+    """The call with its key lengths as a part of its padding."""
+    if call.lengths is None:
+        return call
+    beyond = torch.arange(call.kv_len, device=call.lengths.device) >= call.lengths[:, None]
+    if call.padding is None:
+        padding = beyond
+    elif call.padding.dtype == torch.bool:
+        padding = call.padding | beyond
+    else:
+        padding = call.padding.masked_fill(beyond, -torch.inf)
+    return dataclasses.replace(call, padding=padding, lengths=None)
 
 
 def _has_far_row(call: AttentionCall, dtype: torch.dtype) -> bool:
@@ -78,7 +112,8 @@ def _merged_mask(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
 
 def _as_heads(x: Tensor, call: AttentionCall) -> Tensor:
     """(B*S_q, H*E) as (B, H, S_q, E), a view."""
-    return x.view(call.batch, call.q_len, call.nhead, -1).transpose(1, 2)
+    width = x.shape[1] // call.nhead  # not -1: there may be no rows
+    return x.view(call.batch, call.q_len, call.nhead, width).transpose(1, 2)
 
 
 def forward(
@@ -88,6 +123,10 @@ def forward(
 
     `widen`: compute in float32 on float32 copies.
     """
+    if call.cu_q is not None:
+        out = q.new_empty(_matrix(v, call)) if out is None else out
+        return out, _packed_forward(q, k, v, call, widen, out)
+    call = _lengths_as_padding(call)
     if why_not_flash(q, v, call) is None:
         heads, lse = _flash_forward(q, k, v, call, widen)
         if out is None:
@@ -121,6 +160,10 @@ def backward(
     widen: bool,
 ) -> None:
     """Fills dq, dk, dv if given; adds the masks' gradients to the call's."""
+    if call.cu_q is not None:
+        _packed_backward(dattn, q, k, v, attn, lse, call, grads, widen)
+        return
+    call = _lengths_as_padding(call)
     do, o = _as_heads(dattn, call), _as_heads(attn, call)
     if why_not_flash(q, v, call) is not None:
         for part, one in attention_blocks.sequences(call):
@@ -128,6 +171,57 @@ def backward(
             attention_blocks.backward(do[part], q[part], k[part], v[part], o[part], one, mine)
     elif grads is not None:
         _flash_backward(do, q, k, v, o, lse, call, grads, widen)
+
+
+# --- packed sequences: their rows and keys are views of the whole
+
+
+def _outside(bounds: list[int]) -> tuple[slice, slice]:
+    """The tokens of no sequence: before the first and after the last."""
+    return slice(0, bounds[0]), slice(bounds[-1], None)
+
+
+def _packed_forward(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, widen: bool, out: Tensor
+) -> Tensor:
+    """Fills `out` (S_q, H*E); returns lse (H, S_q), +inf where there is no sequence."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_empty((call.nhead, call.q_len), dtype=dtype)
+    bounds = packed.bounds_of(call)  # the one wait for the device, if that is a GPU
+    for rows, keys, one in packed.sequences(call, *bounds):
+        _, made = forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], one, widen, out[rows])
+        lse[:, rows] = made.view(call.nhead, one.q_len)
+    for rows in _outside(bounds[0]):
+        out[rows] = 0.0
+        lse[:, rows] = torch.inf
+    return lse
+
+
+def _packed_backward(
+    dattn: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn: Tensor,
+    lse: Tensor,
+    call: AttentionCall,
+    grads: Heads | None,
+    widen: bool,
+) -> None:
+    lse = lse.view(call.nhead, call.q_len)
+    bounds = packed.bounds_of(call)  # waits for the device again
+    for rows, keys, one in packed.sequences(call, *bounds):
+        parts = (rows, keys, keys)
+        q_one, k_one, v_one = (x[:, :, part] for x, part in zip((q, k, v), parts, strict=True))
+        mine = None
+        if grads is not None:
+            mine = (grads[0][:, :, rows], grads[1][:, :, keys], grads[2][:, :, keys])
+        lse_one = lse[:, rows].reshape(-1)
+        backward(dattn[rows], q_one, k_one, v_one, attn[rows], lse_one, one, mine, widen)
+    if grads is not None:
+        for grad, own in zip(grads, (bounds[0], bounds[1], bounds[1]), strict=True):
+            for part in _outside(own):
+                grad[:, :, part] = 0.0
 
 
 # --- ATen's flash kernel: one call for each query head of a group that shares a key head

@@ -31,6 +31,7 @@ class Attention(Node):
         scale, softcap: of the scores.
         site, p: dropout of the probabilities.
         mask, padding: names of the masks, "" for none.
+        lengths, cu_q, cu_k: names of key lengths and of packed sequences' bounds, "" for none.
         mask_keeps: a bool mask's True takes part (as SDPA), else is excluded (as nn.Transformer).
     """
 
@@ -45,6 +46,9 @@ class Attention(Node):
     p: float
     mask: str = ""
     padding: str = ""
+    lengths: str = ""
+    cu_q: str = ""
+    cu_k: str = ""
     mask_keeps: bool = False
     per_sequence: ClassVar[bool] = True
     stats_follow: ClassVar[bool] = True
@@ -56,7 +60,8 @@ class Attention(Node):
     @property
     def params(self) -> tuple[str, ...]:
         seed = ("seed",) if self.p > 0.0 else ()
-        return tuple(n for n in (self.mask, self.padding) if n) + seed
+        names = (self.mask, self.padding, self.lengths, self.cu_q, self.cu_k)
+        return tuple(n for n in names if n) + seed
 
     @functools.cached_property
     def stats(self) -> tuple[str, ...]:
@@ -151,6 +156,9 @@ class Attention(Node):
             p=self.p,
             site_key=run.site_key(self.site) if self.p > 0.0 else None,
             row0=f.seqs[0] * self.nhead * q_len,
+            lengths=_rows_of_group(f, f.param(self.lengths)),
+            cu_q=f.param(self.cu_q),
+            cu_k=f.param(self.cu_k),
         )
 
     def _of_group(self, f: Frame, mask: Tensor | None) -> Tensor | None:
@@ -178,8 +186,8 @@ def _mask_grad(f: Frame, name: str, wants: Collection[str]) -> Tensor | None:
     return grads[name]
 
 
-def _rows_of_group(f: Frame, padding: Tensor | None) -> Tensor | None:
-    return None if padding is None else padding[f.seqs[0] : f.seqs[1]]
+def _rows_of_group(f: Frame, rows: Tensor | None) -> Tensor | None:
+    return None if rows is None else rows[f.seqs[0] : f.seqs[1]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,9 @@ from fused_remat.blocks.pointwise import Add
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.sketch import Sketch, captured_params, linear_params
 
+# The caller's own tensors that attention reads.
+_ATTENTION = ("mask", "padding", "lengths", "cu_q", "cu_k", "seed")
+
 
 @functools.lru_cache(maxsize=256)
 def norm_graph(kind: str, eps: float) -> Graph:
@@ -91,7 +94,7 @@ def attention_graph(attention: HeadsAttention) -> Graph:
     >>> attention_graph(node).inputs
     ('input', 'key', 'value')
     """
-    return Graph("attention", (attention,), ("mask", "padding", "seed"), attention.inputs)
+    return Graph("attention", (attention,), _ATTENTION, attention.inputs)
 
 
 @functools.lru_cache(maxsize=256)
@@ -105,5 +108,5 @@ def attention_block_graph(attention: Attention, p_residual: float, norm: str, ep
     sketch = Sketch()
     sketch.norm("norm", "input", "norm", eps, norm)
     sketch.attention_half("norm", "input", "output", attention, p_residual)
-    params = (*linear_params("norm", "qkv", "proj"), "mask", "padding", "seed")
+    params = (*linear_params("norm", "qkv", "proj"), *_ATTENTION)
     return Graph("attention_block", tuple(sketch.nodes), params)

@@ -11,7 +11,7 @@ from fused_remat.autograd import run_block
 from fused_remat.blocks.attention import Attention, HeadsAttention
 from fused_remat.blocks.pieces import attention_block_graph, attention_graph
 from fused_remat.ops.inputs import check_alike, check_norm, check_p, check_shape, seed_tensor
-from fused_remat.ops.masks import mask_of, padding_of
+from fused_remat.ops.masks import lengths_of, mask_of, padding_of
 from fused_remat.policies import Policy, kept_names
 
 
@@ -24,6 +24,9 @@ def attention(
     is_causal: bool = False,
     *,
     key_padding_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     softcap: float = 0.0,
@@ -39,6 +42,14 @@ def attention(
     attn_mask: broadcasts to (B, H, S_q, S_k); bool (**True takes part**, as in SDPA) or float
         (added; gets its gradient if it requires one).
     key_padding_mask: (B, S_k); bool (**True is excluded**, as in `nn.MultiheadAttention`) or float.
+    key_lengths: (B,) of integers: sequence b has key_lengths[b] keys, those after are excluded.
+        is_causal and window are as without: they go by the padded S_q and S_k.
+    cu_seqlens_q, cu_seqlens_k: (N + 1,) of integers: N packed sequences, side by side in a batch of
+        1. Queries cu_seqlens_q[n] to cu_seqlens_q[n + 1] see keys cu_seqlens_k[n] to
+        cu_seqlens_k[n + 1] only; is_causal and window go by the lengths of these, each sequence by
+        itself. Masks are over all tokens. cu_seqlens_k None: as cu_seqlens_q. Tokens before the
+        first and after the last bound are of no sequence: 0, and so are their gradients.
+        On a GPU only the eager backend checks the values, as it waits for the device to read them.
     is_causal: query i sees keys up to i + S_k - S_q: the last query sees all keys. With S_q = S_k
         that is SDPA's; with S_q != S_k SDPA aligns the first query with the first key instead.
     window: (left, right), how many keys before and after its own place a query sees; -1: no limit.
@@ -46,9 +57,9 @@ def attention(
     A row whose keys are all excluded is 0.
     policy: "full" keeps query, key and value only; all other rungs the output too (which the
         caller's next layer holds anyway) and its logsumexp.
-    Units: FLOPs = 4·S_k·E a query and head.
-    Raises: ValueError for shapes that do not fit, dropout_p outside [0, 1], a negative softcap,
-        a window below -1; RuntimeError for mixed dtypes or devices.
+    Units: FLOPs = 4·S_k·E a query and head, of packed sequences with the S_k of its own.
+    Raises: ValueError for shapes or lengths that do not fit, dropout_p outside [0, 1], a negative
+        softcap, a window below -1; RuntimeError for mixed dtypes or devices.
     Source: Vaswani et al. 2017; backward after Dao et al. 2022; GQA: Ainslie et al. 2023.
 
     >>> import torch
@@ -56,6 +67,14 @@ def attention(
     >>> y = attention(q, k, v, is_causal=True)
     >>> y.sum().backward(); y.shape, k.grad.shape
     (torch.Size([2, 4, 5, 4]), torch.Size([2, 2, 5, 4]))
+
+    Two sequences, of 2 and 3 tokens:
+
+    >>> q, k, v = (torch.randn(1, 4, 5, 4) for _ in range(3))
+    >>> y = attention(q, k, v, is_causal=True, cu_seqlens_q=torch.tensor([0, 2, 5]))
+    >>> second = attention(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], is_causal=True)
+    >>> torch.equal(y[:, :, 2:], second)
+    True
     """
     check_alike(query, {"key": key, "value": value})
     _check_heads(query, key, value)
@@ -65,11 +84,13 @@ def attention(
         nhead, key.shape[1], width, attn_mask, key_padding_mask, dropout_p, is_causal, window,
         scale, softcap,
     )  # fmt: skip
+    lengths = lengths_of(key_lengths, cu_seqlens_q, cu_seqlens_k, grid, query)
+    options |= {name: name for name in lengths}
     tensors = {
         "input": query, "key": key, "value": value,
         "mask": mask_of(attn_mask, grid, query),
         "padding": padding_of(key_padding_mask, grid, query),
-        "seed": seed_tensor(seed, query.device),
+        "seed": seed_tensor(seed, query.device), **lengths,
     }  # fmt: skip
     graph = attention_graph(HeadsAttention(name="output", **options))
     kept = kept_names(policy, graph.kind, graph.names)
@@ -93,6 +114,8 @@ def attention_block(
     *,
     kv_heads: int | None = None,
     key_padding_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     softcap: float = 0.0,
@@ -107,7 +130,8 @@ def attention_block(
     Shapes: x (B, S, D), norm_weight and norm_bias (D,) or None, qkv_weight ((H + 2·Hkv)·E, D) with
         the query heads first, then the key heads, then the value heads, qkv_bias alike,
         proj_weight (D, H·E), proj_bias (D,); returns (B, S, D) in x.dtype. Hkv is `kv_heads`, or H.
-    norm: "layer_norm" or "rms_norm". All others: as in `attention`.
+    norm: "layer_norm" or "rms_norm". cu_seqlens: of queries and keys; a token of no sequence passes
+        through, x + dropout(proj(0)). All others: as in `attention`.
     Units: bytes kept = the input and the norm's statistics; lean and balanced: and attention's
         output with its logsumexp; fast and none: and the packed projection.
     Raises: as `attention`.
@@ -134,12 +158,14 @@ def attention_block(
         scale, softcap,
     )  # fmt: skip
     p_residual = check_p("residual_dropout_p", residual_dropout_p)
+    lengths = lengths_of(key_lengths, cu_seqlens, None, grid, x, "cu_seqlens")
+    options |= {name: name for name in lengths}
     tensors = {
         "input": x, "norm.weight": norm_weight, "norm.bias": norm_bias,
         "qkv.weight": qkv_weight, "qkv.bias": qkv_bias,
         "proj.weight": proj_weight, "proj.bias": proj_bias,
         "mask": mask_of(attn_mask, grid, x), "padding": padding_of(key_padding_mask, grid, x),
-        "seed": seed_tensor(seed, x.device),
+        "seed": seed_tensor(seed, x.device), **lengths,
     }  # fmt: skip
     node = Attention(name="attn", qkv="qkv", **options)
     graph = attention_block_graph(node, p_residual, norm, float(eps))

@@ -1,9 +1,11 @@
-"""Attention masks as callers give them: checked, and in the form that the blocks take."""
+"""Attention masks and lengths as callers give them: checked, in the form that the blocks take."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from fused_remat.backends.packed import bounds
 
 
 def mask_of(mask: Tensor | None, grid: tuple[int, int, int, int], x: Tensor) -> Tensor | None:
@@ -44,4 +46,76 @@ def _check_kind(name: str, mask: Tensor, x: Tensor) -> None:
         raise RuntimeError(
             f"{name} is {mask.dtype} on {mask.device}, expected bool, {x.dtype} or torch.float32 "
             f"on {x.device}"
+        )
+
+
+def lengths_of(
+    key_lengths: Tensor | None,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    grid: tuple[int, int, int, int],
+    x: Tensor,
+    name: str = "cu_seqlens_q",
+) -> dict[str, Tensor]:
+    """Key lengths (B,), or the bounds of packed sequences (N + 1,), by the blocks' names.
+
+    `cu_k` None is as `cu_q`, which the caller knows as `name`. Values are checked on CPU only: on a
+    GPU that would wait for the device.
+
+    Raises: ValueError for shapes or values that do not fit `grid` (B, H, S_q, S_k), or for lengths
+        of both kinds; TypeError, RuntimeError for another kind.
+    """
+    if key_lengths is not None and (cu_q is not None or cu_k is not None):
+        raise ValueError(f"key_lengths is for padded sequences, {name} for packed ones: not both")
+    if key_lengths is not None:
+        return {"lengths": _key_lengths(key_lengths, grid, x)}
+    if cu_q is None and cu_k is None:
+        return {}
+    if cu_q is None:
+        raise ValueError(f"cu_seqlens_k needs {name} beside it")
+    if grid[0] != 1:
+        raise ValueError(f"{name} needs all sequences in a batch of 1, got a batch of {grid[0]}")
+    if cu_k is None and grid[2] != grid[3]:
+        raise ValueError(
+            f"cu_seqlens_k is needed where keys are not as many as queries: {grid[3]}, {grid[2]}"
+        )
+    _check_bounds(name, cu_q, grid[2], x)
+    if cu_k is None:
+        return {"cu_q": cu_q, "cu_k": cu_q}
+    _check_bounds("cu_seqlens_k", cu_k, grid[3], x)
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(cu_q.shape)}, cu_seqlens_k {tuple(cu_k.shape)}, expected "
+            f"bounds of as many sequences"
+        )
+    return {"cu_q": cu_q, "cu_k": cu_k}
+
+
+def _key_lengths(lengths: Tensor, grid: tuple[int, int, int, int], x: Tensor) -> Tensor:
+    _check_integers("key_lengths", lengths, x)
+    if tuple(lengths.shape) != (grid[0],):
+        raise ValueError(f"key_lengths has shape {tuple(lengths.shape)}, expected ({grid[0]},)")
+    values = lengths.tolist() if lengths.device.type == "cpu" else []
+    for b, value in enumerate(values):
+        if not 0 <= value <= grid[3]:
+            raise ValueError(
+                f"key_lengths[{b}] is {value}, expected 0 to {grid[3]}, the keys there are"
+            )
+    return lengths
+
+
+def _check_bounds(name: str, cu: Tensor, tokens: int, x: Tensor) -> None:
+    _check_integers(name, cu, x)
+    if cu.dim() != 1 or cu.shape[0] < 1:
+        raise ValueError(f"{name} has shape {tuple(cu.shape)}, expected (N + 1,) for N sequences")
+    if cu.device.type == "cpu":
+        bounds(cu, tokens, name)
+
+
+def _check_integers(name: str, t: Tensor, x: Tensor) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
+    if t.dtype not in (torch.int32, torch.int64) or t.device != x.device:
+        raise RuntimeError(
+            f"{name} is {t.dtype} on {t.device}, expected torch.int32 or torch.int64 on {x.device}"
         )

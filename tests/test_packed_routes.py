@@ -1,0 +1,159 @@
+"""How packed sequences and key lengths run on the eager backend: routes, statistics, transients."""
+
+import pytest
+import torch
+from reference_ops import normal, results, visible_packed
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_remat import explain, ops
+from fused_remat.backends.base import AttentionCall
+from fused_remat.backends.eager import EagerBackend
+from fused_remat.memory import measure_allocations
+
+
+def heads(q_len, kv_len, batch=1, width=4, **kw):
+    shapes = ((4, q_len, width), (2, kv_len, width), (2, kv_len, width))
+    return [normal(batch, *shape, seed=i, **kw) for i, shape in enumerate(shapes)]
+
+
+def leaf(t):
+    return t.detach().requires_grad_()
+
+
+def packed(cu_q, cu_k):
+    return {"cu_seqlens_q": torch.tensor(cu_q), "cu_seqlens_k": torch.tensor(cu_k)}
+
+
+# --- routes
+
+
+class Flash(TorchDispatchMode):
+    """Counts calls of ATen's flash kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {"forward": 0, "backward": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if "flash_attention_for_cpu" in name:
+            self.calls["backward" if "backward" in name else "forward"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "calls"),
+    [
+        (1, packed([0, 9, 18, 24, 24, 30], [0, 9, 18, 28, 28, 34]), 4),
+        # Causal: where queries are as many as keys.
+        (1, packed([0, 9, 18, 24, 24, 30], [0, 9, 18, 28, 28, 34]) | {"is_causal": True}, 3),
+        (3, {"key_lengths": torch.tensor([34, 0, 5])}, 1),
+        (3, {"key_lengths": torch.tensor([34, 0, 5]), "is_causal": True}, 0),
+    ],
+)
+def test_the_flash_kernel_runs_where_it_can(batch, options, calls):
+    """A call for each of two query heads that share a key head."""
+    qkv = heads(30, 34, batch)
+    with Flash() as flash:
+        results(lambda: ops.attention(*qkv, **options), qkv)
+    assert flash.calls == {"forward": 2 * calls, "backward": 2 * calls}
+
+
+class Attend(nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, q, k, v):
+        return ops.attention(q, k, v, **self.options)
+
+
+FLASH, PACKED = "ATen's flash kernel for CPUs", "packed sequences, one at a time: "
+BLOCKS = "blocks of query rows: causal beside a mask or key lengths, or with S_q other than S_k"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (packed([0, 4, 9], [0, 3, 9]), PACKED + FLASH),
+        (packed([0, 4, 9], [0, 4, 8]) | {"is_causal": True}, f"{PACKED}{FLASH}; {BLOCKS}"),
+        (packed([0], [9]), PACKED + "none"),
+        ({"key_lengths": torch.tensor([5])}, FLASH),
+        ({"key_lengths": torch.tensor([5]), "is_causal": True}, BLOCKS),
+    ],
+)
+def test_explain_says_which_routes_and_why(options, expected):
+    (block,) = explain(Attend(options), *heads(9, 9))
+    assert dict(block.forward)["output"] == expected
+
+
+# --- what a backend is asked and gives
+
+
+def call_of(q, k, cu_q, cu_k, right=-1):
+    return AttentionCall(
+        batch=1, nhead=4, kv_heads=2, q_len=q.shape[2], kv_len=k.shape[2], scale=0.5, left=-1,
+        right=right, softcap=0.0, mask=None, padding=None, dmask=None, dpadding=None,
+        mask_keeps=False, mask_grad=False, p=0.0, site_key=None, row0=0,
+        cu_q=torch.tensor(cu_q), cu_k=torch.tensor(cu_k),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("right", [-1, 0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_logsumexp_is_of_the_whole_in_order(dtype, right):
+    """(H, S_q), with +inf for rows that see no key: of no sequence too."""
+    q, k, v = (t.detach() for t in heads(12, 13, dtype=dtype))
+    call = call_of(q, k, [1, 3, 9, 9, 11], [0, 2, 5, 8, 12], right)
+    attn, lse = EagerBackend().attention_fwd(q, k, v, call)
+    seen = visible_packed(call.cu_q, call.cu_k, (12, 13), (-1, -1), right == 0)
+    scores = 0.5 * q.double() @ k.double().repeat_interleave(2, 1).mT
+    expected = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
+    expected = expected.masked_fill(~seen.any(-1), torch.inf)
+    assert attn.shape == (12, 16) and lse.dtype == torch.promote_types(dtype, torch.float32)
+    # In float32 from exact bfloat16 inputs.
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(lse.double(), expected[0], **tolerance)
+    out = torch.empty_like(attn)
+    assert EagerBackend().attention_fwd(q, k, v, call, out)[0] is out and torch.equal(out, attn)
+
+
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k", "message"),
+    [
+        ([0, 13], [0, 5], r"queries\[1\] is 13, expected 0 to 12"),
+        ([0, 5, 3], [0, 5, 7], r"queries\[2\] is 3, less than 5"),
+        ([0, 5], [-1, 5], r"keys\[0\] is -1, expected 0 to 13"),
+    ],
+)
+def test_bounds_that_do_not_fit_raise_where_they_are_read(cu_q, cu_k, message):
+    """On a GPU the op does not check them."""
+    q, k, v = (t.detach() for t in heads(12, 13))
+    with pytest.raises(ValueError, match=message):
+        EagerBackend().attention_fwd(q, k, v, call_of(q, k, cu_q, cu_k))
+
+
+# --- transients
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.3, "softcap": 1.5}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transients_are_those_of_one_sequence(options, dtype):
+    """A step's peak: at most its output, logsumexp and gradients more than one sequence's alone."""
+    bounds = [0, 300, 812, 1012, 1424, 2024]
+    count = bounds[-1]
+    qkv = heads(count, count, width=16, dtype=dtype)
+    dy = torch.ones(1, count, 4, 16, dtype=dtype).transpose(1, 2)
+
+    def peak(qkv, dy, **given):
+        return measure_allocations(
+            lambda: results(lambda: ops.attention(*qkv, **options, **given), qkv, dy)
+        ).peak
+
+    whole = peak(qkv, dy, cu_seqlens_q=torch.tensor(bounds))
+    spans = [slice(*bounds[n : n + 2]) for n in range(len(bounds) - 1)]
+    alone = max(peak([leaf(t[:, :, span]) for t in qkv], dy[:, :, span]) for span in spans)
+    made = dy.nbytes + sum(t.nbytes for t in qkv) + 4 * count * 4
+    assert whole <= alone + made + 4096  # bounds, and rounding
+    assert alone + made < 4 * count * count * 4 / 2  # half of all scores
