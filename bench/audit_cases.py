@@ -121,10 +121,10 @@ def rotary_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
         cos, sin = (_meta(torch.float32, 2048, rotated // 2) if rotated else None for _ in "cs")
         weights = (_meta(dtype, width), _meta(dtype, width)) if norm else (None, None)
         call = RotaryCall(nhead, kv_heads, cos, sin, interleaved, *weights, 1e-6, 0, 2048)
-        yield Case(f"rotary_fwd {name}", rotary.rotary_fwd(x, call, y), True, False)
-        yield Case(f"rotary_fwd {name} in place", rotary.rotary_fwd(x, call, x), True, False)
+        yield Case(f"rotary_fwd {name}", rotary.rotary_fwd(x, call, y, at), True, False)
+        yield Case(f"rotary_fwd {name} in place", rotary.rotary_fwd(x, call, x, at), True, False)
         if not norm:
-            yield Case(f"rotary_bwd {name}", rotary.rotary_fwd(x, call, x, True), True, False)
+            yield Case(f"rotary_bwd {name}", rotary.rotary_fwd(x, call, x, at, True), True, False)
             continue
         sums = (_meta(torch.float32, width), _meta(torch.float32, width))
         for suffix, dx in (("", z), (" in place", y)):

@@ -56,10 +56,10 @@ def batched(request):
 def test_forward(heads, dtype, norm, interleaved, batched):
     x, _, call = inputs(heads, dtype, interleaved, norm, batched)
     y, same = poisoned(*x.shape, dtype), x.clone()
-    rotary.rotary_fwd(x, call, y).run()
+    rotary.rotary_fwd(x, call, y, TARGET).run()
     check_margin(y)
     check_error(y, EAGER.rotary_fwd(x.double(), wide(call)), dtype)
-    rotary.rotary_fwd(same, call, same).run()
+    rotary.rotary_fwd(same, call, same, TARGET).run()
     assert torch.equal(same, y), "in place has the same bits"
     values = heads[1] * heads[2]
     assert torch.equal(y[:, -values:], x[:, -values:])
@@ -70,11 +70,11 @@ def test_forward(heads, dtype, norm, interleaved, batched):
 def test_backward_of_the_rotation(heads, dtype, interleaved, batched):
     _, dy, call = inputs(heads, dtype, interleaved, False, batched)
     dx, same = poisoned(*dy.shape, dtype), dy.clone()
-    rotary.rotary_fwd(dy, call, dx, back=True).run()
+    rotary.rotary_fwd(dy, call, dx, TARGET, back=True).run()
     check_margin(dx)
     exact, *_ = EAGER.rotary_bwd(dy.double(), None, wide(call), (True, False, False), False)
     check_error(dx, exact, dtype)
-    rotary.rotary_fwd(same, call, same, back=True).run()
+    rotary.rotary_fwd(same, call, same, TARGET, back=True).run()
     assert torch.equal(same, dx)
 
 
@@ -91,9 +91,11 @@ def test_backward_of_the_norm(heads, dtype, wants, interleaved, batched):
     exact = EAGER.rotary_bwd(dy.double(), x.double(), wide(call), marks, False)
     if dx is not None:
         check_margin(dx)
-        same = dy.clone()
-        rotary.rotary_norm_bwd(same, x, call, same, None, None, TARGET)[0].run()
+        same, again = dy.clone(), [None if s is None else torch.empty_like(s) for s in sums]
+        for launch in rotary.rotary_norm_bwd(same, x, call, same, *again, TARGET):
+            launch.run()
         assert torch.equal(same, dx), "in place has the same bits"
+        assert all(s is None or torch.equal(s, a) for s, a in zip(sums, again, strict=True))
     for found, true in zip((dx, *sums), exact, strict=True):
         assert (found is None) == (true is None)
         if found is not None:
@@ -112,7 +114,7 @@ def test_layouts_that_are_read_as_they_are_or_copied(norm, interleaved):
     odd = dataclasses.replace(call, cos=cos, sin=sin)
     for given in (apart, flat):
         y = poisoned(*x.shape, x.dtype)
-        rotary.rotary_fwd(given, odd, y).run()
+        rotary.rotary_fwd(given, odd, y, TARGET).run()
         check_margin(y)
         check_error(y, EAGER.rotary_fwd(given.double(), wide(odd)), x.dtype)
     if norm:
@@ -133,7 +135,7 @@ def test_what_is_not_rotated_meets_no_angle(value, interleaved):
     heads[:, 4:, 2] = heads[:, :4, 5] = value
     y = EAGER.rotary_fwd(heads.flatten(1), call)
     made = poisoned(ROWS, 42, torch.float32)
-    rotary.rotary_fwd(heads.flatten(1), call, made).run()
+    rotary.rotary_fwd(heads.flatten(1), call, made, TARGET).run()
     assert torch.equal(made.isfinite(), y.isfinite())
     assert int(made.isfinite().logical_not().sum()) == ROWS * 6
 
@@ -155,7 +157,7 @@ def test_rows_more_than_2_31_elements_apart(norm):
     apart = torch.empty(2**31 + 4096, dtype=torch.float16).as_strided((3, width), (2**30, 1))
     apart.copy_(torch.randn(3, width))
     before = apart.clone()
-    rotary.rotary_fwd(apart, call, apart).run()
+    rotary.rotary_fwd(apart, call, apart, TARGET).run()
     check_error(apart, EAGER.rotary_fwd(before.double(), wide(call)), torch.float16)
     if norm:
         apart.copy_(before)
@@ -177,7 +179,7 @@ def test_tables_whose_rows_are_2_30_elements_apart():
     far = dataclasses.replace(call, cos=cos, sin=sin, token0=0, seq_len=3)
     near = dataclasses.replace(far, cos=tables[0], sin=tables[1])
     y = poisoned(6, 6, torch.float16)
-    rotary.rotary_fwd(x, far, y).run()
+    rotary.rotary_fwd(x, far, y, TARGET).run()
     check_margin(y)
     check_error(y, EAGER.rotary_fwd(x.double(), wide(near)), torch.float16)
 
@@ -187,7 +189,7 @@ def test_a_frame_far_into_the_batch_reads_its_own_tables():
     whole = EAGER.rotary_fwd(x.double(), wide(call))
     later = dataclasses.replace(call, token0=TOKEN0 + 9)
     y = poisoned(ROWS - 9, x.shape[1], torch.float32)
-    rotary.rotary_fwd(x[9:], later, y).run()
+    rotary.rotary_fwd(x[9:], later, y, TARGET).run()
     check_error(y, whole[9:], torch.float32)
 
 

@@ -256,7 +256,7 @@ class TritonBackend(EagerBackend):
         if not rotary.serves(x, call):
             return super().rotary_fwd(x, call, out)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        rotary.rotary_fwd(x, call, y).run()
+        rotary.rotary_fwd(x, call, y, target_of(x.device)).run()
         return y
 
     def rotary_bwd(
@@ -264,20 +264,19 @@ class TritonBackend(EagerBackend):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if not rotary.serves(dy, call):
             return super().rotary_bwd(dy, x, call, wants, owned)
-        dx = None
+        dx, target = None, target_of(dy.device)
         if wants[0]:
             in_place = owned and dy.is_contiguous()
             dx = dy if in_place else torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
         if x is None:
             assert dx is not None
-            rotary.rotary_fwd(dy, call, dx, back=True).run()
+            rotary.rotary_fwd(dy, call, dx, target, back=True).run()
             return dx, None, None
         dq_weight, dk_weight = (
             torch.empty(weight.shape, dtype=torch.float32, device=dy.device) if wanted else None
             for weight, wanted in zip((call.q_weight, call.k_weight), wants[1:], strict=True)
             if weight is not None
         )
-        target = target_of(dy.device)
         for launch in rotary.rotary_norm_bwd(dy, x, call, dx, dq_weight, dk_weight, target):
             launch.run()
         return dx, dq_weight, dk_weight

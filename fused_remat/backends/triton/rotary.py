@@ -17,13 +17,15 @@ from fused_remat.backends.triton.launch import (
     stride_of,
 )
 from fused_remat.backends.triton.norms import column_sum
+from fused_remat.backends.triton.tables import family
 from fused_remat.kernels.rotary import rotary_fwd_kernel, rotary_norm_bwd_kernel
 
 #: The widest head, in elements: a program holds at least one.
 MAX_HEAD = 1 << 11
-#: Pairs that a program holds at a time, at least of one head; a backward holds two matrices' and
-#: the sums.
-_FWD_PAIRS, _BWD_PAIRS = 2048, 1024
+#: Pairs that a program of a forward holds, at least those of one head, by family of GPUs; 2048
+#: take more registers than they are given on Blackwell. A backward's also holds sums.
+_FWD_PAIRS = {"blackwell": 1024}
+_FWD_PAIRS_ELSEWHERE, _BWD_PAIRS = 2048, 1024
 
 
 def width_of(x: Tensor, call: RotaryCall) -> int:
@@ -70,14 +72,17 @@ def _groups(call: RotaryCall, block_h: int, values: bool) -> tuple[int, int]:
     return of_queries, of_queries + (2 if values else 1) * of_keys
 
 
-def rotary_fwd(x: Tensor, call: RotaryCall, y: Tensor, back: bool = False) -> Launch:
+def rotary_fwd(
+    x: Tensor, call: RotaryCall, y: Tensor, target: Target, back: bool = False
+) -> Launch:
     """y, which may be x, = x with its query and key heads normed and rotated; `back`: rotated by
     the opposite angles."""
     values = y is not x
     width, rotated = width_of(x, call), call.rotated
     x, q_weight, k_weight = rows_in_place(x), in_place(call.q_weight), in_place(call.k_weight)
     lanes = cdiv(width, 2) if values or q_weight is not None else rotated // 2
-    blocks = _blocks(call, lanes, _FWD_PAIRS)
+    pairs = _FWD_PAIRS.get(family(target), _FWD_PAIRS_ELSEWHERE)
+    blocks = _blocks(call, lanes, pairs)
     _, groups = _groups(call, blocks["BLOCK_H"], values)
     cos, sin, stride_cb, stride_cs = _tables(call)
     args = (
@@ -105,15 +110,13 @@ def rotary_norm_bwd(
     dy, x = rows_in_place(dy), rows_in_place(x)
     blocks = _blocks(call, cdiv(width, 2), _BWD_PAIRS)
     block_m = blocks["BLOCK_M"]
-    of_queries, groups = _groups(call, blocks["BLOCK_H"], values)
-    strip = block_m * max(1, cdiv(tokens, block_m * cdiv(4 * target.sms, groups)))
+    of_queries, summed = _groups(call, blocks["BLOCK_H"], values=False)
+    groups = _groups(call, blocks["BLOCK_H"], values)[1]
+    # By the heads that are summed over: the same sums, in place or not.
+    strip = block_m * max(1, cdiv(tokens, block_m * cdiv(4 * target.sms, summed)))
     programs = cdiv(tokens, strip)
-    parts = None
-    if dq_weight is not None or dk_weight is not None:
-        of_heads = _groups(call, blocks["BLOCK_H"], values=False)[1]
-        like = dq_weight if dq_weight is not None else dk_weight
-        assert like is not None
-        parts = like.new_empty((of_heads * programs, width))
+    like = dq_weight if dq_weight is not None else dk_weight
+    parts = None if like is None else like.new_empty((summed * programs, width))
     cos, sin, stride_cb, stride_cs = _tables(call)
     args = (
         dy, x, cos, sin, in_place(call.q_weight), in_place(call.k_weight), dx, parts,
