@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LINE = ("layers", "ops", "autograd", "blocks", "backends", "kernels")
 LEAVES = ("policies", "random")
-NODES = ("blocks.nodes", "blocks.attention", "blocks.pointwise")
+NODES = ("blocks.nodes", "blocks.attention", "blocks.pointwise", "blocks.rotary")
 
 # What may be imported of the package, by room or file. The longest prefix of a file's name is its
 # row, and a file with no row fails until it is placed. A room stands for everything in it.
