@@ -259,8 +259,8 @@ class TritonBackend(EagerBackend):
 
         Depends on nothing that differs between forward and backward, or between policies.
         """
-        why_not_aten = eager_attention.why_not_flash(q, v, call)
-        why = why_not_aten or tables.why_own_attention(target_of(q.device), call)
+        why = tables.why_own_attention(target_of(q.device), call)
+        why = why or eager_attention.why_not_flash(q, v, call)
         return why if why is not None and attention.why_not(q, v, call) is None else None
 
     def attention_fwd(

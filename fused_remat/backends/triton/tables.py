@@ -172,6 +172,9 @@ class AttentionTile:
     warp_specialize: bool = False
 
 
+#: Families whose attention kernels read through tensor descriptors. On sm_120, which has them, the
+#: operands then go through registers, and spill.
+ATTENTION_BY_DESCRIPTORS = frozenset({"hopper", "blackwell", "interpreter"})
 #: Families where attention that ATen's fused kernels can serve is theirs: without a mask, and with
 #: as many key heads as query heads. A mask would have to be merged and written for them, and shared
 #: key heads are a call of theirs for each member of a group.
@@ -207,7 +210,17 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTil
             128: _both(_A(128, 128, 8, 2)),
             256: _both(_A(128, 64, 8, 2)),
         },
+        "blackwell": {
+            64: _both(_A(128, 64, 8, 2)),
+            128: (_A(128, 32, 8, 2), _A(64, 32, 4, 1)),
+            256: _both(_A(128, 32, 8, 2)),
+        },
         "ampere": {
+            64: _both(_A(128, 64, 8, 2)),
+            128: _both(_A(128, 64, 8, 2)),
+            256: _both(_A(64, 64, 8, 1)),
+        },
+        "small": {
             64: _both(_A(128, 64, 8, 2)),
             128: _both(_A(128, 64, 8, 2)),
             256: _both(_A(64, 64, 8, 1)),
@@ -218,6 +231,11 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTil
             64: _both(_A(64, 128, 8, 3)),
             128: (_A(64, 128, 8, 2), _A(64, 64, 8, 2)),
             256: (_A(64, 64, 8, 2, split=True), _A(32, 64, 8, 2, split=True)),
+        },
+        "blackwell": {
+            64: _both(_A(64, 64, 8, 2)),
+            128: _both(_A(64, 64, 8, 2)),
+            256: _both(_A(32, 64, 8, 2, split=True)),
         },
         "ampere": {
             64: _both(_A(32, 64, 4, 2)),
@@ -235,6 +253,11 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTil
             64: _both(_A(128, 128, 8, 3)),
             128: (_A(128, 128, 8, 2), _A(128, 64, 8, 2)),
             256: (_A(64, 64, 8, 2), _A(64, 32, 8, 2)),
+        },
+        "blackwell": {
+            64: _both(_A(128, 64, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
+            256: _both(_A(64, 32, 8, 2)),
         },
         "ampere": {
             64: _both(_A(128, 64, 8, 2)),
