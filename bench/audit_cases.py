@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from bench import audit_attention
-from fused_remat.backends.triton import gemm, norms, pointwise, tables
+from fused_remat.backends.base import RotaryCall
+from fused_remat.backends.triton import gemm, norms, pointwise, rotary, tables
 from fused_remat.backends.triton.launch import Launch, Target
 from fused_remat.random import Keep
 
@@ -99,6 +100,37 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
             ("gated_bwd", pointwise.gated_bwd(x, y, z, act, keep, x, z)),
         ):
             yield Case(f"{name} {act} dropout", launch, True, False)
+
+
+#: name -> query and key heads, width of a head, elements rotated, pairs of neighbours, norms.
+ROTARY = {
+    "half": (32, 8, 128, 128, False, False),
+    "interleaved": (16, 16, 128, 128, True, False),
+    "partial": (32, 32, 96, 32, False, False),
+    "interleaved partial": (16, 1, 256, 64, True, False),
+    "norm half": (32, 8, 128, 128, False, True),
+    "norm interleaved": (12, 12, 64, 64, True, True),
+    "norm partial": (16, 2, 256, 64, False, True),
+    "norm alone": (16, 16, 64, 0, False, True),
+}
+
+
+def rotary_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+    """Rotation of heads there and back, in place and not, float32 tables; with norms."""
+    for name, (nhead, kv_heads, width, rotated, interleaved, norm) in ROTARY.items():
+        x, y, z = (_meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
+        cos, sin = (_meta(torch.float32, 2048, rotated // 2) if rotated else None for _ in "cs")
+        weights = (_meta(dtype, width), _meta(dtype, width)) if norm else (None, None)
+        call = RotaryCall(nhead, kv_heads, cos, sin, interleaved, *weights, 1e-6, 0, 2048)
+        yield Case(f"rotary_fwd {name}", rotary.rotary_fwd(x, call, y, at), True, False)
+        yield Case(f"rotary_fwd {name} in place", rotary.rotary_fwd(x, call, x, at), True, False)
+        if not norm:
+            yield Case(f"rotary_bwd {name}", rotary.rotary_fwd(x, call, x, at, True), True, False)
+            continue
+        sums = (_meta(torch.float32, width), _meta(torch.float32, width))
+        for suffix, dx in (("", z), (" in place", y)):
+            launch, *_ = rotary.rotary_norm_bwd(y, x, call, dx, *sums, at)
+            yield Case(f"rotary_norm_bwd {name}{suffix}", launch, True, False)
 
 
 def _tile_name(tile: tables.Tile) -> str:
@@ -195,6 +227,7 @@ def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """All cases of a target and dtype; linear layers in float32 are ATen's, not among them."""
     yield from norm_cases(at, dtype)
     yield from pointwise_cases(at, dtype)
+    yield from rotary_cases(at, dtype)
     yield from (Case(*fields) for fields in audit_attention.attention_cases(at, dtype))
     if dtype.itemsize == 2:
         yield from gemm_cases(at, dtype)

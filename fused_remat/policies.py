@@ -11,35 +11,49 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 #: rung -> block -> names kept besides the block's inputs; nothing where the block has no row.
+#: Of a rotary block, the rungs above "balanced" keep what attention reads, `rotated`: rotating back
+#: asks for nothing, so `qkv` is not wanted again. Where heads are normed first, backward asks for
+#: `qkv` itself, and `rotated` is one pass over it: keeping `qkv` alone costs the same bytes and
+#: rebuilds no product.
 RUNGS: dict[str, dict[str, frozenset[str]]] = {
     "full": {
         "encoder_prenorm": frozenset(),
         "encoder_postnorm": frozenset(),
         "attention_block": frozenset(),
+        "rotary_attention_block": frozenset(),
+        "qk_norm_attention_block": frozenset(),
         "attention": frozenset(),
     },
     "lean": {
         "encoder_prenorm": frozenset({"attn"}),
         "encoder_postnorm": frozenset({"sum2"}),
         "attention_block": frozenset({"attn"}),
+        "rotary_attention_block": frozenset({"attn"}),
+        "qk_norm_attention_block": frozenset({"attn"}),
         "attention": frozenset({"output"}),
     },
     "balanced": {
         "encoder_prenorm": frozenset({"attn", "mid"}),
         "encoder_postnorm": frozenset({"attn", "sum2"}),
         "attention_block": frozenset({"attn"}),
+        "rotary_attention_block": frozenset({"attn"}),
+        "qk_norm_attention_block": frozenset({"attn"}),
         "attention": frozenset({"output"}),
     },
     "fast": {
         "encoder_prenorm": frozenset({"attn", "mid", "qkv"}),
         "encoder_postnorm": frozenset({"attn", "sum1", "sum2", "qkv"}),
         "attention_block": frozenset({"attn", "qkv"}),
+        "rotary_attention_block": frozenset({"attn", "rotated"}),
+        "qk_norm_attention_block": frozenset({"attn", "qkv"}),
         "attention": frozenset({"output"}),
     },
     "none": {
         "encoder_prenorm": frozenset({"attn", "mid", "qkv", "up"}),
         "encoder_postnorm": frozenset({"attn", "sum1", "sum2", "qkv", "up"}),
         "attention_block": frozenset({"attn", "qkv"}),
+        "rotary_attention_block": frozenset({"attn", "rotated"}),
+        "qk_norm_attention_block": frozenset({"attn", "qkv"}),
         "attention": frozenset({"output"}),
         "mlp": frozenset({"up"}),
         "mlp_block": frozenset({"up"}),

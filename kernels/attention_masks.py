@@ -232,32 +232,34 @@ def attention_mask_bwd_kernel(
     batch = pid // (sizes[3] * sizes[2] * sizes[1]) * spans[0]
     H = sizes[1] * spans[1]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i in range(0, spans[0] * spans[1] * spans[2] * spans[3]):
-        n = block + i % spans[3]
-        m = tile + i // spans[3] % spans[2]
+    count = spans[0] * spans[1] * spans[2] * spans[3]
+    if (lengths_ptr is None) and not (OVER_ROWS or OVER_COLS):  # one tile: seen by none, or all
+        low, high = seen_keys(
+            tile * BLOCK_M + tl.arange(0, BLOCK_M), 0, bounds_ptr, None, M, N, offset, left, right
+        )
+        seen = (tl.min(low, 0) < (block + 1) * BLOCK_N) & (tl.max(high, 0) > block * BLOCK_N)
+        count = tl.where(seen, count, 0)
+    for i in range(0, count):
+        row, col = (tile + i // spans[3] % spans[2]) * BLOCK_M, (block + i % spans[3]) * BLOCK_N
         h = head + i // (spans[3] * spans[2]) % spans[1]
         b = batch + i // (spans[3] * spans[2] * spans[1])
-        row, col = m * BLOCK_M, n * BLOCK_N
         offs_m, offs_n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
         low, high = seen_keys(offs_m, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
-        if (tl.min(low, 0) < col + BLOCK_N) & (tl.max(high, 0) > col):
-            kv_h = h // GROUP
-            row_key = row_keys(site_key_ptr, row0, b, h, H, M, offs_m)
-            q = load_rows(q_ptr, q_strides, b, h, row, 0, M, E, BLOCK_M, BLOCK_E, False, False)
-            k = load_rows(k_ptr, k_strides, b, kv_h, col, 0, N, E, BLOCK_N, BLOCK_E, False, False)
-            v = load_rows(v_ptr, v_strides, b, kv_h, col, 0, N, V, BLOCK_N, BLOCK_V, False, False)
-            dout = load_rows(
-                dout_ptr, dout_strides, b, h, row, 0, M, V, BLOCK_M, BLOCK_V, False, False
-            )
-            at = (b * H + h).to(tl.int64) * M + offs_m
-            lse = tl.load(lse_ptr + at, mask=offs_m < M, other=float("inf"))
-            delta = tl.load(delta_ptr + at, mask=offs_m < M, other=0.0)
-            ds, _ = score_grads(
-                q, k, v, dout, lse, delta, masks, row_key, b, h, offs_m, offs_n, low, high, M, N,
-                scale, softcap, threshold, keep_scale, True, KEEPS, PRECISION,
-            )  # fmt: skip
-            there = (offs_n[None, :] >= low[:, None]) & (offs_n[None, :] < high[:, None])
-            acc += tl.where(there & (offs_m < M)[:, None], ds, 0.0)
+        kv_h = h // GROUP
+        row_key = row_keys(site_key_ptr, row0, b, h, H, M, offs_m)
+        q = load_rows(q_ptr, q_strides, b, h, row, 0, M, E, BLOCK_M, BLOCK_E, False, False)
+        k = load_rows(k_ptr, k_strides, b, kv_h, col, 0, N, E, BLOCK_N, BLOCK_E, False, False)
+        v = load_rows(v_ptr, v_strides, b, kv_h, col, 0, N, V, BLOCK_N, BLOCK_V, False, False)
+        dout = load_rows(dout_ptr, dout_strides, b, h, row, 0, M, V, BLOCK_M, BLOCK_V, False, False)
+        at = (b * H + h).to(tl.int64) * M + offs_m
+        lse = tl.load(lse_ptr + at, mask=offs_m < M, other=float("inf"))
+        delta = tl.load(delta_ptr + at, mask=offs_m < M, other=0.0)
+        ds, _ = score_grads(
+            q, k, v, dout, lse, delta, masks, row_key, b, h, offs_m, offs_n, low, high, M, N,
+            scale, softcap, threshold, keep_scale, True, KEEPS, PRECISION,
+        )  # fmt: skip
+        there = (offs_n[None, :] >= low[:, None]) & (offs_n[None, :] < high[:, None])
+        acc += tl.where(there & (offs_m < M)[:, None], ds, 0.0)
     base = dmask_ptr + batch.to(tl.int64) * dmask_strides[0] + head.to(tl.int64) * dmask_strides[1]
     offs_m, offs_n = tile * BLOCK_M + tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N)
     if OVER_ROWS:

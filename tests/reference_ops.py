@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_remat import ops, random
+from fused_remat import autograd, ops, random
 
 Tensors = Mapping[str, Tensor]
 
@@ -50,6 +50,22 @@ def check_error(ours: list[Tensor], peer: list[Tensor], exact: list[Tensor], nam
         # As in random_layers.py: of 150,000 float32 gradients two were a little over 4 more.
         floor = (8 if a.dtype == torch.float32 else 4) * torch.finfo(a.dtype).eps
         assert error <= 1.5 * allowed + floor, (name, error, allowed)
+
+
+def calls(fn: Callable[[], object]) -> list[tuple[autograd.BlockCall, dict[str, tuple[int, ...]]]]:
+    """The blocks that `fn` runs with gradients, and the shapes of their tensors by name."""
+    seen = []
+
+    def observe(invocation, tensors, output):
+        named = zip(invocation.call.graph.tensors, tensors, strict=True)
+        seen.append((invocation.call, {n: tuple(t.shape) for n, t in named if t is not None}))
+
+    autograd.OBSERVERS.append(observe)
+    try:
+        fn()
+    finally:
+        autograd.OBSERVERS.remove(observe)
+    return seen
 
 
 @contextmanager
@@ -155,6 +171,9 @@ def attention_half(t: Tensors, x: Tensor, nhead: int, kv_heads: int, p: float, s
     packed = F.linear(x, t["qkv_weight"], t.get("qkv_bias"))
     heads = packed.unflatten(-1, (nhead + 2 * kv_heads, -1)).transpose(1, 2)
     q, k, v = heads.split((nhead, kv_heads, kv_heads), 1)
+    if "q_norm_weight" in t:
+        q, k = (F.rms_norm(x, x.shape[-1:], t[f"{name}_norm_weight"], 1e-6)
+                for name, x in (("q", q), ("k", k)))  # fmt: skip
     merged = attention(q, k, v, dropout_p=p, seed=seed, **kw).transpose(1, 2).flatten(2)
     return F.linear(merged, t["proj_weight"], t.get("proj_bias"))
 
@@ -411,6 +430,18 @@ CASES: dict[str, Case] = {
         ),
         {"x": (1, "T", D)} | NORM | QKV,
         (D, 2),
+    ),
+    "qk_norm_attention_block": Case(
+        lambda t, p, **kw: ops.attention_block(
+            t["x"], t["norm_weight"], None, *_named(t, *QKV), H, None, p, kv_heads=KV,
+            norm="rms_norm", eps=1e-3, q_norm_weight=t["q_norm_weight"],
+            k_norm_weight=t["k_norm_weight"], **kw,
+        ),
+        lambda t, p, seed: t["x"] + attention_half(
+            t, norm(t["x"], "rms_norm", t["norm_weight"], None, 1e-3), H, KV, p, seed
+        ),
+        X | {"norm_weight": (D,)} | QKV | {"q_norm_weight": (E,), "k_norm_weight": (E,)},
+        (D, 1),
     ),
     "encoder_prenorm": Case(_encoder_op(True), _encoder_plain(True), X | ENCODER, (D, 4)),
     "encoder_postnorm": Case(_encoder_op(False), _encoder_plain(False), X | ENCODER, (D, 4)),

@@ -10,6 +10,7 @@ from reference_ops import (
     D,
     H,
     attention,
+    calls,
     check_error,
     compare,
     in_pieces,
@@ -19,7 +20,7 @@ from reference_ops import (
 )  # fmt: skip
 from torch import nn
 
-from fused_remat import Policy, autograd, ops
+from fused_remat import Policy, ops
 from fused_remat.blocks.program import kept_bytes
 from fused_remat.memory import SavedBytes, measure_allocations
 
@@ -36,22 +37,6 @@ def case(request):
 
 def leaves(tensors):
     return list(tensors.values())
-
-
-def calls(fn):
-    """The blocks that `fn` runs with gradients, and the shapes of their tensors by name."""
-    seen = []
-
-    def observe(invocation, tensors, output):
-        named = zip(invocation.call.graph.tensors, tensors, strict=True)
-        seen.append((invocation.call, {n: tuple(t.shape) for n, t in named if t is not None}))
-
-    autograd.OBSERVERS.append(observe)
-    try:
-        fn()
-    finally:
-        autograd.OBSERVERS.remove(observe)
-    return seen
 
 
 def policies(op, tensors, p):

@@ -84,6 +84,38 @@ class AttentionCall:
         return self.kv_len - self.q_len
 
 
+@dataclass(eq=False, slots=True)
+class RotaryCall:
+    """Sizes, tables and weights of one rotary step over consecutive tokens.
+
+    Token t of the whole call is (b, s) = divmod(t, seq_len), and the first one here is `token0`.
+
+    Attributes:
+        nhead, kv_heads: H query heads, Hkv key heads and Hkv value heads make a row.
+        cos, sin: (S, R/2) or (B, S, R/2), float32 or the dtype of what is rotated, or both None:
+            nothing is rotated. The first R elements of a head are; R is at most its width.
+        interleaved: pairs are neighbours, (2i, 2i + 1); else (i, i + R/2).
+        q_weight, k_weight: (E,) of an RMSNorm of each query and key head before it is rotated,
+            with `eps`; or both None: nothing is normed.
+    """
+
+    nhead: int
+    kv_heads: int
+    cos: Tensor | None
+    sin: Tensor | None
+    interleaved: bool
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    token0: int
+    seq_len: int
+
+    @property
+    def rotated(self) -> int:
+        """R, how many elements of a head are rotated."""
+        return 0 if self.cos is None else 2 * self.cos.shape[-1]
+
+
 class Backend(Protocol):
     """Arithmetic of a block's steps. T tokens, D and F widths; results in the dtype of `x`.
 
@@ -186,6 +218,21 @@ class Backend(Protocol):
     def dropout_bwd(self, dy: Tensor, keep: Keep) -> Tensor:
         """keep * dy, a new tensor."""
 
+    def rotary_fwd(self, x: Tensor, call: RotaryCall, out: Tensor | None = None) -> Tensor:
+        """x (T, (H + 2·Hkv)·E) with its query and key heads normed and rotated; values as they are.
+
+        With RMSNorm, if it has weights, n = x * rstd * weight, else n = x, and of each pair of n
+        y1 = n1 * cos - n2 * sin, y2 = n2 * cos + n1 * sin. `out` may be x.
+        """
+
+    def rotary_bwd(
+        self, dy: Tensor, x: Tensor | None, call: RotaryCall, wants: tuple[bool, ...], owned: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dx and the weights' gradients, those that `wants` marks, else None.
+
+        x only where there are weights; may overwrite dy when `owned`.
+        """
+
     # Several steps in one; see `blocks.fusions`.
 
     def linear_act_fwd(
@@ -272,6 +319,9 @@ class Backend(Protocol):
 
     def pointwise_route(self, x: Tensor, act: str = "") -> str:
         """As `attention_route`, for a pointwise step, an activation if `act` names one."""
+
+    def rotary_route(self, x: Tensor, call: RotaryCall) -> str:
+        """As `attention_route`, for a rotary step."""
 
     def fused_route(self, fusion: str, x: Tensor) -> str:
         """As `attention_route`, for a row of `blocks.fusions.FUSIONS`.

@@ -12,9 +12,9 @@ import functools
 import torch
 from torch import Tensor
 
-from fused_remat.backends import eager_attention
+from fused_remat.backends import eager_attention, rotary
 from fused_remat.backends.activations import ACTIVATIONS
-from fused_remat.backends.base import AttentionCall
+from fused_remat.backends.base import AttentionCall, RotaryCall
 from fused_remat.backends.norms import NORMS
 from fused_remat.backends.unfused import Unfused
 from fused_remat.random import Keep
@@ -180,6 +180,14 @@ class EagerBackend(Unfused):
     def dropout_bwd(self, dy: Tensor, keep: Keep) -> Tensor:
         return torch.mul(dy, keep.tensor()).to(dy.dtype)
 
+    def rotary_fwd(self, x: Tensor, call: RotaryCall, out: Tensor | None = None) -> Tensor:
+        return rotary.forward(x, call, out)
+
+    def rotary_bwd(
+        self, dy: Tensor, x: Tensor | None, call: RotaryCall, wants: tuple[bool, ...], owned: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return rotary.backward(dy, x, call, wants, owned)
+
     def attention_fwd(
         self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -202,6 +210,9 @@ class EagerBackend(Unfused):
         return "ATen's native_layer_norm" if kind == "layer_norm" else "ATen, pointwise and mean"
 
     def pointwise_route(self, x: Tensor, act: str = "") -> str:
+        return "pointwise, eager"
+
+    def rotary_route(self, x: Tensor, call: RotaryCall) -> str:
         return "pointwise, eager"
 
     def linear_route(self, x: Tensor, ends: bool = False) -> str:

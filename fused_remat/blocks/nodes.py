@@ -102,6 +102,13 @@ class Node:
         """The params whose values backward reads."""
         return ()
 
+    def overwriting(self, spare: Collection[str]) -> Node:
+        """The node to compute with where nobody reads the activations in `spare` after it.
+
+        It may write over them: they were made in the same pass, and are neither kept nor given.
+        """
+        return self
+
     def route(self, f: Frame) -> str:
         """Which routine computes `name` from what the frame holds, and why not a faster one."""
         return f.backend.pointwise_route(f[self.inputs[0]])

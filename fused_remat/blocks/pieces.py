@@ -12,6 +12,7 @@ from fused_remat import random
 from fused_remat.blocks.attention import Attention, HeadsAttention
 from fused_remat.blocks.pointwise import Add
 from fused_remat.blocks.program import Graph
+from fused_remat.blocks.rotary import Rotary
 from fused_remat.blocks.sketch import Sketch, captured_params, linear_params
 
 # The caller's own tensors that attention reads.
@@ -97,9 +98,15 @@ def attention_graph(attention: HeadsAttention) -> Graph:
     return Graph("attention", (attention,), _ATTENTION, attention.inputs)
 
 
+#: What a rotary step takes besides its input.
+ROTARY_PARAMS = ("cos", "sin", "q_norm.weight", "k_norm.weight")
+
+
 @functools.lru_cache(maxsize=256)
-def attention_block_graph(attention: Attention, p_residual: float, norm: str, eps: float) -> Graph:
-    """output = input + dropout(proj(attention(qkv(norm(input))))).
+def attention_block_graph(
+    attention: Attention, p_residual: float, norm: str, eps: float, rotary: Rotary | None = None
+) -> Graph:
+    """output = input + dropout(proj(attention(rotary(qkv(norm(input)))))).
 
     >>> node = Attention(name="attn", qkv="qkv", nhead=8, kv_heads=8, scale=0.125, site=0, p=0.0)
     >>> attention_block_graph(node, 0.0, "layer_norm", 1e-5).names
@@ -107,6 +114,20 @@ def attention_block_graph(attention: Attention, p_residual: float, norm: str, ep
     """
     sketch = Sketch()
     sketch.norm("norm", "input", "norm", eps, norm)
-    sketch.attention_half("norm", "input", "output", attention, p_residual)
+    sketch.attention_half("norm", "input", "output", attention, p_residual, rotary)
     params = (*linear_params("norm", "qkv", "proj"), *_ATTENTION)
-    return Graph("attention_block", tuple(sketch.nodes), params)
+    if rotary is None:
+        return Graph("attention_block", tuple(sketch.nodes), params)
+    kind = "qk_norm_attention_block" if rotary.q_weight else "rotary_attention_block"
+    return Graph(kind, tuple(sketch.nodes), params + ROTARY_PARAMS)
+
+
+@functools.lru_cache(maxsize=256)
+def rotary_graph(rotary: Rotary) -> Graph:
+    """The graph of a rotary step, which is one node; its name must be "output".
+
+    >>> node = Rotary(name="output", x="input", nhead=8, kv_heads=2, cos="cos", sin="sin")
+    >>> rotary_graph(node).names  # backward rotates back, and reads no activation
+    ()
+    """
+    return Graph("rotary", (rotary,), ROTARY_PARAMS)

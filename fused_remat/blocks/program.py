@@ -110,7 +110,8 @@ class Programs:
 def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
     """Steps that free each name after its last use, except the names in `hold`.
 
-    A name that a step defines and nobody reads (a statistic, say) is freed at once.
+    A name that a step defines and nobody reads (a statistic, say) is freed at once. What an
+    earlier step computed and this one frees may be overwritten; what was kept or given may not.
     """
     last: dict[str, int] = {}
     for i, step in enumerate(steps):
@@ -119,10 +120,15 @@ def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
     for name, i in last.items():
         if name not in hold:
             frees.setdefault(i, []).append(name)
-    return tuple(
-        Step(step.kind, step.node, step.wants, tuple(frees.get(i, ())))
-        for i, step in enumerate(steps)
-    )
+    made: set[str] = set()
+    result = []
+    for i, step in enumerate(steps):
+        free, node = tuple(frees.get(i, ())), step.node
+        if step.kind == "compute" and node is not None:
+            node = node.overwriting(made.intersection(free))
+            made.add(node.name)
+        result.append(Step(step.kind, node, step.wants, free))
+    return tuple(result)
 
 
 def _wants_by_node(graph: Graph, wants: Collection[str]) -> dict[str, frozenset[str]]:
@@ -253,7 +259,7 @@ def kept_bytes(
 
     `shapes` maps every input, (B, S, D) or heads (B, H, S, E), and every param to its shape;
     `itemsize` is that of the block's dtype. Statistics are float32, or float64 in a float64 block.
-    Attention masks are the caller's own tensors and are not counted.
+    Attention masks and rotary tables are the caller's own tensors and are not counted.
     """
     plan = programs(graph, save, wants, tiled=False)
     widths = graph.widths(shapes)

@@ -6,6 +6,7 @@ from fused_remat import random
 from fused_remat.blocks.attention import Attention
 from fused_remat.blocks.nodes import KeepScale, Linear, Node, Norm
 from fused_remat.blocks.pointwise import Custom, Gated, Pointwise
+from fused_remat.blocks.rotary import Rotary
 
 #: The activation "name" of the caller's own function (`blocks.pointwise.Custom`).
 CUSTOM = "custom"
@@ -49,10 +50,18 @@ class Sketch:
         )
 
     def attention_half(
-        self, x: str, residual: str, name: str, attention: Attention, p_residual: float
+        self,
+        x: str,
+        residual: str,
+        name: str,
+        attention: Attention,
+        p_residual: float,
+        rotary: Rotary | None = None,
     ) -> None:
-        """name = residual + dropout(proj(attention(qkv(x))))."""
+        """name = residual + dropout(proj(attention(qkv(x)))); `rotary`, if any, works on qkv(x)."""
         self.linear("qkv", x, "qkv")
+        if rotary is not None:
+            self.nodes.append(rotary)
         self.nodes.append(attention)
         keep = self.keep("keep1", random.RESIDUAL1, p_residual, "proj.weight")
         self.linear(name, "attn", "proj", residual, keep)

@@ -12,6 +12,7 @@ from fused_remat.ops.attention import attention, attention_block
 from fused_remat.ops.encoder import encoder_block
 from fused_remat.ops.mlp import gated_mlp, mlp, mlp_block
 from fused_remat.ops.norms import dropout_add, layer_norm, rms_norm
+from fused_remat.ops.rotary import rotary
 
 __all__ = [
     "attention",
@@ -23,4 +24,5 @@ __all__ = [
     "mlp",
     "mlp_block",
     "rms_norm",
+    "rotary",
 ]

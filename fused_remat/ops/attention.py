@@ -10,8 +10,16 @@ from fused_remat import random
 from fused_remat.autograd import run_block
 from fused_remat.blocks.attention import Attention, HeadsAttention
 from fused_remat.blocks.pieces import attention_block_graph, attention_graph
-from fused_remat.ops.inputs import check_alike, check_norm, check_p, check_shape, seed_tensor
+from fused_remat.ops.inputs import (
+    check_alike,
+    check_heads,
+    check_norm,
+    check_p,
+    check_shape,
+    seed_tensor,
+)
 from fused_remat.ops.masks import lengths_of, mask_of, padding_of
+from fused_remat.ops.rotary import rotary_node, rotary_tensors
 from fused_remat.policies import Policy, kept_names
 
 
@@ -121,6 +129,11 @@ def attention_block(
     softcap: float = 0.0,
     norm: str = "layer_norm",
     eps: float = 1e-5,
+    rope: tuple[Tensor, Tensor] | None = None,
+    rope_interleaved: bool = False,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    qk_norm_eps: float = 1e-6,
     policy: str | Policy = "full",
     seed: int | Tensor | None = None,
     backend: str = "auto",
@@ -129,12 +142,16 @@ def attention_block(
 
     Shapes: x (B, S, D), norm_weight and norm_bias (D,) or None, qkv_weight ((H + 2·Hkv)·E, D) with
         the query heads first, then the key heads, then the value heads, qkv_bias alike,
-        proj_weight (D, H·E), proj_bias (D,); returns (B, S, D) in x.dtype. Hkv is `kv_heads`, or H.
+        proj_weight (D, H·E), proj_bias (D,); returns (B, S, D) in x.dtype. Hkv: `kv_heads`, or H.
     norm: "layer_norm" or "rms_norm". cu_seqlens: of queries and keys; a token of no sequence passes
-        through, x + dropout(proj(0)). All others: as in `attention`.
+        through, x + dropout(proj(0)).
+    rope, rope_interleaved: (cos, sin) that rotate queries and keys, as in `rotary`.
+    q_norm_weight, k_norm_weight, qk_norm_eps: of the RMSNorm of each head before, as in `rotary`.
+    All others: as in `attention`.
     Units: bytes kept = the input and the norm's statistics; lean and balanced: and attention's
-        output with its logsumexp; fast and none: and the packed projection.
-    Raises: as `attention`.
+        output with its logsumexp; fast and none: and the packed projection (as attention reads
+        it; where heads are normed, as it was before).
+    Raises: as `attention` and `rotary`.
     Source: Vaswani et al. 2017; pre-norm after Xiong et al. 2020.
 
     >>> import torch
@@ -160,15 +177,18 @@ def attention_block(
     p_residual = check_p("residual_dropout_p", residual_dropout_p)
     lengths = lengths_of(key_lengths, cu_seqlens, None, grid, x, "cu_seqlens")
     options |= {name: name for name in lengths}
-    tensors = {
+    tensors: dict[str, Tensor | None] = {
         "input": x, "norm.weight": norm_weight, "norm.bias": norm_bias,
         "qkv.weight": qkv_weight, "qkv.bias": qkv_bias,
         "proj.weight": proj_weight, "proj.bias": proj_bias,
         "mask": mask_of(attn_mask, grid, x), "padding": padding_of(key_padding_mask, grid, x),
         "seed": seed_tensor(seed, x.device), **lengths,
     }  # fmt: skip
-    node = Attention(name="attn", qkv="qkv", **options)
-    graph = attention_block_graph(node, p_residual, norm, float(eps))
+    rope_tensors = rotary_tensors(x, head_dim, rope, q_norm_weight, k_norm_weight)
+    rotary = rotary_node(rope_tensors, nhead, kv_heads, rope_interleaved, qk_norm_eps)
+    node = Attention(name="attn", qkv="qkv" if rotary is None else rotary.name, **options)
+    graph = attention_block_graph(node, p_residual, norm, float(eps), rotary)
+    tensors |= rope_tensors
     return run_block(graph, kept_names(policy, graph.kind, graph.names), tensors, backend=backend)
 
 
@@ -179,17 +199,7 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     batch, nhead, _, width = query.shape
     check_shape("key", key, (batch, "Hkv", "S_k", width), "query", query)
     check_shape("value", value, (batch, key.shape[1], key.shape[2], "Ev"), "key", key)
-    _check_group(nhead, key.shape[1], f"query {tuple(query.shape)} and key {tuple(key.shape)}")
-
-
-def _check_group(nhead: int, kv_heads: int, of: str) -> None:
-    if not isinstance(nhead, int) or not isinstance(kv_heads, int):
-        raise TypeError(f"numbers of heads are ints, got {nhead!r} and {kv_heads!r}")
-    if kv_heads < 1 or nhead < 1 or nhead % kv_heads:
-        raise ValueError(
-            f"the number of key heads must divide that of query heads, got {nhead} and {kv_heads} "
-            f"of {of}"
-        )
+    check_heads(nhead, key.shape[1], f"query {tuple(query.shape)} and key {tuple(key.shape)}")
 
 
 def _check_projections(
@@ -202,7 +212,7 @@ def _check_projections(
     kv_heads: int,
 ) -> int:
     """Check the shapes of an attention block's weights; returns the width of a head."""
-    _check_group(nhead, kv_heads, "nhead and kv_heads")
+    check_heads(nhead, kv_heads, "nhead and kv_heads")
     width, heads = x.shape[-1], nhead + 2 * kv_heads
     check_shape("qkv_weight", qkv_weight, (f"{heads}·E", width), "x", x)
     rows = qkv_weight.shape[0]

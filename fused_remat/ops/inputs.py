@@ -58,6 +58,23 @@ def check_alike(x: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
             )
 
 
+def check_heads(nhead: int, kv_heads: int, of: str) -> None:
+    """Raise TypeError or ValueError unless `kv_heads` divides `nhead`; `of` says whose they are.
+
+    >>> check_heads(4, 3, "nhead and kv_heads")
+    Traceback (most recent call last):
+    ValueError: the number of key heads must divide that of query heads, got 4 and 3 of nhead and \
+kv_heads
+    """
+    if not isinstance(nhead, int) or not isinstance(kv_heads, int):
+        raise TypeError(f"numbers of heads are ints, got {nhead!r} and {kv_heads!r}")
+    if kv_heads < 1 or nhead < 1 or nhead % kv_heads:
+        raise ValueError(
+            f"the number of key heads must divide that of query heads, got {nhead} and {kv_heads} "
+            f"of {of}"
+        )
+
+
 def check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str) -> None:
     """Raise ValueError for an unknown norm or weights that do not fit `x` (..., D)."""
     if norm not in ("layer_norm", "rms_norm"):

@@ -1,7 +1,9 @@
-"""Norms, dropout, activations at real sizes on a GPU, against float64.
+"""Norms, dropout, activations, rotary embedding at real sizes on a GPU, against float64.
 
 Outputs are full of NaN before. Products are `test_gpu_products.py`'s.
 """
+
+import dataclasses
 
 import pytest
 import torch
@@ -26,8 +28,8 @@ from fused_remat import random
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fused_remat.backends.base import NORM_STATS
-from fused_remat.backends.triton import gemm, norms, pointwise
+from fused_remat.backends.base import NORM_STATS, RotaryCall
+from fused_remat.backends.triton import gemm, norms, pointwise, rotary
 
 pytestmark = pytest.mark.gpu
 ids = {"ids": lambda value: str(value).removeprefix("torch.").replace(" ", "")}
@@ -193,6 +195,55 @@ def test_gated(act, dtype, wants):
         if found is not None:
             check_written(found)
             check_error(found, true)
+
+
+# --- rotary position embedding
+
+# Query heads, key heads, width of a head, elements rotated.
+ROTARY = [(32, 8, 128, 128), (16, 16, 64, 32), (12, 4, 96, 96), (8, 1, 256, 64), (3, 1, 33, 10)]
+
+
+@pytest.mark.parametrize("heads", ROTARY, **ids)
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], **ids)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rotary(heads, dtype, interleaved, norm):
+    """Forward and backward, in place and not; several sequences, from the middle of one."""
+    nhead, kv_heads, width, rotated = heads
+    (rows,), seq_len = sized(2051), 300
+    x, dy = (misaligned(normal(dtype, rows, (nhead + 2 * kv_heads) * width)) for _ in range(2))
+    angle = normal(torch.float32, seq_len, rotated // 2, scale=3.0)
+    weights = normal(dtype, 2, width, shift=1.0).unbind() if norm else (None, None)
+    call = RotaryCall(
+        nhead, kv_heads, angle.cos(), angle.sin(), interleaved, *weights, 1e-6, 7, seq_len
+    )
+    exact = dataclasses.replace(
+        call, **dict(zip(("cos", "sin", "q_weight", "k_weight"),
+                         double(call.cos, call.sin, *weights), strict=True)),
+    )  # fmt: skip
+    y, same = poisoned(*x.shape, dtype), x.clone()
+    rotary.rotary_fwd(x, call, y, target()).run()
+    rotary.rotary_fwd(same, call, same, target()).run()
+    check_written(y)
+    check_error(y, EAGER.rotary_fwd(x.double(), exact))
+    assert torch.equal(same, y), "in place has the same bits"
+    dx, same = poisoned(*x.shape, dtype), dy.clone()
+    sums = [torch.full((width,), torch.nan, device=DEVICE) for _ in "qk"] if norm else []
+    given = x.double() if norm else None
+    expected = EAGER.rotary_bwd(dy.double(), given, exact, (True, norm, norm), False)
+    for into, made in ((dx, dy), (same, same)):
+        before = [s.clone() for s in sums]
+        if norm:
+            for launch in rotary.rotary_norm_bwd(made, x, call, into, *sums, target()):
+                launch.run()
+        else:
+            rotary.rotary_fwd(made, call, into, target(), back=True).run()
+    assert torch.equal(same, dx), "in place has the same bits"
+    assert all(map(torch.equal, before, sums)), "no sum depends on the run"
+    check_written(dx)
+    for found, true in zip((dx, *sums), expected, strict=False):
+        # float32: sums of 2051 tokens in 32 heads, of both signs.
+        check_error(found, true, factor=5 if found.dtype == torch.float32 else 1)
 
 
 # --- beyond 2**31 elements

@@ -12,7 +12,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fused_remat.backends.base import AttentionCall
 from fused_remat.backends.triton.attention_masks import Problem, Strides, lists, prepare
 from fused_remat.backends.triton.launch import Launch, Target, cdiv, power_of_2
-from fused_remat.backends.triton.tables import AttentionTile, attention_tile
+from fused_remat.backends.triton.tables import (
+    ATTENTION_BY_DESCRIPTORS,
+    AttentionTile,
+    attention_tile,
+    family,
+)
 from fused_remat.kernels.attention import attention_fwd_kernel
 from fused_remat.kernels.attention_bwd import (
     attention_delta_bwd_kernel,
@@ -73,7 +78,8 @@ def _operands(
     """Heads as a kernel takes them, their strides, and whether they are tensor descriptors."""
     heads = [*by_query, *by_key]
     strides = [_strides(x) for x in heads]
-    if not problem.target.has_tma or problem.in_rows or not all(map(_can_describe, heads)):
+    by_descriptors = family(problem.target) in ATTENTION_BY_DESCRIPTORS
+    if not by_descriptors or problem.in_rows or not all(map(_can_describe, heads)):
         return list(heads), strides, False
     rows = [tile.block_m] * len(by_query) + [tile.block_n] * len(by_key)
     described = [_described(x, n, _padded(x.shape[-1])) for x, n in zip(heads, rows, strict=True)]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fused_remat.backends import eager_attention
-from fused_remat.backends.base import NORM_STATS, Affine, AttentionCall
+from fused_remat.backends.base import NORM_STATS, Affine, AttentionCall, RotaryCall
 from fused_remat.backends.eager import EagerBackend
-from fused_remat.backends.triton import attention, gemm, norms, pointwise, tables
+from fused_remat.backends.triton import attention, gemm, norms, pointwise, rotary, tables
 from fused_remat.backends.triton.launch import INTERPRETED, target_of
 from fused_remat.random import Keep
 
@@ -259,8 +259,8 @@ class TritonBackend(EagerBackend):
 
         Depends on nothing that differs between forward and backward, or between policies.
         """
-        why_not_aten = eager_attention.why_not_flash(q, v, call)
-        why = why_not_aten or tables.why_own_attention(target_of(q.device), call)
+        why = tables.why_own_attention(target_of(q.device), call)
+        why = why or eager_attention.why_not_flash(q, v, call)
         return why if why is not None and attention.why_not(q, v, call) is None else None
 
     def attention_fwd(
@@ -294,6 +294,37 @@ class TritonBackend(EagerBackend):
         launches = attention.backward(dattn, q, k, v, attn, lse, call, grads, target_of(q.device))
         for launch in launches:
             launch.run()
+
+    # --- rotary position embedding
+
+    def rotary_fwd(self, x: Tensor, call: RotaryCall, out: Tensor | None = None) -> Tensor:
+        if not rotary.serves(x, call):
+            return super().rotary_fwd(x, call, out)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        rotary.rotary_fwd(x, call, y, target_of(x.device)).run()
+        return y
+
+    def rotary_bwd(
+        self, dy: Tensor, x: Tensor | None, call: RotaryCall, wants: tuple[bool, ...], owned: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if not rotary.serves(dy, call):
+            return super().rotary_bwd(dy, x, call, wants, owned)
+        dx, target = None, target_of(dy.device)
+        if wants[0]:
+            in_place = owned and dy.is_contiguous()
+            dx = dy if in_place else torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+        if x is None:
+            assert dx is not None
+            rotary.rotary_fwd(dy, call, dx, target, back=True).run()
+            return dx, None, None
+        dq_weight, dk_weight = (
+            torch.empty(weight.shape, dtype=torch.float32, device=dy.device) if wanted else None
+            for weight, wanted in zip((call.q_weight, call.k_weight), wants[1:], strict=True)
+            if weight is not None
+        )
+        for launch in rotary.rotary_norm_bwd(dy, x, call, dx, dq_weight, dk_weight, target):
+            launch.run()
+        return dx, dq_weight, dk_weight
 
     # --- the MLP's backward
 
@@ -366,6 +397,11 @@ class TritonBackend(EagerBackend):
         if act and not _has_pair(act):
             return f"pointwise, ATen: {act} has no row in backends/triton/pointwise.PAIRS"
         return "pointwise kernel"
+
+    def rotary_route(self, x: Tensor, call: RotaryCall) -> str:
+        if not rotary.serves(x, call):
+            return f"pointwise, ATen: heads are not between 1 and {rotary.MAX_HEAD} elements wide"
+        return "kernel rotary_fwd"
 
     def linear_route(self, x: Tensor, ends: bool = False) -> str:
         if not ends:

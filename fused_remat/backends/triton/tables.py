@@ -172,6 +172,9 @@ class AttentionTile:
     warp_specialize: bool = False
 
 
+#: Families whose attention kernels read through tensor descriptors. On sm_120, which has them, the
+#: operands then go through registers, and spill.
+ATTENTION_BY_DESCRIPTORS = frozenset({"hopper", "blackwell", "interpreter"})
 #: Families where attention that ATen's fused kernels can serve is theirs: without a mask, and with
 #: as many key heads as query heads. A mask would have to be merged and written for them, and shared
 #: key heads are a call of theirs for each member of a group.
@@ -184,34 +187,87 @@ def why_own_attention(target: Target, call: AttentionCall) -> str | None:
         return "ATen's fused kernels are not for this target"
     if call.masked:
         return "a mask is read as it is, and what it excludes is skipped"
+    if call.lengths is not None:
+        return "what lies beyond key lengths is not read"
     if call.nhead != call.kv_heads:
         return "query heads that share a key head are one launch"
     return None
 
 
 _A = AttentionTile
+
+
+def _both(tile: AttentionTile) -> tuple[AttentionTile, AttentionTile]:
+    return tile, tile
+
+
 #: Kernel -> family -> widest head -> tiles: of calls without, and with, what takes registers
-#: besides (dropout, masks, soft-cap, rows that end early). For 16 bits; "mask" serves all families.
+#: besides (dropout, masks, soft-cap, rows that end early). For operands of 16 bits.
 ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTile]]]] = {
     "fwd": {
         "hopper": {
-            64: (_A(128, 128, 8, 3), _A(128, 128, 8, 3)),
-            128: (_A(128, 128, 8, 2), _A(128, 128, 8, 2)),
-            256: (_A(128, 64, 8, 2), _A(128, 64, 8, 2)),
+            64: _both(_A(128, 128, 8, 3)),
+            128: _both(_A(128, 128, 8, 2)),
+            256: _both(_A(128, 64, 8, 2)),
+        },
+        "blackwell": {
+            64: _both(_A(128, 64, 8, 2)),
+            128: (_A(128, 32, 8, 2), _A(64, 32, 4, 1)),
+            256: _both(_A(128, 32, 8, 2)),
+        },
+        "ampere": {
+            64: _both(_A(128, 64, 8, 2)),
+            128: _both(_A(128, 64, 8, 2)),
+            256: _both(_A(64, 64, 8, 1)),
+        },
+        "small": {
+            64: _both(_A(128, 64, 8, 2)),
+            128: _both(_A(128, 64, 8, 2)),
+            256: _both(_A(64, 64, 8, 1)),
         },
     },
     "dkdv": {
         "hopper": {
-            64: (_A(64, 128, 8, 3), _A(64, 128, 8, 3)),
+            64: _both(_A(64, 128, 8, 3)),
             128: (_A(64, 128, 8, 2), _A(64, 64, 8, 2)),
             256: (_A(64, 64, 8, 2, split=True), _A(32, 64, 8, 2, split=True)),
+        },
+        "blackwell": {
+            64: _both(_A(64, 64, 8, 2)),
+            128: _both(_A(64, 64, 8, 2)),
+            256: _both(_A(32, 64, 8, 2, split=True)),
+        },
+        "ampere": {
+            64: _both(_A(32, 64, 4, 2)),
+            128: _both(_A(64, 64, 8, 2)),
+            256: _both(_A(32, 64, 8, 2, split=True)),
+        },
+        "small": {
+            64: _both(_A(32, 64, 4, 2)),
+            128: _both(_A(64, 64, 8, 2)),
+            256: _both(_A(32, 64, 8, 1, split=True)),
         },
     },
     "dq": {
         "hopper": {
-            64: (_A(128, 128, 8, 3), _A(128, 128, 8, 3)),
+            64: _both(_A(128, 128, 8, 3)),
             128: (_A(128, 128, 8, 2), _A(128, 64, 8, 2)),
             256: (_A(64, 64, 8, 2), _A(64, 32, 8, 2)),
+        },
+        "blackwell": {
+            64: _both(_A(128, 64, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
+            256: _both(_A(64, 32, 8, 2)),
+        },
+        "ampere": {
+            64: _both(_A(128, 64, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
+            256: _both(_A(64, 32, 8, 2)),
+        },
+        "small": {
+            64: _both(_A(128, 64, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
+            256: _both(_A(64, 32, 8, 1)),
         },
     },
 }

@@ -1,0 +1,270 @@
+"""Rotary position embedding of packed heads, with an RMSNorm of each head before it, and back.
+
+A row (a token) is H query heads, KV key heads and KV value heads of E elements side by side. Of a
+query or key head, R elements are rotated in pairs by the row's angles: (i, i + R/2), or neighbours
+(2i, 2i + 1) where INTERLEAVED. The other E - R elements pair up too (an odd one alone), so that a
+program holds a head as two tiles, x1 and x2, whatever R is; values likewise, and both are copied.
+
+A program works on BLOCK_M tokens of up to BLOCK_H heads of one kind, which share the tables' rows.
+It reads all of its elements before it writes any: y may be x. LANES pairs of a head are read and
+written: R/2 in place without norms, else cdiv(E, 2). Pointers that a call has no use for are None.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _heads_of(group, H, KV, BLOCK_H: tl.constexpr):
+    """Kind (0 query, 1 key, 2 value), head numbers in the row, and which exist, of a group.
+
+    Groups are numbered kind by kind.
+    """
+    of_queries, of_keys = tl.cdiv(H, BLOCK_H), tl.cdiv(KV, BLOCK_H)
+    kind = (group >= of_queries).to(tl.int32) + (group >= of_queries + of_keys).to(tl.int32)
+    before = tl.where(kind == 0, 0, of_queries + (kind - 1) * of_keys)
+    offs_h = (group - before) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = offs_h < tl.where(kind == 0, H, KV)
+    return kind, offs_h + tl.where(kind == 0, 0, H + (kind - 1) * KV), mask_h
+
+
+@triton.jit
+def _pair_offsets(
+    E: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Where in a head the members of each pair are, and which exist: the first, the second."""
+    lanes = tl.arange(0, BLOCK_P)
+    if INTERLEAVED:
+        first, second = 2 * lanes, 2 * lanes + 1
+    else:
+        rest: tl.constexpr = (E - R + 1) // 2  # pairs of what is not rotated
+        first = tl.where(lanes < R // 2, lanes, lanes + R // 2)
+        second = lanes + R // 2 + tl.where(lanes < R // 2, 0, rest)
+    return first, second, lanes < LANES, (lanes < LANES) & (second < E)
+
+
+@triton.jit
+def _load_pairs(
+    x_ptr, rows, mask, E: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """The members of the pairs of heads that begin at `rows` (tokens, heads), float32."""
+    if INTERLEAVED:  # side by side in memory: one load
+        offs = tl.arange(0, 2 * BLOCK_P)
+        inside = mask[:, :, None] & (offs < min(E, 2 * LANES))[None, None, :]
+        x = tl.load(x_ptr + rows[:, :, None] + offs[None, None, :], mask=inside, other=0.0)
+        x1, x2 = tl.split(tl.reshape(x, (rows.shape[0], rows.shape[1], BLOCK_P, 2)))
+    else:
+        first, second, has1, has2 = _pair_offsets(E, R, LANES, INTERLEAVED, BLOCK_P)
+        ptrs, there = x_ptr + rows[:, :, None], mask[:, :, None]
+        x1 = tl.load(ptrs + first[None, None, :], mask=there & has1[None, None, :], other=0.0)
+        x2 = tl.load(ptrs + second[None, None, :], mask=there & has2[None, None, :], other=0.0)
+    return x1.to(tl.float32), x2.to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(
+    y_ptr, rows, mask, y1, y2, E: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """As `_load_pairs`: the members of each pair to where they are."""
+    y1, y2 = y1.to(y_ptr.dtype.element_ty), y2.to(y_ptr.dtype.element_ty)
+    if INTERLEAVED:
+        offs = tl.arange(0, 2 * BLOCK_P)
+        inside = mask[:, :, None] & (offs < min(E, 2 * LANES))[None, None, :]
+        y = tl.reshape(tl.join(y1, y2), (rows.shape[0], rows.shape[1], 2 * BLOCK_P))
+        tl.store(y_ptr + rows[:, :, None] + offs[None, None, :], y, mask=inside)
+    else:
+        first, second, has1, has2 = _pair_offsets(E, R, LANES, INTERLEAVED, BLOCK_P)
+        ptrs, there = y_ptr + rows[:, :, None], mask[:, :, None]
+        tl.store(ptrs + first[None, None, :], y1, mask=there & has1[None, None, :])
+        tl.store(ptrs + second[None, None, :], y2, mask=there & has2[None, None, :])
+
+
+@triton.jit
+def _load_vector(ptr, E: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+                 BLOCK_P: tl.constexpr, mask):  # fmt: skip
+    """A weight (E,) by the members of pairs, float32; 0 where `mask` is False."""
+    first, second, has1, has2 = _pair_offsets(E, R, (E + 1) // 2, INTERLEAVED, BLOCK_P)
+    w1 = tl.load(ptr + first, mask=has1 & mask, other=0.0)
+    w2 = tl.load(ptr + second, mask=has2 & mask, other=0.0)
+    return w1.to(tl.float32), w2.to(tl.float32)
+
+
+@triton.jit
+def _load_weight(
+    q_weight_ptr, k_weight_ptr, kind, E: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """The norm's weight of heads of a kind (0 for values), by the members of pairs."""
+    q1, q2 = _load_vector(q_weight_ptr, E, R, INTERLEAVED, BLOCK_P, kind == 0)
+    k1, k2 = _load_vector(k_weight_ptr, E, R, INTERLEAVED, BLOCK_P, kind == 1)
+    return (q1 + k1)[None, None, :], (q2 + k2)[None, None, :]
+
+
+@triton.jit
+def _rotated(
+    x1, x2, cos_ptr, sin_ptr, stride_cb, stride_cs, place, S, mask_m, R: tl.constexpr,
+    LANES: tl.constexpr, BACK: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """The pairs, turned by the angles of their tokens, by the opposite ones where BACK.
+
+    What is not rotated stays as it is. The order of operations is spelled out, so that every call
+    of them has the same bits.
+    """
+    lanes = tl.arange(0, BLOCK_P)
+    table = (place // S).to(tl.int64) * stride_cb + (place % S).to(tl.int64) * stride_cs
+    offs = table[:, None] + lanes[None, :]
+    mask = mask_m[:, None] & (lanes < R // 2)[None, :]
+    cos = tl.load(cos_ptr + offs, mask=mask, other=1.0).to(tl.float32)[:, None, :]
+    sin = tl.load(sin_ptr + offs, mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    if BACK:
+        sin = -sin
+    y1, y2 = tl.fma(x1, cos, -(x2 * sin)), tl.fma(x2, cos, x1 * sin)
+    if LANES > R // 2:
+        turns = (lanes < R // 2)[None, None, :]
+        y1, y2 = tl.where(turns, y1, x1), tl.where(turns, y2, x2)
+    return y1, y2
+
+
+@triton.jit
+def _rstd(x1, x2, eps, E: tl.constexpr):
+    """1 / sqrt(mean(x**2) + eps) over each head."""
+    return (1.0 / tl.sqrt(tl.sum(tl.fma(x1, x1, x2 * x2), 2) / E + eps))[:, :, None]
+
+
+@triton.jit(do_not_specialize=["place0"])
+def rotary_fwd_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    y_ptr,
+    stride_xm,
+    stride_cb,
+    stride_cs,
+    stride_ym,
+    place0,
+    S,
+    M,
+    H,
+    KV,
+    groups,
+    eps,
+    E: tl.constexpr,
+    R: tl.constexpr,
+    LANES: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BACK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """y = x, its query and key heads normed (where there are weights) and rotated; BACK: the other
+    way round the circle, the gradient of a rotation.
+
+    Shapes: x, y (M, (H + 2·KV)·E), y may be x; cos, sin (S, R/2) with stride_cb = 0, or
+        (B, S, R/2): row m has the angles at (b, s) = divmod(place0 + m, S), place0 + M < 2**31;
+        q_weight, k_weight (E,). BLOCK_P >= LANES.
+        Grid (cdiv(M, BLOCK_M) * groups,), `groups` of BLOCK_H heads: of queries and keys, and of
+        values unless in place.
+    Units: bytes moved = 2·M·(H + 2·KV)·E elements, in place without norms 2·M·(H + KV)·R; tables.
+    Source: Su et al. 2021; Zhang, Sennrich 2019.
+    """
+    pid = tl.program_id(0)
+    kind, offs_h, mask_h = _heads_of(pid % groups, H, KV, BLOCK_H)
+    offs_m = (pid // groups) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < M
+    mask, inside = mask_m[:, None] & mask_h[None, :], (offs_h * E)[None, :]
+    rows = offs_m.to(tl.int64)[:, None] * stride_xm + inside
+    x1, x2 = _load_pairs(x_ptr, rows, mask, E, R, LANES, INTERLEAVED, BLOCK_P)
+    if kind < 2:
+        if q_weight_ptr is not None:
+            rstd = _rstd(x1, x2, eps, E)
+            w1, w2 = _load_weight(q_weight_ptr, k_weight_ptr, kind, E, R, INTERLEAVED, BLOCK_P)
+            x1, x2 = x1 * rstd * w1, x2 * rstd * w2
+        if R > 0:
+            x1, x2 = _rotated(
+                x1, x2, cos_ptr, sin_ptr, stride_cb, stride_cs, place0 + offs_m, S, mask_m, R,
+                LANES, BACK, BLOCK_P,
+            )  # fmt: skip
+    rows = offs_m.to(tl.int64)[:, None] * stride_ym + inside
+    _store_pairs(y_ptr, rows, mask, x1, x2, E, R, LANES, INTERLEAVED, BLOCK_P)
+
+
+@triton.jit(do_not_specialize=["place0"])
+def rotary_norm_bwd_kernel(
+    dy_ptr,
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    dx_ptr,
+    dweight_ptr,
+    stride_dym,
+    stride_xm,
+    stride_cb,
+    stride_cs,
+    stride_dxm,
+    place0,
+    S,
+    rows,
+    M,
+    H,
+    KV,
+    eps,
+    E: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The gradient of `rotary_fwd_kernel` with norms: dx, and each program's part of dweight.
+
+    With n = x * rstd, g = dy rotated back and w the weight: dx = rstd * (g w - n mean(g w n)), and
+    dweight = g n summed over tokens and heads. Statistics are computed again.
+    Shapes: dy, x, dx (M, (H + 2·KV)·E), dx may be dy; dweight (groups of queries and keys, P, E)
+        float32. Program (group, p) does tokens p·`rows` to (p+1)·`rows`, a multiple of BLOCK_M.
+        Grid (groups, P), P = cdiv(M, rows); groups of values unless in place.
+    Units: bytes moved = 3·M·(H + KV)·E elements, and 2·M·KV·E for values; tables.
+    """
+    LANES: tl.constexpr = (E + 1) // 2
+    kind, offs_h, mask_h = _heads_of(tl.program_id(0), H, KV, BLOCK_H)
+    inside = (offs_h * E)[None, :]
+    w1, w2 = _load_weight(q_weight_ptr, k_weight_ptr, kind, E, R, INTERLEAVED, BLOCK_P)
+    dw1 = tl.zeros([BLOCK_M, BLOCK_H, BLOCK_P], tl.float32)
+    dw2 = tl.zeros([BLOCK_M, BLOCK_H, BLOCK_P], tl.float32)
+    for start in range(0, rows, BLOCK_M):
+        offs_m = tl.program_id(1) * rows + start + tl.arange(0, BLOCK_M)
+        mask_m, row = offs_m < M, offs_m.to(tl.int64)[:, None]
+        mask = mask_m[:, None] & mask_h[None, :]
+        at = row * stride_dym + inside
+        dx1, dx2 = _load_pairs(dy_ptr, at, mask, E, R, LANES, INTERLEAVED, BLOCK_P)
+        if kind < 2:
+            at = row * stride_xm + inside
+            n1, n2 = _load_pairs(x_ptr, at, mask, E, R, LANES, INTERLEAVED, BLOCK_P)
+            rstd = tl.where(mask[:, :, None], _rstd(n1, n2, eps, E), 0.0)
+            n1, n2 = n1 * rstd, n2 * rstd
+            if R > 0:
+                dx1, dx2 = _rotated(
+                    dx1, dx2, cos_ptr, sin_ptr, stride_cb, stride_cs, place0 + offs_m, S, mask_m,
+                    R, LANES, True, BLOCK_P,
+                )  # fmt: skip
+            dw1 += dx1 * n1
+            dw2 += dx2 * n2
+            g1, g2 = dx1 * w1, dx2 * w2
+            mean = (tl.sum(tl.fma(g1, n1, g2 * n2), 2) / E)[:, :, None]
+            dx1, dx2 = rstd * (g1 - n1 * mean), rstd * (g2 - n2 * mean)
+        if dx_ptr is not None:
+            at = row * stride_dxm + inside
+            _store_pairs(dx_ptr, at, mask, dx1, dx2, E, R, LANES, INTERLEAVED, BLOCK_P)
+    if dweight_ptr is not None and kind < 2:
+        at = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        first, second, has1, has2 = _pair_offsets(E, R, LANES, INTERLEAVED, BLOCK_P)
+        total1, total2 = tl.sum(tl.sum(dw1, 0), 0), tl.sum(tl.sum(dw2, 0), 0)
+        tl.store(dweight_ptr + at.to(tl.int64) * E + first, total1, mask=has1)
+        tl.store(dweight_ptr + at.to(tl.int64) * E + second, total2, mask=has2)
