@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench import audit_attention
 from fused_remat.backends.base import RotaryCall
 from fused_remat.backends.triton import gemm, norms, pointwise, rotary, tables
 from fused_remat.backends.triton.launch import Launch, Target
@@ -223,9 +224,10 @@ def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
-    """All cases of a target and dtype; products in float32 are ATen's and not among them."""
+    """All cases of a target and dtype; linear layers in float32 are ATen's, not among them."""
     yield from norm_cases(at, dtype)
     yield from pointwise_cases(at, dtype)
     yield from rotary_cases(at, dtype)
+    yield from (Case(*fields) for fields in audit_attention.attention_cases(at, dtype))
     if dtype.itemsize == 2:
         yield from gemm_cases(at, dtype)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,17 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from bench import audit, audit_cases
+from bench.audit_attention import POINTERS, PRODUCTS, launches_of, variants
 from fused_remat.backends.triton.tables import TILES, Tile
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = {"default": True, "product": True, "spills": 0, "stack": 0, "shared": 1000,
         "tensor_core": 4, "registers": 100}  # fmt: skip
+
+
+def reads_through_pointers(name):
+    """Attention whose rows end early, and an additive mask's gradient."""
+    return "mask_bwd" in name or any(call in name for call in POINTERS)
 
 
 @pytest.mark.slow
@@ -29,8 +36,10 @@ def test_every_default_configuration_for_hopper_is_clean(tmp_path):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     rows = json.loads((tmp_path / "audit.json").read_text())["rows"]
     products = [row for row in rows if row["product"]]
-    assert all(row["tensor_core"] and row["tma"] for row in products)
-    assert {row["name"].split()[0] for row in products} == set(TILES)
+    assert all(row["tensor_core"] for row in products)
+    assert {row["name"].split()[0] for row in products} == set(TILES) | PRODUCTS
+    pointers = {row["name"] for row in products if not row["tma"]}
+    assert pointers == {row["name"] for row in products if reads_through_pointers(row["name"])}
 
 
 def test_complaints():
@@ -50,6 +59,31 @@ def test_a_tile_that_is_too_large_spills():
     launch = products.mlp_bwd(Tile(128, 256, 64, 8, 3))["relu dropout"]
     row = audit.examine(audit_cases.Case("too large", launch, True, True), 90)
     assert row["tensor_core"] and any("spills" in c for c in audit.complaints(row, 90, None))
+
+
+#: Products of a kernel's loop; of dk and dv apart, the scores are computed twice.
+LOOP_PRODUCTS = {
+    "attention_fwd": 2, "attention_dkdv_bwd": 4, "attention_dkdv_bwd dk": 3,
+    "attention_dkdv_bwd dv": 2, "attention_dq_bwd": 3, "attention_mask_bwd": 2,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["causal", "mask padding dropout"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_every_product_of_attention_is_a_warp_groups(width, call):
+    """All two of forward and all five of backward, in the loop of whole blocks and of others."""
+    dtype, at = audit.DTYPES["bf16"], audit_cases.target(90)
+    found, expected = {}, {}
+    for name, launch in launches_of(width, variants(dtype)[call], at, dtype):
+        if name in LOOP_PRODUCTS:
+            ttgir = audit.compile_ahead(launch, 90).asm["ttgir"]
+            dots = re.findall(r"= (\w+\.\w*dot\w*) ", ttgir)
+            found[name] = [dot for dot in dots if dot != "ttng.warp_group_dot_wait"]
+            loops = 1 + launch.constants.get("PARTIAL", False)
+            expected[name] = loops * LOOP_PRODUCTS[name] * ["ttng.warp_group_dot"]
+    assert found == expected
+    assert sum(LOOP_PRODUCTS[n] for n in found if n.startswith("attention_dkdv")) in (4, 5)
 
 
 def test_float32_products_use_no_tensor_cores_and_are_no_cases():

@@ -1,0 +1,129 @@
+"""Attention's kernels in every configuration they can launch with, for `bench.audit_cases`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_remat.backends.base import AttentionCall
+from fused_remat.backends.triton import attention
+from fused_remat.backends.triton.launch import Launch, Target
+
+_B, _H, _S = 2, 16, 2048
+#: Kernels that compute products, which should be the tensor cores'.
+PRODUCTS = frozenset(f"attention_{n}" for n in ("fwd", "dkdv_bwd", "dq_bwd", "mask_bwd"))
+#: Calls that read through pointers, not tensor descriptors.
+POINTERS = frozenset({"lengths", "packed"})
+#: Calls that need the most registers each; the tiles of all widths should hold them.
+DEFAULTS = ("causal", "causal dropout", "mask padding dropout", "softcap window", "lengths")
+#: Width of a head -> calls; 80 is padded to 128.
+CALLS: dict[int, tuple[str, ...]] = {
+    64: DEFAULTS,
+    128: (*DEFAULTS, "full", "packed", "shared heads"),
+    256: DEFAULTS,
+    80: ("causal", "mask padding dropout"),
+}
+# The same in float32, whose products are three of tf32 or none of the tensor cores'.
+_FLOAT32: dict[int, tuple[str, ...]] = dict.fromkeys((64, 128), ("causal", "mask padding dropout"))
+
+# Kernel -> what it depends on, where that is not everything.
+_DEPENDS_ON: dict[str, tuple[str, ...]] = {
+    "attention_bounds_fwd": (),
+    "attention_delta_bwd": ("width",),
+    "attention_shift_fwd": ("call",),
+    "attention_blocks_fwd": ("call", "tile", "side"),
+}
+#: Name, launch, whether ordinary tensors lead to it, whether it is a matrix product.
+Fields = tuple[str, Launch, bool, bool]
+
+
+def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """What a call may have besides its heads, by name; the rest is as in `call_of`."""
+    causal, dropout = {"right": 0}, {"p": 0.1, "site_key": _meta(torch.int64)}
+    cu = _meta(torch.int32, 9)
+    mask, padding = _meta(dtype, _B, 1, _S, _S), _meta(torch.bool, _B, _S)
+    return {
+        "full": {},
+        "causal": causal,
+        "causal dropout": causal | dropout,
+        "mask padding dropout": {
+            "mask": mask, "padding": padding, **dropout, "mask_grad": True,
+            "dmask": _meta(torch.float32, *mask.shape),
+        },
+        "softcap window": causal | {"softcap": 30.0, "left": 512},
+        "lengths": causal | {"lengths": _meta(torch.int32, _B)},
+        "packed": causal | {"cu_q": cu, "cu_k": cu, "batch": 1},
+        "shared heads": causal | {"kv_heads": _H // 4},
+    }  # fmt: skip
+
+
+def call_of(width: int, given: dict[str, Any]) -> AttentionCall:
+    """A call that sees everything, but for what is given."""
+    plain = {
+        "batch": _B, "nhead": _H, "kv_heads": _H, "q_len": _S, "kv_len": _S, "scale": width**-0.5,
+        "left": -1, "right": -1, "softcap": 0.0, "mask": None, "padding": None, "dmask": None,
+        "dpadding": None, "mask_keeps": False, "mask_grad": False, "p": 0.0, "site_key": None,
+        "row0": 0,
+    }  # fmt: skip
+    return AttentionCall(**(plain | given))
+
+
+def _heads(call: AttentionCall, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """q, k and v as views of one packed projection."""
+    counts = (call.nhead, call.kv_heads, call.kv_heads)
+    packed = _meta(dtype, call.batch, call.q_len, sum(counts), width)
+    return packed.transpose(1, 2).split_with_sizes(counts, 1)
+
+
+def launches_of(
+    width: int, given: dict[str, Any], at: Target, dtype: torch.dtype
+) -> Iterator[tuple[str, Launch]]:
+    """Every launch of a forward and a backward, by its kernel's name; of dk and dv, which one."""
+    call = call_of(width, given)
+    q, k, v = _heads(call, width, dtype)
+    dq, dk, dv = _heads(call, width, dtype)
+    out = _meta(dtype, call.batch * call.q_len, call.nhead * width)
+    lse = _meta(torch.float32, call.batch, call.nhead, call.q_len)
+    found = list(attention.forward(q, k, v, call, out, lse, at))
+    found += attention.backward(out, q, k, v, out, lse, call, (dq, dk, dv), at)
+    for launch in found:
+        names = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
+        wanted = [w for w in ("dk", "dv") if names.get(f"{w}_ptr") is not None]
+        part = f" {wanted[0]}" if len(wanted) == 1 else ""
+        yield launch.kernel.fn.__name__.removesuffix("_kernel") + part, launch
+
+
+def _name(kernel: str, width: int, variant: str, launch: Launch) -> str:
+    """The same name is the same kernel."""
+    constants = launch.constants
+    words = {
+        "width": str(width),
+        "call": variant,
+        "tile": f"{constants['BLOCK_M']}x{constants.get('BLOCK_N')}",
+        "how": f"w{launch.num_warps} s{launch.num_stages}",
+        "side": "by keys" if constants.get("BY_KEYS") else "by queries",
+    }
+    depends = _DEPENDS_ON.get(kernel, ("width", "call", "tile", "how"))
+    return " ".join((kernel, *(words[word] for word in depends)))
+
+
+def attention_cases(at: Target, dtype: torch.dtype) -> Iterator[Fields]:
+    """Every width with the calls of `CALLS`: each kernel of a forward and a backward once."""
+    seen = set()
+    known = variants(dtype)
+    for width, names in (CALLS if dtype.itemsize == 2 else _FLOAT32).items():
+        for variant in names:
+            for kernel, launch in launches_of(width, known[variant], at, dtype):
+                name = _name(kernel, width, variant, launch)
+                default = variant in DEFAULTS and width != 80
+                product = kernel.split()[0] in PRODUCTS and dtype.itemsize == 2
+                if name not in seen:
+                    yield name, launch, default, product
+                seen.add(name)
