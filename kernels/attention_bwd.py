@@ -85,18 +85,19 @@ def _gather_keys(
         do_tile = load_rows(
             dout, dout_strides, b, h, row, first, end, V, BLOCK_M, BLOCK_V, EVEN_V, TMA
         )
-        dropped = p
-        keep = 1.0
+        dropped, dp = p, p
+        if WANTS_K:
+            dp = tl.dot(v, do_tile.T)
         if site_key_ptr is not None:
             row_key = row_keys(site_key_ptr, row0, b, h, H, M, offs_m)
             keep = keep_at(row_key[None, :], offs_n[:, None], threshold, keep_scale)
             dropped = p * keep
+            dp *= keep
         if WANTS_V:
             dv = tl.dot(dropped.to(do_tile.dtype), do_tile, dv)
         if WANTS_K:
             delta = tl.load(delta_ptr + head + offs_m, mask=inside, other=0.0)
-            dp = tl.dot(v, do_tile.T)
-            ds = p * (dp * keep - delta[None, :])
+            ds = p * (dp - delta[None, :])
             if softcap is not None:
                 ds *= 1.0 - capped * capped
             dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk)
@@ -250,7 +251,7 @@ def _gather_queries(
         _, ds = score_grads(
             q, k_tile, v_tile, dout, lse, delta, masks, row_key, b, h, offs_m,
             col + tl.arange(0, BLOCK_N), low, high, M, N, scale, softcap, threshold, keep_scale,
-            PARTIAL, KEEPS, 
+            PARTIAL, KEEPS,
         )  # fmt: skip
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq)
     return dq

@@ -99,7 +99,7 @@ class Problem:
 
     def launch(self, kernel: Any, programs: int, args: tuple[Any, ...], **constants: Any) -> Launch:
         """A launch of a kernel that has no tile of its own."""
-        return Launch(kernel, (programs,), args, constants, 4, 2, self.device)
+        return Launch(kernel, (programs,), args, constants, 8, 2, self.device)
 
 
 def _bounds(call: AttentionCall, left: int, right: int, by_keys: bool) -> tuple[Tensor, Launch]:
