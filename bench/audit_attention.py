@@ -26,8 +26,6 @@ CALLS: dict[int, tuple[str, ...]] = {
     256: DEFAULTS,
     80: ("causal", "mask padding dropout"),
 }
-# The same in float32, whose products are three of tf32 or none of the tensor cores'.
-_FLOAT32: dict[int, tuple[str, ...]] = dict.fromkeys((64, 128), ("causal", "mask padding dropout"))
 
 # Kernel -> what it depends on, where that is not everything.
 _DEPENDS_ON: dict[str, tuple[str, ...]] = {
@@ -115,15 +113,18 @@ def _name(kernel: str, width: int, variant: str, launch: Launch) -> str:
 
 
 def attention_cases(at: Target, dtype: torch.dtype) -> Iterator[Fields]:
-    """Every width with the calls of `CALLS`: each kernel of a forward and a backward once."""
+    """Every width with the calls of `CALLS`: each kernel of a forward and a backward once.
+
+    For 16 bits: the kernels are not launched in float32.
+    """
     seen = set()
     known = variants(dtype)
-    for width, names in (CALLS if dtype.itemsize == 2 else _FLOAT32).items():
+    for width, names in CALLS.items():
         for variant in names:
             for kernel, launch in launches_of(width, known[variant], at, dtype):
                 name = _name(kernel, width, variant, launch)
                 default = variant in DEFAULTS and width != 80
-                product = kernel.split()[0] in PRODUCTS and dtype.itemsize == 2
+                product = kernel.split()[0] in PRODUCTS
                 if name not in seen:
                     yield name, launch, default, product
                 seen.add(name)

@@ -86,6 +86,40 @@ def test_every_product_of_attention_is_a_warp_groups(width, call):
     assert sum(LOOP_PRODUCTS[n] for n in found if n.startswith("attention_dkdv")) in (4, 5)
 
 
+AS_LAUNCHED = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from bench import audit, audit_cases
+from bench.audit_attention import launches_of, variants
+
+class Device:
+    "As much of a GPU's driver as compiling asks for."
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_device_interface(self): return torch.cuda
+
+triton.runtime.driver.set_active(Device())
+dtype, at = torch.bfloat16, audit_cases.target(90)
+for width, name in ((64, "causal"), (80, "mask padding dropout")):
+    for kernel, launch in launches_of(width, variants(dtype)[name], at, dtype):
+        options = dict(grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages)
+        ran = launch.kernel.warmup(*launch.args, **launch.constants, **options)
+        assert ran.asm["ptx"] == audit.compile_ahead(launch, 90).asm["ptx"], kernel
+"""
+
+
+@pytest.mark.slow
+def test_what_a_launch_compiles_is_what_is_audited():
+    """Triton's own path from arguments (tuples of pointers, descriptors, None) to code."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", AS_LAUNCHED], cwd=ROOT, env=environment, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 def test_float32_products_use_no_tensor_cores_and_are_no_cases():
     names = {case.name for case in audit_cases.cases(audit_cases.target(90), audit.DTYPES["fp32"])}
     assert names and not any(name.split()[0] in TILES for name in names)
