@@ -158,8 +158,10 @@ class Own:
         given = s.douts[index], *s.heads(s.packed[index]), *saved, s.call, self.grads
         return list(attention.backward(*given, s.rig.target, tile and (tile, tile)))
 
-    def way(self, tile: AttentionTile | None = None, kernel: str = "") -> Way:
-        """All launches, or with a tile those of one kernel, which may not compile."""
+    def way(
+        self, tile: AttentionTile | None = None, kernel: str = "", optional: bool = False
+    ) -> Way:
+        """All launches, or with a tile those of one kernel; `optional`: it may not compile."""
         names = _RESULTS.get(kernel, tuple(self.results))
         results = {name: self.results[name] for name in names}
 
@@ -180,7 +182,7 @@ class Own:
                 launch.run()
             return results
 
-        return Way(run, optional=tile is not None)
+        return Way(run, optional=optional)
 
 
 def contest(s: Subject, direction: str, rivals: Sequence[str]) -> Contest:

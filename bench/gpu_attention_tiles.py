@@ -58,7 +58,7 @@ def contest(s: Subject, kernel: str, tiles: tuple[AttentionTile, ...]) -> Contes
     ways, launches = {}, []
     for tile in dict.fromkeys((first, *tiles)):
         own = Own(s, direction)
-        ways[tile_name(tile)] = own.way(tile, kernel)
+        ways[tile_name(tile)] = own.way(tile, kernel, optional=tile != first)
         launches += own.launches(0, tile)
     if not s.rig.dry:
         compile_together(launches)
