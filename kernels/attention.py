@@ -221,7 +221,7 @@ def exponentials(s, top, scale, RAW: tl.constexpr):
 def _attend(
     acc, total, top, q, k, v, k_strides, v_strides, masks, blocks_ptr, row_key, b, h, kv_h,
     offs_m, low, high, first, end, start, left, gap, count, M, N, E, V, scale, softcap, threshold,
-    keep_scale, PARTIAL: tl.constexpr, KEEPS: tl.constexpr, PRECISION: tl.constexpr,
+    keep_scale, PARTIAL: tl.constexpr, KEEPS: tl.constexpr,
     TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, EVEN_E: tl.constexpr, EVEN_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -230,7 +230,7 @@ def _attend(
     for i in tl.range(0, count, warp_specialize=WARP_SPECIALIZE):
         col = block_at(i, blocks_ptr, start, left, gap) * BLOCK_N
         k_tile = load_rows(k, k_strides, b, kv_h, col, first, end, E, BLOCK_N, BLOCK_E, EVEN_E, TMA)
-        qk = tl.dot(q, k_tile.T, input_precision=PRECISION)
+        qk = tl.dot(q, k_tile.T)
         offs_n = col + tl.arange(0, BLOCK_N)
         if RAW:
             s = qk
@@ -250,7 +250,7 @@ def _attend(
         if row_key is not None:
             p *= keep_at(row_key[:, None], offs_n[None, :], threshold, keep_scale)
         v_tile = load_rows(v, v_strides, b, kv_h, col, first, end, V, BLOCK_N, BLOCK_V, EVEN_V, TMA)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc)
         top = new_top
     return acc, total, top
 
@@ -314,7 +314,6 @@ def attention_fwd_kernel(
     keep_scale,
     PARTIAL: tl.constexpr,
     KEEPS: tl.constexpr,
-    PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
     EVEN_E: tl.constexpr,
@@ -356,14 +355,14 @@ def attention_fwd_kernel(
     acc, total, top = _attend(
         acc, total, top, q_tile, k, v, k_strides, v_strides, masks, fulls_ptr, row_key, b, h, kv_h,
         offs_m, low, high, first, end, full_start, full, 0, full, M, N, E, V, scale, softcap,
-        threshold, keep_scale, False, KEEPS, PRECISION, TMA, WARP_SPECIALIZE, EVEN_E, EVEN_V,
+        threshold, keep_scale, False, KEEPS, TMA, WARP_SPECIALIZE, EVEN_E, EVEN_V,
         BLOCK_N, BLOCK_E, BLOCK_V,
     )  # fmt: skip
     if PARTIAL:
         acc, total, top = _attend(
             acc, total, top, q_tile, k, v, k_strides, v_strides, masks, partials_ptr, row_key, b, h,
             kv_h, offs_m, low, high, first, end, start, before, gap, partial, M, N, E, V, scale,
-            softcap, threshold, keep_scale, True, KEEPS, PRECISION, TMA, False, EVEN_E, EVEN_V,
+            softcap, threshold, keep_scale, True, KEEPS, TMA, False, EVEN_E, EVEN_V,
             BLOCK_N, BLOCK_E, BLOCK_V,
         )  # fmt: skip
     seen = total != 0.0

@@ -61,7 +61,7 @@ def _gather_keys(
     dk, dv, k, v, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, masks, blocks_ptr,
     site_key_ptr, b, h, offs_n, low, high, first, end, start, left, gap, count, H, M, N, E, V,
     scale, softcap, row0, threshold, keep_scale, WANTS_K: tl.constexpr, WANTS_V: tl.constexpr,
-    PARTIAL: tl.constexpr, KEEPS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PARTIAL: tl.constexpr, KEEPS: tl.constexpr, TMA: tl.constexpr,
     EVEN_E: tl.constexpr, EVEN_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def _gather_keys(
         offs_m = row + tl.arange(0, BLOCK_M)
         inside = (offs_m >= first) & (offs_m < end)
         lse = tl.load(lse_ptr + head + offs_m, mask=inside, other=float("inf"))
-        s = tl.dot(k, q_tile.T, input_precision=PRECISION)
+        s = tl.dot(k, q_tile.T)
         capped = s
         if not RAW:
             s, capped = scores(
@@ -85,21 +85,22 @@ def _gather_keys(
         do_tile = load_rows(
             dout, dout_strides, b, h, row, first, end, V, BLOCK_M, BLOCK_V, EVEN_V, TMA
         )
-        dropped = p
-        keep = 1.0
+        dropped, dp = p, p
+        if WANTS_K:
+            dp = tl.dot(v, do_tile.T)
         if site_key_ptr is not None:
             row_key = row_keys(site_key_ptr, row0, b, h, H, M, offs_m)
             keep = keep_at(row_key[None, :], offs_n[:, None], threshold, keep_scale)
             dropped = p * keep
+            dp *= keep
         if WANTS_V:
-            dv = tl.dot(dropped.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+            dv = tl.dot(dropped.to(do_tile.dtype), do_tile, dv)
         if WANTS_K:
             delta = tl.load(delta_ptr + head + offs_m, mask=inside, other=0.0)
-            dp = tl.dot(v, do_tile.T, input_precision=PRECISION)
-            ds = p * (dp * keep - delta[None, :])
+            ds = p * (dp - delta[None, :])
             if softcap is not None:
                 ds *= 1.0 - capped * capped
-            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk)
     return dk, dv
 
 
@@ -144,7 +145,6 @@ def attention_dkdv_bwd_kernel(
     keep_scale,
     PARTIAL: tl.constexpr,
     KEEPS: tl.constexpr,
-    PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     EVEN_E: tl.constexpr,
     EVEN_V: tl.constexpr,
@@ -190,14 +190,14 @@ def attention_dkdv_bwd_kernel(
             dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, masks,
             fulls_ptr, site_key_ptr, b, h, offs_n, low, high, first, end, full_start, full, 0, full,
             H, M, N, E, V, scale, softcap, row0, threshold, keep_scale, WANTS_K, WANTS_V,
-            False, KEEPS, PRECISION, TMA, EVEN_E, EVEN_V, BLOCK_M, BLOCK_E, BLOCK_V,
+            False, KEEPS, TMA, EVEN_E, EVEN_V, BLOCK_M, BLOCK_E, BLOCK_V,
         )  # fmt: skip
         if PARTIAL:
             dk, dv = _gather_keys(
                 dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, masks,
                 partials_ptr, site_key_ptr, b, h, offs_n, low, high, first, end, start, before, gap,
                 partial, H, M, N, E, V, scale, softcap, row0, threshold, keep_scale, WANTS_K,
-                WANTS_V, True, KEEPS, PRECISION, TMA, EVEN_E, EVEN_V, BLOCK_M, BLOCK_E, BLOCK_V,
+                WANTS_V, True, KEEPS, TMA, EVEN_E, EVEN_V, BLOCK_M, BLOCK_E, BLOCK_V,
             )  # fmt: skip
     # What no query sees was not visited, or is beside what was: its gradient is 0, not what p of
     # a key that is not there would give.
@@ -214,11 +214,10 @@ def attention_dkdv_bwd_kernel(
 def score_grads(
     q, k, v, dout, lse, delta, masks, row_key, b, h, offs_m, offs_n, low, high, M, N, scale,
     softcap, threshold, keep_scale, PARTIAL: tl.constexpr, KEEPS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of scores as the softmax sees them, and of scale q kᵀ."""
     RAW: tl.constexpr = (not PARTIAL) and (softcap is None)
-    s = tl.dot(q, k.T, input_precision=PRECISION)
+    s = tl.dot(q, k.T)
     capped = s
     if not RAW:
         s, capped = scores(
@@ -226,7 +225,7 @@ def score_grads(
             high[:, None], M, N, scale, softcap, PARTIAL, KEEPS,
         )  # fmt: skip
     p = exponentials(s, lse[:, None], scale, RAW)
-    dp = tl.dot(dout, v.T, input_precision=PRECISION)
+    dp = tl.dot(dout, v.T)
     if row_key is not None:
         dp *= keep_at(row_key[:, None], offs_n[None, :], threshold, keep_scale)
     ds = p * (dp - delta[:, None])
@@ -240,7 +239,7 @@ def score_grads(
 def _gather_queries(
     dq, q, dout, lse, delta, k, v, k_strides, v_strides, masks, blocks_ptr, row_key, b, h, kv_h,
     offs_m, low, high, first, end, start, left, gap, count, M, N, E, V, scale, softcap, threshold,
-    keep_scale, PARTIAL: tl.constexpr, KEEPS: tl.constexpr, PRECISION: tl.constexpr,
+    keep_scale, PARTIAL: tl.constexpr, KEEPS: tl.constexpr,
     TMA: tl.constexpr, EVEN_E: tl.constexpr, EVEN_V: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -252,9 +251,9 @@ def _gather_queries(
         _, ds = score_grads(
             q, k_tile, v_tile, dout, lse, delta, masks, row_key, b, h, offs_m,
             col + tl.arange(0, BLOCK_N), low, high, M, N, scale, softcap, threshold, keep_scale,
-            PARTIAL, KEEPS, PRECISION,
+            PARTIAL, KEEPS,
         )  # fmt: skip
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq)
     return dq
 
 
@@ -297,7 +296,6 @@ def attention_dq_bwd_kernel(
     keep_scale,
     PARTIAL: tl.constexpr,
     KEEPS: tl.constexpr,
-    PRECISION: tl.constexpr,
     TMA: tl.constexpr,
     EVEN_E: tl.constexpr,
     EVEN_V: tl.constexpr,
@@ -337,14 +335,14 @@ def attention_dq_bwd_kernel(
     dq = _gather_queries(
         dq, q_tile, do_tile, lse, delta, k, v, k_strides, v_strides, masks, fulls_ptr, row_key, b,
         h, kv_h, offs_m, low, high, first, end, full_start, full, 0, full, M, N, E, V, scale,
-        softcap, threshold, keep_scale, False, KEEPS, PRECISION, TMA, EVEN_E, EVEN_V, BLOCK_N,
+        softcap, threshold, keep_scale, False, KEEPS, TMA, EVEN_E, EVEN_V, BLOCK_N,
         BLOCK_E, BLOCK_V,
     )  # fmt: skip
     if PARTIAL:
         dq = _gather_queries(
             dq, q_tile, do_tile, lse, delta, k, v, k_strides, v_strides, masks, partials_ptr,
             row_key, b, h, kv_h, offs_m, low, high, first, end, start, before, gap, partial, M, N,
-            E, V, scale, softcap, threshold, keep_scale, True, KEEPS, PRECISION, TMA, EVEN_E,
+            E, V, scale, softcap, threshold, keep_scale, True, KEEPS, TMA, EVEN_E,
             EVEN_V, BLOCK_N, BLOCK_E, BLOCK_V,
         )  # fmt: skip
     store_rows(dq_ptr, dq_strides, b, h, row, M, E, dq * scale, BLOCK_M, BLOCK_E)

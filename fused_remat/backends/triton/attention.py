@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_remat.backends.base import AttentionCall
 from fused_remat.backends.triton.attention_masks import Problem, Strides, lists, prepare
-from fused_remat.backends.triton.launch import Launch, Target, cdiv, power_of_2
+from fused_remat.backends.triton.launch import INTERPRETED, Launch, Target, cdiv, power_of_2
 from fused_remat.backends.triton.tables import (
     ATTENTION_BY_DESCRIPTORS,
     AttentionTile,
@@ -37,6 +37,8 @@ def why_not(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     """Why the kernels cannot serve the call, or None if they can."""
     if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH:
         return f"a head of {max(q.shape[-1], v.shape[-1])} elements is wider than {MAX_WIDTH}"
+    if q.dtype == torch.float32 and not INTERPRETED:
+        return "in float32 a product is three TF32 ones, and no tile of that fits the registers"
     if not call.scale >= 0.0:
         return f"the scale {call.scale} is negative"
     if 0 in (call.kv_len, q.shape[-1], v.shape[-1]):
@@ -97,7 +99,6 @@ def _constants(
     return {
         "PARTIAL": partial,
         "KEEPS": problem.call.mask_keeps,
-        "PRECISION": problem.precision(),
         "TMA": tma,
         "EVEN_E": e == block_e,
         "EVEN_V": v == block_v,
@@ -125,7 +126,7 @@ def forward(
     """Fills out (B*S_q, H*V) and lse (B, H, S_q) float32."""
     q, k, v = map(_heads_in_place, (q, k, v))
     widths = (q.shape[-1], v.shape[-1])
-    tile = tile or attention_tile("fwd", target, q.dtype, max(widths), call)
+    tile = tile or attention_tile("fwd", target, max(widths), call)
     problem, launches = prepare(q, call, target, False)
     yield from launches
     blocks, blocks_strides, launches = lists(problem, tile, False)
@@ -174,12 +175,12 @@ def backward(
     heads = (q, k, v, dout, lse, delta)
     if grads is not None:
         tiles = tiles or (
-            attention_tile("dkdv", target, q.dtype, max(widths), call),
-            attention_tile("dq", target, q.dtype, max(widths), call),
+            attention_tile("dkdv", target, max(widths), call),
+            attention_tile("dq", target, max(widths), call),
         )
         yield from _dkdv(problem, *heads, grads[1:], tiles[0])
         yield from _dq(problem, *heads, grads[0], tiles[1])
-    tile = attention_tile("mask", target, q.dtype, max(widths), call)
+    tile = attention_tile("mask", target, max(widths), call)
     if call.dmask is not None:
         dmask = call.dmask if call.dmask.dim() == 4 else call.dmask[None, None]
         yield _mask_grad(problem, *heads, dmask, tile)
@@ -271,7 +272,6 @@ def _mask_grad(
     )  # fmt: skip
     constants = {
         "KEEPS": call.mask_keeps,
-        "PRECISION": problem.precision(),
         "OVER_ROWS": over[2],
         "OVER_COLS": over[3],
         "BLOCK_M": tile.block_m,

@@ -97,14 +97,9 @@ class Problem:
     def site_key(self) -> Tensor | None:
         return self.call.site_key if self.call.p > 0.0 else None
 
-    def precision(self) -> str:
-        """Of products in float32: three tf32 products for one."""
-        fast = torch.backends.cuda.matmul.fp32_precision == "tf32"
-        return "ieee" if self.dtype != torch.float32 else "tf32" if fast else "tf32x3"
-
     def launch(self, kernel: Any, programs: int, args: tuple[Any, ...], **constants: Any) -> Launch:
         """A launch of a kernel that has no tile of its own."""
-        return Launch(kernel, (programs,), args, constants, 4, 2, self.device)
+        return Launch(kernel, (programs,), args, constants, 8, 2, self.device)
 
 
 def _bounds(call: AttentionCall, left: int, right: int, by_keys: bool) -> tuple[Tensor, Launch]:

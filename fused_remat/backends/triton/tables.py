@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from fused_remat.backends.base import AttentionCall
 from fused_remat.backends.triton.launch import Target, cdiv
 
@@ -212,7 +210,7 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTil
         },
         "blackwell": {
             64: _both(_A(128, 64, 8, 2)),
-            128: (_A(128, 32, 8, 2), _A(64, 32, 4, 1)),
+            128: (_A(128, 64, 4, 2), _A(128, 32, 4, 2)),
             256: _both(_A(128, 32, 8, 2)),
         },
         "ampere": {
@@ -224,6 +222,11 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTil
             64: _both(_A(128, 64, 8, 2)),
             128: _both(_A(128, 64, 8, 2)),
             256: _both(_A(64, 64, 8, 1)),
+        },
+        "hip": {
+            64: _both(_A(64, 64, 4, 1)),
+            128: _both(_A(64, 64, 4, 1)),
+            256: _both(_A(64, 32, 4, 1)),
         },
     },
     "dkdv": {
@@ -247,6 +250,11 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTil
             128: _both(_A(64, 64, 8, 2)),
             256: _both(_A(32, 64, 8, 1, split=True)),
         },
+        "hip": {
+            64: _both(_A(32, 64, 4, 1)),
+            128: _both(_A(32, 64, 4, 1, split=True)),
+            256: _both(_A(32, 32, 4, 1, split=True)),
+        },
     },
     "dq": {
         "hopper": {
@@ -269,14 +277,44 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTil
             128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
             256: _both(_A(64, 32, 8, 1)),
         },
+        "hip": {
+            64: _both(_A(64, 64, 4, 1)),
+            128: _both(_A(64, 32, 4, 1)),
+            256: _both(_A(32, 32, 4, 1)),
+        },
+    },
+    "mask": {
+        "hopper": {
+            64: _both(_A(64, 32, 4, 2)),
+            128: _both(_A(64, 64, 8, 2)),
+            256: _both(_A(64, 32, 8, 2)),
+        },
+        "blackwell": {
+            64: _both(_A(64, 32, 4, 2)),
+            128: _both(_A(64, 64, 8, 2)),
+            256: _both(_A(64, 32, 8, 2)),
+        },
+        "ampere": {
+            64: _both(_A(32, 32, 4, 2)),
+            128: _both(_A(16, 32, 4, 2)),
+            256: _both(_A(16, 32, 4, 2)),
+        },
+        "small": {
+            64: _both(_A(32, 32, 4, 2)),
+            128: _both(_A(16, 32, 4, 2)),
+            256: _both(_A(16, 32, 4, 2)),
+        },
+        "hip": {
+            64: _both(_A(32, 32, 4, 1)),
+            128: _both(_A(32, 32, 4, 1)),
+            256: _both(_A(16, 32, 4, 1)),
+        },
     },
 }
 _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
 
 
-def attention_tile(
-    kernel: str, target: Target, dtype: torch.dtype, width: int, call: AttentionCall
-) -> AttentionTile:
+def attention_tile(kernel: str, target: Target, width: int, call: AttentionCall) -> AttentionTile:
     """The tile of "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide."""
     if target.kind == "interpreter":
         return _INTERPRETED_ATTENTION
