@@ -12,7 +12,6 @@ Triton's interpreter; its times mean nothing.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
@@ -22,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,16 @@ from typing import Any
 import torch
 import triton
 
-from bench import audit_cases, gpu_contest, gpu_kernels, gpu_layers, gpu_products, gpu_tiles
+from bench import (
+    audit_cases,
+    gpu_attention,
+    gpu_attention_tiles,
+    gpu_contest,
+    gpu_kernels,
+    gpu_layers,
+    gpu_products,
+    gpu_tiles,
+)
 from bench.gpu_contest import UNITS, Rig, described
 from bench.gpu_report import failures, line, report
 from bench.timing import ROOT, ResultsFile, machine
@@ -149,23 +156,11 @@ def precompile(rig: Rig, seconds: float) -> dict[str, Any]:
     if rig.dry:
         return {"found": {"kernels": len(launches), "compiled": 0}}
     batch = 2 * (os.cpu_count() or 1)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while done < len(launches) and time.perf_counter() - start < seconds:
-            with _in_parallel(pool):
-                for launch in launches[done : done + batch]:
-                    launch.kernel.warmup(
-                        *launch.args, grid=launch.grid, **launch.constants,
-                        num_warps=launch.num_warps, num_stages=launch.num_stages,
-                    )  # fmt: skip
-            done += batch
+    while done < len(launches) and time.perf_counter() - start < seconds:
+        gpu_contest.compile_together(launches[done : done + batch])
+        done += batch
     took = time.perf_counter() - start
     return {"found": {"kernels": len(launches), "compiled": min(done, len(launches)), "s": took}}
-
-
-def _in_parallel(pool: ThreadPoolExecutor) -> contextlib.AbstractContextManager[Any]:
-    """What is compiled within it is compiled on the pool's threads, where this Triton can."""
-    mode = getattr(triton, "AsyncCompileMode", None)
-    return contextlib.nullcontext() if mode is None else mode(pool, ignore_errors=True)
 
 
 def _compile_jobs(rig: Rig) -> Iterator[Job]:
@@ -178,13 +173,17 @@ SECTIONS: dict[str, Section] = {
     "environment": Section(1.0, _environment_jobs),
     "ceilings": Section(1.0, _ceiling_jobs),
     "precompile": Section(10.0, _compile_jobs),
+    "attention": Section(14.0, _contests(gpu_attention.attention_entries, 8.0)),
     "products": Section(9.0, _contests(gpu_products.product_entries, 6.0)),
     "layers": Section(10.0, _steps(gpu_layers.layer_entries, 20.0)),
+    "attention calls": Section(8.0, _contests(gpu_attention.special_entries, 8.0)),
     "norms": Section(5.0, _contests(gpu_kernels.norm_entries, 5.0)),
     "tiles": Section(5.0, _contests(gpu_tiles.tile_entries, 10.0)),
+    "attention tiles": Section(5.0, _contests(gpu_attention_tiles.tile_entries, 15.0)),
     "mlp": Section(3.0, _steps(gpu_layers.mlp_entries, 15.0)),
     "pointwise": Section(3.0, _contests(gpu_kernels.pointwise_entries, 5.0)),
     "replayed": Section(4.0, _steps(gpu_layers.replay_entries, 20.0)),
+    "flex": Section(3.0, _contests(gpu_attention.flex_entries, 45.0)),
     "compile": Section(6.0, _steps(gpu_layers.compile_entries, 90.0)),
 }
 

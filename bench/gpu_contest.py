@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from bench.timing import interleave, quantiles
 from fused_remat import random
 from fused_remat.backends.eager import EagerBackend
-from fused_remat.backends.triton.launch import Target
+from fused_remat.backends.triton.launch import Launch, Target
 from fused_remat.random import Keep
 
 #: What is exact when computed in float64.
@@ -93,10 +97,14 @@ class Way:
     Attributes:
         run: computes on an input set; what it returns is checked by name.
         truth: what its results should be, where that depends on them (its own dropout mask).
+        optional: it may not serve here, which is no failure; its results have to be right.
+        replayed: timed as a CUDA graph's replay, where it can be captured.
     """
 
     run: Callable[[int], Results]
     truth: Callable[[Results], Results] | None = None
+    optional: bool = False
+    replayed: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,6 +115,7 @@ class Contest:
         truth: the results on the first input set, in float64; a way may return fewer.
         work: bytes (unit "GB/s") or floating-point operations ("TFLOP/s") of a call.
         baselines: ways that all are compared with.
+        factor: how many times `TOLERANCE` a result may be off.
     """
 
     ways: Mapping[str, Way]
@@ -114,18 +123,19 @@ class Contest:
     work: float
     unit: str
     baselines: tuple[str, ...]
+    factor: float = 1.0
 
 
 class WrongResultError(Exception):
     """A result that is not right."""
 
 
-def check(found: Results, truth: Results) -> dict[str, Any]:
+def check(found: Results, truth: Results, factor: float = 1.0) -> dict[str, Any]:
     """The result with the largest relative L2 error for its dtype. Raises: WrongResultError."""
     worst: dict[str, Any] = {"error": -1.0, "allowed": 1.0}
     assert found, "a way without results cannot be checked"
     for name, value in found.items():
-        allowed, exact = TOLERANCE[value.dtype], truth[name].reshape(value.shape)
+        allowed, exact = factor * TOLERANCE[value.dtype], truth[name].reshape(value.shape)
         error = ((value.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
         if not error <= allowed:  # NaN too: what was not written
             raise WrongResultError(f"relative error of {name} is {error:.2g}, allowed {allowed:g}")
@@ -141,7 +151,7 @@ def described(error: Exception) -> str:
 
 
 def admit(contest: Contest) -> dict[str, dict[str, Any]]:
-    """The beginning of each way's row: how it was found right, or its error."""
+    """The beginning of each way's row: how it was found right, its error, or why it is absent."""
     rows: dict[str, dict[str, Any]] = {}
     truth = contest.truth()
     for name, way in contest.ways.items():
@@ -149,17 +159,18 @@ def admit(contest: Contest) -> dict[str, dict[str, Any]]:
             results = way.run(0)
             exact = truth if way.truth is None else way.truth(results)
             own = {k: v for k, v in results.items() if k in exact}
-            rows[name] = {"check": check(own, exact)}
+            rows[name] = {"check": check(own, exact, contest.factor)}
         except Exception as error:  # one broken way must not cost the others' results
-            rows[name] = {"error": described(error)}
+            absent = way.optional and not isinstance(error, WrongResultError)
+            rows[name] = {"absent" if absent else "error": described(error)}
     return rows
 
 
 def measure(contest: Contest, rig: Rig) -> dict[str, Any]:
     """A row: every way checked, and those that are right timed."""
     rows = admit(contest)
-    right = {name: contest.ways[name].run for name, row in rows.items() if "error" not in row}
-    steps = {name: stepper(run, rig) for name, run in right.items()}
+    right = {name: contest.ways[name] for name, row in rows.items() if "check" in row}
+    steps = {name: stepper(way.run, rig, way.replayed) for name, way in right.items()}
     times = in_turns(steps, rig)
     for name, found in summary(times, contest.baselines).items():
         rate = contest.work / UNITS[contest.unit] / (1e-6 * found["us"]["p50"])
@@ -194,7 +205,7 @@ def summary(
     return found
 
 
-def stepper(run: Callable[[int], Any], rig: Rig) -> Callable[[], float]:
+def stepper(run: Callable[[int], Any], rig: Rig, replayed: bool = True) -> Callable[[], float]:
     """A function that times some calls of `run` and returns the seconds of one."""
     if rig.device.type != "cuda":
         return lambda: _on_host(run)
@@ -203,7 +214,7 @@ def stepper(run: Callable[[int], Any], rig: Rig) -> Callable[[], float]:
     count = SETS * max(1, min(20, round(_REPLAY_SECONDS / once / SETS)))
     work = _calls(run, count)
     try:
-        work = captured(work)
+        work = captured(work) if replayed else work
     except RuntimeError:  # what cannot be captured is launched call by call
         torch.cuda.synchronize()
     return lambda: between_events(work, work) / count
@@ -251,3 +262,17 @@ def captured(work: Callable[[], Any]) -> Callable[[], None]:
             graph.capture_end()
     torch.cuda.synchronize()
     return graph.replay
+
+
+def compile_together(launches: Iterable[Launch]) -> None:
+    """Compile them on all cores, where this Triton can; an error shows where one is launched."""
+    mode = getattr(triton, "AsyncCompileMode", None)
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
+        if mode is not None:
+            stack.enter_context(mode(pool, ignore_errors=True))
+        for launch in launches:
+            launch.kernel.warmup(
+                *launch.args, grid=launch.grid, **launch.constants,
+                num_warps=launch.num_warps, num_stages=launch.num_stages,
+            )  # fmt: skip

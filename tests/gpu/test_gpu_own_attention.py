@@ -261,9 +261,11 @@ def far_apart(*heads):
     """Batches 2**31 elements apart: offsets need 64 bits."""
     made = []
     for t in heads:
-        size = 2**31 + t[0].numel()
-        wide = torch.zeros(0, dtype=t.dtype, device=t.device).new_empty(1).resize_(size)
-        made.append(wide.as_strided(t.shape, (2**31, *t[0].contiguous().stride())).copy_(t))
+        count = 2**31 + t[0].numel()
+        # Not torch.empty, which would fill it all with NaN here.
+        storage = torch.UntypedStorage(count * t.element_size(), device=t.device)
+        strides = (2**31, *t[0].contiguous().stride())
+        made.append(t.new_empty(0).set_(storage, 0, t.shape, strides).copy_(t))
     return made
 
 

@@ -1,5 +1,6 @@
 """`python -m bench gpu` in a dry run: all but the clock of what runs on a GPU."""
 
+import dataclasses
 import gc
 import json
 import os
@@ -10,7 +11,8 @@ import pytest
 import torch
 from poisoned import TARGET
 
-from bench import gpu, gpu_contest, gpu_tiles
+from bench import gpu, gpu_attention, gpu_attention_tiles, gpu_contest, gpu_tiles
+from bench.gpu_attention_calls import SETTINGS, Subject
 from bench.gpu_contest import Contest, Rig, Way
 from bench.gpu_report import failures
 from bench.timing import ResultsFile
@@ -43,9 +45,13 @@ def test_every_way_is_right_and_timed(rows):
     assert len(measured) > 30
     for row in measured:
         for name, way in row["ways"].items():
+            if "absent" in way:  # on a CPU
+                assert (row["case"]["name"], name) == ("attention_bwd packed", "flex")
+                continue
             assert set(way["us"]) == {"p20", "p50", "p80"}, (row["case"], name)
             if row["case"]["section"] != "ceilings":
-                assert way["check"] and way["ratio"], (row["case"], name)
+                alone = any("absent" in other for other in row["ways"].values())
+                assert way["check"] and (way["ratio"] or alone), (row["case"], name)
 
 
 def test_every_tile_and_rung_is_there(rows):
@@ -53,6 +59,11 @@ def test_every_tile_and_rung_is_there(rows):
     for kernel, families in tables.TILES.items():
         names = {gpu_tiles.tile_name(tile) for tile in families["interpreter"]}
         assert set(ways["tiles", f"tiles of {kernel}"]) == {"bare", *names}
+    for kernel in gpu_attention_tiles.KERNELS:
+        found = ways["attention tiles", f"tiles of attention_{kernel} causal"]
+        tiles = gpu_attention_tiles.CANDIDATES["interpreter"].get(kernel, ())
+        assert len(found) == 1 + len(tiles)
+        assert {gpu_attention_tiles.tile_name(tile) for tile in tiles} <= set(found)
     for norm in ("pre", "post"):
         found = ways["layers", f"{norm}-norm"]
         assert list(found) == ["eager", "checkpoint", "full", "lean", "balanced", "fast", "none"]
@@ -74,6 +85,45 @@ def test_no_speed_of_what_is_wrong_or_not_written(rig):
     rows = gpu_contest.measure(contest, rig)["ways"]
     assert "us" in rows["right"] and list(rows["off"]) == list(rows["unwritten"]) == ["error"]
     assert rows["off"]["error"].startswith("WrongResultError: relative error of y is 0.001")
+
+
+def test_what_may_not_serve_is_absent_but_has_to_be_right(rig):
+    def fails(index):
+        raise RuntimeError("no such kernel")
+
+    ways = {
+        "ours": Way(fails),
+        "absent": Way(fails, optional=True),
+        "off": Way(lambda index: {"y": torch.full((2,), 1.001)}, optional=True),
+    }
+    truth = lambda: {"y": torch.ones(2, dtype=torch.float64)}  # noqa: E731
+    row = gpu_contest.measure(Contest(ways, truth, 1.0, "GB/s", ("absent",)), rig)
+    assert [list(way) for way in row["ways"].values()] == [["error"], ["absent"], ["error"]]
+    assert len(failures([{"case": {"section": "it", "name": "them"}} | row])) == 2
+
+
+def test_a_result_may_be_off_by_the_contests_factor():
+    off = {"y": torch.full((2,), 1.0 + 2e-5)}
+    truth = {"y": torch.ones(2, dtype=torch.float64)}
+    with pytest.raises(gpu_contest.WrongResultError, match="allowed 1e-05"):
+        gpu_contest.check(off, truth)
+    assert gpu_contest.check(off, truth, 2.5)["allowed"] == 2.5e-5
+
+
+def test_attention_with_an_unknown_mask_is_right_on_average(rig):
+    """A result that is off by a factor is not; nor is one that is not there."""
+    s = Subject(rig, SETTINGS["causal dropout"], 64, 16)
+    truth, plain = gpu_attention._own_dropout(s, "fwd"), s.exact("fwd", without_dropout(s))
+    noise = {"out": plain["out"] + 0.1 * torch.randn_like(plain["out"])}
+    assert gpu_contest.check(noise, truth(noise), 1e7)["error"] < 0.02
+    for factor in (0.9, torch.nan):
+        scaled = {"out": factor * plain["out"]}
+        with pytest.raises(gpu_contest.WrongResultError):
+            gpu_contest.check(scaled, truth(scaled))
+
+
+def without_dropout(s):
+    return dataclasses.replace(s.call, p=0.0)
 
 
 def test_a_failing_case_is_a_row(rig, tmp_path):

@@ -1,0 +1,88 @@
+"""Contests of attention's tiles: each kernel alone, as the tables cut it and as it might be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bench.gpu_attention import FACTOR, Own
+from bench.gpu_attention_calls import SETTINGS, Subject
+from bench.gpu_contest import Contest, Rig, compile_together
+from bench.gpu_kernels import Entry
+from fused_remat.backends.triton.tables import AttentionTile, attention_tile, family
+
+SEQ_LEN, WIDTHS = 4096, (128, 64)
+_T = AttentionTile
+#: Kernel -> its direction, and its products as a share of those that the direction counts: the
+#: scores and their gradients are computed in both kernels of a backward.
+KERNELS = {"fwd": ("fwd", 1.0), "dkdv": ("bwd", 4 / 5), "dq": ("bwd", 3 / 5)}
+#: Family -> kernel -> tiles beside that of the tables.
+CANDIDATES: dict[str, dict[str, tuple[AttentionTile, ...]]] = {
+    "hopper": {
+        "fwd": (
+            _T(128, 128, 8, 3), _T(128, 128, 8, 2), _T(128, 64, 8, 3), _T(128, 64, 4, 3),
+            _T(64, 64, 4, 3),
+        ),
+        "dkdv": (
+            _T(64, 128, 8, 2), _T(64, 128, 8, 3), _T(64, 64, 4, 2), _T(64, 64, 8, 2),
+            _T(128, 64, 8, 2),
+        ),
+        "dq": (
+            _T(128, 128, 8, 2), _T(128, 128, 8, 3), _T(128, 64, 8, 2), _T(128, 64, 8, 3),
+            _T(64, 64, 4, 3),
+        ),
+    },
+    "interpreter": {"fwd": (_T(32, 16, 4, 1),), "dkdv": (_T(16, 16, 4, 1, split=True),)},
+}  # fmt: skip
+#: Family -> forwards whose loop is divided among warps; only where no mask applies.
+SPECIALIZED: dict[str, tuple[AttentionTile, ...]] = {
+    "hopper": tuple(_T(128, 128, 4, stages, warp_specialize=True) for stages in (2, 3)),
+    "interpreter": (_T(32, 32, 4, 1, warp_specialize=True),),
+}
+
+
+def tile_name(tile: AttentionTile) -> str:
+    """Queries by keys, warps, stages.
+
+    >>> tile_name(AttentionTile(64, 128, 8, 2, split=True))
+    '64x128 w8 s2 split'
+    """
+    more = [name for name in ("split", "warp_specialize") if getattr(tile, name)]
+    return " ".join([f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages}", *more])
+
+
+def contest(s: Subject, kernel: str, tiles: tuple[AttentionTile, ...]) -> Contest:
+    """A kernel with the tables' tile, which the others are compared with, and with these."""
+    direction, share = KERNELS[kernel]
+    first = attention_tile(kernel, s.rig.target, s.rig.dtype, s.width, s.call)
+    ways, launches = {}, []
+    for tile in dict.fromkeys((first, *tiles)):
+        own = Own(s, direction)
+        ways[tile_name(tile)] = own.way(tile, kernel, optional=tile != first)
+        launches += own.launches(0, tile)
+    if not s.rig.dry:
+        compile_together(launches)
+    truth = lambda: s.exact(direction)  # noqa: E731
+    work = share * s.flops[direction]
+    return Contest(ways, truth, work, "TFLOP/s", (tile_name(first),), FACTOR)
+
+
+def _entry(rig: Rig, kernel: str, setting: str, width: int, tiles: Any) -> Entry:
+    sizes = {"seq_len": rig.size(SEQ_LEN, 64), "head_dim": rig.size(width, 16)}
+
+    def build(rig: Rig) -> Contest:
+        return contest(Subject(rig, SETTINGS[setting], SEQ_LEN, width), kernel, tiles)
+
+    return {"name": f"tiles of attention_{kernel} {setting}", **sizes}, build
+
+
+def tile_entries(rig: Rig) -> Iterator[Entry]:
+    """Every kernel with a causal mask; last, what a compiler may fail at, a forward without one."""
+    mine = family(rig.target)
+    widths = WIDTHS[:1] if rig.dry else WIDTHS
+    for width in widths:
+        for kernel in KERNELS:
+            tiles = CANDIDATES.get(mine, {}).get(kernel, ())
+            yield _entry(rig, kernel, "causal", width, tiles)
+    for width in widths if mine in SPECIALIZED else ():
+        yield _entry(rig, "fwd", "full", width, SPECIALIZED[mine])
