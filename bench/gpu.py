@@ -36,6 +36,7 @@ from bench import (
     gpu_kernels,
     gpu_layers,
     gpu_products,
+    gpu_rotary,
     gpu_tiles,
 )
 from bench.gpu_contest import UNITS, Rig, described
@@ -182,6 +183,7 @@ SECTIONS: dict[str, Section] = {
     "attention tiles": Section(5.0, _contests(gpu_attention_tiles.tile_entries, 15.0)),
     "mlp": Section(3.0, _steps(gpu_layers.mlp_entries, 15.0)),
     "pointwise": Section(3.0, _contests(gpu_kernels.pointwise_entries, 5.0)),
+    "rotary": Section(2.0, _contests(gpu_rotary.rotary_entries, 5.0)),
     "replayed": Section(4.0, _steps(gpu_layers.replay_entries, 20.0)),
     "flex": Section(3.0, _contests(gpu_attention.flex_entries, 45.0)),
     "compile": Section(6.0, _steps(gpu_layers.compile_entries, 90.0)),
