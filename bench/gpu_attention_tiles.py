@@ -54,7 +54,7 @@ def tile_name(tile: AttentionTile) -> str:
 def contest(s: Subject, kernel: str, tiles: tuple[AttentionTile, ...]) -> Contest:
     """A kernel with the tables' tile, which the others are compared with, and with these."""
     direction, share = KERNELS[kernel]
-    first = attention_tile(kernel, s.rig.target, s.rig.dtype, s.width, s.call)
+    first = attention_tile(kernel, s.rig.target, s.width, s.call)
     ways, launches = {}, []
     for tile in dict.fromkeys((first, *tiles)):
         own = Own(s, direction)

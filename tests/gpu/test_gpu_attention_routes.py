@@ -144,6 +144,23 @@ def test_who_serves(options, monkeypatch):
     assert seen, "auto is the kernels where ATen's cannot serve"
 
 
+@pytest.mark.parametrize("options", [o for o in MASKED if o != "bias"])
+def test_float32_is_right_whoever_serves_it(options, monkeypatch):
+    """On a GPU not the kernels, whose products would be of TF32: so within float32's rounding."""
+    if ON_GPU:
+        monkeypatch.setattr(attention, "forward", None)  # fails if called
+    q, k, v, dy = (normal(torch.float32, B, H, S, E) for _ in range(4))
+
+    def results(dtype, backend):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        y = ops.attention(*leaves, **MASKED[options](), backend=backend)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(dtype))]
+
+    exact = results(torch.float64, "eager")
+    for mine, true in zip(results(torch.float32, "triton"), exact, strict=True):
+        assert error_of(mine, true) <= 1e-5
+
+
 def weights():
     width = H * E
     return (

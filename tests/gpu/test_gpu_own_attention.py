@@ -19,10 +19,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from fused_remat.backends.triton import attention, tables
 
 pytestmark = pytest.mark.gpu
-DTYPES = [BF16, torch.float16, torch.float32] if ON_GPU else [torch.float16, torch.float32]
+# In float32 the kernels serve nothing but the interpreter.
+DTYPES = [BF16, torch.float16] if ON_GPU else [torch.float16, torch.float32]
 # The error may be 1.5 times PyTorch's own in the same dtype, plus this: two roundings, of what its
 # unfused operators hold in float32 (the output in a row's sum delta; gradients of scores); float32:
-# sums in another order, and products as three of tf32.
+# sums in another order.
 FLOOR = {torch.bfloat16: 3.2e-3, torch.float16: 4e-4, torch.float32: 1e-5}
 INF = float("inf")
 
