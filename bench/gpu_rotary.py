@@ -19,7 +19,7 @@ _NAMES = ("dx", "dq_weight", "dk_weight")
 
 def _call(rig: Rig, tokens: int, seq_len: int, heads: int, width: int, normed: bool) -> RotaryCall:
     """Query heads and a quarter as many key heads, all of whose elements are rotated."""
-    angle = rig.normal(seq_len, width // 2, dtype=torch.float32)
+    angle = rig.normal(seq_len, width // 2).float()
     weights = [rig.normal(width, shift=1.0) if normed else None for _ in range(2)]
     return RotaryCall(
         nhead=heads, kv_heads=heads // 4, cos=angle.cos(), sin=angle.sin(), interleaved=False,
