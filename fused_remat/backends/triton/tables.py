@@ -220,7 +220,7 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTil
         },
         "small": {
             64: _both(_A(128, 64, 8, 2)),
-            128: _both(_A(128, 64, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
             256: _both(_A(64, 64, 8, 1)),
         },
         "hip": {
@@ -247,8 +247,8 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTil
         },
         "small": {
             64: _both(_A(32, 64, 4, 2)),
-            128: _both(_A(64, 64, 8, 2)),
-            256: _both(_A(32, 64, 8, 1, split=True)),
+            128: (_A(64, 64, 8, 2), _A(32, 64, 8, 2)),
+            256: (_A(32, 64, 8, 1, split=True), _A(32, 32, 4, 1, split=True)),
         },
         "hip": {
             64: _both(_A(32, 64, 4, 1)),
@@ -300,9 +300,9 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTil
             256: _both(_A(16, 32, 4, 2)),
         },
         "small": {
-            64: _both(_A(32, 32, 4, 2)),
+            64: _both(_A(16, 32, 4, 2)),
             128: _both(_A(16, 32, 4, 2)),
-            256: _both(_A(16, 32, 4, 2)),
+            256: _both(_A(16, 16, 4, 2)),
         },
         "hip": {
             64: _both(_A(32, 32, 4, 1)),
