@@ -174,7 +174,8 @@ def masked(s, masks, b, h, offs_m, offs_n, M, N, KEEPS: tl.constexpr):
                 hidden = mask != 0
             bias = tl.where(hidden, float("-inf"), bias)
     if masks.padding is not None:
-        ptrs = masks.padding + b.to(tl.int64) * masks.stride_pb + offs_n * masks.stride_pn
+        base = masks.padding + b.to(tl.int64) * masks.stride_pb
+        ptrs = base + offs_n.to(tl.int64) * masks.stride_pn
         padding = tl.load(ptrs, mask=offs_n < N, other=0)
         if masks.padding.dtype.element_ty.is_floating():
             bias += padding.to(tl.float32)

@@ -21,7 +21,7 @@ from torch import nn
 from fused_remat import ops, random
 from fused_remat.backends.activations import ACTIVATIONS
 
-MIXED = ("attention", "encoder", "qk_norm_attention")
+MIXED = ("attention", "encoder", "qk_norm_attention")  # tokens with tokens
 TOKENWISE = [name for name in CASES if not name.startswith(MIXED)]
 LEADS = [(), (1,), (7,), (3, 5), (2, 3, 5), (0,), (3, 0), (0, 5), (2, 0, 3)]
 

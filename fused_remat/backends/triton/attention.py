@@ -30,7 +30,8 @@ from fused_remat.kernels.attention_masks import attention_mask_bwd_kernel
 MAX_WIDTH = 256
 # Rows of a tile of the sums delta.
 _DELTA_ROWS = 64
-Heads = tuple[Tensor, Tensor, Tensor]
+#: q, k, v, dout, lse, delta.
+Heads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def why_not(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
@@ -154,7 +155,7 @@ def backward(
     attn: Tensor,
     lse: Tensor,
     call: AttentionCall,
-    grads: Heads | None,
+    grads: tuple[Tensor, Tensor, Tensor] | None,
     target: Target,
     tiles: tuple[AttentionTile, AttentionTile] | None = None,
 ) -> Iterator[Launch]:
@@ -178,87 +179,51 @@ def backward(
             attention_tile("dkdv", target, max(widths), call),
             attention_tile("dq", target, max(widths), call),
         )
-        yield from _dkdv(problem, *heads, grads[1:], tiles[0])
-        yield from _dq(problem, *heads, grads[0], tiles[1])
+        yield from _gradients(problem, heads, grads[1:], tiles[0], by_keys=True)
+        yield from _gradients(problem, heads, grads[:1], tiles[1], by_keys=False)
     tile = attention_tile("mask", target, max(widths), call)
     if call.dmask is not None:
         dmask = call.dmask if call.dmask.dim() == 4 else call.dmask[None, None]
-        yield _mask_grad(problem, *heads, dmask, tile)
+        yield _mask_grad(problem, heads, dmask, tile)
     if call.dpadding is not None:
-        yield _mask_grad(problem, *heads, call.dpadding[:, None, None], tile)
+        yield _mask_grad(problem, heads, call.dpadding[:, None, None], tile)
 
 
-def _dkdv(
+def _gradients(
     problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    heads: Heads,
     grads: tuple[Tensor, ...],
     tile: AttentionTile,
+    by_keys: bool,
 ) -> Iterator[Launch]:
-    call, widths = problem.call, (q.shape[-1], v.shape[-1])
-    blocks, blocks_strides, launches = lists(problem, tile, True)
+    """dk and dv by blocks of keys, or dq by tiles of queries."""
+    call, (q, k, v, dout, lse, delta) = problem.call, heads
+    widths = (q.shape[-1], v.shape[-1])
+    blocks, blocks_strides, launches = lists(problem, tile, by_keys)
     yield from launches
     (q_in, do_in, k_in, v_in), strides, tma = _operands(problem, tile, (q, dout), (k, v))
-    partial = problem.is_partial(call.q_len, tile.block_m)
+    kernel = attention_dkdv_bwd_kernel if by_keys else attention_dq_bwd_kernel
+    pieces = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
+    if by_keys:
+        bounds, programs = problem.bounds_k, pieces[1] * call.batch * call.kv_heads
+        partial = problem.is_partial(call.q_len, tile.block_m)
+    else:
+        bounds, programs = problem.bounds_q, pieces[0] * call.batch * call.nhead
+        partial = problem.is_partial(call.kv_len, tile.block_n)
     constants = _constants(problem, tile, widths, partial, tma)
-    programs = cdiv(call.kv_len, tile.block_n) * call.batch * call.kv_heads
     for wanted in ((grads[0], None), (None, grads[1])) if tile.split else (grads,):
         args = (
-            q_in, k_in, v_in, do_in, lse, delta, problem.masks, problem.bounds_k, call.lengths,
-            blocks, problem.site_key(), *wanted, strides[0], *strides[2:], strides[1],
-            blocks_strides, *map(_strides, grads), *_sizes(call, widths), *problem.scalars(),
+            q_in, k_in, v_in, do_in, lse, delta, problem.masks, bounds, call.lengths, blocks,
+            problem.site_key(), *wanted, strides[0], *strides[2:], strides[1], blocks_strides,
+            *map(_strides, grads), *_sizes(call, widths), *problem.scalars(),
         )  # fmt: skip
-        yield Launch(
-            attention_dkdv_bwd_kernel, (programs,), args, constants, tile.warps, tile.stages,
-            q.device,
-        )  # fmt: skip
+        yield Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, q.device)
 
 
-def _dq(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    tile: AttentionTile,
-) -> Iterator[Launch]:
-    call, widths = problem.call, (q.shape[-1], v.shape[-1])
-    blocks, blocks_strides, launches = lists(problem, tile, False)
-    yield from launches
-    (q_in, do_in, k_in, v_in), strides, tma = _operands(problem, tile, (q, dout), (k, v))
-    partial = problem.is_partial(call.kv_len, tile.block_n)
-    args = (
-        q_in, k_in, v_in, do_in, lse, delta, problem.masks, problem.bounds_q, call.lengths, blocks,
-        problem.site_key(), dq, strides[0], *strides[2:], strides[1], blocks_strides, _strides(dq),
-        *_sizes(call, widths), *problem.scalars(),
-    )  # fmt: skip
-    constants = _constants(problem, tile, widths, partial, tma)
-    programs = cdiv(call.q_len, tile.block_m) * call.batch * call.nhead
-    yield Launch(
-        attention_dq_bwd_kernel, (programs,), args, constants, tile.warps, tile.stages, q.device
-    )
-
-
-def _mask_grad(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dmask: Tensor,
-    tile: AttentionTile,
-) -> Launch:
+def _mask_grad(problem: Problem, heads: Heads, dmask: Tensor, tile: AttentionTile) -> Launch:
     """dmask (b, h, m, n), each size 1 or that of the scores, is added to."""
-    call, widths = problem.call, (q.shape[-1], v.shape[-1])
+    call, (q, k, v, dout, lse, delta) = problem.call, heads
+    widths = (q.shape[-1], v.shape[-1])
     pieces = (
         call.batch, call.nhead, cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
     )  # fmt: skip
