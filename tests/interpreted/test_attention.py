@@ -202,6 +202,14 @@ def test_rows_that_are_far_everywhere_keep_their_digits():
         torch.testing.assert_close(found[name], expected[name])
 
 
+@pytest.mark.parametrize("far", [200.0, -1e9])
+def test_far_rows_beside_blocks_that_nothing_is_added_to(far):
+    """What a row is shifted by must be taken from all of its blocks, or from none."""
+    mask = torch.zeros(18, 40)
+    mask[:9, 35] = far
+    check((2, 2, 2, 18, 40, 16), mask=mask)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_key_lengths_and_what_lies_beyond(dtype):
     """What is beyond the lengths may be anything: it is not read, not even multiplied by 0."""
@@ -291,9 +299,9 @@ def test_lists_of_blocks(by_keys):
     padding = torch.zeros(2, 70, dtype=torch.bool)
     padding[1, 50:] = True
     call = attention_call((2, 3, 3, 37, 70, 16), mask=mask, padding=padding, right=4, left=40)
-    problem, _ = attention_masks.prepare(torch.empty(2, 3, 37, 16), call, TARGET, True)
+    problem, before = attention_masks.prepare(torch.empty(2, 3, 37, 16), call, TARGET, True)
     blocks, strides, launches = attention_masks.lists(problem, SMALL, by_keys)
-    for launch in launches:
+    for launch in before + launches:
         launch.run()
     assert blocks.shape[:2] == (2, 1) and strides[1] == 0
     place = torch.arange(37)[:, None] + 33

@@ -174,8 +174,7 @@ def lists(
     batches, heads = problem.listed
     blocks = torch.empty((batches, heads, rows, cols + 2), dtype=torch.int32, device=problem.device)
     bounds = problem.bounds_k if by_keys else problem.bounds_q
-    masks = problem.masks._replace(shift=None, stride_sb=0, stride_sh=0)  # any shift is no 0
-    args = (masks, bounds, call.lengths, blocks, heads, call.q_len, call.kv_len)
+    args = (problem.masks, bounds, call.lengths, blocks, heads, call.q_len, call.kv_len)
     launch = problem.launch(
         attention_blocks_fwd_kernel, batches * heads * rows, args + problem.interval,
         KEEPS=call.mask_keeps, BY_KEYS=by_keys, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
