@@ -6,7 +6,7 @@ import pytest
 import torch
 from poisoned import TARGET, check_error, check_margin, poisoned
 
-from fused_remat import random
+from fused_remat import ops, random
 from fused_remat.backends import eager_attention
 from fused_remat.backends.base import AttentionCall
 from fused_remat.backends.triton import attention, attention_masks
@@ -373,6 +373,21 @@ def test_operands_of_any_layout(how):
         return tuple(torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in (q, k, v))
 
     check(SQUARE, inputs=lay_out, right=0)
+
+
+@pytest.mark.parametrize("which", range(3), ids=["query", "key", "value"])
+def test_gradients_of_heads_whose_rows_are_not_side_by_side(which):
+    """The gradients are laid out like the heads, but a kernel writes rows side by side."""
+    torch.manual_seed(0)
+    heads = [torch.randn(2, 2, 20, 16) for _ in range(3)]
+    heads[which] = heads[which].mT.contiguous().mT
+    heads = [x.requires_grad_() for x in heads]
+    found, expected = (
+        torch.autograd.grad(ops.attention(*heads, is_causal=True, backend=b).square().sum(), heads)
+        for b in ("triton", "eager")
+    )
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_descriptors_where_they_can_serve():
