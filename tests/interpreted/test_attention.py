@@ -227,6 +227,12 @@ def test_key_lengths_and_what_lies_beyond(dtype):
             assert torch.equal(spoiled[name], clean[name]), name
 
 
+def test_key_lengths_of_any_stride():
+    apart, one = torch.tensor([[7, 1], [24, 1]])[:, 0], torch.tensor(9).expand(2)
+    check(SIZES, lengths=apart)
+    check(SIZES, lengths=one, mask=torch.randn(18, 24), mask_grad=True)
+
+
 def spoiled_results(sizes, dtype, spoil, **options):
     torch.manual_seed(0)
     call = attention_call(sizes, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -136,6 +136,8 @@ def prepare(
     q: Tensor, call: AttentionCall, target: Target, backward: bool
 ) -> tuple[Problem, list[Launch]]:
     """The problem with intervals and shifts, and what fills them."""
+    if call.lengths is not None:
+        call = replace(call, lengths=call.lengths.contiguous())
     problem = Problem(call, target, q.device, q.dtype, _masks(call))
     launches: list[Launch] = []
     bounds_q = bounds_k = shift = None
