@@ -143,6 +143,14 @@ def test_windows(lengths, window):
     check((1, 1, 1, *lengths, 16), left=left, right=right)
 
 
+@pytest.mark.parametrize("far", [2**31 - 1, 2**40])
+def test_windows_wider_than_32_bits_hold_sums_of(far):
+    cu = torch.tensor([0, 13, 30])
+    for packed in ({}, {"cu_q": cu, "cu_k": cu}):
+        check((1, 1, 1, 33, 40, 16), left=far, right=far, **packed)
+        check((1, 1, 1, 33, 40, 16), left=far, right=0, **packed)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(4, 1), (6, 2), (3, 3)], ids=str)
 def test_shared_key_heads(heads, dtype):
@@ -267,6 +275,36 @@ def test_packed_sequences(name, window):
     spoiled = spoiled_results(sizes, torch.float32, spoil, **options)
     for found in ("out", "dq", "dk", "dv"):
         assert torch.equal(spoiled[found], clean[found]), found
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_tokens_of_no_sequence_may_hold_anything(softcap):
+    """NaN in them, and in their gradient, reaches no other token, and their own gradient is 0."""
+    torch.manual_seed(0)
+    cu = torch.tensor([3, 20, 38])
+    call = attention_call((1, 2, 1, 40, 40, 16), cu_q=cu, cu_k=cu, softcap=softcap)
+    outside = torch.ones(40, dtype=torch.bool)
+    outside[3:38] = False
+    _, heads = packed_heads((1, 2, 1, 40, 40, 16), torch.float32, 16, normal)
+    dattn = normal(40, 32, torch.float32)
+    clean = run_kernels(call, *heads, dattn)
+    for x in heads:
+        x[:, :, outside] = torch.nan
+    dattn[outside] = torch.nan
+    spoiled = run_kernels(call, *heads, dattn)
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(spoiled[name], clean[name]), name
+    assert (spoiled["dq"][:, :, outside] == 0.0).all()
+
+
+@pytest.mark.parametrize("by_keys", [False, True], ids=["by queries", "by keys"])
+def test_bounds_beyond_the_tokens_reach_no_others(by_keys):
+    """On a GPU nobody checks them: nothing beyond the tensors may be read for it."""
+    cu = torch.tensor([-5, 9, 1000])
+    call = attention_call((1, 1, 1, 40, 40, 16), cu_q=cu, cu_k=cu)
+    bounds, launch = attention_masks._bounds(call, 80, 80, by_keys)
+    launch.run()
+    assert bounds.min() >= 0 and bounds.max() <= 40
 
 
 def test_packed_sequences_with_masks():

@@ -55,11 +55,16 @@ class Problem:
 
     @property
     def left(self) -> int:
-        return self.call.left if self.call.left >= 0 else self.call.q_len + self.call.kv_len
+        return self._reach(self.call.left)
 
     @property
     def right(self) -> int:
-        return self.call.right if self.call.right >= 0 else self.call.q_len + self.call.kv_len
+        return self._reach(self.call.right)
+
+    def _reach(self, window: int) -> int:
+        """A side of the window, within the places there are: 32 bits hold sums of it."""
+        places = self.call.q_len + self.call.kv_len
+        return min(window, places) if window >= 0 else places
 
     @property
     def interval(self) -> tuple[int, int, int]:
