@@ -345,4 +345,8 @@ def attention_dq_bwd_kernel(
             E, V, scale, softcap, threshold, keep_scale, True, KEEPS, TMA, EVEN_E,
             EVEN_V, BLOCK_N, BLOCK_E, BLOCK_V,
         )  # fmt: skip
-    store_rows(dq_ptr, dq_strides, b, h, row, M, E, dq * scale, BLOCK_M, BLOCK_E)
+    dq = dq * scale
+    if bounds_ptr is not None:  # a token of no sequence may hold anything, and so may its gradient
+        low, high = seen_keys(offs_m, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
+        dq = tl.where((low < high)[:, None], dq, 0.0)
+    store_rows(dq_ptr, dq_strides, b, h, row, M, E, dq, BLOCK_M, BLOCK_E)

@@ -52,8 +52,9 @@ def attention_bounds_fwd_kernel(
     other = tl.load(cu_other_ptr + low, mask=inside, other=0).to(tl.int32)
     other_stop = tl.load(cu_other_ptr + low + 1, mask=inside, other=0).to(tl.int32)
     at = offs_m + (other_stop - stop)
-    first = tl.maximum(other, at - left)
-    last = tl.minimum(other_stop, at + right + 1)
+    # Nobody has checked the bounds on a GPU: never beyond what is there.
+    first = tl.maximum(tl.maximum(other, 0), at - left)
+    last = tl.minimum(tl.minimum(other_stop, N), at + right + 1)
     inside = inside & (first < last)
     mask = offs_m < M
     tl.store(bounds_ptr + 2 * offs_m, tl.where(inside, first, N), mask=mask)

@@ -210,5 +210,13 @@ class HeadsAttention(Attention):
         return f[self.query], f[self.key], f[self.value]
 
     def _buffers(self, f: Frame) -> tuple[dict[str, Tensor], Heads]:
-        q, k, v = (torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in self._heads(f))
+        q, k, v = map(_empty_heads, self._heads(f))
         return dict(zip(self.inputs, (q, k, v), strict=True)), (q, k, v)
+
+
+def _empty_heads(x: Tensor) -> Tensor:
+    """Empty heads laid out as x, but with the elements of a row side by side, as kernels write."""
+    made = torch.empty_like(x.transpose(1, 2))
+    if made.stride(-1) != 1:
+        made = torch.empty_like(made, memory_format=torch.contiguous_format)
+    return made.transpose(1, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from poisoned import TARGET, check_error, check_margin, poisoned
 
-from fused_remat import random
+from fused_remat import ops, random
 from fused_remat.backends import eager_attention
 from fused_remat.backends.base import AttentionCall
 from fused_remat.backends.triton import attention, attention_masks
@@ -143,6 +143,14 @@ def test_windows(lengths, window):
     check((1, 1, 1, *lengths, 16), left=left, right=right)
 
 
+@pytest.mark.parametrize("far", [2**31 - 1, 2**40])
+def test_windows_wider_than_32_bits_hold_sums_of(far):
+    cu = torch.tensor([0, 13, 30])
+    for packed in ({}, {"cu_q": cu, "cu_k": cu}):
+        check((1, 1, 1, 33, 40, 16), left=far, right=far, **packed)
+        check((1, 1, 1, 33, 40, 16), left=far, right=0, **packed)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(4, 1), (6, 2), (3, 3)], ids=str)
 def test_shared_key_heads(heads, dtype):
@@ -202,6 +210,14 @@ def test_rows_that_are_far_everywhere_keep_their_digits():
         torch.testing.assert_close(found[name], expected[name])
 
 
+@pytest.mark.parametrize("far", [200.0, -1e9])
+def test_far_rows_beside_blocks_that_nothing_is_added_to(far):
+    """What a row is shifted by must be taken from all of its blocks, or from none."""
+    mask = torch.zeros(18, 40)
+    mask[:9, 35] = far
+    check((2, 2, 2, 18, 40, 16), mask=mask)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_key_lengths_and_what_lies_beyond(dtype):
     """What is beyond the lengths may be anything: it is not read, not even multiplied by 0."""
@@ -217,6 +233,12 @@ def test_key_lengths_and_what_lies_beyond(dtype):
         spoiled = spoiled_results(SIZES, dtype, spoil, right=right, **options)
         for name in ("out", "dq", "dk", "dv"):
             assert torch.equal(spoiled[name], clean[name]), name
+
+
+def test_key_lengths_of_any_stride():
+    apart, one = torch.tensor([[7, 1], [24, 1]])[:, 0], torch.tensor(9).expand(2)
+    check(SIZES, lengths=apart)
+    check(SIZES, lengths=one, mask=torch.randn(18, 24), mask_grad=True)
 
 
 def spoiled_results(sizes, dtype, spoil, **options):
@@ -255,6 +277,36 @@ def test_packed_sequences(name, window):
         assert torch.equal(spoiled[found], clean[found]), found
 
 
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_tokens_of_no_sequence_may_hold_anything(softcap):
+    """NaN in them, and in their gradient, reaches no other token, and their own gradient is 0."""
+    torch.manual_seed(0)
+    cu = torch.tensor([3, 20, 38])
+    call = attention_call((1, 2, 1, 40, 40, 16), cu_q=cu, cu_k=cu, softcap=softcap)
+    outside = torch.ones(40, dtype=torch.bool)
+    outside[3:38] = False
+    _, heads = packed_heads((1, 2, 1, 40, 40, 16), torch.float32, 16, normal)
+    dattn = normal(40, 32, torch.float32)
+    clean = run_kernels(call, *heads, dattn)
+    for x in heads:
+        x[:, :, outside] = torch.nan
+    dattn[outside] = torch.nan
+    spoiled = run_kernels(call, *heads, dattn)
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(spoiled[name], clean[name]), name
+    assert (spoiled["dq"][:, :, outside] == 0.0).all()
+
+
+@pytest.mark.parametrize("by_keys", [False, True], ids=["by queries", "by keys"])
+def test_bounds_beyond_the_tokens_reach_no_others(by_keys):
+    """On a GPU nobody checks them: nothing beyond the tensors may be read for it."""
+    cu = torch.tensor([-5, 9, 1000])
+    call = attention_call((1, 1, 1, 40, 40, 16), cu_q=cu, cu_k=cu)
+    bounds, launch = attention_masks._bounds(call, 80, 80, by_keys)
+    launch.run()
+    assert bounds.min() >= 0 and bounds.max() <= 40
+
+
 def test_packed_sequences_with_masks():
     cu = torch.tensor([0, 13, 30])
     mask, padding = torch.randn(1, 2, 40, 40), torch.rand(1, 40) < 0.2
@@ -291,9 +343,9 @@ def test_lists_of_blocks(by_keys):
     padding = torch.zeros(2, 70, dtype=torch.bool)
     padding[1, 50:] = True
     call = attention_call((2, 3, 3, 37, 70, 16), mask=mask, padding=padding, right=4, left=40)
-    problem, _ = attention_masks.prepare(torch.empty(2, 3, 37, 16), call, TARGET, True)
+    problem, before = attention_masks.prepare(torch.empty(2, 3, 37, 16), call, TARGET, True)
     blocks, strides, launches = attention_masks.lists(problem, SMALL, by_keys)
-    for launch in launches:
+    for launch in before + launches:
         launch.run()
     assert blocks.shape[:2] == (2, 1) and strides[1] == 0
     place = torch.arange(37)[:, None] + 33
@@ -365,6 +417,21 @@ def test_operands_of_any_layout(how):
         return tuple(torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in (q, k, v))
 
     check(SQUARE, inputs=lay_out, right=0)
+
+
+@pytest.mark.parametrize("which", range(3), ids=["query", "key", "value"])
+def test_gradients_of_heads_whose_rows_are_not_side_by_side(which):
+    """The gradients are laid out like the heads, but a kernel writes rows side by side."""
+    torch.manual_seed(0)
+    heads = [torch.randn(2, 2, 20, 16) for _ in range(3)]
+    heads[which] = heads[which].mT.contiguous().mT
+    heads = [x.requires_grad_() for x in heads]
+    found, expected = (
+        torch.autograd.grad(ops.attention(*heads, is_causal=True, backend=b).square().sum(), heads)
+        for b in ("triton", "eager")
+    )
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_descriptors_where_they_can_serve():

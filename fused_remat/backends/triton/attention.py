@@ -129,6 +129,7 @@ def forward(
     widths = (q.shape[-1], v.shape[-1])
     tile = tile or attention_tile("fwd", target, max(widths), call)
     problem, launches = prepare(q, call, target, False)
+    call = problem.call
     yield from launches
     blocks, blocks_strides, launches = lists(problem, tile, False)
     yield from launches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,11 +55,16 @@ class Problem:
 
     @property
     def left(self) -> int:
-        return self.call.left if self.call.left >= 0 else self.call.q_len + self.call.kv_len
+        return self._reach(self.call.left)
 
     @property
     def right(self) -> int:
-        return self.call.right if self.call.right >= 0 else self.call.q_len + self.call.kv_len
+        return self._reach(self.call.right)
+
+    def _reach(self, window: int) -> int:
+        """A side of the window, within the places there are: 32 bits hold sums of it."""
+        places = self.call.q_len + self.call.kv_len
+        return min(window, places) if window >= 0 else places
 
     @property
     def interval(self) -> tuple[int, int, int]:
@@ -136,6 +141,8 @@ def prepare(
     q: Tensor, call: AttentionCall, target: Target, backward: bool
 ) -> tuple[Problem, list[Launch]]:
     """The problem with intervals and shifts, and what fills them."""
+    if call.lengths is not None:
+        call = replace(call, lengths=call.lengths.contiguous())
     problem = Problem(call, target, q.device, q.dtype, _masks(call))
     launches: list[Launch] = []
     bounds_q = bounds_k = shift = None
@@ -174,8 +181,7 @@ def lists(
     batches, heads = problem.listed
     blocks = torch.empty((batches, heads, rows, cols + 2), dtype=torch.int32, device=problem.device)
     bounds = problem.bounds_k if by_keys else problem.bounds_q
-    masks = problem.masks._replace(shift=None, stride_sb=0, stride_sh=0)  # any shift is no 0
-    args = (masks, bounds, call.lengths, blocks, heads, call.q_len, call.kv_len)
+    args = (problem.masks, bounds, call.lengths, blocks, heads, call.q_len, call.kv_len)
     launch = problem.launch(
         attention_blocks_fwd_kernel, batches * heads * rows, args + problem.interval,
         KEEPS=call.mask_keeps, BY_KEYS=by_keys, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
