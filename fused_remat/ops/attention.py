@@ -250,7 +250,7 @@ def _options(
     return {
         "nhead": nhead,
         "kv_heads": kv_heads,
-        "scale": float(width) ** -0.5 if scale is None else float(scale),
+        "scale": float(max(width, 1)) ** -0.5 if scale is None else float(scale),
         "left": window[0],
         "right": 0 if is_causal else window[1],
         "softcap": float(softcap),
