@@ -13,12 +13,16 @@ from fused_remat.backends.triton import attention
 from fused_remat.backends.triton.launch import Launch, Target
 
 _B, _H, _S = 2, 16, 2048
+_UNEVEN = 1001  # rows of a mask are then not aligned
 #: Kernels that compute products, which should be the tensor cores'.
 PRODUCTS = frozenset(f"attention_{n}" for n in ("fwd", "dkdv_bwd", "dq_bwd", "mask_bwd"))
 #: Calls that read through pointers, not tensor descriptors.
-POINTERS = frozenset({"lengths", "packed"})
+POINTERS = frozenset({"lengths", "packed", "everything"})
 #: Calls that need the most registers each; the tiles of all widths should hold them.
-DEFAULTS = ("causal", "causal dropout", "mask padding dropout", "softcap window", "lengths")
+DEFAULTS = (
+    "causal", "causal dropout", "mask padding dropout", "softcap window", "lengths",
+    "uneven mask", "everything",
+)  # fmt: skip
 #: Width of a head -> calls; 80 is padded to 128.
 CALLS: dict[int, tuple[str, ...]] = {
     64: DEFAULTS,
@@ -47,6 +51,8 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     causal, dropout = {"right": 0}, {"p": 0.1, "site_key": _meta(torch.int64)}
     cu = _meta(torch.int32, 9)
     mask, padding = _meta(dtype, _B, 1, _S, _S), _meta(torch.bool, _B, _S)
+    lengths = {"lengths": _meta(torch.int32, _B)}
+    uneven = {"q_len": _UNEVEN, "kv_len": _UNEVEN, "mask": _meta(dtype, _B, 1, _UNEVEN, _UNEVEN)}
     return {
         "full": {},
         "causal": causal,
@@ -56,9 +62,11 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
             "dmask": _meta(torch.float32, *mask.shape),
         },
         "softcap window": causal | {"softcap": 30.0, "left": 512},
-        "lengths": causal | {"lengths": _meta(torch.int32, _B)},
+        "lengths": causal | lengths,
         "packed": causal | {"cu_q": cu, "cu_k": cu, "batch": 1},
         "shared heads": causal | {"kv_heads": _H // 4},
+        "uneven mask": uneven,
+        "everything": uneven | causal | dropout | lengths | {"softcap": 30.0, "kv_heads": _H // 4},
     }  # fmt: skip
 
 

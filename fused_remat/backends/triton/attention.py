@@ -212,7 +212,7 @@ def _gradients(
         bounds, programs = problem.bounds_q, pieces[0] * call.batch * call.nhead
         partial = problem.is_partial(call.kv_len, tile.block_n)
     constants = _constants(problem, tile, widths, partial, tma)
-    for wanted in ((grads[0], None), (None, grads[1])) if tile.split else (grads,):
+    for wanted in ((grads[0], None), (None, grads[1])) if tile.split and by_keys else (grads,):
         args = (
             q_in, k_in, v_in, do_in, lse, delta, problem.masks, bounds, call.lengths, blocks,
             problem.site_key(), *wanted, strides[0], *strides[2:], strides[1], blocks_strides,

@@ -193,125 +193,150 @@ def why_own_attention(target: Target, call: AttentionCall) -> str | None:
 
 
 _A = AttentionTile
-
-
-def _both(tile: AttentionTile) -> tuple[AttentionTile, AttentionTile]:
-    return tile, tile
-
-
-#: Kernel -> family -> widest head -> tiles: of calls without, and with, what takes registers
-#: besides (dropout, masks, soft-cap, rows that end early). For operands of 16 bits.
-ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, AttentionTile]]]] = {
+#: Kernel -> family -> widest head -> tiles for operands of 16 bits: the last one of those there are,
+#: up to the call's `burdens`.
+ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
     "fwd": {
         "hopper": {
-            64: _both(_A(128, 128, 8, 3)),
-            128: _both(_A(128, 128, 8, 2)),
-            256: _both(_A(128, 64, 8, 2)),
+            64: (_A(128, 128, 8, 3), _A(128, 128, 8, 3), _A(128, 64, 8, 2)),
+            128: (_A(128, 128, 8, 2), _A(128, 128, 8, 2), _A(128, 32, 8, 2)),
+            256: (_A(128, 64, 8, 2), _A(64, 64, 8, 2), _A(64, 32, 8, 2)),
         },
         "blackwell": {
-            64: _both(_A(128, 64, 8, 2)),
-            128: (_A(128, 64, 4, 2), _A(128, 32, 4, 2)),
-            256: _both(_A(128, 32, 8, 2)),
+            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(128, 32, 8, 2)),
+            128: (_A(128, 64, 4, 2), _A(128, 32, 4, 2), _A(128, 32, 4, 2)),
+            256: (_A(128, 32, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
         },
         "ampere": {
-            64: _both(_A(128, 64, 8, 2)),
-            128: _both(_A(128, 64, 8, 2)),
-            256: _both(_A(64, 64, 8, 1)),
+            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 64, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 2)),
+            256: (_A(64, 64, 8, 1), _A(64, 64, 8, 1), _A(64, 32, 8, 1)),
         },
         "small": {
-            64: _both(_A(128, 64, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
-            256: _both(_A(64, 64, 8, 1)),
+            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 64, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
+            256: (_A(64, 64, 8, 1), _A(64, 64, 8, 1), _A(64, 32, 8, 1)),
         },
         "hip": {
-            64: _both(_A(64, 64, 4, 1)),
-            128: _both(_A(64, 64, 4, 1)),
-            256: _both(_A(64, 32, 4, 1)),
+            64: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
+            128: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
+            256: (_A(64, 32, 4, 1), _A(64, 32, 4, 1), _A(32, 32, 4, 1)),
         },
     },
     "dkdv": {
         "hopper": {
-            64: _both(_A(64, 128, 8, 3)),
-            128: (_A(64, 128, 8, 2), _A(64, 64, 8, 2)),
-            256: (_A(64, 64, 8, 2, split=True), _A(32, 64, 8, 2, split=True)),
+            64: (_A(64, 128, 8, 3), _A(64, 128, 8, 2), _A(32, 64, 8, 2)),
+            128: (_A(64, 128, 8, 2), _A(64, 64, 8, 2), _A(32, 64, 8, 2, split=True)),
+            256: (
+                _A(64, 64, 8, 2, split=True),
+                _A(32, 64, 8, 2, split=True),
+                _A(16, 64, 8, 2, split=True),
+            ),
         },
         "blackwell": {
-            64: _both(_A(64, 64, 8, 2)),
-            128: _both(_A(64, 64, 8, 2)),
-            256: _both(_A(32, 64, 8, 2, split=True)),
+            64: (_A(64, 64, 8, 2), _A(64, 64, 8, 2), _A(64, 64, 8, 2)),
+            128: (_A(64, 64, 8, 2), _A(64, 64, 8, 2), _A(64, 64, 8, 2)),
+            256: (
+                _A(32, 64, 8, 2, split=True),
+                _A(32, 64, 8, 2, split=True),
+                _A(32, 64, 8, 2, split=True),
+            ),
         },
         "ampere": {
-            64: _both(_A(32, 64, 4, 2)),
-            128: _both(_A(64, 64, 8, 2)),
-            256: _both(_A(32, 64, 8, 2, split=True)),
+            64: (_A(32, 64, 4, 2), _A(32, 64, 4, 2), _A(32, 64, 8, 2)),
+            128: (_A(64, 64, 8, 2), _A(64, 64, 8, 2), _A(32, 64, 8, 2, split=True)),
+            256: (
+                _A(32, 64, 8, 2, split=True),
+                _A(32, 64, 8, 2, split=True),
+                _A(16, 64, 8, 2, split=True),
+            ),
         },
         "small": {
-            64: _both(_A(32, 64, 4, 2)),
-            128: (_A(64, 64, 8, 2), _A(32, 64, 8, 2)),
-            256: (_A(32, 64, 8, 1, split=True), _A(32, 32, 4, 1, split=True)),
+            64: (_A(32, 64, 4, 2), _A(32, 64, 4, 2), _A(32, 64, 8, 2)),
+            128: (_A(64, 64, 8, 2), _A(32, 64, 8, 2), _A(32, 64, 8, 2, split=True)),
+            256: (
+                _A(32, 64, 8, 1, split=True),
+                _A(32, 32, 4, 1, split=True),
+                _A(32, 32, 4, 1, split=True),
+            ),
         },
         "hip": {
-            64: _both(_A(32, 64, 4, 1)),
-            128: _both(_A(32, 64, 4, 1, split=True)),
-            256: _both(_A(32, 32, 4, 1, split=True)),
+            64: (_A(32, 64, 4, 1), _A(32, 64, 4, 1), _A(32, 64, 4, 1)),
+            128: (
+                _A(32, 64, 4, 1, split=True),
+                _A(32, 64, 4, 1, split=True),
+                _A(32, 64, 4, 1, split=True),
+            ),
+            256: (
+                _A(32, 32, 4, 1, split=True),
+                _A(32, 32, 4, 1, split=True),
+                _A(32, 32, 4, 1, split=True),
+            ),
         },
     },
     "dq": {
         "hopper": {
-            64: _both(_A(128, 128, 8, 3)),
-            128: (_A(128, 128, 8, 2), _A(128, 64, 8, 2)),
-            256: (_A(64, 64, 8, 2), _A(64, 32, 8, 2)),
+            64: (_A(128, 128, 8, 3), _A(128, 128, 8, 3), _A(128, 64, 8, 2)),
+            128: (_A(128, 128, 8, 2), _A(128, 64, 8, 2), _A(128, 32, 8, 2)),
+            256: (_A(64, 64, 8, 2), _A(64, 32, 8, 2), _A(64, 16, 8, 2)),
         },
         "blackwell": {
-            64: _both(_A(128, 64, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
-            256: _both(_A(64, 32, 8, 2)),
+            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(128, 32, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(128, 32, 8, 2)),
+            256: (_A(64, 32, 8, 2), _A(64, 32, 8, 2), _A(64, 32, 8, 2)),
         },
         "ampere": {
-            64: _both(_A(128, 64, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
-            256: _both(_A(64, 32, 8, 2)),
+            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 64, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
+            256: (_A(64, 32, 8, 2), _A(64, 32, 8, 2), _A(64, 16, 8, 2)),
         },
         "small": {
-            64: _both(_A(128, 64, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
-            256: _both(_A(64, 32, 8, 1)),
+            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 64, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
+            256: (_A(64, 32, 8, 1), _A(64, 32, 8, 1), _A(64, 16, 8, 1)),
         },
         "hip": {
-            64: _both(_A(64, 64, 4, 1)),
-            128: _both(_A(64, 32, 4, 1)),
-            256: _both(_A(32, 32, 4, 1)),
+            64: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
+            128: (_A(64, 32, 4, 1), _A(64, 32, 4, 1), _A(64, 32, 4, 1)),
+            256: (_A(32, 32, 4, 1), _A(32, 32, 4, 1), _A(32, 32, 4, 1)),
         },
     },
     "mask": {
         "hopper": {
-            64: _both(_A(64, 32, 4, 2)),
-            128: _both(_A(64, 64, 8, 2)),
-            256: _both(_A(64, 32, 8, 2)),
+            64: (_A(64, 32, 4, 2),),
+            128: (_A(64, 64, 8, 2),),
+            256: (_A(64, 32, 8, 2),),
         },
         "blackwell": {
-            64: _both(_A(64, 32, 4, 2)),
-            128: _both(_A(64, 64, 8, 2)),
-            256: _both(_A(64, 32, 8, 2)),
+            64: (_A(64, 32, 4, 2),),
+            128: (_A(64, 64, 8, 2),),
+            256: (_A(64, 32, 8, 2),),
         },
         "ampere": {
-            64: _both(_A(32, 32, 4, 2)),
-            128: _both(_A(16, 32, 4, 2)),
-            256: _both(_A(16, 32, 4, 2)),
+            64: (_A(32, 32, 4, 2),),
+            128: (_A(16, 32, 4, 2),),
+            256: (_A(16, 32, 4, 2),),
         },
         "small": {
-            64: _both(_A(16, 32, 4, 2)),
-            128: _both(_A(16, 32, 4, 2)),
-            256: _both(_A(16, 16, 4, 2)),
+            64: (_A(16, 32, 4, 2),),
+            128: (_A(16, 32, 4, 2),),
+            256: (_A(16, 16, 4, 2),),
         },
         "hip": {
-            64: _both(_A(32, 32, 4, 1)),
-            128: _both(_A(32, 32, 4, 1)),
-            256: _both(_A(16, 32, 4, 1)),
+            64: (_A(32, 32, 4, 1),),
+            128: (_A(32, 32, 4, 1),),
+            256: (_A(16, 32, 4, 1),),
         },
     },
 }
 _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
+
+
+def burdens(call: AttentionCall) -> int:
+    """What takes registers besides the products: 0 for nothing, 1, or 2 for masks or two things."""
+    early = call.lengths is not None or call.cu_q is not None
+    things = (call.p > 0.0, call.softcap != 0.0, early, call.nhead != call.kv_heads)
+    return 2 if call.masked else min(2, sum(things))
 
 
 def attention_tile(kernel: str, target: Target, width: int, call: AttentionCall) -> AttentionTile:
@@ -319,6 +344,5 @@ def attention_tile(kernel: str, target: Target, width: int, call: AttentionCall)
     if target.kind == "interpreter":
         return _INTERPRETED_ATTENTION
     tiles = ATTENTION_TILES[kernel][family(target)]
-    heavy = call.p > 0.0 or call.masked or call.softcap != 0.0
-    heavy = heavy or call.lengths is not None or call.cu_q is not None
-    return tiles[next(w for w in tiles if width <= w)][heavy]
+    fitting = tiles[next(w for w in tiles if width <= w)]
+    return fitting[min(burdens(call), len(fitting) - 1)]
