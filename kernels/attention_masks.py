@@ -136,6 +136,7 @@ def attention_blocks_fwd_kernel(
     """
     ROWS: tl.constexpr = BLOCK_N if BY_KEYS else BLOCK_M
     COLS: tl.constexpr = BLOCK_M if BY_KEYS else BLOCK_N
+    STEP: tl.constexpr = COLS if COLS < 32 else 32
     rows, cols = M, N
     if BY_KEYS:
         rows, cols = N, M
@@ -151,19 +152,23 @@ def attention_blocks_fwd_kernel(
     partials = tl.zeros([], tl.int32)
     fulls = tl.zeros([], tl.int32)
     for block in range(start, start + partial + full):
-        others = block * COLS + tl.arange(0, COLS)
-        offs_m, offs_n = offs[:, None], others[None, :]
-        if BY_KEYS:
-            offs_m, offs_n = others[None, :], offs[:, None]
-        bias = _bias(
-            masks, b, h, offs_m, offs_n, others[None, :], low[:, None], high[:, None], M, N, KEEPS,
-            ROWS, COLS,
-        )  # fmt: skip
-        # Rows that are not there see what the last one sees.
-        bias = tl.where((offs < rows)[:, None], bias, float("-inf"))
-        there = tl.minimum(rows - tile * ROWS, ROWS) * COLS
-        plain = tl.sum((bias == 0.0).to(tl.int32)) == there
-        seen = tl.sum((bias != float("-inf")).to(tl.int32)) > 0
+        plains = tl.zeros([], tl.int32)
+        seens = tl.zeros([], tl.int32)
+        for part in range(0, COLS, STEP):  # a whole block takes too many registers
+            others = block * COLS + part + tl.arange(0, STEP)
+            offs_m, offs_n = offs[:, None], others[None, :]
+            if BY_KEYS:
+                offs_m, offs_n = others[None, :], offs[:, None]
+            bias = _bias(
+                masks, b, h, offs_m, offs_n, others[None, :], low[:, None], high[:, None], M, N,
+                KEEPS, ROWS, STEP,
+            )  # fmt: skip
+            # Rows that are not there see what the last one sees.
+            bias = tl.where((offs < rows)[:, None], bias, float("-inf"))
+            plains += tl.sum((bias == 0.0).to(tl.int32))
+            seens += tl.sum((bias != float("-inf")).to(tl.int32))
+        plain = plains == tl.minimum(rows - tile * ROWS, ROWS) * COLS
+        seen = seens > 0
         tl.store(row_ptr + width - 1 - fulls, block, mask=plain)
         fulls += plain.to(tl.int32)
         mixed = seen & (plain == 0)

@@ -193,8 +193,7 @@ def why_own_attention(target: Target, call: AttentionCall) -> str | None:
 
 
 _A = AttentionTile
-#: Kernel -> family -> widest head -> tiles for operands of 16 bits: the last one of those there are,
-#: up to the call's `burdens`.
+#: Kernel -> family -> widest head -> tiles by the call's `burdens`, or one for any; for 16 bits.
 ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
     "fwd": {
         "hopper": {
