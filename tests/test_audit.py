@@ -101,11 +101,10 @@ class Device:
 
 triton.runtime.driver.set_active(Device())
 dtype, at = torch.bfloat16, audit_cases.target(90)
-for width, name in ((64, "causal"), (80, "mask padding dropout")):
-    for kernel, launch in launches_of(width, variants(dtype)[name], at, dtype):
-        options = dict(grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages)
-        ran = launch.kernel.warmup(*launch.args, **launch.constants, **options)
-        assert ran.asm["ptx"] == audit.compile_ahead(launch, 90).asm["ptx"], kernel
+for kernel, launch in launches_of(80, variants(dtype)["mask padding dropout"], at, dtype):
+    options = dict(grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages)
+    ran = launch.kernel.warmup(*launch.args, **launch.constants, **options)
+    assert ran.asm["ptx"] == audit.compile_ahead(launch, 90).asm["ptx"], kernel
 """
 
 
@@ -113,6 +112,7 @@ for width, name in ((64, "causal"), (80, "mask padding dropout")):
 def test_what_a_launch_compiles_is_what_is_audited():
     """Triton's own path from arguments (tuples of pointers, descriptors, None) to code."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_DISABLE_LINE_INFO"] = "1"  # the cache does not know where a kernel stands
     done = subprocess.run(
         [sys.executable, "-c", AS_LAUNCHED], cwd=ROOT, env=environment, capture_output=True,
         text=True,
