@@ -48,7 +48,6 @@ class Problem:
     call: AttentionCall
     target: Target
     device: torch.device
-    dtype: torch.dtype
     masks: Masks
     bounds_q: Tensor | None = None
     bounds_k: Tensor | None = None
@@ -143,7 +142,7 @@ def prepare(
     """The problem with intervals and shifts, and what fills them."""
     if call.lengths is not None:
         call = replace(call, lengths=call.lengths.contiguous())
-    problem = Problem(call, target, q.device, q.dtype, _masks(call))
+    problem = Problem(call, target, q.device, _masks(call))
     launches: list[Launch] = []
     bounds_q = bounds_k = shift = None
     if call.cu_q is not None:
@@ -164,7 +163,7 @@ def prepare(
                 BLOCK_N=_TILE,
             )
         )  # fmt: skip
-    made = Problem(call, target, q.device, q.dtype, _masks(call, shift), bounds_q, bounds_k)
+    made = replace(problem, masks=_masks(call, shift), bounds_q=bounds_q, bounds_k=bounds_k)
     return made, launches
 
 
