@@ -9,11 +9,10 @@ reads a module: what backward needs is saved from what forward read.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ class BlockCall:
         assert x is not None
         backend = get_backend(self.backend, x)
         tokens, fusions = backend.chunk_tokens(x), backend.fusions(x)
-        shapes = tuple(None if t is None else t.shape for t in tensors)
+        shapes = tuple([None if t is None else t.shape for t in tensors])
         return _prepare(self, backend, tokens, fusions, shapes)  # type: ignore[arg-type]
 
     def batch_major(self, x: Tensor) -> Tensor:
@@ -87,14 +86,18 @@ def _prepare(
     if any(node.per_batch for node in graph.nodes):
         chunk_tokens = batch * seq_len
     chunks = Chunks.of(batch, seq_len, chunk_tokens)
+    plan = programs(graph, call.save, call.wants, chunks.tiled, fusions)
+    rereads = {*plan.kept_inputs, *plan.saved_params}
     return Prepared(
-        backend,
-        chunks,
-        programs(graph, call.save, call.wants, chunks.tiled, fusions),
-        graph.kind,
-        call.wants,
-        graph.widths(named),
-        {name: named[name] for name in graph.inputs},
+        backend=backend,
+        chunks=chunks,
+        plan=plan,
+        kind=graph.kind,
+        wants=call.wants,
+        widths=graph.widths(named),
+        shapes={name: named[name] for name in graph.inputs},
+        given=shapes,
+        rereads=tuple([name in rereads for name in graph.tensors]),
     )
 
 
@@ -157,74 +160,73 @@ def _autocast_on(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
-@dataclass(eq=False, slots=True)
-class Invocation:
-    """One call on its way through the Function: carries what forward keeps to setup_context."""
+class Invocation(NamedTuple):
+    """One call that keeps something for backward, as observers see it.
+
+    Attributes:
+        call, prepared: what is computed, and how.
+        tensors, output: of the call.
+        kept: what is kept besides `tensors` and `output`, piece by piece.
+    """
 
     call: BlockCall
     prepared: Prepared
-    functions: Functions
-    kept: list[Tensor] = field(default_factory=list)
+    tensors: Sequence[Tensor | None]
+    output: Tensor
+    kept: Sequence[Tensor]
 
 
-#: Called with the call, its tensors and its output when a block saves what it keeps; for reports.
-OBSERVERS: list[Callable[[Invocation, Sequence[Tensor | None], Tensor], None]] = []
+#: Called when a block is about to save what it keeps; for reports. Usually empty.
+OBSERVERS: list[Callable[[Invocation], None]] = []
 
 
 class FusedRematBlock(torch.autograd.Function):
-    """Any block, as profilers and autograd graphs name it; call `run_block`."""
+    """Any block, as profilers and autograd graphs name it; call `run_block`.
+
+    Without `setup_context`, which only torch.func needs and which costs a tenth of a small step:
+    `apply` would bind the arguments to forward's signature anew at every call.
+    """
 
     @staticmethod
-    def forward(invocation: Invocation, *tensors: Tensor | None) -> Tensor:
-        call, prepared, functions = invocation.call, invocation.prepared, invocation.functions
-        out, invocation.kept = forward_block(call, prepared, tensors, functions)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        invocation, *tensors = inputs
-        plan, graph = invocation.prepared.plan, invocation.call.graph
-        ctx.call, ctx.prepared = invocation.call, invocation.prepared
-        ctx.functions = invocation.functions
+    def forward(
+        ctx: Any, call: BlockCall, prepared: Prepared, functions: Functions, *tensors: Tensor | None
+    ) -> Tensor:
+        out, kept = forward_block(call, prepared, tensors, functions)
+        ctx.call, ctx.prepared, ctx.functions = call, prepared, functions
         ctx.set_materialize_grads(False)
-        ctx.metas = [None if t is None else (t.shape, t.dtype) for t in tensors]
-        needed = {*plan.kept_inputs, *plan.saved_params}
-        saved = [t if n in needed else None for n, t in zip(graph.tensors, tensors, strict=True)]
         for observe in OBSERVERS:
-            observe(invocation, tensors, output)
-        kept, invocation.kept = invocation.kept, []
-        ctx.save_for_backward(*saved, output if plan.keeps_output else None, *kept)
+            observe(Invocation(call, prepared, tensors, out, kept))
+        again = zip(tensors, prepared.rereads, strict=True)
+        saved = [t if reread else None for t, reread in again]
+        ctx.save_for_backward(*saved, out if prepared.plan.keeps_output else None, *kept)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * (1 + len(ctx.metas))
+            return (None,) * (3 + len(ctx.call.graph.tensors))
         saved = ctx.saved_tensors  # read once: each access unpacks everything again
         if not torch.is_grad_enabled():
-            return (None, *_grads(ctx, saved, dy))
+            return (None, None, None, *_grads(ctx, saved, dy))
         with torch.no_grad():
             grads = _grads(ctx, saved, dy)
-        return (None, *_not_differentiable(grads))
+        return (None, None, None, *_not_differentiable(grads))
 
 
 def _grads(ctx: Any, saved: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:
-    """Gradients of every tensor, in their dtypes; batched if `dy` is."""
+    """Gradients of every tensor, which autograd casts to their dtypes; batched if `dy` is."""
     unbatched, rebatch = _batching(dy)
     if rebatch is not None:
         results = zip(*(_grads(ctx, saved, one) for one in unbatched.unbind()), strict=True)
         return [None if g[0] is None else rebatch(torch.stack(g)) for g in results]
-    count = len(ctx.metas)
-    tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
-    grads = backward_block(ctx.call, ctx.prepared, tensors, out, kept, dy, ctx.functions)  # type: ignore[arg-type]
     call: BlockCall = ctx.call
-    wants = call.wants
-    for i, (name, meta) in enumerate(zip(call.graph.tensors, ctx.metas, strict=True)):
-        if name in wants:
-            grad, (shape, dtype) = grads[i], meta
-            if grad is None:  # of an empty input, or of what had no influence
-                grads[i] = dy.new_zeros(shape, dtype=dtype)
-            elif grad.dtype is not dtype:
-                grads[i] = grad.to(dtype)
+    prepared: Prepared = ctx.prepared
+    count = len(prepared.given)
+    tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
+    grads = backward_block(call, prepared, tensors, out, kept, dy, ctx.functions)  # type: ignore[arg-type]
+    for i, name in enumerate(call.graph.tensors):
+        if grads[i] is None and name in call.wants:  # of an empty input, or without influence
+            grads[i] = dy.new_zeros(prepared.given[i])  # type: ignore[arg-type]
     return grads
 
 
@@ -260,12 +262,6 @@ def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     return dy, None
 
 
-# `apply` inspects forward's signature at every call; inspect finds it here at once.
-FusedRematBlock.forward.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-    FusedRematBlock.forward
-)
-
-
 def run_block(
     graph: Graph,
     save: frozenset[str],
@@ -296,18 +292,19 @@ def run_block(
     wants: frozenset[str] = frozenset()
     if torch.is_grad_enabled():
         named = zip(graph.tensors, given, strict=True)
-        wants = frozenset(name for name, t in named if t is not None and t.requires_grad)
+        wants = frozenset([name for name, t in named if t is not None and t.requires_grad])
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides)
     prepared = call.prepare(given)
     if _autocast_on(x.device.type):  # in the dtype of the input all the same
         with torch.autocast(x.device.type, enabled=False):
-            return _apply(Invocation(call, prepared, functions), given)
-    return _apply(Invocation(call, prepared, functions), given)
+            return _apply(call, prepared, functions, given)
+    return _apply(call, prepared, functions, given)
 
 
-def _apply(invocation: Invocation, tensors: Sequence[Tensor | None]) -> Tensor:
-    call = invocation.call
+def _apply(
+    call: BlockCall, prepared: Prepared, functions: Functions, tensors: Sequence[Tensor | None]
+) -> Tensor:
     if not call.wants:
-        return forward_block(call, invocation.prepared, tensors, invocation.functions)[0]
-    out: Tensor = FusedRematBlock.apply(invocation, *tensors)
+        return forward_block(call, prepared, tensors, functions)[0]
+    out: Tensor = FusedRematBlock.apply(call, prepared, functions, *tensors)
     return out

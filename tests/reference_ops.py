@@ -56,8 +56,8 @@ def calls(fn: Callable[[], object]) -> list[tuple[autograd.BlockCall, dict[str, 
     """The blocks that `fn` runs with gradients, and the shapes of their tensors by name."""
     seen = []
 
-    def observe(invocation, tensors, output):
-        named = zip(invocation.call.graph.tensors, tensors, strict=True)
+    def observe(invocation):
+        named = zip(invocation.call.graph.tensors, invocation.tensors, strict=True)
         seen.append((invocation.call, {n: tuple(t.shape) for n, t in named if t is not None}))
 
     autograd.OBSERVERS.append(observe)

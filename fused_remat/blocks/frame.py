@@ -63,6 +63,8 @@ class Prepared:
         wants: inputs and params whose gradients are wanted.
         widths: elements per token of every activation and statistic.
         shapes: of the inputs, batch first.
+        given: shapes of all tensors of the call, in its order, as they were given.
+        rereads: of all tensors of the call, whether backward reads their values again.
     """
 
     backend: Backend
@@ -72,6 +74,8 @@ class Prepared:
     wants: frozenset[str]
     widths: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
+    given: tuple[torch.Size | None, ...]
+    rereads: tuple[bool, ...]
 
 
 #: Called with each step before it runs, and its frame; for explanations. Usually empty.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,12 +126,9 @@ class SavedRecord:
                     saved.name = name
         return [saved for key, saved in self._saved.items() if not key.expired()]
 
-    def _observe(
-        self, invocation: Invocation, tensors: Sequence[Tensor | None], output: Tensor
-    ) -> None:
-        named = _block_tensors(invocation, tensors, output)
-        names = {key: name for name, t in named for key in _storages(t)}
-        self._block = _Block(names, _predicted(invocation, tensors))
+    def _observe(self, invocation: Invocation) -> None:
+        names = {key: name for name, t in _block_tensors(invocation) for key in _storages(t)}
+        self._block = _Block(names, _predicted(invocation))
 
     def _pack(self, t: Tensor) -> _Held:
         held = _Held(t, next(self._order))
@@ -196,18 +193,16 @@ def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
     return {key: nbytes for part in parts for key, nbytes in _storages(part).items()}
 
 
-def _block_tensors(
-    invocation: Invocation, tensors: Sequence[Tensor | None], output: Tensor
-) -> Iterator[tuple[str, Tensor]]:
+def _block_tensors(invocation: Invocation) -> Iterator[tuple[str, Tensor]]:
     """What a block saves, by name; of an activation, each of its pieces."""
-    plan = invocation.prepared.plan
-    needed = {*plan.kept_inputs, *plan.saved_params}
-    for name, t in zip(invocation.call.graph.tensors, tensors, strict=True):
-        if t is not None and name in needed:
+    call, prepared, tensors, output, kept = invocation
+    again = zip(call.graph.tensors, tensors, prepared.rereads, strict=True)
+    for name, t, reread in again:
+        if t is not None and reread:
             yield name, t
-    if plan.keeps_output:
+    if prepared.plan.keeps_output:
         yield "output", output
-    yield from zip(_piece_names(invocation.prepared), invocation.kept, strict=True)
+    yield from zip(_piece_names(prepared), kept, strict=True)
 
 
 def _piece_names(prepared: Prepared) -> Iterator[str]:
@@ -220,8 +215,8 @@ def _piece_names(prepared: Prepared) -> Iterator[str]:
                 yield from plan.kept_tile
 
 
-def _predicted(invocation: Invocation, tensors: Sequence[Tensor | None]) -> Mapping[str, int]:
-    call, prepared = invocation.call, invocation.prepared
+def _predicted(invocation: Invocation) -> Mapping[str, int]:
+    call, prepared, tensors, *_ = invocation
     given = zip(call.graph.tensors, tensors, strict=True)
     shapes = {name: tuple(t.shape) for name, t in given if t is not None} | {**prepared.shapes}
     x = tensors[0]
