@@ -145,7 +145,7 @@ def backward_block(
     """
     this = Run(prepared, call.named(tensors), functions, dy)
     dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
-    if _autocast_on(dy.device.type):  # backward called inside autocast: not our precision
+    if autocast_on(dy.device.type):  # backward called inside autocast: not our precision
         with torch.autocast(dy.device.type, enabled=False):
             found = run.backward(this, kept, out_BSD, dy_BSD)
     else:
@@ -156,8 +156,13 @@ def backward_block(
     return [found.pop(name, None) for name in call.graph.tensors]
 
 
-def _autocast_on(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+def autocast_on(device_type: str) -> bool:
+    """Whether autocast is on for tensors of this type of device.
+
+    >>> autocast_on("cpu"), autocast_on("meta")
+    (False, False)
+    """
+    return torch._C._is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 class Invocation(NamedTuple):
@@ -295,7 +300,7 @@ def run_block(
         wants = frozenset([name for name, t in named if t is not None and t.requires_grad])
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides)
     prepared = call.prepare(given)
-    if _autocast_on(x.device.type):  # in the dtype of the input all the same
+    if autocast_on(x.device.type):  # in the dtype of the input all the same
         with torch.autocast(x.device.type, enabled=False):
             return _apply(call, prepared, functions, given)
     return _apply(call, prepared, functions, given)

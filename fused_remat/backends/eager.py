@@ -31,13 +31,12 @@ def _cpu_has_native(dtype: torch.dtype) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def _is_low(dtype: torch.dtype) -> bool:
-    return dtype in (torch.bfloat16, torch.float16)
+_LOW = (torch.bfloat16, torch.float16)
 
 
 def widens(x: Tensor) -> bool:
     """Whether products over `x` are better computed in float32: low precision, not native."""
-    return _is_low(x.dtype) and x.device.type == "cpu" and not _cpu_has_native(x.dtype)
+    return x.dtype in _LOW and x.device.type == "cpu" and not _cpu_has_native(x.dtype)
 
 
 class EagerBackend(Unfused):
@@ -131,10 +130,10 @@ class EagerBackend(Unfused):
         dw = torch.mm(dy.t(), x)
         if into is not None:
             return into.add_(dw)
-        return dw.float() if partial and _is_low(dw.dtype) else dw
+        return dw.float() if partial and dw.dtype in _LOW else dw
 
     def bias_grad(self, dy: Tensor) -> Tensor:
-        return dy.sum(0, dtype=torch.float32) if _is_low(dy.dtype) else dy.sum(0)
+        return dy.sum(0, dtype=torch.float32) if dy.dtype in _LOW else dy.sum(0)
 
     def act_fwd(self, x: Tensor, act: str, keep: Keep | None) -> Tensor:
         y = ACTIVATIONS[act].fwd(x)

@@ -18,6 +18,7 @@ from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._device import DeviceContext
 
+from fused_remat.autograd import autocast_on
 from fused_remat.blocks.encoder import EncoderConfig
 from fused_remat.ops.activation import has_hooks
 
@@ -106,25 +107,31 @@ def why_not_tensors(src: Tensor, width: int, params: Mapping[str, Tensor | None]
     if shape[-1] != width:
         return f"src has width {shape[-1]}, expected {width}"
     dtype, device = src.dtype, src.device
+    shapes: list[torch.Size | None] = []
     for name, p in params.items():
         if p is None:
+            shapes.append(None)
             continue
         if type(p) not in _PLAIN:
             return f"{name} is a {type(p).__name__}"
         if p.dtype is not dtype or p.device != device:
             return f"src is {dtype} on {device} but {name} is {p.dtype} on {p.device}"
-    shapes = tuple([(n, None if p is None else p.shape) for n, p in params.items()])
-    return _why_not_shapes(dtype, width, shapes)
+        shapes.append(p.shape)
+    return _why_not_shapes(dtype, width, tuple(params), tuple(shapes))
 
 
 @functools.lru_cache(maxsize=1024)
 def _why_not_shapes(
-    dtype: torch.dtype, width: int, shapes: tuple[tuple[str, torch.Size | None], ...]
+    dtype: torch.dtype,
+    width: int,
+    names: tuple[str, ...],
+    shapes: tuple[torch.Size | None, ...],
 ) -> str | None:
     if not dtype.is_floating_point:
         return f"src has dtype {dtype}"
-    ff = dict(shapes)["fc1.weight"]
-    for name, shape in shapes:
+    named = dict(zip(names, shapes, strict=True))
+    ff = named["fc1.weight"]
+    for name, shape in named.items():
         head, kind = name.split(".")
         norm = head.startswith("norm")
         if shape is None:
@@ -185,8 +192,7 @@ def why_not_context(src: Any) -> str | None:
     """
     if not isinstance(src, Tensor):
         return f"src is a {type(src).__name__}"
-    device = src.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if autocast_on(src.device.type):
         return "autocast is on"
     if torch._C._len_torch_function_stack():
         for mode in torch.overrides._get_current_function_mode_stack():

@@ -52,8 +52,11 @@ def _tensor(module: Any, name: str) -> Tensor | None:
     """`module.name` if there is such a tensor: a parameter, or what replaced it."""
     if module is None:
         return None
+    own = module._parameters.get(name)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
     # Not getattr: a parametrization would compute, and update its buffers.
-    for where in (module._parameters, module._buffers, module.__dict__):
+    for where in (module._buffers, module.__dict__):
         own = where.get(name)
         if own is not None:
             return own if isinstance(own, Tensor) else None
