@@ -145,7 +145,7 @@ def backward_block(
     """
     this = Run(prepared, call.named(tensors), functions, dy)
     dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
-    if autocast_on(dy.device.type):  # backward called inside autocast: not our precision
+    if autocast_on(dy):  # backward called inside autocast: not our precision
         with torch.autocast(dy.device.type, enabled=False):
             found = run.backward(this, kept, out_BSD, dy_BSD)
     else:
@@ -156,13 +156,17 @@ def backward_block(
     return [found.pop(name, None) for name in call.graph.tensors]
 
 
-def autocast_on(device_type: str) -> bool:
-    """Whether autocast is on for tensors of this type of device.
+def autocast_on(x: Tensor) -> bool:
+    """Whether autocast is on for tensors on the device of `x`.
 
-    >>> autocast_on("cpu"), autocast_on("meta")
-    (False, False)
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     autocast_on(torch.ones(1)), autocast_on(torch.ones(1, device="meta"))
+    (True, False)
     """
-    return torch._C._is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    if not torch._C._is_any_autocast_enabled():
+        return False
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 class Invocation(NamedTuple):
@@ -300,7 +304,7 @@ def run_block(
         wants = frozenset([name for name, t in named if t is not None and t.requires_grad])
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides)
     prepared = call.prepare(given)
-    if autocast_on(x.device.type):  # in the dtype of the input all the same
+    if autocast_on(x):  # in the dtype of the input all the same
         with torch.autocast(x.device.type, enabled=False):
             return _apply(call, prepared, functions, given)
     return _apply(call, prepared, functions, given)

@@ -82,13 +82,13 @@ def activation_name(activation: Any) -> str | None:
             return None
         if type(activation) is nn.GELU:
             return _GELU.get(activation.approximate)
-        return _row(lambda row: type(activation) in row.modules)
+        return next((n for n, row in ACTIVATIONS.items() if type(activation) in row.modules), None)
     if isinstance(activation, functools.partial) and activation.func is F.gelu:
         if activation.args or set(activation.keywords) - {"approximate"}:
             return None
         return _GELU.get(activation.keywords.get("approximate", "none"))
-    return _row(lambda row: any(activation is f for f in row.functions))
-
-
-def _row(means: Callable[[Activation], bool]) -> str | None:
-    return next((name for name, row in ACTIVATIONS.items() if means(row)), None)
+    for name, row in ACTIVATIONS.items():
+        for function in row.functions:
+            if activation is function:
+                return name
+    return None

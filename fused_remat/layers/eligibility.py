@@ -192,7 +192,7 @@ def why_not_context(src: Any) -> str | None:
     """
     if not isinstance(src, Tensor):
         return f"src is a {type(src).__name__}"
-    if autocast_on(src.device.type):
+    if autocast_on(src):
         return "autocast is on"
     if torch._C._len_torch_function_stack():
         for mode in torch.overrides._get_current_function_mode_stack():
