@@ -192,8 +192,8 @@ OBSERVERS: list[Callable[[Invocation], None]] = []
 class FusedRematBlock(torch.autograd.Function):
     """Any block, as profilers and autograd graphs name it; call `run_block`.
 
-    Without `setup_context`, which only torch.func needs and which costs a tenth of a small step:
-    `apply` would bind the arguments to forward's signature anew at every call.
+    Without `setup_context`, which only torch.func needs (where blocks raise): for its sake `apply`
+    binds the arguments to forward's signature anew at every call.
     """
 
     @staticmethod
