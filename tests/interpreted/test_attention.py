@@ -1,119 +1,27 @@
 """Attention's kernels, interpreted, against blocks of ATen products in float64."""
 
-import dataclasses
-
 import pytest
 import torch
-from poisoned import TARGET, check_error, check_margin, poisoned
+from attention_cases import (
+    FACTOR,
+    INF,
+    KEY,
+    SMALL,
+    attention_call,
+    check,
+    exact_results,
+    normal,
+    packed_heads,
+    run_kernels,
+    spoiled_results,
+)  # fmt: skip
+from poisoned import TARGET, check_error
 
 from fused_remat import ops, random
-from fused_remat.backends import eager_attention
-from fused_remat.backends.base import AttentionCall
-from fused_remat.backends.triton import attention, attention_masks
+from fused_remat.backends.triton import attention
 from fused_remat.backends.triton.tables import AttentionTile
 
 DTYPES = [torch.float32, torch.float16]
-KEY = random.site_keys(torch.tensor(5))[random.ATTENTION]
-INF = float("inf")
-SMALL = AttentionTile(16, 16, 4, 1)
-# float32: sums of products in another order, and exponentials to 2 ulp of an argument of about 5.
-# float16: the result, the probabilities and their gradients are rounded, by 2**-11 each.
-FACTOR = 2
-
-
-def attention_call(sizes, **options):
-    """A call over (B, H, Hkv, S_q, S_k, E) without anything, but for `options`."""
-    b, h, kv, m, n, e = sizes
-    plain = dict(
-        batch=b, nhead=h, kv_heads=kv, q_len=m, kv_len=n, scale=e**-0.5, left=-1, right=-1,
-        softcap=0.0, mask=None, padding=None, dmask=None, dpadding=None, mask_keeps=True,
-        mask_grad=False, p=0.0, site_key=KEY, row0=0,
-    )  # fmt: skip
-    return AttentionCall(**(plain | options))
-
-
-def packed_heads(sizes, dtype, value_width, make):
-    """q, k, v as views of one matrix of packed projections, by `make(rows, width, dtype)`."""
-    b, h, kv, m, n, e = sizes
-    if m == n and value_width == e:
-        whole = make(b * m, (h + 2 * kv) * e, dtype)
-        heads = whole.view(b, m, h + 2 * kv, e).transpose(1, 2)
-        return [whole], heads.split_with_sizes((h, kv, kv), 1)
-    made = [
-        make(b * m, h * e, dtype),
-        make(b * n, kv * e, dtype),
-        make(b * n, kv * value_width, dtype),
-    ]
-    shapes = ((b, m, h, e), (b, n, kv, e), (b, n, kv, value_width))
-    return made, tuple(x.view(s).transpose(1, 2) for x, s in zip(made, shapes, strict=True))
-
-
-def normal(rows, width, dtype):
-    return torch.randn(rows, width).to(dtype)
-
-
-def with_buffers(call, dtype):
-    """The call with zeros for the gradients of those masks that have one."""
-    wanted = {}
-    for name in ("mask", "padding"):
-        mask = getattr(call, name)
-        if call.mask_grad and mask is not None and mask.is_floating_point():
-            wanted[f"d{name}"] = torch.zeros(mask.shape, dtype=dtype)
-    return dataclasses.replace(call, **wanted)
-
-
-def exact_results(call, q, k, v, dattn):
-    """Output and gradients by name, in float64."""
-    q, k, v, dattn = (x.double() for x in (q, k, v, dattn))
-    call = with_buffers(call, torch.float64)
-    out, lse = eager_attention.forward(q, k, v, call, widen=False)
-    grads = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-    eager_attention.backward(dattn, q, k, v, out, lse, call, grads, widen=False)
-    masks = {"dmask": call.dmask, "dpadding": call.dpadding}
-    return dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)) | masks
-
-
-def check(sizes, dtype=torch.float32, value_width=None, tile=SMALL, inputs=None, **options):
-    """Run the kernels on poisoned outputs; every result within rounding of float64's."""
-    torch.manual_seed(0)
-    call = attention_call(sizes, **options)
-    width = sizes[5] if value_width is None else value_width
-    _, (q, k, v) = packed_heads(sizes, dtype, width, normal)
-    if inputs is not None:
-        q, k, v = inputs(q, k, v)
-    dattn = normal(sizes[0] * sizes[3], sizes[1] * width, dtype)
-    found = run_kernels(call, q, k, v, dattn, tile)
-    for name, exact in exact_results(call, q, k, v, dattn).items():
-        if exact is not None:
-            # A gradient that is all cancellation is 0 to rounding of what it is the difference of.
-            terms = call.batch * call.nhead * call.q_len * call.kv_len / exact.numel()
-            size = torch.full(
-                (exact.numel(),), 0.1 * max(1.0, terms if "mask" in name else 1.0) ** 0.5
-            )
-            mine = torch.cat([found[name].double().flatten(), size])
-            check_error(mine, torch.cat([exact.flatten(), size]), dtype, FACTOR)
-    return found
-
-
-def run_kernels(call, q, k, v, dattn, tile=SMALL):
-    sizes = (call.batch, call.nhead, call.kv_heads, call.q_len, call.kv_len, q.shape[-1])
-    out = poisoned(*dattn.shape, q.dtype)
-    lse = torch.full((call.batch, call.nhead, call.q_len), torch.nan)
-    for launch in attention.forward(q, k, v, call, out, lse, TARGET, tile):
-        launch.run()
-    check_margin(out)
-    assert not lse.isnan().any()
-    call = with_buffers(call, torch.float32)
-    wholes, grads = packed_heads(sizes, q.dtype, v.shape[-1], poisoned)
-    launches = attention.backward(dattn, q, k, v, out, lse, call, grads, TARGET, (tile, tile))
-    for launch in launches:
-        launch.run()
-    for whole in wholes:
-        check_margin(whole)
-    found = dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True))
-    return found | {"dmask": call.dmask, "dpadding": call.dpadding, "lse": lse}
-
-
 SIZES = (2, 2, 2, 18, 24, 16)
 SQUARE = (2, 2, 2, 20, 20, 16)
 BLOCKS = (2, 1, 1, 33, 40, 16)  # with blocks that no query reaches the edge of
@@ -239,130 +147,6 @@ def test_key_lengths_of_any_stride():
     apart, one = torch.tensor([[7, 1], [24, 1]])[:, 0], torch.tensor(9).expand(2)
     check(SIZES, lengths=apart)
     check(SIZES, lengths=one, mask=torch.randn(18, 24), mask_grad=True)
-
-
-def spoiled_results(sizes, dtype, spoil, **options):
-    torch.manual_seed(0)
-    call = attention_call(sizes, **options)
-    _, (q, k, v) = packed_heads(sizes, dtype, sizes[5], normal)
-    dattn = normal(sizes[0] * sizes[3], sizes[1] * sizes[5], dtype)
-    return run_kernels(call, *spoil(q, k, v), dattn)
-
-
-PACKED = {
-    "self": ([0, 5, 5, 33, 40], None),
-    "tail": ([0, 9, 21], None),
-    "head": ([3, 20, 38], None),
-    "cross": ([0, 5, 20, 20, 40], [0, 17, 21, 30, 36]),
-    "none": ([0], None),
-}
-
-
-@pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (4, 1)], ids=str)
-def test_packed_sequences(name, window):
-    cu_q, cu_k = (None if c is None else torch.tensor(c, dtype=torch.int32) for c in PACKED[name])
-    cu_k = cu_q if cu_k is None else cu_k
-    options = dict(cu_q=cu_q, cu_k=cu_k, left=window[0], right=window[1], p=0.2)
-    sizes = (1, 2, 1, 40, 40, 16)
-    clean = check(sizes, **options)
-
-    def spoil(q, k, v):
-        q[:, :, int(cu_q[-1]) :] = torch.nan
-        k[:, :, int(cu_k[-1]) :], v[:, :, int(cu_k[-1]) :] = torch.nan, INF
-        return q, k, v
-
-    spoiled = spoiled_results(sizes, torch.float32, spoil, **options)
-    for found in ("out", "dq", "dk", "dv"):
-        assert torch.equal(spoiled[found], clean[found]), found
-
-
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_tokens_of_no_sequence_may_hold_anything(softcap):
-    """NaN in them, and in their gradient, reaches no other token, and their own gradient is 0."""
-    torch.manual_seed(0)
-    cu = torch.tensor([3, 20, 38])
-    call = attention_call((1, 2, 1, 40, 40, 16), cu_q=cu, cu_k=cu, softcap=softcap)
-    outside = torch.ones(40, dtype=torch.bool)
-    outside[3:38] = False
-    _, heads = packed_heads((1, 2, 1, 40, 40, 16), torch.float32, 16, normal)
-    dattn = normal(40, 32, torch.float32)
-    clean = run_kernels(call, *heads, dattn)
-    for x in heads:
-        x[:, :, outside] = torch.nan
-    dattn[outside] = torch.nan
-    spoiled = run_kernels(call, *heads, dattn)
-    for name in ("out", "dq", "dk", "dv"):
-        assert torch.equal(spoiled[name], clean[name]), name
-    assert (spoiled["dq"][:, :, outside] == 0.0).all()
-
-
-@pytest.mark.parametrize("by_keys", [False, True], ids=["by queries", "by keys"])
-def test_bounds_beyond_the_tokens_reach_no_others(by_keys):
-    """On a GPU nobody checks them: nothing beyond the tensors may be read for it."""
-    cu = torch.tensor([-5, 9, 1000])
-    call = attention_call((1, 1, 1, 40, 40, 16), cu_q=cu, cu_k=cu)
-    bounds, launch = attention_masks._bounds(call, 80, 80, by_keys)
-    launch.run()
-    assert bounds.min() >= 0 and bounds.max() <= 40
-
-
-def test_packed_sequences_with_masks():
-    cu = torch.tensor([0, 13, 30])
-    mask, padding = torch.randn(1, 2, 40, 40), torch.rand(1, 40) < 0.2
-    check(
-        (1, 2, 2, 40, 40, 16), cu_q=cu, cu_k=cu, mask=mask, padding=padding, mask_grad=True, right=0
-    )
-
-
-@pytest.mark.parametrize("by_keys", [False, True], ids=["by queries", "by keys"])
-@pytest.mark.parametrize("name", PACKED)
-def test_intervals_of_packed_sequences(name, by_keys):
-    cu_q, cu_k = (None if c is None else torch.tensor(c) for c in PACKED[name])
-    call = attention_call(
-        (1, 1, 1, 40, 40, 16), cu_q=cu_q, cu_k=cu_q if cu_k is None else cu_k, left=4, right=2
-    )
-    bounds, launch = attention_masks._bounds(call, 4, 2, by_keys)
-    launch.run()
-    seen = torch.zeros(40, 40, dtype=torch.bool)
-    for i in range(cu_q.numel() - 1):
-        for q in range(int(cu_q[i]), int(cu_q[i + 1])):
-            at = q + int(call.cu_k[i + 1]) - int(cu_q[i + 1])
-            first, last = max(int(call.cu_k[i]), at - 4), min(int(call.cu_k[i + 1]), at + 3)
-            seen[q, first:last] = True
-    row = torch.arange(40)
-    expected = seen.t() if by_keys else seen
-    assert torch.equal((row >= bounds[:, :1]) & (row < bounds[:, 1:]), expected)
-
-
-@pytest.mark.parametrize("by_keys", [False, True], ids=["by queries", "by keys"])
-def test_lists_of_blocks(by_keys):
-    """Visited is what anything of is seen; without mask arithmetic, what is seen whole."""
-    mask = torch.zeros(2, 1, 37, 70)
-    mask[0, :, :, 16:32], mask[0, 0, 3, 5], mask[1, :, 16:, :20] = -INF, 0.5, -INF
-    padding = torch.zeros(2, 70, dtype=torch.bool)
-    padding[1, 50:] = True
-    call = attention_call((2, 3, 3, 37, 70, 16), mask=mask, padding=padding, right=4, left=40)
-    problem, before = attention_masks.prepare(torch.empty(2, 3, 37, 16), call, TARGET, True)
-    blocks, strides, launches = attention_masks.lists(problem, SMALL, by_keys)
-    for launch in before + launches:
-        launch.run()
-    assert blocks.shape[:2] == (2, 1) and strides[1] == 0
-    place = torch.arange(37)[:, None] + 33
-    window = (torch.arange(70) <= place + 4) & (torch.arange(70) >= place - 40)
-    bias = mask[:, 0].masked_fill(padding[:, None], -INF).masked_fill(~window, -INF)
-    if by_keys:
-        bias = bias.transpose(1, 2)
-    rows, cols = bias.shape[1:]
-    width = -(-cols // 16)
-    for b in range(2):
-        for i in range(-(-rows // 16)):
-            row = blocks[b, 0, i]
-            pieces = [bias[b, 16 * i : 16 * i + 16, 16 * j : 16 * j + 16] for j in range(width)]
-            whole = [j for j in range(width) if (pieces[j] == 0).all() and pieces[j].shape[1] == 16]
-            partial = [j for j in range(width) if (pieces[j] != -INF).any() and j not in whole]
-            assert row[: row[width]].tolist() == partial
-            assert sorted(row[width - row[width + 1] : width].tolist()) == whole
 
 
 def test_blocks_that_are_excluded_are_not_read():

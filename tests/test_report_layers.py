@@ -1,0 +1,199 @@
+"""`memory_report`: which models, inputs and outputs it takes, and which layers it lists."""
+
+import dataclasses
+import importlib
+from collections import OrderedDict
+
+import pytest
+import torch
+from report_models import TOKENS, D, H, LanguageModel, data, encoder, ids, saved_bytes
+from torch import nn
+
+from fused_remat import MemoryReport, convert, memory_report
+
+# Models, inputs and outputs
+
+
+class ModelOutput(OrderedDict):
+    """As Hugging Face's: a dataclass that is a mapping, too."""
+
+    def __post_init__(self):
+        for entry in dataclasses.fields(self):
+            if getattr(self, entry.name) is not None:
+                self[entry.name] = getattr(self, entry.name)
+
+
+@dataclasses.dataclass
+class Hidden(ModelOutput):
+    last: torch.Tensor = None
+    hidden: tuple = None
+    loss: torch.Tensor = None
+
+
+@dataclasses.dataclass
+class Plain:
+    last: torch.Tensor
+    count: int = 3
+
+
+OUTPUTS = {
+    "tuple": lambda y: (y, None, "text"),
+    "nested": lambda y: [{"a": (y, 3)}],
+    "model output": lambda y: Hidden(last=y, hidden=(y, y)),
+    "dataclass": Plain,
+    "named tuple": lambda y: torch.return_types.max((y, y.long())),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_outputs(kind):
+    class Returning(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = encoder(1).layers
+
+        def forward(self, x, *, flag):
+            assert flag
+            return OUTPUTS[kind](self.layers[0](x))
+
+    report = memory_report(Returning(), data(), flag=True)
+    assert report.layers[0].backward_peak > 0
+    assert report.kept_bytes > 0
+    assert "saved" not in {a.name for a in report.layers[0].activations}
+
+
+def test_outputs_without_numbers():
+    class Argmax(nn.Module):
+        def forward(self, x):
+            return {"class": x.argmax(-1)}
+
+    with pytest.raises(TypeError, match="returned dict without a floating-point tensor"):
+        memory_report(Argmax(), data())
+    with pytest.raises(TypeError, match=r"takes an nn\.Module, got function"):
+        memory_report(lambda x: x, data())
+
+
+def test_keyword_inputs():
+    model, x = LanguageModel(1), ids()
+    scale = torch.full((D,), 2.0, requires_grad=True)
+    report = memory_report(model, ids=x, scale=scale)
+    other = report.layers[-1]
+    assert report.tokens == TOKENS and scale.grad is None
+    assert [a.is_input for a in other.activations if a.bytes == scale.nbytes] == [True]
+
+
+def test_intermediate_results_as_inputs():
+    leaf = data(requires_grad=True)
+    x = leaf.exp()
+    x.register_hook(lambda g: calls.append(g))
+    calls = []
+    model = encoder(1)
+    report = memory_report(model, x)
+    assert report.kept_bytes > 0 and not calls
+    x.sum().backward()  # its graph is still there
+    assert leaf.grad is not None and len(calls) == 1
+
+
+def test_lazy_parameters():
+    with pytest.raises(ValueError, match="lazy parameters"):
+        memory_report(nn.LazyLinear(3), data())
+
+
+# Which layers
+
+
+def test_default_layers():
+    names = lambda model, *args: [x.name for x in memory_report(model, *args).layers]  # noqa: E731
+    decoder = nn.TransformerDecoderLayer(D, H, 4 * D, batch_first=True)
+    transformer = nn.Transformer(
+        D, H, 1, 0, 4 * D, batch_first=True,
+        custom_decoder=nn.TransformerDecoder(decoder, 2),
+    )  # fmt: skip
+    assert names(transformer, data(), data()) == [
+        "encoder.layers.0", "decoder.layers.0", "decoder.layers.1", "(other)"
+    ]  # fmt: skip
+    nested = nn.Sequential(nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Linear(D, 1))
+    assert names(nested, data()) == ["0", "1"]
+    assert names(nn.Bilinear(D, D, 2), data(), data()) == ["(model)"]
+    attention = nn.MultiheadAttention(D, H, batch_first=True)
+    assert names(attention, data(), data(), data())[0] == "out_proj"  # its only child, not called
+
+
+class Mlp(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(D, D), nn.Tanh())
+
+    def forward(self, x):
+        return self[1](self[0](x))
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("how", ["wrapped", "inner", "in place"])
+def test_what_is_compiled_is_one_layer(how):
+    mlp = Mlp()
+    if how == "in place":
+        mlp.compile(backend="aot_eager")
+        model, name = nn.Sequential(mlp, nn.ReLU()), "0"
+    else:
+        compiled = torch.compile(mlp, backend="aot_eager")
+        model, name = {
+            "wrapped": (compiled, "(model)"), "inner": (nn.Sequential(compiled, nn.ReLU()), "0")
+        }[how]  # fmt: skip
+    call = mlp._compiled_call_impl
+    for _ in range(2):  # compiling, and compiled
+        report = memory_report(model, data())
+        assert report.kept_bytes == saved_bytes(model, data())
+        first = report.layers[0]
+        assert (first.name, first.calls) == (name, 1)
+        assert first.kept_bytes >= 2 * TOKENS * D * 4 and first.backward_peak > 0
+    assert mlp._compiled_call_impl is call
+    with pytest.raises(ValueError, match="a compiled module, whose submodules"):
+        memory_report(model, data(), layers=["0.1" if how == "in place" else "*_orig_mod.1"])
+
+
+def test_checkpoint_is_named_while_the_compiler_is_loaded():
+    importlib.import_module("torch._dynamo")
+    layer = memory_report(LanguageModel(1, checkpointed=True), ids()).layers[0]
+    assert [a.name for a in layer.activations] == ["checkpoint"]
+
+
+def test_jagged_tensors():
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Tanh()), data()
+    jagged = torch.nested.nested_tensor(list(x.unbind()), layout=torch.jagged)
+    report = memory_report(model, jagged)
+    assert MemoryReport.from_json(report.to_json()) == report
+    assert report.kept_bytes > memory_report(model, x).kept_bytes  # its offsets, too
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_layers_take_no_hooks():
+    model = nn.Sequential(nn.Linear(D, D), torch.jit.script(nn.Sequential(nn.Tanh())))
+    with pytest.raises(RuntimeError, match="hook is not supported on ScriptModules"):
+        memory_report(model, data())
+    assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+    first, other = memory_report(model, data(), layers=["0"]).layers
+    assert first.kept_bytes == other.kept_bytes == TOKENS * D * 4
+
+
+def test_patterns():
+    model, x = encoder(3), data()
+    names = lambda layers: [r.name for r in memory_report(model, x, layers=layers).layers]  # noqa: E731
+    assert names(["layers.[02]"]) == ["layers.0", "layers.2", "(other)"]
+    assert names(["layers.*"]) == ["layers.0", "layers.1", "layers.2"]
+    assert names("layers.1") == ["layers.1", "(other)"]
+    assert names(["layers.0.linear1", "layers.0.norm2"])[:2] == [
+        "layers.0.linear1", "layers.0.norm2"
+    ]  # fmt: skip
+    assert names([""]) == ["(model)"]
+    assert names([]) == ["(other)"]
+    with pytest.raises(ValueError, match=r"no module matches 'blocks\.\*'; modules: 'layers', "):
+        names(["blocks.*"])
+    convert(model)
+    with pytest.raises(ValueError, match=r"inside 'layers\.0', a fused layer"):
+        names(["layers.0.linear1"])
+
+
+def test_every_choice_of_layers_keeps_the_same():
+    model, x = LanguageModel(2), ids()
+    totals = {memory_report(model, x, layers=c).kept_bytes for c in (None, ["*"], ["head"], [""])}
+    assert totals == {saved_bytes(model, x)}
