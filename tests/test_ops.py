@@ -11,7 +11,6 @@ from fused_remat.blocks.program import kept_bytes
 from fused_remat.memory import SavedBytes, measure_allocations
 
 RANDOM = [name for name, case in CASES.items() if case.dropout]
-MASKS = ("mask",)
 # What backward reads again at "full"; dropout_add reads nothing but its seed.
 READ_AGAIN = ("x", "query", "key", "value", "mask", "slope")
 
