@@ -72,13 +72,8 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 
 def call_of(width: int, given: dict[str, Any]) -> AttentionCall:
     """A call that sees everything, but for what is given."""
-    plain = {
-        "batch": _B, "nhead": _H, "kv_heads": _H, "q_len": _S, "kv_len": _S, "scale": width**-0.5,
-        "left": -1, "right": -1, "softcap": 0.0, "mask": None, "padding": None, "dmask": None,
-        "dpadding": None, "mask_keeps": False, "mask_grad": False, "p": 0.0, "site_key": None,
-        "row0": 0,
-    }  # fmt: skip
-    return AttentionCall(**(plain | given))
+    sizes = {"batch": _B, "nhead": _H, "kv_heads": _H, "q_len": _S, "kv_len": _S}
+    return AttentionCall(scale=width**-0.5, **(sizes | given))
 
 
 def _heads(call: AttentionCall, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -118,13 +118,10 @@ class Subject:
         self.packed = [rig.normal(*shape) for _ in range(SETS)]
         rows = (self.batch * seq_len, self.nhead * self.width)
         self.douts = [rig.normal(*rows) for _ in range(SETS)]
-        plain = {
-            "batch": self.batch, "nhead": self.nhead, "kv_heads": self.kv_heads, "q_len": seq_len,
-            "kv_len": seq_len, "scale": self.width**-0.5, "left": -1, "right": -1, "softcap": 0.0,
-            "mask": None, "padding": None, "dmask": None, "dpadding": None, "mask_keeps": True,
-            "mask_grad": False, "p": 0.0, "site_key": None, "row0": 0,
-        }  # fmt: skip
-        self.call = AttentionCall(**(plain | dict(setting.options(self))))
+        self.call = AttentionCall(
+            batch=self.batch, nhead=self.nhead, kv_heads=self.kv_heads, q_len=seq_len,
+            kv_len=seq_len, scale=self.width**-0.5, **setting.options(self),
+        )  # fmt: skip
         products = 2.0 * self.batch * self.nhead * seq_len**2 * self.width * setting.share(self)
         self.flops = {"fwd": 2 * products, "bwd": 5 * products}
 

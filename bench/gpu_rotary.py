@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ from fused_remat.backends.triton import rotary
 _NAMES = ("dx", "dq_weight", "dk_weight")
 
 
-def _call(rig: Rig, tokens: int, seq_len: int, heads: int, width: int, normed: bool) -> RotaryCall:
+def _call(rig: Rig, seq_len: int, heads: int, width: int, normed: bool) -> RotaryCall:
     """Query heads and a quarter as many key heads, all of whose elements are rotated."""
     angle = rig.normal(seq_len, width // 2).float()
     weights = [rig.normal(width, shift=1.0) if normed else None for _ in range(2)]
@@ -32,8 +33,7 @@ def _exact(call: RotaryCall) -> RotaryCall:
         name: None if (t := getattr(call, name)) is None else t.double()
         for name in ("cos", "sin", "q_weight", "k_weight")
     }
-    fields = {n: getattr(call, n) for n in RotaryCall.__dataclass_fields__}
-    return RotaryCall(**(fields | wide))
+    return dataclasses.replace(call, **wide)
 
 
 def _plain(x: Tensor, call: RotaryCall) -> Tensor:
@@ -55,7 +55,7 @@ def _plain(x: Tensor, call: RotaryCall) -> Tensor:
 
 def rotary_fwd(rig: Rig, tokens: int, seq_len: int, heads: int, width: int) -> Contest:
     """qkv rotated: plain PyTorch, our kernel."""
-    call = _call(rig, tokens, seq_len, heads, width, False)
+    call = _call(rig, seq_len, heads, width, False)
     columns = (heads + 2 * call.kv_heads) * width
     xs, y = [rig.normal(tokens, columns) for _ in range(SETS)], rig.poisoned(tokens, columns)
     launches = [[rotary.rotary_fwd(x, call, y, rig.target)] for x in xs]
@@ -70,7 +70,7 @@ def rotary_fwd(rig: Rig, tokens: int, seq_len: int, heads: int, width: int) -> C
 
 def rotary_norm_bwd(rig: Rig, tokens: int, seq_len: int, heads: int, width: int) -> Contest:
     """Gradients of RMSNorm and rotation of each head: our ATen twin, our kernels."""
-    call = _call(rig, tokens, seq_len, heads, width, True)
+    call = _call(rig, seq_len, heads, width, True)
     columns = (heads + 2 * call.kv_heads) * width
     xs = [rig.normal(tokens, columns) for _ in range(SETS)]
     dy, dx = rig.normal(tokens, columns), rig.poisoned(tokens, columns)

@@ -22,9 +22,8 @@ def route(monkeypatch, dtype=torch.bfloat16, heads=(4, 4), width=64, s=(64, 64),
     # What PyTorch would choose needs a GPU to ask.
     monkeypatch.setattr(cuda_attention, "kernel", lambda q, call: "cudnn")
     plain = dict(
-        batch=2, nhead=heads[0], kv_heads=heads[1], q_len=s[0], kv_len=s[1], scale=0.125, left=-1,
-        right=-1, softcap=0.0, mask=None, padding=None, dmask=None, dpadding=None, mask_keeps=True,
-        mask_grad=False, p=0.0, site_key=None, row0=0,
+        batch=2, nhead=heads[0], kv_heads=heads[1], q_len=s[0], kv_len=s[1], scale=0.125,
+        mask_keeps=True,
     )  # fmt: skip
     with FakeTensorMode():
         q = torch.empty(2, heads[0], s[0], width, dtype=dtype, device="cuda")

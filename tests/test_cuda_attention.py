@@ -13,9 +13,8 @@ from fused_remat.backends.base import AttentionCall
 
 def attention_call(q_len, kv_len, mask=None, padding=None, right=-1):
     return AttentionCall(
-        batch=2, nhead=4, kv_heads=4, q_len=q_len, kv_len=kv_len, scale=0.125, left=-1,
-        right=right, softcap=0.0, mask=mask, padding=padding, dmask=None, dpadding=None,
-        mask_keeps=False, mask_grad=False, p=0.0, site_key=None, row0=0,
+        batch=2, nhead=4, kv_heads=4, q_len=q_len, kv_len=kv_len, scale=0.125, right=right,
+        mask=mask, padding=padding,
     )  # fmt: skip
 
 

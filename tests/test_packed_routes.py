@@ -93,9 +93,7 @@ def test_explain_says_which_routes_and_why(options, expected):
 
 def call_of(q, k, cu_q, cu_k, right=-1):
     return AttentionCall(
-        batch=1, nhead=4, kv_heads=2, q_len=q.shape[2], kv_len=k.shape[2], scale=0.5, left=-1,
-        right=right, softcap=0.0, mask=None, padding=None, dmask=None, dpadding=None,
-        mask_keeps=False, mask_grad=False, p=0.0, site_key=None, row0=0,
+        batch=1, nhead=4, kv_heads=2, q_len=q.shape[2], kv_len=k.shape[2], scale=0.5, right=right,
         cu_q=torch.tensor(cu_q), cu_k=torch.tensor(cu_k),
     )  # fmt: skip
 

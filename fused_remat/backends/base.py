@@ -29,6 +29,8 @@ Affine = tuple[Tensor | None, Tensor | None]
 class AttentionCall:
     """Sizes, masks and randomness of one attention over a group of whole sequences.
 
+    With sizes and scale alone, every query sees every key, and nothing is dropped.
+
     Attributes:
         batch, nhead, kv_heads, q_len, kv_len: B, H, Hkv, S_q, S_k.
         scale: multiplies q k^T.
@@ -57,18 +59,18 @@ class AttentionCall:
     q_len: int
     kv_len: int
     scale: float
-    left: int
-    right: int
-    softcap: float
-    mask: Tensor | None
-    padding: Tensor | None
-    dmask: Tensor | None
-    dpadding: Tensor | None
-    mask_keeps: bool
-    mask_grad: bool
-    p: float
-    site_key: Tensor | None
-    row0: int
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    mask: Tensor | None = None
+    padding: Tensor | None = None
+    dmask: Tensor | None = None
+    dpadding: Tensor | None = None
+    mask_keeps: bool = False
+    mask_grad: bool = False
+    p: float = 0.0
+    site_key: Tensor | None = None
+    row0: int = 0
     lengths: Tensor | None = None
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None

@@ -26,9 +26,8 @@ B, H, S, E = sized(2, 8, 1000, 64) if ON_GPU else (2, 4, 33, 8)
 def make_call(q_len=S, kv_len=S, kv_heads=H, causal=False, mask=None, padding=None, keeps=False):
     """An `AttentionCall` without dropout."""
     return AttentionCall(
-        batch=B, nhead=H, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, scale=E**-0.5, left=-1,
-        right=0 if causal else -1, softcap=0.0, mask=mask, padding=padding, dmask=None,
-        dpadding=None, mask_keeps=keeps, mask_grad=False, p=0.0, site_key=None, row0=0,
+        batch=B, nhead=H, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, scale=E**-0.5,
+        right=0 if causal else -1, mask=mask, padding=padding, mask_keeps=keeps,
     )  # fmt: skip
 
 

@@ -30,9 +30,7 @@ def attention_call(b, h, length, width, **options):
     """A call that sees everything, but for `options`."""
     plain = {
         "batch": b, "nhead": h, "kv_heads": h, "q_len": length, "kv_len": length,
-        "scale": width**-0.5, "left": -1, "right": -1, "softcap": 0.0, "mask": None,
-        "padding": None, "dmask": None, "dpadding": None, "mask_keeps": True, "mask_grad": False,
-        "p": 0.0, "site_key": None, "row0": 0,
+        "scale": width**-0.5, "mask_keeps": True,
     }  # fmt: skip
     return AttentionCall(**(plain | options))
 

@@ -23,9 +23,8 @@ def attention_call(sizes, **options):
     """A call over (B, H, Hkv, S_q, S_k, E) without anything, but for `options`."""
     b, h, kv, m, n, e = sizes
     plain = dict(
-        batch=b, nhead=h, kv_heads=kv, q_len=m, kv_len=n, scale=e**-0.5, left=-1, right=-1,
-        softcap=0.0, mask=None, padding=None, dmask=None, dpadding=None, mask_keeps=True,
-        mask_grad=False, p=0.0, site_key=KEY, row0=0,
+        batch=b, nhead=h, kv_heads=kv, q_len=m, kv_len=n, scale=e**-0.5, mask_keeps=True,
+        site_key=KEY,
     )  # fmt: skip
     return AttentionCall(**(plain | options))
 

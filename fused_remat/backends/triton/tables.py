@@ -193,7 +193,8 @@ def why_own_attention(target: Target, call: AttentionCall) -> str | None:
 
 
 _A = AttentionTile
-#: Kernel -> family -> widest head -> tiles by the call's `burdens`, or one for any; for 16 bits.
+#: Kernel -> family -> widest head -> tiles by the call's `burdens`, the last for any more.
+#: For 16 bits.
 ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
     "fwd": {
         "hopper": {
@@ -233,13 +234,9 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
             ),
         },
         "blackwell": {
-            64: (_A(64, 64, 8, 2), _A(64, 64, 8, 2), _A(64, 64, 8, 2)),
+            64: (_A(64, 64, 8, 2),),
             128: (_A(64, 64, 8, 2), _A(64, 64, 8, 2), _A(32, 64, 4, 2, split=True)),
-            256: (
-                _A(32, 64, 8, 2, split=True),
-                _A(32, 64, 8, 2, split=True),
-                _A(32, 64, 8, 2, split=True),
-            ),
+            256: (_A(32, 64, 8, 2, split=True),),
         },
         "ampere": {
             64: (_A(32, 64, 4, 2), _A(32, 64, 4, 2), _A(32, 64, 8, 2)),
@@ -260,17 +257,9 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
             ),
         },
         "hip": {
-            64: (_A(32, 64, 4, 1), _A(32, 64, 4, 1), _A(32, 64, 4, 1)),
-            128: (
-                _A(32, 64, 4, 1, split=True),
-                _A(32, 64, 4, 1, split=True),
-                _A(32, 64, 4, 1, split=True),
-            ),
-            256: (
-                _A(32, 32, 4, 1, split=True),
-                _A(32, 32, 4, 1, split=True),
-                _A(32, 32, 4, 1, split=True),
-            ),
+            64: (_A(32, 64, 4, 1),),
+            128: (_A(32, 64, 4, 1, split=True),),
+            256: (_A(32, 32, 4, 1, split=True),),
         },
     },
     "dq": {
@@ -281,8 +270,8 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
         },
         "blackwell": {
             64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(128, 32, 8, 2)),
-            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(128, 32, 8, 2)),
-            256: (_A(64, 32, 8, 2), _A(64, 32, 8, 2), _A(64, 32, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
+            256: (_A(64, 32, 8, 2),),
         },
         "ampere": {
             64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 2)),
@@ -296,8 +285,8 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
         },
         "hip": {
             64: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
-            128: (_A(64, 32, 4, 1), _A(64, 32, 4, 1), _A(64, 32, 4, 1)),
-            256: (_A(32, 32, 4, 1), _A(32, 32, 4, 1), _A(32, 32, 4, 1)),
+            128: (_A(64, 32, 4, 1),),
+            256: (_A(32, 32, 4, 1),),
         },
     },
     "mask": {
