@@ -15,7 +15,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint as _checkpoint
 from torch import Tensor
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from fused_remat import random
 from fused_remat.backends.base import Backend
@@ -23,9 +28,11 @@ from fused_remat.backends.registry import get_backend
 from fused_remat.blocks import run
 from fused_remat.blocks.frame import Chunks, Prepared, Run
 from fused_remat.blocks.program import Graph, programs, sizes
+from fused_remat.policies import Policy, kept_names
 
 _functorch = torch._C._functorch
 Functions = Mapping[str, Callable[[Tensor], Tensor]]
+Shapes = Sequence[torch.Size | None]
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,7 @@ class BlockCall:
         """Chunks, programs and widths for these tensors, of which only shapes are read."""
         x = tensors[0]
         assert x is not None
-        backend = get_backend(self.backend, x)
-        tokens, fusions = backend.chunk_tokens(x), backend.fusions(x)
-        shapes = tuple([None if t is None else t.shape for t in tensors])
-        return _prepare(self, backend, tokens, fusions, shapes)  # type: ignore[arg-type]
+        return prepare(self, x, [None if t is None else t.shape for t in tensors])
 
     def batch_major(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1) if self.seq_first else x
@@ -66,6 +70,13 @@ class BlockCall:
         x = named["input"]
         named["input"] = None if x is None else self.batch_major(x)
         return named
+
+
+def prepare(call: BlockCall, like: Tensor, shapes: Shapes) -> Prepared:
+    """`call.prepare` for tensors of `shapes`; `like` has the device and dtype of the first."""
+    backend = get_backend(call.backend, like)
+    tokens, fusions = backend.chunk_tokens(like), backend.fusions(like)
+    return _prepare(call, backend, tokens, fusions, tuple(shapes))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -114,14 +125,14 @@ def forward_block(
     """
     x = tensors[0]
     assert x is not None
-    out = _empty_output(call, prepared, x)
+    out = empty_output(call, prepared.widths["output"], x)
     this = Run(prepared, call.named(tensors), functions, x)
     kept = run.forward(this, call.batch_major(out))
     return out, kept
 
 
-def _empty_output(call: BlockCall, prepared: Prepared, x: Tensor) -> Tensor:
-    width = prepared.widths["output"]
+def empty_output(call: BlockCall, width: int, x: Tensor) -> Tensor:
+    """Uninitialised, for the output of `width` for the first input `x`."""
     if x.dim() == 4:
         return x.new_empty((*sizes(x.shape), width))
     if width != x.shape[-1]:
@@ -271,21 +282,46 @@ def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
 
 def run_block(
     graph: Graph,
-    save: frozenset[str],
+    policy: str | Policy,
     tensors: Mapping[str, Tensor | None],
     *,
     backend: str = "auto",
     seq_first: bool = False,
     preserve_strides: bool = True,
-    functions: Functions = MappingProxyType({}),
+    functions: Functions | None = None,
 ) -> Tensor:
-    """Run a block, differentiably, keeping `save` for backward.
+    """Run a block, differentiably, keeping what `policy` names for backward.
 
     `tensors` maps the names of `graph.tensors` to tensors: "input" (B, S, D), or (S, B, D) if
     `seq_first`, or heads (B, H, S, E); absent or None where the block has none. "seed" is drawn
     from torch's generator if the graph uses one and none is given. What needs a gradient is decided
     here, from grad mode. Returns (B, S, width), in the layout of the input.
     """
+    compiling = torch.compiler.is_compiling()
+    if compiling or _chosen_by_operator():
+        if functions:  # which no text describes
+            from fused_remat import uncompiled
+
+            options = (backend, seq_first, preserve_strides, functions)
+            if not compiling:  # nor may its operators be chosen from: they work in place
+                with _disable_current_modes():
+                    return _run_block(graph, policy, tensors, *options)
+            return uncompiled.eagerly(_run_block, graph, policy, tensors, *options)  # type: ignore[no-any-return]
+        from fused_remat import compiled
+
+        return compiled.run(graph, policy, tensors, backend, seq_first, preserve_strides)
+    return _run_block(graph, policy, tensors, backend, seq_first, preserve_strides, functions or {})
+
+
+def _run_block(
+    graph: Graph,
+    policy: str | Policy,
+    tensors: Mapping[str, Tensor | None],
+    backend: str,
+    seq_first: bool,
+    preserve_strides: bool,
+    functions: Functions,
+) -> Tensor:
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "fused_remat: a fused block cannot run inside torch.func transforms "
@@ -300,12 +336,23 @@ def run_block(
     if torch.is_grad_enabled():
         named = zip(graph.tensors, given, strict=True)
         wants = frozenset([name for name, t in named if t is not None and t.requires_grad])
+    save = kept_names(policy, graph.kind, graph.names)
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides)
     prepared = call.prepare(given)
     if autocast_on(x):  # in the dtype of the input all the same
         with torch.autocast(x.device.type, enabled=False):
             return _apply(call, prepared, functions, given)
     return _apply(call, prepared, functions, given)
+
+
+_SELECTIVE = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode)
+
+
+def _chosen_by_operator() -> bool:
+    """Whether selective checkpointing, which decides by operator, is watching."""
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def _apply(

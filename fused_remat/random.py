@@ -70,7 +70,10 @@ def draw_seed(device: torch.device) -> Tensor:
     >>> draw_seed(torch.device("cpu")).dtype
     torch.int64
     """
-    return torch.empty((), dtype=torch.int64, device=device).random_()
+    seed = torch.empty((), dtype=torch.int64, device=device)
+    if torch.compiler.is_compiling():  # Dynamo takes the operator, not the method
+        return torch.ops.aten.random_.default(seed)  # type: ignore[no-any-return]
+    return seed.random_()
 
 
 def threshold(p: float) -> int:

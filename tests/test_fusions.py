@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import RUNGS
 
-from fused_remat import autograd, ops
+from fused_remat import Policy, autograd, ops
 from fused_remat.backends import registry
 from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.backends.eager import EagerBackend
@@ -181,7 +181,7 @@ def test_graphs_that_no_block_has_give_the_same_bits(fusing, draw, frozen, kept)
     x, dy = torch.randn(2, 3, 5, 8)
     tensors["input"] = x.requires_grad_()
     leaves = [t for t in tensors.values() if t.requires_grad]
-    save = frozenset(kept) & set(graph.names)
+    save = Policy(save=set(kept) & set(graph.names))
     results = []
     for backend in ("fusing", "eager"):
         y = autograd.run_block(graph, save, tensors, backend=backend)

@@ -203,7 +203,7 @@ def test_the_callers_gradient_is_never_written_to(fn):
     nodes = (Custom(name="a", x="input"), Add(name="output", x="a", residual="input"))
     graph = Graph("custom", nodes, ())
     x = torch.randn(2, 3, D, requires_grad=True)
-    y = run_block(graph, frozenset(), {"input": x}, functions={"activation": fn})
+    y = run_block(graph, "full", {"input": x}, functions={"activation": fn})
     dy = torch.ones_like(y)
     (dx,) = torch.autograd.grad(y, x, dy)
     assert torch.equal(dy, torch.ones_like(dy))

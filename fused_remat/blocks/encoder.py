@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from fused_remat import random
 from fused_remat.blocks.attention import Attention
 from fused_remat.blocks.program import Graph
+from fused_remat.blocks.recipe import builder, part
 from fused_remat.blocks.sketch import Sketch, captured_params, linear_params
 
 #: Tensors of the block besides its input, by name.
@@ -17,6 +17,7 @@ PARAMS = (
 )
 
 
+@part
 @dataclass(frozen=True)
 class EncoderConfig:
     """Plain numbers of an encoder block; equal configs share one graph.
@@ -54,7 +55,7 @@ class EncoderConfig:
         return "encoder_prenorm" if self.norm_first else "encoder_postnorm"
 
 
-@functools.lru_cache(maxsize=1024)
+@builder
 def encoder_graph(cfg: EncoderConfig) -> Graph:
     """The graph of an encoder block; the same object for equal configs.
 

@@ -5,21 +5,24 @@ Each function is cached: equal arguments, one graph.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from fused_remat import random
 from fused_remat.blocks.attention import Attention, HeadsAttention
 from fused_remat.blocks.pointwise import Add
 from fused_remat.blocks.program import Graph
+from fused_remat.blocks.recipe import builder, part
 from fused_remat.blocks.rotary import Rotary
 from fused_remat.blocks.sketch import Sketch, captured_params, linear_params
+
+for _node in (Attention, HeadsAttention, Rotary):  # what builders here take besides numbers
+    part(_node)
 
 # The caller's own tensors that attention reads.
 _ATTENTION = ("mask", "padding", "lengths", "cu_q", "cu_k", "seed")
 
 
-@functools.lru_cache(maxsize=256)
+@builder
 def norm_graph(kind: str, eps: float) -> Graph:
     """output = norm(input), `kind` "layer_norm" or "rms_norm".
 
@@ -31,7 +34,7 @@ def norm_graph(kind: str, eps: float) -> Graph:
     return Graph("norm", tuple(sketch.nodes), linear_params("norm"))
 
 
-@functools.lru_cache(maxsize=256)
+@builder
 def dropout_add_graph(p: float) -> Graph:
     """output = residual + dropout(input).
 
@@ -44,6 +47,7 @@ def dropout_add_graph(p: float) -> Graph:
     return Graph("dropout_add", tuple(sketch.nodes), ("seed",), ("input", "residual"))
 
 
+@part
 @dataclass(frozen=True)
 class MlpConfig:
     """An MLP: activation (`captured` as in EncoderConfig), gate, dropout, and norm if a block.
@@ -64,7 +68,7 @@ class MlpConfig:
     eps: float = 1e-5
 
 
-@functools.lru_cache(maxsize=256)
+@builder
 def mlp_graph(cfg: MlpConfig) -> Graph:
     """The graph of an MLP, alone or with its norm and residual.
 
@@ -87,7 +91,7 @@ def mlp_graph(cfg: MlpConfig) -> Graph:
     return Graph(kind, tuple(sketch.nodes), params)
 
 
-@functools.lru_cache(maxsize=256)
+@builder
 def attention_graph(attention: HeadsAttention) -> Graph:
     """The graph of attention over heads, which is one node; its name must be "output".
 
@@ -102,7 +106,7 @@ def attention_graph(attention: HeadsAttention) -> Graph:
 ROTARY_PARAMS = ("cos", "sin", "q_norm.weight", "k_norm.weight")
 
 
-@functools.lru_cache(maxsize=256)
+@builder
 def attention_block_graph(
     attention: Attention, p_residual: float, norm: str, eps: float, rotary: Rotary | None = None
 ) -> Graph:
@@ -122,7 +126,7 @@ def attention_block_graph(
     return Graph(kind, tuple(sketch.nodes), params + ROTARY_PARAMS)
 
 
-@functools.lru_cache(maxsize=256)
+@builder
 def rotary_graph(rotary: Rotary) -> Graph:
     """The graph of a rotary step, which is one node; its name must be "output".
 

@@ -26,12 +26,14 @@ class Graph:
         nodes: the steps; the last defines "output".
         params: names of the tensors besides the inputs, in the order in which they are passed.
         inputs: names of the inputs, which come in groups of sequences; the first is "input".
+        recipe: what a `recipe.builder` built it from; "" if none did.
     """
 
     kind: str
     nodes: tuple[Node, ...]
     params: tuple[str, ...]
     inputs: tuple[str, ...] = ("input",)
+    recipe: str = ""
 
     @functools.cached_property
     def tensors(self) -> tuple[str, ...]:

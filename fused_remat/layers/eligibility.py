@@ -117,7 +117,9 @@ def why_not_tensors(src: Tensor, width: int, params: Mapping[str, Tensor | None]
         if p.dtype is not dtype or p.device != device:
             return f"src is {dtype} on {device} but {name} is {p.dtype} on {p.device}"
         shapes.append(p.shape)
-    return _why_not_shapes(dtype, width, tuple(params), tuple(shapes))
+    # Dynamo would see through the cache, and say so.
+    why_not = _why_not_shapes.__wrapped__ if torch.compiler.is_compiling() else _why_not_shapes
+    return why_not(dtype, width, tuple(params), tuple(shapes))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -145,8 +145,13 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             return super().forward(*args)
         call = self._choose(*args)
         if isinstance(call, EncoderCall):
-            _warn_mismatch(src_mask, src_key_padding_mask)
+            if not torch.compiler.is_compiling():
+                _warn_mismatch(src_mask, src_key_padding_mask)
             return self._fused(src, src_key_padding_mask, call)
+        if torch.compiler.is_compiling():
+            if call not in (_EXACT, _NESTED) and _wants_grad(*args[:3], *self.parameters()):
+                _warn_compiled(type(self).__name__, call)
+            return super().forward(*args)
         for observe in DECISIONS:
             observe(self, call)
         if call is _EXACT:
@@ -169,7 +174,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         'its norm1 is a RMSNorm, not a LayerNorm'
         """
         if _is_traced():
-            return "the call is compiled, transformed or traced"
+            return "the call is exported, transformed or traced"
         call = self._choose(src, src_mask, src_key_padding_mask, is_causal)
         return call if isinstance(call, str) else None
 
@@ -251,6 +256,18 @@ def _warn(layer: FusedRematLayer, message: str) -> None:
         seen.add(message)
 
 
+def _warn_compiled(layer: str, reason: str) -> None:
+    """The same while compiling; what PyTorch's forward keeps is then the compiler's choice."""
+    warnings.warn(
+        f"{layer}, compiled, runs PyTorch's own forward and saves no memory: {reason}",
+        FusedRematWarning,
+        stacklevel=2,
+    )
+
+
+_warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # not traced, but called
+
+
 def _warn_mismatch(mask: Tensor | None, padding: Tensor | None) -> None:
     if mask is not None and padding is not None and mask.dtype != padding.dtype:
         warnings.warn(
@@ -261,9 +278,9 @@ def _warn_mismatch(mask: Tensor | None, padding: Tensor | None) -> None:
 
 
 def _is_traced() -> bool:
-    """Whether the call is compiled, transformed or traced: PyTorch's own forward serves those."""
+    """Whether the call is exported, transformed or traced: PyTorch's own forward serves those."""
     return (
-        torch.compiler.is_compiling()
+        torch.compiler.is_exporting()
         or torch._C._are_functorch_transforms_active()
         or torch.jit.is_tracing()  # type: ignore[attr-defined]
     )

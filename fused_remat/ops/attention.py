@@ -20,7 +20,7 @@ from fused_remat.ops.inputs import (
 )
 from fused_remat.ops.masks import lengths_of, mask_of, padding_of
 from fused_remat.ops.rotary import rotary_node, rotary_tensors
-from fused_remat.policies import Policy, kept_names
+from fused_remat.policies import Policy
 
 
 def attention(
@@ -101,8 +101,7 @@ def attention(
         "seed": seed_tensor(seed, query.device), **lengths,
     }  # fmt: skip
     graph = attention_graph(HeadsAttention(name="output", **options))
-    kept = kept_names(policy, graph.kind, graph.names)
-    out = run_block(graph, kept, tensors, backend=backend)
+    out = run_block(graph, policy, tensors, backend=backend)
     return out.view(batch, q_len, nhead, value.shape[-1]).transpose(1, 2)
 
 
@@ -189,7 +188,7 @@ def attention_block(
     node = Attention(name="attn", qkv="qkv" if rotary is None else rotary.name, **options)
     graph = attention_block_graph(node, p_residual, norm, float(eps), rotary)
     tensors |= rope_tensors
-    return run_block(graph, kept_names(policy, graph.kind, graph.names), tensors, backend=backend)
+    return run_block(graph, policy, tensors, backend=backend)
 
 
 def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:

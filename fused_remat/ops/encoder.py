@@ -17,7 +17,7 @@ from fused_remat.ops.inputs import (
     seed_tensor,
 )
 from fused_remat.ops.masks import mask_of, padding_of
-from fused_remat.policies import Policy, kept_names
+from fused_remat.policies import Policy
 
 
 def encoder_block(
@@ -93,12 +93,12 @@ def run_encoder(
     graph = encoder_graph(config)
     return run_block(
         graph,
-        kept_names(policy, graph.kind, graph.names),
+        policy,
         {**tensors, "input": x},
         backend=backend,
         seq_first=seq_first,
         preserve_strides=config.norm_first,
-        functions=functions or {},
+        functions=functions,
     )
 
 

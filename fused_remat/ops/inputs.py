@@ -11,8 +11,8 @@ from fused_remat.autograd import run_block
 from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.sketch import CUSTOM, captured_params
-from fused_remat.ops.activation import ActivationLike, activation_name, prepare
-from fused_remat.policies import Policy, kept_names
+from fused_remat.ops.activation import ActivationLike, Recallable, activation_name, prepare
+from fused_remat.policies import Policy
 
 
 def check_shape(
@@ -140,11 +140,19 @@ def resolve_activation(
     name = activation_name(activation)
     if name is not None:
         return name, {}, {}
-    found = prepare(activation, x.new_zeros(shape))
+    found = _prepared(activation, x.new_zeros(shape))
     if isinstance(found, str):
         raise ValueError(f"cannot rebuild with this activation: it {found}")
     names = captured_params(len(found.captured))
     return CUSTOM, dict(zip(names, found.captured, strict=True)), {"activation": found.fn}
+
+
+def _prepared(activation: Callable[[Tensor], Tensor], x: Tensor) -> Recallable | str:
+    if torch.compiler.is_compiling():
+        from fused_remat import uncompiled
+
+        return uncompiled.eagerly(prepare, activation, x)  # type: ignore[no-any-return]
+    return prepare(activation, x)
 
 
 def run_tokens(
@@ -164,10 +172,10 @@ def run_tokens(
         inputs[name] = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
     out = run_block(
         graph,
-        kept_names(policy, graph.kind, graph.names),
+        policy,
         {**tensors, **inputs},
         backend=backend,
-        functions=functions or {},
+        functions=functions,
     )
     shape = tensors["input"].shape  # type: ignore[union-attr]
     return out if len(shape) == 3 else out.view(*shape[:-1], out.shape[-1])

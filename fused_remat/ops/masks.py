@@ -60,7 +60,7 @@ def lengths_of(
     """Key lengths (B,), or the bounds of packed sequences (N + 1,), by the blocks' names.
 
     `cu_k` None is as `cu_q`, which the caller knows as `name`. Values are checked on CPU only: on a
-    GPU that would wait for the device.
+    GPU that would wait for the device; while compiling they are not known.
 
     Raises: ValueError for shapes or values that do not fit `grid` (B, H, S_q, S_k), or for lengths
         of both kinds; TypeError, RuntimeError for another kind.
@@ -95,7 +95,7 @@ def _key_lengths(lengths: Tensor, grid: tuple[int, int, int, int], x: Tensor) ->
     _check_integers("key_lengths", lengths, x)
     if tuple(lengths.shape) != (grid[0],):
         raise ValueError(f"key_lengths has shape {tuple(lengths.shape)}, expected ({grid[0]},)")
-    values = lengths.tolist() if lengths.device.type == "cpu" else []
+    values = lengths.tolist() if _known(lengths) else []
     for b, value in enumerate(values):
         if not 0 <= value <= grid[3]:
             raise ValueError(
@@ -108,8 +108,12 @@ def _check_bounds(name: str, cu: Tensor, tokens: int, x: Tensor) -> None:
     _check_integers(name, cu, x)
     if cu.dim() != 1 or cu.shape[0] < 1:
         raise ValueError(f"{name} has shape {tuple(cu.shape)}, expected (N + 1,) for N sequences")
-    if cu.device.type == "cpu":
+    if _known(cu):
         bounds(cu, tokens, name)
+
+
+def _known(t: Tensor) -> bool:
+    return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _check_integers(name: str, t: Tensor, x: Tensor) -> None:

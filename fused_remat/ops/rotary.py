@@ -9,7 +9,7 @@ from fused_remat.autograd import run_block
 from fused_remat.blocks.pieces import rotary_graph
 from fused_remat.blocks.rotary import Rotary
 from fused_remat.ops.inputs import check_alike, check_heads, check_shape
-from fused_remat.policies import Policy, kept_names
+from fused_remat.policies import Policy
 
 
 def rotary(
@@ -63,8 +63,7 @@ def rotary(
     if node is None:
         raise ValueError("nothing to do: neither cos and sin nor q_norm_weight and k_norm_weight")
     graph = rotary_graph(node)
-    kept = kept_names(policy, graph.kind, graph.names)
-    return run_block(graph, kept, {"input": qkv, **tensors}, backend=backend)
+    return run_block(graph, policy, {"input": qkv, **tensors}, backend=backend)
 
 
 def rotary_tensors(

@@ -1,0 +1,141 @@
+"""Graphs as text: a program that was compiled or saved names a block by its graph's recipe.
+
+    encoder_graph(EncoderConfig(norm_first=True, nhead=4, ...))
+
+A recipe is a call of a `builder` with plain numbers and `part`s (dataclasses of plain numbers), and
+holds everything: reading it in another process makes the same graph. It is read as data, never
+evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from fused_remat.blocks.program import Graph
+
+Part = TypeVar("Part", bound=type)
+
+#: What a recipe may call, by name.
+_CALLABLES: dict[str, Callable[..., Any]] = {}
+
+
+def part(cls: Part) -> Part:
+    """A dataclass of plain numbers that recipes may contain."""
+    _register(cls)
+    return cls
+
+
+def builder(build: Callable[..., Graph]) -> Callable[..., Graph]:
+    """A function whose graph a recipe can name; equal arguments, one graph.
+
+    Its arguments are plain numbers, strings, tuples of them and `part`s.
+
+    Raises: ValueError if another module has a builder of that name.
+
+    >>> from fused_remat.blocks.pieces import norm_graph
+    >>> norm_graph("rms_norm", 1e-6).recipe
+    "norm_graph('rms_norm', 1e-06)"
+    """
+    name = build.__name__
+
+    @functools.lru_cache(maxsize=1024)
+    @functools.wraps(build)
+    def cached(*args: Any, **kwargs: Any) -> Graph:
+        recipe = _call(name, args, kwargs)
+        return dataclasses.replace(build(*args, **kwargs), recipe=recipe)
+
+    @functools.wraps(build)
+    def built(*args: Any, **kwargs: Any) -> Graph:
+        if torch.compiler.is_compiling():
+            return graph_of(_call(name, args, kwargs))
+        return cached(*args, **kwargs)
+
+    _register(cached)
+    return built
+
+
+def _register(made: Callable[..., Any]) -> None:
+    known = _CALLABLES.setdefault(made.__name__, made)
+    if known.__module__ != made.__module__:
+        raise ValueError(
+            f"a builder or part named {made.__name__!r} is already in {known.__module__}"
+        )
+    _CALLABLES[made.__name__] = made
+    _read.cache_clear()  # of what an earlier definition made
+
+
+# Dynamo traces what writes a recipe, and takes the numbers as constants with guards: hence
+# `operator.index` and `__float__`, which give it a number where it holds a symbol.
+
+
+def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    given = [_written(arg) for arg in args]
+    given += [f"{key}={_written(arg)}" for key, arg in kwargs.items()]
+    return f"{name}({', '.join(given)})"
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, int):
+        return str(operator.index(value))
+    if isinstance(value, float):
+        return repr(value.__float__())
+    if isinstance(value, str):
+        return repr(value)
+    if isinstance(value, tuple):
+        return "(" + "".join([_written(v) + ", " for v in value]) + ")"
+    if not dataclasses.is_dataclass(value):
+        raise TypeError(f"a recipe holds plain numbers and parts, got {type(value).__name__}")
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return _call(type(value).__name__, (), fields)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(recipe: str) -> Graph:
+    graph = _value(ast.parse(recipe, mode="eval").body)
+    if not isinstance(graph, Graph):
+        raise ValueError(f"not the recipe of a graph: {recipe}")
+    return graph
+
+
+def graph_of(recipe: str) -> Graph:
+    """The graph that a recipe names.
+
+    Raises: ValueError for a text that is no recipe, or names a builder that was not imported.
+
+    >>> from fused_remat.blocks.pieces import norm_graph
+    >>> graph_of("norm_graph('rms_norm', 1e-06)") is norm_graph("rms_norm", 1e-6)
+    True
+    """
+    return _read(recipe)
+
+
+graph_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # not traced, but called
+
+_NUMBERS = {"inf": float("inf"), "nan": float("nan")}
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.Name(id=name) if name in _NUMBERS:
+            return _NUMBERS[name]
+        case ast.Tuple(elts=elements):
+            return tuple(map(_value, elements))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+            if name not in _CALLABLES:
+                raise ValueError(f"no builder or part {name!r}: is its module imported?")
+            named = {str(keyword.arg): _value(keyword.value) for keyword in keywords}
+            return _CALLABLES[name](*map(_value, args), **named)
+    raise ValueError(f"not a recipe: {ast.unparse(node)}")

@@ -1,0 +1,361 @@
+"""Blocks as opaque ops, for what looks at operators: `torch.compile`, selective checkpointing.
+
+Seen through, a block's autograd Function would be traced, and what it keeps decided anew by the
+compiler. So each kind of block is an operator, `torch.ops.fused_remat.<kind>` (`encoder_prenorm`,
+`mlp`, `attention`, ...), with one for its backward, and around them `run`:
+
+    <kind>(Tensor[] tensors, str call) -> Tensor[]            the output, then what is kept
+    <kind>_backward(Tensor[] saved, SymInt[] sizes, Tensor dy, str call) -> Tensor[]
+
+`call` says everything else as text (`Described`), so that a compiled program holds no object. They
+run the same two functions as eager mode; only what is kept is one tensor per name rather than
+pieces, since an operator returns a fixed number of tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_remat import random
+from fused_remat.autograd import (
+    BlockCall,
+    Shapes,
+    backward_block,
+    empty_output,
+    forward_block,
+    prepare,
+)
+from fused_remat.blocks.frame import Prepared
+from fused_remat.blocks.program import Graph, Programs, programs, sizes
+from fused_remat.blocks.recipe import graph_of
+from fused_remat.policies import RUNGS, Policy, kept_names
+
+
+@dataclass(frozen=True)
+class Described:
+    """The text of a call, read.
+
+    Attributes:
+        call: what is computed.
+        dtypes: of the tensors given, by name, in the order in which they are given.
+    """
+
+    call: BlockCall
+    dtypes: Mapping[str, torch.dtype]
+
+    @functools.cached_property
+    def plan(self) -> Programs:
+        return programs(self.call.graph, self.call.save, self.call.wants, tiled=False)
+
+    @functools.cached_property
+    def saved(self) -> tuple[str, ...]:
+        """Those of the given tensors that backward reads again."""
+        rereads = {*self.plan.kept_inputs, *self.plan.saved_params}
+        return tuple(name for name in self.dtypes if name in rereads)
+
+    @functools.cached_property
+    def wanted(self) -> tuple[str, ...]:
+        return tuple(name for name in self.dtypes if name in self.call.wants)
+
+    def aligned(self, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
+        """`values`, of `names`, in the order of the graph's tensors; None for the others."""
+        named = dict(zip(names, values, strict=True))
+        return [named.get(name) for name in self.call.graph.tensors]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+@functools.lru_cache(maxsize=4096)
+def described(text: str) -> Described:
+    """Read what `_describe` wrote."""
+    fields = json.loads(text)
+    call = BlockCall(
+        graph=graph_of(fields["graph"]),
+        save=frozenset(fields["save"]),
+        wants=frozenset(fields["wants"]),
+        backend=fields["backend"],
+        seq_first=fields["seq_first"],
+        preserve_strides=fields["preserve_strides"],
+    )
+    return Described(call, {name: _dtype(dtype) for name, dtype in fields["dtypes"].items()})
+
+
+# --- what Dynamo does not trace, but calls: constants in, constants out, checked while compiling
+
+
+def _describe(
+    recipe: str,
+    policy: str | tuple[str, ...],
+    names: tuple[str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    wants: tuple[str, ...],
+    backend: str,
+    seq_first: bool,
+    preserve_strides: bool,
+) -> str:
+    graph = graph_of(recipe)
+    what = policy if isinstance(policy, str) else Policy(save=policy)
+    return json.dumps(
+        {
+            "graph": recipe,
+            "save": sorted(kept_names(what, graph.kind, graph.names)),
+            "wants": sorted(wants),
+            "backend": backend,
+            "seq_first": seq_first,
+            "preserve_strides": preserve_strides,
+            "dtypes": {
+                n: str(d).removeprefix("torch.") for n, d in zip(names, dtypes, strict=True)
+            },
+        }
+    )
+
+
+def _draws_seed(recipe: str, for_backward: bool) -> bool:
+    """Whether a block needs a seed.
+
+    Raises: RuntimeError where the compiler would draw it again in backward.
+    """
+    if not graph_of(recipe).uses_seed:
+        return False
+    config = torch._functorch.config
+    for name, harmless in (("activation_memory_budget", 1.0), ("aggressive_recomputation", False)):
+        value = getattr(config, name)
+        if for_backward and value != harmless:
+            raise RuntimeError(
+                f"fused_remat: torch.compile with {name} = {value}: dropout would be drawn again "
+                f"in backward, and gradients be wrong; set it to {harmless}, or pass seed="
+            )
+    return True
+
+
+def _registered(recipe: str) -> str:
+    """The kind of a block, whose operators exist from now on."""
+    kind = graph_of(recipe).kind
+    operators(kind)
+    return kind
+
+
+for _constant in (_describe, _draws_seed, _registered):
+    vars(_constant)["_dynamo_marked_constant"] = True
+
+
+def run(
+    graph: Graph,
+    policy: str | Policy,
+    tensors: Mapping[str, Tensor | None],
+    backend: str,
+    seq_first: bool,
+    preserve_strides: bool,
+) -> Tensor:
+    """`autograd.run_block` through the operators; may be traced.
+
+    Raises: ValueError for a graph that has no recipe.
+    """
+    if not graph.recipe:
+        raise ValueError(
+            f"the block {graph.kind!r} has no recipe: build its graph in a function marked "
+            "fused_remat.blocks.recipe.builder"
+        )
+    given = {name: t for name, t in tensors.items() if t is not None}
+    wants = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
+    if "seed" not in given and _draws_seed(graph.recipe, bool(wants)):
+        given["seed"] = random.draw_seed(given["input"].device)
+    text = _describe(
+        graph.recipe,
+        policy if isinstance(policy, str) else tuple(policy.save),
+        tuple(given),
+        tuple([t.dtype for t in given.values()]),
+        tuple(wants),
+        backend,
+        seq_first,
+        preserve_strides,
+    )
+    operator = getattr(torch.ops.fused_remat, _registered(graph.recipe))
+    out: Tensor = operator(list(given.values()), text)[0]
+    return out
+
+
+# --- what is kept: pieces, as blocks make and take them, and one tensor per name
+
+
+def _pieces(prepared: Prepared) -> Iterator[tuple[str, int]]:
+    """The name and the number of tokens of every piece, in the order in which they are made."""
+    plan, chunks = prepared.plan, prepared.chunks
+    for first, last in chunks.groups():
+        rows = (last - first) * chunks.seq_len
+        yield from ((name, rows) for name in plan.kept_group)
+        if plan.kept_tile:
+            for lo, hi in chunks.tiles(rows):
+                yield from ((name, hi - lo) for name in plan.kept_tile)
+
+
+def _joined(names: Sequence[str], prepared: Prepared, pieces: list[Tensor]) -> dict[str, Tensor]:
+    """Pieces joined: a matrix (tokens, width) for each of `names`."""
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    pieces.reverse()
+    for name, rows in _pieces(prepared):
+        parts[name].append(pieces.pop().reshape(rows, prepared.widths[name]))
+    result = {}
+    for name in names:
+        mine = parts.pop(name)
+        if mine:
+            result[name] = mine[0].contiguous() if len(mine) == 1 else torch.cat(mine)
+    return result
+
+
+def _split(prepared: Prepared, whole: Mapping[str, Tensor]) -> list[Tensor]:
+    """The pieces again, as views."""
+    at = dict.fromkeys(whole, 0)
+    pieces = []
+    for name, rows in _pieces(prepared):
+        pieces.append(whole[name][at[name] : at[name] + rows])
+        at[name] += rows
+    return pieces
+
+
+# --- the operators
+
+
+def _flat_sizes(tensors: Sequence[Tensor]) -> list[int]:
+    """Ranks and sizes of tensors in one list."""
+    return [size for t in tensors for size in (t.dim(), *t.shape)]
+
+
+def _shapes(flat: Sequence[int]) -> list[torch.Size]:
+    shapes, at = [], 0
+    while at < len(flat):
+        rank = int(flat[at])
+        shapes.append(torch.Size(flat[at + 1 : at + 1 + rank]))
+        at += 1 + rank
+    return shapes
+
+
+def _widths(graph: Graph, call: BlockCall, shapes: Shapes) -> tuple[int, dict[str, int]]:
+    """The number of tokens, and elements per token by name; sizes may be symbols."""
+    named = {name: s for name, s in zip(graph.tensors, shapes, strict=True) if s is not None}
+    if call.seq_first:
+        seq_len, batch, width = named["input"]
+        named["input"] = torch.Size((batch, seq_len, width))
+    batch, seq_len = sizes(named["input"])
+    return batch * seq_len, graph.widths(named)
+
+
+def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
+    this = described(call)
+    given = this.aligned(tuple(this.dtypes), tensors)
+    prepared = this.call.prepare(given)
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        out, pieces = forward_block(this.call, prepared, given)
+    joined = _joined(this.plan.kept, prepared, pieces)
+    return [out, *joined.values()] if joined else [out, *_empty_kept(this, given)]
+
+
+def _empty_kept(this: Described, given: list[Tensor | None]) -> list[Tensor]:
+    graph, x = this.call.graph, given[0]
+    assert x is not None
+    tokens, widths = _widths(graph, this.call, [None if t is None else t.shape for t in given])
+    stats = {stat for node in graph.nodes for stat in node.stats}
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return [
+        x.new_empty((tokens, widths[name]), dtype=wide if name in stats else x.dtype)
+        for name in this.plan.kept
+    ]
+
+
+def _fake_forward(tensors: list[Tensor], call: str) -> list[Tensor]:
+    this = described(call)
+    given = this.aligned(tuple(this.dtypes), tensors)
+    shapes = [None if t is None else t.shape for t in given]
+    _, widths = _widths(this.call.graph, this.call, shapes)
+    out = empty_output(this.call, widths["output"], given[0])
+    return [out, *_empty_kept(this, given)]
+
+
+def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> list[Tensor]:
+    this = described(call)
+    names = tuple(this.dtypes)
+    shapes = dict(zip(names, _shapes(sizes), strict=True))
+    prepared = prepare(this.call, dy, this.aligned(names, list(shapes.values())))
+    count = len(this.saved)
+    out = saved[count] if this.plan.keeps_output else None
+    whole = dict(zip(this.plan.kept, saved[count + this.plan.keeps_output :], strict=True))
+    tensors = this.aligned(this.saved, saved[:count])
+    pieces = _split(prepared, whole)
+    grads = backward_block(this.call, prepared, tensors, out, pieces, dy)
+    named = dict(zip(this.call.graph.tensors, grads, strict=True))
+    result = []
+    for name in this.wanted:
+        grad, dtype = named[name], this.dtypes[name]
+        if grad is None:  # of an empty input, or without influence
+            result.append(dy.new_zeros(shapes[name], dtype=dtype))
+        else:
+            result.append(grad.to(dtype).contiguous())
+    return result
+
+
+def _fake_backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> list[Tensor]:
+    this = described(call)
+    shapes = dict(zip(this.dtypes, _shapes(sizes), strict=True))
+    return [dy.new_empty(shapes[name], dtype=this.dtypes[name]) for name in this.wanted]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, ctx.call = inputs
+    this = described(ctx.call)
+    named = dict(zip(this.dtypes, tensors, strict=True))
+    out, *kept = output
+    ctx.sizes = _flat_sizes(tensors)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*kept)
+    again = [named[name] for name in this.saved]
+    ctx.save_for_backward(*again, *([out] if this.plan.keeps_output else []), *kept)
+
+
+def _autograd(kind: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None]:
+    this = described(ctx.call)
+    dy = grads[0]
+    if dy is None:
+        return [None] * len(this.dtypes), None
+    op = getattr(torch.ops.fused_remat, f"{kind}_backward")
+    made = op(list(ctx.saved_tensors), ctx.sizes, dy, ctx.call)
+    named = dict(zip(this.wanted, made, strict=True))
+    return [named.get(name) for name in this.dtypes], None
+
+
+@functools.cache
+def operators(kind: str) -> tuple[Any, Any]:
+    """The two operators of a kind of block, registered at the first call.
+
+    >>> operators("encoder_prenorm")[0]._opoverload
+    <OpOverload(op='fused_remat.encoder_prenorm', overload='default')>
+    """
+    forward = torch.library.custom_op(
+        f"fused_remat::{kind}",
+        _forward,
+        mutates_args=(),
+        schema="(Tensor[] tensors, str call) -> Tensor[]",
+    )
+    forward.register_fake(_fake_forward)
+    backward = torch.library.custom_op(
+        f"fused_remat::{kind}_backward",
+        _backward,
+        mutates_args=(),
+        schema="(Tensor[] saved, SymInt[] sizes, Tensor dy, str call) -> Tensor[]",
+    )
+    backward.register_fake(_fake_backward)
+    forward.register_autograd(functools.partial(_autograd, kind), setup_context=_setup_context)
+    return forward, backward
+
+
+for _kind in sorted({kind for rows in RUNGS.values() for kind in rows}):
+    operators(_kind)

@@ -1,0 +1,397 @@
+"""torch.compile: the layer and every op, whole graphs, bit for bit, keeping what eager mode keeps.
+
+Most run under "aot_eager": Dynamo and AOTAutograd decide what is traced and kept, and its products
+are eager mode's own, so results must be equal. Two run Inductor's code as well.
+"""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import RUNGS, run
+from reference_ops import CASES, bounds, key_lengths, results
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fused_remat import FusedRematLayer, FusedRematWarning, Policy
+from fused_remat.blocks.recipe import builder
+from fused_remat.memory import SavedBytes
+
+CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)
+FLOAT = torch.zeros(6, 6).masked_fill(CAUSAL, -torch.inf)
+PADDING = torch.zeros(3, 6, dtype=torch.bool)
+PADDING[1, 4:] = True
+MASKS = {
+    "bool": {"src_mask": CAUSAL},
+    "float": {"src_mask": FLOAT},
+    "hint": {"src_mask": CAUSAL, "is_causal": True},
+    "padding": {"src_key_padding_mask": PADDING},
+    "both": {"src_mask": CAUSAL, "src_key_padding_mask": PADDING},
+    "both, of different dtypes": {"src_mask": FLOAT, "src_key_padding_mask": PADDING},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+def make(policy="full", **kwargs):
+    torch.manual_seed(0)
+    options = {"dropout": 0.1, "norm_first": True, "batch_first": True, "activation": "gelu"}
+    return FusedRematLayer(16, 2, 32, policy=policy, **{**options, **kwargs})
+
+
+def compiled(module, backend="aot_eager", **kwargs):
+    return torch.compile(module, fullgraph=True, backend=backend, **kwargs)
+
+
+def src(batch=3, seq=6):
+    return torch.randn(batch, seq, 16, generator=torch.Generator().manual_seed(batch))
+
+
+def step(call, x, module, **kwargs):
+    """Output and gradients from one state of torch's generator."""
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    y = call(x, **kwargs)
+    leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
+    return [y, *torch.autograd.grad(y.square().sum(), leaves)]
+
+
+def assert_equal(got, expected):
+    strides = [[s for s, n in zip(y.stride(), y.shape, strict=True) if n > 1]
+               for y in (got[0], expected[0])]  # fmt: skip
+    assert strides[0] == strides[1]
+    for g, e in zip(got, expected, strict=True):
+        assert torch.equal(g, e)
+
+
+@pytest.mark.composes(
+    "torch.compile",
+    "the layer, `fullgraph=True`, every rung, dropout, batch and sequence dynamic",
+    limits="an activation function of your own, or hooks on submodules: PyTorch's own forward, "
+    "with a warning, and what is kept is the compiler's choice",
+)
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("policy", [*RUNGS, Policy(save={"attn", "up"})], ids=str)
+def test_every_rung_bit_for_bit_in_one_dynamic_graph(policy, norm_first):
+    layer = make(policy, norm_first=norm_first)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    frames = set()
+    for shape in ((3, 6), (4, 9), (2, 700)):  # the last is two groups in eager mode
+        assert_equal(step(call, src(*shape), layer), step(layer, src(*shape), layer))
+        frames.add(counter.frame_count)
+    assert len(frames) == 1  # no compilation after the first call
+
+
+def test_without_dynamic_the_second_shape_makes_it_so():
+    layer, counter = make(), CompileCounterWithBackend("aot_eager")
+    call = torch.compile(layer, fullgraph=True, backend=counter)
+    for shape in ((3, 6), (4, 9), (5, 12), (7, 3)):
+        assert_equal(step(call, src(*shape), layer), step(layer, src(*shape), layer))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_masks(masks, batch_first):
+    layer = make(batch_first=batch_first)
+    x = src() if batch_first else src().transpose(0, 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Support for mismatched")
+        expected = step(layer, x, layer, **MASKS[masks])
+    assert_equal(step(compiled(layer), x, layer, **MASKS[masks]), expected)
+
+
+def test_a_mask_that_wants_a_gradient():
+    layer, call = make(), None
+    grads = []
+    for call in (layer, compiled(layer)):
+        mask = torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        torch.manual_seed(1)
+        grads.append(torch.autograd.grad(call(src(), mask).square().sum(), mask))
+    assert_equal(*grads)
+
+
+@pytest.mark.parametrize("activation", ["relu", F.silu, nn.GELU(approximate="tanh")], ids=str)
+def test_activations_that_have_a_name(activation):
+    layer = make(activation=activation)
+    assert_equal(step(compiled(layer), src(), layer), step(layer, src(), layer))
+
+
+def test_one_sequence_no_bias_and_half_precision():
+    layer = make(bias=False)
+    assert_equal(step(compiled(layer), src()[0], layer), step(layer, src()[0], layer))
+    layer = make().bfloat16()
+    x = src().bfloat16()
+    assert_equal(step(compiled(layer), x, layer), step(layer, x, layer))
+
+
+def test_frozen_parameters():
+    layer = make("lean")
+    layer.linear1.requires_grad_(False)
+    layer.norm2.weight.requires_grad_(False)
+    assert_equal(step(compiled(layer), src(), layer), step(layer, src(), layer))
+    biases = make("lean").requires_grad_(False)
+    for name, p in biases.named_parameters():
+        p.requires_grad_(name.endswith("bias"))
+    assert_equal(step(compiled(biases), src(), biases), step(biases, src(), biases))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("masks", [{}, MASKS["float"], MASKS["padding"]], ids=str)
+def test_without_gradients(training, masks):
+    layer = make().train(training)
+    call = compiled(layer)
+    with torch.no_grad():
+        torch.manual_seed(1)
+        expected = layer(src(), **masks)
+        torch.manual_seed(1)
+        torch.testing.assert_close(call(src(), **masks), expected, rtol=0, atol=0)
+
+
+def encoder(policy, norm_first=True, dropout=0.1, layers=3):
+    layer = make(policy, norm_first=norm_first, dropout=dropout)
+    return nn.TransformerEncoder(layer, layers, nn.LayerNorm(16), enable_nested_tensor=False)
+
+
+@pytest.mark.composes("torch.compile", "`nn.TransformerEncoder` around it, with masks")
+@pytest.mark.parametrize(
+    "masks", [{}, {"mask": CAUSAL, "is_causal": True}, {"src_key_padding_mask": PADDING}], ids=str
+)
+def test_transformer_encoder(masks):
+    model = encoder("lean")
+    assert_equal(step(compiled(model), src(), model, **masks), step(model, src(), model, **masks))
+
+
+def test_layers_draw_seeds_of_their_own():
+    """Equal layers on equal input: a compiler that merges equal calls would drop the same."""
+    layer = make(dropout=0.5)
+
+    def twice(x):
+        return torch.stack([layer(x), layer(x)])
+
+    first, second = compiled(twice)(src())
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.composes(
+    "torch.compile",
+    "what is kept: the same bytes as in eager mode, every rung",
+    limits="`activation_memory_budget` below 1 is obeyed (it rebuilds more than the policy says); "
+    "with dropout it raises, since PyTorch 2.13 would draw again in backward",
+)
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("policy", RUNGS)
+def test_kept_bytes_are_those_of_eager_mode(policy, norm_first):
+    model = encoder(policy, norm_first)
+    kept = []
+    for call in (model, compiled(model)):
+        x = src(4, 300).requires_grad_()
+        with SavedBytes(exclude=model.parameters()) as saved:
+            y = call(x)
+        kept.append(saved.total)
+        del y
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.slow
+@pytest.mark.composes("torch.compile", "Inductor, forward and backward, dropout as in eager mode")
+def test_inductor():
+    model = encoder("balanced", layers=2)
+    call = compiled(model, "inductor", dynamic=True)
+    for shape in ((3, 6), (4, 9)):
+        # The same blocks; the last norm is Inductor's own code, within a few roundings.
+        for g, e in zip(*(step(c, src(*shape), model) for c in (call, model)), strict=True):
+            torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-5)
+
+
+def test_settings_changed_after_compilation_count():
+    layer = make("full")
+    call = compiled(layer)
+    assert_equal(step(call, src(), layer), step(layer, src(), layer))
+    for change in (
+        lambda: setattr(layer, "policy", "none"),
+        lambda: setattr(layer.dropout, "p", 0.7),
+        lambda: setattr(layer.norm1, "eps", 0.1),
+        lambda: setattr(layer, "norm_first", False),
+        lambda: layer.eval(),
+    ):
+        change()
+        assert_equal(step(call, src(), layer), step(layer, src(), layer))
+
+
+@pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning")
+def test_the_stock_forward_is_never_needed_in_training():
+    layer = make()
+    seen = []
+
+    def spy(gm, inputs):
+        seen.extend(str(node.target) for node in gm.graph.nodes)
+        return gm.forward
+
+    torch.compile(layer, fullgraph=True, backend=spy)(src())
+    assert "fused_remat.encoder_prenorm" in seen and not any(n == "norm" for n in seen)
+
+
+@pytest.mark.parametrize("why", ["hooks", "function"])
+def test_what_the_fused_path_cannot_serve_is_pytorchs_own_and_said(why):
+    layer = make(dropout=0.0, activation=torch.sin if why == "function" else "gelu")
+    if why == "hooks":
+        layer.linear1.register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.warns(FusedRematWarning, match="compiled, runs PyTorch's own forward.*" + why):
+        got = step(compiled(layer), src(), layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedRematWarning)
+        expected = step(layer, src(), layer)
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-5)
+
+
+def test_double_backward_raises():
+    layer = make()
+    x = src().requires_grad_()
+    (g,) = torch.autograd.grad(compiled(layer)(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        g.square().sum().backward()
+
+
+def test_a_budget_of_the_compiler_changes_what_is_kept_and_nothing_else():
+    model = encoder("none", dropout=0.0)
+    with torch._functorch.config.patch(activation_memory_budget=0.0):
+        x = src(4, 30).requires_grad_()
+        call = compiled(model)
+        with SavedBytes(exclude=model.parameters()) as saved:
+            call(x)
+        assert_equal(step(call, src(), model), step(model, src(), model))
+    with SavedBytes(exclude=model.parameters()) as eager:
+        model(x)
+    assert saved.total < eager.total / 2
+
+
+@pytest.mark.parametrize("setting", [{"activation_memory_budget": 0.5},
+                                     {"aggressive_recomputation": True}], ids=str)  # fmt: skip
+def test_a_budget_under_which_dropout_would_be_drawn_again_raises(setting):
+    """PyTorch 2.13 draws its own dropout again there: silently wrong gradients."""
+    layer = make()
+    with torch._functorch.config.patch(**setting):
+        with pytest.raises(Exception, match=f"{next(iter(setting))}.* drawn again"):
+            compiled(layer)(src())
+        with torch.no_grad():
+            compiled(layer)(src())
+
+
+# --- the functional ops
+
+
+@pytest.mark.composes(
+    "torch.compile",
+    "every functional op, `fullgraph=True`",
+    limits="an activation function of your own runs in eager mode: a graph break; values of "
+    "lengths and bounds are checked when they are used",
+)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "mlp_custom"])
+def test_ops(name):
+    case = CASES[name]
+    options = {"seed": 3} if case.dropout else {}
+
+    def call(tensors):
+        return case.op(tensors, 0.3 if case.dropout else 0.0, policy="none", **options)
+
+    for batch, seq in ((2, 5), (3, 40)):
+        tensors = case.tensors(batch, seq)
+        x = next(iter(tensors.values()))
+        bounds(x), key_lengths(x)  # made outside, and once
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+            whole = compiled(call, dynamic=True)
+            got = results(lambda: whole(tensors), list(tensors.values()))  # noqa: B023
+        assert_equal(got, results(lambda: call(tensors), list(tensors.values())))  # noqa: B023
+
+
+def test_a_function_as_activation_breaks_the_graph_and_is_right():
+    case = CASES["mlp_custom"]
+    tensors = case.tensors()
+    leaves = list(tensors.values())
+
+    def call(t):
+        return case.op(t, 0.3, seed=3) * 2
+
+    broken = torch.compile(call, backend="aot_eager")
+    assert_equal(results(lambda: broken(tensors), leaves), results(lambda: call(tensors), leaves))
+    torch._dynamo.reset()  # it remembers which functions it gave up
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="activation function of the caller's"):
+        compiled(call)(tensors)
+
+
+def test_ops_draw_their_seed_in_the_graph():
+    case = CASES["mlp"]
+    tensors = case.tensors()
+    whole = compiled(lambda t: case.op(t, 0.5))
+    drawn = []
+    for call in (whole, lambda t: case.op(t, 0.5)):
+        torch.manual_seed(5)
+        drawn.append([call(tensors), call(tensors)])
+    assert_equal(*drawn)
+    assert not torch.equal(*drawn[0])
+
+
+def test_a_graph_without_a_recipe_says_what_to_do():
+    from dataclasses import replace
+
+    from fused_remat.autograd import run_block
+    from fused_remat.blocks.pieces import norm_graph
+
+    graph = replace(norm_graph("rms_norm", 1e-6), recipe="")
+    with pytest.raises(Exception, match="has no recipe: build its graph in a function marked"):
+        compiled(lambda x: run_block(graph, "full", {"input": x}))(src())
+
+
+def test_a_block_of_ones_own():
+    from dataclasses import replace
+
+    from fused_remat.autograd import run_block
+    from fused_remat.blocks.pieces import MlpConfig, mlp_graph
+
+    @builder
+    def doubled_mlp(activation, p):
+        return replace(mlp_graph(MlpConfig(activation, p_mlp=p)), kind="doubled_mlp")
+
+    tensors = {"input": src(), "fc1.weight": torch.randn(32, 16), "fc2.weight": torch.randn(16, 32)}
+
+    def call(x, w1, w2):
+        given = {"input": x, "fc1.weight": w1, "fc2.weight": w2}
+        return run_block(doubled_mlp("gelu", 0.1), "full", given)
+
+    leaves = [t.requires_grad_() for t in tensors.values()]
+    found = []
+    for fn in (call, compiled(call)):
+        torch.manual_seed(0)
+        found.append(results(lambda: fn(*leaves), leaves))  # noqa: B023
+    assert_equal(*found)
+
+
+def test_training_follows_eager_mode():
+    losses = []
+    for wrap in (lambda m: m, compiled):
+        model = encoder("fast")
+        call, optimizer = wrap(model), torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(3)
+        for _ in range(5):
+            loss = (call(src()) - 1).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[:5] == losses[5:]
+
+
+def test_the_stock_layer_and_ours_agree_compiled():
+    torch.manual_seed(0)
+    stock = nn.TransformerEncoderLayer(16, 2, 32, 0.0, F.gelu, batch_first=True, norm_first=True)
+    fused = FusedRematLayer.from_layer(stock)
+    for a, b in zip(run(compiled(fused), src()), run(compiled(stock), src()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,279 @@
+"""The operators behind torch.compile: PyTorch's own checks of them, and the text of a call."""
+
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from reference import RUNGS
+from reference_ops import CASES, in_pieces, results
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from fused_remat import FusedRematLayer, Policy, autograd, compiled
+from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+from fused_remat.blocks.recipe import builder, graph_of
+from fused_remat.memory import measure_allocations
+
+NAMES = [name for name in CASES if name != "mlp_custom"]
+
+
+def opaque(fn):
+    """`fn`, its blocks run through the operators, as under a selective checkpoint."""
+
+    def call(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(autograd, "_chosen_by_operator", lambda: True)
+            return fn(*args)
+
+    return call
+
+
+def operator_calls(fn):
+    """The operators of this library that `fn` calls, with their arguments."""
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "fused_remat":
+                seen.append((func, args))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        fn()
+    return seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("policy", RUNGS)
+def test_an_operator_is_the_block_bit_for_bit_also_in_pieces(name, policy):
+    case = CASES[name]
+    tensors = case.tensors(3, 7)
+    options = {"seed": 3} if case.dropout else {}
+    leaves = list(tensors.values())
+
+    def call():
+        return case.op(tensors, 0.3 if case.dropout else 0.0, policy=policy, **options)
+
+    with in_pieces():
+        for got, expected in zip(results(opaque(call), leaves), results(call, leaves), strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name):
+    """Schema (nothing returned shares memory with an input), autograd, fake tensors, AOT."""
+    case = CASES[name]
+    tensors = case.tensors(2, 5)
+    options = {"seed": 3} if case.dropout else {}
+
+    def call():
+        return case.op(tensors, 0.3 if case.dropout else 0.0, policy="none", **options)
+
+    seen = operator_calls(lambda: opaque(call)().sum().backward())
+    assert [len(args) for _, args in seen] == [2, 4]  # forward and backward
+    (forward, args), (backward, back_args) = seen
+    leaves = [t.detach().requires_grad_(t.requires_grad) for t in args[0]]
+    torch.library.opcheck(forward, (leaves, args[1]))
+    saved = [t.detach() for t in back_args[0]]
+    torch.library.opcheck(backward, (saved, *back_args[1:]))
+
+
+def test_an_empty_batch_keeps_as_many_tensors():
+    case = CASES["encoder_prenorm"]
+    tensors = case.tensors(0, 5)
+    leaves = list(tensors.values())
+
+    def call():
+        return case.op(tensors, 0.0, policy="none")
+
+    for got, expected in zip(results(opaque(call), leaves), results(call, leaves), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_the_text_of_a_call_is_all_there_is_of_it(tmp_path):
+    """Another process, which has built no graph, computes the same from it."""
+    case = CASES["mlp_block"]
+    tensors = {name: t.detach() for name, t in case.tensors().items()}
+    ((operator, args),) = operator_calls(lambda: opaque(lambda: case.op(tensors, 0.3, seed=3))())
+    torch.save((args, operator(*args)), tmp_path / "call.pt")
+    script = (
+        "import sys, torch, fused_remat\n"
+        "args, expected = torch.load(sys.argv[1])\n"
+        "made = torch.ops.fused_remat.mlp_block(*args)\n"
+        "assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))\n"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path / "call.pt"], check=True)
+
+
+# --- recipes
+
+
+def test_a_recipe_makes_the_same_graph():
+    config = EncoderConfig(True, 2, 8, "gelu", 1e-5, float("inf"), p_mlp=0.1, has_mask=True)
+    graph = encoder_graph(config)
+    assert graph_of(graph.recipe) is graph
+    assert "eps2=inf" in graph.recipe and "p_mlp=0.1" in graph.recipe
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').getcwd()",
+        "print('hello')",
+        "encoder_graph(EncoderConfig(*[1]))",
+        "norm_graph('rms_norm', 1e-6) if True else 1",
+        "EncoderConfig(True, 2, 8, 'gelu', 1e-5, 1e-5)",
+        "[1, 2]",
+    ],
+)
+def test_a_recipe_is_data_and_never_evaluated(text):
+    with pytest.raises(ValueError, match=r"no builder or part|not a recipe|not the recipe"):
+        graph_of(text)
+
+
+def test_builders_take_plain_numbers_and_have_names_of_their_own():
+    with pytest.raises(TypeError, match="plain numbers and parts, got Tensor"):
+        encoder_graph(torch.ones(2))
+
+    def norm_graph():
+        pass
+
+    with pytest.raises(ValueError, match=r"'norm_graph' is already in fused_remat\.blocks\.pieces"):
+        builder(norm_graph)
+
+
+def test_the_text_is_readable():
+    case = CASES["rms_norm"]
+    ((operator, args),) = operator_calls(lambda: opaque(lambda: case.op(case.tensors(), 0.0))())
+    assert str(operator) == "fused_remat.norm.default"
+    fields = json.loads(args[1])
+    assert fields["graph"] == "norm_graph('rms_norm', 0.001)"
+    assert fields["wants"] == ["input", "norm.weight"]
+    assert fields["dtypes"] == {"input": "float64", "norm.weight": "float64"}
+
+
+# --- selective checkpointing
+
+
+def layer(policy="balanced", **kwargs):
+    torch.manual_seed(0)
+    options = {"dropout": 0.2, "norm_first": True, "batch_first": True}
+    return FusedRematLayer(16, 2, 32, policy=policy, **options, **kwargs)
+
+
+def saving(*ops):
+    """A policy of selective checkpointing that saves the outputs of `ops`, and its questions."""
+    asked = []
+
+    def policy(ctx, op, *args, **kwargs):
+        asked.append((op, ctx.is_recompute))
+        chosen = op in ops
+        return CheckpointPolicy.MUST_SAVE if chosen else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy), asked
+
+
+def step(call, module):
+    torch.manual_seed(1)
+    x = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    y = call(x)
+    grads = torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
+    return [y.detach(), *grads, torch.get_rng_state()]
+
+
+@pytest.mark.composes(
+    "Outer checkpointing",
+    "`create_selective_checkpoint_contexts`, by name: `torch.ops.fused_remat.encoder_prenorm`, ...",
+    limits="a block saved by name keeps its output and what its own policy names; one with an "
+    "activation function of your own is not seen, and rebuilt",
+)
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("policy", RUNGS)
+def test_selective_checkpointing_sees_a_block_by_name(policy, saved):
+    module = layer(policy)
+    name = torch.ops.fused_remat.encoder_prenorm.default
+    contexts, asked = saving(*([name] if saved else []))
+
+    def inner(x):
+        return module(x.sin()).tanh()
+
+    def outer(x):
+        return checkpoint(inner, x, use_reentrant=False, context_fn=contexts)
+
+    ran = []
+    autograd.OBSERVERS.append(ran.append)
+    try:
+        got = step(outer, module)
+    finally:
+        autograd.OBSERVERS.clear()
+    assert not ran  # the operator, not the Function
+    assert (name, False) in asked
+    for a, b in zip(got, step(inner, module), strict=True):
+        assert torch.equal(a, b)
+    forwards = [op for op, _ in operators_run(lambda: step(outer, module)) if op is name]
+    assert len(forwards) == (1 if saved else 2)
+
+
+def operators_run(fn):
+    seen = []
+    original = compiled.forward_block
+
+    def counted(*args):
+        seen.append((torch.ops.fused_remat.encoder_prenorm.default, args))
+        return original(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "forward_block", counted)
+        fn()
+    return seen
+
+
+def test_what_is_saved_by_name_is_what_the_policy_names():
+    kept = {}
+    for policy in (Policy(), Policy(save={"up"})):
+        module = layer(policy)
+        contexts, _ = saving(torch.ops.fused_remat.encoder_prenorm.default)
+        x = torch.randn(3, 6, 16, requires_grad=True)
+        kept[policy] = measure_allocations(
+            lambda: checkpoint(module, x, use_reentrant=False, context_fn=contexts)  # noqa: B023
+        ).net
+    assert kept[Policy(save={"up"})] - kept[Policy()] == 3 * 6 * 32 * 4
+
+
+def test_a_function_as_activation_under_selective_checkpointing():
+    module = layer(activation=torch.sin)
+    contexts, asked = saving()
+    got = step(lambda x: checkpoint(module, x, use_reentrant=False, context_fn=contexts), module)
+    for a, b in zip(got, step(module, module), strict=True):
+        assert torch.equal(a, b)
+    assert torch.ops.aten.addmm.default not in [op for op, _ in asked]
+
+
+@pytest.mark.composes("torch.compile", "`torch.utils.checkpoint` around it, selective too")
+@pytest.mark.parametrize("selective", [True, False])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_checkpointing_compiled(selective):
+    torch._dynamo.reset()
+    module = layer()
+    options = {"use_reentrant": False}
+    if selective:
+        contexts, asked = saving(torch.ops.fused_remat.encoder_prenorm.default)
+        options["context_fn"] = contexts
+
+    def inner(x):
+        return module(x.sin()).tanh()
+
+    def outer(x):
+        return checkpoint(inner, x, **options)
+
+    got = step(torch.compile(outer, backend="aot_eager", fullgraph=True), module)
+    for a, b in zip(got, step(inner, module), strict=True):
+        assert torch.equal(a, b)
+    if selective:
+        assert torch.ops.fused_remat.encoder_prenorm.default in [op for op, _ in asked]
