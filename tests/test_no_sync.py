@@ -24,7 +24,8 @@ from fused_remat.ops.inputs import seed_tensor
 
 B, S, D, H = 2, 40, 32, 4
 DEVICE = "meta"
-BACKENDS = ("eager", "triton")
+#: The triton backend with the tables of an A100 and of an H100.
+BACKENDS = ("eager", "triton sm_80", "triton sm_90")
 _COPIES = ("_to_copy", "copy_", "copy", "_copy_from", "set_", "lift_fresh")
 _VALUES = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
 
@@ -52,25 +53,26 @@ class Watch(TorchDispatchMode):
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
-    """By name; the triton backend as on a Hopper GPU, all but the launches themselves."""
-    if request.param == "triton":
+    """By name; the triton backend as on a GPU, all but the launches themselves."""
+    name, *arch = request.param.split(" sm_")
+    if arch:
         pytest.importorskip("triton", reason="Triton is not installed")
         from fused_remat.backends import registry
         from fused_remat.backends.triton import backend, launch
 
         if launch.INTERPRETED:
             pytest.skip("Triton interprets kernels in this process")
-        hopper = launch.Target("cuda", 90, 132)
-        monkeypatch.setattr(backend, "target_of", lambda device: hopper)
+        target = launch.Target("cuda", int(arch[0]), 132)
+        monkeypatch.setattr(backend, "target_of", lambda device: target)
         monkeypatch.setattr(backend.TritonBackend, "why_not", lambda self, device, dtype: None)
         launched = []
         monkeypatch.setattr(launch.Launch, "run", lambda self: launched.append(self))
         registry._backend_for.cache_clear()
-        yield request.param
+        yield name
         registry._backend_for.cache_clear()
         assert launched
     else:
-        yield request.param
+        yield name
 
 
 def values(*shape, dtype=torch.bfloat16, grad=True):
@@ -254,7 +256,6 @@ def test_packed_sequences(policy, backend):
     if backend == "eager":
         with pytest.raises((RuntimeError, NotImplementedError)), Watch():
             ops.attention(q, k, v, **how)
-        # the fixture of the triton backend wants a launch; this one has none
     else:
         watched(lambda: ops.attention(q, k, v, **how), 0)
 
