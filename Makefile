@@ -7,7 +7,7 @@ READY := .venv/.ready
 # On a machine with a GPU nothing needs to be installed: its own Python, if it has torch and pytest.
 PY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test check bench audit gpu clean
+.PHONY: demo test check docs bench audit gpu clean
 
 demo: $(READY)  ## train a small language model with and without FusedRemat
 	$(BIN)/python examples/train_byte_lm.py
@@ -21,6 +21,9 @@ check: $(READY)  ## lint, format, types, and the arrows between the rooms
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_arrows.py
 
+docs: $(READY)  ## the generated parts of README.md and docs/, from graphs, results and tests
+	$(BIN)/python -m bench.readme
+
 bench: $(READY)  ## one layer on this CPU, every way and every rung: about half an hour
 	$(BIN)/python -m bench layers --device cpu --dtype float32
 
@@ -28,7 +31,7 @@ audit: $(READY)  ## what the compiler makes of every kernel, for every GPU, with
 	$(BIN)/python -m bench audit --arch 80 89 90 100 120 gfx942 --dtype bf16 fp16 --check --out build/audit
 
 gpu:  ## on a machine with a GPU: its tests, then the GPU benchmark
-	$(PY) -m pytest -m gpu
+	$(PY) -m pytest -m gpu -p bench.gpu_outcomes
 	$(PY) -m bench gpu --out bench/results/gpu --minutes 8
 
 clean:  ## what can be made again, .venv included

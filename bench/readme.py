@@ -1,4 +1,4 @@
-"""Writes the generated parts of README.md and docs/: tables from the graphs and from result files.
+"""Writes the generated parts of README.md and docs/: from the graphs, result files, tests' marks.
 
 `python -m bench.readme` rewrites the text between `<!-- name:begin -->` and `<!-- name:end -->`;
 `--check` fails if that would change anything. No number in those parts is typed by hand.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import layers_report, profile_step
+from bench import composition, layers_report, profile_step
 from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
 from fused_remat.blocks.program import Graph, programs
 from fused_remat.policies import RUNGS
@@ -21,6 +21,7 @@ from fused_remat.policies import RUNGS
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     ROOT / "README.md",
+    ROOT / "docs" / "composition.md",
     ROOT / "docs" / "design.md",
     ROOT / "docs" / "kernels.md",
     ROOT / "docs" / "performance.md",
@@ -201,6 +202,7 @@ def targets_compiled() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "audit": audit_table,
+    "composition": composition.table,
     "targets_compiled": targets_compiled,
     "rungs": rung_table,
     "claim": claim,

@@ -84,13 +84,15 @@ def _try(fn: Function, x: Tensor) -> Recallable | str:
     before = _generator_state(x.device)
     reads = _Reads()
     try:
-        with torch.autocast(x.device.type, enabled=False), torch.enable_grad(), _unseen(), reads:
+        with _without_autocast(x), torch.enable_grad(), _unseen(), reads:
             y = fn(x.clone())  # it may work in place
     except Exception as error:
         return f"fails on an input of shape {tuple(x.shape)} ({error})"
     finally:
-        drew = not torch.equal(before, _generator_state(x.device))
-        if drew:
+        after = _generator_state(x.device)
+        if before is None or after is None:
+            drew = reads.drew
+        elif drew := not torch.equal(before, after):
             _set_generator_state(x.device, before)
     if drew:
         return "draws random numbers"
@@ -105,10 +107,14 @@ def _try(fn: Function, x: Tensor) -> Recallable | str:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes every tensor that an operator is given, and its version."""
+    """Notes every tensor that an operator is given, and its version; whether one `drew` at random.
+
+    That is by the operator's own word, and as good as a generator's state where it is PyTorch's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.drew = False
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,6 +122,7 @@ class _Reads(TorchDispatchMode):
             if isinstance(t, Tensor):
                 source = t if t._base is None else t._base
                 self._seen.append((weakref.ref(source), source._version))
+        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
     def alive(self) -> list[tuple[weakref.ref[Tensor], int]]:
@@ -192,8 +199,17 @@ def _unseen() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t)
 
 
-def _generator_state(device: torch.device) -> Tensor:
+def _without_autocast(x: Tensor) -> Any:
+    kind = x.device.type  # "meta" has no autocast to switch off
+    available = torch._C._is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if available else nullcontext()
+
+
+def _generator_state(device: torch.device) -> Tensor | None:
+    """None while a CUDA graph is captured, when PyTorch refuses to say."""
     if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return None
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()
 

@@ -116,7 +116,8 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor | Non
         raise TypeError(f"seed must be an int, a Tensor or None, got {seed!r}")
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must fit 64 bits, got {seed}")
-    return torch.tensor(seed, dtype=torch.int64, device=device)
+    # Not torch.tensor, which copies to a GPU and waits: no CUDA graph could capture that.
+    return torch.full((), seed, dtype=torch.int64, device=device)
 
 
 def resolve_activation(

@@ -1,0 +1,42 @@
+"""A pytest plugin: which tests passed on this GPU, for docs/composition.md.
+
+    python -m pytest -m gpu -p bench.gpu_outcomes
+
+Writes bench/results/gpu/tests.json: names and outcomes, no messages. Without a GPU it writes
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.composition import OUTCOMES
+from bench.timing import machine
+
+_found: dict[str, str] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A test passed if none of its parameters failed, in any phase; skipped ones say nothing."""
+    name = report.nodeid.split("[")[0]
+    if report.failed:
+        _found[name] = "failed"
+    elif report.when == "call" and report.passed:
+        _found.setdefault(name, "passed")
+
+
+def pytest_sessionfinish() -> None:
+    if torch.cuda.is_available():
+        write(OUTCOMES)
+
+
+def write(path: Path) -> None:
+    """What was found so far, beside the machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = {"machine": machine(device), "tests": dict(sorted(_found.items()))}
+    path.write_text(json.dumps(found, indent=1) + "\n")

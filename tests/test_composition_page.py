@@ -1,0 +1,102 @@
+"""The marks that docs/composition.md is made from (that it is up to date: test_readme.py)."""
+
+import json
+
+import pytest
+
+from bench import gpu_outcomes
+from bench.composition import Mark, marks, table, works
+
+FILE = """
+import pytest
+
+@pytest.mark.composes("DDP", "static graph", "two processes")
+@pytest.mark.parametrize("x", [1, 2])
+def test_one(x): ...
+
+class TestMany:
+    @pytest.mark.composes("DDP", "static graph", limits="no mask")
+    def test_two(self): ...
+
+@pytest.mark.composes("DDP", "join")
+@pytest.mark.xfail(reason="it hangs")
+def test_three(): ...
+
+@pytest.mark.composes("FSDP1", "training")
+@pytest.mark.gpu
+def test_four(): ...
+"""
+
+
+def of(source, tmp_path, name="test_it.py"):
+    path = tmp_path / name
+    path.write_text(source)
+    return marks([path], root=tmp_path)
+
+
+def test_marks_make_rows(tmp_path):
+    made = table(of(FILE, tmp_path), {})
+    assert made.count("| what | works |") == 2  # groups without a mark are left out
+    one = "[test_it.py::test_one](../test_it.py)"
+    two = "[test_it.py::TestMany::test_two](../test_it.py)"
+    assert f"| static graph | yes | {one}, {two} | two processes; no mask |" in made
+    assert "| join | no: it hangs |" in made
+    assert "| training | by its GPU test, not yet run on hardware |" in made
+
+
+@pytest.mark.parametrize("mark", ["pytest.mark.gpu", "[pytest.mark.gpu, pytest.mark.slow]"])
+def test_a_file_of_gpu_tests(mark, tmp_path):
+    source = f"pytestmark = {mark}\n@pytest.mark.composes('DDP', 'x')\ndef test_it(): ..."
+    assert of(source, tmp_path)[0].gpu
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("@pytest.mark.composes(GROUP, 'x')\ndef test_it(): ...", "test_it.py:1: expected comp"),
+        ("@pytest.mark.composes('DDP')\ndef test_it(): ...", "literal strings"),
+        ("@pytest.mark.composes('DDP', '')\ndef test_it(): ...", "literal strings"),
+        ("@pytest.mark.composes\ndef test_it(): ...", "literal strings"),
+        ("@pytest.mark.composes('DDP', 'x', limit='y')\ndef test_it(): ...", "literal strings"),
+        ("@pytest.mark.composes('DDP', 'x', 'y', 'z')\ndef test_it(): ...", "literal strings"),
+        ("@pytest.mark.composes('FSDP', 'x')\ndef test_it(): ...", "unknown group 'FSDP'"),
+        ("@pytest.mark.composes('DDP', 'x|y')\ndef test_it(): ...", "neither |"),
+        ("MARK = pytest.mark.composes('DDP', 'x')", "must decorate a test"),
+        ("pytestmark = pytest.mark.composes('DDP', 'x')", "must decorate a test"),
+        (
+            "@pytest.mark.composes('DDP', 'x')\n@pytest.mark.xfail\ndef test_it(): ...",
+            "xfail needs a literal reason",
+        ),
+    ],
+)
+def test_marks_that_make_no_row(source, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        of(source, tmp_path)
+
+
+def test_what_works():
+    cpu, gpu = Mark("DDP", "x", "", "a.py", "test_a"), Mark("DDP", "x", "", "g.py", "test_g", True)
+    broken = Mark("DDP", "x", "", "a.py", "test_b", fails="no such op")
+    there = {"machine": {"gpu": "H100", "commit": "0123456789"}, "tests": {gpu.node: "passed"}}
+    failed = there | {"tests": {gpu.node: "failed"}}
+    assert works([cpu], {}) == "yes"
+    assert works([cpu, broken], {}) == "yes, but not: no such op"
+    assert works([gpu], there) == "yes, on H100 at 0123456"
+    assert works([gpu], failed) == "no: failed on H100 at 0123456"
+    assert works([cpu, gpu], {}) == "yes, on a CPU; by its GPU test, not yet run on hardware"
+
+
+def test_outcomes_are_by_test_and_hold_no_messages(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_outcomes, "_found", {})
+    cases = [
+        ("g.py::test_a[1]", "passed"), ("g.py::test_a[2]", "failed"), ("g.py::test_a[3]", "passed"),
+        ("g.py::test_b", "passed"), ("g.py::test_c", "skipped"),
+    ]  # fmt: skip
+    for node, outcome in cases:
+        at = ("g.py", 1, node)
+        report = pytest.TestReport(node, at, {}, outcome, "where and why", "call")
+        gpu_outcomes.pytest_runtest_logreport(report)
+    gpu_outcomes.write(tmp_path / "gpu" / "tests.json")
+    text = (tmp_path / "gpu" / "tests.json").read_text()
+    assert json.loads(text)["tests"] == {"g.py::test_a": "failed", "g.py::test_b": "passed"}
+    assert "where and why" not in text
