@@ -33,10 +33,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(NODES, ("backends.base", "blocks.custom", "blocks.frame", *NODES, *LEAVES)),
     "blocks.frame": ("backends.base", *LEAVES),
     "blocks.custom": (),
+    "blocks.recipe": ("blocks.program",),
     "explain": (*LINE, "report", *LEAVES),
     "blocks.sketch": (*NODES, *LEAVES),
-    "blocks.encoder": ("blocks.program", "blocks.sketch", *NODES, *LEAVES),
-    "blocks.pieces": ("blocks.program", "blocks.sketch", *NODES, *LEAVES),
+    "blocks.encoder": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),
+    "blocks.pieces": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),
     "kernels": ("kernels",),
 }
 
