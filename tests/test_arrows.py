@@ -20,7 +20,9 @@ NODES = ("blocks.nodes", "blocks.attention", "blocks.pointwise", "blocks.rotary"
 ARROWS: dict[str, tuple[str, ...]] = {
     **{room: LINE[i:] + LEAVES for i, room in enumerate(LINE)},
     **dict.fromkeys(LEAVES, ()),
-    "__init__": ("convert", "explain", "layers", "memory", "ops", "policies", "report"),
+    "autograd": (*LINE[2:], "check", *LEAVES),
+    "check": ("backends.base", "blocks"),
+    "__init__": ("check", "convert", "explain", "layers", "memory", "ops", "policies", "report"),
     "convert": LINE + LEAVES,
     "memory": ("blocks", *LEAVES),
     "report": ("layers", "memory", "report", *LEAVES),
@@ -33,6 +35,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(NODES, ("backends.base", "blocks.custom", "blocks.frame", *NODES, *LEAVES)),
     "blocks.frame": ("backends.base", *LEAVES),
     "blocks.custom": (),
+    "blocks.reread": (),
     "explain": (*LINE, "report", *LEAVES),
     "blocks.sketch": (*NODES, *LEAVES),
     "blocks.encoder": ("blocks.program", "blocks.sketch", *NODES, *LEAVES),
