@@ -37,9 +37,16 @@ def check_unchanged(
             alike = t.dtype is dtype and t.shape == shape
             # A number may be elsewhere, and what the caller's own function captured.
             if not (alike and (t.dim() == 0 or names[i].startswith("activation."))):
-                was = f"{dtype} of shape {tuple(shape or ())} on {dy.device}"
-                raise RuntimeError(
-                    f"fused_remat: backward reads {names[i]!r} again, which was {was} in forward, "
-                    f"and is {t.dtype} of shape {tuple(t.shape)} on {t.device} now: do not move, "
-                    "cast or resize tensors between forward and backward"
-                )
+                raise changed(names[i], (tuple(shape or ()), dtype, dy.device), t)
+
+
+def changed(
+    name: str, was: tuple[tuple[int, ...], torch.dtype | None, torch.device], now: Tensor
+) -> RuntimeError:
+    """The error for a tensor that had another shape, dtype or device in forward."""
+    shape, dtype, device = was
+    return RuntimeError(
+        f"fused_remat: backward reads {name!r} again, which was {dtype} of shape {shape} on "
+        f"{device} in forward, and is {now.dtype} of shape {tuple(now.shape)} on {now.device} now: "
+        "do not move, cast or resize tensors between forward and backward"
+    )

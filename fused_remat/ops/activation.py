@@ -6,6 +6,7 @@ the same then; what can be found out about that is found out here, by calling it
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -89,7 +90,9 @@ def _try(fn: Function, x: Tensor) -> Recallable | str:
     except Exception as error:
         return f"fails on an input of shape {tuple(x.shape)} ({error})"
     finally:
-        drew = not torch.equal(before, _generator_state(x.device))
+        # Of several threads another may draw meanwhile: it must be one of the operators here, too.
+        drew = reads.drew or threading.active_count() == 1
+        drew = drew and not torch.equal(before, _generator_state(x.device))
         if drew:
             _set_generator_state(x.device, before)
     if drew:
@@ -104,8 +107,26 @@ def _try(fn: Function, x: Tensor) -> Recallable | str:
     return Recallable(_guarded(fn, watched), captured)
 
 
-class _Reads(TorchDispatchMode):
-    """Notes every tensor that an operator is given, and its version."""
+class Draws(TorchDispatchMode):
+    """Notes whether an operator of this thread may draw random numbers.
+
+    >>> with Draws() as draws:
+    ...     x = torch.ones(2).bernoulli_(0.5)
+    >>> draws.drew
+    True
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+class _Reads(Draws):
+    """Notes every tensor that an operator is given, and its version, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +137,7 @@ class _Reads(TorchDispatchMode):
             if isinstance(t, Tensor):
                 source = t if t._base is None else t._base
                 self._seen.append((weakref.ref(source), source._version))
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def alive(self) -> list[tuple[weakref.ref[Tensor], int]]:
         """What still exists, each once, with the version at which it was first read."""
