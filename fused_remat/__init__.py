@@ -1,5 +1,6 @@
 """FusedRemat: train transformers in a fraction of the activation memory."""
 
+from fused_remat.check import ReplayError, check_replay
 from fused_remat.convert import convert, revert, set_policy
 from fused_remat.explain import explain
 from fused_remat.layers import FusedRematLayer, FusedRematWarning
@@ -13,6 +14,8 @@ __all__ = [
     "FusedRematWarning",
     "MemoryReport",
     "Policy",
+    "ReplayError",
+    "check_replay",
     "convert",
     "explain",
     "memory_report",

@@ -22,12 +22,13 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from fused_remat import random
+from fused_remat import check, random
 from fused_remat.backends.base import Backend
 from fused_remat.backends.registry import get_backend
 from fused_remat.blocks import run
-from fused_remat.blocks.frame import Chunks, Prepared, Run
+from fused_remat.blocks.frame import Chunks, Prepared, Run, Watch
 from fused_remat.blocks.program import Graph, programs, sizes
+from fused_remat.blocks.reread import check_unchanged
 from fused_remat.policies import Policy, kept_names
 
 _functorch = torch._C._functorch
@@ -55,11 +56,14 @@ class BlockCall:
     seq_first: bool = False
     preserve_strides: bool = True
 
-    def prepare(self, tensors: Sequence[Tensor | None]) -> Prepared:
-        """Chunks, programs and widths for these tensors, of which only shapes are read."""
+    def prepare(self, tensors: Sequence[Tensor | None], fused: bool = True) -> Prepared:
+        """Chunks, programs and widths for these tensors, of which only shapes are read.
+
+        Not `fused`: forward and backward take one routine for a step, as in deterministic mode.
+        """
         x = tensors[0]
         assert x is not None
-        return prepare(self, x, [None if t is None else t.shape for t in tensors])
+        return prepare(self, x, [None if t is None else t.shape for t in tensors], fused)
 
     def batch_major(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1) if self.seq_first else x
@@ -72,10 +76,10 @@ class BlockCall:
         return named
 
 
-def prepare(call: BlockCall, like: Tensor, shapes: Shapes) -> Prepared:
+def prepare(call: BlockCall, like: Tensor, shapes: Shapes, fused: bool = True) -> Prepared:
     """`call.prepare` for tensors of `shapes`; `like` has the device and dtype of the first."""
     backend = get_backend(call.backend, like)
-    tokens, fusions = backend.chunk_tokens(like), backend.fusions(like)
+    tokens, fusions = backend.chunk_tokens(like), backend.fusions(like) if fused else frozenset()
     return _prepare(call, backend, tokens, fusions, tuple(shapes))  # type: ignore[arg-type]
 
 
@@ -117,6 +121,7 @@ def forward_block(
     prepared: Prepared,
     tensors: Sequence[Tensor | None],
     functions: Functions = MappingProxyType({}),
+    watch: Watch | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, and what backward keeps besides it and `tensors`.
 
@@ -126,7 +131,7 @@ def forward_block(
     x = tensors[0]
     assert x is not None
     out = empty_output(call, prepared.widths["output"], x)
-    this = Run(prepared, call.named(tensors), functions, x)
+    this = Run(prepared, call.named(tensors), functions, x, watch)
     kept = run.forward(this, call.batch_major(out))
     return out, kept
 
@@ -149,12 +154,13 @@ def backward_block(
     kept: Sequence[Tensor],
     dy: Tensor,
     functions: Functions = MappingProxyType({}),
+    watch: Watch | None = None,
 ) -> list[Tensor | None]:
     """Gradients of every tensor, None where not wanted.
 
     Of `tensors`, those may be None that the plan does not read; so may `out`, the output.
     """
-    this = Run(prepared, call.named(tensors), functions, dy)
+    this = Run(prepared, call.named(tensors), functions, dy, watch)
     dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
     if autocast_on(dy):  # backward called inside autocast: not our precision
         with torch.autocast(dy.device.type, enabled=False):
@@ -209,13 +215,18 @@ class FusedRematBlock(torch.autograd.Function):
     def forward(
         ctx: Any, call: BlockCall, prepared: Prepared, functions: Functions, *tensors: Tensor | None
     ) -> Tensor:
-        out, kept = forward_block(call, prepared, tensors, functions)
-        ctx.call, ctx.prepared, ctx.functions = call, prepared, functions
+        record = check.record_of(prepared, call.graph.tensors, tensors) if check.ON else None
+        watch = None if record is None else record.note
+        out, kept = forward_block(call, prepared, tensors, functions, watch)
+        if record is not None:
+            record.note_output(out)
+        ctx.call, ctx.prepared, ctx.functions, ctx.record = call, prepared, functions, record
         ctx.set_materialize_grads(False)
         for observe in OBSERVERS:
             observe(Invocation(call, prepared, tensors, out, kept))
         again = zip(tensors, prepared.rereads, strict=True)
         saved = [t if reread else None for t, reread in again]
+        ctx.dtypes = [t if t is None else t.dtype for t in saved]
         ctx.save_for_backward(*saved, out if prepared.plan.keeps_output else None, *kept)
         return out
 
@@ -224,11 +235,24 @@ class FusedRematBlock(torch.autograd.Function):
         if dy is None:
             return (None,) * (3 + len(ctx.call.graph.tensors))
         saved = ctx.saved_tensors  # read once: each access unpacks everything again
+        check_unchanged(ctx.call.graph.tensors, ctx.prepared.given, ctx.dtypes, saved, dy)
+        if ctx.record is not None:
+            _replay(ctx, saved)
         if not torch.is_grad_enabled():
             return (None, None, None, *_grads(ctx, saved, dy))
         with torch.no_grad():
             grads = _grads(ctx, saved, dy)
         return (None, None, None, *_not_differentiable(grads))
+
+
+def _replay(ctx: Any, saved: Sequence[Tensor | None]) -> None:
+    """Run the forward again and compare everything with what it computed: the replay check."""
+    count, record = len(ctx.prepared.given), ctx.record
+    tensors = record.compare_given(saved[:count])
+    with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+        forward_block(ctx.call, ctx.prepared, tensors, ctx.functions, record.compare)
+        # After: where a checkpoint around the block made them anew, the first difference is above.
+        record.compare_kept(saved[count], saved[count + 1 :])
 
 
 def _grads(ctx: Any, saved: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:
@@ -241,7 +265,8 @@ def _grads(ctx: Any, saved: Sequence[Tensor | None], dy: Tensor) -> list[Tensor 
     prepared: Prepared = ctx.prepared
     count = len(prepared.given)
     tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
-    grads = backward_block(call, prepared, tensors, out, kept, dy, ctx.functions)  # type: ignore[arg-type]
+    watch = None if ctx.record is None else ctx.record.compare
+    grads = backward_block(call, prepared, tensors, out, kept, dy, ctx.functions, watch)  # type: ignore[arg-type]
     for i, name in enumerate(call.graph.tensors):
         if grads[i] is None and name in call.wants:  # of an empty input, or without influence
             grads[i] = dy.new_zeros(prepared.given[i])  # type: ignore[arg-type]
@@ -338,7 +363,7 @@ def _run_block(
         wants = frozenset([name for name, t in named if t is not None and t.requires_grad])
     save = kept_names(policy, graph.kind, graph.names)
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides)
-    prepared = call.prepare(given)
+    prepared = call.prepare(given, fused=not check.ON)
     if autocast_on(x):  # in the dtype of the input all the same
         with torch.autocast(x.device.type, enabled=False):
             return _apply(call, prepared, functions, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,7 @@ class _Recorder:
         self.found = Explanation()
         self.names: dict[nn.Module, str] = {}
         self._inside: list[str] = []
+        self._thread = threading.get_ident()  # others may run blocks meanwhile
         self._blocks: dict[Run, tuple[BlockExplanation, Frame]] = {}
 
     def enter(self, layer: nn.Module, *_: Any) -> None:
@@ -79,6 +81,8 @@ class _Recorder:
         self._inside.pop()
 
     def decided(self, layer: nn.Module, reason: str) -> None:
+        if threading.get_ident() != self._thread:
+            return
         name = self.names.get(layer, type(layer).__name__)
         title = f"{type(layer).__name__}, PyTorch's own forward"
         self.found.append(BlockExplanation(name, title, reason=reason))
@@ -86,6 +90,8 @@ class _Recorder:
     def trace(self, step: object, frame: Frame) -> None:
         assert isinstance(step, Step)
         if step.node is None or step.kind != "compute":
+            return
+        if threading.get_ident() != self._thread:
             return
         if frame.run not in self._blocks:
             block = self._begin(frame)

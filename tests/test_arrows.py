@@ -20,7 +20,9 @@ NODES = ("blocks.nodes", "blocks.attention", "blocks.pointwise", "blocks.rotary"
 ARROWS: dict[str, tuple[str, ...]] = {
     **{room: LINE[i:] + LEAVES for i, room in enumerate(LINE)},
     **dict.fromkeys(LEAVES, ()),
-    "__init__": ("convert", "explain", "layers", "memory", "ops", "policies", "report"),
+    "autograd": (*LINE[2:], "check", *LEAVES),
+    "check": ("backends.base", "blocks"),
+    "__init__": ("check", "convert", "explain", "layers", "memory", "ops", "policies", "report"),
     "convert": LINE + LEAVES,
     "memory": ("blocks", *LEAVES),
     "report": ("layers", "memory", "report", *LEAVES),
@@ -34,6 +36,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "blocks.frame": ("backends.base", *LEAVES),
     "blocks.custom": (),
     "blocks.recipe": ("blocks.program",),
+    "blocks.reread": (),
     "explain": (*LINE, "report", *LEAVES),
     "blocks.sketch": (*NODES, *LEAVES),
     "blocks.encoder": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),

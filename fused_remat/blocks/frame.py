@@ -17,7 +17,7 @@ from fused_remat import random
 from fused_remat.backends.base import Backend
 
 if TYPE_CHECKING:
-    from fused_remat.blocks.program import Programs
+    from fused_remat.blocks.program import Programs, Step
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,10 @@ class Prepared:
 TRACERS: list[Callable[[object, Frame], None]] = []
 
 
+#: Sees a step that computes once it has, and its frame.
+Watch = Callable[["Step", "Frame"], None]
+
+
 class Run:
     """One forward or backward pass of one block call: what all its frames share.
 
@@ -91,6 +95,7 @@ class Run:
             block has none, or where backward does not read it.
         functions: the caller's own functions by name.
         like: a tensor with the dtype and device of the block's activations.
+        watch: called after every step that computes; for the replay check.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class Run:
         tensors: Mapping[str, Tensor | None],
         functions: Mapping[str, Callable[[Tensor], Tensor]],
         like: Tensor,
+        watch: Watch | None = None,
     ) -> None:
         self.prepared, self.tensors, self.functions = prepared, tensors, functions
         self.backend, self.chunks = prepared.backend, prepared.chunks
@@ -106,7 +112,8 @@ class Run:
         self.dtype, self.device = like.dtype, like.device
         self.partial = self.chunks.group < self.chunks.batch or self.chunks.tiled
         self.param_grads: dict[str, Tensor] = {}
-        self.profiling: bool = torch._C._autograd._profiler_enabled()
+        self.watch = watch
+        self.observed: bool = watch is not None or torch._C._autograd._profiler_enabled()
         self._site_keys: tuple[Tensor, ...] | None = None
 
     def site_key(self, site: int) -> Tensor:

@@ -13,16 +13,18 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fused_remat.blocks.frame import TRACERS, Frame, Prepared, Run
+from fused_remat.blocks.frame import TRACERS, Frame, Prepared, Run, Watch
 from fused_remat.blocks.program import Programs, Step
 
 
-def _run_step(step: Step, frame: Frame, out: Tensor | None) -> None:
+def _run_step(step: Step, frame: Frame, out: Tensor | None, watch: Watch | None = None) -> None:
     """Compute an activation (into `out` if it is the output), or run a node's backward."""
     node = step.node
     assert node is not None
     if step.kind == "compute":
         node.forward(frame, out if node.name == "output" else None)
+        if watch is not None:
+            watch(step, frame)
     else:
         dy, owned = frame.take_grad(node.name)
         assert dy is not None
@@ -33,7 +35,7 @@ def _run_step(step: Step, frame: Frame, out: Tensor | None) -> None:
 
 
 def _run_steps(steps: Sequence[Step], frame: Frame, out: Tensor | None = None) -> None:
-    if not (frame.run.profiling or TRACERS):
+    if not (frame.run.observed or TRACERS):
         for step in steps:
             _run_step(step, frame, out)
         return
@@ -41,7 +43,7 @@ def _run_steps(steps: Sequence[Step], frame: Frame, out: Tensor | None = None) -
         for trace in TRACERS:
             trace(step, frame)
         with torch.profiler.record_function(f"fused_remat::{step}"):
-            _run_step(step, frame, out)
+            _run_step(step, frame, out, frame.run.watch)
 
 
 def _of(x: Tensor, seqs: tuple[int, int]) -> Tensor:

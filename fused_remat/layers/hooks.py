@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from fused_remat.ops.activation import Draws
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
 _FLAGS = (
@@ -92,9 +95,15 @@ class HookRun:
 
     def _watcher(self, key: Key, hook: Hook) -> Hook:
         def watcher(module: nn.Module, *given: Any) -> Any:
+            # Of several threads another may draw: then what counts are the operators called here.
+            alone = threading.active_count() == 1 or _is_pytorchs(hook)
+            draws = Draws()
             before = _Seen(self._all, given)
-            result = hook(module, *given)
-            acted = result is not None or before.differs(_Seen(self._all, given))
+            with contextlib.nullcontext() if alone else draws:
+                result = hook(module, *given)
+            after = _Seen(self._all, given)
+            drew = (alone or draws.drew) and before.random != after.random
+            acted = result is not None or drew or before.differs(after)
             self._calls.append((key, acted))
             return result
 
@@ -115,7 +124,7 @@ def _is_pytorchs(hook: Hook) -> bool:
 
 
 class _Seen:
-    """What a hook can change that a replay needs, at one moment."""
+    """What a hook can change that a replay needs, at one moment; `random` apart."""
 
     def __init__(self, modules: list[nn.Module], given: tuple[Any, ...]) -> None:
         objects = tree_leaves(given)
@@ -141,5 +150,4 @@ class _Seen:
             or not all(map(operator.is_, self.objects, other.objects))
             or self.versions != other.versions
             or self.grad_mode != other.grad_mode
-            or self.random != other.random
         )

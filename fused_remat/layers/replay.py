@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fused_remat.blocks.reread import changed
 from fused_remat.layers.hooks import HookRun
 
 
@@ -29,6 +30,11 @@ class _Caller(nn.Module):
 
     def forward(self, *args: Any) -> Tensor:
         return self._forward(*args)
+
+
+def _kind(value: Any) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
+    plain = type(value) in (Tensor, nn.Parameter)
+    return (tuple(value.shape), value.dtype, value.device) if plain else None
 
 
 @contextlib.contextmanager
@@ -46,10 +52,10 @@ def _attributes_restored(layer: nn.Module) -> Iterator[None]:
 def checkpointed(layer: nn.Module, forward: Callable[..., Tensor], *args: Any) -> Tensor:
     """`forward(*args)`, a method of `layer`, under non-reentrant checkpoint.
 
-    Backward replays it with the parameters of now (changing one in place raises RuntimeError),
-    copies of the buffers of now, the training flags of now, and the submodules' hooks of now:
-    again those that acted (`HookRun`), while those that only look fire once. It leaves attributes
-    of modules as it found them.
+    Backward replays it with the parameters of now (changing one in place raises RuntimeError, and
+    so does moving, casting or resizing one), copies of the buffers of now, the training flags of
+    now, and the submodules' hooks of now: again those that acted (`HookRun`), while those that only
+    look fire once. It leaves attributes of modules as it found them.
 
     >>> layer = nn.Linear(2, 2)
     >>> y = checkpointed(layer, layer.forward, torch.ones(3, 2))
@@ -60,6 +66,10 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Tensor], *args: Any) -
     plain = [(name, p) for name, p in layer.named_parameters() if type(p) in (Tensor, nn.Parameter)]
     params = {f"layer.{name}": p for name, p in plain}
     buffers = {f"layer.{name}": b.detach().clone() for name, b in layer.named_buffers()}
+    count = len(args)
+    flat = (*args, *params.values())  # checkpoint saves its tensor arguments, with their versions
+    names = (*(f"argument {i}" for i in range(count)), *(name for name, _ in plain))
+    kinds = [_kind(value) for value in flat]
     modes = [(module, module.training) for module in layer.modules()]
     hooks = HookRun(layer)
     first = True
@@ -70,6 +80,9 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Tensor], *args: Any) -
             first = False
             with hooks.first():
                 return forward(*given)
+        for name, kind, value in zip(names, kinds, (*given, *tensors), strict=True):
+            if kind is not None and kind != _kind(value):
+                raise changed(name, kind, value)
         state = dict(zip(params, tensors, strict=True))
         state |= {name: b.clone() for name, b in buffers.items()}
         with _attributes_restored(layer), hooks.again():
@@ -78,6 +91,4 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Tensor], *args: Any) -
             out: Tensor = torch.func.functional_call(_Caller(layer, forward), state, given)
             return out
 
-    count = len(args)
-    flat = (*args, *params.values())  # checkpoint saves its tensor arguments, with their versions
     return checkpoint(lambda *a: run(a[:count], *a[count:]), *flat, use_reentrant=False)  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ the same then; what can be found out about that is found out here, by calling it
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -92,7 +93,11 @@ def _try(fn: Function, x: Tensor) -> Recallable | str:
         after = _generator_state(x.device)
         if before is None or after is None:
             drew = reads.drew
-        elif drew := not torch.equal(before, after):
+        else:
+            # Another of several threads may draw meanwhile: it must be an operator here, too.
+            drew = reads.drew or threading.active_count() == 1
+            drew = drew and not torch.equal(before, after)
+        if drew and before is not None:
             _set_generator_state(x.device, before)
     if drew:
         return "draws random numbers"
@@ -106,15 +111,29 @@ def _try(fn: Function, x: Tensor) -> Recallable | str:
     return Recallable(_guarded(fn, watched), captured)
 
 
-class _Reads(TorchDispatchMode):
-    """Notes every tensor that an operator is given, and its version; whether one `drew` at random.
+class Draws(TorchDispatchMode):
+    """Notes whether an operator of this thread may draw random numbers.
 
-    That is by the operator's own word, and as good as a generator's state where it is PyTorch's.
+    >>> with Draws() as draws:
+    ...     x = torch.ones(2).bernoulli_(0.5)
+    >>> draws.drew
+    True
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+class _Reads(Draws):
+    """Notes every tensor that an operator is given, and its version, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,8 +141,7 @@ class _Reads(TorchDispatchMode):
             if isinstance(t, Tensor):
                 source = t if t._base is None else t._base
                 self._seen.append((weakref.ref(source), source._version))
-        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def alive(self) -> list[tuple[weakref.ref[Tensor], int]]:
         """What still exists, each once, with the version at which it was first read."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,6 +96,7 @@ class SavedRecord:
         self._saved: dict[StorageWeakRef, Saved] = {}
         self._order = itertools.count()
         self._block: _Block | None = None
+        self._thread = threading.get_ident()  # hooks on saved tensors are its alone
         pack: Callable[[Tensor], _Held] = self._pack
         if "torch._dynamo" in sys.modules:  # else nothing can be compiled, and it is slow to load
             pack = torch.compiler.disable(pack)
@@ -127,6 +129,8 @@ class SavedRecord:
         return [saved for key, saved in self._saved.items() if not key.expired()]
 
     def _observe(self, invocation: Invocation) -> None:
+        if threading.get_ident() != self._thread:
+            return
         names = {key: name for name, t in _block_tensors(invocation) for key in _storages(t)}
         self._block = _Block(names, _predicted(invocation))
 

@@ -1,0 +1,334 @@
+"""The replay check: silent on sound calls, and exact about planted faults."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from reference import RUNGS, pair
+from reference_ops import CASES, in_pieces, normal, results
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fused_remat import FusedRematLayer, ReplayError, check, check_replay, convert, ops
+from fused_remat.backends import registry
+from fused_remat.backends.eager import EagerBackend
+
+D, H, FF = 8, 2, 12
+
+
+def layer_of(policy="full", dropout=0.0, dtype=torch.float32, **kwargs):
+    kwargs = {"norm_first": True, "batch_first": True, "activation": "gelu", **kwargs}
+    return pair(D, H, FF, dropout, policy=policy, dtype=dtype, **kwargs)[1]
+
+
+def inputs(batch=3, seq=5, dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.randn(batch, seq, D, dtype=dtype, requires_grad=True)
+
+
+def fails(y, message):
+    """Backward raises this and no more; "#" stands for a number."""
+    number = r"-?[\d.]+(?:e-?\d+)?"
+    pattern = re.escape(f"replay check: {message}").replace(r"\#", number)
+    with pytest.raises(ReplayError, match=f"^{pattern}$"):
+        y.sum().backward()
+
+
+@pytest.mark.composes("Replay check", "every functional op, rung and dropout: the same gradients")
+@pytest.mark.parametrize("name", CASES)
+def test_sound_ops_pass_with_the_same_gradients(name):
+    case, tensors = CASES[name], CASES[name].tensors(batch=2, seq=5)
+    leaves = list(tensors.values())
+    for p in (0.0, 0.3) if case.dropout else (0.0,):
+        options = {"seed": 7} if case.dropout else {}
+        with in_pieces(4):
+            expected = results(lambda p=p, o=options: case.op(tensors, p, **o), leaves)
+            for policy in RUNGS if p or not case.dropout else ("full",):
+                options["policy"] = policy
+                with check_replay():
+                    got = results(lambda p=p, o=options: case.op(tensors, p, **o), leaves)
+                assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+LAYERS = {
+    "float64": {"dtype": torch.float64},
+    "bfloat16, seq first": {"dtype": torch.bfloat16, "batch_first": False},
+    "float16, relu": {"dtype": torch.float16, "activation": "relu"},
+    "own activation": {"activation": lambda x: x * torch.sigmoid(x + x.mean(1, keepdim=True))},
+    "a module": {"activation": nn.PReLU()},
+}
+
+
+@pytest.mark.composes("Replay check", "layers of every dtype, with masks and activation functions")
+@pytest.mark.parametrize("which", LAYERS)
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_sound_layers_pass_with_the_same_gradients(which, norm_first):
+    layer = layer_of("full", 0.2, norm_first=norm_first, **LAYERS[which])
+    x = inputs(dtype=layer.linear1.weight.dtype)
+    size = x.shape[1 if layer.self_attn.batch_first else 0]
+    mask = torch.zeros(size, size, dtype=x.dtype, requires_grad=True)
+
+    def gradients():
+        torch.manual_seed(1)
+        y = layer(x, mask)
+        assert (y.grad_fn.record is not None) == check.ON
+        return torch.autograd.grad(y.float().square().sum(), [x, mask, *layer.parameters()])
+
+    with in_pieces(4):
+        expected = gradients()
+        for layer.policy in RUNGS:
+            with check_replay():
+                got = gradients()
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.composes("Replay check", "outer checkpointing, `retain_graph`, `is_grads_batched`")
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_sound_calls_pass_in_every_kind_of_backward(reentrant):
+    layer, x = layer_of("lean", 0.2), inputs()
+
+    def run():
+        torch.manual_seed(0)
+        if reentrant is None:
+            y = layer(x)
+            dys = torch.stack([torch.ones_like(y), y.detach()])
+            torch.autograd.grad(y.sum(), x, retain_graph=True)
+            return torch.autograd.grad(y, x, dys, is_grads_batched=True)[0]
+        y = checkpoint(layer, x, use_reentrant=reentrant)
+        grads = [x, *layer.parameters()]
+        for t in grads:
+            t.grad = None
+        y.sum().backward()
+        return torch.cat([t.grad.flatten() for t in grads])
+
+    expected = run()
+    with check_replay():
+        assert torch.equal(run(), expected)
+
+
+class Model(nn.Module):
+    """Two layers at `encoder.layers`, and an op with a layer norm's weight after them."""
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(D, H, FF, batch_first=True, dropout=0.0, **kwargs)
+        self.encoder = convert(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+        self.weight = nn.Parameter(torch.ones(D))
+
+    def forward(self, x):
+        return ops.layer_norm(self.encoder(x), self.weight)
+
+
+FAULTS = pytest.mark.composes(
+    "Replay check",
+    "impure activations, changes through `.data`, numpy and saved-tensor hooks, seeds, kernels",
+    limits="not calls that PyTorch's own forward serves; no effect under torch.compile",
+)
+
+
+@FAULTS
+@pytest.mark.parametrize("outer", [False, True])
+def test_an_impure_activation_is_named(outer):
+    scale = [1.0]
+    model = Model(activation=lambda t: torch.sin(t) * scale[0])
+    layer = model.encoder.layers[1]
+    with check_replay():
+        y = checkpoint(layer, inputs(), use_reentrant=False) if outer else model(inputs())
+    scale[0] = 2.0
+    fails(
+        y,
+        ("" if outer else "encoder.layers.1 (")
+        + "FusedRematLayer"
+        + ("" if outer else ")")
+        + ": 'act' differs at (sequence 0, token 0, channel 0): "
+        "forward #, rebuilt # (180 of 180 elements differ)",
+    )
+
+
+@FAULTS
+def test_changes_behind_autograds_back_are_named():
+    model, array = Model(), np.zeros((1, 2, D), dtype=np.float32)
+    x = torch.from_numpy(array)
+
+    def step(change):
+        with check_replay():
+            y = model(x)
+        change()
+        return y
+
+    def other():
+        model.encoder.layers[0].linear1.weight.data[3, 2] = 7.0
+
+    name = "encoder.layers.0 (FusedRematLayer)"
+    read = "forward read #, backward 7 (1 of 96 elements differs)"
+    fails(step(other), f"{name}: 'fc1.weight' differs at (index 3, 2): {read}")
+
+    def numpys():
+        array[0, 1, 5] = -0.0 if array[0, 1, 5] == 0.0 else 1.0
+
+    read = "forward read 0, backward -0 (1 of 16 elements differs)"
+    fails(step(numpys), f"{name}: 'input' differs at (index 0, 1, 5): {read}")
+    line = Model.forward.__code__.co_firstlineno + 1
+    fails(
+        step(lambda: model.weight.data.__setitem__(6, 3.0)),
+        f"norm, called at {__file__}:{line} in Model: 'norm.weight' differs at (index 6): "
+        "forward read 1, backward 3 (1 of 8 elements differs)",
+    )
+
+
+@FAULTS
+def test_a_wrong_seed_and_another_generator_are_named(monkeypatch):
+    from fused_remat import random
+
+    seed, layer, x = torch.tensor(1), layer_of(dropout=0.3), inputs()
+    with check_replay():
+        y = ops.dropout_add(x, x, 0.5, seed=seed)
+        line = sys._getframe().f_lineno - 1
+        z = layer(x)
+    seed.data.fill_(2)
+    fails(
+        y,
+        f"dropout_add, called at {__file__}:{line}: 'seed' differs at (its only element): "
+        "forward read 1, backward 2 (1 of 1 element differs)",
+    )
+    made = random.keep_scale
+
+    def shifted(key, row0, *rest, **kwargs):
+        return made(key, row0 + 1, *rest, **kwargs)
+
+    monkeypatch.setattr(random, "keep_scale", shifted)
+    with pytest.raises(ReplayError, match=r"FusedRematLayer: 'attn' differs at \(sequence 0, "):
+        z.sum().backward()
+
+
+@FAULTS
+def test_what_hooks_and_callers_do_to_what_is_kept_is_named():
+    def pack(t):
+        return t.bfloat16() if t.shape[-1] == FF and t.requires_grad is False else t
+
+    layer = layer_of("none")
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.float())
+    with check_replay(), hooks, in_pieces(4):
+        y = layer(inputs(batch=2))
+    fails(
+        y,
+        "FusedRematLayer: 'up' differs at (sequence 0, token 0, channel 0) in group 1 of 2, "
+        "tile 1 of 2: forward #, kept # (36 of 36 elements differ)",
+    )
+    q = normal(2, H, 5, 4)
+    with check_replay():
+        y = ops.attention(q, q, q)
+    y.data[1, 1, 3, 2] = 9.0  # (B, H, S, E), of a matrix of heads side by side
+    with pytest.raises(ReplayError, match=r"'output' differs at \(index 1, 3, 6\): .* kept 9 "):
+        y.sum().backward()
+
+
+class Flipping(EagerBackend):
+    """The eager backend; the `at`-th product of its `routine` has one bit another."""
+
+    name = "flipping"
+    routine, at, calls = "", 0, 0
+
+    def _count(self, routine, y, element):
+        if routine == self.routine:
+            self.calls += 1
+            if self.calls == self.at:
+                y.view(torch.int32)[element] ^= 1
+        return y
+
+    def linear_fwd(self, x, weight, *rest):
+        y = super().linear_fwd(x, weight, *rest)
+        routine = "up" if weight.shape == (FF, D) else ""
+        return self._count(routine, y, (3, 5))
+
+    def attention_fwd(self, *args, **kwargs):
+        attn, lse = super().attention_fwd(*args, **kwargs)
+        self._count("lse", lse.view(-1, H, 5), (0, 1, 4))
+        return self._count("attn", attn, (1, 7)), lse
+
+    def norm_fwd(self, kind, x, *rest, **kwargs):
+        y, mean, rstd = super().norm_fwd(kind, x, *rest, **kwargs)
+        return self._count("norm1", y, (2, 6)), mean, self._count("rstd", rstd, (4, 0))
+
+
+PLACES = {
+    # Which call has the other bit: of the forward run again, or of the policy's own rebuild after.
+    "up, again": (2, "'up' differs at (sequence 0, token 3, channel 5)", 5 * FF),
+    "up, rebuilt": (3, "'up' differs at (sequence 0, token 3, channel 5)", 5 * FF),
+    "attn, again": (2, "'attn' differs at (sequence 0, token 1, channel 7)", 5 * D),
+    "attn, rebuilt": (3, "'attn' differs at (sequence 0, token 1, channel 7)", 5 * D),
+    "lse, again": (2, "'attn.lse' differs at (sequence 0, head 1, token 4)", 5 * H),
+    "lse, rebuilt": (3, "'attn.lse' differs at (sequence 0, head 1, token 4)", 5 * H),
+    # There are two norms.
+    "norm1, again": (3, "'norm1' differs at (sequence 0, token 2, channel 6)", 5 * D),
+    "norm1, rebuilt": (5, "'norm1' differs at (sequence 0, token 2, channel 6)", 5 * D),
+    "rstd, again": (3, "'norm1.rstd' differs at (sequence 0, token 4, channel 0)", 5),
+}
+
+
+@FAULTS
+@pytest.mark.parametrize("which", PLACES)
+def test_one_bit_of_a_backends_rebuild_is_named(which, monkeypatch):
+    backend = Flipping()
+    monkeypatch.setitem(registry.BACKENDS, "flipping", lambda: backend)
+    monkeypatch.setattr(registry, "_backend_for", registry._backend_for.__wrapped__)
+    layer = layer_of("full")
+    layer.backend = "flipping"
+    backend.at, where, size = PLACES[which]
+    backend.routine = which.partition(",")[0]
+    with check_replay():
+        y = layer(inputs(batch=1))
+    fails(y, f"FusedRematLayer: {where}: forward #, rebuilt # (1 of {size} elements differs)")
+
+
+def test_off_there_is_nothing_and_contexts_nest():
+    layer, x = layer_of(), inputs()
+    assert not check.ON and layer(x).grad_fn.record is None
+    with check_replay():
+        with check_replay():
+            assert check.ON
+        y = layer(x)
+        with torch.no_grad():
+            assert layer(x).grad_fn is None
+    assert not check.ON
+    assert y.grad_fn.record is not None and layer(x).grad_fn.record is None
+
+
+def test_nan_and_no_values_are_no_difference():
+    with check_replay():
+        y = layer_of()(inputs() * torch.nan)
+        y.sum().backward()
+        layer = FusedRematLayer(D, H, FF, device="meta")
+        layer(torch.zeros(5, 1, D, device="meta")).sum().backward()
+    nan = torch.tensor([torch.nan])
+    other = (nan.view(torch.int32) + 1).view(torch.float32)
+    assert check._difference(nan, nan.clone()) is None
+    assert "bits" in check._difference(nan, other).before
+
+
+PROGRAM = """
+import torch, fused_remat
+layer = fused_remat.FusedRematLayer(8, 2, 12)
+y = layer(torch.randn(5, 1, 8))
+layer.norm1.weight.data[1] = 2.0
+try:
+    y.sum().backward()
+    print("silent")
+except fused_remat.ReplayError as error:
+    print(error)
+"""
+
+
+@pytest.mark.composes("Replay check", "`FUSED_REMAT_CHECK=1` in the environment, read at import")
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_the_environment_variable(value):
+    env = {**os.environ, "FUSED_REMAT_CHECK": value}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120
+    )
+    expected = "FusedRematLayer: 'norm1.weight' differs at (index 1)" if value == "1" else "silent"
+    assert expected in done.stdout, done.stderr[-2000:]

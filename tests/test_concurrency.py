@@ -1,0 +1,262 @@
+"""Threads: models trained side by side, one model in several, backward in another than forward."""
+
+import copy
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import RUNGS, randomize
+from torch import nn
+
+from fused_remat import FusedRematLayer, FusedRematWarning, check_replay, explain, memory_report
+from fused_remat.layers import encoder_layer, fastpath
+
+D, H, FF = 16, 2, 24
+
+
+@pytest.fixture(autouse=True)
+def eager_switching():
+    """Threads change places often; one computes with one thread of its own."""
+    interval, threads = sys.getswitchinterval(), torch.get_num_threads()
+    sys.setswitchinterval(1e-5)
+    torch.set_num_threads(1)
+    yield
+    sys.setswitchinterval(interval)
+    torch.set_num_threads(threads)
+
+
+def together(*functions):
+    """What each function returns, all called at once in threads of their own."""
+    results, errors = {}, []
+    barrier = threading.Barrier(len(functions))
+
+    def call(i, function):
+        try:
+            barrier.wait(60)
+            results[i] = function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=item) for item in enumerate(functions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    if errors:
+        raise errors[0]
+    return [results[i] for i in range(len(functions))]
+
+
+def with_hooks(layer):
+    """PyTorch's own forward; one hook acts, and one after it looks, which no replay calls again."""
+    layer.seen = []
+    layer.linear1.register_forward_hook(lambda m, args, y: y * 2.0)
+    layer.linear2.register_forward_hook(lambda m, args, y: layer.seen.append(len(y)))
+
+
+def with_child(layer):
+    layer.linear1 = nn.Sequential(layer.linear1, nn.Identity())
+
+
+KINDS = {
+    "fused": lambda layer: None,
+    "own activation": lambda layer: setattr(layer, "activation", F.leaky_relu),
+    "hooks": with_hooks,
+    "another child": with_child,
+}
+
+
+def model_of(kind, policy, dtype=torch.float32, dropout=0.0):
+    how = {"batch_first": True, "norm_first": policy != "balanced", "dtype": dtype}
+    layers = [FusedRematLayer(D, H, FF, dropout, policy=policy, **how) for _ in range(2)]
+    model = nn.Sequential(*layers)
+    randomize(model)
+    for layer in layers:
+        KINDS[kind](layer)
+    return model
+
+
+def train(model, steps=6):
+    """The losses, the layer's evaluation after every step included."""
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        like = next(model.parameters())
+        x = torch.randn(3, 7, D, generator=generator).to(like.dtype)
+        loss = (model.train()(x) - x.roll(1, 1)).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        # Masked: PyTorch's inference kernel, which `fastpath.off` of others switches, rounds apart.
+        mask = torch.zeros(7, 7, dtype=x.dtype)
+        with torch.no_grad():
+            for layer in model.eval():
+                losses.append(layer(x, mask).double().sum().item())
+    return losses
+
+
+THREADS = pytest.mark.composes(
+    "Concurrency and faults",
+    "threads that train models of their own at once: every policy, dtype and fallback",
+    limits="the fallback's replay resets torch's global generator, as torch.utils.checkpoint does: "
+    "dropout there, and other threads' random numbers meanwhile, are not reproducible",
+)
+
+
+@THREADS
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_models_in_threads_train_as_alone():
+    rows = [("fused", rung, torch.float32) for rung in RUNGS]
+    rows += [("fused", "full", torch.float64), ("fused", "lean", torch.bfloat16)]
+    rows += [("own activation", "full", torch.float32), ("hooks", "full", torch.float32)]
+    rows += [("hooks", "lean", torch.float32), ("another child", "full", torch.float64)]
+    models = [model_of(*row) for row in rows]
+    with_check = copy.deepcopy(models[0])
+
+    def checked():
+        with check_replay():
+            return train(with_check)
+
+    for model in models:  # hooks hold their layer: they cannot be copied
+        model.initial = copy.deepcopy(model.state_dict())
+    expected = [train(model) for model in models]
+    for model in models:
+        model.load_state_dict(model.initial)
+    *got, of_checked = together(*(lambda m=m: train(m) for m in models), checked)
+    assert got == expected
+    assert of_checked == expected[0]
+    assert torch.backends.mha.get_fastpath_enabled() and fastpath._running == 0
+    for layer in models[rows.index(("hooks", "full", torch.float32))]:
+        assert len(layer.seen) == 2 * 6 * 2  # training and evaluation, alone and in a thread
+
+
+def while_another_draws(steps):
+    """Runs `steps()` beside a thread that draws, and returns what that one drew."""
+    stop = threading.Event()
+
+    def draw():
+        drawn = []
+        while not stop.is_set():
+            drawn.append(torch.rand(()).item())
+        return drawn
+
+    def stepping():
+        try:
+            steps()
+        finally:
+            stop.set()
+
+    return together(draw, stepping)[0]
+
+
+@THREADS
+def test_random_numbers_of_another_thread_are_left_alone(monkeypatch):
+    """The activation function is tried before every call, and draws none itself."""
+    decided = []
+    monkeypatch.setattr(encoder_layer, "DECISIONS", [lambda layer, why: decided.append(why)])
+    model, x = model_of("fused", "full"), torch.randn(3, 7, D)
+    for layer in model:
+        layer.activation = slowly
+
+    def steps():
+        for _ in range(30):
+            model(x)
+
+    torch.manual_seed(0)
+    drawn = while_another_draws(steps)
+    assert decided == []
+    torch.manual_seed(0)
+    assert drawn == [torch.rand(()).item() for _ in drawn]
+
+
+def slowly(t):
+    time.sleep(1e-4)
+    return F.leaky_relu(t)
+
+
+@THREADS
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_hooks_that_look_fire_once_while_another_thread_draws():
+    model = model_of("fused", "full")
+    seen = []
+
+    def look(*_):
+        time.sleep(1e-4)
+        seen.append(1)
+
+    for layer in model:
+        layer.linear1.register_forward_hook(look)
+
+    def steps():
+        for _ in range(20):
+            model(torch.ones(3, 7, D)).sum().backward()
+
+    while_another_draws(steps)
+    assert len(seen) == 20 * len(model)
+
+
+@pytest.mark.composes("Concurrency and faults", "one model in several threads, on the fused path")
+def test_one_model_in_several_threads():
+    model = model_of("fused", "lean")
+    x = torch.randn(3, 7, D)
+
+    def gradients():
+        found = []
+        for _ in range(10):
+            found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        return found
+
+    expected = gradients()
+    for got in together(*[gradients] * 4):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.composes("Concurrency and faults", "backward in another thread than forward")
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+@pytest.mark.parametrize("kind", ["fused", "own activation", "hooks"])
+def test_backward_in_another_thread(kind):
+    model = model_of(kind, "full", dropout=0.0 if kind == "hooks" else 0.3)
+    leaves, x = list(model.parameters()), torch.randn(3, 7, D)
+    torch.manual_seed(0)
+    expected = torch.autograd.grad(model(x).square().sum(), leaves)
+    torch.manual_seed(0)
+    loss = model(x).square().sum()
+
+    def backward():
+        # Of this thread, and not of forward; PyTorch's own backward would follow it.
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind != "hooks"):
+            return torch.autograd.grad(loss, leaves)
+
+    (got,) = together(backward)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.composes("Concurrency and faults", "explain and memory_report while others train")
+def test_reports_see_their_own_thread_only():
+    model, *others = (model_of("fused", policy) for policy in ("full", "fast", "lean"))
+    x = torch.randn(3, 7, D)
+
+    def report():
+        return str(explain(model, x)), memory_report(model, x).to_json()
+
+    def reports():
+        return [report() for _ in range(3)]
+
+    expected = report()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)
+        got, _, _ = together(reports, *(lambda m=m: train(m, 20) for m in others))
+    for text, record in got:
+        assert text == expected[0]
+        assert without_peaks(record) == without_peaks(expected[1])
+
+
+def without_peaks(record):
+    """A memory report without what is measured of the whole process."""
+    return [line for line in record.splitlines() if "peak" not in line]

@@ -1,0 +1,338 @@
+"""Faults in forward and backward and between them: what raises, and that the next step is right."""
+
+import contextlib
+import copy
+import functools
+import gc
+import itertools
+
+import pytest
+import torch
+from reference import RUNGS, pair, run
+from reference_ops import in_pieces
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_remat import FusedRematLayer
+from fused_remat.blocks.reread import check_unchanged
+from fused_remat.memory import measure_allocations
+
+D, H, FF = 8, 2, 12
+NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["pre", "post"])
+
+
+def faults(what, limits=""):
+    return pytest.mark.composes("Concurrency and faults", what, limits=limits)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class OutOfMemory(TorchDispatchMode):
+    """The `at`-th operator with a result in new memory raises instead of returning it.
+
+    Not seen, since they are no operators of torch's: small dropout masks, which numpy makes; and
+    what an operator allocates within itself, as for one that fails inside.
+    """
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.made = at, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = {s._cdata for s in storages((*args, *kwargs.values()))}
+        results = result if isinstance(result, tuple | list) else (result,)
+        new = [s for s in storages(results) if s._cdata not in given]
+        if new:
+            self.made += map(StorageWeakRef, new)
+            if len(self.made) >= self.at:
+                raise torch.OutOfMemoryError("injected")
+        return result
+
+
+def storages(values):
+    return [t.untyped_storage() for t in values if isinstance(t, torch.Tensor)]
+
+
+def fail_everywhere(step):
+    """Run `step()` out of memory at its first allocation, its second, ...; how many it has.
+
+    Nothing that it allocates may be there afterwards.
+    """
+    made = []
+    for at in itertools.count(1):
+        with OutOfMemory(at) as mode:
+            try:
+                step()
+            except torch.OutOfMemoryError:
+                made += mode.made
+                continue
+        gc.collect()
+        assert all(storage.expired() for storage in made)
+        return len(mode.made)
+
+
+def layer_and_step(policy, norm_first, dropout=0.3):
+    """A layer, its leaves, and a forward."""
+    layer = pair(D, H, FF, dropout, policy=policy, norm_first=norm_first, batch_first=True)[1]
+    x = torch.randn(2, 3, D, requires_grad=True)
+    mask = torch.randn(3, 3, requires_grad=True)
+    leaves = [x, mask, *layer.parameters()]
+
+    def forward():
+        torch.manual_seed(0)
+        return layer(x, mask).square().sum()
+
+    return layer, leaves, forward
+
+
+@faults(
+    "out of memory at every allocation of forward and of backward: no leak, no gradient half "
+    "written, the next step the same bits",
+    limits="injected at torch's operators: not inside them, nor in numpy",
+)
+@NORMS
+@pytest.mark.parametrize(("policy", "tokens"), [("full", 2), *((rung, 512) for rung in RUNGS)])
+def test_out_of_memory_anywhere_leaves_no_trace(policy, tokens, norm_first):
+    with in_pieces(tokens):
+        _, leaves, forward = layer_and_step(policy, norm_first)
+        expected = torch.autograd.grad(forward(), leaves)
+        for t in leaves:
+            t.grad = torch.full_like(t, 0.5)
+        before = [t.grad.clone() for t in leaves]
+        loss = forward()
+        counts = []
+        if policy == "full":  # forward runs the same program in every policy
+            counts.append(fail_everywhere(lambda: forward().detach()))
+        # The graph is kept, and so is what backward read of it: the last time, all is there.
+        backward = functools.partial(torch.autograd.grad, loss, leaves, retain_graph=True)
+        counts.append(fail_everywhere(backward))
+        assert min(counts) > 15
+        with OutOfMemory(counts[-1] // 2), pytest.raises(torch.OutOfMemoryError):
+            loss.backward(retain_graph=True)
+        assert all(torch.equal(t.grad, b) for t, b in zip(leaves, before, strict=True))
+        for got in (
+            torch.autograd.grad(loss, leaves),
+            torch.autograd.grad(forward(), leaves),
+        ):
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@faults("`layer.policy` and `layer.backend` set between forward and backward: for the next call")
+def test_policy_and_backend_are_those_of_forward():
+    layer, leaves, forward = layer_and_step("full", True)
+    expected = torch.autograd.grad(forward(), leaves)
+    loss = forward()
+    node = block_of(loss)
+    layer.policy, layer.backend = "none", "eager"
+    assert node.call.save == frozenset() and node.call.backend == "auto"
+    got = torch.autograd.grad(loss, leaves)
+    node = block_of(forward())
+    assert {"attn", "up"} <= node.call.save and node.call.backend == "eager"
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def block_of(loss):
+    """The fused block's node in the graph of `loss`."""
+    node = loss.grad_fn
+    while node.name() != "FusedRematBlockBackward":
+        node = node.next_functions[0][0]
+    return node
+
+
+CHANGES = {
+    "half": (lambda t: t.half(), "torch.float16 of shape .* on cpu now"),
+    "double": (lambda t: t.double(), "torch.float64 of shape .* on cpu now"),
+    "fewer rows": (lambda t: t[:1], r"torch.float32 of shape \(1,.* on cpu now"),
+    "resized": (lambda t: t.clone().resize_(3), r"torch.float32 of shape \(3,\) on cpu now"),
+}
+MOVED = faults("parameters, inputs and masks moved, cast or resized before backward: RuntimeError")
+
+
+@MOVED
+@pytest.mark.parametrize("policy", ["full", "none"])
+@NORMS
+def test_what_backward_reads_again_must_not_have_been_moved(policy, norm_first):
+    """Each tensor in turn; autograd itself sees none of these changes in what was saved."""
+    layer, leaves, forward = layer_and_step(policy, norm_first)
+    reread = set()
+    for leaf in leaves:
+        for change, now in CHANGES.values():
+            loss = forward()
+            block = block_of(loss)
+            names = dict(zip(map(id, block_tensors(block, layer, leaves)), block.call.graph.tensors,
+                             strict=True))  # fmt: skip
+            name, was, data = names[id(leaf)], tuple(leaf.shape), leaf.data
+            again = block.prepared.rereads[block.call.graph.tensors.index(name)]
+            leaf.data = change(data)
+            message = (
+                f"{name!r} again, which was torch.float32 of shape .*{was[-1]},?. on cpu .*{now}"
+            )
+            # What is not read again is autograd's to check, when it adds the gradient.
+            raises = pytest.raises(RuntimeError, match=message)
+            try:
+                with raises if again else contextlib.suppress(RuntimeError):
+                    loss.backward()
+            finally:
+                leaf.data, leaf.grad = data, None
+            if again:
+                reread.add(name)
+    assert {"input", "mask", "fc1.weight", "fc2.weight", "norm2.weight"} <= reread
+    assert policy == "none" or "fc1.bias" in reread
+
+
+def block_tensors(block, layer, leaves):
+    """The tensors of a call of the layer in the order of its graph."""
+    names = {
+        "qkv": layer.self_attn, "proj": layer.self_attn.out_proj, "fc1": layer.linear1,
+        "fc2": layer.linear2, "norm1": layer.norm1, "norm2": layer.norm2,
+    }  # fmt: skip
+    found = {"input": leaves[0], "mask": leaves[1]}
+    for name, module in names.items():
+        prefix = "in_proj_" if name == "qkv" else ""
+        for kind in ("weight", "bias"):
+            found[f"{name}.{kind}"] = getattr(module, prefix + kind)
+    return [found.get(name) for name in block.call.graph.tensors]
+
+
+@MOVED
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+@pytest.mark.parametrize("path", ["fused", "fallback"])
+def test_a_whole_layer_must_not_have_been_cast(path):
+    layer = FusedRematLayer(D, H, FF, 0.0)
+    if path == "fallback":
+        layer.linear1 = nn.Sequential(layer.linear1)
+    y, weight = layer(torch.randn(5, 2, D)), layer.linear2.weight
+    layer.to("meta")  # makes new parameters: those that forward read are as they were
+    y.sum().backward(retain_graph=True)
+    assert weight.grad is not None and layer.linear2.weight.grad is None
+    layer = layer.to_empty(device="cpu")
+    y = layer(torch.randn(5, 2, D))
+    layer.half()
+    with pytest.raises(
+        RuntimeError, match=r"again, which was torch.float32 of shape .* now: do not"
+    ):
+        y.sum().backward()
+
+
+@MOVED
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_the_fallbacks_replay_names_what_was_moved():
+    layer = FusedRematLayer(D, H, FF, 0.0)
+    layer.linear1 = nn.Sequential(layer.linear1)
+    x = torch.randn(5, 2, D)
+    y = layer(x)
+    weight = layer.linear2.weight.data
+    layer.linear2.weight.data = weight[:2]
+    with pytest.raises(
+        RuntimeError, match=r"'linear2.weight' again, which was .* \(8, 12\) on cpu"
+    ):
+        y.sum().backward()
+    layer.linear2.weight.data = weight
+    y = layer(x)
+    x.data = x.data.double()
+    with pytest.raises(RuntimeError, match=r"'argument 0' again, .* is torch.float64 of"):
+        y.sum().backward()
+
+
+def test_numbers_and_captured_tensors_may_be_elsewhere():
+    """A zero-dimensional tensor mixes with those of another device, and is no parameter moved."""
+    like = torch.ones(1)
+    number, matrix = torch.ones((), device="meta"), torch.ones(2, 2, device="meta")
+    dtypes = [torch.float32] * 2
+    names = ["number", "activation.0"]
+    check_unchanged(names, [number.shape, matrix.shape], dtypes, [number, matrix], like)
+    with pytest.raises(RuntimeError, match="'matrix' again"):
+        check_unchanged(["matrix"], [matrix.shape], dtypes, [matrix], like)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def in_a_hook_of(leaf):
+    return lambda layer, x: leaf(layer, x).register_hook(interrupt)
+
+
+def unpacking(layer, x):
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), interrupt)
+
+
+INTERRUPTS = {
+    "a gradient's hook of the input": in_a_hook_of(lambda layer, x: x),
+    "a gradient's hook of a weight": in_a_hook_of(lambda layer, x: layer.linear1.weight),
+    "a hook after accumulation": lambda layer, x: (
+        layer.norm2.bias.register_post_accumulate_grad_hook(interrupt)
+    ),
+    "a module's backward hook": lambda layer, x: layer.register_full_backward_hook(interrupt),
+    "unpacking": unpacking,
+    "the activation": lambda layer, x: None,
+    "a hook in the fallback's replay": lambda layer, x: layer.linear1.register_forward_hook(
+        InReplay(interrupt)
+    ),
+}
+
+
+class InReplay:
+    """A hook that acts, and so is replayed, where it calls `fn`; an activation that does the same.
+
+    The activation is tried on one token, then called in forward: the third call is the rebuild.
+    """
+
+    def __init__(self, fn, first=1):
+        self.fn, self.first, self.calls = fn, first, 0
+
+    def __call__(self, *args):
+        self.calls += 1
+        if self.calls > self.first:
+            self.fn()
+        return torch.sin(args[-1])
+
+
+@faults("KeyboardInterrupt and exceptions in users' hooks and functions during backward")
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+@pytest.mark.parametrize("where", INTERRUPTS)
+def test_an_interrupt_in_backward_leaves_the_layer_usable(where):
+    layer = FusedRematLayer(D, H, FF, 0.0, activation=torch.sin)
+    captured = nn.Parameter(torch.ones(()))
+    captured.register_hook(lambda grad: 2 * grad)
+    x = torch.randn(5, 2, D, requires_grad=True)
+    activation = InReplay(interrupt, 2)
+    if where == "the activation":
+        layer.activation = lambda t: activation(t) * captured
+    expected = None if where == "the activation" else run(copy.deepcopy(layer), x)
+
+    def failing():
+        activation.calls = 0
+        handle = INTERRUPTS[where](layer, x)
+        hooks = handle if hasattr(handle, "__enter__") and where == "unpacking" else None
+        with hooks or contextlib.nullcontext():
+            y = layer(x)
+        with pytest.raises(KeyboardInterrupt):
+            y.square().sum().backward()
+        if handle is not None and hooks is None:
+            handle.remove()
+        layer.zero_grad()
+        x.grad = None
+        gc.collect()  # the exception's frames
+
+    failing()
+    # The last exception may live on, with what its frames hold; not more after more of them.
+    one = measure_allocations(failing).net
+    assert measure_allocations(lambda: [failing() for _ in range(4)] and None).net <= one
+    if where == "the activation":
+        assert captured._backward_hooks
+        activation.fn = lambda: None
+        expected = run(layer, x)
+    assert layer.why_not_fused(x) is None
+    assert torch.backends.mha.get_fastpath_enabled()
+    for a, b in zip(run(layer, x), expected, strict=True):
+        assert torch.equal(a, b)
