@@ -42,7 +42,9 @@ def encoder(
 def batches(dtype: torch.dtype = torch.float64, count: int = STEPS) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     shape = (BATCH, 5, 8)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)
+    ]
 
 
 def mine(batch: Tensor) -> Tensor:
