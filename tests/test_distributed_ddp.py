@@ -119,3 +119,39 @@ def converted():
 @pytest.mark.composes("DDP", "convert(model) before wrapping; state_dict as before")
 def test_convert(two_processes):
     two_processes.run(converted)
+
+
+def refuses_to_accumulate():
+    model = encoder()
+    for layer in model:
+        layer.accumulate_into = "grad"
+    wrapped = DDP(model)
+    with pytest.raises(RuntimeError, match="under DistributedDataParallel, which waits"):
+        wrapped(mine(batches()[0]))
+    with torch.no_grad():
+        wrapped(mine(batches()[0]))
+
+
+def reduces_main_grads():
+    """Data parallelism as who keeps `main_grad` writes it: micro-batches, then one all-reduce."""
+    model, alone = encoder(), encoder()
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p)
+    for layer in model:
+        layer.accumulate_into = "main_grad"
+    for x in batches():
+        loss_of(model(mine(x))).backward()
+        loss_of(alone(x)).backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(p.main_grad)
+        torch.testing.assert_close(p.main_grad / dist.get_world_size(), q.grad, **CLOSE)
+
+
+@pytest.mark.composes(
+    "DDP",
+    "accumulate_into",
+    limits="RuntimeError under the wrapper; main_grad reduced by hand works",
+)
+def test_accumulation(two_processes):
+    two_processes.run(refuses_to_accumulate)
+    two_processes.run(reduces_main_grads)

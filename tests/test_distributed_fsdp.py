@@ -119,6 +119,7 @@ def kept_between(policy):
 
     def note(layer, args):
         gathered.extend(layer.parameters())
+        assert all(p.untyped_storage().nbytes() > 0 for p in gathered)
 
     for layer in model:
         layer.register_forward_pre_hook(note)  # after FSDP2's own, which gathers
@@ -256,19 +257,22 @@ def test_convert(two_processes):
     two_processes.run(converted)
 
 
-def fsdp1(use_orig_params, policy="full", part=None):
-    wrap_policy = functools.partial(
+def fsdp1_of(model, use_orig_params):
+    policy = functools.partial(
         transformer_auto_wrap_policy, transformer_layer_cls={FusedRematLayer}
     )
-    model = encoder(policy)
-    model = freeze(model, part) if part else model
-    alone = copy.deepcopy(model)
-    wrapped = FullyShardedDataParallel(
+    return FullyShardedDataParallel(
         model,
-        auto_wrap_policy=wrap_policy,
+        auto_wrap_policy=policy,
         use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
     )
+
+
+def fsdp1(use_orig_params):
+    model = encoder()
+    alone = copy.deepcopy(model)
+    wrapped = fsdp1_of(model, use_orig_params)
     assert [type(m.module) for m in wrapped.module] == [FusedRematLayer] * 2
     with warnings.catch_warnings():
         warnings.simplefilter("error", FusedRematWarning)
@@ -281,3 +285,42 @@ def fsdp1(use_orig_params, policy="full", part=None):
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_fsdp1(two_processes, use_orig_params):
     two_processes.run(fsdp1, use_orig_params)
+
+
+def refuses_to_accumulate(wrap, *args):
+    model = encoder()
+    for layer in model:
+        layer.accumulate_into = "grad"
+    wrapped = wrap(model, *args)
+    with pytest.raises(RuntimeError, match="FSDP manages its parameters"):
+        wrapped(mine(batches()[0]))
+
+
+@pytest.mark.composes(
+    "FSDP2", "accumulate_into", limits="refused with RuntimeError; so under FSDP1"
+)
+@pytest.mark.parametrize(
+    "wrap", [(per_layer,), (root_only,), (fsdp1_of, True), (fsdp1_of, False)], ids=str
+)
+def test_accumulation_is_refused(two_processes, wrap):
+    two_processes.run(refuses_to_accumulate, *wrap)
+
+
+def evaluates(wrap):
+    model = encoder(norm_first=False)
+    expected = copy.deepcopy(model)
+    wrap(model)
+    mask = torch.rand(5, 5, dtype=torch.float64) - 0.5
+    for mode in (True, False):
+        for masks in ((), (mask,)):
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("error", FusedRematWarning)
+                found = model.train(mode)[0](batches()[0], *masks)
+                wanted = expected.train(mode)[0](batches()[0], *masks)
+            torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+@pytest.mark.composes("FSDP2", "evaluation without gradients, masked and not")
+@pytest.mark.parametrize("wrap", [per_layer, per_linear])
+def test_evaluation(two_processes, wrap):
+    two_processes.run(evaluates, wrap)
