@@ -324,3 +324,16 @@ def evaluates(wrap):
 @pytest.mark.parametrize("wrap", [per_layer, per_linear])
 def test_evaluation(two_processes, wrap):
     two_processes.run(evaluates, wrap)
+
+
+def fails_in_one():
+    if dist.get_rank() == 1:
+        raise ArithmeticError("of rank 1")
+
+
+def test_a_failure_shows_the_ranks_traceback(two_processes):
+    """The last test: the two have to be started again after it."""
+    with pytest.raises(
+        AssertionError, match=r"rank 1: Traceback[^$]*in fails_in_one[^$]*of rank 1"
+    ):
+        two_processes.run(fails_in_one)
