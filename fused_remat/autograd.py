@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import (
 )
 
 from fused_remat import check, random
+from fused_remat.accumulation import Accumulation
 from fused_remat.backends.base import Backend
 from fused_remat.backends.registry import get_backend
 from fused_remat.blocks import run
@@ -47,6 +48,7 @@ class BlockCall:
         backend: a registered name or "auto".
         seq_first: the first input is (S, B, D) rather than (B, S, D).
         preserve_strides: the output keeps a dense input's strides; else it is contiguous.
+        accumulation: whose gradients backward adds to buffers instead of returning them.
     """
 
     graph: Graph
@@ -55,6 +57,7 @@ class BlockCall:
     backend: str
     seq_first: bool = False
     preserve_strides: bool = True
+    accumulation: Accumulation | None = None
 
     def prepare(self, tensors: Sequence[Tensor | None], fused: bool = True) -> Prepared:
         """Chunks, programs and widths for these tensors, of which only shapes are read.
@@ -155,12 +158,14 @@ def backward_block(
     dy: Tensor,
     functions: Functions = MappingProxyType({}),
     watch: Watch | None = None,
+    into: Mapping[str, Tensor] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of every tensor, None where not wanted.
+    """Gradients of every tensor, None where not wanted and of what is in `into`.
 
     Of `tensors`, those may be None that the plan does not read; so may `out`, the output.
+    Gradients of the params in `into` are added to those tensors, in float32 (float64) throughout.
     """
-    this = Run(prepared, call.named(tensors), functions, dy, watch)
+    this = Run(prepared, call.named(tensors), functions, dy, watch, into)
     dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
     if autocast_on(dy):  # backward called inside autocast: not our precision
         with torch.autocast(dy.device.type, enabled=False):
@@ -170,6 +175,8 @@ def backward_block(
     if "input" in found:
         found["input"] = call.batch_major(found["input"])
     found.update(this.param_grads)
+    if into is not None:
+        found = {name: grad for name, grad in found.items() if name not in into}
     return [found.pop(name, None) for name in call.graph.tensors]
 
 
@@ -241,7 +248,7 @@ class FusedRematBlock(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return (None, None, None, *_grads(ctx, saved, dy))
         with torch.no_grad():
-            grads = _grads(ctx, saved, dy)
+            grads = _grads(ctx, saved, dy, creates_graph=True)
         return (None, None, None, *_not_differentiable(grads))
 
 
@@ -255,22 +262,37 @@ def _replay(ctx: Any, saved: Sequence[Tensor | None]) -> None:
         record.compare_kept(saved[count], saved[count + 1 :])
 
 
-def _grads(ctx: Any, saved: Sequence[Tensor | None], dy: Tensor) -> list[Tensor | None]:
+def _grads(
+    ctx: Any, saved: Sequence[Tensor | None], dy: Tensor, creates_graph: bool = False
+) -> list[Tensor | None]:
     """Gradients of every tensor, which autograd casts to their dtypes; batched if `dy` is."""
     unbatched, rebatch = _batching(dy)
     if rebatch is not None:
-        results = zip(*(_grads(ctx, saved, one) for one in unbatched.unbind()), strict=True)
+        results = zip(
+            *(_grads(ctx, saved, one, creates_graph) for one in unbatched.unbind()), strict=True
+        )
         return [None if g[0] is None else rebatch(torch.stack(g)) for g in results]
     call: BlockCall = ctx.call
     prepared: Prepared = ctx.prepared
     count = len(prepared.given)
     tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
     watch = None if ctx.record is None else ctx.record.compare
-    grads = backward_block(call, prepared, tensors, out, kept, dy, ctx.functions, watch)  # type: ignore[arg-type]
+    into = None if call.accumulation is None else _buffers(ctx, creates_graph)
+    functions = ctx.functions
+    grads = backward_block(call, prepared, tensors, out, kept, dy, functions, watch, into)  # type: ignore[arg-type]
     for i, name in enumerate(call.graph.tensors):
-        if grads[i] is None and name in call.wants:  # of an empty input, or without influence
+        if grads[i] is None and name in call.wants and (into is None or name not in into):
             grads[i] = dy.new_zeros(prepared.given[i])  # type: ignore[arg-type]
-    return grads
+    return grads  # zeros: of an empty input, or without influence
+
+
+def _buffers(ctx: Any, creates_graph: bool) -> dict[str, Tensor]:
+    """What gradients are added to; the graph's edges lead to the parameters, so none is kept."""
+    call: BlockCall = ctx.call
+    given = zip(call.graph.tensors, ctx.prepared.given, strict=True)
+    names = [name for name, shape in given if shape is not None]
+    assert call.accumulation is not None
+    return call.accumulation.buffers(names, ctx.next_functions, creates_graph)
 
 
 def _not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
@@ -314,6 +336,7 @@ def run_block(
     seq_first: bool = False,
     preserve_strides: bool = True,
     functions: Functions | None = None,
+    accumulation: Accumulation | None = None,
 ) -> Tensor:
     """Run a block, differentiably, keeping what `policy` names for backward.
 
@@ -324,10 +347,10 @@ def run_block(
     """
     compiling = torch.compiler.is_compiling()
     if compiling or _chosen_by_operator():
-        if functions:  # which no text describes
+        if functions or accumulation is not None:  # which no text describes
             from fused_remat import uncompiled
 
-            options = (backend, seq_first, preserve_strides, functions)
+            options = (backend, seq_first, preserve_strides, functions or {}, accumulation)
             if not compiling:  # nor may its operators be chosen from: they work in place
                 with _disable_current_modes():
                     return _run_block(graph, policy, tensors, *options)
@@ -335,7 +358,9 @@ def run_block(
         from fused_remat import compiled
 
         return compiled.run(graph, policy, tensors, backend, seq_first, preserve_strides)
-    return _run_block(graph, policy, tensors, backend, seq_first, preserve_strides, functions or {})
+    return _run_block(
+        graph, policy, tensors, backend, seq_first, preserve_strides, functions or {}, accumulation
+    )
 
 
 def _run_block(
@@ -346,6 +371,7 @@ def _run_block(
     seq_first: bool,
     preserve_strides: bool,
     functions: Functions,
+    accumulation: Accumulation | None,
 ) -> Tensor:
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
@@ -361,8 +387,10 @@ def _run_block(
     if torch.is_grad_enabled():
         named = zip(graph.tensors, given, strict=True)
         wants = frozenset([name for name, t in named if t is not None and t.requires_grad])
+    if accumulation is not None:
+        accumulation.check(tensors, wants)
     save = kept_names(policy, graph.kind, graph.names)
-    call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides)
+    call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides, accumulation)
     prepared = call.prepare(given, fused=not check.ON)
     if autocast_on(x):  # in the dtype of the input all the same
         with torch.autocast(x.device.type, enabled=False):

@@ -28,17 +28,21 @@ def _fused_layers(model: nn.Module) -> Iterator[tuple[str, FusedRematLayer]]:
 
 
 def convert(
-    model: Model, policy: str | Policy = "full", every: int = 1, backend: str = "auto"
+    model: Model,
+    policy: str | Policy = "full",
+    every: int = 1,
+    backend: str = "auto",
+    accumulate_into: str | None = None,
 ) -> Model:
     """Make every eligible layer of `model` a fused one, in place; returns `model`.
 
     The layer objects stay the same (only their class changes), and with them parameters,
     optimizer state, train/eval mode, hooks and references held elsewhere. Eligible are layers
     whose type is exactly `nn.TransformerEncoderLayer`; `every=k` takes every k-th of them,
-    the first included.
+    the first included. `accumulate_into`: as in `FusedRematLayer`, of every layer.
 
-    Raises: ValueError if there is no such layer, for an unknown policy or backend, or if `every`
-        is not a positive int.
+    Raises: ValueError if there is no such layer, for an unknown policy, backend or accumulate_into,
+        or if `every` is not a positive int.
 
     >>> import torch
     >>> layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
@@ -65,6 +69,7 @@ def convert(
             done.append(module)
             module.policy = policy  # type: ignore[assignment]
             module.backend = backend  # type: ignore[assignment]
+            module.accumulate_into = accumulate_into  # type: ignore[assignment]
     except Exception:
         for module in done:
             _revert_one(module)  # type: ignore[arg-type]
@@ -74,7 +79,7 @@ def convert(
 
 def _revert_one(layer: FusedRematLayer) -> None:
     layer.__class__ = _STOCK[type(layer)]  # type: ignore[assignment]
-    for name in ("_policy", "_backend"):
+    for name in ("_policy", "_backend", "_accumulate_into"):
         layer.__dict__.pop(name, None)
 
 

@@ -15,6 +15,16 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_
 hypothesis.settings.load_profile("ci")
 
 
+@pytest.fixture(scope="session")
+def two_processes():
+    """Two other processes in one group, started when first used (`distributed.TwoProcesses`)."""
+    from distributed import TwoProcesses
+
+    both = TwoProcesses()
+    yield both
+    both.close()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINE = ("layers", "ops", "autograd", "blocks", "backends", "kernels")
-LEAVES = ("policies", "random")
+LEAVES = ("accumulation", "policies", "random")
 NODES = ("blocks.nodes", "blocks.attention", "blocks.pointwise", "blocks.rotary")
 
 # What may be imported of the package, by room or file. The longest prefix of a file's name is its

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from reference import RUNGS, pair, run
 
 from fused_remat import Policy
+from fused_remat.backends.eager import EagerBackend
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
 
 # Where PyTorch's own error happens to be next to nothing (one rounding, or none), 1.5 times it is
@@ -195,3 +196,23 @@ def test_the_same_bits_at_sizes_that_use_groups_and_tiles(norm_first, dtype, siz
         results.append(run(fused, x, dy))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_norm_weights_gradients_are_summed_in_float32(dtype, threads):
+    """ATen's kernel for CPUs sums them in the dtype of x, thread by thread."""
+    x, dy = torch.randn(2, 300, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight, bias = torch.ones(16, dtype=dtype), torch.zeros(16, dtype=dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    _, *stats = EagerBackend().norm_fwd("layer_norm", x, weight, bias, 1e-5)
+    _, dweight, dbias = EagerBackend().norm_bwd(
+        "layer_norm", dy, x, tuple(stats), weight, (True, True, True)
+    )
+    torch.set_num_threads(before)
+    normed = F.layer_norm(x.double(), (16,))
+    for found, exact in ((dweight, (normed * dy.double()).sum(0)), (dbias, dy.double().sum(0))):
+        assert found.dtype is torch.float32
+        # 300 float32 sums, and float32 statistics.
+        assert (found - exact).norm() <= 1e-6 * exact.norm()

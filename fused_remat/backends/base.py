@@ -185,8 +185,11 @@ class Backend(Protocol):
     def linear_dx(self, dy: Tensor, weight: Tensor | None) -> Tensor:
         """dy @ weight."""
 
-    def linear_dw(self, dy: Tensor, x: Tensor, into: Tensor | None, partial: bool) -> Tensor:
-        """into + dy.T @ x. `partial`: more will be added, so the sum is held in float32."""
+    def linear_dw(
+        self, dy: Tensor, x: Tensor, into: Tensor | None, partial: bool, exact: bool = False
+    ) -> Tensor:
+        """into + dy.T @ x, in `into` if given. `partial`: more will be added, so the sum is held in
+        float32; `exact`: so is the product, which is not rounded to 16 bits before it is added."""
 
     def bias_grad(self, dy: Tensor) -> Tensor:
         """The sum of dy over tokens, in float32 (float64 for float64)."""

@@ -122,8 +122,10 @@ class EagerBackend(Unfused):
             return torch.mm(dy.float(), weight.float()).to(dy.dtype)
         return torch.mm(dy, weight)
 
-    def linear_dw(self, dy: Tensor, x: Tensor, into: Tensor | None, partial: bool) -> Tensor:
-        if widens(x):
+    def linear_dw(
+        self, dy: Tensor, x: Tensor, into: Tensor | None, partial: bool, exact: bool = False
+    ) -> Tensor:
+        if widens(x) or (exact and x.dtype in _LOW):
             dy, x = dy.float(), x.float()
         if into is not None and into.dtype == x.dtype:
             return torch.addmm(into, dy.t(), x, out=into)  # not addmm_: FLOP counters miss it

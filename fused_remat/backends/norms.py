@@ -54,17 +54,23 @@ def layer_norm_bwd(
     dy: Tensor, x: Tensor, stats: tuple[Tensor, ...], weight: Tensor | None, wants: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Ba, Kiros, Hinton 2016; ATen's own backward."""
-    if _needs_wide_affine(x):
+    dtype = x.dtype
+    if dtype in _LOW and (wants[1] or wants[2]):
+        # ATen sums over tokens in the dtype of x on a CPU, and rounds to it on CUDA.
+        dy, x = dy.float(), x.float()
+        weight = _wide(weight, 1.0, x)
+    elif _needs_wide_affine(x):
         weight = _wide(weight, 1.0, x)
     elif weight is None and wants[2]:
         weight = x.new_ones(x.shape[-1:])  # ATen takes the layout of dbias from it
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         dy, x, x.shape[-1:], *stats, weight, weight, list(wants)
     )
-    if x.dtype in _LOW:
-        dweight = dweight.float() if wants[1] else None
-        dbias = dbias.float() if wants[2] else None
-    return dx if wants[0] else None, dweight, dbias
+    return (
+        dx.to(dtype) if wants[0] else None,
+        dweight if wants[1] else None,
+        dbias if wants[2] else None,
+    )
 
 
 def rms_norm_fwd(

@@ -10,11 +10,9 @@ from fused_remat.blocks.program import Graph
 from fused_remat.blocks.recipe import builder, part
 from fused_remat.blocks.sketch import Sketch, captured_params, linear_params
 
-#: Tensors of the block besides its input, by name.
-PARAMS = (
-    *linear_params("qkv", "proj", "fc1", "fc2", "norm1", "norm2"),
-    *("mask", "padding", "seed"),
-)
+#: Tensors of the block besides its input, by name; besides these, what its activation captures.
+NOT_WEIGHTS = ("mask", "padding", "seed")
+PARAMS = (*linear_params("qkv", "proj", "fc1", "fc2", "norm1", "norm2"), *NOT_WEIGHTS)
 
 
 @part

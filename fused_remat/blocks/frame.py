@@ -96,6 +96,7 @@ class Run:
         functions: the caller's own functions by name.
         like: a tensor with the dtype and device of the block's activations.
         watch: called after every step that computes; for the replay check.
+        into: buffers of params, to which their gradients are added.
     """
 
     def __init__(
@@ -105,13 +106,15 @@ class Run:
         functions: Mapping[str, Callable[[Tensor], Tensor]],
         like: Tensor,
         watch: Watch | None = None,
+        into: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.prepared, self.tensors, self.functions = prepared, tensors, functions
         self.backend, self.chunks = prepared.backend, prepared.chunks
         self.wants, self.widths = prepared.wants, prepared.widths
         self.dtype, self.device = like.dtype, like.device
         self.partial = self.chunks.group < self.chunks.batch or self.chunks.tiled
-        self.param_grads: dict[str, Tensor] = {}
+        self.exact = into is not None
+        self.param_grads: dict[str, Tensor] = {} if into is None else dict(into)
         self.watch = watch
         self.observed: bool = watch is not None or torch._C._autograd._profiler_enabled()
         self._site_keys: tuple[Tensor, ...] | None = None
@@ -209,5 +212,5 @@ class Frame:
             have.add_(grad)
 
     def add_weight_grad(self, name: str, dy: Tensor, x: Tensor) -> None:
-        grads = self.run.param_grads
-        grads[name] = self.backend.linear_dw(dy, x, grads.get(name), self.run.partial)
+        run, grads = self.run, self.run.param_grads
+        grads[name] = self.backend.linear_dw(dy, x, grads.get(name), run.partial, run.exact)

@@ -44,8 +44,12 @@ _GLOBAL_HOOKS = tuple(
         "_global_backward_pre_hooks",
     )
 )
-# Observers that change nothing: torch.utils.flop_counter and its module tracker.
-_KNOWN_GLOBAL_HOOKS = ("torch.utils.module_tracker", "torch.utils.flop_counter")
+# Observers that change nothing: FlopCounterMode and its module tracker, CommDebugMode.
+_KNOWN_GLOBAL_HOOKS = (
+    "torch.utils.module_tracker",
+    "torch.utils.flop_counter",
+    "torch.distributed.tensor.debug._comm_mode",
+)
 
 
 def why_not_module(layer: nn.TransformerEncoderLayer) -> str | None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fused_remat import accumulation
 from fused_remat.backends.base import FusedRematWarning
 from fused_remat.backends.registry import check_name
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
@@ -33,14 +34,21 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         policy: what to keep between forward and backward: a rung ("full", "lean", "balanced",
             "fast", "none": fewest bytes first) or a `Policy`.
         backend: "auto" (by device) or a registered name.
+        accumulate_into: "main_grad" or "grad": backward adds weight gradients to that attribute of
+            every parameter, in float32 and unrounded, and returns none to autograd (see below).
         (all others): as `nn.TransformerEncoderLayer`.
 
     Shapes: src (S, B, D), (B, S, D) if `batch_first`, or (S, D); returns the same, in src.dtype.
     Units: bytes kept per token at 16 bits, F = 4·D, pre-norm: full 2·D, lean 4·D, balanced 6·D,
         fast 12·D, none 20·D, plus statistics (16 bytes, and 4·nhead where `attn` is kept).
-    Raises: ValueError for an unknown policy, activation name or backend; for bad arguments and
-        inputs, what `nn.TransformerEncoderLayer` raises; RuntimeError in backward when a tensor
-        that backward needs was changed in place, and for double backward.
+    Accumulation: `main_grad` is yours to set, shaped like its parameter, in float32 (float64 for
+        float64); so is `grad`, or None, with `param.grad_dtype` set likewise. Hooks on parameters,
+        DDP, FSDP, parameters that are no leaves, calls that do not take the fused path and
+        create_graph=True raise RuntimeError; gradients that `torch.autograd.grad` asks for are
+        returned as ever.
+    Raises: ValueError for an unknown policy, activation name, backend or accumulate_into; for bad
+        arguments and inputs, what `nn.TransformerEncoderLayer` raises; RuntimeError in backward
+        when a tensor that backward needs was changed in place, and for double backward.
     Source: Vaswani et al. 2017; Chen et al. 2016 (recompute); Korthikanti et al. 2022 (selective).
 
     >>> import torch
@@ -54,6 +62,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
     # Class attributes serve layers unpickled, or re-classed, from the stock one.
     _policy: str | Policy = "full"
     _backend: str = "auto"
+    _accumulate_into: str | None = None
 
     def __init__(
         self,
@@ -71,6 +80,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         *,
         policy: str | Policy = "full",
         backend: str = "auto",
+        accumulate_into: str | None = None,
     ) -> None:
         super().__init__(
             d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
@@ -78,6 +88,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         )  # fmt: skip
         self.policy = policy
         self.backend = backend
+        self.accumulate_into = accumulate_into
 
     @classmethod
     def from_layer(
@@ -85,6 +96,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         layer: nn.TransformerEncoderLayer,
         policy: str | Policy = "full",
         backend: str = "auto",
+        accumulate_into: str | None = None,
     ) -> FusedRematLayer:
         """A `FusedRematLayer` with the submodules of `layer`: same parameters, mode and hooks.
 
@@ -107,6 +119,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         }
         new.policy = policy
         new.backend = backend
+        new.accumulate_into = accumulate_into
         return new
 
     @property
@@ -129,8 +142,19 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
     def backend(self, backend: str) -> None:
         self._backend = check_name(backend)
 
+    @property
+    def accumulate_into(self) -> str | None:
+        """Where backward adds weight gradients: None (autograd's way), "grad" or "main_grad"."""
+        return self._accumulate_into
+
+    @accumulate_into.setter
+    def accumulate_into(self, target: str | None) -> None:
+        self._accumulate_into = accumulation.check_target(target)
+
     def extra_repr(self) -> str:
-        return f"policy={self._policy!r}, backend={self._backend!r}"
+        shown = f"policy={self._policy!r}, backend={self._backend!r}"
+        target = self._accumulate_into
+        return shown if target is None else f"{shown}, accumulate_into={target!r}"
 
     def forward(
         self,
@@ -142,6 +166,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         """As `nn.TransformerEncoderLayer.forward`: masks are bool (True = excluded) or float."""
         args = (src, src_mask, src_key_padding_mask, is_causal)
         if _is_traced():
+            self._refuse_to_accumulate(_TRACED)
             return super().forward(*args)
         call = self._choose(*args)
         if isinstance(call, EncoderCall):
@@ -174,7 +199,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         'its norm1 is a RMSNorm, not a LayerNorm'
         """
         if _is_traced():
-            return "the call is exported, transformed or traced"
+            return _TRACED
         call = self._choose(src, src_mask, src_key_padding_mask, is_causal)
         return call if isinstance(call, str) else None
 
@@ -213,6 +238,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         """The same, under checkpoint where gradients are wanted, and with a warning then."""
         if not _wants_grad(*args, *self.parameters()):
             return self._unfused(*args)
+        self._refuse_to_accumulate(reason)
         if self._policy == "none":
             out = self._unfused(*args)
             _warn(self, f"PyTorch's own forward: {reason}")
@@ -221,7 +247,16 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             _warn(self, f"PyTorch's own forward under torch.utils.checkpoint: {reason}")
         return out
 
+    def _refuse_to_accumulate(self, reason: str | None) -> None:
+        """Raise RuntimeError if gradients were to be accumulated, and `reason` forbids it."""
+        target = self._accumulate_into
+        if target is not None and reason is not None and _wants_grad(*self.parameters()):
+            raise accumulation.refusal(target, reason)
+
     def _fused(self, src: Tensor, padding: Tensor | None, call: EncoderCall) -> Tensor:
+        if self._accumulate_into is not None:
+            compiled = "the call is compiled" if torch.compiler.is_compiling() else None
+            self._refuse_to_accumulate(compiled or accumulation.why_not_engine(self))
         unbatched = src.dim() == 2
         if unbatched:
             src = src.unsqueeze(0)
@@ -234,12 +269,14 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             backend=self._backend,
             seq_first=call.seq_first,
             functions=call.functions,
+            accumulate_into=self._accumulate_into,
         )
         return out.squeeze(0) if unbatched else out
 
 
 _EXACT = "evaluation without gradients is PyTorch's own where that is exact"
 _NESTED = "src is a nested tensor"
+_TRACED = "the call is exported, transformed or traced"
 
 #: Called with the layer and the reason when a call does not take the fused path; usually empty.
 DECISIONS: list[Callable[[nn.Module, str], None]] = []

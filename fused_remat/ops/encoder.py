@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from fused_remat.accumulation import Accumulation
 from fused_remat.autograd import run_block
-from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+from fused_remat.blocks.encoder import NOT_WEIGHTS, EncoderConfig, encoder_graph
 from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.inputs import (
     check_alike,
@@ -84,6 +85,7 @@ def run_encoder(
     backend: str = "auto",
     seq_first: bool = False,
     functions: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+    accumulate_into: str | None = None,
 ) -> Tensor:
     """`encoder_block` for callers that have checked everything already, as the layer has.
 
@@ -91,6 +93,10 @@ def run_encoder(
         "mask" (S, S), (B*H, S, S) or four dimensions, "padding" (B, S).
     """
     graph = encoder_graph(config)
+    accumulation = None
+    if accumulate_into is not None:
+        names = frozenset(graph.params).difference(NOT_WEIGHTS)
+        accumulation = Accumulation(accumulate_into, names)
     return run_block(
         graph,
         policy,
@@ -99,6 +105,7 @@ def run_encoder(
         seq_first=seq_first,
         preserve_strides=config.norm_first,
         functions=functions,
+        accumulation=accumulation,
     )
 
 

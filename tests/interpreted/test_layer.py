@@ -76,6 +76,21 @@ def check_against_eager(norm_first, policy, frozen):
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+def test_accumulates_into_main_grad(norm_first, routes):
+    _, fused = pair(**SIZES, dropout=0.0, norm_first=norm_first)
+    fused.half().backend = "triton"
+    (x, dy), params = torch.randn(2, 2, 11, 24).half(), [*fused.parameters()]
+    expected = torch.autograd.grad(fused(x), params, dy)
+    fused.accumulate_into = "main_grad"
+    for p in params:
+        p.main_grad = torch.ones_like(p, dtype=torch.float32)
+    fused(x).backward(dy)
+    for p, g in zip(params, expected, strict=True):
+        torch.testing.assert_close((p.main_grad - 1).half(), g, rtol=2**-9, atol=1e-5)
+        assert p.grad is None and not torch.equal(p.main_grad, p.main_grad.half().float())
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 def test_rungs_have_the_same_bits_under_deterministic_mode(norm_first, routes):
     torch.use_deterministic_algorithms(True)
     try:

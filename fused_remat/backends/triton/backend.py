@@ -137,10 +137,12 @@ class TritonBackend(EagerBackend):
         pointwise.dropout_add_fwd(z, residual, keep, y).run()
         return y
 
-    def linear_dw(self, dy: Tensor, x: Tensor, into: Tensor | None, partial: bool) -> Tensor:
+    def linear_dw(
+        self, dy: Tensor, x: Tensor, into: Tensor | None, partial: bool, exact: bool = False
+    ) -> Tensor:
         low = x.dtype.itemsize == 2 and x.device.type == "cuda" and torch.version.hip is None
-        if not (low and partial):
-            return super().linear_dw(dy, x, into, partial)
+        if not (low and (partial or exact)):
+            return super().linear_dw(dy, x, into, partial, exact)
         dw = torch.mm(dy.t(), x, out_dtype=torch.float32)  # not rounded before the sum is whole
         return dw if into is None else into.add_(dw)
 

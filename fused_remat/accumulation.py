@@ -1,0 +1,161 @@
+"""Weight gradients added straight into a buffer of each parameter, unrounded: when, and when not.
+
+Autograd rounds a gradient to its parameter's dtype and adds it with a pass of its own. A layer told
+to accumulate hands its block the buffers instead, to add float32 partial sums to as they are made,
+and gives autograd nothing for those parameters. What autograd would do besides adding (hooks,
+communication of data parallelism, returning gradients to `torch.autograd.grad`) does not happen
+then, so every case in which something is to happen is refused, or left to autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+TARGETS = ("grad", "main_grad")
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def check_target(target: str | None) -> str | None:
+    """`target`, a valid `accumulate_into`.
+
+    Raises: ValueError for anything but None, "grad" and "main_grad".
+    """
+    if target is not None and target not in TARGETS:
+        valid = ", ".join(map(repr, (None, *TARGETS)))
+        raise ValueError(f"accumulate_into must be one of {valid}, got {target!r}")
+    return target
+
+
+def wide_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of the buffer: float32, or float64 for a float64 parameter."""
+    return torch.promote_types(param.dtype, torch.float32)
+
+
+def why_not_param(param: Tensor, target: str) -> str | None:
+    """Why gradients cannot go straight into `param.grad` or `param.main_grad`; None if they can.
+
+    >>> why_not_param(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), "main_grad")
+    'has no main_grad'
+    >>> why_not_param(nn.Parameter(torch.zeros(2)) * 1, "grad")
+    'is not a leaf'
+    """
+    if type(param) not in _PLAIN:
+        return f"is a {type(param).__name__}"
+    if not param.is_leaf:  # functional_call, a parametrization, a view of a flat parameter
+        return "is not a leaf"
+    if param._backward_hooks:
+        return "has tensor hooks, which would not be called"
+    if param._post_accumulate_grad_hooks:
+        return "has post-accumulate-grad hooks, which would not be called"
+    wide = wide_dtype(param)
+    buffer = getattr(param, target, None)
+    if buffer is not None:
+        return _why_not_buffer(param, target, buffer, wide)
+    if target == "main_grad":
+        return "has no main_grad"
+    allowed = param.grad_dtype
+    if allowed not in (None, wide):
+        return f"has grad_dtype {allowed}, which has to be set to {wide}"
+    return None
+
+
+def _why_not_buffer(param: Tensor, target: str, buffer: Any, wide: torch.dtype) -> str | None:
+    if type(buffer) not in _PLAIN or buffer.layout is not torch.strided:
+        return f"has a {target} that is no dense tensor"
+    if buffer.requires_grad:
+        return f"has a {target} that requires a gradient itself"
+    if buffer.shape != param.shape:
+        return f"has a {target} of shape {tuple(buffer.shape)}, expected {tuple(param.shape)}"
+    if buffer.dtype is not wide or buffer.device != param.device:
+        found = f"{buffer.dtype} on {buffer.device}"
+        return f"has a {target} that is {found}, expected {wide} on {param.device}"
+    return None
+
+
+def why_not_engine(layer: nn.Module) -> str | None:
+    """The data parallelism that would miss gradients of `layer` that autograd does not see."""
+    if DistributedDataParallel._active_ddp_module is not None:
+        return "it runs under DistributedDataParallel, which waits for gradients from autograd"
+    # Both FSDPs mark, for Dynamo, every module whose parameters they manage.
+    if any(getattr(module, "_is_fsdp_managed_module", False) for module in layer.modules()):
+        return "FSDP manages its parameters, and reduces the gradients that autograd has"
+    return None
+
+
+def refusal(target: str, reason: str) -> RuntimeError:
+    return RuntimeError(f"fused_remat: accumulate_into={target!r} is not possible: {reason}")
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """Gradients of the block's tensors `names` go into the attribute `target` of each."""
+
+    target: str
+    names: frozenset[str]
+
+    def check(self, tensors: Mapping[str, Tensor | None], wants: Iterable[str]) -> None:
+        """Raise RuntimeError if one of `wants` has no buffer, or one that would be wrong."""
+        for name in wants:
+            param = tensors.get(name) if name in self.names else None
+            reason = None if param is None else why_not_param(param, self.target)
+            if reason is not None:
+                raise refusal(self.target, f"{name} {reason}")
+
+    def buffers(
+        self, names: Sequence[str], edges: Sequence[tuple[Any, int]], creates_graph: bool
+    ) -> dict[str, Tensor]:
+        """By name, the buffers that this backward has to add to.
+
+        `edges` are those of the autograd node that runs, one for each of `names`. Parameters are
+        left out that this pass does not accumulate: `torch.autograd.grad`, `backward(inputs=)`.
+
+        Raises: RuntimeError as `check`, and where autograd would do more than add.
+        """
+        found: dict[str, Tensor] = {}
+        for name, (node, _) in zip(names, edges, strict=True):
+            if name not in self.names or node is None or not _is_accumulated(node):
+                continue
+            param: Tensor = node.variable
+            reason = why_not_param(param, self.target)
+            if reason is None and _has_hooks(node):
+                reason = "has hooks on its AccumulateGrad node, which would not be called"
+            if reason is None and creates_graph:
+                reason = "would get a gradient that create_graph=True cannot differentiate"
+            if reason is not None:
+                raise refusal(self.target, f"{name} {reason}")
+            if getattr(param, self.target) is None:
+                param.grad = torch.zeros_like(param, dtype=wide_dtype(param))
+            found[name] = getattr(param, self.target)
+        return found
+
+
+def _is_accumulated(node: Any) -> bool:
+    """Whether the backward pass that runs now is to accumulate into the leaf of `node`."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # its way to say that torch.autograd.grad asks for this leaf's gradient
+        return False
+
+
+def _has_hooks(node: Any) -> bool:
+    """Whether Python hooks are registered on an AccumulateGrad node, as Horovod's are.
+
+    Nothing lists them, but a handle knows the table it is in.
+    """
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_nothing)
+        count = len(handle.hooks_dict_ref())
+        handle.remove()
+        if count > 1:
+            return True
+    return False
+
+
+def _nothing(*_: Any) -> None:
+    return None

@@ -1,0 +1,417 @@
+"""Weight gradients added straight into `main_grad` or `.grad`; and when that is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from reference import RUNGS, pair
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fused_remat import FusedRematLayer, FusedRematWarning, convert, explain, memory_report
+from fused_remat.backends import eager
+from fused_remat.convert import revert
+from fused_remat.memory import measure_allocations
+
+TARGETS = ("grad", "main_grad")
+WIDE = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """For tensors as small as these a second one only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(target="main_grad", dtype=torch.float32, policy="full", **kwargs):
+    """A fused layer that accumulates into zeroed buffers."""
+    kwargs = {"dropout": 0.0, "batch_first": True, "norm_first": True, **kwargs}
+    _, fused = pair(16, 2, 32, policy=policy, dtype=dtype, **kwargs)
+    fused.accumulate_into = target
+    return zeroed(fused)
+
+
+def zeroed(layer):
+    for p in layer.parameters():
+        if layer.accumulate_into == "main_grad":
+            p.main_grad = torch.zeros_like(p, dtype=WIDE[p.dtype])
+        elif layer.accumulate_into == "grad":
+            p.grad, p.grad_dtype = None, WIDE[p.dtype]
+    return layer
+
+
+def micro_batches(dtype=torch.float32, count=16, shape=(2, 6, 16)):
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(count)]
+    return [x.to(dtype) for x in made]
+
+
+def backward(layer, xs):
+    for x in xs:
+        y = layer(x)
+        y.backward(torch.linspace(0.5, 1.5, 16, dtype=y.dtype).expand_as(y))
+    return layer
+
+
+def sums(layer):
+    """What the layer's gradients were added to, by name."""
+    target = layer.accumulate_into or "grad"
+    return {name: getattr(p, target) for name, p in layer.named_parameters()}
+
+
+def error(found, exact):
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("policy", RUNGS)
+def test_sums_are_autograds(target, norm_first, policy):
+    fused = backward(
+        make(target, torch.float64, policy, norm_first=norm_first), micro_batches(torch.float64, 3)
+    )
+    usual = backward(
+        make(None, torch.float64, policy, norm_first=norm_first), micro_batches(torch.float64, 3)
+    )
+    for (name, found), p in zip(sums(fused).items(), usual.parameters(), strict=True):
+        torch.testing.assert_close(found, p.grad, msg=name)  # float64, summed in another order
+        assert target == "grad" or dict(fused.named_parameters())[name].grad is None
+
+
+@pytest.mark.parametrize(
+    ("target", "native", "tokens"),
+    [
+        ("main_grad", False, 6),
+        ("main_grad", True, 6),
+        ("main_grad", False, 300),  # in two pieces
+        ("main_grad", True, 300),
+        ("grad", False, 6),
+    ],
+)
+def test_bfloat16_gradients_go_in_unrounded(target, native, tokens, monkeypatch):
+    """`native`: as on a CPU with bfloat16 products of its own, whose results are bfloat16."""
+    if native:
+        monkeypatch.setattr(eager, "widens", lambda x: False)
+    xs = micro_batches(torch.bfloat16, 4, (2, tokens, 16))
+    found = sums(backward(make(target, torch.bfloat16), xs))
+    single = [sums(backward(make("main_grad", torch.bfloat16), [x])) for x in xs]
+    rounded = sums(backward(make(None, torch.bfloat16), xs))
+    for name, total in found.items():
+        assert total.dtype is torch.float32
+        assert not torch.equal(single[0][name], single[0][name].bfloat16().float()), name
+        exact = sum(one[name].double() for one in single)
+        # Float32 sums of four float32 terms; each of a bfloat16 sum's roundings is up to 2**-9.
+        assert error(total, exact) < 1e-6, name
+        assert error(rounded[name], exact) > 1e-4, name
+
+
+def test_closer_to_float64_than_autograds_bfloat16_sum():
+    """A bfloat16 sum loses the low bits of every term as it grows; the float32 sum does not."""
+    times, errors = 64, {}
+    (x,) = micro_batches(torch.bfloat16, 1, (1, 2, 16))
+    exact = make(None, torch.bfloat16).double()
+    exact(x.double()).square().sum().backward()
+    for target in (None, "main_grad"):
+        layer = make(target, torch.bfloat16)
+        loss = layer(x).square().sum()
+        for _ in range(times):
+            loss.backward(retain_graph=True)
+        both = zip(sums(layer).values(), sums(exact).values(), strict=True)
+        errors[target] = [error(a, times * b) for a, b in both]
+    # What is left is the rounding inside a bfloat16 layer.
+    assert max(errors["main_grad"]) < 0.01 and min(errors[None]) > 0.012, errors
+
+
+def test_grad_dtype_alone_keeps_autograds_sum_in_float32():
+    usual = make(None, torch.bfloat16)
+    for p in usual.parameters():
+        p.grad_dtype = torch.float32
+    backward(usual, micro_batches(torch.bfloat16, 4))
+    assert {p.grad.dtype for p in usual.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_frozen_parameters_are_left_alone(target):
+    fused = make(target)
+    for p in (fused.linear1.weight, fused.norm2.bias, fused.self_attn.in_proj_weight):
+        p.requires_grad_(False)
+        p.grad = p.main_grad = None
+    usual = copy.deepcopy(fused)
+    usual.accumulate_into = None
+    usual = backward(usual, micro_batches(count=2))
+    for found, p in zip(
+        sums(backward(fused, micro_batches(count=2))).values(), usual.parameters(), strict=True
+    ):
+        assert (found is None) == (not p.requires_grad)
+        if found is not None:
+            torch.testing.assert_close(found, p.grad)
+
+
+def test_the_inputs_gradient_is_as_ever():
+    (x,) = micro_batches(count=1)
+    grads = []
+    for target in (None, *TARGETS):
+        leaf = x.clone().requires_grad_()
+        make(target)(leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+
+
+def test_what_an_activation_captures_is_accumulated_too():
+    act = nn.PReLU(init=0.3)
+    act.weight.main_grad = torch.zeros(1)
+    fused, usual = make(activation=act), make(None, activation=copy.deepcopy(act))
+    found = sums(backward(fused, micro_batches(count=2)))
+    backward(usual, micro_batches(count=2))
+    torch.testing.assert_close(found["activation.weight"], usual.activation.weight.grad)
+    assert fused.activation.weight.grad is None
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_second_backward_adds_again(target):
+    (x,) = micro_batches(count=1)
+    once, twice = make(target), make(target)
+    once(x).sum().backward()
+    y = twice(x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    for a, b in zip(sums(once).values(), sums(twice).values(), strict=True):
+        torch.testing.assert_close(b, 2 * a)
+
+
+@pytest.mark.composes(
+    "Outer checkpointing", "accumulate_into: gradients are added once, reentrant or not"
+)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_under_an_outer_checkpoint_it_adds_once(reentrant):
+    (x,) = micro_batches(count=1)
+    inside, outside = make(), make()
+    leaf = x.clone().requires_grad_()
+    checkpoint(inside, leaf, use_reentrant=reentrant).sum().backward()
+    outside(x).sum().backward()
+    for a, b in zip(sums(inside).values(), sums(outside).values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_autograd_grad_returns_gradients_and_adds_none(target):
+    fused, usual = make(target), make(None)
+    before = {n: None if b is None else b.clone() for n, b in sums(fused).items()}
+    (x,) = micro_batches(count=1)
+    leaf = x.clone().requires_grad_()
+    asked = [leaf, fused.linear1.weight, fused.norm1.bias]
+    found = torch.autograd.grad(fused(leaf).sum(), asked)
+    expected = torch.autograd.grad(
+        usual(leaf).sum(), [leaf, usual.linear1.weight, usual.norm1.bias]
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    for name, buffer in sums(fused).items():
+        assert (buffer is None) == (before[name] is None)
+        assert buffer is None or torch.equal(buffer, before[name])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_backward_adds_to_the_inputs_it_is_given_only(target):
+    fused, usual = make(target), make(None)
+    (x,) = micro_batches(count=1)
+    fused(x).sum().backward(inputs=[fused.linear2.weight])
+    usual(x).sum().backward()
+    torch.testing.assert_close(sums(fused)["linear2.weight"], usual.linear2.weight.grad)
+    rest = [b for n, b in sums(fused).items() if n != "linear2.weight"]
+    assert all(b is None or not b.any() for b in rest)
+
+
+@pytest.mark.parametrize("policy", ["full", "fast"])
+def test_it_keeps_nothing_more_and_makes_no_gradients_besides(policy):
+    """The same bytes are kept; backward's peak is lower by the weight gradients not held."""
+    width, hidden = 64, 256
+    weights = 4 * (4 * width**2 + 2 * width * hidden)
+    found = {}
+    x = torch.randn(2, 8, width, requires_grad=True)
+    for target in (None, "main_grad"):
+        layer = FusedRematLayer(
+            width, 2, hidden, dropout=0.0, batch_first=True, policy=policy, accumulate_into=target
+        )
+        zeroed(layer)
+        out = layer(x)
+        found[target] = (
+            measure_allocations(lambda layer=layer: layer(x)).net,
+            measure_allocations(lambda out=out: out.sum().backward()).peak,
+        )
+    assert found[None][0] == found["main_grad"][0]
+    # Not all of them are there at the peak.
+    assert found["main_grad"][1] <= found[None][1] - 0.7 * weights
+
+
+def test_reports_add_nothing():
+    layer = make()
+    (x,) = micro_batches(count=1)
+    memory_report(layer, x), explain(layer, x)
+    assert not any(p.main_grad.any() or p.grad is not None for p in layer.parameters())
+
+
+def test_it_is_set_like_a_policy():
+    stock = nn.TransformerEncoderLayer(16, 2, 32)
+    layer = FusedRematLayer.from_layer(stock, accumulate_into="grad")
+    assert layer.accumulate_into == "grad" and "accumulate_into='grad'" in repr(layer)
+    assert "accumulate_into" not in repr(FusedRematLayer(16, 2, 32))
+    assert pickle.loads(pickle.dumps(layer)).accumulate_into == "grad"
+    model = convert(nn.Sequential(stock), accumulate_into="main_grad")
+    assert model[0].accumulate_into == "main_grad"
+    assert "_accumulate_into" not in revert(model)[0].__dict__
+    for wrong in ("maingrad", True, "cuda"):
+        with pytest.raises(ValueError, match="accumulate_into must be one of None, 'grad', 'main"):
+            layer.accumulate_into = wrong
+        with pytest.raises(ValueError, match="accumulate_into must be one of"):
+            convert(model, accumulate_into=wrong)
+    assert type(model[0]) is nn.TransformerEncoderLayer
+
+
+def tensor_hook(layer):
+    layer.linear1.weight.register_hook(lambda g: None)
+
+
+def post_accumulate_hook(layer):
+    layer.norm2.bias.register_post_accumulate_grad_hook(lambda p: None)
+
+
+def node_hook(layer):
+    node = torch.autograd.graph.get_gradient_edge(layer.linear1.bias).node
+    node.register_hook(lambda *grads: None)
+    layer.held = node  # as who registers one has to
+
+
+def node_prehook(layer):
+    node = torch.autograd.graph.get_gradient_edge(layer.linear1.bias).node
+    node.register_prehook(lambda grads: None)
+    layer.held = node
+
+
+def no_main_grad(layer):
+    del layer.linear2.weight.main_grad
+
+
+def wrong_shape(layer):
+    layer.linear2.weight.main_grad = torch.zeros(32, 16)
+
+
+def wrong_dtype(layer):
+    layer.linear2.weight.main_grad = torch.zeros(16, 32, dtype=torch.bfloat16)
+
+
+def wrong_device(layer):
+    layer.linear2.weight.main_grad = torch.zeros(16, 32, device="meta")
+
+
+def no_tensor(layer):
+    layer.linear2.weight.main_grad = 0.0
+
+
+def sparse(layer):
+    layer.linear2.weight.main_grad = torch.zeros(16, 32).to_sparse()
+
+
+def requires_grad(layer):
+    layer.linear2.weight.main_grad.requires_grad_()
+
+
+def child_hook(layer):
+    layer.linear1.register_forward_hook(lambda *args: None)
+
+
+def parametrization(layer):
+    nn.utils.parametrizations.weight_norm(layer.linear1)
+
+
+REFUSED = {
+    tensor_hook: "fc1.weight has tensor hooks",
+    post_accumulate_hook: "norm2.bias has post-accumulate-grad hooks",
+    node_hook: "fc1.bias has hooks on its AccumulateGrad node",
+    node_prehook: "fc1.bias has hooks on its AccumulateGrad node",
+    no_main_grad: "fc2.weight has no main_grad",
+    wrong_shape: r"fc2.weight has a main_grad of shape \(32, 16\), expected \(16, 32\)",
+    wrong_dtype: "fc2.weight has a main_grad that is torch.bfloat16 on cpu, expected torch.float32",
+    wrong_device: "fc2.weight has a main_grad that is torch.float32 on meta",
+    no_tensor: "fc2.weight has a main_grad that is no dense tensor",
+    sparse: "fc2.weight has a main_grad that is no dense tensor",
+    requires_grad: "fc2.weight has a main_grad that requires a gradient itself",
+    child_hook: "its linear1 has hooks",
+    parametrization: "its linear1 is a ParametrizedLinear",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda f: f.__name__)
+def test_refused(change):
+    layer = make()
+    (x,) = micro_batches(count=1)
+    change(layer)
+    with pytest.raises(RuntimeError, match=f"accumulate_into='main_grad' .*{REFUSED[change]}"):
+        layer(x).sum().backward()
+    assert all(p.grad is None for p in layer.parameters())
+    with torch.no_grad():
+        assert layer(x).isfinite().all()  # where no gradient is wanted, nothing is refused
+
+
+@pytest.mark.parametrize(
+    "change", [tensor_hook, post_accumulate_hook, node_hook, no_main_grad, wrong_dtype]
+)
+def test_refused_between_forward_and_backward(change):
+    layer = make()
+    (x,) = micro_batches(count=1)
+    loss = layer(x).sum()
+    change(layer)
+    with pytest.raises(RuntimeError, match=f"accumulate_into='main_grad' .*{REFUSED[change]}"):
+        loss.backward()
+    buffers = (getattr(p, "main_grad", None) for p in layer.parameters())
+    assert not any(b is not None and b.any() for b in buffers)  # before anything is added
+
+
+def test_refused_without_grad_dtype():
+    layer = make("grad", torch.bfloat16)
+    layer.linear1.weight.grad_dtype = torch.bfloat16
+    (x,) = micro_batches(torch.bfloat16, 1)
+    with pytest.raises(RuntimeError, match=r"fc1.weight has grad_dtype torch.bfloat16, which has"):
+        layer(x)
+    layer.linear1.weight.grad_dtype = None  # any
+    layer(x).sum().backward()
+    assert layer.linear1.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_refused_for_tensors_that_are_no_leaves(target):
+    layer = make(target)
+    (x,) = micro_batches(count=1)
+    values = {name: p * 1 for name, p in layer.named_parameters()}
+    with pytest.raises(RuntimeError, match="is not a leaf"):
+        torch.func.functional_call(layer, values, (x,))
+
+
+def test_refused_with_create_graph():
+    layer = make()
+    (x,) = micro_batches(count=1)
+    leaf = x.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="create_graph=True cannot differentiate"):
+        layer(leaf).sum().backward(create_graph=True)
+    (grad,) = torch.autograd.grad(layer(leaf).sum(), leaf, create_graph=True)  # asks for no weight
+    assert grad.requires_grad and not layer.linear1.weight.main_grad.any()
+
+
+def test_refused_where_the_call_is_not_fused():
+    layer = make()
+    (x,) = micro_batches(count=1)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast is on"):
+        layer(x)
+    with pytest.raises(RuntimeError, match="exported, transformed or traced"):
+        torch.func.vmap(layer)(x.unsqueeze(0))
+    with pytest.raises(Exception, match="the call is compiled"):
+        torch.compile(layer, backend="eager", fullgraph=True)(x)
+    torch.compile(layer, backend="eager")(x).sum().backward()  # breaks the graph, in eager mode
+    assert layer.linear1.weight.main_grad.any()
+    layer.requires_grad_(False)
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(FusedRematWarning):
+        assert layer(x.clone().requires_grad_()).requires_grad  # no weight, nothing to accumulate
