@@ -49,13 +49,14 @@ class BlockCall:
     preserve_strides: bool = True
 
     def prepare(self, tensors: Sequence[Tensor | None]) -> Prepared:
-        """Chunks, programs and widths for these tensors, of which only shapes are read."""
+        """Chunks, programs, widths and dtypes for these tensors, of which no value is read."""
         x = tensors[0]
         assert x is not None
-        backend = get_backend(self.backend, x)
-        tokens, fusions = backend.chunk_tokens(x), backend.fusions(x)
+        dtype, compute = x.dtype, self.graph.compute or x.dtype
+        backend = get_backend(self.backend, x, compute)
+        tokens, fusions = backend.chunk_tokens(x), backend.fusions(compute)
         shapes = tuple([None if t is None else t.shape for t in tensors])
-        return _prepare(self, backend, tokens, fusions, shapes)  # type: ignore[arg-type]
+        return _prepare(self, backend, tokens, fusions, dtype, shapes)  # type: ignore[arg-type]
 
     def batch_major(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1) if self.seq_first else x
@@ -74,6 +75,7 @@ def _prepare(
     backend: Backend,
     chunk_tokens: int,
     fusions: frozenset[str],
+    dtype: torch.dtype,
     shapes: tuple[torch.Size | None, ...],
 ) -> Prepared:
     graph = call.graph
@@ -95,6 +97,9 @@ def _prepare(
         kind=graph.kind,
         wants=call.wants,
         widths=graph.widths(named),
+        dtypes=graph.dtypes(dtype),
+        compute=graph.compute,
+        casts=graph.casts,
         shapes={name: named[name] for name in graph.inputs},
         given=shapes,
         rereads=tuple([name in rereads for name in graph.tensors]),
@@ -115,9 +120,11 @@ def forward_block(
     x = tensors[0]
     assert x is not None
     out = _empty_output(call, prepared, x)
-    this = Run(prepared, call.named(tensors), functions, x)
-    kept = run.forward(this, call.batch_major(out))
-    return out, kept
+    this, out_BSD = Run(prepared, call.named(tensors), functions, x), call.batch_major(out)
+    if autocast_on(x):  # the graph says what is computed in which dtype
+        with torch.autocast(x.device.type, enabled=False):
+            return out, run.forward(this, out_BSD)
+    return out, run.forward(this, out_BSD)
 
 
 def _empty_output(call: BlockCall, prepared: Prepared, x: Tensor) -> Tensor:
@@ -145,7 +152,7 @@ def backward_block(
     """
     this = Run(prepared, call.named(tensors), functions, dy)
     dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
-    if autocast_on(dy):  # backward called inside autocast: not our precision
+    if autocast_on(dy):  # backward called inside autocast, forward's or any other
         with torch.autocast(dy.device.type, enabled=False):
             found = run.backward(this, kept, out_BSD, dy_BSD)
     else:
@@ -284,7 +291,8 @@ def run_block(
     `tensors` maps the names of `graph.tensors` to tensors: "input" (B, S, D), or (S, B, D) if
     `seq_first`, or heads (B, H, S, E); absent or None where the block has none. "seed" is drawn
     from torch's generator if the graph uses one and none is given. What needs a gradient is decided
-    here, from grad mode. Returns (B, S, width), in the layout of the input.
+    here, from grad mode. Autocast changes nothing: a graph of two dtypes is `blocks.mixed`'s.
+    Returns (B, S, width), in the layout and dtype of the input.
     """
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
@@ -302,16 +310,7 @@ def run_block(
         wants = frozenset([name for name, t in named if t is not None and t.requires_grad])
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides)
     prepared = call.prepare(given)
-    if autocast_on(x):  # in the dtype of the input all the same
-        with torch.autocast(x.device.type, enabled=False):
-            return _apply(call, prepared, functions, given)
-    return _apply(call, prepared, functions, given)
-
-
-def _apply(
-    call: BlockCall, prepared: Prepared, functions: Functions, tensors: Sequence[Tensor | None]
-) -> Tensor:
-    if not call.wants:
-        return forward_block(call, prepared, tensors, functions)[0]
-    out: Tensor = FusedRematBlock.apply(call, prepared, functions, *tensors)
+    if not wants:
+        return forward_block(call, prepared, given, functions)[0]
+    out: Tensor = FusedRematBlock.apply(call, prepared, functions, *given)
     return out

@@ -34,6 +34,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "blocks.frame": ("backends.base", *LEAVES),
     "blocks.custom": (),
     "explain": (*LINE, "report", *LEAVES),
+    "blocks.mixed": ("blocks.frame", "blocks.nodes", "blocks.program"),
     "blocks.sketch": (*NODES, *LEAVES),
     "blocks.encoder": ("blocks.program", "blocks.sketch", *NODES, *LEAVES),
     "blocks.pieces": ("blocks.program", "blocks.sketch", *NODES, *LEAVES),

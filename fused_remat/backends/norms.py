@@ -35,17 +35,22 @@ def _wide(t: Tensor | None, fill: float, x: Tensor) -> Tensor:
     return t.float()
 
 
-def _needs_wide_affine(x: Tensor) -> bool:
-    # Beside a low-precision affine, ATen's statistics on CPU are low precision too.
-    return x.dtype in _LOW and x.device.type == "cpu"
+def _widens(x: Tensor, *affine: Tensor | None) -> bool:
+    """Whether ATen cannot norm x beside these: low precision and wider, not on CPU."""
+    return any(t is not None and t.dtype is not x.dtype for t in affine)
 
 
 def layer_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
     """(x - mean) * rstd * weight + bias, mean, rstd."""
-    if _needs_wide_affine(x):
-        weight, bias = _wide(weight, 1.0, x), _wide(bias, 0.0, x)
+    if x.dtype in _LOW:
+        if x.device.type == "cpu":
+            # Beside a low-precision affine, ATen's statistics are low precision too.
+            weight, bias = _wide(weight, 1.0, x), _wide(bias, 0.0, x)
+        elif _widens(x, weight, bias):
+            y, *stats = layer_norm_fwd(x.float(), weight, bias, eps)
+            return (y.to(x.dtype), *stats)
     result: tuple[Tensor, ...] = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
     return result
 
@@ -54,14 +59,18 @@ def layer_norm_bwd(
     dy: Tensor, x: Tensor, stats: tuple[Tensor, ...], weight: Tensor | None, wants: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Ba, Kiros, Hinton 2016; ATen's own backward."""
-    if _needs_wide_affine(x):
+    low = x.dtype in _LOW
+    if low and x.device.type == "cpu":
         weight = _wide(weight, 1.0, x)
+    elif low and _widens(x, weight):
+        dx, dweight, dbias = layer_norm_bwd(dy.float(), x.float(), stats, weight, wants)
+        return None if dx is None else dx.to(x.dtype), dweight, dbias
     elif weight is None and wants[2]:
         weight = x.new_ones(x.shape[-1:])  # ATen takes the layout of dbias from it
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         dy, x, x.shape[-1:], *stats, weight, weight, list(wants)
     )
-    if x.dtype in _LOW:
+    if low:
         dweight = dweight.float() if wants[1] else None
         dbias = dbias.float() if wants[2] else None
     return dx if wants[0] else None, dweight, dbias

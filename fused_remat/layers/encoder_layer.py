@@ -221,6 +221,9 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         if unbatched:
             src = src.unsqueeze(0)
             padding = None if padding is None else padding.unsqueeze(0)
+        compute = None
+        if call.precision is not None:
+            src, compute = src.to(call.precision.stream), call.precision.compute
         out = run_encoder(
             src,
             {**call.tensors, "padding": padding},
@@ -229,6 +232,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
             backend=self._backend,
             seq_first=call.seq_first,
             functions=call.functions,
+            compute=compute,
         )
         return out.squeeze(0) if unbatched else out
 
