@@ -42,7 +42,7 @@ def check_errors(found, theirs, exact):
 
 
 @NORMS
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", ["full", "fast"])
 def test_errors_are_those_of_the_stock_layer(norm_first, policy, routes):
     stock, fused = layers(policy, norm_first=norm_first)
     x, dy = torch.randn(2, 2, 11, 24)
@@ -81,7 +81,7 @@ def test_a_float16_src(norm_first, routes):
 
 
 @NORMS
-def test_rungs_have_the_same_bits_under_deterministic_mode(norm_first, routes):
+def test_rungs_have_the_same_bits_under_deterministic_mode(norm_first):
     torch.use_deterministic_algorithms(True)
     try:
         x, dy = torch.randn(2, 2, 5, 24)
