@@ -12,11 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat import FusedRematLayer, explain, memory_report, ops
 from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
+from fused_remat.blocks.frame import TRACERS
 from fused_remat.blocks.mixed import mixed
 from fused_remat.blocks.pieces import dropout_add_graph
 from fused_remat.layers import FusedRematWarning
 from fused_remat.layers.autocast import precision_of, why_not
 from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
+from fused_remat.report import saved
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
@@ -381,11 +383,11 @@ def test_kept_bytes(norm_first, policy, monkeypatch):
     table = B * S * (TABLE[norm_first][policy] * D + statistics) + 8
     assert sum(kept(policy, norm_first, dropout).values()) == table
     with autocast(BF16):
-        with SavedBytes(exclude=layer.parameters()) as saved:
+        with SavedBytes(exclude=layer.parameters()) as hooks:
             y = layer(x)
         del y
         alive = measure_allocations(lambda: layer(x)).net  # with the output, without the input
-    assert (saved.total, alive) == (table, table)
+    assert (hooks.total, alive) == (table, table)
     if policy == "lean":
         with autocast(BF16):
             report = memory_report(layer, x)
@@ -396,9 +398,9 @@ def test_kept_bytes(norm_first, policy, monkeypatch):
 def test_a_low_precision_stream_keeps_two_bytes_an_element(norm_first):
     layer = FusedRematLayer(D, H, 4 * D, 0.0, norm_first=norm_first, batch_first=True)
     x = torch.randn(B, S, D, dtype=BF16, requires_grad=True)
-    with autocast(BF16), SavedBytes(exclude=layer.parameters()) as saved:
+    with autocast(BF16), SavedBytes(exclude=layer.parameters()) as hooks:
         layer(x)
-    assert saved.total == sum(kept("full", norm_first, dtype=BF16).values()) == B * S * (2 * D + 16)
+    assert hooks.total == sum(kept("full", norm_first, dtype=BF16).values()) == B * S * (2 * D + 16)
 
 
 def test_the_graph_tells_every_dtype():
@@ -413,6 +415,68 @@ def test_the_graph_tells_every_dtype():
         sums = {"mid"} if norm_first else {"sum1", "mid", "sum2"}
         stats = {stat for node in graph.nodes for stat in node.stats}
         assert stream - stats == {"input", "output"} | sums
+
+
+@NORMS
+def test_what_is_kept_has_the_dtypes_and_widths_that_are_told(norm_first, monkeypatch):
+    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", 7)
+    _, fused = layers("none", norm_first=norm_first, dropout=0.1)
+    seen = []
+    monkeypatch.setattr("fused_remat.autograd.OBSERVERS", [seen.append])
+    with autocast(BF16):
+        fused(data()[0])
+    (invocation,) = seen
+    prepared = invocation.prepared
+    elements = dict.fromkeys(prepared.plan.kept, 0)
+    for name, t in saved._block_tensors(invocation):
+        if name in prepared.dtypes:
+            assert t.dtype == prepared.dtypes[name], name
+        if name in elements:
+            elements[name] += t.numel()
+    assert elements == {name: 33 * prepared.widths[name] for name in elements}
+
+
+@NORMS
+@pytest.mark.parametrize("tokens", [7, 512], ids=["tiles", "whole"])
+def test_gradients_have_the_dtypes_of_what_they_are_of(norm_first, tokens, monkeypatch):
+    """Before every step: of the stream in float32, of all else low."""
+    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    wrong, seen = [], set()
+
+    def look(step, frame):
+        for name, (grad, _) in frame.grads.items():
+            seen.add(name)
+            if grad.dtype != frame.run.prepared.dtypes[name]:
+                wrong.append((str(step), name, grad.dtype))
+
+    TRACERS.append(look)
+    try:
+        step(layers(norm_first=norm_first)[1], *data(), BF16)
+    finally:
+        TRACERS.remove(look)
+    assert not wrong and {"mid", "attn", "up", "input"} <= seen
+
+
+def test_what_an_activation_captures_is_not_copied_for_good():
+    """Autocast's own cache would hold a copy of its weight until the outermost autocast ends."""
+    _, fused = layers(activation=nn.Linear(40, 40), dim_feedforward=40)
+    x = data()[0].requires_grad_()
+    with autocast(BF16):
+        alive = measure_allocations(lambda: fused(x)).net
+    assert alive == x.nbytes + 4 * 4 * 33  # the output, four statistics a token
+
+
+@NORMS
+def test_evaluation_without_gradients(norm_first):
+    """With a mask, which PyTorch's kernel cannot be trusted with; without, it is PyTorch's own."""
+    stock, fused = layers(norm_first=norm_first)
+    x, mask = data()[0], torch.ones(11, 11).triu(1).bool()
+    for kwargs in ({}, {"src_mask": mask}):
+        expected = stock(x, **kwargs)
+        with torch.no_grad(), autocast(BF16):
+            found = fused.eval()(x, **kwargs)
+        assert found.dtype == expected.dtype
+        assert (found - expected).norm() <= FLOOR[BF16] * expected.norm()
 
 
 def test_a_block_with_one_step_in_both_dtypes_is_refused():
