@@ -102,6 +102,36 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
             yield Case(f"{name} {act} dropout", launch, True, False)
 
 
+def mixed_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+    """Under autocast to `dtype`: norms, sums and dropout's backward of a float32 stream.
+
+    A norm of the stream alone, to float32 too, is among `norm_cases`.
+    """
+    wide = torch.float32
+    for width in (1024, 8192, 16384, 65536):
+        x, y, low = _meta(wide, ROWS, width), _meta(wide, ROWS, width), _meta(dtype, ROWS, width)
+        affine, stats = _meta(wide, width), tuple(_meta(wide, ROWS, 1) for _ in range(2))
+        launch = norms.norm_fwd(x, None, None, affine, affine, 1e-5, None, low, stats, False)
+        yield Case(f"norm_fwd mixed {width}", launch, True, False)
+        for name, made in (("mixed", low), ("float32", y)) if width <= norms.FWD_WIDTH else ():
+            launch = norms.norm_fwd(
+                low, x, _keep(width), affine, affine, 1e-5, y, made, stats, False
+            )
+            yield Case(f"norm_fwd {name} {width} mixed dropout residual", launch, True, False)
+        grads = [_meta(wide, width) for _ in range(2)]
+        for launch in norms.norm_bwd(low, x, stats, affine, y, y, *grads, at):
+            part = launch.kernel.fn.__name__.removesuffix("_kernel")
+            if part != "column_sum":
+                yield Case(f"{part} mixed {width}", launch, True, False)
+    x, y, low = (_meta(kind, ROWS, 4096) for kind in (wide, wide, dtype))
+    for given in (None, _keep(4096)):
+        suffix = "" if given is None else " dropout"
+        launch = pointwise.dropout_add_fwd(low, x, given, y)
+        yield Case(f"dropout_add_fwd mixed{suffix}", launch, True, False)
+    launch = pointwise.dropout_add_fwd(x, None, _keep(4096), low)
+    yield Case("dropout_bwd mixed", launch, True, False)
+
+
 #: name -> query and key heads, width of a head, elements rotated, pairs of neighbours, norms.
 ROTARY = {
     "half": (32, 8, 128, 128, False, False),
@@ -229,5 +259,6 @@ def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     yield from pointwise_cases(at, dtype)
     yield from rotary_cases(at, dtype)
     if dtype.itemsize == 2:
+        yield from mixed_cases(at, dtype)
         yield from gemm_cases(at, dtype)
         yield from (Case(*fields) for fields in audit_attention.attention_cases(at, dtype))

@@ -60,7 +60,7 @@ class BlockCall:
     accumulation: Accumulation | None = None
 
     def prepare(self, tensors: Sequence[Tensor | None], fused: bool = True) -> Prepared:
-        """Chunks, programs and widths for these tensors, of which only shapes are read.
+        """Chunks, programs, widths and dtypes for these tensors, of which no value is read.
 
         Not `fused`: forward and backward take one routine for a step, as in deterministic mode.
         """
@@ -81,9 +81,11 @@ class BlockCall:
 
 def prepare(call: BlockCall, like: Tensor, shapes: Shapes, fused: bool = True) -> Prepared:
     """`call.prepare` for tensors of `shapes`; `like` has the device and dtype of the first."""
-    backend = get_backend(call.backend, like)
-    tokens, fusions = backend.chunk_tokens(like), backend.fusions(like) if fused else frozenset()
-    return _prepare(call, backend, tokens, fusions, tuple(shapes))  # type: ignore[arg-type]
+    dtype, compute = like.dtype, call.graph.compute or like.dtype
+    backend = get_backend(call.backend, like, compute)
+    tokens = backend.chunk_tokens(like)
+    fusions: frozenset[str] = backend.fusions(compute) if fused else frozenset()
+    return _prepare(call, backend, tokens, fusions, dtype, tuple(shapes))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,6 +94,7 @@ def _prepare(
     backend: Backend,
     chunk_tokens: int,
     fusions: frozenset[str],
+    dtype: torch.dtype,
     shapes: tuple[torch.Size | None, ...],
 ) -> Prepared:
     graph = call.graph
@@ -113,6 +116,9 @@ def _prepare(
         kind=graph.kind,
         wants=call.wants,
         widths=graph.widths(named),
+        dtypes=graph.dtypes(dtype),
+        compute=graph.compute,
+        casts=graph.casts,
         shapes={name: named[name] for name in graph.inputs},
         given=shapes,
         rereads=tuple([name in rereads for name in graph.tensors]),
@@ -135,8 +141,11 @@ def forward_block(
     assert x is not None
     out = empty_output(call, prepared.widths["output"], x)
     this = Run(prepared, call.named(tensors), functions, x, watch)
-    kept = run.forward(this, call.batch_major(out))
-    return out, kept
+    out_BSD = call.batch_major(out)
+    if autocast_on(x):  # the graph says what is computed in which dtype
+        with torch.autocast(x.device.type, enabled=False):
+            return out, run.forward(this, out_BSD)
+    return out, run.forward(this, out_BSD)
 
 
 def empty_output(call: BlockCall, width: int, x: Tensor) -> Tensor:
@@ -167,7 +176,7 @@ def backward_block(
     """
     this = Run(prepared, call.named(tensors), functions, dy, watch, into)
     dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
-    if autocast_on(dy):  # backward called inside autocast: not our precision
+    if autocast_on(dy):  # backward called inside autocast, forward's or any other
         with torch.autocast(dy.device.type, enabled=False):
             found = run.backward(this, kept, out_BSD, dy_BSD)
     else:
@@ -343,7 +352,8 @@ def run_block(
     `tensors` maps the names of `graph.tensors` to tensors: "input" (B, S, D), or (S, B, D) if
     `seq_first`, or heads (B, H, S, E); absent or None where the block has none. "seed" is drawn
     from torch's generator if the graph uses one and none is given. What needs a gradient is decided
-    here, from grad mode. Returns (B, S, width), in the layout of the input.
+    here, from grad mode. Autocast changes nothing: a graph of two dtypes is `blocks.mixed`'s.
+    Returns (B, S, width), in the layout and dtype of the input.
     """
     compiling = torch.compiler.is_compiling()
     if compiling or _chosen_by_operator():
@@ -392,10 +402,10 @@ def _run_block(
     save = kept_names(policy, graph.kind, graph.names)
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides, accumulation)
     prepared = call.prepare(given, fused=not check.ON)
-    if autocast_on(x):  # in the dtype of the input all the same
-        with torch.autocast(x.device.type, enabled=False):
-            return _apply(call, prepared, functions, given)
-    return _apply(call, prepared, functions, given)
+    if not wants:
+        return forward_block(call, prepared, given, functions)[0]
+    out: Tensor = FusedRematBlock.apply(call, prepared, functions, *given)
+    return out
 
 
 _SELECTIVE = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode)
@@ -406,12 +416,4 @@ def _chosen_by_operator() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 and any(
         isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
     )
-
-
-def _apply(
-    call: BlockCall, prepared: Prepared, functions: Functions, tensors: Sequence[Tensor | None]
-) -> Tensor:
-    if not call.wants:
-        return forward_block(call, prepared, tensors, functions)[0]
-    out: Tensor = FusedRematBlock.apply(call, prepared, functions, *tensors)
     return out

@@ -114,7 +114,7 @@ class _Recorder:
                 steps.append(f"{one} ({route})" if route and one.kind == "backward" else str(one))
         return BlockExplanation(
             self._inside[-1] if self._inside else "(op)",
-            f"{prepared.kind}, backend {_backend(frame)}, {pieces}{tiles}",
+            f"{prepared.kind}, backend {_backend(frame)}{_dtypes(frame)}, {pieces}{tiles}",
             kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
             backward=tuple(steps),
         )
@@ -124,8 +124,15 @@ def _backend(frame: Frame) -> str:
     """The backend's name, and why it is not the default of the device, if it is not."""
     x = frame.run.tensors["input"]
     assert x is not None
-    reason = why_not_default(x) if frame.backend.name == "eager" else None
+    compute = frame.run.prepared.compute
+    reason = why_not_default(x, compute) if frame.backend.name == "eager" else None
     return frame.backend.name + (f" ({reason})" if reason else "")
+
+
+def _dtypes(frame: Frame) -> str:
+    """What is computed in which dtype, where there are two."""
+    low, stream = frame.run.prepared.compute, frame.run.dtype
+    return f", products in {str(low)[6:]}, stream in {str(stream)[6:]}" if low else ""
 
 
 def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:

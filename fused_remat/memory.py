@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from fused_remat.blocks.mixed import mixed
 from fused_remat.blocks.program import Graph, kept_bytes
 from fused_remat.policies import Policy, kept_names
 
@@ -210,6 +211,7 @@ def predict_kept_bytes(
     batch: int,
     seq_len: int,
     dtype: torch.dtype,
+    compute: torch.dtype | None = None,
 ) -> dict[str, int]:
     """Bytes that one call of a block keeps, by name, worked out from the graph alone.
 
@@ -217,6 +219,8 @@ def predict_kept_bytes(
         graph, policy: the block and what it keeps.
         shapes: the shape of "input" (its width last) and of every param.
         wants: "input" and the params whose gradients are wanted.
+        dtype: of the input; under autocast, of the residual stream.
+        compute: what autocast computes products in; None without autocast.
 
     >>> from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
     >>> config = EncoderConfig(True, nhead=2, head_dim=4, activation="gelu", eps1=1e-5, eps2=1e-5)
@@ -229,4 +233,5 @@ def predict_kept_bytes(
     graph_names = kept_names(policy, graph.kind, graph.names)
     itemsize = torch.empty((), dtype=dtype).element_size()
     shapes = {**shapes, "input": (batch, seq_len, shapes["input"][-1])}
+    graph = graph if compute is None else mixed(graph, compute)
     return dict(kept_bytes(graph, graph_names, frozenset(wants), shapes, itemsize))

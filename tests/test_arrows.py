@@ -38,6 +38,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "blocks.recipe": ("blocks.program",),
     "blocks.reread": (),
     "explain": (*LINE, "report", *LEAVES),
+    "blocks.mixed": ("blocks.frame", "blocks.nodes", "blocks.program"),
     "blocks.sketch": (*NODES, *LEAVES),
     "blocks.encoder": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),
     "blocks.pieces": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),

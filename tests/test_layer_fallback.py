@@ -147,20 +147,9 @@ def test_fallback_keeps_the_input_only():
     assert saved.total <= X.nbytes
 
 
-def test_autocast_and_transforms_run_pytorchs_own_forward():
-    stock, fused = pair(8, 2, 12, dropout=0.0)
+def test_transforms_run_pytorchs_own_forward():
+    _, fused = pair(8, 2, 12, dropout=0.0)
     x = X.float()
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.warns(FusedRematWarning, match="autoc"),
-    ):
-        got = fused(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(got, stock(x))
-    y = fused(x).sum()
-    expected = torch.autograd.grad(y, fused.linear1.weight, retain_graph=True)[0]
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # forward outside, backward inside
-        assert torch.equal(torch.autograd.grad(y, fused.linear1.weight)[0], expected)
     params = dict(fused.named_parameters())
 
     def loss(params, x):

@@ -129,12 +129,14 @@ class Backend(Protocol):
     """
 
     name: str
+    #: Whether `norm_bwd` takes a dy of another dtype than x.
+    mixes_norms: bool
 
     def why_not(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why this backend cannot compute in `dtype` on `device`, or None if it can."""
 
-    def fusions(self, x: Tensor) -> frozenset[str]:
-        """Rows of `blocks.fusions.FUSIONS` that are one routine here for activations like `x`.
+    def fusions(self, dtype: torch.dtype) -> frozenset[str]:
+        """Rows of `blocks.fusions.FUSIONS` that are one routine here for products in `dtype`.
 
         By name, and that of the activation where there is one: "linear_norm", "mlp_bwd gelu".
         None under `torch.use_deterministic_algorithms(True)`, where every policy takes the same
@@ -156,6 +158,7 @@ class Backend(Protocol):
     ) -> tuple[Tensor, ...]:
         """y (T, D) and the statistics of `kind`, (T, 1) in float32 (float64 for float64).
 
+        `out` may be of a lower dtype than x; weight and bias may be float32 whatever x is.
         `stats`, where given, are those of x, and may be taken instead of computed again.
         """
 
@@ -218,10 +221,10 @@ class Backend(Protocol):
     def add_fwd(
         self, x: Tensor, residual: Tensor, keep: Keep | None, out: Tensor | None = None
     ) -> Tensor:
-        """residual + keep * x, rounded once."""
+        """residual + keep * x, rounded once, in the dtype of the residual."""
 
-    def dropout_bwd(self, dy: Tensor, keep: Keep) -> Tensor:
-        """keep * dy, a new tensor."""
+    def dropout_bwd(self, dy: Tensor, keep: Keep, dtype: torch.dtype | None = None) -> Tensor:
+        """keep * dy, a new tensor, in `dtype` or that of dy."""
 
     def rotary_fwd(self, x: Tensor, call: RotaryCall, out: Tensor | None = None) -> Tensor:
         """x (T, (H + 2·Hkv)·E) with its query and key heads normed and rotated; values as they are.
@@ -268,7 +271,10 @@ class Backend(Protocol):
         eps: float,
         out: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """sum = residual + keep * (x @ weight.T + bias), norm(sum) (into `out`), its statistics."""
+        """sum = residual + keep * (x @ weight.T + bias), norm(sum) (into `out`), its statistics.
+
+        The sum is of the dtype of the residual, which may be another than that of x.
+        """
 
     def mlp_bwd(
         self,

@@ -43,11 +43,12 @@ class EagerBackend(Unfused):
     """ATen ops only; see `backends.base.Backend` for the contract of each routine."""
 
     name = "eager"
+    mixes_norms = False
 
     def why_not(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
 
-    def fusions(self, x: Tensor) -> frozenset[str]:
+    def fusions(self, dtype: torch.dtype) -> frozenset[str]:
         return frozenset()
 
     def chunk_tokens(self, x: Tensor) -> int:
@@ -176,10 +177,10 @@ class EagerBackend(Unfused):
         if keep is None:
             return torch.add(x, residual, out=out)
         y = torch.addcmul(residual.to(keep.dtype), x, keep.tensor())
-        return y.to(x.dtype) if out is None else out.copy_(y)
+        return y.to(residual.dtype) if out is None else out.copy_(y)
 
-    def dropout_bwd(self, dy: Tensor, keep: Keep) -> Tensor:
-        return torch.mul(dy, keep.tensor()).to(dy.dtype)
+    def dropout_bwd(self, dy: Tensor, keep: Keep, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.mul(dy, keep.tensor()).to(dtype or dy.dtype)
 
     def rotary_fwd(self, x: Tensor, call: RotaryCall, out: Tensor | None = None) -> Tensor:
         return rotary.forward(x, call, out)

@@ -35,17 +35,22 @@ def _wide(t: Tensor | None, fill: float, x: Tensor) -> Tensor:
     return t.float()
 
 
-def _needs_wide_affine(x: Tensor) -> bool:
-    # Beside a low-precision affine, ATen's statistics on CPU are low precision too.
-    return x.dtype in _LOW and x.device.type == "cpu"
+def _widens(x: Tensor, *affine: Tensor | None) -> bool:
+    """Whether ATen cannot norm x beside these: low precision and wider, not on CPU."""
+    return any(t is not None and t.dtype is not x.dtype for t in affine)
 
 
 def layer_norm_fwd(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
     """(x - mean) * rstd * weight + bias, mean, rstd."""
-    if _needs_wide_affine(x):
-        weight, bias = _wide(weight, 1.0, x), _wide(bias, 0.0, x)
+    if x.dtype in _LOW:
+        if x.device.type == "cpu":
+            # Beside a low-precision affine, ATen's statistics are low precision too.
+            weight, bias = _wide(weight, 1.0, x), _wide(bias, 0.0, x)
+        elif _widens(x, weight, bias):
+            y, *stats = layer_norm_fwd(x.float(), weight, bias, eps)
+            return (y.to(x.dtype), *stats)
     result: tuple[Tensor, ...] = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
     return result
 
@@ -55,12 +60,16 @@ def layer_norm_bwd(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Ba, Kiros, Hinton 2016; ATen's own backward."""
     dtype = x.dtype
-    if dtype in _LOW and (wants[1] or wants[2]):
+    if dtype in _LOW and (wants[1] or wants[2] or _widens(x, weight)):
         # ATen sums over tokens in the dtype of x on a CPU, and rounds to it on CUDA.
         dy, x = dy.float(), x.float()
         weight = _wide(weight, 1.0, x)
-    elif _needs_wide_affine(x):
+    elif dtype in _LOW and x.device.type == "cpu":
         weight = _wide(weight, 1.0, x)
+        weight = _wide(weight, 1.0, x)
+    elif low and _widens(x, weight):
+        dx, dweight, dbias = layer_norm_bwd(dy.float(), x.float(), stats, weight, wants)
+        return None if dx is None else dx.to(x.dtype), dweight, dbias
     elif weight is None and wants[2]:
         weight = x.new_ones(x.shape[-1:])  # ATen takes the layout of dbias from it
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(

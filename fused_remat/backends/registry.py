@@ -48,8 +48,8 @@ def check_name(name: str) -> str:
     return name
 
 
-def get_backend(name: str, x: Tensor) -> Backend:
-    """The backend that computes on tensors like `x`.
+def get_backend(name: str, x: Tensor, dtype: torch.dtype | None = None) -> Backend:
+    """The backend that computes on tensors like `x`, products in `dtype` if not in that of `x`.
 
     "auto" is the default of the device. Where a backend cannot serve, eager does; one warning says
     so, except for a dtype that "auto" leaves to eager (float64), and tensor subclasses (fake ones).
@@ -61,13 +61,13 @@ def get_backend(name: str, x: Tensor) -> Backend:
     >>> get_backend("auto", torch.ones(2)).name
     'eager'
     """
-    return _backend_for(name, x.device, x.dtype, type(x) in (Tensor, nn.Parameter))
+    return _backend_for(name, x.device, dtype or x.dtype, type(x) in (Tensor, nn.Parameter))
 
 
-def why_not_default(x: Tensor) -> str | None:
+def why_not_default(x: Tensor, dtype: torch.dtype | None = None) -> str | None:
     """Why "auto" does not mean the default backend of the device of `x`; None if it does."""
     backend = BACKENDS[DEFAULTS.get(x.device.type, "eager")]()
-    return backend if isinstance(backend, str) else backend.why_not(x.device, x.dtype)
+    return backend if isinstance(backend, str) else backend.why_not(x.device, dtype or x.dtype)
 
 
 @functools.cache

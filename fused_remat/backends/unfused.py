@@ -47,7 +47,10 @@ class Unfused:
         eps: float,
         out: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        total = self.linear_fwd(x, weight, bias, residual, keep)
+        if residual.dtype is x.dtype:
+            total = self.linear_fwd(x, weight, bias, residual, keep)
+        else:
+            total = self.add_fwd(self.linear_fwd(x, weight, bias), residual, keep)
         return (total, *self.norm_fwd(kind, total, *norm, eps, out=out))
 
     def mlp_bwd(

@@ -62,6 +62,9 @@ class Prepared:
         kind: the block's name, for explanations.
         wants: inputs and params whose gradients are wanted.
         widths: elements per token of every activation and statistic.
+        dtypes: of every input, activation and statistic.
+        compute: the dtype of what is not in the residual stream; None for the input's.
+        casts: the dtypes that params are converted to before a pass; usually empty.
         shapes: of the inputs, batch first.
         given: shapes of all tensors of the call, in its order, as they were given.
         rereads: of all tensors of the call, whether backward reads their values again.
@@ -73,6 +76,9 @@ class Prepared:
     kind: str
     wants: frozenset[str]
     widths: Mapping[str, int]
+    dtypes: Mapping[str, torch.dtype]
+    compute: torch.dtype | None
+    casts: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]]
     given: tuple[torch.Size | None, ...]
     rereads: tuple[bool, ...]
@@ -94,7 +100,7 @@ class Run:
         tensors: the block's inputs, batch first, and params by name; absent or None where the
             block has none, or where backward does not read it.
         functions: the caller's own functions by name.
-        like: a tensor with the dtype and device of the block's activations.
+        like: a tensor with the dtype and device of the block's input.
         watch: called after every step that computes; for the replay check.
         into: buffers of params, to which their gradients are added.
     """
@@ -108,6 +114,8 @@ class Run:
         watch: Watch | None = None,
         into: Mapping[str, Tensor] | None = None,
     ) -> None:
+        if prepared.casts:
+            tensors = _cast(tensors, prepared.casts)
         self.prepared, self.tensors, self.functions = prepared, tensors, functions
         self.backend, self.chunks = prepared.backend, prepared.chunks
         self.wants, self.widths = prepared.wants, prepared.widths
@@ -125,6 +133,14 @@ class Run:
             assert seed is not None
             self._site_keys = random.site_keys(seed)
         return self._site_keys[site]
+
+
+def _cast(
+    tensors: Mapping[str, Tensor | None], dtypes: Mapping[str, torch.dtype]
+) -> Mapping[str, Tensor | None]:
+    """`tensors` with those in `dtypes` converted, for the time of one pass: no copy is kept."""
+    given = {name: t for name in dtypes if (t := tensors.get(name)) is not None}
+    return {**tensors, **{name: t.to(dtypes[name]) for name, t in given.items()}}
 
 
 class Frame:

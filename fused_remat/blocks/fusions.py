@@ -57,7 +57,7 @@ class LinearAct(Node):
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         linear, act = self.linear, self.act
         pre, y = f.backend.linear_act_fwd(
-            f[linear.x], *linear.affine(f), act.act, f.keep(act.keep), self.wants_pre
+            linear.operand(f), *linear.affine(f), act.act, f.keep(act.keep), self.wants_pre
         )
         if pre is not None:
             f.put(linear.name, pre)
@@ -82,7 +82,7 @@ class GatedLinearAct(Node):
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         gate, up, act = self.gate, self.up, self.act
         y = f.backend.gated_linear_act_fwd(
-            f[gate.x], gate.affine(f), up.affine(f), act.act, f.keep(act.keep)
+            gate.operand(f), gate.affine(f), up.affine(f), act.act, f.keep(act.keep)
         )
         f.put(self.name, y)
 
@@ -107,9 +107,10 @@ class LinearNorm(Node):
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         linear, norm = self.linear, self.norm
+        residual = f[linear.residual]
         total, y, *stats = f.backend.linear_norm_fwd(
-            f[linear.x], *linear.affine(f), f[linear.residual], f.keep(linear.keep), norm.kind,
-            norm.affine(f), norm.eps, out=out,
+            linear.operand(f), *linear.affine(f), residual, f.keep(linear.keep), norm.kind,
+            norm.affine(f), norm.eps, out=norm.target(residual, out),
         )  # fmt: skip
         f.put(linear.name, total)
         f.put(self.name, y)
@@ -138,14 +139,14 @@ class MlpBackward(Node):
         return f.backend.fused_route("mlp_bwd", x)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        out, x, keep = self.out, self.ups[0].x, f.keep(self.out.keep)
-        dz = dy if keep is None else f.backend.dropout_bwd(dy, keep)
+        out, x = self.out, self.ups[0].operand(f)
+        dz = out.product_grad(f, dy)
         rest = f.param(out.weight), self.act.act, f.keep(self.act.keep), out.weight in wants
         ups = [up.affine(f) for up in self.ups]
         if len(ups) == 1:
-            act, *dups = f.backend.mlp_bwd(dz, f[x], ups[0], *rest)
+            act, *dups = f.backend.mlp_bwd(dz, x, ups[0], *rest)
         else:
-            act, *dups = f.backend.gated_mlp_bwd(dz, f[x], ups[0], ups[1], *rest)
+            act, *dups = f.backend.gated_mlp_bwd(dz, x, ups[0], ups[1], *rest)
         for up, dup in zip(self.ups, dups, strict=True):
             f.add_grad(up.name, dup, owned=True)
         if act is not None:

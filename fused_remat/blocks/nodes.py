@@ -69,6 +69,11 @@ class Node:
         return ()
 
     @property
+    def casts(self) -> Mapping[str, torch.dtype]:
+        """The dtypes that params are converted to before a pass, where not as they are given."""
+        return {}
+
+    @property
     def reads(self) -> tuple[str, ...]:
         return self.inputs + self.masks
 
@@ -192,6 +197,10 @@ class Norm(Node):
     def affine(self, f: Frame) -> Affine:
         return f.param(self.weight), f.param(self.bias)
 
+    def target(self, like: Tensor, out: Tensor | None) -> Tensor | None:
+        """Where the norm of a tensor `like` goes: `out`, or None for a new one of its dtype."""
+        return out
+
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         stats = None
         if self.stats[0] in f.values:  # a rebuild, and they were kept
@@ -262,6 +271,15 @@ class Linear(Node):
 
     def affine(self, f: Frame) -> Affine:
         return f.param(self.weight), f.param(self.bias)
+
+    def operand(self, f: Frame) -> Tensor:
+        """x as the product takes it."""
+        return f[self.x]
+
+    def product_grad(self, f: Frame, dy: Tensor) -> Tensor:
+        """The gradient of the product, from that of `name`."""
+        keep = f.keep(self.keep)
+        return dy if keep is None else f.backend.dropout_bwd(dy, keep)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         residual = f[self.residual] if self.residual else None

@@ -13,6 +13,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from fused_remat.blocks.fusions import Draft, fuse
 from fused_remat.blocks.nodes import Node, Shapes
 
@@ -27,6 +29,7 @@ class Graph:
         params: names of the tensors besides the inputs, in the order in which they are passed.
         inputs: names of the inputs, which come in groups of sequences; the first is "input".
         recipe: what a `recipe.builder` built it from; "" if none did.
+        compute: the dtype of what is not in the stream (`blocks.mixed`); None for the input's.
     """
 
     kind: str
@@ -34,6 +37,7 @@ class Graph:
     params: tuple[str, ...]
     inputs: tuple[str, ...] = ("input",)
     recipe: str = ""
+    compute: torch.dtype | None = None
 
     @functools.cached_property
     def tensors(self) -> tuple[str, ...]:
@@ -54,6 +58,26 @@ class Graph:
     @functools.cached_property
     def uses_seed(self) -> bool:
         return any("seed" in node.params for node in self.nodes)
+
+    @functools.cached_property
+    def stream(self) -> frozenset[str]:
+        """The residual stream: inputs, output, sums of a residual, and what is used as one."""
+        sums = {n.name: residual for n in self.nodes if (residual := getattr(n, "residual", ""))}
+        return frozenset({*self.inputs, "output", *sums, *sums.values()})
+
+    @functools.cached_property
+    def casts(self) -> Mapping[str, torch.dtype]:
+        """The dtypes that params are converted to before a pass, where not as they are given."""
+        return {name: dtype for node in self.nodes for name, dtype in node.casts.items()}
+
+    def dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """The dtype of every input, activation and statistic of a block whose input has `dtype`."""
+        low = self.compute or dtype
+        dtypes = dict.fromkeys(self.inputs, dtype)
+        for node in self.nodes:
+            dtypes[node.name] = dtype if node.name in self.stream else low
+            dtypes.update(dict.fromkeys(node.stats, torch.promote_types(dtype, torch.float32)))
+        return dtypes
 
     def widths(self, shapes: Shapes) -> dict[str, int]:
         """Elements per token of every activation and statistic, given shapes by name.
@@ -260,16 +284,18 @@ def kept_bytes(
     """Bytes that one call keeps, by name: inputs, activations, statistics and the seed.
 
     `shapes` maps every input, (B, S, D) or heads (B, H, S, E), and every param to its shape;
-    `itemsize` is that of the block's dtype. Statistics are float32, or float64 in a float64 block.
+    `itemsize` is that of the input's dtype. Statistics are float32, or float64 in a float64 block.
     Attention masks and rotary tables are the caller's own tensors and are not counted.
     """
     plan = programs(graph, save, wants, tiled=False)
     widths = graph.widths(shapes)
     batch, seq_len = sizes(shapes[graph.inputs[0]])
     stats = {s for node in graph.nodes for s in node.stats}
+    low = graph.compute.itemsize if graph.compute else itemsize
     result = {name: math.prod(shapes[name]) * itemsize for name in plan.kept_inputs}
     for name in plan.kept + (("output",) if plan.keeps_output else ()):
-        size = max(itemsize, 4) if name in stats else itemsize
+        size = itemsize if name in graph.stream else low
+        size = max(itemsize, 4) if name in stats else size
         result[name] = batch * seq_len * widths[name] * size
     if "seed" in plan.saved_params:
         result["seed"] = 8

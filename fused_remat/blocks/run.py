@@ -168,7 +168,9 @@ def _backward_tiles(frame: Frame, plan: Programs, supply: Iterator[Tensor]) -> N
     dout, _ = frame.take_grad("output")
     assert dout is not None
     buffers = {
-        name: torch.empty((frame.rows, run.widths[name]), dtype=run.dtype, device=run.device)
+        name: torch.empty(
+            (frame.rows, run.widths[name]), dtype=run.prepared.dtypes[name], device=run.device
+        )
         for name in plan.tile_gives
     }
     for span in run.chunks.tiles(frame.rows):

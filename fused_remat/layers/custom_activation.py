@@ -7,22 +7,31 @@ from typing import Any
 from torch import Tensor
 
 from fused_remat.blocks.custom import Function
+from fused_remat.layers.autocast import Precision
 from fused_remat.ops.activation import Recallable, prepare
 
 
-def prepare_for(src: Tensor, activation: Any, width: int, seq_first: bool) -> Recallable | str:
+def prepare_for(
+    src: Tensor,
+    activation: Any,
+    width: int,
+    seq_first: bool,
+    precision: Precision | None = None,
+) -> Recallable | str:
     """`activation` on matrices of tokens and what it captures, or why it cannot be called again.
 
     `width` is that of the tensor it is applied to, `src` the layer's input, (S, B, D) if
-    `seq_first`. It is tried on one token, and given whole tensors in the layout in which the stock
-    layer calls it.
+    `seq_first`; `precision` has the dtypes under autocast. It is tried on one token, and given
+    whole tensors in the layout in which the stock layer calls it.
 
     >>> import torch
     >>> prepare_for(torch.zeros(2, 1, 3), lambda x: x.cumsum(0), 4, True).fn(torch.ones(2, 4))
     tensor([[1., 1., 1., 1.],
             [2., 2., 2., 2.]])
     """
-    found = prepare(activation, src.new_zeros((*(1,) * (src.dim() - 1), width)))
+    dtype = src.dtype if precision is None else precision.compute or precision.stream
+    token = src.new_zeros((*(1,) * (src.dim() - 1), width), dtype=dtype)
+    found = prepare(activation, token, None if precision is None else precision.autocast)
     if isinstance(found, str):
         return f"its activation {found}"
     return Recallable(_on_matrices(found.fn, tuple(src.shape[:-1]), seq_first), found.captured)

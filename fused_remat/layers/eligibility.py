@@ -18,8 +18,8 @@ from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._device import DeviceContext
 
-from fused_remat.autograd import autocast_on
 from fused_remat.blocks.encoder import EncoderConfig
+from fused_remat.layers import autocast
 from fused_remat.ops.activation import has_hooks
 
 _STOCK = nn.TransformerEncoderLayer
@@ -97,8 +97,15 @@ def _why_not_parts(children: Any) -> str | None:
     return None
 
 
-def why_not_tensors(src: Tensor, width: int, params: Mapping[str, Tensor | None]) -> str | None:
+def why_not_tensors(
+    src: Tensor,
+    width: int,
+    params: Mapping[str, Tensor | None],
+    low: torch.dtype | None = None,
+) -> str | None:
     """Why the fused path cannot take `src` with these parameters in a layer of `width`.
+
+    `low` is the dtype of autocast, None if it is off.
 
     >>> why_not_tensors(torch.zeros(3), 3, {})
     'src has shape (3,), expected 2 or 3 dimensions'
@@ -118,12 +125,13 @@ def why_not_tensors(src: Tensor, width: int, params: Mapping[str, Tensor | None]
             continue
         if type(p) not in _PLAIN:
             return f"{name} is a {type(p).__name__}"
-        if p.dtype is not dtype or p.device != device:
+        if (p.dtype is not dtype and low is None) or p.device != device:
             return f"src is {dtype} on {device} but {name} is {p.dtype} on {p.device}"
         shapes.append(p.shape)
+    reason = None if low is None else autocast.why_not(src, params, low)
     # Dynamo would see through the cache, and say so.
     why_not = _why_not_shapes.__wrapped__ if torch.compiler.is_compiling() else _why_not_shapes
-    return why_not(dtype, width, tuple(params), tuple(shapes))
+    return reason or why_not(dtype, width, tuple(params), tuple(shapes))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -153,9 +161,16 @@ def _why_not_shapes(
 
 
 def why_not_masks(
-    src: Tensor, attn: nn.MultiheadAttention, mask: Any, padding: Any, is_causal: bool
+    src: Tensor,
+    attn: nn.MultiheadAttention,
+    mask: Any,
+    padding: Any,
+    is_causal: bool,
+    low: torch.dtype | None = None,
 ) -> str | None:
     """Why the fused path cannot take these masks, in the shapes that the stock layer takes.
+
+    `low` is the dtype of autocast, None if it is off.
 
     >>> attn = nn.MultiheadAttention(8, 2, batch_first=True)
     >>> why_not_masks(torch.zeros(2, 5, 8), attn, torch.zeros(4, 4), None, False)
@@ -170,7 +185,7 @@ def why_not_masks(
             continue
         if type(m) not in _PLAIN:
             return f"{name} is a {type(m).__name__}"
-        if m.dtype not in (torch.bool, src.dtype, torch.float32):
+        if m.dtype not in (torch.bool, src.dtype, torch.float32, low):
             return f"{name} has dtype {m.dtype}, expected bool, {src.dtype} or torch.float32"
         if m.device != src.device:
             return f"{name} is on {m.device}, src on {src.device}"
@@ -198,8 +213,6 @@ def why_not_context(src: Any) -> str | None:
     """
     if not isinstance(src, Tensor):
         return f"src is a {type(src).__name__}"
-    if autocast_on(src):
-        return "autocast is on"
     if torch._C._len_torch_function_stack():
         for mode in torch.overrides._get_current_function_mode_stack():
             if not isinstance(mode, DeviceContext):

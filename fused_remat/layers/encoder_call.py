@@ -13,17 +13,22 @@ from fused_remat.blocks.custom import Function
 from fused_remat.blocks.encoder import EncoderConfig
 from fused_remat.blocks.sketch import CUSTOM, captured_params
 from fused_remat.layers import custom_activation, eligibility
+from fused_remat.layers.autocast import Precision, low_dtype, precision_of
 from fused_remat.ops.activation import activation_name
 
 
 @dataclass(frozen=True)
 class EncoderCall:
-    """What `ops.run_encoder` takes besides src and padding; `tensors` by the block's names."""
+    """What `ops.run_encoder` takes besides src and padding; `tensors` by the block's names.
+
+    `precision`: the dtypes under autocast, None if it is off.
+    """
 
     config: EncoderConfig
     tensors: Mapping[str, Tensor | None]
     functions: Mapping[str, Function]
     seq_first: bool
+    precision: Precision | None = None
 
 
 _NAMES = tuple((f"{n}.weight", f"{n}.bias") for n in ("proj", "fc1", "fc2", "norm1", "norm2"))
@@ -80,14 +85,16 @@ def call_of(
     2
     """
     attn: Any = layer.self_attn
-    reason = (
-        eligibility.why_not_module(layer)
-        or eligibility.why_not_context(src)
-        or eligibility.why_not_tensors(src, attn.embed_dim, params)
-        or eligibility.why_not_masks(src, attn, mask, padding, is_causal)
-    )
+    reason = eligibility.why_not_module(layer) or eligibility.why_not_context(src)
     if reason is not None:
         return reason
+    low = low_dtype(src)
+    reason = eligibility.why_not_tensors(
+        src, attn.embed_dim, params, low
+    ) or eligibility.why_not_masks(src, attn, mask, padding, is_causal, low)
+    if reason is not None:
+        return reason
+    precision = None if low is None else precision_of(src, params, low, layer.norm_first)
     seq_first = src.dim() == 3 and not attn.batch_first
     tensors, functions = dict(params), {}
     activation, captured = activation_name(layer.activation), 0
@@ -95,7 +102,7 @@ def call_of(
         if torch.compiler.is_compiling():
             return "its activation is a function that cannot be called again in a compiled backward"
         width = layer.linear1.weight.shape[0]
-        found = custom_activation.prepare_for(src, layer.activation, width, seq_first)
+        found = custom_activation.prepare_for(src, layer.activation, width, seq_first, precision)
         if isinstance(found, str):
             return found
         activation, captured = CUSTOM, len(found.captured)
@@ -120,4 +127,6 @@ def call_of(
         has_mask=tensors["mask"] is not None,
         has_padding=padding is not None,
     )
-    return eligibility.why_not_dropout(config) or EncoderCall(config, tensors, functions, seq_first)
+    return eligibility.why_not_dropout(config) or EncoderCall(
+        config, tensors, functions, seq_first, precision
+    )

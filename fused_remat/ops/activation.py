@@ -58,11 +58,12 @@ class Recallable:
     captured: tuple[Tensor, ...]
 
 
-def prepare(activation: Any, x: Tensor) -> Recallable | str:
+def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> Recallable | str:
     """`activation` as backward can call it again, or why it cannot be: a phrase with a verb.
 
-    It is called once, on `x`, outside autocast as blocks run; torch's generators are put back. A
-    module is called with the parameters and attributes of now. The function returned raises
+    It is called once, on `x`, as the block will call it: outside autocast, or inside one to the
+    dtype `autocast`, and then its result is rounded to that of `x`. Torch's generators are put
+    back. A module is called with the parameters and attributes of now. The function returned raises
     RuntimeError when a tensor that it read, and that was there before, was changed in place since.
 
     >>> w = torch.full((3,), 0.1, requires_grad=True)
@@ -78,6 +79,8 @@ def prepare(activation: Any, x: Tensor) -> Recallable | str:
         if next(activation.buffers(), None) is not None:
             return "has buffers, which a second call may change"
         fn = _with_state_of_now(activation)
+    if autocast is not None:
+        fn = _under_autocast(fn, x.device.type, autocast)
     return _try(fn, x.detach().requires_grad_())
 
 
@@ -127,6 +130,17 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+def _under_autocast(fn: Function, device_type: str, dtype: torch.dtype) -> Function:
+    # Without autocast's cache: it would hold copies of what `fn` captured, made without gradients.
+    def call(x: Tensor) -> Tensor:
+        with torch.autocast(device_type, dtype, cache_enabled=False):
+            y = fn(x)
+        wide = isinstance(y, Tensor) and y.is_floating_point()
+        return y.to(x.dtype) if wide else y  # what takes it next would round it
+
+    return call
 
 
 class _Reads(Draws):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from fused_remat.accumulation import Accumulation
 from fused_remat.autograd import run_block
 from fused_remat.blocks.encoder import NOT_WEIGHTS, EncoderConfig, encoder_graph
+from fused_remat.blocks.mixed import mixed
 from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.inputs import (
     check_alike,
@@ -86,13 +88,17 @@ def run_encoder(
     seq_first: bool = False,
     functions: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     accumulate_into: str | None = None,
+    compute: torch.dtype | None = None,
 ) -> Tensor:
     """`encoder_block` for callers that have checked everything already, as the layer has.
 
     Shapes: x (B, S, D), or (S, B, D) if `seq_first`; `tensors` maps `blocks.encoder.PARAMS`;
         "mask" (S, S), (B*H, S, S) or four dimensions, "padding" (B, S).
+    compute: the dtype of what is not in the residual stream (`blocks.mixed`); None for that of x.
     """
     graph = encoder_graph(config)
+    if compute is not None:
+        graph = mixed(graph, compute)
     accumulation = None
     if accumulate_into is not None:
         names = frozenset(graph.params).difference(NOT_WEIGHTS)

@@ -36,6 +36,7 @@ class TritonBackend(EagerBackend):
     """Triton kernels with ATen's products; see `backends.base.Backend` for each routine."""
 
     name = "triton"
+    mixes_norms = True
 
     def why_not(self, device: torch.device, dtype: torch.dtype) -> str | None:
         if dtype not in _DTYPES:
@@ -53,11 +54,11 @@ class TritonBackend(EagerBackend):
             return f"kernels are for compute capability 8.0 and up, this is {target.arch / 10}"
         return None
 
-    def fusions(self, x: Tensor) -> frozenset[str]:
+    def fusions(self, dtype: torch.dtype) -> frozenset[str]:
         if torch.are_deterministic_algorithms_enabled():
             return frozenset()
         # float32 products are ATen's, except in the interpreter.
-        products = x.dtype.itemsize == 2 or INTERPRETED
+        products = dtype.itemsize == 2 or INTERPRETED
         return _fusions(tuple(pointwise.PAIRS) if products else ())
 
     # --- norms
@@ -99,7 +100,7 @@ class TritonBackend(EagerBackend):
         add: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if not 0 < x.shape[1] <= norms.MAX_WIDTH:
-            return super().norm_bwd(kind, dy, x, stats, weight, wants, add)
+            return super().norm_bwd(kind, dy.to(x.dtype), x, stats, weight, wants, add)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wants[0] else None
         dweight, dbias = (
             torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if wanted else None
@@ -185,11 +186,14 @@ class TritonBackend(EagerBackend):
         assert weight is not None
         if not 0 < weight.shape[0] <= norms.FWD_WIDTH:
             return super().linear_norm_fwd(x, weight, bias, residual, keep, kind, norm, eps, out)
-        total = self._linear(x, weight, bias)
+        product = self._linear(x, weight, bias)
+        # In place of the product: each program reads a tile whole before it writes it.
+        total = product
+        if residual.dtype is not product.dtype:
+            total = torch.empty(product.shape, dtype=residual.dtype, device=product.device)
         y = torch.empty_like(total) if out is None else out
         stats = self._new_stats(kind, total)
-        # In place of the product: each program reads a tile whole before it writes it.
-        norms.norm_fwd(total, residual, keep, *norm, eps, total, y, stats, has_stats=False).run()
+        norms.norm_fwd(product, residual, keep, *norm, eps, total, y, stats, has_stats=False).run()
         return (total, y, *stats)
 
     # --- activations
@@ -244,12 +248,12 @@ class TritonBackend(EagerBackend):
     def add_fwd(
         self, x: Tensor, residual: Tensor, keep: Keep | None, out: Tensor | None = None
     ) -> Tensor:
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
         pointwise.dropout_add_fwd(x, residual, keep, y).run()
         return y
 
-    def dropout_bwd(self, dy: Tensor, keep: Keep) -> Tensor:
-        dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+    def dropout_bwd(self, dy: Tensor, keep: Keep, dtype: torch.dtype | None = None) -> Tensor:
+        dx = torch.empty(dy.shape, dtype=dtype or dy.dtype, device=dy.device)
         pointwise.dropout_add_fwd(dy, None, keep, dx).run()
         return dx
 
