@@ -1,17 +1,12 @@
-"""The one autograd Function that runs any block.
+"""The one autograd Function that runs any block, and who runs a call: it, or an operator.
 
-`forward_block` and `backward_block` are plain functions of tensors, a hashable `BlockCall` (what to
-compute) and what was worked out from it (`Prepared`): the Function below wraps them in eager mode,
-and an opaque op can wrap them while compiling (`tests/test_opaque_op.py` does, as a spike). Neither
-reads a module: what backward needs is saved from what forward read.
+The Function is eager mode's: an operator costs about 90 µs more. What looks at operators, the
+compiler and selective checkpointing, gets one (`operators.py`).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,182 +17,15 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from fused_remat import check, random
+from fused_remat import check, operators, random
 from fused_remat.accumulation import Accumulation
-from fused_remat.backends.base import Backend
-from fused_remat.backends.registry import get_backend
-from fused_remat.blocks import run
-from fused_remat.blocks.frame import Chunks, Prepared, Run, Watch
-from fused_remat.blocks.program import Graph, programs, sizes
+from fused_remat.blocks.frame import Prepared
+from fused_remat.blocks.program import Graph
 from fused_remat.blocks.reread import check_unchanged
+from fused_remat.calls import BlockCall, Functions, backward_block, forward_block
 from fused_remat.policies import Policy, kept_names
 
 _functorch = torch._C._functorch
-Functions = Mapping[str, Callable[[Tensor], Tensor]]
-Shapes = Sequence[torch.Size | None]
-
-
-@dataclass(frozen=True)
-class BlockCall:
-    """What to compute, without tensors: the graph, what to keep, what gradients are wanted.
-
-    Attributes:
-        graph: the block; its `tensors` name what a call passes, inputs first.
-        save: names that the policy keeps.
-        wants: inputs and params whose gradients are wanted.
-        backend: a registered name or "auto".
-        seq_first: the first input is (S, B, D) rather than (B, S, D).
-        preserve_strides: the output keeps a dense input's strides; else it is contiguous.
-        accumulation: whose gradients backward adds to buffers instead of returning them.
-    """
-
-    graph: Graph
-    save: frozenset[str]
-    wants: frozenset[str]
-    backend: str
-    seq_first: bool = False
-    preserve_strides: bool = True
-    accumulation: Accumulation | None = None
-
-    def prepare(self, tensors: Sequence[Tensor | None], fused: bool = True) -> Prepared:
-        """Chunks, programs, widths and dtypes for these tensors, of which no value is read.
-
-        Not `fused`: forward and backward take one routine for a step, as in deterministic mode.
-        """
-        x = tensors[0]
-        assert x is not None
-        return prepare(self, x, [None if t is None else t.shape for t in tensors], fused)
-
-    def batch_major(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1) if self.seq_first else x
-
-    def named(self, tensors: Sequence[Tensor | None]) -> Mapping[str, Tensor | None]:
-        """Tensors by name, the first input batch first."""
-        named = dict(zip(self.graph.tensors, tensors, strict=True))
-        x = named["input"]
-        named["input"] = None if x is None else self.batch_major(x)
-        return named
-
-
-def prepare(call: BlockCall, like: Tensor, shapes: Shapes, fused: bool = True) -> Prepared:
-    """`call.prepare` for tensors of `shapes`; `like` has the device and dtype of the first."""
-    dtype, compute = like.dtype, call.graph.compute or like.dtype
-    backend = get_backend(call.backend, like, compute)
-    tokens = backend.chunk_tokens(like)
-    fusions: frozenset[str] = backend.fusions(compute) if fused else frozenset()
-    return _prepare(call, backend, tokens, fusions, dtype, tuple(shapes))  # type: ignore[arg-type]
-
-
-@functools.lru_cache(maxsize=4096)
-def _prepare(
-    call: BlockCall,
-    backend: Backend,
-    chunk_tokens: int,
-    fusions: frozenset[str],
-    dtype: torch.dtype,
-    shapes: tuple[torch.Size | None, ...],
-) -> Prepared:
-    graph = call.graph
-    given = zip(graph.tensors, shapes, strict=True)
-    named: dict[str, tuple[int, ...]] = {n: s for n, s in given if s is not None}
-    if call.seq_first:
-        seq_len, batch, width = named["input"]
-        named["input"] = (batch, seq_len, width)
-    batch, seq_len = sizes(named["input"])
-    if any(node.per_batch for node in graph.nodes):
-        chunk_tokens = batch * seq_len
-    chunks = Chunks.of(batch, seq_len, chunk_tokens)
-    plan = programs(graph, call.save, call.wants, chunks.tiled, fusions)
-    rereads = {*plan.kept_inputs, *plan.saved_params}
-    return Prepared(
-        backend=backend,
-        chunks=chunks,
-        plan=plan,
-        kind=graph.kind,
-        wants=call.wants,
-        widths=graph.widths(named),
-        dtypes=graph.dtypes(dtype),
-        compute=graph.compute,
-        casts=graph.casts,
-        shapes={name: named[name] for name in graph.inputs},
-        given=shapes,
-        rereads=tuple([name in rereads for name in graph.tensors]),
-    )
-
-
-def forward_block(
-    call: BlockCall,
-    prepared: Prepared,
-    tensors: Sequence[Tensor | None],
-    functions: Functions = MappingProxyType({}),
-    watch: Watch | None = None,
-) -> tuple[Tensor, list[Tensor]]:
-    """The output, and what backward keeps besides it and `tensors`.
-
-    The output is shaped like the first input (heads: side by side, (B, S, H*E)) but for its width.
-    Neither it nor what is kept shares memory with the inputs.
-    """
-    x = tensors[0]
-    assert x is not None
-    out = empty_output(call, prepared.widths["output"], x)
-    this = Run(prepared, call.named(tensors), functions, x, watch)
-    out_BSD = call.batch_major(out)
-    if autocast_on(x):  # the graph says what is computed in which dtype
-        with torch.autocast(x.device.type, enabled=False):
-            return out, run.forward(this, out_BSD)
-    return out, run.forward(this, out_BSD)
-
-
-def empty_output(call: BlockCall, width: int, x: Tensor) -> Tensor:
-    """Uninitialised, for the output of `width` for the first input `x`."""
-    if x.dim() == 4:
-        return x.new_empty((*sizes(x.shape), width))
-    if width != x.shape[-1]:
-        return x.new_empty((*x.shape[:-1], width))
-    layout = torch.preserve_format if call.preserve_strides else torch.contiguous_format
-    return torch.empty_like(x, memory_format=layout)
-
-
-def backward_block(
-    call: BlockCall,
-    prepared: Prepared,
-    tensors: Sequence[Tensor | None],
-    out: Tensor | None,
-    kept: Sequence[Tensor],
-    dy: Tensor,
-    functions: Functions = MappingProxyType({}),
-    watch: Watch | None = None,
-    into: Mapping[str, Tensor] | None = None,
-) -> list[Tensor | None]:
-    """Gradients of every tensor, None where not wanted and of what is in `into`.
-
-    Of `tensors`, those may be None that the plan does not read; so may `out`, the output.
-    Gradients of the params in `into` are added to those tensors, in float32 (float64) throughout.
-    """
-    this = Run(prepared, call.named(tensors), functions, dy, watch, into)
-    dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
-    if autocast_on(dy):  # backward called inside autocast, forward's or any other
-        with torch.autocast(dy.device.type, enabled=False):
-            found = run.backward(this, kept, out_BSD, dy_BSD)
-    else:
-        found = run.backward(this, kept, out_BSD, dy_BSD)
-    if "input" in found:
-        found["input"] = call.batch_major(found["input"])
-    found.update(this.param_grads)
-    if into is not None:
-        found = {name: grad for name, grad in found.items() if name not in into}
-    return [found.pop(name, None) for name in call.graph.tensors]
-
-
-def autocast_on(x: Tensor) -> bool:
-    """Whether autocast is on for tensors on the device of `x`.
-
-    >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     autocast_on(torch.ones(1)), autocast_on(torch.ones(1, device="meta"))
-    (True, False)
-    """
-    kind = x.device.type
-    return torch._C._is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 class Invocation(NamedTuple):
@@ -355,22 +183,19 @@ def run_block(
     here, from grad mode. Autocast changes nothing: a graph of two dtypes is `blocks.mixed`'s.
     Returns (B, S, width), in the layout and dtype of the input.
     """
+    options = (backend, seq_first, preserve_strides)
     compiling = torch.compiler.is_compiling()
-    if compiling or _chosen_by_operator():
-        if functions or accumulation is not None:  # which no text describes
-            from fused_remat import uncompiled
+    if not (compiling or _chosen_by_operator()):
+        return _run_block(graph, policy, tensors, *options, functions or {}, accumulation)
+    if not functions and accumulation is None:
+        return operators.run(graph, policy, tensors, *options)
+    more = (*options, functions or {}, accumulation)  # which no text describes
+    if compiling:
+        from fused_remat import uncompiled
 
-            options = (backend, seq_first, preserve_strides, functions or {}, accumulation)
-            if not compiling:  # nor may its operators be chosen from: they work in place
-                with _disable_current_modes():
-                    return _run_block(graph, policy, tensors, *options)
-            return uncompiled.eagerly(_run_block, graph, policy, tensors, *options)  # type: ignore[no-any-return]
-        from fused_remat import compiled
-
-        return compiled.run(graph, policy, tensors, backend, seq_first, preserve_strides)
-    return _run_block(
-        graph, policy, tensors, backend, seq_first, preserve_strides, functions or {}, accumulation
-    )
+        return uncompiled.eagerly(_run_block, graph, policy, tensors, *more)  # type: ignore[no-any-return]
+    with _disable_current_modes():  # its ATen operators, some in place, are not to be chosen from
+        return _run_block(graph, policy, tensors, *more)
 
 
 def _run_block(
@@ -416,4 +241,3 @@ def _chosen_by_operator() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 and any(
         isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
     )
-    return out

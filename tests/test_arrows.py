@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LINE = ("layers", "ops", "autograd", "blocks", "backends", "kernels")
-LEAVES = ("accumulation", "policies", "random")
+LINE = ("layers", "ops", "autograd", "operators", "calls", "blocks", "backends", "kernels")
+LEAVES = ("accumulation", "policies", "random", "uncompiled")
 NODES = ("blocks.nodes", "blocks.attention", "blocks.pointwise", "blocks.rotary")
 
 # What may be imported of the package, by room or file. The longest prefix of a file's name is its
@@ -20,7 +20,7 @@ NODES = ("blocks.nodes", "blocks.attention", "blocks.pointwise", "blocks.rotary"
 ARROWS: dict[str, tuple[str, ...]] = {
     **{room: LINE[i:] + LEAVES for i, room in enumerate(LINE)},
     **dict.fromkeys(LEAVES, ()),
-    "autograd": (*LINE[2:], "check", *LEAVES),
+    **{room: (*LINE[i:], "check", *LEAVES) for i, room in enumerate(LINE[:4]) if i >= 2},
     "check": ("backends.base", "blocks"),
     "__init__": ("check", "convert", "explain", "layers", "memory", "ops", "policies", "report"),
     "convert": LINE + LEAVES,
@@ -38,7 +38,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "blocks.recipe": ("blocks.program",),
     "blocks.reread": (),
     "explain": (*LINE, "report", *LEAVES),
-    "blocks.mixed": ("blocks.frame", "blocks.nodes", "blocks.program"),
+    "blocks.mixed": ("blocks.frame", "blocks.nodes", "blocks.program", "blocks.recipe"),
     "blocks.sketch": (*NODES, *LEAVES),
     "blocks.encoder": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),
     "blocks.pieces": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),

@@ -87,8 +87,9 @@ def test_every_rung_bit_for_bit_in_one_dynamic_graph(policy, norm_first):
     assert len(frames) == 1  # no compilation after the first call
 
 
-def test_without_dynamic_the_second_shape_makes_it_so():
-    layer, counter = make(), CompileCounterWithBackend("aot_eager")
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_without_dynamic_the_second_shape_makes_it_so(batch_first):
+    layer, counter = make(batch_first=batch_first), CompileCounterWithBackend("aot_eager")
     call = torch.compile(layer, fullgraph=True, backend=counter)
     for shape in ((3, 6), (4, 9), (5, 12), (7, 3)):
         assert_equal(step(call, src(*shape), layer), step(layer, src(*shape), layer))
@@ -282,6 +283,34 @@ def test_a_budget_under_which_dropout_would_be_drawn_again_raises(setting):
             compiled(layer)(src())
         with torch.no_grad():
             compiled(layer)(src())
+
+
+# --- autocast
+
+
+@pytest.mark.composes("torch.compile", "under autocast, every rung, as in eager mode")
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("policy", RUNGS)
+def test_autocast(policy, norm_first):
+    """Around the compiled layer or inside what is compiled: the block has its dtypes written down."""
+    layer = make(policy, norm_first=norm_first)
+
+    def inside(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x)
+
+    kept, found = [], []
+    for call in (inside, compiled(inside, dynamic=True)):
+        found.append(step(call, src(), layer))
+        with SavedBytes(exclude=layer.parameters()) as saved:
+            y = call(src().requires_grad_())
+        kept.append(saved.total)
+        del y
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(step(compiled(layer), src(), layer))
+    assert found[0][0].dtype == torch.float32 and kept[0] == kept[1]
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])
 
 
 # --- the functional ops

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fused_remat import FusedRematLayer, Policy, autograd, compiled
+from fused_remat import FusedRematLayer, Policy, autograd, operators
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
 from fused_remat.blocks.recipe import builder, graph_of
 from fused_remat.memory import measure_allocations
@@ -222,14 +222,14 @@ def test_selective_checkpointing_sees_a_block_by_name(policy, saved):
 
 def operators_run(fn):
     seen = []
-    original = compiled.forward_block
+    original = operators.forward_block
 
     def counted(*args):
         seen.append((torch.ops.fused_remat.encoder_prenorm.default, args))
         return original(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "forward_block", counted)
+        patch.setattr(operators, "forward_block", counted)
         fn()
     return seen
 

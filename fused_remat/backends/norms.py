@@ -66,10 +66,6 @@ def layer_norm_bwd(
         weight = _wide(weight, 1.0, x)
     elif dtype in _LOW and x.device.type == "cpu":
         weight = _wide(weight, 1.0, x)
-        weight = _wide(weight, 1.0, x)
-    elif low and _widens(x, weight):
-        dx, dweight, dbias = layer_norm_bwd(dy.float(), x.float(), stats, weight, wants)
-        return None if dx is None else dx.to(x.dtype), dweight, dbias
     elif weight is None and wants[2]:
         weight = x.new_ones(x.shape[-1:])  # ATen takes the layout of dbias from it
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(

@@ -8,7 +8,6 @@ rounded before a product takes it, and added up in the stream's dtype where it i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import KeepScale, Linear, Node, Norm
 from fused_remat.blocks.program import Graph
+from fused_remat.blocks.recipe import builder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class MixedLinear(Linear):
             f.add_grad(self.residual, dy, owned)
 
 
-@functools.lru_cache(maxsize=1024)
+@builder
 def mixed(graph: Graph, compute: torch.dtype) -> Graph:
     """`graph` with everything outside the residual stream in `compute`; one object for each pair.
 

@@ -2,9 +2,9 @@
 
     encoder_graph(EncoderConfig(norm_first=True, nhead=4, ...))
 
-A recipe is a call of a `builder` with plain numbers and `part`s (dataclasses of plain numbers), and
-holds everything: reading it in another process makes the same graph. It is read as data, never
-evaluated.
+A recipe is a call of a `builder` with plain numbers, dtypes, `part`s (dataclasses of them) and
+other graphs, and holds everything: reading it in another process makes the same graph. It is read
+as data, never evaluated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def part(cls: Part) -> Part:
 def builder(build: Callable[..., Graph]) -> Callable[..., Graph]:
     """A function whose graph a recipe can name; equal arguments, one graph.
 
-    Its arguments are plain numbers, strings, tuples of them and `part`s.
+    Its arguments are plain numbers, strings, dtypes, tuples of them, `part`s and graphs.
 
     Raises: ValueError if another module has a builder of that name.
 
@@ -92,7 +92,11 @@ def _written(value: Any) -> str:
         return repr(value)
     if isinstance(value, tuple):
         return "(" + "".join([_written(v) + ", " for v in value]) + ")"
-    if not dataclasses.is_dataclass(value):
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Graph) and value.recipe:
+        return value.recipe
+    if not dataclasses.is_dataclass(value) or isinstance(value, Graph):
         raise TypeError(f"a recipe holds plain numbers and parts, got {type(value).__name__}")
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     return _call(type(value).__name__, (), fields)
@@ -120,7 +124,9 @@ def graph_of(recipe: str) -> Graph:
 
 graph_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # not traced, but called
 
-_NUMBERS = {"inf": float("inf"), "nan": float("nan")}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NAMES: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
+_NAMES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
 
 
 def _value(node: ast.expr) -> Any:
@@ -129,8 +135,8 @@ def _value(node: ast.expr) -> Any:
             return value
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand)
-        case ast.Name(id=name) if name in _NUMBERS:
-            return _NUMBERS[name]
+        case ast.Name(id=name) if name in _NAMES:
+            return _NAMES[name]
         case ast.Tuple(elts=elements):
             return tuple(map(_value, elements))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,18 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat import random
-from fused_remat.autograd import (
+from fused_remat import check, random
+from fused_remat.backends.base import FusedRematWarning
+from fused_remat.blocks.frame import Prepared
+from fused_remat.blocks.program import Graph, Programs, programs, sizes
+from fused_remat.blocks.recipe import graph_of
+from fused_remat.blocks.reread import check_unchanged
+from fused_remat.calls import (
     BlockCall,
-    Shapes,
     backward_block,
     empty_output,
     forward_block,
     prepare,
 )
-from fused_remat.blocks.frame import Prepared
-from fused_remat.blocks.program import Graph, Programs, programs, sizes
-from fused_remat.blocks.recipe import graph_of
 from fused_remat.policies import RUNGS, Policy, kept_names
 
 
@@ -240,22 +242,25 @@ def _shapes(flat: Sequence[int]) -> list[torch.Size]:
     return shapes
 
 
-def _widths(graph: Graph, call: BlockCall, shapes: Shapes) -> tuple[int, dict[str, int]]:
+def _widths(this: Described, given: list[Tensor | None]) -> tuple[int, dict[str, int]]:
     """The number of tokens, and elements per token by name; sizes may be symbols."""
-    named = {name: s for name, s in zip(graph.tensors, shapes, strict=True) if s is not None}
-    if call.seq_first:
-        seq_len, batch, width = named["input"]
-        named["input"] = torch.Size((batch, seq_len, width))
+    named = this.call.named_shapes([None if t is None else t.shape for t in given])
     batch, seq_len = sizes(named["input"])
-    return batch * seq_len, graph.widths(named)
+    return batch * seq_len, this.call.graph.widths(named)
 
 
 def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
+    if check.ON:
+        warnings.warn(
+            "fused_remat: the replay check does not see blocks that run as operators, under "
+            "torch.compile and selective checkpointing: try it without those",
+            FusedRematWarning,
+            stacklevel=2,
+        )
     this = described(call)
     given = this.aligned(tuple(this.dtypes), tensors)
     prepared = this.call.prepare(given)
-    with torch.autocast(tensors[0].device.type, enabled=False):
-        out, pieces = forward_block(this.call, prepared, given)
+    out, pieces = forward_block(this.call, prepared, given)
     joined = _joined(this.plan.kept, prepared, pieces)
     return [out, *joined.values()] if joined else [out, *_empty_kept(this, given)]
 
@@ -263,20 +268,15 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
 def _empty_kept(this: Described, given: list[Tensor | None]) -> list[Tensor]:
     graph, x = this.call.graph, given[0]
     assert x is not None
-    tokens, widths = _widths(graph, this.call, [None if t is None else t.shape for t in given])
-    stats = {stat for node in graph.nodes for stat in node.stats}
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return [
-        x.new_empty((tokens, widths[name]), dtype=wide if name in stats else x.dtype)
-        for name in this.plan.kept
-    ]
+    tokens, widths = _widths(this, given)
+    dtypes = graph.dtypes(x.dtype)
+    return [x.new_empty((tokens, widths[name]), dtype=dtypes[name]) for name in this.plan.kept]
 
 
 def _fake_forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     this = described(call)
     given = this.aligned(tuple(this.dtypes), tensors)
-    shapes = [None if t is None else t.shape for t in given]
-    _, widths = _widths(this.call.graph, this.call, shapes)
+    _, widths = _widths(this, given)
     out = empty_output(this.call, widths["output"], given[0])
     return [out, *_empty_kept(this, given)]
 
@@ -289,6 +289,9 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     count = len(this.saved)
     out = saved[count] if this.plan.keeps_output else None
     whole = dict(zip(this.plan.kept, saved[count + this.plan.keeps_output :], strict=True))
+    was = [shapes[name] for name in this.saved]
+    dtypes = [this.dtypes[name] for name in this.saved]
+    check_unchanged(this.saved, was, dtypes, saved[:count], dy)
     tensors = this.aligned(this.saved, saved[:count])
     pieces = _split(prepared, whole)
     grads = backward_block(this.call, prepared, tensors, out, pieces, dy)
