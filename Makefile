@@ -12,8 +12,10 @@ PY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 demo: $(READY)  ## train a small language model with and without FusedRemat
 	$(BIN)/python examples/train_byte_lm.py
 
+# Two processes, a file at a time, in which threads that wait do not spin; what measures time, after.
 test: $(READY)  ## all tests, and the examples in the docstrings
-	$(BIN)/python -m pytest
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile -m "not timing"
+	$(BIN)/python -m pytest -m timing
 
 check: $(READY)  ## lint, format, types, and the arrows between the rooms
 	$(BIN)/ruff check .

@@ -9,8 +9,9 @@ hook on saved tensors loses bits.
 
 It takes the memory of a policy that keeps everything, and the time of a second forward. Routines
 are those of `torch.use_deterministic_algorithms(True)`: no fusions. It waits for the device at
-every activation, so it is off while a CUDA graph is captured (with a warning). Under
-`torch.compile` it has no effect, nor on calls that PyTorch's own forward serves.
+every activation, so it is off while a CUDA graph is captured (with a warning). It does not see
+blocks that run as operators (`torch.compile`, selective checkpointing; with a warning), nor calls
+that PyTorch's own forward serves.
 """
 
 from __future__ import annotations

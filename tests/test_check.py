@@ -123,14 +123,11 @@ class Model(nn.Module):
         return ops.layer_norm(self.encoder(x), self.weight)
 
 
-FAULTS = pytest.mark.composes(
+@pytest.mark.composes(
     "Replay check",
     "impure activations, changes through `.data`, numpy and saved-tensor hooks, seeds, kernels",
     limits="not calls that PyTorch's own forward serves; no effect under torch.compile",
 )
-
-
-@FAULTS
 @pytest.mark.parametrize("outer", [False, True])
 def test_an_impure_activation_is_named(outer):
     scale = [1.0]
@@ -149,7 +146,6 @@ def test_an_impure_activation_is_named(outer):
     )
 
 
-@FAULTS
 def test_changes_behind_autograds_back_are_named():
     model, array = Model(), np.zeros((1, 2, D), dtype=np.float32)
     x = torch.from_numpy(array)
@@ -180,7 +176,6 @@ def test_changes_behind_autograds_back_are_named():
     )
 
 
-@FAULTS
 def test_a_wrong_seed_and_another_generator_are_named(monkeypatch):
     from fused_remat import random
 
@@ -205,7 +200,6 @@ def test_a_wrong_seed_and_another_generator_are_named(monkeypatch):
         z.sum().backward()
 
 
-@FAULTS
 def test_what_hooks_and_callers_do_to_what_is_kept_is_named():
     def pack(t):
         return t.bfloat16() if t.shape[-1] == FF and t.requires_grad is False else t
@@ -270,7 +264,6 @@ PLACES = {
 }
 
 
-@FAULTS
 @pytest.mark.parametrize("which", PLACES)
 def test_one_bit_of_a_backends_rebuild_is_named(which, monkeypatch):
     backend = Flipping()

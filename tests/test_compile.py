@@ -74,14 +74,17 @@ def assert_equal(got, expected):
     limits="an activation function of your own, or hooks on submodules: PyTorch's own forward, "
     "with a warning, and what is kept is the compiler's choice",
 )
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("policy", [*RUNGS, Policy(save={"attn", "up"})], ids=str)
+@pytest.mark.parametrize(
+    ("policy", "norm_first"),
+    [*((rung, True) for rung in RUNGS), ("full", False), (Policy(save={"attn", "up"}), False)],
+    ids=str,
+)
 def test_every_rung_bit_for_bit_in_one_dynamic_graph(policy, norm_first):
     layer = make(policy, norm_first=norm_first)
     counter = CompileCounterWithBackend("aot_eager")
     call = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
     frames = set()
-    for shape in ((3, 6), (4, 9), (2, 700)):  # the last is two groups in eager mode
+    for shape in ((3, 6), (2, 700)):  # the second is two groups in eager mode
         assert_equal(step(call, src(*shape), layer), step(layer, src(*shape), layer))
         frames.add(counter.frame_count)
     assert len(frames) == 1  # no compilation after the first call
@@ -91,14 +94,14 @@ def test_every_rung_bit_for_bit_in_one_dynamic_graph(policy, norm_first):
 def test_without_dynamic_the_second_shape_makes_it_so(batch_first):
     layer, counter = make(batch_first=batch_first), CompileCounterWithBackend("aot_eager")
     call = torch.compile(layer, fullgraph=True, backend=counter)
-    for shape in ((3, 6), (4, 9), (5, 12), (7, 3)):
+    for shape in ((3, 6), (4, 9), (7, 3)):
         assert_equal(step(call, src(*shape), layer), step(layer, src(*shape), layer))
     assert counter.frame_count == 2
 
 
 @pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_masks(masks, batch_first):
+def test_masks(masks):
+    batch_first = masks != "padding"
     layer = make(batch_first=batch_first)
     x = src() if batch_first else src().transpose(0, 1)
     with warnings.catch_warnings():
@@ -185,8 +188,9 @@ def test_layers_draw_seeds_of_their_own():
     limits="`activation_memory_budget` below 1 is obeyed (it rebuilds more than the policy says); "
     "with dropout it raises, since PyTorch 2.13 would draw again in backward",
 )
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize(
+    ("policy", "norm_first"), [*((rung, True) for rung in RUNGS), ("lean", False), ("fast", False)]
+)
 def test_kept_bytes_are_those_of_eager_mode(policy, norm_first):
     model = encoder(policy, norm_first)
     kept = []
@@ -288,11 +292,12 @@ def test_a_budget_under_which_dropout_would_be_drawn_again_raises(setting):
 # --- autocast
 
 
-@pytest.mark.composes("torch.compile", "under autocast, every rung, as in eager mode")
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.composes("torch.compile", "under autocast, as in eager mode")
+@pytest.mark.parametrize(
+    ("policy", "norm_first"), [("full", True), ("lean", False), ("fast", True), ("none", False)]
+)
 def test_autocast(policy, norm_first):
-    """Around the compiled layer or inside what is compiled: the block has its dtypes written down."""
+    """Around the compiled layer or inside what is compiled: the block has its dtypes written."""
     layer = make(policy, norm_first=norm_first)
 
     def inside(x):

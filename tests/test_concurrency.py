@@ -101,15 +101,12 @@ def train(model, steps=6):
     return losses
 
 
-THREADS = pytest.mark.composes(
+@pytest.mark.composes(
     "Concurrency and faults",
     "threads that train models of their own at once: every policy, dtype and fallback",
     limits="the fallback's replay resets torch's global generator, as torch.utils.checkpoint does: "
     "dropout there, and other threads' random numbers meanwhile, are not reproducible",
 )
-
-
-@THREADS
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 def test_models_in_threads_train_as_alone():
     rows = [("fused", rung, torch.float32) for rung in RUNGS]
@@ -155,7 +152,6 @@ def while_another_draws(steps):
     return together(draw, stepping)[0]
 
 
-@THREADS
 def test_random_numbers_of_another_thread_are_left_alone(monkeypatch):
     """The activation function is tried before every call, and draws none itself."""
     decided = []
@@ -180,7 +176,6 @@ def slowly(t):
     return F.leaky_relu(t)
 
 
-@THREADS
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 def test_hooks_that_look_fire_once_while_another_thread_draws():
     model = model_of("fused", "full")

@@ -155,3 +155,21 @@ def reduces_main_grads():
 def test_accumulation(two_processes):
     two_processes.run(refuses_to_accumulate)
     two_processes.run(reduces_main_grads)
+
+
+def compiled(layer_by_layer):
+    torch._dynamo.reset()
+
+    def wrap(model):
+        for layer in model if layer_by_layer else ():
+            layer.compile(fullgraph=True, backend="aot_eager")
+        wrapped = DDP(model)
+        return wrapped if layer_by_layer else torch.compile(wrapped, backend="aot_eager")
+
+    compare(encoder("lean"), wrap)
+
+
+@pytest.mark.composes("DDP", "torch.compile of each layer, or of the wrapped model")
+@pytest.mark.parametrize("layer_by_layer", [True, False])
+def test_compiled(two_processes, layer_by_layer):
+    two_processes.run(compiled, layer_by_layer)

@@ -337,3 +337,15 @@ def test_a_failure_shows_the_ranks_traceback(two_processes):
         AssertionError, match=r"rank 1: Traceback[^$]*in fails_in_one[^$]*of rank 1"
     ):
         two_processes.run(fails_in_one)
+
+
+def compiled_layers(model):
+    torch._dynamo.reset()
+    for layer in model:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    return per_layer(model)
+
+
+@pytest.mark.composes("FSDP2", "torch.compile of each layer, fully_shard per layer")
+def test_compiled(two_processes):
+    two_processes.run(as_one_process, compiled_layers, "fast")

@@ -22,10 +22,6 @@ D, H, FF = 8, 2, 12
 NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["pre", "post"])
 
 
-def faults(what, limits=""):
-    return pytest.mark.composes("Concurrency and faults", what, limits=limits)
-
-
 @pytest.fixture(autouse=True)
 def one_thread():
     threads = torch.get_num_threads()
@@ -94,7 +90,8 @@ def layer_and_step(policy, norm_first, dropout=0.3):
     return layer, leaves, forward
 
 
-@faults(
+@pytest.mark.composes(
+    "Concurrency and faults",
     "out of memory at every allocation of forward and of backward: no leak, no gradient half "
     "written, the next step the same bits",
     limits="injected at torch's operators: not inside them, nor in numpy",
@@ -126,7 +123,10 @@ def test_out_of_memory_anywhere_leaves_no_trace(policy, tokens, norm_first):
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@faults("`layer.policy` and `layer.backend` set between forward and backward: for the next call")
+@pytest.mark.composes(
+    "Concurrency and faults",
+    "`layer.policy` and `layer.backend` set between forward and backward: for the next call",
+)
 def test_policy_and_backend_are_those_of_forward():
     layer, leaves, forward = layer_and_step("full", True)
     expected = torch.autograd.grad(forward(), leaves)
@@ -154,10 +154,12 @@ CHANGES = {
     "fewer rows": (lambda t: t[:1], r"torch.float32 of shape \(1,.* on cpu now"),
     "resized": (lambda t: t.clone().resize_(3), r"torch.float32 of shape \(3,\) on cpu now"),
 }
-MOVED = faults("parameters, inputs and masks moved, cast or resized before backward: RuntimeError")
 
 
-@MOVED
+@pytest.mark.composes(
+    "Concurrency and faults",
+    "parameters, inputs and masks moved, cast or resized before backward: RuntimeError",
+)
 @pytest.mark.parametrize("policy", ["full", "none"])
 @NORMS
 def test_what_backward_reads_again_must_not_have_been_moved(policy, norm_first):
@@ -203,7 +205,6 @@ def block_tensors(block, layer, leaves):
     return [found.get(name) for name in block.call.graph.tensors]
 
 
-@MOVED
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 @pytest.mark.parametrize("path", ["fused", "fallback"])
 def test_a_whole_layer_must_not_have_been_cast(path):
@@ -223,7 +224,6 @@ def test_a_whole_layer_must_not_have_been_cast(path):
         y.sum().backward()
 
 
-@MOVED
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 def test_the_fallbacks_replay_names_what_was_moved():
     layer = FusedRematLayer(D, H, FF, 0.0)
@@ -297,7 +297,10 @@ class InReplay:
         return torch.sin(args[-1])
 
 
-@faults("KeyboardInterrupt and exceptions in users' hooks and functions during backward")
+@pytest.mark.composes(
+    "Concurrency and faults",
+    "KeyboardInterrupt and exceptions in users' hooks and functions during backward",
+)
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 @pytest.mark.parametrize("where", INTERRUPTS)
 def test_an_interrupt_in_backward_leaves_the_layer_usable(where):

@@ -32,6 +32,7 @@ def test_the_layout_names_what_exists():
         assert (ROOT / path).exists(), path
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_small_steps_are_within_1_35_of_eager(norm_first):
     """(2, 16, 64, 4), dropout 0, "full": what is lost where nothing is gained. Interleaved, median

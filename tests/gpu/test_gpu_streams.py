@@ -9,10 +9,6 @@ from fused_remat import FusedRematLayer
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu
 B, S, D, H = 8, 512, 512, 8
-STREAMS = pytest.mark.composes(
-    "Concurrency and faults",
-    "layers on two CUDA streams, forward on a side stream and backward on the default one",
-)
 
 
 def layer_of(policy):
@@ -39,7 +35,10 @@ def step(layer, x, stream=None):
     return grads
 
 
-@STREAMS
+@pytest.mark.composes(
+    "Concurrency and faults",
+    "layers on two CUDA streams, forward on a side stream and backward on the default one",
+)
 @pytest.mark.parametrize("policy", ["full", "none"])
 def test_forward_on_a_side_stream_and_backward_on_the_default_one(policy):
     layer, x = layer_of(policy), normal(torch.bfloat16, B, S, D).detach()
@@ -50,7 +49,10 @@ def test_forward_on_a_side_stream_and_backward_on_the_default_one(policy):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@STREAMS
+@pytest.mark.composes(
+    "Concurrency and faults",
+    "layers on two CUDA streams, forward on a side stream and backward on the default one",
+)
 def test_two_layers_on_two_streams():
     layers = [layer_of("full"), layer_of("fast")]
     x = normal(torch.bfloat16, B, S, D).detach()
