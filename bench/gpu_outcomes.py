@@ -35,8 +35,11 @@ def pytest_sessionfinish() -> None:
 
 
 def write(path: Path) -> None:
-    """What was found so far, beside the machine."""
+    """What was found so far, beside the machine; added to what it found before at this commit."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = {"machine": machine(device), "tests": dict(sorted(_found.items()))}
+    where = machine("cuda" if torch.cuda.is_available() else "cpu")
+    before = json.loads(path.read_text()) if path.exists() else {}
+    same = all(before.get("machine", {}).get(k) == where[k] for k in ("gpu", "commit", "source"))
+    kept = before.get("tests", {}) if same else {}
+    found = {"machine": where, "tests": dict(sorted({**kept, **_found}.items()))}
     path.write_text(json.dumps(found, indent=1) + "\n")

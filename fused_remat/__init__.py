@@ -6,8 +6,7 @@ from fused_remat.explain import explain
 from fused_remat.layers import FusedRematLayer, FusedRematWarning
 from fused_remat.policies import Policy
 from fused_remat.report import MemoryReport, memory_report
-
-__version__ = "0.1.0"
+from fused_remat.version import __version__ as __version__
 
 __all__ = [
     "FusedRematLayer",

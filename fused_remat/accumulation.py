@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 TARGETS = ("grad", "main_grad")
 _PLAIN = (Tensor, nn.Parameter)
+_UNDER_DDP = "_fused_remat_under_ddp"
 
 
 def check_target(target: str | None) -> str | None:
@@ -68,6 +69,10 @@ def why_not_param(param: Tensor, target: str) -> str | None:
 def _why_not_buffer(param: Tensor, target: str, buffer: Any, wide: torch.dtype) -> str | None:
     if type(buffer) not in _PLAIN or buffer.layout is not torch.strided:
         return f"has a {target} that is no dense tensor"
+    if buffer.is_inference():
+        return f"has a {target} that is an inference tensor, which cannot be added to"
+    if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape)):  # noqa: B905
+        return f"has a {target} that is expanded: several of its elements are one"
     if buffer.requires_grad:
         return f"has a {target} that requires a gradient itself"
     if buffer.shape != param.shape:
@@ -80,8 +85,11 @@ def _why_not_buffer(param: Tensor, target: str, buffer: Any, wide: torch.dtype) 
 
 def why_not_engine(layer: nn.Module) -> str | None:
     """The data parallelism that would miss gradients of `layer` that autograd does not see."""
+    # Marked, since a reentrant checkpoint calls the layer again in backward, outside of DDP.
     if DistributedDataParallel._active_ddp_module is not None:
-        return "it runs under DistributedDataParallel, which waits for gradients from autograd"
+        layer.__dict__[_UNDER_DDP] = True
+    if layer.__dict__.get(_UNDER_DDP, False):
+        return "it is called by DistributedDataParallel, which waits for gradients from autograd"
     # Both FSDPs mark, for Dynamo, every module whose parameters they manage.
     if any(getattr(module, "_is_fsdp_managed_module", False) for module in layer.modules()):
         return "FSDP manages its parameters, and reduces the gradients that autograd has"
@@ -122,6 +130,8 @@ class Accumulation:
             if name not in self.names or node is None or not _is_accumulated(node):
                 continue
             param: Tensor = node.variable
+            if not param.requires_grad:  # frozen since forward: autograd drops the gradient
+                continue
             reason = why_not_param(param, self.target)
             if reason is None and _has_hooks(node):
                 reason = "has hooks on its AccumulateGrad node, which would not be called"
@@ -129,10 +139,11 @@ class Accumulation:
                 reason = "would get a gradient that create_graph=True cannot differentiate"
             if reason is not None:
                 raise refusal(self.target, f"{name} {reason}")
+            found[name] = param
+        for param in found.values():  # once nothing was refused
             if getattr(param, self.target) is None:
                 param.grad = torch.zeros_like(param, dtype=wide_dtype(param))
-            found[name] = getattr(param, self.target)
-        return found
+        return {name: getattr(param, self.target) for name, param in found.items()}
 
 
 def _is_accumulated(node: Any) -> bool:

@@ -78,15 +78,30 @@ class FusedRematBlock(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * (3 + len(ctx.call.graph.tensors))
-        saved = ctx.saved_tensors  # read once: each access unpacks everything again
-        check_unchanged(ctx.call.graph.tensors, ctx.prepared.given, ctx.dtypes, saved, dy)
-        if ctx.record is not None:
-            _replay(ctx, saved)
-        if not torch.is_grad_enabled():
-            return (None, None, None, *_grads(ctx, saved, dy))
+        if torch.compiler.is_compiling():  # compiled autograd, after a forward in eager mode
+            from fused_remat import uncompiled
+
+            return uncompiled.eagerly(_backward, ctx, dy)  # type: ignore[no-any-return]
+        return _backward(ctx, dy)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # read once: each access unpacks everything again
+    check_unchanged(ctx.call.graph.tensors, ctx.prepared.given, ctx.dtypes, saved, dy)
+    if ctx.record is not None:
+        _replay(ctx, saved)
+    if torch.is_grad_enabled():
         with torch.no_grad():
             grads = _grads(ctx, saved, dy, creates_graph=True)
-        return (None, None, None, *_not_differentiable(grads))
+        grads = _not_differentiable(grads)
+    else:
+        grads = _grads(ctx, saved, dy)
+    if ctx.record is not None and not _keeps_graph():
+        ctx.record = None  # the check's copies go with what autograd saved
+    return (None, None, None, *grads)
+
+
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def _replay(ctx: Any, saved: Sequence[Tensor | None]) -> None:
@@ -226,7 +241,7 @@ def _run_block(
         accumulation.check(tensors, wants)
     save = kept_names(policy, graph.kind, graph.names)
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides, accumulation)
-    prepared = call.prepare(given, fused=not check.ON)
+    prepared = call.prepare(given, fused=not (check.ON or check.RECORDED))
     if not wants:
         return forward_block(call, prepared, given, functions)[0]
     out: Tensor = FusedRematBlock.apply(call, prepared, functions, *given)

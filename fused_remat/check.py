@@ -22,6 +22,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -36,6 +37,9 @@ from fused_remat.blocks.program import Step
 
 #: Whether calls are checked: set by `check_replay`, and at import by FUSED_REMAT_CHECK.
 ON: bool = os.environ.get("FUSED_REMAT_CHECK", "").lower() not in ("", "0", "false", "no", "off")
+
+#: How many calls are recorded whose backward may yet come: what is called then may be a replay.
+RECORDED: int = 0
 
 _always = ON
 _lock = threading.Lock()
@@ -96,6 +100,12 @@ def record_of(
     return Record(prepared, names, tensors)
 
 
+def _count(change: int) -> None:
+    global RECORDED
+    with _lock:
+        RECORDED += change
+
+
 class _Piece(NamedTuple):
     """An activation in one frame: its group of sequences, and its tokens of that group."""
 
@@ -122,6 +132,8 @@ class Record:
         self.tensors = [None if t is None else t.detach().clone() for t in tensors]
         self._output: Tensor | None = None
         self._pieces: dict[_Piece, Tensor] = {}
+        _count(1)
+        weakref.finalize(self, _count, -1)
 
     def note(self, step: Step, frame: Frame) -> None:
         """Copy what a step of forward has computed."""

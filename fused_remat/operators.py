@@ -38,6 +38,7 @@ from fused_remat.calls import (
     prepare,
 )
 from fused_remat.policies import RUNGS, Policy, kept_names
+from fused_remat.version import __version__
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,14 @@ def _dtype(name: str) -> torch.dtype:
 def described(text: str) -> Described:
     """Read what `_describe` wrote."""
     fields = json.loads(text)
+    graph = graph_of(fields["graph"])
+    if [graph.digest, __version__] != fields["of"]:
+        raise RuntimeError(
+            f"fused_remat: {fields['graph']} is not what it was when this was compiled: the "
+            "builder was changed, or fused_remat was"
+        )
     call = BlockCall(
-        graph=graph_of(fields["graph"]),
+        graph=graph,
         save=frozenset(fields["save"]),
         wants=frozenset(fields["wants"]),
         backend=fields["backend"],
@@ -110,6 +117,7 @@ def _describe(
     return json.dumps(
         {
             "graph": recipe,
+            "of": [graph.digest, __version__],
             "save": sorted(kept_names(what, graph.kind, graph.names)),
             "wants": sorted(wants),
             "backend": backend,
@@ -168,6 +176,8 @@ def run(
             f"the block {graph.kind!r} has no recipe: build its graph in a function marked "
             "fused_remat.blocks.recipe.builder"
         )
+    if not torch.compiler.is_compiling() and graph_of(graph.recipe).digest != graph.digest:
+        raise RuntimeError(f"fused_remat: the builder of {graph.recipe} was defined again")
     given = {name: t for name, t in tensors.items() if t is not None}
     wants = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
     if "seed" not in given and _draws_seed(graph.recipe, bool(wants)):
@@ -312,6 +322,10 @@ def _fake_backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str)
     return [dy.new_empty(shapes[name], dtype=this.dtypes[name]) for name in this.wanted]
 
 
+def _no_double_backward(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError("fused_remat: double backward is not supported")
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, ctx.call = inputs
     this = described(ctx.call)
@@ -329,7 +343,7 @@ def _autograd(kind: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, Non
     dy = grads[0]
     if dy is None:
         return [None] * len(this.dtypes), None
-    op = getattr(torch.ops.fused_remat, f"{kind}_backward")
+    op = operators(kind)[1]
     made = op(list(ctx.saved_tensors), ctx.sizes, dy, ctx.call)
     named = dict(zip(this.wanted, made, strict=True))
     return [named.get(name) for name in this.dtypes], None
@@ -339,9 +353,13 @@ def _autograd(kind: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, Non
 def operators(kind: str) -> tuple[Any, Any]:
     """The two operators of a kind of block, registered at the first call.
 
+    Raises: ValueError for a kind that is no name for an operator.
+
     >>> operators("encoder_prenorm")[0]._opoverload
     <OpOverload(op='fused_remat.encoder_prenorm', overload='default')>
     """
+    if not kind.isidentifier() or kind.endswith("_backward"):
+        raise ValueError(f"a block's kind is the name of an operator, got {kind!r}")
     forward = torch.library.custom_op(
         f"fused_remat::{kind}",
         _forward,
@@ -356,6 +374,7 @@ def operators(kind: str) -> tuple[Any, Any]:
         schema="(Tensor[] saved, SymInt[] sizes, Tensor dy, str call) -> Tensor[]",
     )
     backward.register_fake(_fake_backward)
+    backward.register_autograd(_no_double_backward)
     forward.register_autograd(functools.partial(_autograd, kind), setup_context=_setup_context)
     return forward, backward
 

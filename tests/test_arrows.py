@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINE = ("layers", "ops", "autograd", "operators", "calls", "blocks", "backends", "kernels")
-LEAVES = ("accumulation", "policies", "random", "uncompiled")
+LEAVES = ("accumulation", "policies", "random", "uncompiled", "version")
 NODES = ("blocks.nodes", "blocks.attention", "blocks.pointwise", "blocks.rotary")
 
 # What may be imported of the package, by room or file. The longest prefix of a file's name is its
@@ -22,7 +22,17 @@ ARROWS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LEAVES, ()),
     **{room: (*LINE[i:], "check", *LEAVES) for i, room in enumerate(LINE[:4]) if i >= 2},
     "check": ("backends.base", "blocks"),
-    "__init__": ("check", "convert", "explain", "layers", "memory", "ops", "policies", "report"),
+    "__init__": (
+        "check",
+        "convert",
+        "explain",
+        "layers",
+        "memory",
+        "ops",
+        "policies",
+        "report",
+        "version",
+    ),
     "convert": LINE + LEAVES,
     "memory": ("blocks", *LEAVES),
     "report": ("layers", "memory", "report", *LEAVES),

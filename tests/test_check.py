@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_remat import FusedRematLayer, ReplayError, check, check_replay, convert, ops
 from fused_remat.backends import registry
 from fused_remat.backends.eager import EagerBackend
+from fused_remat.memory import measure_allocations
 
 D, H, FF = 8, 2, 12
 
@@ -126,7 +127,8 @@ class Model(nn.Module):
 @pytest.mark.composes(
     "Replay check",
     "impure activations, changes through `.data`, numpy and saved-tensor hooks, seeds, kernels",
-    limits="not calls that PyTorch's own forward serves; no effect under torch.compile",
+    limits="not calls that PyTorch's own forward serves, and not blocks that run as operators "
+    "(torch.compile, selective checkpointing; with a warning)",
 )
 @pytest.mark.parametrize("outer", [False, True])
 def test_an_impure_activation_is_named(outer):
@@ -325,3 +327,19 @@ def test_the_environment_variable(value):
     )
     expected = "FusedRematLayer: 'norm1.weight' differs at (index 1)" if value == "1" else "silent"
     assert expected in done.stdout, done.stderr[-2000:]
+
+
+def test_the_copies_go_with_what_autograd_saved():
+    x = inputs().requires_grad_()
+    layer = Model().encoder.layers[0]
+
+    def held(keep):
+        with check_replay():
+            loss = layer(x).sum()
+        loss.backward(retain_graph=keep)
+        x.grad = None
+        layer.zero_grad()
+        return loss
+
+    kept, freed = (measure_allocations(lambda k=k: held(k)).net for k in (True, False))
+    assert kept > 15 * x.nbytes and freed < x.nbytes

@@ -72,7 +72,8 @@ def assert_equal(got, expected):
     "torch.compile",
     "the layer, `fullgraph=True`, every rung, dropout, batch and sequence dynamic",
     limits="an activation function of your own, or hooks on submodules: PyTorch's own forward, "
-    "with a warning, and what is kept is the compiler's choice",
+    "with a warning, and what is kept is the compiler's choice; hooks registered after compiling "
+    "are not seen, as of any module; `is_grads_batched` raises",
 )
 @pytest.mark.parametrize(
     ("policy", "norm_first"),

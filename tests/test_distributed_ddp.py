@@ -17,6 +17,7 @@ from distributed_steps import (
 from reference import RUNGS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 
 from fused_remat import convert
 
@@ -126,10 +127,35 @@ def refuses_to_accumulate():
     for layer in model:
         layer.accumulate_into = "grad"
     wrapped = DDP(model)
-    with pytest.raises(RuntimeError, match="under DistributedDataParallel, which waits"):
+    with pytest.raises(RuntimeError, match="by DistributedDataParallel, which waits"):
         wrapped(mine(batches()[0]))
     with torch.no_grad():
         wrapped(mine(batches()[0]))
+
+
+def refuses_under_a_reentrant_checkpoint():
+    model = encoder("full")
+    for layer in model:
+        layer.accumulate_into = "main_grad"
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    wrapped = DDP(Checkpointed(), static_graph=True)
+    loss = loss_of(wrapped(mine(batches()[0]).requires_grad_()))
+    with pytest.raises(RuntimeError, match="called by DistributedDataParallel"):
+        loss.backward()
+
+
+def test_accumulation_is_refused_under_a_reentrant_checkpoint(two_processes):
+    two_processes.run(refuses_under_a_reentrant_checkpoint)
 
 
 def reduces_main_grads():

@@ -74,7 +74,8 @@ def test_resharding(two_processes, wrap, reshard):
 @pytest.mark.composes(
     "FSDP2",
     "fully_shard of a layer's linears",
-    limits="right, but PyTorch's own forward under checkpoint, with a warning",
+    limits="right, but PyTorch's own forward (under checkpoint unless the policy is none), with a "
+    "warning",
 )
 @pytest.mark.parametrize("policy", ["full", "none"])
 def test_per_linear(two_processes, policy):

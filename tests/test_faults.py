@@ -96,8 +96,10 @@ def layer_and_step(policy, norm_first, dropout=0.3):
     "written, the next step the same bits",
     limits="injected at torch's operators: not inside them, nor in numpy",
 )
-@NORMS
-@pytest.mark.parametrize(("policy", "tokens"), [("full", 2), *((rung, 512) for rung in RUNGS)])
+@pytest.mark.parametrize(
+    ("policy", "tokens", "norm_first"),
+    [("full", 2, True), *itertools.product(RUNGS, [512], [True, False])],
+)
 def test_out_of_memory_anywhere_leaves_no_trace(policy, tokens, norm_first):
     with in_pieces(tokens):
         _, leaves, forward = layer_and_step(policy, norm_first)
@@ -330,7 +332,7 @@ def test_an_interrupt_in_backward_leaves_the_layer_usable(where):
     failing()
     # The last exception may live on, with what its frames hold; not more after more of them.
     one = measure_allocations(failing).net
-    assert measure_allocations(lambda: [failing() for _ in range(4)] and None).net <= one
+    assert measure_allocations(lambda: [failing() for _ in range(2)] and None).net <= one
     if where == "the activation":
         assert captured._backward_hooks
         activation.fn = lambda: None

@@ -4,7 +4,9 @@ import functools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from reference import RUNGS
@@ -17,6 +19,7 @@ from torch.utils.checkpoint import (
 
 from fused_remat import FusedRematLayer, Policy, autograd, operators
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+from fused_remat.blocks.pieces import MlpConfig, mlp_graph, norm_graph
 from fused_remat.blocks.recipe import builder, graph_of
 from fused_remat.memory import measure_allocations
 
@@ -138,14 +141,90 @@ def test_a_recipe_is_data_and_never_evaluated(text):
 
 
 def test_builders_take_plain_numbers_and_have_names_of_their_own():
-    with pytest.raises(TypeError, match="plain numbers and parts, got Tensor"):
-        encoder_graph(torch.ones(2))
+    with pytest.raises(TypeError, match="plain numbers and parts, got object"):
+        encoder_graph(object())
 
-    def norm_graph():
+    def attention_graph():
         pass
 
-    with pytest.raises(ValueError, match=r"'norm_graph' is already in fused_remat\.blocks\.pieces"):
-        builder(norm_graph)
+    with pytest.raises(
+        ValueError, match=r"'attention_graph' is already in fused_remat\.blocks\.pieces"
+    ):
+        builder(attention_graph)
+
+
+def test_numbers_that_are_not_pythons_own():
+    eps = np.float32(1e-5)
+    graph = norm_graph("rms_norm", eps)
+    assert graph_of(graph.recipe).digest == graph.digest
+    assert norm_graph("rms_norm", torch.tensor(0.5)).recipe == "norm_graph('rms_norm', 0.5)"
+    module = FusedRematLayer(16, np.int64(2), 32, 0.1, layer_norm_eps=eps)
+    assert module.why_not_fused(torch.zeros(5, 3, 16)) is None
+    opaque(lambda: module(torch.zeros(5, 3, 16)))()
+
+
+def define(activation):
+    @builder
+    def redefined_mlp(p):
+        return replace(mlp_graph(MlpConfig(activation, p_mlp=p)), kind="redefined_mlp")
+
+    weights = torch.randn(32, 16), torch.randn(16, 32)
+
+    def call(x):
+        given = {"input": x, "fc1.weight": weights[0], "fc2.weight": weights[1]}
+        return autograd.run_block(redefined_mlp(0.0), "full", given)
+
+    return call
+
+
+def test_a_builder_that_is_defined_again():
+    """As a cell of a notebook: never the other definition's graph."""
+    torch._dynamo.reset()
+    x = torch.randn(3, 6, 16)
+    first = define("gelu")
+    compiled = torch.compile(first, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), first(x))
+    second = define("relu")
+    expected = second(x)
+    assert torch.equal(torch.compile(second, backend="aot_eager", fullgraph=True)(x), expected)
+    assert torch.equal(opaque(second)(x), expected)
+    with pytest.raises(RuntimeError, match="defined again"):
+        opaque(first)(x)
+    assert torch.equal(compiled(x), first(x))  # what was compiled is still there
+    operators.described.cache_clear()  # as in another process
+    with pytest.raises(RuntimeError, match="is not what it was when this was compiled"):
+        compiled(x)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="'redefined_mlp' was defined again"):
+        torch.compile(first, backend="aot_eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("kind", ["my-block", "a block", "mlp_backward", "mlp.block"])
+def test_kinds_are_names_of_operators(kind):
+    with pytest.raises(ValueError, match="kind is the name of an operator"):
+        operators.operators(kind)
+
+
+def test_double_backward_raises():
+    module = layer("full")
+    x = torch.randn(3, 6, 16, requires_grad=True)
+    (grad,) = torch.autograd.grad(opaque(module)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        grad.sum().backward()
+
+
+def test_compiled_autograd_of_a_forward_in_eager_mode():
+    torch._dynamo.reset()
+    module = layer("full")
+    expected = step(module, module)
+    torch.manual_seed(1)
+    x = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    loss = module(x).square().sum()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+    got = [x.grad, *(p.grad for p in module.parameters())]
+    for a, b in zip(got, expected[1:], strict=False):
+        assert torch.equal(a, b)
 
 
 def test_the_text_is_readable():
@@ -191,7 +270,8 @@ def step(call, module):
     "Outer checkpointing",
     "`create_selective_checkpoint_contexts`, by name: `torch.ops.fused_remat.encoder_prenorm`, ...",
     limits="a block saved by name keeps its output and what its own policy names; one with an "
-    "activation function of your own is not seen, and rebuilt",
+    "activation function of your own is not seen, and rebuilt; weights changed in place between "
+    "forward and backward of a saved block are not noticed, as of a saved matmul",
 )
 @pytest.mark.parametrize(
     ("policy", "saved"), [*((rung, True) for rung in RUNGS), ("balanced", False)]

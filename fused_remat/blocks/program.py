@@ -9,6 +9,7 @@ The kept set, the memory prediction and the tests read the same program.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ class Graph:
     inputs: tuple[str, ...] = ("input",)
     recipe: str = ""
     compute: torch.dtype | None = None
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of everything that is computed: another digest, another graph."""
+        what = (self.kind, self.nodes, self.params, self.inputs, self.compute)
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
     @functools.cached_property
     def tensors(self) -> tuple[str, ...]:

@@ -24,6 +24,8 @@ Part = TypeVar("Part", bound=type)
 
 #: What a recipe may call, by name.
 _CALLABLES: dict[str, Callable[..., Any]] = {}
+#: How often each name was defined: a notebook's cell may be run again.
+_DEFINITIONS: dict[str, int] = {}
 
 
 def part(cls: Part) -> Part:
@@ -48,27 +50,30 @@ def builder(build: Callable[..., Graph]) -> Callable[..., Graph]:
     @functools.lru_cache(maxsize=1024)
     @functools.wraps(build)
     def cached(*args: Any, **kwargs: Any) -> Graph:
-        recipe = _call(name, args, kwargs)
-        return dataclasses.replace(build(*args, **kwargs), recipe=recipe)
+        recipe = _call(name, args, kwargs)  # built from what it says: plain numbers, not numpy's
+        plain, named = _arguments(ast.parse(recipe, mode="eval").body)
+        return dataclasses.replace(build(*plain, **named), recipe=recipe)
 
     @functools.wraps(build)
     def built(*args: Any, **kwargs: Any) -> Graph:
         if torch.compiler.is_compiling():
-            return graph_of(_call(name, args, kwargs))
+            return _graph_by(name, operator.index(definition), _call(name, args, kwargs))
         return cached(*args, **kwargs)
 
-    _register(cached)
+    definition = _register(cached)
     return built
 
 
-def _register(made: Callable[..., Any]) -> None:
-    known = _CALLABLES.setdefault(made.__name__, made)
+def _register(made: Callable[..., Any]) -> int:
+    """Let recipes call `made`; returns which definition of its name it is."""
+    name = made.__name__
+    known = _CALLABLES.setdefault(name, made)
     if known.__module__ != made.__module__:
-        raise ValueError(
-            f"a builder or part named {made.__name__!r} is already in {known.__module__}"
-        )
-    _CALLABLES[made.__name__] = made
+        raise ValueError(f"a builder or part named {name!r} is already in {known.__module__}")
+    _CALLABLES[name] = made
+    _DEFINITIONS[name] = _DEFINITIONS.get(name, 0) + 1
     _read.cache_clear()  # of what an earlier definition made
+    return _DEFINITIONS[name]
 
 
 # Dynamo traces what writes a recipe, and takes the numbers as constants with guards: hence
@@ -92,6 +97,8 @@ def _written(value: Any) -> str:
         return repr(value)
     if isinstance(value, tuple):
         return "(" + "".join([_written(v) + ", " for v in value]) + ")"
+    if hasattr(value, "item"):  # numpy's numbers, and tensors of one element
+        return _written(value.item())
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Graph) and value.recipe:
@@ -122,11 +129,28 @@ def graph_of(recipe: str) -> Graph:
     return _read(recipe)
 
 
-graph_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # not traced, but called
+def _graph_by(name: str, definition: int, recipe: str) -> Graph:
+    """`graph_of`, for a builder that must be the last of its name."""
+    if _DEFINITIONS[name] != definition:
+        raise RuntimeError(
+            f"the builder {name!r} was defined again, and what is compiled names it: give each "
+            "definition a name of its own"
+        )
+    return graph_of(recipe)
+
+
+for _called in (graph_of, _graph_by):  # not traced by Dynamo, but called
+    vars(_called)["_dynamo_marked_constant"] = True
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
 _NAMES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
+
+
+def _arguments(call: ast.expr) -> tuple[list[Any], dict[str, Any]]:
+    assert isinstance(call, ast.Call)
+    named = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+    return list(map(_value, call.args)), named
 
 
 def _value(node: ast.expr) -> Any:
@@ -139,9 +163,9 @@ def _value(node: ast.expr) -> Any:
             return _NAMES[name]
         case ast.Tuple(elts=elements):
             return tuple(map(_value, elements))
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+        case ast.Call(func=ast.Name(id=name)):
             if name not in _CALLABLES:
                 raise ValueError(f"no builder or part {name!r}: is its module imported?")
-            named = {str(keyword.arg): _value(keyword.value) for keyword in keywords}
-            return _CALLABLES[name](*map(_value, args), **named)
+            args, kwargs = _arguments(node)
+            return _CALLABLES[name](*args, **kwargs)
     raise ValueError(f"not a recipe: {ast.unparse(node)}")

@@ -47,7 +47,7 @@ class FusedRematLayer(nn.TransformerEncoderLayer):
         float64); so is `grad`, or None, with `param.grad_dtype` set likewise. Hooks on parameters,
         DDP, FSDP, parameters that are no leaves, calls that do not take the fused path and
         create_graph=True raise RuntimeError; gradients that `torch.autograd.grad` asks for are
-        returned as ever.
+        returned as ever. An exception in backward leaves what was added until then.
     Raises: ValueError for an unknown policy, activation name, backend or accumulate_into; for bad
         arguments and inputs, what `nn.TransformerEncoderLayer` raises; RuntimeError in backward
         when a tensor that backward needs was changed in place, and for double backward.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fused_remat.ops.activation import Draws
+from fused_remat.ops.draws import Draws, is_ours
 
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
 _FLAGS = (
@@ -95,14 +96,16 @@ class HookRun:
 
     def _watcher(self, key: Key, hook: Hook) -> Hook:
         def watcher(module: nn.Module, *given: Any) -> Any:
-            # Of several threads another may draw: then what counts are the operators called here.
-            alone = threading.active_count() == 1 or _is_pytorchs(hook)
-            draws = Draws()
+            # With other threads about, operators are watched; not PyTorch's own (FSDP's gather).
+            watched = threading.active_count() > 1 and not _is_pytorchs(hook)
+            draws, start = Draws(), time.perf_counter()
             before = _Seen(self._all, given)
-            with contextlib.nullcontext() if alone else draws:
+            with draws if watched else contextlib.nullcontext():
                 result = hook(module, *given)
-            after = _Seen(self._all, given)
-            drew = (alone or draws.drew) and before.random != after.random
+            elapsed, after = time.perf_counter() - start, _Seen(self._all, given)
+            drew = before.random != after.random and (
+                not watched or is_ours(draws, _random_states, operator.eq, elapsed)
+            )
             acted = result is not None or drew or before.differs(after)
             self._calls.append((key, acted))
             return result
@@ -123,6 +126,14 @@ def _is_pytorchs(hook: Hook) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
+def _random_states() -> list[bytes]:
+    """Of torch's default generators."""
+    states = [torch.get_rng_state().numpy().tobytes()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state().numpy().tobytes())
+    return states
+
+
 class _Seen:
     """What a hook can change that a replay needs, at one moment; `random` apart."""
 
@@ -140,9 +151,7 @@ class _Seen:
             t._version for t in objects if isinstance(t, Tensor) and not t.is_inference()
         ]
         self.grad_mode = torch.is_grad_enabled()
-        self.random = [torch.get_rng_state().numpy().tobytes()]
-        if torch.cuda.is_initialized():
-            self.random.append(torch.cuda.get_rng_state().numpy().tobytes())
+        self.random = _random_states()
 
     def differs(self, other: _Seen) -> bool:
         return (

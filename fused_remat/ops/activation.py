@@ -6,7 +6,7 @@ the same then; what can be found out about that is found out here, by calling it
 
 from __future__ import annotations
 
-import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fused_remat.backends import activations
 from fused_remat.blocks.custom import Function, leaves
+from fused_remat.ops.draws import Draws, is_ours
 
 ActivationLike = str | Callable[[Tensor], Tensor]
 
@@ -85,23 +85,21 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
 
 
 def _try(fn: Function, x: Tensor) -> Recallable | str:
-    before = _generator_state(x.device)
-    reads = _Reads()
+    device, start = x.device, time.perf_counter()
+    before, reads = _generator_state(device), _Reads()
     try:
         with _without_autocast(x), torch.enable_grad(), _unseen(), reads:
             y = fn(x.clone())  # it may work in place
     except Exception as error:
         return f"fails on an input of shape {tuple(x.shape)} ({error})"
     finally:
-        after = _generator_state(x.device)
-        if before is None or after is None:
+        elapsed = time.perf_counter() - start
+        if before is None:
             drew = reads.drew
-        else:
-            # Another of several threads may draw meanwhile: it must be an operator here, too.
-            drew = reads.drew or threading.active_count() == 1
-            drew = drew and not torch.equal(before, after)
+        elif drew := not torch.equal(before, _torch_state(device)):
+            drew = is_ours(reads, lambda: _torch_state(device), torch.equal, elapsed)
         if drew and before is not None:
-            _set_generator_state(x.device, before)
+            _set_generator_state(device, before)
     if drew:
         return "draws random numbers"
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
@@ -112,24 +110,6 @@ def _try(fn: Function, x: Tensor) -> Recallable | str:
     if any(_changed(reference, version) for reference, version in watched):
         return "changes a tensor that it captured"
     return Recallable(_guarded(fn, watched), captured)
-
-
-class Draws(TorchDispatchMode):
-    """Notes whether an operator of this thread may draw random numbers.
-
-    >>> with Draws() as draws:
-    ...     x = torch.ones(2).bernoulli_(0.5)
-    >>> draws.drew
-    True
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drew = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
 
 
 def _under_autocast(fn: Function, device_type: str, dtype: torch.dtype) -> Function:
@@ -239,11 +219,14 @@ def _without_autocast(x: Tensor) -> Any:
 
 def _generator_state(device: torch.device) -> Tensor | None:
     """None while a CUDA graph is captured, when PyTorch refuses to say."""
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    return _torch_state(device)
+
+
+def _torch_state(device: torch.device) -> Tensor:
+    """That of torch's default generator for `device`."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _set_generator_state(device: torch.device, state: Tensor) -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from fused_remat import FusedRematLayer, ReplayError, check_replay
+from fused_remat import FusedRematLayer, ReplayError, check, check_replay
 
 
 @pytest.mark.composes("Replay check", "the triton backend, by the routines of deterministic mode")
@@ -30,3 +31,14 @@ def test_gradients_are_those_of_deterministic_mode(policy):
     layer.norm2.weight.data[4] = 2.0
     with pytest.raises(ReplayError, match=r"'norm2.weight' differs at \(index 4\): .* read 1, "):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_backward_outside_of_it_and_of_a_checkpoint(norm_first):
+    """The checkpoint's replay takes the routines that the first forward took."""
+    layer = FusedRematLayer(128, 2, 256, 0.2, backend="triton", norm_first=norm_first)
+    x = torch.randn(5, 2, 128, requires_grad=True)
+    with check_replay():
+        y = checkpoint(layer, x, use_reentrant=False)
+    y.square().sum().backward()
+    assert check.RECORDED == 0
