@@ -130,6 +130,10 @@ def _describe(
     )
 
 
+#: Settings of the compiler under which it rebuilds no more than it must.
+_HARMLESS = {"activation_memory_budget": 1.0, "aggressive_recomputation": False}
+
+
 def _draws_seed(recipe: str, for_backward: bool) -> bool:
     """Whether a block needs a seed.
 
@@ -137,10 +141,10 @@ def _draws_seed(recipe: str, for_backward: bool) -> bool:
     """
     if not graph_of(recipe).uses_seed:
         return False
-    config = torch._functorch.config
-    for name, harmless in (("activation_memory_budget", 1.0), ("aggressive_recomputation", False)):
-        value = getattr(config, name)
-        if for_backward and value != harmless:
+    matters = for_backward and torch.compiler.is_compiling()
+    for name, harmless in _HARMLESS.items() if matters else ():
+        value = getattr(torch._functorch.config, name)
+        if value != harmless:
             raise RuntimeError(
                 f"fused_remat: torch.compile with {name} = {value}: dropout would be drawn again "
                 f"in backward, and gradients be wrong; set it to {harmless}, or pass seed="

@@ -92,6 +92,13 @@ class Policy:
                 raise TypeError(f"Policy(save=...) takes names (str), got {name!r}")
         object.__setattr__(self, "save", names)
 
+    def __repr__(self) -> str:
+        return (
+            f"Policy(save={{{', '.join(map(repr, sorted(self.save)))}}})"
+            if self.save
+            else "Policy()"
+        )
+
 
 def kept_names(policy: str | Policy, block: str, valid: Iterable[str]) -> frozenset[str]:
     """The names that `policy` keeps in `block`, whose activations are `valid`.

@@ -121,7 +121,9 @@ def test_a_mask_that_wants_a_gradient():
     assert_equal(*grads)
 
 
-@pytest.mark.parametrize("activation", ["relu", F.silu, nn.GELU(approximate="tanh")], ids=str)
+@pytest.mark.parametrize(
+    "activation", ["relu", F.silu, nn.GELU(approximate="tanh")], ids=["relu", "silu", "gelu_tanh"]
+)
 def test_activations_that_have_a_name(activation):
     layer = make(activation=activation)
     assert_equal(step(compiled(layer), src(), layer), step(layer, src(), layer))

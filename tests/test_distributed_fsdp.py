@@ -301,7 +301,9 @@ def refuses_to_accumulate(wrap, *args):
     "FSDP2", "accumulate_into", limits="refused with RuntimeError; so under FSDP1"
 )
 @pytest.mark.parametrize(
-    "wrap", [(per_layer,), (root_only,), (fsdp1_of, True), (fsdp1_of, False)], ids=str
+    "wrap",
+    [(per_layer,), (root_only,), (fsdp1_of, True), (fsdp1_of, False)],
+    ids=["per layer", "root only", "FSDP1, original parameters", "FSDP1, flat parameters"],
 )
 def test_accumulation_is_refused(two_processes, wrap):
     two_processes.run(refuses_to_accumulate, *wrap)
