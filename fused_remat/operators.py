@@ -7,18 +7,16 @@ compiler. So each kind of block is an operator, `torch.ops.fused_remat.<kind>` (
     <kind>(Tensor[] tensors, str call) -> Tensor[]            the output, then what is kept
     <kind>_backward(Tensor[] saved, SymInt[] sizes, Tensor dy, str call) -> Tensor[]
 
-`call` says everything else as text (`Described`), so that a compiled program holds no object. They
-run the same two functions as eager mode; only what is kept is one tensor per name rather than
+`call` says everything else as text (`call_text.py`), so that a compiled program holds no object.
+They run the same two functions as eager mode; only what is kept is one tensor per name rather than
 pieces, since an operator returns a fixed number of tensors.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,108 +25,19 @@ from torch import Tensor
 from fused_remat import check, random
 from fused_remat.backends.base import FusedRematWarning
 from fused_remat.blocks.frame import Prepared
-from fused_remat.blocks.program import Graph, Programs, programs, sizes
+from fused_remat.blocks.program import Graph, sizes
 from fused_remat.blocks.recipe import graph_of
 from fused_remat.blocks.reread import check_unchanged
+from fused_remat.call_text import Described, describe, described
 from fused_remat.calls import (
-    BlockCall,
     backward_block,
     empty_output,
     forward_block,
     prepare,
 )
-from fused_remat.policies import RUNGS, Policy, kept_names
-from fused_remat.version import __version__
-
-
-@dataclass(frozen=True)
-class Described:
-    """The text of a call, read.
-
-    Attributes:
-        call: what is computed.
-        dtypes: of the tensors given, by name, in the order in which they are given.
-    """
-
-    call: BlockCall
-    dtypes: Mapping[str, torch.dtype]
-
-    @functools.cached_property
-    def plan(self) -> Programs:
-        return programs(self.call.graph, self.call.save, self.call.wants, tiled=False)
-
-    @functools.cached_property
-    def saved(self) -> tuple[str, ...]:
-        """Those of the given tensors that backward reads again."""
-        rereads = {*self.plan.kept_inputs, *self.plan.saved_params}
-        return tuple(name for name in self.dtypes if name in rereads)
-
-    @functools.cached_property
-    def wanted(self) -> tuple[str, ...]:
-        return tuple(name for name in self.dtypes if name in self.call.wants)
-
-    def aligned(self, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
-        """`values`, of `names`, in the order of the graph's tensors; None for the others."""
-        named = dict(zip(names, values, strict=True))
-        return [named.get(name) for name in self.call.graph.tensors]
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-@functools.lru_cache(maxsize=4096)
-def described(text: str) -> Described:
-    """Read what `_describe` wrote."""
-    fields = json.loads(text)
-    graph = graph_of(fields["graph"])
-    if [graph.digest, __version__] != fields["of"]:
-        raise RuntimeError(
-            f"fused_remat: {fields['graph']} is not what it was when this was compiled: the "
-            "builder was changed, or fused_remat was"
-        )
-    call = BlockCall(
-        graph=graph,
-        save=frozenset(fields["save"]),
-        wants=frozenset(fields["wants"]),
-        backend=fields["backend"],
-        seq_first=fields["seq_first"],
-        preserve_strides=fields["preserve_strides"],
-    )
-    return Described(call, {name: _dtype(dtype) for name, dtype in fields["dtypes"].items()})
-
+from fused_remat.policies import RUNGS, Policy
 
 # --- what Dynamo does not trace, but calls: constants in, constants out, checked while compiling
-
-
-def _describe(
-    recipe: str,
-    policy: str | tuple[str, ...],
-    names: tuple[str, ...],
-    dtypes: tuple[torch.dtype, ...],
-    wants: tuple[str, ...],
-    backend: str,
-    seq_first: bool,
-    preserve_strides: bool,
-) -> str:
-    graph = graph_of(recipe)
-    what = policy if isinstance(policy, str) else Policy(save=policy)
-    return json.dumps(
-        {
-            "graph": recipe,
-            "of": [graph.digest, __version__],
-            "save": sorted(kept_names(what, graph.kind, graph.names)),
-            "wants": sorted(wants),
-            "backend": backend,
-            "seq_first": seq_first,
-            "preserve_strides": preserve_strides,
-            "dtypes": {
-                n: str(d).removeprefix("torch.") for n, d in zip(names, dtypes, strict=True)
-            },
-        }
-    )
-
 
 #: Settings of the compiler under which it rebuilds no more than it must.
 _HARMLESS = {"activation_memory_budget": 1.0, "aggressive_recomputation": False}
@@ -159,7 +68,7 @@ def _registered(recipe: str) -> str:
     return kind
 
 
-for _constant in (_describe, _draws_seed, _registered):
+for _constant in (describe, _draws_seed, _registered):
     vars(_constant)["_dynamo_marked_constant"] = True
 
 
@@ -186,7 +95,7 @@ def run(
     wants = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
     if "seed" not in given and _draws_seed(graph.recipe, bool(wants)):
         given["seed"] = random.draw_seed(given["input"].device)
-    text = _describe(
+    text = describe(
         graph.recipe,
         policy if isinstance(policy, str) else tuple(policy.save),
         tuple(given),

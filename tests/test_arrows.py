@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LINE = ("layers", "ops", "autograd", "operators", "calls", "blocks", "backends", "kernels")
+LINE = (
+    "layers", "ops", "autograd", "operators", "call_text", "calls", "blocks", "backends", "kernels",
+)  # fmt: skip
 LEAVES = ("accumulation", "policies", "random", "uncompiled", "version")
 NODES = ("blocks.nodes", "blocks.attention", "blocks.pointwise", "blocks.rotary")
 
