@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import RUNGS
 
-from fused_remat import Policy, autograd, ops
+from fused_remat import Policy, autograd, calls, ops
 from fused_remat.backends import registry
 from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.backends.eager import EagerBackend
@@ -45,7 +45,7 @@ def fusing(monkeypatch):
     backend = Fusing()
     registry._backend_for.cache_clear()
     monkeypatch.setitem(registry.BACKENDS, "fusing", lambda: backend)
-    autograd._prepare.cache_clear()
+    calls._prepare.cache_clear()
     yield backend
     registry._backend_for.cache_clear()
 

@@ -21,10 +21,10 @@ def assert_both_raise(error, *args, **kwargs):
         FusedRematLayer(*args, **kwargs)
 
 
-def test_signature_is_the_stock_one_plus_two_keywords():
+def test_signature_is_the_stock_one_plus_three_keywords():
     stock = inspect.signature(nn.TransformerEncoderLayer.__init__).parameters
     ours = dict(inspect.signature(FusedRematLayer.__init__).parameters)
-    for name in ("policy", "backend"):
+    for name in ("policy", "backend", "accumulate_into"):
         assert ours.pop(name).kind is inspect.Parameter.KEYWORD_ONLY
     assert list(ours) == list(stock)
     assert all(ours[n].default == stock[n].default for n in stock)

@@ -97,12 +97,12 @@ def _written(value: Any) -> str:
         return repr(value)
     if isinstance(value, tuple):
         return "(" + "".join([_written(v) + ", " for v in value]) + ")"
-    if hasattr(value, "item"):  # numpy's numbers, and tensors of one element
-        return _written(value.item())
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     if isinstance(value, Graph) and value.recipe:
         return value.recipe
+    if hasattr(value, "item"):  # numpy's numbers, and tensors of one element
+        return _written(value.item())
     if not dataclasses.is_dataclass(value) or isinstance(value, Graph):
         raise TypeError(f"a recipe holds plain numbers and parts, got {type(value).__name__}")
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
