@@ -97,6 +97,11 @@ def why_not_engine(layer: nn.Module) -> str | None:
 
 
 def refusal(target: str, reason: str) -> RuntimeError:
+    """The error to raise where gradients cannot go into `target`.
+
+    >>> refusal("grad", "fc1.weight is not a leaf")
+    RuntimeError("fused_remat: accumulate_into='grad' is not possible: fc1.weight is not a leaf")
+    """
     return RuntimeError(f"fused_remat: accumulate_into={target!r} is not possible: {reason}")
 
 

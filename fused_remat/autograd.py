@@ -1,6 +1,6 @@
 """The one autograd Function that runs any block, and who runs a call: it, or an operator.
 
-The Function is eager mode's: an operator costs about 90 µs more. What looks at operators, the
+The Function is eager mode's: an operator has more Python around it. What looks at operators, the
 compiler and selective checkpointing, gets one (`operators.py`).
 """
 

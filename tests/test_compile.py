@@ -280,6 +280,23 @@ def test_a_budget_of_the_compiler_changes_what_is_kept_and_nothing_else():
     assert saved.total < eager.total / 2
 
 
+def test_pytorch_draws_its_own_dropout_again_under_a_budget():
+    """Why blocks raise there; if this fails, PyTorch has mended it."""
+    w = torch.randn(64, 64, requires_grad=True)
+
+    def loss(x):
+        return (F.dropout(torch.relu(F.dropout(x @ w, 0.5) @ w.t()), 0.5) @ w).sum()
+
+    grads = []
+    for budget in (1.0, 0.3):
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            torch.manual_seed(0)
+            call = torch.compile(loss, backend="aot_eager_decomp_partition")
+            grads.append(torch.autograd.grad(call(torch.ones(8, 64)), w)[0])
+    assert (grads[0] - grads[1]).norm() > 0.1 * grads[0].norm()
+
+
 @pytest.mark.parametrize("setting", [{"activation_memory_budget": 0.5},
                                      {"aggressive_recomputation": True}], ids=str)  # fmt: skip
 def test_a_budget_under_which_dropout_would_be_drawn_again_raises(setting):

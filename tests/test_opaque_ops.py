@@ -297,22 +297,12 @@ def test_selective_checkpointing_sees_a_block_by_name(policy, saved):
     assert (name, False) in asked
     for a, b in zip(got, step(inner, module), strict=True):
         assert torch.equal(a, b)
-    forwards = [op for op, _ in operators_run(lambda: step(outer, module)) if op is name]
-    assert len(forwards) == (1 if saved else 2)
-
-
-def operators_run(fn):
-    seen = []
-    original = operators.forward_block
-
-    def counted(*args):
-        seen.append((torch.ops.fused_remat.encoder_prenorm.default, args))
-        return original(*args)
-
+    ran = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operators, "forward_block", counted)
-        fn()
-    return seen
+        original = operators.forward_block
+        patch.setattr(operators, "forward_block", lambda *a: ran.append(1) or original(*a))
+        step(outer, module)
+    assert len(ran) == (1 if saved else 2)
 
 
 def test_what_is_saved_by_name_is_what_the_policy_names():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fused_remat.blocks.custom import Function
@@ -29,6 +30,8 @@ def prepare_for(
     tensor([[1., 1., 1., 1.],
             [2., 2., 2., 2.]])
     """
+    if torch.compiler.is_compiling():
+        return "its activation is a function that cannot be called again in a compiled backward"
     dtype = src.dtype if precision is None else precision.compute or precision.stream
     token = src.new_zeros((*(1,) * (src.dim() - 1), width), dtype=dtype)
     found = prepare(activation, token, None if precision is None else precision.autocast)
