@@ -24,7 +24,7 @@ check: $(READY)  ## lint, format, types, and the arrows between the rooms
 	$(BIN)/python -m pytest -q tests/test_arrows.py
 
 docs: $(READY)  ## the generated parts of README.md and docs/, from graphs, results and tests
-	$(BIN)/python -m bench.readme
+	$(BIN)/python -m bench report
 
 bench: $(READY)  ## one layer on this CPU, every way and every rung: about half an hour
 	$(BIN)/python -m bench layers --device cpu --dtype float32
@@ -33,7 +33,7 @@ audit: $(READY)  ## what the compiler makes of every kernel, for every GPU, with
 	$(BIN)/python -m bench audit --arch 80 89 90 100 120 gfx942 --dtype bf16 fp16 --check --out build/audit
 
 gpu:  ## on a machine with a GPU: its tests, then the GPU benchmark
-	$(PY) -m pytest -m gpu -p bench.gpu_outcomes
+	$(PY) -m pytest -m gpu -p bench.gpu.outcomes
 	$(PY) -m bench gpu --out bench/results/gpu --minutes 8
 
 clean:  ## what can be made again, .venv included

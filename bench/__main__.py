@@ -11,10 +11,11 @@ os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 
 #: Sub-command -> module with `main(arguments) -> exit status`; loaded only when it is asked for.
 COMMANDS = {
-    "audit": "bench.audit",
-    "gpu": "bench.gpu",
-    "layers": "bench.layers",
-    "profile": "bench.profile_step",
+    "audit": "bench.audit.command",
+    "gpu": "bench.gpu.command",
+    "layers": "bench.layers.command",
+    "profile": "bench.layers.profile_step",
+    "report": "bench.report.command",
 }
 
 

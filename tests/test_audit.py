@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from bench import audit, audit_cases
-from bench.audit_attention import POINTERS, PRODUCTS, launches_of, variants
+from bench.audit import cases as audit_cases
+from bench.audit import command as audit
+from bench.audit.attention import POINTERS, PRODUCTS, launches_of, variants
 from fused_remat.backends.triton.tables import TILES, Tile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,8 +90,9 @@ def test_every_product_of_attention_is_a_warp_groups(width, call):
 AS_LAUNCHED = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from bench import audit, audit_cases
-from bench.audit_attention import launches_of, variants
+from bench.audit import cases as audit_cases
+from bench.audit import command as audit
+from bench.audit.attention import launches_of, variants
 
 class Device:
     "As much of a GPU's driver as compiling asks for."

@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from bench import layers, timing
-from bench.checks import Checks, WrongResultError
-from bench.layers_report import TARGETS, case_table, target_table, title, verdict
-from bench.timing import interleave, quantiles, rotated
-from bench.ways import BASELINE, WAYS, Way
+from bench.layers import command as layers
+from bench.layers.checks import Checks, WrongResultError
+from bench.layers.report import TARGETS, case_table, target_table, title, verdict
+from bench.layers.ways import BASELINE, WAYS, Way
+from bench.measure import machine as timing
+from bench.measure import turns
+from bench.measure.turns import interleave, quantiles, rotated
 from fused_remat.policies import RUNGS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -231,7 +233,7 @@ def test_rounds_take_turns() -> None:
 
 
 def test_time_ends_the_rounds_but_not_the_first_few() -> None:
-    assert len(interleave({"a": lambda: 0}, 100, 0.0)["a"]) == timing.FEWEST_ROUNDS
+    assert len(interleave({"a": lambda: 0}, 100, 0.0)["a"]) == turns.FEWEST_ROUNDS
     assert len(interleave({"a": lambda: 0}, 3, 0.0)["a"]) == 3
 
 

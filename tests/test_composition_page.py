@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from bench import gpu_outcomes
-from bench.composition import Mark, marks, table, works
+from bench.gpu import outcomes as gpu_outcomes
+from bench.report.composition import Mark, marks, table, works
 
 FILE = """
 import pytest

@@ -13,7 +13,7 @@ from reference import PARAM_NAMES, RUNGS, X, pair
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
-from bench.ways import RandomState
+from bench.layers.ways import RandomState
 from fused_remat import FusedRematLayer, FusedRematWarning, ops
 from fused_remat.memory import SavedBytes, measure_allocations
 

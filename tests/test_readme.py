@@ -2,9 +2,7 @@
 
 import gc
 import re
-import runpy
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -12,18 +10,15 @@ import pytest
 import torch
 from reference import pair
 
+from bench.report import command
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_generated_parts_are_up_to_date():
-    sys.path.insert(0, str(ROOT))
-    try:
-        readme = runpy.run_path(str(ROOT / "bench" / "readme.py"))
-    finally:
-        sys.path.remove(str(ROOT))
-    for page in readme["PAGES"]:
+    for page in command.PAGES:
         text = page.read_text()
-        assert readme["render"](text) == text, f"run python -m bench.readme for {page.name}"
+        assert command.render(text) == text, f"run python -m bench report for {page.name}"
 
 
 def test_the_layout_names_what_exists():

@@ -25,7 +25,9 @@ from gpu_checks import (
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from bench import gpu_contest, gpu_products, gpu_tiles
+from bench.gpu import products as gpu_products
+from bench.gpu import tiles as gpu_tiles
+from bench.measure import contest as gpu_contest
 from fused_remat.backends.base import NORM_STATS
 from fused_remat.backends.triton import gemm, tables
 

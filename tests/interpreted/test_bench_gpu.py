@@ -11,11 +11,15 @@ import pytest
 import torch
 from poisoned import TARGET
 
-from bench import gpu, gpu_attention, gpu_attention_tiles, gpu_contest, gpu_tiles
-from bench.gpu_attention_calls import SETTINGS, Subject
-from bench.gpu_contest import Contest, Rig, Way
-from bench.gpu_report import failures
-from bench.timing import ResultsFile
+from bench.gpu import attention as gpu_attention
+from bench.gpu import attention_tiles as gpu_attention_tiles
+from bench.gpu import command as gpu
+from bench.gpu import tiles as gpu_tiles
+from bench.gpu.attention_calls import SETTINGS, Subject
+from bench.gpu.report import failures
+from bench.measure import contest as gpu_contest
+from bench.measure.contest import Contest, Rig, Way, Work
+from bench.measure.results import ResultsFile
 from fused_remat.backends.triton import tables
 
 
@@ -80,7 +84,7 @@ def test_no_speed_of_what_is_wrong_or_not_written(rig):
     ways = {"right": torch.ones(2), "off": torch.full((2,), 1.001), "unwritten": nan}
     contest = Contest(
         {name: Way(lambda index, y=y: {"y": y}) for name, y in ways.items()},
-        lambda: {"y": torch.ones(2, dtype=torch.float64)}, 1.0, "GB/s", ("right",),
+        lambda: {"y": torch.ones(2, dtype=torch.float64)}, Work(bytes=1.0), ("right",),
     )  # fmt: skip
     rows = gpu_contest.measure(contest, rig)["ways"]
     assert "us" in rows["right"] and list(rows["off"]) == list(rows["unwritten"]) == ["error"]
@@ -97,7 +101,7 @@ def test_what_may_not_serve_is_absent_but_has_to_be_right(rig):
         "off": Way(lambda index: {"y": torch.full((2,), 1.001)}, optional=True),
     }
     truth = lambda: {"y": torch.ones(2, dtype=torch.float64)}  # noqa: E731
-    row = gpu_contest.measure(Contest(ways, truth, 1.0, "GB/s", ("absent",)), rig)
+    row = gpu_contest.measure(Contest(ways, truth, Work(bytes=1.0), ("absent",)), rig)
     assert [list(way) for way in row["ways"].values()] == [["error"], ["absent"], ["error"]]
     assert len(failures([{"case": {"section": "it", "name": "them"}} | row])) == 2
 

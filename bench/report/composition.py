@@ -1,6 +1,6 @@
 """The table of docs/composition.md, read from the tests' `composes` marks; no test is imported.
 
-`python -m bench.readme` writes it into the page. A mark decorates a test:
+`python -m bench report` writes it into the page. A mark decorates a test:
 
     @pytest.mark.composes("DDP", "gradient accumulation", limits="two processes, gloo")
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-#: What the tests on a GPU gave there; written by `make gpu` (`bench.gpu_outcomes`).
+ROOT = Path(__file__).resolve().parents[2]
+#: What the tests on a GPU gave there; written by `make gpu` (`bench.gpu.outcomes`).
 OUTCOMES = ROOT / "bench" / "results" / "gpu" / "tests.json"
 GROUPS = (
     "torch.compile", "torch.export", "Autocast", "DDP", "FSDP2", "FSDP1", "CUDA graphs",
@@ -136,7 +136,7 @@ def _reason(mark: ast.expr, shown: str) -> str:
 def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
     """What the tests of a row say: "yes", "no: why", or what a GPU said or has yet to say.
 
-    `outcomes` is what `bench.gpu_outcomes` wrote: the "machine", and "tests" by name.
+    `outcomes` is what `bench.gpu.outcomes` wrote: the "machine", and "tests" by name.
     """
     here = [m for m in row if not m.gpu and not m.fails]
     failing = [m.fails for m in row if m.fails]

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu_contest import (
+from bench.gpu.kernels import EPS, Entry, doubled
+from bench.measure.contest import (
     EXACT,
     SETS,
     Contest,
@@ -20,10 +21,10 @@ from bench.gpu_contest import (
     Results,
     Rig,
     Way,
+    Work,
     from_mask,
     multiplier,
 )
-from bench.gpu_kernels import EPS, Entry, doubled
 from fused_remat.backends.triton import gemm, norms, pointwise
 from fused_remat.backends.triton.launch import Launch
 
@@ -108,7 +109,7 @@ def linear_act(m: Mlp, dropped: bool) -> Contest:
         "split": Way(in_two),
     }
     truth = lambda: exact(None if keep is None else multiplier(keep))  # noqa: E731
-    return Contest(ways, truth, m.flops, "TFLOP/s", BASELINES)
+    return Contest(ways, truth, Work(flops=m.flops), BASELINES)
 
 
 def product_of(x: Tensor, weight: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ def linear_plain(m: Mlp) -> Contest:
         return gemm.linear_fwd(m.xs[index], *m.up, None, None, None, None, y, m.rig.target)
 
     ways = {"aten": Way(lambda index: {"y": m.pre(index)}), "kernel": per_set(kernel, {"y": y})}
-    return Contest(ways, lambda: {"y": m.exact_pre()}, m.flops, "TFLOP/s", ("aten",))
+    return Contest(ways, lambda: {"y": m.exact_pre()}, Work(flops=m.flops), ("aten",))
 
 
 def linear_end(m: Mlp) -> Contest:
@@ -157,7 +158,7 @@ def linear_end(m: Mlp) -> Contest:
         "split": Way(in_two),
     }
     truth = lambda: exact(multiplier(keep))  # noqa: E731
-    return Contest(ways, truth, m.flops, "TFLOP/s", BASELINES)
+    return Contest(ways, truth, Work(flops=m.flops), BASELINES)
 
 
 def linear_normed(m: Mlp) -> Contest:
@@ -190,7 +191,7 @@ def linear_normed(m: Mlp) -> Contest:
         "kernel": per_set(kernel, {"y": fused}),
         "split": Way(in_two),
     }
-    return Contest(ways, truth, m.flops, "TFLOP/s", ("aten",))
+    return Contest(ways, truth, Work(flops=m.flops), ("aten",))
 
 
 def gated_mlp_fwd(m: Mlp) -> Contest:
@@ -221,7 +222,7 @@ def gated_mlp_fwd(m: Mlp) -> Contest:
         "kernel": per_set(kernel, {"y": fused}),
         "split": Way(in_two),
     }
-    return Contest(ways, truth, 2 * m.flops, "TFLOP/s", BASELINES)
+    return Contest(ways, truth, Work(flops=2 * m.flops), BASELINES)
 
 
 # --- backward: the activation and the gradient of the pre-activation, from x and dy
@@ -265,7 +266,7 @@ def mlp_bwd(m: Mlp) -> Contest:
         "linear_act_bwd": Way(after_product),
         "split": Way(in_two),
     }
-    return Contest(ways, truth, 2 * m.flops, "TFLOP/s", BASELINES)
+    return Contest(ways, truth, Work(flops=2 * m.flops), BASELINES)
 
 
 def gated_gradients(dact: Tensor, gate: Tensor, up: Tensor) -> Results:
@@ -317,7 +318,7 @@ def gated_mlp_bwd(m: Mlp) -> Contest:
         "linear_act_bwd": Way(after_products),
         "split": Way(in_two),
     }
-    return Contest(ways, truth, 3 * m.flops, "TFLOP/s", BASELINES)
+    return Contest(ways, truth, Work(flops=3 * m.flops), BASELINES)
 
 
 # --- what is measured, the most telling first

@@ -1,4 +1,4 @@
-"""Attention's kernels in every configuration they can launch with, for `bench.audit_cases`."""
+"""Attention's kernels in every configuration they can launch with, for `bench.audit.cases`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -26,22 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-from bench import (
-    audit_cases,
-    gpu_attention,
-    gpu_attention_tiles,
-    gpu_contest,
-    gpu_kernels,
-    gpu_layers,
-    gpu_products,
-    gpu_rotary,
-    gpu_tiles,
-)
-from bench.gpu_contest import UNITS, Rig, described
-from bench.gpu_report import failures, line, report
-from bench.timing import ROOT, ResultsFile, machine
+from bench.audit import cases as audit_cases
+from bench.gpu import attention as gpu_attention
+from bench.gpu import attention_tiles as gpu_attention_tiles
+from bench.gpu import kernels as gpu_kernels
+from bench.gpu import layers as gpu_layers
+from bench.gpu import products as gpu_products
+from bench.gpu import rotary as gpu_rotary
+from bench.gpu import tiles as gpu_tiles
+from bench.gpu.report import failures, line, report
+from bench.measure import ceilings
+from bench.measure import contest as gpu_contest
+from bench.measure.contest import Rig, described
+from bench.measure.machine import ROOT, environment
+from bench.measure.results import ResultsFile
 from fused_remat.backends.triton.launch import INTERPRETED, Target, target_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -92,58 +90,13 @@ def _steps(entries: Callable[[Rig], Iterable[gpu_layers.Entry]], needs: float) -
 # --- the machine and its ceilings
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """The machine, its GPU and the versions of what runs on it."""
-    found = machine(str(device)) | {"triton": triton.__version__}
-    found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {
-            "driver": _driver(),
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "sms": properties.multi_processor_count,
-            "memory_bytes": properties.total_memory,
-            "l2_bytes": getattr(properties, "L2_cache_size", None),
-        }
-    return found
-
-
-def _driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
-
-
 def _environment_jobs(rig: Rig) -> Iterator[Job]:
     yield Job({"name": "environment"}, lambda rig: {"found": environment(rig.device)}, 5.0)
 
 
-def _copy(rig: Rig) -> tuple[Callable[[int], Any], float]:
-    count = rig.size(1 << 30, 1 << 10)
-    x, y = rig.normal(count), rig.poisoned(count)
-    return lambda index: y.copy_(x), 2.0 * x.nbytes
-
-
-def _product(rig: Rig) -> tuple[Callable[[int], Any], float]:
-    n = rig.size(8192, 64)
-    x, w = rig.normal(n, n), rig.normal(n, n)
-    return lambda index: torch.mm(x, w), 2.0 * n**3
-
-
-def _ceiling(rig: Rig, unit: str, run: Callable[[int], Any], work: float) -> dict[str, Any]:
-    run(0)
-    times = gpu_contest.in_turns({"torch": gpu_contest.stepper(run, rig)}, rig)
-    (row,) = gpu_contest.summary(times, ()).values()
-    rig.ceilings[unit] = work / UNITS[unit] / (1e-6 * row["us"]["p50"])
-    return {"unit": unit, "work": work, "ways": {"torch": row | {unit: rig.ceilings[unit]}}}
-
-
 def _ceiling_jobs(rig: Rig) -> Iterator[Job]:
-    """A large copy, bytes read and written; a large product of random numbers."""
-    yield Job({"name": "copy"}, lambda rig: _ceiling(rig, "GB/s", *_copy(rig)), 5.0)
-    yield Job({"name": "mm"}, lambda rig: _ceiling(rig, "TFLOP/s", *_product(rig)), 5.0)
+    for unit, what in ceilings.CEILINGS.items():
+        yield Job({"name": what.__name__}, lambda rig, u=unit: ceilings.measure(rig, u), 5.0)
 
 
 # --- kernels are compiled before they are timed, on all cores

@@ -3,7 +3,7 @@
 Registers, spills, shared memory, occupancy, tensor-core instructions, TMA and code size of each
 kernel in each configuration it can launch with, as a table and as JSON. `--check` fails on a spill
 in a default configuration, on shared memory over the limit, on a 16-bit product without tensor
-cores, and on what exceeds its budget in `bench/audit_budgets.json`.
+cores, and on what exceeds its budget in `bench/audit/budgets.json`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from bench import audit_cases
+from bench.audit import cases as audit_cases
 from fused_remat.backends.triton.launch import INTERPRETED, Launch
 
-BUDGETS = Path(__file__).with_name("audit_budgets.json")
+BUDGETS = Path(__file__).with_name("budgets.json")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
     torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"

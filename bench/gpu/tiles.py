@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu_contest import Contest, Results, Rig, Way
-from bench.gpu_kernels import Entry, doubled
-from bench.gpu_products import (
+from bench.gpu.kernels import Entry, doubled
+from bench.gpu.products import (
     WIDTHS,
     Mlp,
     gated_gradients,
@@ -20,6 +19,7 @@ from bench.gpu_products import (
     product_of,
     sizes_of,
 )
+from bench.measure.contest import Contest, Results, Rig, Way, Work
 from fused_remat.backends.triton import gemm, tables
 from fused_remat.backends.triton.launch import Launch
 from fused_remat.backends.triton.tables import Tile
@@ -158,7 +158,7 @@ def contest(m: Mlp, kernel: str) -> Contest:
     for tile in tables.TILES[kernel][tables.family(m.rig.target)]:
         out = {name: m.hidden() for name in tiled.outputs}
         ways[tile_name(tile)] = per_set(lambda i, t=tile, o=out: tiled.launch(i, t, o), out)
-    return Contest(ways, tiled.truth, tiled.products * m.flops, "TFLOP/s", ("bare",))
+    return Contest(ways, tiled.truth, Work(flops=tiled.products * m.flops), ("bare",))
 
 
 def tile_entries(rig: Rig) -> Iterator[Entry]:

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.gpu_attention_calls import DIRECTIONS, SDPA, SETTINGS, Subject
-from bench.gpu_contest import SETS, Contest, P, Results, Rig, Way
-from bench.gpu_kernels import Entry
+from bench.gpu.attention_calls import DIRECTIONS, SDPA, SETTINGS, Subject
+from bench.gpu.kernels import Entry
+from bench.measure.contest import SETS, Contest, P, Results, Rig, Way, Work
 from fused_remat.backends.triton import attention
 from fused_remat.backends.triton.launch import Launch
 from fused_remat.backends.triton.tables import AttentionTile
@@ -116,18 +116,16 @@ def rival(s: Subject, name: str, direction: str) -> Way:
     def forward(index: int) -> Results:
         return {"out": attend(s, *leaves[index]).detach()}
 
-    @functools.cache
-    def graph(index: int) -> Tensor:
-        return attend(s, *leaves[index])
+    def graph(index: int) -> tuple[int, Tensor]:
+        return index, attend(s, *leaves[index])
 
-    def backward(index: int) -> Results:
-        dout = s.as_heads(s.douts[index])
-        made = torch.autograd.grad(graph(index), leaves[index], dout, retain_graph=True)
+    def backward(given: tuple[int, Tensor]) -> Results:
+        index, out = given
+        made = torch.autograd.grad(out, leaves[index], s.as_heads(s.douts[index]))
         return dict(zip(DIRECTIONS["bwd"], made, strict=True))
 
-    # A backward runs on the stream of its forward, which no capture on another one allows.
     if direction == "bwd":
-        return Way(backward, truth, optional=True, replayed=False)
+        return Way(backward, truth, optional=True, prepare=graph)
     return Way(forward, truth, optional=True)
 
 
@@ -192,7 +190,7 @@ def contest(s: Subject, direction: str, rivals: Sequence[str]) -> Contest:
     }
     baselines = tuple(rivals) or ("kernel",)
     truth = lambda: s.exact(direction)  # noqa: E731
-    return Contest(ways, truth, s.flops[direction], "TFLOP/s", baselines, FACTOR)
+    return Contest(ways, truth, Work(flops=s.flops[direction]), baselines, FACTOR)
 
 
 # --- what is measured, the most telling first

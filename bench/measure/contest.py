@@ -1,8 +1,9 @@
-"""Several ways to compute one thing on a GPU: each checked against float64, then timed in turns."""
+"""Several ways to compute one thing: each checked against float64, then timed in turns."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from bench.timing import interleave, quantiles
+from bench.measure.clock import Clock
+from bench.measure.registry import Absent
+from bench.measure.turns import interleave, quantiles
 from fused_remat import random
 from fused_remat.backends.eager import EagerBackend
 from fused_remat.backends.triton.launch import Launch, Target
@@ -23,7 +26,7 @@ from fused_remat.random import Keep
 #: What is exact when computed in float64.
 EXACT = EagerBackend()
 P = 0.1  # of every dropout here
-#: Input sets of a contest: together they outgrow the cache, and calls take turns on them.
+#: Input sets of a contest, which calls take turns on.
 SETS = 2
 #: Relative L2 error allowed, by the dtype of a result. A rounding to bfloat16 is off by 1.6e-3 in
 #: the mean square; a result takes at most six, its own included, of independent values: 3.9e-3.
@@ -31,7 +34,8 @@ SETS = 2
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5, torch.float64: 1e-9}
 UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
 ROUNDS = 24
-_REPLAY_SECONDS = 1e-3  # what is timed at once: many launches, or a few long ones
+#: How far off the baseline itself may be, in `TOLERANCE`s, for others to be judged by it.
+_GROSS = 10.0
 
 Results = Mapping[str, Tensor]
 
@@ -41,25 +45,38 @@ class Rig:
     """What is measured on, in which dtype, and what was found of it.
 
     Attributes:
-        dry: tiny sizes, one round, the host's clock: the whole path, but no measurement.
-        target: of the kernels.
+        dry: tiny sizes, one round, caches as they are: the whole path, but no measurement.
+        target: of the kernels; None where there are none to launch.
         ceilings: unit ("GB/s", "TFLOP/s") -> the measured most of it.
         seconds: timed seconds of a contest at most, about.
+        rounds: of a contest, at most.
         ends: `time.perf_counter()` at which everything should have ended.
     """
 
     device: torch.device
     dtype: torch.dtype
     dry: bool
-    target: Target
+    target: Target | None
     ends: float
     seconds: float = 1.0
+    rounds: int = ROUNDS
     ceilings: dict[str, float] = field(default_factory=dict)
 
     @property
     def left(self) -> float:
         """Seconds."""
         return self.ends - time.perf_counter()
+
+    @functools.cached_property
+    def clock(self) -> Clock:
+        return Clock(self.device, flush=not self.dry)
+
+    def floor(self, work: Work) -> float | None:
+        """Seconds in which no way can do it, at the ceilings; None where one is not known."""
+        needs = {"TFLOP/s": work.flops, "GB/s": work.bytes}
+        if not all(unit in self.ceilings for unit, amount in needs.items() if amount):
+            return None
+        return max(n / (UNITS[u] * self.ceilings[u]) for u, n in needs.items() if n)
 
     def size(self, full: int, tiny: int) -> int:
         return tiny if self.dry else full
@@ -91,20 +108,34 @@ def from_mask(mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a call has to do at least: each operation once, each input read, each output written.
+
+    Attributes:
+        flops: floating-point operations of the products.
+        bytes: to and from memory.
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True)
 class Way:
     """One way to compute it.
 
     Attributes:
-        run: computes on an input set; what it returns is checked by name.
+        run: computes on what `prepare` gave; what it returns is checked by name.
+        prepare: makes ready, untimed, for a call on an input set: the forward before a backward;
+            by default gives the set's index.
         truth: what its results should be, where that depends on them (its own dropout mask).
         optional: it may not serve here, which is no failure; its results have to be right.
-        replayed: timed as a CUDA graph's replay, where it can be captured.
     """
 
-    run: Callable[[int], Results]
+    run: Callable[[Any], Results]
     truth: Callable[[Results], Results] | None = None
     optional: bool = False
-    replayed: bool = True
+    prepare: Callable[[int], Any] = lambda index: index
 
 
 @dataclass(frozen=True)
@@ -113,32 +144,54 @@ class Contest:
 
     Attributes:
         truth: the results on the first input set, in float64; a way may return fewer.
-        work: bytes (unit "GB/s") or floating-point operations ("TFLOP/s") of a call.
+        work: of a call.
         baselines: ways that all are compared with.
         factor: how many times `TOLERANCE` a result may be off.
+        absent: who cannot take part -> why.
     """
 
     ways: Mapping[str, Way]
     truth: Callable[[], Results]
-    work: float
-    unit: str
+    work: Work
     baselines: tuple[str, ...]
     factor: float = 1.0
+    absent: Mapping[str, str] = field(default_factory=dict)
 
 
 class WrongResultError(Exception):
     """A result that is not right."""
 
 
-def check(found: Results, truth: Results, factor: float = 1.0) -> dict[str, Any]:
-    """The result with the largest relative L2 error for its dtype. Raises: WrongResultError."""
-    worst: dict[str, Any] = {"error": -1.0, "allowed": 1.0}
+def errors(found: Results, truth: Results) -> dict[str, float]:
+    """Relative L2 errors by name; NaN of what is not finite or was not written."""
     assert found, "a way without results cannot be checked"
-    for name, value in found.items():
-        allowed, exact = factor * TOLERANCE[value.dtype], truth[name].reshape(value.shape)
-        error = ((value.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+    return {name: _error(value, truth[name].reshape(value.shape)) for name, value in found.items()}
+
+
+def _error(value: Tensor, exact: Tensor) -> float:
+    return ((value.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+
+
+def check(
+    found: Results,
+    truth: Results,
+    factor: float = 1.0,
+    theirs: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """The result that is off most of what is allowed, by its relative L2 error.
+
+    Allowed is `factor` times `TOLERANCE`, or 1.5 times the error of the baseline in the same dtype
+    (`theirs`, by name), whichever is more.
+
+    Raises: WrongResultError.
+    """
+    worst: dict[str, Any] = {"error": -1.0, "allowed": 1.0}
+    for name, error in errors(found, truth).items():
+        allowed = max(factor * TOLERANCE[found[name].dtype], 1.5 * (theirs or {}).get(name, 0.0))
         if not error <= allowed:  # NaN too: what was not written
-            raise WrongResultError(f"relative error of {name} is {error:.2g}, allowed {allowed:g}")
+            raise WrongResultError(
+                f"relative error of {name} is {error:.2g}, allowed {allowed:.2g}"
+            )
         if error / allowed > worst["error"] / worst["allowed"]:
             worst = {"result": name, "error": error, "allowed": allowed}
     return worst
@@ -151,34 +204,53 @@ def described(error: Exception) -> str:
 
 
 def admit(contest: Contest) -> dict[str, dict[str, Any]]:
-    """The beginning of each way's row: how it was found right, its error, or why it is absent."""
-    rows: dict[str, dict[str, Any]] = {}
+    """The beginning of each way's row: how it was found right, its error, or why it is absent.
+
+    The first baseline is judged first, by a wider margin, and the others by its errors.
+    """
     truth = contest.truth()
-    for name, way in contest.ways.items():
+    theirs: dict[str, float] = {}
+    found: dict[str, dict[str, Any]] = {}
+    first = [name for name in contest.baselines if name in contest.ways][:1]
+    for name in [*first, *(name for name in contest.ways if name not in first)]:
+        way = contest.ways[name]
         try:
-            results = way.run(0)
+            results = way.run(way.prepare(0))
             exact = truth if way.truth is None else way.truth(results)
             own = {k: v for k, v in results.items() if k in exact}
-            rows[name] = {"check": check(own, exact, contest.factor)}
+            factor = contest.factor * (_GROSS if name in first else 1.0)
+            found[name] = {"check": check(own, exact, factor, theirs)}
+            theirs = theirs or (errors(own, exact) if name in first else {})
         except Exception as error:  # one broken way must not cost the others' results
-            absent = way.optional and not isinstance(error, WrongResultError)
-            rows[name] = {"absent" if absent else "error": described(error)}
-    return rows
+            unable = isinstance(error, Absent) or way.optional
+            absent = unable and not isinstance(error, WrongResultError)
+            found[name] = {"absent" if absent else "error": described(error)}
+    return {name: found[name] for name in contest.ways} | {
+        name: {"absent": why} for name, why in contest.absent.items()
+    }
 
 
 def measure(contest: Contest, rig: Rig) -> dict[str, Any]:
     """A row: every way checked, and those that are right timed."""
     rows = admit(contest)
     right = {name: contest.ways[name] for name, row in rows.items() if "check" in row}
-    steps = {name: stepper(way.run, rig, way.replayed) for name, way in right.items()}
+    steps = {name: rig.clock.sampler(w.run, w.prepare, SETS) for name, w in right.items()}
     times = in_turns(steps, rig)
+    work, floor = contest.work, rig.floor(contest.work)
     for name, found in summary(times, contest.baselines).items():
-        rate = contest.work / UNITS[contest.unit] / (1e-6 * found["us"]["p50"])
-        rows[name] |= found | {contest.unit: rate}
-        if contest.unit in rig.ceilings:
-            rows[name]["of_ceiling"] = rate / rig.ceilings[contest.unit]
+        seconds = 1e-6 * found["us"]["p50"]
+        rows[name] |= found | rates(work, seconds)
+        if floor is not None:
+            rows[name]["of_ceiling"] = floor / seconds
     rounds = max(map(len, times.values()), default=0)
-    return {"rounds": rounds, "work": contest.work, "unit": contest.unit, "ways": rows}
+    row = {"rounds": rounds, "work": {"flops": work.flops, "bytes": work.bytes}}
+    return row | {"floor_us": None if floor is None else 1e6 * floor, "ways": rows}
+
+
+def rates(work: Work, seconds: float) -> dict[str, float]:
+    """What of the work is counted, a second, in its unit."""
+    amounts = {"TFLOP/s": work.flops, "GB/s": work.bytes}
+    return {unit: n / UNITS[unit] / seconds for unit, n in amounts.items() if n}
 
 
 def in_turns(
@@ -187,7 +259,7 @@ def in_turns(
     """Seconds of every step in every round; `longer`: times the rig's seconds."""
     if rig.dry:
         return {name: [step()] for name, step in steps.items()}
-    return interleave(steps, ROUNDS, longer * rig.seconds)
+    return interleave(steps, rig.rounds, longer * rig.seconds)
 
 
 def summary(
@@ -203,65 +275,6 @@ def summary(
         }
         found[name] = {"us": quantiles([1e6 * t for t in mine]), "ratio": ratios}
     return found
-
-
-def stepper(run: Callable[[int], Any], rig: Rig, replayed: bool = True) -> Callable[[], float]:
-    """A function that times some calls of `run` and returns the seconds of one."""
-    if rig.device.type != "cuda":
-        return lambda: _on_host(run)
-    few = _calls(run, SETS)
-    once = between_events(few, few) / SETS
-    count = SETS * max(1, min(20, round(_REPLAY_SECONDS / once / SETS)))
-    work = _calls(run, count)
-    try:
-        work = captured(work) if replayed else work
-    except RuntimeError:  # what cannot be captured is launched call by call
-        torch.cuda.synchronize()
-    return lambda: between_events(work, work) / count
-
-
-def _calls(run: Callable[[int], Any], count: int) -> Callable[[], None]:
-    def work() -> None:
-        for i in range(count):
-            run(i % SETS)
-
-    return work
-
-
-def _on_host(run: Callable[[int], Any]) -> float:
-    start = time.perf_counter()
-    run(0)
-    return time.perf_counter() - start
-
-
-def between_events(before: Callable[[], Any], work: Callable[[], Any]) -> float:
-    """Seconds of `work` on the device, which `before` keeps busy while the host gets ahead."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before()
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return 1e-3 * start.elapsed_time(end)
-
-
-def captured(work: Callable[[], Any]) -> Callable[[], None]:
-    """`work`, which has run before, as a CUDA graph's replay: launches take the host no time.
-
-    Raises: RuntimeError where it cannot be captured.
-    """
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        work()  # what is set up for each stream, cuBLAS's workspace for one
-        torch.cuda.synchronize()
-        graph.capture_begin()
-        try:
-            work()
-        finally:
-            graph.capture_end()
-    torch.cuda.synchronize()
-    return graph.replay
 
 
 def compile_together(launches: Iterable[Launch]) -> None:

@@ -1,6 +1,6 @@
 """A pytest plugin: which tests passed on this GPU, for docs/composition.md.
 
-    python -m pytest -m gpu -p bench.gpu_outcomes
+    python -m pytest -m gpu -p bench.gpu.outcomes
 
 Writes bench/results/gpu/tests.json: names and outcomes, no messages. Without a GPU it writes
 nothing.
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.composition import OUTCOMES
-from bench.timing import machine
+from bench.measure.machine import machine
+from bench.report.composition import OUTCOMES
 
 _found: dict[str, str] = {}
 

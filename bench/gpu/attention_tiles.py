@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench.gpu_attention import FACTOR, Own
-from bench.gpu_attention_calls import SETTINGS, Subject
-from bench.gpu_contest import Contest, Rig, compile_together
-from bench.gpu_kernels import Entry
+from bench.gpu.attention import FACTOR, Own
+from bench.gpu.attention_calls import SETTINGS, Subject
+from bench.gpu.kernels import Entry
+from bench.measure.contest import Contest, Rig, Work, compile_together
 from fused_remat.backends.triton.tables import AttentionTile, attention_tile, family
 
 SEQ_LEN, WIDTHS = 4096, (128, 64)
@@ -64,7 +64,7 @@ def contest(s: Subject, kernel: str, tiles: tuple[AttentionTile, ...]) -> Contes
         compile_together(launches)
     truth = lambda: s.exact(direction)  # noqa: E731
     work = share * s.flops[direction]
-    return Contest(ways, truth, work, "TFLOP/s", (tile_name(first),), FACTOR)
+    return Contest(ways, truth, Work(flops=work), (tile_name(first),), FACTOR)
 
 
 def _entry(rig: Rig, kernel: str, setting: str, width: int, tiles: Any) -> Entry:

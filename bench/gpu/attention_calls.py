@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu_contest import EXACT, SETS, P, Results, Rig
-from bench.gpu_kernels import doubled
+from bench.gpu.kernels import doubled
+from bench.measure.contest import EXACT, SETS, P, Results, Rig
 from fused_remat import random
 from fused_remat.backends.base import AttentionCall
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bench.gpu_contest import SETS, Contest, Results, Rig, Way
-from bench.gpu_kernels import Entry, launched
+from bench.gpu.kernels import Entry, launched
+from bench.measure.contest import SETS, Contest, Results, Rig, Way, Work
 from fused_remat.backends import rotary as eager
 from fused_remat.backends.base import RotaryCall
 from fused_remat.backends.triton import rotary
@@ -65,7 +65,7 @@ def rotary_fwd(rig: Rig, tokens: int, seq_len: int, heads: int, width: int) -> C
     }
     truth = lambda: {"y": eager.forward(xs[0].double(), _exact(call))}  # noqa: E731
     # Plain PyTorch rounds cos, sin and both products on the way.
-    return Contest(ways, truth, 2 * y.nbytes, "GB/s", ("aten",), factor=2.0)
+    return Contest(ways, truth, Work(bytes=2 * y.nbytes), ("aten",), factor=2.0)
 
 
 def rotary_norm_bwd(rig: Rig, tokens: int, seq_len: int, heads: int, width: int) -> Contest:
@@ -86,7 +86,7 @@ def rotary_norm_bwd(rig: Rig, tokens: int, seq_len: int, heads: int, width: int)
         "kernel": launched(launches, dict(zip(_NAMES, (dx, *sums), strict=True))),
     }
     truth = lambda: gradients(dy.double(), xs[0].double(), _exact(call))  # noqa: E731
-    return Contest(ways, truth, 3 * dx.nbytes, "GB/s", ("aten",))
+    return Contest(ways, truth, Work(bytes=3 * dx.nbytes), ("aten",))
 
 
 def rotary_entries(rig: Rig) -> Iterator[Entry]:

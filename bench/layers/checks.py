@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.ways import BASELINE, WAYS, Forward, Sample, Way
+from bench.layers.ways import BASELINE, WAYS, Forward, Sample, Way
 from fused_remat import FusedRematWarning
 
 SEED = 1

@@ -1,24 +1,26 @@
 """Writes the generated parts of README.md and docs/: from the graphs, result files, tests' marks.
 
-`python -m bench.readme` rewrites the text between `<!-- name:begin -->` and `<!-- name:end -->`;
+`python -m bench report` rewrites the text between `<!-- name:begin -->` and `<!-- name:end -->`;
 `--check` fails if that would change anything. No number in those parts is typed by hand.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import composition, layers_report, profile_step
+from bench.layers import profile_step
+from bench.layers import report as layers_report
+from bench.report import composition
 from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
 from fused_remat.blocks.program import Graph, programs
 from fused_remat.policies import RUNGS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "composition.md",
@@ -224,20 +226,19 @@ def render(text: str) -> str:
     return re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", replace, text, flags=re.DOTALL)
 
 
-def main() -> int:
-    """Rewrite the pages, or with --check say which are out of date."""
+def main(arguments: list[str]) -> int:
+    """Rewrite the pages, or with --check say which are out of date; 1 if any is."""
+    parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only say what is out of date")
+    check = parser.parse_args(arguments).check
     stale = []
     for page in PAGES:
         text = page.read_text()
         new = render(text)
         if new != text:
             stale.append(str(page.relative_to(ROOT)))
-            if "--check" not in sys.argv:
+            if not check:
                 page.write_text(new)
     if stale:
-        print(("out of date: " if "--check" in sys.argv else "rewritten: ") + ", ".join(stale))
-    return int(bool(stale) and "--check" in sys.argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        print(("out of date: " if check else "rewritten: ") + ", ".join(stale))
+    return int(bool(stale) and check)

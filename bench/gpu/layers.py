@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bench.checks import errors, results_of
-from bench.gpu_contest import P, Rig, WrongResultError, captured, described, in_turns, summary
-from bench.ways import Forward, Sample
+from bench.layers.checks import errors, results_of
+from bench.layers.ways import Forward, Sample
+from bench.measure.clock import captured
+from bench.measure.contest import P, Rig, WrongResultError, described, in_turns, summary
 from fused_remat import FusedRematLayer, FusedRematWarning, ops
 from fused_remat.memory import SavedBytes, measure_allocations
 from fused_remat.policies import RUNGS

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu_contest import (
+from bench.measure.contest import (
     EXACT,
     SETS,
     Contest,
@@ -17,6 +17,7 @@ from bench.gpu_contest import (
     Results,
     Rig,
     Way,
+    Work,
     from_mask,
     multiplier,
 )
@@ -85,7 +86,7 @@ def norm_fwd(rig: Rig, kind: str, rows: int, width: int) -> Contest:
         return dict(zip(names, made, strict=True))
 
     ours = launched(launches, dict(zip(names, (y, *stats), strict=True)))
-    return Contest({"aten": Way(aten), "kernel": ours}, truth, 2 * y.nbytes, "GB/s", ("aten",))
+    return Contest({"aten": Way(aten), "kernel": ours}, truth, Work(bytes=2 * y.nbytes), ("aten",))
 
 
 def _aten_norm_bwd(
@@ -127,7 +128,7 @@ def norm_bwd(rig: Rig, kind: str, rows: int, width: int) -> Contest:
         return dict(zip(names, EXACT.norm_bwd(kind, *given, wants), strict=False))
 
     ours = launched(launches, dict(zip(names, (dx, *sums), strict=True)))
-    return Contest({"aten": Way(aten), "kernel": ours}, truth, 3 * dx.nbytes, "GB/s", ("aten",))
+    return Contest({"aten": Way(aten), "kernel": ours}, truth, Work(bytes=3 * dx.nbytes), ("aten",))
 
 
 def sum_norm_fwd(rig: Rig, rows: int, width: int) -> Contest:
@@ -156,7 +157,7 @@ def sum_norm_fwd(rig: Rig, rows: int, width: int) -> Contest:
         "aten": Way(aten, lambda found: exact(from_mask(found["mask"]))),
         "kernel": launched(launches, {"total": total, "y": y}),
     }
-    return Contest(ways, lambda: exact(multiplier(keep)), 4 * y.nbytes, "GB/s", ("aten",))
+    return Contest(ways, lambda: exact(multiplier(keep)), Work(bytes=4 * y.nbytes), ("aten",))
 
 
 # --- one pass over a matrix
@@ -179,7 +180,7 @@ def dropout_add(rig: Rig, rows: int, width: int) -> Contest:
         "aten": Way(aten, lambda found: exact(from_mask(found["mask"]))),
         "kernel": launched(launches, {"y": y}),
     }
-    return Contest(ways, lambda: exact(multiplier(keep)), 3 * y.nbytes, "GB/s", ("aten",))
+    return Contest(ways, lambda: exact(multiplier(keep)), Work(bytes=3 * y.nbytes), ("aten",))
 
 
 def act_fwd(rig: Rig, rows: int, width: int, dropped: bool) -> Contest:
@@ -200,7 +201,7 @@ def act_fwd(rig: Rig, rows: int, width: int, dropped: bool) -> Contest:
 
     own = (lambda found: exact(from_mask(found["mask"]))) if dropped else None
     ways = {"aten": Way(aten, own), "kernel": launched(launches, {"y": y})}
-    return Contest(ways, lambda: exact(_scale(keep)), 2 * y.nbytes, "GB/s", ("aten",))
+    return Contest(ways, lambda: exact(_scale(keep)), Work(bytes=2 * y.nbytes), ("aten",))
 
 
 def _scale(keep: Keep | None) -> Tensor | None:
@@ -221,7 +222,7 @@ def act_bwd(rig: Rig, rows: int, width: int) -> Contest:
         return {"dx": _aten.gelu_backward(dy.double(), x), "y": F.gelu(x)}
 
     ways = {"aten": Way(aten), "kernel": launched(launches, {"dx": dx, "y": y})}
-    return Contest(ways, truth, 4 * y.nbytes, "GB/s", ("aten",))
+    return Contest(ways, truth, Work(bytes=4 * y.nbytes), ("aten",))
 
 
 def gated_fwd(rig: Rig, rows: int, width: int) -> Contest:
@@ -234,7 +235,7 @@ def gated_fwd(rig: Rig, rows: int, width: int) -> Contest:
         "kernel": launched(launches, {"y": y}),
     }
     truth = lambda: {"y": F.silu(gates[0].double()) * up.double()}  # noqa: E731
-    return Contest(ways, truth, 3 * y.nbytes, "GB/s", ("aten",))
+    return Contest(ways, truth, Work(bytes=3 * y.nbytes), ("aten",))
 
 
 def gated_bwd(rig: Rig, rows: int, width: int) -> Contest:
@@ -252,7 +253,7 @@ def gated_bwd(rig: Rig, rows: int, width: int) -> Contest:
         "kernel": launched(launches, {"dgate": dgate, "dup": dup}),
     }
     truth = lambda: gradients(*doubled(dy, gates[0], up))  # noqa: E731
-    return Contest(ways, truth, 5 * dup.nbytes, "GB/s", ("aten",))
+    return Contest(ways, truth, Work(bytes=5 * dup.nbytes), ("aten",))
 
 
 # --- what is measured, the most telling first

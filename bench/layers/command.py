@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import itertools
 import time
 import zlib
@@ -21,10 +20,12 @@ from typing import Any
 
 import torch
 
-from bench.checks import Checks, WrongResultError
-from bench.layers_report import case_table, target_table, title
-from bench.timing import ROOT, ResultsFile, interleave, machine, quantiles, synchronize
-from bench.ways import BASELINE, WAYS, Forward, Layer, Sample
+from bench.layers.checks import Checks, WrongResultError
+from bench.layers.report import case_table, target_table, title
+from bench.layers.ways import BASELINE, WAYS, Forward, Layer, Sample
+from bench.measure.machine import ROOT, machine, synchronize, version
+from bench.measure.results import ResultsFile
+from bench.measure.turns import interleave, quantiles
 from fused_remat.memory import SavedBytes, measure_allocations
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -217,14 +218,6 @@ def run(cases: list[Case], args: argparse.Namespace, results: ResultsFile) -> bo
         print(f"{case_table(row)}\n({how}{row['rounds']} rounds)", flush=True)
         right &= not any("failure" in found for found in row["ways"].values())
     return right
-
-
-def version(package: str) -> str | None:
-    """The installed version of a package, if it is installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def main(arguments: list[str]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench import audit_attention
+from bench.audit import attention as audit_attention
 from fused_remat.backends.base import RotaryCall
 from fused_remat.backends.triton import gemm, norms, pointwise, rotary, tables
 from fused_remat.backends.triton.launch import Launch, Target

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.layers import Case
-from bench.timing import ROOT, WARMUP_ROUNDS, machine
-from bench.ways import BASELINE, WAYS
+from bench.layers.command import Case
+from bench.layers.ways import BASELINE, WAYS
+from bench.measure.machine import ROOT, machine
+from bench.measure.turns import WARMUP_ROUNDS
 
 #: Operator -> kind; what is in no kind is "the rest".
 KINDS = {

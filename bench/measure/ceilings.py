@@ -1,0 +1,40 @@
+"""What the machine can do at most, measured: a large copy, a large product of random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.measure.contest import SETS, Rig, Work, in_turns, rates, summary
+
+
+def copy(rig: Rig) -> tuple[Callable[[int], Any], Work]:
+    """Bytes read and written; far more than any cache holds."""
+    large = 1 << 30 if rig.device.type == "cuda" else 1 << 26
+    count = rig.size(large, 1 << 10)
+    x, y = rig.normal(count), rig.poisoned(count)
+    return lambda index: y.copy_(x), Work(bytes=2.0 * x.nbytes)
+
+
+def product(rig: Rig) -> tuple[Callable[[int], Any], Work]:
+    """Square matrices."""
+    n = rig.size(8192 if rig.device.type == "cuda" else 2048, 64)
+    x, w = rig.normal(n, n), rig.normal(n, n)
+    return lambda index: torch.mm(x, w), Work(flops=2.0 * n**3)
+
+
+#: Unit -> what is run to find the most of it.
+CEILINGS = {"GB/s": copy, "TFLOP/s": product}
+
+
+def measure(rig: Rig, unit: str) -> dict[str, Any]:
+    """A row; the rig knows the ceiling from then on, at the fastest fifth of the rounds."""
+    run, work = CEILINGS[unit](rig)
+    run(0)
+    sampler = rig.clock.sampler(run, lambda index: index, SETS)
+    (row,) = summary(in_turns({"torch": sampler}, rig), ()).values()
+    rig.ceilings[unit] = rates(work, 1e-6 * row["us"]["p20"])[unit]
+    found = {"unit": unit, "work": {"flops": work.flops, "bytes": work.bytes}}
+    return found | {"ways": {"torch": row | {unit: rig.ceilings[unit]}}}

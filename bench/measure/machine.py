@@ -1,0 +1,106 @@
+"""What numbers are measured on, of which code, and when."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _git(*arguments: str) -> str | None:
+    if shutil.which("git") is None:
+        return None
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def checkout() -> tuple[str | None, bool]:
+    """The commit, None outside a checkout, and whether anything but results differs from it."""
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    return commit, bool(_git("status", "--porcelain", "--", ".", ":!bench/results"))
+
+
+def source() -> str:
+    """A hash of the code that is measured and that measures, committed or not."""
+    folders = (ROOT / "fused_remat", ROOT / "kernels", ROOT / "bench")
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait for what the device still computes."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the numbers are measured on, of which code, and when."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    on_gpu = torch.device(device).type == "cuda"
+    commit, dirty = checkout()
+    return {
+        "cpu": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "native_bfloat16": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit,
+        "dirty": dirty,
+        "source": source(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+#: Packages that are compared, or that what is compared is made with.
+PEERS = ("triton", "liger-kernel", "flash-attn", "quack-kernels", "torch-remat", "transformers")
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, if it is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def environment(device: torch.device | str) -> dict[str, Any]:
+    """The machine, its GPU, and the versions of what is compared on it."""
+    device = torch.device(device)
+    found = machine(str(device)) | {"versions": {name: version(name) for name in PEERS}}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "driver": _driver(),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "sms": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": getattr(properties, "L2_cache_size", None),
+        }
+    return found
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None

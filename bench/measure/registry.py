@@ -1,0 +1,105 @@
+"""Who is compared: decorated functions in a registry, one of them the declared baseline."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Build = TypeVar("Build", bound=Callable[..., Any])
+
+
+class Absent(Exception):
+    """A provider that cannot serve here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Provider(Generic[Build]):
+    """A row of a registry.
+
+    Attributes:
+        build: raises Absent where it cannot serve what it is given.
+        is_baseline: whether everyone's time is also given as a ratio to this one's.
+        module: the package that it comes from, if that may be missing.
+        needs: "cuda", a CUDA device; "triton", that or Triton's interpreter; None, neither.
+        traits: what else its registry wants to know of it.
+    """
+
+    name: str
+    build: Build
+    is_baseline: bool
+    module: str | None
+    needs: str | None
+    traits: dict[str, Any] = field(default_factory=dict)
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Why it cannot run on `device`, or None if it can."""
+        if self.module and importlib.util.find_spec(self.module) is None:
+            return f"{self.module} is not installed"
+        if device.type == "cuda" or self.needs is None:
+            return None
+        interpreted = self.needs == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+        return None if interpreted else "needs a CUDA device"
+
+
+class Registry(Generic[Build]):
+    """Providers of one thing by name, in the order of the tables.
+
+    >>> REVERSED = Registry("reversed")
+    >>> @REVERSED.provider("slices", baseline=True)
+    ... def slices(values):
+    ...     return values[::-1]
+    >>> @REVERSED.provider("theirs", module="no_such_package")
+    ... def theirs(values):
+    ...     raise NotImplementedError
+    >>> REVERSED.baselines
+    ('slices',)
+    >>> REVERSED["slices"].build([1, 2])
+    [2, 1]
+    >>> REVERSED["theirs"].why_not(torch.device("cpu"))
+    'no_such_package is not installed'
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._rows: dict[str, Provider[Build]] = {}
+
+    def provider(
+        self,
+        name: str,
+        *,
+        baseline: bool = False,
+        module: str | None = None,
+        needs: str | None = None,
+        **traits: Any,
+    ) -> Callable[[Build], Build]:
+        """Register a function. Raises: ValueError if the name is taken."""
+
+        def register(build: Build) -> Build:
+            if name in self._rows:
+                raise ValueError(f"{self.name} has a provider {name!r} already")
+            self._rows[name] = Provider(name, build, baseline, module, needs, traits)
+            return build
+
+        return register
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        """Names of the declared baselines."""
+        return tuple(name for name, row in self._rows.items() if row.is_baseline)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __getitem__(self, name: str) -> Provider[Build]:
+        return self._rows[name]
