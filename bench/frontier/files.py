@@ -1,0 +1,41 @@
+"""The frontier's four files in a folder, and whether they are those of its data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.frontier import figure
+from bench.frontier.pareto import derive, digest
+from bench.frontier.points import panels, read
+from bench.frontier.report import report
+
+DATA, PAGE = "frontier.json", "frontier.md"
+PICTURES = ("frontier.png", "frontier.svg")
+DERIVED = "frontier"  # the data's key for what follows from its rows
+
+
+def write(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """Write the rows with what follows from them, the page and the pictures; returns the second.
+
+    Raises: ValueError without a step beside eager's, ImportError without matplotlib (the pictures
+        come last: the data and the page are there then).
+    """
+    derived = derive(panels(data))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / DATA).write_text(json.dumps({**data, DERIVED: derived}, indent=1) + "\n")
+    (folder / PAGE).write_text(report(derived))
+    figure.draw(derived, folder)
+    return derived
+
+
+def stale(folder: Path) -> list[Path]:
+    """Files that are not, or not any more, what `write` would make of the folder's data."""
+    data = read(folder / DATA)
+    derived = derive(panels(data))
+    page = folder / PAGE
+    old = [] if data.get(DERIVED) == derived else [folder / DATA]
+    old += [] if page.exists() and page.read_text() == report(derived) else [page]
+    pictures = [folder / name for name in PICTURES]
+    return old + [path for path in pictures if figure.drawn_of(path) != digest(derived)]

@@ -1,0 +1,188 @@
+"""What the frontier is drawn of: each way's kept bytes and step time, relative to eager's.
+
+Read from the rows of `bench layers`, `bench frontier` and `bench gpu` alike, which are plain data.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fused_remat.policies import RUNGS
+
+BASELINE = "eager"
+OURS = "ours"
+#: What the case of a layer's step says.
+NEEDED = {"dtype", "norm", "dropout", "batch", "seq_len", "d_model", "nhead"}
+#: Key of a results file -> the files that it was made of.
+COLLECTED = "from"
+#: Family -> what its ways are called; the first that fits is theirs.
+FAMILIES = {
+    "ours, compiled": re.compile(rf"({'|'.join(RUNGS)})_compiled"),
+    "ours, triton": re.compile(rf"({'|'.join(RUNGS)})_triton"),
+    "ours, eager backend": re.compile(rf"({'|'.join(RUNGS)})_eager"),
+    OURS: re.compile("|".join(RUNGS)),
+    "compile": re.compile(r"compile(_budget_[\d.]+)?"),
+    "checkpointing": re.compile(r"(checkpoint|selective|torch_remat).*"),
+    "stock": re.compile(r".*"),
+}
+
+
+def family(way: str) -> str:
+    """The family of a way, by its name.
+
+    >>> [family(way) for way in ("eager", "checkpoint", "compile_budget_0.5", "lean_compiled")]
+    ['stock', 'checkpointing', 'compile', 'ours, compiled']
+    """
+    return next(name for name, pattern in FAMILIES.items() if pattern.fullmatch(way))
+
+
+def is_ours(way: str) -> bool:
+    """Whether it is a rung of FusedRemat."""
+    return family(way).startswith(OURS)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A way whose results are right.
+
+    Attributes:
+        kept: bytes kept for backward, relative to eager's.
+        kept_bytes_per_token, step_peak_bytes: the latter None where it was not measured.
+        time: p20, p50, p80 of the step's ratio to eager's, round by round.
+    """
+
+    way: str
+    kept: float
+    kept_bytes_per_token: float
+    time: dict[str, float]
+    step_peak_bytes: float | None = None
+
+    @property
+    def p50(self) -> float:
+        return self.time["p50"]
+
+    @property
+    def spread(self) -> float:
+        """From the 20th to the 80th percentile."""
+        return self.time["p80"] - self.time["p20"]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """All ways at one shape.
+
+    Attributes:
+        case: dtype, norm, dropout, batch, seq_len, d_model, nhead, and what else sets it apart.
+        machine: what it was measured on.
+        points: in the order of the table.
+        absent, wrong: way -> why there is no point.
+    """
+
+    case: dict[str, Any]
+    machine: dict[str, Any]
+    points: tuple[Point, ...]
+    absent: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+
+    def within(self, at_most: float) -> list[Point]:
+        """Ways that keep no more than so much of eager's, the fastest first."""
+        return sorted((p for p in self.points if p.kept <= at_most), key=lambda p: p.p50)
+
+
+def title(case: dict[str, Any]) -> str:
+    """A shape in a few words.
+
+    >>> title({"dtype": "float32", "norm": "pre", "dropout": 0.0, "batch": 4, "seq_len": 512,
+    ...        "d_model": 256, "nhead": 4, "activation": "gelu"})
+    'S = 512, D = 256, B = 4, H = 4, float32, pre-norm, dropout 0'
+    """
+    words = [
+        f"S = {case['seq_len']}", f"D = {case['d_model']}", f"B = {case['batch']}",
+        f"H = {case['nhead']}", case["dtype"], f"{case['norm']}-norm",
+        f"dropout {case['dropout']:g}",
+    ]  # fmt: skip
+    words += [case["activation"]] * (case.get("activation", "gelu") != "gelu")
+    words += ["causal"] * bool(case.get("causal"))
+    return ", ".join(words)
+
+
+def panel_of(row: dict[str, Any]) -> Panel | None:
+    """The panel of a measured row; None where eager has none, so that nothing is relative to it."""
+    ways = row.get("ways", {})
+    eager = ways.get(BASELINE, {})
+    if not (_kept(eager) and _ratio(eager)):
+        return None
+    case = row["case"]
+    points, absent, wrong = [], {}, {}
+    for way, found in ways.items():
+        kept, time = _kept(found), _ratio(found)
+        reason = found.get("failure") or found.get("error")
+        missing = found.get("unavailable") or found.get("absent")
+        if reason or missing:
+            (wrong if reason else absent)[way] = str(reason or missing)
+        elif kept and time:
+            per_token = kept / (case["batch"] * case["seq_len"])
+            points.append(
+                Point(way, kept / _kept(eager), per_token, time, found.get("step_peak_bytes"))
+            )
+        else:
+            absent[way] = "what it keeps was not measured"
+    return Panel(case, row.get("machine", {}), tuple(points), absent, wrong)
+
+
+def _kept(found: dict[str, Any]) -> float:
+    """Bytes kept: by autograd's account, or where that sees nothing, by the allocator's."""
+    return float(found.get("kept_bytes") or found.get("held_bytes") or 0.0)
+
+
+def _ratio(found: dict[str, Any]) -> dict[str, float] | None:
+    ratios: dict[str, dict[str, float]] = found.get("step_ratio") or found.get("ratio") or {}
+    return ratios.get(BASELINE)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A results file. Raises: ValueError where it is not one."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+        if not isinstance(data["machine"], dict) or not isinstance(data["results"], list):
+            raise TypeError("machine or results of another kind")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a results file of bench: {error!r}") from error
+    return data
+
+
+def current(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """A file's steps of whole layers, on its machine and code: not what is left of others.
+
+    All of them in a file that was made of several (`collected`).
+    """
+    here = {**data["machine"], "date": None}
+    return [
+        row
+        for row in data["results"]
+        if set(row["case"]) >= NEEDED
+        and (COLLECTED in data or {**row.get("machine", here), "date": None} == here)
+    ]
+
+
+def collected(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One results file of several, by name: each row with the machine it was measured on."""
+    rows = [
+        {**row, "machine": row.get("machine", data["machine"])}
+        for data in files.values()
+        for row in current(data)
+    ]
+    first = next(iter(files.values()))
+    return {"machine": first["machine"], COLLECTED: list(files), "results": rows}
+
+
+def panels(data: dict[str, Any]) -> list[Panel]:
+    """A results file's panels. Raises: ValueError where no step was measured beside eager's."""
+    found = [panel for row in current(data) if (panel := panel_of(row)) is not None]
+    if not found:
+        raise ValueError("no step of a layer was measured beside eager's")
+    return found
