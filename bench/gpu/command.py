@@ -5,8 +5,8 @@
 
 Every case is checked against float64 before it is timed, and written to DIR/gpu.json at once. A
 case that fails is a row with its error; one that hangs, or leaves the device unusable, costs the
-process, and another takes up the rest; so does the same command, given again. `--dry-run`: the whole path at tiny sizes on this CPU, under
-Triton's interpreter; its times mean nothing.
+process, and another takes up the rest; so does the same command, given again. `--dry-run`: the
+whole path at tiny sizes on this CPU, under Triton's interpreter; its times mean nothing.
 """
 
 from __future__ import annotations
