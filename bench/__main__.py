@@ -14,6 +14,7 @@ COMMANDS = {
     "audit": "bench.audit.command",
     "frontier": "bench.frontier.command",
     "gpu": "bench.gpu.command",
+    "kernels": "bench.kernels.command",
     "layers": "bench.layers.command",
     "profile": "bench.layers.profile_step",
     "report": "bench.report.command",

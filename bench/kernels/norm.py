@@ -1,0 +1,100 @@
+"""LayerNorm and RMSNorm: y, and the gradients of x and of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernels.problem import Build, Function, Op, Problem, compiled
+from bench.kernels.shapes import Size
+from bench.measure.contest import Rig, Work
+from bench.measure.registry import Absent, Registry
+from fused_remat import ops
+
+EPS = 1e-5
+
+
+class Norm(Problem):
+    """`layer_norm` or `rms_norm` of x (T, D)."""
+
+    def __init__(self, rig: Rig, name: str, tokens: int, width: int) -> None:
+        super().__init__(rig, name, {"tokens": tokens, "width": width})
+        self.shape = (tokens, width)
+
+    def draw(self) -> dict[str, Tensor]:
+        width = self.shape[1]
+        drawn = {"x": self.rig.normal(*self.shape, shift=0.5)}
+        drawn["weight"] = self.rig.normal(width, shift=1.0)
+        return drawn | ({"bias": self.rig.normal(width)} if self.name == "layer_norm" else {})
+
+    def reference(self, *inputs: Tensor) -> Tensor:
+        x, *affine = inputs
+        norm = F.layer_norm if self.name == "layer_norm" else F.rms_norm
+        return norm(x, x.shape[-1:], *affine, eps=EPS)
+
+    def work(self, direction: str) -> Work:
+        """x and y; or x, dy and dx."""
+        matrix = self.shape[0] * self.shape[1] * self.rig.dtype.itemsize
+        return Work(bytes={"fwd": 2.0, "bwd": 3.0}[direction] * matrix)
+
+
+NORM: Registry[Build] = Registry("norm")
+
+
+@NORM.provider("aten", baseline=True)
+def aten(p: Norm) -> Function:
+    """PyTorch's own kernels."""
+    return p.reference
+
+
+@NORM.provider("compile")
+def compile_(p: Norm) -> Function:
+    """torch.compile of the same."""
+    return compiled(p.reference)
+
+
+@NORM.provider("liger", module="liger_kernel", needs="cuda")
+def liger(p: Norm) -> Function:
+    """Liger-Kernel, RMSNorm not in place."""
+    from liger_kernel.ops import LigerLayerNormFunction, LigerRMSNormFunction
+
+    if p.name == "layer_norm":
+        return lambda x, weight, bias: LigerLayerNormFunction.apply(x, weight, bias, EPS)
+    return lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+
+
+@NORM.provider("quack", module="quack", needs="cuda")
+def quack(p: Norm) -> Function:
+    """QuACK's RMSNorm; its LayerNorm wants float32 weights and no bias."""
+    if p.name != "rms_norm":
+        raise Absent("its LayerNorm is not nn.LayerNorm's: float32 weights")
+    from quack import rmsnorm
+
+    return lambda x, weight: rmsnorm(x, weight, eps=EPS)
+
+
+def _ours(p: Norm, backend: str) -> Function:
+    norm = ops.layer_norm if p.name == "layer_norm" else ops.rms_norm
+    return lambda x, *affine: norm(x, *affine, eps=EPS, backend=backend)
+
+
+@NORM.provider("fused_remat eager", ours=True)
+def eager(p: Norm) -> Function:
+    """Ours, in ATen's operators."""
+    return _ours(p, "eager")
+
+
+@NORM.provider("fused_remat triton", needs="triton", ours=True)
+def triton(p: Norm) -> Function:
+    """Ours, in Triton kernels."""
+    return _ours(p, "triton")
+
+
+def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
+    """The model's own norm."""
+    yield Norm(rig, size.model.norm, size.tokens, size.model.d_model)
+
+
+OP = Op(NORM, of_model)

@@ -1,0 +1,161 @@
+"""What the providers of an op are given: inputs, the math itself, and the work it takes.
+
+A provider answers with a function of the inputs, which is timed through autograd: forward as it is
+in training, what it saves included; backward, all gradients, after a fresh forward that is not
+timed. What cannot be had that way is given as `Ways`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.kernels.shapes import Size
+from bench.measure.contest import SETS, Contest, Results, Rig, Way, Work
+from bench.measure.registry import Absent, Provider, Registry
+
+DIRECTIONS = ("fwd", "bwd")
+#: Computes the op of the problem's inputs, given in their order.
+Function = Callable[..., Tensor]
+#: Ways of some of the directions, by name.
+Ways = Mapping[str, Way]
+Build = Callable[[Any], "Function | Ways"]
+
+
+class Problem:
+    """An op at a size. Subclasses say what its inputs, its math and its work are.
+
+    Attributes:
+        name: which form of the op.
+        sizes: what tells its cases apart.
+        factor: how many times `TOLERANCE` a result may be off.
+    """
+
+    factor = 1.0
+
+    def __init__(self, rig: Rig, name: str, sizes: Mapping[str, Any]) -> None:
+        self.rig, self.name, self.sizes = rig, name, dict(sizes)
+
+    def draw(self) -> dict[str, Tensor]:
+        """Fresh inputs by name, in the order in which functions take them; each gets a gradient."""
+        raise NotImplementedError
+
+    def reference(self, *inputs: Tensor) -> Tensor:
+        """The math in PyTorch's own operators, in any dtype."""
+        raise NotImplementedError
+
+    def work(self, direction: str) -> Work:
+        """FLOPs of the products, and the fewest bytes: inputs read once, results written once."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def sets(self) -> list[dict[str, Tensor]]:
+        return [self.draw() for _ in range(SETS)]
+
+    @functools.cached_property
+    def dys(self) -> list[Tensor]:
+        """Gradients of the output."""
+        with torch.no_grad():
+            shape = self.reference(*self.sets[0].values()).shape
+        return [self.rig.normal(*shape) for _ in range(SETS)]
+
+    @functools.cached_property
+    def _exact(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The first set's output and gradients in float64."""
+        leaves = {k: t.double().requires_grad_() for k, t in self.sets[0].items()}
+        y = self.reference(*leaves.values())
+        grads = torch.autograd.grad(y, list(leaves.values()), self.dys[0].double())
+        return y.detach(), _gradients(leaves, grads)
+
+    def truth(self, direction: str) -> Results:
+        """What every provider's results should be."""
+        y, gradients = self._exact
+        return {"y": y} if direction == "fwd" else gradients
+
+    def truth_of(self, direction: str) -> Callable[[Results], Results] | None:
+        """The same where it depends on the results: of random masks. None where it does not."""
+        return None
+
+
+def _gradients(leaves: Mapping[str, Tensor], grads: Any) -> dict[str, Tensor]:
+    return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def through_autograd(
+    function: Function, problem: Problem, in_place: bool = False
+) -> dict[str, Way]:
+    """Both directions of a function; `in_place`: it overwrites its inputs or the gradient."""
+
+    def inputs(index: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The leaves, and what the function is given: autograd forbids writing to a leaf."""
+        leaves = {k: t.detach().requires_grad_() for k, t in problem.sets[index].items()}
+        return leaves, [t.clone() if in_place else t for t in leaves.values()]
+
+    def forward(given: tuple[dict[str, Tensor], list[Tensor]]) -> Results:
+        return {"y": function(*given[1]).detach()}
+
+    def graph(index: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        (leaves, given), dy = inputs(index), problem.dys[index]
+        return function(*given), leaves, dy.clone() if in_place else dy
+
+    def backward(given: tuple[Tensor, dict[str, Tensor], Tensor]) -> Results:
+        y, leaves, dy = given
+        return _gradients(leaves, torch.autograd.grad(y, list(leaves.values()), dy))
+
+    return {
+        "fwd": Way(forward, problem.truth_of("fwd"), prepare=inputs),
+        "bwd": Way(backward, problem.truth_of("bwd"), prepare=graph),
+    }
+
+
+def compiled(function: Function) -> Function:
+    """`torch.compile` of it, for these shapes only, which nothing compiled before stands beside."""
+    torch._dynamo.reset()
+    made: Function = torch.compile(function, dynamic=False)
+    return made
+
+
+@dataclass(frozen=True)
+class Op:
+    """A row of the table of ops.
+
+    Attributes:
+        providers: in its registry, with the baseline.
+        of_model: the problems that a model has of it at a size.
+    """
+
+    providers: Registry[Build]
+    of_model: Callable[[Rig, Size], Iterator[Problem]]
+
+
+def ways_of(provider: Provider[Build], problem: Problem) -> Ways:
+    """A provider's ways of all directions. Raises: Absent, or what building it raises."""
+    reason = provider.why_not(problem.rig.device)
+    if reason is not None:
+        raise Absent(reason)
+    made = provider.build(problem)
+    if isinstance(made, Mapping):
+        return made
+    return through_autograd(made, problem, bool(provider.traits.get("in_place")))
+
+
+def contests(op: Op, problem: Problem) -> Iterator[tuple[str, Contest]]:
+    """A contest for each direction, with everyone who serves it."""
+    built: dict[str, Ways] = {}
+    absent: dict[str, str] = {}
+    for name in op.providers:
+        try:
+            built[name] = ways_of(op.providers[name], problem)
+        except (Absent, ImportError) as error:
+            absent[name] = str(error)
+    for direction in DIRECTIONS:
+        ways = {name: made[direction] for name, made in built.items() if direction in made}
+        yield direction, Contest(
+            ways, functools.partial(problem.truth, direction), problem.work(direction),
+            op.providers.baselines, problem.factor, absent,
+        )  # fmt: skip
