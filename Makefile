@@ -23,11 +23,15 @@ check: $(READY)  ## lint, format, types, and the arrows between the rooms
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_arrows.py
 
-docs: $(READY)  ## the generated parts of README.md and docs/, from graphs, results and tests
+docs: $(READY)  ## the generated parts of README.md and docs/ and the figures, from graphs, results and tests
 	$(BIN)/python -m bench report
 
-bench: $(READY)  ## one layer on this CPU, every way and every rung: about half an hour
-	$(BIN)/python -m bench layers --device cpu --dtype float32
+bench: $(READY)  ## all benchmarks on this CPU, then the pages: one to two hours
+	$(BIN)/python -m bench kernels --device cpu
+	$(BIN)/python -m bench layers --device cpu
+	$(BIN)/python -m bench frontier --device cpu
+	$(BIN)/python -m bench profile
+	$(BIN)/python -m bench report
 
 audit: $(READY)  ## what the compiler makes of every kernel, for every GPU, without one: half an hour
 	$(BIN)/python -m bench audit --arch 80 89 90 100 120 gfx942 --dtype bf16 fp16 --check --out build/audit

@@ -10,7 +10,7 @@ import pytest
 import torch
 from reference import pair
 
-from bench.report import command
+from bench.report import command, frontier
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,6 +19,16 @@ def test_generated_parts_are_up_to_date():
     for page in command.PAGES:
         text = page.read_text()
         assert command.render(text) == text, f"run python -m bench report for {page.name}"
+
+
+def test_the_figures_are_those_of_the_committed_data():
+    stale = frontier.stale()
+    assert stale == [], "run python -m bench report"
+
+
+def test_every_part_is_in_a_page():
+    text = "".join(page.read_text() for page in command.PAGES)
+    assert set(re.findall(r"<!-- (\w+):begin -->", text)) == set(command.PARTS)
 
 
 def test_the_layout_names_what_exists():

@@ -91,6 +91,7 @@ def _panel(axes: Any, panel: dict[str, Any]) -> tuple[Any, list[tuple[float, flo
     axes.set_xlim(min(xs) / 1.35, max(xs) * 1.6)
     if max(ys) > _LOGARITHMIC * min(ys):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         axes.set_ylim(min(ys) / 1.3, max(ys) * 1.3)
     else:
         room = 0.12 * (max(ys) - min(ys)) + 0.02

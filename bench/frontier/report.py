@@ -132,12 +132,9 @@ def _by_memory(panels: list[dict[str, Any]]) -> dict[float, list[dict[str, Any] 
 
 def _sentence(at_most: float, found: list[dict[str, Any] | None]) -> str:
     wins = [win for win in found if win is not None]
-    where = (
-        f"Within {fraction(at_most)} of eager's bytes" if at_most < 1 else "Within eager's bytes"
-    )
+    where = f"{fraction(at_most)} of eager's bytes" if at_most < 1 else "eager's bytes"
     if not wins:
-        yield f"{where}: nobody keeps so little."
-        return
+        return f"{where} nobody stays"
     ways = sorted({win["way"] for win in wins}, key=lambda way: [w["way"] for w in wins].index(way))
     times = [win["time"] for win in wins]
     ours = [win for win in wins if is_ours(win["way"])]
@@ -147,6 +144,8 @@ def _sentence(at_most: float, found: list[dict[str, Any] | None]) -> str:
     gains = [win["other"]["slower"] for win in ours if win["other"] and not win["other"]["tie"]]
     if gains:
         text += f", at {len(gains)} by more than the spread ({_percents(gains)})"
+    elif ours:
+        text += ", at none by more than the spread"
     losses = [win["other"]["slower"] for win in lost if win["other"] and not win["other"]["tie"]]
     if losses:
         text += f", and lose at {len(losses)} by more than the spread ({_percents(losses)})"

@@ -1,0 +1,224 @@
+"""Kernels against their floor and their peers: a summary, and a table for each op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.layers.report import current
+from bench.measure.contest import UNITS
+from bench.report.sets import RESULTS, gpu_sets, machine_line, read
+
+KERNELS = RESULTS / "kernels-cpu.json"
+UNMEASURED = "Not measured yet: `python -m bench kernels --device cpu`."
+#: How the names of our providers begin.
+OURS = "fused_remat"
+#: A ceiling's unit -> what of the work counts, and what it is called that cannot go faster.
+BOUNDS = {"TFLOP/s": ("flops", "products"), "GB/s": ("bytes", "memory")}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A measured case: its work, the time it takes at least, and who took how long.
+
+    Attributes:
+        floor: microseconds at the same run's ceilings.
+        bound: what sets the floor, "products" or "memory".
+        ours, peer: the fastest of either side: name, microseconds; None where there is none.
+        wrong: providers whose results are wrong.
+    """
+
+    op: str
+    direction: str
+    name: str
+    flops: float
+    bytes: float
+    floor: float
+    bound: str
+    ours: tuple[str, float] | None
+    peer: tuple[str, float] | None
+    wrong: tuple[str, ...]
+
+
+def ceilings(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Unit -> the most of it that was measured in the same run."""
+    return {
+        row["unit"]: way[row["unit"]]
+        for row in rows
+        if _op(row) == "ceilings" and "unit" in row
+        for way in row["ways"].values()
+        if row["unit"] in way
+    }
+
+
+def _op(row: dict[str, Any]) -> str:
+    case = row["case"]
+    return str(case.get("op") or case.get("section"))
+
+
+def entries(rows: Sequence[dict[str, Any]]) -> list[Entry]:
+    """The rows of a run that have a floor."""
+    most = ceilings(rows)
+    return [
+        _entry(row, most)
+        for row in rows
+        if _op(row) != "ceilings" and row.get("floor_us") and row.get("work")
+    ]
+
+
+def _entry(row: dict[str, Any], most: dict[str, float]) -> Entry:
+    work, times = row["work"], {n: w["us"]["p50"] for n, w in row["ways"].items() if "us" in w}
+    seconds = {
+        bound: work[amount] / (UNITS[unit] * most[unit])
+        for unit, (amount, bound) in BOUNDS.items()
+        if work[amount]
+    }
+    sides: dict[bool, list[tuple[str, float]]] = {True: [], False: []}
+    for name, us in sorted(times.items(), key=lambda item: item[1]):
+        sides[name.startswith(OURS)].append((name.removeprefix(OURS).strip() or name, us))
+    best = {side: found[0] if found else None for side, found in sides.items()}
+    wrong = tuple(name for name, way in row["ways"].items() if "error" in way)
+    return Entry(
+        _op(row), row["case"].get("direction", ""), _name(row["case"]), work["flops"],
+        work["bytes"], row["floor_us"], max(seconds, key=lambda bound: seconds[bound]),
+        best[True], best[False], wrong,
+    )  # fmt: skip
+
+
+def _name(case: dict[str, Any]) -> str:
+    """What tells the case from others of its op, in words."""
+    told = {"op", "section", "direction", "name", "model", "batch", "seq_len", "sizes"}
+    words = [str(case.get("name", ""))]
+    if "model" in case:
+        words.append(f"{case['model']}, B = {case['batch']}, S = {case['seq_len']}")
+    return ", ".join([*words, *(f"{k} {v}" for k, v in case.items() if k not in told)])
+
+
+def summary(found: Sequence[Entry]) -> str:
+    """A row for each op and direction: what bounds it, and how near to that both sides come."""
+    lines = [
+        "| op | | cases | bound by | ours, of the floor's speed | the best peer | our time over "
+        "the best peer's |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (op, direction), alike in _grouped(found).items():
+        bound = " or ".join(sorted({e.bound for e in alike}))
+        both = [(e.ours[1], e.peer[1]) for e in alike if e.ours and e.peer]
+        ours = [e.floor / e.ours[1] for e in alike if e.ours]
+        peers = [e.floor / e.peer[1] for e in alike if e.peer]
+        ratios = [mine / theirs for mine, theirs in both]
+        cells = [op, direction, str(len(alike)), bound, _shares(ours), _shares(peers)]
+        cells.append(
+            f"{_mean(ratios):.2f}× ({min(ratios):.2f} to {max(ratios):.2f})" if both else ""
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _grouped(found: Sequence[Entry]) -> dict[tuple[str, str], list[Entry]]:
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in found:
+        groups.setdefault((entry.op, entry.direction), []).append(entry)
+    return groups
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Geometric: of ratios."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _shares(values: Sequence[float]) -> str:
+    if not values:
+        return "absent"
+    return f"{_mean(values):.0%} ({min(values):.0%} to {max(values):.0%})"
+
+
+def tables(found: Sequence[Entry]) -> str:
+    """Every case, op by op, folded."""
+    ops = dict.fromkeys(entry.op for entry in found)
+    return "\n\n".join(_table(op, [e for e in found if e.op == op]) for op in ops)
+
+
+def _table(op: str, found: Sequence[Entry]) -> str:
+    lines = [
+        "<details>",
+        f"<summary>{op}: {len(found)} cases</summary>",
+        "",
+        "| case | | GFLOP | MB at least | floor | bound by | ours | of the floor's speed "
+        "| best peer | of the floor's speed | our time over it |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for e in found:
+        cells = [
+            e.name + _failed(e), e.direction, f"{e.flops / 1e9:,.2f}" if e.flops else "-",
+            f"{e.bytes / 1e6:,.2f}", f"{e.floor:,.0f} µs", e.bound,
+            *_side(e.ours, e.floor), *_side(e.peer, e.floor),
+            f"{e.ours[1] / e.peer[1]:.2f}×" if e.ours and e.peer else "",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "</details>"])
+
+
+def _failed(entry: Entry) -> str:
+    return f" (FAIL: {', '.join(entry.wrong)})" if entry.wrong else ""
+
+
+def _side(best: tuple[str, float] | None, floor: float) -> tuple[str, str]:
+    return (
+        ("absent", "")
+        if best is None
+        else (f"{best[0]}, {best[1]:,.0f} µs", f"{floor / best[1]:.0%}")
+    )
+
+
+def absences(rows: Sequence[dict[str, Any]]) -> str:
+    """Who took part in no case, and why; whose results were wrong."""
+    why: dict[str, set[str]] = {}
+    present: set[str] = set()
+    wrong: dict[str, int] = {}
+    for row in rows:
+        for name, way in row.get("ways", {}).items():
+            present |= {name} if "us" in way else set()
+            if "absent" in way:
+                why.setdefault(name, set()).add(way["absent"])
+            if "error" in way:
+                wrong[name] = wrong.get(name, 0) + 1
+    missing = [f"{n} ({'; '.join(sorted(r))})" for n, r in why.items() if n not in present]
+    parts = [f"Absent everywhere: {', '.join(missing)}."] if missing else []
+    parts += [f"Wrong results: {n} in {count} cases." for n, count in wrong.items()]
+    return " ".join(parts)
+
+
+def section(data: dict[str, Any]) -> str:
+    """A results file: where it was measured, its ceilings, summary and tables.
+
+    Raises: ValueError for a dry run, which measures nothing.
+    """
+    if data["config"].get("dry_run"):
+        raise ValueError("a dry run is no measurement: not for a page")
+    rows = current(data)
+    most = ", ".join(f"{amount:,.4g} {unit}" for unit, amount in ceilings(rows).items())
+    found = entries(rows)
+    parts = [f"{machine_line(data['machine'])} Ceilings: {most}.", summary(found), absences(rows)]
+    return "\n\n".join(filter(None, [*parts, tables(found)]))
+
+
+def cpu() -> str:
+    """This CPU's kernels."""
+    data = read(KERNELS)
+    return UNMEASURED if data is None else section(data)
+
+
+def gpu() -> str:
+    """Every set that was measured on a GPU."""
+    return "\n\n".join(_sets()) or "Not yet run on hardware: `bench/results` has no set of a GPU's."
+
+
+def _sets() -> Iterator[str]:
+    for folder, files in gpu_sets().items():
+        yield f"### {files[0]['machine']['gpu']} (`bench/results/{folder.name}`)"
+        for data in files:
+            if entries(current(data)):
+                yield section(data)

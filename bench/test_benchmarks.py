@@ -1,0 +1,120 @@
+"""`pytest bench --benchmark-only`: ops and a layer at one small size, for comparing commits.
+
+Ids and groups stay as they are from commit to commit. What is timed has been found right first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from bench.kernels.problem import DIRECTIONS, Problem, ways_of
+from bench.kernels.shapes import MODELS, Size
+from bench.kernels.table import OPS
+from bench.layers import command as layers
+from bench.layers.checks import Checks
+from bench.layers.ways import BASELINE
+from bench.measure.contest import SETS, Contest, Rig, Way, admit
+from bench.measure.machine import synchronize
+from bench.measure.registry import Absent
+from fused_remat.backends.triton.launch import INTERPRETED, target_of
+from fused_remat.policies import RUNGS
+
+#: One with LayerNorm and GELU, one with RMSNorm, rotated and shared heads, and SwiGLU.
+SIZES = {name: Size(MODELS[name], 1, 256) for name in ("gpt2", "smollm-135m")}
+ROUNDS, WARMUP = 20, 3
+LAYER = layers.Case("float32", "pre", 0.0, 1, 256, 256, 4)
+
+
+def rig_of(device: torch.device) -> Rig:
+    known = device.type == "cuda" or INTERPRETED
+    return Rig(device, torch.float32, False, target_of(device) if known else None, float("inf"))
+
+
+def problems(op: str, rig: Rig) -> dict[str, Problem]:
+    """An op's problems by name, the first of each."""
+    found: dict[str, Problem] = {}
+    for model, size in SIZES.items():
+        for problem in OPS[op].of_model(rig, size):
+            found.setdefault(f"{problem.name}-{model}", problem)
+    return found
+
+
+def rows() -> Iterator[Any]:
+    """Every op, problem, direction, and provider that is the baseline or ours."""
+    listed = rig_of(torch.device("cpu"))  # no tensor is made of it
+    for op, row in OPS.items():
+        names = [n for n in row.providers if row.providers[n].traits.get("ours")]
+        for problem in problems(op, listed):
+            for direction in DIRECTIONS:
+                for name in [*row.providers.baselines, *names]:
+                    given = (op, problem, direction, name)
+                    yield pytest.param(*given, id="-".join(given).replace(" ", "_"))
+
+
+def timed(benchmark: Any, prepare: Callable[[int], Any], run: Callable[[Any], Any]) -> None:
+    """Rounds of `run(prepare(i))`, input sets in turn; only `run` is timed, to its end."""
+    turn = iter(range(10**9))
+    benchmark.pedantic(
+        run, setup=lambda: ((prepare(next(turn) % SETS),), {}), rounds=ROUNDS, warmup_rounds=WARMUP
+    )
+
+
+@pytest.mark.parametrize(("op", "problem", "direction", "provider"), list(rows()))
+def test_op(
+    op: str, problem: str, direction: str, provider: str, benchmark: Any,
+    device: torch.device, measured_on: dict[str, Any],
+) -> None:  # fmt: skip
+    """One op: forward as in training, or backward after a forward that is not timed."""
+    torch.manual_seed(0)
+    rig = rig_of(device)
+    given = problems(op, rig)[problem]
+    ways = _ways(op, given, direction, provider)
+    truth = functools.partial(given.truth, direction)
+    baselines = OPS[op].providers.baselines
+    contest = Contest(ways, truth, given.work(direction), baselines, given.factor)
+    found = admit(contest)[provider]
+    if "absent" in found:
+        pytest.skip(found["absent"])
+    assert "check" in found, found["error"]
+    benchmark.group = f"{op} {direction}"
+    benchmark.extra_info.update(measured_on)
+
+    def run(prepared: Any) -> None:
+        ways[provider].run(prepared)
+        synchronize(device)
+
+    timed(benchmark, ways[provider].prepare, run)
+
+
+def _ways(op: str, given: Problem, direction: str, provider: str) -> dict[str, Way]:
+    """The provider's, and the baseline's, by whose errors it is judged."""
+    ways: dict[str, Way] = {}
+    for name in dict.fromkeys([*OPS[op].providers.baselines, provider]):
+        try:
+            ways[name] = ways_of(OPS[op].providers[name], given)[direction]
+        except (Absent, ImportError, KeyError) as error:
+            if name == provider:
+                pytest.skip(str(error))
+    return ways
+
+
+@pytest.mark.parametrize("way", [BASELINE, "checkpoint", *RUNGS])
+def test_layer(way: str, benchmark: Any, device: torch.device, measured_on: dict[str, Any]) -> None:
+    """A training step of one layer, forward and backward."""
+    sample = LAYER.sample(str(device))
+    row, forward = layers.admit(way, sample, Checks(sample))
+    assert forward is not None, row
+    benchmark.group = "layer"
+    benchmark.extra_info.update(measured_on, case=dataclasses.asdict(LAYER))
+
+    def step(x: torch.Tensor) -> None:
+        forward(x).backward(sample.dy)
+        synchronize(device)
+
+    timed(benchmark, lambda index: sample.x, step)

@@ -1,0 +1,114 @@
+"""What `python -m bench report` makes of result files, and of those that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.kernels.problem import DIRECTIONS
+from bench.kernels.table import OPS
+from bench.measure.machine import environment
+from bench.report import command, frontier, kernels, layers, sets
+from bench.test_benchmarks import rows
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def ceiling(unit: str, most: float) -> dict[str, Any]:
+    return {"case": {"op": "ceilings"}, "unit": unit, "ways": {"torch": {unit: most}}}
+
+
+def kernel(direction: str, floor: float, work: dict[str, float], **us: float) -> dict[str, Any]:
+    case = {"op": "norm", "name": "layer_norm", "direction": direction, "model": "gpt2",
+            "batch": 1, "seq_len": 256, "sizes": {"tokens": 256}}  # fmt: skip
+    ways: dict[str, Any] = {name.replace("_", " "): {"us": {"p50": t}} for name, t in us.items()}
+    ways["liger"] = {"absent": "needs a CUDA device"}
+    return {"case": case, "floor_us": floor, "work": work, "ways": ways}
+
+
+def results(**config: Any) -> dict[str, Any]:
+    """Two cases: of memory alone, and one that products bound."""
+    wrong = kernel("bwd", 20.0, {"flops": 2e7, "bytes": 1e4}, aten=40.0)
+    wrong["ways"]["fused_remat eager"] = {"error": "WrongResultError: relative error of dx is 1"}
+    fast = kernel("fwd", 10.0, {"flops": 0.0, "bytes": 1e5}, aten=25.0, compile=20.0)
+    fast["ways"]["fused_remat eager"] = {"us": {"p50": 16.0}}
+    found = [ceiling("GB/s", 10.0), ceiling("TFLOP/s", 1.0), fast, wrong]
+    machine = environment("cpu") | config.pop("machine", {})
+    rows = [row | {"machine": machine} for row in found]
+    return {"machine": machine, "config": config, "results": rows}
+
+
+def test_a_kernel_beside_its_floor_and_its_best_peer() -> None:
+    text = kernels.section(results())
+    assert "Ceilings: 10 GB/s, 1 TFLOP/s." in text
+    assert (
+        "| norm | fwd | 1 | memory | 62% (62% to 62%) | 50% (50% to 50%) | 0.80× (0.80 to 0.80) |"
+        in text
+    )
+    assert (
+        "| - | 0.10 | 10 µs | memory | eager, 16 µs | 62% | compile, 20 µs | 50% | 0.80× |" in text
+    )
+    assert "(FAIL: fused_remat eager) | bwd | 0.02 | 0.01 | 20 µs | products | absent |" in text
+    assert "Absent everywhere: liger (needs a CUDA device)." in text
+    assert "Wrong results: fused_remat eager in 1 cases." in text
+
+
+def test_a_dry_run_is_no_measurement() -> None:
+    with pytest.raises(ValueError, match="a dry run is no measurement"):
+        kernels.section(results(dry_run=True))
+
+
+def test_pages_without_results_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "KERNELS", tmp_path / "kernels-cpu.json")
+    monkeypatch.setattr(layers, "LAYERS", tmp_path / "layers-cpu.json")
+    monkeypatch.setattr(layers, "PROFILE", tmp_path / "profile-cpu.json")
+    monkeypatch.setattr(frontier, "CPU", tmp_path)
+    monkeypatch.setattr(frontier, "folders", list)
+    monkeypatch.setattr(kernels, "gpu_sets", dict)
+    names = ("kernels", "layers", "layers_machine", "targets", "profile", "frontier", "hardware")
+    for name in (*names, "frontier_readme"):
+        text = command.PARTS[name]()
+        assert text.startswith("Not ") and " yet" in text, name
+
+
+def test_a_folder_of_a_gpu_is_shown_with_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "2030-01-01-h200-0123456"
+    folder.mkdir()
+    gpu = {"gpu": "NVIDIA H200", "driver": "1.2", "commit": "0123456789", "dirty": True}
+    (folder / "gpu.json").write_text(json.dumps(results(machine=gpu)))
+    (folder / "other.json").write_text(json.dumps(results()))  # of a CPU
+    (folder / "dry.json").write_text(json.dumps(results(machine=gpu, dry_run=True)))
+    found = sets.gpu_sets(tmp_path)
+    assert {path: len(files) for path, files in found.items()} == {folder: 1}
+    monkeypatch.setattr(kernels, "gpu_sets", lambda: found)
+    text = kernels.gpu()
+    assert text.startswith("### NVIDIA H200 (`bench/results/2030-01-01-h200-0123456`)")
+    assert "Measured on NVIDIA H200, driver 1.2, " in text
+    assert "commit 0123456 with uncommitted changes." in text
+
+
+def test_every_op_is_benchmarked_in_both_directions() -> None:
+    found = {(op, direction) for op, _, direction, _ in (row.values for row in rows())}
+    assert found == {(op, direction) for op in OPS for direction in DIRECTIONS}
+    ids = [row.id for row in rows()]
+    assert len(set(ids)) == len(ids) and all(" " not in name for name in ids)
+
+
+def test_the_benchmarks_run() -> None:
+    """Once each, of one op and one layer; only where bench is named."""
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-disable"]
+    done = subprocess.run(
+        [*run, "bench/test_benchmarks.py", "-k", "norm-layer_norm or eager and layer", "-rs"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "passed" in done.stdout and "needs a CUDA device" in done.stdout
