@@ -16,8 +16,9 @@ import torch
 from bench.kernels.problem import DIRECTIONS, Problem, ways_of
 from bench.kernels.shapes import MODELS, Size
 from bench.kernels.table import OPS
-from bench.layers import command as layers
 from bench.layers.checks import Checks
+from bench.layers.measure import admit as admit_way
+from bench.layers.subjects import Case
 from bench.layers.ways import BASELINE
 from bench.measure.contest import SETS, Contest, Rig, Way, admit
 from bench.measure.machine import synchronize
@@ -28,7 +29,7 @@ from fused_remat.policies import RUNGS
 #: One with LayerNorm and GELU, one with RMSNorm, rotated and shared heads, and SwiGLU.
 SIZES = {name: Size(MODELS[name], 1, 256) for name in ("gpt2", "smollm-135m")}
 ROUNDS, WARMUP = 20, 3
-LAYER = layers.Case("float32", "pre", 0.0, 1, 256, 256, 4)
+LAYER = Case("float32", "pre", 0.0, 1, 256, 256, 4)
 
 
 def rig_of(device: torch.device) -> Rig:
@@ -107,8 +108,9 @@ def _ways(op: str, given: Problem, direction: str, provider: str) -> dict[str, W
 @pytest.mark.parametrize("way", [BASELINE, "checkpoint", *RUNGS])
 def test_layer(way: str, benchmark: Any, device: torch.device, measured_on: dict[str, Any]) -> None:
     """A training step of one layer, forward and backward."""
-    sample = LAYER.sample(str(device))
-    row, forward = layers.admit(way, sample, Checks(sample))
+    subject = LAYER.subject(device)
+    sample = subject.sample
+    row, forward = admit_way(way, subject, Checks(subject))
     assert forward is not None, row
     benchmark.group = "layer"
     benchmark.extra_info.update(measured_on, case=dataclasses.asdict(LAYER))

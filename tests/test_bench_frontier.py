@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import sys
@@ -15,8 +16,7 @@ from bench.frontier import command, figure, files, labels
 from bench.frontier.pareto import MEMORY_POINTS, changes, derive, digest, frontier, winner
 from bench.frontier.points import Panel, Point, family, panels, read
 from bench.frontier.report import report, sentences
-from bench.layers import command as layers
-from bench.layers.ways import WAYS, Way
+from bench.layers.ways import WAYS
 from fused_remat.policies import RUNGS
 
 CASE = {
@@ -163,7 +163,7 @@ def test_a_run_is_taken_up_and_the_picture_is_the_same(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / files.DATA).write_text((folder / files.DATA).read_text())
-    monkeypatch.setattr(layers, "measure", lambda *_: pytest.fail("it is in the file already"))
+    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it is in the file already"))
     assert command.main(["--out", str(tmp_path), *QUICK]) == 0
     assert (tmp_path / "frontier.svg").read_bytes() == (folder / "frontier.svg").read_bytes()
 
@@ -214,12 +214,31 @@ def test_bad_options_are_usage_errors(options: list[str]) -> None:
         command.parse(options)
 
 
-def test_wrong_results_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Way("wrong", lambda layer: lambda x: 2 * layer(x), False, "eager")
-    monkeypatch.setitem(WAYS, "wrong", wrong)
-    options = ["--sizes", "1x8x16x2", "--rounds", "1", "--seconds", "1", "--ways", "wrong"]
-    assert command.main(["--out", str(tmp_path), *options]) == 1
-    assert "Wrong results: `wrong` (relative error of " in (tmp_path / files.PAGE).read_text()
+@pytest.mark.parametrize(("way", "status"), [("full", 1), ("checkpoint", 0)])
+def test_wrong_results_of_ours_fail_the_command(
+    way: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(subject: Any) -> Any:
+        return lambda x: 2 * subject.sample.layer(x)
+
+    monkeypatch.setitem(WAYS._rows, way, dataclasses.replace(WAYS[way], build=build))
+    options = ["--sizes", "1x8x16x2", "--rounds", "1", "--seconds", "1", "--ways", way]
+    assert command.main(["--out", str(tmp_path), *options]) == status
+    assert f"Wrong results: `{way}` (relative error of " in (tmp_path / files.PAGE).read_text()
+
+
+def test_rows_of_bench_gpu_say_which_layer_and_are_put_together() -> None:
+    """Sections of one shape, each beside its own eager; steps without memory are no points."""
+    right = {"kept_bytes": 256, "step_ratio": {"eager": {"p20": 1.0, "p50": 1.1, "p80": 1.2}}}
+    rows = [row(full=right), row(compile=right, full=right), row(compile={"error": "late"})]
+    for index, found in enumerate(rows):
+        found |= {"layer": found["case"], "case": {"section": str(index), "name": "pre-norm"}}
+    mlp = row(full=right) | {"case": {"section": "mlp", "name": "mlp"}}
+    replayed = row(full={"ratio": right["step_ratio"]}) | {"layer": CASE | {"d_model": 64}}
+    del replayed["ways"]["eager"]["kept_bytes"]
+    (found,) = panels({"machine": {"cpu": "a CPU"}, "results": [*rows, mlp, replayed]})
+    assert [p.way for p in found.points] == ["eager", "full", "compile"]
+    assert found.case == CASE and found.wrong == {"compile": "late"}
 
 
 def test_labels_do_not_cover_points_or_each_other() -> None:

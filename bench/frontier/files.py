@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.frontier import figure
 from bench.frontier.pareto import derive, digest
-from bench.frontier.points import panels, read
+from bench.frontier.points import COLLECTED, collected, panels, read
 from bench.frontier.report import report
 
 DATA, PAGE = "frontier.json", "frontier.md"
@@ -30,12 +30,21 @@ def write(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
     return derived
 
 
+def source(folder: Path) -> dict[str, Any]:
+    """The rows of a folder's frontier: its own, or those of the files beside it that it is of."""
+    data = read(folder / DATA)
+    given = [folder / name for name in data.get(COLLECTED, ())]
+    if given and all(path.exists() for path in given):
+        return collected({path.name: read(path) for path in given})
+    return {key: value for key, value in data.items() if key != DERIVED}
+
+
 def stale(folder: Path) -> list[Path]:
     """Files that are not, or not any more, what `write` would make of the folder's data."""
-    data = read(folder / DATA)
+    data = source(folder)
     derived = derive(panels(data))
     page = folder / PAGE
-    old = [] if data.get(DERIVED) == derived else [folder / DATA]
+    old = [] if read(folder / DATA) == {**data, DERIVED: derived} else [folder / DATA]
     old += [] if page.exists() and page.read_text() == report(derived) else [page]
     pictures = [folder / name for name in PICTURES]
     return old + [path for path in pictures if figure.drawn_of(path) != digest(derived)]

@@ -92,6 +92,18 @@ class Panel:
         """Ways that keep no more than so much of eager's, the fastest first."""
         return sorted((p for p in self.points if p.kept <= at_most), key=lambda p: p.p50)
 
+    def with_more(self, other: Panel) -> Panel:
+        """With the ways of the same shape that another row has, and this one has not."""
+        known = {point.way for point in self.points}
+        more = tuple(point for point in other.points if point.way not in known | set(self.wrong))
+        known |= {point.way for point in more}
+        absent = {**other.absent, **self.absent}
+        return Panel(
+            self.case, self.machine, self.points + more,
+            {way: why for way, why in absent.items() if way not in known},
+            {**other.wrong, **self.wrong},
+        )  # fmt: skip
+
 
 def title(case: dict[str, Any]) -> str:
     """A shape in a few words.
@@ -110,13 +122,19 @@ def title(case: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
+def case_of(row: dict[str, Any]) -> dict[str, Any]:
+    """The layer that a row is of: of `bench gpu`'s, "layer" says it; {} where it is of none."""
+    case: dict[str, Any] = row.get("layer") or row["case"]
+    return case if set(case) >= NEEDED else {}
+
+
 def panel_of(row: dict[str, Any]) -> Panel | None:
     """The panel of a measured row; None where eager has none, so that nothing is relative to it."""
     ways = row.get("ways", {})
     eager = ways.get(BASELINE, {})
     if not (_kept(eager) and _ratio(eager)):
         return None
-    case = row["case"]
+    case = case_of(row)
     points, absent, wrong = [], {}, {}
     for way, found in ways.items():
         kept, time = _kept(found), _ratio(found)
@@ -164,7 +182,7 @@ def current(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         row
         for row in data["results"]
-        if set(row["case"]) >= NEEDED
+        if case_of(row)
         and (COLLECTED in data or {**row.get("machine", here), "date": None} == here)
     ]
 
@@ -182,7 +200,12 @@ def collected(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def panels(data: dict[str, Any]) -> list[Panel]:
     """A results file's panels. Raises: ValueError where no step was measured beside eager's."""
-    found = [panel for row in current(data) if (panel := panel_of(row)) is not None]
+    found: dict[str, Panel] = {}
+    for row in current(data):
+        panel = panel_of(row)
+        if panel is not None:
+            key = json.dumps([panel.case, {**panel.machine, "date": None}], sort_keys=True)
+            found[key] = found[key].with_more(panel) if key in found else panel
     if not found:
         raise ValueError("no step of a layer was measured beside eager's")
-    return found
+    return list(found.values())

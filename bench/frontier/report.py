@@ -149,6 +149,8 @@ def _sentence(at_most: float, found: list[dict[str, Any] | None]) -> str:
     losses = [win["other"]["slower"] for win in lost if win["other"] and not win["other"]["tie"]]
     if losses:
         text += f", and lose at {len(losses)} by more than the spread ({_percents(losses)})"
+    elif lost:
+        text += ", and lose at none by more than the spread"
     return text
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from bench.frontier import files
+from bench.frontier import files, points
 from bench.frontier.pareto import derive
-from bench.frontier.points import panels
 from bench.frontier.report import changes, panel_table, rules, sentences
-from bench.report.sets import RESULTS, machine_line, read
+from bench.report.sets import RESULTS, gpu_sets, machine_line, read
 
 CPU = RESULTS / "frontier-cpu"
 UNMEASURED = "Not measured yet: `python -m bench frontier --device cpu`."
@@ -22,22 +20,35 @@ def folders(root: Path = RESULTS) -> list[Path]:
     return sorted(found, key=lambda folder: folder.name != CPU.name)
 
 
+def undrawn(root: Path = RESULTS) -> dict[Path, dict[str, Any]]:
+    """Folders of a GPU's results with steps of layers and no frontier yet -> its data."""
+    found = {}
+    for folder in gpu_sets(root):
+        given = {p.name: read(p) for p in sorted(folder.glob("*.json"))}
+        layers = {n: d for n, d in given.items() if d and "results" in d and points.current(d)}
+        if layers and not (folder / files.DATA).exists():
+            found[folder] = points.collected(layers)
+    return found
+
+
 def stale(root: Path = RESULTS) -> list[Path]:
-    """Files that are not those of their folder's data."""
-    return [path for folder in folders(root) for path in files.stale(folder)]
+    """Files that are not those of their folder's data, or not there yet."""
+    missing = [folder / files.DATA for folder in undrawn(root)]
+    return missing + [path for folder in folders(root) for path in files.stale(folder)]
 
 
 def rewrite(root: Path = RESULTS) -> None:
     """Write the files anew where any is stale."""
+    for folder, data in undrawn(root).items():
+        files.write(folder, data)
     for folder in folders(root):
         if files.stale(folder):
-            data = json.loads((folder / files.DATA).read_text())
-            files.write(folder, {k: v for k, v in data.items() if k != files.DERIVED})
+            files.write(folder, files.source(folder))
 
 
 def _derived(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     data = read(folder / files.DATA)
-    return None if data is None else (data["machine"], derive(panels(data)))
+    return None if data is None else (data["machine"], derive(points.panels(data)))
 
 
 def readme() -> str:
