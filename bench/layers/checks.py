@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.layers.ways import BASELINE, WAYS, Forward, Sample, Way
+from bench.layers.subjects import Forward, Sample, Subject
+from bench.measure.contest import WrongResultError
 from fused_remat import FusedRematWarning
 
 SEED = 1
+# The error may be 1.5 times that of PyTorch's layer in the same dtype, plus this: a sixth of what
+# rounding once costs in bfloat16 or float16; in float32, sums in another order.
+FLOORS = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 1e-5}
+#: How far dropout may push an output, against how far it pushes the stock layer's: a few hundred
+#: elements are enough for that ratio to be well within these.
+SPREAD = (0.5, 2.0)
+# Of a leaf's norm, the step of a difference quotient: what is of third order in it stays far below
+# what is allowed, in the 16-bit dtypes beside what rounding costs there.
+STEPS = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 2e-3}
 
 
-class WrongResultError(Exception):
-    """What is wrong with a way's results."""
-
-
-@contextmanager
-def strict() -> Iterator[None]:
-    """Deterministic algorithms, `torch.empty` full of NaN, and no fallback of the fused layer."""
+@contextlib.contextmanager
+def strict(device: torch.device) -> Iterator[None]:
+    """No fallback of the fused layer; on a CPU, `torch.empty` is full of NaN."""
     mode = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    if device.type == "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FusedRematWarning)
@@ -34,13 +42,13 @@ def strict() -> Iterator[None]:
         torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
-def results_of(forward: Forward, sample: Sample) -> dict[str, Tensor]:
-    """The output and all gradients of one step at `SEED`, by name."""
+def results_of(forward: Forward, sample: Sample, seed: int = SEED) -> dict[str, Tensor]:
+    """The output and all gradients of one step at a seed, by name."""
     leaves = sample.leaves()
     for leaf in leaves.values():
         assert leaf.grad is not None
         leaf.grad.zero_()
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     y = forward(sample.x)
     y.backward(sample.dy)
     gradients = {
@@ -58,62 +66,145 @@ def errors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str
 
 
 class Checks:
-    """The checks of one sample's ways.
+    """The checks of one subject's ways, by whose dropout they draw ("stock", "ours", "own").
 
-    Without dropout: the output and every gradient against the same layer in float64; the error may
-    be 1.5 times eager's own in the sample's dtype, plus four roundings of it. With dropout: the
-    same seed gives the same output and another seed another one, and at the same seed the output
-    and every gradient have the bits of the way's twin's.
+    Without dropout: the output and every gradient against the stock forward in float64; the error
+    may be 1.5 times the stock forward's own in the sample's dtype, plus `FLOORS`.
+
+    With dropout, every way: the same seed gives the same output, another seed another one. And
+
+    - "ours" likewise against our block in float64 on the eager backend, which draws the same bits;
+      its yardstick is that block in the sample's dtype;
+    - "stock" has the stock forward's bits at the same seed; on a GPU, where sums may be in any
+      order, it is as near to them as ours has to be to float64;
+    - "own": the output is about as far from the output without dropout as the stock forward's is,
+      and every gradient is that of the forward which drew the mask: the difference quotient along
+      it, at the same seed.
     """
 
-    def __init__(self, sample: Sample) -> None:
-        self.sample = sample
-        self._twins: dict[str, dict[str, Tensor]] = {}
-        if not sample.dropout:
-            with strict():
-                exact = sample.double()
-                self._truth = results_of(exact.layer, exact)
-                theirs = errors(results_of(WAYS[BASELINE].build(sample.layer), sample), self._truth)
-            floor = 4 * torch.finfo(sample.x.dtype).eps
-            self._allowed = {name: 1.5 * error + floor for name, error in theirs.items()}
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.sample = subject, subject.sample
+        build = subject.stock
+        if self.sample.dropout:
+            build = lambda module: subject.fused(module, "full", "eager")  # noqa: E731
+        with strict(subject.device):
+            exact = self.sample.double()
+            self._truth = results_of(build(exact.layer), exact)
+            theirs = errors(results_of(build(self.sample.layer), self.sample), self._truth)
+        floor = FLOORS[self.sample.x.dtype]
+        self._allowed = {name: 1.5 * error + floor for name, error in theirs.items()}
+        if self.sample.dropout:
+            self._stock = results_of(subject.stock(self.sample.layer), self.sample)
+            self._plain = _without_dropout(subject)
 
-    def check(self, way: Way, forward: Forward) -> dict[str, Any]:
-        """How the results were found right. Raises: WrongResultError, or what the way raises."""
-        with strict():
+    def check(self, forward: Forward, draws: str, compiled: bool = False) -> dict[str, Any]:
+        """How the results were found right. Raises: WrongResultError, or what the way raises.
+
+        Args:
+            compiled: it is what it is, also where torch's settings are others.
+        """
+        quiet = contextlib.nullcontext() if compiled else strict(self.subject.device)
+        with quiet:
             found = results_of(forward, self.sample)
             for name, t in found.items():
                 if not t.isfinite().all():
                     raise WrongResultError(f"{name} is not finite")
-            return (
-                self._same_bits(way, forward, found) if self.sample.dropout else self._near(found)
-            )
+            if not self.sample.dropout:
+                return {"against": "float64"} | self._near(found, self._truth)
+            self._seeded(forward, found)
+            if draws == "ours":
+                return {"against": "float64, the same bits"} | self._near(found, self._truth)
+            if draws == "stock":
+                return self._as_stock(found)
+            self._spread(found)
+            return {"against": "itself, dropout fixed"} | self._derivatives(forward, found)
 
-    def _near(self, found: dict[str, Tensor]) -> dict[str, Any]:
+    def _near(self, found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, Any]:
         """Every error within what is allowed; reports the one that comes nearest to it."""
-        mine, allowed = errors(found, self._truth), self._allowed
+        mine, allowed = errors(found, truth), self._allowed
         worst = max(mine, key=lambda name: mine[name] / allowed[name])
         if not mine[worst] <= allowed[worst]:
             raise WrongResultError(
                 f"relative error of {worst} is {mine[worst]:.2g}, allowed {allowed[worst]:.2g}"
             )
-        report = {"worst": worst, "error": mine[worst], "allowed": allowed[worst]}
-        return {"against": "float64"} | report
+        return {"worst": worst, "error": mine[worst], "allowed": allowed[worst]}
 
-    def _same_bits(self, way: Way, forward: Forward, found: dict[str, Tensor]) -> dict[str, Any]:
+    def _seeded(self, forward: Forward, found: Mapping[str, Tensor]) -> None:
+        """On a GPU too a forward has the same bits at the same seed: no kernel adds atomically."""
         if not torch.equal(self._output(forward, SEED), found["output"]):
             raise WrongResultError("the same seed gives another output")
         if torch.equal(self._output(forward, SEED + 1), found["output"]):
             raise WrongResultError("another seed gives the same output: no dropout")
-        for name, t in self._twin(way.twin).items():
-            if not torch.equal(found[name], t):
-                raise WrongResultError(f"{name} is not, bit for bit, that of {way.twin}")
-        return {"against": f"same seed, bits of {way.twin}"}
 
     def _output(self, forward: Forward, seed: int) -> Tensor:
         torch.manual_seed(seed)
         return forward(self.sample.x).detach()
 
-    def _twin(self, name: str) -> dict[str, Tensor]:
-        if name not in self._twins:
-            self._twins[name] = results_of(WAYS[name].build(self.sample.layer), self.sample)
-        return self._twins[name]
+    def _as_stock(self, found: Mapping[str, Tensor]) -> dict[str, Any]:
+        if self.subject.device.type == "cuda":
+            near = self._near(found, {n: t.double() for n, t in self._stock.items()})
+            return {"against": "eager at the same seed"} | near
+        for name, t in self._stock.items():
+            if not torch.equal(found[name], t):
+                raise WrongResultError(f"{name} is not, bit for bit, that of eager")
+        return {"against": "same seed, bits of eager"}
+
+    def _spread(self, found: Mapping[str, Tensor]) -> None:
+        mine, theirs = (
+            (y["output"].double() - self._plain).norm().item() for y in (found, self._stock)
+        )
+        if not SPREAD[0] * theirs < mine < SPREAD[1] * theirs:
+            raise WrongResultError(
+                f"dropout moves the output {mine / theirs:.2g} times as far as eager's does"
+            )
+
+    def _derivatives(self, forward: Forward, found: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The leaf whose gradient is farthest from the difference quotient, of what is allowed."""
+        worst: dict[str, Any] = {"error": -1.0, "allowed": 1.0}
+        for name, leaf in self.sample.leaves().items():
+            gradient = found[f"gradient of {name}"].double()
+            if gradient.norm() == 0:
+                continue
+            error, allowed = self._derivative(forward, found["output"], leaf, gradient)
+            if not error <= allowed:
+                raise WrongResultError(
+                    f"gradient of {name} is not that of the forward at the same seed: off by "
+                    f"{error:.2g} along it, allowed {allowed:.2g}"
+                )
+            if error / allowed > worst["error"] / worst["allowed"]:
+                worst = {"worst": f"gradient of {name}", "error": error, "allowed": allowed}
+        return worst
+
+    def _derivative(
+        self, forward: Forward, y: Tensor, leaf: Tensor, gradient: Tensor
+    ) -> tuple[float, float]:
+        """|<dy, f(a) - f(b)> / <gradient, a - b> - 1| of points a, b around the leaf; its limit.
+
+        A mask that backward draws again shares of its gradient with the forward's all but about
+        p: a third of that is allowed, or 3% where that is less, and five times what the rounding of
+        both outputs comes to.
+        """
+        dtype, dy = self.sample.x.dtype, self.sample.dy.double()
+        kept = leaf.detach().clone()
+        step = STEPS[dtype] * kept.double().norm() / gradient.norm() * gradient
+        at, outputs = [], []
+        try:
+            for sign in (1.0, -1.0):
+                with torch.no_grad():
+                    leaf.copy_(kept.double() + sign * step)
+                    at.append(leaf.detach().double().clone())
+                outputs.append(self._output(forward, SEED).double())
+        finally:
+            with torch.no_grad():
+                leaf.copy_(kept)
+        along = (gradient * (at[0] - at[1])).sum().item()
+        change = (dy * (outputs[0] - outputs[1])).sum().item()
+        noise = torch.finfo(dtype).eps * (y.double().norm() * dy.norm()).item() / y.numel() ** 0.5
+        return abs(change / along - 1.0), min(0.03, self.sample.dropout / 3) + 5 * noise / along
+
+
+def _without_dropout(subject: Subject) -> Tensor:
+    """The stock forward's output in float64 without dropout."""
+    layer = copy.deepcopy(subject.sample.layer).double().eval()
+    with torch.no_grad():
+        return subject.stock(layer)(subject.sample.x.detach().double())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.layers.command import Case
+from bench.layers.subjects import Case
 from bench.layers.ways import BASELINE, WAYS
 from bench.measure.machine import ROOT, machine
 from bench.measure.turns import WARMUP_ROUNDS
@@ -47,8 +47,9 @@ def kinds(events: Sequence[Any]) -> Counter[str]:
 
 def measure(case: Case, ways: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds a step by way and kind, and "step", the wall time under the profiler."""
-    sample = case.sample("cpu")
-    forwards = {name: WAYS[name].build(sample.layer) for name in ways}
+    subject = case.subject("cpu")
+    sample = subject.sample
+    forwards = {name: WAYS[name].build(subject) for name in ways}
     found: dict[str, Counter[str]] = {name: Counter() for name in ways}
     for index in range(WARMUP_ROUNDS + rounds):
         for name, forward in forwards.items():
@@ -78,7 +79,9 @@ def table(result: dict[str, Any]) -> str:
 def main(arguments: list[str]) -> int:
     """Profile, print the table and write `profile-cpu.json`."""
     parser = argparse.ArgumentParser(prog="python -m bench profile", description=__doc__)
-    parser.add_argument("--way", action="append", choices=WAYS, help="(default: checkpoint, rungs)")
+    parser.add_argument(
+        "--way", action="append", choices=list(WAYS), help="(default: checkpoint, rungs)"
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, help="torch's threads")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")

@@ -15,7 +15,9 @@ def title(row: dict[str, Any]) -> str:
     """A case in a few words."""
     c = row["case"]
     sizes = f"(B, S, D, H) = ({c['batch']}, {c['seq_len']}, {c['d_model']}, {c['nhead']})"
-    return f"{c['dtype']}, {c['norm']}-norm, dropout {c['dropout']:g}, {sizes}"
+    rest = ["relu"] if c.get("activation") == "relu" else []
+    rest += ["causal"] if c.get("causal") else []
+    return ", ".join([c["dtype"], f"{c['norm']}-norm", *rest, f"dropout {c['dropout']:g}", sizes])
 
 
 def _p50(quantiles: dict[str, float] | None, suffix: str = "x") -> str:
@@ -25,7 +27,7 @@ def _p50(quantiles: dict[str, float] | None, suffix: str = "x") -> str:
 def _cells(way: str, r: dict[str, Any]) -> tuple[str, ...]:
     reason = r.get("unavailable") or r.get("failure")
     if reason is not None:
-        return (way, ("unavailable: " if "unavailable" in r else "WRONG: ") + reason)
+        return (way, ("unavailable: " if "unavailable" in r else "FAIL: ") + reason)
     return (
         way, f"{1e3 * r['step_seconds']['p50']:.1f}",
         _p50(r["step_ratio"].get("eager")), _p50(r["step_ratio"].get("checkpoint")),

@@ -1,104 +1,130 @@
-"""The ways to train one encoder layer that are compared: a table of functions.
+"""The ways to train a layer that are compared: decorated builders in a registry.
 
-A way takes a stock layer and returns a function of its input. All of them work on the same
-parameters and gradients, the very tensors: no way can gain from where its own happen to lie.
+A way takes a subject and returns a function of its input. All of them work on the same parameters
+and gradients, the very tensors: no way can gain from where its own happen to lie.
+
+A rung's name alone is ours on the device's own backend: eager on a CPU, Triton on a GPU. With
+"_eager" or "_triton" it is on that one where it is not the device's own; with "_compiled" it is the
+first under `torch.compile`. So no two rows of a device are the same thing.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fused_remat import FusedRematLayer
+from bench.layers.attention_core import replayed_core
+from bench.layers.compiled import compiled
+from bench.layers.subjects import Forward, Subject
+from bench.measure.registry import Absent, Registry
+from fused_remat.backends.registry import BACKENDS, DEFAULTS
 from fused_remat.policies import RUNGS
 
-Layer = nn.TransformerEncoderLayer
-Forward = Callable[[Tensor], Tensor]
-Build = Callable[[Layer], Forward]
+Build = Callable[[Subject], Forward]
 
-
-@dataclass
-class Sample:
-    """What a step works on: a layer, its input x (B, S, D), and dy, the gradient of its output.
-
-    Attributes:
-        dropout: the layer's dropout probability.
-    """
-
-    layer: Layer
-    x: Tensor
-    dy: Tensor
-    dropout: float
-
-    def __post_init__(self) -> None:
-        self.x.requires_grad_()
-        for leaf in self.leaves().values():
-            leaf.grad = torch.zeros_like(leaf)
-
-    def leaves(self) -> dict[str, Tensor]:
-        """The tensors that want a gradient."""
-        return {"x": self.x, **dict(self.layer.named_parameters())}
-
-    def double(self) -> Sample:
-        """A copy in float64."""
-        x, dy = self.x.detach().double(), self.dy.double()
-        return Sample(copy.deepcopy(self.layer).double(), x, dy, self.dropout)
-
-
-@dataclass(frozen=True)
-class Way:
-    """A row of the table.
-
-    Attributes:
-        build: raises ImportError where what it needs is not installed.
-        is_baseline: whether every way's step time is also given as a ratio to this one's.
-        twin: with dropout, the way whose bits this one has at the same seed.
-    """
-
-    name: str
-    build: Build
-    is_baseline: bool
-    twin: str
-
-
-#: name -> way, in the order of the tables. The baseline that is always measured comes first.
-WAYS: dict[str, Way] = {}
+#: In the order of the tables. Traits: `draws`, whose dropout it has at the same seed ("stock",
+#: "ours", or "own": nobody else's); `group`, by which ways are asked for; `backend`, that it names;
+#: `kept_by`, who sees what it keeps: "autograd", or only the "allocator".
+WAYS: Registry[Build] = Registry("layer ways")
 BASELINE = "eager"
+GROUPS = ("stock", "compiled", "ours")
+BUDGETS = (0.0, 0.25, 0.5, 0.75)
 
 
-def way(name: str, *, twin: str, is_baseline: bool = False) -> Callable[[Build], Build]:
-    """Register a function as a way."""
-
-    def register(build: Build) -> Build:
-        WAYS[name] = Way(name, build, is_baseline, twin)
-        return build
-
-    return register
+def _way(name: str, group: str = "stock", draws: str = "stock", **rest: Any) -> Any:
+    traits = {"kept_by": "autograd", "backend": None} | rest
+    return WAYS.provider(name, group=group, draws=draws, **traits)
 
 
-@way(BASELINE, twin=BASELINE, is_baseline=True)
-def eager(layer: Layer) -> Forward:
+def select(names: Sequence[str], device: torch.device | str) -> list[str]:
+    """Ways by name or group, in the order of the tables; the baseline is always among them.
+
+    A group has no rung that only another device runs, or that is the same as another one here.
+
+    Raises: ValueError for an unknown name.
+    """
+    unknown = [name for name in names if name not in WAYS and name not in GROUPS]
+    if unknown:
+        raise ValueError(f"unknown way {unknown[0]!r}; valid: {', '.join((*GROUPS, *WAYS))}")
+    own = _own_backend("auto", torch.device(device))
+    here = {None, "eager"} - {own}
+    return [
+        name
+        for name in WAYS
+        if name in {*names, BASELINE}
+        or (WAYS[name].traits["group"] in names and WAYS[name].traits["backend"] in here)
+    ]
+
+
+def _own_backend(name: str, device: torch.device) -> str:
+    return DEFAULTS.get(device.type, "eager") if name == "auto" else name
+
+
+# --- PyTorch's own
+
+
+@_way(BASELINE, baseline=True)
+def eager(subject: Subject) -> Forward:
     """The stock layer."""
-    return layer
+    return subject.stock(subject.sample.layer)
 
 
-@way("checkpoint", twin=BASELINE, is_baseline=True)
-def checkpointed(layer: Layer) -> Forward:
-    """`torch.utils.checkpoint` as recommended: stops replaying once it has what it needs."""
-    return functools.partial(checkpoint, layer, use_reentrant=False)
+@_way("checkpoint", baseline=True)
+def checkpointed(subject: Subject) -> Forward:
+    """`torch.utils.checkpoint` as recommended: stops replaying once it has what it needs.
+
+    In a capture without the generator's state, which cannot be read there.
+    """
+    keep_state = not subject.captured
+    forward = subject.stock(subject.sample.layer)
+    return functools.partial(
+        checkpoint, forward, use_reentrant=False, preserve_rng_state=keep_state
+    )
 
 
-@way("checkpoint_reentrant", twin=BASELINE)
-def checkpointed_reentrant(layer: Layer) -> Forward:
+@_way("checkpoint_reentrant")
+def checkpointed_reentrant(subject: Subject) -> Forward:
     """The older `torch.utils.checkpoint`: replays the whole layer."""
-    return functools.partial(checkpoint, layer, use_reentrant=True)
+    return functools.partial(checkpoint, subject.stock(subject.sample.layer), use_reentrant=True)
+
+
+def _products() -> list[Any]:
+    """Every matrix product of ATen's, and attention's kernels, as far as this PyTorch has them."""
+    names = (
+        "mm", "addmm", "bmm", "baddbmm",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )  # fmt: skip
+    found = (getattr(torch.ops.aten, name, None) for name in names)
+    return [packet.default for packet in found if packet is not None]
+
+
+@_way("selective_matmuls", kept_by="allocator")
+def selective_matmuls(subject: Subject) -> Forward:
+    """Selective checkpointing that keeps the results of all products and replays the rest.
+
+    The policy of PyTorch's documentation and of torchtitan's per-op mode. What it keeps lies in a
+    cache of its own, unseen by autograd's hooks.
+    """
+    contexts = functools.partial(create_selective_checkpoint_contexts, _products())
+    forward = subject.stock(subject.sample.layer)
+    return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+
+
+@_way("selective_attention")
+def selective_attention(subject: Subject) -> Forward:
+    """Selective recomputation after Korthikanti et al. 2022: only attention's core is replayed.
+
+    That is scores, softmax, dropout and the product with v. Where PyTorch takes a flash kernel, the
+    kernel replays scores itself and keeps a number per row: then this only adds a second run of it.
+    """
+    return replayed_core(subject)
 
 
 class RandomState:
@@ -115,20 +141,67 @@ class RandomState:
         self._module.set_rng_state(state)
 
 
-@way("torch_remat", twin=BASELINE)
-def torch_remat(layer: Layer) -> Forward:
+@_way("torch_remat", module="torch_remat")
+def torch_remat(subject: Subject) -> Forward:
     """`torch_remat` around the whole layer, as in its quick start; replays the whole layer.
 
     It leaves torch's generator alone unless given a hook, so a layer with dropout needs one.
     """
     from torch_remat import checkpoint as remat
 
-    weight = layer.linear1.weight
-    hooks = (RandomState(weight.device),) if layer.dropout.p else ()
-    return lambda x: remat(region_name="layer", recompute_state_hooks=hooks)(layer)(x)
+    forward = subject.stock(subject.sample.layer)
+    hooks = (RandomState(subject.device),) if subject.sample.dropout else ()
+    return lambda x: remat(region_name="layer", recompute_state_hooks=hooks)(forward)(x)
 
 
-for _rung in RUNGS:
-    way(_rung, twin=next(iter(RUNGS)))(
-        functools.partial(FusedRematLayer.from_layer, policy=_rung)  # the layer's own submodules
+# --- compiled
+
+
+@_way("compile", "compiled", "own")
+def compiled_stock(subject: Subject) -> Forward:
+    """`torch.compile` of the stock layer, Inductor, static shapes; its memory budget is 1."""
+    return compiled(eager(subject), subject)
+
+
+def _budgeted(subject: Subject, budget: float) -> Forward:
+    """The same with `activation_memory_budget`: how much of what it would keep it may keep."""
+    return compiled(eager(subject), subject, budget)
+
+
+for _budget in BUDGETS:
+    _way(f"compile_budget_{_budget:g}", "compiled", "own")(
+        functools.partial(_budgeted, budget=_budget)
+    )
+
+
+# --- ours
+
+
+def _rung(subject: Subject, rung: str) -> Forward:
+    return subject.fused(subject.sample.layer, rung, subject.backend)
+
+
+def _rung_on(subject: Subject, rung: str, backend: str) -> Forward:
+    if _own_backend(subject.backend, subject.device) == backend:
+        raise Absent(f"on this device the same as {rung}")
+    found = BACKENDS[backend]()
+    if isinstance(found, str):
+        raise Absent(found)
+    return subject.fused(subject.sample.layer, rung, backend)
+
+
+def _rung_compiled(subject: Subject, rung: str) -> Forward:
+    return compiled(_rung(subject, rung), subject)
+
+
+for _name in RUNGS:
+    _way(_name, "ours", "ours")(functools.partial(_rung, rung=_name))
+for _backend, _needs in (("eager", None), ("triton", "triton")):
+    for _name in RUNGS:
+        _way(f"{_name}_{_backend}", "ours", "ours", backend=_backend, needs=_needs)(
+            functools.partial(_rung_on, rung=_name, backend=_backend)
+        )
+for _name in RUNGS:
+    _way(f"{_name}_compiled", "ours", "ours", compiled=True)(
+        functools.partial(_rung_compiled, rung=_name)
     )

@@ -1,0 +1,111 @@
+"""Timing training steps: forward and backward; gradients are added into `.grad`s that exist."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bench.layers.subjects import Forward, Subject
+from bench.measure.clock import Clock, captured
+from bench.measure.turns import quantiles
+
+_TIMED_SECONDS = 1e-2  # of a sample on a GPU, about
+_MOST_STEPS = 10
+#: Seconds by what was timed: "forward", "backward", "step", and "host", which is what the host
+#: takes to launch a step.
+Times = dict[str, float]
+
+
+class Step:
+    """Times a training step; nobody's operands are in a cache when it begins.
+
+    On a GPU several steps are queued with events around forward and backward, and nothing waits in
+    between; one step that is not timed keeps the device busy while the host gets ahead. The flush
+    between steps is not timed.
+    """
+
+    def __init__(self, forward: Forward, subject: Subject, clock: Clock) -> None:
+        self.forward, self.sample, self.clock = forward, subject.sample, clock
+        self.count = 1
+        if clock.device.type == "cuda":
+            self()
+            self.count = max(1, min(_MOST_STEPS, round(_TIMED_SECONDS / self()["step"])))
+
+    def __call__(self) -> Times:
+        if self.clock.device.type == "cuda":
+            return self._between_events()
+        self.clock.flush()
+        start = time.perf_counter()
+        y = self.forward(self.sample.x)
+        between = time.perf_counter()
+        y.backward(self.sample.dy)
+        end = time.perf_counter()
+        times = {"forward": between - start, "backward": end - between, "step": end - start}
+        return times | {"host": end - start}
+
+    def _between_events(self) -> Times:
+        self._queue([])
+        queued: list[list[torch.cuda.Event]] = []
+        host = 0.0
+        for _ in range(self.count):
+            self.clock.flush()
+            queued.append([])
+            before = time.perf_counter()
+            self._queue(queued[-1])
+            host += time.perf_counter() - before
+        torch.cuda.synchronize(self.clock.device)
+        parts = [1e-3 * sum(s[i].elapsed_time(s[i + 1]) for s in queued) / self.count
+                 for i in range(len(queued[0]) - 1)]  # fmt: skip
+        apart = dict(zip(("forward", "backward"), parts, strict=True)) if len(parts) == 2 else {}
+        return apart | {"step": sum(parts), "host": host / self.count}
+
+    def _queue(self, events: list[torch.cuda.Event]) -> None:
+        """Launch a step, and an event before, in the middle and after."""
+        _record(events)
+        y = self.forward(self.sample.x)
+        _record(events)
+        y.backward(self.sample.dy)
+        _record(events)
+
+
+class ReplayedStep(Step):
+    """The same of a step captured as a CUDA graph, as a whole: the host's share does not show."""
+
+    def __init__(self, forward: Forward, subject: Subject, clock: Clock) -> None:
+        if clock.device.type == "cuda":
+            work = lambda: forward(subject.sample.x).backward(subject.sample.dy)  # noqa: E731
+            self._replay = captured(work)
+        super().__init__(forward, subject, clock)
+
+    def _queue(self, events: list[torch.cuda.Event]) -> None:
+        _record(events)
+        self._replay()
+        _record(events)
+
+
+def _record(events: list[torch.cuda.Event]) -> None:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    events.append(event)
+
+
+def summary(
+    times: Mapping[str, Sequence[Times]], baselines: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Percentiles of every way's times, and of its step's ratio to each baseline's, by round."""
+    steps = {name: [t["step"] for t in rounds] for name, rounds in times.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for name, rounds in times.items():
+        parts = {f"{part}_seconds": quantiles([t[part] for t in rounds]) for part in rounds[0]}
+        ratios = {
+            baseline: quantiles(
+                [mine / other for mine, other in zip(steps[name], steps[baseline], strict=True)]
+            )
+            for baseline in baselines
+            if baseline in steps
+        }
+        found[name] = parts | {"step_ratio": ratios}
+    return found
