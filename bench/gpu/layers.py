@@ -59,15 +59,22 @@ def _as_contest(found: dict[str, Any]) -> dict[str, Any]:
     return found | times
 
 
-def encoder(rig: Rig, norm: str, width: int, dropout: float) -> Subject:
+def measure_layer(
+    case: Case, names: Sequence[str], rig: Rig, timer: Timer = Step
+) -> dict[str, Any]:
+    """The same of an encoder layer, and which: the frontier is drawn of such rows."""
+    row = measure(case.subject(rig.device), names, rig, timer)
+    return {"layer": dataclasses.asdict(case), **row}
+
+
+def encoder(rig: Rig, norm: str, width: int, dropout: float) -> Case:
     """A causal encoder layer, head dim 128; dropout of the residuals and in the MLP."""
     dtype = next(name for name, dtype in DTYPES.items() if dtype == rig.dtype)
     batch, seq_len = rig.size(tokens_of(width) // SEQ_LEN, 2), rig.size(SEQ_LEN, 9)
-    case = Case(
+    return Case(
         dtype, norm, dropout, batch, seq_len, width, rig.size(width // HEAD_DIM, 2),
         causal=True, attention_dropout=0.0,
     )  # fmt: skip
-    return case.subject(rig.device)
 
 
 def mlp(rig: Rig, width: int) -> Subject:
@@ -102,7 +109,7 @@ def layer_entries(rig: Rig) -> Iterator[Entry]:
         for norm, width in list(_grid(rig))[: 1 if rig.dry and dropout else None]:
             case = _case(rig, f"{norm}-norm", width, dropout=dropout)
             given = (norm, width, dropout)
-            yield case, lambda rig, given=given: measure(encoder(rig, *given), WAYS, rig)
+            yield case, lambda rig, given=given: measure_layer(encoder(rig, *given), WAYS, rig)
 
 
 def mlp_entries(rig: Rig) -> Iterator[Entry]:
@@ -117,7 +124,10 @@ def replay_entries(rig: Rig) -> Iterator[Entry]:
     for norm, width in list(_grid(rig))[: 1 if rig.dry else None]:
         case = _case(rig, f"{norm}-norm, replayed", width)
         given = (norm, width, 0.0)
-        yield case, lambda rig, g=given: measure(encoder(rig, *g), REPLAYED, rig, ReplayedStep)
+        yield (
+            case,
+            lambda rig, g=given: measure_layer(encoder(rig, *g), REPLAYED, rig, ReplayedStep),
+        )
 
 
 def compile_entries(rig: Rig) -> Iterator[Entry]:
@@ -126,4 +136,4 @@ def compile_entries(rig: Rig) -> Iterator[Entry]:
         for name, ways in (("compiled", COMPILED), ("budgets", BUDGETED)):
             case = _case(rig, f"{norm}-norm, {name}", width)
             given = (norm, width, 0.0)
-            yield case, lambda rig, g=given, w=ways: measure(encoder(rig, *g), w, rig)
+            yield case, lambda rig, g=given, w=ways: measure_layer(encoder(rig, *g), w, rig)
