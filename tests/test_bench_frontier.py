@@ -154,7 +154,8 @@ def test_the_files_of_a_run(folder: Path) -> None:
     for name in files.PICTURES:
         assert figure.drawn_of(folder / name) == digest(derived)
     svg = (folder / "frontier.svg").read_text()
-    for text in ("checkpoint", "full", "lean", "eager", "frontier"):
+    where = figure.measured_on(data["machine"])
+    for text in ("checkpoint", "full", "lean", "eager", "frontier", where):
         assert f"<!-- {text} -->" in svg
     assert files.stale(folder) == []
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def draw(derived: dict[str, Any], folder: Path, name: str = "frontier") -> list[
         canvas = FigureCanvasAgg(figure)
         grid = figure.subplots(rows, columns, squeeze=False)
         drawn = [_panel(axes, p) for axes, p in zip(grid.flat, panels, strict=False)]
+        _machines(figure, grid.flat, panels)
         for axes in list(grid.flat)[len(panels) :]:
             axes.set_axis_off()
         _legend(figure, panels)
@@ -70,6 +72,32 @@ def draw(derived: dict[str, Any], folder: Path, name: str = "frontier") -> list[
         for axes, points in drawn:
             place(axes, points, canvas.get_renderer())
         return _save(figure, folder, name, _MARK + digest(derived))
+
+
+def _machines(figure: Any, grid: Iterable[Any], panels: list[dict[str, Any]]) -> None:
+    """What was measured on: below all panels, or where they differ, above each."""
+    texts = [measured_on(panel["machine"]) for panel in panels]
+    if len(set(texts)) == 1:
+        figure.supxlabel(texts[0], fontsize=7.5, color="0.4")
+        return
+    for axes, text in zip(grid, texts, strict=False):
+        axes.set_title(text, fontsize=6.5, loc="right", color="0.4")
+
+
+def measured_on(machine: dict[str, Any]) -> str:
+    """A machine in a few words.
+
+    >>> measured_on({"cpu": "a CPU", "threads": 2, "torch": "2.13.0", "commit": "0123456789"})
+    'a CPU, 2 threads, torch 2.13.0, commit 0123456'
+    """
+    where = machine.get("gpu") or machine.get("cpu")
+    threads = None if machine.get("gpu") else machine.get("threads")
+    commit = machine.get("commit")
+    parts = [
+        where, threads and f"{threads} thread{'s' * (threads > 1)}",
+        machine.get("torch") and f"torch {machine['torch']}", commit and f"commit {commit[:7]}",
+    ]  # fmt: skip
+    return ", ".join(filter(None, parts))
 
 
 def _save(figure: Any, folder: Path, name: str, mark: str) -> list[Path]:

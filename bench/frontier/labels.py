@@ -69,6 +69,7 @@ def place(axes: Any, points: Sequence[tuple[float, float, str, str]], renderer: 
         if line.get_linestyle() != "None":
             pixels = line.get_transform().transform_path(line.get_path()).vertices
             taken += along([tuple(pixel) for pixel in pixels], unit)
+    inside = frame.x0, frame.y0, frame.x1, frame.y1
     back = axes.transData.inverted()
     veil = {"facecolor": "white", "edgecolor": "none", "alpha": 0.6, "pad": 0.3}
     # Those with most neighbours first, while there is room around them.
@@ -79,23 +80,31 @@ def place(axes: Any, points: Sequence[tuple[float, float, str, str]], renderer: 
                           bbox=veil)  # fmt: skip
         extent = label.get_window_extent(renderer)
         sizes = extent.width + unit, extent.height
-        tried = list(candidates(x, y, *sizes, unit))
-        lefts, lows, rights, tops = zip(*tried, strict=True)
-        reach = min(lefts), min(lows), max(rights), max(tops)
-        near = [box for box in taken if overlap(box, reach)]
-        inside = frame.x0, frame.y0, frame.x1, frame.y1
-        # Further away is worth it if it uncovers a few square points more; outside never is.
-        costs = [
-            sum(overlap(box, other) for other in near)
-            + 2 * (sizes[0] * sizes[1] - overlap(box, inside))
-            + further * 0.8 * unit**2
-            for further, box in enumerate(tried)
-        ]
-        best = costs.index(min(costs))
-        box = tried[best]
+        best, box = _cheapest(list(candidates(x, y, *sizes, unit)), taken, inside, unit)
         taken.append(box)
         label.set_position(tuple(back.transform((box[0], box[1]))))
         if best >= 2 * _DIRECTIONS:
             middle = (min(max(x, box[0]), box[2]), min(max(y, box[1]), box[3]))
             ends = [points[index][:2], tuple(back.transform(middle))]
             axes.plot(*zip(*ends, strict=True), color=colour, linewidth=0.4, zorder=2)
+
+
+def _cheapest(
+    tried: Sequence[Box], taken: Sequence[Box], inside: Box, unit: float
+) -> tuple[int, Box]:
+    """The box that covers least, and its place in the order.
+
+    Further away is worth it if it uncovers a few square points more; outside the panel never is.
+    """
+    lefts, lows, rights, tops = zip(*tried, strict=True)
+    reach = min(lefts), min(lows), max(rights), max(tops)
+    near = [box for box in taken if overlap(box, reach)]
+    area = overlap(tried[0], tried[0])
+    costs = [
+        sum(overlap(box, other) for other in near)
+        + 2 * (area - overlap(box, inside))
+        + further * 0.8 * unit**2
+        for further, box in enumerate(tried)
+    ]
+    best = costs.index(min(costs))
+    return best, tried[best]

@@ -75,9 +75,10 @@ def _set(folder: Path) -> str:
     assert found is not None
     machine, derived = found
     shown = "\n\n".join(map(panel_table, derived["panels"]))
+    where = machine.get("gpu") or machine["cpu"]
     parts = [
-        _picture(folder, "../"), machine_line(machine),
-        sentences(derived), "Where the winner changes:", changes(derived), rules(),
+        f"### {where} (`bench/results/{folder.name}`)",
+        _picture(folder, "../"), machine_line(machine), sentences(derived), "Where the winner changes:", changes(derived), rules(),
         f"<details>\n<summary>Every shape</summary>\n\n{shown}\n\n</details>",
     ]  # fmt: skip
     return "\n\n".join(parts)
