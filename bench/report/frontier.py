@@ -78,7 +78,12 @@ def _set(folder: Path) -> str:
     where = machine.get("gpu") or machine["cpu"]
     parts = [
         f"### {where} (`bench/results/{folder.name}`)",
-        _picture(folder, "../"), machine_line(machine), sentences(derived), "Where the winner changes:", changes(derived), rules(),
+        _picture(folder, "../"),
+        machine_line(machine),
+        sentences(derived),
+        "Where the winner changes:",
+        changes(derived),
+        rules(),
         f"<details>\n<summary>Every shape</summary>\n\n{shown}\n\n</details>",
-    ]  # fmt: skip
+    ]
     return "\n\n".join(parts)
