@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -74,7 +75,7 @@ def compile_(p: Linear) -> Function:
     return compiled(p.reference)
 
 
-@LINEAR.provider("quack", module="quack", needs="cuda", autotunes=True)
+@LINEAR.provider("quack", module="quack", needs="cuda", optional=True, autotunes=True)
 def quack(p: Linear) -> Function | Ways:
     """QuACK's product; with the activation in it, forward only."""
     from quack.linear import linear_act_func, linear_func
@@ -88,7 +89,7 @@ def quack(p: Linear) -> Function | Ways:
         made: Tensor = linear_act_func(x, weight, QUACK_PLAIN[p.act], *bias)[1]
         return made
 
-    forward = through_autograd(activated, p)["fwd"]
+    forward = dataclasses.replace(through_autograd(activated, p)["fwd"], optional=True)
     return {"fwd": forward, "bwd": not_served("its gradient is only in its MLP")}
 
 

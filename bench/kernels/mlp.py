@@ -60,10 +60,12 @@ def adapted(
     pack: Callable[..., Sequence[Tensor]] = lambda *inputs: inputs,
     unpack: Callable[..., Sequence[Tensor]] = lambda *gradients: gradients,
     gradients: Gradients = torch.autograd.grad,
+    optional: bool = False,
 ) -> Ways:
     """Both directions of a function that takes other inputs than the problem's.
 
     `pack` makes its inputs of the problem's, untimed; `unpack` the problem's gradients of its own.
+    optional: it may not serve these sizes, dtype or device, which is no failure.
     """
 
     def inputs(index: int) -> list[Tensor]:
@@ -81,7 +83,10 @@ def adapted(
         made = unpack(*gradients(*given))
         return {f"d{name}": t for name, t in zip(p.shapes, made, strict=True)}
 
-    return {"fwd": Way(forward, prepare=inputs), "bwd": Way(backward, prepare=graph)}
+    return {
+        "fwd": Way(forward, optional=optional, prepare=inputs),
+        "bwd": Way(backward, optional=optional, prepare=graph),
+    }
 
 
 @MLP.provider("aten", baseline=True)
@@ -171,7 +176,7 @@ def liger_tiled(p: Mlp) -> Ways:
     return adapted(tiled, p, gradients=accumulated)
 
 
-@MLP.provider("liger fused", module="liger_kernel", needs="cuda", autotunes=True)
+@MLP.provider("liger fused", module="liger_kernel", needs="cuda", optional=True, autotunes=True)
 def liger_fused(p: Mlp) -> Function:
     """Liger-Kernel's Triton products with the gate in them; they take tensor descriptors."""
     from liger_kernel.ops import LigerMLPFunction
@@ -211,16 +216,16 @@ def _quack(p: Mlp, recompute: bool) -> Function | Ways:
         made: Tensor = mlp_func(x, gate_up, down, known[p.act], **options)
         return made
 
-    return adapted(gated, p, side_by_side, apart)
+    return adapted(gated, p, side_by_side, apart, optional=True)
 
 
-@MLP.provider("quack", module="quack", needs="cuda", autotunes=True)
+@MLP.provider("quack", module="quack", needs="cuda", optional=True, autotunes=True)
 def quack(p: Mlp) -> Function | Ways:
     """QuACK's MLP: activation and gate in the products, both ways; keeps the hidden half."""
     return _quack(p, recompute=False)
 
 
-@MLP.provider("quack recompute", module="quack", needs="cuda", autotunes=True)
+@MLP.provider("quack recompute", module="quack", needs="cuda", optional=True, autotunes=True)
 def quack_recompute(p: Mlp) -> Function | Ways:
     """The same keeping its input."""
     return _quack(p, recompute=True)
