@@ -91,16 +91,17 @@ def through_autograd(
 ) -> dict[str, Way]:
     """Both directions of a function; `in_place`: it overwrites its inputs or the gradient."""
 
-    def inputs(index: int) -> dict[str, Tensor]:
-        given = problem.sets[index].items()
-        return {k: (t.clone() if in_place else t.detach()).requires_grad_() for k, t in given}
+    def inputs(index: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """The leaves, and what the function is given: autograd forbids writing to a leaf."""
+        leaves = {k: t.detach().requires_grad_() for k, t in problem.sets[index].items()}
+        return leaves, [t.clone() if in_place else t for t in leaves.values()]
 
-    def forward(leaves: dict[str, Tensor]) -> Results:
-        return {"y": _called(function, leaves, in_place).detach()}
+    def forward(given: tuple[dict[str, Tensor], list[Tensor]]) -> Results:
+        return {"y": function(*given[1]).detach()}
 
     def graph(index: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        leaves, dy = inputs(index), problem.dys[index]
-        return _called(function, leaves, in_place), leaves, dy.clone() if in_place else dy
+        (leaves, given), dy = inputs(index), problem.dys[index]
+        return function(*given), leaves, dy.clone() if in_place else dy
 
     def backward(given: tuple[Tensor, dict[str, Tensor], Tensor]) -> Results:
         y, leaves, dy = given
@@ -110,12 +111,6 @@ def through_autograd(
         "fwd": Way(forward, problem.truth_of("fwd"), prepare=inputs),
         "bwd": Way(backward, problem.truth_of("bwd"), prepare=graph),
     }
-
-
-def _called(function: Function, leaves: dict[str, Tensor], in_place: bool) -> Tensor:
-    """In place, of views: autograd forbids that its leaves are written to."""
-    given = [t.view_as(t) for t in leaves.values()] if in_place else leaves.values()
-    return function(*given)
 
 
 def compiled(function: Function) -> Function:
