@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.kernels import linear, mlp
 from bench.kernels.linear import Linear
 from bench.kernels.mlp import Mlp
-from bench.kernels.problem import DIRECTIONS, Op, contests
+from bench.kernels.problem import DIRECTIONS, Op, contests, ways_of
 from bench.kernels.products import Products
 from bench.kernels.shapes import MODELS, at_tokens
-from bench.measure.contest import Rig, admit, check
+from bench.measure.contest import Rig, WrongResultError, admit, check
 
 CPU = torch.device("cpu")
 BATCH, SEQ_LEN, WIDTH, HIDDEN = 2, 20, 24, 40
@@ -96,6 +96,24 @@ def test_bytes_are_inputs_and_results_once() -> None:
     assert made.work("bwd").bytes == 2 * (x + 2 * weight + x + x + 2 * weight + 16 + 24)
 
 
+@pytest.mark.parametrize("form", ["linear", "gelu", "gated silu"])
+def test_bare_is_every_product_and_each_is_checked(form: str) -> None:
+    """As many operations as the work says, and no way to be wrong in one of them."""
+    op, problem, _ = FORMS[form]
+    made: Products = problem(rig_of())
+    for direction, way in ways_of(op.providers["bare"], made).items():
+        given = way.prepare(0)
+        with FlopCounterMode(display=False) as counter:
+            found = way.run(given)
+        assert counter.get_total_flops() == made.work(direction).flops
+        assert way.truth is not None
+        exact = way.truth(found)
+        assert set(found) == set(exact) and check(found, exact)
+        for name in found:
+            with pytest.raises(WrongResultError, match=f"of {name} is"):
+                check(found | {name: 1.001 * found[name]}, exact)
+
+
 def test_a_provider_may_take_the_weights_otherwise() -> None:
     """Packed as QuACK takes them, with gradients in our layout; or gradients left in `.grad`."""
     p = Mlp(rig_of(), True, "silu", BATCH, SEQ_LEN, WIDTH, HIDDEN)
@@ -106,7 +124,7 @@ def test_a_provider_may_take_the_weights_otherwise() -> None:
 
     taken = {
         "packed": mlp.adapted(packed, p, mlp.side_by_side, mlp.apart),
-        "accumulated": mlp.adapted(p.reference, p, gradients=mlp.accumulated),
+        "accumulated": mlp.adapted(p.reference, p, gradients_of=mlp.accumulated),
     }
     for ways in taken.values():
         for direction, way in ways.items():
