@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from bench.kernels import norm
+from bench.kernels import linear, mlp, norm
 from bench.kernels.problem import Op
 
 #: Name on the command line -> op, in the order in which they are measured.
 OPS: dict[str, Op] = {
     "norm": norm.OP,
+    "linear": linear.OP,
+    "mlp": mlp.OP,
 }
