@@ -8,7 +8,7 @@ timed. What cannot be had that way is given as `Ways`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,35 +87,36 @@ def _gradients(leaves: Mapping[str, Tensor], grads: Any) -> dict[str, Tensor]:
 
 
 def through_autograd(
-    function: Function, problem: Problem, in_place: bool = False
+    function: Function, problem: Problem, in_place: bool = False, optional: bool = False
 ) -> dict[str, Way]:
-    """Both directions of a function; `in_place`: it overwrites its inputs or the gradient."""
+    """Both directions of a function.
 
-    def inputs(index: int) -> dict[str, Tensor]:
-        given = problem.sets[index].items()
-        return {k: (t.clone() if in_place else t.detach()).requires_grad_() for k, t in given}
+    in_place: it overwrites its inputs or the gradient. optional: it may not serve these sizes,
+    dtype or device, which is no failure. What a backward returns holds the output too, which shows
+    a mask that its gradients have to have.
+    """
 
-    def forward(leaves: dict[str, Tensor]) -> Results:
-        return {"y": _called(function, leaves, in_place).detach()}
+    def inputs(index: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Leaves, and what is given to the function: autograd forbids that leaves are written."""
+        leaves = {k: t.detach().requires_grad_() for k, t in problem.sets[index].items()}
+        return leaves, [t.clone() if in_place else t for t in leaves.values()]
+
+    def forward(given: tuple[dict[str, Tensor], list[Tensor]]) -> Results:
+        return {"y": function(*given[1]).detach()}
 
     def graph(index: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        leaves, dy = inputs(index), problem.dys[index]
-        return _called(function, leaves, in_place), leaves, dy.clone() if in_place else dy
+        (leaves, given), dy = inputs(index), problem.dys[index]
+        return function(*given), leaves, dy.clone() if in_place else dy
 
     def backward(given: tuple[Tensor, dict[str, Tensor], Tensor]) -> Results:
         y, leaves, dy = given
-        return _gradients(leaves, torch.autograd.grad(y, list(leaves.values()), dy))
+        gradients = torch.autograd.grad(y, list(leaves.values()), dy)
+        return {"y": y.detach(), **_gradients(leaves, gradients)}
 
     return {
-        "fwd": Way(forward, problem.truth_of("fwd"), prepare=inputs),
-        "bwd": Way(backward, problem.truth_of("bwd"), prepare=graph),
+        "fwd": Way(forward, problem.truth_of("fwd"), optional, prepare=inputs),
+        "bwd": Way(backward, problem.truth_of("bwd"), optional, prepare=graph),
     }
-
-
-def _called(function: Function, leaves: dict[str, Tensor], in_place: bool) -> Tensor:
-    """In place, of views: autograd forbids that its leaves are written to."""
-    given = [t.view_as(t) for t in leaves.values()] if in_place else leaves.values()
-    return function(*given)
 
 
 def compiled(function: Function) -> Function:
@@ -146,14 +147,17 @@ def ways_of(provider: Provider[Build], problem: Problem) -> Ways:
     made = provider.build(problem)
     if isinstance(made, Mapping):
         return made
-    return through_autograd(made, problem, bool(provider.traits.get("in_place")))
+    traits = {name: bool(provider.traits.get(name)) for name in ("in_place", "optional")}
+    return through_autograd(made, problem, **traits)
 
 
-def contests(op: Op, problem: Problem) -> Iterator[tuple[str, Contest]]:
-    """A contest for each direction, with everyone who serves it."""
+def contests(
+    op: Op, problem: Problem, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, Contest]]:
+    """A contest for each direction, with everyone, or those of `names`, who serves it."""
     built: dict[str, Ways] = {}
     absent: dict[str, str] = {}
-    for name in op.providers:
+    for name in op.providers if names is None else names:
         try:
             built[name] = ways_of(op.providers[name], problem)
         except (Absent, ImportError) as error:

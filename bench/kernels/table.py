@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from bench.kernels import norm
+from bench.kernels import attention, dropout, norm, rope
 from bench.kernels.problem import Op
 
 #: Name on the command line -> op, in the order in which they are measured.
 OPS: dict[str, Op] = {
     "norm": norm.OP,
+    "attention": attention.OP,
+    "dropout": dropout.OP,
+    "rope": rope.OP,
 }
