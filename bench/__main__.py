@@ -13,6 +13,7 @@ os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 COMMANDS = {
     "audit": "bench.audit.command",
     "gpu": "bench.gpu.command",
+    "kernels": "bench.kernels.command",
     "layers": "bench.layers.command",
     "profile": "bench.layers.profile_step",
     "report": "bench.report.command",

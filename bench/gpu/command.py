@@ -5,8 +5,8 @@
 
 Every case is checked against float64 before it is timed, and written to DIR/gpu.json at once. A
 case that fails is a row with its error; one that hangs, or leaves the device unusable, costs the
-process, and another takes up the rest. `--dry-run`: the whole path at tiny sizes on this CPU, under
-Triton's interpreter; its times mean nothing.
+process, and another takes up the rest; so does the same command, given again. `--dry-run`: the
+whole path at tiny sizes on this CPU, under Triton's interpreter; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from bench.gpu.report import failures, line, report
 from bench.measure import ceilings
 from bench.measure import contest as gpu_contest
 from bench.measure.contest import Rig, described
-from bench.measure.machine import ROOT, environment
+from bench.measure.machine import ROOT, checkout, environment, source
 from bench.measure.results import ResultsFile
 from fused_remat.backends.triton.launch import INTERPRETED, Target, target_of
 
@@ -175,7 +175,8 @@ def run_job(job: Job, section: str, rig: Rig, results: ResultsFile, run: str) ->
 
 def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile, run: str) -> None:
     """Each section's share of the time; what did not fit in it, if time is left in the end."""
-    done = {json.dumps(row["case"]) for row in results.rows if row.get("run") == run}
+    mine = [row for row in results.rows if row.get("run") == run and "skipped" not in row]
+    done = {json.dumps(row["case"]) for row in mine}
     left, waiting = list(sections), []
     while left:
         share = SECTIONS[left[0]].share / sum(SECTIONS[name].share for name in left)
@@ -201,6 +202,22 @@ def known_ceilings(results: ResultsFile, run: str) -> dict[str, float]:
     return {r["unit"]: way[r["unit"]] for r in rows if "ways" in r for way in r["ways"].values()}
 
 
+def config_of(args: argparse.Namespace) -> dict[str, Any]:
+    """How a run measures."""
+    return {"dtype": args.dtype, "dry_run": args.dry_run, "rounds": gpu_contest.ROUNDS}
+
+
+def run_to_go_on(path: Path, config: dict[str, Any]) -> str | None:
+    """The file's last run, if it is of this very code, measured like this; else None."""
+    if not path.exists():
+        return None
+    data = json.loads(path.read_text())
+    commit, dirty = checkout()
+    code = {"commit": commit, "dirty": dirty, "source": source()}
+    same = data["config"] == config and code.items() <= data["machine"].items()
+    return data["results"][-1]["run"] if same and data["results"] else None
+
+
 def work(args: argparse.Namespace, run: str) -> int:
     """All that is left of a run, in this process."""
     start = time.perf_counter()
@@ -211,8 +228,7 @@ def work(args: argparse.Namespace, run: str) -> int:
     if not args.dry_run:
         gc.collect()
         gc.freeze()  # measuring memory collects garbage, again and again
-    config = {"dtype": args.dtype, "dry_run": args.dry_run, "rounds": gpu_contest.ROUNDS}
-    results = ResultsFile(args.out / "gpu.json", environment(device), config)
+    results = ResultsFile(args.out / "gpu.json", environment(device), config_of(args))
     rig.ceilings |= known_ceilings(results, run)
     run_all(args.sections, rig, results, run)
     return 0
@@ -254,6 +270,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     add("--dtype", choices=DTYPES, help="default: bfloat16; float32 in a dry run")
     add("--dry-run", action="store_true", help="the whole path on this CPU, at tiny sizes")
+    add("--fresh", action="store_true", help="measure again what DIR/gpu.json has of this code")
     add("--run", help=argparse.SUPPRESS)  # a worker's: the rows of this run are done already
     args = parser.parse_args(arguments)
     if args.dry_run != INTERPRETED:
@@ -270,9 +287,10 @@ def main(arguments: Sequence[str]) -> int:
     args = parse(arguments)
     if args.run is not None:
         return work(args, args.run)
-    run = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    (work if args.dry_run else supervise)(args, run)
     path = args.out / "gpu.json"
+    known = None if args.fresh else run_to_go_on(path, config_of(args))
+    run = known or time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    (work if args.dry_run else supervise)(args, run)
     print(report(path, run), f"\n{path}", sep="\n")
     rows = json.loads(path.read_text())["results"] if path.exists() else []
     return 1 if failures([row for row in rows if row.get("run") == run]) else 0

@@ -55,7 +55,7 @@ def compile_(p: Norm) -> Function:
     return compiled(p.reference)
 
 
-@NORM.provider("liger", module="liger_kernel", needs="triton")
+@NORM.provider("liger", module="liger_kernel", needs="cuda")
 def liger(p: Norm) -> Function:
     """Liger-Kernel, RMSNorm not in place."""
     from liger_kernel.ops import LigerLayerNormFunction, LigerRMSNormFunction

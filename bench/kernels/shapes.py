@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -91,3 +93,19 @@ def at_tokens(model: Model, tokens: int) -> Size:
     """
     seq_len = min(model.seq_len, tokens)
     return Size(model, max(1, tokens // seq_len), seq_len)
+
+
+def tiny(model: Model) -> Model:
+    """The same kind of model in sizes that show nothing but whether it runs.
+
+    >>> tiny(MODELS["llama3-8b"]).nhead, tiny(MODELS["llama3-8b"]).kv_heads
+    (4, 2)
+    """
+    kv_heads = 2 if model.kv_heads < model.nhead else 4
+    sizes = {"d_model": 32, "nhead": 4, "kv_heads": kv_heads, "head_dim": 8, "d_ff": 48}
+    return dataclasses.replace(model, seq_len=min(model.seq_len, 16), **sizes)
+
+
+def sweep(model: Model, seq_lens: Iterable[int]) -> list[Size]:
+    """One sequence of each length."""
+    return [Size(model, 1, seq_len) for seq_len in seq_lens]

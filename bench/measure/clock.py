@@ -1,11 +1,10 @@
-"""Timing one call on a device: CUDA events, or the host's clock; caches flushed before each."""
+"""Timing one call on a device: CUDA events after a flush of the L2, or the host's clock."""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,36 +21,25 @@ Prepare = Callable[[int], Any]
 Run = Callable[[Any], Any]
 
 
-def cache_bytes(device: torch.device) -> int:
-    """Size of the last cache before memory: a GPU's L2, a CPU's L3 (32 MiB where unknown)."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    folders = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")
-    found = [(folder / "size").read_text().strip() for folder in folders]
-    sizes = [int(text[:-1]) * 1024 for text in found if text.endswith("K")]
-    return max(sizes, default=32 << 20)
-
-
 class Clock:
-    """Seconds of single calls, none of which finds its inputs in a cache.
+    """Seconds of single calls on a device.
 
-    Before every call a buffer of twice the cache is written. On a GPU the calls of a sample are
-    queued with events around each; before each the device waits as long as the host takes to
-    launch the call, so that launching does not show. The GPU's clocks are left as they are.
-
-    Args:
-        flush: False leaves caches as the call before left them.
+    On a GPU none of them finds its inputs in the cache: before each, a buffer of twice the L2 is
+    written. The calls of a sample are queued with events around each, and before each the device
+    waits as long as the host takes to launch the call, so that launching does not show. The GPU's
+    clocks are left as they are. On a CPU caches are as the call before left them, which in
+    rotated turns is another one for everybody.
     """
 
-    def __init__(self, device: torch.device, flush: bool = True) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffer: Tensor | None = None
-        if flush:
-            size = 2 * cache_bytes(device)
+        if device.type == "cuda":
+            size = 2 * int(torch.cuda.get_device_properties(device).L2_cache_size)
             self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
     def flush(self) -> None:
-        """Fill the cache with what nobody reads."""
+        """Fill a GPU's L2 with what nobody reads."""
         if self._buffer is not None:
             self._buffer.fill_(1)
 
@@ -65,7 +53,6 @@ class Clock:
             nonlocal turn
             given = prepare(turn % sets)
             turn += 1
-            self.flush()
             start = time.perf_counter()
             run(given)
             return time.perf_counter() - start

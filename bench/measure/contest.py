@@ -45,7 +45,7 @@ class Rig:
     """What is measured on, in which dtype, and what was found of it.
 
     Attributes:
-        dry: tiny sizes, one round, caches as they are: the whole path, but no measurement.
+        dry: tiny sizes, one round: the whole path, but no measurement.
         target: of the kernels; None where there are none to launch.
         ceilings: unit ("GB/s", "TFLOP/s") -> the measured most of it.
         seconds: timed seconds of a contest at most, about.
@@ -69,7 +69,7 @@ class Rig:
 
     @functools.cached_property
     def clock(self) -> Clock:
-        return Clock(self.device, flush=not self.dry)
+        return Clock(self.device)
 
     def floor(self, work: Work) -> float | None:
         """Seconds in which no way can do it, at the ceilings; None where one is not known."""

@@ -160,8 +160,24 @@ def test_what_a_worker_has_done_is_not_done_again(rig, tmp_path, monkeypatch):
     assert measured == ["next"]
     found = {row["case"]["name"]: row for row in rows_of(tmp_path)}
     assert found["crashed"]["error"] == gpu.UNFINISHED and "skipped" in found["too long"]
+    rig = dataclasses.replace(rig, ends=gpu.time.perf_counter() + 1e10)
+    gpu.run_all(["it"], rig, results, "now")  # given again, with more time
+    assert measured == ["next", "too long"]
     gpu.run_all(["it"], rig, results, "another run")
-    assert measured == ["next", "done", "crashed", "next"]
+    assert measured[2:] == ["done", "crashed", "next", "too long"]
+
+
+def test_the_same_command_goes_on_with_the_same_codes_run(tmp_path, monkeypatch):
+    """And measures again what it had no time for, not what it has; other code starts anew."""
+    path, config = tmp_path / "gpu.json", {"dtype": "float32"}
+    assert gpu.run_to_go_on(path, config) is None
+    commit, dirty = gpu.checkout()
+    here = {"commit": commit, "dirty": dirty, "source": gpu.source(), "date": "then"}
+    ResultsFile(path, here, config).put({"case": {"section": "it", "name": "one"}, "run": "first"})
+    assert gpu.run_to_go_on(path, config) == "first"
+    assert gpu.run_to_go_on(path, {"dtype": "float16"}) is None
+    monkeypatch.setattr(gpu, "source", lambda: "changed")
+    assert gpu.run_to_go_on(path, config) is None
 
 
 def test_workers_follow_one_another_until_one_ends_well(monkeypatch, tmp_path):

@@ -1,0 +1,193 @@
+"""Kernels against their peers, forward and backward, at the sizes of real models.
+
+    python -m bench kernels --op norm mlp --device cuda
+    python -m bench kernels --device cpu --models gpt2 smollm-135m --tokens 512 --sweep 128 256
+
+Each provider's results are checked against float64 before it is timed; all take turns on the same
+fresh random inputs. Of each: percentiles, the ratio to the baseline round by round, what it reaches
+in GB/s and TFLOP/s, and its share of the ceilings that the same run measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.kernels import report
+from bench.kernels.problem import Op, Problem, contests
+from bench.kernels.shapes import MODELS, Size, at_tokens, sweep, tiny
+from bench.kernels.table import OPS
+from bench.measure import ceilings
+from bench.measure.contest import ROUNDS, Rig, described, measure
+from bench.measure.machine import ROOT, environment
+from bench.measure.progress import Progress
+from bench.measure.results import ResultsFile
+from fused_remat.backends.triton.launch import INTERPRETED, target_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Of a model's batch, about; lengths of one sequence; the model whose kernels they are swept for.
+TOKENS = {"cpu": 1024, "cuda": 16384}
+SWEEP = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
+SWEPT = {"cpu": "smollm-135m", "cuda": "qwen2-1.5b"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """An op's problem to be measured, in both directions."""
+
+    op: str
+    size: Size
+    problem: Problem
+
+    def case(self, direction: str) -> dict[str, Any]:
+        """What tells its row from others."""
+        s = self.size
+        where = {"model": s.model.name, "batch": s.batch, "seq_len": s.seq_len}
+        of = {"op": self.op, "name": self.problem.name, "direction": direction}
+        return of | where | {"sizes": self.problem.sizes}
+
+
+def sizes_of(args: argparse.Namespace) -> list[Size]:
+    """Every model at its tokens, then the sweep; each once."""
+    models = [MODELS[name] for name in args.models]
+    swept = MODELS[args.sweep_model]
+    if args.dry_run:
+        models, swept = [tiny(model) for model in models], tiny(swept)
+    found = [at_tokens(model, args.tokens) for model in models]
+    return list(dict.fromkeys([*found, *sweep(swept, args.sweep)]))
+
+
+def items(rig: Rig, args: argparse.Namespace) -> Iterator[Item]:
+    """All problems, op by op; what two models have in common is measured once."""
+    for name in args.op:
+        seen = set()
+        for size in sizes_of(args):
+            for problem in OPS[name].of_model(rig, size):
+                key = (problem.name, *problem.sizes.items())
+                if key not in seen:
+                    seen.add(key)
+                    yield Item(name, size, problem)
+
+
+def rig_of(args: argparse.Namespace) -> Rig:
+    """What is measured on."""
+    device = torch.device(args.device)
+    known = device.type == "cuda" or INTERPRETED
+    target = target_of(device) if known else None
+    seconds, rounds = args.seconds, args.rounds
+    dtype = DTYPES[args.dtype]
+    return Rig(device, dtype, args.dry_run, target, float("inf"), seconds, rounds)
+
+
+def find_ceilings(rig: Rig, results: ResultsFile, fresh: bool) -> None:
+    """Measure them, or take them from the file where the same run measured them before."""
+    for unit, what in ceilings.CEILINGS.items():
+        case = {"op": "ceilings", "name": what.__name__}
+        row = None if fresh else results.find(case, ())
+        if row is None:
+            row = {"case": case} | ceilings.measure(rig, unit)
+            results.put(row)
+        rig.ceilings[unit] = row["ways"]["torch"][unit]
+
+
+def run_item(op: Op, item: Item, rig: Rig, results: ResultsFile, fresh: bool) -> Iterator[Any]:
+    """The rows of a problem's directions, from the file if they are there."""
+    cases = {direction: item.case(direction) for direction in ("fwd", "bwd")}
+    known = {d: None if fresh else results.find(case, op.providers) for d, case in cases.items()}
+    if all(known.values()):
+        yield from known.values()
+        return
+    torch.manual_seed(0)
+    for direction, contest in contests(op, item.problem):
+        row = {"case": cases[direction]} | measure(contest, rig)
+        results.put(row)
+        yield row
+
+
+def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[dict[str, Any]]:
+    """Measure and print everything that was asked for; the rows."""
+    rows: list[dict[str, Any]] = []
+    todo = list(items(rig, args))
+    with Progress(len(todo), "problems") as progress:
+        find_ceilings(rig, results, args.fresh)
+        progress.line(report.ceilings_line(rig.ceilings))
+        while todo:
+            item = todo.pop(0)  # its tensors are freed with it
+            progress.at(f"{item.op} {item.problem.name}, {item.size.model.name}")
+            try:
+                for row in run_item(OPS[item.op], item, rig, results, args.fresh):
+                    rows.append(row)
+                    progress.line(report.block(row))
+            except Exception as error:  # one size too large must not cost the others' results
+                row = {"case": item.case("fwd"), "error": described(error)}
+                results.put(row)
+                rows.append(row)
+                progress.line(report.block(row))
+            progress.done()
+    return rows
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--op", nargs="+", default=list(OPS), choices=OPS)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
+    add("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    add("--tokens", type=int, help="of a model's batch, about (GPU: 16384, CPU: 1024)")
+    add("--sweep", nargs="*", type=int, metavar="S", help="lengths of one sequence; none: no sweep")
+    add("--sweep-model", choices=MODELS, help="whose shapes are swept")
+    add("--rounds", type=int, default=ROUNDS, help=f"timed at most (default: {ROUNDS})")
+    add("--seconds", type=float, default=1.0, help="timed of a direction, about (default: 1)")
+    add("--threads", type=int, help="torch's threads on CPU")
+    add("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the results file")
+    add("--fresh", action="store_true", help="measure again what is in the file already")
+    add("--dry-run", action="store_true", help="tiny sizes, one round: the path, no measurement")
+    args = parser.parse_args(arguments)
+    kind = args.device.split(":")[0]
+    if kind not in TOKENS:
+        parser.error(f"--device must be cpu or cuda, not {args.device}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device: --device cpu compares what runs on one")
+    if INTERPRETED and not args.dry_run:
+        parser.error("times under Triton's interpreter mean nothing: --dry-run")
+    sizes = [args.rounds, *([] if args.tokens is None else [args.tokens]), *(args.sweep or [])]
+    if min(sizes) < 1:
+        parser.error(f"--rounds, --tokens and --sweep must be at least 1, not {min(sizes)}")
+    args.dtype = args.dtype or ("bfloat16" if kind == "cuda" else "float32")
+    args.tokens = args.tokens or (32 if args.dry_run else TOKENS[kind])
+    args.sweep_model = args.sweep_model or SWEPT[kind]
+    if args.sweep is None:
+        args.sweep = () if args.dry_run else SWEEP[kind]
+    args.op = [name for name in OPS if name in args.op]
+    return args
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print, and write `kernels-<device>.json`; 1 if a result was wrong."""
+    args = parse(arguments)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    rig = rig_of(args)
+    names = ("dtype", "rounds", "seconds", "dry_run")
+    config = {name: getattr(args, name) for name in names}
+    path = args.out / f"kernels-{rig.device.type}.json"
+    results = ResultsFile(path, environment(rig.device), config)
+    start = time.perf_counter()
+    rows = run(args, rig, results)
+    print(f"\n{report.summary(rows)}\n\n{time.perf_counter() - start:.0f} s; {path}")
+    wrong = report.failures(rows)
+    print(*wrong, sep="\n", file=sys.stderr) if wrong else None
+    return 1 if wrong else 0

@@ -1,0 +1,179 @@
+"""`python -m bench kernels` at tiny sizes on this CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.kernels import command, norm, report
+from bench.kernels.problem import Problem, contests, through_autograd
+from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
+from bench.kernels.table import OPS
+from bench.measure.contest import Contest, Rig, Work, admit
+from bench.measure.registry import Registry
+
+TINY = ["--device", "cpu", "--dry-run", "--models", "gpt2", "qwen2-1.5b"]
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig(torch.device("cpu"), torch.float32, True, None, float("inf"))
+
+
+def bench(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The rows after `python -m bench kernels`."""
+    command.main(["--out", str(folder), *TINY, *arguments])
+    rows: list[dict[str, Any]] = json.loads((folder / "kernels-cpu.json").read_text())["results"]
+    return rows
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return bench(tmp_path_factory.mktemp("kernels"))
+
+
+def test_every_op_is_measured_both_ways_beside_its_peers(rows: list[dict[str, Any]]) -> None:
+    found = {(row["case"]["op"], row["case"].get("direction")) for row in rows}
+    assert found == {(op, way) for op in OPS for way in ("fwd", "bwd")} | {("ceilings", None)}
+    assert report.failures(rows) == []
+    for row in rows:
+        if row["case"]["op"] == "ceilings":
+            continue
+        ways = row["ways"]
+        assert set(ways) <= set(OPS[row["case"]["op"]].providers)
+        assert {"us", "ratio", "check", "of_ceiling"} <= set(ways["aten"]), row["case"]
+        assert ways["aten"]["ratio"]["aten"]["p50"] == 1.0
+        assert any(name.startswith("fused_remat") for name, way in ways.items() if "us" in way) or (
+            row["case"]["op"] == "linear"  # whose kernels need a GPU
+        )
+        assert row["floor_us"] > 0 and any(row["work"].values())
+
+
+def test_absent_peers_are_listed_with_the_reason(rows: list[dict[str, Any]]) -> None:
+    row = next(row for row in rows if row["case"]["op"] == "norm")
+    assert row["ways"]["quack"] == {"absent": "quack is not installed"}
+    assert row["ways"]["fused_remat triton"] == {"absent": "needs a CUDA device"}
+    assert "absent: " in report.block(row) and "quack (quack is not installed)" in report.block(row)
+
+
+def test_a_run_is_taken_up_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[Contest] = []
+    measure = command.measure
+
+    def counted(contest: Contest, rig: Rig) -> dict[str, Any]:
+        measured.append(contest)
+        return measure(contest, rig)
+
+    monkeypatch.setattr(command, "measure", counted)
+    one = ("--op", "norm", "--models", "gpt2")
+    bench(tmp_path, *one)
+    first = capsys.readouterr().out
+    assert len(measured) == 2
+    again = bench(tmp_path, *one)
+    assert len(measured) == 2 and len(again) == 4  # with the ceilings
+    assert first.split("time over")[0] == capsys.readouterr().out.split("time over")[0]
+    bench(tmp_path, *one, "--fresh")
+    assert len(measured) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "cuda"], "no CUDA device"),
+        (["--device", "tpu"], "must be cpu or cuda, not tpu"),
+        (["--op", "nonsense"], "invalid choice: 'nonsense'"),
+        (["--tokens", "0"], "at least 1, not 0"),
+        (["--sweep", "128", "-1"], "at least 1, not -1"),
+    ],
+)
+def test_bad_options_are_usage_errors(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.parse(options)
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_are_the_models_then_the_sweep_each_once() -> None:
+    options = ["--device", "cpu", "--models", "gpt2", "smollm-135m", "--tokens", "512"]
+    sizes = command.sizes_of(command.parse([*options, "--sweep", "256", "512"]))
+    found = [(s.model.name, s.batch, s.seq_len) for s in sizes]
+    assert found == [("gpt2", 1, 512), ("smollm-135m", 1, 512), ("smollm-135m", 1, 256)]
+    assert at_tokens(MODELS["bert-base"], 4096).batch == 8
+
+
+def test_models_are_those_of_their_cards() -> None:
+    """Parameters of a block, counted from the shapes, as the models' cards have them in all."""
+    millions = {}
+    for m in MODELS.values():
+        attention = m.d_model * m.head_dim * (2 * m.nhead + 2 * m.kv_heads)
+        millions[m.name] = (attention + (3 if m.gated else 2) * m.d_model * m.d_ff) / 1e6
+    layers = {"bert-base": 12, "gpt2": 12, "vit-l": 24, "smollm-135m": 30,
+              "qwen2-1.5b": 28, "llama3-8b": 32}  # fmt: skip
+    total = {name: round(layers[name] * count) for name, count in millions.items()}
+    assert total == {"bert-base": 85, "gpt2": 85, "vit-l": 302, "smollm-135m": 106,
+                     "qwen2-1.5b": 1310, "llama3-8b": 6979}  # fmt: skip
+
+
+class Doubled(Problem):
+    """y = 2 x."""
+
+    def draw(self) -> dict[str, torch.Tensor]:
+        return {"x": self.rig.normal(4, 3)}
+
+    def reference(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return 2.0 * inputs[0]
+
+    def work(self, direction: str) -> Work:
+        return Work(bytes=2 * 4 * 3 * 4)
+
+
+class InPlace(torch.autograd.Function):
+    """Doubles its input, and the gradient, where they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2.0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy.mul_(2.0)
+
+
+def test_a_provider_that_overwrites_its_inputs_finds_them_whole_every_time(rig: Rig) -> None:
+    problem = Doubled(rig, "doubled", {})
+    ways = through_autograd(InPlace.apply, problem, in_place=True)
+    for _ in range(3):
+        for direction, way in ways.items():
+            found = way.run(way.prepare(0))
+            for name, exact in problem.truth(direction).items():
+                assert torch.equal(found[name].double(), exact)
+
+
+def test_a_wrong_gradient_fails_and_a_wrong_output_too(rig: Rig) -> None:
+    registry: Registry[Any] = Registry("it")
+    registry.provider("aten", baseline=True)(lambda p: p.reference)
+    registry.provider("detached")(lambda p: lambda x: x + x.detach())
+    registry.provider("scaled")(lambda p: lambda x: 2.001 * x)
+    op = command.Op(registry, lambda rig, size: iter(()))
+    found = {d: admit(c) for d, c in contests(op, Doubled(rig, "doubled", {}))}
+    assert "check" in found["fwd"]["detached"]
+    assert "relative error of dx is 0.5" in found["bwd"]["detached"]["error"]
+    assert "relative error of y is 0.0005" in found["fwd"]["scaled"]["error"]
+    row = {"case": {"op": "it", "name": "doubled", "direction": "bwd", "model": "m", "sizes": {}}}
+    text = report.block(row | {"ways": found["bwd"]})
+    assert "  detached  FAIL: WrongResultError" in text
+    assert len(report.failures([row | {"ways": found["bwd"]}])) == 2
+
+
+def test_norms_work_is_each_matrix_once(rig: Rig) -> None:
+    (problem,) = norm.of_model(rig, Size(tiny(MODELS["gpt2"]), 2, 16))
+    matrix = 2 * 16 * 32 * 4
+    assert problem.work("fwd").bytes == 2 * matrix and problem.work("bwd").bytes == 3 * matrix

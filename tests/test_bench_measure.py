@@ -1,0 +1,160 @@
+"""What every benchmark measures with: the registry, the error rule, the clock, the ceilings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.measure import ceilings, clock, contest
+from bench.measure.contest import Contest, Rig, Way, Work, WrongResultError, check, measure
+from bench.measure.machine import environment
+from bench.measure.progress import Progress
+from bench.measure.registry import Absent, Registry
+from bench.measure.results import ResultsFile
+
+ONES = {"y": torch.ones(2, dtype=torch.float64)}
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig(torch.device("cpu"), torch.float32, False, None, float("inf"), rounds=3)
+
+
+def returning(y: torch.Tensor, **more: Any) -> Way:
+    return Way(lambda given: {"y": y}, **more)
+
+
+def test_a_name_is_registered_once_and_the_baseline_is_declared() -> None:
+    registry: Registry[Any] = Registry("it")
+
+    @registry.provider("theirs", baseline=True)
+    def theirs() -> None: ...
+
+    @registry.provider("ours", needs="cuda", ours=True)
+    def ours() -> None: ...
+
+    with pytest.raises(ValueError, match="it has a provider 'ours' already"):
+        registry.provider("ours")(ours)
+    assert list(registry) == ["theirs", "ours"] and registry.baselines == ("theirs",)
+    assert registry["ours"].traits == {"ours": True}
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert registry["ours"].why_not(cpu) == "needs a CUDA device"
+    assert registry["ours"].why_not(cuda) is registry["theirs"].why_not(cpu) is None
+
+
+def test_triton_providers_run_on_a_cpu_when_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry: Registry[Any] = Registry("it")
+    registry.provider("kernel", needs="triton")(lambda: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert registry["kernel"].why_not(torch.device("cpu")) == "needs a CUDA device"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert registry["kernel"].why_not(torch.device("cpu")) is None
+
+
+def test_an_error_is_allowed_that_the_baseline_makes_too() -> None:
+    """1.5 times of it; and without one, the dtype's tolerance."""
+    off = {"y": torch.full((2,), 1.0 + 3e-5)}
+    with pytest.raises(WrongResultError, match="relative error of y is 3e-05, allowed 1e-05"):
+        check(off, ONES)
+    assert check(off, ONES, theirs={"y": 2.1e-5})["allowed"] == pytest.approx(3.15e-5)
+    with pytest.raises(WrongResultError, match=r"allowed 1\.5e-05"):
+        check(off, ONES, theirs={"y": 1e-5})
+    with pytest.raises(WrongResultError, match="is nan"):
+        check({"y": torch.tensor([1.0, torch.nan])}, ONES, theirs={"y": 1.0})
+
+
+def test_the_baseline_is_judged_too_but_by_a_wider_margin(rig: Rig) -> None:
+    """It is first in judgement, wherever it stands, and what is grossly wrong is no yardstick."""
+    for error, found in ((8e-5, ["check", "check"]), (2e-4, ["error", "error"])):
+        ways = {"mine": returning(torch.full((2,), 1.0 + error)),
+                "theirs": returning(torch.full((2,), 1.0 + error))}  # fmt: skip
+        rows = contest.admit(Contest(ways, lambda: ONES, Work(bytes=1.0), ("theirs",)))
+        assert [next(iter(row)) for row in rows.values()] == found
+
+
+def test_no_time_of_what_is_wrong_and_the_absent_are_listed(rig: Rig) -> None:
+    def cannot(given: Any) -> Any:
+        raise Absent("not on Tuesdays")
+
+    def broken(given: Any) -> Any:
+        raise ValueError("broken")
+
+    ways = {"right": returning(torch.ones(2)), "off": returning(torch.full((2,), 1.001)),
+            "absent": Way(cannot), "broken": Way(broken)}  # fmt: skip
+    work = Work(flops=2e9, bytes=4e6)
+    rig.ceilings |= {"TFLOP/s": 0.1, "GB/s": 10.0}
+    row = measure(Contest(ways, lambda: ONES, work, ("right",), absent={"theirs": "gone"}), rig)
+    found = row["ways"]
+    assert set(found["right"]) == {"check", "us", "ratio", "TFLOP/s", "GB/s", "of_ceiling"}
+    assert found["off"]["error"].startswith("WrongResultError: relative error of y is 0.001")
+    assert found["broken"] == {"error": "ValueError: broken"}
+    assert found["absent"] == {"absent": "Absent: not on Tuesdays"}
+    assert found["theirs"] == {"absent": "gone"}
+    assert row["rounds"] == 3 and row["work"] == {"flops": 2e9, "bytes": 4e6}
+    assert row["floor_us"] == pytest.approx(2e9 / 1e11 * 1e6)  # the products take longer
+    seconds = 1e-6 * found["right"]["us"]["p50"]
+    assert found["right"]["of_ceiling"] == pytest.approx(0.02 / seconds)
+    assert found["right"]["GB/s"] == pytest.approx(4e-3 / seconds)
+
+
+@pytest.mark.parametrize(
+    ("work", "floor"),
+    [(Work(flops=1e12), 0.5), (Work(bytes=1e9), None), (Work(flops=1e12, bytes=1e9), None)],
+)
+def test_no_floor_without_the_ceilings_it_needs(rig: Rig, work: Work, floor: float | None) -> None:
+    rig.ceilings["TFLOP/s"] = 2.0
+    assert rig.floor(work) == floor
+
+
+def test_what_is_prepared_is_not_timed_and_sets_take_turns() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def prepare(index: int) -> int:
+        seen.append(("prepare", index))
+        return 10 + index
+
+    def run(given: int) -> None:
+        seen.append(("run", given))
+
+    sample = clock.Clock(torch.device("cpu")).sampler(run, prepare, 2)
+    assert all(sample() < 0.5 for _ in range(3))
+    assert seen == [(k, v) for i in (0, 1, 0) for k, v in (("prepare", i), ("run", 10 + i))]
+
+
+def test_ceilings_are_measured(rig: Rig) -> None:
+    rig.dry = True
+    for unit in ceilings.CEILINGS:
+        row = ceilings.measure(rig, unit)
+        assert rig.ceilings[unit] == row["ways"]["torch"][unit] > 0
+    assert list(rig.ceilings) == ["GB/s", "TFLOP/s"]
+
+
+def test_the_environment_names_machine_commit_and_versions() -> None:
+    found = environment("cpu")
+    assert set(found) >= {"cpu", "gpu", "torch", "commit", "dirty", "source", "date", "versions"}
+    assert set(found["versions"]) >= {"triton", "liger-kernel", "flash-attn", "quack-kernels"}
+    assert found["versions"]["flash-attn"] is None  # absent here, and said to be
+
+
+def test_a_run_that_was_cut_short_is_taken_up(tmp_path: Path) -> None:
+    """Rows of the same machine, code and config are found again, of another commit are not."""
+    path, here = tmp_path / "it.json", {"commit": "a", "date": "now"}
+    ResultsFile(path, here, {"rounds": 3}).put({"case": {"op": "norm"}, "ways": {"aten": {}}})
+    later = ResultsFile(path, here | {"date": "later"}, {"rounds": 3})
+    assert later.find({"op": "norm"}, ["aten"]) is not None
+    assert later.find({"op": "norm"}, ["aten", "liger"]) is None
+    assert ResultsFile(path, here | {"commit": "b"}, {"rounds": 3}).find({"op": "norm"}, []) is None
+    assert ResultsFile(path, here, {"rounds": 4}).find({"op": "norm"}, []) is None
+    assert json.loads(path.read_text())["machine"]["commit"] == "a"
+
+
+def test_lines_are_printed_with_or_without_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(2, "cases") as progress:
+        progress.at("first")
+        progress.line("found")
+        progress.done()
+    assert capsys.readouterr().out == "found\n"
