@@ -31,15 +31,15 @@ from bench.gpu import attention as gpu_attention
 from bench.gpu import attention_tiles as gpu_attention_tiles
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import layers as gpu_layers
-from bench.gpu import products as gpu_products
 from bench.gpu import rotary as gpu_rotary
-from bench.gpu import tiles as gpu_tiles
 from bench.gpu.report import failures, line, report
 from bench.measure import ceilings
 from bench.measure import contest as gpu_contest
 from bench.measure.contest import Rig, described
 from bench.measure.machine import ROOT, checkout, environment, source
 from bench.measure.results import ResultsFile
+from bench.tuning import product_tiles
+from bench.tuning import products as product_routes
 from fused_remat.backends.triton.launch import INTERPRETED, Target, target_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -128,11 +128,11 @@ SECTIONS: dict[str, Section] = {
     "ceilings": Section(1.0, _ceiling_jobs),
     "precompile": Section(10.0, _compile_jobs),
     "attention": Section(14.0, _contests(gpu_attention.attention_entries, 8.0)),
-    "products": Section(9.0, _contests(gpu_products.product_entries, 6.0)),
+    "products": Section(9.0, _contests(product_routes.route_entries, 6.0)),
     "layers": Section(10.0, _steps(gpu_layers.layer_entries, 20.0)),
     "attention calls": Section(8.0, _contests(gpu_attention.special_entries, 8.0)),
     "norms": Section(5.0, _contests(gpu_kernels.norm_entries, 5.0)),
-    "tiles": Section(5.0, _contests(gpu_tiles.tile_entries, 10.0)),
+    "tiles": Section(5.0, _contests(product_tiles.tile_entries, 10.0)),
     "attention tiles": Section(5.0, _contests(gpu_attention_tiles.tile_entries, 15.0)),
     "mlp": Section(3.0, _steps(gpu_layers.mlp_entries, 15.0)),
     "pointwise": Section(3.0, _contests(gpu_kernels.pointwise_entries, 5.0)),

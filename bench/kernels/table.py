@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from bench.kernels import attention, dropout, norm, rope
+from bench.kernels import attention, dropout, linear, mlp, norm, rope
 from bench.kernels.problem import Op
 
 #: Name on the command line -> op, in the order in which they are measured.
 OPS: dict[str, Op] = {
     "norm": norm.OP,
+    "linear": linear.OP,
+    "mlp": mlp.OP,
     "attention": attention.OP,
     "dropout": dropout.OP,
     "rope": rope.OP,

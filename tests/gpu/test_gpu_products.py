@@ -25,9 +25,9 @@ from gpu_checks import (
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from bench.gpu import products as gpu_products
-from bench.gpu import tiles as gpu_tiles
 from bench.measure import contest as gpu_contest
+from bench.tuning import product_tiles
+from bench.tuning.products import Mlp
 from fused_remat.backends.base import NORM_STATS
 from fused_remat.backends.triton import gemm, tables
 
@@ -168,10 +168,10 @@ def test_mlp_backward(shape, dtype, route, gated):
 @pytest.mark.parametrize("layout", ["aligned", "misaligned"])
 def test_every_tile_of_the_tables(kernel, layout):
     rig = gpu_contest.Rig(DEVICE, BF16, not ON_GPU, target(), ends=0.0)
-    m = gpu_products.Mlp(rig, *sized(2048, 1024, 4096))
+    m = Mlp(rig, *sized(2048, 1024, 4096))
     if layout == "misaligned":
         m.xs, m.dys = ([misaligned(t) for t in ts] for ts in (m.xs, m.dys))
-    rows = gpu_contest.admit(gpu_tiles.contest(m, kernel))
+    rows = gpu_contest.admit(product_tiles.contest(m, kernel))
     assert len(rows) == 1 + len(tables.TILES[kernel][tables.family(target())])
     assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
 

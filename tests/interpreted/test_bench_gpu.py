@@ -14,12 +14,12 @@ from poisoned import TARGET
 from bench.gpu import attention as gpu_attention
 from bench.gpu import attention_tiles as gpu_attention_tiles
 from bench.gpu import command as gpu
-from bench.gpu import tiles as gpu_tiles
 from bench.gpu.attention_calls import SETTINGS, Subject
 from bench.gpu.report import failures
 from bench.measure import contest as gpu_contest
 from bench.measure.contest import Contest, Rig, Way, Work
 from bench.measure.results import ResultsFile
+from bench.tuning import product_tiles
 from fused_remat.backends.triton import tables
 
 
@@ -61,7 +61,7 @@ def test_every_way_is_right_and_timed(rows):
 def test_every_tile_and_rung_is_there(rows):
     ways = {(row["case"]["section"], row["case"]["name"]): row.get("ways", {}) for row in rows}
     for kernel, families in tables.TILES.items():
-        names = {gpu_tiles.tile_name(tile) for tile in families["interpreter"]}
+        names = {product_tiles.tile_name(tile) for tile in families["interpreter"]}
         assert set(ways["tiles", f"tiles of {kernel}"]) == {"bare", *names}
     for kernel in gpu_attention_tiles.KERNELS:
         found = ways["attention tiles", f"tiles of attention_{kernel} causal"]

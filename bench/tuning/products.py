@@ -1,18 +1,20 @@
-"""Contests of the products with fused ends: an MLP's hidden half, its end, its backward.
+"""Which route is ours: contests of kernels with fused ends against the same in two steps.
 
-"aten" is the same in PyTorch's own operators, "bare" its products alone: what a kernel that fuses
-the rest for nothing would take. "split" is torch's product and our kernel for the rest.
+An MLP's hidden half, its end, its backward. "aten" is the same in PyTorch's own operators, "bare"
+its products alone: what a kernel that fuses the rest for nothing would take. "split" is torch's
+product and our kernel for the rest: where it wins, a table's route changes
+(`fused_remat.backends.triton.tables`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu.kernels import EPS, Entry, doubled
 from bench.measure.contest import (
     EXACT,
     SETS,
@@ -31,7 +33,16 @@ from fused_remat.backends.triton.launch import Launch
 _aten = torch.ops.aten
 TOKENS = 8192
 WIDTHS = (2048, 1024, 4096)
+EPS = 1e-5
 BASELINES = ("aten", "bare")
+
+#: What to measure, with what it is called.
+Entry = tuple[dict[str, Any], Callable[[Rig], Contest]]
+
+
+def doubled(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """In float64."""
+    return tuple(t.double() for t in tensors)
 
 
 class Mlp:
@@ -75,9 +86,6 @@ def per_set(launch: Callable[[int], Launch], results: Results) -> Way:
     return Way(run)
 
 
-# --- forward
-
-
 def linear_act(m: Mlp, dropped: bool) -> Contest:
     """dropout(gelu(x @ upᵀ + b))."""
     keep = m.rig.keep(m.tokens, m.f) if dropped else None
@@ -114,17 +122,6 @@ def linear_act(m: Mlp, dropped: bool) -> Contest:
 
 def product_of(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(x.double(), weight.double().t())
-
-
-def linear_plain(m: Mlp) -> Contest:
-    """x @ upᵀ + b: our product against cuBLAS's."""
-    y = m.hidden()
-
-    def kernel(index: int) -> Launch:
-        return gemm.linear_fwd(m.xs[index], *m.up, None, None, None, None, y, m.rig.target)
-
-    ways = {"aten": Way(lambda index: {"y": m.pre(index)}), "kernel": per_set(kernel, {"y": y})}
-    return Contest(ways, lambda: {"y": m.exact_pre()}, Work(flops=m.flops), ("aten",))
 
 
 def linear_end(m: Mlp) -> Contest:
@@ -225,9 +222,6 @@ def gated_mlp_fwd(m: Mlp) -> Contest:
     return Contest(ways, truth, Work(flops=2 * m.flops), BASELINES)
 
 
-# --- backward: the activation and the gradient of the pre-activation, from x and dy
-
-
 def gelu_gradients(dact: Tensor, pre: Tensor) -> Results:
     return {"act": F.gelu(pre), "dup": _aten.gelu_backward(dact, pre)}
 
@@ -321,8 +315,7 @@ def gated_mlp_bwd(m: Mlp) -> Contest:
     return Contest(ways, truth, Work(flops=3 * m.flops), BASELINES)
 
 
-# --- what is measured, the most telling first
-
+#: In the order in which they are measured, the most telling first.
 FORMS: dict[str, Callable[[Mlp], Contest]] = {
     "mlp_bwd gelu": mlp_bwd,
     "gated_mlp_bwd silu": gated_mlp_bwd,
@@ -330,7 +323,6 @@ FORMS: dict[str, Callable[[Mlp], Contest]] = {
     "gated_mlp_fwd silu": gated_mlp_fwd,
     "linear + dropout + residual": linear_end,
     "linear + gelu + dropout": lambda m: linear_act(m, True),
-    "linear": linear_plain,
     "layer_norm + linear": linear_normed,
 }
 
@@ -347,7 +339,7 @@ def mlp_at(rig: Rig, width: int) -> Mlp:
     return Mlp(rig, *sizes_of(rig, width).values())
 
 
-def product_entries(rig: Rig) -> Iterator[Entry]:
+def route_entries(rig: Rig) -> Iterator[Entry]:
     """Every form at every width."""
     for width in WIDTHS[:1] if rig.dry else WIDTHS:
         for name, form in FORMS.items():

@@ -1,4 +1,4 @@
-"""Contests of tiles: a kernel of the tables with every tile they have for this GPU."""
+"""Which tile is ours: contests of a kernel with every tile the tables have for this GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu.kernels import Entry, doubled
-from bench.gpu.products import (
+from bench.measure.contest import Contest, Results, Rig, Way, Work
+from bench.tuning.products import (
     WIDTHS,
+    Entry,
     Mlp,
+    doubled,
     gated_gradients,
     gelu_gradients,
     mlp_at,
@@ -19,7 +21,6 @@ from bench.gpu.products import (
     product_of,
     sizes_of,
 )
-from bench.measure.contest import Contest, Results, Rig, Way, Work
 from fused_remat.backends.triton import gemm, tables
 from fused_remat.backends.triton.launch import Launch
 from fused_remat.backends.triton.tables import Tile
