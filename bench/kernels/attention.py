@@ -11,9 +11,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.kernels.attention_problem import SEED, Attention
-from bench.kernels.problem import DIRECTIONS, Build, Function, Op, Problem, Ways, through_autograd
+from bench.kernels.problem import (
+    DIRECTIONS,
+    Build,
+    Function,
+    Op,
+    Problem,
+    Ways,
+    failing,
+    through_autograd,
+)
 from bench.kernels.shapes import Size
-from bench.measure.contest import Results, Rig, Way
+from bench.measure.contest import Rig
 from bench.measure.registry import Absent, Registry
 from fused_remat import ops
 
@@ -92,16 +101,9 @@ def flex(p: Attention) -> Ways:
         return out
 
     ways = through_autograd(function, p, optional=True)
-    return ways | ({"bwd": _absent("it has no backward on a CPU")} if device.type == "cpu" else {})
-
-
-def _absent(why: str) -> Way:
-    """A way of a direction that the provider lacks."""
-
-    def run(index: int) -> Results:
-        raise Absent(why)
-
-    return Way(run)
+    if device.type == "cpu":
+        ways["bwd"] = failing(Absent("it has no backward on a CPU"))
+    return ways
 
 
 @ATTENTION.provider("varlen", needs="cuda", optional=True)

@@ -72,6 +72,7 @@ class Attention(Problem):
             raise ValueError(f"packed sequences are one batch, got {batch}")
         self.batch, self.nhead, self.kv_heads = batch, nhead, kv_heads
         self.seq_len, self.width = seq_len, width
+        self._undropped: dict[str, tuple[Results, Results]] = {}
 
     # --- operands
 
@@ -209,18 +210,19 @@ class Attention(Problem):
         EXACT.attention_bwd(dy, q, k, v, out, lse, call, grads)
         return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
+    def _without_and_with_dropout(self, direction: str) -> tuple[Results, Results]:
+        if direction not in self._undropped:
+            plain = dataclasses.replace(self.call, p=0.0, site_key=None)
+            self._undropped[direction] = self._exact_of(direction, plain), self.truth(direction)
+        return self._undropped[direction]
+
     def truth_of(self, direction: str) -> Callable[[Results], Results] | None:
         """With a mask that nobody knows: itself, where it is right on average, or an error."""
         if not self.form.p:
             return None
 
-        @functools.cache
-        def exact() -> tuple[Results, Results]:
-            undropped = dataclasses.replace(self.call, p=0.0, site_key=None)
-            return self._exact_of(direction, undropped), self.truth(direction)
-
         def truth(found: Mapping[str, Tensor]) -> Results:
-            undropped, dropped = exact()
+            undropped, dropped = self._without_and_with_dropout(direction)
             for name, plain in undropped.items():
                 given = found[name], plain, dropped[name], self.form.p, self.factor
                 as_much_dropped(name, *given)

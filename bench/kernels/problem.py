@@ -119,6 +119,15 @@ def through_autograd(
     }
 
 
+def failing(error: Exception, optional: bool = False) -> Way:
+    """A way of what could not be built, or of a direction that a provider lacks (Absent)."""
+
+    def run(index: int) -> Results:
+        raise error
+
+    return Way(run, optional=optional)
+
+
 def compiled(function: Function) -> Function:
     """`torch.compile` of it, for these shapes only, which nothing compiled before stands beside."""
     torch._dynamo.reset()
@@ -162,6 +171,9 @@ def contests(
             built[name] = ways_of(op.providers[name], problem)
         except (Absent, ImportError) as error:
             absent[name] = str(error)
+        except Exception as error:  # one broken provider must not cost the others' results
+            optional = bool(op.providers[name].traits.get("optional"))
+            built[name] = dict.fromkeys(DIRECTIONS, failing(error, optional))
     for direction in DIRECTIONS:
         ways = {name: made[direction] for name, made in built.items() if direction in made}
         yield direction, Contest(
