@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -18,6 +17,7 @@ from bench.kernels.problem import (
     Op,
     Problem,
     Ways,
+    compiled,
     failing,
     through_autograd,
 )
@@ -90,7 +90,7 @@ def flex(p: Attention) -> Ways:
         raise Absent("it has no dropout")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    attend: Any = flex_attention if p.rig.dry else torch.compile(flex_attention, dynamic=False)
+    attend: Any = flex_attention if p.rig.dry else compiled(flex_attention)
     sees, length, device = p.sees(), p.seq_len, p.rig.device
     seen = None if sees is None else create_block_mask(sees, None, None, length, length, device)
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.masks import as_much_dropped, same_mask
+from bench.kernels.dropout_masks import as_much_dropped, same_mask
 from bench.kernels.problem import Problem
 from bench.measure.contest import EXACT, P, Results, Rig, Work
 from fused_remat import random

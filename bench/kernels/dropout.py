@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.masks import check_share
+from bench.kernels.dropout_masks import check_share
 from bench.kernels.problem import Build, Function, Op, Problem, compiled
 from bench.kernels.shapes import Size
 from bench.measure.contest import P, Results, Rig, Work, WrongResultError
