@@ -83,7 +83,7 @@ def math(p: Attention) -> Function:
     return _sdpa(p, SDPBackend.MATH)
 
 
-@ATTENTION.provider("flex")
+@ATTENTION.provider("flex", optional=True)
 def flex(p: Attention) -> Ways:
     """FlexAttention, compiled; on a CPU it has a forward only, without a gradient."""
     if p.form.p:
