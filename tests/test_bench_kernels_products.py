@@ -13,16 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.kernels import linear, mlp
 from bench.kernels.linear import Linear
 from bench.kernels.mlp import Mlp
-from bench.kernels.problem import DIRECTIONS, Op, contests
+from bench.kernels.problem import DIRECTIONS, Op, contests, ways_of
 from bench.kernels.products import Products
 from bench.kernels.shapes import MODELS, at_tokens
-from bench.measure.contest import Rig, admit, check
+from bench.measure.contest import Rig, WrongResultError, admit, check
 
 CPU = torch.device("cpu")
 BATCH, SEQ_LEN, WIDTH, HIDDEN = 2, 20, 24, 40
 TOKENS = BATCH * SEQ_LEN
 OURS = {"fused_remat eager none", "fused_remat eager full"}
-#: Form -> op, problem, and who serves it here besides torch.compile.
+#: Form -> op, problem, and who serves it here besides torch.compile (`test_bench_kernels.py`).
 FORMS: dict[str, tuple[Op, Any, set[str]]] = {
     "linear": (linear.OP, lambda rig: Linear(rig, TOKENS, WIDTH, HIDDEN), {"aten", "bare"}),
     "linear, no bias": (
@@ -68,14 +68,6 @@ def test_every_provider_is_right_or_says_why_it_is_absent(form: str, dtype: torc
         assert set(rows) == set(op.providers) - {"compile"}
 
 
-def test_torch_compile_is_right() -> None:
-    """Of the form with most in it; the others go the same way."""
-    op, problem, _ = FORMS["gated silu"]
-    for _, contest in contests(op, problem(rig_of())):
-        rows = admit(dataclasses.replace(contest, ways={"compile": contest.ways["compile"]}))
-        assert "check" in rows["compile"], rows["compile"]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_work_is_that_of_the_products(form: str) -> None:
     """As PyTorch counts it."""
@@ -104,8 +96,26 @@ def test_bytes_are_inputs_and_results_once() -> None:
     assert made.work("bwd").bytes == 2 * (x + 2 * weight + x + x + 2 * weight + 16 + 24)
 
 
+@pytest.mark.parametrize("form", ["linear", "gelu", "gated silu"])
+def test_bare_is_every_product_and_each_is_checked(form: str) -> None:
+    """As many operations as the work says, and no way to be wrong in one of them."""
+    op, problem, _ = FORMS[form]
+    made: Products = problem(rig_of())
+    for direction, way in ways_of(op.providers["bare"], made).items():
+        given = way.prepare(0)
+        with FlopCounterMode(display=False) as counter:
+            found = way.run(given)
+        assert counter.get_total_flops() == made.work(direction).flops
+        assert way.truth is not None
+        exact = way.truth(found)
+        assert set(found) == set(exact) and check(found, exact)
+        for name in found:
+            with pytest.raises(WrongResultError, match=f"of {name} is"):
+                check(found | {name: 1.001 * found[name]}, exact)
+
+
 def test_a_provider_may_take_the_weights_otherwise() -> None:
-    """Packed as QuACK takes them, with gradients as ours; or gradients left in `.grad`."""
+    """Packed as QuACK takes them, with gradients in our layout; or gradients left in `.grad`."""
     p = Mlp(rig_of(), True, "silu", BATCH, SEQ_LEN, WIDTH, HIDDEN)
 
     def packed(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -114,7 +124,7 @@ def test_a_provider_may_take_the_weights_otherwise() -> None:
 
     taken = {
         "packed": mlp.adapted(packed, p, mlp.side_by_side, mlp.apart),
-        "accumulated": mlp.adapted(p.reference, p, gradients=mlp.accumulated),
+        "accumulated": mlp.adapted(p.reference, p, gradients_of=mlp.accumulated),
     }
     for ways in taken.values():
         for direction, way in ways.items():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.problem import Build, Function, Op, Problem, Ways, compiled, through_autograd
-from bench.kernels.products import QUACK_PLAIN, Products, not_served
+from bench.kernels.products import QUACK_PLAIN, Products, gradients, not_served
 from bench.kernels.shapes import Size
 from bench.measure.contest import Results, Rig, Way
 from bench.measure.registry import Absent, Registry
@@ -60,12 +60,16 @@ def bare(p: Linear) -> Ways:
     def backward(x: Tensor, weight: Tensor, dy: Tensor) -> Results:
         return {"dx": torch.mm(dy, weight), "dweight": torch.mm(dy.t(), x)}
 
+    def exact(x: Tensor, weight: Tensor, dy: Tensor) -> Results:
+        dx, dweight = gradients(F.linear, dy, x, weight)
+        return {"dx": dx, "dweight": dweight}
+
     def operands(index: int) -> tuple[Tensor, Tensor]:
         return p.sets[index]["x"], p.sets[index]["weight"]
 
     return {
-        "fwd": p.way(forward, operands, forward),
-        "bwd": p.way(backward, lambda index: (*operands(index), p.dys[index]), backward),
+        "fwd": p.way(forward, operands, lambda x, weight: {"product": F.linear(x, weight)}),
+        "bwd": p.way(backward, lambda index: (*operands(index), p.dys[index]), exact),
     }
 
 

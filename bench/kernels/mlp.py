@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.problem import Build, Function, Op, Problem, Ways, compiled
-from bench.kernels.products import QUACK_GATED, QUACK_PLAIN, Products
+from bench.kernels.products import QUACK_GATED, QUACK_PLAIN, Products, gradients
 from bench.kernels.shapes import Size
 from bench.measure.contest import Results, Rig, Way
 from bench.measure.registry import Absent, Registry
@@ -59,7 +59,7 @@ def adapted(
     p: Mlp,
     pack: Callable[..., Sequence[Tensor]] = lambda *inputs: inputs,
     unpack: Callable[..., Sequence[Tensor]] = lambda *gradients: gradients,
-    gradients: Gradients = torch.autograd.grad,
+    gradients_of: Gradients = torch.autograd.grad,
     optional: bool = False,
 ) -> Ways:
     """Both directions of a function that takes other inputs than the problem's.
@@ -80,7 +80,7 @@ def adapted(
         return function(*leaves), leaves, p.dys[index]
 
     def backward(given: tuple[Tensor, list[Tensor], Tensor]) -> Results:
-        made = unpack(*gradients(*given))
+        made = unpack(*gradients_of(*given))
         return {f"d{name}": t for name, t in zip(p.shapes, made, strict=True)}
 
     return {
@@ -111,11 +111,10 @@ def bare(p: Mlp) -> Ways:
     def backward(x: Tensor, hidden: Tensor, dy: Tensor, *weights: Tensor) -> Results:
         *into, out_of = weights
         dhidden = torch.mm(dy, out_of)
-        dweights = {f"dweight{i}": torch.mm(dhidden.t(), x) for i in range(len(into))}
-        dx = torch.mm(dhidden, into[0])
-        for weight in into[1:]:
-            dx = torch.addmm(dx, dhidden, weight)
-        return {"dhidden": dhidden, "dx": dx, "dlast": torch.mm(dy.t(), hidden), **dweights}
+        found = {"dlast": torch.mm(dy.t(), hidden)}
+        for i, weight in enumerate(into):
+            found |= {f"dx{i}": torch.mm(dhidden, weight), f"dweight{i}": torch.mm(dhidden.t(), x)}
+        return found
 
     def operands(index: int) -> tuple[Tensor, ...]:
         x, *others = p.sets[index].values()
@@ -126,9 +125,28 @@ def bare(p: Mlp) -> Ways:
         return x, torch.mm(x, weights[0].t()), p.dys[index].flatten(0, 1), *weights
 
     return {
-        "fwd": p.way(forward, operands, forward),
-        "bwd": p.way(backward, and_gradients, backward),
+        "fwd": p.way(forward, operands, _bare_fwd),
+        "bwd": p.way(backward, and_gradients, _bare_bwd),
     }
+
+
+def _in_two(x: Tensor, into: Tensor, out_of: Tensor) -> Tensor:
+    return F.linear(F.linear(x, into), out_of)
+
+
+def _bare_fwd(x: Tensor, *weights: Tensor) -> Results:
+    *into, out_of = weights
+    return {"hidden": F.linear(x, into[0]), "y": _in_two(x, into[-1], out_of)}
+
+
+def _bare_bwd(x: Tensor, hidden: Tensor, dy: Tensor, *weights: Tensor) -> Results:
+    """Of the MLP without its activation, by autograd, for each weight into the hidden width."""
+    *into, out_of = weights
+    made = [gradients(_in_two, dy, x, weight, out_of) for weight in into]
+    found = {"dlast": made[0][2]}
+    for i, (dx, dweight, _) in enumerate(made):
+        found |= {f"dx{i}": dx, f"dweight{i}": dweight}
+    return found
 
 
 @MLP.provider("compile")
@@ -173,7 +191,7 @@ def liger_tiled(p: Mlp) -> Ways:
         made: Tensor = apply_tiled_mlp(piece, None, x)
         return made
 
-    return adapted(tiled, p, gradients=accumulated)
+    return adapted(tiled, p, gradients_of=accumulated)
 
 
 @MLP.provider("liger fused", module="liger_kernel", needs="cuda", optional=True, autotunes=True)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from bench.kernels.problem import Problem
@@ -80,9 +81,15 @@ class Products(Problem):
         """Products alone, `run` on what `prepare` gives; right is what `truth` gives in float64."""
 
         def exact(found: Results) -> Results:
-            return truth(*(t.double() for t in prepare(0)))
+            return truth(*(t.detach().double() for t in prepare(0)))
 
         return Way(lambda given: run(*given), exact, prepare=prepare)
+
+
+def gradients(function: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Of all inputs of a function, by autograd."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    return torch.autograd.grad(function(*leaves), leaves, dy)
 
 
 def not_served(reason: str) -> Way:
