@@ -60,7 +60,7 @@ def _attention(
 ) -> Iterator[Entry]:
     """A form at a size, both directions."""
     packed = FORMS[form].packed
-    seq_len = rig.size(TOKENS if packed else seq_len, 48)
+    seq_len = rig.size(TOKENS if packed else seq_len, 48 if packed else 32)
     batch = rig.size(max(1, TOKENS // seq_len), 1)
     nhead = rig.size(D_MODEL // width, max(2, group))
     sizes = batch, nhead, nhead // group, seq_len, rig.size(width, 16)
