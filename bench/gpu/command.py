@@ -27,18 +27,15 @@ from typing import Any
 import torch
 
 from bench.audit import cases as audit_cases
-from bench.gpu import attention as gpu_attention
-from bench.gpu import attention_tiles as gpu_attention_tiles
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import layers as gpu_layers
-from bench.gpu import rotary as gpu_rotary
 from bench.gpu.report import failures, line, report
 from bench.measure import ceilings
 from bench.measure import contest as gpu_contest
 from bench.measure.contest import Rig, described
 from bench.measure.machine import ROOT, checkout, environment, source
 from bench.measure.results import ResultsFile
-from bench.tuning import product_tiles
+from bench.tuning import attention_tiles, pointwise, product_tiles
 from bench.tuning import products as product_routes
 from fused_remat.backends.triton.launch import INTERPRETED, Target, target_of
 
@@ -77,6 +74,11 @@ def _contests(entries: Callable[[Rig], Iterable[gpu_kernels.Entry]], needs: floa
             yield Job(case, lambda rig, b=build: gpu_contest.measure(b(rig), rig), needs)
 
     return jobs
+
+
+def _pointwise_entries(rig: Rig) -> Iterator[gpu_kernels.Entry]:
+    yield from gpu_kernels.dropout_entries(rig)
+    yield from pointwise.pointwise_entries(rig)
 
 
 def _steps(entries: Callable[[Rig], Iterable[gpu_layers.Entry]], needs: float) -> Any:
@@ -127,18 +129,18 @@ SECTIONS: dict[str, Section] = {
     "environment": Section(1.0, _environment_jobs),
     "ceilings": Section(1.0, _ceiling_jobs),
     "precompile": Section(10.0, _compile_jobs),
-    "attention": Section(14.0, _contests(gpu_attention.attention_entries, 8.0)),
+    "attention": Section(14.0, _contests(gpu_kernels.attention_entries, 8.0)),
     "products": Section(9.0, _contests(product_routes.route_entries, 6.0)),
     "layers": Section(10.0, _steps(gpu_layers.layer_entries, 20.0)),
-    "attention calls": Section(8.0, _contests(gpu_attention.special_entries, 8.0)),
+    "attention calls": Section(8.0, _contests(gpu_kernels.special_entries, 8.0)),
     "norms": Section(5.0, _contests(gpu_kernels.norm_entries, 5.0)),
     "tiles": Section(5.0, _contests(product_tiles.tile_entries, 10.0)),
-    "attention tiles": Section(5.0, _contests(gpu_attention_tiles.tile_entries, 15.0)),
+    "attention tiles": Section(5.0, _contests(attention_tiles.tile_entries, 15.0)),
     "mlp": Section(3.0, _steps(gpu_layers.mlp_entries, 15.0)),
-    "pointwise": Section(3.0, _contests(gpu_kernels.pointwise_entries, 5.0)),
-    "rotary": Section(2.0, _contests(gpu_rotary.rotary_entries, 5.0)),
+    "pointwise": Section(3.0, _contests(_pointwise_entries, 5.0)),
+    "rotary": Section(2.0, _contests(gpu_kernels.rotary_entries, 5.0)),
     "replayed": Section(4.0, _steps(gpu_layers.replay_entries, 20.0)),
-    "flex": Section(3.0, _contests(gpu_attention.flex_entries, 45.0)),
+    "flex": Section(3.0, _contests(gpu_kernels.flex_entries, 45.0)),
     "compile": Section(6.0, _steps(gpu_layers.compile_entries, 90.0)),
 }
 

@@ -1,289 +1,118 @@
-"""Contests of the kernels that are bound by memory: norms, sums, dropout, activations."""
+"""The ops of `bench.kernels` at the sizes that tell most of a GPU: contests, a direction each.
+
+What `torch.compile` makes takes too long to start, and is left to sections of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from bench.kernels import attention, dropout, norm, rope
+from bench.kernels.attention_problem import FORMS, Attention
+from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
+from bench.measure.contest import Contest, Entry, Rig
 
-from bench.measure.contest import (
-    EXACT,
-    SETS,
-    Contest,
-    P,
-    Results,
-    Rig,
-    Way,
-    Work,
-    from_mask,
-    multiplier,
-)
-from fused_remat.backends.base import NORM_STATS
-from fused_remat.backends.triton import norms, pointwise
-from fused_remat.backends.triton.launch import Launch
-from fused_remat.random import Keep
-
-_aten = torch.ops.aten
-EPS = 1e-5
-ELEMENTS = 1 << 26  # 128 MiB in bfloat16, twice an H200's cache
+TOKENS, D_MODEL = 16384, 2048  # of attention, at least the former
+GROUP = 4  # query heads to a key head, where they share one
+ELEMENTS = 1 << 26  # of a matrix: 128 MiB in bfloat16, twice an H200's cache
 WIDTHS = (1024, 2048, 4096, 8192, 16384, 65536)
-
-#: What to measure, with what it is called.
-Entry = tuple[dict[str, Any], Callable[[Rig], Contest]]
+_COMPILED = ("compile", "flex")
 
 
-def launched(launches: list[list[Launch]], results: dict[str, Tensor]) -> Way:
-    """Launches of each input set, which all write `results`."""
+def entries_of(
+    op: Op,
+    problem: Callable[[], Problem],
+    names: Iterable[str] | None = None,
+    directions: Iterable[str] = DIRECTIONS,
+) -> Iterator[Entry]:
+    """An op's problem, made anew for each direction, since one may have to wait for long.
 
-    def run(index: int) -> Results:
-        for launch in launches[index]:
-            launch.run()
-        return results
+    names: of the providers; by default all that need not be compiled by `torch.compile`.
+    """
+    names = [name for name in op.providers if name not in _COMPILED] if names is None else names
+    made = problem()
+    for direction in directions:
 
-    return Way(run)
+        def build(rig: Rig, direction: str = direction) -> Contest:
+            return dict(contests(op, problem(), names))[direction]
 
-
-def doubled(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In float64."""
-    return tuple(t.double() for t in tensors)
-
-
-def _affine(rig: Rig, kind: str, width: int) -> tuple[Tensor, Tensor | None]:
-    bias = rig.normal(width) if kind == "layer_norm" else None
-    return rig.normal(width, shift=1.0), bias
-
-
-def _double(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.double()
+        yield {"name": f"{op.providers.name}_{direction} {made.name}", **made.sizes}, build
 
 
-# --- norms
+# --- attention
 
 
-def norm_fwd(rig: Rig, kind: str, rows: int, width: int) -> Contest:
-    """y and its statistics: PyTorch's fused kernel, ours."""
-    weight, bias = _affine(rig, kind, width)
-    xs = [rig.normal(rows, width, shift=0.5) for _ in range(SETS)]
-    names = ("y", *NORM_STATS[kind])
-    y = rig.poisoned(rows, width)
-    stats = tuple(rig.poisoned(rows, 1, dtype=torch.float32) for _ in NORM_STATS[kind])
-    launches = [[norms.norm_fwd(x, None, None, weight, bias, EPS, None, y, stats, False)]
-                for x in xs]  # fmt: skip
-
-    def aten(index: int) -> Results:
-        x = xs[index]
-        if kind == "layer_norm":
-            made = torch.native_layer_norm(x, [width], weight, bias, EPS)
-        else:
-            made = _aten._fused_rms_norm(x, [width], weight, EPS)
-        return dict(zip(names, made, strict=True))
-
-    def truth() -> Results:
-        made = EXACT.norm_fwd(kind, xs[0].double(), weight.double(), _double(bias), EPS)
-        return dict(zip(names, made, strict=True))
-
-    ours = launched(launches, dict(zip(names, (y, *stats), strict=True)))
-    return Contest({"aten": Way(aten), "kernel": ours}, truth, Work(bytes=2 * y.nbytes), ("aten",))
+def _attention(
+    rig: Rig, form: str, seq_len: int, width: int, group: int = 1, names: Any = None
+) -> Iterator[Entry]:
+    """A form at a size, both directions."""
+    packed = FORMS[form].packed
+    seq_len = rig.size(TOKENS if packed else seq_len, 48)
+    batch = rig.size(max(1, TOKENS // seq_len), 1)
+    nhead = rig.size(D_MODEL // width, max(2, group))
+    sizes = batch, nhead, nhead // group, seq_len, rig.size(width, 16)
+    yield from entries_of(attention.OP, lambda: Attention(rig, form, *sizes), names)
 
 
-def _aten_norm_bwd(
-    kind: str, dy: Tensor, x: Tensor, stats: tuple[Tensor, ...], weight: Tensor, bias: Any
-) -> tuple[Any, ...]:
-    width = [x.shape[1]]
-    if x.device.type == "cpu":  # which has no fused kernel for RMSNorm
-        made = EXACT.norm_bwd(kind, dy, x, stats, weight, (True, True, bias is not None))
-        return tuple(None if t is None else t.to(x.dtype) for t in made)
-    if kind == "layer_norm":
-        wants = [True, True, True]
-        return _aten.native_layer_norm_backward(dy, x, width, *stats, weight, bias, wants)
-    return _aten._fused_rms_norm_backward(dy, x, width, *stats, weight, [True, True])
+def attention_entries(rig: Rig) -> Iterator[Entry]:
+    """With and without a causal mask, at the sizes of ordinary training."""
+    sizes = ((64, 16),) if rig.dry else ((2048, 128), (8192, 128), (2048, 64), (8192, 64))
+    for seq_len, width in sizes:
+        for form in ("causal", "full"):
+            yield from _attention(rig, form, seq_len, width)
 
 
-def norm_bwd(rig: Rig, kind: str, rows: int, width: int) -> Contest:
-    """dx, dweight and LayerNorm's dbias: PyTorch's fused kernels, ours."""
-    weight, bias = _affine(rig, kind, width)
-    xs = [rig.normal(rows, width, shift=0.5) for _ in range(SETS)]
-    dys = [rig.normal(rows, width, shift=0.5) for _ in range(SETS)]
-    stats = [tuple(s.float() for s in EXACT.norm_fwd(kind, x.double(), None, None, EPS)[1:])
-             for x in xs]  # fmt: skip
-    names = ("dx", "dweight") if bias is None else ("dx", "dweight", "dbias")
-    dx = rig.poisoned(rows, width)
-    sums = [rig.poisoned(width, dtype=torch.float32) for _ in names[1:]]
-    dweight, dbias = (*sums, None)[:2]
-    launches = [
-        norms.norm_bwd(dy, x, s, weight, None, dx, dweight, dbias, rig.target)
-        for dy, x, s in zip(dys, xs, stats, strict=True)
-    ]
-
-    def aten(index: int) -> Results:
-        made = _aten_norm_bwd(kind, dys[index], xs[index], stats[index], weight, bias)
-        return dict(zip(names, made, strict=False))
-
-    def truth() -> Results:
-        wants = (True, True, bias is not None)
-        given = dys[0].double(), xs[0].double(), doubled(*stats[0]), weight.double()
-        return dict(zip(names, EXACT.norm_bwd(kind, *given, wants), strict=False))
-
-    ours = launched(launches, dict(zip(names, (dx, *sums), strict=True)))
-    return Contest({"aten": Way(aten), "kernel": ours}, truth, Work(bytes=3 * dx.nbytes), ("aten",))
+def special_entries(rig: Rig) -> Iterator[Entry]:
+    """Every other form, shared heads; then short and long sequences and wide heads."""
+    for seq_len in (64,) if rig.dry else (2048, 8192):
+        yield from _attention(rig, "causal", seq_len, 128, GROUP)
+        for form in FORMS:
+            once = FORMS[form].packed and seq_len > 2048
+            if form not in ("causal", "full") and not once:
+                yield from _attention(rig, form, seq_len, 128)
+    if rig.dry:
+        return
+    for seq_len, width in ((2048, 256), (32768, 128), (512, 128), (8192, 256), (32768, 64),
+                           (512, 64)):  # fmt: skip
+        for form in ("causal", "full"):
+            yield from _attention(rig, form, seq_len, width)
 
 
-def sum_norm_fwd(rig: Rig, rows: int, width: int) -> Contest:
-    """total = residual + dropout(x) and its LayerNorm: three ATen kernels, one of ours."""
-    weight, bias = _affine(rig, "layer_norm", width)
-    assert bias is not None
-    xs = [rig.normal(rows, width) for _ in range(SETS)]
-    residual, keep = rig.normal(rows, width, shift=0.5), rig.keep(rows, width)
-    total, y = rig.poisoned(rows, width), rig.poisoned(rows, width)
-    stats = tuple(rig.poisoned(rows, 1, dtype=torch.float32) for _ in range(2))
-    launches = [[norms.norm_fwd(x, residual, keep, weight, bias, EPS, total, y, stats, False)]
-                for x in xs]  # fmt: skip
-
-    def aten(index: int) -> Results:
-        dropped, mask = torch.native_dropout(xs[index], P, True)
-        added = residual + dropped
-        y, *_ = torch.native_layer_norm(added, [width], weight, bias, EPS)
-        return {"total": added, "y": y, "mask": mask}
-
-    def exact(scale: Tensor) -> Results:
-        added = residual.double() + xs[0].double() * scale
-        affine = weight.double(), bias.double()
-        return {"total": added, "y": F.layer_norm(added, [width], *affine, EPS)}
-
-    ways = {
-        "aten": Way(aten, lambda found: exact(from_mask(found["mask"]))),
-        "kernel": launched(launches, {"total": total, "y": y}),
-    }
-    return Contest(ways, lambda: exact(multiplier(keep)), Work(bytes=4 * y.nbytes), ("aten",))
+def flex_entries(rig: Rig) -> Iterator[Entry]:
+    """Beside FlexAttention, which has to be compiled for each mask."""
+    names = ("aten", "flex", "fused_remat kernel")
+    if not rig.dry:
+        for form in ("causal", "window", "half the blocks"):
+            yield from _attention(rig, form, 8192, 128, names=names)
+    yield from _attention(rig, "packed", 8192, 128, names=names)
+    if not rig.dry:
+        yield from _attention(rig, "causal", 8192, 128, GROUP, names)
 
 
-# --- one pass over a matrix
-
-
-def dropout_add(rig: Rig, rows: int, width: int) -> Contest:
-    """residual + dropout(x): two ATen kernels, one of ours."""
-    xs = [rig.normal(rows, width) for _ in range(SETS)]
-    residual, keep, y = rig.normal(rows, width), rig.keep(rows, width), rig.poisoned(rows, width)
-    launches = [[pointwise.dropout_add_fwd(x, residual, keep, y)] for x in xs]
-
-    def aten(index: int) -> Results:
-        dropped, mask = torch.native_dropout(xs[index], P, True)
-        return {"y": residual + dropped, "mask": mask}
-
-    def exact(scale: Tensor) -> Results:
-        return {"y": residual.double() + xs[0].double() * scale}
-
-    ways = {
-        "aten": Way(aten, lambda found: exact(from_mask(found["mask"]))),
-        "kernel": launched(launches, {"y": y}),
-    }
-    return Contest(ways, lambda: exact(multiplier(keep)), Work(bytes=3 * y.nbytes), ("aten",))
-
-
-def act_fwd(rig: Rig, rows: int, width: int, dropped: bool) -> Contest:
-    """GELU, and dropout of it."""
-    xs, y = [rig.normal(rows, width) for _ in range(SETS)], rig.poisoned(rows, width)
-    keep = rig.keep(rows, width) if dropped else None
-    launches = [[pointwise.act_fwd(x, "gelu", keep, y)] for x in xs]
-
-    def aten(index: int) -> Results:
-        act = F.gelu(xs[index])
-        if not dropped:
-            return {"y": act}
-        return dict(zip(("y", "mask"), torch.native_dropout(act, P, True), strict=True))
-
-    def exact(scale: Tensor | None) -> Results:
-        act = F.gelu(xs[0].double())
-        return {"y": act if scale is None else act * scale}
-
-    own = (lambda found: exact(from_mask(found["mask"]))) if dropped else None
-    ways = {"aten": Way(aten, own), "kernel": launched(launches, {"y": y})}
-    return Contest(ways, lambda: exact(_scale(keep)), Work(bytes=2 * y.nbytes), ("aten",))
-
-
-def _scale(keep: Keep | None) -> Tensor | None:
-    return None if keep is None else multiplier(keep)
-
-
-def act_bwd(rig: Rig, rows: int, width: int) -> Contest:
-    """GELU's gradient, and GELU again: two ATen kernels, one of ours."""
-    xs = [rig.normal(rows, width) for _ in range(SETS)]
-    dy, dx, y = rig.normal(rows, width), rig.poisoned(rows, width), rig.poisoned(rows, width)
-    launches = [[pointwise.act_bwd(dy, x, "gelu", None, dx, y)] for x in xs]
-
-    def aten(index: int) -> Results:
-        return {"dx": _aten.gelu_backward(dy, xs[index]), "y": F.gelu(xs[index])}
-
-    def truth() -> Results:
-        x = xs[0].double()
-        return {"dx": _aten.gelu_backward(dy.double(), x), "y": F.gelu(x)}
-
-    ways = {"aten": Way(aten), "kernel": launched(launches, {"dx": dx, "y": y})}
-    return Contest(ways, truth, Work(bytes=4 * y.nbytes), ("aten",))
-
-
-def gated_fwd(rig: Rig, rows: int, width: int) -> Contest:
-    """silu(gate) * up."""
-    gates = [rig.normal(rows, width) for _ in range(SETS)]
-    up, y = rig.normal(rows, width), rig.poisoned(rows, width)
-    launches = [[pointwise.gated_fwd(gate, up, "silu", None, y)] for gate in gates]
-    ways = {
-        "aten": Way(lambda index: {"y": F.silu(gates[index]) * up}),
-        "kernel": launched(launches, {"y": y}),
-    }
-    truth = lambda: {"y": F.silu(gates[0].double()) * up.double()}  # noqa: E731
-    return Contest(ways, truth, Work(bytes=3 * y.nbytes), ("aten",))
-
-
-def gated_bwd(rig: Rig, rows: int, width: int) -> Contest:
-    """The gradients of silu(gate) * up."""
-    gates = [rig.normal(rows, width) for _ in range(SETS)]
-    up, dy = rig.normal(rows, width), rig.normal(rows, width)
-    dgate, dup = rig.poisoned(rows, width), rig.poisoned(rows, width)
-    launches = [[pointwise.gated_bwd(dy, gate, up, "silu", None, dgate, dup)] for gate in gates]
-
-    def gradients(dy: Tensor, gate: Tensor, up: Tensor) -> Results:
-        return {"dgate": _aten.silu_backward(dy * up, gate), "dup": dy * F.silu(gate)}
-
-    ways = {
-        "aten": Way(lambda index: gradients(dy, gates[index], up)),
-        "kernel": launched(launches, {"dgate": dgate, "dup": dup}),
-    }
-    truth = lambda: gradients(*doubled(dy, gates[0], up))  # noqa: E731
-    return Contest(ways, truth, Work(bytes=5 * dup.nbytes), ("aten",))
-
-
-# --- what is measured, the most telling first
+# --- what is bound by memory
 
 
 def norm_entries(rig: Rig) -> Iterator[Entry]:
     """Every width; backward, which is a target, before forward."""
     for width in (96,) if rig.dry else WIDTHS:
-        rows = rig.size(ELEMENTS // width, 64)
-        for name, build in (("norm_bwd", norm_bwd), ("norm_fwd", norm_fwd)):
-            for kind in NORM_STATS:
-                case = {"name": f"{name} {kind}", "rows": rows, "width": width}
-                yield case, lambda rig, b=build, k=kind, r=rows, w=width: b(rig, k, r, w)
+        tokens = rig.size(ELEMENTS // width, 64)
+        for kind in ("layer_norm", "rms_norm"):
+            make = lambda k=kind, t=tokens, w=width: norm.Norm(rig, k, t, w)  # noqa: E731
+            yield from entries_of(norm.OP, make, directions=("bwd", "fwd"))
 
 
-def pointwise_entries(rig: Rig) -> Iterator[Entry]:
-    """Sums with their norm, by width; the passes over a matrix, at one."""
-    for width in (64,) if rig.dry else WIDTHS[:-1]:
-        rows = rig.size(ELEMENTS // width, 64)
-        case = {"name": "dropout + residual + layer_norm", "rows": rows, "width": width}
-        yield case, lambda rig, r=rows, w=width: sum_norm_fwd(rig, r, w)
-    rows, width = (64, 96) if rig.dry else (8192, ELEMENTS // 8192)
-    passes: dict[str, Callable[[Rig, int, int], Contest]] = {
-        "dropout_add": dropout_add,
-        "act_fwd gelu": lambda *given: act_fwd(*given, False),
-        "act_fwd gelu dropout": lambda *given: act_fwd(*given, True),
-        "act_bwd gelu, with act": act_bwd,
-        "gated_fwd silu": gated_fwd,
-        "gated_bwd silu": gated_bwd,
-    }
-    for name, contest in passes.items():
-        case = {"name": name, "rows": rows, "width": width}
-        yield case, lambda rig, c=contest, r=rows, w=width: c(rig, r, w)
+def dropout_entries(rig: Rig) -> Iterator[Entry]:
+    """At one width."""
+    tokens, width = (64, 96) if rig.dry else (ELEMENTS // 8192, 8192)
+    yield from entries_of(dropout.OP, lambda: dropout.Dropout(rig, tokens, width))
+
+
+def rotary_entries(rig: Rig) -> Iterator[Entry]:
+    """Heads of 128 and 64, 32 of them, without and with their norms."""
+    batch, heads, seq_len = (2, 4, 8) if rig.dry else (8, 32, 2048)
+    for width in (16,) if rig.dry else (128, 64):
+        for name in ("rope", rope.NORMED):
+            sizes = batch, heads, heads // 4, seq_len, width
+            make = lambda n=name, s=sizes: rope.Rope(rig, n, *s)  # noqa: E731
+            yield from entries_of(rope.OP, make)

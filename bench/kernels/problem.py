@@ -8,7 +8,7 @@ timed. What cannot be had that way is given as `Ways`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +87,17 @@ def _gradients(leaves: Mapping[str, Tensor], grads: Any) -> dict[str, Tensor]:
 
 
 def through_autograd(
-    function: Function, problem: Problem, in_place: bool = False
+    function: Function, problem: Problem, in_place: bool = False, optional: bool = False
 ) -> dict[str, Way]:
-    """Both directions of a function; `in_place`: it overwrites its inputs or the gradient."""
+    """Both directions of a function.
+
+    in_place: it overwrites its inputs or the gradient. optional: it may not serve these sizes,
+    dtype or device, which is no failure. What a backward returns holds the output too, which shows
+    a mask that its gradients have to have.
+    """
 
     def inputs(index: int) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """The leaves, and what the function is given: autograd forbids writing to a leaf."""
+        """Leaves, and what is given to the function: autograd forbids that leaves are written."""
         leaves = {k: t.detach().requires_grad_() for k, t in problem.sets[index].items()}
         return leaves, [t.clone() if in_place else t for t in leaves.values()]
 
@@ -105,12 +110,22 @@ def through_autograd(
 
     def backward(given: tuple[Tensor, dict[str, Tensor], Tensor]) -> Results:
         y, leaves, dy = given
-        return _gradients(leaves, torch.autograd.grad(y, list(leaves.values()), dy))
+        gradients = torch.autograd.grad(y, list(leaves.values()), dy)
+        return {"y": y.detach(), **_gradients(leaves, gradients)}
 
     return {
-        "fwd": Way(forward, problem.truth_of("fwd"), prepare=inputs),
-        "bwd": Way(backward, problem.truth_of("bwd"), prepare=graph),
+        "fwd": Way(forward, problem.truth_of("fwd"), optional, prepare=inputs),
+        "bwd": Way(backward, problem.truth_of("bwd"), optional, prepare=graph),
     }
+
+
+def failing(error: Exception, optional: bool = False) -> Way:
+    """A way of what could not be built, or of a direction that a provider lacks (Absent)."""
+
+    def run(index: int) -> Results:
+        raise error
+
+    return Way(run, optional=optional)
 
 
 def compiled(function: Function) -> Function:
@@ -141,18 +156,24 @@ def ways_of(provider: Provider[Build], problem: Problem) -> Ways:
     made = provider.build(problem)
     if isinstance(made, Mapping):
         return made
-    return through_autograd(made, problem, bool(provider.traits.get("in_place")))
+    traits = {name: bool(provider.traits.get(name)) for name in ("in_place", "optional")}
+    return through_autograd(made, problem, **traits)
 
 
-def contests(op: Op, problem: Problem) -> Iterator[tuple[str, Contest]]:
-    """A contest for each direction, with everyone who serves it."""
+def contests(
+    op: Op, problem: Problem, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, Contest]]:
+    """A contest for each direction, with everyone, or those of `names`, who serves it."""
     built: dict[str, Ways] = {}
     absent: dict[str, str] = {}
-    for name in op.providers:
+    for name in op.providers if names is None else names:
         try:
             built[name] = ways_of(op.providers[name], problem)
         except (Absent, ImportError) as error:
             absent[name] = str(error)
+        except Exception as error:  # one broken provider must not cost the others' results
+            optional = bool(op.providers[name].traits.get("optional"))
+            built[name] = dict.fromkeys(DIRECTIONS, failing(error, optional))
     for direction in DIRECTIONS:
         ways = {name: made[direction] for name, made in built.items() if direction in made}
         yield direction, Contest(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.kernels import linear, mlp, norm
+from bench.kernels import attention, dropout, linear, mlp, norm, rope
 from bench.kernels.problem import Op
 
 #: Name on the command line -> op, in the order in which they are measured.
@@ -10,4 +10,7 @@ OPS: dict[str, Op] = {
     "norm": norm.OP,
     "linear": linear.OP,
     "mlp": mlp.OP,
+    "attention": attention.OP,
+    "dropout": dropout.OP,
+    "rope": rope.OP,
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from bench.layers.checks import Checks
+from bench.layers.checks import Checks, no_fallback
 from bench.layers.memory import memory
 from bench.layers.steps import Step, summary
 from bench.layers.subjects import DTYPES, Case, Forward, Subject
@@ -129,7 +129,8 @@ def admit(name: str, subject: Subject, checks: Checks) -> tuple[dict[str, Any], 
     if why_not is not None:
         return {"unavailable": why_not}, None
     try:
-        forward = way.build(subject)
+        with no_fallback():
+            forward = way.build(subject)
         return {"check": checks.check(forward, way.traits["draws"], _is_compiled(name))}, forward
     except Absent as absent:
         return {"unavailable": str(absent)}, None

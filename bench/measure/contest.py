@@ -158,6 +158,10 @@ class Contest:
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
+#: A contest to be built, with what it is called.
+Entry = tuple[dict[str, Any], Callable[[Rig], Contest]]
+
+
 class WrongResultError(Exception):
     """A result that is not right."""
 

@@ -9,7 +9,6 @@ product and our kernel for the rest: where it wins, a table's route changes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from bench.measure.contest import (
     EXACT,
     SETS,
     Contest,
+    Entry,
     P,
     Results,
     Rig,
@@ -35,9 +35,6 @@ TOKENS = 8192
 WIDTHS = (2048, 1024, 4096)
 EPS = 1e-5
 BASELINES = ("aten", "bare")
-
-#: What to measure, with what it is called.
-Entry = tuple[dict[str, Any], Callable[[Rig], Contest]]
 
 
 def doubled(*tensors: Tensor) -> tuple[Tensor, ...]:

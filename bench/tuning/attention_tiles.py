@@ -1,17 +1,18 @@
-"""Contests of attention's tiles: each kernel alone, as the tables cut it and as it might be cut."""
+"""Which tile is ours: each attention kernel alone, as the tables cut it and as it might be cut."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
-from bench.gpu.attention import FACTOR, Own
-from bench.gpu.attention_calls import SETTINGS, Subject
-from bench.gpu.kernels import Entry
-from bench.measure.contest import Contest, Rig, Work, compile_together
+from bench.kernels.attention_launches import Kernels
+from bench.kernels.attention_problem import Attention
+from bench.measure.contest import Contest, Entry, Rig, Work, compile_together
 from fused_remat.backends.triton.tables import AttentionTile, attention_tile, family
 
-SEQ_LEN, WIDTHS = 4096, (128, 64)
+BATCH, SEQ_LEN, D_MODEL, WIDTHS = 4, 4096, 2048, (128, 64)
+
 _T = AttentionTile
 #: Kernel -> its direction, and its products as a share of those that the direction counts: the
 #: scores and their gradients are computed in both kernels of a backward.
@@ -51,29 +52,33 @@ def tile_name(tile: AttentionTile) -> str:
     return " ".join([f"{tile.block_m}x{tile.block_n} w{tile.warps} s{tile.stages}", *more])
 
 
-def contest(s: Subject, kernel: str, tiles: tuple[AttentionTile, ...]) -> Contest:
+def contest(p: Attention, kernel: str, tiles: tuple[AttentionTile, ...]) -> Contest:
     """A kernel with the tables' tile, which the others are compared with, and with these."""
     direction, share = KERNELS[kernel]
-    first = attention_tile(kernel, s.rig.target, s.width, s.call)
+    assert p.rig.target is not None
+    first = attention_tile(kernel, p.rig.target, p.width, p.call)
     ways, launches = {}, []
     for tile in dict.fromkeys((first, *tiles)):
-        own = Own(s, direction)
+        own = Kernels(p, direction)
         ways[tile_name(tile)] = own.way(tile, kernel, optional=tile != first)
         launches += own.launches(0, tile)
-    if not s.rig.dry:
+    if not p.rig.dry:
         compile_together(launches)
-    truth = lambda: s.exact(direction)  # noqa: E731
-    work = share * s.flops[direction]
-    return Contest(ways, truth, Work(flops=work), (tile_name(first),), FACTOR)
+    work = Work(flops=share * p.work(direction).flops)
+    truth = functools.partial(p.truth, direction)
+    return Contest(ways, truth, work, (tile_name(first),), p.factor)
 
 
-def _entry(rig: Rig, kernel: str, setting: str, width: int, tiles: Any) -> Entry:
-    sizes = {"seq_len": rig.size(SEQ_LEN, 64), "head_dim": rig.size(width, 16)}
+def _entry(rig: Rig, kernel: str, form: str, width: int, tiles: Any) -> Entry:
+    heads = rig.size(D_MODEL // width, 4)
+    seq_len, width = rig.size(SEQ_LEN, 64), rig.size(width, 16)
 
     def build(rig: Rig) -> Contest:
-        return contest(Subject(rig, SETTINGS[setting], SEQ_LEN, width), kernel, tiles)
+        p = Attention(rig, form, rig.size(BATCH, 1), heads, heads, seq_len, width)
+        return contest(p, kernel, tiles)
 
-    return {"name": f"tiles of attention_{kernel} {setting}", **sizes}, build
+    sizes = {"seq_len": seq_len, "head_dim": width}
+    return {"name": f"tiles of attention_{kernel} {form}", **sizes}, build
 
 
 def tile_entries(rig: Rig) -> Iterator[Entry]:

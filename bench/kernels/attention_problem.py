@@ -1,0 +1,233 @@
+"""Attention at a size: its forms, operands, masks, and what is exact of it.
+
+Operations are those of the scores that are seen; a causal mask hides half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernels.dropout_masks import as_much_dropped, same_mask
+from bench.kernels.problem import Problem
+from bench.measure.contest import EXACT, P, Results, Rig, Work
+from fused_remat import random
+from fused_remat.backends.base import AttentionCall
+
+WINDOW, BLOCK = 1024, 128  # keys; at most half, and a quarter, of a sequence
+SEED = 7  # of dropout, where the mask is known
+_PER_MILLE = (100, 20, 250, 130, 60, 300, 40, 100)  # of all tokens: lengths of packed sequences
+
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is seen, and whether some of it is dropped.
+
+    Attributes:
+        causal: keys up to the query's own. window: of these, the last ones only.
+        checkered: every other block of keys is hidden, as on a chessboard.
+        packed: one batch of sequences side by side, of different lengths.
+    """
+
+    causal: bool = False
+    window: bool = False
+    checkered: bool = False
+    packed: bool = False
+    p: float = 0.0
+
+
+FORMS: dict[str, Form] = {
+    "causal": Form(causal=True),
+    "full": Form(),
+    "window": Form(causal=True, window=True),
+    "packed": Form(causal=True, packed=True),
+    "half the blocks": Form(checkered=True),
+    "causal dropout": Form(causal=True, p=P),
+}
+
+
+class Attention(Problem):
+    """q, k and v (B, heads, S, E), views of a packed projection; out (B, H, S, E)."""
+
+    #: Probabilities, their gradients and the output, which the backward reads, are rounded
+    #: besides, some of them alike along a whole row.
+    factor = 2.5
+
+    def __init__(
+        self, rig: Rig, name: str, batch: int, nhead: int, kv_heads: int, seq_len: int, width: int
+    ) -> None:
+        sizes = {"batch": batch, "nhead": nhead, "kv_heads": kv_heads}
+        super().__init__(rig, name, sizes | {"seq_len": seq_len, "head_dim": width})
+        self.form = FORMS[name]
+        if self.form.packed and batch != 1:
+            raise ValueError(f"packed sequences are one batch, got {batch}")
+        self.batch, self.nhead, self.kv_heads = batch, nhead, kv_heads
+        self.seq_len, self.width = seq_len, width
+        self._undropped: dict[str, tuple[Results, Results]] = {}
+
+    # --- operands
+
+    @property
+    def packed_shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.seq_len, self.nhead + 2 * self.kv_heads, self.width
+
+    def heads(self, packed: Tensor) -> Heads:
+        counts = (self.nhead, self.kv_heads, self.kv_heads)
+        return packed.transpose(1, 2).split_with_sizes(counts, 1)
+
+    def as_heads(self, rows: Tensor) -> Tensor:
+        """(B·S, H·E) as (B, H, S, E), a view."""
+        return rows.view(self.batch, self.seq_len, self.nhead, self.width).transpose(1, 2)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.batch * self.seq_len, self.nhead * self.width
+
+    def draw(self) -> dict[str, Tensor]:
+        return dict(zip("qkv", self.heads(self.rig.normal(*self.packed_shape)), strict=True))
+
+    @functools.cached_property
+    def dys(self) -> list[Tensor]:
+        """Laid out as a projection's input gradient is."""
+        return [self.as_heads(self.rig.normal(*self.rows)) for _ in self.sets]
+
+    # --- what is seen
+
+    @property
+    def window(self) -> int:
+        """Keys that a query sees at most."""
+        return min(WINDOW, max(1, self.seq_len // 2)) if self.form.window else self.seq_len
+
+    @property
+    def block(self) -> int:
+        """Of the chessboard."""
+        return min(BLOCK, max(1, self.seq_len // 4))
+
+    @functools.cached_property
+    def cu(self) -> Tensor:
+        """Bounds of eight packed sequences."""
+        lengths = torch.tensor((0, *_PER_MILLE), device=self.rig.device)
+        return (lengths.cumsum(0) * self.seq_len // 1000).to(torch.int32)
+
+    @property
+    def longest(self) -> int:
+        """Of the packed sequences, at most."""
+        return self.seq_len * max(_PER_MILLE) // 1000 + 1
+
+    def sees(self) -> Callable[[Any, Any, Any, Any], Any] | None:
+        """Whether query i sees key j, in the terms of FlexAttention; None: always."""
+        form, window, block = self.form, self.window, self.block
+        if form.checkered:
+            return lambda b, h, i, j: (i // block + j // block) % 2 == 0
+        if form.packed:
+            place = torch.arange(self.seq_len, device=self.rig.device)
+            document = torch.searchsorted(self.cu[1:].long(), place, right=True)
+            return lambda b, h, i, j: (document[i] == document[j]) & (i >= j)
+        if form.window:
+            return lambda b, h, i, j: (i >= j) & (i - j < window)
+        return (lambda b, h, i, j: i >= j) if form.causal else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is hidden but what comes later."""
+        return not (self.form.checkered or self.form.packed or self.form.window)
+
+    @functools.cached_property
+    def mask(self) -> Tensor | None:
+        """True is seen, (S, S); None where SDPA needs none."""
+        sees, place = self.sees(), torch.arange(self.seq_len, device=self.rig.device)
+        return None if self.plain or sees is None else sees(0, 0, place[:, None], place)
+
+    @property
+    def share(self) -> float:
+        """Of the scores, seen."""
+        if self.form.window:
+            before = torch.arange(1, self.seq_len + 1).clamp(max=self.window)
+            return before.sum().item() / self.seq_len**2
+        if self.form.checkered:
+            assert self.mask is not None
+            return self.mask.double().mean().item()
+        hidden = 0.5 if self.form.causal else 1.0
+        if self.form.packed:
+            return hidden * self.cu.double().diff().square().sum().item() / self.seq_len**2
+        return hidden
+
+    @functools.cached_property
+    def call(self) -> AttentionCall:
+        """The same as our kernels are told."""
+        form, options = self.form, {}
+        if form.checkered:
+            options = {"mask": self.mask, "mask_keeps": True}
+        if form.packed:
+            options = {"cu_q": self.cu, "cu_k": self.cu}
+        if form.p:
+            seed = torch.tensor(SEED, device=self.rig.device)
+            options = {"p": form.p, "site_key": random.site_keys(seed)[random.ATTENTION]}
+        return AttentionCall(
+            batch=self.batch, nhead=self.nhead, kv_heads=self.kv_heads, q_len=self.seq_len,
+            kv_len=self.seq_len, scale=self.width**-0.5, right=0 if form.causal else -1,
+            left=self.window - 1 if form.window else -1, **options,
+        )  # fmt: skip
+
+    # --- work and results
+
+    def work(self, direction: str) -> Work:
+        """Two products of what is seen, or five; q, k, v and out, and their gradients."""
+        batch, seq_len, heads, width = self.packed_shape
+        product = 2.0 * batch * self.nhead * seq_len**2 * width * self.share
+        size = float(batch * seq_len * (heads + self.nhead) * width * self.rig.dtype.itemsize)
+        products, sizes = {"fwd": (2, 1), "bwd": (5, 2)}[direction]
+        return Work(flops=products * product, bytes=sizes * size)
+
+    def reference(self, *inputs: Tensor) -> Tensor:
+        """As PyTorch computes it where it is told all of it."""
+        causal = self.form.causal and self.mask is None
+        shared = self.nhead != self.kv_heads
+        return F.scaled_dot_product_attention(
+            *inputs, self.mask, self.form.p, causal, enable_gqa=shared
+        )
+
+    def truth(self, direction: str) -> Results:
+        """In blocks, for no sequence is too long for float64; with dropout, of `SEED`'s mask."""
+        return self._exact_of(direction, self.call)
+
+    def _exact_of(self, direction: str, call: AttentionCall) -> Results:
+        q, k, v = (t.double() for t in self.sets[0].values())
+        out, lse = EXACT.attention_fwd(q, k, v, call)
+        if direction == "fwd":
+            return {"y": self.as_heads(out)}
+        grads = self.heads(torch.empty(self.packed_shape, dtype=q.dtype, device=q.device))
+        dy = self.dys[0].double().transpose(1, 2).reshape(out.shape)
+        EXACT.attention_bwd(dy, q, k, v, out, lse, call, grads)
+        return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+    def _without_and_with_dropout(self, direction: str) -> tuple[Results, Results]:
+        if direction not in self._undropped:
+            plain = dataclasses.replace(self.call, p=0.0, site_key=None)
+            self._undropped[direction] = self._exact_of(direction, plain), self.truth(direction)
+        return self._undropped[direction]
+
+    def truth_of(self, direction: str) -> Callable[[Results], Results] | None:
+        """With a mask that nobody knows: itself, where it is right on average, or an error."""
+        if not self.form.p:
+            return None
+
+        def truth(found: Mapping[str, Tensor]) -> Results:
+            undropped, dropped = self._without_and_with_dropout(direction)
+            for name, plain in undropped.items():
+                given = found[name], plain, dropped[name], self.form.p, self.factor
+                as_much_dropped(name, *given)
+            if direction == "bwd":
+                same_mask(found["y"], self.dys[0], found["dv"], self.sets[0]["v"])
+            return {name: found[name].double() for name in undropped}
+
+        return truth

@@ -1,0 +1,110 @@
+"""residual + dropout(x), p = 0.1: y, and the gradients of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernels.dropout_masks import check_share
+from bench.kernels.problem import Build, Function, Op, Problem, compiled
+from bench.kernels.shapes import Size
+from bench.measure.contest import P, Results, Rig, Work, WrongResultError
+from bench.measure.registry import Registry
+from fused_remat import ops
+
+#: Of 1 + |residual|: an x above shows in y whether it was kept, in any dtype.
+_SHOWS = 0.1
+
+
+class Dropout(Problem):
+    """x and residual (T, D). Everyone draws a mask, a new one at every call, and shows it in y."""
+
+    def __init__(self, rig: Rig, tokens: int, width: int) -> None:
+        super().__init__(rig, "dropout + residual", {"tokens": tokens, "width": width})
+        self.shape = (tokens, width)
+        self._seen: list[Tensor] = []  # masks of all calls that were checked
+
+    def draw(self) -> dict[str, Tensor]:
+        return {name: self.rig.normal(*self.shape) for name in ("x", "residual")}
+
+    def reference(self, *inputs: Tensor) -> Tensor:
+        x, residual = inputs
+        return residual + F.dropout(x, P)
+
+    def work(self, direction: str) -> Work:
+        """x, residual and y; or dy and dx: the residual's gradient is dy itself."""
+        matrix = self.shape[0] * self.shape[1] * self.rig.dtype.itemsize
+        return Work(bytes={"fwd": 3.0, "bwd": 2.0}[direction] * matrix)
+
+    def truth(self, direction: str) -> Results:
+        """Nobody's: see `truth_of`."""
+        return {}
+
+    def truth_of(self, direction: str) -> Callable[[Results], Results]:
+        """What the results should be under the mask that y shows.
+
+        Raises: WrongResultError where it keeps too many or too few, or the mask was there before.
+        """
+
+        def truth(found: Mapping[str, Tensor]) -> Results:
+            x, residual = (t.double() for t in self.sets[0].values())
+            added, dy = found["y"].double() - residual, self.dys[0].double()
+            kept, shows = _nearer(added, x / (1.0 - P)), x.abs() > _SHOWS * (1.0 + residual.abs())
+            check_share(kept[shows], P)
+            self._is_new(kept & shows)
+            if direction == "fwd":
+                return {"y": residual + kept * x / (1.0 - P)}
+            scaled = dy / (1.0 - P)
+            kept = torch.where(shows, kept, _nearer(found["dx"].double(), scaled))
+            return {"dx": kept * scaled, "dresidual": dy}
+
+        return truth
+
+    def _is_new(self, mask: Tensor) -> None:
+        """Not that of another call. Raises: WrongResultError."""
+        if any(torch.equal(mask, before) for before in self._seen):
+            raise WrongResultError("the mask is that of a call before")
+        self._seen.append(mask)
+
+
+def _nearer(value: Tensor, kept: Tensor) -> Tensor:
+    """Whether a value is what is kept rather than 0."""
+    return (value - kept).abs() < value.abs()
+
+
+DROPOUT: Registry[Build] = Registry("dropout")
+
+
+@DROPOUT.provider("aten", baseline=True)
+def aten(p: Dropout) -> Function:
+    """Two of PyTorch's own kernels."""
+    return p.reference
+
+
+@DROPOUT.provider("compile")
+def compile_(p: Dropout) -> Function:
+    """torch.compile of the same."""
+    return compiled(p.reference)
+
+
+@DROPOUT.provider("fused_remat eager", ours=True)
+def eager(p: Dropout) -> Function:
+    """Ours, in ATen's operators; the mask is drawn again in the backward."""
+    return lambda x, residual: ops.dropout_add(x, residual, P, backend="eager")
+
+
+@DROPOUT.provider("fused_remat triton", needs="triton", ours=True)
+def triton(p: Dropout) -> Function:
+    """Ours, in Triton kernels; likewise."""
+    return lambda x, residual: ops.dropout_add(x, residual, P, backend="triton")
+
+
+def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
+    """At the model's width, whether it is trained with dropout or not."""
+    yield Dropout(rig, size.tokens, size.model.d_model)
+
+
+OP = Op(DROPOUT, of_model)

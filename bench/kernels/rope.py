@@ -1,0 +1,178 @@
+"""Rotary position embedding of a packed projection, and the RMSNorm of its heads before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernels.problem import Build, Function, Op, Problem, compiled
+from bench.kernels.shapes import Size
+from bench.measure.contest import Rig, Work
+from bench.measure.registry import Absent, Registry
+from fused_remat import ops
+
+EPS = 1e-6
+BASE = 1e4  # of the angles
+NORMED = "normed rope"
+
+
+class Rope(Problem):
+    """x (B, S, (H + 2·Hkv)·E), query heads first, of which halves are turned; values stay.
+
+    `NORMED`: each query and key head is divided by its root mean square before, and weighted.
+    """
+
+    def __init__(
+        self, rig: Rig, name: str, batch: int, nhead: int, kv_heads: int, seq_len: int, width: int
+    ) -> None:
+        sizes = {"batch": batch, "nhead": nhead, "kv_heads": kv_heads}
+        super().__init__(rig, name, sizes | {"seq_len": seq_len, "head_dim": width})
+        self.counts = (nhead, kv_heads, kv_heads)
+        self.grid, self.width = (batch, seq_len), width
+        self.nhead, self.kv_heads = nhead, kv_heads
+
+    def draw(self) -> dict[str, Tensor]:
+        drawn = {"x": self.rig.normal(*self.grid, sum(self.counts) * self.width)}
+        for name in ("q_weight", "k_weight") if self.name == NORMED else ():
+            drawn[name] = self.rig.normal(self.width, shift=1.0)
+        return drawn
+
+    @functools.cached_property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin (S, E/2), rounded as models hold them, so that all are given the same."""
+        place = torch.arange(self.grid[1], device=self.rig.device, dtype=torch.float64)
+        power = torch.arange(0, self.width, 2, device=self.rig.device) / self.width
+        angle = place[:, None] / BASE**power
+        return angle.cos().to(self.rig.dtype), angle.sin().to(self.rig.dtype)
+
+    @functools.cached_property
+    def doubled_tables(self) -> tuple[Tensor, Tensor]:
+        """The same for both halves, (S, E)."""
+        cos, sin = (torch.cat([t, t], -1) for t in self.tables)
+        return cos, sin
+
+    def heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values (B, S, heads, E), views."""
+        return x.unflatten(-1, (-1, self.width)).split_with_sizes(self.counts, 2)
+
+    def reference(self, *inputs: Tensor) -> Tensor:
+        """As models are written: heads apart, halves turned, and put together again."""
+        x, *weights = inputs
+        q, k, v = self.heads(x)
+        if weights:
+            pairs = zip((q, k), weights, strict=True)
+            q, k = (F.rms_norm(t, (self.width,), weight, EPS) for t, weight in pairs)
+        cos, sin = (t.to(x.dtype)[:, None] for t in self.doubled_tables)
+
+        def turned(t: Tensor) -> Tensor:
+            first, second = t.chunk(2, -1)
+            return t * cos + torch.cat([-second, first], -1) * sin
+
+        return torch.cat([turned(q), turned(k), v], 2).flatten(2)
+
+    def work(self, direction: str) -> Work:
+        """x and y, or dy and dx; x again for its norms' gradients. The tables are small."""
+        batch, seq_len = self.grid
+        matrix = batch * seq_len * sum(self.counts) * self.width * self.rig.dtype.itemsize
+        normed = direction == "bwd" and self.name == NORMED
+        return Work(bytes=(3.0 if normed else 2.0) * matrix)
+
+
+ROPE: Registry[Build] = Registry("rope")
+
+
+@ROPE.provider("aten", baseline=True)
+def aten(p: Rope) -> Function:
+    """Plain PyTorch, as in Hugging Face's models."""
+    return p.reference
+
+
+@ROPE.provider("compile")
+def compile_(p: Rope) -> Function:
+    """torch.compile of the same."""
+    return compiled(p.reference)
+
+
+def _without_norms(p: Rope) -> None:
+    if p.name == NORMED:
+        raise Absent("it has no norm")
+
+
+@ROPE.provider("liger", module="liger_kernel", needs="triton", in_place=True)
+def liger(p: Rope) -> Function:
+    """Liger-Kernel's, which takes queries and keys apart and copies those of a packed x."""
+    _without_norms(p)
+    from liger_kernel.ops import LigerRopeFunction
+
+    cos, sin = (t[None] for t in p.doubled_tables)
+
+    def function(x: Tensor) -> Tensor:
+        q, k, v = p.heads(x)
+        q, k = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return torch.cat([q.transpose(1, 2), k.transpose(1, 2), v], 2).flatten(2)
+
+    return function
+
+
+@ROPE.provider("quack", module="quack", needs="cuda", in_place=True, optional=True)
+def quack(p: Rope) -> Function:
+    """QuACK's, in place of a packed x."""
+    _without_norms(p)
+    from quack.rotary import apply_rotary_emb_qkv_
+
+    cos, sin = p.tables
+    given = {"num_heads_q": p.nhead, "headdim": p.width}
+    return lambda x: apply_rotary_emb_qkv_(x, cos, sin, **given)
+
+
+@ROPE.provider("flash-attn", module="flash_attn", needs="cuda", in_place=True, optional=True)
+def flash_attn(p: Rope) -> Function:
+    """flash-attn's Triton kernel, in place of a packed x."""
+    _without_norms(p)
+    from flash_attn.layers.rotary import apply_rotary_emb_qkv_
+
+    cos, sin = p.tables
+
+    def function(x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, p.width))
+        made: Tensor = apply_rotary_emb_qkv_(heads, cos, sin, num_heads_q=p.nhead)
+        return made.flatten(2)
+
+    return function
+
+
+def _ours(p: Rope, backend: str) -> Function:
+    counts = {"nhead": p.nhead, "kv_heads": p.kv_heads}
+
+    def function(x: Tensor, *weights: Tensor) -> Tensor:
+        norms = dict(zip(("q_norm_weight", "k_norm_weight"), weights, strict=False))
+        return ops.rotary(x, *p.tables, **counts, **norms, eps=EPS, backend=backend)
+
+    return function
+
+
+@ROPE.provider("fused_remat eager", ours=True)
+def eager(p: Rope) -> Function:
+    """Ours, in ATen's operators."""
+    return _ours(p, "eager")
+
+
+@ROPE.provider("fused_remat triton", needs="triton", ours=True)
+def triton(p: Rope) -> Function:
+    """Ours, in Triton kernels."""
+    return _ours(p, "triton")
+
+
+def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
+    """The model's own heads, if it rotates them."""
+    model = size.model
+    if model.rope:
+        heads = model.nhead, model.kv_heads, size.seq_len, model.head_dim
+        yield Rope(rig, "rope", size.batch, *heads)
+
+
+OP = Op(ROPE, of_model)

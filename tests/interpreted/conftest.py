@@ -1,0 +1,21 @@
+"""What the interpreted tests share."""
+
+import pytest
+
+
+@pytest.fixture
+def floats_are_tensors(monkeypatch):
+    """The interpreter passes a kernel Python's floats; compiled, it gets float32 scalars."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._implicit_cvt
+
+    def converted(arg):
+        if not isinstance(arg, float):
+            return convert(arg)
+        handle = interpreter.TensorHandle(np.array([arg], np.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
