@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,8 +28,8 @@ from fused_remat.backends.triton.launch import INTERPRETED, target_of
 from fused_remat.policies import RUNGS
 
 #: One with LayerNorm and GELU, one with RMSNorm, rotated and shared heads, and SwiGLU.
-SIZES = {name: Size(MODELS[name], 1, 256) for name in ("gpt2", "smollm-135m")}
-ROUNDS, WARMUP = 20, 3
+SIZES = {name: Size(MODELS[name], 1, 128) for name in ("gpt2", "smollm-135m")}
+ROUNDS, WARMUP = 15, 2
 LAYER = Case("float32", "pre", 0.0, 1, 256, 256, 4)
 
 
@@ -55,7 +56,7 @@ def rows() -> Iterator[Any]:
             for direction in DIRECTIONS:
                 for name in [*row.providers.baselines, *names]:
                     given = (op, problem, direction, name)
-                    yield pytest.param(*given, id="-".join(given).replace(" ", "_"))
+                    yield pytest.param(*given, id=re.sub(r"[^\w.-]+", "_", "-".join(given)))
 
 
 def timed(benchmark: Any, prepare: Callable[[int], Any], run: Callable[[Any], Any]) -> None:

@@ -15,6 +15,8 @@ KERNELS = RESULTS / "kernels-cpu.json"
 UNMEASURED = "Not measured yet: `python -m bench kernels --device cpu`."
 #: How the names of our providers begin.
 OURS = "fused_remat"
+#: Who does less than the op, the products alone: no peer.
+BARE = "bare"
 #: A ceiling's unit -> what of the work counts, and what it is called that cannot go faster.
 BOUNDS = {"TFLOP/s": ("flops", "products"), "GB/s": ("bytes", "memory")}
 
@@ -26,7 +28,8 @@ class Entry:
     Attributes:
         floor: microseconds at the same run's ceilings.
         bound: what sets the floor, "products" or "memory".
-        ours, peer: the fastest of either side: name, microseconds; None where there is none.
+        ours: microseconds by name, the fastest first.
+        peer: the fastest of the others: name, microseconds; None where there is none.
         wrong: providers whose results are wrong.
     """
 
@@ -37,7 +40,7 @@ class Entry:
     bytes: float
     floor: float
     bound: str
-    ours: tuple[str, float] | None
+    ours: dict[str, float]
     peer: tuple[str, float] | None
     wrong: tuple[str, ...]
 
@@ -75,15 +78,14 @@ def _entry(row: dict[str, Any], most: dict[str, float]) -> Entry:
         for unit, (amount, bound) in BOUNDS.items()
         if work[amount]
     }
-    sides: dict[bool, list[tuple[str, float]]] = {True: [], False: []}
-    for name, us in sorted(times.items(), key=lambda item: item[1]):
-        sides[name.startswith(OURS)].append((name.removeprefix(OURS).strip() or name, us))
-    best = {side: found[0] if found else None for side, found in sides.items()}
+    order = sorted((us, name) for name, us in times.items() if name != BARE)
+    ours = {n.removeprefix(OURS).strip() or n: us for us, n in order if n.startswith(OURS)}
+    peers = [(name, us) for us, name in order if not name.startswith(OURS)]
     wrong = tuple(name for name, way in row["ways"].items() if "error" in way)
     return Entry(
         _op(row), row["case"].get("direction", ""), _name(row["case"]), work["flops"],
         work["bytes"], row["floor_us"], max(seconds, key=lambda bound: seconds[bound]),
-        best[True], best[False], wrong,
+        ours, peers[0] if peers else None, wrong,
     )  # fmt: skip
 
 
@@ -97,24 +99,28 @@ def _name(case: dict[str, Any]) -> str:
 
 
 def summary(found: Sequence[Entry]) -> str:
-    """A row for each op and direction: what bounds it, and how near to that both sides come."""
+    """A row for each op, direction and way of ours, beside the best peer at the same cases."""
     lines = [
-        "| op | | cases | bound by | ours, of the floor's speed | the best peer | our time over "
+        "| op | | bound by | ours | cases | of the floor's speed | the best peer | our time over "
         "the best peer's |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for (op, direction), alike in _grouped(found).items():
         bound = " or ".join(sorted({e.bound for e in alike}))
-        both = [(e.ours[1], e.peer[1]) for e in alike if e.ours and e.peer]
-        ours = [e.floor / e.ours[1] for e in alike if e.ours]
-        peers = [e.floor / e.peer[1] for e in alike if e.peer]
-        ratios = [mine / theirs for mine, theirs in both]
-        cells = [op, direction, str(len(alike)), bound, _shares(ours), _shares(peers)]
-        cells.append(
-            f"{_mean(ratios):.2f}× ({min(ratios):.2f} to {max(ratios):.2f})" if both else ""
-        )
-        lines.append(f"| {' | '.join(cells)} |")
+        names = dict.fromkeys(name for e in alike for name in e.ours)
+        for name in names or [""]:
+            cells = [op, direction, bound, *_summary_cells(name, alike)]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _summary_cells(name: str, alike: Sequence[Entry]) -> list[str]:
+    mine = [e for e in alike if name in e.ours] if name else list(alike)
+    ours = [e.floor / e.ours[name] for e in mine if name]
+    peers = [e.floor / e.peer[1] for e in mine if e.peer]
+    ratios = [e.ours[name] / e.peer[1] for e in mine if e.peer and name]
+    over = f"{_mean(ratios):.2f}× ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+    return [name or "absent", str(len(mine)), _shares(ours), _shares(peers), over]
 
 
 def _grouped(found: Sequence[Entry]) -> dict[tuple[str, str], list[Entry]]:
@@ -131,7 +137,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _shares(values: Sequence[float]) -> str:
     if not values:
-        return "absent"
+        return "-"
     return f"{_mean(values):.0%} ({min(values):.0%} to {max(values):.0%})"
 
 
@@ -146,31 +152,29 @@ def _table(op: str, found: Sequence[Entry]) -> str:
         "<details>",
         f"<summary>{op}: {len(found)} cases</summary>",
         "",
-        "| case | | GFLOP | MB at least | floor | bound by | ours | of the floor's speed "
-        "| best peer | of the floor's speed | our time over it |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| case | | GFLOP | MB at least | floor | bound by | ours (of the floor's speed) "
+        "| the best peer | our best time over it |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for e in found:
+        best = next(iter(e.ours.values()), None)
         cells = [
             e.name + _failed(e), e.direction, f"{e.flops / 1e9:,.2f}" if e.flops else "-",
             f"{e.bytes / 1e6:,.2f}", f"{e.floor:,.0f} µs", e.bound,
-            *_side(e.ours, e.floor), *_side(e.peer, e.floor),
-            f"{e.ours[1] / e.peer[1]:.2f}×" if e.ours and e.peer else "",
+            "; ".join(_time(*item, e.floor) for item in e.ours.items()) or "absent",
+            _time(*e.peer, e.floor) if e.peer else "absent",
+            f"{best / e.peer[1]:.2f}×" if best and e.peer else "",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", "</details>"])
 
 
+def _time(name: str, us: float, floor: float) -> str:
+    return f"{name}, {us:,.0f} µs ({floor / us:.0%})"
+
+
 def _failed(entry: Entry) -> str:
     return f" (FAIL: {', '.join(entry.wrong)})" if entry.wrong else ""
-
-
-def _side(best: tuple[str, float] | None, floor: float) -> tuple[str, str]:
-    return (
-        ("absent", "")
-        if best is None
-        else (f"{best[0]}, {best[1]:,.0f} µs", f"{floor / best[1]:.0%}")
-    )
 
 
 def absences(rows: Sequence[dict[str, Any]]) -> str:
