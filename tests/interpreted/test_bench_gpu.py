@@ -14,6 +14,7 @@ from poisoned import TARGET
 from bench.gpu import attention as gpu_attention
 from bench.gpu import attention_tiles as gpu_attention_tiles
 from bench.gpu import command as gpu
+from bench.gpu import layers as gpu_layers
 from bench.gpu import tiles as gpu_tiles
 from bench.gpu.attention_calls import SETTINGS, Subject
 from bench.gpu.report import failures
@@ -50,7 +51,8 @@ def test_every_way_is_right_and_timed(rows):
     for row in measured:
         for name, way in row["ways"].items():
             if "absent" in way:  # on a CPU
-                assert (row["case"]["name"], name) == ("attention_bwd packed", "flex")
+                flex = (row["case"]["name"], name) == ("attention_bwd packed", "flex")
+                assert flex or name == "torch_remat"
                 continue
             assert set(way["us"]) == {"p20", "p50", "p80"}, (row["case"], name)
             if row["case"]["section"] != "ceilings":
@@ -70,8 +72,8 @@ def test_every_tile_and_rung_is_there(rows):
         assert {gpu_attention_tiles.tile_name(tile) for tile in tiles} <= set(found)
     for norm in ("pre", "post"):
         found = ways["layers", f"{norm}-norm"]
-        assert list(found) == ["eager", "checkpoint", "full", "lean", "balanced", "fast", "none"]
-        assert all(way["step_peak_bytes"] is None for way in found.values())
+        assert list(found) == list(gpu_layers.WAYS)
+        assert not any("step_peak_bytes" in way for way in found.values())
 
 
 @pytest.fixture
