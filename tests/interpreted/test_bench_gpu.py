@@ -26,7 +26,7 @@ PEERS = {"flash", "cudnn", "efficient", "varlen", "flex", "flash-attn", "flash-a
          "liger", "liger tiled", "liger fused", "quack recompute", "bare", "torch_remat"}  # fmt: skip
 ABSENT = re.compile(
     "needs a CUDA device|is not installed|no backward on a CPU|it has no norm|the same as aten|"
-    "No module named|products of ours"
+    "No module named|nothing but the products|ATen's products"
 )
 
 
