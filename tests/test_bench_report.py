@@ -58,6 +58,12 @@ def test_a_kernel_beside_its_floor_and_its_best_peer() -> None:
     assert "Wrong results: fused_remat eager in 1 cases." in text
 
 
+def test_what_counts_as_work_is_said_of_every_op() -> None:
+    rows = kernels.work_table().splitlines()[2:]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(OPS)
+    assert all(len(row.split(" | ")[1]) > 10 for row in rows)
+
+
 def test_a_dry_run_is_no_measurement() -> None:
     with pytest.raises(ValueError, match="a dry run is no measurement"):
         kernels.section(results(dry_run=True))
@@ -105,7 +111,7 @@ def test_the_benchmarks_run() -> None:
     """Once each, of one op and one layer; only where bench is named."""
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-disable"]
     done = subprocess.run(
-        [*run, "bench/test_benchmarks.py", "-k", "norm-layer_norm or eager and layer", "-rs"],
+        [*run, "bench/test_benchmarks.py", "-k", "norm-layer_norm and fwd or test_layer and eager", "-rs"],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
