@@ -92,7 +92,7 @@ def test_no_time_of_what_is_wrong_and_the_absent_are_listed(rig: Rig) -> None:
     assert set(found["right"]) == {"check", "us", "ratio", "TFLOP/s", "GB/s", "of_ceiling"}
     assert found["off"]["error"].startswith("WrongResultError: relative error of y is 0.001")
     assert found["broken"] == {"error": "ValueError: broken"}
-    assert found["absent"] == {"absent": "Absent: not on Tuesdays"}
+    assert found["absent"] == {"absent": "not on Tuesdays"}
     assert found["theirs"] == {"absent": "gone"}
     assert row["rounds"] == 3 and row["work"] == {"flops": 2e9, "bytes": 4e6}
     assert row["floor_us"] == pytest.approx(2e9 / 1e11 * 1e6)  # the products take longer

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 
 from bench.audit import cases as audit_cases
+from bench.frontier import files as frontier
+from bench.frontier.points import collected, read
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import layers as gpu_layers
 from bench.gpu.report import failures, line, report
@@ -134,6 +136,8 @@ SECTIONS: dict[str, Section] = {
     "layers": Section(10.0, _steps(gpu_layers.layer_entries, 20.0)),
     "attention calls": Section(8.0, _contests(gpu_kernels.special_entries, 8.0)),
     "norms": Section(5.0, _contests(gpu_kernels.norm_entries, 5.0)),
+    "models": Section(8.0, _contests(gpu_kernels.model_entries, 6.0)),
+    "frontier": Section(4.0, _steps(gpu_layers.frontier_entries, 20.0)),
     "tiles": Section(5.0, _contests(product_tiles.tile_entries, 10.0)),
     "attention tiles": Section(5.0, _contests(attention_tiles.tile_entries, 15.0)),
     "mlp": Section(3.0, _steps(gpu_layers.mlp_entries, 15.0)),
@@ -142,6 +146,7 @@ SECTIONS: dict[str, Section] = {
     "replayed": Section(4.0, _steps(gpu_layers.replay_entries, 20.0)),
     "flex": Section(3.0, _contests(gpu_kernels.flex_entries, 45.0)),
     "compile": Section(6.0, _steps(gpu_layers.compile_entries, 90.0)),
+    "slow starters": Section(4.0, _contests(gpu_kernels.slow_entries, 60.0)),
 }
 
 
@@ -284,8 +289,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def draw(path: Path) -> str:
+    """Write the frontier of the layers' steps beside the results; what came of it, in a line."""
+    try:
+        frontier.write(path.parent, collected({path.name: read(path)}))
+    except (ValueError, ImportError) as error:  # no layer was measured, no matplotlib
+        return f"no picture of the frontier: {error}"
+    return f"the frontier: {path.parent / frontier.PAGE}"
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Measure, and print the table; 1 if anything failed."""
+    """Measure, write and print the table, draw the frontier; 1 if anything failed.
+
+    Files: gpu.json, gpu.txt, frontier.json, .md, .png and .svg.
+    """
     args = parse(arguments)
     if args.run is not None:
         return work(args, args.run)
@@ -293,6 +310,8 @@ def main(arguments: Sequence[str]) -> int:
     known = None if args.fresh else run_to_go_on(path, config_of(args))
     run = known or time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     (work if args.dry_run else supervise)(args, run)
-    print(report(path, run), f"\n{path}", sep="\n")
+    text = report(path, run)
+    path.with_suffix(".txt").write_text(text + "\n")
+    print(text, f"\n{draw(path)}\n{path}", sep="\n")
     rows = json.loads(path.read_text())["results"] if path.exists() else []
     return 1 if failures([row for row in rows if row.get("run") == run]) else 0

@@ -1,23 +1,34 @@
 """The ops of `bench.kernels` at the sizes that tell most of a GPU: contests, a direction each.
 
-What `torch.compile` makes takes too long to start, and is left to sections of its own.
+What compiles or tunes itself at its first call takes long to start: it has sections of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from bench.kernels import attention, dropout, norm, rope
 from bench.kernels.attention_problem import FORMS, Attention
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
+from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
+from bench.kernels.table import OPS
 from bench.measure.contest import Contest, Entry, Rig
 
 TOKENS, D_MODEL = 16384, 2048  # of attention, at least the former
 GROUP = 4  # query heads to a key head, where they share one
 ELEMENTS = 1 << 26  # of a matrix: 128 MiB in bfloat16, twice an H200's cache
 WIDTHS = (1024, 2048, 4096, 8192, 16384, 65536)
-_COMPILED = ("compile", "flex")
+#: Models by what they tell: large, small, and plain.
+MODELS_FIRST = ("llama3-8b", "smollm-135m", "bert-base", "qwen2-1.5b", "gpt2", "vit-l")
+
+
+def slow_to_start(op: Op) -> list[str]:
+    """Providers that `torch.compile` makes, or that tune themselves."""
+    made = ("compile", "flex")
+    return [n for n in op.providers if n in made or op.providers[n].traits.get("autotunes")]
 
 
 def entries_of(
@@ -28,9 +39,10 @@ def entries_of(
 ) -> Iterator[Entry]:
     """An op's problem, made anew for each direction, since one may have to wait for long.
 
-    names: of the providers; by default all that need not be compiled by `torch.compile`.
+    names: of the providers; by default all that start soon.
     """
-    names = [name for name in op.providers if name not in _COMPILED] if names is None else names
+    slow = slow_to_start(op)
+    names = [name for name in op.providers if name not in slow] if names is None else names
     made = problem()
     for direction in directions:
 
@@ -48,7 +60,7 @@ def _attention(
 ) -> Iterator[Entry]:
     """A form at a size, both directions."""
     packed = FORMS[form].packed
-    seq_len = rig.size(TOKENS if packed else seq_len, 48)
+    seq_len = rig.size(TOKENS if packed else seq_len, 48 if packed else 32)
     batch = rig.size(max(1, TOKENS // seq_len), 1)
     nhead = rig.size(D_MODEL // width, max(2, group))
     sizes = batch, nhead, nhead // group, seq_len, rig.size(width, 16)
@@ -88,6 +100,45 @@ def flex_entries(rig: Rig) -> Iterator[Entry]:
     yield from _attention(rig, "packed", 8192, 128, names=names)
     if not rig.dry:
         yield from _attention(rig, "causal", 8192, 128, GROUP, names)
+
+
+# --- every op at the sizes of models
+
+
+def _problems(rig: Rig, models: Sequence[str]) -> Iterator[tuple[Op, str, Callable[[], Problem]]]:
+    """Op, model, and what makes the problem; op by op of each model."""
+    for name in models:
+        model = tiny(MODELS[name]) if rig.dry else MODELS[name]
+        size = at_tokens(model, rig.size(TOKENS, 32))
+        for op in OPS.values():
+            for index, _ in enumerate(op.of_model(rig, size)):
+                again = functools.partial(_nth, op, rig, size, index)
+                yield op, name, again
+
+
+def _nth(op: Op, rig: Rig, size: Size, index: int) -> Problem:
+    return next(itertools.islice(op.of_model(rig, size), index, None))
+
+
+def model_entries(rig: Rig) -> Iterator[Entry]:
+    """Every op of every model, beside the peers that start soon."""
+    models = MODELS_FIRST[:1] if rig.dry else MODELS_FIRST
+    for op, model, make in _problems(rig, models):
+        for case, build in entries_of(op, make):
+            yield {"name": case.pop("name"), "model": model, **case}, build
+
+
+def slow_entries(rig: Rig) -> Iterator[Entry]:
+    """Two models' beside the peers that do not; ours and the baseline with them."""
+    for op, model, make in _problems(rig, MODELS_FIRST[1:2] if rig.dry else MODELS_FIRST[:2]):
+        ours = [name for name in op.providers if op.providers[name].traits.get("ours")]
+        slow = [name for name in slow_to_start(op) if name != "flex"]  # which has its own section
+        if not slow:
+            continue
+        names = [*op.providers.baselines, *slow, *ours]
+        for case, build in entries_of(op, make, names):
+            of = {"model": model, "beside": "slow starters"}
+            yield {"name": case.pop("name"), **of, **case}, build
 
 
 # --- what is bound by memory

@@ -112,6 +112,17 @@ def layer_entries(rig: Rig) -> Iterator[Entry]:
             yield case, lambda rig, given=given: measure_layer(encoder(rig, *given), WAYS, rig)
 
 
+def frontier_entries(rig: Rig) -> Iterator[Entry]:
+    """Short and long sequences at one width: with the layers', the sweep over S of the frontier."""
+    width = 32 if rig.dry else WIDTHS[0]
+    for seq_len in (7,) if rig.dry else (16384, 512, 4096):
+        base = encoder(rig, "pre", width, 0.0)
+        tokens = base.batch * base.seq_len
+        layer = dataclasses.replace(base, batch=max(1, tokens // seq_len), seq_len=seq_len)
+        case = _case(rig, "pre-norm", width, seq_len=seq_len)
+        yield case, lambda rig, layer=layer: measure_layer(layer, WAYS, rig)
+
+
 def mlp_entries(rig: Rig) -> Iterator[Entry]:
     """The MLP alone: keeping its input only ("full"), and the pre-activation too ("none")."""
     for width in (32,) if rig.dry else WIDTHS:

@@ -228,7 +228,8 @@ def admit(contest: Contest) -> dict[str, dict[str, Any]]:
         except Exception as error:  # one broken way must not cost the others' results
             unable = isinstance(error, Absent) or way.optional
             absent = unable and not isinstance(error, WrongResultError)
-            found[name] = {"absent" if absent else "error": described(error)}
+            why = str(error) if isinstance(error, Absent) else described(error)
+            found[name] = {"absent" if absent else "error": why}
     return {name: found[name] for name in contest.ways} | {
         name: {"absent": why} for name, why in contest.absent.items()
     }

@@ -70,8 +70,8 @@ def contest(p: Attention, kernel: str, tiles: tuple[AttentionTile, ...]) -> Cont
 
 
 def _entry(rig: Rig, kernel: str, form: str, width: int, tiles: Any) -> Entry:
-    heads = rig.size(D_MODEL // width, 4)
-    seq_len, width = rig.size(SEQ_LEN, 64), rig.size(width, 16)
+    heads = rig.size(D_MODEL // width, 2)
+    seq_len, width = rig.size(SEQ_LEN, 32), rig.size(width, 16)
 
     def build(rig: Rig) -> Contest:
         p = Attention(rig, form, rig.size(BATCH, 1), heads, heads, seq_len, width)

@@ -5,12 +5,9 @@ Ours, and Liger-Kernel's, which shows that it is called as it wants to be.
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from poisoned import TARGET
-from triton.runtime import interpreter
 
 from bench.kernels import linear, mlp
 from bench.kernels.linear import Linear
@@ -41,7 +38,7 @@ def test_our_linear_is_right(rig, act, bias):
     rows = dict(admitted(linear.OP, Linear(rig, 40, 24, 33, act, bias)))
     assert rows["fwd"]["fused_remat triton"]["check"]["result"] == "y"
     reason = rows["bwd"]["fused_remat triton"]["absent"]
-    assert reason.startswith("Absent: our backwards take ATen's products")
+    assert reason.startswith("our backwards take ATen's products")
 
 
 @pytest.mark.parametrize(("gated", "act"), [(False, "gelu"), (False, "gelu_tanh"), (True, "silu")])
@@ -49,21 +46,6 @@ def test_our_mlps_are_right(rig, gated, act):
     for direction, rows in admitted(mlp.OP, Mlp(rig, gated, act, *SIZES)):
         assert set(rows) == {f"fused_remat triton {policy}" for policy in ("full", "none")}
         assert all("check" in row for row in rows.values()), (direction, rows)
-
-
-@pytest.fixture
-def floats_are_tensors(monkeypatch):
-    """The interpreter passes a kernel Python's floats; compiled, it gets float32 scalars."""
-    convert = interpreter._implicit_cvt
-
-    def converted(arg):
-        if not isinstance(arg, float):
-            return convert(arg)
-        return tl.tensor(
-            interpreter.TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32
-        )
-
-    monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
 
 
 @pytest.mark.parametrize("name", ["liger", "liger tiled"])
