@@ -58,6 +58,12 @@ def test_a_kernel_beside_its_floor_and_its_best_peer() -> None:
     assert "Wrong results: fused_remat eager in 1 cases." in text
 
 
+def test_what_counts_as_work_is_said_of_every_op() -> None:
+    rows = kernels.work_table().splitlines()[2:]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(OPS)
+    assert all(len(row.split(" | ")[1]) > 10 for row in rows)
+
+
 def test_a_dry_run_is_no_measurement() -> None:
     with pytest.raises(ValueError, match="a dry run is no measurement"):
         kernels.section(results(dry_run=True))
@@ -94,6 +100,27 @@ def test_a_folder_of_a_gpu_is_shown_with_its_machine(
     assert "commit 0123456 with uncommitted changes." in text
 
 
+def test_the_frontier_of_a_gpu_is_drawn_from_its_rows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "2030-01-01-h200-0123456"
+    folder.mkdir()
+    layer = {"dtype": "bfloat16", "norm": "pre", "dropout": 0.0, "batch": 8, "seq_len": 2048,
+             "d_model": 1024, "nhead": 8}  # fmt: skip
+    times = {"p20": 1.0, "p50": 1.0, "p80": 1.0}
+    ways = {name: {"kept_bytes": kept, "ratio": {"eager": times}}
+            for name, kept in (("eager", 4096), ("full", 256))}  # fmt: skip
+    data = results(machine={"gpu": "NVIDIA H200"})
+    row = {"case": {"section": "layers"}, "layer": layer, "machine": data["machine"], "ways": ways}
+    data["results"].append(row)
+    (folder / "gpu.json").write_text(json.dumps(data))
+    assert [path.name for path in frontier.stale(tmp_path)] == ["frontier.json"]
+    frontier.rewrite(tmp_path)
+    assert frontier.stale(tmp_path) == [] and (folder / "frontier.svg").exists()
+    ways["full"]["kept_bytes"] = 512  # measured again
+    (folder / "gpu.json").write_text(json.dumps(data))
+    assert len(frontier.stale(tmp_path)) == 4
+
+
 def test_every_op_is_benchmarked_in_both_directions() -> None:
     found = {(op, direction) for op, _, direction, _ in (row.values for row in rows())}
     assert found == {(op, direction) for op in OPS for direction in DIRECTIONS}
@@ -104,8 +131,9 @@ def test_every_op_is_benchmarked_in_both_directions() -> None:
 def test_the_benchmarks_run() -> None:
     """Once each, of one op and one layer; only where bench is named."""
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-disable"]
+    chosen = "norm-layer_norm and fwd or test_layer and eager"
     done = subprocess.run(
-        [*run, "bench/test_benchmarks.py", "-k", "norm-layer_norm or eager and layer", "-rs"],
+        [*run, "bench/test_benchmarks.py", "-rs", "-k", chosen],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip

@@ -117,7 +117,7 @@ def title(case: dict[str, Any]) -> str:
         f"H = {case['nhead']}", case["dtype"], f"{case['norm']}-norm",
         f"dropout {case['dropout']:g}",
     ]  # fmt: skip
-    words += [case["activation"]] * (case.get("activation", "gelu") != "gelu")
+    words += [name for name in (case.get("activation"),) if name not in (None, "gelu")]
     words += ["causal"] * bool(case.get("causal"))
     return ", ".join(words)
 

@@ -29,6 +29,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "claim": demo.claim,
     "demo": demo.demo_table,
     "kernels": kernels.cpu,
+    "work": kernels.work_table,
     "hardware": kernels.gpu,
     "layers_machine": layers.machine,
     "layers": layers.tables,

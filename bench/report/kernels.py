@@ -7,8 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from bench.kernels.shapes import MODELS, Size
+from bench.kernels.table import OPS
 from bench.layers.report import current
-from bench.measure.contest import UNITS
+from bench.measure.contest import UNITS, Rig
 from bench.report.sets import RESULTS, gpu_sets, machine_line, read
 
 KERNELS = RESULTS / "kernels-cpu.json"
@@ -96,6 +100,17 @@ def _name(case: dict[str, Any]) -> str:
     if "model" in case:
         words.append(f"{case['model']}, B = {case['batch']}, S = {case['seq_len']}")
     return ", ".join([*words, *(f"{k} {v}" for k, v in case.items() if k not in told)])
+
+
+def work_table() -> str:
+    """What is counted of each op, as the code that counts it says."""
+    rig = Rig(torch.device("cpu"), torch.float32, True, None, math.inf)  # no tensor is made of it
+    lines = ["| op | FLOPs of the products, and bytes; forward, or backward |", "|---|---|"]
+    for op, row in OPS.items():
+        problems = (p for m in MODELS.values() for p in row.of_model(rig, Size(m, 1, m.seq_len)))
+        said = dict.fromkeys(" ".join((type(p).work.__doc__ or "").split()) for p in problems)
+        lines.append(f"| {op} | {' '.join(said)} |")
+    return "\n".join(lines)
 
 
 def summary(found: Sequence[Entry]) -> str:
