@@ -171,7 +171,7 @@ class Checks:
         for name, leaf in self.sample.leaves().items():
             gradient = found[f"gradient of {name}"].double()
             if gradient.norm() == 0:
-                continue
+                raise WrongResultError(f"gradient of {name} is zero")
             error, allowed = self._derivative(forward, found["output"], leaf, gradient)
             if not error <= allowed:
                 raise WrongResultError(
@@ -187,9 +187,8 @@ class Checks:
     ) -> tuple[float, float]:
         """|<dy, f(a) - f(b)> / <gradient, a - b> - 1| of points a, b around the leaf; its limit.
 
-        A mask that backward draws again shares with the forward's all but about p of what it lets
-        through, and the gradient is longer than its shadow by twice p or so: p / 2 is allowed, or
-        10% where that is less, and five times what the rounding of both outputs comes to.
+        Where backward draws a mask again, it is off by about 2 p. p / 2 is allowed, or 10% where
+        that is less, and five times what the rounding of both outputs comes to.
         """
         dtype, dy = self.sample.x.dtype, self.sample.dy.double()
         kept = leaf.detach().clone()

@@ -46,13 +46,21 @@ def grid(args: argparse.Namespace) -> list[Case]:
     for batch, seq_len, width, nhead in args.sizes:
         axes = (args.batch or [batch], args.seq_len or [seq_len], args.d_model or [width])
         for b, s, d in itertools.product(*axes):
-            for h in args.nhead or [max(1, d * nhead // width)]:
+            for h in args.nhead or [_heads(d, width // nhead)]:
                 every[b, s, d, h] = None
     rest = itertools.product(args.dtype, args.norm, args.dropout)
     return [
         Case(dtype, norm, dropout, *sizes, args.activation, args.causal)
         for sizes, (dtype, norm, dropout) in itertools.product(every, rest)
     ]
+
+
+def _heads(d_model: int, head_width: int) -> int:
+    if d_model > head_width and d_model % head_width:
+        raise ValueError(
+            f"d_model {d_model} is no multiple of the width of a head, {head_width}: give --nhead"
+        )
+    return max(1, d_model // head_width)
 
 
 def sizes(text: str) -> Sizes:

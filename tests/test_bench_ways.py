@@ -1,0 +1,237 @@
+"""The ways of `bench.layers` and their checks: what is right, wrong, absent, or compiled."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+from torch import nn
+
+from bench.layers import command as layers
+from bench.layers.checks import Checks, WrongResultError
+from bench.layers.compiled import Compiled
+from bench.layers.measure import Options, admit, measure
+from bench.layers.memory import memory
+from bench.layers.subjects import Case, Subject, mlp
+from bench.layers.ways import GROUPS, WAYS, select
+from fused_remat.policies import RUNGS
+
+#: Dynamo, AOTAutograd and its partitioner, which is what a budget is about; no C++ to compile.
+QUICK_COMPILER = "aot_eager_decomp_partition"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_collect() -> Iterator[None]:
+    """Every memory measurement collects garbage: keep it from walking what pytest has loaded."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def more_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Registers ways for a test."""
+    monkeypatch.setattr(WAYS, "_rows", dict(WAYS._rows))
+    traits = {"group": "ours", "draws": "stock", "backend": None, "kept_by": "autograd"}
+    return lambda name, **rest: WAYS.provider(name, **{**traits, **rest})
+
+
+def subject(
+    dropout: float = 0.0, dtype: str = "float32", norm: str = "pre", **rest: Any
+) -> Subject:
+    return Case(dtype, norm, dropout, 3, 33, 32, 4, **rest).subject("cpu")
+
+
+def detached_weight(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    weight = {"linear2.weight": layer.linear2.weight.detach()}
+    return torch.func.functional_call(layer, weight, (x,))
+
+
+def unreplayed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(
+        layer, x, use_reentrant=False, preserve_rng_state=False
+    )
+
+
+def more_dropout(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """As if p were larger: right gradients of the wrong function."""
+    y = layer(x)
+    return y + 3 * (y - torch.nn.functional.dropout(y, 0.5))
+
+
+# name -> dropout, whose dropout it is said to draw, the forward, what is found
+WRONG: dict[str, tuple[float, str, Any, str]] = {
+    "output": (0.0, "stock", lambda layer, x: 1.001 * layer(x), "relative error of"),
+    "nan": (
+        0.0,
+        "stock",
+        lambda layer, x: layer(x) + torch.empty_like(x) * 0.0,
+        "output is not finite",
+    ),
+    "gradient": (0.0, "stock", detached_weight, "gradient of linear2.weight is 1, allowed"),
+    "replay": (0.1, "stock", unreplayed, "gradient of .* is not, bit for bit, that of eager"),
+    "own replay": (0.1, "own", unreplayed, "gradient of .* is not that of the forward"),
+    "own gradient": (0.1, "own", detached_weight, "gradient of linear2.weight is zero"),
+    "own dropout": (0.1, "own", more_dropout, "dropout moves the output .* times as far"),
+    "other bits": (0.1, "ours", lambda layer, x: layer(x), "relative error of"),
+    "unseeded": (
+        0.1,
+        "stock",
+        lambda layer, x: (torch.seed(), layer(x))[1],
+        "the same seed gives another output",
+    ),
+    "no dropout": (
+        0.1,
+        "stock",
+        lambda layer, x: layer.eval()(x) + 0 * layer.train()(x).detach(),
+        "no dropout",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_results_are_found(name: str) -> None:
+    dropout, draws, forward, message = WRONG[name]
+    given = subject(dropout)
+    layer = given.sample.layer
+    with pytest.raises(WrongResultError, match=message):
+        Checks(given).check(lambda x: forward(layer, x), draws)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_dropout_of_its_own_is_right_at_a_fixed_seed(dtype: str, activation: str) -> None:
+    """The stock forward is; and the same check leaves its parameters as they were."""
+    given = subject(0.1, dtype, activation=activation)
+    before = {name: leaf.detach().clone() for name, leaf in given.sample.leaves().items()}
+    report = Checks(given).check(WAYS["eager"].build(given), "own")
+    assert report["error"] < report["allowed"]
+    for name, leaf in given.sample.leaves().items():
+        assert torch.equal(leaf, before[name])
+
+
+@pytest.mark.parametrize("name", ["full", "full_compiled"])
+def test_a_fallback_is_not_measured_as_ours(name: str) -> None:
+    given = subject()
+    checks = Checks(given)
+    given.sample.layer.activation = torch.nn.RReLU()
+    row, forward = admit(name, given, checks)
+    assert forward is None and "FusedRematWarning" in row["failure"]
+
+
+def test_no_speed_of_what_is_wrong_or_absent(
+    tmp_path: Path, more_ways: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    more_ways("wrong")(lambda given: lambda x: 2 * given.sample.layer(x))
+    more_ways("absent", module="no_such_package")(lambda given: given.sample.layer)
+    options = ["--out", str(tmp_path), "--sizes", "2x9x16x2", "--norm", "pre", "--rounds", "1"]
+    options += ["--dropout", "0", "--ways", "wrong", "absent"]
+    assert layers.main(options) == 1
+    ways = json.loads((tmp_path / "layers-cpu.json").read_text())["results"][0]["ways"]
+    assert list(ways) == ["eager", "wrong", "absent"]
+    assert list(ways["wrong"]) == ["failure"]
+    assert ways["absent"] == {"unavailable": "no_such_package is not installed"}
+    printed = capsys.readouterr().out
+    assert "\nwrong   FAIL: relative error of " in printed
+    assert "\nabsent  unavailable: no_such_package is not installed" in printed
+
+
+def test_a_wrong_result_of_pytorchs_own_is_no_failure_of_ours(
+    tmp_path: Path, more_ways: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    more_ways("theirs", group="stock")(lambda given: lambda x: 2 * given.sample.layer(x))
+    options = ["--out", str(tmp_path), "--sizes", "2x9x16x2", "--norm", "pre", "--rounds", "1"]
+    assert layers.main([*options, "--dropout", "0", "--ways", "theirs"]) == 0
+    assert "\ntheirs  FAIL: relative error of " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize(("dropout", "causal"), [(0.0, False), (0.0, True), (0.1, True)])
+def test_every_way_is_right(dtype: str, norm: str, dropout: float, causal: bool) -> None:
+    given = subject(dropout, dtype, norm, causal=causal)
+    checks = Checks(given)
+    for name in select(["stock", *RUNGS], "cpu"):
+        row, _ = admit(name, given, checks)
+        assert "check" in row or (name == "torch_remat" and "unavailable" in row), (name, row)
+
+
+def test_what_needs_another_device_or_is_another_way_is_unavailable() -> None:
+    given = subject()
+    checks = Checks(given)
+    assert admit("full_triton", given, checks)[0] == {"unavailable": "needs a CUDA device"}
+    same = {"unavailable": "on this device the same as full"}
+    assert admit("full_eager", given, checks)[0] == same
+
+
+def test_groups_are_every_way_once() -> None:
+    on_cpu, on_gpu = select(GROUPS, "cpu"), select(GROUPS, "cuda")
+    assert set(WAYS) - set(on_cpu) == {f"{r}_{b}" for r in RUNGS for b in ("eager", "triton")}
+    assert set(WAYS) - set(on_gpu) == {f"{r}_triton" for r in RUNGS}
+    with pytest.raises(ValueError, match="unknown way 'fastest'; valid: stock, compiled, ours"):
+        select(["fastest"], "cpu")
+
+
+@pytest.mark.parametrize("field", [{"dtype": "float8"}, {"nhead": 5}, {"dropout": 1.0}], ids=str)
+def test_a_case_that_cannot_be_is_refused(field: dict[str, Any]) -> None:
+    case = {"dtype": "float32", "norm": "pre", "dropout": 0.0, "nhead": 4} | field
+    with pytest.raises(ValueError, match=r"dtype|multiple|dropout"):
+        Case(**case, batch=2, seq_len=9, d_model=16)
+
+
+# --- compiled
+
+
+def test_a_budget_keeps_less_and_leaves_the_setting() -> None:
+    given, config = mlp((32, 16, 64), torch.float32, torch.device("cpu")), torch._functorch.config
+    given.compiler = QUICK_COMPILER
+    checks, kept = Checks(given), {}
+    for name in ("compile", "compile_budget_0.5", "compile_budget_0"):
+        row, forward = admit(name, given, checks)
+        assert forward is not None, row
+        kept[name] = memory(forward, given)
+        assert config.activation_memory_budget == 1.0
+    found = [way["kept_bytes"] for way in kept.values()]
+    assert found[0] > found[1] > found[2] == given.sample.x.nbytes
+    assert [way["held_bytes"] for way in kept.values()] == found
+
+
+def test_dropout_that_a_budget_draws_again_fails() -> None:
+    given = subject(0.1)
+    given.compiler = QUICK_COMPILER
+    checks = Checks(given)
+    assert "check" in admit("compile", given, checks)[0]
+    failure = admit("compile_budget_0", given, checks)[0]["failure"]
+    assert "is not that of the forward at the same seed" in failure
+
+
+def test_nothing_compiles_after_it_was_built() -> None:
+    """Not even beside more graphs of the same code than Dynamo keeps."""
+    given = mlp((32, 16, 64), torch.float32, torch.device("cpu"))
+    given.compiler = "eager"
+    ways = [
+        Compiled(given.sample.layer, given) for _ in range(torch._dynamo.config.recompile_limit + 1)
+    ]
+    for forward in ways:
+        assert forward(given.sample.x).shape == given.sample.x.shape
+    with pytest.raises(Exception, match="does not fit what was compiled"):
+        ways[0](torch.zeros(7, 16, requires_grad=True))
+
+
+def test_inductors_code_is_right_and_measured() -> None:
+    row = measure(
+        Case("float32", "pre", 0.0, 2, 9, 16, 2),
+        Options(ways=["compile", "full", "full_compiled"], rounds=1),
+    )
+    assert list(row["ways"]) == ["eager", "compile", "full", "full_compiled"]
+    for found in row["ways"].values():
+        assert found["step_seconds"]["p50"] > 0 and found["kept_bytes"] == found["held_bytes"]
+    kept = {name: found["kept_bytes_per_token"] for name, found in row["ways"].items()}
+    assert kept["full_compiled"] == kept["full"] < kept["compile"] <= kept["eager"]
