@@ -10,13 +10,17 @@ import pytest
 import torch
 
 from bench.kernels import command, norm, report
-from bench.kernels.problem import Problem, contests, through_autograd
+from bench.kernels.problem import Op, Problem, contests, through_autograd
 from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
 from bench.kernels.table import OPS
 from bench.measure.contest import Contest, Rig, Work, admit
 from bench.measure.registry import Registry
 
 TINY = ["--device", "cpu", "--dry-run", "--models", "gpt2", "qwen2-1.5b"]
+#: Compiled once, below: each shape takes seconds.
+COMPILED = ("compile", "flex")
+UNCOMPILED = [n for n in dict.fromkeys(n for op in OPS.values() for n in op.providers)
+              if n not in COMPILED]  # fmt: skip
 
 
 @pytest.fixture
@@ -26,7 +30,8 @@ def rig() -> Rig:
 
 def bench(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """The rows after `python -m bench kernels`."""
-    command.main(["--out", str(folder), *TINY, *arguments])
+    given = arguments if "--providers" in arguments else ("--providers", *UNCOMPILED, *arguments)
+    command.main(["--out", str(folder), *TINY, *given])
     rows: list[dict[str, Any]] = json.loads((folder / "kernels-cpu.json").read_text())["results"]
     return rows
 
@@ -51,6 +56,13 @@ def test_every_op_is_measured_both_ways_beside_its_peers(rows: list[dict[str, An
             row["case"]["op"] == "linear"  # whose kernels need a GPU
         )
         assert row["floor_us"] > 0 and any(row["work"].values())
+
+
+def test_what_is_compiled_is_measured_too(tmp_path: Path) -> None:
+    rows = bench(tmp_path, "--op", "norm", "--models", "gpt2", "--providers", "compile")
+    for row in rows[2:]:
+        assert list(row["ways"]) == ["aten", "compile"]  # the baseline is always there
+        assert {"us", "check"} <= set(row["ways"]["compile"])
 
 
 def test_absent_peers_are_listed_with_the_reason(rows: list[dict[str, Any]]) -> None:
@@ -162,7 +174,7 @@ def test_a_wrong_gradient_fails_and_a_wrong_output_too(rig: Rig) -> None:
     registry.provider("aten", baseline=True)(lambda p: p.reference)
     registry.provider("detached")(lambda p: lambda x: x + x.detach())
     registry.provider("scaled")(lambda p: lambda x: 2.001 * x)
-    op = command.Op(registry, lambda rig, size: iter(()))
+    op = Op(registry, lambda rig, size: iter(()))
     found = {d: admit(c) for d, c in contests(op, Doubled(rig, "doubled", {}))}
     assert "check" in found["fwd"]["detached"]
     assert "relative error of dx is 0.5" in found["bwd"]["detached"]["error"]

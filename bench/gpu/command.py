@@ -145,7 +145,7 @@ SECTIONS: dict[str, Section] = {
     "rotary": Section(2.0, _contests(gpu_kernels.rotary_entries, 5.0)),
     "replayed": Section(4.0, _steps(gpu_layers.replay_entries, 20.0)),
     "flex": Section(3.0, _contests(gpu_kernels.flex_entries, 45.0)),
-    "compile": Section(6.0, _steps(gpu_layers.compile_entries, 90.0)),
+    "compile": Section(6.0, _steps(gpu_layers.compile_entries, 150.0)),
     "slow starters": Section(4.0, _contests(gpu_kernels.slow_entries, 60.0)),
 }
 

@@ -105,12 +105,14 @@ def flex_entries(rig: Rig) -> Iterator[Entry]:
 # --- every op at the sizes of models
 
 
-def _problems(rig: Rig, models: Sequence[str]) -> Iterator[tuple[Op, str, Callable[[], Problem]]]:
+def _problems(
+    rig: Rig, models: Sequence[str], ops: Sequence[str] = tuple(OPS)
+) -> Iterator[tuple[Op, str, Callable[[], Problem]]]:
     """Op, model, and what makes the problem; op by op of each model."""
     for name in models:
         model = tiny(MODELS[name]) if rig.dry else MODELS[name]
         size = at_tokens(model, rig.size(TOKENS, 32))
-        for op in OPS.values():
+        for op in map(OPS.__getitem__, ops):
             for index, _ in enumerate(op.of_model(rig, size)):
                 again = functools.partial(_nth, op, rig, size, index)
                 yield op, name, again
@@ -122,15 +124,17 @@ def _nth(op: Op, rig: Rig, size: Size, index: int) -> Problem:
 
 def model_entries(rig: Rig) -> Iterator[Entry]:
     """Every op of every model, beside the peers that start soon."""
-    models = MODELS_FIRST[:1] if rig.dry else MODELS_FIRST
-    for op, model, make in _problems(rig, models):
+    # Dry, what no other section has: the interpreter is slow.
+    given = (MODELS_FIRST[:1], ("linear", "mlp")) if rig.dry else (MODELS_FIRST,)
+    for op, model, make in _problems(rig, *given):
         for case, build in entries_of(op, make):
             yield {"name": case.pop("name"), "model": model, **case}, build
 
 
 def slow_entries(rig: Rig) -> Iterator[Entry]:
     """Two models' beside the peers that do not; ours and the baseline with them."""
-    for op, model, make in _problems(rig, MODELS_FIRST[1:2] if rig.dry else MODELS_FIRST[:2]):
+    given = (MODELS_FIRST[1:2], ("norm",)) if rig.dry else (MODELS_FIRST[:2],)
+    for op, model, make in _problems(rig, *given):
         ours = [name for name in op.providers if op.providers[name].traits.get("ours")]
         slow = [name for name in slow_to_start(op) if name != "flex"]  # which has its own section
         if not slow:

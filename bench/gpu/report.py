@@ -10,7 +10,7 @@ from typing import Any
 
 def _way(name: str, way: dict[str, Any]) -> str:
     if "us" not in way:
-        return f"{name} {'absent' if 'absent' in way else 'ERROR'}"
+        return f"{name} {'absent' if 'absent' in way else 'FAIL'}"
     text = f"{name} {way['us']['p50']:.0f}"
     baseline = next(iter(way["ratio"]), name)
     if baseline != name:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench.kernels import report
-from bench.kernels.problem import Op, Problem, contests
+from bench.kernels.problem import DIRECTIONS, Problem, contests
 from bench.kernels.shapes import MODELS, Size, at_tokens, sweep, tiny
 from bench.kernels.table import OPS
 from bench.measure import ceilings
@@ -97,18 +97,30 @@ def find_ceilings(rig: Rig, results: ResultsFile, fresh: bool) -> None:
         rig.ceilings[unit] = row["ways"]["torch"][unit]
 
 
-def run_item(op: Op, item: Item, rig: Rig, results: ResultsFile, fresh: bool) -> Iterator[Any]:
-    """The rows of a problem's directions, from the file if they are there."""
-    cases = {direction: item.case(direction) for direction in ("fwd", "bwd")}
-    known = {d: None if fresh else results.find(case, op.providers) for d, case in cases.items()}
+def run_item(
+    item: Item, rig: Rig, results: ResultsFile, names: Sequence[str], fresh: bool
+) -> Iterator[Any]:
+    """The rows of a problem's directions, from the file if these providers are there."""
+    cases = {direction: item.case(direction) for direction in DIRECTIONS}
+    known = {d: None if fresh else results.find(case, names) for d, case in cases.items()}
     if all(known.values()):
         yield from known.values()
         return
     torch.manual_seed(0)
-    for direction, contest in contests(op, item.problem):
+    for direction, contest in contests(OPS[item.op], item.problem, names):
         row = {"case": cases[direction]} | measure(contest, rig)
         results.put(row)
         yield row
+
+
+def asked(args: argparse.Namespace, op: str) -> list[str]:
+    """An op's providers that are asked for, its baseline always among them."""
+    providers = OPS[op].providers
+    return [
+        name
+        for name in providers
+        if args.providers is None or name in {*args.providers, *providers.baselines}
+    ]
 
 
 def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[dict[str, Any]]:
@@ -122,7 +134,7 @@ def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[dict[s
             item = todo.pop(0)  # its tensors are freed with it
             progress.at(f"{item.op} {item.problem.name}, {item.size.model.name}")
             try:
-                for row in run_item(OPS[item.op], item, rig, results, args.fresh):
+                for row in run_item(item, rig, results, asked(args, item.op), args.fresh):
                     rows.append(row)
                     progress.line(report.block(row))
             except Exception as error:  # one size too large must not cost the others' results
@@ -149,6 +161,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--tokens", type=int, help="of a model's batch, about (GPU: 16384, CPU: 1024)")
     add("--sweep", nargs="*", type=int, metavar="S", help="lengths of one sequence; none: no sweep")
     add("--sweep-model", choices=MODELS, help="whose shapes are swept")
+    every = list(dict.fromkeys(name for op in OPS.values() for name in op.providers))
+    add("--providers", nargs="+", choices=every, metavar="NAME", help=f"of {every} (all)")
     add("--rounds", type=int, default=ROUNDS, help=f"timed at most (default: {ROUNDS})")
     add("--seconds", type=float, default=1.0, help="timed of a direction, about (default: 1)")
     add("--threads", type=int, help="torch's threads on CPU")

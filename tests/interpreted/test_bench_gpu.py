@@ -22,9 +22,14 @@ from bench.tuning import attention_tiles, product_tiles
 from fused_remat.backends.triton import tables
 
 #: What is not there, or serves nothing here: without a GPU.
-PEERS = {"flash", "cudnn", "efficient", "varlen", "flex", "flash-attn", "flash-attn 3", "quack",
-         "liger", "torch_remat"}  # fmt: skip
-ABSENT = re.compile("needs a CUDA device|is not installed|no backward on a CPU|it has no norm")
+PEERS = {
+    *("flash", "cudnn", "efficient", "varlen", "flex", "flash-attn", "flash-attn 3", "bare"),
+    *("liger", "liger tiled", "liger fused", "quack", "quack recompute", "torch_remat"),
+}
+ABSENT = re.compile(
+    "needs a CUDA device|is not installed|no backward on a CPU|it has no norm|the same as aten|"
+    "No module named|nothing but the products|ATen's products"
+)
 
 
 def rows_of(folder):
