@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +117,25 @@ def test_what_is_prepared_is_not_timed_and_sets_take_turns() -> None:
 
     def prepare(index: int) -> int:
         seen.append(("prepare", index))
+        time.sleep(clock.SAMPLE_SECONDS)
         return 10 + index
 
     def run(given: int) -> None:
         seen.append(("run", given))
 
-    sample = clock.Clock(torch.device("cpu")).sampler(run, prepare, 2)
-    assert all(sample() < 0.5 for _ in range(3))
-    assert seen == [(k, v) for i in (0, 1, 0) for k, v in (("prepare", i), ("run", 10 + i))]
+    def slow(given: int) -> None:
+        run(given)
+        time.sleep(2 * clock.SAMPLE_SECONDS)
+
+    quick = clock.Clock(torch.device("cpu")).sampler(run, prepare, 2)
+    assert quick() < clock.SAMPLE_SECONDS  # of a call, whatever it takes to prepare one
+    assert len(seen) == 2 * (1 + clock.MOST_CALLS)
+    turns = itertools.cycle(range(2))
+    for (first, i), (second, given), turn in zip(seen[::2], seen[1::2], turns, strict=False):
+        assert (first, i, second, given) == ("prepare", turn, "run", 10 + turn)
+    seen.clear()
+    sample = clock.Clock(torch.device("cpu")).sampler(slow, prepare, 2)
+    assert all(sample() >= 2 * clock.SAMPLE_SECONDS for _ in range(2)) and len(seen) == 6
 
 
 def test_ceilings_are_measured(rig: Rig) -> None:

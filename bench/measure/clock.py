@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +28,8 @@ class Clock:
     On a GPU none of them finds its inputs in the cache: before each, a buffer of twice the L2 is
     written. The calls of a sample are queued with events around each, and before each the device
     waits as long as the host takes to launch the call, so that launching does not show. The GPU's
-    clocks are left as they are. On a CPU caches are as the call before left them, which in
-    rotated turns is another one for everybody.
+    clocks are left as they are. On a CPU caches are as the call before left them: the last
+    one of somebody else's, then the same one's on another input set.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,17 +48,16 @@ class Clock:
         """A function that times `run(prepare(i))`, i in turn below `sets`: seconds of a call."""
         if self.device.type == "cuda":
             return self._gpu_sampler(run, prepare, sets)
-        turn = 0
+        turns = itertools.cycle(range(sets))
 
-        def sample() -> float:
-            nonlocal turn
-            given = prepare(turn % sets)
-            turn += 1
+        def once() -> float:
+            given = prepare(next(turns))
             start = time.perf_counter()
             run(given)
             return time.perf_counter() - start
 
-        return sample
+        count = _calls(once())
+        return lambda: sum(once() for _ in range(count)) / count
 
     def _gpu_sampler(self, run: Run, prepare: Prepare, sets: int) -> Callable[[], float]:
         host = 0.0
@@ -70,7 +70,7 @@ class Clock:
             torch.cuda.synchronize(self.device)
         hold = int((1.5 * host + _SPARE_HOST_SECONDS) * _GPU_HERTZ)
         once = self._between_events(run, prepare, sets, hold) / sets
-        count = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / once)))
+        count = _calls(once)
         return lambda: self._between_events(run, prepare, count, hold, sets) / count
 
     def _between_events(
@@ -87,6 +87,11 @@ class Clock:
             end.record()
         torch.cuda.synchronize(self.device)
         return 1e-3 * sum(start.elapsed_time(end) for start, end in pairs)
+
+
+def _calls(seconds: float) -> int:
+    """How many calls that take so long each make a sample."""
+    return max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / seconds)))
 
 
 def captured(work: Callable[[], Any]) -> Callable[[], None]:
