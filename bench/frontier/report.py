@@ -111,16 +111,37 @@ def _change(axis: str, step: dict[str, Any]) -> str:
 
 def sentences(derived: dict[str, Any]) -> str:
     """What the frontier says, a list: per memory point, who is fastest at how many shapes."""
+    return "\n".join(
+        f"- {kind}: within {_sentence(at_most, fastest)}."
+        for kind, panels in _kinds(derived).items()
+        for at_most, fastest in _by_memory(panels).items()
+    )
+
+
+def brief(derived: dict[str, Any]) -> str:
+    """The same in a line for each kind of layer: who is fastest how often, and how clearly."""
+    lines = []
+    for kind, panels in _kinds(derived).items():
+        wins = [w for found in _by_memory(panels).values() for w in found if w is not None]
+        ours, theirs = ([w for w in wins if is_ours(w["way"]) is mine] for mine in (True, False))
+        clear = [[w for w in side if w["other"] and not w["other"]["tie"]] for side in (ours, theirs)]
+        shapes, points = len(panels), len(_by_memory(panels))
+        lines.append(
+            f"- {kind}: at {shapes} shapes and {points} memory points each, FusedRemat's ways are "
+            f"the fastest at {len(ours)} of {len(wins)}, by more than the spread of the rounds at "
+            f"{len(clear[0])}; another way by more than that at {len(clear[1])}."
+        )
+    return "\n".join(lines)
+
+
+def _kinds(derived: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Panels by the kind of layer."""
     alike: dict[str, list[dict[str, Any]]] = {}
     for panel in derived["panels"]:
         case = panel["case"]
         kind = f"{case['dtype']}, {case['norm']}-norm, dropout {case['dropout']:g}"
         alike.setdefault(kind, []).append(panel)
-    return "\n".join(
-        f"- {kind}: within {_sentence(at_most, fastest)}."
-        for kind, panels in alike.items()
-        for at_most, fastest in _by_memory(panels).items()
-    )
+    return alike
 
 
 def _by_memory(panels: list[dict[str, Any]]) -> dict[float, list[dict[str, Any] | None]]:
@@ -140,7 +161,7 @@ def _sentence(at_most: float, found: list[dict[str, Any] | None]) -> str:
     ours = [win for win in wins if is_ours(win["way"])]
     lost = [win for win in wins if not is_ours(win["way"])]
     text = f"{where} the fastest way takes {_span(times)} eager's time ({_names(ways)})"
-    text += f"; FusedRemat's win at {len(ours)} of {len(found)} shapes"
+    text += f"; FusedRemat's ways win at {len(ours)} of {len(found)} shapes"
     gains = [win["other"]["slower"] for win in ours if win["other"] and not win["other"]["tie"]]
     if gains:
         text += f", at {len(gains)} by more than the spread ({_percents(gains)})"

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.frontier import files, points
 from bench.frontier.pareto import derive
-from bench.frontier.report import changes, panel_table, rules, sentences
+from bench.frontier.report import brief, changes, panel_table, rules, sentences
 from bench.report.sets import RESULTS, gpu_sets, machine_line, read
 
 CPU = RESULTS / "frontier-cpu"
@@ -52,12 +52,13 @@ def _derived(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
 
 
 def readme() -> str:
-    """The picture, and what it says in a list."""
+    """This CPU's picture, and what every set of its says in a line."""
     found = _derived(CPU)
     if found is None:
         return UNMEASURED
-    machine, derived = found
-    return "\n\n".join([_picture(CPU, ""), sentences(derived), machine_line(machine)])
+    others = [data for folder in folders() if folder != CPU and (data := _derived(folder))]
+    alike = [derived for machine, derived in (found, *others) if not machine.get("gpu")]
+    return "\n\n".join([_picture(CPU, ""), "\n".join(map(brief, alike)), machine_line(found[0])])
 
 
 def _picture(folder: Path, up: str) -> str:
