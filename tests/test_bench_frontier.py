@@ -158,6 +158,7 @@ def test_the_files_of_a_run(folder: Path) -> None:
     where = figure.measured_on(data["machine"])
     for text in ("checkpoint", "full", "lean", "eager", "frontier", where):
         assert f"<!-- {text} -->" in svg
+    assert ", 2 rounds\n" in (folder / files.PAGE).read_text()
     assert files.stale(folder) == []
 
 
