@@ -106,10 +106,13 @@ def _entry(row: dict[str, Any], most: dict[str, float]) -> Entry:
 
 def _name(case: dict[str, Any], form: str) -> str:
     """What tells the case from others of its op, in words."""
-    told = {"op", "section", "direction", "name", "model", "batch", "seq_len", "sizes"}
+    told = {"op", "section", "direction", "name", "model", "batch", "seq_len", "tokens", "sizes"}
     words = [form, *filter(None, [case.get("model")])]
-    words += [f"{n} = {case[key]}" for key, n in (("batch", "B"), ("seq_len", "S")) if key in case]
-    return ", ".join([*words, *(f"{k} {v}" for k, v in case.items() if k not in told)])
+    known = case | case.get("sizes", {})
+    words += [f"{n} = {known[k]}" for k, n in (("batch", "B"), ("seq_len", "S")) if k in known]
+    if not {"batch", "seq_len"} <= set(known) and "tokens" in known:
+        words.append(f"{known['tokens']} tokens")
+    return ", ".join([*words, *(f"{k} {v}" for k, v in known.items() if k not in told)])
 
 
 def work_table() -> str:
