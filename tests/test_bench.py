@@ -21,7 +21,8 @@ from bench.measure.turns import interleave, quantiles, rotated
 from fused_remat.policies import RUNGS
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = ["--sizes", "2x9x16x2", "--dtype", "float32", "--norm", "pre", "--rounds", "2"]
+QUICK = ["--device", "cpu", "--sizes", "2x9x16x2", "--dtype", "float32", "--norm", "pre",
+         "--rounds", "2"]  # fmt: skip
 STOCK = ["eager", "checkpoint", "checkpoint_reentrant", "selective_matmuls",
          "selective_attention", "torch_remat"]  # fmt: skip
 EVERY_WAY = [*STOCK, *RUNGS]
@@ -68,19 +69,23 @@ def test_bad_options_are_usage_errors(option: str) -> None:
 
 def test_axes_make_a_grid() -> None:
     """Each point once; heads as wide as those of the sizes they take the place in."""
-    options = ["--sizes", "4x512x512x8", "2x64x1024x16", "--d-model", "64", "128", "--causal"]
-    args = layers.parse([*options, "--seq-len", "9", "--norm", "pre", "--dropout", "0"])
+    options = ["--device", "cpu", "--sizes", "4x512x512x8", "2x64x1024x16", "--causal"]
+    options += ["--d-model", "64", "128", "--seq-len", "9", "--norm", "pre", "--dropout", "0"]
+    args = layers.parse(options)
     sizes = [(c.batch, c.seq_len, c.d_model, c.nhead) for c in args.cases]
     assert sizes == [(4, 9, 64, 1), (4, 9, 128, 2), (2, 9, 64, 1), (2, 9, 128, 2)]
     assert all(c.causal and c.dtype == "float32" for c in args.cases)
-    args = layers.parse(["--nhead", "2", "4", "--batch", "1", "--norm", "pre", "--dropout", "0"])
+    options = ["--device", "cpu", "--nhead", "2", "4", "--batch", "1", "--norm", "pre"]
+    args = layers.parse([*options, "--dropout", "0"])
     assert [(c.d_model, c.nhead) for c in args.cases] == [(512, 2), (512, 4), (1024, 2), (1024, 4)]
 
 
 def test_ways_are_asked_for_by_name_or_group() -> None:
-    assert layers.parse(["--ways", "stock"]).ways == STOCK
-    assert layers.parse(["--ways", "full_triton", "lean"]).ways == ["eager", "lean", "full_triton"]
-    everything = layers.parse([]).ways
+    on_cpu = ["--device", "cpu"]
+    assert layers.parse([*on_cpu, "--ways", "stock"]).ways == STOCK
+    named = layers.parse([*on_cpu, "--ways", "full_triton", "lean"]).ways
+    assert named == ["eager", "lean", "full_triton"]
+    everything = layers.parse(on_cpu).ways
     assert {"compile_budget_0.5", "fast", "fast_compiled"} < set(everything)
     assert not any(name.endswith(("_eager", "_triton")) for name in everything)
 

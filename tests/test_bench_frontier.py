@@ -23,7 +23,8 @@ CASE = {
     "dtype": "float32", "norm": "pre", "dropout": 0.0, "batch": 4, "seq_len": 512, "d_model": 512,
     "nhead": 8, "activation": "gelu",
 }  # fmt: skip
-TINY = ["--tokens", "16", "--seq-len", "8", "16", "--d-model", "16", "--head-dim", "8"]
+TINY = ["--device", "cpu", "--tokens", "16", "--seq-len", "8", "16", "--d-model", "16",
+        "--head-dim", "8"]  # fmt: skip
 QUICK = [*TINY, "--rounds", "2", "--seconds", "1", "--ways", "checkpoint", "full", "lean"]
 
 
@@ -157,6 +158,7 @@ def test_the_files_of_a_run(folder: Path) -> None:
     where = figure.measured_on(data["machine"])
     for text in ("checkpoint", "full", "lean", "eager", "frontier", where):
         assert f"<!-- {text} -->" in svg
+    assert ", 2 rounds\n" in (folder / files.PAGE).read_text()
     assert files.stale(folder) == []
 
 
@@ -164,7 +166,8 @@ def test_a_run_is_taken_up_and_the_picture_is_the_same(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / files.DATA).write_text((folder / files.DATA).read_text())
-    monkeypatch.setattr(command, "measure", lambda *_: pytest.fail("it is in the file already"))
+    known = lambda *_: pytest.fail("it is in the file already")  # noqa: E731
+    monkeypatch.setattr("bench.layers.command.measure", known)
     assert command.main(["--out", str(tmp_path), *QUICK]) == 0
     assert (tmp_path / "frontier.svg").read_bytes() == (folder / "frontier.svg").read_bytes()
 
@@ -185,7 +188,8 @@ def test_drawing_what_files_hold(folder: Path, tmp_path: Path) -> None:
     here = read(folder / files.DATA)
     there = {**here["machine"], "cpu": "another CPU"}
     rows = [found | {"machine": there} for found in here["results"]]
-    elsewhere = tmp_path / "layers-cpu.json"
+    elsewhere = tmp_path / "there" / files.DATA  # of the same name
+    elsewhere.parent.mkdir()
     elsewhere.write_text(json.dumps({"machine": there, "config": {}, "results": rows}))
     both, given = tmp_path / "both", [str(folder / files.DATA), str(elsewhere)]
     assert command.main(["--from", *given, "--out", str(both)]) == 0
@@ -223,9 +227,24 @@ def test_wrong_results_of_ours_fail_the_command(
         return lambda x: 2 * subject.sample.layer(x)
 
     monkeypatch.setitem(WAYS._rows, way, dataclasses.replace(WAYS[way], build=build))
-    options = ["--sizes", "1x8x16x2", "--rounds", "1", "--seconds", "1", "--ways", way]
+    options = ["--device", "cpu", "--sizes", "1x8x16x2", "--rounds", "1", "--ways", way]
     assert command.main(["--out", str(tmp_path), *options]) == status
     assert f"Wrong results: `{way}` (relative error of " in (tmp_path / files.PAGE).read_text()
+
+
+def test_a_shape_without_eagers_step_fails_the_command_and_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(subject: Any) -> Any:
+        if subject.sample.x.shape[1] == 9:
+            return lambda x: 2 * subject.sample.layer(x)
+        return subject.sample.layer
+
+    monkeypatch.setitem(WAYS._rows, "eager", dataclasses.replace(WAYS["eager"], build=build))
+    options = ["--device", "cpu", "--sizes", "1x9x16x2", "1x8x16x2", "--rounds", "1"]
+    assert command.main(["--out", str(tmp_path), *options, "--ways", "checkpoint"]) == 1
+    found = read(tmp_path / files.DATA)[files.DERIVED]["panels"]
+    assert [p["case"]["seq_len"] for p in found] == [8]
 
 
 def test_rows_of_bench_gpu_say_which_layer_and_are_put_together() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
+import math
 import os
 import re
 import subprocess
@@ -11,9 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from bench.gpu import kernels as gpu_kernels
 from bench.kernels.problem import DIRECTIONS
 from bench.kernels.table import OPS
+from bench.layers import profile_step
+from bench.layers.subjects import Case
+from bench.measure.contest import Rig
 from bench.measure.machine import environment
 from bench.report import command, frontier, kernels, layers, sets
 from bench.test_benchmarks import rows
@@ -100,6 +108,26 @@ def test_a_folder_of_a_gpu_is_shown_with_its_machine(
     assert "commit 0123456 with uncommitted changes." in text
 
 
+def test_rows_of_bench_gpu_are_told_apart_by_op_direction_and_sizes() -> None:
+    """Of its contests of ops; our own routes and tiles, in the same file, are nobody's peers."""
+    rig = Rig(torch.device("cpu"), torch.float32, False, None, math.inf)  # no tensor is made of it
+    given = {"models": gpu_kernels.model_entries, "attention": gpu_kernels.attention_entries}
+    cases = [
+        {"section": section, **case} for section, make in given.items() for case, _ in make(rig)
+    ]
+    ways = {"aten": {"us": {"p50": 20.0}}}
+    work = {"flops": 1e6, "bytes": 1e5}
+    rows = [{"case": case, "floor_us": 5.0, "work": work, "ways": ways} for case in cases]
+    tiles = ways | {"mlp_bwd": {"us": {"p50": 1.0}}}
+    own = {"section": "products", "name": "mlp_bwd gelu", "tokens": 8192}
+    rows += [{"case": own, "floor_us": 5.0, "work": work, "ways": tiles}]
+    rows += [ceiling("GB/s", 10.0), ceiling("TFLOP/s", 1.0)]
+    found = kernels.entries(rows)
+    assert {(e.op, e.direction) for e in found} == {(op, d) for op in OPS for d in DIRECTIONS}
+    assert len({(e.op, e.direction, e.name) for e in found}) == len(found) == len(cases)
+    assert any(e.name.startswith("causal, B = 2, S = 8192, nhead 16, ") for e in found)
+
+
 def test_the_frontier_of_a_gpu_is_drawn_from_its_rows(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "2030-01-01-h200-0123456"
@@ -126,6 +154,28 @@ def test_every_op_is_benchmarked_in_both_directions() -> None:
     assert found == {(op, direction) for op in OPS for direction in DIRECTIONS}
     ids = [row.id for row in rows()]
     assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[\w.-]+", name) for name in ids)
+
+
+def test_a_profile_has_a_row_per_kind_and_a_column_per_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = profile_step.measure(Case("float32", "pre", 0.0, 1, 8, 16, 2), ["eager", "full"], 1)
+    assert all(way["products"] > 0 and way["step"] > way["products"] for way in found.values())
+    lines = profile_step.table({"ways": found}).splitlines()
+    assert lines[0] == "| ms a step | eager | full |" and lines[-1].startswith("| step |")
+    with pytest.raises(SystemExit, match="2"):
+        profile_step.main(["--way", "full_triton"])
+    assert "full_triton: needs a CUDA device" in capsys.readouterr().err
+
+
+def test_the_examples_in_the_benchmarks_docstrings_run() -> None:
+    """`make test` collects the package's; `bench` itself would bring the benchmarks with it."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    for path in sorted((ROOT / "bench").rglob("*.py")):
+        if ">>> " in path.read_text():
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            failed, tried = doctest.testmod(importlib.import_module(name), optionflags=flags)
+            assert tried and not failed, name
 
 
 def test_the_benchmarks_run() -> None:

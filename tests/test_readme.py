@@ -26,6 +26,11 @@ def test_the_figures_are_those_of_the_committed_data():
     assert stale == [], "run python -m bench report"
 
 
+def test_no_page_holds_what_a_merge_left():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        assert not re.search(r"^(<{7}|>{7})", page.read_text(), re.MULTILINE), page
+
+
 def test_every_part_is_in_a_page():
     text = "".join(page.read_text() for page in command.PAGES)
     assert set(re.findall(r"<!-- (\w+):begin -->", text)) == set(command.PARTS)

@@ -5,8 +5,9 @@
     python -m bench frontier --from bench/results/layers-cpu.json --out DIR
 
 Measured as `bench layers` does, at a fixed number of tokens: over S at the middle width, and over D
-at the middle length. Written to the folder: frontier.json (taken up where a run ended), .md, .png
-and .svg. `--from` draws what result files hold, and measures nothing.
+at the middle length. Written to the folder: frontier.json, .md, .png and .svg. A run is taken up
+where it ended; shapes that are not asked for leave the folder. `--from` draws what result files
+hold, and measures nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,11 @@ import torch
 from bench.frontier import files
 from bench.frontier.points import collected, is_ours, read, title
 from bench.frontier.report import changes, panel_table, sentences
-from bench.layers.command import sizes
-from bench.layers.measure import Options, measure, steps_of
+from bench.layers.command import DEVICE, row_of, sizes
+from bench.layers.measure import Options, steps_of
 from bench.layers.subjects import ACTIVATIONS, DTYPES, NORMS, Case
 from bench.layers.ways import BASELINE, GROUPS, WAYS, select
-from bench.measure.machine import ROOT, machine, version
+from bench.measure.machine import ROOT, environment, version
 from bench.measure.progress import Progress
 from bench.measure.results import ResultsFile
 
@@ -68,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"ways: {', '.join(WAYS)}\ngroups of them: {', '.join(GROUPS)}",
     )
     add = parser.add_argument
-    add("--device", default="cpu", choices=tuple(SHAPES))
+    add("--device", default=DEVICE, choices=tuple(SHAPES), help=f"(default here: {DEVICE})")
     add("--out", type=Path, help="folder (default: bench/results/frontier-DEVICE)")
     add("--from", dest="given", nargs="+", type=Path, metavar="FILE", help="draw these results")
     add("--dtype", nargs="+", choices=DTYPES, help="(default: float32; on cuda bfloat16)")
@@ -121,41 +123,41 @@ def _axes(args: argparse.Namespace) -> tuple[int, list[int], list[int], int]:
     )  # fmt: skip
 
 
-def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """The data of a run: every shape that the file does not have is measured."""
+def measured(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """The data of a run, and whether every shape has its row, eager's results being right.
+
+    Every shape that the file does not have is measured; what is there of other shapes leaves it.
+    """
     config = {
         "ways": args.ways,
         "rounds": args.rounds,
         "seconds": args.seconds,
         "torch_remat": version("torch-remat"),
     }
-    results = ResultsFile(args.out / files.DATA, machine(args.device), config)
+    results = ResultsFile(args.out / files.DATA, environment(args.device), config)
     options = Options(args.device, args.ways, args.rounds, args.seconds)
+    complete = True
+    with Progress(len(args.cases) * steps_of(options), "steps") as progress:
+        for case in args.cases:
+            row, how = row_of(case, options, results, progress, args.fresh)
+            progress.line(f"{title(dataclasses.asdict(case))}: {how}")
+            complete &= row is not None and "failure" not in row["ways"][BASELINE]
     wanted = [dataclasses.asdict(case) for case in args.cases]
-    with Progress(len(wanted) * steps_of(options), "steps") as progress:
-        for case, known in zip(args.cases, wanted, strict=True):
-            row = None if args.fresh else results.find(known, args.ways)
-            how = "measured" if row is None else "in the file already"
-            if row is None:
-                row = measure(case, options, progress)
-                results.put(row)
-            else:
-                progress.done(steps_of(options))
-            progress.line(f"{title(known)}: {how}, {row['rounds']} rounds")
     results.rows = [row for row in results.rows if row["case"] in wanted]
-    return results.data
+    return results.data, complete
 
 
 def main(arguments: list[str]) -> int:
     """Measure or read, write the four files and print the tables.
 
-    Returns 1 if a result of ours was wrong: of PyTorch's own, the tables say it.
+    Returns 1 if a result of ours was wrong, or a shape could not be measured: of the others, the
+    tables say it.
     """
     args = parse(arguments)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     try:
-        found = collected({p.name: read(p) for p in args.given}) if args.given else measured(args)
+        found, complete = (given(args), True) if args.given else measured(args)
         derived = files.write(args.out, found)
     except (ValueError, ImportError) as error:
         print(f"python -m bench frontier: {error}", file=sys.stderr)
@@ -164,4 +166,9 @@ def main(arguments: list[str]) -> int:
     print("", *tables, changes(derived), sentences(derived), sep="\n\n")
     print("", *(args.out / name for name in (files.DATA, files.PAGE, *files.PICTURES)), sep="\n")
     wrong = {way for panel in derived["panels"] for way in panel["wrong"]}
-    return int(any(is_ours(way) or way == BASELINE for way in wrong))
+    return int(not complete or any(map(is_ours, wrong)))
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """What the files of `--from` hold, by their paths from the folder."""
+    return collected({os.path.relpath(path, args.out): read(path) for path in args.given})

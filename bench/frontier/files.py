@@ -35,7 +35,7 @@ def source(folder: Path) -> dict[str, Any]:
     data = read(folder / DATA)
     given = [folder / name for name in data.get(COLLECTED, ())]
     if given and all(path.exists() for path in given):
-        return collected({path.name: read(path) for path in given})
+        return collected({name: read(folder / name) for name in data[COLLECTED]})
     return {key: value for key, value in data.items() if key != DERIVED}
 
 

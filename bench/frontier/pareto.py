@@ -128,6 +128,7 @@ def derive(panels: Sequence[Panel]) -> dict[str, Any]:
         found.append({
             "title": title(panel.case), "case": panel.case, "machine": panel.machine,
             "points": points, "absent": panel.absent, "wrong": panel.wrong, "winners": winners,
+            "rounds": panel.rounds,
         })  # fmt: skip
     derived = {"panels": found, "sweeps": changes(panels)}
     copied: dict[str, Any] = json.loads(json.dumps(derived))

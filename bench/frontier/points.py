@@ -80,6 +80,7 @@ class Panel:
         machine: what it was measured on.
         points: in the order of the table.
         absent, wrong: way -> why there is no point.
+        rounds: in which all ways took turns; None where the row does not say.
     """
 
     case: dict[str, Any]
@@ -87,6 +88,7 @@ class Panel:
     points: tuple[Point, ...]
     absent: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
+    rounds: int | None = None
 
     def within(self, at_most: float) -> list[Point]:
         """Ways that keep no more than so much of eager's, the fastest first."""
@@ -101,7 +103,7 @@ class Panel:
         return Panel(
             self.case, self.machine, self.points + more,
             {way: why for way, why in absent.items() if way not in known},
-            {**other.wrong, **self.wrong},
+            {**other.wrong, **self.wrong}, self.rounds,
         )  # fmt: skip
 
 
@@ -149,7 +151,8 @@ def panel_of(row: dict[str, Any]) -> Panel | None:
             )
         else:
             absent[way] = "what it keeps was not measured"
-    return Panel(case, row.get("machine", {}), tuple(points), absent, wrong)
+    machine = row.get("machine", {})
+    return Panel(case, machine, tuple(points), absent, wrong, row.get("rounds"))
 
 
 def _kept(found: dict[str, Any]) -> float:

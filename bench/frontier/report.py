@@ -32,7 +32,7 @@ def rules() -> str:
 def panel_table(panel: dict[str, Any]) -> str:
     """A shape: the fastest way at each memory point, the frontier, and who is not on it at all."""
     lines = [
-        f"### {panel['title']}",
+        f"### {panel['title']}{_rounds(panel)}",
         "",
         "| kept, of eager's | fastest | step | kept bytes per token | runner-up | the other "
         "side's best |",
@@ -46,6 +46,10 @@ def panel_table(panel: dict[str, Any]) -> str:
         if ways:
             lines += ["", f"{what}: {_reasons(ways)}"]
     return "\n".join(lines)
+
+
+def _rounds(panel: dict[str, Any]) -> str:
+    return f", {panel['rounds']} rounds" if panel["rounds"] else ""
 
 
 def _reasons(ways: dict[str, str]) -> str:

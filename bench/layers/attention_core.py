@@ -1,13 +1,47 @@
-"""The stock encoder layer's forward with only attention's core under checkpoint."""
+"""The core of attention: alone under checkpoint, and a head at a time where it is exact."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.layers.subjects import Forward, Subject
 from bench.measure.registry import Absent
+
+_MOST_SCORES = 2**32  # bytes of scores in float64 that are written at once
+
+
+@contextlib.contextmanager
+def exact_by_head(most: int = _MOST_SCORES) -> Iterator[None]:
+    """PyTorch's attention in float64, a head at a time where all scores would take more bytes.
+
+    A GPU has no flash kernel for float64: all scores are written, several times, 34 GB each at 16
+    heads of 16384 tokens. Backward replays each head.
+    """
+    whole = F.scaled_dot_product_attention
+
+    def by_head(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
+        scores = q.shape[:-1].numel() * k.shape[-2] * q.itemsize
+        if q.dtype != torch.float64 or scores <= most:
+            return whole(q, k, v, *rest, **options)
+
+        def one(*head: Tensor) -> Tensor:
+            return whole(*head, *rest, **options)
+
+        heads = zip(*(t.flatten(0, -3).split(1) for t in (q, k, v)), strict=True)
+        return torch.cat([checkpoint(one, *head, use_reentrant=False) for head in heads]).view_as(q)
+
+    F.scaled_dot_product_attention = by_head
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = whole
 
 
 def replayed_core(subject: Subject) -> Forward:

@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,8 @@ from bench.layers.measure import Options, measure, steps_of
 from bench.layers.report import case_table, target_table, title
 from bench.layers.subjects import ACTIVATIONS, DTYPES, NORMS, Case
 from bench.layers.ways import BASELINE, GROUPS, WAYS, select
-from bench.measure.machine import ROOT, machine, version
+from bench.measure.contest import described
+from bench.measure.machine import ROOT, environment, version
 from bench.measure.progress import Progress
 from bench.measure.results import ResultsFile
 
@@ -33,6 +35,7 @@ SIZES: dict[str, tuple[Sizes, ...]] = {
     "cuda": ((8, 2048, 1024, 8), (8, 2048, 2048, 16), (4, 2048, 4096, 32)),
 }
 DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DROPOUTS = (0.0, 0.1)
 
 
@@ -64,11 +67,14 @@ def _heads(d_model: int, head_width: int) -> int:
 
 
 def sizes(text: str) -> Sizes:
-    """(B, S, D, H) of "4x512x512x8"."""
-    found = tuple(map(int, text.split("x")))
-    if len(found) != 4 or min(found) < 1 or found[2] % found[3]:
-        raise ValueError(f"expected BxSxDxH, D a multiple of H: {text}")
-    return found
+    """(B, S, D, H) of "4x512x512x8". Raises: ArgumentTypeError, whose text the user sees."""
+    found = [int(part) for part in text.split("x") if part.isdecimal()]
+    if len(found) != text.count("x") + 1 or len(found) != 4:
+        raise argparse.ArgumentTypeError(f"expected BxSxDxH, got {text!r}")
+    batch, seq_len, d_model, nhead = found
+    if min(found) < 1 or d_model % nhead:
+        raise argparse.ArgumentTypeError(f"{text}: all positive, D a multiple of H")
+    return batch, seq_len, d_model, nhead
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"ways: {', '.join(WAYS)}\ngroups of them: {', '.join(GROUPS)}",
     )
     add = parser.add_argument
-    add("--device", default="cpu", choices=tuple(SIZES))
+    add("--device", default=DEVICE, choices=tuple(SIZES), help=f"(default here: {DEVICE})")
     add("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the results file")
     add("--dtype", nargs="+", choices=DTYPES, help="(default: float32; on cuda bfloat16)")
     add("--norm", nargs="+", default=list(NORMS), choices=NORMS)
@@ -115,32 +121,41 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
+def row_of(
+    case: Case, options: Options, results: ResultsFile, progress: Progress, fresh: bool
+) -> tuple[dict[str, Any] | None, str]:
+    """The case's row, from the file or measured, and which; None and why if it cannot be."""
+    row = None if fresh else results.find(dataclasses.asdict(case), options.ways)
+    if row is not None:
+        progress.done(steps_of(options))
+        return row, f"in the file already, {row['rounds']} rounds"
+    start = time.perf_counter()
+    try:
+        row = measure(case, options, progress)
+    except Exception as error:  # a case too large, say, must not cost the others' results
+        return None, f"FAIL: {described(error)}"
+    results.put(row)
+    return row, f"{time.perf_counter() - start:.0f} s, {row['rounds']} rounds"
+
+
 def run(args: argparse.Namespace, results: ResultsFile) -> bool:
     """Measure and print the cases that the file does not have; whether what is ours was right."""
     options = Options(args.device, args.ways, args.rounds, args.seconds)
     right = True
     with Progress(len(args.cases) * steps_of(options), "steps") as progress:
         for index, case in enumerate(args.cases):
-            known = dataclasses.asdict(case)
-            start = time.perf_counter()
-            row = None if args.fresh else results.find(known, args.ways)
-            how = "in the file already: "
-            if row is None:
-                row = measure(case, options, progress)
-                results.put(row)
-                how = f"{time.perf_counter() - start:.0f} s, "
-            else:
-                progress.done(steps_of(options))
-            progress.line(f"\n[{index + 1}/{len(args.cases)}] {title(row)}")
-            progress.line(f"{case_table(row)}\n({how}{row['rounds']} rounds)")
-            wrong = {name for name, found in row["ways"].items() if "failure" in found}
-            right &= not any(_is_answered_for(name) for name in wrong)
+            row, how = row_of(case, options, results, progress, args.fresh)
+            what = title(row or {"case": dataclasses.asdict(case)})
+            progress.line(f"\n[{index + 1}/{len(args.cases)}] {what}")
+            progress.line(f"({how})" if row is None else f"{case_table(row)}\n({how})")
+            right &= row is not None and not answered_for(row)
     return right
 
 
-def _is_answered_for(name: str) -> bool:
-    """Whether a wrong result is an error of this project: ours, or what all are compared with."""
-    return name == BASELINE or WAYS[name].traits["group"] == "ours"
+def answered_for(row: dict[str, Any]) -> list[str]:
+    """Whose wrong results are an error of this project: ours, and what all are compared with."""
+    wrong = [name for name, found in row["ways"].items() if "failure" in found]
+    return [n for n in wrong if n == BASELINE or WAYS[n].traits["group"] == "ours"]
 
 
 def main(arguments: list[str]) -> int:
@@ -159,7 +174,7 @@ def main(arguments: list[str]) -> int:
         "torch_remat": version("torch-remat"),
     }
     path = args.out / f"layers-{args.device}.json"
-    results = ResultsFile(path, machine(args.device), config)
+    results = ResultsFile(path, environment(args.device), config)
     right = run(args, results)
     targets = f"\n{target_table(results.data)}\n" if args.device == "cpu" else ""
     print(f"{targets}\n{path}")

@@ -1,6 +1,6 @@
 """Where a training step of one layer spends its time, operator by operator, a way beside eager.
 
-`python -m bench profile --way full --way fast`: the steps alternate in one process under torch's
+`python -m bench profile --way full --way fast`: the steps take turns in one process under torch's
 profiler; the times are each operator's own (without what it calls), means over the rounds.
 """
 
@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from bench.layers.subjects import Case
 from bench.layers.ways import BASELINE, WAYS
 from bench.measure.machine import ROOT, machine
-from bench.measure.turns import WARMUP_ROUNDS
+from bench.measure.registry import Absent
+from bench.measure.turns import WARMUP_ROUNDS, rotated
 
 #: Operator -> kind; what is in no kind is "the rest".
 KINDS = {
@@ -46,16 +47,23 @@ def kinds(events: Sequence[Any]) -> Counter[str]:
 
 
 def measure(case: Case, ways: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds a step by way and kind, and "step", the wall time under the profiler."""
+    """Milliseconds a step by way and kind, and "step", the wall time under the profiler.
+
+    Raises: Absent, for a way that cannot run on a CPU.
+    """
     subject = case.subject("cpu")
     sample = subject.sample
+    for name in ways:
+        why_not = WAYS[name].why_not(subject.device)
+        if why_not is not None:
+            raise Absent(f"{name}: {why_not}")
     forwards = {name: WAYS[name].build(subject) for name in ways}
     found: dict[str, Counter[str]] = {name: Counter() for name in ways}
     for index in range(WARMUP_ROUNDS + rounds):
-        for name, forward in forwards.items():
+        for name in rotated(ways, index):
             with profile(activities=[ProfilerActivity.CPU]) as recorded:
                 start = time.perf_counter()
-                forward(sample.x).backward(sample.dy)
+                forwards[name](sample.x).backward(sample.dy)
                 wall = time.perf_counter() - start
             if index >= WARMUP_ROUNDS:
                 found[name] += kinds(recorded.key_averages())
@@ -88,9 +96,14 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    ways = [BASELINE, *(options.way or ["checkpoint", "full", "lean", "fast", "none"])]
+    given = options.way or ["checkpoint", "full", "lean", "fast", "none"]
+    ways = list(dict.fromkeys([BASELINE, *given]))
     case = Case("float32", "pre", 0.0, 4, 512, 512, 8)
-    result = {"machine": machine("cpu"), "ways": measure(case, ways, options.rounds)}
+    try:
+        found = measure(case, ways, options.rounds)
+    except (Absent, ImportError) as error:
+        parser.error(str(error))
+    result = {"machine": machine("cpu"), "ways": found}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "profile-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))

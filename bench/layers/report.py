@@ -8,6 +8,7 @@ from typing import Any
 
 from fused_remat.policies import RUNGS
 
+PARTS = ("forward", "backward", "step")  # what is timed
 WIDTHS = (512, 1024)  # the targets are for d_model between these
 
 
@@ -27,17 +28,22 @@ def _p50(quantiles: dict[str, float] | None, suffix: str = "x") -> str:
 def _cells(way: str, r: dict[str, Any]) -> tuple[str, ...]:
     reason = r.get("unavailable") or r.get("failure")
     if reason is not None:
-        return (way, ("unavailable: " if "unavailable" in r else "FAIL: ") + reason)
+        return (way, ("absent: " if "unavailable" in r else "FAIL: ") + reason)
+    peaks = (r.get(f"{part}_peak_bytes") for part in ("backward", "step"))
     return (
-        way, f"{1e3 * r['step_seconds']['p50']:.1f}",
+        way, *(f"{1e3 * r[f'{part}_seconds']['p50']:.1f}" for part in PARTS),
         _p50(r["step_ratio"].get("eager")), _p50(r["step_ratio"].get("checkpoint")),
-        f"{r['kept_bytes_per_token']:,.0f}", f"{r['step_peak_bytes'] / 2**20:,.1f}",
+        f"{r['kept_bytes_per_token']:,.0f}",
+        *("-" if peak is None else f"{peak / 2**20:,.1f}" for peak in peaks),
     )  # fmt: skip
 
 
 def case_table(row: dict[str, Any]) -> str:
     """A case's results as aligned text, a line per way."""
-    header = ("", "step ms", "vs eager", "vs checkpoint", "kept B/token", "peak MiB")
+    header = (
+        "", "forward ms", "backward ms", "step ms", "vs eager", "vs checkpoint", "kept B/token",
+        "backward peak MiB", "peak MiB",
+    )  # fmt: skip
     lines = [header, *(_cells(way, r) for way, r in row["ways"].items())]
     full = [line for line in lines if len(line) == len(header)]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]

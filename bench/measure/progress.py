@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 from typing import Any
 
@@ -40,9 +41,10 @@ class Progress:
             self._bar.write(text)
 
     def at(self, what: str) -> None:
-        """Say what is being measured."""
+        """Say what is being measured now: until the next is done the bar is not drawn again."""
         if self._bar is not None:
-            self._bar.set_description(what, refresh=False)
+            shown = not self._bar.disable and time.time() >= self._bar.start_t + PATIENCE
+            self._bar.set_description(what, refresh=shown)
 
     def done(self, count: int = 1) -> None:
         """So much more is done."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable
 
 from bench.measure.machine import ROOT
@@ -57,7 +58,11 @@ def main(arguments: list[str]) -> int:
     check = parser.parse_args(arguments).check
     stale = frontier.stale()
     if stale and not check:
-        frontier.rewrite()
+        try:
+            frontier.rewrite()
+        except ImportError as error:  # no matplotlib
+            print(f"python -m bench report: {error}", file=sys.stderr)
+            return 2
     for page in PAGES:
         text = page.read_text()
         new = render(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,25 +55,32 @@ def ceilings(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {
         row["unit"]: way[row["unit"]]
         for row in rows
-        if _op(row) == "ceilings" and "unit" in row
+        if "ceilings" in (row["case"].get("op"), row["case"].get("section")) and "unit" in row
         for way in row["ways"].values()
         if row["unit"] in way
     }
 
 
-def _op(row: dict[str, Any]) -> str:
+def of_op(row: dict[str, Any]) -> tuple[str, str, str] | None:
+    """Op, direction and form of a contest of providers; None of any other row.
+
+    `bench gpu` says all three in the name, and has contests of our own routes and tiles besides,
+    whose ways are no peers: those are in its table, gpu.txt.
+    """
     case = row["case"]
-    return str(case.get("op") or case.get("section"))
+    if case.get("op") in OPS:
+        return case["op"], case["direction"], case["name"]
+    match = re.fullmatch(r"(\w+)_(fwd|bwd) (.+)", case.get("name", ""))
+    if match is None or match[1] not in OPS:
+        return None
+    known = set(row.get("ways", ())) <= set(OPS[match[1]].providers)
+    return (match[1], match[2], match[3]) if known else None
 
 
 def entries(rows: Sequence[dict[str, Any]]) -> list[Entry]:
     """The rows of a run that have a floor."""
     most = ceilings(rows)
-    return [
-        _entry(row, most)
-        for row in rows
-        if _op(row) != "ceilings" and row.get("floor_us") and row.get("work")
-    ]
+    return [_entry(row, most) for row in rows if row.get("floor_us") and of_op(row)]
 
 
 def _entry(row: dict[str, Any], most: dict[str, float]) -> Entry:
@@ -86,20 +94,25 @@ def _entry(row: dict[str, Any], most: dict[str, float]) -> Entry:
     ours = {n.removeprefix(OURS).strip() or n: us for us, n in order if n.startswith(OURS)}
     peers = [(name, us) for us, name in order if not name.startswith(OURS)]
     wrong = tuple(name for name, way in row["ways"].items() if "error" in way)
+    found = of_op(row)
+    assert found is not None
+    op, direction, form = found
     return Entry(
-        _op(row), row["case"].get("direction", ""), _name(row["case"]), work["flops"],
+        op, direction, _name(row["case"], form), work["flops"],
         work["bytes"], row["floor_us"], max(seconds, key=lambda bound: seconds[bound]),
         ours, peers[0] if peers else None, wrong,
     )  # fmt: skip
 
 
-def _name(case: dict[str, Any]) -> str:
+def _name(case: dict[str, Any], form: str) -> str:
     """What tells the case from others of its op, in words."""
-    told = {"op", "section", "direction", "name", "model", "batch", "seq_len", "sizes"}
-    words = [str(case.get("name", ""))]
-    if "model" in case:
-        words.append(f"{case['model']}, B = {case['batch']}, S = {case['seq_len']}")
-    return ", ".join([*words, *(f"{k} {v}" for k, v in case.items() if k not in told)])
+    told = {"op", "section", "direction", "name", "model", "batch", "seq_len", "tokens", "sizes"}
+    words = [form, *filter(None, [case.get("model")])]
+    known = case | case.get("sizes", {})
+    words += [f"{n} = {known[k]}" for k, n in (("batch", "B"), ("seq_len", "S")) if k in known]
+    if not {"batch", "seq_len"} <= set(known) and "tokens" in known:
+        words.append(f"{known['tokens']} tokens")
+    return ", ".join([*words, *(f"{k} {v}" for k, v in known.items() if k not in told)])
 
 
 def work_table() -> str:
@@ -193,7 +206,7 @@ def _failed(entry: Entry) -> str:
 
 
 def absences(rows: Sequence[dict[str, Any]]) -> str:
-    """Who took part in no case, and why; whose results were wrong."""
+    """Who took part in no case, and why; whose results were wrong; which cases failed whole."""
     why: dict[str, set[str]] = {}
     present: set[str] = set()
     wrong: dict[str, int] = {}
@@ -207,6 +220,8 @@ def absences(rows: Sequence[dict[str, Any]]) -> str:
     missing = [f"{n} ({'; '.join(sorted(r))})" for n, r in why.items() if n not in present]
     parts = [f"Absent everywhere: {', '.join(missing)}."] if missing else []
     parts += [f"Wrong results: {n} in {count} cases." for n, count in wrong.items()]
+    failed = sum("error" in row for row in rows)
+    parts += [f"{failed} cases could not be measured."] if failed else []
     return " ".join(parts)
 
 
@@ -220,7 +235,8 @@ def section(data: dict[str, Any]) -> str:
     rows = current(data)
     most = ", ".join(f"{amount:,.4g} {unit}" for unit, amount in ceilings(rows).items())
     found = entries(rows)
-    parts = [f"{machine_line(data['machine'])} Ceilings: {most}.", summary(found), absences(rows)]
+    missing = absences([row for row in rows if of_op(row)])
+    parts = [f"{machine_line(data['machine'])} Ceilings: {most}.", summary(found), missing]
     return "\n\n".join(filter(None, [*parts, tables(found)]))
 
 

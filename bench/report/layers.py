@@ -57,9 +57,7 @@ def _table(row: dict[str, Any]) -> str:
 
 
 def _cells(r: dict[str, Any]) -> list[str]:
-    times = (
-        f"{1e3 * r[f'{part}_seconds']['p50']:.0f} ms" for part in ("forward", "backward", "step")
-    )
+    times = (f"{1e3 * r[f'{part}_seconds']['p50']:.0f} ms" for part in layers_report.PARTS)
     ratios = (r["step_ratio"].get(peer) for peer in ("eager", "checkpoint"))
     peaks = (r.get(f"{part}_peak_bytes") for part in ("backward", "step"))
     return [
