@@ -91,9 +91,9 @@ def test_what_is_said_counts_both_sides() -> None:
     ours, theirs = panel(full=(0.06, 1.0), checkpoint=(0.06, 1.2)), panel(compile=(0.06, 0.8))
     text = sentences(derive([ours, theirs]))
     assert "within 1/16 of eager's bytes the fastest way takes 0.80 to 1.00× eager's time" in text
-    assert "FusedRemat's win at 1 of 2 shapes, at 1 by more than the spread (20%)" in text
+    assert "FusedRemat's ways win at 1 of 2 shapes, at 1 by more than the spread (20%)" in text
     behind = sentences(derive([panel(compile=(0.5, 0.8), none=(0.6, 1.0))]))
-    assert "FusedRemat's win at 0 of 1 shapes, and lose at 1 by more than the spread" in behind
+    assert "FusedRemat's ways win at 0 of 1 shapes, and lose at 1 by more than the spread" in behind
     assert "within 1/16 of eager's bytes nobody stays" in behind
 
 
