@@ -128,7 +128,9 @@ def brief(derived: dict[str, Any]) -> str:
     for kind, panels in _kinds(derived).items():
         wins = [w for found in _by_memory(panels).values() for w in found if w is not None]
         ours, theirs = ([w for w in wins if is_ours(w["way"]) is mine] for mine in (True, False))
-        clear = [[w for w in side if w["other"] and not w["other"]["tie"]] for side in (ours, theirs)]
+        clear = [
+            [w for w in side if w["other"] and not w["other"]["tie"]] for side in (ours, theirs)
+        ]
         shapes, points = len(panels), len(_by_memory(panels))
         lines.append(
             f"- {kind}: at {shapes} shapes and {points} memory points each, FusedRemat's ways are "
