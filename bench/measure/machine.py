@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+_CODE = ("fused_remat", "kernels", "bench")
 
 
 def _git(*arguments: str) -> str | None:
@@ -27,15 +28,20 @@ def _git(*arguments: str) -> str | None:
 
 
 def checkout() -> tuple[str | None, bool]:
-    """The commit, None outside a checkout, and whether anything but results differs from it."""
+    """The commit, None outside a checkout, and whether anything but results differs from it.
+
+    New files count where there is code: results may be written to any folder of the checkout.
+    """
     commit = _git("rev-parse", "--short=12", "HEAD")
-    return commit, bool(_git("status", "--porcelain", "--", ".", ":!bench/results"))
+    status = ("status", "--porcelain")
+    changed = _git(*status, "--untracked-files=no", "--", ".", ":!bench/results")
+    new = _git(*status, "--", *_CODE, ":!bench/results")
+    return commit, bool(changed or new)
 
 
 def source() -> str:
     """A hash of the code that is measured and that measures, committed or not."""
-    folders = (ROOT / "fused_remat", ROOT / "kernels", ROOT / "bench")
-    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    files = sorted(path for folder in _CODE for path in (ROOT / folder).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
