@@ -36,7 +36,7 @@ from bench.measure import ceilings
 from bench.measure import contest as gpu_contest
 from bench.measure.contest import Rig, described
 from bench.measure.machine import ROOT, checkout, environment, source
-from bench.measure.results import ResultsFile
+from bench.measure.results import ResultsFile, folder_of
 from bench.tuning import attention_tiles, pointwise, product_tiles
 from bench.tuning import products as product_routes
 from fused_remat.backends.triton.launch import INTERPRETED, Target, target_of
@@ -169,7 +169,7 @@ def run_job(job: Job, section: str, rig: Rig, results: ResultsFile, run: str) ->
         row |= {"error": described(error)}
     row["seconds"] = time.perf_counter() - start
     results.put(row)
-    print(line(row), flush=True)
+    print(f"[{max(rig.left, 0.0):.0f} s left] {line(row)}", flush=True)
     if rig.device.type == "cuda":
         gc.collect()
         try:
@@ -182,8 +182,7 @@ def run_job(job: Job, section: str, rig: Rig, results: ResultsFile, run: str) ->
 
 def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile, run: str) -> None:
     """Each section's share of the time; what did not fit in it, if time is left in the end."""
-    mine = [row for row in results.rows if row.get("run") == run and "skipped" not in row]
-    done = {json.dumps(row["case"]) for row in mine}
+    done = {json.dumps(row["case"]) for row in rows_of(run, results) if "skipped" not in row}
     left, waiting = list(sections), []
     while left:
         share = SECTIONS[left[0]].share / sum(SECTIONS[name].share for name in left)
@@ -203,9 +202,16 @@ def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile, run: str) -
             results.put({"case": case, "run": run, "skipped": "no time was left"})
 
 
+def rows_of(run: str, results: ResultsFile) -> list[dict[str, Any]]:
+    """What earlier workers of this run measured on this GPU."""
+    gpu = results.machine.get("gpu")
+    mine = [row for row in results.rows if row.get("run") == run]
+    return [row for row in mine if row["machine"].get("gpu") == gpu]
+
+
 def known_ceilings(results: ResultsFile, run: str) -> dict[str, float]:
-    """What an earlier worker of this run measured."""
-    rows = [r for r in results.rows if r["case"]["section"] == "ceilings" and r.get("run") == run]
+    """Unit -> what an earlier worker of this run found."""
+    rows = [row for row in rows_of(run, results) if row["case"]["section"] == "ceilings"]
     return {r["unit"]: way[r["unit"]] for r in rows if "ways" in r for way in r["ways"].values()}
 
 
@@ -215,14 +221,26 @@ def config_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_to_go_on(path: Path, config: dict[str, Any]) -> str | None:
-    """The file's last run, if it is of this very code, measured like this; else None."""
+    """The last run that the file has of this very code, measured like this; None: there is none.
+
+    Rows of other code stand between its own, in whose place they come one by one.
+    """
     if not path.exists():
         return None
-    data = json.loads(path.read_text())
     commit, dirty = checkout()
-    code = {"commit": commit, "dirty": dirty, "source": source()}
-    same = data["config"] == config and code.items() <= data["machine"].items()
-    return data["results"][-1]["run"] if same and data["results"] else None
+    code = {"commit": commit, "dirty": dirty, "source": source(), "torch": torch.__version__}
+    rows = json.loads(path.read_text())["results"]
+    same = [row for row in rows if code.items() <= row["machine"].items()]
+    return max((row["run"] for row in same if row["config"] == config), default=None)
+
+
+def try_again(path: Path, run: str) -> None:
+    """Have cases measured again in which a process of the run ended: it may have been stopped."""
+    data = json.loads(path.read_text())
+    for row in data["results"]:
+        if row.get("run") == run and row.get("error") == UNFINISHED:
+            row["skipped"] = row.pop("error")
+    path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def work(args: argparse.Namespace, run: str) -> int:
@@ -242,7 +260,8 @@ def work(args: argparse.Namespace, run: str) -> int:
 
 
 def supervise(args: argparse.Namespace, run: str) -> int:
-    """Workers, one after another as long as they break and time is left; the exit status."""
+    """Workers, one after another as long as they break and time is left; the last one's status."""
+    status = 1
     ends = time.perf_counter() + 60.0 * args.minutes
     for _ in range(_WORKERS_AT_MOST):
         minutes = (ends - time.perf_counter()) / 60.0
@@ -258,7 +277,7 @@ def supervise(args: argparse.Namespace, run: str) -> int:
         if status == 0:
             break
         print(f"a worker ended with status {status}", flush=True)
-    return 0
+    return status
 
 
 # --- the command
@@ -272,7 +291,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--out", type=Path, default=ROOT / "bench" / "results" / "gpu", help="folder of gpu.json")
+    add("--out", type=Path, help="folder of gpu.json (bench/results/gpu; dry: build/dry-run/gpu)")
     add("--minutes", type=float, default=8.0, help="it ends well within these (default: 8)")
     add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     add("--dtype", choices=DTYPES, help="default: bfloat16; float32 in a dry run")
@@ -285,7 +304,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not args.dry_run and not torch.cuda.is_available():
         parser.error("no CUDA device: --dry-run shows the path without one")
     args.dtype = args.dtype or ("float32" if args.dry_run else "bfloat16")
-    args.out = args.out.absolute()
+    if args.minutes < 1 and not args.dry_run and args.run is None:
+        parser.error(f"--minutes must be at least 1, not {args.minutes:g}")
+    args.out = (args.out or folder_of(args.dry_run) / "gpu").absolute()
     return args
 
 
@@ -299,7 +320,7 @@ def draw(path: Path) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, write and print the table, draw the frontier; 1 if anything failed.
+    """Measure, write and print the table, draw the frontier; 1 if anything failed, a worker too.
 
     Files: gpu.json, gpu.txt, frontier.json, .md, .png and .svg.
     """
@@ -308,10 +329,13 @@ def main(arguments: Sequence[str]) -> int:
         return work(args, args.run)
     path = args.out / "gpu.json"
     known = None if args.fresh else run_to_go_on(path, config_of(args))
+    if known is not None:
+        try_again(path, known)
     run = known or time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    (work if args.dry_run else supervise)(args, run)
+    args.out.mkdir(parents=True, exist_ok=True)
+    status = (work if args.dry_run else supervise)(args, run)
     text = report(path, run)
     path.with_suffix(".txt").write_text(text + "\n")
     print(text, f"\n{draw(path)}\n{path}", sep="\n")
     rows = json.loads(path.read_text())["results"] if path.exists() else []
-    return 1 if failures([row for row in rows if row.get("run") == run]) else 0
+    return 1 if status or failures([row for row in rows if row.get("run") == run]) else 0

@@ -7,6 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.measure.machine import ROOT
+
+
+def folder_of(dry_run: bool) -> Path:
+    """Where results go by default; a dry run's are kept from those that pages are made of."""
+    return ROOT / "build" / "dry-run" if dry_run else ROOT / "bench" / "results"
+
 
 class ResultsFile:
     """A JSON file with the machine and the config of the last run, and a row per measured case.
@@ -29,6 +36,8 @@ class ResultsFile:
     def find(self, case: dict[str, Any], ways: Iterable[str]) -> dict[str, Any] | None:
         """The case's row, if these ways were measured on this machine, commit, code and config."""
         for row in self.rows:
+            if "ways" not in row:  # it failed as a whole, and is tried again
+                continue
             same = row["case"] == case and set(ways) <= set(row["ways"])
             same = same and {**row["machine"], "date": None} == {**self.machine, "date": None}
             if same and {**row["config"], "ways": None} == {**self.config, "ways": None}:

@@ -165,12 +165,41 @@ def test_the_same_command_goes_on_with_the_same_codes_run(tmp_path, monkeypatch)
     path, config = tmp_path / "gpu.json", {"dtype": "float32"}
     assert gpu.run_to_go_on(path, config) is None
     commit, dirty = gpu.checkout()
-    here = {"commit": commit, "dirty": dirty, "source": gpu.source(), "date": "then"}
-    ResultsFile(path, here, config).put({"case": {"section": "it", "name": "one"}, "run": "first"})
-    assert gpu.run_to_go_on(path, config) == "first"
+    code = {"commit": commit, "dirty": dirty, "source": gpu.source(), "torch": torch.__version__}
+    one, two = ({"case": {"section": "it", "name": name}} for name in ("one", "two"))
+    for case in (one, two):
+        ResultsFile(path, code | {"source": "other"}, config).put(case | {"run": "before"})
+    assert gpu.run_to_go_on(path, config) is None
+    ResultsFile(path, code | {"date": "then"}, config).put(one | {"run": "first"})
+    assert gpu.run_to_go_on(path, config) == "first"  # though a row of other code is the last
     assert gpu.run_to_go_on(path, {"dtype": "float16"}) is None
     monkeypatch.setattr(gpu, "source", lambda: "changed")
     assert gpu.run_to_go_on(path, config) is None
+
+
+def test_what_is_given_again_tries_again_where_a_process_ended(tmp_path):
+    path = tmp_path / "gpu.json"
+    results = ResultsFile(path, {"gpu": "this"}, {})
+    for name, error in (("stopped", gpu.UNFINISHED), ("wrong", "ValueError: no")):
+        results.put({"case": {"section": "it", "name": name}, "run": "now", "error": error})
+    gpu.try_again(path, "another run")
+    assert [row["error"] for row in rows_of(tmp_path)] == [gpu.UNFINISHED, "ValueError: no"]
+    gpu.try_again(path, "now")
+    stopped, wrong = rows_of(tmp_path)
+    assert "error" not in stopped and stopped["skipped"] and wrong["error"]
+    assert len(gpu.rows_of("now", ResultsFile(path, {"gpu": "this"}, {}))) == 2
+    assert gpu.rows_of("now", ResultsFile(path, {"gpu": "another"}, {})) == []
+
+
+def test_workers_that_never_end_well_are_a_failure(monkeypatch, tmp_path):
+    """Though they wrote nothing that says so."""
+    failed = types.SimpleNamespace(returncode=1)
+    monkeypatch.setattr(gpu.subprocess, "run", lambda command, **rest: failed)
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu.main(["--out", str(tmp_path / "new")]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        gpu.parse(["--minutes", "0.2"])
 
 
 def test_workers_follow_one_another_until_one_ends_well(monkeypatch, tmp_path):
@@ -195,3 +224,4 @@ def test_dry_runs_are_interpreted(monkeypatch):
         gpu.parse([])
     with pytest.raises(SystemExit, match="2"):
         gpu.parse(["--dry-run", "--sections", "nonsense"])
+    assert gpu.parse(["--dry-run"]).out.parts[-3:] == ("build", "dry-run", "gpu")
