@@ -208,7 +208,8 @@ class Attention(Problem):
         grads = self.heads(torch.empty(self.packed_shape, dtype=q.dtype, device=q.device))
         dy = self.dys[0].double().transpose(1, 2).reshape(out.shape)
         EXACT.attention_bwd(dy, q, k, v, out, lse, call, grads)
-        return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        gradients = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        return gradients | {"y": self.as_heads(out)}
 
     def _without_and_with_dropout(self, direction: str) -> tuple[Results, Results]:
         if direction not in self._undropped:

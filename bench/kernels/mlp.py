@@ -73,7 +73,7 @@ def adapted(
         return [t.requires_grad_() for t in given]
 
     def forward(leaves: list[Tensor]) -> Results:
-        return {"y": function(*leaves).detach()}
+        return {"y": function(*leaves)}
 
     def graph(index: int) -> tuple[Tensor, list[Tensor], Tensor]:
         leaves = inputs(index)
@@ -81,7 +81,8 @@ def adapted(
 
     def backward(given: tuple[Tensor, list[Tensor], Tensor]) -> Results:
         made = unpack(*gradients_of(*given))
-        return {f"d{name}": t for name, t in zip(p.shapes, made, strict=True)}
+        found = {f"d{name}": t for name, t in zip(p.shapes, made, strict=True)}
+        return {"y": given[0].detach(), **found}
 
     return {
         "fwd": Way(forward, optional=optional, prepare=inputs),

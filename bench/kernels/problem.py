@@ -73,9 +73,9 @@ class Problem:
         return y.detach(), _gradients(leaves, grads)
 
     def truth(self, direction: str) -> Results:
-        """What every provider's results should be."""
+        """What every provider's results should be: no time of a backward whose output is wrong."""
         y, gradients = self._exact
-        return {"y": y} if direction == "fwd" else gradients
+        return {"y": y} if direction == "fwd" else {"y": y, **gradients}
 
     def truth_of(self, direction: str) -> Callable[[Results], Results] | None:
         """The same where it depends on the results: of random masks. None where it does not."""
@@ -102,7 +102,7 @@ def through_autograd(
         return leaves, [t.clone() if in_place else t for t in leaves.values()]
 
     def forward(given: tuple[dict[str, Tensor], list[Tensor]]) -> Results:
-        return {"y": function(*given[1]).detach()}
+        return {"y": function(*given[1])}  # with what it saved, which is not freed on the clock
 
     def graph(index: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         (leaves, given), dy = inputs(index), problem.dys[index]

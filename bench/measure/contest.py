@@ -219,7 +219,7 @@ def admit(contest: Contest) -> dict[str, dict[str, Any]]:
     for name in [*first, *(name for name in contest.ways if name not in first)]:
         way = contest.ways[name]
         try:
-            results = way.run(way.prepare(0))
+            results = {k: t.detach() for k, t in way.run(way.prepare(0)).items()}
             exact = truth if way.truth is None else way.truth(results)
             own = {k: v for k, v in results.items() if k in exact}
             factor = contest.factor * (_GROSS if name in first else 1.0)
