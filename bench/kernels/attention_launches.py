@@ -63,6 +63,7 @@ class Kernels:
                     mine.append(launch)
                 else:
                     launch.run()
+            assert mine, f"no launch is of attention_{kernel}: nothing would be timed"
             return mine
 
         def run(launches: list[Launch]) -> Results:

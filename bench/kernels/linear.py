@@ -9,8 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import Build, Function, Op, Problem, Ways, compiled, through_autograd
-from bench.kernels.products import QUACK_PLAIN, Products, gradients, not_served
+from bench.kernels.problem import (
+    Build,
+    Function,
+    Op,
+    Problem,
+    Ways,
+    compiled,
+    failing,
+    through_autograd,
+)
+from bench.kernels.products import QUACK_PLAIN, Products, gradients
 from bench.kernels.shapes import Size
 from bench.measure.contest import Results, Rig, Way
 from bench.measure.registry import Absent, Registry
@@ -81,7 +90,7 @@ def compile_(p: Linear) -> Function:
 
 @LINEAR.provider("quack", module="quack", needs="cuda", optional=True, autotunes=True)
 def quack(p: Linear) -> Function | Ways:
-    """QuACK's product; with the activation in it, forward only."""
+    """QuACK's product; with the activation in it, forward only, and as ours keeping no more."""
     from quack.linear import linear_act_func, linear_func
 
     if p.act is None:
@@ -90,11 +99,12 @@ def quack(p: Linear) -> Function | Ways:
         raise Absent(f"it has no {p.act}")
 
     def activated(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-        made: Tensor = linear_act_func(x, weight, QUACK_PLAIN[p.act], *bias)[1]
+        given = x, weight, QUACK_PLAIN[p.act], *bias
+        made: Tensor = linear_act_func(*given, store_preact=False)[1]
         return made
 
     forward = dataclasses.replace(through_autograd(activated, p)["fwd"], optional=True)
-    return {"fwd": forward, "bwd": not_served("its gradient is only in its MLP")}
+    return {"fwd": forward, "bwd": failing(Absent("its gradient is only in its MLP"))}
 
 
 @LINEAR.provider("fused_remat triton", needs="triton", ours=True)
@@ -114,7 +124,7 @@ def triton(p: Linear) -> Ways:
 
     return {
         "fwd": Way(run, prepare=prepare),
-        "bwd": not_served("our backwards take ATen's products, or are a whole MLP's"),
+        "bwd": failing(Absent("our backwards take ATen's products, or are a whole MLP's")),
     }
 
 

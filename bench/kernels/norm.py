@@ -65,7 +65,7 @@ def liger(p: Norm) -> Function:
     return lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
 
 
-@NORM.provider("quack", module="quack", needs="cuda")
+@NORM.provider("quack", module="quack", needs="cuda", optional=True)
 def quack(p: Norm) -> Function:
     """QuACK's RMSNorm; its LayerNorm wants float32 weights and no bias."""
     if p.name != "rms_norm":

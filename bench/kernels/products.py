@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.kernels.problem import Problem
 from bench.measure.contest import Results, Rig, Way, Work
-from bench.measure.registry import Absent
 from fused_remat.backends.activations import ACTIVATIONS
 
 #: Our name of an activation -> QuACK's, alone and where its result multiplies another matrix.
@@ -90,12 +89,3 @@ def gradients(function: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> t
     """Of all inputs of a function, by autograd."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     return torch.autograd.grad(function(*leaves), leaves, dy)
-
-
-def not_served(reason: str) -> Way:
-    """A direction that a provider does not have."""
-
-    def run(given: Any) -> NoReturn:
-        raise Absent(reason)
-
-    return Way(run)
