@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,11 @@ def test_what_is_compiled_is_measured_too(tmp_path: Path) -> None:
 
 def test_absent_peers_are_listed_with_the_reason(rows: list[dict[str, Any]]) -> None:
     row = next(row for row in rows if row["case"]["op"] == "norm")
-    assert row["ways"]["quack"] == {"absent": "quack is not installed"}
+    missing = importlib.util.find_spec("quack") is None
+    why = "quack is not installed" if missing else "needs a CUDA device"
+    assert row["ways"]["quack"] == {"absent": why}
     assert row["ways"]["fused_remat triton"] == {"absent": "needs a CUDA device"}
-    assert "absent: " in report.block(row) and "quack (quack is not installed)" in report.block(row)
+    assert "absent: " in report.block(row) and f"quack ({why})" in report.block(row)
 
 
 def test_a_run_is_taken_up_where_it_ended(
@@ -94,13 +97,48 @@ def test_a_run_is_taken_up_where_it_ended(
     assert len(measured) == 4
 
 
+def test_a_direction_that_cannot_be_measured_costs_nothing_else_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = ("--op", "norm", "--models", "gpt2")
+    measure = command.measure
+
+    def too_large(contest: Contest, rig: Rig) -> dict[str, Any]:
+        if contest.work.bytes == 3 * 32 * 32 * 4:
+            raise MemoryError("the backward is too large")
+        return measure(contest, rig)
+
+    monkeypatch.setattr(command, "measure", too_large)
+    *_, fwd, bwd = bench(tmp_path, *one)
+    assert "us" in fwd["ways"]["aten"] and fwd["case"]["direction"] == "fwd"
+    assert bwd["error"] == "MemoryError: the backward is too large"
+    assert "FAIL: MemoryError" in report.block(bwd)
+    monkeypatch.setattr(command, "measure", measure)
+    *_, fwd, bwd = bench(tmp_path, *one)
+    assert "us" in fwd["ways"]["aten"] and "us" in bwd["ways"]["aten"] and "error" not in bwd
+
+
+def test_a_dry_run_leaves_measured_results_alone() -> None:
+    """By default; and rows of two dtypes are two cases."""
+    assert command.parse(TINY).out.parts[-2:] == ("build", "dry-run")
+    assert command.parse(["--device", "cpu"]).out.parts[-2:] == ("bench", "results")
+    args = [command.parse([*TINY, "--dtype", name]) for name in ("float32", "bfloat16")]
+    first, second = (next(command.items(command.rig_of(a), a)).case("fwd") for a in args)
+    assert first != second and first | {"dtype": "bfloat16"} == second
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--device", "cuda"], "no CUDA device"),
+        pytest.param(
+            ["--device", "cuda"],
+            "no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
         (["--device", "tpu"], "must be cpu or cuda, not tpu"),
         (["--op", "nonsense"], "invalid choice: 'nonsense'"),
         (["--tokens", "0"], "at least 1, not 0"),
+        (["--threads", "0"], "at least 1, not 0"),
         (["--sweep", "128", "-1"], "at least 1, not -1"),
     ],
 )
@@ -174,15 +212,17 @@ def test_a_wrong_gradient_fails_and_a_wrong_output_too(rig: Rig) -> None:
     registry.provider("aten", baseline=True)(lambda p: p.reference)
     registry.provider("detached")(lambda p: lambda x: x + x.detach())
     registry.provider("scaled")(lambda p: lambda x: 2.001 * x)
+    registry.provider("shifted")(lambda p: lambda x: 2.0 * x + 0.1)
     op = Op(registry, lambda rig, size: iter(()))
     found = {d: admit(c) for d, c in contests(op, Doubled(rig, "doubled", {}))}
     assert "check" in found["fwd"]["detached"]
     assert "relative error of dx is 0.5" in found["bwd"]["detached"]["error"]
     assert "relative error of y is 0.0005" in found["fwd"]["scaled"]["error"]
+    assert all("relative error of y" in found[d]["shifted"]["error"] for d in found)
     row = {"case": {"op": "it", "name": "doubled", "direction": "bwd", "model": "m", "sizes": {}}}
     text = report.block(row | {"ways": found["bwd"]})
     assert "  detached  FAIL: WrongResultError" in text
-    assert len(report.failures([row | {"ways": found["bwd"]}])) == 2
+    assert len(report.failures([row | {"ways": found["bwd"]}])) == 3
 
 
 def test_norms_work_is_each_matrix_once(rig: Rig) -> None:

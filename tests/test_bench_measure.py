@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.measure import ceilings, clock, contest
+from bench.measure import ceilings, clock, contest, machine
 from bench.measure.contest import Contest, Rig, Way, Work, WrongResultError, check, measure
 from bench.measure.machine import environment
 from bench.measure.progress import Progress
@@ -125,6 +129,18 @@ def test_what_is_prepared_is_not_timed_and_sets_take_turns() -> None:
     assert seen == [(k, v) for i in (0, 1, 0) for k, v in (("prepare", i), ("run", 10 + i))]
 
 
+class SlowToFree:
+    """What takes a while to be let go of, as much memory does."""
+
+    def __del__(self) -> None:
+        time.sleep(0.05)
+
+
+def test_what_a_call_made_is_freed_off_the_clock() -> None:
+    run = lambda given: SlowToFree()  # noqa: E731
+    assert clock.Clock(torch.device("cpu")).sampler(run, lambda index: index, 2)() < 0.05
+
+
 def test_ceilings_are_measured(rig: Rig) -> None:
     rig.dry = True
     for unit in ceilings.CEILINGS:
@@ -137,7 +153,31 @@ def test_the_environment_names_machine_commit_and_versions() -> None:
     found = environment("cpu")
     assert set(found) >= {"cpu", "gpu", "torch", "commit", "dirty", "source", "date", "versions"}
     assert set(found["versions"]) >= {"triton", "liger-kernel", "flash-attn", "quack-kernels"}
-    assert found["versions"]["flash-attn"] is None  # absent here, and said to be
+    assert found["versions"]["triton"] and machine.version("no-such-package") is None
+
+
+def test_results_in_a_folder_of_the_checkout_change_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run into one goes on as the run of the same code; new and changed code is other code."""
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine.checkout() == (None, False)
+    code = tmp_path / "fused_remat" / "it.py"
+    code.parent.mkdir()
+    code.write_text("one\n")
+    who = ("-c", "user.name=me", "-c", "user.email=me@here")
+    for given in (("init", "-q"), ("add", "."), (*who, "commit", "-qm", "one")):
+        subprocess.run(["git", *given], cwd=tmp_path, check=True)
+    for folder in ("out", "bench/results"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "gpu.json").write_text("{}")
+    assert machine.checkout()[0] and machine.checkout()[1] is False
+    new = tmp_path / "bench" / "new.py"
+    new.write_text("new\n")
+    assert machine.checkout()[1] is True
+    new.unlink()
+    code.write_text("two\n")
+    assert machine.checkout()[1] is True
 
 
 def test_a_run_that_was_cut_short_is_taken_up(tmp_path: Path) -> None:
@@ -150,6 +190,8 @@ def test_a_run_that_was_cut_short_is_taken_up(tmp_path: Path) -> None:
     assert ResultsFile(path, here | {"commit": "b"}, {"rounds": 3}).find({"op": "norm"}, []) is None
     assert ResultsFile(path, here, {"rounds": 4}).find({"op": "norm"}, []) is None
     assert json.loads(path.read_text())["machine"]["commit"] == "a"
+    later.put({"case": {"op": "norm"}, "error": "OutOfMemoryError"})  # which is no result
+    assert later.find({"op": "norm"}, ["aten"]) is later.find({"op": "norm"}, []) is None
 
 
 def test_lines_are_printed_with_or_without_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,3 +200,16 @@ def test_lines_are_printed_with_or_without_a_bar(capsys: pytest.CaptureFixture[s
         progress.line("found")
         progress.done()
     assert capsys.readouterr().out == "found\n"
+
+
+DOCUMENTED = [path for path in sorted((machine.ROOT / "bench").rglob("*.py"))
+              if ">>> " in path.read_text()]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_examples_in_docstrings(path: Path) -> None:
+    """Pytest collects those of tests and fused_remat only."""
+    name = ".".join(path.relative_to(machine.ROOT).with_suffix("").parts)
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    found = doctest.testmod(importlib.import_module(name), optionflags=options)
+    assert found.attempted > 0 and found.failed == 0

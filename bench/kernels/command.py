@@ -26,9 +26,9 @@ from bench.kernels.shapes import MODELS, Size, at_tokens, sweep, tiny
 from bench.kernels.table import OPS
 from bench.measure import ceilings
 from bench.measure.contest import ROUNDS, Rig, described, measure
-from bench.measure.machine import ROOT, environment
+from bench.measure.machine import environment
 from bench.measure.progress import Progress
-from bench.measure.results import ResultsFile
+from bench.measure.results import ResultsFile, folder_of
 from fused_remat.backends.triton.launch import INTERPRETED, target_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,7 +51,8 @@ class Item:
         s = self.size
         where = {"model": s.model.name, "batch": s.batch, "seq_len": s.seq_len}
         of = {"op": self.op, "name": self.problem.name, "direction": direction}
-        return of | where | {"sizes": self.problem.sizes}
+        dtype = str(self.problem.rig.dtype).removeprefix("torch.")
+        return of | where | {"dtype": dtype, "sizes": self.problem.sizes}
 
 
 def sizes_of(args: argparse.Namespace) -> list[Size]:
@@ -79,6 +80,8 @@ def items(rig: Rig, args: argparse.Namespace) -> Iterator[Item]:
 def rig_of(args: argparse.Namespace) -> Rig:
     """What is measured on."""
     device = torch.device(args.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # whose events the clock takes
     known = device.type == "cuda" or INTERPRETED
     target = target_of(device) if known else None
     seconds, rounds = args.seconds, args.rounds
@@ -100,7 +103,10 @@ def find_ceilings(rig: Rig, results: ResultsFile, fresh: bool) -> None:
 def run_item(
     item: Item, rig: Rig, results: ResultsFile, names: Sequence[str], fresh: bool
 ) -> Iterator[Any]:
-    """The rows of a problem's directions, from the file if these providers are there."""
+    """The rows of a problem's directions, from the file if these providers are there.
+
+    A direction that cannot be measured at all, for want of memory, is a row with its error.
+    """
     cases = {direction: item.case(direction) for direction in DIRECTIONS}
     known = {d: None if fresh else results.find(case, names) for d, case in cases.items()}
     if all(known.values()):
@@ -108,7 +114,11 @@ def run_item(
         return
     torch.manual_seed(0)
     for direction, contest in contests(OPS[item.op], item.problem, names):
-        row = {"case": cases[direction]} | measure(contest, rig)
+        row = {"case": cases[direction]}
+        try:
+            row |= measure(contest, rig)
+        except Exception as error:  # one size too large must not cost the others' results
+            row["error"] = described(error)
         results.put(row)
         yield row
 
@@ -133,13 +143,7 @@ def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[dict[s
         while todo:
             item = todo.pop(0)  # its tensors are freed with it
             progress.at(f"{item.op} {item.problem.name}, {item.size.model.name}")
-            try:
-                for row in run_item(item, rig, results, asked(args, item.op), args.fresh):
-                    rows.append(row)
-                    progress.line(report.block(row))
-            except Exception as error:  # one size too large must not cost the others' results
-                row = {"case": item.case("fwd"), "error": described(error)}
-                results.put(row)
+            for row in run_item(item, rig, results, asked(args, item.op), args.fresh):
                 rows.append(row)
                 progress.line(report.block(row))
             progress.done()
@@ -166,7 +170,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=ROUNDS, help=f"timed at most (default: {ROUNDS})")
     add("--seconds", type=float, default=1.0, help="timed of a direction, about (default: 1)")
     add("--threads", type=int, help="torch's threads on CPU")
-    add("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the results file")
+    add("--out", type=Path, help="folder of the results file (bench/results; dry: build/dry-run)")
     add("--fresh", action="store_true", help="measure again what is in the file already")
     add("--dry-run", action="store_true", help="tiny sizes, one round: the path, no measurement")
     args = parser.parse_args(arguments)
@@ -177,10 +181,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("no CUDA device: --device cpu compares what runs on one")
     if INTERPRETED and not args.dry_run:
         parser.error("times under Triton's interpreter mean nothing: --dry-run")
-    sizes = [args.rounds, *([] if args.tokens is None else [args.tokens]), *(args.sweep or [])]
+    given = (args.rounds, args.tokens, args.threads, *(args.sweep or ()))
+    sizes = [number for number in given if number is not None]
     if min(sizes) < 1:
-        parser.error(f"--rounds, --tokens and --sweep must be at least 1, not {min(sizes)}")
+        names = "--rounds, --tokens, --threads and --sweep"
+        parser.error(f"{names} must be at least 1, not {min(sizes)}")
     args.dtype = args.dtype or ("bfloat16" if kind == "cuda" else "float32")
+    args.out = args.out or folder_of(args.dry_run)
     args.tokens = args.tokens or (32 if args.dry_run else TOKENS[kind])
     args.sweep_model = args.sweep_model or SWEPT[kind]
     if args.sweep is None:
@@ -201,7 +208,8 @@ def main(arguments: Sequence[str]) -> int:
     results = ResultsFile(path, environment(rig.device), config)
     start = time.perf_counter()
     rows = run(args, rig, results)
-    print(f"\n{report.summary(rows)}\n\n{time.perf_counter() - start:.0f} s; {path}")
+    took, known = time.perf_counter() - start, sum("machine" in row for row in rows)
+    print(f"\n{report.summary(rows)}\n\n{took:.0f} s, {known} of {len(rows)} known before; {path}")
     wrong = report.failures(rows)
     print(*wrong, sep="\n", file=sys.stderr) if wrong else None
     return 1 if wrong else 0

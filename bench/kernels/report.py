@@ -20,7 +20,8 @@ def title(row: Mapping[str, Any]) -> str:
     """A case in a line, with the least time that it can take."""
     case = row["case"]
     sizes = ", ".join(f"{name} {size}" for name, size in case["sizes"].items())
-    text = f"{case['op']}: {case['name']} {case['direction']}, {case['model']} ({sizes})"
+    words = ", ".join(filter(None, [sizes, case.get("dtype")]))
+    text = f"{case['op']}: {case['name']} {case['direction']}, {case['model']} ({words})"
     floor = row.get("floor_us")
     return text if floor is None else f"{text}, floor {floor:,.0f} µs"
 
