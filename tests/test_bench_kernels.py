@@ -212,15 +212,17 @@ def test_a_wrong_gradient_fails_and_a_wrong_output_too(rig: Rig) -> None:
     registry.provider("aten", baseline=True)(lambda p: p.reference)
     registry.provider("detached")(lambda p: lambda x: x + x.detach())
     registry.provider("scaled")(lambda p: lambda x: 2.001 * x)
+    registry.provider("shifted")(lambda p: lambda x: 2.0 * x + 0.1)
     op = Op(registry, lambda rig, size: iter(()))
     found = {d: admit(c) for d, c in contests(op, Doubled(rig, "doubled", {}))}
     assert "check" in found["fwd"]["detached"]
     assert "relative error of dx is 0.5" in found["bwd"]["detached"]["error"]
     assert "relative error of y is 0.0005" in found["fwd"]["scaled"]["error"]
+    assert all("relative error of y" in found[d]["shifted"]["error"] for d in found)
     row = {"case": {"op": "it", "name": "doubled", "direction": "bwd", "model": "m", "sizes": {}}}
     text = report.block(row | {"ways": found["bwd"]})
     assert "  detached  FAIL: WrongResultError" in text
-    assert len(report.failures([row | {"ways": found["bwd"]}])) == 2
+    assert len(report.failures([row | {"ways": found["bwd"]}])) == 3
 
 
 def test_norms_work_is_each_matrix_once(rig: Rig) -> None:
