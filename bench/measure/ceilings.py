@@ -34,7 +34,7 @@ def measure(rig: Rig, unit: str) -> dict[str, Any]:
     run, work = CEILINGS[unit](rig)
     run(0)
     sampler = rig.clock.sampler(run, lambda index: index, SETS)
-    (row,) = summary(in_turns({"torch": sampler}, rig), ()).values()
+    (row,) = summary(in_turns({"torch": sampler}, rig, longer=3.0), ()).values()
     rig.ceilings[unit] = rates(work, 1e-6 * row["us"]["p20"])[unit]
     found = {"unit": unit, "work": {"flops": work.flops, "bytes": work.bytes}}
     return found | {"ways": {"torch": row | {unit: rig.ceilings[unit]}}}
