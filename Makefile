@@ -37,8 +37,8 @@ audit: $(READY)  ## what the compiler makes of every kernel, for every GPU, with
 	$(BIN)/python -m bench audit --arch 80 89 90 100 120 gfx942 --dtype bf16 fp16 --check --out build/audit
 
 gpu:  ## on a machine with a GPU: its tests, then the GPU benchmark
-	$(PY) -m pytest -m gpu -p bench.gpu.outcomes
-	$(PY) -m bench gpu --out bench/results/gpu --minutes 8
+	status=0; $(PY) -m pytest -m gpu -p bench.gpu.outcomes || status=1; \
+	$(PY) -m bench gpu --out bench/results/gpu --minutes 8 || status=1; exit $$status
 
 clean:  ## what can be made again, .venv included
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks

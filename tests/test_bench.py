@@ -223,6 +223,8 @@ def row(way: str, ratio: float | None, commit: str = "now", **case: Any) -> dict
         ([row("full", 0.9, dropout=0.1)], None, "not measured"),
         ([row("full", 0.9, d_model=256)], None, "not measured"),
         ([row("full", 0.9, dtype="bfloat16")], None, "not measured"),
+        ([row("full", 0.9, causal=True)], None, "not measured"),
+        ([row("full", 0.9, activation="relu")], None, "not measured"),
     ],
 )
 def test_verdicts(rows: list[dict[str, Any]], met: bool | None, measured: str) -> None:

@@ -82,6 +82,8 @@ class Target:
             and case["norm"] in self.norms
             and case["dropout"] == self.dropout
             and WIDTHS[0] <= case["d_model"] <= WIDTHS[1]
+            and case.get("activation", "gelu") == "gelu"
+            and not case.get("causal")
         )
 
 
