@@ -29,6 +29,8 @@ BUDGETED = (
     *(*_STOCK, "compile", *(f"compile_budget_{budget:g}" for budget in BUDGETS)),
     *("full", "lean", "fast"),
 )
+#: Of all of them in a dry run, but for its first layer: the interpreter is slow.
+DRY = ("eager", "checkpoint", "full", "none")
 _LONGER = 2.5  # than a kernel's contest, for steps take longer
 
 Entry = tuple[dict[str, Any], Callable[[Rig], dict[str, Any]]]
@@ -65,6 +67,11 @@ def measure_layer(
     """The same of an encoder layer, and which: the frontier is drawn of such rows."""
     row = measure(case.subject(rig.device), names, rig, timer)
     return {"layer": dataclasses.asdict(case), **row}
+
+
+def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:
+    """All of them, or those of a dry run."""
+    return [way for way in ways if way in DRY] if rig.dry else ways
 
 
 def encoder(rig: Rig, norm: str, width: int, dropout: float) -> Case:
@@ -109,7 +116,8 @@ def layer_entries(rig: Rig) -> Iterator[Entry]:
         for norm, width in list(_grid(rig))[: 1 if rig.dry and dropout else None]:
             case = _case(rig, f"{norm}-norm", width, dropout=dropout)
             given = (norm, width, dropout)
-            yield case, lambda rig, given=given: measure_layer(encoder(rig, *given), WAYS, rig)
+            ways = WAYS if (norm, dropout) == ("pre", 0.0) else _fewer(rig, WAYS)
+            yield case, lambda rig, g=given, w=ways: measure_layer(encoder(rig, *g), w, rig)
 
 
 def frontier_entries(rig: Rig) -> Iterator[Entry]:
@@ -120,7 +128,8 @@ def frontier_entries(rig: Rig) -> Iterator[Entry]:
         tokens = base.batch * base.seq_len
         layer = dataclasses.replace(base, batch=max(1, tokens // seq_len), seq_len=seq_len)
         case = _case(rig, "pre-norm", width, seq_len=seq_len)
-        yield case, lambda rig, layer=layer: measure_layer(layer, WAYS, rig)
+        ways = _fewer(rig, WAYS)
+        yield case, lambda rig, layer=layer, ways=ways: measure_layer(layer, ways, rig)
 
 
 def mlp_entries(rig: Rig) -> Iterator[Entry]:
@@ -132,12 +141,13 @@ def mlp_entries(rig: Rig) -> Iterator[Entry]:
 
 def replay_entries(rig: Rig) -> Iterator[Entry]:
     """Layers as CUDA graphs."""
+    ways = _fewer(rig, REPLAYED)
     for norm, width in list(_grid(rig))[: 1 if rig.dry else None]:
         case = _case(rig, f"{norm}-norm, replayed", width)
         given = (norm, width, 0.0)
         yield (
             case,
-            lambda rig, g=given: measure_layer(encoder(rig, *g), REPLAYED, rig, ReplayedStep),
+            lambda rig, g=given: measure_layer(encoder(rig, *g), ways, rig, ReplayedStep),
         )
 
 
