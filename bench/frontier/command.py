@@ -25,9 +25,9 @@ import torch
 from bench.frontier import files
 from bench.frontier.points import collected, is_ours, read, title
 from bench.frontier.report import changes, panel_table, sentences
-from bench.layers.command import DEVICE, row_of, sizes
+from bench.layers.command import DEVICE, add_measuring, row_of, sizes
 from bench.layers.measure import Options, steps_of
-from bench.layers.subjects import ACTIVATIONS, DTYPES, NORMS, Case
+from bench.layers.subjects import DTYPES, NORMS, Case
 from bench.layers.ways import BASELINE, GROUPS, WAYS, select
 from bench.measure.machine import ROOT, environment, version
 from bench.measure.progress import Progress
@@ -76,18 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", nargs="+", choices=DTYPES, help="(default: float32; on cuda bfloat16)")
     add("--norm", nargs="+", default=["pre"], choices=NORMS)
     add("--dropout", nargs="+", type=float, default=[0.0])
-    add("--activation", default="gelu", choices=ACTIVATIONS)
-    add("--causal", action="store_true", help="with a causal mask")
     add("--tokens", type=int, help="of a step (default: 2048; on cuda 16384)")
     add("--seq-len", nargs="+", type=int, metavar="S")
     add("--d-model", nargs="+", type=int, metavar="D")
     add("--head-dim", type=int, help="(default: 64; on cuda 128)")
     add("--sizes", nargs="+", type=sizes, metavar="BxSxDxH", help="these, not the sweep")
-    add("--ways", nargs="+", default=list(GROUPS), metavar="WAY", help="names, groups (all)")
-    add("--rounds", type=int, default=24, help="timed rounds of a shape at most (default: 24)")
-    add("--seconds", type=float, default=120.0, help="timed seconds of a shape, about (120)")
-    add("--threads", type=int, help="torch's threads on CPU")
-    add("--fresh", action="store_true", help="measure again what is in the file already")
+    add_measuring(parser, rounds=24, seconds=120.0)
     return parser
 
 

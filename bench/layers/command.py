@@ -90,17 +90,23 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", nargs="+", choices=DTYPES, help="(default: float32; on cuda bfloat16)")
     add("--norm", nargs="+", default=list(NORMS), choices=NORMS)
     add("--dropout", nargs="+", type=float, default=list(DROPOUTS))
-    add("--activation", default="gelu", choices=ACTIVATIONS)
-    add("--causal", action="store_true", help="with a causal mask")
     add("--sizes", nargs="+", type=sizes, metavar="BxSxDxH")
     for axis in ("batch", "seq-len", "d-model", "nhead"):
         add(f"--{axis}", nargs="+", type=int, help="in place of that of --sizes")
+    add_measuring(parser, rounds=36, seconds=60.0)
+    return parser
+
+
+def add_measuring(parser: argparse.ArgumentParser, rounds: int, seconds: float) -> None:
+    """Options of whatever measures layers; the defaults are for a case."""
+    add = parser.add_argument
+    add("--activation", default="gelu", choices=ACTIVATIONS)
+    add("--causal", action="store_true", help="with a causal mask")
     add("--ways", nargs="+", default=list(GROUPS), metavar="WAY", help="names, groups (all)")
-    add("--rounds", type=int, default=36, help="timed rounds of a case at most (default: 36)")
-    add("--seconds", type=float, default=60.0, help="timed seconds of a case, about (60)")
+    add("--rounds", type=int, default=rounds, help=f"timed of a case at most ({rounds})")
+    add("--seconds", type=float, default=seconds, help=f"timed of a case, about ({seconds:g})")
     add("--threads", type=int, help="torch's threads on CPU")
     add("--fresh", action="store_true", help="measure again what is in the file already")
-    return parser
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
