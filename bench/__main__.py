@@ -16,6 +16,7 @@ COMMANDS = {
     "gpu": "bench.gpu.command",
     "kernels": "bench.kernels.command",
     "layers": "bench.layers.command",
+    "model": "bench.model.command",
     "profile": "bench.layers.profile_step",
     "report": "bench.report.command",
 }

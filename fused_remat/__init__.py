@@ -3,12 +3,19 @@
 from fused_remat.check import ReplayError, check_replay
 from fused_remat.convert import convert, revert, set_policy
 from fused_remat.explain import explain
-from fused_remat.layers import FusedRematLayer, FusedRematWarning
+from fused_remat.layers import (
+    FusedRematCausalLayer,
+    FusedRematDecoderLayer,
+    FusedRematLayer,
+    FusedRematWarning,
+)
 from fused_remat.policies import Policy
 from fused_remat.report import MemoryReport, memory_report
 from fused_remat.version import __version__ as __version__
 
 __all__ = [
+    "FusedRematCausalLayer",
+    "FusedRematDecoderLayer",
     "FusedRematLayer",
     "FusedRematWarning",
     "MemoryReport",

@@ -35,7 +35,7 @@ class BlockCall:
         save: names that the policy keeps.
         wants: inputs and params whose gradients are wanted.
         backend: a registered name or "auto".
-        seq_first: the first input is (S, B, D) rather than (B, S, D).
+        seq_first: the inputs are (S, B, D) rather than (B, S, D).
         preserve_strides: the output keeps a dense input's strides; else it is contiguous.
         accumulation: whose gradients backward adds to buffers instead of returning them.
     """
@@ -61,28 +61,37 @@ class BlockCall:
         return x.transpose(0, 1) if self.seq_first else x
 
     def named_shapes(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-        """Shapes by name, of those that are there, the first input's batch first."""
+        """Shapes by name, of those that are there, the inputs' batch first."""
         named: dict[str, tuple[int, ...]] = {
             name: shape
             for name, shape in zip(self.graph.tensors, shapes, strict=True)
             if shape is not None
         }
-        if self.seq_first:
-            seq_len, batch, width = named["input"]
-            named["input"] = (batch, seq_len, width)
+        for name in self.graph.inputs if self.seq_first else ():
+            seq_len, batch, width = named[name]
+            named[name] = (batch, seq_len, width)
         return named
 
     def named(self, tensors: Sequence[Tensor | None]) -> Mapping[str, Tensor | None]:
-        """Tensors by name, the first input batch first."""
+        """Tensors by name, the inputs batch first."""
         named = dict(zip(self.graph.tensors, tensors, strict=True))
-        x = named["input"]
-        named["input"] = None if x is None else self.batch_major(x)
+        for name in self.graph.inputs if self.seq_first else ():
+            x = named[name]
+            named[name] = None if x is None else self.batch_major(x)
         return named
 
 
-def prepare(call: BlockCall, like: Tensor, shapes: Shapes, fused: bool = True) -> Prepared:
-    """`call.prepare` for tensors of `shapes`; `like` has the device and dtype of the first."""
-    dtype, compute = like.dtype, call.graph.compute or like.dtype
+def prepare(
+    call: BlockCall,
+    like: Tensor,
+    shapes: Shapes,
+    fused: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Prepared:
+    """`call.prepare` for tensors of `shapes`, the first of the device of `like`, and of its dtype
+    if that is not given."""
+    dtype = dtype or like.dtype
+    compute = call.graph.compute or dtype
     backend = get_backend(call.backend, like, compute)
     tokens = backend.chunk_tokens(like)
     fusions: frozenset[str] = backend.fusions(compute) if fused else frozenset()
@@ -100,9 +109,11 @@ def _prepare(
 ) -> Prepared:
     graph, named = call.graph, call.named_shapes(shapes)
     batch, seq_len = sizes(named["input"])
+    lengths = graph.lengths(named)
+    longest = max(lengths[node.name] for node in graph.nodes)
     if any(node.per_batch for node in graph.nodes):
-        chunk_tokens = batch * seq_len
-    chunks = Chunks.of(batch, seq_len, chunk_tokens)
+        chunk_tokens = batch * longest
+    chunks = Chunks.of(batch, seq_len, chunk_tokens, longest)
     plan = programs(graph, call.save, call.wants, chunks.tiled, fusions)
     rereads = {*plan.kept_inputs, *plan.saved_params}
     return Prepared(
@@ -112,6 +123,7 @@ def _prepare(
         kind=graph.kind,
         wants=call.wants,
         widths=graph.widths(named),
+        lengths=lengths,
         dtypes=graph.dtypes(dtype),
         compute=graph.compute,
         casts=graph.casts,
@@ -135,7 +147,7 @@ def forward_block(
     """
     x = tensors[0]
     assert x is not None
-    out = empty_output(call, prepared.widths["output"], x)
+    out = empty_output(call, prepared.widths["output"], prepared.dtypes["output"], x)
     this = Run(prepared, call.named(tensors), functions, x, watch)
     out_BSD = call.batch_major(out)
     if autocast_on(x):  # the graph says what is computed in which dtype
@@ -144,14 +156,14 @@ def forward_block(
     return out, run.forward(this, out_BSD)
 
 
-def empty_output(call: BlockCall, width: int, x: Tensor) -> Tensor:
-    """Uninitialised, for the output of `width` for the first input `x`."""
+def empty_output(call: BlockCall, width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
+    """Uninitialised, for the output of `width` and `dtype` for the first input `x`."""
     if x.dim() == 4:
-        return x.new_empty((*sizes(x.shape), width))
+        return x.new_empty((*sizes(x.shape), width), dtype=dtype)
     if width != x.shape[-1]:
-        return x.new_empty((*x.shape[:-1], width))
+        return x.new_empty((*x.shape[:-1], width), dtype=dtype)
     layout = torch.preserve_format if call.preserve_strides else torch.contiguous_format
-    return torch.empty_like(x, memory_format=layout)
+    return torch.empty_like(x, dtype=dtype, memory_format=layout)
 
 
 def backward_block(
@@ -177,8 +189,9 @@ def backward_block(
             found = run.backward(this, kept, out_BSD, dy_BSD)
     else:
         found = run.backward(this, kept, out_BSD, dy_BSD)
-    if "input" in found:
-        found["input"] = call.batch_major(found["input"])
+    for name in call.graph.inputs if call.seq_first else ():
+        if name in found:
+            found[name] = call.batch_major(found[name])
     found.update(this.param_grads)
     if into is not None:
         found = {name: grad for name, grad in found.items() if name not in into}

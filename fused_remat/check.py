@@ -182,17 +182,18 @@ class Record:
     def _kept_pieces(self) -> Iterator[_Piece]:
         """What `run.forward` returns, in order."""
         plan, chunks = self.prepared.plan, self.prepared.chunks
+        lengths = self.prepared.lengths
         for seqs in chunks.groups():
-            rows = (seqs[1] - seqs[0]) * chunks.seq_len
-            yield from (_Piece(name, seqs, 0, rows) for name in plan.kept_group)
+            count = seqs[1] - seqs[0]
+            yield from (_Piece(name, seqs, 0, count * lengths[name]) for name in plan.kept_group)
             if plan.tile_forward:
-                for lo, hi in chunks.tiles(rows):
+                for lo, hi in chunks.tiles(count * chunks.seq_len):
                     yield from (_Piece(name, seqs, lo, hi - lo) for name in plan.kept_tile)
 
     def _compare_piece(self, piece: _Piece, value: Tensor, as_what: str) -> None:
         found = _difference(self._pieces[piece], value)
         if found is not None:
-            where = _tokens(piece, value, found, self.prepared.chunks.seq_len)
+            where = _tokens(piece, value, found, self.prepared.lengths[piece.name])
             self._fail(piece.name, where, ("forward", as_what), found, self._part(piece))
 
     def _part(self, piece: _Piece) -> str:
@@ -200,7 +201,7 @@ class Record:
         chunks = self.prepared.chunks
         groups, group = -(-chunks.batch // chunks.group), piece.seqs[0] // chunks.group
         parts = [f"group {group + 1} of {groups}"] if groups > 1 else []
-        whole = (piece.seqs[1] - piece.seqs[0]) * chunks.seq_len
+        whole = (piece.seqs[1] - piece.seqs[0]) * self.prepared.lengths[piece.name]
         if piece.rows < whole:
             parts.append(f"tile {piece.lo // chunks.tile + 1} of {-(-whole // chunks.tile)}")
         return f" in {', '.join(parts)}" if parts else ""
@@ -221,7 +222,7 @@ def _made(step: Step, frame: Frame) -> Iterator[tuple[_Piece, Tensor]]:
     for name in step.node.makes:
         keep = frame.keeps.get(name)
         value = frame.values[name] if keep is None else keep.tensor()
-        yield _Piece(name, frame.seqs, frame.lo, frame.rows), value
+        yield _Piece(name, frame.seqs, frame.lo, frame.rows_of(name)), value
 
 
 @dataclass(frozen=True)

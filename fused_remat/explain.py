@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 from fused_remat.backends.registry import why_not_default
 from fused_remat.blocks.frame import TRACERS, Frame, Run
 from fused_remat.blocks.program import Step
-from fused_remat.layers import FusedRematLayer
-from fused_remat.layers.encoder_layer import DECISIONS
+from fused_remat.layers.fused_layer import DECISIONS, FusedLayer
 from fused_remat.report.step import restored
 
 
@@ -139,11 +138,12 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     """Run `model(*inputs, **kwargs)` once and say what each fused block in it does, and why.
 
     For every call: what is kept, which routine runs each step of the forward and why a faster one
-    cannot, and what backward rebuilds; for a `FusedRematLayer` off the fused path, the reason.
+    cannot, and what backward rebuilds; for a fused layer off the fused path, the reason.
     Torch's random state, buffers and `.grad` are put back. Print the result.
 
     Raises: whatever the model raises.
 
+    >>> from fused_remat import FusedRematLayer
     >>> layer = FusedRematLayer(64, 4, 256, 0.0, batch_first=True, norm_first=True, policy="lean")
     >>> print(explain(layer, torch.randn(2, 16, 64)))  # doctest: +NORMALIZE_WHITESPACE
     FusedRematLayer: encoder_prenorm, backend eager, 1 × 2 sequences
@@ -162,7 +162,7 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     recorder = _Recorder()
     handles = []
     for name, module in model.named_modules():
-        if isinstance(module, FusedRematLayer):
+        if isinstance(module, FusedLayer):
             recorder.names[module] = name or type(module).__name__
             handles += [
                 module.register_forward_pre_hook(recorder.enter),

@@ -217,7 +217,7 @@ def predict_kept_bytes(
 
     Args:
         graph, policy: the block and what it keeps.
-        shapes: the shape of "input" (its width last) and of every param.
+        shapes: the shape of "input" (its width last), of other inputs (whole) and of every param.
         wants: "input" and the params whose gradients are wanted.
         dtype: of the input; under autocast, of the residual stream.
         compute: what autocast computes products in; None without autocast.

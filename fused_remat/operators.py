@@ -117,10 +117,10 @@ def _pieces(prepared: Prepared) -> Iterator[tuple[str, int]]:
     """The name and the number of tokens of every piece, in the order in which they are made."""
     plan, chunks = prepared.plan, prepared.chunks
     for first, last in chunks.groups():
-        rows = (last - first) * chunks.seq_len
-        yield from ((name, rows) for name in plan.kept_group)
+        count = last - first
+        yield from ((name, count * prepared.lengths[name]) for name in plan.kept_group)
         if plan.kept_tile:
-            for lo, hi in chunks.tiles(rows):
+            for lo, hi in chunks.tiles(count * chunks.seq_len):
                 yield from ((name, hi - lo) for name in plan.kept_tile)
 
 
@@ -165,11 +165,12 @@ def _shapes(flat: Sequence[int]) -> list[torch.Size]:
     return shapes
 
 
-def _widths(this: Described, given: list[Tensor | None]) -> tuple[int, dict[str, int]]:
-    """The number of tokens, and elements per token by name; sizes may be symbols."""
+def _matrices(this: Described, given: list[Tensor | None]) -> dict[str, tuple[int, int]]:
+    """The number of tokens, and elements per token, by name; sizes may be symbols."""
     named = this.call.named_shapes([None if t is None else t.shape for t in given])
-    batch, seq_len = sizes(named["input"])
-    return batch * seq_len, this.call.graph.widths(named)
+    batch, graph = sizes(named["input"])[0], this.call.graph
+    lengths = graph.lengths(named)
+    return {name: (batch * lengths[name], width) for name, width in graph.widths(named).items()}
 
 
 def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
@@ -191,16 +192,17 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
 def _empty_kept(this: Described, given: list[Tensor | None]) -> list[Tensor]:
     graph, x = this.call.graph, given[0]
     assert x is not None
-    tokens, widths = _widths(this, given)
-    dtypes = graph.dtypes(x.dtype)
-    return [x.new_empty((tokens, widths[name]), dtype=dtypes[name]) for name in this.plan.kept]
+    matrices, dtypes = _matrices(this, given), graph.dtypes(x.dtype)
+    return [x.new_empty(matrices[name], dtype=dtypes[name]) for name in this.plan.kept]
 
 
 def _fake_forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     this = described(call)
     given = this.aligned(tuple(this.dtypes), tensors)
-    _, widths = _widths(this, given)
-    out = empty_output(this.call, widths["output"], given[0])
+    x = given[0]
+    assert x is not None
+    dtype = this.call.graph.dtypes(x.dtype)["output"]
+    out = empty_output(this.call, _matrices(this, given)["output"][1], dtype, x)
     return [out, *_empty_kept(this, given)]
 
 
@@ -208,7 +210,9 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     this = described(call)
     names = tuple(this.dtypes)
     shapes = dict(zip(names, _shapes(sizes), strict=True))
-    prepared = prepare(this.call, dy, this.aligned(names, list(shapes.values())))
+    dtype = this.dtypes[this.call.graph.inputs[0]]
+    given = this.aligned(names, list(shapes.values()))
+    prepared = prepare(this.call, dy, given, dtype=dtype)
     count = len(this.saved)
     out = saved[count] if this.plan.keeps_output else None
     whole = dict(zip(this.plan.kept, saved[count + this.plan.keeps_output :], strict=True))

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+#: Both attentions of a decoder, with what each reads.
+_DECODER_FAST = frozenset({"attn", "qkv", "cross", "query", "kv"})
+
 #: rung -> block -> names kept besides the block's inputs; nothing where the block has no row.
 #: Of a rotary block, the rungs above "balanced" keep what attention reads, `rotated`: rotating back
 #: asks for nothing, so `qkv` is not wanted again. Where heads are normed first, backward asks for
@@ -19,6 +22,8 @@ RUNGS: dict[str, dict[str, frozenset[str]]] = {
     "full": {
         "encoder_prenorm": frozenset(),
         "encoder_postnorm": frozenset(),
+        "decoder_prenorm": frozenset(),
+        "decoder_postnorm": frozenset(),
         "attention_block": frozenset(),
         "rotary_attention_block": frozenset(),
         "qk_norm_attention_block": frozenset(),
@@ -27,6 +32,8 @@ RUNGS: dict[str, dict[str, frozenset[str]]] = {
     "lean": {
         "encoder_prenorm": frozenset({"attn"}),
         "encoder_postnorm": frozenset({"sum2"}),
+        "decoder_prenorm": frozenset({"attn", "cross"}),
+        "decoder_postnorm": frozenset({"sum3"}),
         "attention_block": frozenset({"attn"}),
         "rotary_attention_block": frozenset({"attn"}),
         "qk_norm_attention_block": frozenset({"attn"}),
@@ -35,6 +42,8 @@ RUNGS: dict[str, dict[str, frozenset[str]]] = {
     "balanced": {
         "encoder_prenorm": frozenset({"attn", "mid"}),
         "encoder_postnorm": frozenset({"attn", "sum2"}),
+        "decoder_prenorm": frozenset({"attn", "cross", "mid1", "mid2"}),
+        "decoder_postnorm": frozenset({"attn", "cross", "sum3"}),
         "attention_block": frozenset({"attn"}),
         "rotary_attention_block": frozenset({"attn"}),
         "qk_norm_attention_block": frozenset({"attn"}),
@@ -43,6 +52,8 @@ RUNGS: dict[str, dict[str, frozenset[str]]] = {
     "fast": {
         "encoder_prenorm": frozenset({"attn", "mid", "qkv"}),
         "encoder_postnorm": frozenset({"attn", "sum1", "sum2", "qkv"}),
+        "decoder_prenorm": _DECODER_FAST | {"mid1", "mid2"},
+        "decoder_postnorm": _DECODER_FAST | {"sum1", "sum2", "sum3"},
         "attention_block": frozenset({"attn", "qkv"}),
         "rotary_attention_block": frozenset({"attn", "rotated"}),
         "qk_norm_attention_block": frozenset({"attn", "qkv"}),
@@ -51,6 +62,8 @@ RUNGS: dict[str, dict[str, frozenset[str]]] = {
     "none": {
         "encoder_prenorm": frozenset({"attn", "mid", "qkv", "up"}),
         "encoder_postnorm": frozenset({"attn", "sum1", "sum2", "qkv", "up"}),
+        "decoder_prenorm": _DECODER_FAST | {"mid1", "mid2", "up"},
+        "decoder_postnorm": _DECODER_FAST | {"sum1", "sum2", "sum3", "up"},
         "attention_block": frozenset({"attn", "qkv"}),
         "rotary_attention_block": frozenset({"attn", "rotated"}),
         "qk_norm_attention_block": frozenset({"attn", "qkv"}),
@@ -61,6 +74,40 @@ RUNGS: dict[str, dict[str, frozenset[str]]] = {
         "gated_mlp_block": frozenset({"gate", "up"}),
     },
 }
+
+
+#: What attention reads of a block, by how its heads are made: the step to keep from "fast" on.
+_HEADS = {"": "qkv", "rotary_": "rotated", "qk_norm_": "qkv"}
+#: rung -> placement of the norms -> names kept of a transformer block, and whether also its heads.
+#: Backward of a norm after a half asks for that half's sum: "down", as a post-norm block's "sum2".
+_TRANSFORMERS: dict[str, dict[str, tuple[set[str], bool]]] = {
+    "full": {"prenorm": (set(), False), "postnorm": (set(), False), "sandwich": (set(), False)},
+    "lean": {
+        "prenorm": ({"attn"}, False),
+        "postnorm": ({"sum2"}, False),
+        "sandwich": ({"down"}, False),
+    },
+    "balanced": {
+        "prenorm": ({"attn", "mid"}, False),
+        "postnorm": ({"attn", "sum2"}, False),
+        "sandwich": ({"attn", "down"}, False),
+    },
+    "fast": {
+        "prenorm": ({"attn", "mid"}, True),
+        "postnorm": ({"attn", "sum1", "sum2"}, True),
+        "sandwich": ({"attn", "proj", "down"}, True),
+    },
+    "none": {
+        "prenorm": ({"attn", "mid", "gate", "up"}, True),
+        "postnorm": ({"attn", "sum1", "sum2", "gate", "up"}, True),
+        "sandwich": ({"attn", "proj", "down", "gate", "up"}, True),
+    },
+}
+for _rung, _placements in _TRANSFORMERS.items():
+    for _prefix, _read in _HEADS.items():
+        for _placement, (_names, _keeps_heads) in _placements.items():
+            _kept = _names | ({_read} if _keeps_heads else set())
+            RUNGS[_rung][f"{_prefix}transformer_{_placement}"] = frozenset(_kept)
 
 
 @dataclass(frozen=True, init=False)
@@ -114,7 +161,7 @@ def kept_names(policy: str | Policy, block: str, valid: Iterable[str]) -> frozen
     if isinstance(policy, str):
         if policy not in RUNGS:
             raise ValueError(f"unknown policy {policy!r}; valid rungs: {', '.join(RUNGS)}")
-        return RUNGS[policy].get(block, frozenset())
+        return RUNGS[policy].get(block, frozenset()).intersection(valid)  # "gate": of gated ones
     if not isinstance(policy, Policy):
         raise TypeError(f"policy must be a rung ({', '.join(RUNGS)}) or a Policy, got {policy!r}")
     valid = tuple(valid)

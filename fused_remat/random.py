@@ -27,9 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Dropout sites of a transformer block.
-ATTENTION, RESIDUAL1, MLP, RESIDUAL2 = range(4)
-NUM_SITES = 4
+#: Dropout sites of a transformer block: a new one goes to the end, the numbers are for good.
+ATTENTION, RESIDUAL1, MLP, RESIDUAL2, CROSS_ATTENTION, CROSS_RESIDUAL = range(6)
+#: Keys are made for so many sites at once.
+NUM_SITES = 8
+#: The first site of the inputs of low-rank updates, one each.
+LORA = 8
 
 GOLDEN64 = 0x9E3779B97F4A7C15
 GOLDEN32 = 0x9E3779B9
@@ -58,7 +61,6 @@ _MUL1_S = _signed(MIX64_MUL1, 64)
 _MUL2_S = _signed(MIX64_MUL2, 64)
 _GOLDEN64_U, _MUL1_U, _MUL2_U = np.uint64(GOLDEN64), np.uint64(MIX64_MUL1), np.uint64(MIX64_MUL2)
 _SHIFTS = tuple(map(np.uint64, (30, 27, 31)))
-_SITE_STEPS = np.arange(1, NUM_SITES + 1, dtype=np.uint64) * _GOLDEN64_U
 _GOLDEN32_U, _MUL32_U, _MASK31 = np.uint32(GOLDEN32), np.uint32(MUL32), np.uint32(0x7FFFFFFF)
 _ONE32, _SIXTEEN = np.uint32(1), np.uint32(16)
 
@@ -101,16 +103,16 @@ def _is_small(key: Tensor, elements: int) -> bool:
     return elements <= _SMALL and type(key) is Tensor and key.device.type == "cpu"
 
 
-def site_keys(seed: Tensor) -> tuple[Tensor, ...]:
-    """The keys of all sites, NUM_SITES int64 tensors (), from `seed`, an int64 tensor ().
+def site_keys(seed: Tensor, first: int = 0) -> tuple[Tensor, ...]:
+    """The keys of NUM_SITES sites from `first` on, int64 tensors (), from `seed`, one such.
 
     >>> site_keys(torch.tensor(0))[ATTENTION].item()
     -2152535657050944081
     """
     if _is_small(seed, 1):
-        keys = _mix64_numpy(seed.numpy().view(np.uint64) + _SITE_STEPS)
+        keys = _mix64_numpy(seed.numpy().view(np.uint64) + _site_steps(first))
         return torch.from_numpy(keys.view(np.int64)).unbind()
-    sites = torch.arange(1, NUM_SITES + 1, dtype=torch.int64, device=seed.device)
+    sites = torch.arange(first + 1, first + NUM_SITES + 1, device=seed.device)
     return _mix64(sites.mul_(_GOLDEN64_S).add_(seed)).unbind()
 
 
@@ -241,6 +243,11 @@ def _keep_scale_numpy(
 
 
 # What depends on sizes alone, for the small calls: at most _SMALL elements each.
+
+
+@functools.lru_cache(maxsize=256)
+def _site_steps(first: int) -> np.ndarray:
+    return np.arange(first + 1, first + NUM_SITES + 1, dtype=np.uint64) * _GOLDEN64_U
 
 
 @functools.lru_cache(maxsize=256)

@@ -49,38 +49,73 @@ def run(layer: nn.Module, x: Tensor, dy: Tensor | None = None, **kwargs: object)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
-def masked_encoder(layer: nn.TransformerEncoderLayer, x: Tensor, seed: Tensor) -> Tensor:
-    """The layer on x (B, S, D) in plain autograd, dropout masks from the generator's definition."""
-    batch, seq_len, width = x.shape
-    nhead = layer.self_attn.num_heads
-    keys = random.site_keys(seed)
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+class _Dropout:
+    """Dropout by explicit masks of the generator's definition, and what is built of it."""
 
-    def drop(t: Tensor, site: int, p: float, rows: int) -> Tensor:
+    def __init__(self, seed: Tensor, dtype: torch.dtype) -> None:
+        self.keys = random.site_keys(seed)
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def drop(self, t: Tensor, site: int, p: float) -> Tensor:
+        """Over the rows of `t`, a matrix for each index before the last."""
         if p == 0.0:
             return t
-        keep = random.keep_scale(keys[site], 0, rows, t.shape[-1], p, dtype)
+        rows = t.numel() // t.shape[-1]
+        keep = random.keep_scale(self.keys[site], 0, rows, t.shape[-1], p, self.dtype)
         return t * keep.view(t.shape).to(t.dtype)
 
-    def attention(t: Tensor) -> Tensor:
-        attn = layer.self_attn
-        packed = F.linear(t, attn.in_proj_weight, attn.in_proj_bias)
-        q, k, v = packed.view(batch, seq_len, 3, nhead, -1).permute(2, 0, 3, 1, 4)
+    def attention(self, attn: nn.MultiheadAttention, t: Tensor, keys: Tensor, site: int) -> Tensor:
+        """Of t (B, S, D) to `keys` (B, M, D)."""
+        (wq, wk, wv), biases = attn.in_proj_weight.chunk(3), attn.in_proj_bias.chunk(3)
+        q, k, v = (
+            F.linear(x, w, b).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
+            for x, w, b in zip((t, keys, keys), (wq, wk, wv), biases, strict=True)
+        )
         probs = ((q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5).softmax(-1)
-        probs = drop(probs, random.ATTENTION, attn.dropout, batch * nhead * seq_len)
-        heads = (probs @ v).transpose(1, 2).reshape(batch, seq_len, width)
-        out = F.linear(heads, attn.out_proj.weight, attn.out_proj.bias)
-        return drop(out, random.RESIDUAL1, layer.dropout1.p, batch * seq_len)
+        heads = (self.drop(probs, site, attn.dropout) @ v).transpose(1, 2).flatten(2)
+        return F.linear(heads, attn.out_proj.weight, attn.out_proj.bias)
 
-    def mlp(t: Tensor) -> Tensor:
-        act = drop(layer.activation(layer.linear1(t)), random.MLP, layer.dropout.p, batch * seq_len)
-        return drop(layer.linear2(act), random.RESIDUAL2, layer.dropout2.p, batch * seq_len)
+    def mlp(self, layer: nn.Module, t: Tensor, last: nn.Dropout) -> Tensor:
+        act = self.drop(layer.activation(layer.linear1(t)), random.MLP, layer.dropout.p)
+        return self.drop(layer.linear2(act), random.RESIDUAL2, last.p)
+
+
+def masked_encoder(layer: nn.TransformerEncoderLayer, x: Tensor, seed: Tensor) -> Tensor:
+    """The layer on x (B, S, D) in plain autograd, dropout masks from the generator's definition."""
+    d = _Dropout(seed, x.dtype)
+
+    def attention(t: Tensor) -> Tensor:
+        out = d.attention(layer.self_attn, t, t, random.ATTENTION)
+        return d.drop(out, random.RESIDUAL1, layer.dropout1.p)
 
     if layer.norm_first:
         mid = x + attention(layer.norm1(x))
-        return mid + mlp(layer.norm2(mid))
+        return mid + d.mlp(layer, layer.norm2(mid), layer.dropout2)
     mid = layer.norm1(x + attention(x))
-    return layer.norm2(mid + mlp(mid))
+    return layer.norm2(mid + d.mlp(layer, mid, layer.dropout2))
+
+
+def masked_decoder(
+    layer: nn.TransformerDecoderLayer, x: Tensor, memory: Tensor, seed: Tensor
+) -> Tensor:
+    """As `masked_encoder`, on x (B, S, D) and memory (B, M, D)."""
+    d = _Dropout(seed, x.dtype)
+
+    def attention(t: Tensor) -> Tensor:
+        out = d.attention(layer.self_attn, t, t, random.ATTENTION)
+        return d.drop(out, random.RESIDUAL1, layer.dropout1.p)
+
+    def cross(t: Tensor) -> Tensor:
+        out = d.attention(layer.multihead_attn, t, memory, random.CROSS_ATTENTION)
+        return d.drop(out, random.CROSS_RESIDUAL, layer.dropout2.p)
+
+    if layer.norm_first:
+        mid1 = x + attention(layer.norm1(x))
+        mid2 = mid1 + cross(layer.norm2(mid1))
+        return mid2 + d.mlp(layer, layer.norm3(mid2), layer.dropout3)
+    mid1 = layer.norm1(x + attention(x))
+    mid2 = layer.norm2(mid1 + cross(mid1))
+    return layer.norm3(mid2 + d.mlp(layer, mid2, layer.dropout3))
 
 
 #: (S, B, D) for the layers of `make`.

@@ -83,7 +83,8 @@ def dropout(t: Tensor, site: int, p: float, seed: int) -> Tensor:
     if p == 0.0:
         return t
     dtype = torch.promote_types(t.dtype, torch.float32)
-    key, width = random.site_keys(torch.tensor(seed))[site], t.shape[-1]
+    index, width = site % random.NUM_SITES, t.shape[-1]
+    key = random.site_keys(torch.tensor(seed), site - index)[index]
     keep = random.keep_scale(key, 0, t.numel() // width, width, p, dtype)
     return (t * keep.view(t.shape)).to(t.dtype)
 
@@ -212,7 +213,7 @@ class Case:
         ends = ("weight", "bias", "slope", "mask")
         x = next(iter(tensors.values()))
         given = [t for name, t in tensors.items() if name.endswith(ends)]
-        return [*given, *bounds(x), key_lengths(x)]
+        return [*given, *bounds(x), key_lengths(x), *rope(x)]
 
 
 # Made once, so that what a call saves of them is known by its storage.
@@ -240,6 +241,17 @@ def _key_lengths(batch: int, seq: int) -> Tensor:
     return (seq - 1 - 2 * torch.arange(batch)).clamp(min=0)
 
 
+def rope(x: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin for tokens of `x` (B, S, ...) with heads E wide."""
+    return _rope(x.shape[1], x.dtype) if isinstance(x, Tensor) else (torch.ones(1, 1),) * 2
+
+
+@functools.cache
+def _rope(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle = torch.arange(tokens, dtype=torch.float64)[:, None]
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
 D, FF, H, KV, E = 8, 12, 4, 2, 2
 X = {"x": ("B", "S", D)}
 FC = {"fc1_weight": (FF, D), "fc1_bias": (FF,), "fc2_weight": (D, FF), "fc2_bias": (D,)}
@@ -255,6 +267,22 @@ ENCODER = {
     for name, shape in {"qkv": (3 * D, D), "proj": (D, D), "fc1": (FF, D), "fc2": (D, FF),
                         "norm1": (D,), "norm2": (D,)}.items()
     for kind in ("weight", "bias")
+}  # fmt: skip
+
+LLAMA = {
+    f"{name}_weight": shape
+    for name, shape in {"norm1": (D,), "q": (H * E, D), "k": (KV * E, D), "v": (KV * E, D),
+                        "proj": (D, H * E), "norm2": (D,), "gate": (FF, D), "fc1": (FF, D),
+                        "fc2": (D, FF)}.items()
+}  # fmt: skip
+#: Gemma-3's norms, and an update of the packed projection and of fc2.
+GEMMA = {
+    **{name: shape for name, shape in LLAMA.items() if name not in ("q_weight", "k_weight",
+                                                                    "v_weight")},
+    "qkv_weight": QKV["qkv_weight"], "qkv_bias": QKV["qkv_bias"], "post1_weight": (D,),
+    "post2_weight": (D,), "q_norm_weight": (E,), "k_norm_weight": (E,),
+    "qkv_a_weight": (3, D), "qkv_b_weight": (QKV["qkv_weight"][0], 3),
+    "fc2_a_weight": (2, FF), "fc2_b_weight": (D, 2),
 }  # fmt: skip
 
 
@@ -292,6 +320,26 @@ def _encoder_plain(norm_first: bool) -> Callable[..., Tensor]:
         return normed(mid + second(mid), "norm2")
 
     return plain
+
+
+def _transformer(t: Tensors, p: float, fn: Callable[..., Tensor], **kw: object) -> Tensor:
+    """`fn`, which is `ops.causal_block` or the same in plain PyTorch, on a Llama's or a Gemma's."""
+    named = {".".join(k.rsplit("_", 1)): v for k, v in t.items() if k != "x"}
+    how = {"dropout_p": p, "kv_heads": KV, "rope": rope(t["x"]), "eps": 1e-3, **kw}
+    if "post1.weight" in named:
+        matrices = {n: [named.pop(f"{n}_{m}.weight") for m in "ab"] for n in ("qkv", "fc2")}
+        how |= {
+            "placement": "sandwich", "norm_offset": 1.0, "activation": "gelu_tanh", "softcap": 2.0,
+            "lora": [(n, *ab, 0.5) for n, ab in matrices.items()], "lora_dropout_p": p,
+            "window": (20, 0),
+        }  # fmt: skip
+    return fn(t["x"], named, H, **how)
+
+
+def _transformer_plain(t: Tensors, p: float, seed: int) -> Tensor:
+    from reference_transformer import plain
+
+    return _transformer(t, p, plain, seed=seed)
 
 
 def _block(kind: str, act: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -442,6 +490,18 @@ CASES: dict[str, Case] = {
         ),
         X | {"norm_weight": (D,)} | QKV | {"q_norm_weight": (E,), "k_norm_weight": (E,)},
         (D, 1),
+    ),
+    "causal_block": Case(
+        lambda t, p, **kw: _transformer(t, p, ops.causal_block, **kw),
+        _transformer_plain,
+        X | LLAMA,
+        (D, 2),
+    ),
+    "causal_block_sandwich": Case(
+        lambda t, p, **kw: _transformer(t, p, ops.causal_block, **kw),
+        _transformer_plain,
+        X | GEMMA,
+        (D, 4),
     ),
     "encoder_prenorm": Case(_encoder_op(True), _encoder_plain(True), X | ENCODER, (D, 4)),
     "encoder_postnorm": Case(_encoder_op(False), _encoder_plain(False), X | ENCODER, (D, 4)),

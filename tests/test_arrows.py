@@ -14,7 +14,10 @@ LINE = (
     "layers", "ops", "autograd", "operators", "call_text", "calls", "blocks", "backends", "kernels",
 )  # fmt: skip
 LEAVES = ("accumulation", "policies", "random", "uncompiled", "version")
-NODES = ("blocks.nodes", "blocks.attention", "blocks.pointwise", "blocks.rotary")
+NODES = (
+    "blocks.nodes", "blocks.attention", "blocks.lora", "blocks.pointwise", "blocks.projections",
+    "blocks.rotary",
+)  # fmt: skip
 
 # What may be imported of the package, by room or file. The longest prefix of a file's name is its
 # row, and a file with no row fails until it is placed. A room stands for everything in it.
@@ -35,7 +38,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "report",
         "version",
     ),
-    "convert": LINE + LEAVES,
+    "convert": ("huggingface", *LINE, *LEAVES),
+    "huggingface": ("huggingface", *LINE, *LEAVES),
     "memory": ("blocks", *LEAVES),
     "report": ("layers", "memory", "report", *LEAVES),
     "report.plot": (),
@@ -50,10 +54,18 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "blocks.recipe": ("blocks.program",),
     "blocks.reread": (),
     "explain": (*LINE, "report", *LEAVES),
-    "blocks.mixed": ("blocks.frame", "blocks.nodes", "blocks.program", "blocks.recipe"),
+    "blocks.mixed": ("blocks.frame", "blocks.program", "blocks.recipe", *NODES),
     "blocks.sketch": (*NODES, *LEAVES),
     "blocks.encoder": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),
+    "blocks.transformer": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),
     "blocks.pieces": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),
+    "blocks.cross_entropy": (
+        "backends.base",
+        "blocks.frame",
+        "blocks.nodes",
+        "blocks.program",
+        "blocks.recipe",
+    ),
     "kernels": ("kernels",),
 }
 

@@ -13,7 +13,7 @@ from reference import RUNGS, randomize
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, check_replay, explain, memory_report
-from fused_remat.layers import encoder_layer, fastpath
+from fused_remat.layers import fastpath, fused_layer
 
 D, H, FF = 16, 2, 24
 
@@ -155,7 +155,7 @@ def while_another_draws(steps):
 def test_random_numbers_of_another_thread_are_left_alone(monkeypatch):
     """The activation function is tried before every call, and draws none itself."""
     decided = []
-    monkeypatch.setattr(encoder_layer, "DECISIONS", [lambda layer, why: decided.append(why)])
+    monkeypatch.setattr(fused_layer, "DECISIONS", [lambda layer, why: decided.append(why)])
     model, x = model_of("fused", "full"), torch.randn(3, 7, D)
     for layer in model:
         layer.activation = slowly

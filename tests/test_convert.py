@@ -1,11 +1,13 @@
 """convert, revert and set_policy on existing models."""
 
+import copy
+
 import pytest
 import torch
 from reference import randomize, run
 from torch import nn
 
-from fused_remat import FusedRematLayer, Policy, convert, revert, set_policy
+from fused_remat import FusedRematDecoderLayer, FusedRematLayer, Policy, convert, revert, set_policy
 
 
 def encoder(layers=4, **kwargs):
@@ -77,7 +79,42 @@ def test_root_and_shared_layers_and_nested_models():
     full = nn.Transformer(16, 4, 2, 2, 32)
     convert(full)
     assert kinds(full.encoder) == [FusedRematLayer] * 2
-    assert kinds(full.decoder) == [nn.TransformerDecoderLayer] * 2
+    assert kinds(full.decoder) == [FusedRematDecoderLayer] * 2
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_a_whole_transformer_trains_as_the_stock_one(norm_first):
+    """Encoder and decoder, masks and padding as `nn.Transformer` hands them on."""
+    torch.manual_seed(0)
+    stock = randomize(
+        nn.Transformer(
+            16, 4, 1, 2, 32, dropout=0.0, batch_first=True, norm_first=norm_first
+        ).double()
+    )
+    fused = convert(copy.deepcopy(stock), policy="lean")
+    set_policy(fused, "decoder.layers.1", "fast")
+    assert [layer.policy for layer in fused.decoder.layers] == ["lean", "fast"]
+    src, tgt, goal = (torch.randn(3, n, 16, dtype=torch.float64) for n in (9, 6, 6))
+    padding = torch.arange(9).expand(3, 9) > torch.tensor([[8], [6], [4]])
+    kwargs = {
+        "tgt_mask": nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64),
+        "src_key_padding_mask": padding, "memory_key_padding_mask": padding,
+    }  # fmt: skip
+    losses = []
+    for model in (stock, fused):
+        optimizer, losses_of = torch.optim.Adam(model.parameters(), 1e-2), []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = (model(src, tgt, **kwargs) - goal).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses_of.append(loss.item())
+        losses.append(losses_of)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)  # float64, other order of sums
+    assert losses[0][-1] < losses[0][0]
+    revert(fused)
+    assert kinds(fused.decoder) == [nn.TransformerDecoderLayer] * 2
 
 
 def test_converting_twice_says_so():

@@ -20,7 +20,7 @@ from reference_ops import (
 from fused_remat import ops, random
 from fused_remat.backends.activations import ACTIVATIONS
 
-MIXED = ("attention", "encoder", "qk_norm_attention")  # tokens with tokens
+MIXED = ("attention", "causal", "encoder", "qk_norm_attention")  # tokens with tokens
 TOKENWISE = [name for name in CASES if not name.startswith(MIXED)]
 LEADS = [(), (1,), (7,), (3, 5), (2, 3, 5), (0,), (3, 0), (0, 5), (2, 0, 3)]
 
@@ -115,9 +115,19 @@ def test_rms_norm_is_pytorchs_also_of_small_values(dtype, eps, weighted):
         torch.testing.assert_close(ops.rms_norm(x, weight, eps), F.rms_norm(x, (8,), weight, eps))
 
 
+@pytest.mark.parametrize("scale", [1e-14, 1e15])
+def test_rms_norm_gradients_where_the_cube_of_rstd_is_no_float32(scale):
+    x = normal(7, 8, dtype=torch.float32, scale=scale)
+    wide, dy = x.detach().double().requires_grad_(), normal(7, 8, seed=3).detach()
+    (dx,) = torch.autograd.grad(ops.rms_norm(x, None, 1e-30), x, dy.float())
+    (truth,) = torch.autograd.grad(F.rms_norm(wide, (8,), None, 1e-30), wide, dy)
+    # A few roundings of float32.
+    assert (dx.double() - truth).norm() <= 1e-6 * truth.norm()
+
+
 def test_eps_keeps_a_constant_row_finite():
     x = torch.full((2, 8), 3.0, requires_grad=True)
-    for y in (ops.layer_norm(x), ops.rms_norm(x * 0)):
+    for y in (ops.layer_norm(x), ops.rms_norm(x * 0), ops.rms_norm(x * 0, None, 1e-30)):
         assert not y.any()
         assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
 

@@ -53,11 +53,12 @@ class Flash(TorchDispatchMode):
     ],
 )
 def test_the_flash_kernel_runs_where_it_can(batch, options, calls):
-    """A call for each of two query heads that share a key head."""
+    """Backward is a call for each of two query heads that share a key head; so is forward where
+    there is more than one sequence, or a mask."""
     qkv = heads(30, 34, batch)
     with Flash() as flash:
         results(lambda: ops.attention(*qkv, **options), qkv)
-    assert flash.calls == {"forward": 2 * calls, "backward": 2 * calls}
+    assert flash.calls == {"forward": calls if batch == 1 else 2 * calls, "backward": 2 * calls}
 
 
 class Attend(nn.Module):

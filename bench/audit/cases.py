@@ -19,6 +19,7 @@ from fused_remat.backends.triton.launch import Launch, Target
 from fused_remat.random import Keep
 
 ROWS = 8192
+FP32 = torch.float32
 _ACTS = tuple(pointwise.PAIRS)
 UNEVEN = 1000  # not a multiple of any step along K, and rows not apart by multiples of 16 bytes
 
@@ -132,6 +133,27 @@ def mixed_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     yield Case("dropout_bwd mixed", launch, True, False)
 
 
+def shifted_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+    """Weights in float32 beside activations of `dtype`: norms with an offset, norms of heads."""
+    width = 4096
+    x, y, affine = _meta(dtype, ROWS, width), _meta(dtype, ROWS, width), _meta(FP32, width)
+    stats = (_meta(FP32, ROWS, 1),)
+    for name, given in (("", None), (" dropout residual", _keep(width))):
+        rest = None if given is None else x
+        launch = norms.norm_fwd(x, rest, given, affine, None, 1e-6, rest, y, stats, has_stats=False)
+        yield Case(f"norm_fwd rms_norm {width} shifted{name}", launch, True, False)
+    launch, *_ = norms.norm_bwd(y, x, stats, affine, x, y, _meta(FP32, width), None, at)
+    yield Case(f"norm_bwd rms_norm {width} shifted", launch, True, False)
+    nhead, kv_heads, width, rotated, interleaved, _ = ROTARY["norm half"]
+    x, y, z = (_meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
+    cos, sin = (_meta(FP32, 2048, rotated // 2) for _ in range(2))
+    weights = [_meta(FP32, width) for _ in range(2)]
+    call = RotaryCall(nhead, kv_heads, cos, sin, interleaved, *weights, 1e-6, 0, 2048)
+    yield Case("rotary_fwd norm half shifted", rotary.rotary_fwd(x, call, y, at), True, False)
+    launch, *_ = rotary.rotary_norm_bwd(y, x, call, z, *weights, at)
+    yield Case("rotary_norm_bwd norm half shifted", launch, True, False)
+
+
 #: name -> query and key heads, width of a head, elements rotated, pairs of neighbours, norms.
 ROTARY = {
     "half": (32, 8, 128, 128, False, False),
@@ -179,6 +201,7 @@ class _Products:
         self.up, self.down = _meta(dtype, f, d), _meta(dtype, d, f)
         self.bias, self.affine = _meta(dtype, f), (_meta(dtype, d), _meta(dtype, d))
         self.stats = tuple(_meta(torch.float32, ROWS, 1) for _ in range(2))
+        self.labels, self.column = _meta(torch.int64, ROWS), _meta(torch.float32, ROWS)
 
     def linear(self, tile: tables.Tile) -> dict[str, Launch]:
         """`linear_fwd` by what fuses with it."""
@@ -236,6 +259,32 @@ class _Products:
             for name, act, keep in self._acts("silu")
         }
 
+    def cross_entropy_fwd(self, tile: tables.Tile) -> dict[str, Launch]:
+        """The loss of a head as wide as the MLP: plain, and with all options."""
+        rows = _meta(torch.float32, -(-self.up.shape[0] // tile.block_n), ROWS)
+        return {
+            name: gemm.cross_entropy_fwd(
+                self.x, self.up, bias, self.labels, softcap, 0, rows, rows, totals, self.column,
+                self.at, tile,
+            )
+            for name, bias, softcap, totals in (
+                ("plain", None, 0.0, None), ("bias softcap smoothing", self.bias, 30.0, rows)
+            )
+        }  # fmt: skip
+
+    def cross_entropy_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
+        """The gradient of its logits."""
+        one = self.column
+        return {
+            name: gemm.cross_entropy_bwd(
+                self.x, self.up, bias, self.labels, softcap, 8192, (one, one), (one, spread, one),
+                self.y, self.at, tile,
+            )
+            for name, bias, softcap, spread in (
+                ("plain", None, 0.0, None), ("bias softcap smoothing", self.bias, 30.0, one)
+            )
+        }  # fmt: skip
+
     def _acts(self, plain: str) -> list[tuple[str, str, Keep | None]]:
         """Every activation with dropout, and `plain` without."""
         return [(plain, plain, None), *((f"{act} dropout", act, self.keep) for act in _ACTS)]
@@ -260,5 +309,6 @@ def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     yield from rotary_cases(at, dtype)
     if dtype.itemsize == 2:
         yield from mixed_cases(at, dtype)
+        yield from shifted_cases(at, dtype)
         yield from gemm_cases(at, dtype)
         yield from (Case(*fields) for fields in audit_attention.attention_cases(at, dtype))

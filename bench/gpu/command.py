@@ -31,6 +31,7 @@ from bench.frontier import files as frontier
 from bench.frontier.points import collected, read
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import layers as gpu_layers
+from bench.gpu import models as gpu_models
 from bench.gpu.report import failures, line, report
 from bench.measure import ceilings
 from bench.measure import contest as gpu_contest
@@ -134,6 +135,7 @@ SECTIONS: dict[str, Section] = {
     "attention": Section(14.0, _contests(gpu_kernels.attention_entries, 8.0)),
     "products": Section(9.0, _contests(product_routes.route_entries, 6.0)),
     "layers": Section(10.0, _steps(gpu_layers.layer_entries, 20.0)),
+    "model": Section(16.0, _steps(gpu_models.model_entries, 60.0)),
     "attention calls": Section(8.0, _contests(gpu_kernels.special_entries, 8.0)),
     "norms": Section(5.0, _contests(gpu_kernels.norm_entries, 5.0)),
     "models": Section(8.0, _contests(gpu_kernels.model_entries, 6.0)),

@@ -45,10 +45,11 @@ def measure(
     subject.captured = timer is ReplayedStep
     rig = dataclasses.replace(rig, seconds=_LONGER * rig.seconds)
     row = measure_subject(subject, names, rig, timer)
-    return row | {"ways": {name: _as_contest(found) for name, found in row["ways"].items()}}
+    return row | {"ways": {name: as_contest(found) for name, found in row["ways"].items()}}
 
 
-def _as_contest(found: dict[str, Any]) -> dict[str, Any]:
+def as_contest(found: dict[str, Any]) -> dict[str, Any]:
+    """A way's row as those of kernels' contests are."""
     if "failure" in found:
         return {"error": found["failure"]}
     if "unavailable" in found:

@@ -20,6 +20,8 @@ def _way(name: str, way: dict[str, Any]) -> str:
     if way.get("step_peak_bytes") is not None:
         sizes = way["held_bytes"] / 2**20, way["step_peak_bytes"] / 2**20
         text += " {:.0f}/{:.0f}M".format(*sizes)
+    if "tokens_per_second" in way:
+        text += f" B={way['largest_batch']} {1e-3 * way['tokens_per_second']:.0f}k/s"
     return text
 
 
@@ -27,7 +29,8 @@ def line(row: dict[str, Any]) -> str:
     """A row in a line.
 
     Of each way: microseconds, ratio to the first baseline, share of the ceiling; of a training
-    step, MiB held after forward and at the peak.
+    step, MiB held after forward and at the peak; of a model's, the largest batch within the cap
+    and thousands of tokens a second there.
     """
     case = dict(row["case"])
     words = [case.pop("section"), case.pop("name"), *(f"{k}={v}" for k, v in case.items())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.kernels import attention, dropout, linear, mlp, norm, rope
+from bench.kernels import attention, dropout, linear, loss, mlp, norm, rope
 from bench.kernels.problem import Op
 
 #: Name on the command line -> op, in the order in which they are measured.
@@ -13,4 +13,5 @@ OPS: dict[str, Op] = {
     "attention": attention.OP,
     "dropout": dropout.OP,
     "rope": rope.OP,
+    "loss": loss.OP,
 }

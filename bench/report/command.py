@@ -13,20 +13,24 @@ import sys
 from collections.abc import Callable
 
 from bench.measure.machine import ROOT
-from bench.report import audit, composition, demo, frontier, kernels, layers, rungs
+from bench.report import audit, composition, demo, frontier, kernels, layers, lora, models, rungs
 
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "composition.md",
     ROOT / "docs" / "design.md",
     ROOT / "docs" / "kernels.md",
+    ROOT / "docs" / "lora.md",
     ROOT / "docs" / "performance.md",
 )
 PARTS: dict[str, Callable[[], str]] = {
     "audit": audit.audit_table,
     "composition": composition.table,
     "targets_compiled": audit.targets_compiled,
+    "lora": lora.tables,
     "rungs": rungs.rung_table,
+    "decoder_rungs": rungs.decoder_rung_table,
+    "rungs_transformer": rungs.transformer_table,
     "claim": demo.claim,
     "demo": demo.demo_table,
     "kernels": kernels.cpu,
@@ -34,6 +38,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hardware": kernels.gpu,
     "layers_machine": layers.machine,
     "layers": layers.tables,
+    "models": models.section,
     "profile": layers.profile,
     "targets": layers.targets,
     "frontier": frontier.section,

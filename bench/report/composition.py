@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTCOMES = ROOT / "bench" / "results" / "gpu" / "tests.json"
 GROUPS = (
     "torch.compile", "torch.export", "Autocast", "DDP", "FSDP2", "FSDP1", "CUDA graphs",
-    "Outer checkpointing", "Replay check", "Concurrency and faults",
+    "Outer checkpointing", "Replay check", "Concurrency and faults", "Hugging Face", "PEFT",
 )  # fmt: skip
 _Test = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

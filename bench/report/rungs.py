@@ -1,15 +1,21 @@
-"""The table of rungs, read from the encoder block's graphs."""
+"""The tables of rungs, read from the graphs of the encoder, decoder and transformer blocks."""
 
 from __future__ import annotations
 
-from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
+from collections.abc import Iterable, Mapping
+
+from fused_remat.blocks.decoder import DecoderConfig, decoder_graph
+from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+from fused_remat.blocks.nodes import Node
 from fused_remat.blocks.program import Graph, programs
+from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
 from fused_remat.policies import RUNGS
 
 # Large enough for D**2 to stand for a GEMM and F = 4 D; sizes cancel out of the tables.
 D, H, S = 1024, 8, 1
 SHAPES = {
-    "input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
+    "input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D), "memory": (D,),
+    "cross.weight": (3 * D, D), "cross_proj.weight": (D, D),
     "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
 }  # fmt: skip
 
@@ -19,31 +25,103 @@ def block(norm_first: bool) -> Graph:
     return encoder_graph(EncoderConfig(norm_first, H, D // H, "gelu", 1e-5, 1e-5))
 
 
-def rebuilt(graph: Graph, rung: str) -> str:
-    """What backward rebuilds, as "16D² + attention"."""
-    wants = frozenset({"input", *PARAMS} - {"mask", "padding", "seed"})
+def decoder(norm_first: bool) -> Graph:
+    """The decoder block's graph without dropout."""
+    return decoder_graph(DecoderConfig(norm_first, H, D // H, "gelu", 1e-5, 1e-5, 1e-5))
+
+
+def rebuilt(graph: Graph, rung: str, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> str:
+    """What backward rebuilds, as "16D² + attention"; D²·M/S is a product of the memory's tokens."""
+    weights = {n for n in graph.params if n.endswith((".weight", ".bias"))}
+    wants = frozenset({*graph.inputs, *weights})
     plan = programs(graph, RUNGS[rung][graph.kind], wants, tiled=False)
     nodes = [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
-    widths = graph.widths(SHAPES)
-    products = sum(n.flops(widths, SHAPES, S) for n in nodes if not n.per_sequence)
-    parts = [f"{products // D**2}D²"] if products else []
+    widths = graph.widths(shapes)
+
+    def products(nodes: Iterable[Node]) -> int:
+        return sum(n.flops(widths, shapes, S) for n in nodes if not n.per_sequence) // D**2
+
+    parts = []
+    for source, unit in zip(graph.inputs, ("D²", "D²·M/S"), strict=False):
+        count = products(n for n in nodes if graph.source[n.name] == source)
+        parts += [f"{count}{unit}"] if count else []
     parts += ["attention"] * any(n.per_sequence for n in nodes)
     return " + ".join(parts) or "pointwise only"
 
 
-def rung_table() -> str:
-    """The rungs: what each keeps and rebuilds, read from the graphs."""
+def _kept(graph: Graph, rung: str) -> tuple[str, str]:
+    """The names that a rung keeps, and their bytes at 16 bits as "6D + 4D·M/S"."""
+    widths, names = graph.widths(SHAPES), graph.names
+    kept = ["input", *(n for n in names if n in RUNGS[rung][graph.kind])]
+    parts = []
+    for source, unit in zip(graph.inputs, ("D", "D·M/S"), strict=False):
+        count = 2 * sum(widths[n] for n in kept if graph.source[n] == source) // D
+        parts += [f"{count}{unit}"] if count else []
+    return ", ".join(kept), " + ".join(parts)
+
+
+def _table(pre: Graph, post: Graph) -> str:
     lines = [
         "| rung | pre-norm keeps | bytes | rebuilds | post-norm keeps | bytes | rebuilds |",
         "|---|---|---|---|---|---|---|",
     ]
-    for rung, kept_by_block in RUNGS.items():
+    for rung in RUNGS:
         cells = [f'`"{rung}"`' + (" (default)" if rung == "full" else "")]
-        for norm_first in (True, False):
-            graph = block(norm_first)
-            widths = graph.widths(SHAPES)
-            names = [n for n in graph.names if n in kept_by_block[graph.kind]]
-            kept = 2 * (D + sum(widths[n] for n in names)) // D
-            cells += [", ".join(["input", *names]), f"{kept}D", rebuilt(graph, rung)]
+        for graph in (pre, post):
+            cells += [*_kept(graph, rung), rebuilt(graph, rung)]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def rung_table() -> str:
+    """The rungs of the encoder block: what each keeps and rebuilds."""
+    return _table(block(True), block(False))
+
+
+def decoder_rung_table() -> str:
+    """The rungs of the decoder block, besides the memory."""
+    return _table(decoder(True), decoder(False))
+
+
+#: Llama-3-8B's proportions: a quarter as many key heads, an MLP 3.5 times as wide.
+_KEYS, _HIDDEN = D // 4, 7 * D // 2
+TRANSFORMER_SHAPES = {
+    "input": (D,), "q.weight": (D, D), "k.weight": (_KEYS, D), "v.weight": (_KEYS, D),
+    "proj.weight": (D, D), "gate.weight": (_HIDDEN, D), "fc1.weight": (_HIDDEN, D),
+    "fc2.weight": (D, _HIDDEN),
+}  # fmt: skip
+_TRANSFORMERS = {
+    "pre-norm, rotary (Llama)": ("pre", False),
+    "pre-norm, heads normed (Qwen3)": ("pre", True),
+    "post-norm, rotary": ("post", False),
+    "before and after, heads normed (Gemma-3)": ("sandwich", True),
+}
+
+
+def transformer(placement: str, qk_norm: bool) -> Graph:
+    """A rotary, gated transformer block's graph without dropout."""
+    return transformer_graph(
+        TransformerConfig(
+            placement=placement, norm="rms_norm", eps=1e-6, nhead=H, kv_heads=H // 4,
+            head_dim=D // H, scale=1.0, right=0, split=True, rotary=True, qk_norm=qk_norm,
+            activation="silu", gated=True,
+        )
+    )  # fmt: skip
+
+
+def transformer_table() -> str:
+    """The rungs of the transformer block, kinds one below the other."""
+    lines = [
+        "| norms and heads | rung | keeps | bytes | rebuilds |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (placement, qk_norm) in _TRANSFORMERS.items():
+        graph = transformer(placement, qk_norm)
+        widths = graph.widths(TRANSFORMER_SHAPES)
+        for rung, kept_by_block in RUNGS.items():
+            names = [n for n in graph.names if n in kept_by_block[graph.kind]]
+            kept = 2 * (D + sum(widths[n] for n in names)) / D
+            what = rebuilt(graph, rung, TRANSFORMER_SHAPES)
+            shown = ", ".join(["input", *names])
+            lines.append(f'| {name} | `"{rung}"` | {shown} | {kept:g}D | {what} |')
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from bench.tuning.products import (
     sizes_of,
 )
 from fused_remat.backends.triton import gemm, tables
-from fused_remat.backends.triton.launch import Launch
+from fused_remat.backends.triton.launch import Launch, cdiv
 from fused_remat.backends.triton.tables import Tile
 
 Outputs = dict[str, Tensor]
@@ -59,6 +59,10 @@ class Tiled:
 
     def truth(self) -> Results:
         raise NotImplementedError
+
+    def made(self) -> Outputs:
+        """What it writes, poisoned."""
+        return {name: self.m.hidden() for name in self.outputs}
 
 
 class _Linear(Tiled):
@@ -135,6 +139,54 @@ class _GatedActBwd(_LinearActBwd):
         return gated_gradients(self.m.exact_dact(), *doubled(self.gate, self.up))
 
 
+class _CrossEntropyBwd(Tiled):
+    """The gradient of F logits a token, of the mean of their losses."""
+
+    outputs = ("dlogits",)
+
+    def __init__(self, m: Mlp) -> None:
+        super().__init__(m)
+        self.labels = torch.arange(m.tokens, device=self.down.device) % m.f
+        mass = torch.full((m.tokens,), 1.0 / m.tokens, device=self.down.device)
+        self.slopes = (mass, None, -mass)
+        self.stats = []
+        for x in m.xs:
+            logits = torch.addmm(m.up[1].float(), x.float(), m.up[0].float().t())
+            high = logits.amax(1)
+            self.stats.append((high, logits.logsumexp(1) - high))
+
+    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
+        return gemm.cross_entropy_bwd(
+            self.m.xs[index], *self.m.up, self.labels, 0.0, 0, self.stats[index], self.slopes,
+            out["dlogits"], self.at, tile,
+        )  # fmt: skip
+
+    def truth(self) -> Results:
+        truth = self.m.exact_pre().softmax(1)
+        truth[torch.arange(self.m.tokens), self.labels] -= 1
+        return {"dlogits": truth / self.m.tokens}
+
+
+class _CrossEntropyFwd(_CrossEntropyBwd):
+    """What a softmax needs of each tile of logits; the labels' own logits are compared."""
+
+    outputs = ("picked",)
+
+    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
+        picked = out["picked"]
+        highs = picked.new_empty((cdiv(self.m.f, tile.block_n), self.m.tokens))
+        return gemm.cross_entropy_fwd(
+            self.m.xs[index], *self.m.up, self.labels, 0.0, 0, highs, torch.empty_like(highs), None,
+            picked, self.at, tile,
+        )  # fmt: skip
+
+    def made(self) -> Outputs:
+        return {"picked": torch.full_like(self.stats[0][0], torch.nan)}
+
+    def truth(self) -> Results:
+        return {"picked": self.m.exact_pre()[torch.arange(self.m.tokens), self.labels]}
+
+
 #: A row of `tables.TILES` -> its kernel.
 KERNELS: dict[str, Callable[[Mlp], Tiled]] = {
     "linear": _Linear,
@@ -143,6 +195,8 @@ KERNELS: dict[str, Callable[[Mlp], Tiled]] = {
     "gated_act_bwd": _GatedActBwd,
     "mlp_bwd": _MlpBwd,
     "gated_mlp_bwd": _GatedMlpBwd,
+    "cross_entropy_fwd": _CrossEntropyFwd,
+    "cross_entropy_bwd": _CrossEntropyBwd,
 }
 
 
@@ -157,7 +211,7 @@ def contest(m: Mlp, kernel: str) -> Contest:
 
     ways = {"bare": Way(bare, lambda _: {"product": product_of(m.xs[0], m.up[0])})}
     for tile in tables.TILES[kernel][tables.family(m.rig.target)]:
-        out = {name: m.hidden() for name in tiled.outputs}
+        out = tiled.made()
         ways[tile_name(tile)] = per_set(lambda i, t=tile, o=out: tiled.launch(i, t, o), out)
     return Contest(ways, tiled.truth, Work(flops=tiled.products * m.flops), ("bare",))
 

@@ -118,6 +118,26 @@ class RotaryCall:
         return 0 if self.cos is None else 2 * self.cos.shape[-1]
 
 
+@dataclass(eq=False, slots=True)
+class CrossEntropyCall:
+    """Targets and options of a cross-entropy over the logits of T tokens.
+
+    Attributes:
+        target: (T,) int64, a column each, or `ignore_index`: such a token's loss is 0.
+        label_smoothing: this share of each target is spread over all columns.
+        z_loss: times logsumexp² is added to each token's loss.
+        softcap: logits become softcap * tanh(logits / softcap); 0 for none.
+        logits: about how many to hold at a time; 0 for what suits the device.
+    """
+
+    target: Tensor
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    logits: int
+
+
 class Backend(Protocol):
     """Arithmetic of a block's steps. T tokens, D and F widths; results in the dtype of `x`.
 
@@ -183,10 +203,16 @@ class Backend(Protocol):
         keep: Keep | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """residual + keep * (x @ weight.T + bias), in the dtype of x."""
+        """residual + keep * (x @ weight.T + bias), in the dtype of x.
 
-    def linear_dx(self, dy: Tensor, weight: Tensor | None) -> Tensor:
-        """dy @ weight."""
+        Without residual and keep, `out` may be columns of a matrix.
+        """
+
+    def linear_dx(self, dy: Tensor, weight: Tensor | None, into: Tensor | None = None) -> Tensor:
+        """into + dy @ weight, in `into` if given; dy may be columns of a matrix."""
+
+    def add_product(self, y: Tensor, x: Tensor, weight: Tensor | None, scale: float) -> None:
+        """y += scale * x @ weight.T; y may be columns of a matrix, and of a lower dtype."""
 
     def linear_dw(
         self, dy: Tensor, x: Tensor, into: Tensor | None, partial: bool, exact: bool = False
@@ -239,6 +265,39 @@ class Backend(Protocol):
         """dx and the weights' gradients, those that `wants` marks, else None.
 
         x only where there are weights; may overwrite dy when `owned`.
+        """
+
+    def cross_entropy_fwd(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: CrossEntropyCall,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of each token whose logits are x @ weight.T + bias, their maximum, and
+        log(sum(exp(logits - maximum))): each (T, 1), float32, or float64 for float64.
+
+        Logits are made a block at a time. Weight and bias may be of another dtype than x, and are
+        then rounded to it. Statistics of ignored tokens are 0.
+
+        Raises: IndexError for a target out of range, on CPU; elsewhere the device asserts.
+        """
+
+    def cross_entropy_bwd(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stats: tuple[Tensor, Tensor],
+        call: CrossEntropyCall,
+        wants: tuple[bool, ...],
+        exact: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dx, dweight, dbias: those that `wants` marks, else None, summed in float32.
+
+        dweight is of the dtype of weight; `exact`: of float32 at least, and not rounded.
         """
 
     # Several steps in one; see `blocks.fusions`.
@@ -333,6 +392,9 @@ class Backend(Protocol):
 
     def rotary_route(self, x: Tensor, call: RotaryCall) -> str:
         """As `attention_route`, for a rotary step."""
+
+    def cross_entropy_route(self, x: Tensor) -> str:
+        """As `attention_route`, for a cross-entropy over a product of x."""
 
     def fused_route(self, fusion: str, x: Tensor) -> str:
         """As `attention_route`, for a row of `blocks.fusions.FUSIONS`.

@@ -12,9 +12,9 @@ import functools
 import torch
 from torch import Tensor
 
-from fused_remat.backends import eager_attention, rotary
+from fused_remat.backends import cross_entropy, eager_attention, rotary
 from fused_remat.backends.activations import ACTIVATIONS
-from fused_remat.backends.base import AttentionCall, RotaryCall
+from fused_remat.backends.base import AttentionCall, CrossEntropyCall, RotaryCall
 from fused_remat.backends.norms import NORMS
 from fused_remat.backends.unfused import Unfused
 from fused_remat.random import Keep
@@ -64,8 +64,7 @@ class EagerBackend(Unfused):
         out: Tensor | None = None,
         stats: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, ...]:
-        # From x again, not from its statistics: the bits are those of ATen's forward.
-        made = NORMS[kind].fwd(x, weight, bias, eps)
+        made = NORMS[kind].fwd(x, weight, bias, eps, stats)
         return made if out is None else (out.copy_(made[0]), *made[1:])
 
     def norm_bwd(
@@ -117,11 +116,22 @@ class EagerBackend(Unfused):
             return torch.mm(x, weight.t(), out=out)
         return torch.addmm(bias, x, weight.t(), out=out)
 
-    def linear_dx(self, dy: Tensor, weight: Tensor | None) -> Tensor:
+    def linear_dx(self, dy: Tensor, weight: Tensor | None, into: Tensor | None = None) -> Tensor:
         assert weight is not None
         if widens(dy):
-            return torch.mm(dy.float(), weight.float()).to(dy.dtype)
-        return torch.mm(dy, weight)
+            dx = torch.mm(dy.float(), weight.float())
+            return dx.to(dy.dtype) if into is None else into.add_(dx)
+        if into is None:
+            return torch.mm(dy, weight)
+        return torch.addmm(into, dy, weight, out=into)  # not addmm_: FLOP counters miss it
+
+    def add_product(self, y: Tensor, x: Tensor, weight: Tensor | None, scale: float) -> None:
+        assert weight is not None
+        if x.dtype == y.dtype and not widens(x):
+            torch.addmm(y, x, weight.t(), alpha=scale, out=y)
+            return
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y.add_(torch.mm(x.to(wide), weight.t().to(wide)), alpha=scale)
 
     def linear_dw(
         self, dy: Tensor, x: Tensor, into: Tensor | None, partial: bool, exact: bool = False
@@ -208,6 +218,30 @@ class EagerBackend(Unfused):
     ) -> None:
         eager_attention.backward(dattn, q, k, v, attn, lse, call, grads, widens(q))
 
+    def cross_entropy_fwd(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: CrossEntropyCall,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return cross_entropy.forward(x, weight, bias, call, widens(x), out)
+
+    def cross_entropy_bwd(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stats: tuple[Tensor, Tensor],
+        call: CrossEntropyCall,
+        wants: tuple[bool, ...],
+        exact: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        given = dy, x, weight, bias, stats, call, wants, exact
+        return cross_entropy.backward(*given, widens(x))
+
     def norm_route(self, kind: str, x: Tensor) -> str:
         return "ATen's native_layer_norm" if kind == "layer_norm" else "ATen, pointwise and mean"
 
@@ -221,6 +255,9 @@ class EagerBackend(Unfused):
         if not widens(x):
             return "ATen's addmm"
         return f"ATen's addmm on float32 copies: this CPU has no {str(x.dtype)[6:]} products"
+
+    def cross_entropy_route(self, x: Tensor) -> str:
+        return f"blocks of logits, {self.linear_route(x)}"
 
     def attention_route(self, q: Tensor, v: Tensor, call: AttentionCall) -> str:
         return eager_attention.route(q, v, call)

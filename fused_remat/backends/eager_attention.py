@@ -128,11 +128,11 @@ def forward(
         return out, _packed_forward(q, k, v, call, widen, out)
     call = _lengths_as_padding(call)
     if why_not_flash(q, v, call) is None:
-        heads, lse = _flash_forward(q, k, v, call, widen)
+        rows, lse = _flash_forward(q, k, v, call, widen)
         if out is None:
-            attn = heads.transpose(1, 2).reshape(_matrix(v, call))
+            attn = rows.reshape(_matrix(v, call))
             return attn.to(q.dtype) if widen else attn, lse
-        _as_heads(out, call).copy_(heads)
+        out.view(rows.shape).copy_(rows)
         return out, lse
     if out is None:
         out = q.new_empty(_matrix(v, call))
@@ -250,18 +250,28 @@ def _flash_mask(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor | None,
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, widen: bool
 ) -> tuple[Tensor, Tensor]:
+    """attn as rows, (B, S_q, heads, E) or with the heads in two dimensions, and lse."""
     if widen:
         q, k, v = q.float(), k.float(), v.float()
     q, k, v = _rows_in_place(q), _rows_in_place(k), _rows_in_place(v)
     if call.nhead == call.kv_heads:
         mask = _merged_mask(call, q.dtype) if call.masked else None
-        return _flash(q, k, v, call, mask)
+        heads, lse = _flash(q, k, v, call, mask)
+        return heads.transpose(1, 2), lse
+    if call.batch == 1 and not call.masked and q.device.type == "cpu":
+        # The key heads in place of the batch: one call, whose query heads share a key head.
+        groups = q[0].unflatten(0, (call.kv_heads, -1))
+        shape = (*groups.shape[:2], *k.shape[2:])
+        k_shared, v_shared = k[0][:, None].expand(shape), v[0][:, None].expand(shape)
+        heads, lse = _flash(groups, k_shared, v_shared, call, None)
+        return heads.permute(2, 0, 1, 3)[None], lse.reshape(1, call.nhead, -1)
     made = [
         _flash(q_one, k, v, call, mask)
         for q_one, mask in zip(_shared(q, call), _flash_mask(call, q.dtype), strict=True)
     ]
-    outs, lses = (torch.stack(parts, 2).flatten(1, 2) for parts in zip(*made, strict=True))
-    return outs, lses
+    outs, lses = zip(*made, strict=True)
+    lse = torch.stack(lses, 2).flatten(1, 2)
+    return torch.stack(outs, 2).permute(0, 3, 1, 2, 4), lse
 
 
 def _flash(

@@ -2,7 +2,7 @@
 
 A row is `name: Norm(fwd, bwd)`, its statistics listed in `base.NORM_STATS`:
 
-    fwd(x, weight, bias, eps) -> (y, *stats)
+    fwd(x, weight, bias, eps, stats) -> (y, *stats); `stats`, those of x, where they were kept
     bwd(dy, x, stats, weight, wants) -> (dx, dweight, dbias), those that `wants` marks, else None
 
 Statistics are float32 (float64 for float64) whatever the dtype of x, and so is what is summed over
@@ -41,16 +41,20 @@ def _widens(x: Tensor, *affine: Tensor | None) -> bool:
 
 
 def layer_norm_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    stats: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
-    """(x - mean) * rstd * weight + bias, mean, rstd."""
+    """(x - mean) * rstd * weight + bias, mean, rstd; ATen's, which computes them again."""
     if x.dtype in _LOW:
         if x.device.type == "cpu":
             # Beside a low-precision affine, ATen's statistics are low precision too.
             weight, bias = _wide(weight, 1.0, x), _wide(bias, 0.0, x)
         elif _widens(x, weight, bias):
-            y, *stats = layer_norm_fwd(x.float(), weight, bias, eps)
-            return (y.to(x.dtype), *stats)
+            y, *made = layer_norm_fwd(x.float(), weight, bias, eps)
+            return (y.to(x.dtype), *made)
     result: tuple[Tensor, ...] = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
     return result
 
@@ -79,12 +83,21 @@ def layer_norm_bwd(
 
 
 def rms_norm_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    stats: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """x * rstd * weight and rstd = (mean(x**2) + eps) ** -0.5; `bias`, if any, is added."""
     wide = x.float() if x.dtype in _LOW else x
-    rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    y = wide * rstd
+    if stats is None:
+        y = wide.square()
+        rstd = y.mean(-1, keepdim=True).add_(eps).rsqrt_()
+        torch.mul(wide, rstd, out=y)
+    else:
+        (rstd,) = stats
+        y = wide * rstd
     if weight is not None:
         y.mul_(weight)
     if bias is not None:
@@ -95,17 +108,22 @@ def rms_norm_fwd(
 def rms_norm_bwd(
     dy: Tensor, x: Tensor, stats: tuple[Tensor, ...], weight: Tensor | None, wants: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """With n = x * rstd and g = dy * weight: dx = rstd * (g - n * mean(g * n))."""
+    """dweight = sum(dy * x * rstd) over tokens, and with c = -rstd**3 * ((dy * x) @ weight) / D,
+    dx = dy * weight * rstd + x * c; one matrix is made."""
     (rstd,) = stats
-    wide = dy.float() if dy.dtype in _LOW else dy
-    normed = x * rstd  # float32 at least: rstd is
-    dweight = (wide * normed).sum(0) if wants[1] else None
+    wide, x_wide = dy.to(rstd.dtype), x.to(rstd.dtype)
     dbias = wide.sum(0) if wants[2] else None
+    if not (wants[0] or wants[1]):
+        return None, None, dbias
+    product = wide * x_wide
+    scale = x_wide.new_ones(x.shape[1]) if weight is None else weight.to(rstd.dtype)
+    c = torch.mv(product, scale)[:, None].div_(-x.shape[1])
+    c.mul_(rstd).mul_(rstd).mul_(rstd)  # not by rstd**3, which leaves float32 long before c does
+    # Not rstd.T @ product, which adds up one token after another and rounds more.
+    dweight = product.mul_(rstd).sum(0) if wants[1] else None
     if not wants[0]:
         return None, dweight, dbias
-    g = wide if weight is None else wide * weight
-    mean = (g * normed).mean(-1, keepdim=True)
-    dx = normed.mul_(mean).neg_().add_(g).mul_(rstd)
+    dx = torch.mul(wide, scale, out=product).mul_(rstd).addcmul_(x_wide, c)
     return dx.to(x.dtype), dweight, dbias
 
 

@@ -96,9 +96,14 @@ def _rotate(heads: Tensor, call: RotaryCall, back: bool, out: Tensor) -> None:
     cos, sin = (_of_tokens(t, call, heads.shape[0]).to(dtype) for t in (call.cos, call.sin))
     sin = -sin if back else sin
     x1, x2 = (t.to(dtype) for t in _pairs(heads, call))
-    made = (x1 * cos).sub_(x2 * sin), (x2 * cos).add_(x1 * sin)
-    for target, y in zip(_pairs(out, call), made, strict=True):
-        target.copy_(y)
+    y1, y2 = _pairs(out, call)
+    if out.dtype != dtype:
+        y1.copy_((x1 * cos).sub_(x2 * sin))
+        y2.copy_((x2 * cos).add_(x1 * sin))
+        return
+    cross = x1 * sin  # before y1, which may be x1
+    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1.0)
+    torch.mul(x2, cos, out=y2).add_(cross)
 
 
 def _of_tokens(table: Tensor, call: RotaryCall, rows: int) -> Tensor:

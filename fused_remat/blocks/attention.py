@@ -145,7 +145,7 @@ class Attention(Node):
             kv_len=k.shape[2],
             scale=self.scale,
             left=self.left,
-            right=self.right,
+            right=self._right(q_len, k.shape[2]),
             softcap=self.softcap,
             mask=mask,
             padding=padding,
@@ -160,6 +160,9 @@ class Attention(Node):
             cu_q=f.param(self.cu_q),
             cu_k=f.param(self.cu_k),
         )
+
+    def _right(self, q_len: int, kv_len: int) -> int:
+        return self.right
 
     def _of_group(self, f: Frame, mask: Tensor | None) -> Tensor | None:
         """The part of a mask that the frame's sequences use, in four dimensions or (S_q, S_k).
@@ -188,6 +191,50 @@ def _mask_grad(f: Frame, name: str, wants: Collection[str]) -> Tensor | None:
 
 def _rows_of_group(f: Frame, rows: Tensor | None) -> Tensor | None:
     return None if rows is None else rows[f.seqs[0] : f.seqs[1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttention(Attention):
+    """`Attention` of one sequence's queries to the keys of another, packed side by side.
+
+    Attributes:
+        q: query heads, of the tokens that the result has.
+        kv: key heads, then value heads, of the other sequence's tokens.
+        causal: query i sees keys 0 to i, as `scaled_dot_product_attention` has it where the two
+            sequences are not of one length.
+    """
+
+    qkv: str = ""
+    q: str
+    kv: str
+    causal: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.q, self.kv)
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        return widths[self.q]
+
+    def _right(self, q_len: int, kv_len: int) -> int:
+        return q_len - kv_len if self.causal else self.right
+
+    def _heads(self, f: Frame) -> Heads:
+        return self._heads_of(f, f[self.q], f[self.kv])
+
+    def _heads_of(self, f: Frame, q: Tensor, kv: Tensor) -> Heads:
+        batch, lengths = f.seqs[1] - f.seqs[0], f.run.prepared.lengths
+        q = q.view(batch, lengths[self.q], self.nhead, -1).transpose(1, 2)
+        k, v = kv.view(batch, lengths[self.kv], 2, self.nhead, -1).permute(2, 0, 3, 1, 4).unbind()
+        if self.causal:  # no query sees a key behind the last query's place
+            k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+        return q, k, v
+
+    def _buffers(self, f: Frame) -> tuple[dict[str, Tensor], Heads]:
+        lengths = f.run.prepared.lengths
+        unseen = self.causal and lengths[self.kv] > lengths[self.q]
+        q, kv = torch.empty_like(f[self.q]), torch.empty_like(f[self.kv])
+        return {self.q: q, self.kv: kv.zero_() if unseen else kv}, self._heads_of(f, q, kv)
 
 
 @dataclass(frozen=True, kw_only=True)

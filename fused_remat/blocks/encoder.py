@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 from fused_remat import random
 from fused_remat.blocks.attention import Attention
+from fused_remat.blocks.lora import Lora, lora_params, of_layers
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.recipe import builder, part
 from fused_remat.blocks.sketch import Sketch, captured_params, linear_params
 
 #: Tensors of the block besides its input, by name; besides these, what its activation captures.
-NOT_WEIGHTS = ("mask", "padding", "seed")
-PARAMS = (*linear_params("qkv", "proj", "fc1", "fc2", "norm1", "norm2"), *NOT_WEIGHTS)
+WEIGHTS = linear_params("qkv", "proj", "fc1", "fc2", "norm1", "norm2")
+#: Linear layers that may have low-rank updates.
+LINEARS = ("qkv", "proj", "fc1", "fc2")
+PARAMS = (*WEIGHTS, "mask", "padding", "seed")
 
 
 @part
@@ -29,6 +32,7 @@ class EncoderConfig:
         p_attention, p_residual1, p_mlp, p_residual2: dropout probabilities, 0 where not training.
         has_mask, has_padding: whether "mask" and "padding" are passed.
         mask_keeps: True in a bool mask takes part, else is excluded.
+        loras: as in `blocks.transformer.TransformerConfig`, of the layers in `LINEARS`.
         head_dim: width of a head; the scale is head_dim ** -0.5.
     """
 
@@ -47,6 +51,7 @@ class EncoderConfig:
     has_padding: bool = False
     mask_keeps: bool = False
     captured: int = 0
+    loras: tuple[Lora, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -61,7 +66,7 @@ def encoder_graph(cfg: EncoderConfig) -> Graph:
     >>> encoder_graph(cfg).names
     ('norm1', 'qkv', 'attn', 'mid', 'norm2', 'up', 'act')
     """
-    sketch = Sketch()
+    sketch = Sketch(of_layers(cfg.loras, LINEARS))
     attention = Attention(
         name="attn", qkv="qkv", nhead=cfg.nhead, kv_heads=cfg.nhead, scale=cfg.head_dim**-0.5,
         right=0 if cfg.causal else -1, site=random.ATTENTION, p=cfg.p_attention,
@@ -87,4 +92,8 @@ def encoder_graph(cfg: EncoderConfig) -> Graph:
         sketch.norm("mid", "sum1", "norm1", cfg.eps1)
         mlp_half("mid", "sum2")
         sketch.norm("output", "sum2", "norm2", cfg.eps2)
-    return Graph(cfg.kind, tuple(sketch.nodes), PARAMS + captured_params(cfg.captured))
+    return Graph(
+        cfg.kind,
+        tuple(sketch.nodes),
+        PARAMS + captured_params(cfg.captured) + lora_params(len(cfg.loras)),
+    )

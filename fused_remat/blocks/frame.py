@@ -20,9 +20,25 @@ if TYPE_CHECKING:
     from fused_remat.blocks.program import Programs, Step
 
 
+#: (first, last, rows): the rows from first to last of a tensor of `rows`.
+Part = tuple[int, int, int]
+
+
+def rows_of(tensor: Tensor | None, part: Part | None) -> Tensor | None:
+    """A part of a tensor, as a view.
+
+    >>> rows_of(torch.arange(6), (2, 4, 6))
+    tensor([2, 3])
+    """
+    return tensor if tensor is None or part is None else tensor[part[0] : part[1]]
+
+
 @dataclass(frozen=True)
 class Chunks:
-    """Sizes of one call: B sequences of S tokens, `group` sequences and `tile` tokens at a time."""
+    """Sizes of one call: B sequences of S tokens, `group` sequences and `tile` tokens at a time.
+
+    S is that of the first input; `Prepared.lengths` has those of the others.
+    """
 
     batch: int
     seq_len: int
@@ -30,12 +46,12 @@ class Chunks:
     tile: int
 
     @classmethod
-    def of(cls, batch: int, seq_len: int, limit: int) -> Chunks:
+    def of(cls, batch: int, seq_len: int, limit: int, longest: int = 0) -> Chunks:
         """Groups and tiles of about `limit` tokens, as even as they come; a group holds at least
-        one sequence."""
+        one sequence. `longest`: tokens of a sequence in the block's longest activation."""
         if batch * seq_len == 0:
             return cls(0, seq_len, 1, 1)
-        groups = -(-batch // max(1, limit // seq_len))
+        groups = -(-batch // max(1, limit // max(seq_len, longest)))
         group = -(-batch // groups)
         rows = group * seq_len
         return cls(batch, seq_len, group, -(-rows // -(-rows // limit)))
@@ -62,6 +78,7 @@ class Prepared:
         kind: the block's name, for explanations.
         wants: inputs and params whose gradients are wanted.
         widths: elements per token of every activation and statistic.
+        lengths: tokens of a sequence of every input, activation and statistic.
         dtypes: of every input, activation and statistic.
         compute: the dtype of what is not in the residual stream; None for the input's.
         casts: the dtypes that params are converted to before a pass; usually empty.
@@ -76,6 +93,7 @@ class Prepared:
     kind: str
     wants: frozenset[str]
     widths: Mapping[str, int]
+    lengths: Mapping[str, int]
     dtypes: Mapping[str, torch.dtype]
     compute: torch.dtype | None
     casts: Mapping[str, torch.dtype]
@@ -125,14 +143,16 @@ class Run:
         self.param_grads: dict[str, Tensor] = {} if into is None else dict(into)
         self.watch = watch
         self.observed: bool = watch is not None or torch._C._autograd._profiler_enabled()
-        self._site_keys: tuple[Tensor, ...] | None = None
+        self._site_keys: dict[int, tuple[Tensor, ...]] = {}
 
     def site_key(self, site: int) -> Tensor:
-        if self._site_keys is None:
+        index = site % random.NUM_SITES
+        keys = self._site_keys.get(site - index)
+        if keys is None:
             seed = self.tensors["seed"]
             assert seed is not None
-            self._site_keys = random.site_keys(seed)
-        return self._site_keys[site]
+            keys = self._site_keys[site - index] = random.site_keys(seed, site - index)
+        return keys[index]
 
 
 def _cast(
@@ -171,6 +191,12 @@ class Frame:
             self.values[name] = value
         return value
 
+    def rows_of(self, name: str) -> int:
+        """How many tokens an activation has here: a tile's, or those of the group's sequences."""
+        if self.parent is not None:
+            return self.rows
+        return (self.seqs[1] - self.seqs[0]) * self.run.prepared.lengths[name]
+
     def last(self, name: str) -> Tensor:
         """`self[name]`, which the step will not read again: freed at once if nobody else will."""
         value = self[name]
@@ -205,6 +231,10 @@ class Frame:
     def param(self, name: str) -> Tensor | None:
         return self.run.tensors.get(name)
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """That of an activation, whether or not it is there."""
+        return self.run.prepared.dtypes[name]
+
     def add_grad(self, name: str, grad: Tensor, owned: bool) -> None:
         """Add to the gradient of an activation; `owned`: `grad` may be overwritten from now on."""
         have = self.grads.get(name)
@@ -220,13 +250,39 @@ class Frame:
     def take_grad(self, name: str) -> tuple[Tensor | None, bool]:
         return self.grads.pop(name, (None, False))
 
-    def add_param_grad(self, name: str, grad: Tensor) -> None:
+    def add_param_grad(self, name: str, grad: Tensor, part: Part | None = None) -> None:
         have = self.run.param_grads.get(name)
+        if part is not None:
+            self._part_of_grad(name, part, grad.shape[1:], grad.dtype).add_(grad)
+            return
         if have is None:
             self.run.param_grads[name] = grad
         else:
             have.add_(grad)
 
-    def add_weight_grad(self, name: str, dy: Tensor, x: Tensor) -> None:
+    def _part_of_grad(
+        self, name: str, part: Part, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """The rows of a parameter's gradient that are a layer's, zero at first."""
+        grads = self.run.param_grads
+        if name not in grads:
+            grads[name] = torch.zeros((part[2], *shape), dtype=dtype, device=self.run.device)
+        return grads[name][part[0] : part[1]]
+
+    def add_weight_grad(
+        self,
+        name: str,
+        dy: Tensor,
+        x: Tensor,
+        part: Part | None = None,
+        partial: bool = False,
+    ) -> None:
+        """Add dy.T @ x to the gradient of a weight; `partial`: the step itself will add more."""
         run, grads = self.run, self.run.param_grads
-        grads[name] = self.backend.linear_dw(dy, x, grads.get(name), run.partial, run.exact)
+        partial = partial or run.partial
+        if part is not None:
+            wide = torch.promote_types(x.dtype, torch.float32) if partial else x.dtype
+            into = self._part_of_grad(name, part, x.shape[1:], wide)
+            self.backend.linear_dw(dy, x, into, partial, run.exact)
+            return
+        grads[name] = self.backend.linear_dw(dy, x, grads.get(name), partial, run.exact)

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from fused_remat.blocks.frame import Frame
+from fused_remat.blocks.lora import Adapted, LowRank
 from fused_remat.blocks.nodes import KeepScale, Linear, Node, Norm
+from fused_remat.blocks.pointwise import Add
 from fused_remat.blocks.program import Graph
+from fused_remat.blocks.projections import Projections
 from fused_remat.blocks.recipe import builder
 
 
@@ -92,22 +95,40 @@ class MixedLinear(Linear):
         if self.x in wants or self.weight in wants or self.bias in wants:
             dz = self.product_grad(f, dy)
             if self.weight in wants:
-                f.add_weight_grad(self.weight, dz, f.last(self.x).to(self.compute))
+                f.add_weight_grad(self.weight, dz, f.last(self.x).to(self.compute), self.part)
             if self.bias in wants:
-                f.add_param_grad(self.bias, f.backend.bias_grad(dz))
+                f.add_param_grad(self.bias, f.backend.bias_grad(dz), self.part)
             if self.x in wants:
-                dx = f.backend.linear_dx(dz, f.param(self.weight))
+                dx = f.backend.linear_dx(dz, self.affine(f)[0])
                 f.add_grad(self.x, dx.to(f.run.dtype) if self.x_in_stream else dx, owned=True)
             del dz
         if self.residual in wants:
             f.add_grad(self.residual, dy, owned)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MixedAdd(Add):
+    """A sum of a residual and x, which is in `compute`."""
+
+    compute: torch.dtype
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        if self.x in wants:
+            keep = f.keep(self.keep)
+            if keep is None:
+                dx = dy.to(self.compute)
+            else:
+                dx = f.backend.dropout_bwd(dy, keep, self.compute)
+            f.add_grad(self.x, dx, owned=dx is not dy)
+        if self.residual in wants:
+            f.add_grad(self.residual, dy, owned and self.x not in wants)
+
+
 @builder
 def mixed(graph: Graph, compute: torch.dtype) -> Graph:
     """`graph` with everything outside the residual stream in `compute`; one object for each pair.
 
-    Raises: NotImplementedError if anything but norms and linear layers touches the stream.
+    Raises: NotImplementedError if anything but norms, linear layers and sums touches the stream.
 
     >>> from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
     >>> config = EncoderConfig(True, nhead=4, head_dim=16, activation="gelu", eps1=1e-5, eps2=1e-5)
@@ -126,6 +147,12 @@ def _mixed_node(graph: Graph, node: Node, compute: torch.dtype) -> Node:
         return MixedNorm(**given, to=None if inside else compute)
     if isinstance(node, Linear) and inside == bool(node.residual):
         return MixedLinear(**given, compute=compute, x_in_stream=node.x in graph.stream)
+    if isinstance(node, Add) and node.x not in graph.stream:
+        return MixedAdd(**given, compute=compute)
+    if isinstance(node, LowRank):
+        return replace(node, compute=compute, to=None)
+    if isinstance(node, Projections | Adapted) and not inside:
+        return replace(node, compute=compute)
     if isinstance(node, KeepScale) or not graph.stream.intersection((node.name, *node.inputs)):
         return node
     raise NotImplementedError(f"{graph.kind} cannot run in two dtypes: {node.name} is one step")

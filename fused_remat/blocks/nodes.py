@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fused_remat import random
 from fused_remat.backends.base import NORM_STATS, Affine
-from fused_remat.blocks.frame import Frame
+from fused_remat.blocks.frame import Frame, Part, rows_of
 
 Shapes = Mapping[str, "tuple[int, ...]"]
 
@@ -42,12 +42,14 @@ class Node:
         stats_follow: True if the statistics are kept exactly when `name` is kept; False if they
             are kept whenever backward needs them.
         keepable: whether a policy may name it.
+        widens: whether it is float32 (float64 in a float64 block) whatever the input's dtype.
         per_sequence: True if it mixes the tokens of a sequence, so that it cannot run on a tile.
         per_batch: True if it may mix all tokens, so that the block must not be cut at all.
     """
 
     name: str
     keepable: ClassVar[bool] = True
+    widens: ClassVar[bool] = False
     per_sequence: ClassVar[bool] = False
     per_batch: bool = False
     stats_follow: ClassVar[bool] = False
@@ -77,10 +79,20 @@ class Node:
     def reads(self) -> tuple[str, ...]:
         return self.inputs + self.masks
 
+    @property
+    def follows(self) -> str:
+        """Whose tokens it has: an input of the block or an activation."""
+        return self.inputs[0] if self.inputs else "input"
+
     @functools.cached_property
     def makes(self) -> tuple[str, ...]:
         """What a step that computes it puts into the frame."""
         return (self.name, *self.stats)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the activation, where it is not what the graph says."""
+        return None
 
     @property
     def label(self) -> str:
@@ -164,7 +176,8 @@ class KeepScale(Node):
 class Norm(Node):
     """A norm over the width, `kind` a row of `backends.base.NORM_STATS`.
 
-    "layer_norm" is (x - mean) * rstd * weight + bias, "rms_norm" x * rstd * weight.
+    "layer_norm" is (x - mean) * rstd * weight + bias, "rms_norm" x * rstd * weight. `offset` is
+    added to the weight, in float32 (Gemma's weights are around 0: 1).
     """
 
     x: str
@@ -172,6 +185,7 @@ class Norm(Node):
     bias: str
     eps: float
     kind: str = "layer_norm"
+    offset: float = 0.0
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -195,7 +209,7 @@ class Norm(Node):
         return f.backend.norm_route(self.kind, f[self.x])
 
     def affine(self, f: Frame) -> Affine:
-        return f.param(self.weight), f.param(self.bias)
+        return shifted(f.param(self.weight), self.offset), f.param(self.bias)
 
     def target(self, like: Tensor, out: Tensor | None) -> Tensor | None:
         """Where the norm of a tensor `like` goes: `out`, or None for a new one of its dtype."""
@@ -205,9 +219,7 @@ class Norm(Node):
         stats = None
         if self.stats[0] in f.values:  # a rebuild, and they were kept
             stats = tuple([f.values[stat] for stat in self.stats])
-        made = f.backend.norm_fwd(
-            self.kind, f[self.x], f.param(self.weight), f.param(self.bias), self.eps, out, stats
-        )
+        made = f.backend.norm_fwd(self.kind, f[self.x], *self.affine(f), self.eps, out, stats)
         for name, value in zip(self.makes, made, strict=True):
             f.put(name, value)
 
@@ -218,7 +230,7 @@ class Norm(Node):
             return
         prior, _ = f.take_grad(self.x)  # the residual's gradient, added in the same pass
         stats = tuple([f[stat] for stat in self.stats])
-        weight = f.param(self.weight)
+        weight, _ = self.affine(f)
         dx, dweight, dbias = f.backend.norm_bwd(
             self.kind, dy, f[self.x], stats, weight, grad_of, add=prior
         )
@@ -230,15 +242,27 @@ class Norm(Node):
             f.add_param_grad(self.bias, dbias)
 
 
+def shifted(weight: Tensor | None, offset: float) -> Tensor | None:
+    """weight + offset, in at least float32 (16 bits near 1 hold fewer of a small weight)."""
+    if weight is None or offset == 0.0:
+        return weight
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
+
+
 @dataclass(frozen=True, kw_only=True)
 class Linear(Node):
-    """name = residual + keep * (x @ weight.T + bias); `residual` and `keep` may be absent ("")."""
+    """name = residual + keep * (x @ weight.T + bias); `residual` and `keep` may be absent ("").
+
+    `part`, if any, is (first, last, rows): the layer has the rows from first to last of a weight
+    and a bias of `rows`, which it shares with others.
+    """
 
     x: str
     weight: str
     bias: str
     residual: str = ""
     keep: str = ""
+    part: Part | None = None
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -253,10 +277,10 @@ class Linear(Node):
         return (self.keep,) if self.keep else ()
 
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
-        return shapes[self.weight][0]
+        return shapes[self.weight][0] if self.part is None else self.part[1] - self.part[0]
 
     def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
-        return 2 * shapes[self.weight][0] * shapes[self.weight][1]
+        return 2 * self.width(widths, shapes) * shapes[self.weight][1]
 
     def asks(self, wants: Collection[str]) -> tuple[str, ...]:
         product = self.x in wants or self.weight in wants or self.bias in wants
@@ -270,7 +294,8 @@ class Linear(Node):
         return f.backend.linear_route(f[self.x], bool(self.residual or self.keep))
 
     def affine(self, f: Frame) -> Affine:
-        return f.param(self.weight), f.param(self.bias)
+        weight, bias = f.param(self.weight), f.param(self.bias)
+        return rows_of(weight, self.part), rows_of(bias, self.part)
 
     def operand(self, f: Frame) -> Tensor:
         """x as the product takes it."""
@@ -284,8 +309,7 @@ class Linear(Node):
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         residual = f[self.residual] if self.residual else None
         keep = f.keep(self.keep)
-        weight, bias = f.param(self.weight), f.param(self.bias)
-        y = f.backend.linear_fwd(f[self.x], weight, bias, residual, keep, out)
+        y = f.backend.linear_fwd(f[self.x], *self.affine(f), residual, keep, out)
         f.put(self.name, y)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
@@ -293,11 +317,11 @@ class Linear(Node):
             keep = f.keep(self.keep)
             dz = dy if keep is None else f.backend.dropout_bwd(dy, keep)
             if self.weight in wants:
-                f.add_weight_grad(self.weight, dz, f.last(self.x))
+                f.add_weight_grad(self.weight, dz, f.last(self.x), self.part)
             if self.bias in wants:
-                f.add_param_grad(self.bias, f.backend.bias_grad(dz))
+                f.add_param_grad(self.bias, f.backend.bias_grad(dz), self.part)
             if self.x in wants:
-                f.add_grad(self.x, f.backend.linear_dx(dz, f.param(self.weight)), owned=True)
+                f.add_grad(self.x, f.backend.linear_dx(dz, self.affine(f)[0]), owned=True)
             del dz
         if self.residual in wants:
             f.add_grad(self.residual, dy, owned)

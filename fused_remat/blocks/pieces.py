@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from fused_remat import random
 from fused_remat.blocks.attention import Attention, HeadsAttention
+from fused_remat.blocks.lora import Lora
 from fused_remat.blocks.pointwise import Add
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.recipe import builder, part
 from fused_remat.blocks.rotary import Rotary
 from fused_remat.blocks.sketch import Sketch, captured_params, linear_params
 
-for _node in (Attention, HeadsAttention, Rotary):  # what builders here take besides numbers
+for _node in (Attention, HeadsAttention, Lora, Rotary):  # what builders here take besides numbers
     part(_node)
 
 # The caller's own tensors that attention reads.

@@ -28,7 +28,8 @@ class Graph:
         kind: the block's name in `policies.RUNGS`.
         nodes: the steps; the last defines "output".
         params: names of the tensors besides the inputs, in the order in which they are passed.
-        inputs: names of the inputs, which come in groups of sequences; the first is "input".
+        inputs: names of the inputs, which come in groups of sequences; the first is "input", and
+            others may be of another length (`source`).
         recipe: what a `recipe.builder` built it from; "" if none did.
         compute: the dtype of what is not in the stream (`blocks.mixed`); None for the input's.
     """
@@ -73,17 +74,31 @@ class Graph:
         return frozenset({*self.inputs, "output", *sums, *sums.values()})
 
     @functools.cached_property
+    def source(self) -> Mapping[str, str]:
+        """The input whose tokens each input, activation and statistic has."""
+        source = {name: name for name in self.inputs}
+        for node in self.nodes:
+            source.update(dict.fromkeys((node.name, *node.stats), source[node.follows]))
+        return source
+
+    def lengths(self, shapes: Shapes) -> dict[str, int]:
+        """Tokens of a sequence of every input, activation and statistic, given shapes by name."""
+        given = {name: sizes(shapes[name])[1] for name in self.inputs}
+        return {name: given[source] for name, source in self.source.items()}
+
+    @functools.cached_property
     def casts(self) -> Mapping[str, torch.dtype]:
         """The dtypes that params are converted to before a pass, where not as they are given."""
         return {name: dtype for node in self.nodes for name, dtype in node.casts.items()}
 
     def dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """The dtype of every input, activation and statistic of a block whose input has `dtype`."""
-        low = self.compute or dtype
+        low, wide = self.compute or dtype, torch.promote_types(dtype, torch.float32)
         dtypes = dict.fromkeys(self.inputs, dtype)
         for node in self.nodes:
-            dtypes[node.name] = dtype if node.name in self.stream else low
-            dtypes.update(dict.fromkeys(node.stats, torch.promote_types(dtype, torch.float32)))
+            narrow = dtype if node.name in self.stream else low
+            dtypes[node.name] = node.dtype or (wide if node.widens else narrow)
+            dtypes.update(dict.fromkeys(node.stats, wide))
         return dtypes
 
     def widths(self, shapes: Shapes) -> dict[str, int]:
@@ -206,10 +221,15 @@ class _Demand:
 
 
 def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Nodes that need whole sequences or feed one that does, and the rest, which tiles can run."""
+    """Nodes that need whole sequences or feed one that does, and the rest, which tiles can run.
+
+    Tiles are of the first input's tokens: what has another's is the group's.
+    """
     if not tiled:
         return graph.nodes, ()
-    last = max((i for i, n in enumerate(graph.nodes) if n.per_sequence), default=-1)
+    first, source = graph.inputs[0], graph.source
+    whole = [n.per_sequence or source[n.name] != first for n in graph.nodes]
+    last = max((i for i, is_whole in enumerate(whole) if is_whole), default=-1)
     return graph.nodes[: last + 1], graph.nodes[last + 1 :]
 
 
@@ -296,14 +316,15 @@ def kept_bytes(
     """
     plan = programs(graph, save, wants, tiled=False)
     widths = graph.widths(shapes)
-    batch, seq_len = sizes(shapes[graph.inputs[0]])
+    batch, lengths = sizes(shapes[graph.inputs[0]])[0], graph.lengths(shapes)
     stats = {s for node in graph.nodes for s in node.stats}
+    own = {node.name: node.dtype.itemsize for node in graph.nodes if node.dtype is not None}
     low = graph.compute.itemsize if graph.compute else itemsize
     result = {name: math.prod(shapes[name]) * itemsize for name in plan.kept_inputs}
     for name in plan.kept + (("output",) if plan.keeps_output else ()):
-        size = itemsize if name in graph.stream else low
+        size = own.get(name) or (itemsize if name in graph.stream else low)
         size = max(itemsize, 4) if name in stats else size
-        result[name] = batch * seq_len * widths[name] * size
+        result[name] = batch * lengths[name] * widths[name] * size
     if "seed" in plan.saved_params:
         result["seed"] = 8
     return result

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fused_remat.backends.base import RotaryCall
 from fused_remat.blocks.frame import Frame
-from fused_remat.blocks.nodes import Node
+from fused_remat.blocks.nodes import Node, shifted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,8 @@ class Rotary(Node):
     Attributes:
         x: the packed projection: nhead query heads, kv_heads key heads, kv_heads value heads.
         cos, sin: names of the tables, both "" for no rotation.
-        q_weight, k_weight: names of the norms' weights, both "" for no norm; `eps` is theirs.
+        q_weight, k_weight: names of the norms' weights, both "" for no norm; `eps` is theirs, and
+            `offset` is added to the weights, as in `Norm`.
         interleaved: pairs are neighbours (2i, 2i + 1); else (i, i + R/2).
         in_place: written over x (`overwriting`).
     """
@@ -35,6 +36,7 @@ class Rotary(Node):
     q_weight: str = ""
     k_weight: str = ""
     eps: float = 1e-6
+    offset: float = 0.0
     interleaved: bool = False
     in_place: bool = False
 
@@ -82,8 +84,8 @@ class Rotary(Node):
             cos=f.param(self.cos),
             sin=f.param(self.sin),
             interleaved=self.interleaved,
-            q_weight=f.param(self.q_weight),
-            k_weight=f.param(self.k_weight),
+            q_weight=shifted(f.param(self.q_weight), self.offset),
+            k_weight=shifted(f.param(self.k_weight), self.offset),
             eps=self.eps,
             token0=f.token0,
             seq_len=f.run.chunks.seq_len,

@@ -80,7 +80,7 @@ def forward(run: Run, out_BSD: Tensor) -> list[Tensor]:
         if in_place:
             out = target.view(-1, target.shape[-1])
         else:
-            out = torch.empty((frame.rows, target.shape[-1]), dtype=run.dtype, device=run.device)
+            out = torch.empty((frame.rows, target.shape[-1]), dtype=target.dtype, device=run.device)
         if plan.tile_forward:
             _forward_tiles(frame, plan, out, kept)
         else:

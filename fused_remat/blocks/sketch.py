@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fused_remat import random
-from fused_remat.blocks.attention import Attention
+from fused_remat.blocks.attention import Attention, CrossAttention
+from fused_remat.blocks.lora import Adapted, Lora, LowRank, Term
 from fused_remat.blocks.nodes import KeepScale, Linear, Node, Norm
-from fused_remat.blocks.pointwise import Custom, Gated, Pointwise
+from fused_remat.blocks.pointwise import Add, Custom, Gated, Pointwise
+from fused_remat.blocks.projections import Projections
 from fused_remat.blocks.rotary import Rotary
 
 #: The activation "name" of the caller's own function (`blocks.pointwise.Custom`).
 CUSTOM = "custom"
+
+#: Names of the params that are no weights, in any block of a layer.
+NOT_WEIGHTS = (
+    "mask", "padding", "memory_mask", "memory_padding", "seed", "cos", "sin", "lengths", "cu_q",
+    "cu_k",
+)  # fmt: skip
 
 
 def linear_params(*names: str) -> tuple[str, ...]:
@@ -27,10 +37,14 @@ def captured_params(count: int) -> tuple[str, ...]:
 
 
 class Sketch:
-    """Collects the nodes of a block; every method adds one step or one half, by name."""
+    """Collects the nodes of a block; every method adds one step or one half, by name.
 
-    def __init__(self) -> None:
+    `loras` are updates of linear layers, added wherever a layer of theirs is.
+    """
+
+    def __init__(self, loras: tuple[Lora, ...] = ()) -> None:
         self.nodes: list[Node] = []
+        self.loras = loras
 
     def keep(self, name: str, site: int, p: float, like: str) -> str:
         """The multiplier of a dropout site, as wide as `like`; "" and no node at p = 0."""
@@ -39,15 +53,79 @@ class Sketch:
         self.nodes.append(KeepScale(name=name, site=site, p=p, like=like))
         return name
 
-    def norm(self, name: str, x: str, weights: str, eps: float, kind: str = "layer_norm") -> None:
-        weight, bias = linear_params(weights)
-        self.nodes.append(Norm(name=name, x=x, weight=weight, bias=bias, eps=eps, kind=kind))
-
-    def linear(self, name: str, x: str, weights: str, residual: str = "", keep: str = "") -> None:
+    def norm(
+        self,
+        name: str,
+        x: str,
+        weights: str,
+        eps: float,
+        kind: str = "layer_norm",
+        offset: float = 0.0,
+    ) -> None:
         weight, bias = linear_params(weights)
         self.nodes.append(
-            Linear(name=name, x=x, weight=weight, bias=bias, residual=residual, keep=keep)
+            Norm(name=name, x=x, weight=weight, bias=bias, eps=eps, kind=kind, offset=offset)
         )
+
+    def linear(
+        self,
+        name: str,
+        x: str,
+        weights: str,
+        residual: str = "",
+        keep: str = "",
+        part: tuple[int, int, int] | None = None,
+    ) -> None:
+        """name = residual + keep * (x @ weight.T + bias); what is updated, in steps of its own."""
+        weight, bias = linear_params(weights)
+        if not any(lora.layer == weights for lora in self.loras):
+            self.nodes.append(
+                Linear(
+                    name=name, x=x, weight=weight, bias=bias, residual=residual, keep=keep,
+                    part=part,
+                )
+            )  # fmt: skip
+            return
+        assert residual or not keep, "dropout of an updated layer is in the sum with its residual"
+        made = weights if residual else name
+        base = Linear(name=f"{made}.base", x=x, weight=weight, bias=bias)
+        self._adapted(made, base, {weights: (0, 0)})
+        if residual:
+            self.add(name, made, residual, keep)
+
+    def projections(self, name: str, x: str, columns: Mapping[str, tuple[int, int]]) -> None:
+        """name = x @ weight.T + bias of each layer in its own columns, first and end."""
+        updated = any(lora.layer in columns for lora in self.loras)
+        sizes = tuple([stop - start for start, stop in columns.values()])
+        base = f"{name}.base" if updated else name
+        node = Projections(name=base, x=x, layers=tuple(columns), sizes=sizes)
+        if updated:
+            self._adapted(name, node, columns)
+        else:
+            self.nodes.append(node)
+
+    def _adapted(
+        self, name: str, base: Linear | Projections, columns: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """name = base + every update of the layers in `columns`, which read what base reads.
+
+        The updates come first: backward then adds their gradients to the base's, in the products.
+        """
+        terms = []
+        for i, lora in enumerate(self.loras):
+            if lora.layer in columns:
+                low = f"lora.{i}"
+                keep = self.keep(f"keep.{low}", random.LORA + i, lora.p, base.x)
+                self.nodes.append(
+                    LowRank(name=low, x=base.x, weight=f"{low}.A", keep=keep, to=lora.dtype)
+                )
+                terms.append(Term(low, f"{low}.B", lora.scale, *columns[lora.layer]))
+        self.nodes.append(base)
+        self.nodes.append(Adapted(name=name, x=base.name, terms=tuple(terms)))
+
+    def add(self, name: str, x: str, residual: str, keep: str = "") -> None:
+        """name = residual + keep * x."""
+        self.nodes.append(Add(name=name, x=x, residual=residual, keep=keep))
 
     def attention_half(
         self,
@@ -65,6 +143,26 @@ class Sketch:
         self.nodes.append(attention)
         keep = self.keep("keep1", random.RESIDUAL1, p_residual, "proj.weight")
         self.linear(name, "attn", "proj", residual, keep)
+
+    def cross_half(
+        self,
+        x: str,
+        memory: str,
+        residual: str,
+        name: str,
+        attention: CrossAttention,
+        width: int,
+        p_residual: float,
+    ) -> None:
+        """name = residual + dropout(cross_proj(attention(query(x), kv(memory)))).
+
+        The projections of query, key and value, each of `width`, share one weight, "cross".
+        """
+        self.linear(attention.q, x, "cross", part=(0, width, 3 * width))
+        self.linear(attention.kv, memory, "cross", part=(width, 3 * width, 3 * width))
+        self.nodes.append(attention)
+        keep = self.keep("keep_cross", random.CROSS_RESIDUAL, p_residual, "cross_proj.weight")
+        self.linear(name, attention.name, "cross_proj", residual, keep)
 
     def mlp_half(
         self,
@@ -91,11 +189,19 @@ class Sketch:
         self, x: str, residual: str, name: str, activation: str, p_mlp: float, p_residual: float
     ) -> None:
         """name = residual + dropout(fc2(dropout(activation(gate(x)) * fc1(x))))."""
-        self.linear("gate", x, "gate")
+        self.up_half(x, activation, True, p_mlp)
+        self._down(name, residual, p_residual)
+
+    def up_half(self, x: str, activation: str, gated: bool, p_mlp: float) -> None:
+        """act = dropout(activation(fc1(x))), or dropout(activation(gate(x)) * fc1(x))."""
+        if gated:
+            self.linear("gate", x, "gate")
         self.linear("up", x, "fc1")
         keep = self.keep("keep_mlp", random.MLP, p_mlp, "fc1.weight")
-        self.nodes.append(Gated(name="act", gate="gate", up="up", act=activation, keep=keep))
-        self._down(name, residual, p_residual)
+        if gated:
+            self.nodes.append(Gated(name="act", gate="gate", up="up", act=activation, keep=keep))
+        else:
+            self.nodes.append(Pointwise(name="act", x="up", act=activation, keep=keep))
 
     def _down(self, name: str, residual: str, p_residual: float) -> None:
         keep = self.keep("keep2", random.RESIDUAL2, p_residual, "fc2.weight")

@@ -16,9 +16,11 @@ from torch import Tensor
 from fused_remat.calls import autocast_on
 
 #: What autocast converts, on CPU and CUDA.
-_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 _LOW = (torch.bfloat16, torch.float16)
 _DEVICES = ("cpu", "cuda")
+#: What the names of norms in blocks begin with.
+_NORMS = ("norm", "post", "q_norm", "k_norm")
 Params = Mapping[str, "Tensor | None"]
 
 
@@ -47,6 +49,15 @@ def low_dtype(src: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(src.device.type) if autocast_on(src) else None
 
 
+def casts(x: Tensor, other: Tensor) -> bool:
+    """Whether autocast makes both operands of a product of one dtype.
+
+    >>> casts(torch.zeros(1), torch.zeros(1).half()), casts(torch.zeros(1), torch.zeros(1).double())
+    (True, False)
+    """
+    return x.dtype in CASTABLE and other.dtype in CASTABLE
+
+
 def why_not(src: Tensor, params: Params, low: torch.dtype) -> str | None:
     """Why the fused path cannot take these dtypes under autocast to `low`.
 
@@ -64,9 +75,9 @@ def why_not(src: Tensor, params: Params, low: torch.dtype) -> str | None:
         if others:
             return f"src is {src.dtype}, which autocast leaves alone, but {others[0]} is not"
         return None
-    norms = {dtype for name, dtype in given.items() if name.startswith("norm")}
+    norms = {dtype for name, dtype in given.items() if name.startswith(_NORMS)}
     for name, dtype in given.items():
-        if dtype not in _CASTABLE:
+        if dtype not in CASTABLE:
             return f"autocast leaves {name} {dtype}, beside src of {src.dtype}"
     if kind == "cpu" and norms and norms != {torch.float32} and not norms == {src.dtype} == {low}:
         shown = ", ".join(sorted(map(str, norms)))

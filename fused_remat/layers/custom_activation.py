@@ -1,15 +1,47 @@
-"""An activation function that has no row of its own, on a layer's tensors."""
+"""A layer's activation: a name, or a function that has no row of its own, on its tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_remat.blocks.custom import Function
+from fused_remat.blocks.sketch import CUSTOM, captured_params
 from fused_remat.layers.autocast import Precision
-from fused_remat.ops.activation import Recallable, prepare
+from fused_remat.ops.activation import Recallable, activation_name, prepare
+
+
+@dataclass(frozen=True)
+class LayerActivation:
+    """A name in `backends.activations.ACTIVATIONS`, or `CUSTOM` with what it captures and calls."""
+
+    name: str
+    captured: Mapping[str, Tensor]
+    functions: Mapping[str, Function]
+
+
+def of_layer(
+    layer: Any, src: Tensor, seq_first: bool, precision: Precision | None = None
+) -> LayerActivation | str:
+    """The activation of a layer with a `linear1`, or why it cannot be called again.
+
+    >>> of_layer(torch.nn.TransformerEncoderLayer(8, 2), torch.zeros(3, 2, 8), True).name
+    'relu'
+    """
+    name = activation_name(layer.activation)
+    if name is not None:
+        return LayerActivation(name, {}, {})
+    width = layer.linear1.weight.shape[0]
+    found = prepare_for(src, layer.activation, width, seq_first, precision)
+    if isinstance(found, str):
+        return found
+    names = captured_params(len(found.captured))
+    captured = dict(zip(names, found.captured, strict=True))
+    return LayerActivation(CUSTOM, captured, {"activation": found.fn})
 
 
 def prepare_for(

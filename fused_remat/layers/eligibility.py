@@ -1,4 +1,4 @@
-"""When the fused path can serve an `nn.TransformerEncoderLayer` call, and why not.
+"""When the fused path can serve a call of a `torch.nn` layer, and why not.
 
 The fused path reads parameters instead of calling submodules, so it runs only where nobody could
 tell: children of exactly the stock types, without hooks, parametrizations or overrides. Every
@@ -9,7 +9,8 @@ PyTorch's own forward then raises PyTorch's own error.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,23 +19,57 @@ from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._device import DeviceContext
 
-from fused_remat.blocks.encoder import EncoderConfig
 from fused_remat.layers import autocast
+from fused_remat.layers.linears import dropout_p, without_adapters
 from fused_remat.ops.activation import has_hooks
 
-_STOCK = nn.TransformerEncoderLayer
 _PLAIN = (Tensor, nn.Parameter)
-_CHILDREN: dict[str, tuple[type[nn.Module], ...]] = {
-    "self_attn": (nn.MultiheadAttention,),
-    "linear1": (nn.Linear,),
-    "dropout": (nn.Dropout, nn.Identity),
-    "linear2": (nn.Linear,),
-    "norm1": (nn.LayerNorm,),
-    "norm2": (nn.LayerNorm,),
-    "dropout1": (nn.Dropout, nn.Identity),
-    "dropout2": (nn.Dropout, nn.Identity),
-}
-_FORWARDS: dict[type, Any] = {t: t.forward for ts in _CHILDREN.values() for t in ts}
+_DROPOUT = (nn.Dropout, nn.Identity)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a stock layer is made of: its class, the methods that it calls, and its children.
+
+    `children` has the types that each may be of; `attentions` and `norms` name some of them.
+    """
+
+    stock: type[nn.Module]
+    methods: tuple[str, ...]
+    attentions: tuple[str, ...]
+    norms: tuple[str, ...]
+    children: Mapping[str, tuple[type[nn.Module], ...]]
+
+
+ENCODER = Parts(
+    nn.TransformerEncoderLayer,
+    methods=("_sa_block", "_ff_block"),
+    attentions=("self_attn",),
+    norms=("norm1", "norm2"),
+    children={
+        "self_attn": (nn.MultiheadAttention,),
+        "linear1": (nn.Linear,),
+        "dropout": _DROPOUT,
+        "linear2": (nn.Linear,),
+        "norm1": (nn.LayerNorm,),
+        "norm2": (nn.LayerNorm,),
+        "dropout1": _DROPOUT,
+        "dropout2": _DROPOUT,
+    },
+)
+DECODER = Parts(
+    nn.TransformerDecoderLayer,
+    methods=("_sa_block", "_mha_block", "_ff_block"),
+    attentions=("self_attn", "multihead_attn"),
+    norms=("norm1", "norm2", "norm3"),
+    children={
+        **ENCODER.children,
+        "multihead_attn": (nn.MultiheadAttention,),
+        "norm3": (nn.LayerNorm,),
+        "dropout3": _DROPOUT,
+    },
+)
+_FORWARDS: dict[type, Any] = {t: t.forward for ts in DECODER.children.values() for t in ts}
 _GLOBAL_HOOKS = tuple(
     getattr(_module, name)
     for name in (
@@ -52,8 +87,10 @@ _KNOWN_GLOBAL_HOOKS = (
 )
 
 
-def why_not_module(layer: nn.TransformerEncoderLayer) -> str | None:
+def why_not_module(layer: nn.Module, parts: Parts = ENCODER, adapters: bool = False) -> str | None:
     """Why the fused path cannot stand in for the layer's submodules and methods.
+
+    `adapters`: PEFT's LoRA on them is looked through; it has reasons of its own (`linears`).
 
     >>> layer = nn.TransformerEncoderLayer(8, 2)
     >>> layer.norm1 = nn.Identity()
@@ -61,36 +98,55 @@ def why_not_module(layer: nn.TransformerEncoderLayer) -> str | None:
     'its norm1 is a Identity, not a LayerNorm'
     """
     cls = type(layer)
-    for method in ("_sa_block", "_ff_block"):
-        if getattr(cls, method) is not getattr(_STOCK, method) or method in layer.__dict__:
+    for method in parts.methods:
+        if getattr(cls, method) is not getattr(parts.stock, method) or method in layer.__dict__:
             return f"{method} is overridden"
-    children = layer._modules
-    for name, types in _CHILDREN.items():
+    children: Mapping[str, nn.Module | None] = layer._modules
+    if adapters and not all([type(children.get(n)) in ts for n, ts in parts.children.items()]):
+        children = {name: without_adapters(child) for name, child in children.items()}
+    for name, types in parts.children.items():
         child = children.get(name)
         if child is None or type(child) not in types:
-            return f"its {name} is a {type(child).__name__}, not a {types[0].__name__}"
+            found, wanted = type(child).__qualname__, types[0].__name__
+            found = f"{type(child).__module__}.{found}" if found == wanted else found  # PEFT's
+            return f"its {name} is a {found}, not a {wanted}"
         if has_hooks(child):
             return f"its {name} has hooks"
         if "forward" in child.__dict__ or type(child).forward is not _FORWARDS[type(child)]:
             return f"its {name}.forward was replaced"
+    return why_not_global_hooks() or _why_not_sizes(children, parts)
+
+
+def why_not_global_hooks() -> str | None:
+    """Why hooks on all modules keep the fused path from standing in for any.
+
+    >>> why_not_global_hooks() is None
+    True
+    """
     for hooks in _GLOBAL_HOOKS:
         for hook in hooks.values():
             if getattr(hook, "__module__", None) not in _KNOWN_GLOBAL_HOOKS:
                 shown = getattr(hook, "__qualname__", type(hook).__name__)
                 return f"a global module hook is registered ({shown})"
-    return _why_not_parts(children)
+    return None
 
 
-def _why_not_parts(children: Any) -> str | None:
-    attn = children["self_attn"]
-    if not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn:
-        return "its self_attn has kdim/vdim, bias_kv or add_zero_attn"
-    if type(attn._modules["out_proj"]) is not NonDynamicallyQuantizableLinear:
-        return f"its self_attn.out_proj is a {type(attn._modules['out_proj']).__name__}"
-    width = attn.embed_dim
-    if width % attn.num_heads:
-        return f"its self_attn has {attn.num_heads} heads for width {width}"
-    for name in ("norm1", "norm2"):
+def _why_not_sizes(children: Any, parts: Parts) -> str | None:
+    first = children[parts.attentions[0]]
+    width = first.embed_dim
+    for name in parts.attentions:
+        attn = children[name]
+        if not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn:
+            return f"its {name} has kdim/vdim, bias_kv or add_zero_attn"
+        # PyTorch reads its weight and does not call it: an adapter of its own does not act.
+        proj = without_adapters(attn._modules["out_proj"])
+        if type(proj) is not NonDynamicallyQuantizableLinear:
+            return f"its {name}.out_proj is a {type(proj).__name__}"
+        if attn.embed_dim != width or width % attn.num_heads:
+            return f"its {name} has {attn.num_heads} heads for width {attn.embed_dim}"
+        if attn.num_heads != first.num_heads or attn.batch_first != first.batch_first:
+            return f"its {name} differs from {parts.attentions[0]} in num_heads or batch_first"
+    for name in parts.norms:
         shape = children[name].normalized_shape
         if shape != (width,):
             return f"its {name} is over {shape}, not {(width,)}"
@@ -102,21 +158,22 @@ def why_not_tensors(
     width: int,
     params: Mapping[str, Tensor | None],
     low: torch.dtype | None = None,
+    called: str = "src",
 ) -> str | None:
     """Why the fused path cannot take `src` with these parameters in a layer of `width`.
 
-    `low` is the dtype of autocast, None if it is off.
+    `low` is the dtype of autocast, None if it is off; `called`, what the layer calls `src`.
 
     >>> why_not_tensors(torch.zeros(3), 3, {})
     'src has shape (3,), expected 2 or 3 dimensions'
     """
-    if type(src) not in _PLAIN:
-        return f"src is a {type(src).__name__}"
+    if type(src) not in _PLAIN or src.is_nested:
+        return f"{called} is a {'nested tensor' if src.is_nested else type(src).__name__}"
     shape = src.shape
     if len(shape) not in (2, 3):
-        return f"src has shape {tuple(shape)}, expected 2 or 3 dimensions"
+        return f"{called} has shape {tuple(shape)}, expected 2 or 3 dimensions"
     if shape[-1] != width:
-        return f"src has width {shape[-1]}, expected {width}"
+        return f"{called} has width {shape[-1]}, expected {width}"
     dtype, device = src.dtype, src.device
     shapes: list[torch.Size | None] = []
     for name, p in params.items():
@@ -126,7 +183,7 @@ def why_not_tensors(
         if type(p) not in _PLAIN:
             return f"{name} is a {type(p).__name__}"
         if (p.dtype is not dtype and low is None) or p.device != device:
-            return f"src is {dtype} on {device} but {name} is {p.dtype} on {p.device}"
+            return f"{called} is {dtype} on {device} but {name} is {p.dtype} on {p.device}"
         shapes.append(p.shape)
     reason = None if low is None else autocast.why_not(src, params, low)
     # Dynamo would see through the cache, and say so.
@@ -142,7 +199,7 @@ def _why_not_shapes(
     shapes: tuple[torch.Size | None, ...],
 ) -> str | None:
     if not dtype.is_floating_point:
-        return f"src has dtype {dtype}"
+        return f"the input has dtype {dtype}"
     named = dict(zip(names, shapes, strict=True))
     ff = named["fc1.weight"]
     for name, shape in named.items():
@@ -152,12 +209,41 @@ def _why_not_shapes(
             if kind == "weight" and not norm:
                 return f"{name} is None"
             continue
-        rows = {"qkv": 3 * width, "fc1": ff[0] if ff else 0}.get(head, width)
+        packed = 3 * width
+        rows = {"qkv": packed, "cross": packed, "fc1": ff[0] if ff else 0}.get(head, width)
         columns = rows if norm else (ff[0] if ff else 0) if head == "fc2" else width
         expected = (rows,) if norm or kind == "bias" else (rows, columns)
         if tuple(shape) != expected:
-            return f"{name} has shape {tuple(shape)}, expected {expected} for src's width {width}"
+            return f"{name} has shape {tuple(shape)}, expected {expected} for the width {width}"
     return None
+
+
+def why_not_memory(
+    tgt: Tensor, memory: Any, batch_first: bool, low: torch.dtype | None = None
+) -> str | None:
+    """Why the fused path cannot attend from `tgt` to `memory`; `low` as in `why_not_masks`.
+
+    >>> why_not_memory(torch.zeros(5, 2, 8), torch.zeros(7, 3, 8), False)
+    'memory has shape (7, 3, 8), tgt (5, 2, 8): one batch and width, and at least one token'
+    """
+    if type(memory) not in _PLAIN or memory.is_nested:
+        return f"memory is a {type(memory).__name__}, not a plain one"
+    if memory.device != tgt.device:
+        return f"memory is on {memory.device}, tgt on {tgt.device}"
+    if memory.dtype is not tgt.dtype and not (low is not None and autocast.casts(tgt, memory)):
+        return f"memory is {memory.dtype}, tgt {tgt.dtype}"
+    shape, other = memory.shape, tgt.shape
+    same = len(shape) == len(other) and shape[-1] == other[-1]
+    if len(other) == 3:
+        batch = 0 if batch_first else 1
+        same = same and shape[batch] == other[batch] and shape[1 - batch] > 0
+    if not same or (len(other) == 2 and shape[0] == 0):
+        shown = f"memory has shape {tuple(shape)}, tgt {tuple(other)}"
+        return f"{shown}: one batch and width, and at least one token"
+    return None
+
+
+_SRC_MASKS = ("src_mask", "src_key_padding_mask")
 
 
 def why_not_masks(
@@ -167,20 +253,23 @@ def why_not_masks(
     padding: Any,
     is_causal: bool,
     low: torch.dtype | None = None,
+    keys: Tensor | None = None,
+    names: tuple[str, str] = _SRC_MASKS,
 ) -> str | None:
     """Why the fused path cannot take these masks, in the shapes that the stock layer takes.
 
-    `low` is the dtype of autocast, None if it is off.
+    `low` is the dtype of autocast, None if it is off; `keys` what `src` attends to, None for
+    itself; `names` what the layer calls the two masks.
 
     >>> attn = nn.MultiheadAttention(8, 2, batch_first=True)
     >>> why_not_masks(torch.zeros(2, 5, 8), attn, torch.zeros(4, 4), None, False)
     'src_mask has shape (4, 4), expected (5, 5) or (4, 5, 5)'
     """
-    if mask is None and padding is None:
-        return "is_causal=True needs a src_mask" if is_causal else None
     if is_causal and mask is None:
-        return "is_causal=True needs a src_mask"
-    for name, m in (("src_mask", mask), ("src_key_padding_mask", padding)):
+        return f"is_causal=True needs a {names[0]}"
+    if mask is None and padding is None:
+        return None
+    for name, m in zip(names, (mask, padding), strict=True):
         if m is None:
             continue
         if type(m) not in _PLAIN:
@@ -188,46 +277,40 @@ def why_not_masks(
         if m.dtype not in (torch.bool, src.dtype, torch.float32, low):
             return f"{name} has dtype {m.dtype}, expected bool, {src.dtype} or torch.float32"
         if m.device != src.device:
-            return f"{name} is on {m.device}, src on {src.device}"
+            return f"{name} is on {m.device}, {names[0].partition('_')[0]} on {src.device}"
+    keys = src if keys is None else keys
     if src.dim() == 2:  # one sequence, whatever batch_first
-        batch, seq_len = 1, src.shape[0]
+        batch, q_len, kv_len = 1, src.shape[0], keys.shape[0]
     else:
-        batch, seq_len = src.shape[:2] if attn.batch_first else src.shape[1::-1]
+        batch, q_len = src.shape[:2] if attn.batch_first else src.shape[1::-1]
+        kv_len = keys.shape[1 if attn.batch_first else 0]
+    if mask is not None and mask.dim() not in (2, 3):
+        return f"{names[0]} has {mask.dim()} dimensions, expected 2 or 3"
     if mask is not None and not (is_causal and padding is None):
-        square = (seq_len, seq_len)
-        per_head = (batch * attn.num_heads, *square)
-        if tuple(mask.shape) not in (square, per_head):
-            return f"src_mask has shape {tuple(mask.shape)}, expected {square} or {per_head}"
+        grid = (q_len, kv_len)
+        per_head = (batch * attn.num_heads, *grid)
+        if tuple(mask.shape) not in (grid, per_head):
+            return f"{names[0]} has shape {tuple(mask.shape)}, expected {grid} or {per_head}"
     if padding is not None:
-        expected = (batch, seq_len) if src.dim() == 3 else (seq_len,)
+        expected = (batch, kv_len) if src.dim() == 3 else (kv_len,)
         if tuple(padding.shape) != expected:
-            return f"src_key_padding_mask has shape {tuple(padding.shape)}, expected {expected}"
+            return f"{names[1]} has shape {tuple(padding.shape)}, expected {expected}"
     return None
 
 
-def why_not_context(src: Any) -> str | None:
+def why_not_context(src: Any, called: str = "src") -> str | None:
     """Why the fused path cannot run in the present context.
 
     >>> why_not_context(torch.zeros(1)) is None
     True
     """
     if not isinstance(src, Tensor):
-        return f"src is a {type(src).__name__}"
+        return f"{called} is a {type(src).__name__}"
     if torch._C._len_torch_function_stack():
         for mode in torch.overrides._get_current_function_mode_stack():
             if not isinstance(mode, DeviceContext):
                 return f"a {type(mode).__name__} is active"
     return None
-
-
-def dropout_p(module: Any) -> float:
-    """The probability that an `nn.Dropout` or `nn.Identity` applies now.
-
-    >>> dropout_p(nn.Dropout(0.1)), dropout_p(nn.Dropout(0.1).eval()), dropout_p(nn.Identity())
-    (0.1, 0.0, 0.0)
-    """
-    state = module.__dict__
-    return float(state.get("p", 0.0)) if state["training"] else 0.0
 
 
 def dropout_ps(layer: nn.TransformerEncoderLayer) -> tuple[float, float, float, float]:
@@ -248,13 +331,12 @@ def dropout_ps(layer: nn.TransformerEncoderLayer) -> tuple[float, float, float, 
     )
 
 
-def why_not_dropout(config: EncoderConfig) -> str | None:
-    """Why the fused path cannot take the probabilities of `config`.
+def why_not_dropout(ps: Sequence[float]) -> str | None:
+    """Why the fused path cannot take these probabilities.
 
-    >>> why_not_dropout(EncoderConfig(True, 1, 1, "relu", 0.0, 0.0, p_mlp=1.5))
-    'a dropout probability is outside [0, 1]: (0.0, 0.0, 1.5, 0.0)'
+    >>> why_not_dropout((0.0, 1.5))
+    'a dropout probability is outside [0, 1]: (0.0, 1.5)'
     """
-    ps = (config.p_attention, config.p_residual1, config.p_mlp, config.p_residual2)
     if all(0.0 <= p <= 1.0 for p in ps):
         return None
-    return f"a dropout probability is outside [0, 1]: {ps}"
+    return f"a dropout probability is outside [0, 1]: {tuple(ps)}"

@@ -240,6 +240,28 @@ def _options(
     softcap: float,
 ) -> dict[str, Any]:
     """What an attention node takes, from what the functions take; heads are `width` wide."""
+    return {
+        "nhead": nhead,
+        "kv_heads": kv_heads,
+        **score_options(width, is_causal, window, scale, softcap),
+        "site": random.ATTENTION,
+        "p": check_p("dropout_p", p),
+        "mask": "" if mask is None else "mask",
+        "padding": "" if padding is None else "padding",
+        "mask_keeps": True,
+    }
+
+
+def score_options(
+    width: int, is_causal: bool, window: tuple[int, int], scale: float | None, softcap: float
+) -> dict[str, Any]:
+    """What says which keys are seen, and the scores of heads `width` wide, as nodes take it.
+
+    Raises: TypeError, ValueError for a window or softcap that is none.
+
+    >>> score_options(16, True, (-1, -1), None, 0.0)
+    {'scale': 0.25, 'left': -1, 'right': 0, 'softcap': 0.0}
+    """
     if not isinstance(window, tuple) or [type(w) for w in window] != [int, int]:
         raise TypeError(f"window takes two ints, (left, right), got {window!r}")
     if min(window) < -1:
@@ -247,15 +269,8 @@ def _options(
     if softcap < 0.0:
         raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
     return {
-        "nhead": nhead,
-        "kv_heads": kv_heads,
         "scale": float(max(width, 1)) ** -0.5 if scale is None else float(scale),
         "left": window[0],
         "right": 0 if is_causal else window[1],
         "softcap": float(softcap),
-        "site": random.ATTENTION,
-        "p": check_p("dropout_p", p),
-        "mask": "" if mask is None else "mask",
-        "padding": "" if padding is None else "padding",
-        "mask_keeps": True,
     }

@@ -1,16 +1,12 @@
-"""The encoder block as a function, and the form of it that the layer calls."""
+"""The encoder block as a function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from fused_remat.accumulation import Accumulation
-from fused_remat.autograd import run_block
-from fused_remat.blocks.encoder import NOT_WEIGHTS, EncoderConfig, encoder_graph
-from fused_remat.blocks.mixed import mixed
+from fused_remat.blocks.encoder import LINEARS, EncoderConfig, encoder_graph
 from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.inputs import (
     check_alike,
@@ -19,6 +15,8 @@ from fused_remat.ops.inputs import (
     resolve_activation,
     seed_tensor,
 )
+from fused_remat.ops.layer import run_layer
+from fused_remat.ops.lora import Update, check_loras, lora_tensors, loras_of
 from fused_remat.ops.masks import mask_of, padding_of
 from fused_remat.policies import Policy
 
@@ -35,6 +33,8 @@ def encoder_block(
     norm_first: bool = False,
     activation: ActivationLike = "relu",
     eps: float = 1e-5,
+    lora: Sequence[Update] = (),
+    lora_dropout_p: float = 0.0,
     policy: str | Policy = "full",
     seed: int | Tensor | None = None,
     backend: str = "auto",
@@ -48,6 +48,7 @@ def encoder_block(
         a key_padding_mask's True is **excluded**.
     dropout_p: of all four sites: attention's probabilities, both residual branches, the MLP.
     activation: as in `mlp`; a function is given whole (B, S, F) tensors.
+    lora, lora_dropout_p: updates of "qkv", "proj", "fc1" and "fc2", as in `causal_block`.
     Units: bytes kept = 2·D (full, 16-bit) to 22·D (none) per token, plus statistics.
     Raises: ValueError for shapes that do not fit, unknown or missing weights, an unknown policy or
         activation; RuntimeError for mixed dtypes or devices.
@@ -70,49 +71,18 @@ def encoder_block(
     config = EncoderConfig(
         norm_first, nhead, d_model // nhead, name, eps, eps, p, p, p, p, is_causal,
         attn_mask is not None, key_padding_mask is not None, True, len(captured),
+        loras_of(lora, check_p("lora_dropout_p", lora_dropout_p), x),
     )  # fmt: skip
     tensors = {
-        **weights, **captured, "mask": mask_of(attn_mask, grid, x),
+        **weights, **captured, **lora_tensors(lora), "input": x,
+        "mask": mask_of(attn_mask, grid, x),
         "padding": padding_of(key_padding_mask, grid, x), "seed": seed_tensor(seed, x.device),
     }  # fmt: skip
-    return run_encoder(x, tensors, config, policy=policy, backend=backend, functions=functions)
-
-
-def run_encoder(
-    x: Tensor,
-    tensors: Mapping[str, Tensor | None],
-    config: EncoderConfig,
-    *,
-    policy: str | Policy = "full",
-    backend: str = "auto",
-    seq_first: bool = False,
-    functions: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-    accumulate_into: str | None = None,
-    compute: torch.dtype | None = None,
-) -> Tensor:
-    """`encoder_block` for callers that have checked everything already, as the layer has.
-
-    Shapes: x (B, S, D), or (S, B, D) if `seq_first`; `tensors` maps `blocks.encoder.PARAMS`;
-        "mask" (S, S), (B*H, S, S) or four dimensions, "padding" (B, S).
-    compute: the dtype of what is not in the residual stream (`blocks.mixed`); None for that of x.
-    """
-    graph = encoder_graph(config)
-    if compute is not None:
-        graph = mixed(graph, compute)
-    accumulation = None
-    if accumulate_into is not None:
-        names = frozenset(graph.params).difference(NOT_WEIGHTS)
-        accumulation = Accumulation(accumulate_into, names)
-    return run_block(
-        graph,
-        policy,
-        {**tensors, "input": x},
-        backend=backend,
-        seq_first=seq_first,
-        preserve_strides=config.norm_first,
-        functions=functions,
-        accumulation=accumulation,
-    )
+    check_loras(lora, LINEARS, tensors)
+    return run_layer(
+        encoder_graph(config), tensors, policy=policy, backend=backend, functions=functions,
+        preserve_strides=norm_first,
+    )  # fmt: skip
 
 
 _SHAPES = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fused_remat.layers import FusedRematLayer
+from fused_remat.layers import FusedLayer
 from fused_remat.policies import Policy
 from fused_remat.report.saved import Saved
 from fused_remat.report.step import Step, choose_layers, run_step, tensors_in
@@ -240,7 +240,7 @@ def _layer(index: int, name: str, module: nn.Module | None, step: Step) -> Layer
     return LayerMemory(
         name=name,
         kind="" if module is None else type(module).__name__,
-        policy=_policy(module.policy) if isinstance(module, FusedRematLayer) else None,
+        policy=_policy(module.policy) if isinstance(module, FusedLayer) else None,
         calls=calls,
         kept_bytes=sum(s.nbytes for s in saved),
         predicted_bytes=None if predicted is None else sum(predicted.values()),

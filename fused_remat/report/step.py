@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from fused_remat.layers import FusedRematLayer
+from fused_remat.layers import FusedLayer
 from fused_remat.memory import AllocationTrace, Span
 from fused_remat.report.saved import Saved, SavedRecord
 
-_LAYERS = (FusedRematLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_LAYERS = (FusedLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _FORWARD, _BACKWARD = "forward", "backward"
 _OUTSIDE = (-1, 0)  # the place of what is in no layer
@@ -95,7 +95,7 @@ def _default_layers(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[s
 
 def _why_opaque(module: nn.Module) -> str | None:
     """What `module` is, if hooks on its submodules would not be called, or change what it does."""
-    if isinstance(module, FusedRematLayer):
+    if isinstance(module, FusedLayer):
         return "fused layer"
     if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
         return "compiled module"  # torch.compile's class is slow to import

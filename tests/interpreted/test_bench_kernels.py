@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from poisoned import TARGET
 
-from bench.kernels import attention, dropout, norm, rope
+from bench.kernels import attention, dropout, loss, norm, rope
 from bench.kernels.attention_problem import Attention
 from bench.kernels.problem import contests, through_autograd
 from bench.measure.contest import Rig, admit, check
@@ -20,6 +20,7 @@ PROBLEMS = {
     "rms_norm": (norm.OP, lambda: norm.Norm(RIG, "rms_norm", 5, 48)),
     "rope": (rope.OP, lambda: rope.Rope(RIG, "rope", 2, 4, 2, 5, 16)),
     "normed rope": (rope.OP, lambda: rope.Rope(RIG, rope.NORMED, 2, 4, 2, 5, 16)),
+    "loss": (loss.OP, lambda: loss.Loss(RIG, 21, 16, 75)),
     "dropout": (dropout.OP, lambda: dropout.Dropout(RIG, 33, 48)),
     "shared heads": (attention.OP, lambda: Attention(RIG, "causal", 1, 2, 1, 24, 16)),
 }  # other forms of attention are in the dry run of `python -m bench gpu`

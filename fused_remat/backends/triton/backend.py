@@ -13,9 +13,23 @@ import torch
 from torch import Tensor
 
 from fused_remat.backends import eager_attention
-from fused_remat.backends.base import NORM_STATS, Affine, AttentionCall, RotaryCall
+from fused_remat.backends.base import (
+    NORM_STATS,
+    Affine,
+    AttentionCall,
+    CrossEntropyCall,
+    RotaryCall,
+)
 from fused_remat.backends.eager import EagerBackend
-from fused_remat.backends.triton import attention, gemm, norms, pointwise, rotary, tables
+from fused_remat.backends.triton import (
+    attention,
+    cross_entropy,
+    gemm,
+    norms,
+    pointwise,
+    rotary,
+    tables,
+)
 from fused_remat.backends.triton.launch import INTERPRETED, target_of
 from fused_remat.random import Keep
 
@@ -331,6 +345,44 @@ class TritonBackend(EagerBackend):
         for launch in rotary.rotary_norm_bwd(dy, x, call, dx, dq_weight, dk_weight, target):
             launch.run()
         return dx, dq_weight, dk_weight
+
+    # --- the loss of a head
+
+    def cross_entropy_fwd(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: CrossEntropyCall,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if cross_entropy.why_not(x, weight) is not None:
+            return super().cross_entropy_fwd(x, weight, bias, call, out)
+        return cross_entropy.forward(x, weight, bias, call, target_of(x.device), out)
+
+    def cross_entropy_bwd(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stats: tuple[Tensor, Tensor],
+        call: CrossEntropyCall,
+        wants: tuple[bool, ...],
+        exact: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        given = dy, x, weight, bias, stats, call, wants, exact
+        if cross_entropy.why_not(x, weight) is not None:
+            return super().cross_entropy_bwd(*given)
+        return cross_entropy.backward(*given, target_of(x.device))
+
+    def cross_entropy_route(self, x: Tensor) -> str:
+        reason = cross_entropy.why_not(x, x)
+        if reason is not None:
+            return f"{super().cross_entropy_route(x)}: {reason}"
+        return (
+            "kernel linear_cross_entropy_fwd; backward a kernel for each block, and ATen's products"
+        )
 
     # --- the MLP's backward
 

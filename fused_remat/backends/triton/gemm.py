@@ -1,4 +1,4 @@
-"""Launches of `kernels.linear` and `kernels.mlp`: products with fused ends.
+"""Launches of `kernels.linear`, `mlp` and `cross_entropy`: products with fused ends.
 
 x (M, K) and dy (M, D) are activations; weights are as `nn.Linear` holds them. Each function takes
 its tile from the tables unless one is given.
@@ -23,6 +23,10 @@ from fused_remat.backends.triton.launch import (
 )
 from fused_remat.backends.triton.pointwise import PAIRS
 from fused_remat.backends.triton.tables import Tile, tile_for
+from fused_remat.kernels.cross_entropy import (
+    linear_cross_entropy_bwd_kernel,
+    linear_cross_entropy_fwd_kernel,
+)
 from fused_remat.kernels.linear import linear_fwd_kernel
 from fused_remat.kernels.mlp import (
     gated_mlp_bwd_kernel,
@@ -74,10 +78,12 @@ def _launch(
     tma: bool,
     depths: tuple[int, ...],
     persistent: bool = True,
+    shape: tuple[int, int] | None = None,
     **constants: Any,
 ) -> Launch:
-    """A launch over tiles of `y`; `depths` are the lengths that products sum over."""
-    rows, columns = y.shape
+    """A launch over tiles of `y`, or of `shape` with operands like `y`; `depths` are the lengths
+    that products sum over."""
+    rows, columns = shape or y.shape
     tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
     fast = y.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     constants |= {
@@ -262,3 +268,71 @@ def gated_mlp_bwd(
     )  # fmt: skip
     constants = {"ACT": PAIRS[act][1], "PARTS": tile.parts}
     return _launch(gated_mlp_bwd_kernel, target, tile, dup, args, tma, (k, d), False, **constants)
+
+
+def cross_entropy_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    softcap: float,
+    first: int,
+    highs: Tensor,
+    sums: Tensor,
+    totals: Tensor | None,
+    picked: Tensor,
+    at: Target,
+    tile: Tile | None = None,
+) -> Launch:
+    """What a softmax needs of each tile's columns of x @ weightᵀ + bias, and the targets' logits.
+
+    `highs`, `sums` and `totals` are (tiles, M); weight holds the vocabulary from row `first` on.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    tile = tile or tile_for("cross_entropy_fwd", at, m, n)
+    given, strides, tma = _described(
+        at, (x, tile.block_m, tile.block_k), (weight, tile.block_n, tile.block_k)
+    )
+    args = (
+        *given, in_place(bias), in_place(target), highs, sums, totals, picked, *strides, first, m,
+        n, k, softcap,
+    )  # fmt: skip
+    return _launch(
+        linear_cross_entropy_fwd_kernel, at, tile, x, args, tma, (k,), shape=(m, n),
+        SOFTCAP=softcap != 0.0, PARTS=tile.parts,
+    )  # fmt: skip
+
+
+def cross_entropy_bwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    softcap: float,
+    first: int,
+    stats: tuple[Tensor, Tensor],
+    slopes: tuple[Tensor, Tensor | None, Tensor],
+    dz: Tensor,
+    at: Target,
+    tile: Tile | None = None,
+) -> Launch:
+    """dz = softmax(x @ weightᵀ + bias) * mass + spread, + at_target at the targets; soft-capped.
+
+    `stats` are the maximum and the log of the sum of each row, `slopes` (mass, spread, at_target).
+    """
+    tile = tile or tile_for("cross_entropy_bwd", at, *dz.shape)
+    k = weight.shape[1]
+    (x_in, w_in, out), strides, tma = _described(
+        at,
+        (x, tile.block_m, tile.block_k),
+        (weight, tile.block_n, tile.block_k),
+        *_end(tile, dz),
+    )
+    args = (
+        x_in, w_in, in_place(bias), in_place(target), *stats, *slopes, out, *strides, first,
+        *dz.shape, k, softcap,
+    )  # fmt: skip
+    return _launch(
+        linear_cross_entropy_bwd_kernel, at, tile, dz, args, tma, (k,), SOFTCAP=softcap != 0.0,
+        PARTS=tile.parts,
+    )  # fmt: skip

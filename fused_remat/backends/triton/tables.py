@@ -116,6 +116,38 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
         "hip": (Tile(64, 64, 32, 4, 1),),
         "interpreter": _INTERPRETED,
     },
+    "cross_entropy_fwd": {
+        "hopper": (
+            Tile(128, 256, 64, 8, 3, parts=8),
+            Tile(128, 128, 64, 8, 4),
+            Tile(64, 128, 64, 4, 4),
+        ),
+        "blackwell": (
+            Tile(128, 256, 64, 8, 3, parts=4),
+            Tile(128, 128, 64, 8, 4),
+            Tile(64, 64, 64, 4, 4),
+        ),
+        "ampere": _AMPERE,
+        "small": _SMALL,
+        "hip": _HIP,
+        "interpreter": _INTERPRETED,
+    },
+    "cross_entropy_bwd": {
+        "hopper": (
+            Tile(128, 256, 64, 8, 3, parts=4),
+            Tile(128, 128, 64, 8, 4),
+            Tile(64, 128, 64, 4, 4, parts=2),
+        ),
+        "blackwell": (
+            Tile(128, 256, 64, 8, 3, parts=4),
+            Tile(128, 128, 64, 8, 4, parts=2),
+            Tile(64, 64, 64, 4, 4),
+        ),
+        "ampere": _AMPERE,
+        "small": _SMALL,
+        "hip": _HIP,
+        "interpreter": _INTERPRETED,
+    },
 }
 
 

@@ -1,0 +1,106 @@
+"""The loss of a head, mean cross-entropy over hidden · Wᵀ: and the gradients of both."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.kernels.problem import Build, Function, Op, Problem, compiled
+from bench.kernels.shapes import Size
+from bench.measure.contest import Rig, Work
+from bench.measure.registry import Registry
+from fused_remat import ops
+
+#: Of a vocabulary, on a CPU: what is exact, in float64, is to fit its memory.
+_CPU_VOCAB = 1 << 15
+
+
+class Loss(Problem):
+    """Of x (T, D), weight (V, D) and fixed targets; the result is rounded to x's dtype, as all."""
+
+    def __init__(self, rig: Rig, tokens: int, width: int, vocab: int) -> None:
+        super().__init__(rig, "loss", {"tokens": tokens, "width": width, "vocab": vocab})
+        self.tokens, self.width, self.vocab = tokens, width, vocab
+
+    def draw(self) -> dict[str, Tensor]:
+        weight = self.rig.normal(self.vocab, self.width) * self.width**-0.5
+        return {"x": self.rig.normal(self.tokens, self.width), "weight": weight}
+
+    @functools.cached_property
+    def target(self) -> Tensor:
+        """Every token counts."""
+        return torch.randint(self.vocab, (self.tokens,), device=self.rig.device)
+
+    def reference(self, *inputs: Tensor) -> Tensor:
+        x, weight = inputs
+        logits = F.linear(x, weight)
+        wide = logits.to(torch.promote_types(x.dtype, torch.float32))
+        return F.cross_entropy(wide, self.target).to(x.dtype)
+
+    def work(self, direction: str) -> Work:
+        """One product, two backward, of logits that are not kept; x and weight, their gradients."""
+        product = 2.0 * self.tokens * self.width * self.vocab
+        given = (self.tokens + self.vocab) * self.width * self.rig.dtype.itemsize
+        backward = direction == "bwd"
+        return Work(flops=product * (1 + backward), bytes=float(given * (1 + backward)))
+
+
+LOSS: Registry[Build] = Registry("loss")
+
+
+@LOSS.provider("aten", baseline=True)
+def aten(p: Loss) -> Function:
+    """PyTorch's linear layer and cross-entropy, of whole logits in float32."""
+    return p.reference
+
+
+@LOSS.provider("compile")
+def compile_(p: Loss) -> Function:
+    """torch.compile of the same."""
+    return compiled(p.reference)
+
+
+@LOSS.provider("liger", module="liger_kernel", needs="cuda")
+def liger(p: Loss) -> Function:
+    """Liger-Kernel's: gradients are computed in forward, and backward scales them."""
+    from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        made: Tensor = LigerFusedLinearCrossEntropyFunction.apply(x, weight, p.target)[0]
+        return made.to(x.dtype)
+
+    return function
+
+
+def _ours(p: Loss, backend: str) -> Function:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return ops.linear_cross_entropy(x, weight, p.target, backend=backend).to(x.dtype)
+
+    return function
+
+
+@LOSS.provider("fused_remat eager", ours=True)
+def eager(p: Loss) -> Function:
+    """Ours, in ATen's operators."""
+    return _ours(p, "eager")
+
+
+@LOSS.provider("fused_remat triton", needs="triton", ours=True)
+def triton(p: Loss) -> Function:
+    """Ours, in Triton kernels."""
+    return _ours(p, "triton")
+
+
+def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
+    """The model's head, if it predicts tokens."""
+    model = size.model
+    if model.vocab:
+        vocab = min(model.vocab, _CPU_VOCAB) if rig.device.type == "cpu" else model.vocab
+        yield Loss(rig, size.tokens, model.d_model, vocab)
+
+
+OP = Op(LOSS, of_model)

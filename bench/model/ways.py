@@ -1,0 +1,145 @@
+"""The ways to train a Hugging Face model that are compared: decorated builders in a registry.
+
+A way takes a subject and returns its forward. Each has modules of its own, all of them on the very
+same parameters and gradients. A rung's name is the model converted at that policy; with "_loss"
+the head and the loss are fused too.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bench.measure.registry import Absent, Registry
+from bench.model.forwards import Forward, patched, unchanged
+from bench.model.subjects import Subject
+from fused_remat import convert
+from fused_remat.policies import RUNGS
+
+Build = Callable[[Subject], Forward]
+
+#: In the order of the tables. Traits: `group`, by which ways are asked for; `resized`, whether it
+#: is the same at any batch, so that the largest can be searched for.
+WAYS: Registry[Build] = Registry("model ways")
+BASELINE = "eager"
+GROUPS = ("stock", "peers", "ours", "loss", "compiled")
+#: What is measured unless asked otherwise: compiling a whole model takes minutes.
+DEFAULT = GROUPS[:4]
+LOSS_RUNGS = ("full", "lean", "fast")
+
+
+def _way(name: str, group: str, **rest: Any) -> Any:
+    return WAYS.provider(name, group=group, **({"resized": True} | rest))
+
+
+def select(names: Sequence[str]) -> list[str]:
+    """Ways by name or group, in the order of the tables; the baseline is always among them.
+
+    Raises: ValueError for an unknown name.
+
+    >>> select(["stock", "full"])
+    ['eager', 'checkpoint', 'checkpoint_reentrant', 'full']
+    """
+    for name in names:
+        if name not in WAYS and name not in GROUPS:
+            raise ValueError(f"unknown way {name!r}; valid: {', '.join((*GROUPS, *WAYS))}")
+    return [n for n in WAYS if n in {*names, BASELINE} or WAYS[n].traits["group"] in names]
+
+
+# --- Hugging Face's own
+
+
+@_way(BASELINE, "stock", baseline=True)
+def eager(subject: Subject) -> Forward:
+    """The model as transformers makes it, attention by PyTorch's own."""
+    return Forward(subject.shared())
+
+
+@_way("checkpoint", "stock", baseline=True)
+def checkpointed(subject: Subject) -> Forward:
+    """Gradient checkpointing of every layer, as transformers enables it by default."""
+    return with_checkpoints(Forward(subject.shared()), subject, reentrant=False)
+
+
+@_way("checkpoint_reentrant", "stock")
+def checkpointed_reentrant(subject: Subject) -> Forward:
+    """The older kind."""
+    return with_checkpoints(Forward(subject.shared()), subject, reentrant=True)
+
+
+def with_checkpoints(forward: Forward, subject: Subject, reentrant: bool) -> Forward:
+    """With transformers' gradient checkpointing on.
+
+    Where the embeddings are frozen their output is made to want a gradient, as PEFT does it: the
+    older kind would otherwise give the layers none.
+    """
+    model: Any = forward.model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its new name is not in older versions
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if subject.case.lora:
+        model.enable_input_require_grads()
+    return forward
+
+
+# --- Liger
+
+
+@_way("liger", "peers", module="liger_kernel", needs="cuda")
+def liger(subject: Subject) -> Forward:
+    """Liger's kernels, its fused head and loss included.
+
+    Its patch also replaces names in transformers' module, for good: here, while the way runs.
+    """
+    from liger_kernel.transformers import monkey_patch
+
+    model: Any = subject.shared()
+    stock = model.get_base_model() if subject.case.lora else model
+    kind = stock.config.model_type
+    patches = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
+    if kind not in patches:
+        raise Absent(f"has no kernels for {kind}")
+    module = importlib.import_module(type(stock).__module__)
+    with unchanged(module) as names:
+        patches[kind](model=stock)
+    return Forward(model, functools.partial(patched, module, names))
+
+
+@_way("liger_checkpoint", "peers", module="liger_kernel", needs="cuda")
+def liger_checkpointed(subject: Subject) -> Forward:
+    """Both."""
+    return with_checkpoints(liger(subject), subject, reentrant=False)
+
+
+# --- ours
+
+
+def _rung(subject: Subject, rung: str, **rest: Any) -> Forward:
+    return Forward(convert(subject.shared(), policy=rung, backend=subject.backend, **rest))
+
+
+def _rung_with_loss(subject: Subject, rung: str) -> Forward:
+    if not subject.published.task.endswith("ForCausalLM"):
+        raise Absent("the fused loss is for causal language models")
+    return _rung(subject, rung, loss=True)
+
+
+for _name in RUNGS:
+    _way(_name, "ours")(functools.partial(_rung, rung=_name))
+for _name in LOSS_RUNGS:
+    _way(f"{_name}_loss", "loss")(functools.partial(_rung_with_loss, rung=_name))
+
+
+# --- compiled
+
+
+@_way("compile", "compiled", resized=False)
+def compiled(subject: Subject) -> Forward:
+    """`torch.compile` of the whole model, static shapes."""
+    model = torch.compile(subject.shared(), backend=subject.compiler, dynamic=False)
+    return Forward(model)  # type: ignore[arg-type]

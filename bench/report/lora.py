@@ -1,0 +1,95 @@
+"""The tables of docs/lora.md: what a LoRA step keeps and rebuilds, read from the block's graphs."""
+
+from __future__ import annotations
+
+import math
+
+from fused_remat.blocks.lora import Lora, lora_params
+from fused_remat.blocks.program import kept_bytes, programs
+from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
+from fused_remat.ops.transformer import linear_shapes
+from fused_remat.policies import RUNGS, kept_names
+
+# Llama-3-8B's block: width, heads and their width, the MLP's; a rank as they are used.
+D, H, KV, E, F = 4096, 32, 8, 128, 14336
+RANK, TOKENS = 16, 1
+CASES = {
+    "All weights trained": None,
+    "LoRA on q and v": ("q", "v"),
+    "LoRA on all seven": ("q", "k", "v", "proj", "gate", "fc1", "fc2"),
+}
+
+
+def _config(layers: tuple[str, ...]) -> TransformerConfig:
+    """A pre-norm block with updates of `layers`, without dropout."""
+    return TransformerConfig(
+        placement="pre", norm="rms_norm", eps=1e-5, nhead=H, kv_heads=KV, head_dim=E,
+        scale=E**-0.5, right=0, split=True, rotary=True, activation="silu", gated=True,
+        loras=tuple([Lora(layer, 1.0) for layer in layers]),
+    )  # fmt: skip
+
+
+def shapes(layers: tuple[str, ...] | None) -> dict[str, tuple[int, ...]]:
+    """Of the input and of every weight."""
+    linears = linear_shapes(_config(()), D, F)
+    found: dict[str, tuple[int, ...]] = {"input": (1, TOKENS, D), "norm1.weight": (D,)}
+    found |= {"norm2.weight": (D,), **{f"{name}.weight": shape for name, shape in linears.items()}}
+    for i, layer in enumerate(layers or ()):
+        out, width = linears[layer]
+        found |= {f"lora.{i}.A": (RANK, width), f"lora.{i}.B": (out, RANK)}
+    return found
+
+
+def _wants(layers: tuple[str, ...] | None) -> frozenset[str]:
+    if layers is not None:
+        return frozenset({"input", *lora_params(len(layers))})
+    return frozenset(shapes(None))
+
+
+def _rebuilt(names: list[str]) -> list[str]:
+    """Names as a reader knows them: a layer and its update are one."""
+    shown = [name.removesuffix(".base") for name in names if not name.startswith("lora.")]
+    updates = sum(name.startswith("lora.") for name in names)
+    products = [f"{updates} products with A"] if updates else []
+    return [*dict.fromkeys(shown), *products]
+
+
+def _rows(layers: tuple[str, ...] | None) -> list[str]:
+    graph, of, wants = transformer_graph(_config(layers or ())), shapes(layers), _wants(layers)
+    widths = graph.widths(of)
+    whole = sum(node.flops(widths, of, 1) for node in graph.nodes if not node.per_sequence)
+    rows = []
+    for rung in RUNGS:
+        save = kept_names(rung, graph.kind, graph.names)
+        plan = programs(graph, save, wants, tiled=False)
+        again = {s.node.name for s in plan.backward if s.kind == "compute" and s.node is not None}
+        nodes = [node for node in graph.nodes if node.name in again]
+        kept = kept_bytes(graph, save, wants, of, 2)
+        names = [name for name in kept if "." not in name]
+        products = sum(n.flops(widths, of, 1) for n in nodes if not n.per_sequence)
+        cells = [
+            f'`"{rung}"`', ", ".join(names), f"{sum(kept.values()) / TOKENS / 1024:.1f}",
+            ", ".join(_rebuilt([node.name for node in nodes])) or "nothing",
+            f"{products / whole:.0%}",
+        ]  # fmt: skip
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def _gradients(layers: tuple[str, ...] | None) -> float:
+    """MiB of weight gradients of a block: at 16 bits, adapters' in float32."""
+    sizes = shapes(layers)
+    elements = sum(math.prod(sizes[name]) for name in _wants(layers) - {"input"})
+    return elements * (2 if layers is None else 4) / 2**20
+
+
+def tables() -> str:
+    """A table for each of `CASES`."""
+    parts = []
+    for title, layers in CASES.items():
+        parts.append(
+            f"**{title}** (weight gradients of a block: {_gradients(layers):.1f} MiB)\n\n"
+            "| rung | keeps | KiB a token | rebuilds | of forward's products |\n"
+            "|---|---|---|---|---|\n" + "\n".join(_rows(layers))
+        )
+    return "\n\n".join(parts)

@@ -1,0 +1,308 @@
+"""Fine-tune a SmolLM-135M-shaped language model in several ways; memory, time, losses side by side.
+
+Full fine-tuning and LoRA (PEFT), each with a plain loop and with Hugging Face's `Trainer`, each as
+the model is, under its own gradient checkpointing, and after `fused_remat.convert`. The model has
+random weights, or is read from a local folder; the text is the English of Python's own manual,
+which ships with CPython, or a file of yours; the tokenizer is trained on it, or the folder's.
+
+    python examples/finetune_hf.py                      # six of 30 layers: minutes on 2 cores
+    python examples/finetune_hf.py --layers 30 --seq-len 1024 --device cuda --dtype bfloat16
+    python examples/finetune_hf.py --model path/to/smollm --text book.txt --modes lora
+
+Needs `transformers`, `peft` and, for `Trainer`, `accelerate` (`pip install 'fused-remat[hf]'`).
+"""
+
+from __future__ import annotations
+
+import os
+
+# Read when torch is loaded: keeps the profiler, which counts bytes on CPU, from logging its starts.
+os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
+
+import argparse
+import copy
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from byte_lm_report import machine, quantiles
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.utils import logging as transformers_logging
+
+from fused_remat import convert
+from fused_remat.memory import measure_allocations
+from fused_remat.policies import RUNGS
+
+#: Two ways of PyTorch and Hugging Face; every other is a rung of `fused_remat.convert`.
+PEERS = ("eager", "checkpoint")
+MODES, LOOPS = ("full", "lora"), ("plain", "trainer")
+LEARNING_RATE = {"full": 3e-4, "lora": 1e-3}
+LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-linear"}
+
+
+def smollm_135m(layers: int, vocabulary: int, seq_len: int) -> LlamaConfig:
+    """The shape of HuggingFaceTB/SmolLM-135M, with its own number of layers or fewer."""
+    return LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
+        num_hidden_layers=layers, vocab_size=vocabulary, max_position_embeddings=max(seq_len, 2048),
+        rms_norm_eps=1e-5, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def train_tokenizer(text: str, vocabulary: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of `text`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    return tokenizer
+
+
+class Blocks(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """The text's tokens in blocks of `seq_len`; the labels are the tokens (the model shifts)."""
+
+    def __init__(self, tokens: Tensor, seq_len: int) -> None:
+        count = len(tokens) // seq_len
+        if not count:
+            raise ValueError(f"the text has {len(tokens)} tokens, fewer than a block of {seq_len}")
+        blocks = tokens[: count * seq_len].view(count, seq_len)
+        self.blocks = blocks[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        block = self.blocks[index % len(self)]
+        return {"input_ids": block, "labels": block}
+
+    def batch(self, step: int, size: int, device: str) -> dict[str, Tensor]:
+        items = [self[step * size + i]["input_ids"] for i in range(size)]
+        tokens = torch.stack(items).to(device)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+@dataclass
+class Way:
+    """One way's model, and what was measured of it."""
+
+    name: str
+    model: Any
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+
+
+def build(base: PreTrainedModel, name: str, mode: str, args: argparse.Namespace) -> Way:
+    """A copy of `base`, made ready in the way `name`."""
+    model: Any = copy.deepcopy(base)
+    if mode == "lora":
+        torch.manual_seed(0)  # the adapters start alike
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
+    if name == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif name in RUNGS:
+        convert(model, policy=name, loss=not args.logits)
+    model.to(args.device, getattr(torch, args.dtype)).train()
+    return Way(name, model)
+
+
+def measure_memory(way: Way, blocks: Blocks, args: argparse.Namespace) -> None:
+    """Bytes between forward and backward, and at the peak of a step, above weights and gradients.
+
+    A first step allocates the gradients. The logits and the loss are counted in both.
+    """
+    batch = blocks.batch(0, args.batch, args.device)
+    way.model(**batch).loss.backward()
+    way.kept_bytes = measure_allocations(lambda: way.model(**batch).loss, args.device).net
+    step = measure_allocations(lambda: way.model(**batch).loss.backward(), args.device)
+    way.peak_bytes = step.peak
+    way.model.zero_grad(set_to_none=True)
+
+
+def train_plain(ways: list[Way], blocks: Blocks, mode: str, args: argparse.Namespace) -> None:
+    """All ways in turn, one step each per round, so that what the machine does falls on all."""
+    optimizers = [torch.optim.AdamW(way.model.parameters(), lr=LEARNING_RATE[mode]) for way in ways]
+    for step in range(args.steps):
+        batch = blocks.batch(step, args.batch, args.device)
+        turns = list(zip(ways, optimizers, strict=True))
+        for way, optimizer in turns[step % len(ways) :] + turns[: step % len(ways)]:
+            start = time.perf_counter()
+            loss = way.model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            way.losses.append(loss.item())  # waits for the device
+            way.seconds.append(time.perf_counter() - start)
+        show(f"{mode}, plain loop: step {step + 1}/{args.steps}, loss {ways[0].losses[-1]:.3f}")
+
+
+class Clock(TrainerCallback):
+    """Notes how long each of Trainer's steps takes."""
+
+    def __init__(self, way: Way) -> None:
+        self.way = way
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.way.seconds.append(time.perf_counter() - self.start)
+
+
+def train_with_trainer(
+    ways: list[Way], blocks: Blocks, mode: str, args: argparse.Namespace
+) -> None:
+    """One way after another, each with a Trainer of its own, over the same batches."""
+    for way in ways:
+        show(f"{mode}, Trainer: {way.name}")
+        with tempfile.TemporaryDirectory() as folder:
+            settings = TrainingArguments(
+                output_dir=folder, max_steps=args.steps, per_device_train_batch_size=args.batch,
+                learning_rate=LEARNING_RATE[mode], logging_steps=1, save_strategy="no",
+                report_to=[], disable_tqdm=True, seed=0, use_cpu=args.device == "cpu",
+                lr_scheduler_type="constant", max_grad_norm=1.0, dataloader_pin_memory=False,
+            )  # fmt: skip
+            trainer = Trainer(way.model, settings, train_dataset=blocks, callbacks=[Clock(way)])
+            trainer.log = lambda logs, *rest, way=way: note(way, logs)  # type: ignore[method-assign]
+            trainer.train()
+
+
+def note(way: Way, logs: dict[str, float]) -> None:
+    """Trainer reports the loss of each step; not printed, but kept."""
+    if "loss" in logs:
+        way.losses.append(float(logs["loss"]))
+
+
+def show(line: str) -> None:
+    """Progress, on stderr."""
+    end = "" if sys.stderr.isatty() else "\n"
+    print(f"\r{line:<78}" if not end else line, end=end, file=sys.stderr, flush=True)
+
+
+def rows(ways: list[Way], mode: str, loop: str) -> Iterator[dict[str, Any]]:
+    """What was measured of each way, beside the first one."""
+    first = ways[0]
+    for way in ways:
+        differences = [abs(a - b) for a, b in zip(way.losses, first.losses, strict=True)]
+        yield {
+            "mode": mode, "loop": loop, "way": way.name, "kept_bytes": way.kept_bytes,
+            "peak_bytes": way.peak_bytes, "seconds": quantiles(way.seconds),
+            "losses": way.losses, "largest_loss_difference": max(differences),
+        }  # fmt: skip
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """The rows as Markdown, each beside the first of its mode and loop."""
+    head = ("fine-tuning", "loop", "way", "kept", "", "peak", "step", "", "loss", "differs by")
+    lines = [head, ("---",) * len(head)]
+    eager: dict[str, Any] = {}
+    for row in found:
+        if row["way"] == found[0]["way"]:
+            eager = row
+        kept, peak, step = row["kept_bytes"], row["peak_bytes"], row["seconds"]["p50"]
+        lines.append(
+            (
+                row["mode"], row["loop"], row["way"], f"{kept / 2**20:.0f} MiB",
+                f"{kept / eager['kept_bytes']:.2f}×", f"{peak / 2**20:.0f} MiB",
+                f"{1e3 * step:.0f} ms", f"{step / eager['seconds']['p50']:.2f}×",
+                f"{row['losses'][0]:.3f} → {row['losses'][-1]:.3f}",
+                f"{row['largest_loss_difference']:.1e}",
+            )
+        )  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def load(args: argparse.Namespace) -> tuple[PreTrainedModel, Blocks]:
+    """The model and the blocks of text, in tokens of the model's."""
+    text = args.text.read_text(encoding="utf-8") if args.text else "".join(topics.values())
+    torch.manual_seed(0)
+    if args.model is not None:
+        tokens = AutoTokenizer.from_pretrained(args.model, local_files_only=True)(text)["input_ids"]
+        model = AutoModelForCausalLM.from_pretrained(args.model, local_files_only=True)
+    else:
+        tokenizer = train_tokenizer(text, args.vocabulary)
+        tokens = tokenizer.encode(text).ids
+        config = smollm_135m(args.layers, tokenizer.get_vocab_size(), args.seq_len)
+        model = LlamaForCausalLM(config)
+    return model, Blocks(torch.tensor(tokens), args.seq_len)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", type=Path, help="a local folder of a model; otherwise random weights")
+    add("--text", type=Path, help="a text file; otherwise Python's manual")
+    add("--modes", nargs="+", default=MODES, choices=MODES)
+    add("--loops", nargs="+", default=LOOPS, choices=LOOPS)
+    add("--policies", nargs="+", default=("full", "lean", "fast"), choices=tuple(RUNGS))
+    add("--logits", action="store_true", help="converted models make whole logits for their loss")
+    add("--layers", type=int, default=6, help="of SmolLM-135M's 30, with random weights")
+    add("--vocabulary", type=int, default=8192, help="tokens, with random weights")
+    add("--seq-len", type=int, default=256)
+    add("--batch", type=int, default=4)
+    add("--steps", type=int, default=10)
+    add("--device", default="cpu")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add("--json", type=Path, help="also write the results here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Build, measure, train, report."""
+    args, start = parse(), time.perf_counter()
+    transformers_logging.set_verbosity_error()
+    base, blocks = load(args)
+    found: list[dict[str, Any]] = []
+    for mode in args.modes:
+        for loop in args.loops:
+            ways = [build(base, name, mode, args) for name in (*PEERS, *args.policies)]
+            for way in ways:
+                show(f"{mode}: measuring the memory of {way.name}")
+                measure_memory(way, blocks, args)
+            train = train_plain if loop == "plain" else train_with_trainer
+            train(ways, blocks, mode, args)
+            found += rows(ways, mode, loop)
+    print(file=sys.stderr)
+    parameters = sum(p.numel() for p in base.parameters())
+    on = machine(args.device)
+    print(
+        f"{type(base).__name__}, {base.config.num_hidden_layers} layers, {parameters / 1e6:.1f} M"
+    )
+    print(
+        f"parameters; {args.batch} × {args.seq_len} tokens, {args.dtype}; {on['gpu'] or on['cpu']}"
+    )
+    print(f"\n{table(found)}")
+    if args.json is not None:
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        report = {"machine": on, "settings": settings, "parameters": parameters, "rows": found}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\n{time.perf_counter() - start:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Layers of Hugging Face transformers as blocks. Nothing here imports transformers by itself."""

@@ -1,0 +1,207 @@
+"""Layers of transformers whose forward is a block: their class, and the choice of path."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fused_remat.blocks.program import Graph
+from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
+from fused_remat.huggingface.architectures import Architecture, architecture_of, at
+from fused_remat.huggingface.cache import has_cache, without_cache
+from fused_remat.huggingface.call import call_of, example_config
+from fused_remat.layers.fused_layer import (
+    DECISIONS,
+    TRACED,
+    FusedLayer,
+    is_traced,
+    wants_grad,
+    warn_compiled,
+    warn_once,
+)
+from fused_remat.layers.layer_call import LayerCall
+from fused_remat.layers.replay import checkpointed
+
+
+class HuggingFaceLayer(FusedLayer):
+    """Mixed in before a layer class of transformers by `fused_class`.
+
+    Attributes:
+        stock: the class of transformers that it stands in for.
+        architecture: its row.
+        arguments: names of the positional arguments of its forward.
+    """
+
+    stock: ClassVar[type[nn.Module]]
+    architecture: ClassVar[Architecture]
+    arguments: ClassVar[tuple[str, ...]]
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """False, so that transformers does not rebuild around a block, which rebuilds itself.
+
+        What transformers sets is kept, and rules where the block does not serve a call.
+        """
+        return False
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, asked: bool) -> None:
+        self.__dict__["gradient_checkpointing"] = asked
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        if FUSED.get(type(self).__dict__.get("stock")) is not type(self):  # type: ignore[arg-type]
+            return reduced
+        # By its stock class: this one's name is that of the stock one.
+        return (_new, (self.stock,), *reduced[2:])
+
+    def why_not_fused(self, *args: Any, **kwargs: Any) -> str | None:
+        """Why this call of `forward` would not take the fused path, or None if it would.
+
+        Calls without gradients and without dropout never do: they are transformers' own.
+        """
+        given = self._named(args, kwargs)
+        if is_traced() or given is None:
+            return TRACED if given is not None else "its arguments do not fit"
+        if not self._may_differ(given):
+            return "no gradients are wanted"
+        call = self._choose(given)[0]
+        return call if isinstance(call, str) else None
+
+    def _example(self) -> Graph:
+        return transformer_graph(example_config(self, self.architecture))
+
+    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The arguments by name; None if they do not fit, of which the stock forward complains."""
+        if len(args) > len(self.arguments):
+            return None
+        given = dict(zip(self.arguments, args, strict=False))
+        named = {**given, **kwargs}
+        fits = "hidden_states" in named and len(named) == len(given) + len(kwargs)
+        return named if fits else None
+
+    def _choose(self, given: dict[str, Any]) -> tuple[LayerCall | str, dict[str, Any], bool]:
+        """The block that serves a call, or why none does; the arguments; whether with a cache."""
+        given, cached = self._without_cache(given)
+        return cached or call_of(self, self.architecture, given), given, cached is not None
+
+    def _without_cache(self, given: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+        """The arguments without a cache that nobody needs; or as they are, and why they need it."""
+        index = getattr(at(self, self.architecture.attention), "layer_idx", None)
+        return without_cache(self, given, index or 0)
+
+    def _serve(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward(*args, **kwargs)`: the block, or transformers' own forward."""
+        if is_traced():
+            self._refuse_to_accumulate(TRACED)
+            return self.stock.forward(self, *args, **kwargs)
+        given = self._named(args, kwargs)
+        if given is None:
+            return self.stock.forward(self, *args, **kwargs)
+        if not self._may_differ(given):
+            # Of a frozen layer in training, too: the trained ones above it fill no cache.
+            given = self._without_cache(given)[0] if torch.is_grad_enabled() else given
+            return self.stock.forward(self, **given)
+        call, given, cached = self._choose(given)
+        if isinstance(call, LayerCall):
+            return self._fused(call)
+        self._refuse_to_accumulate(call)
+        if torch.compiler.is_compiling():
+            warn_compiled(type(self).__name__, call)
+            return self.stock.forward(self, **given)
+        for observe in DECISIONS:
+            observe(self, call)
+        return self._fallback(call, given, cached)
+
+    def _may_differ(self, given: Mapping[str, Any]) -> bool:
+        """Whether a call may be a block's; else it is transformers' own, bit for bit.
+
+        Without gradients only one that draws dropout may be: it may be the first run of a
+        reentrant checkpoint, whose replay, with gradients, has to draw the same.
+        """
+        if torch.is_grad_enabled():
+            return wants_grad(*given.values()) or wants_grad(*self.parameters())
+        if not self.training or torch.is_inference_mode_enabled():
+            return False
+        call = None if has_cache(given) else call_of(self, self.architecture, given)
+        return isinstance(call, LayerCall) and transformer_graph(call.config).uses_seed
+
+    def _graph(self, config: TransformerConfig) -> Graph:
+        return transformer_graph(config)
+
+    def _fallback(self, reason: str, given: dict[str, Any], cached: bool) -> Any:
+        """transformers' own forward, under checkpoint unless it writes to a cache."""
+        names = tuple(given)
+
+        def forward(*values: Any) -> Any:
+            return self.stock.forward(self, **dict(zip(names, values, strict=True)))
+
+        if cached or (self._policy == "none" and not self._checkpoints):
+            warn_once(self, f"its own forward: {reason}")
+            return forward(*given.values())
+        if self._checkpoints:
+            warn_once(self, f"its own forward under transformers' checkpoint: {reason}")
+            rest = {name: given[name] for name in names if name != "hidden_states"}
+            rebuild = functools.partial(self.stock.forward, self, **rest)
+            return self._gradient_checkpointing_func(rebuild, given["hidden_states"])  # type: ignore[operator]
+        warn_once(self, f"its own forward under torch.utils.checkpoint: {reason}")
+        return checkpointed(self, forward, *given.values())
+
+    @property
+    def _checkpoints(self) -> bool:
+        """Whether transformers was asked to rebuild this layer, and would now."""
+        return self.training and bool(self.__dict__.get("gradient_checkpointing"))
+
+
+#: By the stock class.
+FUSED: dict[type[nn.Module], type[HuggingFaceLayer]] = {}
+
+
+def fused_class(stock: type[nn.Module]) -> type[HuggingFaceLayer] | None:
+    """The class that stands in for a layer class of transformers, one object each; None for others.
+
+    It has the stock class's name, by which wrap lists (`_no_split_modules`) know it, and is a
+    subclass, by which transformers' recorders do.
+
+    >>> fused_class(nn.Linear) is None
+    True
+    """
+    row = architecture_of(stock)
+    if row is None:
+        return None
+    if stock not in FUSED:
+        forward = inspect.signature(stock.forward)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [name for name, p in forward.parameters.items() if p.kind in kinds]
+        namespace = {
+            "__module__": stock.__module__,
+            "__qualname__": stock.__qualname__,
+            "__doc__": stock.__doc__,
+            "stock": stock,
+            "architecture": row,
+            "arguments": tuple(names[1:]),
+            "forward": _forward(stock),
+        }
+        made = type(stock.__name__, (HuggingFaceLayer, stock), namespace)
+        return FUSED.setdefault(stock, made)  # of two threads, the first one's
+    return FUSED[stock]
+
+
+def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(stock.forward)
+    def forward(self: HuggingFaceLayer, *args: Any, **kwargs: Any) -> Any:
+        return self._serve(*args, **kwargs)
+
+    return forward
+
+
+def _new(stock: type[nn.Module]) -> nn.Module:
+    """An empty layer of the class that stands in for `stock`; for unpickling."""
+    cls = fused_class(stock)
+    assert cls is not None
+    return cls.__new__(cls)

@@ -1,0 +1,211 @@
+"""A call of a causal layer as a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat.blocks.lora import Lora
+from fused_remat.blocks.transformer import TransformerConfig
+from fused_remat.layers import autocast, eligibility
+from fused_remat.layers.layer_call import LayerCall
+from fused_remat.layers.linears import LinearParts, block_tensors, read_linear, tensor_of, unwrapped
+from fused_remat.layers.plain_causal import check_window
+from fused_remat.ops.activation import has_hooks
+from fused_remat.ops.attention import score_options
+from fused_remat.ops.inputs import check_p
+from fused_remat.ops.masks import lengths_of, mask_of, padding_of
+from fused_remat.ops.rotary import rotary_tensors
+from fused_remat.ops.transformer import linear_shapes
+
+#: The block's names of the linear layers, and the layer's own.
+_LINEARS = {
+    "q": "q", "k": "k", "v": "v", "proj": "proj", "gate": "gate", "fc1": "up", "fc2": "down",
+}  # fmt: skip
+_KINDS = {nn.RMSNorm: "rms_norm", nn.LayerNorm: "layer_norm"}
+_FORWARDS: dict[Any, Any] = {nn.RMSNorm: nn.RMSNorm.forward, nn.LayerNorm: nn.LayerNorm.forward}
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def call_of(
+    layer: Any,
+    x: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> LayerCall | str:
+    """The block that serves this call of a `CausalLayer`, or why the fused path cannot.
+
+    Raises: TypeError, ValueError, RuntimeError for inputs that do not fit.
+
+    >>> from fused_remat.layers.plain_causal import CausalLayer
+    >>> call_of(CausalLayer(8, 2, 16), torch.zeros(1, 3, 8)).config.linears
+    ('q', 'k', 'v', 'proj', 'gate', 'fc1', 'fc2')
+    """
+    inputs = inputs_of(layer, x, cos, sin, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
+    reason = eligibility.why_not_context(x, "x") or eligibility.why_not_global_hooks()
+    if reason is not None:
+        return reason
+    if type(x) not in _PLAIN:
+        return f"x is a {type(x).__name__}"
+    linears = _linears(layer)
+    if isinstance(linears, str):
+        return linears
+    norms = _norms(layer)
+    if isinstance(norms, str):
+        return norms
+    kind, eps, qk_eps, affine = norms
+    low = autocast.low_dtype(x)
+    weights, loras = block_tensors(linears, x.dtype if low is None else None)
+    params = {**weights, **affine}
+    config = _config(layer, kind, eps, qk_eps, inputs, loras)
+    reason = _why_not_shapes(config, layer.d_model, params) or _why_not_dtypes(x, params, low)
+    if reason is not None:
+        return reason
+    precision = None
+    if low is not None:
+        precision = autocast.precision_of(x, params, low, layer.placement != "post")
+    return LayerCall(config, {**params, **inputs}, {}, False, False, precision)
+
+
+def inputs_of(
+    layer: Any,
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> dict[str, Tensor | None]:
+    """What a call is given, by the block's names, checked."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
+    if x.dim() != 3 or x.shape[-1] != layer.d_model or not x.is_floating_point():
+        raise ValueError(
+            f"x is {x.dtype} of shape {tuple(x.shape)}, expected floating (B, S, {layer.d_model})"
+        )
+    grid = (x.shape[0], layer.nhead, x.shape[1], x.shape[1])
+    rope = None if cos is None and sin is None else (cos, sin)
+    return {
+        "input": x,
+        **rotary_tensors(x, layer.head_dim, rope, None, None),
+        "mask": mask_of(attn_mask, grid, x),
+        "padding": padding_of(key_padding_mask, grid, x),
+        **lengths_of(key_lengths, cu_seqlens, None, grid, x, "cu_seqlens"),
+    }
+
+
+def _linears(layer: Any) -> dict[str, LinearParts] | str:
+    """The linear layers by the block's names, or why one of them cannot be read."""
+    found = {}
+    for name, own in _LINEARS.items():
+        if own == "gate" and layer.gate is None:
+            continue
+        parts = read_linear(layer._modules.get(own))
+        if isinstance(parts, str):
+            return f"its {own} {parts}"
+        found[name] = parts
+    return found
+
+
+def _norms(layer: Any) -> tuple[str, float, float, dict[str, Tensor | None]] | str:
+    """The kind and eps of the norms, the eps of the heads', and their tensors; or why not."""
+    names = ["norm1", "norm2", *(["post1", "post2"] if layer.placement == "sandwich" else [])]
+    heads = ["q_norm", "k_norm"] if layer.q_norm is not None else []
+    eps: dict[str, set[Any]] = {"": set(), "heads": set()}
+    kinds, affine = set(), {}
+    for name in names + heads:
+        norm: Any = unwrapped(layer._modules.get(name))
+        if isinstance(norm, str):
+            return f"its {name} {norm}"
+        kind = type(norm)
+        if kind not in _KINDS or (name in heads and kind is not nn.RMSNorm):
+            return f"its {name} is a {kind.__name__}, not a norm that a block has there"
+        if has_hooks(norm):
+            return f"its {name} has hooks"
+        if "forward" in norm.__dict__ or kind.forward is not _FORWARDS[kind]:
+            return f"its {name}.forward was replaced"
+        width = (layer.head_dim if name in heads else layer.d_model,)
+        if tuple(norm.normalized_shape) != width:
+            return f"its {name} is over {tuple(norm.normalized_shape)}, not {width}"
+        eps["heads" if name in heads else ""].add(norm.eps)
+        kinds |= set() if name in heads else {kind}
+        affine[f"{name}.weight"], bias = tensor_of(norm, "weight"), tensor_of(norm, "bias")
+        if name not in heads:
+            affine[f"{name}.bias"] = bias
+    if len(kinds) > 1 or any(len(found) > 1 or None in found for found in eps.values()):
+        return "its norms differ in kind or eps, or have no eps"
+    if any(affine[f"{name}.weight"] is None for name in heads):
+        return "its q_norm or k_norm has no weight"
+    (block_eps,) = eps[""]
+    (head_eps,) = eps["heads"] or (block_eps,)
+    return _KINDS[kinds.pop()], float(block_eps), float(head_eps), affine
+
+
+def _config(
+    layer: Any,
+    norm: str,
+    eps: float,
+    qk_eps: float,
+    inputs: Mapping[str, Tensor | None],
+    loras: tuple[Lora, ...],
+) -> TransformerConfig:
+    """The plain numbers of a call.
+
+    Raises: ValueError for what the layer was set to and no layer has.
+    """
+    p = check_p("dropout", layer.dropout) if layer.training else 0.0
+    p_attention = check_p("attention_dropout", layer.attention_dropout)
+    check_window(layer.window)  # -1 would be none to a block
+    window = (-1, -1) if layer.window is None else (layer.window, layer.window)
+    kinds = {"mask": "mask", "padding": "padding", "lengths": "lengths", "packed": "cu_q"}
+    return TransformerConfig(
+        placement=layer.placement, norm=norm, eps=eps, qk_eps=qk_eps, nhead=layer.nhead,
+        kv_heads=layer.kv_heads, head_dim=layer.head_dim,
+        **score_options(layer.head_dim, layer.is_causal, window, None, layer.softcap),
+        split=True, rotary="cos" in inputs, interleaved=layer.rope_interleaved,
+        qk_norm=layer.q_norm is not None, activation=layer.activation,
+        gated=layer.gate is not None, p_residual1=p, p_mlp=p, p_residual2=p,
+        p_attention=p_attention if layer.training else 0.0,
+        masks=tuple([kind for kind, name in kinds.items() if inputs.get(name) is not None]),
+        loras=loras,
+    )  # fmt: skip
+
+
+def _why_not_shapes(
+    config: TransformerConfig, width: int, params: Mapping[str, Tensor | None]
+) -> str | None:
+    """Why the layers, which anybody may replace, do not make up the block of `config`."""
+    up = params["fc1.weight"]
+    assert up is not None
+    for name, shape in linear_shapes(config, width, up.shape[0]).items():
+        weight, bias = params[f"{name}.weight"], params[f"{name}.bias"]
+        assert weight is not None
+        if tuple(weight.shape) != shape or (bias is not None and tuple(bias.shape) != shape[:1]):
+            return f"its {_LINEARS[name]} is {tuple(weight.shape)}, not {shape}"
+    for i, lora in enumerate(config.loras):
+        a, b = params[f"lora.{i}.A"], params[f"lora.{i}.B"]
+        if a is None or b is None or a.shape[0] != b.shape[1]:
+            return f"an adapter of its {_LINEARS[lora.layer]} has matrices that do not fit"
+    return None
+
+
+def _why_not_dtypes(
+    x: Tensor, params: Mapping[str, Tensor | None], low: torch.dtype | None
+) -> str | None:
+    for name, p in params.items():
+        if p is None:
+            continue
+        if type(p) not in _PLAIN:
+            return f"{name} is a {type(p).__name__}"
+        dtypes = (x.dtype, torch.float32) if name.startswith("lora.") else (x.dtype,)
+        if p.device != x.device or (low is None and p.dtype not in dtypes):
+            return f"x is {x.dtype} on {x.device} but {name} is {p.dtype} on {p.device}"
+    return None if low is None else autocast.why_not(x, params, low)

@@ -1,0 +1,164 @@
+"""`FusedRematCausalLayer`: a layer of a language model in a fraction of the activation memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_remat.blocks.program import Graph
+from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
+from fused_remat.layers import causal_call
+from fused_remat.layers.drop_in_layer import DropInLayer
+from fused_remat.layers.layer_call import LayerCall
+from fused_remat.layers.plain_causal import CausalLayer
+from fused_remat.ops.activation import ActivationLike
+from fused_remat.policies import Policy
+
+
+class FusedRematCausalLayer(DropInLayer, CausalLayer):
+    """A layer of a language model, Llama's by default, that rebuilds what backward asks for.
+
+    h = x + proj(attention(rotary(q, k), v)), h + down(act(gate(norm2(h))) * up(norm2(h))), with
+    q, k, v linear layers of norm1(x).
+
+    Submodules are `nn.Linear` (q, k, v, proj, gate, up, down) and `nn.RMSNorm` or `nn.LayerNorm`
+    (norm1, norm2, with qk_norm q_norm and k_norm, with "sandwich" post1 and post2). Linear ones may
+    be PEFT's LoRA on `nn.Linear`. Where a submodule is of another kind or has hooks, and where a
+    call is exported, transformed or traced, the same is computed by calling the submodules in
+    ordinary PyTorch; in training under non-reentrant checkpoint, with one `FusedRematWarning`.
+
+    Args:
+        d_model, nhead, dim_feedforward, dropout: as in `nn.TransformerEncoderLayer`.
+        activation: a name ("relu", "gelu", "gelu_tanh", "silu", "tanh"), or its function.
+        kv_heads: heads of keys and values, which divide nhead; None: nhead. head_dim: None for
+            d_model / nhead.
+        norm, norm_eps: "rms_norm" or "layer_norm"; qk_norm: an RMSNorm of each query and key head
+            (Qwen3). placement: "pre"; "post": after the sums; "sandwich": before and after each
+            half (Gemma-2).
+        gated: act(gate) * up, else act(up). bias: of linear layers (and LayerNorms); qkv_bias: of
+            q, k and v, None for `bias` (True in Qwen2).
+        window: how many keys before its own place a query sees (and after it, if not causal); None
+            for all. softcap: of the scores. attention_dropout: of probabilities, None for dropout.
+        rope_interleaved: rotated pairs are neighbours; else i and i + R/2.
+        policy, backend, accumulate_into: as in `FusedRematLayer`.
+
+    Shapes: x (B, S, d_model); returns the same, in x.dtype, under autocast in the dtype that the
+        same in ordinary operations has.
+    Units: bytes kept a token at 16 bits, with Q = nhead * head_dim, K = kv_heads * head_dim and F
+        gated, pre-norm: full 2·D, lean 2·D + 2·Q, balanced 4·D + 2·Q, fast 4·D + 4·Q + 4·K, none
+        4·F more, plus statistics (8 bytes, and 4·nhead where `attn` is kept).
+    Raises: ValueError, TypeError for arguments and inputs that do not fit; RuntimeError for mixed
+        dtypes, and in backward as `FusedRematLayer`.
+    Source: Touvron et al. 2023; GQA: Ainslie et al. 2023; RoPE: Su et al. 2021.
+
+    >>> layer = FusedRematCausalLayer(64, 4, 128, kv_heads=2, policy="lean")
+    >>> angles = torch.outer(torch.arange(16), 10000 ** -(torch.arange(8) / 8))
+    >>> x = torch.randn(2, 16, 64, requires_grad=True)
+    >>> layer(x, rope=(angles.cos(), angles.sin())).sum().backward()
+    >>> x.grad.shape
+    torch.Size([2, 16, 64])
+    """
+
+    stock = CausalLayer
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int,
+        dropout: float = 0.0,
+        activation: ActivationLike = "silu",
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        norm: str = "rms_norm",
+        norm_eps: float = 1e-6,
+        gated: bool = True,
+        bias: bool = False,
+        qkv_bias: bool | None = None,
+        qk_norm: bool = False,
+        window: int | None = None,
+        softcap: float = 0.0,
+        attention_dropout: float | None = None,
+        is_causal: bool = True,
+        rope_interleaved: bool = False,
+        placement: str = "pre",
+        policy: str | Policy = "full",
+        backend: str = "auto",
+        accumulate_into: str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, kv_heads=kv_heads,
+            head_dim=head_dim, norm=norm, norm_eps=norm_eps, gated=gated, bias=bias,
+            qkv_bias=qkv_bias, qk_norm=qk_norm, window=window, softcap=softcap,
+            attention_dropout=attention_dropout, is_causal=is_causal,
+            rope_interleaved=rope_interleaved, placement=placement, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.policy = policy
+        self.backend = backend
+        self.accumulate_into = accumulate_into
+
+    def forward(  # type: ignore[override]  # that of the base takes the tables one by one
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None = None,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """The layer on x (B, S, d_model).
+
+        rope: (cos, sin), (S, R/2) or (B, S, R/2): the first R elements of a head are rotated.
+        attn_mask: broadcasts to (B, nhead, S, S); bool (**True takes part**, as in SDPA) or float.
+        key_padding_mask: (B, S); bool (**True is excluded**) or float; on either side.
+        key_lengths, cu_seqlens: of padded and of packed sequences, as in `ops.attention`.
+        """
+        cos, sin = _tables(rope)
+        return self._serve(x, cos, sin, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
+
+    def why_not_fused(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None = None,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        key_lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> str | None:
+        """Why this call of `forward` would not take the fused path, or None if it would.
+
+        >>> layer = FusedRematCausalLayer(16, 2, 32)
+        >>> layer.up = torch.nn.Bilinear(2, 3, 4)
+        >>> layer.why_not_fused(torch.zeros(1, 5, 16))
+        'its up is a Bilinear, not a Linear'
+        """
+        cos, sin = _tables(rope)
+        return self._why_not(x, cos, sin, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
+
+    def _example(self) -> Graph:
+        return transformer_graph(
+            TransformerConfig(
+                placement=self.placement, norm="rms_norm", eps=0.0, nhead=1, kv_heads=1, head_dim=1,
+                scale=1.0, activation="relu", split=True, rotary=True,
+                qk_norm=self.q_norm is not None, gated=self.gate is not None,
+            )
+        )  # fmt: skip
+
+    def _graph(self, config: TransformerConfig) -> Graph:
+        return transformer_graph(config)
+
+    def _choose(self, *args: Any) -> LayerCall | str:
+        return causal_call.call_of(self, *args)
+
+
+def _tables(rope: Any) -> tuple[Any, Any]:
+    if rope is None:
+        return None, None
+    if not isinstance(rope, tuple | list) or len(rope) != 2:
+        raise TypeError(f"rope takes two Tensors, (cos, sin), got {rope!r}")
+    return rope[0], rope[1]

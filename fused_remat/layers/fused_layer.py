@@ -1,0 +1,144 @@
+"""What fused layers share: their options, warnings, and who is told of decisions."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat import accumulation
+from fused_remat.backends.base import FusedRematWarning
+from fused_remat.backends.registry import check_name
+from fused_remat.blocks.program import Graph
+from fused_remat.layers.layer_call import LayerCall
+from fused_remat.ops.layer import run_layer
+from fused_remat.policies import Policy, kept_names
+
+
+class FusedLayer(nn.Module):
+    """A layer whose forward is a block; mixed in before the class that it stands in for."""
+
+    # Class attributes serve layers unpickled, or re-classed, from the stock one.
+    _policy: str | Policy = "full"
+    _backend: str = "auto"
+    _accumulate_into: str | None = None
+
+    @property
+    def policy(self) -> str | Policy:
+        """What the layer keeps; may be set at any time, for the calls from then on."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: str | Policy) -> None:
+        graph = self._example()
+        kept_names(policy, graph.kind, graph.names)
+        self._policy = policy
+
+    @property
+    def backend(self) -> str:
+        """Who does the arithmetic: "auto" or a registered name."""
+        return self._backend
+
+    @backend.setter
+    def backend(self, backend: str) -> None:
+        self._backend = check_name(backend)
+
+    @property
+    def accumulate_into(self) -> str | None:
+        """Where backward adds weight gradients: None (autograd's way), "grad" or "main_grad"."""
+        return self._accumulate_into
+
+    @accumulate_into.setter
+    def accumulate_into(self, target: str | None) -> None:
+        self._accumulate_into = accumulation.check_target(target)
+
+    def extra_repr(self) -> str:
+        shown = f"policy={self._policy!r}, backend={self._backend!r}"
+        target = self._accumulate_into
+        return shown if target is None else f"{shown}, accumulate_into={target!r}"
+
+    def _example(self) -> Graph:
+        """A graph with the kind and the names of this layer's."""
+        raise NotImplementedError
+
+    def _graph(self, config: Any) -> Graph:
+        """The graph of a call."""
+        raise NotImplementedError
+
+    def _fused(self, call: LayerCall) -> Tensor:
+        if self._accumulate_into is not None:
+            compiled = "the call is compiled" if torch.compiler.is_compiling() else None
+            self._refuse_to_accumulate(compiled or accumulation.why_not_engine(self))
+        compute, tensors = None, call.tensors
+        if call.precision is not None:
+            x = tensors["input"]
+            assert x is not None
+            tensors = {**tensors, "input": x.to(call.precision.stream)}
+            compute = call.precision.compute
+        out = run_layer(
+            self._graph(call.config),
+            tensors,
+            policy=self._policy,
+            backend=self._backend,
+            seq_first=call.seq_first,
+            preserve_strides=call.config.norm_first,
+            functions=call.functions,
+            accumulate_into=self._accumulate_into,
+            compute=compute,
+        )
+        return out.squeeze(0) if call.unbatched else out
+
+    def _refuse_to_accumulate(self, reason: str | None) -> None:
+        """Raise RuntimeError if gradients were to be accumulated, and `reason` forbids it."""
+        target = self._accumulate_into
+        if target is not None and reason is not None and wants_grad(*self.parameters()):
+            raise accumulation.refusal(target, reason)
+
+
+TRACED = "the call is exported, transformed or traced"
+
+#: Called with the layer and the reason when a call does not take the fused path; usually empty.
+DECISIONS: list[Callable[[nn.Module, str], None]] = []
+
+_warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+def warn_once(layer: nn.Module, message: str, stacklevel: int = 6) -> None:
+    """Warn of a fallback, once for each layer and reason."""
+    seen = _warned.setdefault(layer, set())
+    if message not in seen:
+        text = f"{type(layer).__name__} runs {message}"
+        warnings.warn(text, FusedRematWarning, stacklevel=stacklevel)
+        seen.add(message)
+
+
+def warn_compiled(layer: str, reason: str) -> None:
+    """The same while compiling; what PyTorch's forward keeps is then the compiler's choice."""
+    warnings.warn(
+        f"{layer}, compiled, runs PyTorch's own forward and saves no memory: {reason}",
+        FusedRematWarning,
+        stacklevel=2,
+    )
+
+
+warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # not traced, but called
+
+
+def is_traced() -> bool:
+    """Whether the call is exported, transformed or traced: PyTorch's own forward serves those."""
+    return (
+        torch.compiler.is_exporting()
+        or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    )
+
+
+def wants_grad(*values: Any) -> bool:
+    """Whether autograd watches one of `values`."""
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in values
+    )
