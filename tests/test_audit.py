@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from bench.audit import cases as audit_cases
 from bench.audit import command as audit
-from bench.audit.attention import POINTERS, PRODUCTS, launches_of, variants
+from bench.audit.attention import POINTERS, PRODUCTS, case_name, launches_of, variants
+from bench.report.audit import AUDIT
 from fused_remat.backends.triton.tables import TILES, Tile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,21 +26,49 @@ def reads_through_pointers(name):
     return "mask_bwd" in name or any(call in name for call in POINTERS)
 
 
-@pytest.mark.slow
-def test_every_default_configuration_for_hopper_is_clean(tmp_path):
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Every default configuration for Hopper: committed, or compiled where its source is new."""
+    out = tmp_path_factory.mktemp("audit")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "bench", "audit", "--arch", "90", "--defaults", "--check"]
     done = subprocess.run(
-        [*command, "--out", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True,
-        text=True,
+        [*command, "--reuse", str(AUDIT), "--out", str(out)], cwd=ROOT, env=environment,
+        capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    rows = json.loads((tmp_path / "audit.json").read_text())["rows"]
+    return json.loads((out / "audit.json").read_text())["rows"]
+
+
+@pytest.mark.slow
+def test_every_default_configuration_for_hopper_is_clean(rows):
     products = [row for row in rows if row["product"]]
     assert all(row["tensor_core"] for row in products)
     assert {row["name"].split()[0] for row in products} == set(TILES) | PRODUCTS
     pointers = {row["name"] for row in products if not row["tma"]}
     assert pointers == {row["name"] for row in products if reads_through_pointers(row["name"])}
+
+
+@pytest.mark.slow
+def test_what_is_reused_is_what_would_be_compiled():
+    """One committed row of each kernel without products, compiled anew."""
+    committed = {(r["name"], r["digest"]): r for r in json.loads(AUDIT.read_text())["rows"]}
+    seen = set()
+    for case in audit_cases.cases(audit_cases.target(90), audit.DTYPES["bf16"]):
+        kernel = case.launch.kernel
+        known = committed.get((case.name, audit.digest(case.launch, 90)))
+        if known is not None and not case.product and kernel not in seen:
+            seen.add(kernel)
+            assert {"target": "sm_90 bf16"} | audit.examine(case, 90) == known
+
+
+def test_what_changes_a_compiled_kernel_changes_its_digest():
+    products = audit_cases._Products(audit_cases.target(90), audit.DTYPES["bf16"], True)
+    tiles = [Tile(64, 64, 64, 4, 3), Tile(64, 64, 64, 8, 3), Tile(64, 64, 64, 4, 4)]
+    launches = [products.mlp_bwd(tile)[name] for tile in tiles for name in ("gelu", "relu dropout")]
+    digests = {audit.digest(launch, arch) for launch in launches for arch in (80, 90)}
+    assert len(digests) == 2 * len(launches)
+    assert audit.digest(products.mlp_bwd(tiles[0])["gelu"], 80) in digests
 
 
 def test_complaints():
@@ -72,17 +100,16 @@ LOOP_PRODUCTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["causal", "mask padding dropout"])
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_every_product_of_attention_is_a_warp_groups(width, call):
+def test_every_product_of_attention_is_a_warp_groups(width, call, rows):
     """All two of forward and all five of backward, in the loop of whole blocks and of others."""
     dtype, at = audit.DTYPES["bf16"], audit_cases.target(90)
+    by_name = {row["name"]: row for row in rows}
     found, expected = {}, {}
     for name, launch in launches_of(width, variants(dtype)[call], at, dtype):
         if name in LOOP_PRODUCTS:
-            ttgir = audit.compile_ahead(launch, 90).asm["ttgir"]
-            dots = re.findall(r"= (\w+\.\w*dot\w*) ", ttgir)
-            found[name] = [dot for dot in dots if dot != "ttng.warp_group_dot_wait"]
+            found[name] = by_name[case_name(name, width, call, launch)]["dots"]
             loops = 1 + launch.constants.get("PARTIAL", False)
-            expected[name] = loops * LOOP_PRODUCTS[name] * ["ttng.warp_group_dot"]
+            expected[name] = {"ttng.warp_group_dot": loops * LOOP_PRODUCTS[name]}
     assert found == expected
     assert sum(LOOP_PRODUCTS[n] for n in found if n.startswith("attention_dkdv")) in (4, 5)
 

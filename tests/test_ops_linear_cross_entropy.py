@@ -326,9 +326,14 @@ def test_compiles_whole(dtype):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)  # the same operator
 
 
+@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_autocast_computes_as_a_linear_layer_would(compiled):
-    """Products in bfloat16 of rounded operands; the weight's gradient is not rounded to it."""
+def test_autocast_computes_as_a_linear_layer_would(compiled, native, monkeypatch):
+    """Products of operands rounded to bfloat16; the weight's gradient is not rounded to it.
+
+    `native`: as on a CPU with bfloat16 products of its own, which rounds their results as well.
+    """
+    monkeypatch.setattr("fused_remat.backends.eager.widens", lambda x: not native)
     hidden, weight, bias, target = operands(torch.float32)
     low = [t.detach().bfloat16().double().requires_grad_() for t in (hidden, weight, bias)]
 
@@ -345,10 +350,9 @@ def test_autocast_computes_as_a_linear_layer_would(compiled):
     grads = torch.autograd.grad(found, [hidden, weight, bias])
     assert all(grad.dtype == torch.float32 for grad in grads)
     # Of operands rounded alike, only sums in float32 differ, and dhidden is rounded to bfloat16.
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
-    for grad, truth, tolerance in zip(
-        grads, torch.autograd.grad(exact, low), (4e-3, 1e-5, 1e-5), strict=True
-    ):
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3 if native else 1e-5, atol=0)
+    allowed = (8e-3, 8e-3, 8e-3) if native else (4e-3, 1e-5, 1e-5)
+    for grad, truth, tolerance in zip(grads, torch.autograd.grad(exact, low), allowed, strict=True):
         assert (grad - truth).norm() <= tolerance * truth.norm()
 
 

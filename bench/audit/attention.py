@@ -101,7 +101,7 @@ def launches_of(
         yield launch.kernel.fn.__name__.removesuffix("_kernel") + part, launch
 
 
-def _name(kernel: str, width: int, variant: str, launch: Launch) -> str:
+def case_name(kernel: str, width: int, variant: str, launch: Launch) -> str:
     """The same name is the same kernel."""
     constants = launch.constants
     words = {
@@ -125,7 +125,7 @@ def attention_cases(at: Target, dtype: torch.dtype) -> Iterator[Fields]:
     for width, names in CALLS.items():
         for variant in names:
             for kernel, launch in launches_of(width, known[variant], at, dtype):
-                name = _name(kernel, width, variant, launch)
+                name = case_name(kernel, width, variant, launch)
                 default = variant in DEFAULTS and width != 80
                 product = kernel.split()[0] in PRODUCTS
                 if name not in seen:

@@ -3,19 +3,24 @@
 Registers, spills, shared memory, occupancy, tensor-core instructions, TMA and code size of each
 kernel in each configuration it can launch with, as a table and as JSON. `--check` fails on a spill
 in a default configuration, on shared memory over the limit, on a 16-bit product without tensor
-cores, and on what exceeds its budget in `bench/audit/budgets.json`.
+cores, and on what exceeds its budget in `bench/audit/budgets.json`. `--reuse FILE` takes from an
+earlier run's JSON what would be compiled from the same source with the same compiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
+import importlib
 import json
 import multiprocessing
 import os
+import pkgutil
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import fused_remat.kernels
 from bench.audit import cases as audit_cases
 from fused_remat.backends.triton.launch import INTERPRETED, Launch
 
@@ -100,6 +106,23 @@ def compile_ahead(launch: Launch, arch: int) -> Any:
     return triton.compile(source(launch), target=gpu, options=options)
 
 
+@functools.cache
+def _hash_kernels() -> None:
+    """Of every kernel, in one order: Triton's hash depends on which callee was hashed before."""
+    for found in pkgutil.iter_modules(fused_remat.kernels.__path__):
+        module = importlib.import_module(f"{fused_remat.kernels.__name__}.{found.name}")
+        for value in vars(module).values():
+            if isinstance(value, triton.JITFunction):
+                value.cache_key  # noqa: B018
+
+
+def digest(launch: Launch, arch: int) -> str:
+    """Of all that `compile_ahead` depends on: what has the same is the same compiled kernel."""
+    _hash_kernels()
+    given = (source(launch).hash(), launch.num_warps, launch.num_stages, arch, triton.__version__)
+    return hashlib.sha256(repr(given).encode()).hexdigest()[:32]
+
+
 def _dump(cubin: bytes, flag: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -123,6 +146,7 @@ def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
     """The row of a case."""
     kernel = compile_ahead(case.launch, arch)
     row: dict[str, Any] = {"name": case.name, "default": case.default, "product": case.product}
+    row |= {"digest": digest(case.launch, arch)}
     row |= {"warps": case.launch.num_warps, "shared": kernel.metadata.shared}
     if not arch:
         return row | {"code": len(kernel.asm["hsaco"])}
@@ -131,6 +155,7 @@ def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
     sass = _dump(cubin, "-sass")
     found = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)", sass, re.M)
     counts = {name: found.count(name) for name in _COUNTED}
+    dots = re.findall(r"= (\w+\.\w*dot\w*) ", kernel.asm["ttgir"])
     registers, warps = int(usage["REG"]), kernel.metadata.num_warps
     return row | {
         "registers": registers,
@@ -140,6 +165,7 @@ def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
         "tensor_core": counts[TENSOR_CORES[arch]],
         "hmma": counts["HMMA"],
         "tma": counts["UTMALDG"],
+        "dots": dict(Counter(dot for dot in dots if not dot.endswith("_wait"))),
         "code": 16 * len(found),
     }
 
@@ -187,6 +213,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="exit with 1 if anything is wrong")
     parser.add_argument("--write-budgets", action="store_true", help="what is found is the budget")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
+    parser.add_argument("--reuse", type=Path, help="an audit.json whose rows of equal source hold")
     parser.add_argument("--out", type=Path, help="folder for audit.json")
     return parser.parse_args(arguments)
 
@@ -200,10 +227,13 @@ def _label(arch: int, dtype: str) -> str:
     return f"{'sm_' + str(arch) if arch else 'gfx942'} {dtype}"
 
 
-def _examine(work: tuple[int, str, int]) -> dict[str, Any]:
+def _examine(work: tuple[int, str, int], known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The row of an architecture's and dtype's case number so and so, in a process of the pool."""
     arch, dtype, index = work
-    return {"target": _label(arch, dtype)} | examine(_cases(arch, dtype)[index], arch)
+    case = _cases(arch, dtype)[index]
+    row = known.get(digest(case.launch, arch)) if known else None
+    said = {"name": case.name, "default": case.default, "product": case.product}
+    return {"target": _label(arch, dtype)} | (examine(case, arch) if row is None else row | said)
 
 
 def _chosen(options: argparse.Namespace) -> list[tuple[int, str, int]]:
@@ -227,8 +257,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"no budgets for Triton {triton.__version__}: spills, memory, tensor cores only")
     print(f"{'':<70}  reg  stack  shared  occ. tensor  TMA    code")
     work, rows, wrong = _chosen(options), [], []
+    reused = json.loads(options.reuse.read_text())["rows"] if options.reuse is not None else []
+    by_digest = {row.get("digest"): row for row in reused}
+    find = functools.partial(_examine, known=by_digest)
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        for (arch, _, _), row in zip(work, pool.imap(_examine, work), strict=True):
+        for (arch, _, _), row in zip(work, pool.imap(find, work), strict=True):
             rows.append(row)
             print(f"{row['target']:<12}{_line(row)}", flush=True)
             of_target = known.setdefault(row["target"], {})
@@ -242,5 +275,6 @@ def main(arguments: Sequence[str]) -> int:
         (options.out / "audit.json").write_text(json.dumps(made, indent=1) + "\n")
     if options.write_budgets:
         BUDGETS.write_text(json.dumps(budgets, indent=1) + "\n")
-    print(f"\n{len(rows)} configurations, {len(wrong)} complaints", *wrong, sep="\n")
+    same = sum(row["digest"] in by_digest for row in rows)
+    print(f"\n{len(rows)} configurations, {len(wrong)} complaints, {same} reused", *wrong, sep="\n")
     return 1 if options.check and wrong else 0
