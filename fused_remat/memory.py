@@ -212,6 +212,7 @@ def predict_kept_bytes(
     seq_len: int,
     dtype: torch.dtype,
     compute: torch.dtype | None = None,
+    input_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, int]:
     """Bytes that one call of a block keeps, by name, worked out from the graph alone.
 
@@ -221,6 +222,7 @@ def predict_kept_bytes(
         wants: "input" and the params whose gradients are wanted.
         dtype: of the input; under autocast, of the residual stream.
         compute: what autocast computes products in; None without autocast.
+        input_dtypes: of other inputs ("memory") that are not in `dtype`.
 
     >>> from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
     >>> config = EncoderConfig(True, nhead=2, head_dim=4, activation="gelu", eps1=1e-5, eps2=1e-5)
@@ -231,7 +233,8 @@ def predict_kept_bytes(
     320
     """
     graph_names = kept_names(policy, graph.kind, graph.names)
-    itemsize = torch.empty((), dtype=dtype).element_size()
+    itemsize = dtype.itemsize
     shapes = {**shapes, "input": (batch, seq_len, shapes["input"][-1])}
     graph = graph if compute is None else mixed(graph, compute)
-    return dict(kept_bytes(graph, graph_names, frozenset(wants), shapes, itemsize))
+    others = {name: given.itemsize for name, given in (input_dtypes or {}).items()}
+    return dict(kept_bytes(graph, graph_names, frozenset(wants), shapes, itemsize, others))

@@ -323,7 +323,7 @@ def another_norm(layer):
         (replaced, "its down is a Doubled, not a Linear"),
         (another_norm, "its norms differ in kind or eps"),
         (lambda layer: layer.q.register_parameter("bias", nn.Parameter(torch.ones(1).double())),
-         r"its q is \(24, 12\)"),
+         r"q.bias has shape \(1,\), expected \(24,\)"),
         (lambda layer: layer.k.float(), "x is torch.float64 on cpu but k.weight is torch.float32"),
     ],
 )  # fmt: skip

@@ -18,6 +18,7 @@ from fused_remat import (
     autograd,
     check_replay,
     explain,
+    memory_report,
     random,
 )
 from fused_remat.blocks.decoder import WEIGHTS, DecoderConfig, decoder_graph
@@ -291,13 +292,14 @@ TABLE = {
 }
 
 
-def prediction(norm_first, policy, wants, dropout, compute=None):
+def prediction(norm_first, policy, wants, dropout, compute=None, memory=torch.float32):
     config = DecoderConfig(norm_first, H, D // H, "gelu", 1e-5, 1e-5, 1e-5, *[dropout] * 6)
     shapes = {"qkv.weight": (3 * D, D), "proj.weight": (D, D), "cross.weight": (3 * D, D),
               "cross_proj.weight": (D, D), "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
               "input": (D,), "memory": (B, M, D)}  # fmt: skip
     graph = decoder_graph(config)
-    return predict_kept_bytes(graph, policy, shapes, wants, B, S, torch.float32, compute)
+    given = (graph, policy, shapes, wants, B, S, torch.float32, compute)
+    return predict_kept_bytes(*given, input_dtypes={"memory": memory})
 
 
 def measured(layer, tgt, memory):
@@ -328,15 +330,21 @@ def test_kept_bytes_are_the_table_and_the_prediction(
 
 
 @NORMS
-def test_kept_bytes_under_autocast(norm_first):
-    """Products in 16 bits, the stream in 32; no copies of weights, nor of the memory."""
+@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16], ids=str)
+def test_kept_bytes_under_autocast(norm_first, low):
+    """Products in 16 bits, the stream in 32; no copies of weights, nor of the memory in `low`."""
     _, layer = pair("fast", dim_feedforward=4 * D, norm_first=norm_first, dropout=0.1)
     tgt, memory, _ = (t.requires_grad_() for t in data(torch.float32))
+    memory = memory.detach().to(low).requires_grad_()
     with SavedBytes(exclude=layer.parameters()) as saved, torch.autocast("cpu", torch.bfloat16):
         layer(tgt, memory)
     wants = ("input", "memory", *WEIGHTS)
-    predicted = prediction(norm_first, "fast", wants, 0.1, torch.bfloat16)
+    predicted = prediction(norm_first, "fast", wants, 0.1, torch.bfloat16, low)
     assert saved.total == sum(predicted.values())
+    with torch.autocast("cpu", torch.bfloat16):
+        row = memory_report(layer, tgt, memory).layers[0]
+    found = {a.name: (a.bytes, a.predicted) for a in row.activations}
+    assert found["memory"] == (memory.nbytes, memory.nbytes)
 
 
 def test_kept_bytes_with_everything_frozen_but_the_cross_attention():

@@ -306,13 +306,19 @@ def _forward_steps(nodes: Iterable[Node]) -> list[Draft]:
 
 
 def kept_bytes(
-    graph: Graph, save: frozenset[str], wants: frozenset[str], shapes: Shapes, itemsize: int
+    graph: Graph,
+    save: frozenset[str],
+    wants: frozenset[str],
+    shapes: Shapes,
+    itemsize: int,
+    input_itemsizes: Mapping[str, int] | None = None,
 ) -> Mapping[str, int]:
     """Bytes that one call keeps, by name: inputs, activations, statistics and the seed.
 
     `shapes` maps every input, (B, S, D) or heads (B, H, S, E), and every param to its shape;
-    `itemsize` is that of the input's dtype. Statistics are float32, or float64 in a float64 block.
-    Attention masks and rotary tables are the caller's own tensors and are not counted.
+    `itemsize` is that of the first input's dtype, `input_itemsizes` those of others where they
+    differ. Statistics are float32, or float64 in a float64 block. Attention masks and rotary tables
+    are the caller's own tensors and are not counted.
     """
     plan = programs(graph, save, wants, tiled=False)
     widths = graph.widths(shapes)
@@ -320,7 +326,10 @@ def kept_bytes(
     stats = {s for node in graph.nodes for s in node.stats}
     own = {node.name: node.dtype.itemsize for node in graph.nodes if node.dtype is not None}
     low = graph.compute.itemsize if graph.compute else itemsize
-    result = {name: math.prod(shapes[name]) * itemsize for name in plan.kept_inputs}
+    of_input = input_itemsizes or {}
+    result = {
+        name: math.prod(shapes[name]) * of_input.get(name, itemsize) for name in plan.kept_inputs
+    }
     for name in plan.kept + (("output",) if plan.keeps_output else ()):
         size = own.get(name) or (itemsize if name in graph.stream else low)
         size = max(itemsize, 4) if name in stats else size

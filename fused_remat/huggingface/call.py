@@ -14,6 +14,7 @@ from fused_remat.huggingface import eligibility
 from fused_remat.huggingface.architectures import Architecture, at
 from fused_remat.huggingface.masks import Masks, masks_of
 from fused_remat.layers.autocast import low_dtype, precision_of
+from fused_remat.layers.causal_weights import why_not_weights
 from fused_remat.layers.eligibility import why_not_context
 from fused_remat.layers.layer_call import LayerCall
 from fused_remat.layers.linears import (
@@ -60,7 +61,8 @@ def call_of(layer: nn.Module, row: Architecture, given: Mapping[str, Any]) -> La
     config = _config(layer, row, linears, masks, bool(rope), loras)
     if isinstance(config, str):
         return config
-    reason = eligibility.why_not_tensors(x, tensors, config, low) or masks.why_not(config.nhead)
+    reason = why_not_weights(x, tensors, config, low, "hidden_states")
+    reason = reason or masks.why_not(config.nhead)
     if reason is not None:
         return reason
     precision = None

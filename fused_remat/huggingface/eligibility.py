@@ -7,18 +7,13 @@ forward and without hooks; linear layers are read by `layers.linears`, which kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fused_remat.blocks.transformer import TransformerConfig
 from fused_remat.huggingface.architectures import ACTIVATIONS, Architecture, at
-from fused_remat.layers import autocast
 from fused_remat.layers.eligibility import why_not_global_hooks
 from fused_remat.ops.activation import activation_name, has_hooks
-from fused_remat.ops.transformer import linear_shapes
 
 _PLAIN = (Tensor, nn.Parameter)
 _DROPOUT = (nn.Dropout, nn.Identity)
@@ -132,6 +127,7 @@ def _why_hooked(module: nn.Module) -> str | None:
 def why_not_input(x: Any) -> str | None:
     """Why the fused path cannot take `x`, whatever the layer.
 
+    >>> import torch
     >>> why_not_input(torch.zeros(2, 3))
     'hidden_states has shape (2, 3), expected (B, S, D)'
     """
@@ -140,40 +136,3 @@ def why_not_input(x: Any) -> str | None:
     if x.dim() != 3:
         return f"hidden_states has shape {tuple(x.shape)}, expected (B, S, D)"
     return None if x.dtype.is_floating_point else f"hidden_states is {x.dtype}"
-
-
-def why_not_tensors(
-    x: Tensor,
-    tensors: Mapping[str, Tensor | None],
-    config: TransformerConfig,
-    low: torch.dtype | None,
-) -> str | None:
-    """Why the fused path cannot take `x` with these tensors; `low` is autocast's dtype or None."""
-    for name in config.weights:
-        p = tensors.get(name)
-        if p is None:
-            continue
-        if type(p) not in _PLAIN:
-            return f"{name} is a {type(p).__name__}"
-        wide = low is not None or (name.startswith("lora") and p.dtype == torch.float32)
-        if (p.dtype is not x.dtype and not wide) or p.device != x.device:
-            return f"hidden_states is {x.dtype} on {x.device} but {name} is {p.dtype} on {p.device}"
-    if low is not None:
-        given = {name: tensors.get(name) for name in config.weights}
-        reason = autocast.why_not(x, given, low)
-        if reason is not None:
-            return reason.replace("src", "hidden_states")
-    return _why_not_shapes(x, tensors, config)
-
-
-def _why_not_shapes(
-    x: Tensor, tensors: Mapping[str, Tensor | None], config: TransformerConfig
-) -> str | None:
-    fc1 = tensors["fc1.weight"]
-    assert fc1 is not None
-    for name, shape in linear_shapes(config, x.shape[-1], fc1.shape[0]).items():
-        weight = tensors[f"{name}.weight"]
-        if weight is None or tuple(weight.shape) != shape:
-            found = None if weight is None else tuple(weight.shape)
-            return f"{name}.weight has shape {found}, expected {shape}"
-    return None

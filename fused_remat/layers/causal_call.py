@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fused_remat.blocks.lora import Lora
 from fused_remat.blocks.transformer import TransformerConfig
 from fused_remat.layers import autocast, eligibility
+from fused_remat.layers.causal_weights import why_not_weights
 from fused_remat.layers.layer_call import LayerCall
 from fused_remat.layers.linears import LinearParts, block_tensors, read_linear, tensor_of, unwrapped
 from fused_remat.layers.plain_causal import check_window
@@ -19,7 +19,6 @@ from fused_remat.ops.attention import score_options
 from fused_remat.ops.inputs import check_p
 from fused_remat.ops.masks import lengths_of, mask_of, padding_of
 from fused_remat.ops.rotary import rotary_tensors
-from fused_remat.ops.transformer import linear_shapes
 
 #: The block's names of the linear layers, and the layer's own.
 _LINEARS = {
@@ -44,6 +43,7 @@ def call_of(
 
     Raises: TypeError, ValueError, RuntimeError for inputs that do not fit.
 
+    >>> import torch
     >>> from fused_remat.layers.plain_causal import CausalLayer
     >>> call_of(CausalLayer(8, 2, 16), torch.zeros(1, 3, 8)).config.linears
     ('q', 'k', 'v', 'proj', 'gate', 'fc1', 'fc2')
@@ -65,7 +65,7 @@ def call_of(
     weights, loras = block_tensors(linears, x.dtype if low is None else None)
     params = {**weights, **affine}
     config = _config(layer, kind, eps, qk_eps, inputs, loras)
-    reason = _why_not_shapes(config, layer.d_model, params) or _why_not_dtypes(x, params, low)
+    reason = why_not_weights(x, params, config, low, "x")
     if reason is not None:
         return reason
     precision = None
@@ -177,35 +177,3 @@ def _config(
         masks=tuple([kind for kind, name in kinds.items() if inputs.get(name) is not None]),
         loras=loras,
     )  # fmt: skip
-
-
-def _why_not_shapes(
-    config: TransformerConfig, width: int, params: Mapping[str, Tensor | None]
-) -> str | None:
-    """Why the layers, which anybody may replace, do not make up the block of `config`."""
-    up = params["fc1.weight"]
-    assert up is not None
-    for name, shape in linear_shapes(config, width, up.shape[0]).items():
-        weight, bias = params[f"{name}.weight"], params[f"{name}.bias"]
-        assert weight is not None
-        if tuple(weight.shape) != shape or (bias is not None and tuple(bias.shape) != shape[:1]):
-            return f"its {_LINEARS[name]} is {tuple(weight.shape)}, not {shape}"
-    for i, lora in enumerate(config.loras):
-        a, b = params[f"lora.{i}.A"], params[f"lora.{i}.B"]
-        if a is None or b is None or a.shape[0] != b.shape[1]:
-            return f"an adapter of its {_LINEARS[lora.layer]} has matrices that do not fit"
-    return None
-
-
-def _why_not_dtypes(
-    x: Tensor, params: Mapping[str, Tensor | None], low: torch.dtype | None
-) -> str | None:
-    for name, p in params.items():
-        if p is None:
-            continue
-        if type(p) not in _PLAIN:
-            return f"{name} is a {type(p).__name__}"
-        dtypes = (x.dtype, torch.float32) if name.startswith("lora.") else (x.dtype,)
-        if p.device != x.device or (low is None and p.dtype not in dtypes):
-            return f"x is {x.dtype} on {x.device} but {name} is {p.dtype} on {p.device}"
-    return None if low is None else autocast.why_not(x, params, low)

@@ -221,11 +221,11 @@ def _piece_names(prepared: Prepared) -> Iterator[str]:
 
 def _predicted(invocation: Invocation) -> Mapping[str, int]:
     call, prepared, tensors, *_ = invocation
-    given = zip(call.graph.tensors, tensors, strict=True)
-    shapes = {name: tuple(t.shape) for name, t in given if t is not None} | {**prepared.shapes}
-    x = tensors[0]
-    assert x is not None
-    return kept_bytes(call.graph, call.save, call.wants, shapes, x.element_size())
+    given = {n: t for n, t in zip(call.graph.tensors, tensors, strict=True) if t is not None}
+    shapes = {name: tuple(t.shape) for name, t in given.items()} | {**prepared.shapes}
+    sizes = {name: given[name].element_size() for name in call.graph.inputs}
+    stream = sizes[call.graph.inputs[0]]
+    return kept_bytes(call.graph, call.save, call.wants, shapes, stream, sizes)
 
 
 def _names(outputs: Iterable[Tensor]) -> Iterator[tuple[_Held, str]]:

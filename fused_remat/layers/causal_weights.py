@@ -1,0 +1,71 @@
+"""Whether the tensors that were read from a layer make up a causal block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat.blocks.transformer import TransformerConfig
+from fused_remat.layers import autocast
+from fused_remat.ops.transformer import linear_shapes
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def why_not_weights(
+    x: Tensor,
+    tensors: Mapping[str, Tensor | None],
+    config: TransformerConfig,
+    low: torch.dtype | None,
+    called: str,
+) -> str | None:
+    """Why a block of `config` cannot take `x`, (B, S, D), with these weights of a layer.
+
+    `low` is autocast's dtype, None if it is off; `called`, what the layer calls `x`.
+
+    >>> config = TransformerConfig(placement="pre", norm="rms_norm", eps=1e-6, nhead=1, kv_heads=1,
+    ...     head_dim=8, scale=1.0, activation="gelu")
+    >>> widths = {"qkv": (24, 8), "proj": (8, 8), "fc1": (32, 8), "fc2": (8, 30)}
+    >>> weights = {f"{name}.weight": torch.zeros(shape) for name, shape in widths.items()}
+    >>> why_not_weights(torch.zeros(1, 3, 8), weights, config, None, "x")
+    'fc2.weight has shape (8, 30), expected (8, 32)'
+    """
+    given = {name: tensors.get(name) for name in config.weights}
+    for name, p in given.items():
+        if p is None:
+            continue
+        if type(p) not in _PLAIN:
+            return f"{name} is a {type(p).__name__}"
+        wide = low is not None or (name.startswith("lora") and p.dtype == torch.float32)
+        if (p.dtype is not x.dtype and not wide) or p.device != x.device:
+            return f"{called} is {x.dtype} on {x.device} but {name} is {p.dtype} on {p.device}"
+    reason = None if low is None else autocast.why_not(x, given, low)
+    if reason is not None:
+        return reason.replace("src", called)
+    return _why_not_shapes(x, given, config)
+
+
+def _why_not_shapes(
+    x: Tensor, given: Mapping[str, Tensor | None], config: TransformerConfig
+) -> str | None:
+    fc1, width = given["fc1.weight"], x.shape[-1]
+    assert fc1 is not None
+    linears = linear_shapes(config, width, fc1.shape[0])
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, shape in linears.items():
+        expected |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    for name in config.norms:
+        expected |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+    expected |= {f"{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    for name, wanted in expected.items():
+        p = given.get(name)
+        if p is not None and tuple(p.shape) != wanted:
+            return f"{name} has shape {tuple(p.shape)}, expected {wanted}"
+    for i, lora in enumerate(config.loras):
+        a, b = given[f"lora.{i}.A"], given[f"lora.{i}.B"]
+        out, columns = linears[lora.layer]
+        if a is None or b is None or (*a.shape, *b.shape) != (len(a), columns, out, len(a)):
+            return f"an adapter of its {lora.layer} has matrices that do not fit"
+    return None
