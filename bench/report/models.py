@@ -13,9 +13,9 @@ UNMEASURED = "Not measured yet: `python -m bench model --article --device cpu`."
 
 
 def section() -> str:
-    """This CPU's, then every set of a GPU's."""
-    found = read(MODELS)
-    parts = [UNMEASURED if found is None else _set(found)]
+    """Every CPU's, then every set of a GPU's."""
+    files = [MODELS, *sorted(RESULTS.glob(f"*/{MODELS.name}"), reverse=True)]
+    parts = [_set(data) for data in map(read, files) if data is not None] or [UNMEASURED]
     for folder, files in gpu_sets().items():
         for data in filter(rows_of, files):
             where = f"{data['machine']['gpu']} (`bench/results/{folder.name}`)"
