@@ -14,8 +14,8 @@ UNMEASURED = "Not measured yet: `python -m bench model --article --device cpu`."
 
 def section() -> str:
     """Every CPU's, then every set of a GPU's."""
-    files = [MODELS, *sorted(RESULTS.glob(f"*/{MODELS.name}"), reverse=True)]
-    parts = [_set(data) for data in map(read, files) if data is not None] or [UNMEASURED]
+    paths = [MODELS, *sorted(RESULTS.glob(f"*/{MODELS.name}"), reverse=True)]
+    parts = [_set(data) for data in map(read, paths) if data is not None] or [UNMEASURED]
     for folder, files in gpu_sets().items():
         for data in filter(rows_of, files):
             where = f"{data['machine']['gpu']} (`bench/results/{folder.name}`)"
