@@ -43,8 +43,8 @@ def test_the_layout_names_what_exists():
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_small_steps_are_within_1_4_of_eager(norm_first):
+@pytest.mark.parametrize(("norm_first", "limit"), [(True, 1.35), (False, 1.4)])
+def test_small_steps_are_near_eagers(norm_first, limit):
     """(2, 16, 64, 4), dropout 0, "full": what is lost where nothing is gained; up to 1.37 measured,
     in post-norm, which rebuilds more. Interleaved, median of ratios; up to fifteen tries, because
     whatever else runs here can only add. As timeit, without the garbage collector, which here would
@@ -61,9 +61,9 @@ def test_small_steps_are_within_1_4_of_eager(norm_first):
     ratios = []
     gc.disable()
     try:
-        while len(ratios) < 15 and min(ratios, default=2.0) > 1.4:
+        while len(ratios) < 15 and min(ratios, default=2.0) > limit:
             times = [[step(layer) for layer in layers] for _ in range(150)]
             ratios.append(statistics.median(ours / eager for eager, ours in times[20:]))
     finally:
         gc.enable()
-    assert min(ratios) <= 1.4, ratios
+    assert min(ratios) <= limit, ratios
