@@ -90,10 +90,15 @@ def why_not_engine(layer: nn.Module) -> str | None:
         layer.__dict__[_UNDER_DDP] = True
     if layer.__dict__.get(_UNDER_DDP, False):
         return "it is called by DistributedDataParallel, which waits for gradients from autograd"
-    # Both FSDPs mark, for Dynamo, every module whose parameters they manage.
-    if any(getattr(module, "_is_fsdp_managed_module", False) for module in layer.modules()):
+    if is_sharded(layer):
         return "FSDP manages its parameters, and reduces the gradients that autograd has"
     return None
+
+
+def is_sharded(layer: nn.Module) -> bool:
+    """Whether FSDP manages parameters of `layer`."""
+    # Both FSDPs mark, for Dynamo, every module whose parameters they manage.
+    return any(getattr(module, "_is_fsdp_managed_module", False) for module in layer.modules())
 
 
 def refusal(target: str, reason: str) -> RuntimeError:

@@ -6,6 +6,7 @@ compiler and selective checkpointing, gets one (`operators.py`).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from fused_remat.blocks.program import Graph
 from fused_remat.blocks.reread import check_unchanged
 from fused_remat.calls import BlockCall, Functions, backward_block, forward_block
 from fused_remat.policies import Policy, kept_names
+from fused_remat.segments import Segment, begin, input_of, segment_of
 
 _functorch = torch._C._functorch
 
@@ -35,6 +37,7 @@ class Invocation(NamedTuple):
         call, prepared: what is computed, and how.
         tensors, output: of the call.
         kept: what is kept besides `tensors` and `output`, piece by piece.
+        keeps_input: whether the first input is kept if backward asks for it; not inside a segment.
     """
 
     call: BlockCall
@@ -42,6 +45,7 @@ class Invocation(NamedTuple):
     tensors: Sequence[Tensor | None]
     output: Tensor
     kept: Sequence[Tensor]
+    keeps_input: bool
 
 
 #: Called when a block is about to save what it keeps; for reports. Usually empty.
@@ -57,7 +61,12 @@ class FusedRematBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: BlockCall, prepared: Prepared, functions: Functions, *tensors: Tensor | None
+        ctx: Any,
+        call: BlockCall,
+        prepared: Prepared,
+        functions: Functions,
+        segment: Segment | None,
+        *tensors: Tensor | None,
     ) -> Tensor:
         record = check.record_of(prepared, call.graph.tensors, tensors) if check.ON else None
         watch = None if record is None else record.note
@@ -65,28 +74,38 @@ class FusedRematBlock(torch.autograd.Function):
         if record is not None:
             record.note_output(out)
         ctx.call, ctx.prepared, ctx.functions, ctx.record = call, prepared, functions, record
+        ctx.segment = segment
         ctx.set_materialize_grads(False)
+        keeps_input = segment is None or segment.input_kept
         for observe in OBSERVERS:
-            observe(Invocation(call, prepared, tensors, out, kept))
-        again = zip(tensors, prepared.rereads, strict=True)
-        saved = [t if reread else None for t, reread in again]
-        ctx.dtypes = [t if t is None else t.dtype for t in saved]
+            observe(Invocation(call, prepared, tensors, out, kept, keeps_input))
+        if segment is None:
+            again = zip(tensors, prepared.rereads, strict=True)
+            saved = [t if reread else None for t, reread in again]
+        else:  # all that running it again takes
+            saved = [tensors[0] if keeps_input else None, *tensors[1:]]
+        ctx.dtypes = [t if t is None else t.dtype for t in (tensors if segment else saved)]
         ctx.save_for_backward(*saved, out if prepared.plan.keeps_output else None, *kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * (3 + len(ctx.call.graph.tensors))
+            return (None,) * (4 + len(ctx.call.graph.tensors))
         if torch.compiler.is_compiling():  # compiled autograd, after a forward in eager mode
             from fused_remat import uncompiled
 
+            if ctx.segment is not None:
+                raise RuntimeError("fused_remat: segments do not run under compiled autograd")
             return uncompiled.eagerly(_backward, ctx, dy)  # type: ignore[no-any-return]
         return _backward(ctx, dy)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: each access unpacks everything again
+    segment: Segment | None = ctx.segment
+    if segment is not None and not segment.input_kept:
+        saved = (input_of(ctx), *saved[1:])
     check_unchanged(ctx.call.graph.tensors, ctx.prepared.given, ctx.dtypes, saved, dy)
     if ctx.record is not None:
         _replay(ctx, saved)
@@ -98,7 +117,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         grads = _grads(ctx, saved, dy)
     if ctx.record is not None and not _keeps_graph():
         ctx.record = None  # the check's copies go with what autograd saved
-    return (None, None, None, *grads)
+    if segment is not None:
+        segment.replayed = None
+    return (None, None, None, None, *grads)
 
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -128,6 +149,8 @@ def _grads(
     prepared: Prepared = ctx.prepared
     count = len(prepared.given)
     tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
+    if ctx.segment is not None and (again := ctx.segment.replayed) is not None:
+        call, prepared, out, kept = again.call, again.prepared, again.output, again.kept
     watch = None if ctx.record is None else ctx.record.compare
     into = None if call.accumulation is None else _buffers(ctx, creates_graph)
     functions = ctx.functions
@@ -241,11 +264,20 @@ def _run_block(
         accumulation.check(tensors, wants)
     save = kept_names(policy, graph.kind, graph.names)
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides, accumulation)
-    prepared = call.prepare(given, fused=not (check.ON or check.RECORDED))
+    segment, place = None, segment_of(policy)
+    fused = not (check.ON or check.RECORDED)
+    if place is not None and wants:
+        segment = begin(place, call, fused, x, _NODE)
+        call = dataclasses.replace(call, save=frozenset())
+    prepared = call.prepare(given, fused)
     if not wants:
         return forward_block(call, prepared, given, functions)[0]
-    out: Tensor = FusedRematBlock.apply(call, prepared, functions, *given)
+    out: Tensor = FusedRematBlock.apply(call, prepared, functions, segment, *given)
     return out
+
+
+#: Type of the autograd nodes of blocks.
+_NODE: type = FusedRematBlock._backward_cls
 
 
 _SELECTIVE = (_checkpoint._CachingTorchDispatchMode, _checkpoint._CachedTorchDispatchMode)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def run(
         given["seed"] = random.draw_seed(given["input"].device)
     text = describe(
         graph.recipe,
-        policy if isinstance(policy, str) else tuple(policy.save),
+        _names_of(policy),
         tuple(given),
         tuple([t.dtype for t in given.values()]),
         tuple(wants),
@@ -110,25 +110,21 @@ def run(
     return out
 
 
+def _names_of(policy: str | Policy) -> str | tuple[str, ...]:
+    """A rung or names; in a segment, which is eager mode's alone, the block keeps its input."""
+    if isinstance(policy, str):
+        return policy
+    return tuple(policy.save) if policy.segment is None else ()
+
+
 # --- what is kept: pieces, as blocks make and take them, and one tensor per name
-
-
-def _pieces(prepared: Prepared) -> Iterator[tuple[str, int]]:
-    """The name and the number of tokens of every piece, in the order in which they are made."""
-    plan, chunks = prepared.plan, prepared.chunks
-    for first, last in chunks.groups():
-        count = last - first
-        yield from ((name, count * prepared.lengths[name]) for name in plan.kept_group)
-        if plan.kept_tile:
-            for lo, hi in chunks.tiles(count * chunks.seq_len):
-                yield from ((name, hi - lo) for name in plan.kept_tile)
 
 
 def _joined(names: Sequence[str], prepared: Prepared, pieces: list[Tensor]) -> dict[str, Tensor]:
     """Pieces joined: a matrix (tokens, width) for each of `names`."""
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     pieces.reverse()
-    for name, rows in _pieces(prepared):
+    for name, rows in prepared.pieces():
         parts[name].append(pieces.pop().reshape(rows, prepared.widths[name]))
     result = {}
     for name in names:
@@ -142,7 +138,7 @@ def _split(prepared: Prepared, whole: Mapping[str, Tensor]) -> list[Tensor]:
     """The pieces again, as views."""
     at = dict.fromkeys(whole, 0)
     pieces = []
-    for name, rows in _pieces(prepared):
+    for name, rows in prepared.pieces():
         pieces.append(whole[name][at[name] : at[name] + rows])
         at[name] += rows
     return pieces

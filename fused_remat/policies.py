@@ -110,17 +110,25 @@ for _rung, _placements in _TRANSFORMERS.items():
             RUNGS[_rung][f"{_prefix}transformer_{_placement}"] = frozenset(_kept)
 
 
+#: Where in a segment a block is (`fused_remat.segments`).
+SEGMENT_PLACES = ("first", "inner")
+
+
 @dataclass(frozen=True, init=False)
 class Policy:
     """The set of activations that a block keeps; every other one is rebuilt in backward.
 
     Args:
         save: names of activations, such as `{"attn", "qkv"}`. The empty set is the rung "full".
+        segment: the block's place in a segment of blocks that follow each other directly, or None.
+            "first" keeps its input, "inner" not even that; when backward reaches the segment it is
+            run forward again, and only from then on are the names of `save` kept
+            (`fused_remat.segments`). `plan` makes segments; in eager mode only.
 
     Raises:
         TypeError: `save` is a string or not an iterable of strings.
-        ValueError: (when a block takes the policy) a name that the block does not have; the
-            message lists the valid ones.
+        ValueError: another `segment`; (when a block takes the policy) a name that the block does
+            not have; the message lists the valid ones.
 
     >>> from fused_remat import FusedRematLayer, Policy
     >>> layer = FusedRematLayer(64, 4, 256, policy=Policy(save={"attn", "qkv"}))
@@ -129,22 +137,28 @@ class Policy:
     """
 
     save: frozenset[str]
+    segment: str | None = None
 
-    def __init__(self, save: Iterable[str] = ()) -> None:
+    def __init__(self, save: Iterable[str] = (), segment: str | None = None) -> None:
         if isinstance(save, str) or not isinstance(save, Iterable):
             raise TypeError(f"Policy(save=...) takes a set of names, got {save!r}")
         names = frozenset(save)
         for name in names:
             if not isinstance(name, str):
                 raise TypeError(f"Policy(save=...) takes names (str), got {name!r}")
+        if segment not in (None, *SEGMENT_PLACES):
+            raise ValueError(
+                f"Policy(segment=...) takes {', '.join(map(repr, SEGMENT_PLACES))} or None, "
+                f"got {segment!r}"
+            )
         object.__setattr__(self, "save", names)
+        object.__setattr__(self, "segment", segment)
 
     def __repr__(self) -> str:
-        return (
-            f"Policy(save={{{', '.join(map(repr, sorted(self.save)))}}})"
-            if self.save
-            else "Policy()"
-        )
+        shown = [f"save={{{', '.join(map(repr, sorted(self.save)))}}}"] if self.save else []
+        if self.segment is not None:
+            shown.append(f"segment={self.segment!r}")
+        return f"Policy({', '.join(shown)})"
 
 
 def kept_names(policy: str | Policy, block: str, valid: Iterable[str]) -> frozenset[str]:

@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINE = (
-    "layers", "ops", "autograd", "operators", "call_text", "calls", "blocks", "backends", "kernels",
+    "layers", "ops", "autograd", "segments", "operators", "call_text", "calls", "blocks",
+    "backends", "kernels",
 )  # fmt: skip
 LEAVES = ("accumulation", "policies", "random", "uncompiled", "version")
 NODES = (
@@ -25,7 +26,7 @@ NODES = (
 ARROWS: dict[str, tuple[str, ...]] = {
     **{room: LINE[i:] + LEAVES for i, room in enumerate(LINE)},
     **dict.fromkeys(LEAVES, ()),
-    **{room: (*LINE[i:], "check", *LEAVES) for i, room in enumerate(LINE[:4]) if i >= 2},
+    **{room: (*LINE[i:], "check", *LEAVES) for i, room in enumerate(LINE[:5]) if i >= 2},
     "check": ("backends.base", "blocks"),
     "__init__": (
         "check",
@@ -42,6 +43,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "huggingface": ("huggingface", *LINE, *LEAVES),
     "memory": ("blocks", *LEAVES),
     "report": ("layers", "memory", "report", *LEAVES),
+    "planner": ("convert", "layers", "memory", "planner", "report", *LINE, *LEAVES),
+    "planner.chain": (),
+    "planner.solve": ("planner.chain",),
     "report.plot": (),
     "report.saved": ("autograd", "blocks"),
     "report.step": ("layers", "memory", "report.saved"),

@@ -101,6 +101,16 @@ class Prepared:
     given: tuple[torch.Size | None, ...]
     rereads: tuple[bool, ...]
 
+    def pieces(self) -> Iterator[tuple[str, int]]:
+        """The name and the number of tokens of every piece kept, in the order of their making."""
+        plan, chunks = self.plan, self.chunks
+        for first, last in chunks.groups():
+            count = last - first
+            yield from ((name, count * self.lengths[name]) for name in plan.kept_group)
+            if plan.kept_tile:
+                for lo, hi in chunks.tiles(count * chunks.seq_len):
+                    yield from ((name, hi - lo) for name in plan.kept_tile)
+
 
 #: Called with each step before it runs, and its frame; for explanations. Usually empty.
 TRACERS: list[Callable[[object, Frame], None]] = []

@@ -82,7 +82,7 @@ class FusedLayer(nn.Module):
         out = run_layer(
             self._graph(call.config),
             tensors,
-            policy=self._policy,
+            policy=self._policy_now(),
             backend=self._backend,
             seq_first=call.seq_first,
             preserve_strides=call.config.norm_first,
@@ -92,12 +92,27 @@ class FusedLayer(nn.Module):
         )
         return out.squeeze(0) if call.unbatched else out
 
+    def _policy_now(self) -> str | Policy:
+        """The policy of a call: without a segment where what runs a layer again may be gone."""
+        policy = self._policy
+        if isinstance(policy, str) or policy.segment is None:
+            return policy
+        if torch.compiler.is_compiling():
+            warn_compiled_segment(type(self).__name__)
+        elif accumulation.is_sharded(self):
+            warn_once(self, f"outside its segment, and keeps its input: {_SHARDED}")
+        else:
+            return policy
+        return Policy()
+
     def _refuse_to_accumulate(self, reason: str | None) -> None:
         """Raise RuntimeError if gradients were to be accumulated, and `reason` forbids it."""
         target = self._accumulate_into
         if target is not None and reason is not None and wants_grad(*self.parameters()):
             raise accumulation.refusal(target, reason)
 
+
+_SHARDED = "FSDP manages its parameters, and frees them before the next layer's backward"
 
 TRACED = "the call is exported, transformed or traced"
 
@@ -125,6 +140,16 @@ def warn_compiled(layer: str, reason: str) -> None:
     )
 
 
+def warn_compiled_segment(layer: str) -> None:
+    """While compiling: what stays and what goes is in the graph that the compiler has."""
+    warnings.warn(
+        f"{layer}, compiled, keeps its input: segments are eager mode's",
+        FusedRematWarning,
+        stacklevel=2,
+    )
+
+
+warn_compiled_segment._dynamo_marked_constant = True  # type: ignore[attr-defined]
 warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # not traced, but called
 
 

@@ -9,8 +9,8 @@ Memory at one moment is what all layers before it keep, and what its own layer t
 
     peak = max over moments m of  peak_m + sum(kept_j - base_j for j alive in m) + own_m
 
-A segment is a run of calls of which only the first keeps its first input; all keep their statistics,
-and nothing else. When backward reaches its last call, those before it are run forward again, and
+A segment is a run of calls of which only the first keeps its first input; all keep what the base
+keeps besides. When backward reaches its last call, those before it are run forward again, and
 keep from then on what their options say; the last has its input by then, and rebuilds the rest.
 """
 
@@ -145,8 +145,8 @@ def kept(chain: Chain, choice: Choice) -> tuple[int, ...]:
 def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
     """The step as it would be with `choice`."""
     shift = [0]
-    for call, mine in zip(chain.calls, kept(chain, choice), strict=True):
-        shift.append(shift[-1] + mine - call.base.kept)
+    for call, bytes_kept in zip(chain.calls, kept(chain, choice), strict=True):
+        shift.append(shift[-1] + bytes_kept - call.base.kept)
     of = {i: segment for segment in choice.segments for i in range(*segment)}
     for m in chain.moments:
         at = chain.rests + shift[m.alive]
@@ -164,7 +164,9 @@ def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
             yield from _replay(chain, choice, segment, at + m.level)
             mine = call.base
         at += _replayed(chain, choice, segment, m.call)
-        yield Event(m.call, "backward", at + m.level, at + m.peak + mine.backward - call.base.backward)
+        yield Event(
+            m.call, "backward", at + m.level, at + m.peak + mine.backward - call.base.backward
+        )
     yield Event(-1, "update", chain.rests, chain.rests + chain.update)
 
 

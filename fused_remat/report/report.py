@@ -275,7 +275,10 @@ def _activations(saved: list[Saved], predicted: dict[str, int], calls: int) -> I
 
 
 def _policy(policy: str | Policy) -> str:
-    return policy if isinstance(policy, str) else f"{{{', '.join(sorted(policy.save))}}}"
+    if isinstance(policy, str):
+        return policy
+    names = f"{{{', '.join(sorted(policy.save))}}}"
+    return names if policy.segment is None else f"{names} {policy.segment} of segment"
 
 
 def _tokens(inputs: Iterator[Tensor]) -> int | None:

@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_remat.autograd import OBSERVERS, Invocation
-from fused_remat.blocks.frame import Prepared
 from fused_remat.blocks.program import kept_bytes
 
 #: Name of what non-reentrant `torch.utils.checkpoint` holds: the arguments of what it wraps.
@@ -199,24 +198,14 @@ def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
 
 def _block_tensors(invocation: Invocation) -> Iterator[tuple[str, Tensor]]:
     """What a block saves, by name; of an activation, each of its pieces."""
-    call, prepared, tensors, output, kept = invocation
+    call, prepared, tensors, output, kept, _ = invocation
     again = zip(call.graph.tensors, tensors, prepared.rereads, strict=True)
     for name, t, reread in again:
         if t is not None and reread:
             yield name, t
     if prepared.plan.keeps_output:
         yield "output", output
-    yield from zip(_piece_names(prepared), kept, strict=True)
-
-
-def _piece_names(prepared: Prepared) -> Iterator[str]:
-    """The name of every tensor that `run.forward` returns."""
-    plan, chunks = prepared.plan, prepared.chunks
-    for first, last in chunks.groups():
-        yield from plan.kept_group
-        if plan.tile_forward:
-            for _ in chunks.tiles((last - first) * chunks.seq_len):
-                yield from plan.kept_tile
+    yield from zip((name for name, _ in prepared.pieces()), kept, strict=True)
 
 
 def _predicted(invocation: Invocation) -> Mapping[str, int]:
@@ -224,8 +213,9 @@ def _predicted(invocation: Invocation) -> Mapping[str, int]:
     given = {n: t for n, t in zip(call.graph.tensors, tensors, strict=True) if t is not None}
     shapes = {name: tuple(t.shape) for name, t in given.items()} | {**prepared.shapes}
     sizes = {name: given[name].element_size() for name in call.graph.inputs}
-    stream = sizes[call.graph.inputs[0]]
-    return kept_bytes(call.graph, call.save, call.wants, shapes, stream, sizes)
+    first = call.graph.inputs[0]
+    kept = kept_bytes(call.graph, call.save, call.wants, shapes, sizes[first], sizes)
+    return {name: n for name, n in kept.items() if name != first or invocation.keeps_input}
 
 
 def _names(outputs: Iterable[Tensor]) -> Iterator[tuple[_Held, str]]:
