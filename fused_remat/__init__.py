@@ -9,22 +9,28 @@ from fused_remat.layers import (
     FusedRematLayer,
     FusedRematWarning,
 )
+from fused_remat.planner import BudgetError, Plan, calibrate, fit, plan
 from fused_remat.policies import Policy
 from fused_remat.report import MemoryReport, memory_report
 from fused_remat.version import __version__ as __version__
 
 __all__ = [
+    "BudgetError",
     "FusedRematCausalLayer",
     "FusedRematDecoderLayer",
     "FusedRematLayer",
     "FusedRematWarning",
     "MemoryReport",
+    "Plan",
     "Policy",
     "ReplayError",
+    "calibrate",
     "check_replay",
     "convert",
     "explain",
+    "fit",
     "memory_report",
+    "plan",
     "revert",
     "set_policy",
 ]

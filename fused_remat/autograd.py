@@ -34,7 +34,7 @@ class Invocation(NamedTuple):
     """One call that keeps something for backward, as observers see it.
 
     Attributes:
-        call, prepared: what is computed, and how.
+        call, prepared, functions: what is computed, and how.
         tensors, output: of the call.
         kept: what is kept besides `tensors` and `output`, piece by piece.
         keeps_input: whether the first input is kept if backward asks for it; not inside a segment.
@@ -46,6 +46,7 @@ class Invocation(NamedTuple):
     output: Tensor
     kept: Sequence[Tensor]
     keeps_input: bool
+    functions: Functions
 
 
 #: Called when a block is about to save what it keeps; for reports. Usually empty.
@@ -78,7 +79,7 @@ class FusedRematBlock(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         keeps_input = segment is None or segment.input_kept
         for observe in OBSERVERS:
-            observe(Invocation(call, prepared, tensors, out, kept, keeps_input))
+            observe(Invocation(call, prepared, tensors, out, kept, keeps_input, functions))
         if segment is None:
             again = zip(tensors, prepared.rereads, strict=True)
             saved = [t if reread else None for t, reread in again]
@@ -274,6 +275,15 @@ def _run_block(
         return forward_block(call, prepared, given, functions)[0]
     out: Tensor = FusedRematBlock.apply(call, prepared, functions, segment, *given)
     return out
+
+
+def is_block(node: object) -> bool:
+    """Whether an autograd node is that of a block.
+
+    >>> is_block(torch.ones(1, requires_grad=True).exp().grad_fn)
+    False
+    """
+    return isinstance(node, _NODE)
 
 
 #: Type of the autograd nodes of blocks.

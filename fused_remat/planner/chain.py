@@ -74,6 +74,7 @@ class Moment:
         peak: the most bytes in it, above what rests.
         alive: how many calls, from the first, keep their activations in it; a call counts in its
             own backward and not in its own forward.
+        gradients: bytes of parameters whose gradients are there at its end; they are in the levels.
     """
 
     call: int
@@ -81,6 +82,7 @@ class Moment:
     level: int
     peak: int
     alive: int
+    gradients: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Chain:
         resting: bytes that are there all the time, by what they are ("parameters", ...).
         seconds: of the step that was measured, every call with its first option.
         update: most bytes at a time in the optimizer's step, above what rests.
+        kept: bytes kept between forward and backward in that step, in all of the model.
     """
 
     calls: tuple[Call, ...]
@@ -111,6 +114,7 @@ class Chain:
     resting: Mapping[str, int]
     seconds: float
     update: int = 0
+    kept: int = 0
 
     @property
     def rests(self) -> int:
@@ -125,12 +129,16 @@ class Event:
         call: the call's index, -1 outside.
         what: "forward", "replay" (of a call in a segment), "backward" or "update".
         level, peak: at its beginning, and at most.
+        gradients: of them, those of parameters, at its end.
+        kept: of them, what layers keep, and what was kept again by replays.
     """
 
     call: int
     what: str
     level: int
     peak: int
+    gradients: int
+    kept: int
 
 
 def kept(chain: Chain, choice: Choice) -> tuple[int, ...]:
@@ -142,32 +150,37 @@ def kept(chain: Chain, choice: Choice) -> tuple[int, ...]:
     return tuple(own)
 
 
+def kept_in_all(chain: Chain, choice: Choice) -> int:
+    """Bytes kept from forward to backward, in all of the model."""
+    base = sum(call.base.kept for call in chain.calls)
+    return chain.kept + sum(kept(chain, choice)) - base
+
+
 def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
     """The step as it would be with `choice`."""
-    shift = [0]
+    shift, total = [0], [0]
     for call, bytes_kept in zip(chain.calls, kept(chain, choice), strict=True):
         shift.append(shift[-1] + bytes_kept - call.base.kept)
+        total.append(total[-1] + bytes_kept)
     of = {i: segment for segment in choice.segments for i in range(*segment)}
     for m in chain.moments:
-        at = chain.rests + shift[m.alive]
-        if m.call < 0:
-            what = "backward" if m.backward else "forward"
-            yield Event(-1, what, at + m.level, at + m.peak)
-            continue
-        call, segment = chain.calls[m.call], of.get(m.call)
-        mine = call.options[choice.options[m.call]]
-        if not m.backward:
-            more = 0 if segment else mine.forward - call.base.forward
-            yield Event(m.call, "forward", at + m.level, at + m.peak + more)
-            continue
-        if segment is not None and m.call == segment[1] - 1:
-            yield from _replay(chain, choice, segment, at + m.level)
-            mine = call.base
-        at += _replayed(chain, choice, segment, m.call)
-        yield Event(
-            m.call, "backward", at + m.level, at + m.peak + mine.backward - call.base.backward
-        )
-    yield Event(-1, "update", chain.rests, chain.rests + chain.update)
+        at, held = chain.rests + shift[m.alive], total[m.alive]
+        what, more = "backward" if m.backward else "forward", 0
+        if m.call >= 0:
+            call, segment = chain.calls[m.call], of.get(m.call)
+            mine = call.options[choice.options[m.call]]
+            if not m.backward:
+                more = 0 if segment else mine.forward - call.base.forward
+            else:
+                if segment is not None and m.call == segment[1] - 1:
+                    yield from _replay(chain, choice, segment, at + m.level, m.gradients, held)
+                    mine = call.base
+                again = _replayed(chain, choice, segment, m.call)
+                at, held = at + again, held + again
+                more = mine.backward - call.base.backward
+        yield Event(m.call, what, at + m.level, at + m.peak + more, m.gradients, held)
+    ready = max((m.gradients for m in chain.moments), default=0)
+    yield Event(-1, "update", chain.rests, chain.rests + chain.update, ready, 0)
 
 
 def _more(chain: Chain, choice: Choice, i: int) -> int:
@@ -176,12 +189,16 @@ def _more(chain: Chain, choice: Choice, i: int) -> int:
     return call.options[choice.options[i]].kept - call.base.kept
 
 
-def _replay(chain: Chain, choice: Choice, segment: tuple[int, int], level: int) -> Iterator[Event]:
+def _replay(
+    chain: Chain, choice: Choice, segment: tuple[int, int], level: int, gradients: int, held: int
+) -> Iterator[Event]:
     """All calls of a segment but its last run forward again; each makes the input of the next."""
     for i in range(segment[0], segment[1] - 1):
         call = chain.calls[i]
-        yield Event(i, "replay", level, level + call.options[choice.options[i]].forward)
-        level += _more(chain, choice, i) + chain.calls[i + 1].input
+        top = level + call.options[choice.options[i]].forward
+        yield Event(i, "replay", level, top, gradients, held)
+        more = _more(chain, choice, i) + chain.calls[i + 1].input
+        level, held = level + more, held + more
 
 
 def _replayed(chain: Chain, choice: Choice, segment: tuple[int, int] | None, i: int) -> int:

@@ -121,7 +121,7 @@ class MemoryReport:
                 rows.append([_describe(a), *self._cells(a.bytes, a.predicted), "", ""])
         cells = self._cells(self.kept_bytes, self.predicted_bytes)
         rows.append(["total", *cells, "", ""])
-        lines = [self.model, *_aligned(rows)]
+        lines = [self.model, *aligned(rows)]
         lines.append(f"peak of the step: {human(self.peak_bytes)} above parameters and inputs")
         if activations and any(a.is_input for layer in self.layers for a in layer.activations):
             lines.append("* passed to the model by the caller")
@@ -323,7 +323,7 @@ def _describe(a: Activation) -> str:
     return f"  {a.name} {shape} {a.dtype}{many}{' *' * a.is_input}"
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
+def aligned(rows: list[list[str]]) -> list[str]:
     """Columns side by side, the first to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

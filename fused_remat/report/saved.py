@@ -37,6 +37,7 @@ class Saved:
         shape, dtype: of the tensor that was saved first; no shape if it is nested.
         nbytes: of the storage.
         is_input: whether it was passed to the model.
+        by: indices of all layers that saved it.
     """
 
     layer: int
@@ -46,6 +47,7 @@ class Saved:
     dtype: torch.dtype
     nbytes: int
     is_input: bool
+    by: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
@@ -146,6 +148,7 @@ class SavedRecord:
                     self.layer, name or name_else, name is not None,
                     None if t.is_nested else tuple(t.shape), t.dtype, nbytes, key in self._inputs,
                 )  # fmt: skip
+            saved.by.add(self.layer)
             held.saved.append(saved)
         return held
 
@@ -198,7 +201,7 @@ def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
 
 def _block_tensors(invocation: Invocation) -> Iterator[tuple[str, Tensor]]:
     """What a block saves, by name; of an activation, each of its pieces."""
-    call, prepared, tensors, output, kept, _ = invocation
+    call, prepared, tensors, output, kept, *_ = invocation
     again = zip(call.graph.tensors, tensors, prepared.rereads, strict=True)
     for name, t, reread in again:
         if t is not None and reread:

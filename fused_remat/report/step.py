@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
+from fused_remat.autograd import OBSERVERS, Invocation
 from fused_remat.layers import FusedLayer
 from fused_remat.memory import AllocationTrace, Span
 from fused_remat.report.saved import Saved, SavedRecord
@@ -33,6 +35,9 @@ class Step:
         calls: by layer.
         peaks: by pass ("forward" or "backward") and layer.
         peak: of the whole step, above what was allocated before.
+        spans: stretches of the step, in order; labels are None at first, then (pass, layer, how
+            often the layer was called by then).
+        ready: for each span, bytes of parameters whose gradients were there at its end.
     """
 
     saved: list[Saved]
@@ -40,6 +45,8 @@ class Step:
     calls: list[int]
     peaks: dict[tuple[str, int], int]
     peak: int
+    spans: list[Span]
+    ready: list[int]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -178,6 +185,8 @@ class _Watch:
         self._running = _OUTSIDE
         self._handles: list[RemovableHandle] = []
         self._compiled: list[tuple[nn.Module, Any]] = []
+        self._marks = 0
+        self._arrived: list[tuple[int, int]] = []
 
     def __enter__(self) -> _Watch:
         try:
@@ -214,13 +223,26 @@ class _Watch:
         self._compiled.append((layer, compiled))
         layer._compiled_call_impl = call
 
-    def backward(self) -> None:
-        """The forward is over."""
+    def backward(self, parameters: Iterable[Tensor] = ()) -> None:
+        """The forward is over; note when gradients of `parameters` come."""
         self._pass = _BACKWARD
         self._mark(_OUTSIDE)
+        for p in parameters:
+            self._handles.append(p.register_hook(self._arrives(p.nbytes)))
+
+    def _arrives(self, nbytes: int) -> Callable[[Tensor], None]:
+        return lambda _: self._arrived.append((self._marks, nbytes))
+
+    def ready(self) -> list[int]:
+        """By span, bytes of gradients that were there at its end."""
+        totals = [0] * (self._marks + 1)
+        for span, nbytes in self._arrived:
+            totals[span] += nbytes
+        return list(itertools.accumulate(totals))
 
     def _mark(self, place: tuple[int, int]) -> None:
         self._running = place
+        self._marks += 1
         self._trace.mark((self._pass, *place))
 
     def _before(self, layer: int) -> Any:
@@ -278,10 +300,25 @@ def _detached(value: Any) -> Any:
     return value
 
 
+#: Called with the index of the layer that runs, -1 outside, and what its block does.
+OnBlock = Callable[[int, Invocation], None]
+
+
 def run_step(
-    model: nn.Module, layers: list[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module,
+    layers: list[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    accumulates: bool = False,
+    on_block: OnBlock | None = None,
 ) -> Step:
     """Run `model(*args, **kwargs)` and the backward of its sum, watching `layers`.
+
+    Args:
+        loss: of the model's output, in place of the sum.
+        accumulates: gradients are added to those of a step before, which are there from the start;
+            else there are none before.
 
     >>> layer = nn.Linear(4, 4)
     >>> step = run_step(layer, [layer], (torch.randn(2, 4),), {})
@@ -296,21 +333,43 @@ def run_step(
         targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
         device = _device([*state, *inputs])
         record, trace = SavedRecord(state, inputs), AllocationTrace(device)
-        with restored(model, inputs, device), trace, _Watch(layers, record, trace) as watch:
+        with restored(model, inputs, device), contextlib.ExitStack() as stack:
+            if accumulates:
+                for t in targets:
+                    t.grad = torch.zeros_like(t)
+            stack.enter_context(trace)
+            watch = stack.enter_context(_Watch(layers, record, trace))
+            if on_block is not None:
+                stack.enter_context(_telling(on_block, record))
             with record:
                 output = model(*args, **kwargs)
-            sums = _sums(output)
+                sums = sums_of(output) if loss is None else [loss(output)]
             del output
             saved = record.named(sums)
-            watch.backward()
-            if sums and targets:
+            watch.backward([t for t in model.parameters() if t.requires_grad])
+            if sums and targets and accumulates:
+                torch.autograd.backward(sums, inputs=targets)
+            elif sums and targets:
                 grads = torch.autograd.grad(sums, targets, allow_unused=True)
                 del grads
         peak = max(span.peak for span in trace.spans)
-        return Step(saved, record.predicted, watch.calls, _peaks(trace.spans), peak)
+        peaks = _peaks(trace.spans)
+        return Step(saved, record.predicted, watch.calls, peaks, peak, trace.spans, watch.ready())
 
 
-def _sums(output: Any) -> list[Tensor]:
+@contextlib.contextmanager
+def _telling(on_block: OnBlock, record: SavedRecord) -> Iterator[None]:
+    def observe(invocation: Invocation) -> None:
+        on_block(record.layer, invocation)
+
+    OBSERVERS.append(observe)
+    try:
+        yield
+    finally:
+        OBSERVERS.remove(observe)
+
+
+def sums_of(output: Any) -> list[Tensor]:
     """Sums of the floating-point tensors that have a gradient."""
     found = [t for t in tensors_in(output) if t.is_floating_point()]
     if not found:

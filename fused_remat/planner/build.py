@@ -1,0 +1,185 @@
+"""`plan`: from a model and a budget to a policy for every layer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fused_remat.convert import convert, revert
+from fused_remat.layers import FusedLayer
+from fused_remat.planner import optimizers
+from fused_remat.planner.budget import Budget, bytes_of
+from fused_remat.planner.calibration import Calibration, calibrate
+from fused_remat.planner.chain import Call, Chain, Option
+from fused_remat.planner.choose import Policies, choose, policy_for
+from fused_remat.planner.measure import MeasuredStep, device_of, measure_step
+from fused_remat.planner.options import Costs, forward_seconds, kept_by_name, options_of
+from fused_remat.planner.plan import Plan
+from fused_remat.planner.solve import METHODS
+from fused_remat.policies import Policy
+
+
+def plan(
+    model: nn.Module,
+    *inputs: Any,
+    budget: Budget | None = None,
+    method: str = "optimal",
+    costs: str | Calibration = "measured",
+    policies: Policies | None = None,
+    optimizer: Optimizer | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    accumulates: bool = False,
+    segments: bool = True,
+    options: Sequence[str | Policy] | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Choose what every layer keeps, so that a training step is fastest within a memory budget.
+
+    Runs `model(*inputs, **kwargs)` and its backward a few times, every layer keeping its input
+    alone, and each kind of layer by itself, once for every option; the rest is computed. Layers are
+    the fused ones; a model without any is converted for the time of the call. Everything else in it
+    is measured as it is. Policies, random state, buffers and `.grad` are afterwards as before.
+
+    Args:
+        model, inputs, kwargs: a training step's, in training mode; at the batch to be trained with.
+        budget: what all of the step may take at its peak, parameters and optimizer included: text
+            ("6GiB"), bytes (int), or a fraction (float) of the device's memory. None: no limit.
+        method: "optimal": the fastest there is (exact, over the options below and all segments);
+            "greedy": the change that saves most time per byte, again and again; "uniform": every
+            k-th layer keeps its input alone, the others all; "sqrt": segments of √n layers (Chen
+            et al. 2016); "manual": `policies`.
+        costs: "measured": each step of a layer's graph is timed; "analytic": FLOPs and bytes over
+            the device's ceilings; or what `calibrate` returned.
+        policies: for "manual", shell patterns of layer names to policies; the first that matches.
+        optimizer: counts with its state, and what its step takes. None: none.
+        loss: of the model's output, for backward; by default the sum of the output's floats.
+        accumulates: gradients are there from the start (gradient accumulation); else they are None
+            at the start (`zero_grad()`).
+        segments: whether runs of layers may keep only the first's input ("optimal" and "greedy").
+        options: the policies to choose from; by default all sets of names that no other beats in
+            both bytes and time.
+
+    Shapes, dtypes: the model's own. Units: bytes, seconds.
+    Raises: BudgetError (a ValueError) if the method cannot stay within the budget, with the least
+        possible peak and what it is made of; ValueError or TypeError for an argument that is none
+        of the above, a model without layers to convert, or in which no layer keeps anything (no
+        gradients are wanted); NotImplementedError on devices other than CPU and CUDA.
+    Source: Chen et al. 2016 (segments); the optimum is dynamic programming over the layers, after
+        Herrmann et al. 2019 (Rotor) and Jain et al. 2020 (Checkmate).
+
+    >>> layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    >>> model = nn.TransformerEncoder(layer, num_layers=4, enable_nested_tensor=False)
+    >>> x = torch.randn(2, 16, 32)
+    >>> fastest = plan(model, x)
+    >>> tight = fastest.within(fastest.peak_bytes - 40_000)
+    >>> tight.peak_bytes <= fastest.peak_bytes - 40_000 and tight.seconds >= fastest.seconds
+    True
+    >>> _ = tight.apply(model)  # converts it, too
+    """
+    _check(method, costs, policies)
+    device = device_of(model, [inputs, kwargs])
+    limit = None if budget is None else bytes_of(budget, device)
+    chain = measure_chain(
+        model, inputs, kwargs, costs, optimizer, loss, accumulates, segments, options, policies
+    )
+    choice = choose(chain, limit, method, policies or {})
+    shown = costs if isinstance(costs, str) else "measured"
+    return Plan(type(model).__name__, str(device), method, shown, limit, chain, choice)
+
+
+def _check(method: str, costs: str | Calibration, policies: Policies | None) -> None:
+    methods = (*METHODS, "manual")
+    if method not in methods:
+        raise ValueError(f"unknown method {method!r}; valid: {', '.join(methods)}")
+    if not isinstance(costs, Calibration) and costs not in ("measured", "analytic"):
+        raise ValueError(f"costs are 'measured', 'analytic' or a Calibration, got {costs!r}")
+    if (method == "manual") != (policies is not None):
+        raise ValueError("policies= are for method='manual', which needs them")
+
+
+def measure_chain(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    costs: str | Calibration = "measured",
+    optimizer: Optimizer | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    accumulates: bool = False,
+    segments: bool = True,
+    options: Sequence[str | Policy] | None = None,
+    policies: Policies | None = None,
+    timed: bool = True,
+) -> Chain:
+    """The numbers that methods choose from; arguments as of `plan`.
+
+    Raises: as `plan`.
+    """
+    device = device_of(model, [inputs, kwargs])
+    with _converted(model) as layers, torch.inference_mode(False):
+        step = measure_step(model, layers, inputs, kwargs, loss, accumulates, timed)
+        if not step.calls:
+            raise ValueError(
+                f"no fused layer of {type(model).__name__} keeps anything for backward: do its "
+                "parameters require gradients, and does no checkpoint stand around the layers?"
+            )
+        calibration = costs if isinstance(costs, Calibration) else calibrate(device)
+        by = calibration.analytic if costs == "analytic" else calibration.measured
+        calls = tuple(_calls(step, by, segments, options, policies))
+    state, update = (0, 0) if optimizer is None else optimizers.predict(optimizer)
+    made = 0 if accumulates else max((m.gradients for m in step.moments), default=0)
+    resting = step.resting | ({"optimizer state": state} if state else {})
+    return Chain(calls, step.moments, resting, step.seconds, made + update, step.kept)
+
+
+@contextlib.contextmanager
+def _converted(model: nn.Module) -> Iterator[dict[str, FusedLayer]]:
+    """The fused layers of a model, converted if there are none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan takes an nn.Module, got {type(model).__name__}")
+    ours = not any(isinstance(m, FusedLayer) for m in model.modules())
+    if ours:
+        convert(model)
+    try:
+        yield {n: m for n, m in model.named_modules() if isinstance(m, FusedLayer)}
+    finally:
+        if ours:
+            revert(model)
+
+
+def _calls(
+    step: MeasuredStep,
+    costs: Costs,
+    segments: bool,
+    options: Sequence[str | Policy] | None,
+    policies: Policies | None,
+) -> Iterator[Call]:
+    tables: dict[Any, tuple[Option, ...]] = {}
+    seconds: dict[Any, float] = {}
+    for call in step.calls:
+        wanted = options
+        if policies is not None:
+            mine = policy_for(call.layer, policies)
+            wanted = [_without_segment(mine)]
+        key = (call.example.key, None if wanted is None else tuple(wanted))
+        if key not in tables:
+            tables[key] = options_of(call.example, costs, wanted)
+            seconds[key] = forward_seconds(call.example, costs)
+        kept = kept_by_name(call.example, ())
+        follows = call.follows and "input" in kept
+        yield Call(
+            call.layer,
+            call.kind,
+            tables[key],
+            seconds[key],
+            kept.get("input", 0),
+            follows and segments,
+        )
+
+
+def _without_segment(policy: str | Policy) -> str | Policy:
+    return policy if isinstance(policy, str) else Policy(policy.save)

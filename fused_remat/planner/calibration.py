@@ -1,0 +1,278 @@
+"""What the steps of a block cost: timed one by one on the device, or from FLOPs and bytes.
+
+Two answers to one question (seconds of each step at given shapes), so that one can be held against
+the other: `Calibration.compare` shows both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_remat.blocks.frame import TRACERS, Frame, Prepared
+from fused_remat.blocks.nodes import Node
+from fused_remat.blocks.program import Programs, Step, programs, sizes
+from fused_remat.calls import BlockCall, Functions, backward_block, forward_block
+
+_ROUNDS = 3
+
+#: Seconds of each step of a pass, by pass ("forward", "backward") and step ("compute qkv").
+Seconds = Mapping[tuple[str, str], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One call of a block, to be run again on its own: its tensors, without autograd."""
+
+    call: BlockCall
+    tensors: tuple[Tensor | None, ...]
+    functions: Functions
+
+    def keeping(self, save: Iterable[str]) -> BlockCall:
+        return dataclasses.replace(self.call, save=frozenset(save), accumulation=None)
+
+    def prepare(self, save: Iterable[str]) -> Prepared:
+        return self.keeping(save).prepare(self.tensors)
+
+    @property
+    def input(self) -> Tensor:
+        x = self.tensors[0]
+        assert x is not None
+        return x
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By name, the inputs' batch first."""
+        return self.call.named_shapes([None if t is None else t.shape for t in self.tensors])
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Of equal keys, one is as good as the other."""
+        given = tuple(None if t is None else (t.shape, t.dtype, t.stride()) for t in self.tensors)
+        functions = tuple(sorted((name, id(f)) for name, f in self.functions.items()))
+        return dataclasses.replace(self.call, accumulation=None), given, functions
+
+    def run(self, save: Iterable[str], between: Callable[[], None] = lambda: None) -> None:
+        """Forward, `between`, backward, of random gradients."""
+        call, prepared = self.keeping(save), self.prepare(save)
+        with torch.no_grad():
+            out, kept = forward_block(call, prepared, self.tensors, self.functions)
+            dy = torch.randn_like(out)
+            again = [t if r else None for t, r in zip(self.tensors, prepared.rereads, strict=True)]
+            saved = out if prepared.plan.keeps_output else None
+            del out
+            between()
+            grads = backward_block(call, prepared, again, saved, kept, dy, self.functions)
+            del grads
+
+
+def steps_of(plan: Programs, which: str) -> list[Step]:
+    """The steps of a pass; those of tiles in the place where they run."""
+    outer = plan.forward if which == "forward" else plan.backward
+    inner = plan.tile_forward if which == "forward" else plan.tile_backward
+    return [s for step in outer for s in (inner if step.kind == "tiles" else (step,))]
+
+
+class _Clock:
+    """Notes when steps begin; on a CUDA device by events, read once all is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[tuple[str, str] | None, Any]] = []
+        self.which = "forward"
+
+    def __call__(self, step: object, frame: Frame) -> None:
+        assert isinstance(step, Step)
+        self._mark((self.which, str(step)))
+
+    def between(self) -> None:
+        self._mark(None)
+        self.which = "backward"
+
+    def _mark(self, label: tuple[str, str] | None) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._marks.append((label, event))
+        else:
+            self._marks.append((label, time.perf_counter()))
+
+    def seconds(self) -> dict[tuple[str, str], float]:
+        self._mark(None)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        totals: dict[tuple[str, str], float] = defaultdict(float)
+        for (label, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if label is not None:
+                cuda = self._device.type == "cuda"
+                totals[label] += begin.elapsed_time(end) * 1e-3 if cuda else end - begin
+        return dict(totals)
+
+
+def _timed(example: Example, save: Iterable[str]) -> dict[tuple[str, str], float]:
+    """Seconds of every step, over all groups and tiles: the median of a few rounds."""
+    rounds = []
+    for _ in range(_ROUNDS + 1):  # the first warms up
+        clock = _Clock(example.input.device)
+        TRACERS.append(clock)
+        try:
+            example.run(save, clock.between)
+            rounds.append(clock.seconds())
+        finally:
+            TRACERS.remove(clock)
+    labels = rounds[0]
+    return {label: statistics.median(r[label] for r in rounds[1:]) for label in labels}
+
+
+@dataclass
+class Calibration:
+    """What a device does in a second, and what steps took on it; made by `calibrate`.
+
+    Attributes:
+        device: as torch names it.
+        bandwidth: bytes read and written per second, in a large copy.
+        flops: of a large product, per second, by dtype.
+        overhead: seconds of the smallest operation.
+    """
+
+    device: torch.device
+    bandwidth: float
+    overhead: float
+    flops: dict[torch.dtype, float] = field(default_factory=dict)
+    _steps: dict[Any, dict[tuple[str, str], float]] = field(default_factory=dict, repr=False)
+
+    def measured(self, example: Example, save: Iterable[str] = ()) -> Seconds:
+        """Seconds of every step of both passes, timed now or taken from an equal call before."""
+        found = self._steps.setdefault(example.key, {})
+        plan = example.prepare(save).plan
+        needed = {(w, str(s)) for w in ("forward", "backward") for s in steps_of(plan, w)}
+        if not needed <= found.keys():
+            for label, seconds in _timed(example, save).items():
+                found.setdefault(label, seconds)
+        return {label: found[label] for label in needed if label in found}
+
+    def analytic(self, example: Example, save: Iterable[str] = ()) -> Seconds:
+        """The same from FLOPs and bytes over the ceilings: whichever takes longer, per step."""
+        call, shapes = example.keeping(save), example.shapes
+        plan = programs(call.graph, call.save, call.wants, tiled=False)
+        sizer = _Sizer(call, shapes, example.input.dtype)
+        seconds = {}
+        for which in ("forward", "backward"):
+            for step in steps_of(plan, which):
+                flops, nbytes = sizer.work(step)
+                compute = flops / self._rate(sizer.compute)
+                seconds[which, str(step)] = max(compute, nbytes / self.bandwidth) + self.overhead
+        return seconds
+
+    def compare(self, example: Example) -> list[tuple[str, str, float, float]]:
+        """(pass, step, measured, analytic) seconds of all steps that have both."""
+        measured, analytic = self.measured(example), self.analytic(example)
+        return [(*key, measured[key], t) for key, t in analytic.items() if key in measured]
+
+    def _rate(self, dtype: torch.dtype) -> float:
+        if dtype not in self.flops:
+            self.flops[dtype] = _product_rate(self.device, dtype)
+        return self.flops[dtype]
+
+
+class _Sizer:
+    """FLOPs and bytes of a step, from what its node declares."""
+
+    def __init__(
+        self, call: BlockCall, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
+        graph = call.graph
+        self.compute = graph.compute or dtype
+        self._shapes, self._widths = shapes, graph.widths(shapes)
+        self._dtypes, self._lengths = graph.dtypes(dtype), graph.lengths(shapes)
+        self._batch = sizes(shapes[graph.inputs[0]])[0]
+
+    def work(self, step: Step) -> tuple[float, float]:
+        node = step.node
+        assert node is not None
+        tokens = self._batch * self._lengths[node.name]
+        flops = float(tokens * node.flops(self._widths, self._shapes, self._lengths[node.name]))
+        moved = self._bytes(node)
+        if step.kind == "backward":
+            return flops * _products(node, step.wants), 2.0 * moved
+        return flops, moved
+
+    def _bytes(self, node: Node) -> float:
+        names = [n for n in (*node.inputs, node.name) if n in self._dtypes]
+        rows = sum(self._batch * self._lengths[n] * self._widths[n] * self._dtypes[n].itemsize
+                   for n in names)  # fmt: skip
+        weights = sum(torch.Size(self._shapes[p]).numel() for p in node.params if p in self._shapes)
+        return float(rows + weights * self.compute.itemsize)
+
+
+def _products(node: Node, wants: Iterable[str]) -> float:
+    """Backward's products for one of forward's: of the input, of the weight; attention has five
+    for its two."""
+    if node.per_sequence:
+        return 2.5
+    wanted = set(wants)
+    return float(bool(wanted & set(node.inputs)) + bool(wanted & set(node.params)))
+
+
+def _best(run: Callable[[], Any], device: torch.device, rounds: int = 5) -> float:
+    """Seconds of a run, the fastest of a few."""
+
+    def once() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    once()
+    return min(once() for _ in range(rounds))
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    n = 4096 if device.type == "cuda" else 1024
+    x, w = torch.randn(n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
+    return 2.0 * n**3 / _best(lambda: x @ w, device)
+
+
+_CALIBRATIONS: dict[str, Calibration] = {}
+
+
+def calibrate(device: torch.device | str = "cpu", again: bool = False) -> Calibration:
+    """The calibration of a device: its ceilings, and the times of steps as they are asked for.
+
+    Ceilings (a large copy, the smallest operation, a large product of each dtype that is met) serve
+    `plan(..., costs="analytic")`; the steps of the layers' graphs, timed at the shapes of a call,
+    `costs="measured"`. Both are cached for the life of the process; pass the result as `costs` to
+    take the same ones again. Run it with nothing beside it.
+
+    Args:
+        device: "cpu" or a CUDA device.
+        again: forget what was measured.
+    Raises: NotImplementedError for another device.
+
+    >>> calibrate("cpu") is calibrate("cpu")
+    True
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"steps are timed on cpu and cuda, not {device}")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = str(device)
+    if again or key not in _CALIBRATIONS:
+        large = torch.empty(1 << (28 if device.type == "cuda" else 24), device=device)
+        into, small = torch.empty_like(large), torch.ones(1, device=device)
+        seconds = _best(lambda: into.copy_(large), device)
+        overhead = _best(lambda: [small + small for _ in range(100)], device) / 100
+        _CALIBRATIONS[key] = Calibration(device, 2.0 * large.nbytes / seconds, overhead)
+    return _CALIBRATIONS[key]

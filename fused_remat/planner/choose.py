@@ -1,0 +1,87 @@
+"""A method's choice in a measured step, or the error that says why there is none."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+
+from fused_remat.planner import chain as chains
+from fused_remat.planner.budget import BudgetError
+from fused_remat.planner.chain import Chain, Choice
+from fused_remat.planner.solve import METHODS, least_peak
+from fused_remat.policies import Policy
+from fused_remat.report.report import human
+
+#: Shell patterns of layer names to policies; the first that matches counts.
+Policies = Mapping[str, str | Policy]
+
+
+def choose(chain: Chain, limit: int | None, method: str, policies: Policies) -> Choice:
+    """What `method` chooses within `limit` bytes; `policies` are for "manual".
+
+    Raises: BudgetError if its peak is above.
+    """
+    if method == "manual":
+        choice = _manual(chain, policies)
+        if limit is not None and chains.peak(chain, choice) > limit:
+            raise _too_small(chain, choice, limit, method)
+        return choice
+    found = METHODS[method](chain, limit)
+    if found is None:
+        assert limit is not None
+        raise _too_small(chain, least_peak(chain), limit, method)
+    return found
+
+
+def policy_for(layer: str, policies: Policies) -> str | Policy:
+    """The policy for a layer; raises ValueError if no pattern matches."""
+    for pattern, policy in policies.items():
+        if fnmatch.fnmatchcase(layer, pattern):
+            return policy
+    raise ValueError(f"no pattern of policies= matches {layer!r}: {', '.join(map(repr, policies))}")
+
+
+def _manual(chain: Chain, policies: Policies) -> Choice:
+    """The policies as a choice; a segment ends where the next begins, or where none is."""
+    options, places = [], []
+    for call in chain.calls:
+        policy = policy_for(call.layer, policies)
+        places.append(None if isinstance(policy, str) else policy.segment)
+        saves = [frozenset(o.save) for o in call.options]
+        options.append(len(saves) - 1 if len(saves) > 1 else 0)
+    segments: list[tuple[int, int]] = []
+    for i, place in enumerate(places):
+        inside = place == "inner" and i > 0 and chain.calls[i].linked and places[i - 1] is not None
+        if inside and segments and segments[-1][1] == i:
+            segments[-1] = (segments[-1][0], i + 1)
+        elif place is not None:
+            segments.append((i, i + 1))
+    return Choice(tuple(options), tuple(s for s in segments if s[1] - s[0] > 1))
+
+
+def parts_of(chain: Chain, choice: Choice) -> dict[str, int]:
+    """What the peak is made of, in bytes: "kept" is of the layers, "at work" all the rest."""
+    top = max(chains.timeline(chain, choice), key=lambda event: event.peak)
+    parts = dict(chain.resting)
+    if not parts.get("gradients"):
+        parts["gradients"] = top.gradients
+    parts["kept"] = top.kept
+    parts["at work"] = top.peak - sum(parts.values())
+    return {name: nbytes for name, nbytes in parts.items() if nbytes}
+
+
+def _too_small(chain: Chain, choice: Choice, limit: int, method: str) -> BudgetError:
+    """With the least possible peak; `choice` is the one that has it."""
+    parts = dict(sorted(parts_of(chain, choice).items(), key=lambda part: -part[1]))
+    top = max(chains.timeline(chain, choice), key=lambda event: event.peak)
+    where = "outside the layers" if top.call < 0 else f"of {chain.calls[top.call].layer!r}"
+    when = "the optimizer's step" if top.what == "update" else f"{top.what} {where}"
+    made = ", ".join(f"{name} {human(nbytes)}" for name, nbytes in parts.items())
+    what = "the policies have" if method == "manual" else "the least possible is"
+    return BudgetError(
+        f"no {method!r} plan has a peak within {human(limit)} ({limit} bytes): {what} "
+        f"{human(top.peak)} ({top.peak} bytes), in {when}: {made}",
+        limit,
+        top.peak,
+        parts,
+    )

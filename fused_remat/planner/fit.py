@@ -1,0 +1,158 @@
+"""`fit`: the largest batch, or sequence, that a memory budget holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fused_remat.planner import chain as chains
+from fused_remat.planner.budget import Budget, BudgetError, bytes_of
+from fused_remat.planner.build import measure_chain, plan
+from fused_remat.planner.calibration import Calibration
+from fused_remat.planner.measure import device_of
+from fused_remat.planner.plan import Plan
+from fused_remat.planner.solve import least_peak
+from fused_remat.report.report import human
+
+_GROWTH = 4  # at most so many times what is known to fit
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What `fit` found.
+
+    Attributes:
+        size: the largest argument of `make_batch` that fits.
+        plan: the fastest plan for it within the memory.
+        tried: the least possible peak in bytes of every size that was tried, None where the
+            device ran out of memory.
+    """
+
+    size: int
+    plan: Plan
+    tried: dict[int, int | None]
+
+
+def fit(
+    model: nn.Module,
+    make_batch: Callable[[int], Any],
+    memory: Budget,
+    *,
+    multiple: int = 1,
+    most: int | None = None,
+    costs: str | Calibration = "measured",
+    **options: Any,
+) -> Fit:
+    """Find the largest batch (or sequence) whose step fits into a memory budget, and its plan.
+
+    Args:
+        model: as of `plan`.
+        make_batch: size -> the model's inputs: a tensor, a tuple of arguments, or a mapping of
+            keyword arguments. The size is whatever it makes of it: sequences, or tokens of one.
+        memory: as `plan`'s budget.
+        multiple: sizes are multiples of this.
+        most: no larger size.
+        costs: as of `plan`, for the plan that is returned.
+        options: as of `plan`: optimizer, loss, accumulates, segments, options.
+    Units: bytes. Sizes are tried on the device, each a step with every layer keeping its input
+        alone; larger and larger ones until one does not fit.
+    Raises: BudgetError if the smallest size does not fit; ValueError if `multiple` or `most` is not
+        positive; TypeError for an argument that `plan` does not have.
+
+    >>> layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    >>> model = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
+    >>> found = fit(model, lambda size: torch.randn(size, 16, 32), memory="1MiB")
+    >>> found.size > 2 and found.plan.peak_bytes <= 2**20
+    True
+    """
+    for name, value in (("multiple", multiple), ("most", most)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is a positive int, got {value!r}")
+    if most is not None and most < multiple:
+        raise ValueError(f"most ({most}) is below multiple ({multiple})")
+    limit = bytes_of(memory, device_of(model, []))
+    search = _Search(model, make_batch, multiple, options)
+    count = search.largest(limit, None if most is None else most // multiple)
+    args, kwargs = _arguments(make_batch(count * multiple))
+    found = plan(model, *args, budget=limit, costs=costs, **options, **kwargs)
+    return Fit(count * multiple, found, {n * multiple: p for n, p in search.peaks.items()})
+
+
+class _Search:
+    """Least peaks by size, in multiples."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_batch: Callable[[int], Any],
+        multiple: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._model, self._make_batch, self._multiple = model, make_batch, multiple
+        self._options = options
+        self.peaks: dict[int, int | None] = {}
+
+    def largest(self, limit: int, most: int | None) -> int:
+        """Grow by what the last two peaks say, at most fourfold; then close in."""
+        fits, fails = 0, None if most is None else most + 1
+        size = 1
+        while fails is None or fails - fits > 1:
+            peak = self._peak(size)
+            if peak is not None and peak <= limit:
+                fits = size
+            else:
+                fails = size
+            if fails == 1:
+                raise self._too_small(limit, peak)
+            size = self._next(fits, fails, limit)
+        return fits
+
+    def _next(self, fits: int, fails: int | None, limit: int) -> int:
+        known = sorted((n, p) for n, p in self.peaks.items() if p is not None)
+        guess = _GROWTH * fits if fails is None else (fits + fails) // 2
+        if len(known) > 1:
+            (n0, p0), (n1, p1) = known[-2:]
+            if p1 > p0:
+                guess = n0 + (limit - p0) * (n1 - n0) // (p1 - p0)
+        else:
+            guess = fits + 1
+        if fails is not None and guess >= fails:  # the guess was tried, or beyond what fails
+            guess = fails - 1
+        return max(fits + 1, min(guess, _GROWTH * fits))
+
+    def _peak(self, size: int) -> int | None:
+        args, kwargs = _arguments(self._make_batch(size * self._multiple))
+        try:
+            chain = measure_chain(
+                self._model, args, kwargs, "analytic", timed=False, **self._options
+            )
+            self.peaks[size] = chains.peak(chain, least_peak(chain))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self.peaks[size] = None
+        return self.peaks[size]
+
+    def _too_small(self, limit: int, peak: int | None) -> BudgetError:
+        what = "more than the device has" if peak is None else f"{human(peak)} ({peak} bytes)"
+        return BudgetError(
+            f"not even a size of {self._multiple} fits into {human(limit)} ({limit} bytes): the "
+            f"least possible peak is {what}",
+            limit,
+            peak or limit + 1,
+            {},
+        )
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as arguments of the model.
+
+    >>> _arguments({"x": 1}), _arguments((1, 2)), _arguments(1)
+    (((), {'x': 1}), ((1, 2), {}), ((1,), {}))
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})

@@ -1,0 +1,216 @@
+"""A step of a model, measured with every fused layer keeping its inputs alone: a plan's base."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fused_remat.autograd import Invocation, is_block
+from fused_remat.layers import FusedLayer
+from fused_remat.planner.calibration import Example
+from fused_remat.planner.chain import Moment
+from fused_remat.report.step import Step, run_step, sums_of, tensors_in
+from fused_remat.report.step import restored as restored_after
+
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class MeasuredCall:
+    """A call of a fused layer.
+
+    Attributes:
+        layer, kind: the layer's qualified name, the kind of its block.
+        example: to run it alone; calls with equal tensors and graphs share one.
+        follows: whether its first input is the output of the call before.
+    """
+
+    layer: str
+    kind: str
+    example: Example
+    follows: bool
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What one step was seen to do.
+
+    Attributes:
+        calls: of fused layers, in order; those whose activations an outer checkpoint drops are not
+            among them.
+        moments: in order of time.
+        kept: bytes kept between forward and backward, in all of the model.
+        seconds: of forward and backward.
+        resting: bytes that are there all the time, by what they are.
+    """
+
+    calls: tuple[MeasuredCall, ...]
+    moments: tuple[Moment, ...]
+    kept: int
+    seconds: float
+    resting: dict[str, int]
+
+
+class _Capture:
+    """Collects the calls of layers while a step runs."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.found: list[tuple[int, MeasuredCall]] = []  # with the layer's index
+        self._examples: dict[Any, Example] = {}
+        self._last: StorageWeakRef | None = None
+
+    def __call__(self, layer: int, invocation: Invocation) -> None:
+        if layer < 0:
+            return
+        call, _, tensors, output, *_ = invocation
+        x = tensors[0]
+        assert x is not None
+        given = tuple(None if t is None else t.detach() for t in tensors)
+        example = Example(call, given, invocation.functions)
+        example = self._examples.setdefault(example.key, example)
+        follows = is_block(x.grad_fn) and StorageWeakRef(x.untyped_storage()) == self._last
+        self._last = StorageWeakRef(output.untyped_storage())
+        kind = call.graph.kind
+        self.found.append((layer, MeasuredCall(self.names[layer], kind, example, follows)))
+
+
+def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
+    """The first device that is not the CPU, of parameters, buffers and inputs."""
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
+    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def base_policies(layers: dict[str, FusedLayer]) -> Iterator[None]:
+    """Every layer keeps its inputs alone, for the time of the block."""
+    before = {name: layer.policy for name, layer in layers.items()}
+    try:
+        for layer in layers.values():
+            layer.policy = "full"
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.policy = before[name]
+
+
+def measure_step(
+    model: nn.Module,
+    layers: dict[str, FusedLayer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[[Any], Tensor] | None,
+    accumulates: bool,
+    timed: bool,
+) -> MeasuredStep:
+    """Run the step a few times: to see its calls, its memory and, if `timed`, its time."""
+    modules: list[nn.Module] = list(layers.values())
+    capture = _Capture(list(layers))
+    with base_policies(layers):
+        run_step(model, modules, args, kwargs, loss, accumulates, capture)
+        before = _allocated(device_of(model, [args, kwargs]))
+        step = run_step(model, modules, args, kwargs, loss, accumulates)
+        seconds = time_step(model, args, kwargs, loss) if timed else 0.0
+    calls, index = _kept_calls(capture, step)
+    resting = _resting(model, [args, kwargs], accumulates)
+    others = before - sum(resting.values())
+    if others > 0:
+        resting["others"] = others
+    kept = sum(saved.nbytes for saved in step.saved)
+    return MeasuredStep(calls, tuple(_moments(step, index)), kept, seconds, resting)
+
+
+def _kept_calls(
+    capture: _Capture, step: Step
+) -> tuple[tuple[MeasuredCall, ...], dict[tuple[int, int], int]]:
+    """Those whose activations autograd holds; where each is, by (layer, count of its calls)."""
+    calls: list[MeasuredCall] = []
+    index: dict[tuple[int, int], int] = {}
+    count: dict[int, int] = {}
+    alone = {s.layer for s in step.saved if s.fused and s.name == "input" and s.by == {s.layer}}
+    skipped = False
+    for layer, call in capture.found:
+        count[layer] = count.get(layer, 0) + 1
+        if layer not in step.predicted:  # a checkpoint around it
+            skipped = True
+            continue
+        follows = call.follows and not skipped and layer in alone
+        skipped = False
+        index[layer, count[layer]] = len(calls)
+        calls.append(dataclasses.replace(call, follows=follows))
+    return tuple(calls), index
+
+
+def _moments(step: Step, index: dict[tuple[int, int], int]) -> Iterator[Moment]:
+    """The spans of a step, by call."""
+    alive = 0
+    for span, ready in zip(step.spans, step.ready, strict=True):
+        which, layer, count = span.label or ("forward", -1, 0)
+        call, backward = index.get((layer, count), -1), which == "backward"
+        if backward and call >= 0:
+            alive = call + 1
+        yield Moment(call, backward, span.start, span.peak, alive, ready)
+        if call >= 0:
+            alive = call if backward else call + 1
+
+
+def _resting(model: nn.Module, inputs: Any, accumulates: bool) -> dict[str, int]:
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    trained = [p for p in parameters if p.requires_grad]
+    found = {
+        "parameters": _storage_bytes(parameters),
+        "buffers": _storage_bytes(buffers),
+        "inputs": _storage_bytes(tensors_in(inputs)),
+        "gradients": sum(p.nbytes for p in trained) if accumulates else 0,
+    }
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def _storage_bytes(tensors: Any) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _allocated(device: torch.device) -> int:
+    """What a process holds on a CUDA device, of which the budget is; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def time_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    rounds: int = _ROUNDS,
+) -> float:
+    """Seconds of a forward and backward as the model is: the median of a few, after one."""
+    device = device_of(model, [args, kwargs])
+    inputs = list(tensors_in([args, kwargs]))
+    targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad and t.is_leaf]
+
+    def once() -> float:
+        _synchronize(device)
+        begin = time.perf_counter()
+        output = model(*args, **kwargs)
+        sums = sums_of(output) if loss is None else [loss(output)]
+        if sums and targets:
+            torch.autograd.grad(sums, targets, allow_unused=True)
+        _synchronize(device)
+        return time.perf_counter() - begin
+
+    with torch.enable_grad(), restored_after(model, inputs, device):
+        return statistics.median([once() for _ in range(rounds + 1)][1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

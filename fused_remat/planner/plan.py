@@ -1,0 +1,297 @@
+"""`Plan`: what each layer keeps, and what a step is predicted to take; `plan` is in `build.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fused_remat.convert import convert
+from fused_remat.layers import FusedLayer
+from fused_remat.planner import chain as chains
+from fused_remat.planner.budget import Budget, bytes_of
+from fused_remat.planner.chain import Call, Chain, Choice, Event, Moment, Option
+from fused_remat.planner.choose import choose, parts_of
+from fused_remat.planner.solve import METHODS, frontier
+from fused_remat.policies import RUNGS, Policy
+from fused_remat.report.report import aligned, human
+
+Model = TypeVar("Model", bound=nn.Module)
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a plan says of one layer.
+
+    Attributes:
+        name, kind: qualified name; the kind of its block.
+        policy: to be set; None stands for nothing special.
+        label: the policy as text: a rung's name where it is one.
+        kept_bytes: from forward to backward, over all its calls.
+        rebuild_seconds: in backward, above what keeping everything useful takes; a segment's
+            replay included.
+    """
+
+    name: str
+    kind: str
+    policy: Policy
+    label: str
+    kept_bytes: int
+    rebuild_seconds: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of the frontier: the fastest step within a peak."""
+
+    peak_bytes: int
+    kept_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, eq=True)
+class Plan:
+    """A policy for every fused layer of a model, and what a step with them takes; made by `plan`.
+
+    Bytes and seconds are predictions for the inputs and the device that `plan` was given. Prints as
+    `table()`.
+
+    Attributes:
+        model, device: the model's class; the device's name.
+        method, costs: by which it was chosen, and from which costs.
+        budget: bytes that the peak had to stay within; None for any.
+        chain, choice: the measured step, and what was chosen in it (`fused_remat.planner.chain`).
+    """
+
+    model: str
+    device: str
+    method: str
+    costs: str
+    budget: int | None
+    chain: Chain
+    choice: Choice
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes at a time in a step: parameters, buffers, inputs, gradients, optimizer
+        state, what is kept, and transients."""
+        return chains.peak(self.chain, self.choice)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes kept from forward to backward in all of the model, as `memory_report` counts."""
+        return chains.kept_in_all(self.chain, self.choice)
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward."""
+        return chains.seconds(self.chain, self.choice)
+
+    @functools.cached_property
+    def layers(self) -> tuple[LayerPlan, ...]:
+        """One for each layer that was planned, in order of its first call."""
+        return tuple(_layers(self.chain, self.choice))
+
+    @property
+    def policies(self) -> dict[str, Policy]:
+        """By the layers' qualified names."""
+        return {layer.name: layer.policy for layer in self.layers}
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What the peak is made of, in bytes: "kept" is of the layers, "at work" all the rest."""
+        return parts_of(self.chain, self.choice)
+
+    def timeline(self) -> list[Event]:
+        """The predicted step, stretch by stretch."""
+        return list(chains.timeline(self.chain, self.choice))
+
+    @functools.cached_property
+    def frontier(self) -> tuple[Point, ...]:
+        """From the least possible peak to the fastest: what this model could have been given."""
+        return tuple(
+            Point(
+                chains.peak(self.chain, choice),
+                chains.kept_in_all(self.chain, choice),
+                chains.seconds(self.chain, choice),
+            )
+            for choice in frontier(self.chain)
+        )
+
+    def within(self, budget: Budget | None, method: str = "optimal") -> Plan:
+        """Another plan from the same measurements, for another budget or by another method.
+
+        Raises: as `plan`; ValueError for "manual", whose options are not in the measurements.
+        """
+        if method not in METHODS:
+            raise ValueError(f"unknown method {method!r}; valid here: {', '.join(METHODS)}")
+        limit = None if budget is None else bytes_of(budget, self.device)
+        choice = choose(self.chain, limit, method, {})
+        return dataclasses.replace(self, method=method, budget=limit, choice=choice)
+
+    def apply(self, model: Model) -> Model:
+        """Set the policies in `model`, converting it if nothing in it is fused yet; returns it.
+
+        Raises: ValueError if it has not the layers that the plan is for.
+        """
+        found = {n: m for n, m in model.named_modules() if isinstance(m, FusedLayer)}
+        if not found:
+            convert(model)
+            found = {n: m for n, m in model.named_modules() if isinstance(m, FusedLayer)}
+        missing = [name for name in self.policies if name not in found]
+        if missing:
+            raise ValueError(
+                f"the plan is for layers that {type(model).__name__} does not have: "
+                f"{', '.join(map(repr, missing))}; fused layers: {', '.join(map(repr, found))}"
+            )
+        before = {name: found[name].policy for name in self.policies}
+        try:
+            for name, policy in self.policies.items():
+                found[name].policy = policy
+        except ValueError:
+            for name, old in before.items():
+                found[name].policy = old
+            raise
+        return model
+
+    def table(self) -> str:
+        """The plan as text; equal layers that follow each other are one row."""
+        rows = [["", "policy", "kept", "rebuild"]]
+        for group in _folded(self.layers):
+            first, last = group[0], group[-1]
+            many = f"{first.name} … {last.name} ({len(group)}×)"
+            name = first.name if len(group) == 1 else many
+            time = f"{1e3 * first.rebuild_seconds:.2f} ms"
+            rows.append([f"{name} {first.kind}", first.label, human(first.kept_bytes), time])
+        within = "any" if self.budget is None else human(self.budget)
+        parts = ", ".join(f"{name} {human(n)}" for name, n in self.parts.items())
+        lines = [
+            f"{self.model} on {self.device}: {self.method}, costs {self.costs}, budget {within}",
+            *aligned(rows),
+            f"kept: {human(self.kept_bytes)} in all of the model",
+            f"peak: {human(self.peak_bytes)} ({parts})",
+            f"step: {1e3 * self.seconds:.1f} ms (every layer keeping its input alone: "
+            f"{1e3 * self.chain.seconds:.1f} ms)",
+        ]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The plan as JSON, written to `path` if one is given; `from_json` reads it."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        given |= {"format": _FORMAT, "choice": dataclasses.asdict(self.choice)}
+        text = json.dumps(given | {"chain": _written(self.chain)}, indent=1)
+        if path is not None:
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan of which `text` is the JSON.
+
+        Raises: ValueError if it is none, or of another version's format.
+        """
+        given = json.loads(text)
+        if not isinstance(given, dict) or given.pop("format", None) != _FORMAT:
+            raise ValueError(f"not the JSON of a plan of format {_FORMAT}")
+        options = tuple(given["choice"]["options"])
+        segments = tuple((first, last) for first, last in given["choice"]["segments"])
+        return cls(
+            **(given | {"chain": _read(given["chain"]), "choice": Choice(options, segments)})
+        )
+
+    def plot(self, path: str | Path) -> None:
+        """Draw to `path` (.png, .svg, .pdf) memory over the step, and the frontier with this plan.
+
+        No window is opened and no setting of matplotlib's changed.
+
+        Raises: ImportError without matplotlib (`pip install "fused-remat[bench]"`).
+        """
+        from fused_remat.planner.plot import plot
+
+        plot(self, path)
+
+
+def _layers(chain: Chain, choice: Choice) -> Iterator[LayerPlan]:
+    kept = chains.kept(chain, choice)
+    place = {i: first for first, last in choice.segments for i in range(first, last)}
+    ends = {last - 1 for _, last in choice.segments}
+    rows: dict[str, LayerPlan] = {}
+    for i, call in enumerate(chain.calls):
+        option = call.base if i in ends else call.options[choice.options[i]]
+        where = None if i not in place else "first" if place[i] == i else "inner"
+        least = min(o.seconds for o in call.options)
+        again = call.forward_seconds if i in place and i not in ends else 0.0
+        row = LayerPlan(
+            call.layer,
+            call.kind,
+            Policy(option.save, segment=where),
+            _label(call.kind, option, where),
+            kept[i],
+            option.seconds - least + again,
+        )
+        before = rows.get(call.layer)
+        if before is not None:
+            row = dataclasses.replace(
+                row,
+                kept_bytes=row.kept_bytes + before.kept_bytes,
+                rebuild_seconds=row.rebuild_seconds + before.rebuild_seconds,
+            )
+        rows[call.layer] = row
+    yield from rows.values()
+
+
+def _label(kind: str, option: Option, segment: str | None) -> str:
+    """A rung's name, or the names kept."""
+    save = frozenset(option.save)
+    rungs = [rung for rung, kinds in RUNGS.items() if kinds.get(kind, frozenset()) == save]
+    shown = rungs[0] if rungs else ", ".join(option.save)
+    return shown if segment is None else f"{shown} ({segment} of segment)"
+
+
+def _folded(layers: tuple[LayerPlan, ...]) -> Iterator[list[LayerPlan]]:
+    """Runs of layers that differ in their names only."""
+    group: list[LayerPlan] = []
+    for layer in layers:
+        if group and dataclasses.replace(layer, name=group[0].name) != group[0]:
+            yield group
+            group = []
+        group.append(layer)
+    if group:
+        yield group
+
+
+def _written(chain: Chain) -> dict[str, Any]:
+    """A chain as plain data; options that calls share are written once."""
+    tables: dict[tuple[Option, ...], int] = {}
+    calls = []
+    for call in chain.calls:
+        given = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
+        calls.append(given | {"options": tables.setdefault(call.options, len(tables))})
+    given = {f.name: getattr(chain, f.name) for f in dataclasses.fields(chain)}
+    return given | {
+        "calls": calls,
+        "options": [[dataclasses.asdict(o) for o in table] for table in tables],
+        "moments": [list(dataclasses.astuple(m)) for m in chain.moments],
+        "resting": dict(chain.resting),
+    }
+
+
+def _read(given: Mapping[str, Any]) -> Chain:
+    tables = [
+        tuple(Option(**(o | {"save": tuple(o["save"])})) for o in table)
+        for table in given["options"]
+    ]
+    calls = tuple(Call(**(call | {"options": tables[call["options"]]})) for call in given["calls"])
+    moments = tuple(Moment(*m) for m in given["moments"])
+    rest = {k: v for k, v in given.items() if k not in ("calls", "options", "moments")}
+    return Chain(calls=calls, moments=moments, **rest)
