@@ -9,9 +9,10 @@ Memory at one moment is what all layers before it keep, and what its own layer t
 
     peak = max over moments m of  peak_m + sum(kept_j - base_j for j alive in m) + own_m
 
-A segment is a run of calls of which only the first keeps its first input; all keep their statistics,
-and nothing else. When backward reaches its last call, those before it are run forward again, and
-keep from then on what their options say; the last has its input by then, and rebuilds the rest.
+A segment is a run of calls of which only the first keeps its first input; all keep their
+statistics, and nothing else. When backward reaches its last call, those before it are run forward
+again, and keep from then on what their options say; the last has its input by then, and rebuilds
+the rest.
 """
 
 from __future__ import annotations
@@ -145,12 +146,16 @@ def kept(chain: Chain, choice: Choice) -> tuple[int, ...]:
 def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
     """The step as it would be with `choice`."""
     shift = [0]
-    for call, mine in zip(chain.calls, kept(chain, choice), strict=True):
-        shift.append(shift[-1] + mine - call.base.kept)
+    for call, own in zip(chain.calls, kept(chain, choice), strict=True):
+        shift.append(shift[-1] + own - call.base.kept)
     of = {i: segment for segment in choice.segments for i in range(*segment)}
+    replayed: set[tuple[int, int]] = set()
     for m in chain.moments:
         at = chain.rests + shift[m.alive]
         if m.call < 0:
+            # Between the backwards of a segment, what was replayed for those to come is there.
+            if m.backward and m.alive < of.get(m.alive - 1, (0, 0))[1]:
+                at += _replayed(chain, choice, of[m.alive - 1], m.alive - 1)
             what = "backward" if m.backward else "forward"
             yield Event(-1, what, at + m.level, at + m.peak)
             continue
@@ -161,10 +166,14 @@ def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
             yield Event(m.call, "forward", at + m.level, at + m.peak + more)
             continue
         if segment is not None and m.call == segment[1] - 1:
-            yield from _replay(chain, choice, segment, at + m.level)
+            if segment not in replayed:
+                replayed.add(segment)
+                yield from _replay(chain, choice, segment, at + m.level)
             mine = call.base
         at += _replayed(chain, choice, segment, m.call)
-        yield Event(m.call, "backward", at + m.level, at + m.peak + mine.backward - call.base.backward)
+        yield Event(
+            m.call, "backward", at + m.level, at + m.peak + mine.backward - call.base.backward
+        )
     yield Event(-1, "update", chain.rests, chain.rests + chain.update)
 
 

@@ -1,0 +1,160 @@
+"""Choices for a chain by simple rules: what people do without a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import isqrt
+
+from fused_remat.planner.chain import Chain, Choice, peak
+from fused_remat.planner.steps import shared
+
+
+def greedy(chain: Chain, budget: int | None) -> Choice | None:
+    """From all base options on, always the change that saves most seconds per byte that fits.
+
+    If the base options do not fit, they do so in segments of 2 calls, or 3, and so on; None if in
+    none. A change is of the option of a call, of all calls of a shared layer, or of the `save` of
+    a segment, which keeps nothing more from forward to backward. Those that keep nothing more are
+    the first, that which saves most seconds before the others.
+
+    Raises: ValueError when the calls of one layer have different options.
+    """
+    longest = max((last - first for first, last in _runs(chain)), default=0)
+    begins = (_in_segments(chain, length) for length in range(1, max(longest, 1) + 1))
+    choice = next((begin for begin in begins if _fits(chain, begin, budget)), None)
+    while choice is not None and (better := _improved(chain, choice, budget)) is not None:
+        choice = better
+    return choice
+
+
+def uniform(chain: Chain, budget: int | None) -> Choice | None:
+    """Every k-th call keeps its base, the first included; the others keep their fastest option.
+
+    The largest k that fits: from none that keeps its base to all; None if that does not fit
+    either. A shared layer is as its first call.
+
+    Raises: ValueError when the calls of one layer have different options.
+    """
+    n, units = len(chain.calls), _units(chain)
+    fastest = {i: _fastest(chain, calls) for calls in units for i in calls}
+    for k in range(n + 1, 0, -1):
+        base = {i: 0 for calls in units if calls[0] % k == 0 and k <= n for i in calls}
+        choice = _with(Choice((0,) * n), fastest | base)
+        if _fits(chain, choice, budget):
+            return choice
+    return None
+
+
+def sqrt(chain: Chain) -> Choice:
+    """Every run of n linked calls in segments of ceil(√n), which then keep their fastest `save`.
+
+    Calls that are left alone, or have no `save` in common, keep their base. The peak may be above
+    any budget.
+
+    Raises: ValueError when the calls of one layer have different options.
+    Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174).
+    """
+    options: dict[int, int] = {}
+    segments: list[tuple[int, int]] = []
+    for run in _runs(chain):
+        for segment in _cut(run, isqrt(run[1] - run[0] - 1) + 1):
+            saves = list(_saves(chain, segment))
+            if saves:
+                fastest = min(saves, key=lambda mine: _cost(chain, mine))
+                options |= fastest
+                segments.append(segment)
+    return Choice(tuple(options.get(i, 0) for i in range(len(chain.calls))), tuple(segments))
+
+
+def _fits(chain: Chain, choice: Choice, budget: int | None) -> bool:
+    return budget is None or peak(chain, choice) <= budget
+
+
+def _with(choice: Choice, options: Mapping[int, int]) -> Choice:
+    """The choice, with other options for some calls."""
+    return replace(choice, options=tuple(options.get(i, o) for i, o in enumerate(choice.options)))
+
+
+def _units(chain: Chain) -> list[list[int]]:
+    """The calls of each layer."""
+    several = shared(chain)
+    return list({c.layer: several.get(c.layer, [i]) for i, c in enumerate(chain.calls)}.values())
+
+
+def _cost(chain: Chain, options: Mapping[int, int]) -> tuple[float, int]:
+    """Seconds and bytes of some calls with these options."""
+    mine = [chain.calls[i].options[o] for i, o in options.items()]
+    return sum(option.seconds for option in mine), sum(option.kept for option in mine)
+
+
+def _fastest(chain: Chain, calls: list[int]) -> int:
+    """The option that is the fastest for these calls; of those that keep least."""
+    number = len(chain.calls[calls[0]].options)
+    return min(range(number), key=lambda o: _cost(chain, {i: o for i in calls}))
+
+
+def _runs(chain: Chain) -> list[tuple[int, int]]:
+    """The longest runs of calls that could be one segment; a single call is a run too."""
+    alone = {i for calls in shared(chain).values() for i in calls}
+    firsts = [
+        i
+        for i, call in enumerate(chain.calls)
+        if not call.linked or i == 0 or not alone.isdisjoint((i - 1, i))
+    ]
+    return list(zip(firsts, [*firsts[1:], len(chain.calls)], strict=True)) if firsts else []
+
+
+def _cut(run: tuple[int, int], length: int) -> Iterator[tuple[int, int]]:
+    """A run in segments of equal length; no segment of a single call."""
+    for first in range(run[0], run[1], length):
+        last = min(first + length, run[1])
+        if last - first > 1:
+            yield first, last
+
+
+def _saves(chain: Chain, segment: tuple[int, int]) -> Iterator[dict[int, int]]:
+    """The options, of one `save` each time, that all calls of a segment but its last can have."""
+    calls = range(segment[0], segment[1] - 1)
+    for save in dict.fromkeys(option.save for option in chain.calls[segment[0]].options):
+        options = {i: o for i in calls if (o := _having(chain, i, save)) is not None}
+        if len(options) == len(calls):
+            yield options
+
+
+def _having(chain: Chain, i: int, save: tuple[str, ...]) -> int | None:
+    """The fastest option of a call with this `save`."""
+    mine = [o for o, option in enumerate(chain.calls[i].options) if option.save == save]
+    return min(mine, key=lambda o: _cost(chain, {i: o}), default=None)
+
+
+def _in_segments(chain: Chain, length: int) -> Choice:
+    """All base options, in segments of equal length where that is one `save`."""
+    cut = [segment for run in _runs(chain) for segment in _cut(run, length)]
+    equal = [(a, b) for a, b in cut if len({c.base.save for c in chain.calls[a : b - 1]}) == 1]
+    return Choice((0,) * len(chain.calls), tuple(equal))
+
+
+def _changes(chain: Chain, choice: Choice) -> Iterator[tuple[int, float, dict[int, int]]]:
+    """All that can be changed at once: bytes kept more, seconds saved, and the options."""
+    inside = {i for segment in choice.segments for i in range(*segment)}
+    moves = [
+        ({i: o for i in calls}, False)
+        for calls in _units(chain)
+        for o in range(len(chain.calls[calls[0]].options))
+        if inside.isdisjoint(calls)
+    ]
+    moves += [(options, True) for segment in choice.segments for options in _saves(chain, segment)]
+    for options, replayed in moves:
+        now = _cost(chain, {i: choice.options[i] for i in options})
+        then = _cost(chain, options)
+        yield 0 if replayed else then[1] - now[1], now[0] - then[0], options
+
+
+def _improved(chain: Chain, choice: Choice, budget: int | None) -> Choice | None:
+    """The choice after the best change that saves time and fits."""
+    changes = [change for change in _changes(chain, choice) if change[1] > 0]
+    free = sorted((c for c in changes if c[0] <= 0), key=lambda c: -c[1])
+    paid = sorted((c for c in changes if c[0] > 0), key=lambda c: -c[1] / c[0])
+    tried = (_with(choice, options) for _, _, options in free + paid)
+    return next((better for better in tried if _fits(chain, better, budget)), None)

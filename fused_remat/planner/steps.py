@@ -1,0 +1,228 @@
+"""A chain as a graph, whose paths are its choices.
+
+A step of a path takes one call with an option, or a segment. With x bytes kept by the calls before
+it (more than measured, so that the base is 0), it never takes more than x + need bytes, and leaves
+x + grows. So neither depends on the budget, and the steps are made once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import le
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fused_remat.planner.chain import Chain
+
+Numbers = NDArray[np.int64]
+
+TICKS = 1e15  # in a second: whole numbers add up to the same sum in any order, so ties are ties
+NEVER = -(1 << 60)  # bytes of a moment that there is not
+
+
+class Way(NamedTuple):
+    """One of the ways to take a step: its bytes above those kept before, its time, its options."""
+
+    need: int
+    ticks: int
+    options: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """The calls [first, last) at once, a segment if they are two or more.
+
+    Its ways need more and more bytes, are faster and faster, and leave the same.
+    """
+
+    first: int
+    last: int
+    grows: int
+    ways: tuple[Way, ...]
+    needs: Numbers
+    ticks: Numbers
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Most bytes of the measured moments, above what rests.
+
+    Attributes:
+        forward, backward: by call.
+        replay: level at the beginning of the backward, by call.
+        before, after: outside of the calls, in forward and in backward, by the calls alive.
+    """
+
+    forward: list[int]
+    backward: list[int]
+    replay: list[int]
+    before: list[int]
+    after: list[int]
+
+    def between(self, alive: int) -> int:
+        return max(self.before[alive], self.after[alive])
+
+
+def levels(chain: Chain) -> Levels:
+    """The moments by what they bound.
+
+    Raises: ValueError when a call's moment has other calls alive than those before it, and in
+        backward itself: no prefix of a path says what such a moment takes.
+    """
+    n = len(chain.calls)
+    found = Levels(*([NEVER] * (n + outside) for outside in (0, 0, 0, 1, 1)))
+    for m in chain.moments:
+        if m.call < 0:
+            bound, at = (found.after if m.backward else found.before), m.alive
+        elif m.alive == m.call + m.backward:
+            bound, at = (found.backward if m.backward else found.forward), m.call
+        else:
+            raise ValueError(f"call {m.call} has a moment with {m.alive} calls alive")
+        bound[at] = max(bound[at], m.peak)
+        if m.call >= 0 and m.backward and found.replay[at] == NEVER:
+            found.replay[at] = m.level
+    return found
+
+
+def shared(chain: Chain) -> dict[str, list[int]]:
+    """The calls of every layer that is called more than once.
+
+    Raises: ValueError when the calls of a layer have different options.
+    """
+    times = Counter(call.layer for call in chain.calls)
+    calls: dict[str, list[int]] = {}
+    for i, call in enumerate(chain.calls):
+        if times[call.layer] > 1:
+            calls.setdefault(call.layer, []).append(i)
+    for layer, mine in calls.items():
+        if len({tuple(o.save for o in chain.calls[i].options) for i in mine}) > 1:
+            raise ValueError(f"the calls of {layer} have different options")
+    return calls
+
+
+def ticks(seconds: float) -> int:
+    return round(seconds * TICKS)
+
+
+def _step(first: int, last: int, grows: int, ways: list[Way]) -> Step:
+    """Keeps those ways that no other one beats in bytes and in time."""
+    best: list[Way] = []
+    for way in sorted(ways):
+        if not best or way.ticks < best[-1].ticks:
+            best.append(way)
+    needs, times = (np.array([way[i] for way in best], dtype=np.int64) for i in (0, 1))
+    return Step(first, last, grows, tuple(best), needs, times)
+
+
+def start(chain: Chain) -> int:
+    """Most bytes of what no choice changes, above what rests."""
+    return max(levels(chain).between(0), chain.update)
+
+
+def steps(chain: Chain) -> list[Step]:
+    """All steps, by their last call; a shared layer's take one option each, and no segment."""
+    bounds, tied = levels(chain), {i for calls in shared(chain).values() for i in calls}
+    found: list[Step] = []
+    for i in range(len(chain.calls)):
+        found += _alone(chain, bounds, i, i in tied)
+        found += _segments(chain, bounds, i, tied)
+    return sorted(found, key=lambda step: step.last)
+
+
+def _alone(chain: Chain, bounds: Levels, i: int, tied: bool) -> Iterator[Step]:
+    """Call i with any option: one step for those that keep as much."""
+    base = chain.calls[i].base
+    ways: dict[tuple[int, int], list[Way]] = {}
+    for o, mine in enumerate(chain.calls[i].options):
+        grows = mine.kept - base.kept
+        need = max(
+            bounds.forward[i] + mine.forward - base.forward,
+            bounds.backward[i] + mine.backward - base.backward + grows,
+            bounds.between(i + 1) + grows,
+        )
+        way = Way(need, ticks(mine.seconds) - ticks(base.seconds), (o,))
+        ways.setdefault((grows, o if tied else -1), []).append(way)
+    for (grows, _), equal in ways.items():
+        yield _step(i, i + 1, grows, equal)
+
+
+class _Replay(NamedTuple):
+    """The first calls of a segment with one `save`: bytes above those kept before, and time.
+
+    Attributes:
+        kept: more than they kept until the replay.
+        backward: most in their backwards, and between those.
+        replay: most in their replay, with all inputs of the chain up to there in it.
+    """
+
+    kept: int
+    backward: int
+    replay: int
+    ticks: int
+    options: tuple[int, ...]
+
+
+def _segments(chain: Chain, bounds: Levels, first: int, tied: set[int]) -> Iterator[Step]:
+    """The segments that begin at a call."""
+    inputs = [0, *np.cumsum([call.input for call in chain.calls]).tolist()]
+    replays = {o.save: [_Replay(0, NEVER, NEVER, 0, ())] for o in chain.calls[first].options}
+    forward = bounds.forward[first]
+    for end in range(first + 1, len(chain.calls)):
+        if not chain.calls[end].linked or not tied.isdisjoint((first, end)):
+            return
+        # Call `end` is the last of the segment, the one before it the last that is replayed.
+        replays = {
+            save: more
+            for save, before in replays.items()
+            if (more := _extended(chain, bounds, end - 1, inputs[end], save, before))
+        }
+        dropped = inputs[end] - inputs[first + 1]
+        forward = max(forward, bounds.before[end] - dropped, bounds.forward[end] - dropped)
+        grows = inputs[first + 1] - inputs[end + 1]
+        common = max(forward, bounds.between(end + 1) + grows)
+        ways = [
+            Way(
+                max(
+                    common,
+                    path.backward,
+                    path.kept + bounds.backward[end],
+                    path.replay + bounds.replay[end] - inputs[end + 1],
+                ),
+                path.ticks,
+                (*path.options, 0),
+            )
+            for paths in replays.values()
+            for path in paths
+        ]
+        if ways:
+            yield _step(first, end + 1, grows, ways)
+
+
+def _extended(
+    chain: Chain, bounds: Levels, i: int, inputs: int, save: tuple[str, ...], before: list[_Replay]
+) -> list[_Replay]:
+    """Call i is replayed too, with any option that has this `save`."""
+    base, found = chain.calls[i].base, []
+    for o, mine in enumerate(chain.calls[i].options):
+        if mine.save != save:
+            continue
+        more = ticks(chain.calls[i].forward_seconds) + ticks(mine.seconds) - ticks(base.seconds)
+        for path in before:
+            kept = path.kept + mine.kept - base.kept
+            own = max(bounds.backward[i] + mine.backward - base.backward, bounds.after[i + 1])
+            backward = max(path.backward, kept + own)
+            replay = max(path.replay, path.kept + mine.forward + inputs)
+            found.append(_Replay(kept, backward, replay, path.ticks + more, (*path.options, o)))
+    return _undominated(found)
+
+
+def _undominated(paths: list[_Replay]) -> list[_Replay]:
+    """Without those that another beats in everything; one is left where a `save` is one option."""
+    best: list[_Replay] = []
+    for path in sorted(paths):
+        if not any(all(map(le, other[:4], path[:4])) for other in best):
+            best.append(path)
+    return best
