@@ -14,11 +14,17 @@ from fused_remat.convert import convert, revert
 from fused_remat.layers import FusedLayer
 from fused_remat.planner import optimizers
 from fused_remat.planner.budget import Budget, bytes_of
-from fused_remat.planner.calibration import Calibration, calibrate
+from fused_remat.planner.calibration import Calibration, Example, calibrate
 from fused_remat.planner.chain import Call, Chain, Option
 from fused_remat.planner.choose import Policies, choose, policy_for
 from fused_remat.planner.measure import MeasuredStep, device_of, measure_step
-from fused_remat.planner.options import Costs, forward_seconds, kept_by_name, options_of
+from fused_remat.planner.options import (
+    Costs,
+    forward_seconds,
+    kept_by_name,
+    options_for,
+    options_of,
+)
 from fused_remat.planner.plan import Plan
 from fused_remat.planner.solve import METHODS
 from fused_remat.policies import Policy
@@ -158,27 +164,45 @@ def _calls(
     options: Sequence[str | Policy] | None,
     policies: Policies | None,
 ) -> Iterator[Call]:
-    tables: dict[Any, tuple[Option, ...]] = {}
-    seconds: dict[Any, float] = {}
+    tables = _tables(step, costs, options, policies)
     for call in step.calls:
-        wanted = options
-        if policies is not None:
-            mine = policy_for(call.layer, policies)
-            wanted = [_without_segment(mine)]
-        key = (call.example.key, None if wanted is None else tuple(wanted))
-        if key not in tables:
-            tables[key] = options_of(call.example, costs, wanted)
-            seconds[key] = forward_seconds(call.example, costs)
         kept = kept_by_name(call.example, ())
-        follows = call.follows and "input" in kept
         yield Call(
             call.layer,
             call.kind,
-            tables[key],
-            seconds[key],
+            tables[call.layer, call.example.key],
+            forward_seconds(call.example, costs),
             kept.get("input", 0),
-            follows and segments,
+            call.follows and segments and "input" in kept,
         )
+
+
+def _tables(
+    step: MeasuredStep,
+    costs: Costs,
+    options: Sequence[str | Policy] | None,
+    policies: Policies | None,
+) -> dict[tuple[str, Any], tuple[Option, ...]]:
+    """The options of each layer's calls, worked out once for equal calls."""
+    made: dict[Any, tuple[Option, ...]] = {}
+    found: dict[tuple[str, Any], tuple[Option, ...]] = {}
+    examples: dict[str, dict[Any, Example]] = {}
+    for call in step.calls:
+        examples.setdefault(call.layer, {})[call.example.key] = call.example
+    for layer, mine in examples.items():
+        wanted = options
+        if policies is not None:
+            wanted = [_without_segment(policy_for(layer, policies))]
+        for key, example in mine.items():
+            of = (key, None if wanted is None else tuple(wanted))
+            if of not in made:
+                made[of] = options_of(example, costs, wanted)
+            found[layer, key] = made[of]
+        if len(mine) > 1:  # called in several ways: all have the options of any
+            saves = dict.fromkeys(o.save for key in mine for o in found[layer, key])
+            for key, example in mine.items():
+                found[layer, key] = options_for(example, costs, saves)
+    return found
 
 
 def _without_segment(policy: str | Policy) -> str | Policy:

@@ -163,9 +163,10 @@ def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
         shift.append(shift[-1] + bytes_kept - call.base.kept)
         total.append(total[-1] + bytes_kept)
     of = {i: segment for segment in choice.segments for i in range(*segment)}
+    waiting = set(choice.segments)  # for their replay
     for m in chain.moments:
         at, held = chain.rests + shift[m.alive], total[m.alive]
-        what, more = "backward" if m.backward else "forward", 0
+        what, more, again = "backward" if m.backward else "forward", 0, 0
         if m.call >= 0:
             call, segment = chain.calls[m.call], of.get(m.call)
             mine = call.options[choice.options[m.call]]
@@ -173,11 +174,16 @@ def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
                 more = 0 if segment else mine.forward - call.base.forward
             else:
                 if segment is not None and m.call == segment[1] - 1:
-                    yield from _replay(chain, choice, segment, at + m.level, m.gradients, held)
+                    if segment in waiting:
+                        waiting.remove(segment)
+                        yield from _replay(chain, choice, segment, at + m.level, m.gradients, held)
                     mine = call.base
                 again = _replayed(chain, choice, segment, m.call)
-                at, held = at + again, held + again
                 more = mine.backward - call.base.backward
+        elif m.backward and m.alive < of.get(m.alive - 1, (0, 0))[1]:
+            # Between the backwards of a segment, what was replayed for those to come is there.
+            again = _replayed(chain, choice, of[m.alive - 1], m.alive - 1)
+        at, held = at + again, held + again
         yield Event(m.call, what, at + m.level, at + m.peak + more, m.gradients, held)
     ready = max((m.gradients for m in chain.moments), default=0)
     yield Event(-1, "update", chain.rests, chain.rests + chain.update, ready, 0)

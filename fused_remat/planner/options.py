@@ -50,6 +50,13 @@ def options_of(
     return _with_peaks(example, [base, *rest])
 
 
+def options_for(
+    example: Example, costs: Costs, saves: Iterable[tuple[str, ...]]
+) -> tuple[Option, ...]:
+    """One for each of `saves`: for calls of one layer, which all have the same."""
+    return _with_peaks(example, [_costed(example, costs, frozenset(save)) for save in saves])
+
+
 def _subsets(graph: Graph, example: Example) -> Iterable[frozenset[str]]:
     names = graph.names
     if len(names) > _SEARCHED:
@@ -81,7 +88,7 @@ def _costed(example: Example, costs: Costs, save: frozenset[str]) -> Option:
     """Without the peaks, which are measured of what is left."""
     kept = sum(kept_by_name(example, save).values())
     seconds = sum(t for (which, _), t in costs(example, save).items() if which == "backward")
-    return Option(tuple(sorted(save)), kept, 0, 0, seconds)
+    return Option(tuple(sorted(save)), kept, forward=0, backward=0, seconds=seconds)
 
 
 def _undominated(options: list[Option]) -> list[Option]:

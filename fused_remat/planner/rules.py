@@ -61,8 +61,9 @@ def sqrt(chain: Chain) -> Choice:
         for segment in _cut(run, isqrt(run[1] - run[0] - 1) + 1):
             saves = list(_saves(chain, segment))
             if saves:
+                fastest = min(saves, key=lambda mine: _cost(chain, mine))
+                options |= fastest
                 segments.append(segment)
-                options |= min(saves, key=lambda mine: _cost(chain, mine))
     return Choice(tuple(options.get(i, 0) for i in range(len(chain.calls))), tuple(segments))
 
 

@@ -82,8 +82,8 @@ def levels(chain: Chain) -> Levels:
         else:
             raise ValueError(f"call {m.call} has a moment with {m.alive} calls alive")
         bound[at] = max(bound[at], m.peak)
-        if m.call >= 0 and m.backward:
-            found.replay[at] = max(found.replay[at], m.level)
+        if m.call >= 0 and m.backward and found.replay[at] == NEVER:
+            found.replay[at] = m.level
     return found
 
 
@@ -145,8 +145,8 @@ def _alone(chain: Chain, bounds: Levels, i: int, tied: bool) -> Iterator[Step]:
         )
         way = Way(need, ticks(mine.seconds) - ticks(base.seconds), (o,))
         ways.setdefault((grows, o if tied else -1), []).append(way)
-    for (grows, _), mine in ways.items():
-        yield _step(i, i + 1, grows, mine)
+    for (grows, _), equal in ways.items():
+        yield _step(i, i + 1, grows, equal)
 
 
 class _Replay(NamedTuple):

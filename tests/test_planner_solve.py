@@ -1,0 +1,360 @@
+"""The planner's search against every choice there is, on chains of a few calls."""
+
+import itertools
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fused_remat.planner import solve
+from fused_remat.planner.chain import (
+    Call,
+    Chain,
+    Choice,
+    Moment,
+    Option,
+    kept,
+    peak,
+    seconds,
+    timeline,
+)
+from fused_remat.planner.rules import sqrt
+from fused_remat.planner.solve import METHODS, frontier, least_peak, optimal
+
+FEW = settings(max_examples=150, deadline=None, derandomize=True)
+SEEDS = st.integers(0, 2**32)
+SAVES = [(), ("key",), ("gate", "key")]
+
+
+def random_chain(seed, shared=True):
+    """Small numbers, so that there are ties; every sum of seconds is exact."""
+    draw = random.Random(seed)
+    n = draw.randint(1, 5)
+    names = [f"layers.{i}" for i in range(n)]
+    if shared and n > 2 and draw.random() < 0.4:
+        names[draw.randrange(1, n)] = names[0]
+    saves = {name: random_saves(draw, 3 if n < 5 else 2) for name in names}
+    calls = tuple(random_call(draw, name, saves[name], i) for i, name in enumerate(names))
+    resting = {"parameters": draw.randint(0, 20), "gradients": draw.randint(0, 5)}
+    moments = tuple(random_moments(draw, calls))
+    return Chain(calls, moments, resting, 100.0, update=draw.choice([0, 0, 30]))
+
+
+def random_saves(draw, most):
+    """The base keeps no names; two options may keep the same ones."""
+    return [(), *(draw.choice(SAVES) for _ in range(draw.randint(1, most - 1)))]
+
+
+def random_call(draw, name, saves, i):
+    base = draw.randint(2, 6)
+    options = tuple(
+        Option(
+            save,
+            base + (draw.randint(0, 6) if o else 0),
+            draw.randint(0, 8),
+            draw.randint(0, 8),
+            draw.randint(0, 8) / 8,
+        )
+        for o, save in enumerate(saves)
+    )
+    forward, linked = draw.randint(0, 8) / 8, draw.random() < 0.85
+    return Call(name, "block", options, forward, draw.randint(0, base), linked and i > 0)
+
+
+def random_moments(draw, calls):
+    """Forward, then backward; gradients accumulate, and something is between the calls at times."""
+    level = draw.randint(0, 5)
+
+    def outside(backward, alive):
+        if draw.random() < 0.5:
+            yield Moment(-1, backward, level, level + draw.randint(0, 12), alive)
+
+    for i, call in enumerate(calls):
+        yield from outside(False, i)
+        yield Moment(i, False, level, level + call.base.forward + draw.randint(0, 2), i)
+        level += call.base.kept
+    yield from outside(False, len(calls))
+    for i, call in reversed(list(enumerate(calls))):
+        yield from outside(True, i + 1)
+        top = level + call.base.backward
+        yield Moment(i, True, level, top, i + 1)
+        if draw.random() < 0.3:
+            yield Moment(i, True, level + 1, top + draw.randint(0, 2), i + 1)
+        level += draw.randint(0, 4) - call.base.kept
+    yield from outside(True, 0)
+
+
+def valid(chain, choice):
+    """As the planner's choices are defined, said in another way than it searches them."""
+    saves = [call.options[o].save for call, o in zip(chain.calls, choice.options, strict=True)]
+    names = [call.layer for call in chain.calls]
+    index = dict(zip(names, choice.options, strict=True))
+    inside = [i for segment in choice.segments for i in range(*segment)]
+    return (
+        all(index[name] == o for name, o in zip(names, choice.options, strict=True))
+        and len(inside) == len(set(inside))
+        and all(names.count(names[i]) == 1 for i in inside)
+        and all(
+            last - first >= 2
+            and all(chain.calls[i].linked for i in range(first + 1, last))
+            and len(set(saves[first : last - 1])) == 1
+            and choice.options[last - 1] == 0
+            for first, last in choice.segments
+        )
+    )
+
+
+def segmentations(n, first=0):
+    """All disjoint runs of two calls or more, in order."""
+    yield ()
+    for a, b in itertools.combinations(range(first, n + 1), 2):
+        if b - a >= 2:
+            yield from (((a, b), *more) for more in segmentations(n, b))
+
+
+def brute_force(chain):
+    """Every choice, with its seconds and its peak."""
+    options = itertools.product(*(range(len(call.options)) for call in chain.calls))
+    pairs = itertools.product(options, list(segmentations(len(chain.calls))))
+    choices = (Choice(*pair) for pair in pairs)
+    return [(seconds(chain, c), peak(chain, c), c) for c in choices if valid(chain, c)]
+
+
+def measured(chain, choice):
+    return None if choice is None else (seconds(chain, choice), peak(chain, choice))
+
+
+def budgets(every):
+    """One that nothing fits, all between where something changes, and one that all fits."""
+    peaks = sorted({most for _, most, _ in every})
+    step = max(1, len(peaks) // 12)
+    return [peaks[0] - 1, *peaks[::step], peaks[-1], None]
+
+
+@FEW
+@given(SEEDS)
+def test_optimal_is_the_best_of_all_choices(seed):
+    chain = random_chain(seed)
+    every = brute_force(chain)
+    for budget in budgets(every):
+        fitting = [(time, most) for time, most, _ in every if budget is None or most <= budget]
+        choice = optimal(chain, budget)
+        assert measured(chain, choice) == min(fitting, default=None)
+        assert choice is None or valid(chain, choice)
+
+
+@FEW
+@given(SEEDS)
+def test_least_peak_is_the_least_of_all_choices(seed):
+    chain = random_chain(seed)
+    most, fastest = min((most, time) for time, most, _ in brute_force(chain))
+    choice = least_peak(chain)
+    assert valid(chain, choice)
+    assert measured(chain, choice) == (fastest, most)
+
+
+@FEW
+@given(SEEDS)
+def test_larger_budget_is_never_slower_nor_smaller(seed):
+    chain = random_chain(seed)
+    low, high = peak(chain, least_peak(chain)), peak(chain, optimal(chain, None))
+    found = [measured(chain, optimal(chain, budget)) for budget in range(low, high + 3)]
+    for (slow, small), (fast, large) in itertools.pairwise(found):
+        assert (fast, large) == (slow, small) or (fast < slow and large > small)
+
+
+@FEW
+@given(SEEDS, st.sampled_from([1, 2, 5, 24]))
+def test_frontier_goes_from_least_peak_to_fastest(seed, points):
+    chain = random_chain(seed)
+    found = [measured(chain, choice) for choice in frontier(chain, points)]
+    assert len(found) <= points
+    assert found[0] == measured(chain, least_peak(chain))
+    assert points == 1 or found[-1] == measured(chain, optimal(chain, None))
+    for (slow, small), (fast, large) in itertools.pairwise(found):
+        assert fast < slow and large > small
+
+
+@pytest.mark.parametrize("method", METHODS)
+@FEW
+@given(seed=SEEDS)
+def test_method_keeps_to_the_budget(method, seed):
+    chain = random_chain(seed)
+    for budget in budgets(brute_force(chain)):
+        choice, best = METHODS[method](chain, budget), optimal(chain, budget)
+        if choice is None:
+            continue
+        assert valid(chain, choice)
+        assert budget is None or peak(chain, choice) <= budget
+        assert seconds(chain, choice) >= seconds(chain, best)
+        assert choice == METHODS[method](chain, budget)
+
+
+def equal_layers(n, kept=(2, 4, 7), rebuild=(2.0, 1.0, 0.25), forward=4.0):
+    """Layers whose gradients are freed at once; every name that is kept saves time."""
+    names = [(f"name{o}",) if o else () for o in range(len(kept))]
+    options = tuple(
+        Option(save, k, 1, 3, s) for save, k, s in zip(names, kept, rebuild, strict=True)
+    )
+    calls = tuple(Call(f"layers.{i}", "block", options, forward, 2, i > 0) for i in range(n))
+    up = [Moment(i, False, i * kept[0], i * kept[0] + 1, i) for i in range(n)]
+    down = [Moment(i, True, (i + 1) * kept[0], (i + 1) * kept[0] + 3, i + 1) for i in range(n)]
+    return Chain(calls, (*up, *reversed(down)), {"parameters": 10}, 100.0)
+
+
+def three_calls():
+    """Outside moments: before backward, and between its calls; one byte of gradient for each."""
+    options = Option((), 10, 5, 12, 1.0), Option(("key",), 16, 7, 8, 0.25)
+    calls = tuple(Call(f"layers.{i}", "block", options, 2.0, 4, i > 0) for i in range(3))
+    moments = (
+        *(Moment(i, False, 10 * i, 10 * i + 5, i) for i in range(3)),
+        Moment(-1, False, 30, 33, 3),
+        Moment(2, True, 31, 43, 3),
+        Moment(-1, True, 22, 23, 2),
+        Moment(1, True, 22, 34, 2),
+        Moment(-1, True, 13, 14, 1),
+        Moment(0, True, 13, 25, 1),
+        Moment(-1, True, 4, 4, 0),
+    )
+    return Chain(calls, moments, {"parameters": 60, "gradients": 40}, 20.0, update=7)
+
+
+def as_rows(events):
+    return [(e.call, e.what, e.level, e.peak) for e in events]
+
+
+def test_timeline_of_base_options_is_what_was_measured():
+    chain = three_calls()
+    events = list(timeline(chain, Choice((0, 0, 0))))
+    assert [(e.level, e.peak) for e in events[:-1]] == [
+        (100 + m.level, 100 + m.peak) for m in chain.moments
+    ]
+    assert as_rows(events)[-1] == (-1, "update", 100, 107)
+
+
+def test_timeline_of_an_option():
+    chain, choice = three_calls(), Choice((0, 1, 0))
+    assert kept(chain, choice) == (10, 16, 10)
+    assert seconds(chain, choice) == 20 - 0.75
+    # Call 1 takes 2 more in forward, keeps 6 more until its backward is over, takes 4 less there.
+    assert as_rows(timeline(chain, choice)) == [
+        (0, "forward", 100, 105),
+        (1, "forward", 110, 117),
+        (2, "forward", 126, 131),
+        (-1, "forward", 136, 139),
+        (2, "backward", 137, 149),
+        (-1, "backward", 128, 129),
+        (1, "backward", 128, 136),
+        (-1, "backward", 113, 114),
+        (0, "backward", 113, 125),
+        (-1, "backward", 104, 104),
+        (-1, "update", 100, 107),
+    ]
+
+
+def test_timeline_of_a_segment():
+    chain, choice = three_calls(), Choice((1, 1, 0), ((0, 3),))
+    assert kept(chain, choice) == (10, 6, 6)  # all but the first drop their inputs of 4
+    assert seconds(chain, choice) == 20 + 2 * (2 - 0.75)  # two more forwards, two shorter rebuilds
+    assert as_rows(timeline(chain, choice)) == [
+        (0, "forward", 100, 105),
+        (1, "forward", 110, 115),
+        (2, "forward", 116, 121),  # one input less
+        (-1, "forward", 122, 125),  # two inputs less
+        (0, "replay", 123, 130),
+        (1, "replay", 133, 140),  # 6 of call 0, and the input of call 1
+        (2, "backward", 143, 155),  # the same of call 1: both inputs are back, and 12 bytes
+        (-1, "backward", 134, 135),
+        (1, "backward", 134, 142),  # with its name it takes 4 less
+        (-1, "backward", 119, 120),  # call 0 still has its 6 bytes
+        (0, "backward", 119, 127),
+        (-1, "backward", 104, 104),
+        (-1, "update", 100, 107),
+    ]
+    assert peak(chain, choice) == 155
+
+
+def test_greedy_buys_most_seconds_per_byte_first():
+    # Base: 10 + 8 + 3 bytes. A first name saves 1 s for 2 bytes, a second 0.75 s for 3.
+    chain = equal_layers(4)
+    assert METHODS["greedy"](chain, 21) == Choice((0, 0, 0, 0))
+    assert METHODS["greedy"](chain, 23) == Choice((1, 0, 0, 0))
+    assert METHODS["greedy"](chain, 29) == Choice((1, 1, 1, 1))
+    assert METHODS["greedy"](chain, 32) == Choice((2, 1, 1, 1))
+
+
+def test_greedy_begins_with_the_shortest_segments_that_fit():
+    # Pairs keep 2 + 0 + 2 + 0, with the input of the last 6, and 3 in its backward.
+    chain = equal_layers(4)
+    assert METHODS["greedy"](chain, 20).segments == ((0, 2), (2, 4))
+    assert METHODS["greedy"](chain, 18) is None
+
+
+def test_uniform_keeps_every_kth_at_its_base():
+    chain = equal_layers(5)  # 10 + 10 + 3 bytes; the fastest option keeps 5 more
+    assert METHODS["uniform"](chain, 48) == Choice((2, 2, 2, 2, 2))
+    assert METHODS["uniform"](chain, 43) == Choice((0, 2, 2, 2, 2))
+    assert METHODS["uniform"](chain, 38) == Choice((0, 2, 2, 2, 0))
+    assert METHODS["uniform"](chain, 33) == Choice((0, 2, 0, 2, 0))
+    assert METHODS["uniform"](chain, 32) == Choice((0, 0, 0, 0, 0))
+    assert METHODS["uniform"](chain, 22) is None
+
+
+def test_sqrt_cuts_runs_in_segments_of_their_root():
+    assert sqrt(equal_layers(4)) == Choice((2, 0, 2, 0), ((0, 2), (2, 4)))
+    assert sqrt(equal_layers(7)) == Choice((2, 2, 0, 2, 2, 0, 0), ((0, 3), (3, 6)))
+    assert METHODS["sqrt"](equal_layers(4), 10) is None
+
+
+def called_twice(*layers):
+    """A chain whose layers, by these names, may be called more than once."""
+    chain = equal_layers(len(layers))
+    calls = (Call(name, c.kind, *fields(c)) for name, c in zip(layers, chain.calls, strict=True))
+    return Chain(tuple(calls), chain.moments, chain.resting, chain.seconds)
+
+
+def fields(call):
+    return call.options, call.forward_seconds, call.input, call.linked
+
+
+def test_too_many_shared_layers_have_one_save(monkeypatch):
+    chain = called_twice("a", "b", "a", "b")
+    assert optimal(chain, 25) == Choice((0, 1, 0, 1))
+    monkeypatch.setattr(solve, "MOST_SHARED", 8)
+    assert optimal(chain, 25) == Choice((0, 0, 0, 0))
+    assert optimal(chain, 29) == Choice((1, 1, 1, 1))
+
+
+def test_calls_of_one_layer_have_the_same_options():
+    chain = called_twice("a", "a")
+    one, two = chain.calls
+    other = Call(two.layer, two.kind, two.options[:2], two.forward_seconds, two.input, two.linked)
+    with pytest.raises(ValueError, match="the calls of a have different options"):
+        optimal(Chain((one, other), chain.moments, {}, 1.0), None)
+
+
+def test_moment_with_other_calls_alive_is_refused():
+    chain = equal_layers(2)
+    with pytest.raises(ValueError, match="call 0 has a moment with 2 calls alive"):
+        optimal(Chain(chain.calls, (Moment(0, True, 1, 2, 2),), {}, 1.0), None)
+
+
+def test_chain_without_calls():
+    chain = Chain((), (Moment(-1, False, 1, 2, 0),), {"parameters": 3}, 1.0, update=4)
+    for method in METHODS.values():
+        assert method(chain, None) == method(chain, 7) == Choice(())
+        assert method(chain, 6) is None
+
+
+def test_many_layers_take_seconds():
+    draw = random.Random(0)
+    kept = [30, *(30 + draw.randint(1, 40) for _ in range(9))]
+    rebuild = [0.02, *(0.02 - (k - 30) * draw.uniform(2e-4, 4e-4) for k in kept[1:])]
+    chain = equal_layers(48, kept, rebuild)
+    begin = time.perf_counter()
+    low, high = peak(chain, least_peak(chain)), peak(chain, optimal(chain, None))
+    choice = optimal(chain, (low + high) // 2)
+    assert peak(chain, choice) <= (low + high) // 2
+    assert time.perf_counter() - begin < 20  # usually under one; trying all would not end
