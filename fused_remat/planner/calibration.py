@@ -148,6 +148,11 @@ class Calibration:
     overhead: float
     flops: dict[torch.dtype, float] = field(default_factory=dict)
     _steps: dict[Any, dict[tuple[str, str], float]] = field(default_factory=dict, repr=False)
+    _examples: dict[Any, Example] = field(default_factory=dict, repr=False)
+
+    def examples(self) -> list[Example]:
+        """One call of each kind that was timed."""
+        return list(self._examples.values())
 
     def measured(self, example: Example, save: Iterable[str] = ()) -> Seconds:
         """Seconds of every step of both passes, timed now or taken from an equal call before."""
@@ -155,6 +160,7 @@ class Calibration:
         plan = example.prepare(save).plan
         needed = {(w, str(s)) for w in ("forward", "backward") for s in steps_of(plan, w)}
         if not needed <= found.keys():
+            self._examples.setdefault(example.key, example)
             for label, seconds in _timed(example, save).items():
                 found.setdefault(label, seconds)
         return {label: found[label] for label in needed if label in found}

@@ -1,0 +1,435 @@
+"""Plans against reality: kept bytes exact, peaks as allocated, budgets kept, nothing disturbed."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fused_remat
+from fused_remat import BudgetError, FusedRematLayer, Plan, Policy, convert, fit, plan, revert
+from fused_remat.layers import FusedLayer
+from fused_remat.memory import AllocationTrace
+from fused_remat.planner import calibrate
+from fused_remat.planner import chain as chains
+from fused_remat.planner.optimizers import predict
+from fused_remat.report.step import run_step
+
+WITHIN = 0.03  # of the peak; what the planner promises
+
+
+class Mixed(nn.Module):
+    """Two kinds of layers of two widths, with what cannot be converted in between."""
+
+    def __init__(self, dropout=0.1):
+        super().__init__()
+        post = {"dropout": dropout, "batch_first": True}
+        self.first = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 128, **post) for _ in range(3))
+        self.between = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64))
+        pre = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.second = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 200, **pre) for _ in range(3))
+        self.head = nn.Linear(64, 50)
+
+    def forward(self, x):
+        for layer in self.first:
+            x = layer(x)
+        x = self.between(x)
+        for i, layer in enumerate(self.second):
+            x = layer(x) * 1.5 if i == 1 else layer(x)
+        return self.head(x)
+
+
+class Shared(nn.Module):
+    """A layer called three times, another twice with something in between."""
+
+    def __init__(self):
+        super().__init__()
+        options = {"dropout": 0.0, "batch_first": True}
+        self.often = FusedRematLayer(32, 4, 128, **options)
+        self.twice = FusedRematLayer(32, 4, 128, norm_first=True, **options)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.often(x)
+        return self.twice(self.twice(x).relu())
+
+
+class PartlyCheckpointed(nn.Module):
+    """One layer under a checkpoint of the user's own, which no plan may touch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            FusedRematLayer(32, 4, 128, 0.0, batch_first=True) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if i == 1 else layer(x)
+        return x
+
+
+def encoder(layers=6, norm_first=True, width=32, dropout=0.0):
+    layer = nn.TransformerEncoderLayer(
+        width, 4, 4 * width, dropout, batch_first=True, norm_first=norm_first
+    )
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=88,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def squared(output):
+    return output.square().mean()
+
+
+def hf_loss(output):
+    return output.loss
+
+
+def tokens():
+    return torch.randint(64, (4, 64))
+
+
+CASES = {
+    "pre-norm": (encoder, lambda: (torch.randn(4, 64, 32),), squared),
+    "post-norm dropout": (
+        lambda: encoder(norm_first=False, dropout=0.1),
+        lambda: (torch.randn(4, 64, 32),),
+        squared,
+    ),
+    "mixed": (Mixed, lambda: (torch.randn(4, 64, 32),), squared),
+    "encoder-decoder": (
+        lambda: nn.Transformer(32, 4, 2, 2, 128, 0.0, batch_first=True),
+        lambda: (torch.randn(4, 64, 32), torch.randn(4, 48, 32)),
+        squared,
+    ),
+    "shared": (Shared, lambda: (torch.randn(4, 64, 32),), squared),
+    "checkpointed": (PartlyCheckpointed, lambda: (torch.randn(4, 64, 32),), squared),
+    "llama": (llama, lambda: {"input_ids": (t := tokens()), "labels": t}, hf_loss),
+}
+
+
+def given(case):
+    torch.manual_seed(0)
+    build, inputs, loss = CASES[case]
+    made = inputs()
+    args, kwargs = ((), made) if isinstance(made, dict) else (made, {})
+    return build(), args, kwargs, loss
+
+
+def budgets(fastest):
+    least, most = fastest.frontier[0].peak_bytes, fastest.peak_bytes
+    return [least + (most - least) * i // 4 for i in range(5)]
+
+
+def measured(model, args, kwargs, loss, accumulates=False):
+    """(peak, kept) of a step, above what rests."""
+    step = run_step(model, [], args, kwargs, loss, accumulates)
+    return step.peak, sum(saved.nbytes for saved in step.saved)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kept_bytes_are_exact_and_peaks_hold(case):
+    model, args, kwargs, loss = given(case)
+    fastest = plan(model, *args, loss=loss, costs="analytic", **kwargs)
+    for budget in budgets(fastest):
+        found = fastest.within(budget)
+        assert found.peak_bytes <= budget
+        found.apply(model)
+        peak, kept = measured(model, args, kwargs, loss)
+        assert found.kept_bytes == kept
+        peak += found.chain.rests
+        if found.timeline()[-1].peak < found.peak_bytes:  # not the optimizer's step
+            assert abs(found.peak_bytes - peak) <= WITHIN * peak
+
+
+@pytest.mark.parametrize("method", ["optimal", "greedy", "uniform", "sqrt"])
+def test_a_plan_of_any_method_gives_the_gradients_of_every_other(method):
+    model, args, kwargs, loss = given("mixed")
+    fastest = plan(model, *args, loss=loss, costs="analytic")
+    convert(model)
+
+    def grads():
+        torch.manual_seed(3)
+        model.zero_grad()
+        loss(model(*args)).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = grads()
+    budget = None if method == "sqrt" else fastest.frontier[len(fastest.frontier) // 2].peak_bytes
+    fastest.within(budget, method).apply(model)
+    assert {layer.policy for layer in model.modules() if isinstance(layer, FusedLayer)} != {"full"}
+    for got, want in zip(grads(), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_segments_are_planned_where_memory_is_least_and_hold():
+    model, args, kwargs, loss = given("pre-norm")
+    fastest = plan(model, *args, loss=loss, costs="analytic")
+    least = fastest.within(fastest.frontier[0].peak_bytes)
+    assert least.choice.segments
+    without = plan(model, *args, loss=loss, costs="analytic", segments=False)
+    assert not any(call.linked for call in without.chain.calls)
+    assert least.peak_bytes < without.frontier[0].peak_bytes
+    least.apply(model)
+    peak, _ = measured(model, args, kwargs, loss)
+    assert least.peak_bytes == pytest.approx(peak + least.chain.rests, rel=WITHIN)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_the_peak_of_whole_steps_with_an_optimizer(name, accumulates):
+    """All of a training loop's allocations, from the second step on, in one trace."""
+    torch.manual_seed(0)
+    model, x = encoder(layers=3, width=64), torch.randn(4, 32, 64)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+    options = {"optimizer": optimizer, "loss": squared, "costs": "analytic"}
+    fastest = plan(model, x, accumulates=accumulates, **options)
+    for budget in (fastest.frontier[0].peak_bytes, fastest.peak_bytes):
+        found = fastest.within(budget)
+        found.apply(model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            squared(model(x)).backward()
+            optimizer.step()
+        if not accumulates:
+            optimizer.zero_grad()
+        with AllocationTrace() as trace:
+            squared(model(x)).backward()
+            optimizer.step()
+        (span,) = trace.spans
+        peak = span.peak + found.chain.rests
+        assert found.peak_bytes == pytest.approx(peak, rel=WITHIN)
+        assert {"parameters", "gradients"} < set(found.parts)
+    assert ("optimizer state" in found.chain.resting) == (name == "AdamW")
+
+
+def test_larger_budgets_are_never_slower_and_smaller_ones_never_take_more():
+    model, args, _, loss = given("mixed")
+    fastest = plan(model, *args, loss=loss)
+    low, high = fastest.frontier[0].peak_bytes, fastest.peak_bytes
+    found = [fastest.within(low + (high - low) * i // 40) for i in range(41)]
+    for less, more in itertools.pairwise(found):
+        assert more.seconds <= less.seconds
+        assert more.peak_bytes >= less.peak_bytes
+    assert found[-1].seconds == fastest.seconds
+    assert [p.peak_bytes for p in fastest.frontier] == sorted(
+        p.peak_bytes for p in fastest.frontier
+    )
+
+
+@pytest.mark.parametrize("case", ["pre-norm", "mixed", "llama"])
+def test_no_method_is_predicted_faster_at_equal_peak(case):
+    model, args, kwargs, loss = given(case)
+    fastest = plan(model, *args, loss=loss, costs="analytic", **kwargs)
+    faster = 0
+    for method in ("uniform", "sqrt", "greedy"):
+        peaks = budgets(fastest) if method != "sqrt" else [None]
+        for budget in peaks:
+            try:
+                other = fastest.within(budget, method)
+            except BudgetError:
+                continue
+            ours = fastest.within(other.peak_bytes)
+            assert ours.seconds <= other.seconds
+            faster += ours.seconds < other.seconds
+    assert faster
+
+
+def test_an_impossible_budget_says_what_the_least_is_and_what_it_is_made_of():
+    model, args, _, loss = given("pre-norm")
+    with pytest.raises(BudgetError, match="no 'optimal' plan has a peak within 10.0 KiB") as info:
+        plan(model, *args, loss=loss, budget="10KiB", costs="analytic")
+    error = info.value
+    assert isinstance(error, ValueError)
+    assert error.budget == 10 * 1024
+    assert sum(error.parts.values()) == error.least
+    assert f"({error.least} bytes)" in str(error)
+    assert next(iter(error.parts)) in str(error)
+    assert (
+        plan(model, *args, loss=loss, budget=error.least, costs="analytic").peak_bytes
+        == error.least
+    )
+
+
+def test_planning_leaves_everything_as_it_was():
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(4, 64, 32)
+    classes = [type(m) for m in model.modules()]
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    grad, state = model.head.weight.grad, torch.get_rng_state()
+    plan(model, x, costs="analytic", accumulates=True)
+    assert [type(m) for m in model.modules()] == classes
+    assert model.head.weight.grad is grad and (grad == 1).all()
+    assert model.head.bias.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+    convert(model, policy="lean")
+    plan(model, x, costs="analytic")
+    assert {m.policy for m in model.modules() if isinstance(m, FusedLayer)} == {"lean"}
+
+
+def test_a_plan_is_read_back_from_its_json(tmp_path):
+    model, args, _, loss = given("mixed")
+    found = plan(model, *args, loss=loss, costs="analytic")
+    found = found.within(found.frontier[1].peak_bytes)
+    path = tmp_path / "plan.json"
+    text = found.to_json(path)
+    again = Plan.from_json(path.read_text(encoding="utf-8"))
+    assert again == found and again.table() == found.table() and again.to_json() == text
+    assert again.within(found.peak_bytes).choice == found.choice
+    again.apply(model)
+    assert {n: m.policy for n, m in model.named_modules() if n in found.policies} == found.policies
+    with pytest.raises(ValueError, match="not the JSON of a plan"):
+        Plan.from_json("{}")
+
+
+def test_applying_to_another_model_raises_and_changes_nothing():
+    model, args, _, loss = given("mixed")
+    found = plan(model, *args, loss=loss, costs="analytic")
+    other = convert(encoder(layers=2), policy="lean")
+    with pytest.raises(ValueError, match=r"does not have: 'first\.0'"):
+        found.apply(other)
+    assert [layer.policy for layer in other.layers] == ["lean", "lean"]
+
+
+def test_manual_takes_patterns_and_segments():
+    model, args, kwargs, loss = given("pre-norm")
+    policies = {
+        "layers.0": "none",
+        "layers.1": Policy({"attn"}, segment="first"),
+        "layers.[23]": Policy({"attn"}, segment="inner"),
+        "*": "full",
+    }
+    found = plan(model, *args, loss=loss, method="manual", policies=policies, costs="analytic")
+    assert found.choice.segments == ((1, 4),)
+    assert found.layers[0].label == "none" and found.layers[5].label == "full"
+    found.apply(model)
+    peak, kept = measured(model, args, kwargs, loss)
+    assert found.kept_bytes == kept
+    assert found.peak_bytes == pytest.approx(peak + found.chain.rests, rel=WITHIN)
+    with pytest.raises(BudgetError, match="the policies have"):
+        plan(model, *args, method="manual", policies={"*": "none"}, budget=1000, costs="analytic")
+    with pytest.raises(ValueError, match=r"no pattern of policies= matches 'layers\.1'"):
+        plan(model, *args, method="manual", policies={"layers.0": "full"}, costs="analytic")
+
+
+def test_options_restrict_the_choice():
+    model, args, _, loss = given("pre-norm")
+    found = plan(model, *args, loss=loss, options=["full", "lean", "fast"], costs="analytic")
+    assert {layer.label for layer in found.layers} <= {"full", "lean", "fast"}
+    assert len(found.chain.calls[0].options) == 3
+
+
+def test_measured_and_analytic_costs_of_every_step():
+    model, args, _, loss = given("pre-norm")
+    calibration = calibrate("cpu")
+    found = plan(model, *args, loss=loss, costs=calibration)
+    assert found.costs == "measured"
+    assert calibration.bandwidth > 1e8 and calibration.overhead < 1e-3
+    rows = [row for example in calibration.examples() for row in calibration.compare(example)]
+    steps = {(which, step) for which, step, _, _ in rows}
+    assert {
+        ("forward", "compute qkv"),
+        ("backward", "compute up"),
+        ("backward", "backward up"),
+    } <= steps
+    assert all(measured > 0 and analytic > 0 for _, _, measured, analytic in rows)
+
+
+def test_fit_finds_the_largest_batch_that_fits():
+    torch.manual_seed(0)
+    model = encoder(layers=3)
+
+    def batch(size):
+        return torch.randn(size, 16, 32)
+
+    found = fit(model, batch, "1MiB", costs="analytic", loss=squared)
+    assert found.plan.peak_bytes <= 2**20 == found.plan.budget
+    assert plan(model, batch(found.size), loss=squared, budget="1MiB", costs="analytic")
+    with pytest.raises(BudgetError):
+        plan(model, batch(found.size + 1), loss=squared, budget="1MiB", costs="analytic")
+    few = fit(model, batch, "1MiB", multiple=4, most=9, costs="analytic", loss=squared)
+    assert few.size == min(8, found.size // 4 * 4)
+    with pytest.raises(BudgetError, match="not even a size of 1 fits"):
+        fit(model, batch, 100_000, costs="analytic")
+
+
+def test_fit_finds_the_longest_sequence_that_fits():
+    model = encoder(layers=2)
+    found = fit(model, lambda s: (torch.randn(1, s, 32),), "600KiB", multiple=8, costs="analytic")
+    assert found.size % 8 == 0 and found.size >= 64
+    assert all(n % 8 == 0 for n in found.tried)
+
+
+def test_predicted_optimizer_state_is_what_it_comes_to():
+    model = encoder(layers=1)
+    for make in (
+        lambda p: torch.optim.AdamW(p),
+        lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True),
+        lambda p: torch.optim.SGD(p, momentum=0.9),
+        lambda p: torch.optim.RMSprop(p),
+    ):
+        optimizer = make(model.parameters())
+        state, update = predict(optimizer)
+        assert not optimizer.state
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with AllocationTrace() as trace:
+            optimizer.step()
+            trace.mark("second")
+            optimizer.step()
+        first, second = trace.spans
+        assert state == first.end
+        assert update == pytest.approx(second.peak - second.start, abs=256)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"budget": "six"}, ValueError, "cannot read the budget 'six'"),
+        ({"budget": 1.5}, ValueError, r"in \(0, 1\], got 1.5"),
+        ({"budget": 0}, ValueError, "positive, got 0"),
+        ({"budget": True}, TypeError, "got True"),
+        ({"budget": [1]}, TypeError, r"got \[1\]"),
+        ({"method": "best"}, ValueError, "unknown method 'best'; valid: optimal"),
+        ({"costs": "guess"}, ValueError, "got 'guess'"),
+        ({"method": "manual"}, ValueError, "policies="),
+        ({"policies": {"*": "full"}}, ValueError, "policies="),
+        ({"options": ["fastest"]}, ValueError, "unknown policy 'fastest'"),
+    ],
+)
+def test_bad_arguments(options, error, match):
+    with pytest.raises(error, match=match):
+        plan(encoder(layers=1), torch.randn(2, 8, 32), **options)
+
+
+def test_models_that_cannot_be_planned():
+    with pytest.raises(TypeError, match="got int"):
+        plan(3, torch.randn(2, 8, 32))
+    with pytest.raises(ValueError, match="no layer to convert"):
+        plan(nn.Linear(4, 4), torch.randn(2, 4))
+    frozen = encoder(layers=1).requires_grad_(False)
+    with pytest.raises(ValueError, match="keeps anything for backward"):
+        plan(frozen, torch.randn(2, 8, 32))
+    assert type(frozen.layers[0]) is nn.TransformerEncoderLayer
+
+
+def test_public_names():
+    for name in ("plan", "Plan", "fit", "calibrate", "BudgetError"):
+        assert name in fused_remat.__all__
+    assert dataclasses.is_dataclass(Plan)
+    assert revert(convert(encoder(layers=1)))
+    assert chains.Choice((0,)).segments == ()
