@@ -7,6 +7,7 @@ compiler and selective checkpointing, gets one (`operators.py`).
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ from torch.utils._python_dispatch import (
 
 from fused_remat import check, operators, random
 from fused_remat.accumulation import Accumulation
+from fused_remat.backends.base import FusedRematWarning
 from fused_remat.blocks.frame import Prepared
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.reread import check_unchanged
 from fused_remat.calls import BlockCall, Functions, backward_block, forward_block
 from fused_remat.policies import Policy, kept_names
-from fused_remat.segments import Segment, begin, input_of, segment_of
+from fused_remat.segments import Replayed, Segment, begin, input_of, segment_of
 
 _functorch = torch._C._functorch
 
@@ -37,7 +39,7 @@ class Invocation(NamedTuple):
         call, prepared, functions: what is computed, and how.
         tensors, output: of the call.
         kept: what is kept besides `tensors` and `output`, piece by piece.
-        keeps_input: whether the first input is kept if backward asks for it; not inside a segment.
+        saves: whether each of `tensors` is kept.
     """
 
     call: BlockCall
@@ -45,7 +47,7 @@ class Invocation(NamedTuple):
     tensors: Sequence[Tensor | None]
     output: Tensor
     kept: Sequence[Tensor]
-    keeps_input: bool
+    saves: Sequence[bool]
     functions: Functions
 
 
@@ -77,14 +79,13 @@ class FusedRematBlock(torch.autograd.Function):
         ctx.call, ctx.prepared, ctx.functions, ctx.record = call, prepared, functions, record
         ctx.segment = segment
         ctx.set_materialize_grads(False)
-        keeps_input = segment is None or segment.input_kept
+        saves: Sequence[bool] = prepared.rereads
+        if segment is not None:  # all that running it again takes
+            segment.note_output(out)
+            saves = (segment.input_kept, *(True for _ in tensors[1:]))
         for observe in OBSERVERS:
-            observe(Invocation(call, prepared, tensors, out, kept, keeps_input, functions))
-        if segment is None:
-            again = zip(tensors, prepared.rereads, strict=True)
-            saved = [t if reread else None for t, reread in again]
-        else:  # all that running it again takes
-            saved = [tensors[0] if keeps_input else None, *tensors[1:]]
+            observe(Invocation(call, prepared, tensors, out, kept, saves, functions))
+        saved = [t if save else None for t, save in zip(tensors, saves, strict=True)]
         ctx.dtypes = [t if t is None else t.dtype for t in (tensors if segment else saved)]
         ctx.save_for_backward(*saved, out if prepared.plan.keeps_output else None, *kept)
         return out
@@ -96,26 +97,26 @@ class FusedRematBlock(torch.autograd.Function):
         if torch.compiler.is_compiling():  # compiled autograd, after a forward in eager mode
             from fused_remat import uncompiled
 
-            if ctx.segment is not None:
-                raise RuntimeError("fused_remat: segments do not run under compiled autograd")
             return uncompiled.eagerly(_backward, ctx, dy)  # type: ignore[no-any-return]
         return _backward(ctx, dy)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # read once: each access unpacks everything again
     segment: Segment | None = ctx.segment
+    again = None if segment is None else segment.now()
+    # Read once: each access unpacks everything again.
+    saved = ctx.saved_tensors if again is None else again.saved
     if segment is not None and not segment.input_kept:
-        saved = (input_of(ctx), *saved[1:])
+        saved = (input_of(ctx) if again is None else again.input, *saved[1:])
     check_unchanged(ctx.call.graph.tensors, ctx.prepared.given, ctx.dtypes, saved, dy)
     if ctx.record is not None:
         _replay(ctx, saved)
     if torch.is_grad_enabled():
         with torch.no_grad():
-            grads = _grads(ctx, saved, dy, creates_graph=True)
+            grads = _grads(ctx, saved, dy, again, creates_graph=True)
         grads = _not_differentiable(grads)
     else:
-        grads = _grads(ctx, saved, dy)
+        grads = _grads(ctx, saved, dy, again)
     if ctx.record is not None and not _keeps_graph():
         ctx.record = None  # the check's copies go with what autograd saved
     if segment is not None:
@@ -137,20 +138,25 @@ def _replay(ctx: Any, saved: Sequence[Tensor | None]) -> None:
 
 
 def _grads(
-    ctx: Any, saved: Sequence[Tensor | None], dy: Tensor, creates_graph: bool = False
+    ctx: Any,
+    saved: Sequence[Tensor | None],
+    dy: Tensor,
+    again: Replayed | None,
+    creates_graph: bool = False,
 ) -> list[Tensor | None]:
     """Gradients of every tensor, which autograd casts to their dtypes; batched if `dy` is."""
     unbatched, rebatch = _batching(dy)
     if rebatch is not None:
         results = zip(
-            *(_grads(ctx, saved, one, creates_graph) for one in unbatched.unbind()), strict=True
+            *(_grads(ctx, saved, one, again, creates_graph) for one in unbatched.unbind()),
+            strict=True,
         )
         return [None if g[0] is None else rebatch(torch.stack(g)) for g in results]
     call: BlockCall = ctx.call
     prepared: Prepared = ctx.prepared
     count = len(prepared.given)
     tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
-    if ctx.segment is not None and (again := ctx.segment.replayed) is not None:
+    if again is not None:
         call, prepared, out, kept = again.call, again.prepared, again.output, again.kept
     watch = None if ctx.record is None else ctx.record.compare
     into = None if call.accumulation is None else _buffers(ctx, creates_graph)
@@ -203,6 +209,14 @@ def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     return dy, None
 
 
+def warn_of_kept_input(reason: str) -> None:
+    warnings.warn(
+        f"fused_remat: a block inside a segment keeps its input: {reason}",
+        FusedRematWarning,
+        stacklevel=5,
+    )
+
+
 def run_block(
     graph: Graph,
     policy: str | Policy,
@@ -213,6 +227,7 @@ def run_block(
     preserve_strides: bool = True,
     functions: Functions | None = None,
     accumulation: Accumulation | None = None,
+    tell: Callable[[str], None] = warn_of_kept_input,
 ) -> Tensor:
     """Run a block, differentiably, keeping what `policy` names for backward.
 
@@ -220,12 +235,13 @@ def run_block(
     `seq_first`, or heads (B, H, S, E); absent or None where the block has none. "seed" is drawn
     from torch's generator if the graph uses one and none is given. What needs a gradient is decided
     here, from grad mode. Autocast changes nothing: a graph of two dtypes is `blocks.mixed`'s.
+    `tell` hears why a block inside a segment keeps its input.
     Returns (B, S, width), in the layout and dtype of the input.
     """
     options = (backend, seq_first, preserve_strides)
     compiling = torch.compiler.is_compiling()
     if not (compiling or _chosen_by_operator()):
-        return _run_block(graph, policy, tensors, *options, functions or {}, accumulation)
+        return _run_block(graph, policy, tensors, *options, functions or {}, accumulation, tell)
     if not functions and accumulation is None:
         return operators.run(graph, policy, tensors, *options)
     more = (*options, functions or {}, accumulation)  # which no text describes
@@ -246,6 +262,7 @@ def _run_block(
     preserve_strides: bool,
     functions: Functions,
     accumulation: Accumulation | None,
+    tell: Callable[[str], None] = warn_of_kept_input,
 ) -> Tensor:
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
@@ -268,7 +285,9 @@ def _run_block(
     segment, place = None, segment_of(policy)
     fused = not (check.ON or check.RECORDED)
     if place is not None and wants:
-        segment = begin(place, call, fused, x, _NODE)
+        segment = begin(place, call, call.prepare(given, fused), x, _NODE)
+        if segment.why_kept:
+            tell(segment.why_kept)
         call = dataclasses.replace(call, save=frozenset())
     prepared = call.prepare(given, fused)
     if not wants:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fused_remat.autograd import OBSERVERS, Invocation
 from fused_remat.backends.registry import why_not_default
 from fused_remat.blocks.frame import TRACERS, Frame, Run
 from fused_remat.blocks.program import Step
@@ -26,7 +27,8 @@ class BlockExplanation:
         title: what it is, and in which pieces it runs.
         kept: names kept for backward.
         forward: (name, routine) of every step of the first piece.
-        backward: every step: "compute x" rebuilds x, "backward x" undoes it.
+        backward: every step: "compute x" rebuilds x, "backward x" undoes it. Inside a segment,
+            "compute input" runs the blocks before this one again.
         reason: why the fused path did not run, or "".
     """
 
@@ -101,6 +103,16 @@ class _Recorder:
             route, made = step.node.route(frame), step.node.makes
             block.forward += [(name, route) for name in made if "." not in name]
 
+    def kept(self, invocation: Invocation) -> None:
+        """The block that has run keeps something; its input not if it is inside a segment."""
+        if threading.get_ident() != self._thread or invocation.saves[0]:
+            return
+        ran = [b for run, (b, _) in self._blocks.items() if run.prepared is invocation.prepared]
+        name = invocation.call.graph.inputs[0]
+        if ran and name in ran[-1].kept:
+            ran[-1].kept = tuple(kept for kept in ran[-1].kept if kept != name)
+            ran[-1].backward = (f"compute {name}", *ran[-1].backward)
+
     def _begin(self, frame: Frame) -> BlockExplanation:
         prepared = frame.run.prepared
         plan, chunks = prepared.plan, prepared.chunks
@@ -172,12 +184,14 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
     device = tensors[0].device if tensors else torch.device("cpu")
     TRACERS.append(recorder.trace)
     DECISIONS.append(recorder.decided)
+    OBSERVERS.append(recorder.kept)
     try:
         with restored(model, tensors, device):
             model(*inputs, **kwargs)
     finally:
         TRACERS.remove(recorder.trace)
         DECISIONS.remove(recorder.decided)
+        OBSERVERS.remove(recorder.kept)
         for handle in handles:
             handle.remove()
     return recorder.found

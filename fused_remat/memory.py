@@ -237,4 +237,9 @@ def predict_kept_bytes(
     shapes = {**shapes, "input": (batch, seq_len, shapes["input"][-1])}
     graph = graph if compute is None else mixed(graph, compute)
     others = {name: given.itemsize for name, given in (input_dtypes or {}).items()}
-    return dict(kept_bytes(graph, graph_names, frozenset(wants), shapes, itemsize, others))
+    place = None if isinstance(policy, str) else policy.segment
+    names = graph_names if place is None else frozenset()
+    kept = dict(kept_bytes(graph, names, frozenset(wants), shapes, itemsize, others))
+    if place == "inner":
+        kept.pop(graph.inputs[0], None)
+    return kept

@@ -89,6 +89,7 @@ class FusedLayer(nn.Module):
             functions=call.functions,
             accumulate_into=self._accumulate_into,
             compute=compute,
+            tell=self._warn_of_kept_input,
         )
         return out.squeeze(0) if call.unbatched else out
 
@@ -97,13 +98,17 @@ class FusedLayer(nn.Module):
         policy = self._policy
         if isinstance(policy, str) or policy.segment is None:
             return policy
-        if torch.compiler.is_compiling():
-            warn_compiled_segment(type(self).__name__)
-        elif accumulation.is_sharded(self):
-            warn_once(self, f"outside its segment, and keeps its input: {_SHARDED}")
-        else:
+        compiling = torch.compiler.is_compiling()
+        if not (compiling or accumulation.is_sharded(self)):
             return policy
+        if policy.segment == "inner" and compiling:
+            warn_compiled_segment(type(self).__name__)
+        elif policy.segment == "inner":
+            warn_once(self, f"{_KEEPS_INPUT}: {_SHARDED}", stacklevel=8)
         return Policy()
+
+    def _warn_of_kept_input(self, reason: str) -> None:
+        warn_once(self, f"{_KEEPS_INPUT}: {reason}", stacklevel=11)
 
     def _refuse_to_accumulate(self, reason: str | None) -> None:
         """Raise RuntimeError if gradients were to be accumulated, and `reason` forbids it."""
@@ -112,6 +117,7 @@ class FusedLayer(nn.Module):
             raise accumulation.refusal(target, reason)
 
 
+_KEEPS_INPUT = "outside its segment, and keeps its input"
 _SHARDED = "FSDP manages its parameters, and frees them before the next layer's backward"
 
 TRACED = "the call is exported, transformed or traced"

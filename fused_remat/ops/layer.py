@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fused_remat.accumulation import Accumulation
-from fused_remat.autograd import run_block
+from fused_remat.autograd import run_block, warn_of_kept_input
 from fused_remat.blocks.mixed import mixed
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.sketch import NOT_WEIGHTS
@@ -26,12 +26,14 @@ def run_layer(
     functions: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
     accumulate_into: str | None = None,
     compute: torch.dtype | None = None,
+    tell: Callable[[str], None] = warn_of_kept_input,
 ) -> Tensor:
     """Run a layer's block on `tensors`, by the names of `graph.tensors`.
 
     Shapes: inputs (B, S, D), or (S, B, D) if `seq_first`; masks (S, S), (B*H, S, S) or four
         dimensions, paddings (B, S).
     compute: the dtype of what is not in the residual stream (`blocks.mixed`); None for the input's.
+    tell: as in `run_block`.
     """
     if compute is not None:
         graph = mixed(graph, compute)
@@ -48,4 +50,5 @@ def run_layer(
         preserve_strides=preserve_strides,
         functions=functions,
         accumulation=accumulation,
+        tell=tell,
     )

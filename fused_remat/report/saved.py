@@ -201,10 +201,9 @@ def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
 
 def _block_tensors(invocation: Invocation) -> Iterator[tuple[str, Tensor]]:
     """What a block saves, by name; of an activation, each of its pieces."""
-    call, prepared, tensors, output, kept, *_ = invocation
-    again = zip(call.graph.tensors, tensors, prepared.rereads, strict=True)
-    for name, t, reread in again:
-        if t is not None and reread:
+    call, prepared, tensors, output, kept, saves, _ = invocation
+    for name, t, saved in zip(call.graph.tensors, tensors, saves, strict=True):
+        if t is not None and saved:
             yield name, t
     if prepared.plan.keeps_output:
         yield "output", output
@@ -217,8 +216,13 @@ def _predicted(invocation: Invocation) -> Mapping[str, int]:
     shapes = {name: tuple(t.shape) for name, t in given.items()} | {**prepared.shapes}
     sizes = {name: given[name].element_size() for name in call.graph.inputs}
     first = call.graph.inputs[0]
-    kept = kept_bytes(call.graph, call.save, call.wants, shapes, sizes[first], sizes)
-    return {name: n for name, n in kept.items() if name != first or invocation.keeps_input}
+    kept = dict(kept_bytes(call.graph, call.save, call.wants, shapes, sizes[first], sizes))
+    for name, saved in zip(call.graph.tensors, invocation.saves, strict=True):
+        if not saved:
+            kept.pop(name, None)
+        elif name in given and name in (*call.graph.inputs, "seed"):  # in a segment always
+            kept.setdefault(name, given[name].numel() * given[name].element_size())
+    return kept
 
 
 def _names(outputs: Iterable[Tensor]) -> Iterator[tuple[_Held, str]]:

@@ -1,0 +1,528 @@
+"""Segments: runs of layers of which only the first keeps its input; the bits of policy "full".
+
+On a CPU the eager backend runs the same routines in the same pieces when a layer is run again, so
+every comparison is of bits.
+"""
+
+import contextlib
+import functools
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+from reference import randomize
+from reference_ops import normal
+from segment_models import (
+    ALL,
+    PLACES,
+    B,
+    D,
+    F,
+    H,
+    S,
+    X,
+    assert_as_full,
+    assert_same_bits,
+    full,
+    grads_of,
+    keeps_input,
+    place,
+    quiet,
+    segments_of,
+    stack,
+    step,
+    warned,
+)
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformer_variations import BATCH, BLOCK, SEQ, tables
+
+from fused_remat import (
+    FusedRematCausalLayer,
+    FusedRematDecoderLayer,
+    FusedRematLayer,
+    FusedRematWarning,
+    Policy,
+    convert,
+    explain,
+    memory_report,
+    ops,
+)
+from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
+
+
+@pytest.fixture(autouse=True)
+def without_warnings():
+    with quiet():
+        yield
+
+
+# --- gradients
+
+
+def encoders(**kwargs):
+    torch.manual_seed(0)
+    layers = nn.ModuleList(FusedRematLayer(D, H, F, **kwargs) for _ in ALL)
+    mask = torch.ones(S, S, dtype=torch.bool).triu(1)
+    padding = torch.zeros(B, S, dtype=torch.bool)
+    padding[1, 4:] = True
+    masks = {"src_mask": mask, "src_key_padding_mask": padding}
+    x = X if kwargs.get("batch_first") else X.transpose(0, 1)
+    return layers, x, () if kwargs.get("batch_first") else (masks,), []
+
+
+def decoders():
+    memory = normal(2, 5, D, seed=3, dtype=torch.float32)
+    layers = nn.ModuleList(
+        FusedRematDecoderLayer(D, H, F, 0.1, batch_first=True, norm_first=i % 2 == 0)
+        for i in range(4)
+    )
+    return layers, X[:2], ({"memory": memory},), [memory]
+
+
+def causal():
+    layers = nn.ModuleList(
+        FusedRematCausalLayer(BLOCK.d, BLOCK.nhead, BLOCK.hidden, 0.1, kv_heads=2, head_dim=6)
+        for _ in ALL
+    )
+    rope = tables("whole", dtype=torch.float32)
+    x = normal(BATCH, SEQ, BLOCK.d, seed=1, dtype=torch.float32)
+    return layers, x, ({"rope": rope},), []
+
+
+KINDS = {
+    "pre-norm": lambda: encoders(norm_first=True, batch_first=True),
+    "post-norm, sequence first, masks": encoders,
+    "own activation": lambda: encoders(activation=nn.PReLU(init=0.2), batch_first=True),
+    "decoder": decoders,
+    "causal": causal,
+}
+
+
+@pytest.mark.parametrize("tokens", [4, 512], ids=["in pieces", "whole"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_full(kind, tokens, monkeypatch):
+    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    torch.manual_seed(0)
+    layers, x, options, more = KINDS[kind]()
+    randomize(layers)
+    kwargs = dict(*options)
+
+    def forward(x):
+        return functools.reduce(lambda h, layer: layer(h, **kwargs), layers, x)
+
+    place(layers, ("full",) * 4)
+    expected = step(forward, layers, x, more)
+    with SavedBytes() as saved_full:
+        forward(x.detach().requires_grad_())
+    names = [n for n in layers[0]._example().names if n != "output"]
+    names = [n for n in names if all(n in layer._example().names for layer in layers)]
+    for save in ((), ("attn",), names[::2], names):
+        place(layers, save=save)
+        assert_same_bits(step(forward, layers, x, more), expected)
+    with SavedBytes() as saved:
+        y = forward(x.detach().requires_grad_())
+    assert keeps_input(y) == [True, False, False, False]
+    assert saved.total < saved_full.total  # the memory input, tables and masks are kept once
+    if kind == "pre-norm":
+        for places in ("pairs", "gaps", "without a first"):
+            place(layers, PLACES[places], ("attn", "up"))
+            expects_warning = places in ("gaps", "without a first")
+            with warned() if expects_warning else contextlib.nullcontext():
+                assert_same_bits(step(forward, layers, x, more), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_hugging_face(name):
+    from hf_models import build, fused_layers, inputs_of, reasons
+    from hf_models import step as step_of
+
+    size = {"num_hidden_layers": 4} if name == "llama" else {"n_layer": 4}
+    model, given = convert(build(name, **size)), inputs_of(name)
+    expected = step_of(model, given)
+    place(fused_layers(model), save=("attn",))
+    with reasons() as found:
+        got = step_of(model, given)
+    assert not found and got.keys() == expected.keys()
+    assert all(torch.equal(got[n], expected[n]) for n in expected)
+    assert keeps_input(model(**given).logits) == [True, False, False, False]
+
+
+@pytest.mark.parametrize("trained", ["linear1", "norm2", "2.linear2", "3.", "1.norm1.bias"])
+@pytest.mark.parametrize("input_wants", [True, False])
+def test_frozen_layers(trained, input_wants):
+    """An inner layer before which nothing wants a gradient is the first itself."""
+    model = stack(save=("attn", "up"))
+    for name, p in model.named_parameters():
+        p.requires_grad_(trained in name)
+    results = []
+    for made in (model, full(model)):
+        mine = [p for p in made.parameters() if p.requires_grad]
+        x = X.clone().requires_grad_(input_wants)
+        torch.manual_seed(1)
+        y = made(x)
+        results.append([y, *grads_of(y, [*([x] if input_wants else []), *mine])])
+        if made is model:
+            assert sum(keeps_input(y)) == 1
+    assert_same_bits(*results)
+    x = X.clone().requires_grad_(input_wants)
+    report = memory_report(model, x)
+    assert report.predicted_bytes == report.kept_bytes
+
+
+def test_lora():
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = stack(("full",) * 4, dropout=0.0)
+    config = LoraConfig(r=2, target_modules=["linear1", "linear2"], init_lora_weights=False)
+    model = inject_adapter_in_model(config, model)
+    place(model, save=("up",))
+    assert_as_full(model)
+    y = model(X)  # no gradient wanted of X: that of the first's adapters
+    assert keeps_input(y) == [True, False, False, False]
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.composes("Autocast", "segments: layers of which only the first keeps its input")
+def test_autocast(norm_first):
+    model = stack(save=("attn", "qkv"), norm_first=norm_first)
+
+    def autocast(model):
+        def forward(x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(x)
+
+        return forward
+
+    other = full(model)
+    found, expected = step(autocast(model), model), step(autocast(other), other)
+    assert_same_bits(found, expected)
+    assert keeps_input(autocast(model)(X)) == [True, False, False, False]
+    x = X.clone().requires_grad_()
+    assert_same_bits(  # another autocast in backward
+        grads_with(model, x, torch.autocast("cpu", torch.float16)),
+        grads_with(other, x, contextlib.nullcontext()),
+    )
+
+
+def grads_with(model, x, around):
+    torch.manual_seed(1)
+    y = model(x)
+    with around:
+        return torch.autograd.grad(y.sum(), [x, *model.parameters()])
+
+
+def test_layouts_and_empty_inputs():
+    model = stack(save=("mid",))
+    assert_as_full(model, x=X.transpose(0, 1).contiguous().transpose(0, 1))
+    assert_as_full(model, x=torch.randn(B, S, 2 * D)[..., ::2])
+    assert_as_full(model, x=X[:0])
+    assert_as_full(model, x=X[:1].expand(B, S, D))
+    with warned("made by UnsqueezeBackward0"):  # a call without a batch makes views
+        assert_as_full(stack(), x=X[0])
+
+
+# --- what is kept, and for how long
+
+
+@pytest.mark.parametrize("places", ["all", "pairs"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_kept_bytes(places, dropout):
+    model = stack(PLACES[places], save=("attn", "qkv", "up"), dropout=dropout)
+    x = torch.randn(2, 64, D, requires_grad=True)
+    statistics, seed = 4 * 4 * 2 * 64, 8 * (dropout > 0)
+    inputs = PLACES[places].count("first")
+    total = inputs * x.nbytes + 4 * (statistics + seed)
+    with SavedBytes(exclude=model.parameters()) as saved:
+        y = model(x)
+    del y
+    # Of the live storages, the output is no kept one, and the first input is ours.
+    assert measure_allocations(lambda: model(x)).net == total
+    assert saved.total == total
+    report = memory_report(model, x)
+    assert report.predicted_bytes == report.kept_bytes == total
+    assert "first of segment" in str(report) and "inner of segment" in str(report)
+
+
+def test_prediction_from_the_graph():
+    graph = stack()[0]._example()
+    shapes = {"input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
+              "fc1.weight": (F, D), "fc2.weight": (D, F)}  # fmt: skip
+    sizes = {
+        str(policy): predict_kept_bytes(graph, policy, shapes, shapes, B, S, torch.float32)
+        for policy in ("full", Policy({"up"}, "first"), Policy({"up"}, "inner"))
+    }
+    whole, first, inner = sizes.values()
+    assert first == whole and inner == {n: size for n, size in whole.items() if n != "input"}
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_report_of_decoders(norm_first):
+    layer = FusedRematDecoderLayer(D, H, F, 0.1, batch_first=True, norm_first=norm_first)
+    model = nn.TransformerDecoder(layer, 3)
+    place(model.layers, ("first", "inner", "inner"), ("cross",))
+    x, memory = X.clone().requires_grad_(), torch.randn(B, 5, D, requires_grad=True)
+    report = memory_report(model, x, memory)
+    names = [{a.name for a in layer.activations} for layer in report.layers]
+    assert [("input" in found) for found in names] == [True, False, False]
+    # What all layers keep is counted in the first, and predicted of each (as of every policy).
+    assert report.predicted_bytes == report.kept_bytes + 2 * memory.nbytes
+
+
+def test_inputs_are_gone_after_forward_and_all_else_after_backward():
+    model = stack(save=("attn", "up"))
+    made, storages = [], []
+
+    def note(layer, args, out):
+        made.append(weakref.ref(out))
+        storages.append(StorageWeakRef(out.untyped_storage()))
+
+    for layer in model:
+        layer.register_forward_hook(note)
+    x = X.clone().requires_grad_()
+    y = model(x)
+    assert [t() is None for t in made] == [s.expired() for s in storages] == [True] * 3 + [False]
+    before = grads_of(y, [x])  # frees the graph
+    assert before[0].shape == x.shape
+    segments = segments_of(y)
+    assert len(segments) == 4 and all(segment.replayed is None for segment in segments)
+    del y, segments
+    assert measure_allocations(lambda: step(model, model) and None).net <= 64 + sum(
+        t.nbytes for t in (X, *model.parameters())
+    )
+
+
+def test_graphs_that_are_used_again():
+    model, x = stack(save=("attn", "up")), X.clone().requires_grad_()
+    leaves = [x, *model.parameters()]
+    torch.manual_seed(1)
+    expected = grads_of(full(model)(x), [x])
+    torch.manual_seed(1)
+    y = model(x)
+    first, second = (
+        torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True) for _ in range(2)
+    )
+    assert_same_bits(first, second)
+    assert torch.equal(first[0], expected[0])
+    batched = torch.autograd.grad(
+        y, leaves, torch.stack([y.cos(), y.detach()]), is_grads_batched=True, retain_graph=True
+    )
+    assert_same_bits([g[0] for g in batched], first)
+    once = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
+    assert_same_bits([g.detach() for g in once], first)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        once[0].sum().backward()
+    grads_of(y, leaves)
+    with pytest.raises(RuntimeError, match="a second time"):
+        y.sum().backward()
+    assert all(segment.replayed is None for segment in segments_of(y))
+
+
+@pytest.mark.parametrize("last", [0, 1, 2, 3])
+@pytest.mark.parametrize("of", ["parameters", "input"])
+def test_backward_of_a_part_keeps_nothing(of, last):
+    """autograd.grad of one layer's parameters, or of its input: no other layer's backward runs."""
+
+    def part(model):
+        torch.manual_seed(1)
+        x, hidden = X.clone().requires_grad_(), []
+        hidden.append(x)
+        for layer in model:
+            hidden.append(layer(hidden[-1]))
+        y = hidden[-1]
+        leaves = [*model[last].parameters()] if of == "parameters" else [hidden[last]]
+        got = torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True)
+        assert all(segment.replayed is None for segment in segments_of(y))
+        return [*got, *torch.autograd.grad(y.sin().sum(), [x])]
+
+    model = stack(save=("attn", "up"))
+    assert_same_bits(part(model), part(full(model)))
+
+
+def test_backward_in_turns():
+    """The last layers' first, which frees them, and then that of the others."""
+
+    def turns(model):
+        torch.manual_seed(1)
+        x = X.clone().requires_grad_()
+        half = model[:2](x)
+        leaves = [half, *model[2:].parameters()]
+        late = torch.autograd.grad(model[2:](half).sin().sum(), leaves)
+        early = torch.autograd.grad(half, [x, *model[:2].parameters()], late[0])
+        return [*late, *early]
+
+    model = stack(save=("qkv",))
+    assert_same_bits(turns(model), turns(full(model)))
+
+
+def test_after_a_backward_that_failed():
+    """What it had run again is not used by the next one: a weight may have changed since."""
+    model, x = stack(save=("attn",)), X.clone().requires_grad_()
+    hidden = model[:2](x)
+
+    def fail(grad):
+        raise ValueError("of a hook")
+
+    handle = hidden.register_hook(fail)
+    y = model[2:](hidden)
+    with pytest.raises(ValueError, match="of a hook"):
+        torch.autograd.grad(y.sum(), [x], retain_graph=True)
+    handle.remove()
+    with torch.no_grad():
+        model[1].linear1.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), [x], retain_graph=True)
+
+
+def test_layers_side_by_side():
+    """Two layers that have the same one before them."""
+
+    def sides(model):
+        torch.manual_seed(1)
+        x = X.clone().requires_grad_()
+        h = model[1](model[0](x))
+        y = model[2](h) + model[3](h)
+        return grads_of(y, [x, *model.parameters()])
+
+    model = stack(save=("attn", "up"))
+    assert_same_bits(sides(model), sides(full(model)))
+    shared = stack(("inner",))[0]
+    with warned("is a leaf") as seen:
+        shared(X.clone().requires_grad_())
+    assert seen[0].filename == __file__  # where it was called
+    shared = stack(("inner",))[0]
+    thrice = nn.Sequential(shared, shared, shared)  # whose input is a leaf the first time
+    with warned("is a leaf"):
+        assert_as_full(thrice)
+
+
+# --- what may stand between layers
+
+
+def in_place(x):
+    return x.add_(1)
+
+
+def in_place_unseen(x):
+    with torch.no_grad():
+        return x.add_(1)
+
+
+def in_place_of_a_view(x):
+    x.detach()[0].mul_(2)
+    return x
+
+
+def other_memory(x):
+    x.data = x.data * 2
+    return x
+
+
+BETWEEN = {
+    "a module": (nn.Tanh(), "TanhBackward0"),
+    "plus one": (lambda x: x + 1, "AddBackward0"),
+    "in place": (in_place, "AddBackward0"),
+    "in place, unseen": (in_place_unseen, "changed in place"),
+    "in place, of a view": (in_place_of_a_view, "changed in place"),
+    "other memory": (other_memory, "changed in place"),
+    "a view": (lambda x: x.view(B, S, D), "ViewBackward0"),
+    "a leaf": (lambda x: x.detach().requires_grad_(), "is a leaf"),
+    "half of it": (lambda x: x[:2], "SliceBackward0"),
+    "a block of another policy": (lambda x: ops.layer_norm(x), "FusedRematBlockBackward"),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_between_two_layers(name):
+    """The layer after it keeps its input, and says so once."""
+    between, reason = BETWEEN[name]
+    model = stack(save=("attn",), dropout=0.0)
+
+    def forward(model):
+        return lambda x: model[2:](between(model[:2](x)))
+
+    x = X.clone().requires_grad_()
+    with warned(reason) as seen:
+        y = forward(model)(x)
+        forward(model)(x)
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedRematWarning)
+        other = full(model)
+        assert_same_bits(step(forward(model), model), step(forward(other), other))
+    if name != "a leaf":
+        assert keeps_input(y) == [True, False, True, False]
+
+
+def test_hooks_of_layers():
+    model = stack(save=("attn",))
+    model[0].register_forward_hook(lambda layer, args, out: None)  # looks only
+    assert_as_full(model)
+    assert keeps_input(model(X)) == [True, False, False, False]
+    model[1].register_forward_hook(lambda layer, args, out: out * 2)
+    with warned("MulBackward0"):
+        assert_as_full(model)
+    model[2].register_full_backward_hook(lambda layer, grad_input, grad_output: None)
+    with warned("BackwardHookFunction"):
+        assert_as_full(model)
+
+
+def test_a_layer_off_the_fused_path():
+    model = stack()
+    model[1].linear1.register_forward_hook(lambda layer, args, out: out * 2)
+    with pytest.warns(FusedRematWarning) as seen:
+        assert_as_full(model)
+    texts = [str(w.message) for w in seen]
+    assert sum("PyTorch's own forward" in text for text in texts) == 2  # of both models
+    assert sum("outside its segment" in text for text in texts) == 1
+
+
+def test_changes_after_use():
+    model, x = stack(dropout=0.0), X.clone().requires_grad_()
+    expected = grads_of(full(model)(x), [x])
+    hidden = model[:2](x)
+    y = model[2:](hidden)
+    hidden.add_(1)  # which nobody kept
+    assert_same_bits(grads_of(y, [x]), expected)
+    for change in (model[1].norm1.bias, model[3].self_attn.in_proj_weight, x):
+        y = model(x)
+        with torch.no_grad():
+            change.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    y = model(x)
+    model[1].linear1.weight.data = model[1].linear1.weight.data.double()
+    with pytest.raises(RuntimeError, match=r"reads 'fc1.weight' again, which was torch.float32"):
+        y.sum().backward()
+
+
+# --- what is said
+
+
+def test_errors_and_repr():
+    with pytest.raises(ValueError, match=r"segment=.* takes 'first', 'inner' or None, got 'x'"):
+        Policy(segment="x")
+    assert repr(Policy({"b", "a"}, "inner")) == "Policy(save={'a', 'b'}, segment='inner')"
+    assert repr(Policy(segment="first")) == "Policy(segment='first')"
+    assert repr(Policy()) == "Policy()"
+    assert (
+        Policy(segment="first")
+        != Policy(segment="inner")
+        == pickle.loads(pickle.dumps(Policy(segment="inner")))
+    )
+    with pytest.raises(ValueError, match="unknown activation 'sum1'"):
+        place(stack(), save=("sum1",))
+
+
+def test_explain():
+    found = explain(stack(dropout=0.0), X.clone().requires_grad_())
+    assert ["input" in block.kept for block in found] == [True, False, False, False]
+    assert found[0].backward == found[1].backward[1:] and found[1].backward[0] == "compute input"
+    assert "backward: rebuild input, rebuild norm1" in str(found[1])
+    assert "keeps: norm1.mean, norm1.rstd, norm2.mean" in str(found[1])
+    model = stack(("first", "inner"), dropout=0.0)
+    with warned():
+        kept = explain(nn.Sequential(model[0], nn.Tanh(), model[1]), X.clone().requires_grad_())
+    assert ["input" in block.kept for block in kept] == [True, True]
