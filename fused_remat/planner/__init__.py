@@ -2,7 +2,7 @@
 
 from fused_remat.planner.budget import BudgetError
 from fused_remat.planner.build import plan
-from fused_remat.planner.calibration import Calibration, calibrate
+from fused_remat.planner.calibration import Calibration, StepCost, calibrate
 from fused_remat.planner.fit import Fit, fit
 from fused_remat.planner.plan import LayerPlan, Plan, Point
 
@@ -13,6 +13,7 @@ __all__ = [
     "LayerPlan",
     "Plan",
     "Point",
+    "StepCost",
     "calibrate",
     "fit",
     "plan",

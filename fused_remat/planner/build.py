@@ -14,7 +14,7 @@ from fused_remat.convert import convert, revert
 from fused_remat.layers import FusedLayer
 from fused_remat.planner import optimizers
 from fused_remat.planner.budget import Budget, bytes_of
-from fused_remat.planner.calibration import Calibration, Example, calibrate
+from fused_remat.planner.calibration import Calibration, Example, StepCost, calibrate
 from fused_remat.planner.chain import Call, Chain, Option
 from fused_remat.planner.choose import Policies, choose, policy_for
 from fused_remat.planner.measure import MeasuredStep, device_of, measure_step
@@ -90,12 +90,12 @@ def plan(
     _check(method, costs, policies)
     device = device_of(model, [inputs, kwargs])
     limit = None if budget is None else bytes_of(budget, device)
-    chain = measure_chain(
+    chain, steps = measure_chain(
         model, inputs, kwargs, costs, optimizer, loss, accumulates, segments, options, policies
     )
     choice = choose(chain, limit, method, policies or {})
     shown = costs if isinstance(costs, str) else "measured"
-    return Plan(type(model).__name__, str(device), method, shown, limit, chain, choice)
+    return Plan(type(model).__name__, str(device), method, shown, limit, chain, choice, steps)
 
 
 def _check(method: str, costs: str | Calibration, policies: Policies | None) -> None:
@@ -120,13 +120,14 @@ def measure_chain(
     options: Sequence[str | Policy] | None = None,
     policies: Policies | None = None,
     timed: bool = True,
-) -> Chain:
-    """The numbers that methods choose from; arguments as of `plan`.
+) -> tuple[Chain, tuple[StepCost, ...]]:
+    """The numbers that methods choose from, and what steps cost; arguments as of `plan`.
 
     Raises: as `plan`.
     """
     device = device_of(model, [inputs, kwargs])
-    with _converted(model) as layers, torch.inference_mode(False):
+    cuda = [device] if device.type == "cuda" else []
+    with _converted(model) as layers, torch.inference_mode(False), torch.random.fork_rng(cuda):
         step = measure_step(model, layers, inputs, kwargs, loss, accumulates, timed)
         if not step.calls:
             raise ValueError(
@@ -136,10 +137,17 @@ def measure_chain(
         calibration = costs if isinstance(costs, Calibration) else calibrate(device)
         by = calibration.analytic if costs == "analytic" else calibration.measured
         calls = tuple(_calls(step, by, segments, options, policies))
+        firsts = {call.example.key: call for call in reversed(step.calls)}
+        steps = [
+            cost
+            for call in reversed(firsts.values())
+            for cost in calibration.compare(call.layer, call.example, timed=costs != "analytic")
+        ]
     state, update = (0, 0) if optimizer is None else optimizers.predict(optimizer)
     made = 0 if accumulates else max((m.gradients for m in step.moments), default=0)
     resting = step.resting | ({"optimizer state": state} if state else {})
-    return Chain(calls, step.moments, resting, step.seconds, made + update, step.kept)
+    chain = Chain(calls, step.moments, resting, step.seconds, made + update, step.kept)
+    return chain, tuple(steps)
 
 
 @contextlib.contextmanager

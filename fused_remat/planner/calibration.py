@@ -1,7 +1,7 @@
 """What the steps of a block cost: timed one by one on the device, or from FLOPs and bytes.
 
 Two answers to one question (seconds of each step at given shapes), so that one can be held against
-the other: `Calibration.compare` shows both.
+the other: a plan's `steps` shows both.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,24 @@ def _timed(example: Example, save: Iterable[str]) -> dict[tuple[str, str], float
     return {label: statistics.median(r[label] for r in rounds[1:]) for label in labels}
 
 
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of one step of a layer's block that keeps its inputs alone.
+
+    Attributes:
+        layer: the first one of its kind.
+        which, step: the pass ("forward", "backward"), and as `explain` names it ("compute qkv").
+        measured: None if it was not timed, or runs together with another step.
+        analytic: from FLOPs and bytes.
+    """
+
+    layer: str
+    which: str
+    step: str
+    measured: float | None
+    analytic: float
+
+
 @dataclass
 class Calibration:
     """What a device does in a second, and what steps took on it; made by `calibrate`.
@@ -148,11 +166,6 @@ class Calibration:
     overhead: float
     flops: dict[torch.dtype, float] = field(default_factory=dict)
     _steps: dict[Any, dict[tuple[str, str], float]] = field(default_factory=dict, repr=False)
-    _examples: dict[Any, Example] = field(default_factory=dict, repr=False)
-
-    def examples(self) -> list[Example]:
-        """One call of each kind that was timed."""
-        return list(self._examples.values())
 
     def measured(self, example: Example, save: Iterable[str] = ()) -> Seconds:
         """Seconds of every step of both passes, timed now or taken from an equal call before."""
@@ -160,7 +173,6 @@ class Calibration:
         plan = example.prepare(save).plan
         needed = {(w, str(s)) for w in ("forward", "backward") for s in steps_of(plan, w)}
         if not needed <= found.keys():
-            self._examples.setdefault(example.key, example)
             for label, seconds in _timed(example, save).items():
                 found.setdefault(label, seconds)
         return {label: found[label] for label in needed if label in found}
@@ -178,10 +190,11 @@ class Calibration:
                 seconds[which, str(step)] = max(compute, nbytes / self.bandwidth) + self.overhead
         return seconds
 
-    def compare(self, example: Example) -> list[tuple[str, str, float, float]]:
-        """(pass, step, measured, analytic) seconds of all steps that have both."""
-        measured, analytic = self.measured(example), self.analytic(example)
-        return [(*key, measured[key], t) for key, t in analytic.items() if key in measured]
+    def compare(self, layer: str, example: Example, timed: bool = True) -> Iterator[StepCost]:
+        """Both answers for every step of a call of `layer`; only the analytic if not `timed`."""
+        measured = self.measured(example) if timed else {}
+        for (which, step), seconds in self.analytic(example).items():
+            yield StepCost(layer, which, step, measured.get((which, step)), seconds)
 
     def _rate(self, dtype: torch.dtype) -> float:
         if dtype not in self.flops:

@@ -16,6 +16,7 @@ keep from then on what their options say; the last has its input by then, and re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -223,12 +224,12 @@ def peak(chain: Chain, choice: Choice) -> int:
 
 def seconds(chain: Chain, choice: Choice) -> float:
     """Time of the whole step."""
-    total = chain.seconds
+    terms = [chain.seconds]
     of = {i: segment for segment in choice.segments for i in range(*segment)}
     for i, call in enumerate(chain.calls):
         mine = call.options[choice.options[i]]
         if i not in of:
-            total += mine.seconds - call.base.seconds
+            terms += [mine.seconds, -call.base.seconds]
         elif i != of[i][1] - 1:
-            total += call.forward_seconds + mine.seconds - call.base.seconds
-    return total
+            terms += [call.forward_seconds, mine.seconds, -call.base.seconds]
+    return math.fsum(terms)  # equal sets of terms, equal sums

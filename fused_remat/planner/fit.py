@@ -127,7 +127,7 @@ class _Search:
     def _peak(self, size: int) -> int | None:
         args, kwargs = _arguments(self._make_batch(size * self._multiple))
         try:
-            chain = measure_chain(
+            chain, _ = measure_chain(
                 self._model, args, kwargs, "analytic", timed=False, **self._options
             )
             self.peaks[size] = chains.peak(chain, least_peak(chain))

@@ -16,6 +16,7 @@ from fused_remat.convert import convert
 from fused_remat.layers import FusedLayer
 from fused_remat.planner import chain as chains
 from fused_remat.planner.budget import Budget, bytes_of
+from fused_remat.planner.calibration import StepCost
 from fused_remat.planner.chain import Call, Chain, Choice, Event, Moment, Option
 from fused_remat.planner.choose import choose, parts_of
 from fused_remat.planner.solve import METHODS, frontier
@@ -68,6 +69,7 @@ class Plan:
         method, costs: by which it was chosen, and from which costs.
         budget: bytes that the peak had to stay within; None for any.
         chain, choice: the measured step, and what was chosen in it (`fused_remat.planner.chain`).
+        steps: what each step of each kind of layer costs, timed and by FLOPs and bytes.
     """
 
     model: str
@@ -77,6 +79,7 @@ class Plan:
     budget: int | None
     chain: Chain
     choice: Choice
+    steps: tuple[StepCost, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -189,6 +192,7 @@ class Plan:
         """The plan as JSON, written to `path` if one is given; `from_json` reads it."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         given |= {"format": _FORMAT, "choice": dataclasses.asdict(self.choice)}
+        given["steps"] = [list(dataclasses.astuple(step)) for step in self.steps]
         text = json.dumps(given | {"chain": _written(self.chain)}, indent=1)
         if path is not None:
             Path(path).write_text(text + "\n", encoding="utf-8")
@@ -205,9 +209,12 @@ class Plan:
             raise ValueError(f"not the JSON of a plan of format {_FORMAT}")
         options = tuple(given["choice"]["options"])
         segments = tuple((first, last) for first, last in given["choice"]["segments"])
-        return cls(
-            **(given | {"chain": _read(given["chain"]), "choice": Choice(options, segments)})
-        )
+        read = {
+            "chain": _read(given["chain"]),
+            "choice": Choice(options, segments),
+            "steps": tuple(StepCost(*step) for step in given["steps"]),
+        }
+        return cls(**(given | read))
 
     def plot(self, path: str | Path) -> None:
         """Draw to `path` (.png, .svg, .pdf) memory over the step, and the frontier with this plan.
