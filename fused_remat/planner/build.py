@@ -87,6 +87,8 @@ def plan(
     True
     >>> _ = tight.apply(model)  # converts it, too
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan takes an nn.Module, got {type(model).__name__}")
     _check(method, costs, policies)
     device = device_of(model, [inputs, kwargs])
     limit = None if budget is None else bytes_of(budget, device)
@@ -153,8 +155,6 @@ def measure_chain(
 @contextlib.contextmanager
 def _converted(model: nn.Module) -> Iterator[dict[str, FusedLayer]]:
     """The fused layers of a model, converted if there are none."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"plan takes an nn.Module, got {type(model).__name__}")
     ours = not any(isinstance(m, FusedLayer) for m in model.modules())
     if ours:
         convert(model)
