@@ -31,6 +31,7 @@ bench: $(READY)  ## all benchmarks on this CPU, then the pages: one to two hours
 	$(BIN)/python -m bench layers --device cpu
 	$(BIN)/python -m bench frontier --device cpu
 	$(BIN)/python -m bench model --article --device cpu --layers 2 --seq 256
+	$(BIN)/python -m bench plan --device cpu
 	$(BIN)/python -m bench profile
 	$(BIN)/python -m bench report
 

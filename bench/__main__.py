@@ -17,6 +17,7 @@ COMMANDS = {
     "kernels": "bench.kernels.command",
     "layers": "bench.layers.command",
     "model": "bench.model.command",
+    "plan": "bench.plan.command",
     "profile": "bench.layers.profile_step",
     "report": "bench.report.command",
 }

@@ -23,7 +23,7 @@ from bench.layers import profile_step
 from bench.layers.subjects import Case
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
-from bench.report import command, frontier, kernels, layers, sets
+from bench.report import command, frontier, kernels, layers, plans, sets
 from bench.test_benchmarks import rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,7 +85,8 @@ def test_pages_without_results_say_so(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(frontier, "folders", list)
     monkeypatch.setattr(kernels, "gpu_sets", dict)
     names = ("kernels", "layers", "layers_machine", "targets", "profile", "frontier", "hardware")
-    for name in (*names, "frontier_readme"):
+    monkeypatch.setattr(plans, "files", lambda root: [])
+    for name in (*names, "frontier_readme", "planner"):
         text = command.PARTS[name]()
         assert text.startswith("Not ") and " yet" in text, name
 

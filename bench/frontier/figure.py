@@ -71,7 +71,7 @@ def draw(derived: dict[str, Any], folder: Path, name: str = "frontier") -> list[
         figure.set_layout_engine("none")
         for axes, points in drawn:
             place(axes, points, canvas.get_renderer())
-        return _save(figure, folder, name, _MARK + digest(derived))
+        return save(figure, folder, name, digest(derived))
 
 
 def _machines(figure: Any, grid: Iterable[Any], panels: list[dict[str, Any]]) -> None:
@@ -100,7 +100,9 @@ def measured_on(machine: dict[str, Any]) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _save(figure: Any, folder: Path, name: str, mark: str) -> list[Path]:
+def save(figure: Any, folder: Path, name: str, drawn: str) -> list[Path]:
+    """Write `name`.png and `name`.svg, which say by a digest what they are drawn of."""
+    mark = _MARK + drawn
     folder.mkdir(parents=True, exist_ok=True)
     png, svg = folder / f"{name}.png", folder / f"{name}.svg"
     figure.savefig(png, dpi=150, metadata={"Software": None, "Description": mark})

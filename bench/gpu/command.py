@@ -32,6 +32,7 @@ from bench.frontier.points import collected, read
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import layers as gpu_layers
 from bench.gpu import models as gpu_models
+from bench.gpu import plans as gpu_plans
 from bench.gpu.report import failures, line, report
 from bench.measure import ceilings
 from bench.measure import contest as gpu_contest
@@ -136,6 +137,7 @@ SECTIONS: dict[str, Section] = {
     "products": Section(9.0, _contests(product_routes.route_entries, 6.0)),
     "layers": Section(10.0, _steps(gpu_layers.layer_entries, 20.0)),
     "model": Section(16.0, _steps(gpu_models.model_entries, 60.0)),
+    "plans": Section(5.0, _steps(gpu_plans.plan_entries, 60.0)),
     "attention calls": Section(8.0, _contests(gpu_kernels.special_entries, 8.0)),
     "norms": Section(5.0, _contests(gpu_kernels.norm_entries, 5.0)),
     "models": Section(8.0, _contests(gpu_kernels.model_entries, 6.0)),

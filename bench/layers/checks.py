@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -132,7 +131,7 @@ class Checks:
     def _allow(self, name: str, error: float) -> float:
         """The most that a result may be off whose yardstick is off by `error`."""
         gross = GROSS["output" if name == "output" else "gradient"]
-        return min(gross, 1.5 * error + FLOORS[self.sample.x.dtype])  # the former, too, if NaN
+        return min(gross, 1.5 * error + FLOORS[self.sample.dy.dtype])  # the former, too, if NaN
 
     def _near(self, found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, Any]:
         """Every error within what is allowed; reports the one that comes nearest to it."""
@@ -198,7 +197,7 @@ class Checks:
         Where backward draws a mask again, it is off by about 2 p. p / 2 is allowed, or 10% where
         that is less, and five times what the rounding of both outputs comes to.
         """
-        dtype, dy = self.sample.x.dtype, self.sample.dy.double()
+        dtype, dy = self.sample.dy.dtype, self.sample.dy.double()
         kept = leaf.detach().clone()
         noise = torch.finfo(dtype).eps * (y.double().norm() * dy.norm()).item() / y.numel() ** 0.5
         size, slope = kept.double().norm().item(), gradient.norm().item()
@@ -221,7 +220,7 @@ class Checks:
 
 def _without_dropout(subject: Subject) -> Tensor:
     """The stock forward's output in float64 without dropout."""
-    layer = copy.deepcopy(subject.sample.layer).double().eval()
+    sample = subject.sample.double()
     # With gradients wanted, which is the forward that is trained, not the one for inference.
     with exact_by_head():
-        return subject.stock(layer)(subject.sample.x.detach().double()).detach()
+        return subject.stock(sample.layer.eval())(sample.x).detach()

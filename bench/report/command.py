@@ -1,8 +1,9 @@
 """Writes the generated parts of README.md and docs/, and the figures, from what they are made of.
 
 That is graphs, result files and tests' marks. `python -m bench report` rewrites the text between
-`<!-- name:begin -->` and `<!-- name:end -->`, and each folder's frontier where it is not that of
-its data; `--check` fails if that would change anything. No number in them is typed by hand.
+`<!-- name:begin -->` and `<!-- name:end -->`, and each folder's frontier and the pictures of plans
+where they are not of their data; `--check` fails if that would change anything. No number in them
+is typed by hand.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ import sys
 from collections.abc import Callable
 
 from bench.measure.machine import ROOT
-from bench.report import audit, composition, demo, frontier, kernels, layers, lora, models, rungs
+from bench.report import (
+    audit,
+    composition,
+    demo,
+    frontier,
+    kernels,
+    layers,
+    lora,
+    models,
+    plans,
+    rungs,
+)
 
 PAGES = (
     ROOT / "README.md",
@@ -22,6 +34,7 @@ PAGES = (
     ROOT / "docs" / "kernels.md",
     ROOT / "docs" / "lora.md",
     ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "planner.md",
 )
 PARTS: dict[str, Callable[[], str]] = {
     "audit": audit.audit_table,
@@ -41,6 +54,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "models": models.section,
     "profile": layers.profile,
     "targets": layers.targets,
+    "planner": plans.section,
     "frontier": frontier.section,
     "frontier_readme": frontier.readme,
 }
@@ -61,10 +75,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say what is out of date")
     check = parser.parse_args(arguments).check
-    stale = frontier.stale()
+    stale = frontier.stale() + plans.stale()
     if stale and not check:
         try:
             frontier.rewrite()
+            plans.rewrite()
         except ImportError as error:  # no matplotlib
             print(f"python -m bench report: {error}", file=sys.stderr)
             return 2

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from fused_remat.planner import chain as chains
 from fused_remat.planner.budget import BudgetError
-from fused_remat.planner.chain import Chain, Choice
+from fused_remat.planner.chain import Chain, Choice, Event
 from fused_remat.planner.solve import METHODS, least_peak
 from fused_remat.policies import Policy
 from fused_remat.report.report import human
@@ -61,12 +61,16 @@ def _manual(chain: Chain, policies: Policies) -> Choice:
 
 def parts_of(chain: Chain, choice: Choice) -> dict[str, int]:
     """What the peak is made of, in bytes: "kept" is of the layers, "at work" all the rest."""
-    top = max(chains.timeline(chain, choice), key=lambda event: event.peak)
+    return parts_at(chain, max(chains.timeline(chain, choice), key=lambda event: event.peak))
+
+
+def parts_at(chain: Chain, event: Event) -> dict[str, int]:
+    """The same of the most that one stretch of a step takes."""
     parts = dict(chain.resting)
     if not parts.get("gradients"):
-        parts["gradients"] = top.gradients
-    parts["kept"] = top.kept
-    parts["at work"] = top.peak - sum(parts.values())
+        parts["gradients"] = event.gradients
+    parts["kept"] = event.kept
+    parts["at work"] = event.peak - sum(parts.values())
     return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 

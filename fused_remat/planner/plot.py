@@ -1,0 +1,162 @@
+"""A plan as a picture: memory over its step, and where it lies on the frontier."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fused_remat.planner.budget import BudgetError
+from fused_remat.planner.chain import Event
+from fused_remat.planner.choose import parts_at
+from fused_remat.planner.solve import METHODS
+
+if TYPE_CHECKING:
+    from fused_remat.planner.plan import Plan
+
+# Okabe and Ito's palette, told apart by the colour-blind too.
+#: What a stretch's bytes are, from below, and their colours; whatever else rests is in "others".
+PARTS = {
+    "parameters": "#999999",
+    "optimizer state": "#E69F00",
+    "others": "#CCCCCC",
+    "gradients": "#009E73",
+    "kept": "#0072B2",
+    "at work": "#56B4E9",
+}
+_NAMES = {"kept": "kept by layers"}
+_SHADES = {"forward": "#F7F7F7", "replay": "#F6DCE9", "backward": "#EAF1F7", "update": "#FBF1D9"}
+_BUDGET = "#D55E00"
+#: Relative to the span of an axis: what a point's label may be off it, and room at the edges.
+_ROOM = 0.12
+
+
+def plot(plan: Plan, path: str | Path) -> None:
+    """See `Plan.plot`."""
+    try:
+        from matplotlib.figure import Figure  # not pyplot: no window, no global state
+    except ImportError as error:
+        raise ImportError('Plan.plot needs matplotlib: pip install "fused-remat[bench]"') from error
+    figure = Figure(figsize=(12.0, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    scale = _unit(max(plan.peak_bytes, plan.budget or 0, *(p.peak_bytes for p in plan.frontier)))
+    _step(left, plan, *scale)
+    _frontier(right, plan, *scale)
+    shown = "costs " + plan.costs
+    figure.suptitle(f"{plan.model} on {plan.device}: {plan.method}, {shown}", fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def _unit(largest: int) -> tuple[int, str]:
+    """What the bytes of an axis are divided by, and its name.
+
+    >>> _unit(3 * 2**20), _unit(5 * 2**30)
+    ((1048576, 'MiB'), (1073741824, 'GiB'))
+    """
+    units = ((2**30, "GiB"), (2**20, "MiB"))
+    return next((unit for unit in units if largest >= 2 * unit[0]), (2**10, "KiB"))
+
+
+def _step(axes: Any, plan: Plan, scale: int, unit: str) -> None:
+    """Memory over the step, a column of equal width for each stretch: its most bytes."""
+    events = plan.timeline()
+    columns = [_parts(plan, event) for event in events]
+    peak = max(range(len(events)), key=lambda i: events[i].peak)
+    edges = range(len(events) + 1)
+    names = [name for name in PARTS if any(column.get(name) for column in columns)]
+    values = [[column.get(name, 0) / scale for column in columns] for name in names]
+    axes.stackplot(
+        edges, *([*row, row[-1]] for row in values), step="post", linewidth=0,
+        labels=[_NAMES.get(name, name) for name in names], colors=[PARTS[name] for name in names],
+    )  # fmt: skip
+    top = max(events[peak].peak, plan.budget or 0) / scale
+    axes.set_ylim(0, (1 + _ROOM) * top)
+    axes.set_xlim(0, len(events))
+    _phases(axes, events)
+    at = (peak + 0.5, events[peak].peak / scale)
+    axes.plot(*at, color="black", marker="v", markersize=6, linestyle="none")
+    side = "right" if peak > len(events) / 2 else "left"
+    axes.annotate(f"peak {at[1]:,.1f} {unit}", at, (0, 6), textcoords="offset points", ha=side,
+                  fontsize=8)  # fmt: skip
+    if plan.budget is not None:
+        label = f"budget {plan.budget / scale:,.1f} {unit}"
+        axes.axhline(plan.budget / scale, color=_BUDGET, linestyle="--", linewidth=1, label=label)
+    axes.set_xlabel("the step's stretches, in order")
+    axes.set_ylabel(f"most bytes in a stretch, {unit}")
+    axes.set_xticks([])
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper center", bbox_to_anchor=(0.5, -0.06),
+                ncols=4, fontsize=7, frameon=False)  # fmt: skip
+
+
+def _parts(plan: Plan, event: Event) -> dict[str, int]:
+    """The bytes of a stretch by the names of `PARTS`."""
+    found: dict[str, int] = {}
+    for name, nbytes in parts_at(plan.chain, event).items():
+        known = name if name in PARTS else "others"
+        found[known] = found.get(known, 0) + nbytes
+    return found
+
+
+def _phases(axes: Any, events: list[Event]) -> None:
+    """Shades behind the columns, and the name of each phase above its first stretch."""
+    named: set[str] = set()
+    for what, first, last in _runs(events):
+        axes.axvspan(first, last, color=_SHADES[what], zorder=0, linewidth=0)
+        if what not in named:
+            # The update is the last column alone: its name ends there.
+            x, ha = (last, "right") if what == "update" else (first, "left")
+            axes.text(x, 1.0, what, transform=axes.get_xaxis_transform(), fontsize=7.5,
+                      color="0.35", ha=ha, va="bottom")  # fmt: skip
+        named.add(what)
+
+
+def _runs(events: list[Event]) -> Iterator[tuple[str, int, int]]:
+    """Stretches of one kind that follow each other: the kind, [first, last)."""
+    at = 0
+    for what, group in itertools.groupby(events, key=lambda event: event.what):
+        count = len(list(group))
+        yield what, at, at + count
+        at += count
+
+
+def _frontier(axes: Any, plan: Plan, scale: int, unit: str) -> None:
+    """Seconds against peak: the least for every budget, this plan, and simpler rules' plans."""
+    xs = [point.peak_bytes / scale for point in plan.frontier]
+    ys = [1e3 * point.seconds for point in plan.frontier]
+    axes.plot(xs, ys, color=PARTS["kept"], marker="o", markersize=3, linewidth=1,
+              drawstyle="steps-post", label="frontier")  # fmt: skip
+    points = _points(plan)
+    for (peak, seconds), methods in points.items():
+        mine = plan.method in methods
+        at = (peak / scale, 1e3 * seconds)
+        axes.plot(*at, color="black" if mine else _BUDGET, marker="*" if mine else "s",
+                  markersize=11 if mine else 5, linestyle="none", zorder=3)  # fmt: skip
+        axes.annotate(", ".join(methods), at, (5, 5), textcoords="offset points", fontsize=8)
+    xs += [peak / scale for peak, _ in points]
+    ys += [1e3 * seconds for _, seconds in points]
+    if plan.budget is not None:
+        xs.append(plan.budget / scale)
+        axes.axvline(xs[-1], color=_BUDGET, linestyle="--", linewidth=1, label="budget")
+    for limit, values in ((axes.set_xlim, xs), (axes.set_ylim, ys)):
+        room = _ROOM * (max(values) - min(values)) or 0.05 * max(values) or 1.0
+        limit(min(values) - room, max(values) + 1.5 * room)
+    axes.set_xlabel(f"peak of the step, {unit}")
+    axes.set_ylabel("forward and backward, ms")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False)
+
+
+def _points(plan: Plan) -> dict[tuple[int, float], list[str]]:
+    """The plan's method first, then all others that stay within the budget, by (peak, seconds)."""
+    found = {(plan.peak_bytes, plan.seconds): [plan.method]}
+    for method in METHODS:
+        if method != plan.method:
+            try:
+                other = plan.within(plan.budget, method)
+            except BudgetError:
+                continue
+            found.setdefault((other.peak_bytes, other.seconds), []).append(method)
+    return found

@@ -1,0 +1,204 @@
+"""`python -m bench plan` at tiny sizes: plans beside their peers, and what is said of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.layers.checks import errors, results_of
+from bench.plan import command, measure, report
+from bench.plan.ours import Planner, forward_of
+from bench.plan.subjects import Case
+from bench.plan.ways import PEERS
+from bench.report import plans as page
+
+TINY = Case(3, "float32", "pre", 0.0, 2, 8, 16, 2)
+#: Of the command line: the same.
+OPTIONS = ["--device", "cpu", "--layers", "3", "--batch", "2", "--seq", "8", "--d-model", "16",
+           "--nhead", "2", "--rounds", "2", "--no-compile"]  # fmt: skip
+PEER_NAMES = [name for name in PEERS if not PEERS[name].traits.get("compiled")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_do() -> Iterator[None]:
+    """Every memory measurement collects garbage: not what pytest has loaded.
+
+    And on such sizes a second thread only waits, which takes long where others compute.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run of the command."""
+    pytest.importorskip("matplotlib")
+    found = tmp_path_factory.mktemp("plan")
+    assert command.main([*OPTIONS, "--out", str(found)]) == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def row(folder: Path) -> dict[str, Any]:
+    (found,) = report.read(folder / "plan-cpu.json")["results"]
+    return dict(found)
+
+
+def test_every_peer_is_measured_and_ours_within_its_peak(row: dict[str, Any]) -> None:
+    assert row["case"] == dataclasses.asdict(TINY)
+    measured = report.right(row)
+    absent = [name for name in PEER_NAMES if name not in measured]
+    assert absent == [] and row["rounds"] == 2
+    rivals = {rival.peer: rival for rival in report.rivals(row)}
+    assert list(rivals) == PEER_NAMES
+    for rival in rivals.values():
+        peer = measured[rival.peer]
+        assert set(peer["step_ratio"]) == set(PEER_NAMES)
+        if rival.way is None:
+            assert rival.least is not None and rival.least > peer["peak_bytes"]
+        else:
+            assert measured[rival.way]["peak_bytes"] <= peer["peak_bytes"]
+    assert any(rival.way for rival in rivals.values())
+
+
+def test_predictions_of_bytes_are_what_is_measured(row: dict[str, Any]) -> None:
+    found = report.errors(row)
+    ours = [name for name, way in report.right(row).items() if report.is_ours(way)]
+    assert {"optimal", "uniform", "sqrt", "greedy"} == {name.split("_")[0] for name in ours}
+    for what in ("peak", "kept"):
+        assert set(found[what]) == set(ours)
+        assert max(map(abs, found[what].values())) == 0, found[what]
+    assert set(found["time, costs measured"]) == set(found["time, costs analytic"]) == set(ours)
+
+
+def test_peaks_count_parameters_and_gradients(row: dict[str, Any]) -> None:
+    parameters = row["resting"]["parameters"]
+    assert row["resting"]["inputs"] == 2 * 9 * 8
+    for way in report.right(row).values():
+        assert way["peak_bytes"] > 2 * parameters and way["kept_bytes"] < way["peak_bytes"]
+
+
+def test_the_tables(row: dict[str, Any]) -> None:
+    for make in command.TABLES.values():
+        lines = make(row).splitlines()
+        columns = lines[0].count("|")
+        assert len(lines) > 2 and all(line.count("|") == columns for line in lines), lines
+    assert len(report.step_table(row).splitlines()) > 15  # all steps of both passes
+    # nothing to say, and nothing wrong
+    nothing = row | {"plans": [], "ways": {"eager": row["ways"]["eager"]}}
+    assert report.errors(nothing) == {} and list(report.rivals(nothing)) == []
+
+
+def test_a_plan_within_a_peers_peak_may_not_be_there(row: dict[str, Any]) -> None:
+    tight = {"method": "optimal", "of": "checkpoint", "budget_bytes": 7, "least_bytes": 2**20}
+    given = row | {"plans": [tight]}
+    (rival,) = report.rivals(given)
+    assert rival == report.Rival("checkpoint", None, 2**20)
+    assert "none: the least possible is 1.0 MiB" in report.rival_table(given)
+
+
+def test_the_pictures_and_drawing_them_again(folder: Path, tmp_path: Path) -> None:
+    assert page.stale(folder) == []
+    svg = (folder / "plan-cpu.svg").read_text()
+    for text in ("checkpoint sqrt", "eager", "greedy", "ours, optimal", "ours, predicted"):
+        assert f"<!-- {text} -->" in svg, text
+    copied = tmp_path / "plan-cpu.json"
+    copied.write_text((folder / "plan-cpu.json").read_text())
+    assert {path.name for path in page.stale(tmp_path)} == {"plan-cpu.png", "plan-cpu.svg"}
+    assert command.main(["--from", str(copied)]) == 0
+    assert (tmp_path / "plan-cpu.svg").read_bytes() == svg.encode()
+    changed = json.loads(copied.read_text())
+    changed["results"][0]["rounds"] = 3
+    copied.write_text(json.dumps(changed))
+    assert len(page.stale(tmp_path)) == 2
+    page.rewrite(tmp_path)
+    assert page.stale(tmp_path) == []
+
+
+def test_the_page(folder: Path, tmp_path: Path) -> None:
+    text = page.section(folder)
+    assert (
+        "**3 layers, D = 16, H = 2, B = 2, S = 8, float32, pre-norm, dropout 0**, 2 round" in text
+    )
+    assert f"(../bench/results/{folder.name}/plan-cpu.png)" in text
+    assert text.count("<details>") == text.count("</details>") == 2
+    assert page.section(tmp_path) == page.UNMEASURED
+
+
+def test_a_run_is_taken_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = lambda *_: pytest.fail("it is in the file already")  # noqa: E731
+    monkeypatch.setattr(command, "measure", known)
+    assert command.main([*OPTIONS, "--out", str(folder)]) == 0
+
+
+@pytest.mark.parametrize("case", [
+    Case(2, "float32", "post", 0.1, 2, 32, 32, 2),
+    Case(1, "float32", "pre", 0.1, 2, 32, 32, 2, causal=True),
+], ids=["post-norm", "causal"])  # fmt: skip
+def test_other_stacks_are_right(case: Case) -> None:
+    """With dropout too, masks included: every peer that there is, and every plan."""
+    row = measure.measure(case, measure.Options(compiled=False, rounds=1))
+    wrong = {name: way["failure"] for name, way in row["ways"].items() if "failure" in way}
+    assert wrong == {}
+    absent = {name for name, way in row["ways"].items() if "unavailable" in way}
+    few = {"checkpoint_every_2", "checkpoint_every_4", "checkpoint_sqrt"}
+    assert absent == (few if case.layers == 1 else {"checkpoint_every_4"})
+    assert any(report.is_ours(way) for way in report.right(row).values())
+
+
+def test_the_gradients_of_a_plan_are_those_of_eager() -> None:
+    subject = TINY.subject("cpu")
+    planner = Planner(subject)
+    peaks = {"least": planner.plan.frontier[0].peak_bytes,
+             "segments": planner.plan.within(None, "sqrt").peak_bytes}  # fmt: skip
+    entries, asked = planner.at(peaks)
+    truth = results_of(subject.sample.layer, subject.sample)
+    assert any(entry.plan.choice.segments for entry in entries)
+    for entry in entries:
+        found = results_of(forward_of(subject, entry), subject.sample)
+        worst = max(errors(found, {n: t.double() for n, t in truth.items()}).values())
+        assert worst < 1e-5, entry.name
+    names = {entry.name for entry in entries}
+    assert {row["way"] for row in asked if row.get("way")} == names
+
+
+def test_wrong_results_of_ours_fail_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def doubled(subject: Any, entry: Any) -> Any:
+        return lambda x: 2 * forward_of(subject, entry)(x)
+
+    monkeypatch.setattr(measure, "forward_of", doubled)
+    assert command.main([*OPTIONS, "--out", str(tmp_path)]) == 1
+    assert "FAIL: relative error of " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--d-model", "100"], ["--nhead", "5"], ["--dropout", "1"], ["--rounds", "0"], ["--seq", "-1"],
+     ["--dtype", "int8"]],
+)  # fmt: skip
+def test_bad_options_are_usage_errors(options: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.parse(["--device", "cpu", *options])
+
+
+@pytest.mark.parametrize("content", ["not json", "[]", '{"machine": {}, "results": []}'])
+def test_what_holds_nothing_to_draw_is_an_error(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.json").write_text(content)
+    assert command.main(["--from", str(tmp_path / "a.json")]) == 2
+    assert capsys.readouterr().err.startswith("python -m bench plan: ")
