@@ -95,6 +95,7 @@ class AllocationTrace:
     Args:
         device: the CPU (read from the profiler's memory events) or a CUDA device (from the
             allocator's statistics, whose peak is reset).
+        collect: free cyclic garbage first. Else nothing does until the end.
 
     Attributes:
         spans: after the end, one for each mark, and one before them.
@@ -111,8 +112,9 @@ class AllocationTrace:
 
     _MARK = "fused_remat.memory::mark"
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", collect: bool = True) -> None:
         self.device = torch.device(device)
+        self._collect, self._collects = collect, False
         self.spans: list[Span] = []
         self._label: Any = None
         self._labels: list[Any] = []
@@ -132,7 +134,12 @@ class AllocationTrace:
             self._label = label
 
     def __enter__(self) -> AllocationTrace:
-        gc.collect()  # cyclic garbage of before must not be freed, and counted, in between
+        # Cyclic garbage of before must not be freed, and counted, in between.
+        if self._collect:
+            gc.collect()
+        else:
+            self._collects = gc.isenabled()
+            gc.disable()
         if self.device.type == "cpu":
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.__enter__()
@@ -149,6 +156,8 @@ class AllocationTrace:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._collects:
+            gc.enable()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._end_span()

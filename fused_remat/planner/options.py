@@ -102,7 +102,7 @@ def _undominated(options: list[Option]) -> list[Option]:
 def _with_peaks(example: Example, options: list[Option]) -> tuple[Option, ...]:
     """Each run once on the device, for the most that its passes take."""
     example.run(options[0].save)
-    with AllocationTrace(example.input.device) as trace:
+    with AllocationTrace(example.input.device, collect=False) as trace:
         for i, option in enumerate(options):
             trace.mark((i, "forward"))
             example.run(option.save, lambda i=i: trace.mark((i, "backward")))  # type: ignore[misc]
