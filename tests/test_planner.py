@@ -270,6 +270,16 @@ def test_an_impossible_budget_says_what_the_least_is_and_what_it_is_made_of():
     assert least.peak_bytes == error.least
 
 
+def test_sqrt_says_what_its_own_segments_need():
+    model, args, _, loss = given("pre-norm")
+    fastest = plan(model, *args, loss=loss, costs="analytic")
+    needs = fastest.within(None, "sqrt").peak_bytes
+    assert fastest.frontier[0].peak_bytes < needs
+    with pytest.raises(BudgetError, match="its segments have") as info:
+        fastest.within(needs - 1, "sqrt")
+    assert info.value.least == needs
+
+
 def test_planning_leaves_everything_as_it_was():
     torch.manual_seed(0)
     model, x = Mixed(), torch.randn(2, 16, 32)

@@ -6,70 +6,9 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fused_remat.cli.shapes import MODELS, Model
 
-@dataclass(frozen=True)
-class Model:
-    """What the sizes of a model's kernels follow from; from its published configuration.
-
-    Attributes:
-        d_ff: width of the feed-forward's hidden half.
-        norm: "layer_norm" or "rms_norm".
-        gated: whether the feed-forward multiplies by act(gate).
-        bias: of the feed-forward's linears.
-        seq_len: tokens that it is usually trained or run with.
-        rope: whether queries and keys are rotated.
-        vocab: tokens that its head predicts; 0 for none.
-    """
-
-    name: str
-    d_model: int
-    nhead: int
-    kv_heads: int
-    head_dim: int
-    d_ff: int
-    norm: str
-    activation: str
-    gated: bool
-    bias: bool
-    causal: bool
-    seq_len: int
-    rope: bool
-    vocab: int
-
-
-def _plain(
-    name: str, d_model: int, activation: str, causal: bool, seq_len: int, vocab: int = 0
-) -> Model:
-    """Heads of 64, a feed-forward of 4·D, LayerNorm, biases."""
-    heads = d_model // 64
-    return Model(
-        name, d_model, heads, heads, 64, 4 * d_model, "layer_norm", activation, False, True,
-        causal, seq_len, False, vocab,
-    )  # fmt: skip
-
-
-def _llama(
-    name: str, d_model: int, nhead: int, kv_heads: int, d_ff: int, seq_len: int, vocab: int
-) -> Model:
-    """RMSNorm, rotated and shared heads, SwiGLU, no biases in the feed-forward."""
-    return Model(
-        name, d_model, nhead, kv_heads, d_model // nhead, d_ff, "rms_norm", "silu", True, False,
-        True, seq_len, True, vocab,
-    )  # fmt: skip
-
-
-#: By name, as their papers and model cards give them.
-MODELS: dict[str, Model] = {
-    model.name: model
-    for model in (
-        _plain("bert-base", 768, "gelu", False, 512, 30522),
-        _plain("gpt2", 768, "gelu_tanh", True, 1024, 50257),
-        _plain("vit-l", 1024, "gelu", False, 197),
-        _llama("smollm-135m", 576, 9, 3, 1536, 2048, 49152),
-        _llama("qwen2-1.5b", 1536, 12, 2, 8960, 4096, 151936),
-        _llama("llama3-8b", 4096, 32, 8, 14336, 8192, 128256),
-    )
-}
+__all__ = ["MODELS", "Model", "Size", "at_tokens", "sweep", "tiny"]
 
 
 @dataclass(frozen=True)

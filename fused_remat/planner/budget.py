@@ -21,7 +21,7 @@ class BudgetError(ValueError):
 
     Attributes:
         budget: in bytes.
-        least: the least peak that the method can reach, in bytes.
+        least: the least peak that any method can reach, in bytes; for "sqrt" and "manual", theirs.
         parts: what that peak is made of, in bytes, the largest first.
     """
 

@@ -29,7 +29,9 @@ def choose(chain: Chain, limit: int | None, method: str, policies: Policies) -> 
     found = METHODS[method](chain, limit)
     if found is None:
         assert limit is not None
-        raise _too_small(chain, least_peak(chain), limit, method)
+        least = METHODS[method](chain, None) if method == "sqrt" else least_peak(chain)
+        assert least is not None  # "sqrt" has one choice, within whatever budget
+        raise _too_small(chain, least, limit, method)
     return found
 
 
@@ -75,13 +77,15 @@ def parts_at(chain: Chain, event: Event) -> dict[str, int]:
 
 
 def _too_small(chain: Chain, choice: Choice, limit: int, method: str) -> BudgetError:
-    """With the least possible peak; `choice` is the one that has it."""
+    """With the least peak there could be: of `choice`, the method's own or that of "optimal"."""
     parts = dict(sorted(parts_of(chain, choice).items(), key=lambda part: -part[1]))
     top = max(chains.timeline(chain, choice), key=lambda event: event.peak)
     where = "outside the layers" if top.call < 0 else f"of {chain.calls[top.call].layer!r}"
     when = "the optimizer's step" if top.what == "update" else f"{top.what} {where}"
     made = ", ".join(f"{name} {human(nbytes)}" for name, nbytes in parts.items())
-    what = "the policies have" if method == "manual" else "the least possible is"
+    what = {"manual": "the policies have", "sqrt": "its segments have"}.get(method)
+    if what is None:
+        what = "'optimal' has" if top.peak <= limit else "the least possible is"
     return BudgetError(
         f"no {method!r} plan has a peak within {human(limit)} ({limit} bytes): {what} "
         f"{human(top.peak)} ({top.peak} bytes), in {when}: {made}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,11 @@ class MemoryReport:
 
 
 def memory_report(
-    model: nn.Module, *inputs: Any, layers: Iterable[str] | None = None, **kwargs: Any
+    model: nn.Module,
+    *inputs: Any,
+    layers: Iterable[str] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    **kwargs: Any,
 ) -> MemoryReport:
     """Run `model(*inputs, **kwargs)` and a backward, and report what is kept in between, by layer.
 
@@ -192,6 +196,7 @@ def memory_report(
         layers: names of submodules or shell patterns (`"layers.*"`); of nested ones that match, the
             outermost. By default all transformer layers (this package's and `torch.nn`'s); in other
             models what stands in `nn.ModuleList` and `nn.Sequential`; else the children.
+        loss: of the model's output, for backward, in place of the sum; what it keeps counts.
 
     Units: bytes. Kept are storages that autograd saves, each once; parameters and buffers do not
         count, masks and inputs do (and a fused block predicts 0 for its masks). Peaks: on CPU from
@@ -221,7 +226,7 @@ def memory_report(
     if any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())):
         raise ValueError("the model has lazy parameters: call it once before memory_report")
     chosen = choose_layers(model, layers)
-    step = run_step(model, list(chosen.values()), inputs, kwargs)
+    step = run_step(model, list(chosen.values()), inputs, kwargs, loss)
     rows = [
         _layer(i, name or _MODEL, module, step) for i, (name, module) in enumerate(chosen.items())
     ]

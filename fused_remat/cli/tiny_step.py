@@ -1,0 +1,107 @@
+"""One small training step on a device: which backend and attention it takes, and is it right?"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat.backends.registry import BACKENDS, get_backend
+from fused_remat.explain import explain
+from fused_remat.layers import FusedRematLayer, FusedRematWarning
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SIZES: dict[str, Any] = {
+    "d_model": 128, "nhead": 2, "dim_feedforward": 256, "batch_first": True, "norm_first": True
+}  # fmt: skip
+
+
+def examine(device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What a `FusedRematLayer` does there: backend, routes of attention, and a step's gradients.
+
+    "why_not" has, of every other backend that cannot serve, the reason. "error" says why a step
+    raised or did not take the fused path, else None. "difference" is that of the gradients from the
+    stock layer's in float64, "stock" the same of the stock layer in `dtype`: "ok" is no more than
+    twice that, and an eps.
+
+    >>> found = examine("cpu", torch.float32)
+    >>> found["backend"], found["error"], found["ok"]
+    ('eager', None, True)
+    """
+    row: dict[str, Any] = {"device": device, "dtype": str(dtype).removeprefix("torch.")}
+    unknown = ("attention", "attention_dropout", "difference", "stock", "error")
+    row |= dict.fromkeys(unknown)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedRematWarning)  # the reasons are in what is returned
+        row |= _backends(device, dtype)
+        try:
+            row["attention"] = attention(device, dtype, 0.0)
+            row["attention_dropout"] = attention(device, dtype, 0.1)
+            row["difference"], row["stock"] = differences(device, dtype)
+        except Exception as error:  # whatever it is, it is what the doctor was asked for
+            row["error"] = f"{type(error).__name__}: {error}"
+    return row | {"ok": _is_ok(row["difference"], row["stock"], dtype)}
+
+
+def _is_ok(difference: float | None, stock: float | None, dtype: torch.dtype) -> bool:
+    if difference is None or stock is None:
+        return False
+    return difference <= 2 * stock + torch.finfo(dtype).eps  # False for NaN
+
+
+def _backends(device: str, dtype: torch.dtype) -> dict[str, Any]:
+    x = torch.empty(1, device=device, dtype=dtype)
+    chosen = get_backend("auto", x).name
+    why_not: dict[str, str] = {}
+    for name, row in BACKENDS.items():
+        backend = row()
+        reason = backend if isinstance(backend, str) else backend.why_not(x.device, dtype)
+        if name != chosen and reason is not None:
+            why_not[name] = reason
+    return {"backend": chosen, "why_not": why_not}
+
+
+def attention(device: str, dtype: torch.dtype, dropout: float) -> str:
+    """The routine that attention takes, of heads of 64 without masks.
+
+    Raises: RuntimeError if the layer does not take the fused path.
+    """
+    layer = FusedRematLayer(**_SIZES, dropout=dropout, device=device, dtype=dtype)
+    (block,) = explain(layer, _input(device, dtype))
+    if block.reason:
+        raise RuntimeError(f"not fused: {block.reason}")
+    return dict(block.forward)["attn"]
+
+
+def _input(device: str, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(0)  # the process's own random state stays
+    return torch.randn(2, 64, _SIZES["d_model"], generator=generator).to(device, dtype)
+
+
+def differences(device: str, dtype: torch.dtype) -> tuple[float, float]:
+    """|g − g'| / |g'| of the gradients of the input and all parameters, g' of the stock layer in
+    float64: with g of the fused layer, and of the stock layer in `dtype`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        stock = nn.TransformerEncoderLayer(**_SIZES, dropout=0.0).to(device, dtype)
+    fused = FusedRematLayer(**_SIZES, dropout=0.0, device=device, dtype=dtype)
+    fused.load_state_dict(stock.state_dict())
+    x = _input(device, dtype)
+    ours, theirs = _gradients(fused, x), _gradients(stock, x)
+    exact = _gradients(stock.double(), x.double())  # of the weights as they were rounded
+    return _apart(ours, exact), _apart(theirs, exact)
+
+
+def _gradients(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    loss = (layer(x) * x.detach().flip(1)).sum()  # a sum alone has hardly a gradient behind a norm
+    return list(torch.autograd.grad(loss, [x, *layer.parameters()]))
+
+
+def _apart(found: list[Tensor], exact: list[Tensor]) -> float:
+    pairs = [(g.double(), h) for g, h in zip(found, exact, strict=True)]
+    apart = math.fsum(float((g - h).square().sum()) for g, h in pairs)
+    return math.sqrt(apart / math.fsum(float(h.square().sum()) for _, h in pairs))

@@ -1,0 +1,257 @@
+"""The command line: what it prints and returns, and what it says where it cannot."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fused_remat import MemoryReport, Plan
+from fused_remat.cli import COMMANDS, main, models, plan, report, target
+from fused_remat.cli.errors import CommandError
+from fused_remat.cli.shapes import MODELS
+
+ROOT = Path(__file__).resolve().parent.parent
+PARSERS = {"report": report.parse, "plan": plan.parse}
+#: Parameters, as their model cards count them; of bert-base without token types, pooler and the
+#: head's transform, of vit-l without the class token.
+PARAMETERS = {
+    "bert-base": 108_890_112,
+    "gpt2": 124_439_808,
+    "vit-l": 304_326_632 - 1024,
+    "smollm-135m": 134_515_008,
+    "qwen2-1.5b": 1_543_714_304,
+    "llama3-8b": 8_030_261_248,
+}
+MINE = """
+import torch
+from torch import nn
+
+def step(batch, seq=16, device="cpu"):
+    layer = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).to(device)
+    return model, torch.randn(batch, seq, 32, device=device)
+
+def with_loss():
+    model, x = step(2)
+    return model, {"src": x}, lambda y: y.square().mean()
+
+def wants_seq(seq): return step(1, seq)
+def wants_more(seq, heads): return step(1, seq)
+def linear(dtype): return nn.Linear(4, 4, dtype=dtype), (torch.ones(2, 4, dtype=dtype),)
+def one(): return nn.Linear(4, 4)
+def no_model(): return "gpt2", torch.ones(2)
+def no_inputs(): return nn.Linear(4, 4), None
+def no_loss(): return nn.Linear(4, 4), torch.ones(2, 4), 0.5
+number = 5
+"""
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path, monkeypatch):
+    """A folder to work in, with the user's module; one thread, since two would wait for each other
+    at every tiny product where other tests run beside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    (tmp_path / "mine_for_cli.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    torch.set_num_threads(threads)
+    sys.modules.pop("mine_for_cli", None)
+
+
+def said(capsys, *arguments):
+    """Status, stdout, stderr."""
+    status = main([*map(str, arguments)])
+    return status, *capsys.readouterr()
+
+
+def help_of(name, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([name, "--help"])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_teaches_with_examples_that_parse(capsys):
+    status, text, _ = said(capsys, "--help")
+    assert status == 0
+    text += "".join(help_of(name, capsys) for name in COMMANDS)
+    text += (ROOT / "README.md").read_text()
+    found = re.findall(r"^ *python -m fused_remat ([a-z]+)((?: [^\s#>]+)*)", text, re.MULTILINE)
+    assert {name for name, _ in found} == set(COMMANDS) and len(found) > 10
+    for name, rest in found:
+        if name in PARSERS:
+            PARSERS[name](rest.split())
+
+
+@pytest.mark.parametrize(("arguments", "what"), [((), "missing"), (("run",), "'run'")])
+def test_an_unknown_command_lists_the_known(capsys, arguments, what):
+    status, _, error = said(capsys, *arguments)
+    assert status == 2 and what in error and "doctor, report, plan" in error
+
+
+def test_the_module_and_the_installed_command_are_the_same():
+    done = subprocess.run(
+        [sys.executable, "-m", "fused_remat", "doctor"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for section in ("devices", "versions", "backends", "attention", "replay check", "missing"):
+        assert re.search(f"^{section}", done.stdout, re.MULTILINE), section
+    assert done.stdout.rstrip().endswith("all right")
+    assert 'fused-remat = "fused_remat.cli:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_doctor_as_json_has_every_device_and_dtype(capsys):
+    status, text, _ = said(capsys, "doctor", "--json")
+    found = json.loads(text)
+    assert (status, found["ok"]) == (0, True)
+    steps = [(step["device"], step["dtype"]) for step in found["steps"]]
+    dtypes = ("float32", "bfloat16", "float16")
+    assert steps == [(d["device"], dtype) for d in found["devices"] for dtype in dtypes]
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["steps"][0]["backend"] == "eager" and found["steps"][0]["attention"]
+
+
+def test_doctor_is_1_where_the_fused_path_is_not_taken(capsys):
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        status, text, _ = said(capsys, "doctor")
+    finally:
+        hook.remove()
+    assert status == 1 and "FAIL" in text and "not fused: " in text and "wrong" in text
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shape_has_the_parameters_of_its_model(name):
+    model, _ = models.build(MODELS[name], 1, MODELS[name].seq_len, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shape_computes_what_its_stock_layers_do(name):
+    shape = MODELS[name]
+    heads = {"nhead": 4, "kv_heads": 4 if shape.kv_heads == shape.nhead else 2, "head_dim": 8}
+    small = dataclasses.replace(
+        shape, d_model=32, d_ff=48, layers=2, vocab=min(shape.vocab, 50), **heads
+    )
+    fused, inputs = models.build(small, 2, 7)
+    stock, _ = models.build(small, 2, 7, stock=True)
+    stock.load_state_dict(fused.state_dict())
+    losses = [model(*inputs) for model in (fused, stock)]
+    torch.testing.assert_close(*losses)
+    grads = [
+        torch.autograd.grad(x, list(m.parameters()))
+        for x, m in zip(losses, (fused, stock), strict=True)
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)  # sums in another order
+
+
+def test_report_of_a_shape(capsys):
+    arguments = ("report", "vit-l", "--layers", 1, "--seq", 8, "--device", "cpu")
+    status, text, _ = said(capsys, *arguments, "--policy", "names:attn,qkv", "--json", "r.json")
+    found = MemoryReport.from_json(Path("r.json").read_text())
+    assert status == 0 and str(found) in text and "vit-l: 1 of 24 layers, batch 1" in text
+    assert {"input", "attn", "qkv"} <= {a.name for a in found.layers[0].activations}
+    _, text, _ = said(capsys, *arguments, "--stock")
+    assert "layers.0 TransformerEncoderLayer" in text and "predicted" not in text
+
+
+def test_report_of_a_function(capsys):
+    status, text, _ = said(capsys, "report", "mine_for_cli:with_loss", "--policy", "lean")
+    assert status == 0 and "layers.2 (2×) FusedRematLayer lean" in text
+    assert "PowBackward0" in text  # the loss's own
+
+
+def test_report_draws(capsys):
+    pytest.importorskip("matplotlib")
+    step = ("report", "mine_for_cli:step", "--batch", 2, "--seq", 8)
+    assert said(capsys, *step, "--plot", "r.png")[0] == 0
+    assert Path("r.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("gpt3",), "'gpt3'"),
+        (("no_such_module:step",), "No module named 'no_such_module'"),
+        (("mine_for_cli:nothing",), "its functions: step, with_loss"),
+        (("mine_for_cli:number",), "no function 'number'"),
+        (("mine_for_cli:one",), "got a Linear"),
+        (("mine_for_cli:no_model",), "got a str: gpt2"),
+        (("mine_for_cli:no_inputs",), "got a NoneType"),
+        (("mine_for_cli:no_loss",), "got a float: 0.5"),
+        (("mine_for_cli:linear",), "no layer to convert"),
+        (("mine_for_cli:wants_seq",), "give --seq"),
+        (("mine_for_cli:wants_more", "--seq", 4), "requires 'heads'"),
+        (("mine_for_cli:step", "--dtype", "float16"), "no parameter 'dtype'"),
+        (("mine_for_cli:step", "--layers", 2), "--layers is for shapes"),
+        (("mine_for_cli:step", "--batch", 0), "--batch must be at least 1, got 0"),
+        (("mine_for_cli:step", "--policy", "names:gate"), "'gate'"),
+        (("vit-l", "--device", "meta"), "'meta'"),
+        (("vit-l", "--device", "cuda:99"), "'cuda:99'"),
+        (("vit-l", "--device", "gpu"), "'gpu'"),
+        (("vit-l", "--dropout", 1.5), "got 1.5"),
+        (("vit-l", "--json", "no/where.json"), "no folder 'no'"),
+        (("vit-l", "--plot", "picture.bmp"), "'picture.bmp'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_with_the_value(capsys, arguments, what):
+    status, _, error = said(capsys, "report", *arguments)
+    assert status == 2 and what in error and "Traceback" not in error
+
+
+def test_an_unknown_policy_lists_the_rungs(capsys):
+    with pytest.raises(SystemExit):
+        main(["report", "gpt2", "--policy", "leaner"])
+    assert "'leaner'; valid: full, lean" in capsys.readouterr().err
+
+
+def test_a_shape_that_cannot_fit_is_not_built():
+    model = nn.Linear(2**20, 2**20, device="meta")
+    with pytest.raises(CommandError, match=r"give --layers"):
+        target._check_room(model, "huge", torch.device("cpu"))
+
+
+def test_plan_compares_and_writes_a_plan_that_applies(capsys):
+    step = ("plan", "mine_for_cli:step", "--batch", 2, "--costs", "analytic", "--device", "cpu")
+    status, text, _ = said(
+        capsys, *step, "--budget", "80%", "--compare", "--frontier", "--json", "p.json"
+    )
+    assert status == 0 and "optimizer state" in text
+    made = Plan.from_json(Path("p.json").read_text())
+    assert str(made) in text and plan.frontier(made) in text
+    assert re.findall(r"^(\w+) .* ms$", text, re.MULTILINE) == [
+        "optimal",
+        "greedy",
+        "uniform",
+        "sqrt",
+    ]
+    model = made.apply(sys.modules["mine_for_cli"].step(2)[0])
+    assert [layer.policy for layer in model.layers] == list(made.policies.values())
+
+
+def test_plan_draws(capsys):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("fused_remat.planner.plot")
+    step = ("plan", "mine_for_cli:with_loss", "--costs", "analytic", "--optimizer", "sgd")
+    assert said(capsys, *step, "--plot", "p.png")[0] == 0
+    assert Path("p.png").stat().st_size > 1000
+
+
+def test_plan_without_a_budget_shows_the_frontier_and_too_small_a_one_why(capsys):
+    step = ("plan", "mine_for_cli:with_loss", "--costs", "analytic", "--optimizer", "none")
+    status, text, _ = said(capsys, *step)
+    assert status == 0 and "budget any" in text and "frontier" in text
+    status, text, error = said(capsys, *step, "--budget", "10kB", "--compare")
+    assert status == 1 and "the least possible is" in error and "Traceback" not in error
+    assert text.count("none within it: needs") == 4
+    status, _, error = said(capsys, *step, "--budget", "much")
+    assert status == 2 and "'much'" in error
