@@ -86,7 +86,7 @@ def test_pages_without_results_say_so(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "gpu_sets", dict)
     names = ("kernels", "layers", "layers_machine", "targets", "profile", "frontier", "hardware")
     monkeypatch.setattr(plans, "files", lambda root: [])
-    for name in (*names, "frontier_readme", "planner"):
+    for name in (*names, "frontier_readme", "planner", "planner_readme"):
         text = command.PARTS[name]()
         assert text.startswith("Not ") and " yet" in text, name
 

@@ -136,6 +136,30 @@ def rival_table(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(row: dict[str, Any]) -> str:
+    """How our plans do within the peaks of their peers, and how well they were predicted."""
+    ways = right(row)
+    against = {
+        rival.peer: ways[rival.way]["step_ratio"][rival.peer]["p50"]
+        for rival in rivals(row)
+        if rival.way is not None and rival.way in ways and rival.peer in ways
+    }
+    if not against:
+        return f"{title(row)}: no peer was measured."
+    won = sum(ratio < 1 for ratio in against.values())
+    best, worst = min(against, key=against.__getitem__), max(against, key=against.__getitem__)
+    mine = [way for way in ways.values() if "predicted" in way]
+    errors = [abs(way["predicted"]["peak_bytes"] / way["peak_bytes"] - 1) for way in mine]
+    exact = all(way["predicted"]["kept_bytes"] == way["kept_bytes"] for way in mine)
+    return (
+        f"{title(row)}: within the measured peak of each of {len(against)} other ways, the optimal "
+        f"plan is faster than {won}: {against[best]:.2f} times the time of {best} at best, "
+        f"{against[worst]:.2f} times that of {worst} at worst. Of {len(mine)} plans the predicted "
+        f"peak is off by at most {max(errors):.2%}, kept bytes are "
+        f"{'exact' if exact else 'not exact'}."
+    )
+
+
 def _cells(way: dict[str, Any]) -> list[str]:
     ratio = way["step_ratio"].get("eager")
     return [mib(way["peak_bytes"]), mib(way["kept_bytes"]), times(ratio) if ratio else ""]

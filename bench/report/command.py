@@ -55,6 +55,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "profile": layers.profile,
     "targets": layers.targets,
     "planner": plans.section,
+    "planner_readme": plans.readme,
     "frontier": frontier.section,
     "frontier_readme": frontier.readme,
 }

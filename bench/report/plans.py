@@ -45,6 +45,19 @@ def section(root: Path = RESULTS) -> str:
     return "\n\n".join(map(_set, files(root))) or UNMEASURED
 
 
+def readme(root: Path = RESULTS) -> str:
+    """Of the first file: the picture, and how its cases come out in a line each."""
+    path = next(iter(files(root)), None)
+    if path is None:
+        return UNMEASURED
+    data = read(path)
+    assert data is not None
+    lines = [f"- {plans.summary(row)}" for row in data["results"]]
+    machine = machine_line(data["results"][0]["machine"])
+    picture = _picture(path).replace("../bench", "bench")
+    return "\n\n".join([picture, "\n".join(lines), machine])
+
+
 def _set(path: Path) -> str:
     data = read(path)
     assert data is not None

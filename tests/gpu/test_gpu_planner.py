@@ -1,0 +1,78 @@
+"""Plans on a GPU: the predicted peak against `max_memory_allocated`, kept bytes, segments."""
+
+import pytest
+import torch
+from gpu_checks import BF16, DEVICE, ON_GPU, sized
+from torch import nn
+
+from fused_remat import convert, plan
+from fused_remat.layers import FusedLayer
+from fused_remat.report.step import run_step
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
+]
+LAYERS, B, S, D, H = sized(8, 4, 1024, 1024, 16) if ON_GPU else (4, 2, 17, 32, 4)
+WITHIN = 0.03
+
+
+def model_of(norm_first):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(D, H, 4 * D, 0.0, batch_first=True, norm_first=norm_first)
+    model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+    return convert(model.to(DEVICE, BF16), backend="triton")
+
+
+def squared(output):
+    return output.float().square().mean()
+
+
+def peak_of(model, x):
+    """Of a step, everything on the device counted."""
+    if not ON_GPU:
+        return None
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        loss = squared(model(x))
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        del loss, grads
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_peaks_hold_and_kept_bytes_are_exact(norm_first):
+    model = model_of(norm_first)
+    x = torch.randn(B, S, D, device=DEVICE, dtype=BF16)
+    fastest = plan(model, x, loss=squared)
+    low, high = fastest.frontier[0].peak_bytes, fastest.peak_bytes
+    for i in range(5):
+        budget = low + (high - low) * i // 4
+        found = fastest.within(budget)
+        found.apply(model)
+        kept = sum(saved.nbytes for saved in run_step(model, [], (x,), {}, squared).saved)
+        assert found.kept_bytes == kept
+        peak = peak_of(model, x)
+        if peak is not None and found.timeline()[-1].peak < found.peak_bytes:
+            assert abs(found.peak_bytes - peak) <= WITHIN * peak
+
+
+def test_segments_rebuild_the_same_bits():
+    model = model_of(True)
+    x = torch.randn(B, S, D, device=DEVICE, dtype=BF16)
+    layers = [m for m in model.modules() if isinstance(m, FusedLayer)]
+
+    def grads():
+        return torch.autograd.grad(squared(model(x)), list(model.parameters()))
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        expected = grads()
+        plan(model, x, loss=squared, method="sqrt", costs="analytic").apply(model)
+        assert any(layer.policy.segment == "inner" for layer in layers)
+        for got, want in zip(grads(), expected, strict=True):
+            assert torch.equal(got, want)
+    finally:
+        torch.use_deterministic_algorithms(False)
