@@ -134,7 +134,8 @@ def measure_chain(
         if not step.calls:
             raise ValueError(
                 f"no fused layer of {type(model).__name__} keeps anything for backward: do its "
-                "parameters require gradients, and does no checkpoint stand around the layers?"
+                "parameters require gradients, is it not compiled yet (compile it after planning), "
+                "and does no checkpoint stand around the layers?"
             )
         calibration = costs if isinstance(costs, Calibration) else calibrate(device)
         by = calibration.analytic if costs == "analytic" else calibration.measured

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,9 @@ class _Capture:
         self._examples: dict[Any, Example] = {}
         self._last: StorageWeakRef | None = None
 
+    def examples(self) -> list[Example]:
+        return list(self._examples.values())
+
     def __call__(self, layer: int, invocation: Invocation) -> None:
         if layer < 0:
             return
@@ -117,14 +120,10 @@ def measure_step(
     capture = _Capture(list(layers))
     with base_policies(layers):
         run_step(model, modules, args, kwargs, loss, accumulates, capture)
-        before = _allocated(device_of(model, [args, kwargs]))
+        resting = _resting(model, [args, kwargs], accumulates, capture.examples())
         step = run_step(model, modules, args, kwargs, loss, accumulates)
         seconds = time_step(model, args, kwargs, loss) if timed else 0.0
     calls, index = _kept_calls(capture, step)
-    resting = _resting(model, [args, kwargs], accumulates)
-    others = before - sum(resting.values())
-    if others > 0:
-        resting["others"] = others
     kept = sum(saved.nbytes for saved in step.saved)
     return MeasuredStep(calls, tuple(_moments(step, index)), kept, seconds, resting)
 
@@ -163,26 +162,32 @@ def _moments(step: Step, index: dict[tuple[int, int], int]) -> Iterator[Moment]:
             alive = call if backward else call + 1
 
 
-def _resting(model: nn.Module, inputs: Any, accumulates: bool) -> dict[str, int]:
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    trained = [p for p in parameters if p.requires_grad]
-    found = {
-        "parameters": _storage_bytes(parameters),
-        "buffers": _storage_bytes(buffers),
-        "inputs": _storage_bytes(tensors_in(inputs)),
+def _resting(
+    model: nn.Module, inputs: Any, accumulates: bool, examples: list[Example]
+) -> dict[str, int]:
+    """What is on the device all the time; of what else a CUDA device holds, not our examples."""
+    device = device_of(model, inputs)
+    counted: dict[int, int] = {}
+
+    def new(tensors: Iterable[Tensor]) -> int:
+        """Bytes of storages on the device that were not counted yet."""
+        storages = [t.untyped_storage() for t in tensors if t.device.type == device.type]
+        found = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in counted}
+        counted.update(found)
+        return sum(found.values())
+
+    trained = [p for p in model.parameters() if p.requires_grad and p.device.type == device.type]
+    resting = {
+        "parameters": new(model.parameters()),
+        "buffers": new(model.buffers()),
+        "inputs": new(tensors_in(inputs)),
         "gradients": sum(p.nbytes for p in trained) if accumulates else 0,
     }
-    return {name: nbytes for name, nbytes in found.items() if nbytes}
-
-
-def _storage_bytes(tensors: Any) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
-def _allocated(device: torch.device) -> int:
-    """What a process holds on a CUDA device, of which the budget is; 0 on a CPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    if device.type == "cuda":
+        new(t for example in examples for t in example.tensors if t is not None)
+        held = torch.cuda.memory_allocated(device)
+        resting["others"] = max(0, held - sum(counted.values()))
+    return {name: nbytes for name, nbytes in resting.items() if nbytes}
 
 
 def time_step(
