@@ -124,11 +124,15 @@ def _runs(events: list[Event]) -> Iterator[tuple[str, int, int]]:
 
 def _frontier(axes: Any, plan: Plan, scale: int, unit: str) -> None:
     """Seconds against peak: the least for every budget, this plan, and simpler rules' plans."""
-    xs = [point.peak_bytes / scale for point in plan.frontier]
-    ys = [1e3 * point.seconds for point in plan.frontier]
+    points = _points(plan)
+    best = [plan.within(peak) for peak, _ in points]  # between the frontier's points, too
+    line = sorted(
+        {(p.peak_bytes, p.seconds) for p in plan.frontier}
+        | {(p.peak_bytes, p.seconds) for p in best}
+    )
+    xs, ys = [peak / scale for peak, _ in line], [1e3 * seconds for _, seconds in line]
     axes.plot(xs, ys, color=PARTS["kept"], marker="o", markersize=3, linewidth=1,
               drawstyle="steps-post", label="frontier")  # fmt: skip
-    points = _points(plan)
     for (peak, seconds), methods in points.items():
         mine = plan.method in methods
         at = (peak / scale, 1e3 * seconds)
