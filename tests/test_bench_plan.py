@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from bench.plan.ours import Planner, forward_of
 from bench.plan.subjects import Case
 from bench.plan.ways import PEERS
 from bench.report import plans as page
+from bench.report.sets import RESULTS
 
 TINY = Case(3, "float32", "pre", 0.0, 2, 8, 16, 2)
 #: Of the command line: the same.
@@ -202,3 +204,23 @@ def test_what_holds_nothing_to_draw_is_an_error(
     (tmp_path / "a.json").write_text(content)
     assert command.main(["--from", str(tmp_path / "a.json")]) == 2
     assert capsys.readouterr().err.startswith("python -m bench plan: ")
+
+
+#: What the optimal plan within its peak is faster than: of `torch.compile`, what keeps little.
+SLOWER = re.compile(r"checkpoint.*|selective_(matmuls|attention)|compile_budget_0(\.25|\.5)?")
+
+
+def test_the_committed_plans_hold_their_budgets_and_beat_checkpoints() -> None:
+    for row in report.read(RESULTS / "plan-cpu.json")["results"]:
+        ways, rivals = report.right(row), list(report.rivals(row))
+        assert [rival.peer for rival in rivals] == [n for n in ways if n in PEERS]
+        for rival in rivals:
+            assert rival.way is not None, rival.peer
+            mine = ways[rival.way]
+            assert mine["peak_bytes"] <= ways[rival.peer]["peak_bytes"], rival
+            assert not SLOWER.fullmatch(rival.peer) or mine["step_ratio"][rival.peer]["p50"] < 1, (
+                rival
+            )
+        errors_of = report.errors(row)
+        assert max(map(abs, errors_of["peak"].values())) <= 0.03
+        assert set(errors_of["kept"].values()) == {0.0}

@@ -45,6 +45,12 @@ def wants_seq(seq): return step(1, seq)
 def wants_more(seq, heads): return step(1, seq)
 def linear(dtype): return nn.Linear(4, 4, dtype=dtype), (torch.ones(2, 4, dtype=dtype),)
 def one(): return nn.Linear(4, 4)
+def raises(): raise RuntimeError("boom")
+def frozen():
+    model, x = step(2)
+    return model.requires_grad_(False), x
+def bad_loss(): return *step(2), lambda y: 1 / 0
+def numbered(): return step(2)[0], {1: step(2)[1]}
 def no_model(): return "gpt2", torch.ones(2)
 def no_inputs(): return nn.Linear(4, 4), None
 def no_loss(): return nn.Linear(4, 4), torch.ones(2, 4), 0.5
@@ -59,6 +65,7 @@ def mine(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     (tmp_path / "mine_for_cli.py").write_text(MINE)
+    (tmp_path / "broken_for_cli.py").write_text("undefined\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
@@ -188,6 +195,10 @@ def test_report_draws(capsys):
         (("mine_for_cli:no_model",), "got a str: gpt2"),
         (("mine_for_cli:no_inputs",), "got a NoneType"),
         (("mine_for_cli:no_loss",), "got a float: 0.5"),
+        (("mine_for_cli:raises",), "RuntimeError: boom (mine_for_cli.py, line"),
+        (("mine_for_cli:bad_loss",), "ZeroDivisionError: division by zero (mine_for_cli.py, line"),
+        (("mine_for_cli:numbered",), "by the names of arguments, got 1"),
+        (("broken_for_cli:step",), "NameError: name 'undefined' is not defined"),
         (("mine_for_cli:linear",), "no layer to convert"),
         (("mine_for_cli:wants_seq",), "give --seq"),
         (("mine_for_cli:wants_more", "--seq", 4), "requires 'heads'"),
@@ -201,6 +212,7 @@ def test_report_draws(capsys):
         (("vit-l", "--dropout", 1.5), "got 1.5"),
         (("vit-l", "--json", "no/where.json"), "no folder 'no'"),
         (("vit-l", "--plot", "picture.bmp"), "'picture.bmp'"),
+        (("mine_for_cli:step", "--json", "/proc/none.json"), "cannot write '/proc/none.json'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_with_the_value(capsys, arguments, what):
@@ -215,9 +227,9 @@ def test_an_unknown_policy_lists_the_rungs(capsys):
 
 
 def test_a_shape_that_cannot_fit_is_not_built():
-    model = nn.Linear(2**20, 2**20, device="meta")
-    with pytest.raises(CommandError, match=r"give --layers"):
-        target._check_room(model, "huge", torch.device("cpu"))
+    huge = dataclasses.replace(target.MODELS["vit-l"], layers=10**6)
+    with pytest.raises(CommandError, match=r"vit-l of 1000000 layers has .* give --layers"):
+        target._check_room(huge, 197, torch.float32, torch.device("cpu"))
 
 
 def test_plan_compares_and_writes_a_plan_that_applies(capsys):
@@ -240,7 +252,6 @@ def test_plan_compares_and_writes_a_plan_that_applies(capsys):
 
 def test_plan_draws(capsys):
     pytest.importorskip("matplotlib")
-    pytest.importorskip("fused_remat.planner.plot")
     step = ("plan", "mine_for_cli:with_loss", "--costs", "analytic", "--optimizer", "sgd")
     assert said(capsys, *step, "--plot", "p.png")[0] == 0
     assert Path("p.png").stat().st_size > 1000
@@ -253,5 +264,8 @@ def test_plan_without_a_budget_shows_the_frontier_and_too_small_a_one_why(capsys
     status, text, error = said(capsys, *step, "--budget", "10kB", "--compare")
     assert status == 1 and "the least possible is" in error and "Traceback" not in error
     assert text.count("none within it: needs") == 4
-    status, _, error = said(capsys, *step, "--budget", "much")
-    assert status == 2 and "'much'" in error
+    for budget in ("much", "0.8", "101%", f"{2**63}"):
+        status, _, error = said(capsys, *step, "--budget", budget)
+        assert status == 2 and f" '{budget}'" in error
+    status, _, error = said(capsys, "plan", "mine_for_cli:frozen", "--costs", "analytic")
+    assert status == 2 and "do its parameters require gradients" in error

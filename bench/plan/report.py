@@ -151,11 +151,13 @@ def summary(row: dict[str, Any]) -> str:
     mine = [way for way in ways.values() if "predicted" in way]
     errors = [abs(way["predicted"]["peak_bytes"] / way["peak_bytes"] - 1) for way in mine]
     exact = all(way["predicted"]["kept_bytes"] == way["kept_bytes"] for way in mine)
+    tight = [rival.peer for rival in rivals(row) if rival.way is None]
+    none = f"; within that of {', '.join(tight)} there is no plan" if tight else ""
     return (
         f"{title(row)}: within the measured peak of each of {len(against)} other ways, the optimal "
         f"plan is faster than {won}: {against[best]:.2f} times the time of {best} at best, "
-        f"{against[worst]:.2f} times that of {worst} at worst. Of {len(mine)} plans the predicted "
-        f"peak is off by at most {max(errors):.2%}, kept bytes are "
+        f"{against[worst]:.2f} times that of {worst} at worst{none}. Of {len(mine)} plans the "
+        f"predicted peak is off by at most {percent(max(errors))}, kept bytes are "
         f"{'exact' if exact else 'not exact'}."
     )
 

@@ -57,8 +57,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; returns the exit status.
 
-    0: done; 1: no plan within the budget, out of memory, or a wrong step; 2: not a command line
-    that means something, with a message on stderr.
+    0: done; 1: no plan within the budget, out of memory, or a step that `doctor` finds wrong; 2: a
+    command line that means nothing, or a target that raises. 1 and 2 have a message on stderr, but
+    for `doctor`; Python's development mode (-X dev) shows the traceback of 2.
 
     >>> main(["--help"])  # doctest: +ELLIPSIS
     usage: python -m fused_remat {doctor,report,plan} ...
@@ -84,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[name](given[1:])
     except CommandError as error:
+        if sys.flags.dev_mode:
+            raise
         print(f"python -m fused_remat {name}: error: {error}", file=sys.stderr)
         return 2
     except torch.OutOfMemoryError as error:

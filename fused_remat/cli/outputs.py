@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from pathlib import Path
 from typing import Protocol
 
@@ -34,19 +35,26 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise CommandError(f"there is no folder {str(path.parent)!r} for {str(path)!r}")
         if path.is_dir():
             raise CommandError(f"{str(path)!r} is a folder")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise CommandError(f"{str(path)!r} may not be written")
     if args.plot is None:
         return
-    if args.plot.suffix not in _PICTURES:
+    if args.plot.suffix.lower() not in _PICTURES:
         raise CommandError(f"--plot writes {', '.join(_PICTURES)}, got {str(args.plot)!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise CommandError('--plot needs matplotlib: pip install "fused-remat[bench]"')
 
 
 def write_outputs(args: argparse.Namespace, found: Written) -> None:
-    """Write what is asked for, and say so."""
-    if args.json is not None:
-        found.to_json(args.json)
-        print(f"written: {args.json}")
-    if args.plot is not None:
-        found.plot(args.plot)
-        print(f"written: {args.plot}")
+    """Write what is asked for, and say so.
+
+    Raises: CommandError if that fails.
+    """
+    for path, write in ((args.json, found.to_json), (args.plot, found.plot)):
+        if path is None:
+            continue
+        try:
+            write(path)
+        except OSError as error:
+            raise CommandError(f"cannot write {str(path)!r}: {error}") from error
+        print(f"written: {path}")

@@ -77,7 +77,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Print the plan; 1 if there is none within the budget.
 
-    Raises: CommandError for a target, budget or path that cannot be.
+    Raises: CommandError for a target, budget or path that cannot be, or a step that raises.
     """
     args = parse(arguments)
     check_outputs(args)
@@ -85,16 +85,17 @@ def main(arguments: Sequence[str]) -> int:
     fuse(found.model, None)
     budget = _budget(args.budget, device_of(found.model, [found.args, found.kwargs]))
     print(found.title, flush=True)
-    fastest = plan(
-        found.model,
-        *found.args,
-        costs=args.costs,
-        optimizer=optimizer_of(args.optimizer, found.model),
-        loss=found.loss,
-        accumulates=args.accumulates,
-        segments=not args.no_segments,
-        **found.kwargs,
-    )
+    with target.told(f"a step of {args.target!r} cannot be planned"):
+        fastest = plan(
+            found.model,
+            *found.args,
+            costs=args.costs,
+            optimizer=optimizer_of(args.optimizer, found.model),
+            loss=found.loss,
+            accumulates=args.accumulates,
+            segments=not args.no_segments,
+            **found.kwargs,
+        )
     chosen, failure = _chosen(fastest, budget, args.method)
     if chosen is not None:
         print(f"\n{chosen}")
@@ -112,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
 def _budget(text: str | None, device: torch.device) -> int | None:
     try:
         return None if text is None else bytes_of(text, device)
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         raise CommandError(f"--budget: {error}") from error
 
 

@@ -70,14 +70,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Print the report.
 
-    Raises: CommandError for a target, policy or path that cannot be.
+    Raises: CommandError for a target, policy or path that cannot be, or a step that raises.
     """
     args = parse(arguments)
     check_outputs(args)
     found = target.load(args, args.stock)
     if not args.stock:
         fuse(found.model, args.policy)
-    report = memory_report(found.model, *found.args, loss=found.loss, **found.kwargs)
+    with target.told(f"a step of {args.target!r} cannot be run"):
+        report = memory_report(found.model, *found.args, loss=found.loss, **found.kwargs)
     print(f"{found.title}\n\n{report}")
     write_outputs(args, report)
     return 0

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +21,20 @@ from torch import Tensor, nn
 
 from fused_remat.cli.errors import CommandError
 from fused_remat.cli.models import build
-from fused_remat.cli.shapes import MODELS
+from fused_remat.cli.shapes import MODELS, Model
 from fused_remat.planner.budget import device_memory
 from fused_remat.report.report import human
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: What a user's function may be given.
 _NAMED = ("batch", "seq", "device", "dtype")
+#: Where files lie that a user did not write.
+_NOT_THE_USERS = (
+    "<frozen ",
+    str(Path(__file__).parents[1]),
+    str(Path(torch.__file__).parent),
+    sysconfig.get_path("stdlib"),
+)
 
 HELP = f"""\
 TARGET is the name of a shape: {", ".join(MODELS)}
@@ -47,7 +58,27 @@ or module:function, of a module that can be imported from the current folder.
         layer = torch.nn.TransformerEncoderLayer(256, 4, batch_first=True)
         model = torch.nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).to(device)
         return model, torch.randn(batch, seq, 256, device=device)
+
+python -X dev -m fused_remat ... shows the traceback of an error.
 """
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """What raises within ends the command with a message: `what`, the error, and the last line of
+    it that is the user's, if one is. Out of memory is left as it is."""
+    try:
+        yield
+    except (CommandError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+        where = (
+            f" ({os.path.relpath(theirs[-1].filename)}, line {theirs[-1].lineno})" if theirs else ""
+        )
+        message = f"{what}: {type(error).__name__}: {error}{where}"
+        raise CommandError(message) from error
 
 
 @dataclass(frozen=True)
@@ -125,7 +156,7 @@ def _built_in(args: argparse.Namespace, stock: bool) -> Target:
         raise CommandError(f"--dropout must be in [0, 1), got {dropout}")
     batch, seq, whole = args.batch or 1, args.seq or shape.seq_len, shape.layers
     shape = dataclasses.replace(shape, layers=args.layers or whole)
-    _check_room(build(shape, 1, seq, dropout, stock, "meta", dtype)[0], args.target, device)
+    _check_room(shape, seq, dtype, device)
     torch.manual_seed(0)
     model, inputs = build(shape, batch, seq, dropout, stock, device, dtype)
     layers = f"{shape.layers} of {whole}" if shape.layers != whole else f"{whole}"
@@ -134,13 +165,20 @@ def _built_in(args: argparse.Namespace, stock: bool) -> Target:
     return Target(title, model, inputs, {}, None)
 
 
-def _check_room(model: nn.Module, name: str, device: torch.device) -> None:
+def _check_room(shape: Model, seq: int, dtype: torch.dtype, device: torch.device) -> None:
     """Before anything is allocated: parameters and gradients have to fit."""
-    needs, has = 2 * sum(p.nbytes for p in model.parameters()), device_memory(device)
+
+    def count(layers: int) -> int:
+        small = dataclasses.replace(shape, layers=layers)
+        model, _ = build(small, 1, seq, 0.0, False, "meta", dtype)
+        return sum(p.numel() for p in model.parameters())
+
+    total = count(1) + (count(2) - count(1)) * (shape.layers - 1)
+    needs, has = 2 * total * dtype.itemsize, device_memory(device)
     if needs > has:
         raise CommandError(
-            f"{name} has {_parameters(model)}: with their gradients {human(needs)}, and {device} "
-            f"has {human(has)}; give --layers"
+            f"{shape.name} of {shape.layers} layers has {total / 1e6:,.1f} M parameters: with their "
+            f"gradients {human(needs)}, and {device} has {human(has)}; give --layers"
         )
 
 
@@ -153,7 +191,10 @@ def _users(args: argparse.Namespace) -> Target:
         if getattr(args, name) is not None:
             raise CommandError(f"--{name} is for shapes, not for {args.target!r}")
     function = _find(args.target)
-    model, inputs, loss = _returned(args.target, function(**_arguments(function, args)))
+    given_to_it = _arguments(function, args)
+    with told(f"{args.target!r} raises"):
+        value = function(**given_to_it)
+    model, inputs, loss = _returned(args.target, value)
     if isinstance(inputs, Mapping):
         given: tuple[tuple[Any, ...], dict[str, Any]] = (), dict(inputs)
     else:
@@ -167,12 +208,8 @@ def _find(target: str) -> Callable[..., Any]:
     module_name, _, name = target.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
+    with told(f"cannot import {module_name!r} of {target!r}"):
         module = pkgutil.resolve_name(f"{module_name}:")
-    except (ImportError, ValueError, SyntaxError) as error:
-        raise CommandError(
-            f"cannot import {module_name!r} of {target!r}: {type(error).__name__}: {error}"
-        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         known = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
@@ -185,9 +222,11 @@ def _find(target: str) -> Callable[..., Any]:
 
 def _arguments(function: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
     """Those that the function names, and that are given or have no default."""
+    with told(f"{args.target!r} does not say its parameters"):
+        signature = inspect.signature(function)
     parameters = {
         name: p
-        for name, p in inspect.signature(function).parameters.items()
+        for name, p in signature.parameters.items()
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
     device = device_of(args)
@@ -224,6 +263,9 @@ def _returned(target: str, value: Any) -> tuple[nn.Module, Any, Callable[[Any], 
         raise CommandError(f"{wanted}, its model an nn.Module, got {_shown(model)}")
     if not isinstance(inputs, (Tensor, tuple, list, Mapping)):
         raise CommandError(f"{wanted}, its inputs a tensor, tuple or dict, got {_shown(inputs)}")
+    if isinstance(inputs, Mapping) and not all(isinstance(name, str) for name in inputs):
+        names = ", ".join(map(repr, inputs))
+        raise CommandError(f"{wanted}, a dict of inputs by the names of arguments, got {names}")
     if loss is not None and not callable(loss):
         raise CommandError(f"{wanted}, its loss a function, got {_shown(loss)}")
     return model, inputs, loss

@@ -69,8 +69,11 @@ def bytes_of(budget: Budget, device: torch.device | str = "cpu") -> int:
         nbytes = int(device_memory(device) * budget)
     else:
         nbytes = budget
-    if nbytes <= 0:
-        raise ValueError(f"a budget is positive, got {budget!r}")
+    if not 0 < nbytes < 2**63:
+        raise ValueError(
+            f"a budget is at least a byte and less than 2**63, got {budget!r}; a fraction as text: "
+            "'80%'"
+        )
     return nbytes
 
 
@@ -80,7 +83,7 @@ def _read(text: str, device: torch.device | str) -> int:
         return int(device_memory(device) * float(percent[1]) / 100)
     if match is None:
         raise ValueError(
-            f"cannot read the budget {text!r}; examples: '6GiB', '500MB', '1.5e9' is not one, "
-            "'80%', 0.8, 6 * 2**30"
+            f"cannot read the budget {text!r}; examples: '6GiB', '500 MB', '6442450944' (bytes), "
+            "'80%' (of the device's memory)"
         )
     return int(float(match[1]) * _UNITS[(match[2] or "").lower()])

@@ -68,7 +68,8 @@ def plan(
             at the start (`zero_grad()`).
         segments: whether runs of layers may keep only the first's input ("optimal" and "greedy").
         options: the policies to choose from; by default all sets of names that no other beats in
-            both bytes and time.
+            both bytes and time (of a block with more than ten names: of the ten whose steps have
+            most FLOPs, and the rungs).
 
     Shapes, dtypes: the model's own. Units: bytes, seconds.
     Raises: BudgetError (a ValueError) if the method cannot stay within the budget, with the least

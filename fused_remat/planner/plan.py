@@ -33,7 +33,7 @@ class LayerPlan:
 
     Attributes:
         name, kind: qualified name; the kind of its block.
-        policy: to be set; None stands for nothing special.
+        policy: to be set.
         label: the policy as text: a rung's name where it is one.
         kept_bytes: from forward to backward, over all its calls.
         rebuild_seconds: in backward, above what keeping everything useful takes; a segment's
@@ -69,7 +69,8 @@ class Plan:
         method, costs: by which it was chosen, and from which costs.
         budget: bytes that the peak had to stay within; None for any.
         chain, choice: the measured step, and what was chosen in it (`fused_remat.planner.chain`).
-        steps: what each step of each kind of layer costs, timed and by FLOPs and bytes.
+        steps: what each step of each kind of layer costs, by FLOPs and bytes and, unless costs are
+            "analytic", timed.
     """
 
     model: str
