@@ -177,8 +177,8 @@ def _check_room(shape: Model, seq: int, dtype: torch.dtype, device: torch.device
     needs, has = 2 * total * dtype.itemsize, device_memory(device)
     if needs > has:
         raise CommandError(
-            f"{shape.name} of {shape.layers} layers has {total / 1e6:,.1f} M parameters: with their "
-            f"gradients {human(needs)}, and {device} has {human(has)}; give --layers"
+            f"{shape.name} of {shape.layers} layers has {total / 1e6:,.1f} M parameters: with "
+            f"their gradients {human(needs)}, and {device} has {human(has)}; give --layers"
         )
 
 
