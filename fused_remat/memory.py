@@ -6,6 +6,7 @@ Measured on any model, so that the same number can be had of a stock layer.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -89,12 +90,16 @@ class Span:
     end: int
 
 
+#: Held while a trace runs: torch has one profiler, and one peak, in a process.
+_TRACING = threading.RLock()
+
+
 class AllocationTrace:
     """Context manager: what torch's allocator for a device hands out, in spans between marks.
 
     Args:
         device: the CPU (read from the profiler's memory events) or a CUDA device (from the
-            allocator's statistics, whose peak is reset).
+            allocator's statistics, whose peak is reset). Traces in other threads wait.
         collect: free cyclic garbage first. Else nothing does until the end.
 
     Attributes:
@@ -134,6 +139,15 @@ class AllocationTrace:
             self._label = label
 
     def __enter__(self) -> AllocationTrace:
+        _TRACING.acquire()
+        try:
+            self._begin()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def _begin(self) -> None:
         # Cyclic garbage of before must not be freed, and counted, in between.
         if self._collect:
             gc.collect()
@@ -148,7 +162,11 @@ class AllocationTrace:
             self._before = torch.cuda.memory_allocated(self.device)
             self._start = 0
             torch.cuda.reset_peak_memory_stats(self.device)
-        return self
+
+    def _release(self) -> None:
+        if self._collects:
+            gc.enable()
+        _TRACING.release()
 
     def __exit__(
         self,
@@ -156,16 +174,17 @@ class AllocationTrace:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._collects:
-            gc.enable()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            self._end_span()
-            return
-        self._profile.__exit__(kind, error, trace)
-        if kind is None:
-            self._read_profile()
-        del self._profile
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+                self._end_span()
+                return
+            self._profile.__exit__(kind, error, trace)
+            if kind is None:
+                self._read_profile()
+            del self._profile
+        finally:
+            self._release()
 
     def _end_span(self) -> None:
         end = torch.cuda.memory_allocated(self.device) - self._before

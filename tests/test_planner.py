@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -376,9 +377,15 @@ def test_fit_finds_the_largest_batch_that_fits():
     with pytest.raises(BudgetError):
         plan(model, batch(found.size + 1), loss=squared, budget="1MiB", costs="analytic")
     few = fit(model, batch, "1MiB", multiple=4, most=9, costs="analytic", loss=squared)
-    assert few.size == min(8, found.size // 4 * 4)
+    assert few.size == 8 <= found.size
     with pytest.raises(BudgetError, match="not even a size of 1 fits"):
         fit(model, batch, 100_000, costs="analytic")
+
+
+def test_fit_stops_where_batches_do_not_grow():
+    x = torch.randn(8, 16, 32)
+    with pytest.raises(ValueError, match=r"is no larger than make_batch\(8\), which fits"):
+        fit(encoder(layers=1), lambda size: x[:size], "1GiB", costs="analytic")
 
 
 def test_fit_finds_the_longest_sequence_that_fits():
@@ -415,7 +422,8 @@ def test_predicted_optimizer_state_is_what_it_comes_to():
     [
         ({"budget": "six"}, ValueError, "cannot read the budget 'six'"),
         ({"budget": 1.5}, ValueError, r"in \(0, 1\], got 1.5"),
-        ({"budget": 0}, ValueError, "positive, got 0"),
+        ({"budget": 0}, ValueError, "at least a byte and .* got 0"),
+        ({"budget": 10**30}, ValueError, r"less than 2\*\*63, got 1000"),
         ({"budget": True}, TypeError, "got True"),
         ({"budget": [1]}, TypeError, r"got \[1\]"),
         ({"method": "best"}, ValueError, "unknown method 'best'; valid: optimal"),
@@ -439,6 +447,90 @@ def test_models_that_cannot_be_planned():
     with pytest.raises(ValueError, match="keeps anything for backward"):
         plan(frozen, torch.randn(2, 8, 32))
     assert type(frozen.layers[0]) is nn.TransformerEncoderLayer
+
+
+def test_layers_with_adapters_keep_names_that_their_policies_take():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    kwargs = {"input_ids": (t := tokens()), "labels": t}
+    found = plan(model, loss=hf_loss, costs="analytic", **kwargs)
+    for choice in (found, found.within(found.frontier[0].peak_bytes)):
+        choice.apply(model)
+        assert measured(model, (), kwargs, hf_loss)[1] == choice.kept_bytes
+
+
+def test_layers_that_the_loss_does_not_depend_on_are_not_planned():
+    class Stopped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = encoder(layers=4).layers
+
+        def forward(self, x):
+            x = self.layers[1](self.layers[0](x)).detach()
+            return self.layers[3](self.layers[2](x))
+
+    model, x = Stopped(), torch.randn(4, 64, 32)
+    found = plan(model, x, loss=squared, costs="analytic")
+    assert list(found.policies) == ["layers.2", "layers.3"]
+    peak, kept = measured(found.apply(model), (x,), {}, squared)
+    assert found.kept_bytes == kept
+    assert found.peak_bytes == pytest.approx(peak + found.chain.rests, rel=WITHIN)
+    gone = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="does the loss depend on them"):
+        plan(encoder(layers=1), x, loss=lambda y: gone * y.detach().sum(), costs="analytic")
+
+
+@pytest.mark.parametrize("target", ["grad", "main_grad"])
+def test_gradients_that_blocks_accumulate_are_as_before(target):
+    model, x = convert(encoder(), accumulate_into=target), torch.randn(4, 64, 32)
+    for p in model.parameters():
+        p.grad, p.main_grad = torch.ones_like(p), torch.ones_like(p)
+    grads = [(p.grad, p.main_grad) for p in model.parameters()]
+    plan(model, x, loss=squared, accumulates=True, costs="analytic")
+    for p, (grad, main_grad) in zip(model.parameters(), grads, strict=True):
+        assert p.grad is grad and p.main_grad is main_grad
+        assert (grad == 1).all() and (main_grad == 1).all()
+
+
+def test_plans_in_two_threads_wait_for_each_other():
+    x = torch.randn(4, 64, 32)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(plan, encoder(layers=2), x, costs="analytic") for _ in range(2)]
+        first, second = (run.result() for run in runs)
+    assert first.peak_bytes == second.peak_bytes == plan(encoder(2), x, costs="analytic").peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "match"),
+    [
+        (lambda y: y, ValueError, r"scalar, got one of shape \(2, 8, 32\) with a gradient"),
+        (lambda y: y.detach().sum(), ValueError, "with no gradient"),
+        (lambda y: 1.0, TypeError, "got float"),
+    ],
+)
+def test_losses_that_are_none(loss, error, match):
+    with pytest.raises(error, match=match):
+        plan(encoder(layers=1), torch.randn(2, 8, 32), loss=loss)
+
+
+class Dropping(nn.Module):
+    """LayerDrop: another number of layers in every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = FusedRematLayer(32, 4, 64, 0.0, batch_first=True)
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        for _ in range(self.steps):
+            x = self.layer(x)
+        return x
+
+
+def test_layers_that_run_now_and_then_raise():
+    with pytest.raises(ValueError, match="'layer' was not called as often in one step"):
+        plan(Dropping(), torch.randn(2, 8, 32), costs="analytic")
 
 
 def test_public_names():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ from fused_remat.planner.options import (
 from fused_remat.planner.plan import Plan
 from fused_remat.planner.solve import METHODS
 from fused_remat.policies import Policy
+
+#: Held while a model is measured: who observes blocks, and times them, does so for all threads.
+_MEASURING = threading.RLock()
 
 
 def plan(
@@ -130,13 +134,17 @@ def measure_chain(
     """
     device = device_of(model, [inputs, kwargs])
     cuda = [device] if device.type == "cuda" else []
-    with _converted(model) as layers, torch.inference_mode(False), torch.random.fork_rng(cuda):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_MEASURING)
+        layers = stack.enter_context(_converted(model))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.random.fork_rng(cuda))
         step = measure_step(model, layers, inputs, kwargs, loss, accumulates, timed)
         if not step.calls:
             raise ValueError(
                 f"no fused layer of {type(model).__name__} keeps anything for backward: do its "
-                "parameters require gradients, is it not compiled yet (compile it after planning), "
-                "and does no checkpoint stand around the layers?"
+                "parameters require gradients, does the loss depend on them, is it not compiled "
+                "yet (compile it after planning), and does no checkpoint stand around the layers?"
             )
         calibration = costs if isinstance(costs, Calibration) else calibrate(device)
         by = calibration.analytic if costs == "analytic" else calibration.measured
@@ -150,6 +158,9 @@ def measure_chain(
     state, update = (0, 0) if optimizer is None else optimizers.predict(optimizer)
     made = 0 if accumulates else max((m.gradients for m in step.moments), default=0)
     resting = step.resting | ({"optimizer state": state} if state else {})
+    if optimizer is not None and "others" in resting:  # the state that is there already
+        there = optimizers.state_bytes(optimizer)
+        resting["others"] = max(0, resting["others"] - there)
     chain = Chain(calls, step.moments, resting, step.seconds, made + update, step.kept)
     return chain, tuple(steps)
 
@@ -197,6 +208,7 @@ def _tables(
     made: dict[Any, tuple[Option, ...]] = {}
     found: dict[tuple[str, Any], tuple[Option, ...]] = {}
     examples: dict[str, dict[Any, Example]] = {}
+    names = {call.layer: call.names for call in step.calls}
     for call in step.calls:
         examples.setdefault(call.layer, {})[call.example.key] = call.example
     for layer, mine in examples.items():
@@ -206,7 +218,7 @@ def _tables(
         for key, example in mine.items():
             of = (key, None if wanted is None else tuple(wanted))
             if of not in made:
-                made[of] = options_of(example, costs, wanted)
+                made[of] = options_of(example, costs, names[layer], wanted)
             found[layer, key] = made[of]
         if len(mine) > 1:  # called in several ways: all have the options of any
             saves = dict.fromkeys(o.save for key in mine for o in found[layer, key])

@@ -57,7 +57,7 @@ class Example:
     def key(self) -> tuple[Any, ...]:
         """Of equal keys, one is as good as the other."""
         given = tuple(None if t is None else (t.shape, t.dtype, t.stride()) for t in self.tensors)
-        functions = tuple(sorted((name, id(f)) for name, f in self.functions.items()))
+        functions = tuple(sorted(self.functions.items(), key=lambda named: named[0]))
         return dataclasses.replace(self.call, accumulation=None), given, functions
 
     def run(self, save: Iterable[str], between: Callable[[], None] = lambda: None) -> None:
@@ -263,7 +263,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2.0 * n**3 / _best(lambda: x @ w, device)
 
 
-_CALIBRATIONS: dict[str, Calibration] = {}
+_CALIBRATIONS: dict[tuple[object, ...], Calibration] = {}
 
 
 def calibrate(device: torch.device | str = "cpu", again: bool = False) -> Calibration:
@@ -271,7 +271,8 @@ def calibrate(device: torch.device | str = "cpu", again: bool = False) -> Calibr
 
     Ceilings (a large copy, the smallest operation, a large product of each dtype that is met) serve
     `plan(..., costs="analytic")`; the steps of the layers' graphs, timed at the shapes of a call,
-    `costs="measured"`. Both are cached for the life of the process; pass the result as `costs` to
+    `costs="measured"`. Both are cached for the life of the process, for each number of threads and
+    such settings; pass the result as `costs` to
     take the same ones again. Run it with nothing beside it.
 
     Args:
@@ -287,7 +288,8 @@ def calibrate(device: torch.device | str = "cpu", again: bool = False) -> Calibr
         raise NotImplementedError(f"steps are timed on cpu and cuda, not {device}")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = str(device)
+    key = (device, torch.get_num_threads(), torch.get_float32_matmul_precision(),
+           torch.are_deterministic_algorithms_enabled())  # fmt: skip
     if again or key not in _CALIBRATIONS:
         large = torch.empty(1 << (28 if device.type == "cuda" else 24), device=device)
         into, small = torch.empty_like(large), torch.ones(1, device=device)

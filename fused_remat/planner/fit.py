@@ -17,6 +17,7 @@ from fused_remat.planner.measure import device_of
 from fused_remat.planner.plan import Plan
 from fused_remat.planner.solve import least_peak
 from fused_remat.report.report import human
+from fused_remat.report.step import tensors_in
 
 _GROWTH = 4  # at most so many times what is known to fit
 
@@ -61,7 +62,8 @@ def fit(
     Units: bytes. Sizes are tried on the device, each a step with every layer keeping its input
         alone; larger and larger ones until one does not fit.
     Raises: BudgetError if the smallest size does not fit; ValueError if `multiple` or `most` is not
-        positive; TypeError for an argument that `plan` does not have.
+        positive, or batches do not grow with their size and there is no `most`; TypeError for an
+        argument that `plan` does not have.
 
     >>> layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     >>> model = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
@@ -95,6 +97,7 @@ class _Search:
         self._model, self._make_batch, self._multiple = model, make_batch, multiple
         self._options = options
         self.peaks: dict[int, int | None] = {}
+        self._elements: dict[int, int] = {}  # of the batches
 
     def largest(self, limit: int, most: int | None) -> int:
         """Grow by what the last two peaks say, at most fourfold; then close in."""
@@ -103,6 +106,11 @@ class _Search:
         while fails is None or fails - fits > 1:
             peak = self._peak(size)
             if peak is not None and peak <= limit:
+                if fails is None and fits and self._elements[size] <= self._elements[fits]:
+                    raise ValueError(
+                        f"make_batch({size * self._multiple}) is no larger than "
+                        f"make_batch({fits * self._multiple}), which fits: give most="
+                    )
                 fits = size
             else:
                 fails = size
@@ -126,6 +134,7 @@ class _Search:
 
     def _peak(self, size: int) -> int | None:
         args, kwargs = _arguments(self._make_batch(size * self._multiple))
+        self._elements[size] = sum(t.numel() for t in tensors_in([args, kwargs]))
         try:
             chain, _ = measure_chain(
                 self._model, args, kwargs, "analytic", timed=False, **self._options

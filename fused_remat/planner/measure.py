@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from fused_remat.autograd import Invocation, is_block
 from fused_remat.layers import FusedLayer
 from fused_remat.planner.calibration import Example
 from fused_remat.planner.chain import Moment
-from fused_remat.report.step import Step, run_step, sums_of, tensors_in
+from fused_remat.report.step import Step, losses_of, run_step, tensors_in
 from fused_remat.report.step import restored as restored_after
 
 _ROUNDS = 3
@@ -30,12 +31,14 @@ class MeasuredCall:
 
     Attributes:
         layer, kind: the layer's qualified name, the kind of its block.
+        names: that the layer's policy takes.
         example: to run it alone; calls with equal tensors and graphs share one.
         follows: whether its first input is the output of the call before.
     """
 
     layer: str
     kind: str
+    names: tuple[str, ...]
     example: Example
     follows: bool
 
@@ -45,8 +48,8 @@ class MeasuredStep:
     """What one step was seen to do.
 
     Attributes:
-        calls: of fused layers, in order; those whose activations an outer checkpoint drops are not
-            among them.
+        calls: of fused layers, in order; those whose activations an outer checkpoint drops, or that
+            backward does not come to, are not among them.
         moments: in order of time.
         kept: bytes kept between forward and backward, in all of the model.
         seconds: of forward and backward.
@@ -63,8 +66,8 @@ class MeasuredStep:
 class _Capture:
     """Collects the calls of layers while a step runs."""
 
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
+    def __init__(self, layers: dict[str, FusedLayer]) -> None:
+        self._layers = [(name, layer._example().names) for name, layer in layers.items()]
         self.found: list[tuple[int, MeasuredCall]] = []  # with the layer's index
         self._examples: dict[Any, Example] = {}
         self._last: StorageWeakRef | None = None
@@ -83,8 +86,10 @@ class _Capture:
         example = self._examples.setdefault(example.key, example)
         follows = is_block(x.grad_fn) and StorageWeakRef(x.untyped_storage()) == self._last
         self._last = StorageWeakRef(output.untyped_storage())
-        kind = call.graph.kind
-        self.found.append((layer, MeasuredCall(self.names[layer], kind, example, follows)))
+        measured = MeasuredCall(
+            self._layers[layer][0], call.graph.kind, self._layers[layer][1], example, follows
+        )
+        self.found.append((layer, measured))
 
 
 def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
@@ -117,11 +122,17 @@ def measure_step(
 ) -> MeasuredStep:
     """Run the step a few times: to see its calls, its memory and, if `timed`, its time."""
     modules: list[nn.Module] = list(layers.values())
-    capture = _Capture(list(layers))
+    capture = _Capture(layers)
     with base_policies(layers):
-        run_step(model, modules, args, kwargs, loss, accumulates, capture)
+        first = run_step(model, modules, args, kwargs, loss, accumulates, capture)
         resting = _resting(model, [args, kwargs], accumulates, capture.examples())
         step = run_step(model, modules, args, kwargs, loss, accumulates)
+        if first.calls != step.calls:
+            changed = [n for n, a, b in zip(layers, first.calls, step.calls, strict=True) if a != b]
+            raise ValueError(
+                f"{', '.join(map(repr, changed))} was not called as often in one step as in the "
+                "next: a plan is for layers that run in every step (turn off what drops them)"
+            )
         seconds = time_step(model, args, kwargs, loss) if timed else 0.0
     calls, index = _kept_calls(capture, step)
     kept = sum(saved.nbytes for saved in step.saved)
@@ -136,10 +147,15 @@ def _kept_calls(
     index: dict[tuple[int, int], int] = {}
     count: dict[int, int] = {}
     alone = {s.layer for s in step.saved if s.fused and s.name == "input" and s.by == {s.layer}}
+    labels = (span.label for span in step.spans if span.label is not None)
+    reached = {tuple(place) for which, *place in labels if which == "backward"}
+    times = Counter(layer for layer, _ in capture.found)
     skipped = False
     for layer, call in capture.found:
         count[layer] = count.get(layer, 0) + 1
-        if layer not in step.predicted:  # a checkpoint around it
+        held = layer in step.predicted and times[layer] == step.calls[layer]
+        if not held or (layer, count[layer]) not in reached:
+            # A checkpoint is around it, other calls keep nothing, or the loss does not need it.
             skipped = True
             continue
         follows = call.follows and not skipped and layer in alone
@@ -185,6 +201,7 @@ def _resting(
     }
     if device.type == "cuda":
         new(t for example in examples for t in example.tensors if t is not None)
+        new(p.grad for p in model.parameters() if p.grad is not None)
         held = torch.cuda.memory_allocated(device)
         resting["others"] = max(0, held - sum(counted.values()))
     return {name: nbytes for name, nbytes in resting.items() if nbytes}
@@ -206,7 +223,7 @@ def time_step(
         _synchronize(device)
         begin = time.perf_counter()
         output = model(*args, **kwargs)
-        sums = sums_of(output) if loss is None else [loss(output)]
+        sums = losses_of(output, loss)
         if sums and targets:
             torch.autograd.grad(sums, targets, allow_unused=True)
         _synchronize(device)

@@ -30,19 +30,23 @@ def kept_by_name(example: Example, save: Iterable[str]) -> dict[str, int]:
 
 
 def options_of(
-    example: Example, costs: Costs, policies: Sequence[str | Policy] | None = None
+    example: Example,
+    costs: Costs,
+    names: tuple[str, ...],
+    policies: Sequence[str | Policy] | None = None,
 ) -> tuple[Option, ...]:
     """Those of all sets of names that no other beats in both bytes and time; first the base.
 
     Args:
+        names: that the layer's policy takes; a call's graph may have more (adapters').
         policies: only these, all of them; none of them in a segment.
     """
     graph = example.call.graph
     if policies is None:
-        sets = _effective(example, _subsets(graph, example))
+        sets = _effective(example, _subsets(graph, names, example))
         found = _undominated([_costed(example, costs, save) for save in sets])
     else:
-        named = [kept_names(p, graph.kind, graph.names) for p in policies]
+        named = [kept_names(p, graph.kind, names) for p in policies]
         sets = _effective(example, named)
         found = [_costed(example, costs, save) for save in sets]
     base = _costed(example, costs, frozenset())
@@ -57,8 +61,8 @@ def options_for(
     return _with_peaks(example, [_costed(example, costs, frozenset(save)) for save in saves])
 
 
-def _subsets(graph: Graph, example: Example) -> Iterable[frozenset[str]]:
-    names = graph.names
+def _subsets(graph: Graph, names: tuple[str, ...], example: Example) -> Iterable[frozenset[str]]:
+    searched = names
     if len(names) > _SEARCHED:
         widths = graph.widths(example.shapes)
 
@@ -66,11 +70,11 @@ def _subsets(graph: Graph, example: Example) -> Iterable[frozenset[str]]:
             return node.flops(widths, example.shapes, 1)
 
         ranked = sorted(names, key=lambda name: -flops(graph.producer[name]))
-        names = tuple(sorted(ranked[:_SEARCHED]))
-    for count in range(len(names) + 1):
-        yield from map(frozenset, itertools.combinations(names, count))
+        searched = tuple(sorted(ranked[:_SEARCHED]))
+    for count in range(len(searched) + 1):
+        yield from map(frozenset, itertools.combinations(searched, count))
     for rung in RUNGS:
-        yield kept_names(rung, graph.kind, graph.names)
+        yield kept_names(rung, graph.kind, names)
 
 
 def _effective(example: Example, sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:

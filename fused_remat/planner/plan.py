@@ -206,7 +206,8 @@ class Plan:
         Raises: ValueError if it is none, or of another version's format.
         """
         given = json.loads(text)
-        if not isinstance(given, dict) or given.pop("format", None) != _FORMAT:
+        names = {f.name for f in dataclasses.fields(cls)} | {"format"}
+        if not isinstance(given, dict) or given.keys() != names or given.pop("format") != _FORMAT:
             raise ValueError(f"not the JSON of a plan of format {_FORMAT}")
         options = tuple(given["choice"]["options"])
         segments = tuple((first, last) for first, last in given["choice"]["segments"])

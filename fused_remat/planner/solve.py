@@ -148,7 +148,7 @@ def _given(chain: Chain) -> Iterator[dict[int, int]]:
 
 def _fastest(chain: Chain, graphs: list[_Graph], budget: int | None) -> Choice | None:
     """The best path of all graphs: the fastest, and of these that of the least peak."""
-    room = ALL if budget is None else budget - chain.rests
+    room = ALL if budget is None else min(budget - chain.rests, ALL)
     limit = min(graph.rest[0] for graph in graphs) if budget is None else ALL
     best: tuple[int, int, Choice] | None = None
     for graph in graphs:

@@ -157,6 +157,7 @@ def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -
                for n, b in m._buffers.items() if b is not None]  # fmt: skip
     leaves = [t for t in (*model.parameters(), *inputs) if t.is_leaf]
     grads = [(t, t.grad) for t in leaves]
+    wide = [(t, t.main_grad) for t in leaves if hasattr(t, "main_grad")]
     cuda = {t.device.index for t in (*leaves, *inputs) if t.device.type == "cuda"}
     if device.type == "cuda" and device.index is not None:
         cuda.add(device.index)
@@ -172,6 +173,8 @@ def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -
             for t, grad in grads:
                 if t.grad is not grad:
                     t.grad = grad
+            for t, main_grad in wide:
+                t.main_grad = main_grad
 
 
 class _Watch:
@@ -337,16 +340,22 @@ def run_step(
             if accumulates:
                 for t in targets:
                     t.grad = torch.zeros_like(t)
+                    if isinstance(getattr(t, "main_grad", None), Tensor):
+                        t.main_grad = torch.zeros_like(t.main_grad)  # type: ignore[attr-defined]
             stack.enter_context(trace)
             watch = stack.enter_context(_Watch(layers, record, trace))
             if on_block is not None:
                 stack.enter_context(_telling(on_block, record))
             with record:
                 output = model(*args, **kwargs)
-                sums = sums_of(output) if loss is None else [loss(output)]
+                sums = losses_of(output, loss)
             del output
             saved = record.named(sums)
-            watch.backward([t for t in model.parameters() if t.requires_grad])
+            # Gradients that are there from the start do not come; blocks refuse to add to those of
+            # parameters with hooks.
+            watch.backward(
+                () if accumulates else [p for p in model.parameters() if p.requires_grad]
+            )
             if sums and targets and accumulates:
                 torch.autograd.backward(sums, inputs=targets)
             elif sums and targets:
@@ -367,6 +376,23 @@ def _telling(on_block: OnBlock, record: SavedRecord) -> Iterator[None]:
         yield
     finally:
         OBSERVERS.remove(observe)
+
+
+def losses_of(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
+    """What backward begins at: the loss, or the sums of the output.
+
+    Raises: TypeError or ValueError if the loss is not one.
+    """
+    if loss is None:
+        return sums_of(output)
+    value = loss(output)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"loss= returns a tensor, got {type(value).__name__}")
+    if value.numel() != 1 or not value.requires_grad:
+        shape = tuple(value.shape)
+        grad = "a" if value.requires_grad else "no"
+        raise ValueError(f"loss= returns a scalar, got one of shape {shape} with {grad} gradient")
+    return [value]
 
 
 def sums_of(output: Any) -> list[Tensor]:
