@@ -271,9 +271,9 @@ def calibrate(device: torch.device | str = "cpu", again: bool = False) -> Calibr
 
     Ceilings (a large copy, the smallest operation, a large product of each dtype that is met) serve
     `plan(..., costs="analytic")`; the steps of the layers' graphs, timed at the shapes of a call,
-    `costs="measured"`. Both are cached for the life of the process, for each number of threads and
-    such settings; pass the result as `costs` to
-    take the same ones again. Run it with nothing beside it.
+    `costs="measured"`. Both are cached for the life of the process, for each number of threads,
+    precision of float32 products and deterministic mode; pass the result as `costs` to take the
+    same ones again. Run it with nothing beside it.
 
     Args:
         device: "cpu" or a CUDA device.

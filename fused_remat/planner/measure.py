@@ -197,14 +197,21 @@ def _resting(
         "parameters": new(model.parameters()),
         "buffers": new(model.buffers()),
         "inputs": new(tensors_in(inputs)),
-        "gradients": sum(p.nbytes for p in trained) if accumulates else 0,
+        "gradients": sum(_buffer(p).nbytes for p in trained) if accumulates else 0,
     }
     if device.type == "cuda":
         new(t for example in examples for t in example.tensors if t is not None)
         new(p.grad for p in model.parameters() if p.grad is not None)
+        new(_buffer(p) for p in model.parameters())
         held = torch.cuda.memory_allocated(device)
         resting["others"] = max(0, held - sum(counted.values()))
     return {name: nbytes for name, nbytes in resting.items() if nbytes}
+
+
+def _buffer(p: Tensor) -> Tensor:
+    """A tensor like the one that the gradient of a parameter is added to."""
+    main_grad = getattr(p, "main_grad", None)
+    return main_grad if isinstance(main_grad, Tensor) else p
 
 
 def time_step(
