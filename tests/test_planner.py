@@ -430,6 +430,10 @@ def test_predicted_optimizer_state_is_what_it_comes_to():
         ({"costs": "guess"}, ValueError, "got 'guess'"),
         ({"method": "manual"}, ValueError, "policies="),
         ({"policies": {"*": "full"}}, ValueError, "policies="),
+        ({"options": "full"}, TypeError, "list of policies, got 'full'"),
+        ({"options": 2.0}, TypeError, "list of policies, got 2.0"),
+        ({"loss": torch.ones(1)}, TypeError, "function of the model's output, got Tensor"),
+        ({"optimizer": "adamw"}, TypeError, "got str"),
         ({"options": ["fastest"]}, ValueError, "unknown policy 'fastest'"),
     ],
 )

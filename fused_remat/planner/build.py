@@ -95,6 +95,7 @@ def plan(
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan takes an nn.Module, got {type(model).__name__}")
     _check(method, costs, policies)
+    _check_types(optimizer, loss, options)
     device = device_of(model, [inputs, kwargs])
     limit = None if budget is None else bytes_of(budget, device)
     chain, steps = measure_chain(
@@ -113,6 +114,16 @@ def _check(method: str, costs: str | Calibration, policies: Policies | None) -> 
         raise ValueError(f"costs are 'measured', 'analytic' or a Calibration, got {costs!r}")
     if (method == "manual") != (policies is not None):
         raise ValueError("policies= are for method='manual', which needs them")
+
+
+def _check_types(optimizer: Any, loss: Any, options: Any) -> None:
+    """These are plan's, also where the model has an argument of the name."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer= is a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss= is a function of the model's output, got {type(loss).__name__}")
+    if options is not None and (isinstance(options, str) or not isinstance(options, Sequence)):
+        raise TypeError(f"options= is a list of policies, got {options!r}")
 
 
 def measure_chain(
