@@ -210,6 +210,7 @@ def _batching(dy: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
 
 
 def warn_of_kept_input(reason: str) -> None:
+    """Warn, at the caller of an op, that a block inside a segment keeps its input."""
     warnings.warn(
         f"fused_remat: a block inside a segment keeps its input: {reason}",
         FusedRematWarning,

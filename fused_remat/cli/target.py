@@ -146,6 +146,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
 
 
 def dtype_of(args: argparse.Namespace, device: torch.device) -> torch.dtype:
+    """The dtype that is asked for: by default float32 on a CPU, bfloat16 on a GPU."""
     return DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
 
 

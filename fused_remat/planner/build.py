@@ -197,16 +197,15 @@ def _calls(
     policies: Policies | None,
 ) -> Iterator[Call]:
     tables = _tables(step, costs, options, policies)
+    known: dict[Any, tuple[float, int]] = {}  # of equal calls: seconds, bytes of the input
     for call in step.calls:
-        kept = kept_by_name(call.example, ())
-        yield Call(
-            call.layer,
-            call.kind,
-            tables[call.layer, call.example.key],
-            forward_seconds(call.example, costs),
-            kept.get("input", 0),
-            call.follows and segments and "input" in kept,
-        )
+        key, example = call.example.key, call.example
+        if key not in known:
+            kept = kept_by_name(example, ()).get("input", 0)
+            known[key] = forward_seconds(example, costs), kept
+        seconds, nbytes = known[key]
+        linked = call.follows and segments and nbytes > 0
+        yield Call(call.layer, call.kind, tables[call.layer, key], seconds, nbytes, linked)
 
 
 def _tables(

@@ -49,8 +49,7 @@ def _manual(chain: Chain, policies: Policies) -> Choice:
     for call in chain.calls:
         policy = policy_for(call.layer, policies)
         places.append(None if isinstance(policy, str) else policy.segment)
-        saves = [frozenset(o.save) for o in call.options]
-        options.append(len(saves) - 1 if len(saves) > 1 else 0)
+        options.append(len(call.options) - 1)  # the base, and the policy where it is another
     segments: list[tuple[int, int]] = []
     for i, place in enumerate(places):
         inside = place == "inner" and i > 0 and chain.calls[i].linked and places[i - 1] is not None

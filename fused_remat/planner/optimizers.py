@@ -48,10 +48,8 @@ def _is(t: Any) -> bool:
 
 def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of the tensors in an optimizer's state, as it is now."""
-    tensors = [t for t in tree_iter(dict(optimizer.state)) if isinstance(t, Tensor)]
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-    )
+    storages = [t.untyped_storage() for t in tree_iter(dict(optimizer.state)) if _is(t)]
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
 def predict(optimizer: Optimizer) -> tuple[int, int]:
@@ -77,7 +75,7 @@ def predict(optimizer: Optimizer) -> tuple[int, int]:
             fake.step()
             with _Live() as live:
                 fake.step()
-        return max(state_bytes(optimizer), _fake_bytes(fake)), live.most
+        return max(state_bytes(optimizer), state_bytes(fake)), live.most
     except Exception as error:
         have = state_bytes(optimizer)
         if have:
@@ -94,8 +92,3 @@ def _fake_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
          "params": [torch.nn.Parameter(torch.empty_like(p)) for p in group["params"]]}
         for group in optimizer.param_groups
     ]  # fmt: skip
-
-
-def _fake_bytes(optimizer: Optimizer) -> int:
-    tensors = [t for t in tree_iter(dict(optimizer.state)) if isinstance(t, Tensor)]
-    return sum(t.untyped_storage().nbytes() for t in tensors)

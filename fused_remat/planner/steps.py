@@ -104,6 +104,11 @@ def shared(chain: Chain) -> dict[str, list[int]]:
 
 
 def ticks(seconds: float) -> int:
+    """Seconds as a whole number of `TICKS`.
+
+    >>> ticks(0.25)
+    250000000000000
+    """
     return round(seconds * TICKS)
 
 
