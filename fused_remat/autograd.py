@@ -23,6 +23,7 @@ from fused_remat import check, operators, random
 from fused_remat.accumulation import Accumulation
 from fused_remat.backends.base import FusedRematWarning
 from fused_remat.blocks.frame import Prepared
+from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.reread import check_unchanged
 from fused_remat.calls import BlockCall, Functions, backward_block, forward_block
@@ -270,6 +271,8 @@ def _run_block(
             "fused_remat: a fused block cannot run inside torch.func transforms "
             "(grad, vjp, jacrev, vmap); use plain PyTorch operations there, or torch.autograd"
         )
+    save = kept_names(policy, graph.kind, graph.names)
+    graph = in_formats(graph, save)
     given = [tensors.get(name) for name in graph.tensors]
     x = given[0]
     assert x is not None
@@ -281,7 +284,6 @@ def _run_block(
         wants = frozenset([name for name, t in named if t is not None and t.requires_grad])
     if accumulation is not None:
         accumulation.check(tensors, wants)
-    save = kept_names(policy, graph.kind, graph.names)
     call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides, accumulation)
     segment, place = None, segment_of(policy)
     fused = not (check.ON or check.RECORDED)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.mixed import mixed
 from fused_remat.blocks.program import Graph, kept_bytes
 from fused_remat.policies import Policy, kept_names
@@ -263,7 +264,7 @@ def predict_kept_bytes(
     graph_names = kept_names(policy, graph.kind, graph.names)
     itemsize = dtype.itemsize
     shapes = {**shapes, "input": (batch, seq_len, shapes["input"][-1])}
-    graph = graph if compute is None else mixed(graph, compute)
+    graph = in_formats(graph if compute is None else mixed(graph, compute), graph_names)
     others = {name: given.itemsize for name, given in (input_dtypes or {}).items()}
     place = None if isinstance(policy, str) else policy.segment
     names = graph_names if place is None else frozenset()

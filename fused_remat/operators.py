@@ -25,6 +25,7 @@ from torch import Tensor
 from fused_remat import check, random
 from fused_remat.backends.base import FusedRematWarning
 from fused_remat.blocks.frame import Prepared
+from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.program import Graph, sizes
 from fused_remat.blocks.recipe import graph_of
 from fused_remat.blocks.reread import check_unchanged
@@ -35,7 +36,7 @@ from fused_remat.calls import (
     forward_block,
     prepare,
 )
-from fused_remat.policies import RUNGS, Policy
+from fused_remat.policies import ALL_RUNGS, Policy, kept_names
 
 # --- what Dynamo does not trace, but calls: constants in, constants out, checked while compiling
 
@@ -68,7 +69,17 @@ def _registered(recipe: str) -> str:
     return kind
 
 
-for _constant in (describe, _draws_seed, _registered):
+def _keeping(recipe: str, policy: str | tuple[str, ...]) -> str:
+    """The recipe of the block that keeps what `policy` names, in its formats.
+
+    Raises: ValueError, TypeError for a policy that does not fit the block.
+    """
+    graph = graph_of(recipe)
+    what = policy if isinstance(policy, str) else Policy(save=policy)
+    return in_formats(graph, kept_names(what, graph.kind, graph.names)).recipe
+
+
+for _constant in (describe, _draws_seed, _keeping, _registered):
     vars(_constant)["_dynamo_marked_constant"] = True
 
 
@@ -91,13 +102,15 @@ def run(
         )
     if not torch.compiler.is_compiling() and graph_of(graph.recipe).digest != graph.digest:
         raise RuntimeError(f"fused_remat: the builder of {graph.recipe} was defined again")
+    names = _names_of(policy)
+    recipe = _keeping(graph.recipe, names)
     given = {name: t for name, t in tensors.items() if t is not None}
     wants = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
-    if "seed" not in given and _draws_seed(graph.recipe, bool(wants)):
+    if "seed" not in given and _draws_seed(recipe, bool(wants)):
         given["seed"] = random.draw_seed(given["input"].device)
     text = describe(
-        graph.recipe,
-        _names_of(policy),
+        recipe,
+        names,
         tuple(given),
         tuple([t.dtype for t in given.values()]),
         tuple(wants),
@@ -105,7 +118,7 @@ def run(
         seq_first,
         preserve_strides,
     )
-    operator = getattr(torch.ops.fused_remat, _registered(graph.recipe))
+    operator = getattr(torch.ops.fused_remat, _registered(recipe))
     out: Tensor = operator(list(given.values()), text)[0]
     return out
 
@@ -292,5 +305,5 @@ def operators(kind: str) -> tuple[Any, Any]:
     return forward, backward
 
 
-for _kind in sorted({kind for rows in RUNGS.values() for kind in rows}):
+for _kind in sorted({kind for rows in ALL_RUNGS.values() for kind in rows}):
     operators(_kind)

@@ -1,14 +1,18 @@
-"""What a block keeps between forward and backward: five rungs, or any set of names.
+"""What a block keeps between forward and backward: a rung, or any set of names and formats.
 
-Data only. A rung is one row of `RUNGS`; the names are the activations that the block's graph
-declares (`fused_remat.blocks`). Statistics (norm means and rstd, attention's logsumexp beside a
-kept `attn`) and the dropout seed are kept whenever backward needs them, in every policy.
+Data only. A rung is one row of `RUNGS` or `LOSSY_RUNGS`; the names are the activations that the
+block's graph declares (`fused_remat.blocks`), as "qkv" where one is kept as it is, and "qkv:int8"
+where it is kept in one of `fused_remat.formats.FORMATS`. Statistics (norm means and rstd,
+attention's logsumexp beside a kept `attn`) and the dropout seed are kept whenever backward needs
+them, in every policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from fused_remat.formats import FORMATS, NATIVE, split_name
 
 #: Both attentions of a decoder, with what each reads.
 _DECODER_FAST = frozenset({"attn", "qkv", "cross", "query", "kv"})
@@ -110,6 +114,28 @@ for _rung, _placements in _TRANSFORMERS.items():
             RUNGS[_rung][f"{_prefix}transformer_{_placement}"] = frozenset(_kept)
 
 
+#: Lossy rung -> an exact one, the names of it that are kept in 8 bits, and those not kept. "fast8"
+#: rebuilds no product, "balanced8" that of attention's heads. What a weight gradient, a norm or
+#: attention's row sums read (attn, mid, sum1, ...) stays as it is.
+_IN_8_BITS = {
+    "fast8": ("none", {"qkv", "rotated", "query", "kv", "gate", "up"}, set()),
+    "balanced8": ("none", {"gate", "up"}, {"qkv", "rotated", "query", "kv"}),
+}
+
+
+def _in_8_bits(names: frozenset[str], packed: set[str], dropped: set[str]) -> frozenset[str]:
+    return frozenset(f"{n}:int8" if n in packed else n for n in names - dropped)
+
+
+#: Lossy rung -> block -> names kept, as in `RUNGS`. Gradients are those of stored values that are
+#: rounded to 8 bits; the forward is that of every other policy. Chosen by name only.
+LOSSY_RUNGS: dict[str, dict[str, frozenset[str]]] = {
+    rung: {block: _in_8_bits(names, packed, dropped) for block, names in RUNGS[exact].items()}
+    for rung, (exact, packed, dropped) in _IN_8_BITS.items()
+}
+#: Every rung by name.
+ALL_RUNGS = RUNGS | LOSSY_RUNGS
+
 #: Where in a segment a block is (`fused_remat.segments`).
 SEGMENT_PLACES = ("first", "inner")
 
@@ -119,33 +145,41 @@ class Policy:
     """The set of activations that a block keeps; every other one is rebuilt in backward.
 
     Args:
-        save: names of activations, such as `{"attn", "qkv"}`. The empty set is the rung "full".
+        save: names of activations, such as `{"attn", "qkv"}`, kept as they are; or a mapping of
+            names to formats, "native" or a row of `fused_remat.formats.FORMATS`; a name with a
+            format may also be written "qkv:int8". The empty set is the rung "full".
         segment: the block's place in a segment of blocks that follow each other directly, or None.
             "first" keeps its input, "inner" not even that; when backward reaches the segment it is
             run forward again, and only from then on are the names of `save` kept
             (`fused_remat.segments`). `plan` makes segments; in eager mode only.
 
     Raises:
-        TypeError: `save` is a string or not an iterable of strings.
-        ValueError: another `segment`; (when a block takes the policy) a name that the block does
-            not have; the message lists the valid ones.
+        TypeError: `save` is a string or not an iterable of strings, or a format is no string.
+        ValueError: another `segment`, or a format that is none; one name in two formats; (when a
+            block takes the policy) a name that the block does not have, or a format that does not
+            hold what backward asks for. The message lists the valid ones.
+
+    Attributes:
+        save: the names; with the format where that is not "native", as "qkv:int8".
 
     >>> from fused_remat import FusedRematLayer, Policy
     >>> layer = FusedRematLayer(64, 4, 256, policy=Policy(save={"attn", "qkv"}))
     >>> sorted(layer.policy.save)
     ['attn', 'qkv']
+    >>> policy = Policy(save={"attn": "native", "qkv": "int8"})
+    >>> sorted(policy.save), policy.formats
+    (['attn', 'qkv:int8'], {'attn': 'native', 'qkv': 'int8'})
     """
 
     save: frozenset[str]
     segment: str | None = None
 
-    def __init__(self, save: Iterable[str] = (), segment: str | None = None) -> None:
+    def __init__(
+        self, save: Iterable[str] | Mapping[str, str] = (), segment: str | None = None
+    ) -> None:
         if isinstance(save, str) or not isinstance(save, Iterable):
             raise TypeError(f"Policy(save=...) takes a set of names, got {save!r}")
-        names = frozenset(save)
-        for name in names:
-            if not isinstance(name, str):
-                raise TypeError(f"Policy(save=...) takes names (str), got {name!r}")
+        names = _written(save)
         if segment not in (None, *SEGMENT_PLACES):
             raise ValueError(
                 f"Policy(segment=...) takes {', '.join(map(repr, SEGMENT_PLACES))} or None, "
@@ -154,15 +188,48 @@ class Policy:
         object.__setattr__(self, "save", names)
         object.__setattr__(self, "segment", segment)
 
+    @property
+    def formats(self) -> dict[str, str]:
+        """The format of every name kept."""
+        return dict(sorted(map(split_name, self.save)))
+
     def __repr__(self) -> str:
-        shown = [f"save={{{', '.join(map(repr, sorted(self.save)))}}}"] if self.save else []
+        names = [repr(name) for name in sorted(self.save)]
+        if any(stored != NATIVE for stored in self.formats.values()):
+            names = [f"{name!r}: {stored!r}" for name, stored in self.formats.items()]
+        shown = [f"save={{{', '.join(names)}}}"] if names else []
         if self.segment is not None:
             shown.append(f"segment={self.segment!r}")
         return f"Policy({', '.join(shown)})"
 
 
+def _written(save: Iterable[str] | Mapping[str, str]) -> frozenset[str]:
+    """Names as `Policy.save` has them.
+
+    Raises: TypeError, ValueError as `Policy` does.
+    """
+    pairs: list[tuple[str, str]] = []
+    for name in save:
+        stored = save[name] if isinstance(save, Mapping) else NATIVE
+        if not isinstance(name, str) or not isinstance(stored, str):
+            what = f"{name!r}: {stored!r}" if isinstance(save, Mapping) else repr(name)
+            raise TypeError(f"Policy(save=...) takes names (str), got {what}")
+        base, written = split_name(name)
+        pairs.append((base, stored if written == NATIVE else written))
+        if pairs[-1][1] not in (NATIVE, *FORMATS):
+            raise ValueError(
+                f"unknown format {pairs[-1][1]!r} of {base!r}; valid formats: "
+                f"{', '.join((NATIVE, *FORMATS))}"
+            )
+    formats = dict(pairs)
+    for base, stored in pairs:
+        if formats[base] != stored:
+            raise ValueError(f"{base!r} is named in two formats: {stored!r}, {formats[base]!r}")
+    return frozenset(n if stored == NATIVE else f"{n}:{stored}" for n, stored in formats.items())
+
+
 def kept_names(policy: str | Policy, block: str, valid: Iterable[str]) -> frozenset[str]:
-    """The names that `policy` keeps in `block`, whose activations are `valid`.
+    """The names that `policy` keeps in `block`, whose activations are `valid`, as `Policy.save`.
 
     Raises:
         ValueError: an unknown rung, or a name that the block does not have; the message lists
@@ -173,13 +240,16 @@ def kept_names(policy: str | Policy, block: str, valid: Iterable[str]) -> frozen
     ['attn', 'mid']
     """
     if isinstance(policy, str):
-        if policy not in RUNGS:
-            raise ValueError(f"unknown policy {policy!r}; valid rungs: {', '.join(RUNGS)}")
-        return RUNGS[policy].get(block, frozenset()).intersection(valid)  # "gate": of gated ones
+        if policy not in ALL_RUNGS:
+            raise ValueError(f"unknown policy {policy!r}; valid rungs: {', '.join(ALL_RUNGS)}")
+        valid = frozenset(valid)  # "gate": of gated ones
+        names = ALL_RUNGS[policy].get(block, frozenset())
+        return frozenset(name for name in names if split_name(name)[0] in valid)
     if not isinstance(policy, Policy):
-        raise TypeError(f"policy must be a rung ({', '.join(RUNGS)}) or a Policy, got {policy!r}")
+        known = ", ".join(ALL_RUNGS)
+        raise TypeError(f"policy must be a rung ({known}) or a Policy, got {policy!r}")
     valid = tuple(valid)
-    unknown = sorted(policy.save.difference(valid))
+    unknown = sorted(set(policy.formats).difference(valid))
     if unknown:
         raise ValueError(
             f"unknown activation {', '.join(map(repr, unknown))} in Policy for {block}; "

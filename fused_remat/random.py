@@ -33,6 +33,8 @@ ATTENTION, RESIDUAL1, MLP, RESIDUAL2, CROSS_ATTENTION, CROSS_RESIDUAL = range(6)
 NUM_SITES = 8
 #: The first site of the inputs of low-rank updates, one each.
 LORA = 8
+#: The first site of activations that are kept stochastically rounded, one each.
+PACKING = 1 << 16
 
 GOLDEN64 = 0x9E3779B97F4A7C15
 GOLDEN32 = 0x9E3779B9
@@ -196,14 +198,52 @@ class Keep:
         return self._tensor
 
 
+class Uniform:
+    """Numbers in [0, 1), a multiple of 2**-24 for each element of a site.
+
+    Bits 7 to 30 of the hash whose bits 0 to 30 decide about dropout.
+
+    Attributes:
+        site_key, row0, rows, width: as of `keep_scale`.
+
+    >>> Uniform(site_keys(torch.tensor(0))[MLP], 0, 1, 3).tensor()
+    tensor([[0.2664, 0.5182, 0.1148]])
+    """
+
+    __slots__ = ("row0", "rows", "site_key", "width")
+
+    def __init__(self, site_key: Tensor, row0: int, rows: int, width: int) -> None:
+        self.site_key, self.row0, self.rows, self.width = site_key, row0, rows, width
+
+    def of_rows(self, first: int, rows: int) -> Uniform:
+        """Those of `rows` rows from the row `first` of these on."""
+        return Uniform(self.site_key, self.row0 + first, rows, self.width)
+
+    def tensor(self) -> Tensor:
+        """All of them, (rows, width) float32."""
+        device = self.site_key.device
+        steps = torch.arange(self.row0 + 1, self.row0 + self.rows + 1, device=device)
+        row_keys = _mix64(steps.mul_(_GOLDEN64_S).add_(self.site_key))
+        columns = torch.arange(self.width, dtype=torch.int32, device=device).mul_(_GOLDEN32_S)
+        k0, k1 = _halves(row_keys)
+        x = torch.bitwise_xor(columns, k0).mul_(k1)
+        x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(MUL32)
+        return (x >> 7).bitwise_and_(0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+
+
+def _halves(row_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """What the columns of each row are mixed with, (rows, 1) int32."""
+    low, high = row_keys.to(torch.int32), (row_keys >> 32).to(torch.int32)
+    return low[:, None], high.bitwise_or_(1)[:, None]
+
+
 def _survivors(
     row_keys: Tensor, columns: Tensor, p: float, one: int | None, hashed: Tensor
 ) -> None:
     """Fill `hashed` (int32) with 0, or `one` for survivors; None: the bits of `scale(p)`."""
     total, width = hashed.shape
     one = _bits(scale(p)) if one is None else one
-    k0 = row_keys.to(torch.int32)[:, None]
-    k1 = (row_keys >> 32).to(torch.int32).bitwise_or_(1)[:, None]
+    k0, k1 = _halves(row_keys)
     step = total if hashed.device.type != "cpu" else max(1, _CACHED // max(width, 1))
     step = max(1, min(step, total))
     shifted = torch.empty((step, width), dtype=torch.int32, device=hashed.device)

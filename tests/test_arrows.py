@@ -14,10 +14,10 @@ LINE = (
     "layers", "ops", "autograd", "segments", "operators", "call_text", "calls", "blocks",
     "backends", "kernels",
 )  # fmt: skip
-LEAVES = ("accumulation", "policies", "random", "uncompiled", "version")
+LEAVES = ("accumulation", "formats", "policies", "random", "uncompiled", "version")
 NODES = (
-    "blocks.nodes", "blocks.attention", "blocks.lora", "blocks.pointwise", "blocks.projections",
-    "blocks.rotary",
+    "blocks.nodes", "blocks.attention", "blocks.lora", "blocks.packing", "blocks.pointwise",
+    "blocks.projections", "blocks.rotary",
 )  # fmt: skip
 
 # What may be imported of the package, by room or file. The longest prefix of a file's name is its
@@ -26,6 +26,8 @@ NODES = (
 ARROWS: dict[str, tuple[str, ...]] = {
     **{room: LINE[i:] + LEAVES for i, room in enumerate(LINE)},
     **dict.fromkeys(LEAVES, ()),
+    "formats": ("random",),
+    "policies": ("formats", "random"),
     **{room: (*LINE[i:], "check", *LEAVES) for i, room in enumerate(LINE[:5]) if i >= 2},
     "check": ("backends.base", "blocks"),
     "__init__": (
@@ -77,6 +79,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "blocks.recipe": ("blocks.program",),
     "blocks.reread": (),
     "explain": (*LINE, "report", *LEAVES),
+    "blocks.in_formats": ("blocks.program", "blocks.recipe", *NODES, *LEAVES),
     "blocks.mixed": ("blocks.frame", "blocks.program", "blocks.recipe", *NODES),
     "blocks.sketch": (*NODES, *LEAVES),
     "blocks.encoder": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fused_remat.random import Keep
+from fused_remat.formats import Packed, Parts
+from fused_remat.random import Keep, Uniform
 
 #: Norms by name, and the statistics each keeps: a float per token, in this order.
 NORM_STATS: dict[str, tuple[str, ...]] = {
@@ -19,6 +20,23 @@ NORM_STATS: dict[str, tuple[str, ...]] = {
 
 class FusedRematWarning(UserWarning):
     """Something slower serves than was asked for, rightly; the message says what and why."""
+
+
+#: What a routine that loads elements itself is given: a matrix, or one as it is stored.
+Loaded = Tensor | Packed
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Packing:
+    """How an activation is to be stored.
+
+    Attributes:
+        stored: a row of `formats.FORMATS`.
+        uniform: random numbers for each element, where the format is rounded stochastically.
+    """
+
+    stored: str
+    uniform: Uniform | None = None
 
 
 #: A weight and a bias, either of which may be absent.
@@ -223,20 +241,29 @@ class Backend(Protocol):
     def bias_grad(self, dy: Tensor) -> Tensor:
         """The sum of dy over tokens, in float32 (float64 for float64)."""
 
-    def act_fwd(self, x: Tensor, act: str, keep: Keep | None) -> Tensor:
+    def pack(self, x: Tensor, packing: Packing) -> Parts:
+        """x as it is to be stored: codes, and scales if the format has them; new tensors."""
+
+    def unpack(self, x: Packed) -> Tensor:
+        """The whole of x, a new matrix in its dtype."""
+
+    # What is `Loaded` may be packed, and is then unpacked where it is read, never whole; each
+    # element rounded to its dtype, as `unpack` does, so that results are those of unpacking first.
+
+    def act_fwd(self, x: Loaded, act: str, keep: Keep | None) -> Tensor:
         """keep * act(x)."""
 
-    def act_bwd(self, dy: Tensor, x: Tensor, act: str, keep: Keep | None, owned: bool) -> Tensor:
+    def act_bwd(self, dy: Tensor, x: Loaded, act: str, keep: Keep | None, owned: bool) -> Tensor:
         """The gradient of `act_fwd` in x; may overwrite dy when `owned`."""
 
-    def gated_fwd(self, gate: Tensor, up: Tensor, act: str, keep: Keep | None) -> Tensor:
+    def gated_fwd(self, gate: Loaded, up: Loaded, act: str, keep: Keep | None) -> Tensor:
         """keep * act(gate) * up."""
 
     def gated_bwd(
         self,
         dy: Tensor,
-        gate: Tensor,
-        up: Tensor | None,
+        gate: Loaded,
+        up: Loaded | None,
         act: str,
         keep: Keep | None,
         owned: bool,
@@ -310,13 +337,22 @@ class Backend(Protocol):
         act: str,
         keep: Keep | None,
         wants_pre: bool,
-    ) -> tuple[Tensor | None, Tensor]:
-        """pre = x @ weight.T + bias, if wanted, and keep * act(pre)."""
+        packing: Packing | None = None,
+    ) -> tuple[Tensor | None, Tensor, Parts]:
+        """pre = x @ weight.T + bias, if wanted; keep * act(pre); pre packed, if it is to be."""
 
     def gated_linear_act_fwd(
-        self, x: Tensor, gate: Affine, up: Affine, act: str, keep: Keep | None
-    ) -> Tensor:
-        """keep * act(gate(x)) * up(x)."""
+        self,
+        x: Tensor,
+        gate: Affine,
+        up: Affine,
+        act: str,
+        keep: Keep | None,
+        wants: tuple[bool, ...] = (False, False),
+        packings: tuple[Packing | None, ...] = (None, None),
+    ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Parts, ...]]:
+        """keep * act(gate(x)) * up(x); gate(x) and up(x), those wanted; and packed, those that are
+        to be."""
 
     def linear_norm_fwd(
         self,
@@ -387,8 +423,11 @@ class Backend(Protocol):
     def linear_route(self, x: Tensor, ends: bool = False) -> str:
         """As `attention_route`, for a linear layer; `ends`: with dropout or a residual."""
 
-    def pointwise_route(self, x: Tensor, act: str = "") -> str:
+    def pointwise_route(self, x: Loaded, act: str = "") -> str:
         """As `attention_route`, for a pointwise step, an activation if `act` names one."""
+
+    def packing_route(self, x: Loaded, stored: str) -> str:
+        """As `attention_route`, for packing x, or unpacking it where it is packed."""
 
     def rotary_route(self, x: Tensor, call: RotaryCall) -> str:
         """As `attention_route`, for a rotary step."""

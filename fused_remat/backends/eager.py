@@ -12,11 +12,18 @@ import functools
 import torch
 from torch import Tensor
 
-from fused_remat.backends import cross_entropy, eager_attention, rotary
+from fused_remat.backends import cross_entropy, eager_attention, packed_rows, rotary
 from fused_remat.backends.activations import ACTIVATIONS
-from fused_remat.backends.base import AttentionCall, CrossEntropyCall, RotaryCall
+from fused_remat.backends.base import (
+    AttentionCall,
+    CrossEntropyCall,
+    Loaded,
+    Packing,
+    RotaryCall,
+)
 from fused_remat.backends.norms import NORMS
 from fused_remat.backends.unfused import Unfused
+from fused_remat.formats import Packed, Parts, pack
 from fused_remat.random import Keep
 
 # Larger pieces read the weights fewer times, and have larger transients.
@@ -148,25 +155,36 @@ class EagerBackend(Unfused):
     def bias_grad(self, dy: Tensor) -> Tensor:
         return dy.sum(0, dtype=torch.float32) if dy.dtype in _LOW else dy.sum(0)
 
-    def act_fwd(self, x: Tensor, act: str, keep: Keep | None) -> Tensor:
-        y = ACTIVATIONS[act].fwd(x)
+    def pack(self, x: Tensor, packing: Packing) -> Parts:
+        return pack(x, packing.stored, packing.uniform)
+
+    def unpack(self, x: Packed) -> Tensor:
+        return x.tensor()
+
+    def act_fwd(self, x: Loaded, act: str, keep: Keep | None) -> Tensor:
+        y = packed_rows.act_fwd(x, act) if isinstance(x, Packed) else ACTIVATIONS[act].fwd(x)
         return y if keep is None else y.mul_(keep.tensor())
 
-    def act_bwd(self, dy: Tensor, x: Tensor, act: str, keep: Keep | None, owned: bool) -> Tensor:
+    def act_bwd(self, dy: Tensor, x: Loaded, act: str, keep: Keep | None, owned: bool) -> Tensor:
         if keep is not None:
             dy = dy.mul_(keep.tensor()) if owned else self.dropout_bwd(dy, keep)
             owned = True
+        if isinstance(x, Packed):
+            return packed_rows.act_bwd(dy, x, act, owned)
         return ACTIVATIONS[act].bwd(dy, x, dy if owned else None)
 
-    def gated_fwd(self, gate: Tensor, up: Tensor, act: str, keep: Keep | None) -> Tensor:
-        y = ACTIVATIONS[act].fwd(gate).mul_(up)
+    def gated_fwd(self, gate: Loaded, up: Loaded, act: str, keep: Keep | None) -> Tensor:
+        if isinstance(gate, Tensor) and isinstance(up, Tensor):
+            y = ACTIVATIONS[act].fwd(gate).mul_(up)
+        else:
+            y = packed_rows.gated_fwd(gate, up, act)
         return y if keep is None else y.mul_(keep.tensor())
 
     def gated_bwd(
         self,
         dy: Tensor,
-        gate: Tensor,
-        up: Tensor | None,
+        gate: Loaded,
+        up: Loaded | None,
         act: str,
         keep: Keep | None,
         owned: bool,
@@ -175,6 +193,8 @@ class EagerBackend(Unfused):
         if keep is not None:
             dy = dy.mul_(keep.tensor()) if owned else self.dropout_bwd(dy, keep)
             owned = True
+        if isinstance(gate, Packed) or isinstance(up, Packed):
+            return packed_rows.gated_bwd(self, dy, gate, up, act, owned, wants_up)
         dup = ACTIVATIONS[act].fwd(gate).mul_(dy) if wants_up else None
         if up is None:
             return None, dup
@@ -245,8 +265,13 @@ class EagerBackend(Unfused):
     def norm_route(self, kind: str, x: Tensor) -> str:
         return "ATen's native_layer_norm" if kind == "layer_norm" else "ATen, pointwise and mean"
 
-    def pointwise_route(self, x: Tensor, act: str = "") -> str:
-        return "pointwise, eager"
+    def pointwise_route(self, x: Loaded, act: str = "") -> str:
+        packed = f", from {x.stored} a few rows at a time" if isinstance(x, Packed) else ""
+        return f"pointwise, eager{packed}"
+
+    def packing_route(self, x: Loaded, stored: str) -> str:
+        what = f"{stored} unpacked whole" if isinstance(x, Packed) else f"packed as {stored}"
+        return f"{what}, eager, a few rows at a time"
 
     def rotary_route(self, x: Tensor, call: RotaryCall) -> str:
         return "pointwise, eager"

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fused_remat.formats import Parts
 from fused_remat.random import Keep
 
 if TYPE_CHECKING:
-    from fused_remat.backends.base import Affine, Backend
+    from fused_remat.backends.base import Affine, Backend, Packing
 
 
 class Unfused:
@@ -26,14 +27,27 @@ class Unfused:
         act: str,
         keep: Keep | None,
         wants_pre: bool,
-    ) -> tuple[Tensor | None, Tensor]:
+        packing: Packing | None = None,
+    ) -> tuple[Tensor | None, Tensor, Parts]:
         pre = self.linear_fwd(x, weight, bias)
-        return pre if wants_pre else None, self.act_fwd(pre, act, keep)
+        parts = () if packing is None else self.pack(pre, packing)
+        return pre if wants_pre else None, self.act_fwd(pre, act, keep), parts
 
     def gated_linear_act_fwd(
-        self: Backend, x: Tensor, gate: Affine, up: Affine, act: str, keep: Keep | None
-    ) -> Tensor:
-        return self.gated_fwd(self.linear_fwd(x, *gate), self.linear_fwd(x, *up), act, keep)
+        self: Backend,
+        x: Tensor,
+        gate: Affine,
+        up: Affine,
+        act: str,
+        keep: Keep | None,
+        wants: tuple[bool, ...] = (False, False),
+        packings: tuple[Packing | None, ...] = (None, None),
+    ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Parts, ...]]:
+        made = self.linear_fwd(x, *gate), self.linear_fwd(x, *up)
+        pairs = list(zip(made, packings, strict=True))
+        parts = tuple([() if how is None else self.pack(pre, how) for pre, how in pairs])
+        pres = tuple([pre if want else None for pre, want in zip(made, wants, strict=True)])
+        return self.gated_fwd(*made, act, keep), pres, parts
 
     def linear_norm_fwd(
         self: Backend,

@@ -70,7 +70,7 @@ class Attention(Node):
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
         return widths[self.qkv] // (self.nhead + 2 * self.kv_heads) * self.nhead
 
-    def stat_width(self) -> int:
+    def stat_width(self, width: int) -> int:
         return self.nhead
 
     def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Linear, Node, Norm
+from fused_remat.blocks.packing import Pack
 from fused_remat.blocks.pointwise import Gated, Pointwise
 
 
@@ -37,15 +38,20 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAct(Node):
-    """act(linear(x)); the linear layer's output is made only if somebody else reads it."""
+    """act(linear(x)); the linear layer's output is made only if somebody else reads it.
+
+    `pack`: that output is packed.
+    """
 
     linear: Linear
     act: Pointwise
     wants_pre: bool
+    pack: Pack | None
 
     @functools.cached_property
     def makes(self) -> tuple[str, ...]:
-        return (self.linear.name, self.name) if self.wants_pre else (self.name,)
+        pre = (self.linear.name,) if self.wants_pre else ()
+        return (*pre, *(self.pack.makes if self.pack else ()), self.name)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -55,22 +61,38 @@ class LinearAct(Node):
         return f.backend.fused_route("linear_act", f[self.linear.x])
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        linear, act = self.linear, self.act
-        pre, y = f.backend.linear_act_fwd(
-            linear.operand(f), *linear.affine(f), act.act, f.keep(act.keep), self.wants_pre
+        linear, act, pack = self.linear, self.act, self.pack
+        packing = None if pack is None else pack.packing(f)
+        pre, y, parts = f.backend.linear_act_fwd(
+            linear.operand(f), *linear.affine(f), act.act, f.keep(act.keep), self.wants_pre, packing
         )
         if pre is not None:
             f.put(linear.name, pre)
+        if pack is not None:
+            pack.put(f, parts)
         f.put(self.name, y)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedLinearAct(Node):
-    """act(gate(x)) * up(x), of which only the product is made."""
+    """act(gate(x)) * up(x); what the layers give is made only if somebody else reads it.
+
+    `wants`: whether that of the gate, and of the other one, is made; `packed`: by
+    which it is packed.
+    """
 
     gate: Linear
     up: Linear
     act: Gated
+    wants: tuple[bool, bool]
+    packed: tuple[Pack | None, Pack | None]
+
+    @functools.cached_property
+    def makes(self) -> tuple[str, ...]:
+        layers = zip((self.gate, self.up), self.wants, strict=True)
+        names = [layer.name for layer, wanted in layers if wanted]
+        parts = [name for pack in self.packed if pack is not None for name in pack.makes]
+        return (*names, *parts, self.name)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -81,9 +103,17 @@ class GatedLinearAct(Node):
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         gate, up, act = self.gate, self.up, self.act
-        y = f.backend.gated_linear_act_fwd(
-            gate.operand(f), gate.affine(f), up.affine(f), act.act, f.keep(act.keep)
-        )
+        packings = tuple([None if pack is None else pack.packing(f) for pack in self.packed])
+        y, pres, parts = f.backend.gated_linear_act_fwd(
+            gate.operand(f), gate.affine(f), up.affine(f), act.act, f.keep(act.keep), self.wants,
+            packings,
+        )  # fmt: skip
+        for layer, pre in zip((gate, up), pres, strict=True):
+            if pre is not None:
+                f.put(layer.name, pre)
+        for pack, packed in zip(self.packed, parts, strict=True):
+            if pack is not None:
+                pack.put(f, packed)
         f.put(self.name, y)
 
 
@@ -172,6 +202,11 @@ def _computes(steps: Steps, name: str) -> Draft | None:
     return None
 
 
+def _packs(steps: Steps, name: str) -> Draft | None:
+    """The step that packs `name` by itself."""
+    return next((s for s in steps if s.node is not None and s.node.packs == name), None)
+
+
 def _alike(steps: Sequence[Draft | None]) -> bool:
     """Whether each step computes a linear layer of one input that ends in nothing else."""
     nodes = [None if step is None else step.node for step in steps]
@@ -188,7 +223,7 @@ def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[s
 
 
 def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """compute up, compute act -> compute act; also with a gate."""
+    """compute up, compute act -> compute act; also with a gate, and with what packs either."""
     for step in steps:
         node = step.node
         if step.kind != "compute" or not isinstance(node, Pointwise | Gated):
@@ -196,21 +231,24 @@ def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) ->
         sources = [_computes(steps, name) for name in node.inputs]
         if f"linear_act {node.act}" not in fusions or not _alike(sources):
             continue
-        old = [*(s for s in sources if s is not None), step]
+        packing = [_packs(steps, name) for name in node.inputs]
+        old = [s for s in (*sources, *packing, step) if s is not None]
         at = steps.index(step)
-        used = [name for name in node.inputs if name in held or len(_users(steps, name)) > 2]
-        if any(steps.index(user) < at for name in used for user in _users(steps, name)[1:]):
+        others = {n: [u for u in _users(steps, n) if u not in old] for n in node.inputs}
+        used = [name for name in node.inputs if name in held or others[name]]
+        if any(steps.index(user) < at for name in used for user in others[name]):
             continue  # wanted before the activation is
-        layers = [s.node for s in old[:-1]]
+        layers = [s.node for s in sources if s is not None and isinstance(s.node, Linear)]
+        packs = [s.node if s is not None and isinstance(s.node, Pack) else None for s in packing]
         if isinstance(node, Pointwise):
-            assert isinstance(layers[0], Linear)
-            pre = bool(used)
-            new: Node = LinearAct(name=node.name, linear=layers[0], act=node, wants_pre=pre)
-        elif used:
-            continue
+            new: Node = LinearAct(
+                name=node.name, linear=layers[0], act=node, wants_pre=bool(used), pack=packs[0]
+            )
         else:
-            assert isinstance(layers[0], Linear) and isinstance(layers[1], Linear)
-            new = GatedLinearAct(name=node.name, gate=layers[0], up=layers[1], act=node)
+            new = GatedLinearAct(
+                name=node.name, gate=layers[0], up=layers[1], act=node,
+                wants=(node.gate in used, node.up in used), packed=(packs[0], packs[1]),
+            )  # fmt: skip
         steps = _replaced(steps, old, new, set(node.inputs) - set(used))
         return linear_act(steps, fusions, held)
     return list(steps)

@@ -66,6 +66,31 @@ class Node:
     def masks(self) -> tuple[str, ...]:
         return ()
 
+    @property
+    def packs(self) -> str:
+        """Of a step that packs (`blocks.packing`): what."""
+        return ""
+
+    @property
+    def unpacks(self) -> tuple[str, ...]:
+        """What it reads packed; of `Graph.again`, it is used where all of that is kept."""
+        return ()
+
+    @property
+    def rebuilds(self) -> bool:
+        """Of `Graph.again`: whether it computes its activation."""
+        return True
+
+    @property
+    def undoes(self) -> bool:
+        """Of `Graph.again`: whether it has a backward."""
+        return True
+
+    @property
+    def inexact(self) -> bool:
+        """Whether what it computes may differ from what forward computed."""
+        return False
+
     @functools.cached_property
     def stats(self) -> tuple[str, ...]:
         return ()
@@ -103,8 +128,9 @@ class Node:
         """Elements per token, given the widths of earlier activations and the shapes of params."""
         return widths[self.inputs[0]]
 
-    def stat_width(self) -> int:
-        """Elements per token of each statistic (float32, or float64 in a float64 block)."""
+    def stat_width(self, width: int) -> int:
+        """Elements per token of each statistic (float32, or float64 in a float64 block), given those
+        of the activation."""
         return 1
 
     def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fused_remat.backends.base import Loaded
 from fused_remat.blocks.custom import hooks_off, leaves
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node
@@ -32,15 +33,19 @@ class Pointwise(Node):
     def asks(self, wants: Collection[str]) -> tuple[str, ...]:
         return (self.x, *self.masks)
 
+    def load(self, f: Frame, name: str) -> Loaded:
+        """An input as the routine takes it."""
+        return f[name]
+
     def route(self, f: Frame) -> str:
-        return f.backend.pointwise_route(f[self.x], self.act)
+        return f.backend.pointwise_route(self.load(f, self.x), self.act)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        f.put(self.name, f.backend.act_fwd(f[self.x], self.act, f.keep(self.keep)))
+        f.put(self.name, f.backend.act_fwd(self.load(f, self.x), self.act, f.keep(self.keep)))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        keep = f.keep(self.keep)
-        f.add_grad(self.x, f.backend.act_bwd(dy, f[self.x], self.act, keep, owned), owned=True)
+        x, keep = self.load(f, self.x), f.keep(self.keep)
+        f.add_grad(self.x, f.backend.act_bwd(dy, x, self.act, keep, owned), owned=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +69,21 @@ class Gated(Node):
         up = (self.up,) if self.gate in wants else ()
         return (self.gate, *up, *self.masks)
 
+    def load(self, f: Frame, name: str) -> Loaded:
+        """An input as the routine takes it."""
+        return f[name]
+
     def route(self, f: Frame) -> str:
-        return f.backend.pointwise_route(f[self.gate], self.act)
+        return f.backend.pointwise_route(self.load(f, self.gate), self.act)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        y = f.backend.gated_fwd(f[self.gate], f[self.up], self.act, f.keep(self.keep))
-        f.put(self.name, y)
+        gate, up = self.load(f, self.gate), self.load(f, self.up)
+        f.put(self.name, f.backend.gated_fwd(gate, up, self.act, f.keep(self.keep)))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        keep = f.keep(self.keep)
-        up = f[self.up] if self.gate in wants else None
-        dgate, dup = f.backend.gated_bwd(
-            dy, f[self.gate], up, self.act, keep, owned, self.up in wants
-        )
+        gate, keep = self.load(f, self.gate), f.keep(self.keep)
+        up = self.load(f, self.up) if self.gate in wants else None
+        dgate, dup = f.backend.gated_bwd(dy, gate, up, self.act, keep, owned, self.up in wants)
         if dgate is not None:
             f.add_grad(self.gate, dgate, owned=True)
         if dup is not None:

@@ -18,6 +18,7 @@ import torch
 
 from fused_remat.blocks.fusions import Draft, fuse
 from fused_remat.blocks.nodes import Node, Shapes
+from fused_remat.formats import split_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,8 @@ class Graph:
         params: names of the tensors besides the inputs, in the order in which they are passed.
         inputs: names of the inputs, which come in groups of sequences; the first is "input", and
             others may be of another length (`source`).
+        again: nodes that in backward rebuild or undo in place of those of their names, where
+            everything they read packed is kept (`blocks.packing`).
         recipe: what a `recipe.builder` built it from; "" if none did.
         compute: the dtype of what is not in the stream (`blocks.mixed`); None for the input's.
     """
@@ -40,11 +43,12 @@ class Graph:
     inputs: tuple[str, ...] = ("input",)
     recipe: str = ""
     compute: torch.dtype | None = None
+    again: tuple[Node, ...] = ()
 
     @functools.cached_property
     def digest(self) -> str:
         """Of everything that is computed: another digest, another graph."""
-        what = (self.kind, self.nodes, self.params, self.inputs, self.compute)
+        what = (self.kind, self.nodes, self.params, self.inputs, self.compute, self.again)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 
     @functools.cached_property
@@ -110,7 +114,7 @@ class Graph:
         widths = {n: s[1] * s[3] if len(s) == 4 else s[-1] for n, s in given.items()}
         for node in self.nodes:
             widths[node.name] = node.width(widths, shapes)
-            widths.update(dict.fromkeys(node.stats, node.stat_width()))
+            widths.update(dict.fromkeys(node.stats, node.stat_width(widths[node.name])))
         return widths
 
 
@@ -140,6 +144,7 @@ class Programs:
         tile_forward, tile_backward: for a tile of tokens; empty when `tiled` is False.
         kept_tile: those of `kept` that tiles compute; `kept_group`, the others.
         tile_gives: group activations whose gradients the tiles deliver.
+        inexact: what backward rebuilds from something that was kept in a lossy format.
     """
 
     kept: tuple[str, ...]
@@ -153,6 +158,7 @@ class Programs:
     tile_forward: tuple[Step, ...]
     tile_backward: tuple[Step, ...]
     tile_gives: tuple[str, ...]
+    inexact: frozenset[str]
 
 
 def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
@@ -193,10 +199,13 @@ def _wants_by_node(graph: Graph, wants: Collection[str]) -> dict[str, frozenset[
 
 
 class _Demand:
-    """Collects a backward program for `nodes`: asking rebuilds what is neither kept nor given."""
+    """Collects a backward program for `nodes`: asking rebuilds what is neither kept nor given.
 
-    def __init__(self, graph: Graph, have: Iterable[str]) -> None:
-        self.graph = graph
+    `again`: those nodes of `graph.again` whose packed inputs are kept.
+    """
+
+    def __init__(self, graph: Graph, again: Mapping[str, Node], have: Iterable[str]) -> None:
+        self.graph, self.again = graph, again
         self.have = set(have)
         self.touched: set[str] = set()
         self.rebuilt: list[Node] = []
@@ -206,7 +215,8 @@ class _Demand:
         self.touched.add(name)
         if name in self.have:
             return
-        node = self.graph.producer[name]
+        again = self.again.get(name)
+        node = again if again is not None and again.rebuilds else self.graph.producer[name]
         for read in node.reads:
             self.ask(read)
         self.steps.append(_compute(node))
@@ -214,6 +224,8 @@ class _Demand:
         self.have.update(node.makes)
 
     def backward(self, node: Node, wants: frozenset[str]) -> None:
+        again = self.again.get(node.name)
+        node = again if again is not None and again.undoes else node
         asked = node.asks(wants)
         for name in asked:
             self.ask(name)
@@ -230,6 +242,8 @@ def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...
     first, source = graph.inputs[0], graph.source
     whole = [n.per_sequence or source[n.name] != first for n in graph.nodes]
     last = max((i for i, is_whole in enumerate(whole) if is_whole), default=-1)
+    while last + 1 < len(graph.nodes) and graph.nodes[last + 1].packs == graph.nodes[last].name:
+        last += 1  # packed where it was made
     return graph.nodes[: last + 1], graph.nodes[last + 1 :]
 
 
@@ -247,19 +261,20 @@ def programs(
     """
     group_nodes, tile_nodes = _split(graph, tiled)
     by_node = _wants_by_node(graph, wants)
-    may_keep = set(save)
+    may_keep, named = set(save), {split_name(name)[0] for name in save}
     for node in graph.nodes:
-        if not node.stats_follow or node.name in save:
+        if not node.stats_follow or node.name in save or node.name in named:
             may_keep.update(node.stats)
+    again = {node.name: node for node in graph.again if save.issuperset(node.unpacks)}
     group_names = {*graph.inputs} | {n for node in group_nodes for n in (node.name, *node.stats)}
 
-    tile = _Demand(graph, may_keep | group_names)
+    tile = _Demand(graph, again, may_keep | group_names)
     for node in reversed(tile_nodes):
         if node.name in by_node:
             tile.backward(node, by_node[node.name])
     outside = tuple(sorted(tile.touched & group_names))  # what tiles ask the group for
 
-    group = _Demand(graph, may_keep | {*graph.inputs})
+    group = _Demand(graph, again, may_keep | {*graph.inputs})
     if tile.steps:
         for name in outside:
             group.ask(name)
@@ -275,6 +290,7 @@ def programs(
     for name, mine in by_node.items():
         reread.update(graph.producer[name].rereads(mine))
 
+    group_nodes, tile_nodes = _without_unkept(group_nodes, kept), _without_unkept(tile_nodes, kept)
     tile_reads = tuple(sorted({r for n in tile_nodes for r in n.reads} & group_names))
     group_fwd = _forward_steps(group_nodes)
     if tile_nodes:
@@ -294,7 +310,22 @@ def programs(
         tile_forward=_with_frees(fuse(tile_fwd, fusions, tile_held), tile_held),
         tile_backward=_with_frees(fuse(tile.steps, fusions, group_names), group_names),
         tile_gives=tuple(sorted(gives)),
+        inexact=_inexact(group.rebuilt + tile.rebuilt),
     )
+
+
+def _without_unkept(nodes: tuple[Node, ...], kept: Collection[str]) -> tuple[Node, ...]:
+    """Without those that pack what is not kept."""
+    return tuple([node for node in nodes if not node.packs or node.name in kept])
+
+
+def _inexact(rebuilt: Iterable[Node]) -> frozenset[str]:
+    """What is unpacked from a lossy format, or rebuilt from that."""
+    found: set[str] = set()
+    for node in rebuilt:
+        if node.inexact or not found.isdisjoint(node.reads):
+            found.update(node.makes)
+    return frozenset(found)
 
 
 def _compute(node: Node) -> Draft:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fused_remat.blocks.frame import TRACERS, Frame, Prepared
+from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.nodes import Node
 from fused_remat.blocks.program import Programs, Step, programs, sizes
 from fused_remat.calls import BlockCall, Functions, backward_block, forward_block
@@ -37,7 +38,9 @@ class Example:
     functions: Functions
 
     def keeping(self, save: Iterable[str]) -> BlockCall:
-        return dataclasses.replace(self.call, save=frozenset(save), accumulation=None)
+        names = frozenset(save)
+        graph = in_formats(self.call.graph, names)
+        return dataclasses.replace(self.call, graph=graph, save=names, accumulation=None)
 
     def prepare(self, save: Iterable[str]) -> Prepared:
         return self.keeping(save).prepare(self.tensors)

@@ -18,6 +18,8 @@ from fused_remat.backends.base import (
     Affine,
     AttentionCall,
     CrossEntropyCall,
+    Loaded,
+    Packing,
     RotaryCall,
 )
 from fused_remat.backends.eager import EagerBackend
@@ -31,6 +33,7 @@ from fused_remat.backends.triton import (
     tables,
 )
 from fused_remat.backends.triton.launch import INTERPRETED, target_of
+from fused_remat.formats import Packed, Parts
 from fused_remat.random import Keep
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -169,21 +172,34 @@ class TritonBackend(EagerBackend):
         act: str,
         keep: Keep | None,
         wants_pre: bool,
-    ) -> tuple[Tensor | None, Tensor]:
+        packing: Packing | None = None,
+    ) -> tuple[Tensor | None, Tensor, Parts]:
         assert weight is not None
         y = x.new_empty((x.shape[0], weight.shape[0]))
-        pre = torch.empty_like(y) if wants_pre else None
+        pre = torch.empty_like(y) if wants_pre or packing is not None else None
         gemm.linear_fwd(x, weight, bias, None, keep, act, pre, y, target_of(x.device)).run()
-        return pre, y
+        if packing is None:
+            return pre, y, ()
+        assert pre is not None
+        return pre if wants_pre else None, y, self.pack(pre, packing)
 
     def gated_linear_act_fwd(
-        self, x: Tensor, gate: Affine, up: Affine, act: str, keep: Keep | None
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        gate: Affine,
+        up: Affine,
+        act: str,
+        keep: Keep | None,
+        wants: tuple[bool, ...] = (False, False),
+        packings: tuple[Packing | None, ...] = (None, None),
+    ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Parts, ...]]:
+        if any(wants) or any(packing is not None for packing in packings):
+            return super().gated_linear_act_fwd(x, gate, up, act, keep, wants, packings)
         assert gate[0] is not None and up[0] is not None
         y = x.new_empty((x.shape[0], up[0].shape[0]))
         target = target_of(x.device)
         gemm.gated_mlp_fwd(x, gate[0], gate[1], up[0], up[1], keep, act, y, target).run()
-        return y
+        return y, (None, None), ((), ())
 
     def linear_norm_fwd(
         self,
@@ -212,15 +228,15 @@ class TritonBackend(EagerBackend):
 
     # --- activations
 
-    def act_fwd(self, x: Tensor, act: str, keep: Keep | None) -> Tensor:
-        if not _has_pair(act):
+    def act_fwd(self, x: Loaded, act: str, keep: Keep | None) -> Tensor:
+        if isinstance(x, Packed) or not _has_pair(act):
             return super().act_fwd(x, act, keep)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         pointwise.act_fwd(x, act, keep, y).run()
         return y
 
-    def act_bwd(self, dy: Tensor, x: Tensor, act: str, keep: Keep | None, owned: bool) -> Tensor:
-        if not _has_pair(act):
+    def act_bwd(self, dy: Tensor, x: Loaded, act: str, keep: Keep | None, owned: bool) -> Tensor:
+        if isinstance(x, Packed) or not _has_pair(act):
             return super().act_bwd(dy, x, act, keep, owned)
         dx = (
             dy
@@ -230,8 +246,8 @@ class TritonBackend(EagerBackend):
         pointwise.act_bwd(dy, x, act, keep, dx).run()
         return dx
 
-    def gated_fwd(self, gate: Tensor, up: Tensor, act: str, keep: Keep | None) -> Tensor:
-        if not _has_pair(act):
+    def gated_fwd(self, gate: Loaded, up: Loaded, act: str, keep: Keep | None) -> Tensor:
+        if isinstance(gate, Packed) or isinstance(up, Packed) or not _has_pair(act):
             return super().gated_fwd(gate, up, act, keep)
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         pointwise.gated_fwd(gate, up, act, keep, y).run()
@@ -240,14 +256,14 @@ class TritonBackend(EagerBackend):
     def gated_bwd(
         self,
         dy: Tensor,
-        gate: Tensor,
-        up: Tensor | None,
+        gate: Loaded,
+        up: Loaded | None,
         act: str,
         keep: Keep | None,
         owned: bool,
         wants_up: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        if not _has_pair(act):
+        if isinstance(gate, Packed) or isinstance(up, Packed) or not _has_pair(act):
             return super().gated_bwd(dy, gate, up, act, keep, owned, wants_up)
         shape, dtype, device = gate.shape, gate.dtype, gate.device
         dup = torch.empty(shape, dtype=dtype, device=device) if wants_up else None
@@ -451,7 +467,7 @@ class TritonBackend(EagerBackend):
         aten = super().attention_route(q, v, call)
         return aten if why_not is None else f"{aten}; not the kernels here: {why_not}"
 
-    def pointwise_route(self, x: Tensor, act: str = "") -> str:
+    def pointwise_route(self, x: Loaded, act: str = "") -> str:
         if act and not _has_pair(act):
             return f"pointwise, ATen: {act} has no row in backends/triton/pointwise.PAIRS"
         return "pointwise kernel"
