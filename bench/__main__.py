@@ -12,6 +12,7 @@ os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 #: Sub-command -> module with `main(arguments) -> exit status`; loaded only when it is asked for.
 COMMANDS = {
     "audit": "bench.audit.command",
+    "formats": "bench.formats.command",
     "frontier": "bench.frontier.command",
     "gpu": "bench.gpu.command",
     "kernels": "bench.kernels.command",

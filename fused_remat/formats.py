@@ -31,9 +31,8 @@ from fused_remat.random import Uniform
 #: What a name is stored in if nothing else is said: as it is.
 NATIVE = "native"
 
-#: Elements of a row that share a scale. Over real shapes with outlier channels every gradient is off
-#: by at most 2.4 times bf16's own error with 64, by up to 2.7 times with 128 (weights of a norm of
-#: heads, a key's bias). A scale for each 64 takes a sixteenth of the codes' bytes.
+#: Elements of a row that share a scale, whose bytes are a sixteenth of their codes'. With 128, a few
+#: gradients (weights of a norm of heads, a key's bias) were off by more than 2.5 times bf16's error.
 BLOCK = 64
 #: The smallest level, in steps, and the largest.
 OFFSET = 0.0625

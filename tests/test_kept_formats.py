@@ -4,16 +4,18 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from reference import RUNGS, randomize, run
+from reference import randomize, run
 from torch import nn
 
+from bench.formats.errors import SCALES, SHAPES, errors, names_of
 from fused_remat import (
     FusedRematCausalLayer,
     FusedRematDecoderLayer,
     FusedRematLayer,
     Policy,
+    autograd,
     check_replay,
+    ops,
 )
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
 from fused_remat.blocks.in_formats import in_formats
@@ -21,6 +23,7 @@ from fused_remat.blocks.program import programs
 from fused_remat.formats import FORMATS, Format
 from fused_remat.memory import AllocationTrace, SavedBytes
 from fused_remat.policies import LOSSY_RUNGS
+from fused_remat.report.saved import _predicted
 
 B, S, D, H = 3, 40, 48, 4
 GELU = EncoderConfig(True, nhead=H, head_dim=D // H, activation="gelu", eps1=1e-5, eps2=1e-5)
@@ -85,12 +88,8 @@ LAYERS = {
 }  # fmt: skip
 
 
-def names_of(layer):
-    return layer._example().names
-
-
 def every_name(layer, stored):
-    graph_names = [name for name in names_of(layer) if name != "output"]
+    graph_names = [name for name in layer._example().names if name != "output"]
     return Policy(save=dict.fromkeys(graph_names, stored))
 
 
@@ -116,61 +115,17 @@ def test_the_forward_is_that_of_every_policy(which, tokens, monkeypatch):
 
 # --- the error of gradients
 
-#: Real widths, few tokens.
-REAL = {
-    "gpt2": lambda: FusedRematLayer(768, 12, 3072, 0.0, "gelu", norm_first=True, batch_first=True),
-    "bert": lambda: FusedRematLayer(768, 12, 3072, 0.0, "gelu", batch_first=True),
-    "transformer relu": lambda: FusedRematLayer(512, 8, 2048, 0.0, batch_first=True),
-    "smollm": lambda: FusedRematCausalLayer(576, 9, 1536, kv_heads=3),
-    "qwen3": lambda: FusedRematCausalLayer(512, 8, 1536, kv_heads=4, head_dim=64, qk_norm=True),
-    "gemma2": lambda: FusedRematCausalLayer(
-        512, 8, 2048, kv_heads=4, activation="gelu_tanh", placement="sandwich", softcap=50.0
-    ),
-    "opt": lambda: FusedRematCausalLayer(
-        768, 12, 3072, gated=False, activation="relu", norm="layer_norm", bias=True
-    ),
-}
 
-
-def with_outliers(width, scale, post_norm, seed):
-    """Tokens a few of whose channels are `scale` times as large; normed where layers before do."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(1, 192, width, generator=generator)
-    x[..., torch.randperm(width, generator=generator)[:6]] *= scale
-    return F.layer_norm(x, (width,)) if post_norm else x
-
-
-def errors(layer, truth, x, dy):
-    """Squared relative error of every gradient against float64."""
-    found = run(layer, x.bfloat16(), dy.bfloat16())[1:]
-    biggest = max(t.norm().item() for t in truth)
-    scales = [t.norm().item() if t.norm() > 1e-3 * biggest else biggest for t in truth]
-    return torch.tensor([
-        ((got.double() - t).norm().item() / scale) ** 2
-        for got, t, scale in zip(found, truth, scales, strict=True)
-    ])  # fmt: skip
-
-
-@pytest.mark.parametrize("scale", [1, 30])
-@pytest.mark.parametrize("which", REAL)
-def test_gradients_are_off_by_at_most_two_and_a_half_times_bf16s_own_error(which, scale):
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_off_by_at_most_two_and_a_half_times_bf16s_own_error(shape, scale):
     """The guarantee of the lossy rungs: of every gradient, over two draws, beside policy "none"."""
     torch.manual_seed(0)
-    layer = REAL[which]().bfloat16()
-    exact = copy.deepcopy(layer).double()
-    width = layer.norm1.weight.shape[0]
-    post_norm = which in ("bert", "transformer relu")
-    totals = {policy: 0.0 for policy in ("none", *LOSSY_RUNGS)}
-    for seed in (1, 2):
-        x = with_outliers(width, scale, post_norm, seed).bfloat16().double()
-        dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
-        truth = run(exact, x, dy)[1:]
-        for policy in totals:
-            layer.policy = policy
-            totals[policy] = totals[policy] + errors(layer, truth, x, dy)
-    for policy in LOSSY_RUNGS:
-        ratio = (totals[policy] / totals["none"].clamp(min=1e-12)).sqrt()
-        assert ratio.max() <= 2.5, (policy, ratio)
+    layer = SHAPES[shape]().bfloat16()
+    native, *lossy = errors(layer, ("none", *LOSSY_RUNGS), scale, seeds=(1, 2))
+    for policy, found in zip(LOSSY_RUNGS, lossy, strict=True):
+        ratio = dict(zip(names_of(layer), found / native, strict=True))
+        assert max(ratio.values()) <= 2.5, (policy, ratio)
 
 
 def test_stochastic_rounding_has_no_bias():
@@ -243,27 +198,19 @@ def test_kept_bytes_are_predicted_scales_included(which, dtype, tokens, monkeypa
     layer = make("full").to(dtype)
     x = source(dtype).requires_grad_()
     seen = []
-    from fused_remat import autograd
-
     monkeypatch.setattr(autograd, "OBSERVERS", [seen.append])
     for policy in ("fast8", "balanced8", every_name(layer, "int8_stochastic")):
         layer.policy = policy
         seen.clear()
         layer(x, *args)
         (call,) = seen
-        predicted = _predicted(call)
+        predicted = dict(_predicted(call))
         for (name, _), piece in zip(call.prepared.pieces(), call.kept, strict=True):
             predicted[name] -= piece.nbytes
             assert piece.untyped_storage().nbytes() == piece.nbytes
         kept = {name for name, _ in call.prepared.pieces()}
         assert all(predicted[name] == 0 for name in kept) and kept <= predicted.keys()
         assert any(name.endswith(".scale") for name in kept)
-
-
-def _predicted(call):
-    from fused_remat.report.saved import _predicted as predicted
-
-    return dict(predicted(call))
 
 
 def test_a_rungs_bytes():
@@ -430,8 +377,6 @@ def test_formats_that_do_not_hold_what_backward_asks_for():
     with pytest.raises(ValueError, match=r"'sign' keeps signs alone.*'attn' needs the values"):
         encoder(Policy(save={"qkv": "sign"}))(source())
     with pytest.raises(ValueError, match="the output is the caller's tensor"):
-        from fused_remat import ops
-
         q = torch.randn(1, 2, 8, 4, requires_grad=True)
         ops.attention(q, q, q, policy=Policy(save={"output": "int8"}))
 
@@ -446,4 +391,3 @@ def test_equal_formats_share_one_graph():
     graph = encoder_graph(GELU)
     assert in_formats(graph, {"up:int8", "attn"}) is in_formats(graph, {"up:int8", "mid"})
     assert in_formats(graph, {"up", "attn"}) is graph
-    assert RUNGS  # the exact ones are no others than before

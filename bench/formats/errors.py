@@ -1,0 +1,106 @@
+"""Errors of gradients where kept activations are packed, beside those of bf16 itself.
+
+Real layers' widths, a few of the input's channels many times as large as the others, as trained
+models have them. The truth is the same layer in float64; "none" is the same dtype with everything
+kept as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fused_remat import FusedRematCausalLayer, FusedRematLayer, Policy
+from fused_remat.layers.fused_layer import FusedLayer
+
+TOKENS = 192
+#: Channels of the input that are larger than the others, and how many times.
+OUTLIERS, SCALES = 6, (1, 30)
+
+#: name -> a layer of that model's widths and options, with random weights.
+SHAPES: dict[str, Callable[[], FusedLayer]] = {
+    "gpt2": lambda: FusedRematLayer(768, 12, 3072, 0.0, "gelu", norm_first=True, batch_first=True),
+    "bert": lambda: FusedRematLayer(768, 12, 3072, 0.0, "gelu", batch_first=True),
+    "transformer": lambda: FusedRematLayer(512, 8, 2048, 0.0, "relu", batch_first=True),
+    "smollm": lambda: FusedRematCausalLayer(576, 9, 1536, kv_heads=3),
+    "qwen3": lambda: FusedRematCausalLayer(512, 8, 1536, kv_heads=4, head_dim=64, qk_norm=True),
+    "gemma2": lambda: FusedRematCausalLayer(
+        512, 8, 2048, kv_heads=4, activation="gelu_tanh", placement="sandwich", softcap=50.0
+    ),
+    "opt": lambda: FusedRematCausalLayer(
+        768, 12, 3072, gated=False, activation="relu", norm="layer_norm", bias=True
+    ),
+}
+#: What `SHAPES` are, in words.
+KINDS = {
+    "gpt2": "pre-norm, GELU",
+    "bert": "post-norm, GELU",
+    "transformer": "post-norm, ReLU",
+    "smollm": "gated, shared key heads",
+    "qwen3": "gated, norms of heads",
+    "gemma2": "gated, norms around, soft-cap",
+    "opt": "causal, ReLU, biases",
+}
+
+
+def outlying_input(layer: FusedLayer, scale: float, seed: int) -> Tensor:
+    """Tokens with `OUTLIERS` channels `scale` times as large; normed where the layer before norms.
+
+    Shapes: returns (1, TOKENS, D) float32.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weight = layer.norm1.weight
+    assert isinstance(weight, Tensor)
+    width = weight.shape[0]
+    x = torch.randn(1, TOKENS, width, generator=generator)
+    x[..., torch.randperm(width, generator=generator)[:OUTLIERS]] *= scale
+    post_norm = isinstance(layer, FusedRematLayer) and not layer.norm_first
+    return F.layer_norm(x, (width,)) if post_norm else x
+
+
+def gradients(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    """Of x and of every parameter."""
+    x = x.detach().requires_grad_()
+    found: tuple[Tensor, ...] = torch.autograd.grad(layer(x), [x, *layer.parameters()], dy)
+    return list(found)
+
+
+def names_of(layer: nn.Module) -> list[str]:
+    """What `gradients` are of."""
+    return ["x", *(name for name, _ in layer.named_parameters())]
+
+
+def relative(found: Iterable[Tensor], truth: list[Tensor]) -> Tensor:
+    """Of each gradient, |found - truth| / |truth|; what is all but zero, by the largest |truth|."""
+    norms = [t.norm().item() for t in truth]
+    floor = 1e-3 * max(norms)
+    return torch.tensor([
+        (got.double() - t).norm().item() / (norm if norm > floor else max(norms))
+        for got, t, norm in zip(found, truth, norms, strict=True)
+    ])  # fmt: skip
+
+
+def errors(
+    layer: FusedLayer, policies: Iterable[str | Policy], scale: float, seeds: Iterable[int]
+) -> list[Tensor]:
+    """For each policy, the relative errors of every gradient of a bf16 `layer`, root mean square
+    over `seeds`.
+
+    Shapes: a list of (1 + number of parameters,) float32.
+    """
+    policies = list(policies)
+    exact = copy.deepcopy(layer).double()
+    squares = [torch.zeros(()) for _ in policies]
+    seeds = list(seeds)
+    for seed in seeds:
+        x = outlying_input(layer, scale, seed).bfloat16()
+        dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        truth = gradients(exact, x.double(), dy.double())
+        for i, policy in enumerate(policies):
+            layer.policy = policy
+            squares[i] = squares[i] + relative(gradients(layer, x, dy), truth).square()
+    return [(total / len(seeds)).sqrt() for total in squares]
