@@ -31,8 +31,8 @@ from fused_remat.random import Uniform
 #: What a name is stored in if nothing else is said: as it is.
 NATIVE = "native"
 
-#: Elements of a row that share a scale, whose bytes are a sixteenth of their codes'. With 128, a few
-#: gradients (weights of a norm of heads, a key's bias) were off by more than 2.5 times bf16's error.
+#: Elements of a row that share a scale, of a sixteenth of their codes' bytes. With 128, gradients of
+#: a norm of heads and of a key's bias were off by more than 2.5 times bf16's own error.
 BLOCK = 64
 #: The smallest level, in steps, and the largest.
 OFFSET = 0.0625

@@ -119,10 +119,10 @@ def test_the_forward_is_that_of_every_policy(which, tokens, monkeypatch):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_are_off_by_at_most_two_and_a_half_times_bf16s_own_error(shape, scale):
-    """The guarantee of the lossy rungs: of every gradient, over two draws, beside policy "none"."""
+    """The guarantee of the lossy rungs: of every gradient, over four draws, beside policy "none"."""
     torch.manual_seed(0)
     layer = SHAPES[shape]().bfloat16()
-    native, *lossy = errors(layer, ("none", *LOSSY_RUNGS), scale, seeds=(1, 2))
+    native, *lossy = errors(layer, ("none", *LOSSY_RUNGS), scale, seeds=range(4))
     for policy, found in zip(LOSSY_RUNGS, lossy, strict=True):
         ratio = dict(zip(names_of(layer), found / native, strict=True))
         assert max(ratio.values()) <= 2.5, (policy, ratio)
