@@ -31,8 +31,8 @@ from fused_remat.random import Uniform
 #: What a name is stored in if nothing else is said: as it is.
 NATIVE = "native"
 
-#: Elements of a row that share a scale, of a sixteenth of their codes' bytes. With 128, gradients of
-#: a norm of heads and of a key's bias were off by more than 2.5 times bf16's own error.
+#: Elements of a row that share a scale, which takes a sixteenth of their codes' bytes. With 128,
+#: gradients of a norm of heads and of a key's bias were off by over 2.5 times bf16's own error.
 BLOCK = 64
 #: The smallest level, in steps, and the largest.
 OFFSET = 0.0625
@@ -57,7 +57,7 @@ class Format:
         pack: x (T, W) and, if `seeded`, uniform numbers (T, W), to its parts.
         unpack: parts and W to x, float32 (float64 from float64 scales).
         dtype: of the codes.
-        bits: of one element's code: 8, or 1.
+        per_code: how many elements a code holds.
         block: how many elements of a row share a scale; 0: there are no scales. A scale is float32,
             or float64 in a float64 block.
         lossy: whether what is unpacked may differ from what was packed.
@@ -68,7 +68,7 @@ class Format:
     pack: Callable[[Tensor, Tensor | None], Parts]
     unpack: Callable[[Parts, int], Tensor]
     dtype: torch.dtype
-    bits: int = 8
+    per_code: int = 1
     block: int = BLOCK
     lossy: bool = True
     signs: bool = False
@@ -76,7 +76,7 @@ class Format:
 
     def code_width(self, width: int) -> int:
         """Elements of a row of codes, of `width` elements."""
-        return -(-width * self.bits // 8)
+        return -(-width // self.per_code)
 
     def scale_width(self, width: int) -> int:
         """Scales of a row of `width` elements."""
@@ -165,7 +165,7 @@ FORMATS: dict[str, Format] = {
     ),
     "fp8_e4m3": Format(pack=_pack_fp8, unpack=_unpack_fp8, dtype=torch.float8_e4m3fn),
     "sign": Format(
-        pack=_pack_sign, unpack=_unpack_sign, dtype=torch.uint8, bits=1, block=0, lossy=False,
+        pack=_pack_sign, unpack=_unpack_sign, dtype=torch.uint8, per_code=8, block=0, lossy=False,
         signs=True,
     ),
 }  # fmt: skip

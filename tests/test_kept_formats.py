@@ -119,7 +119,7 @@ def test_the_forward_is_that_of_every_policy(which, tokens, monkeypatch):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_are_off_by_at_most_two_and_a_half_times_bf16s_own_error(shape, scale):
-    """The guarantee of the lossy rungs: of every gradient, over four draws, beside policy "none"."""
+    """The guarantee of the lossy rungs: of every gradient, over four draws, beside "none"."""
     torch.manual_seed(0)
     layer = SHAPES[shape]().bfloat16()
     native, *lossy = errors(layer, ("none", *LOSSY_RUNGS), scale, seeds=range(4))
@@ -357,7 +357,7 @@ def test_a_format_of_ones_own_is_a_row(monkeypatch):
     half = Format(
         pack=lambda x, uniform: (x.to(torch.float16),),
         unpack=lambda parts, width: parts[0].float(),
-        dtype=torch.float16, bits=8, block=0,
+        dtype=torch.float16, block=0,
     )  # fmt: skip
     monkeypatch.setitem(FORMATS, "half", half)
     layer = encoder(Policy(save={"up": "half"}))
