@@ -9,7 +9,13 @@ from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.policies import RUNGS
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/huggingface.md", "docs/lora.md", "docs/write_your_own.md")
+PAGES = (
+    "README.md",
+    "docs/compression.md",
+    "docs/huggingface.md",
+    "docs/lora.md",
+    "docs/write_your_own.md",
+)
 
 
 def blocks(page):

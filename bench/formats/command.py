@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from bench.formats.errors import OUTLIERS, SCALES, SHAPES, TOKENS, errors, names_of
+from bench.formats.errors import OUTLIERS, SCALES, SHAPES, TOKENS, errors, names_kept, names_of
 from bench.measure.machine import machine
 from bench.measure.results import ResultsFile, folder_of
 from fused_remat import Policy
 from fused_remat.formats import split_name
 from fused_remat.layers.fused_layer import FusedLayer
-from fused_remat.policies import kept_names
 
 #: Formats of the heads and the MLP's pre-activations, all else of "none" as it is.
 FORMATS = ("int8", "int8_stochastic", "fp8_e4m3")
@@ -29,11 +28,9 @@ SEEDS = 4
 
 def policies_of(layer: FusedLayer) -> dict[str, str | Policy]:
     """By the name of a column: the lossy rungs, and "fast8" in other formats."""
-    graph = layer._example()
-    exact = kept_names("fast8", graph.kind, graph.names)
     found: dict[str, str | Policy] = {"none": "none", "fast8": "fast8", "balanced8": "balanced8"}
     for stored in FORMATS[1:]:
-        names = [split_name(name) for name in exact]
+        names = [split_name(name) for name in names_kept(layer, "fast8")]
         save = {name: "native" if old == "native" else stored for name, old in names}
         found[f"fast8 in {stored}"] = Policy(save=save)
     return found

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat import FusedRematCausalLayer, FusedRematLayer, Policy
+from fused_remat.autograd import OBSERVERS, Invocation
 from fused_remat.layers.fused_layer import FusedLayer
 
 TOKENS = 192
@@ -62,11 +63,37 @@ def outlying_input(layer: FusedLayer, scale: float, seed: int) -> Tensor:
     return F.layer_norm(x, (width,)) if post_norm else x
 
 
+def output(layer: nn.Module, x: Tensor) -> Tensor:
+    """Of a layer of a language model, with rotary embedding where the heads are shared."""
+    made: Tensor
+    if isinstance(layer, FusedRematCausalLayer) and layer.kv_heads != layer.nhead:
+        half = layer.head_dim // 2
+        angles = torch.outer(torch.arange(TOKENS), 10000 ** -(torch.arange(half) / half))
+        tables = angles.to(torch.promote_types(x.dtype, torch.float32))
+        made = layer(x, (tables.cos(), tables.sin()))
+    else:
+        made = layer(x)
+    return made
+
+
 def gradients(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
     """Of x and of every parameter."""
     x = x.detach().requires_grad_()
-    found: tuple[Tensor, ...] = torch.autograd.grad(layer(x), [x, *layer.parameters()], dy)
+    y = output(layer, x)
+    found: tuple[Tensor, ...] = torch.autograd.grad(y, [x, *layer.parameters()], dy)
     return list(found)
+
+
+def names_kept(layer: FusedLayer, policy: str) -> frozenset[str]:
+    """What a call of the layer keeps at a rung, as `Policy.save` has it."""
+    seen: list[Invocation] = []
+    layer.policy = policy
+    OBSERVERS.append(seen.append)
+    try:
+        output(layer, outlying_input(layer, 1, 0).to(layer.norm1.weight.dtype).requires_grad_())
+    finally:
+        OBSERVERS.remove(seen.append)
+    return seen[0].call.save
 
 
 def names_of(layer: nn.Module) -> list[str]:
@@ -94,11 +121,13 @@ def errors(
     """
     policies = list(policies)
     exact = copy.deepcopy(layer).double()
+    exact.policy = "full"
     squares = [torch.zeros(()) for _ in policies]
     seeds = list(seeds)
     for seed in seeds:
         x = outlying_input(layer, scale, seed).bfloat16()
-        dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        other = torch.Generator().manual_seed(1000 + seed)  # dy like x has all but no gradient
+        dy = torch.randn(x.shape, generator=other).bfloat16()
         truth = gradients(exact, x.double(), dy.double())
         for i, policy in enumerate(policies):
             layer.policy = policy
