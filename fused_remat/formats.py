@@ -32,7 +32,7 @@ from fused_remat.random import Uniform
 NATIVE = "native"
 
 #: Elements of a row that share a scale, which takes a sixteenth of their codes' bytes. With 128,
-#: gradients of a norm of heads and of a key's bias were off by over 2.5 times bf16's own error.
+#: the gradient of a key's bias was off by over 2.5 times bf16's own error.
 BLOCK = 64
 #: The smallest level, in steps, and the largest.
 OFFSET = 0.0625
