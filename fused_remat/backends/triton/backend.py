@@ -27,6 +27,7 @@ from fused_remat.backends.triton import (
     attention,
     cross_entropy,
     gemm,
+    int8,
     norms,
     pointwise,
     rotary,
@@ -47,6 +48,11 @@ def _fusions(acts: tuple[str, ...]) -> frozenset[str]:
 
 def _has_pair(act: str) -> bool:
     return act in pointwise.PAIRS
+
+
+def _has_kernel(act: str, *loaded: Loaded | None) -> bool:
+    """Whether a pointwise kernel computes `act` of activations as they are given."""
+    return _has_pair(act) and int8.has_kernel(*loaded)
 
 
 class TritonBackend(EagerBackend):
@@ -226,17 +232,38 @@ class TritonBackend(EagerBackend):
         norms.norm_fwd(product, residual, keep, *norm, eps, total, y, stats, has_stats=False).run()
         return (total, y, *stats)
 
+    # --- storage formats
+
+    def pack(self, x: Tensor, packing: Packing) -> Parts:
+        if not int8.has_kernel(packing):
+            return super().pack(x, packing)
+        parts = int8.new_parts(x, packing)
+        int8.pack_int8(x, packing, parts).run()
+        return parts
+
+    def unpack(self, x: Packed) -> Tensor:
+        if not int8.has_kernel(x):
+            return super().unpack(x)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        int8.unpack_int8(x, y).run()
+        return y
+
+    def packing_route(self, x: Loaded, stored: str) -> str:
+        if stored not in int8.KERNELS:
+            return f"{super().packing_route(x, stored)}: no kernel for that format"
+        return f"kernel {'unpack' if isinstance(x, Packed) else 'pack'}_int8_fwd, {stored}"
+
     # --- activations
 
     def act_fwd(self, x: Loaded, act: str, keep: Keep | None) -> Tensor:
-        if isinstance(x, Packed) or not _has_pair(act):
+        if not _has_kernel(act, x):
             return super().act_fwd(x, act, keep)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         pointwise.act_fwd(x, act, keep, y).run()
         return y
 
     def act_bwd(self, dy: Tensor, x: Loaded, act: str, keep: Keep | None, owned: bool) -> Tensor:
-        if isinstance(x, Packed) or not _has_pair(act):
+        if not _has_kernel(act, x):
             return super().act_bwd(dy, x, act, keep, owned)
         dx = (
             dy
@@ -247,7 +274,7 @@ class TritonBackend(EagerBackend):
         return dx
 
     def gated_fwd(self, gate: Loaded, up: Loaded, act: str, keep: Keep | None) -> Tensor:
-        if isinstance(gate, Packed) or isinstance(up, Packed) or not _has_pair(act):
+        if not _has_kernel(act, gate, up):
             return super().gated_fwd(gate, up, act, keep)
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         pointwise.gated_fwd(gate, up, act, keep, y).run()
@@ -263,7 +290,7 @@ class TritonBackend(EagerBackend):
         owned: bool,
         wants_up: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        if isinstance(gate, Packed) or isinstance(up, Packed) or not _has_pair(act):
+        if not _has_kernel(act, gate, up):
             return super().gated_bwd(dy, gate, up, act, keep, owned, wants_up)
         shape, dtype, device = gate.shape, gate.dtype, gate.device
         dup = torch.empty(shape, dtype=dtype, device=device) if wants_up else None
@@ -470,7 +497,11 @@ class TritonBackend(EagerBackend):
     def pointwise_route(self, x: Loaded, act: str = "") -> str:
         if act and not _has_pair(act):
             return f"pointwise, ATen: {act} has no row in backends/triton/pointwise.PAIRS"
-        return "pointwise kernel"
+        if not isinstance(x, Packed):
+            return "pointwise kernel"
+        if not int8.has_kernel(x):
+            return f"pointwise, ATen, from {x.stored}: no kernel for that format"
+        return f"pointwise kernel, from {x.stored}"
 
     def rotary_route(self, x: Tensor, call: RotaryCall) -> str:
         if not rotary.serves(x, call):
