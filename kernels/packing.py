@@ -1,4 +1,4 @@
-"""Activations in 8 bits, blocks of 128 columns of a row with one step each: packed and unpacked.
+"""Activations in 8 bits, blocks of 64 columns of a row with one step each: packed and unpacked.
 
 The format, "int8" and "int8_stochastic", is defined in `fused_remat.formats`; these functions give
 the same bits as IEEE division does there. All but the kernels load nothing but a site's key, so
@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from fused_remat.kernels.dropout import split_key, uniform_at
+from fused_remat.kernels.gemm import add_bias, part, rounded
 
-BLOCK = tl.constexpr(128)
+BLOCK = tl.constexpr(64)
 OFFSET = tl.constexpr(0.0625)
 LEVELS = tl.constexpr(126.0625)
 TINY = tl.constexpr(1e-30)
@@ -101,6 +102,27 @@ def store_step(step_ptr, row, col, M, N, step):
     offs_m = (row + tl.arange(0, step.shape[0])).to(tl.int64)
     ptrs = step_ptr + offs_m * tl.cdiv(N, BLOCK) + col // BLOCK
     tl.store(ptrs, step, mask=(offs_m < M) & (col < N))
+
+
+@triton.jit
+def block_scales(
+    acc, bias_ptr, y, index: tl.constexpr, PARTS: tl.constexpr, row, col, M, N, step_ptr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Stores the steps of acc + bias in the block that begins with part `index`; 1 / step.
+
+    Shapes: acc (BLOCK_M, BLOCK_N) float32, whose first row is `row`, and part `index`'s first
+        column `col`. A part is of a block's columns or fewer, of which the largest magnitudes are
+        gathered, rounded to the dtype of y, before the first is ended.
+    """
+    WIDTH: tl.constexpr = acc.shape[1] // PARTS
+    largest = tl.zeros([acc.shape[0]], tl.int32)
+    for other in tl.static_range(BLOCK // WIDTH):
+        x = add_bias(part(acc, index + other, PARTS), bias_ptr, col + other * WIDTH, N)
+        largest = tl.maximum(largest, largest_bits(rounded(x, y, TMA).to(tl.float32)))
+    step, inverse = scales(largest)
+    store_step(step_ptr, row, col, M, N, step)
+    return inverse
 
 
 @triton.jit
