@@ -106,18 +106,18 @@ def store_step(step_ptr, row, col, M, N, step):
 
 @triton.jit
 def block_scales(
-    acc, bias_ptr, y, index: tl.constexpr, PARTS: tl.constexpr, row, col, M, N, step_ptr,
-    TMA: tl.constexpr,
+    acc, bias_ptr, y, index: tl.constexpr, PARTS: tl.constexpr, IN_BLOCK: tl.constexpr, row, col,
+    M, N, step_ptr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Stores the steps of acc + bias in the block that begins with part `index`; 1 / step.
 
     Shapes: acc (BLOCK_M, BLOCK_N) float32, whose first row is `row`, and part `index`'s first
-        column `col`. A part is of a block's columns or fewer, of which the largest magnitudes are
-        gathered, rounded to the dtype of y, before the first is ended.
+        column `col`. A block is IN_BLOCK parts: the largest magnitude of all of them, rounded to
+        the dtype of y, is known before the first is ended.
     """
     WIDTH: tl.constexpr = acc.shape[1] // PARTS
     largest = tl.zeros([acc.shape[0]], tl.int32)
-    for other in tl.static_range(BLOCK // WIDTH):
+    for other in tl.static_range(IN_BLOCK):
         x = add_bias(part(acc, index + other, PARTS), bias_ptr, col + other * WIDTH, N)
         largest = tl.maximum(largest, largest_bits(rounded(x, y, TMA).to(tl.float32)))
     step, inverse = scales(largest)

@@ -4,8 +4,8 @@ Rows may lie any distance apart, also none (an expanded gradient); the elements 
 by side. Element (i, j)'s dropout is that of row `row0 + i`, column j in `fused_remat.random`.
 A pointer that a call has no use for is None. Grid: (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),).
 
-What an activation is of may be packed: codes (M, N) int8, with the steps (M, cdiv(N, 128)) float32
-of `kernels.packing`, which are None where it is not. BLOCK_N is then 128.
+What an activation is of may be packed: codes (M, N) int8, with the steps (M, cdiv(N, BLOCK)) of
+`kernels.packing`, float32, which are None where it is not. BLOCK_N is then its BLOCK.
 """
 
 import triton

@@ -181,13 +181,11 @@ class TritonBackend(EagerBackend):
         packing: Packing | None = None,
     ) -> tuple[Tensor | None, Tensor, Parts]:
         assert weight is not None
-        y = x.new_empty((x.shape[0], weight.shape[0]))
-        pre = torch.empty_like(y) if wants_pre or packing is not None else None
-        gemm.linear_fwd(x, weight, bias, None, keep, act, pre, y, target_of(x.device)).run()
-        if packing is None:
-            return pre, y, ()
-        assert pre is not None
-        return pre if wants_pre else None, y, self.pack(pre, packing)
+        y, target = x.new_empty((x.shape[0], weight.shape[0])), target_of(x.device)
+        made = self._made("linear", y, wants_pre, packing)
+        pre, packed = made
+        gemm.linear_fwd(x, weight, bias, None, keep, act, pre, y, target, packed=packed).run()
+        return pre if wants_pre else None, y, self._parts(made, packing)
 
     def gated_linear_act_fwd(
         self,
@@ -199,13 +197,44 @@ class TritonBackend(EagerBackend):
         wants: tuple[bool, ...] = (False, False),
         packings: tuple[Packing | None, ...] = (None, None),
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Parts, ...]]:
-        if any(wants) or any(packing is not None for packing in packings):
-            return super().gated_linear_act_fwd(x, gate, up, act, keep, wants, packings)
         assert gate[0] is not None and up[0] is not None
-        y = x.new_empty((x.shape[0], up[0].shape[0]))
-        target = target_of(x.device)
-        gemm.gated_mlp_fwd(x, gate[0], gate[1], up[0], up[1], keep, act, y, target).run()
-        return y, (None, None), ((), ())
+        y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
+        asked = [*zip(wants, packings, strict=True)]
+        made = [self._made("gated_mlp_fwd", y, *how) for how in asked]
+        pres, packed = zip(*made, strict=True)
+        gemm.gated_mlp_fwd(
+            x, gate[0], gate[1], up[0], up[1], keep, act, y, target, pres=pres, packed=packed
+        ).run()
+        kept = tuple([pre if wanted else None for pre, wanted in zip(pres, wants, strict=True)])
+        parts = [self._parts(*pair) for pair in zip(made, packings, strict=True)]
+        return y, kept, tuple(parts)
+
+    @staticmethod
+    def _made(
+        kernel: str, y: Tensor, wants_pre: bool, packing: Packing | None
+    ) -> tuple[Tensor | None, int8.Codes | None]:
+        """What a product that ends in y also fills: its result, or that packed.
+
+        The result is filled, too, where it is to be packed and the product's end cannot.
+        """
+        packed = None
+        fits = int8.has_kernel(packing) and gemm.packs(kernel, target_of(y.device), *y.shape)
+        if packing is not None and fits:
+            packed = packing, int8.new_parts(y, packing)
+        whole = wants_pre or (packing is not None and packed is None)
+        return torch.empty_like(y) if whole else None, packed
+
+    def _parts(
+        self, made: tuple[Tensor | None, int8.Codes | None], packing: Packing | None
+    ) -> Parts:
+        """What was packed; a pass of its own where the product's end did not."""
+        pre, packed = made
+        if packing is None:
+            return ()
+        if packed is not None:
+            return packed[1]
+        assert pre is not None
+        return self.pack(pre, packing)
 
     def linear_norm_fwd(
         self,

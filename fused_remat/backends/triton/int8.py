@@ -16,7 +16,10 @@ KERNELS = frozenset({"int8", "int8_stochastic"})
 #: A matrix, and the steps of its codes where it is packed.
 Operand = tuple[Tensor | None, Tensor | None]
 
-_ROWS = 32  # a program's, of one block each
+#: How an activation is to be packed, and what a kernel is to fill.
+Codes = tuple[Packing, Parts]
+
+_ROWS = 64  # a program's, of one block each
 
 
 def has_kernel(*given: Loaded | Packing | None) -> bool:
@@ -40,11 +43,21 @@ def new_parts(x: Tensor, packing: Packing) -> Parts:
     return codes, torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def site_of(packing: Packing | None) -> tuple[Tensor | None, int]:
+def site_of(packing: Packing) -> tuple[Tensor | None, int]:
     """The key of the site of stochastic rounding, and the first row; None and 0 without."""
-    if packing is None or packing.uniform is None or not FORMATS[packing.stored].seeded:
+    if not FORMATS[packing.stored].seeded:
         return None, 0
+    if packing.uniform is None:
+        raise ValueError(f"the format {packing.stored!r} is rounded stochastically: pass uniform=")
     return packing.uniform.site_key, packing.uniform.row0
+
+
+def codes_of(packed: Codes | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+    """The key of a site of stochastic rounding, codes, steps, and the first row, for a kernel."""
+    if packed is None:
+        return None, None, None, 0
+    (key, row0), (codes, step) = site_of(packed[0]), packed[1]
+    return key, codes, step, row0
 
 
 def pack_int8(x: Tensor, packing: Packing, parts: Parts) -> Launch:
