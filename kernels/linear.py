@@ -17,6 +17,7 @@ from fused_remat.kernels.gemm import (
     store_tile,
     tile_at,
 )
+from fused_remat.kernels.packing import block_scales, store_codes
 
 
 @triton.jit
@@ -49,16 +50,20 @@ def _add_normed_product(
 
 @triton.jit
 def _finish(
-    acc, bias_ptr, residual, site_key_ptr, pre, y, stride_rm, stride_pm, stride_ym, row0, row, col,
-    M, N, threshold, scale, ACT: tl.constexpr, TMA: tl.constexpr,
+    acc, inverse, bias_ptr, residual, site_key_ptr, pre, codes_ptr, pack_key_ptr, y, stride_rm,
+    stride_pm, stride_ym, row0, pack_row0, row, col, M, N, threshold, scale, ACT: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
-    """Ends a tile: bias, the pre-activation's store, activation, dropout, residual, y's store."""
+    """Ends a tile: bias, the pre-activation's stores, activation, dropout, residual, y's store."""
     acc = add_bias(acc, bias_ptr, col, N)
     if ACT is not None:  # of the rounded value, stored or not: what backward will see
         acc = rounded(acc, y, TMA)
         if pre is not None:
             store_tile(pre, stride_pm, row, col, M, N, acc, TMA)
-        acc = ACT(acc.to(tl.float32))
+        acc = acc.to(tl.float32)
+        if codes_ptr is not None:
+            store_codes(codes_ptr, pack_key_ptr, pack_row0, row, col, M, N, acc, inverse)
+        acc = ACT(acc)
     acc *= keep_tile(site_key_ptr, row0, row, col, threshold, scale, acc.shape[0], acc.shape[1])
     if residual is not None:
         acc += load_tile(
@@ -68,7 +73,8 @@ def _finish(
 
 
 @triton.jit(
-    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+    do_not_specialize=["row0", "pack_row0", "threshold"],
+    do_not_specialize_on_alignment=["site_key_ptr", "pack_key_ptr"],
 )
 def linear_fwd_kernel(
     x,
@@ -80,7 +86,10 @@ def linear_fwd_kernel(
     rstd_ptr,
     norm_weight_ptr,
     norm_bias_ptr,
+    pack_key_ptr,
     pre,
+    codes_ptr,
+    step_ptr,
     y,
     stride_xm,
     stride_wn,
@@ -88,6 +97,7 @@ def linear_fwd_kernel(
     stride_pm,
     stride_ym,
     row0,
+    pack_row0,
     M,
     N,
     K,
@@ -98,6 +108,7 @@ def linear_fwd_kernel(
     TMA: tl.constexpr,
     EVEN: tl.constexpr,
     PARTS: tl.constexpr,
+    IN_BLOCK: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -107,7 +118,9 @@ def linear_fwd_kernel(
 
     Shapes: x (M, K), w (N, K), bias (N,), residual, pre, y (M, N); site_key () int64. With rstd
         (M,) (and mean, of LayerNorm) x is first normalised, as `norm_fwd_kernel` would.
-        PARTS: the end is computed in 1, 2 or 4 parts. Grid: any.
+        PARTS: the end is computed in 1, 2, 4 or 8 parts. Grid: any. codes (M, N) int8 and step
+        (M, cdiv(N, BLOCK)) float32, or None, are of pre as ACT takes it, rounded stochastically
+        with a key; a block is then IN_BLOCK parts, and BLOCK_N whole blocks.
     Units: FLOPs = 2·M·N·K.
     """
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -124,9 +137,15 @@ def linear_fwd_kernel(
                 acc, x, w, stride_xm, stride_wn, row, col, M, N, K, False, BLOCK_M, BLOCK_N,
                 BLOCK_K, EVEN, TMA, PRECISION,
             )  # fmt: skip
+        inverse = None
         for index in tl.static_range(PARTS):
+            at = col + index * (BLOCK_N // PARTS)
+            if codes_ptr is not None and index % IN_BLOCK == 0:
+                inverse = block_scales(
+                    acc, bias_ptr, y, index, PARTS, IN_BLOCK, row, at, M, N, step_ptr, TMA
+                )
             _finish(
-                part(acc, index, PARTS), bias_ptr, residual, site_key_ptr, pre, y, stride_rm,
-                stride_pm, stride_ym, row0, row, col + index * (BLOCK_N // PARTS), M, N, threshold,
-                scale, ACT, TMA,
+                part(acc, index, PARTS), inverse, bias_ptr, residual, site_key_ptr, pre, codes_ptr,
+                pack_key_ptr, y, stride_rm, stride_pm, stride_ym, row0, pack_row0, row, at, M, N,
+                threshold, scale, ACT, TMA,
             )  # fmt: skip

@@ -20,6 +20,7 @@ from fused_remat.kernels.gemm import (
     store_tile,
     tile_at,
 )
+from fused_remat.kernels.packing import block_scales, store_codes
 
 
 @triton.jit
@@ -38,8 +39,24 @@ def _add_two_products(
     return gate, up
 
 
+@triton.jit
+def _finish_pre(
+    acc, inverse, bias_ptr, pre, stride_pm, codes_ptr, key_ptr, y, row0, row, col, M, F,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Ends a tile of one product: bias, its stores; float32, rounded to the dtype of y."""
+    acc = rounded(add_bias(acc, bias_ptr, col, F), y, TMA)
+    if pre is not None:
+        store_tile(pre, stride_pm, row, col, M, F, acc, TMA)
+    acc = acc.to(tl.float32)
+    if codes_ptr is not None:
+        store_codes(codes_ptr, key_ptr, row0, row, col, M, F, acc, inverse)
+    return acc
+
+
 @triton.jit(
-    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
+    do_not_specialize=["row0", "pack_row0", "threshold"],
+    do_not_specialize_on_alignment=["site_key_ptr", "gate_key_ptr", "up_key_ptr"],
 )
 def gated_mlp_fwd_kernel(
     x,
@@ -48,12 +65,23 @@ def gated_mlp_fwd_kernel(
     bg_ptr,
     b1_ptr,
     site_key_ptr,
+    gate_key_ptr,
+    up_key_ptr,
+    gate_pre,
+    gate_codes_ptr,
+    gate_step_ptr,
+    up_pre,
+    up_codes_ptr,
+    up_step_ptr,
     y,
     stride_xm,
     stride_gn,
     stride_wn,
+    stride_gm,
+    stride_um,
     stride_ym,
     row0,
+    pack_row0,
     M,
     F,
     K,
@@ -64,6 +92,7 @@ def gated_mlp_fwd_kernel(
     TMA: tl.constexpr,
     EVEN: tl.constexpr,
     PARTS: tl.constexpr,
+    IN_BLOCK: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -71,7 +100,9 @@ def gated_mlp_fwd_kernel(
 ):
     """y = keep * act(x @ wgᵀ + bg) * (x @ w1ᵀ + b1), both products rounded to the dtype of y.
 
-    Shapes: x (M, K), wg, w1 (F, K), bg, b1 (F,), y (M, F). Units: FLOPs = 4·M·F·K.
+    Shapes: x (M, K), wg, w1 (F, K), bg, b1 (F,), y (M, F). Of both products, so rounded, and each
+        None or not: itself, gate_pre and up_pre (M, F), and codes and step, as in
+        `linear_fwd_kernel`. Units: FLOPs = 4·M·F·K.
     Source: Shazeer 2020.
     """
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(F, BLOCK_N)
@@ -83,12 +114,25 @@ def gated_mlp_fwd_kernel(
             gate, up, x, wg, w1, stride_xm, stride_gn, stride_wn, row, col, M, F, K, BLOCK_M,
             BLOCK_N, BLOCK_K, EVEN, TMA, PRECISION,
         )  # fmt: skip
+        gate_inverse, up_inverse = None, None
         for index in tl.static_range(PARTS):
             at = col + index * (BLOCK_N // PARTS)
-            gate_tile = add_bias(part(gate, index, PARTS), bg_ptr, at, F)
-            up_tile = add_bias(part(up, index, PARTS), b1_ptr, at, F)
-            gate_tile = rounded(gate_tile, y, TMA).to(tl.float32)
-            up_tile = rounded(up_tile, y, TMA).to(tl.float32)
+            if gate_codes_ptr is not None and index % IN_BLOCK == 0:
+                gate_inverse = block_scales(
+                    gate, bg_ptr, y, index, PARTS, IN_BLOCK, row, at, M, F, gate_step_ptr, TMA
+                )
+            if up_codes_ptr is not None and index % IN_BLOCK == 0:
+                up_inverse = block_scales(
+                    up, b1_ptr, y, index, PARTS, IN_BLOCK, row, at, M, F, up_step_ptr, TMA
+                )
+            gate_tile = _finish_pre(
+                part(gate, index, PARTS), gate_inverse, bg_ptr, gate_pre, stride_gm,
+                gate_codes_ptr, gate_key_ptr, y, pack_row0, row, at, M, F, TMA,
+            )  # fmt: skip
+            up_tile = _finish_pre(
+                part(up, index, PARTS), up_inverse, b1_ptr, up_pre, stride_um, up_codes_ptr,
+                up_key_ptr, y, pack_row0, row, at, M, F, TMA,
+            )  # fmt: skip
             keep = keep_tile(
                 site_key_ptr, row0, row, at, threshold, scale, BLOCK_M, BLOCK_N // PARTS
             )

@@ -3,12 +3,16 @@
 Rows may lie any distance apart, also none (an expanded gradient); the elements of a row are side
 by side. Element (i, j)'s dropout is that of row `row0 + i`, column j in `fused_remat.random`.
 A pointer that a call has no use for is None. Grid: (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),).
+
+What an activation is of may be packed: codes (M, N) int8, with the steps (M, cdiv(N, BLOCK)) of
+`kernels.packing`, float32, which are None where it is not. BLOCK_N is then its BLOCK.
 """
 
 import triton
 import triton.language as tl
 
 from fused_remat.kernels.dropout import keep_scale, split_key
+from fused_remat.kernels.packing import load_unpacked
 
 
 @triton.jit
@@ -26,6 +30,21 @@ def load_wide(x_ptr, stride_xm, offs_m, offs_n, mask):
     """A tile in float32; 0 outside."""
     ptrs = x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :]
     return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_operand(x_ptr, step_ptr, like_ptr, stride_xm, stride_sm, M, N, offs_m, offs_n, mask):
+    """A tile of this program in float32, packed where there are steps; 0 outside.
+
+    What is unpacked is rounded to the dtype of `like_ptr`, in which it was before it was packed.
+    """
+    if step_ptr is not None:
+        block = tl.program_id(0) % tl.cdiv(N, offs_n.shape[0])
+        x = load_unpacked(x_ptr, step_ptr, stride_xm, stride_sm, block, M, offs_m, offs_n, mask)
+        x = x.to(like_ptr.dtype.element_ty).to(tl.float32)
+    else:
+        x = load_wide(x_ptr, stride_xm, offs_m, offs_n, mask)
+    return x
 
 
 @triton.jit
@@ -82,9 +101,11 @@ def dropout_add_fwd_kernel(
 )
 def act_fwd_kernel(
     x_ptr,
+    step_ptr,
     site_key_ptr,
     y_ptr,
     stride_xm,
+    stride_sm,
     stride_ym,
     row0,
     M,
@@ -97,10 +118,11 @@ def act_fwd_kernel(
 ):
     """y = keep * act(x).
 
-    Shapes: x, y (M, N). Units: bytes moved = 2·M·N elements.
+    Shapes: x, y (M, N); x may be packed. Units: bytes moved = 2·M·N elements.
     """
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
-    y = ACT(load_wide(x_ptr, stride_xm, offs_m, offs_n, mask))
+    x = load_operand(x_ptr, step_ptr, y_ptr, stride_xm, stride_sm, M, N, offs_m, offs_n, mask)
+    y = ACT(x)
     y *= keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale)
     store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
 
@@ -111,11 +133,13 @@ def act_fwd_kernel(
 def act_bwd_kernel(
     dy_ptr,
     x_ptr,
+    step_ptr,
     site_key_ptr,
     dx_ptr,
     y_ptr,
     stride_dym,
     stride_xm,
+    stride_sm,
     stride_dxm,
     stride_ym,
     row0,
@@ -129,13 +153,15 @@ def act_bwd_kernel(
 ):
     """dx = keep * dy * act'(x), and y = keep * act(x) where y_ptr is not None.
 
-    Shapes: dy, x, dx, y (M, N); dx may be dy. Units: bytes moved = 3·M·N elements, 4 with y.
+    Shapes: dy, x, dx, y (M, N); x may be packed; dx may be dy.
+    Units: bytes moved = 3·M·N elements, 4 with y.
     """
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
     dy = load_wide(dy_ptr, stride_dym, offs_m, offs_n, mask)
     keep = keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale)
     dy *= keep
-    dx, y = ACT(dy, load_wide(x_ptr, stride_xm, offs_m, offs_n, mask))
+    x = load_operand(x_ptr, step_ptr, dx_ptr, stride_xm, stride_sm, M, N, offs_m, offs_n, mask)
+    dx, y = ACT(dy, x)
     store_narrow(dx_ptr, stride_dxm, offs_m, offs_n, mask, dx)
     if y_ptr is not None:
         store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y * keep)
@@ -146,11 +172,15 @@ def act_bwd_kernel(
 )
 def gated_fwd_kernel(
     gate_ptr,
+    gate_step_ptr,
     up_ptr,
+    up_step_ptr,
     site_key_ptr,
     y_ptr,
     stride_gm,
+    stride_gsm,
     stride_um,
+    stride_usm,
     stride_ym,
     row0,
     M,
@@ -163,11 +193,14 @@ def gated_fwd_kernel(
 ):
     """y = keep * act(gate) * up (Shazeer 2020).
 
-    Shapes: gate, up, y (M, N). Units: bytes moved = 3·M·N elements.
+    Shapes: gate, up, y (M, N); gate and up may be packed. Units: bytes moved = 3·M·N elements.
     """
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
-    y = ACT(load_wide(gate_ptr, stride_gm, offs_m, offs_n, mask))
-    y *= load_wide(up_ptr, stride_um, offs_m, offs_n, mask)
+    gate = load_operand(
+        gate_ptr, gate_step_ptr, y_ptr, stride_gm, stride_gsm, M, N, offs_m, offs_n, mask
+    )
+    up = load_operand(up_ptr, up_step_ptr, y_ptr, stride_um, stride_usm, M, N, offs_m, offs_n, mask)
+    y = ACT(gate) * up
     y *= keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale)
     store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
 
@@ -178,13 +211,17 @@ def gated_fwd_kernel(
 def gated_bwd_kernel(
     dy_ptr,
     gate_ptr,
+    gate_step_ptr,
     up_ptr,
+    up_step_ptr,
     site_key_ptr,
     dgate_ptr,
     dup_ptr,
     stride_dym,
     stride_gm,
+    stride_gsm,
     stride_um,
+    stride_usm,
     stride_dgm,
     stride_dum,
     row0,
@@ -198,15 +235,23 @@ def gated_bwd_kernel(
 ):
     """dgate = keep * dy * up * act'(gate) and dup = keep * dy * act(gate).
 
-    Shapes: all (M, N); up and dgate, or dup, may be None; dgate may be dy.
-    Units: bytes moved = 5·M·N elements.
+    Shapes: all (M, N); gate and up may be packed; up and dgate, or dup, may be None; dgate may be
+        dy. Units: bytes moved = 5·M·N elements.
     """
+    if dup_ptr is not None:
+        like_ptr = dup_ptr
+    else:
+        like_ptr = dgate_ptr
     offs_m, offs_n, mask = tile_offsets(M, N, BLOCK_M, BLOCK_N)
     dy = load_wide(dy_ptr, stride_dym, offs_m, offs_n, mask)
     dy *= keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale)
-    gate = load_wide(gate_ptr, stride_gm, offs_m, offs_n, mask)
+    gate = load_operand(
+        gate_ptr, gate_step_ptr, like_ptr, stride_gm, stride_gsm, M, N, offs_m, offs_n, mask
+    )
     if up_ptr is not None:
-        up = load_wide(up_ptr, stride_um, offs_m, offs_n, mask)
+        up = load_operand(
+            up_ptr, up_step_ptr, like_ptr, stride_um, stride_usm, M, N, offs_m, offs_n, mask
+        )
         dgate, act = ACT(dy * up, gate)
         store_narrow(dgate_ptr, stride_dgm, offs_m, offs_n, mask, dgate)
     else:

@@ -27,6 +27,7 @@ from fused_remat.backends.triton import (
     attention,
     cross_entropy,
     gemm,
+    int8,
     norms,
     pointwise,
     rotary,
@@ -47,6 +48,11 @@ def _fusions(acts: tuple[str, ...]) -> frozenset[str]:
 
 def _has_pair(act: str) -> bool:
     return act in pointwise.PAIRS
+
+
+def _has_kernel(act: str, *loaded: Loaded | None) -> bool:
+    """Whether a pointwise kernel computes `act` of activations as they are given."""
+    return _has_pair(act) and int8.has_kernel(*loaded)
 
 
 class TritonBackend(EagerBackend):
@@ -175,13 +181,11 @@ class TritonBackend(EagerBackend):
         packing: Packing | None = None,
     ) -> tuple[Tensor | None, Tensor, Parts]:
         assert weight is not None
-        y = x.new_empty((x.shape[0], weight.shape[0]))
-        pre = torch.empty_like(y) if wants_pre or packing is not None else None
-        gemm.linear_fwd(x, weight, bias, None, keep, act, pre, y, target_of(x.device)).run()
-        if packing is None:
-            return pre, y, ()
-        assert pre is not None
-        return pre if wants_pre else None, y, self.pack(pre, packing)
+        y, target = x.new_empty((x.shape[0], weight.shape[0])), target_of(x.device)
+        made = self._made("linear", y, wants_pre, packing)
+        pre, packed = made
+        gemm.linear_fwd(x, weight, bias, None, keep, act, pre, y, target, packed=packed).run()
+        return pre if wants_pre else None, y, self._parts(made, packing)
 
     def gated_linear_act_fwd(
         self,
@@ -193,13 +197,44 @@ class TritonBackend(EagerBackend):
         wants: tuple[bool, ...] = (False, False),
         packings: tuple[Packing | None, ...] = (None, None),
     ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Parts, ...]]:
-        if any(wants) or any(packing is not None for packing in packings):
-            return super().gated_linear_act_fwd(x, gate, up, act, keep, wants, packings)
         assert gate[0] is not None and up[0] is not None
-        y = x.new_empty((x.shape[0], up[0].shape[0]))
-        target = target_of(x.device)
-        gemm.gated_mlp_fwd(x, gate[0], gate[1], up[0], up[1], keep, act, y, target).run()
-        return y, (None, None), ((), ())
+        y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
+        asked = [*zip(wants, packings, strict=True)]
+        made = [self._made("gated_mlp_fwd", y, *how) for how in asked]
+        pres, packed = zip(*made, strict=True)
+        gemm.gated_mlp_fwd(
+            x, gate[0], gate[1], up[0], up[1], keep, act, y, target, pres=pres, packed=packed
+        ).run()
+        kept = tuple([pre if wanted else None for pre, wanted in zip(pres, wants, strict=True)])
+        parts = [self._parts(*pair) for pair in zip(made, packings, strict=True)]
+        return y, kept, tuple(parts)
+
+    @staticmethod
+    def _made(
+        kernel: str, y: Tensor, wants_pre: bool, packing: Packing | None
+    ) -> tuple[Tensor | None, int8.Codes | None]:
+        """What a product that ends in y also fills: its result, or that packed.
+
+        The result is filled, too, where it is to be packed and the product's end cannot.
+        """
+        packed = None
+        fits = int8.has_kernel(packing) and gemm.packs(kernel, target_of(y.device), *y.shape)
+        if packing is not None and fits:
+            packed = packing, int8.new_parts(y, packing)
+        whole = wants_pre or (packing is not None and packed is None)
+        return torch.empty_like(y) if whole else None, packed
+
+    def _parts(
+        self, made: tuple[Tensor | None, int8.Codes | None], packing: Packing | None
+    ) -> Parts:
+        """What was packed; a pass of its own where the product's end did not."""
+        pre, packed = made
+        if packing is None:
+            return ()
+        if packed is not None:
+            return packed[1]
+        assert pre is not None
+        return self.pack(pre, packing)
 
     def linear_norm_fwd(
         self,
@@ -226,17 +261,38 @@ class TritonBackend(EagerBackend):
         norms.norm_fwd(product, residual, keep, *norm, eps, total, y, stats, has_stats=False).run()
         return (total, y, *stats)
 
+    # --- storage formats
+
+    def pack(self, x: Tensor, packing: Packing) -> Parts:
+        if not int8.has_kernel(packing):
+            return super().pack(x, packing)
+        parts = int8.new_parts(x, packing)
+        int8.pack_int8(x, packing, parts).run()
+        return parts
+
+    def unpack(self, x: Packed) -> Tensor:
+        if not int8.has_kernel(x):
+            return super().unpack(x)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        int8.unpack_int8(x, y).run()
+        return y
+
+    def packing_route(self, x: Loaded, stored: str) -> str:
+        if stored not in int8.KERNELS:
+            return f"{super().packing_route(x, stored)}: no kernel for that format"
+        return f"kernel {'unpack' if isinstance(x, Packed) else 'pack'}_int8_fwd, {stored}"
+
     # --- activations
 
     def act_fwd(self, x: Loaded, act: str, keep: Keep | None) -> Tensor:
-        if isinstance(x, Packed) or not _has_pair(act):
+        if not _has_kernel(act, x):
             return super().act_fwd(x, act, keep)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         pointwise.act_fwd(x, act, keep, y).run()
         return y
 
     def act_bwd(self, dy: Tensor, x: Loaded, act: str, keep: Keep | None, owned: bool) -> Tensor:
-        if isinstance(x, Packed) or not _has_pair(act):
+        if not _has_kernel(act, x):
             return super().act_bwd(dy, x, act, keep, owned)
         dx = (
             dy
@@ -247,7 +303,7 @@ class TritonBackend(EagerBackend):
         return dx
 
     def gated_fwd(self, gate: Loaded, up: Loaded, act: str, keep: Keep | None) -> Tensor:
-        if isinstance(gate, Packed) or isinstance(up, Packed) or not _has_pair(act):
+        if not _has_kernel(act, gate, up):
             return super().gated_fwd(gate, up, act, keep)
         y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         pointwise.gated_fwd(gate, up, act, keep, y).run()
@@ -263,7 +319,7 @@ class TritonBackend(EagerBackend):
         owned: bool,
         wants_up: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        if isinstance(gate, Packed) or isinstance(up, Packed) or not _has_pair(act):
+        if not _has_kernel(act, gate, up):
             return super().gated_bwd(dy, gate, up, act, keep, owned, wants_up)
         shape, dtype, device = gate.shape, gate.dtype, gate.device
         dup = torch.empty(shape, dtype=dtype, device=device) if wants_up else None
@@ -470,7 +526,11 @@ class TritonBackend(EagerBackend):
     def pointwise_route(self, x: Loaded, act: str = "") -> str:
         if act and not _has_pair(act):
             return f"pointwise, ATen: {act} has no row in backends/triton/pointwise.PAIRS"
-        return "pointwise kernel"
+        if not isinstance(x, Packed):
+            return "pointwise kernel"
+        if not int8.has_kernel(x):
+            return f"pointwise, ATen, from {x.stored}: no kernel for that format"
+        return f"pointwise kernel, from {x.stored}"
 
     def rotary_route(self, x: Tensor, call: RotaryCall) -> str:
         if not rotary.serves(x, call):

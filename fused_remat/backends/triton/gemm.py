@@ -6,12 +6,14 @@ its tile from the tables unless one is given.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fused_remat.backends.triton.int8 import Codes, codes_of
 from fused_remat.backends.triton.launch import (
     Launch,
     Target,
@@ -23,6 +25,7 @@ from fused_remat.backends.triton.launch import (
 )
 from fused_remat.backends.triton.pointwise import PAIRS
 from fused_remat.backends.triton.tables import Tile, tile_for
+from fused_remat.formats import BLOCK
 from fused_remat.kernels.cross_entropy import (
     linear_cross_entropy_bwd_kernel,
     linear_cross_entropy_fwd_kernel,
@@ -99,6 +102,23 @@ def _launch(
     return Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, y.device)
 
 
+def packs(kernel: str, target: Target, rows: int, columns: int) -> bool:
+    """Whether the tile that a product takes is of whole blocks, so that its end can pack them."""
+    return tile_for(kernel, target, rows, columns).block_n % BLOCK == 0
+
+
+def _parts(tile: Tile, *packed: Codes | None) -> tuple[Tile, dict[str, Any]]:
+    """The same tile, in the parts that its end is computed in, as constants too.
+
+    Where any is packed a block is a whole number of parts, and there are twice as many, because
+    packing needs registers; neither changes an element's bits.
+    """
+    if all(codes is None for codes in packed):
+        return tile, {"PARTS": tile.parts, "IN_BLOCK": 1}
+    tile = replace(tile, parts=max(2 * tile.parts, tile.block_n // BLOCK))
+    return tile, {"PARTS": tile.parts, "IN_BLOCK": BLOCK * tile.parts // tile.block_n}
+
+
 def linear_fwd(
     x: Tensor,
     weight: Tensor,
@@ -111,12 +131,14 @@ def linear_fwd(
     target: Target,
     norm: tuple[Tensor | None, Tensor, Tensor | None, Tensor | None] | None = None,
     tile: Tile | None = None,
+    packed: Codes | None = None,
 ) -> Launch:
     """y = residual + keep * act(x @ weightᵀ + bias); pre = what act is taken of, if given.
 
     `norm` is (mean or None, rstd, weight, bias): x is normalised with them as it is loaded.
+    `packed` is filled with what act is taken of, where `packs`.
     """
-    tile = tile or tile_for("linear", target, *y.shape)
+    tile, parts = _parts(tile or tile_for("linear", target, *y.shape), packed)
     n, k = weight.shape
     (x_in, w_in, *ends), strides, tma = _described(
         target,
@@ -125,13 +147,14 @@ def linear_fwd(
         *_end(tile, residual, pre, y),
     )
     site_key, row0, threshold, scale = dropout_of(keep)
+    pack_key, codes, step, pack_row0 = codes_of(packed)
     args = (
         x_in, w_in, in_place(bias), ends[0], site_key, *map(in_place, norm or (None,) * 4),
-        *ends[1:], *strides, row0,
-        y.shape[0], n, k, threshold, scale,
+        pack_key, ends[1], codes, step, ends[2], *strides, row0, pack_row0, y.shape[0], n, k,
+        threshold, scale,
     )  # fmt: skip
     fwd = None if act is None else PAIRS[act][0]
-    return _launch(linear_fwd_kernel, target, tile, y, args, tma, (k,), ACT=fwd, PARTS=tile.parts)
+    return _launch(linear_fwd_kernel, target, tile, y, args, tma, (k,), ACT=fwd, **parts)
 
 
 def gated_mlp_fwd(
@@ -145,25 +168,32 @@ def gated_mlp_fwd(
     y: Tensor,
     target: Target,
     tile: Tile | None = None,
+    pres: tuple[Tensor | None, ...] = (None, None),
+    packed: tuple[Codes | None, ...] = (None, None),
 ) -> Launch:
-    """y = keep * act(x @ gate_weightᵀ + gate_bias) * (x @ weightᵀ + bias)."""
-    tile = tile or tile_for("gated_mlp_fwd", target, *y.shape)
+    """y = keep * act(x @ gate_weightᵀ + gate_bias) * (x @ weightᵀ + bias).
+
+    `pres` and `packed` are filled with both products, those given; `packed` where `packs`.
+    """
+    tile, parts = _parts(tile or tile_for("gated_mlp_fwd", target, *y.shape), *packed)
     f, k = weight.shape
     at_w = (tile.block_n, tile.block_k)
-    (*given, out), strides, tma = _described(
+    (*given, gate_pre, up_pre, out), strides, tma = _described(
         target,
         (x, tile.block_m, tile.block_k),
         (gate_weight, *at_w),
         (weight, *at_w),
-        *_end(tile, y),
+        *_end(tile, *pres, y),
     )
     site_key, row0, threshold, scale = dropout_of(keep)
+    (gate_key, *gate_parts, gate_row0), (up_key, *up_parts, up_row0) = map(codes_of, packed)
     args = (
-        *given, in_place(gate_bias), in_place(bias), site_key, out, *strides, row0, y.shape[0], f,
-        k, threshold, scale,
+        *given, in_place(gate_bias), in_place(bias), site_key, gate_key, up_key, gate_pre,
+        *gate_parts, up_pre, *up_parts, out, *strides, row0, max(gate_row0, up_row0), y.shape[0],
+        f, k, threshold, scale,
     )  # fmt: skip
-    constants = {"ACT": PAIRS[act][0], "PARTS": tile.parts}
-    return _launch(gated_mlp_fwd_kernel, target, tile, y, args, tma, (k,), **constants)
+    act_fwd = PAIRS[act][0]
+    return _launch(gated_mlp_fwd_kernel, target, tile, y, args, tma, (k,), ACT=act_fwd, **parts)
 
 
 def linear_act_bwd(

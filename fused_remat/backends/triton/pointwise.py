@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fused_remat.backends.base import Loaded
+from fused_remat.backends.triton.int8 import operand
 from fused_remat.backends.triton.launch import (
     Launch,
     cdiv,
@@ -14,6 +16,7 @@ from fused_remat.backends.triton.launch import (
     rows_in_place,
     stride_of,
 )
+from fused_remat.formats import BLOCK, Packed
 from fused_remat.kernels import activations
 from fused_remat.kernels.pointwise import (
     act_bwd_kernel,
@@ -36,10 +39,15 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 _TILE = 4096  # elements a program
 
 
-def _over(y: Tensor, kernel: Any, args: tuple[Any, ...], **constants: Any) -> Launch:
-    """A launch over tiles of `y`, all of whose rows and columns the kernel's args describe."""
+def _over(
+    y: Tensor, kernel: Any, args: tuple[Any, ...], packed: bool = False, **constants: Any
+) -> Launch:
+    """A launch over tiles of `y`, all of whose rows and columns the kernel's args describe.
+
+    `packed`: a tile is of one block of what it loads.
+    """
     rows, width = y.shape
-    block_n = min(power_of_2(width), 1024)
+    block_n = BLOCK if packed else min(power_of_2(width), 1024)
     block_m = _TILE // block_n
     grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
@@ -58,40 +66,43 @@ def dropout_add_fwd(x: Tensor, residual: Tensor | None, keep: Keep | None, y: Te
     return _over(y, dropout_add_fwd_kernel, args + _tail(y, keep))
 
 
-def act_fwd(x: Tensor, act: str, keep: Keep | None, y: Tensor) -> Launch:
+def act_fwd(x: Loaded, act: str, keep: Keep | None, y: Tensor) -> Launch:
     """y = keep * act(x)."""
-    x = rows_in_place(x)
-    args = (x, dropout_of(keep)[0], y, stride_of(x), stride_of(y))
-    return _over(y, act_fwd_kernel, args + _tail(y, keep), ACT=PAIRS[act][0])
+    given = operand(x)
+    args = (*given, dropout_of(keep)[0], y, *map(stride_of, (*given, y)))
+    packed = isinstance(x, Packed)
+    return _over(y, act_fwd_kernel, args + _tail(y, keep), packed, ACT=PAIRS[act][0])
 
 
 def act_bwd(
-    dy: Tensor, x: Tensor, act: str, keep: Keep | None, dx: Tensor, y: Tensor | None = None
+    dy: Tensor, x: Loaded, act: str, keep: Keep | None, dx: Tensor, y: Tensor | None = None
 ) -> Launch:
     """dx = keep * dy * act'(x); y = keep * act(x) if given."""
-    dy, x = rows_in_place(dy), rows_in_place(x)
-    args = (dy, x, dropout_of(keep)[0], dx, y, *map(stride_of, (dy, x, dx, y)))
-    return _over(dx, act_bwd_kernel, args + _tail(dx, keep), ACT=PAIRS[act][1])
+    given = (rows_in_place(dy), *operand(x))
+    args = (*given, dropout_of(keep)[0], dx, y, *map(stride_of, (*given, dx, y)))
+    packed = isinstance(x, Packed)
+    return _over(dx, act_bwd_kernel, args + _tail(dx, keep), packed, ACT=PAIRS[act][1])
 
 
-def gated_fwd(gate: Tensor, up: Tensor, act: str, keep: Keep | None, y: Tensor) -> Launch:
+def gated_fwd(gate: Loaded, up: Loaded, act: str, keep: Keep | None, y: Tensor) -> Launch:
     """y = keep * act(gate) * up."""
-    gate, up = rows_in_place(gate), rows_in_place(up)
-    args = (gate, up, dropout_of(keep)[0], y, *map(stride_of, (gate, up, y)))
-    return _over(y, gated_fwd_kernel, args + _tail(y, keep), ACT=PAIRS[act][0])
+    given = (*operand(gate), *operand(up))
+    args = (*given, dropout_of(keep)[0], y, *map(stride_of, (*given, y)))
+    packed = isinstance(gate, Packed) or isinstance(up, Packed)
+    return _over(y, gated_fwd_kernel, args + _tail(y, keep), packed, ACT=PAIRS[act][0])
 
 
 def gated_bwd(
     dy: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
+    gate: Loaded,
+    up: Loaded | None,
     act: str,
     keep: Keep | None,
     dgate: Tensor | None,
     dup: Tensor | None,
 ) -> Launch:
     """dgate (if `up` is given) and dup (if it is) of `gated_fwd`."""
-    dy, gate, up = rows_in_place(dy), rows_in_place(gate), None if up is None else rows_in_place(up)
-    strides = map(stride_of, (dy, gate, up, dgate, dup))
-    args = (dy, gate, up, dropout_of(keep)[0], dgate, dup, *strides)
-    return _over(gate, gated_bwd_kernel, args + _tail(gate, keep), ACT=PAIRS[act][1])
+    given = (rows_in_place(dy), *operand(gate), *operand(up))
+    args = (*given, dropout_of(keep)[0], dgate, dup, *map(stride_of, (*given, dgate, dup)))
+    packed = isinstance(gate, Packed) or isinstance(up, Packed)
+    return _over(dy, gated_bwd_kernel, args + _tail(dy, keep), packed, ACT=PAIRS[act][1])

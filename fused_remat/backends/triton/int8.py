@@ -1,0 +1,80 @@
+"""Launches of `kernels.packing`: formats that have kernels, activations as kernels take them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fused_remat.backends.base import Loaded, Packing
+from fused_remat.backends.triton.launch import Launch, cdiv, rows_in_place, stride_of
+from fused_remat.formats import BLOCK, FORMATS, Packed, Parts
+from fused_remat.kernels.packing import pack_int8_fwd_kernel, unpack_int8_fwd_kernel
+
+#: Formats that kernels pack and unpack; they differ in how they round alone.
+KERNELS = frozenset({"int8", "int8_stochastic"})
+
+#: A matrix, and the steps of its codes where it is packed.
+Operand = tuple[Tensor | None, Tensor | None]
+
+#: How an activation is to be packed, and what a kernel is to fill.
+Codes = tuple[Packing, Parts]
+
+_ROWS = 64  # a program's, of one block each
+
+
+def has_kernel(*given: Loaded | Packing | None) -> bool:
+    """Whether kernels take what is given: in formats that they know, if in any."""
+    return all(not isinstance(x, Packed | Packing) or x.stored in KERNELS for x in given)
+
+
+def operand(x: Loaded | None) -> Operand:
+    """x as a kernel loads it: in place, or its codes and their steps."""
+    if isinstance(x, Packed):
+        codes, step = x.parts
+        return codes, step
+    return None if x is None else rows_in_place(x), None
+
+
+def new_parts(x: Tensor, packing: Packing) -> Parts:
+    """Codes and steps of x for a kernel to fill."""
+    row, (rows, width) = FORMATS[packing.stored], x.shape
+    codes = torch.empty((rows, width), dtype=row.dtype, device=x.device)
+    shape = (rows, row.scale_width(width))
+    return codes, torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def site_of(packing: Packing) -> tuple[Tensor | None, int]:
+    """The key of the site of stochastic rounding, and the first row; None and 0 without."""
+    if not FORMATS[packing.stored].seeded:
+        return None, 0
+    if packing.uniform is None:
+        raise ValueError(f"the format {packing.stored!r} is rounded stochastically: pass uniform=")
+    return packing.uniform.site_key, packing.uniform.row0
+
+
+def codes_of(packed: Codes | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+    """The key of a site of stochastic rounding, codes, steps, and the first row, for a kernel."""
+    if packed is None:
+        return None, None, None, 0
+    (key, row0), (codes, step) = site_of(packed[0]), packed[1]
+    return key, codes, step, row0
+
+
+def pack_int8(x: Tensor, packing: Packing, parts: Parts) -> Launch:
+    """parts = the codes and steps of x."""
+    x, (codes, step), (key, row0) = rows_in_place(x), parts, site_of(packing)
+    args = (x, key, codes, step, stride_of(x), row0, *x.shape)
+    return _over_blocks(pack_int8_fwd_kernel, args, x)
+
+
+def unpack_int8(x: Packed, y: Tensor) -> Launch:
+    """y = x."""
+    codes, step = x.parts
+    args = (codes, step, y, *map(stride_of, (codes, step, y)), *y.shape)
+    return _over_blocks(unpack_int8_fwd_kernel, args, y)
+
+
+def _over_blocks(kernel: object, args: tuple[object, ...], x: Tensor) -> Launch:
+    grid = (cdiv(x.shape[0], _ROWS) * cdiv(x.shape[1], BLOCK),)
+    constants = {"BLOCK_M": _ROWS, "BLOCK_N": BLOCK}
+    return Launch(kernel, grid, args, constants, num_warps=8, device=x.device)
