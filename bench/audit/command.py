@@ -40,7 +40,7 @@ from fused_remat.backends.triton.launch import INTERPRETED, Launch
 BUDGETS = Path(__file__).with_name("budgets.json")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
-    torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8"
+    torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8"
 }  # fmt: skip
 
 # Architecture -> bytes of shared memory a block may have, a multiprocessor has, and its warps.
