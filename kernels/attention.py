@@ -1,8 +1,8 @@
 """Attention by blocks: what forward and backward share, and the forward.
 
-Heads x (B, H, S, E) are a pointer and the strides of batch, head and row, or a tensor descriptor
-(TMA) over all four dimensions whose block is (1, 1, rows, BLOCK_E); TMA says which. E and V, the
-widths of a head in q, k and in v, are padded to powers of two by reading 0 outside.
+Heads x (B, H, S, E) are a pointer and `Strides`, or a tensor descriptor (TMA) over all four
+dimensions whose block is (1, 1, rows, BLOCK_E); TMA says which. In backward they may be int8 codes,
+unpacked as they are loaded. E and V, the widths of a head in q, k and in v, are padded to powers of two by reading 0 outside.
 
 Which keys a query sees is an interval (`seen_keys`: causal, window, lengths, packed sequences), and
 inside it what the masks allow. A block of keys that every query of a tile sees whole takes no mask
@@ -17,6 +17,7 @@ import triton.language as tl
 
 from fused_remat.kernels.activations import tanh_fwd
 from fused_remat.kernels.dropout import keep_at, split_key
+from fused_remat.kernels.packing import BLOCK, unpack_int8
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -42,6 +43,47 @@ class Masks(NamedTuple):
     stride_sh: Any
 
 
+class Strides(NamedTuple):
+    """Of heads: from one to the next, in elements; beside int8 codes, what unpacks them.
+
+    Attributes:
+        batch, head, row: from one sequence, head and token to the next.
+        step: of the blocks of the rows that the heads lie in (`fused_remat.formats`); None where
+            heads are as they are, and so is what follows.
+        like: a tensor of the heads' dtype, to which they are rounded.
+        step_batch, step_row: of `step`, from one sequence and token to the next.
+        first: the column of a row where the heads begin.
+    """
+
+    batch: Any
+    head: Any
+    row: Any
+    step: Any = None
+    like: Any = None
+    step_batch: Any = None
+    step_row: Any = None
+    first: Any = None
+
+
+@triton.jit
+def _load_codes(
+    codes_ptr, strides, b, h, row, first, end, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """`load_rows` of int8 heads of whole blocks, (BLOCK_M, BLOCK_E) in their dtype; E is BLOCK_E."""
+    BLOCKS: tl.constexpr = BLOCK_E // BLOCK
+    offs_m = row + tl.arange(0, BLOCK_M)
+    offs_e = tl.arange(0, BLOCK_E)
+    mask = ((offs_m >= first) & (offs_m < end))[:, None]
+    rows = offs_m.to(tl.int64)[:, None]
+    base = codes_ptr + b.to(tl.int64) * strides.batch + h.to(tl.int64) * strides.head
+    codes = tl.load(base + rows * strides.row + offs_e[None, :], mask=mask, other=0)
+    base = strides.step + b.to(tl.int64) * strides.step_batch + strides.first // BLOCK + h * BLOCKS
+    blocks = tl.arange(0, BLOCKS)
+    step = tl.load(base + rows * strides.step_row + blocks[None, :], mask=mask, other=0.0)
+    tile = unpack_int8(codes.reshape([BLOCK_M, BLOCKS, BLOCK]), step[:, :, None])
+    return tile.reshape([BLOCK_M, BLOCK_E]).to(strides.like.dtype.element_ty)
+
+
 @triton.jit
 def load_rows(
     x, strides, b, h, row, first, end, E,
@@ -51,8 +93,11 @@ def load_rows(
 
     Outside is a row before `first` or from `end` on, and a column from E on. EVEN: E is BLOCK_E.
     A descriptor ends rows where the tensor ends: `first` and `end` must be 0 and S.
+    Codes are unpacked, whatever TMA says.
     """
-    if TMA:
+    if strides.step is not None:
+        tile = _load_codes(x, strides, b, h, row, first, end, BLOCK_M, BLOCK_E)
+    elif TMA:
         tile = x.load([b, h, row, 0]).reshape([BLOCK_M, BLOCK_E])
     else:
         offs_m = row + tl.arange(0, BLOCK_M)
@@ -60,8 +105,8 @@ def load_rows(
         mask = ((offs_m >= first) & (offs_m < end))[:, None]
         if not EVEN:
             mask = mask & (offs_e < E)[None, :]
-        base = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-        ptrs = base + offs_m.to(tl.int64)[:, None] * strides[2] + offs_e[None, :]
+        base = x + b.to(tl.int64) * strides.batch + h.to(tl.int64) * strides.head
+        ptrs = base + offs_m.to(tl.int64)[:, None] * strides.row + offs_e[None, :]
         tile = tl.load(ptrs, mask=mask, other=0.0)
     return tile
 
@@ -73,8 +118,8 @@ def store_rows(
     """Store (BLOCK_M, BLOCK_E) from row `row` of head (b, h) on, in the dtype of the tensor."""
     offs_m = row + tl.arange(0, BLOCK_M)
     offs_e = tl.arange(0, BLOCK_E)
-    base = x_ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    ptrs = base + offs_m.to(tl.int64)[:, None] * strides[2] + offs_e[None, :]
+    base = x_ptr + b.to(tl.int64) * strides.batch + h.to(tl.int64) * strides.head
+    ptrs = base + offs_m.to(tl.int64)[:, None] * strides.row + offs_e[None, :]
     mask = (offs_m < end)[:, None] & (offs_e < E)[None, :]
     tl.store(ptrs, tile.to(x_ptr.dtype.element_ty), mask=mask)
 

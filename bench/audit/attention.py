@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.backends.base import AttentionCall
+from fused_remat.backends.base import AttentionCall, PackedHeads
 from fused_remat.backends.triton import attention
 from fused_remat.backends.triton.launch import Launch, Target
+from fused_remat.formats import FORMATS, Packed
 
 _B, _H, _S = 2, 16, 2048
 _UNEVEN = 1001  # rows of a mask are then not aligned
@@ -23,10 +24,12 @@ DEFAULTS = (
     "causal", "causal dropout", "mask padding dropout", "softcap window", "lengths",
     "uneven mask", "everything",
 )  # fmt: skip
+#: Those whose heads are codes, of one block and of two.
+PACKED = ("int8 causal", "int8 shared heads", "int8 mask dropout")
 #: Width of a head -> calls; 80 is padded to 128.
 CALLS: dict[int, tuple[str, ...]] = {
-    64: DEFAULTS,
-    128: (*DEFAULTS, "full", "packed", "shared heads"),
+    64: (*DEFAULTS, *PACKED),
+    128: (*DEFAULTS, *PACKED, "full", "packed", "shared heads"),
     256: DEFAULTS,
     80: ("causal", "mask padding dropout"),
 }
@@ -47,7 +50,10 @@ def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """What a call may have besides its heads, by name; the rest is as in `call_of`."""
+    """What a call may have besides its heads, by name; the rest is as in `call_of`.
+
+    "stored": the format in which backward is given q, k and v.
+    """
     causal, dropout = {"right": 0}, {"p": 0.1, "site_key": _meta(torch.int64)}
     cu = _meta(torch.int32, 9)
     mask, padding = _meta(dtype, _B, 1, _S, _S), _meta(torch.bool, _B, _S)
@@ -65,6 +71,9 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
         "lengths": causal | lengths,
         "packed": causal | {"cu_q": cu, "cu_k": cu, "batch": 1},
         "shared heads": causal | {"kv_heads": _H // 4},
+        "int8 causal": causal | {"stored": "int8"},
+        "int8 shared heads": causal | {"stored": "int8", "kv_heads": _H // 4},
+        "int8 mask dropout": {"mask": mask, **dropout, "stored": "int8"},
         "uneven mask": uneven,
         "everything": uneven | causal | dropout | lengths | {"softcap": 30.0, "kv_heads": _H // 4},
     }  # fmt: skip
@@ -83,17 +92,37 @@ def _heads(call: AttentionCall, width: int, dtype: torch.dtype) -> tuple[Tensor,
     return packed.transpose(1, 2).split_with_sizes(counts, 1)
 
 
+def _packed(
+    call: AttentionCall, width: int, dtype: torch.dtype, stored: str
+) -> tuple[PackedHeads, ...]:
+    """The same, kept in a format."""
+    counts = (call.nhead, call.kv_heads, call.kv_heads)
+    rows, columns = call.batch * call.q_len, sum(counts) * width
+    form = FORMATS[stored]
+    codes = _meta(form.dtype, rows, form.code_width(columns))
+    scale = _meta(torch.float32, rows, form.scale_width(columns))
+    whole = Packed(stored, (codes, scale), columns, dtype)
+    firsts = (0, counts[0] * width, (counts[0] + counts[1]) * width)
+    return tuple(
+        PackedHeads(whole, call.batch, first, count, width)
+        for first, count in zip(firsts, counts, strict=True)
+    )
+
+
 def launches_of(
     width: int, given: dict[str, Any], at: Target, dtype: torch.dtype
 ) -> Iterator[tuple[str, Launch]]:
     """Every launch of a forward and a backward, by its kernel's name; of dk and dv, which one."""
+    given = dict(given)
+    stored = given.pop("stored", None)
     call = call_of(width, given)
     q, k, v = _heads(call, width, dtype)
     dq, dk, dv = _heads(call, width, dtype)
     out = _meta(dtype, call.batch * call.q_len, call.nhead * width)
     lse = _meta(torch.float32, call.batch, call.nhead, call.q_len)
-    found = list(attention.forward(q, k, v, call, out, lse, at))
-    found += attention.backward(out, q, k, v, out, lse, call, (dq, dk, dv), at)
+    found = [] if stored else list(attention.forward(q, k, v, call, out, lse, at))
+    loaded = _packed(call, width, dtype, stored) if stored else (q, k, v)
+    found += attention.backward(out, *loaded, out, lse, call, (dq, dk, dv), at)
     for launch in found:
         names = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
         wanted = [w for w in ("dk", "dv") if names.get(f"{w}_ptr") is not None]
@@ -126,7 +155,7 @@ def attention_cases(at: Target, dtype: torch.dtype) -> Iterator[Fields]:
         for variant in names:
             for kernel, launch in launches_of(width, known[variant], at, dtype):
                 name = case_name(kernel, width, variant, launch)
-                default = variant in DEFAULTS and width != 80
+                default = variant in (*DEFAULTS, *PACKED) and width != 80
                 product = kernel.split()[0] in PRODUCTS
                 if name not in seen:
                     yield name, launch, default, product

@@ -156,6 +156,51 @@ class CrossEntropyCall:
     logits: int
 
 
+@dataclass(eq=False, slots=True)
+class PackedHeads:
+    """LoadedHeads (B, H, S, E) of a packed matrix (B*S, W): columns from `first` on, side by side.
+
+    Attributes:
+        whole: the matrix.
+        batch, first, nhead, width: B, the first column, H, E.
+    """
+
+    whole: Packed
+    batch: int
+    first: int
+    nhead: int
+    width: int
+
+    @property
+    def shape(self) -> torch.Size:
+        rows = self.whole.shape[0]
+        return torch.Size((self.batch, self.nhead, rows // self.batch, self.width))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
+
+    def stand_in(self) -> Tensor:
+        """A tensor of this shape and dtype that takes no memory, to choose a routine by."""
+        row = torch.empty((1, self.whole.width), dtype=self.dtype, device=self.device)
+        return self.of(row.expand(self.whole.shape))
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """These heads of a matrix (B*S, W), as a view."""
+        columns = matrix.unflatten(0, (self.batch, -1))
+        columns = columns[..., self.first : self.first + self.nhead * self.width]
+        heads: Tensor = columns.unflatten(-1, (self.nhead, self.width)).transpose(1, 2)
+        return heads
+
+
+#: LoadedHeads as a routine is given them that unpacks what it reads.
+LoadedHeads = Tensor | PackedHeads
+
+
 class Backend(Protocol):
     """Arithmetic of a block's steps. T tokens, D and F widths; results in the dtype of `x`.
 
@@ -407,15 +452,18 @@ class Backend(Protocol):
     def attention_bwd(
         self,
         dattn: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q: LoadedHeads,
+        k: LoadedHeads,
+        v: LoadedHeads,
         attn: Tensor,
         lse: Tensor,
         call: AttentionCall,
         grads: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
-        """Fills `grads`, shaped like q, k and v; adds to call.dmask and call.dpadding."""
+        """Fills `grads`, shaped like q, k and v; adds to call.dmask and call.dpadding.
+
+        Kernels that want heads in memory have what is packed unpacked for their time.
+        """
 
     def norm_route(self, kind: str, x: Tensor) -> str:
         """As `attention_route`, for a norm."""

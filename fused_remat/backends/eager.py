@@ -18,6 +18,8 @@ from fused_remat.backends.base import (
     AttentionCall,
     CrossEntropyCall,
     Loaded,
+    LoadedHeads,
+    PackedHeads,
     Packing,
     RotaryCall,
 )
@@ -228,15 +230,29 @@ class EagerBackend(Unfused):
     def attention_bwd(
         self,
         dattn: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q: LoadedHeads,
+        k: LoadedHeads,
+        v: LoadedHeads,
         attn: Tensor,
         lse: Tensor,
         call: AttentionCall,
         grads: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
+        q, k, v = self._unpacked(q, k, v)
         eager_attention.backward(dattn, q, k, v, attn, lse, call, grads, widens(q))
+
+    def _unpacked(self, *heads: LoadedHeads) -> tuple[Tensor, ...]:
+        """LoadedHeads in memory; what lies in one packed matrix, in one."""
+        matrices: dict[int, Tensor] = {}
+        found = []
+        for x in heads:
+            if isinstance(x, PackedHeads):
+                matrix = matrices.get(id(x.whole))
+                if matrix is None:
+                    matrix = matrices[id(x.whole)] = self.unpack(x.whole)
+                x = x.of(matrix)
+            found.append(x)
+        return tuple(found)
 
     def cross_entropy_fwd(
         self,

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fused_remat.backends.base import AttentionCall
+from fused_remat.backends.base import AttentionCall, LoadedHeads
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, Shapes
 
@@ -93,8 +93,12 @@ class Attention(Node):
         f.put(self.name, attn)
         f.put(self.stats[0], lse)
 
+    def _loaded_heads(self, f: Frame) -> tuple[LoadedHeads, LoadedHeads, LoadedHeads]:
+        """q, k and v as the backward routine takes them."""
+        return self._heads(f)
+
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        q, k, v = self._heads(f)
+        q, k, v = self._loaded_heads(f)
         call = self.call(f, q, k, wants)
         wanted = any(name in wants for name in self.inputs)
         grads, heads = self._buffers(f) if wanted else ({}, None)
@@ -119,10 +123,12 @@ class Attention(Node):
 
     def _buffers(self, f: Frame) -> tuple[dict[str, Tensor], Heads]:
         """Empty gradients of the inputs by name, and as heads for the backend to fill."""
-        packed = torch.empty_like(f[self.qkv])
+        packed = f.empty(self.qkv)
         return {self.qkv: packed}, self._views(f, packed)
 
-    def call(self, f: Frame, q: Tensor, k: Tensor, wants: Collection[str]) -> AttentionCall:
+    def call(
+        self, f: Frame, q: LoadedHeads, k: LoadedHeads, wants: Collection[str]
+    ) -> AttentionCall:
         """The sizes, masks and randomness for the frame's sequences.
 
         The gradient of a mask that is in `wants` is added, group by group, to a buffer as large as
@@ -233,7 +239,7 @@ class CrossAttention(Attention):
     def _buffers(self, f: Frame) -> tuple[dict[str, Tensor], Heads]:
         lengths = f.run.prepared.lengths
         unseen = self.causal and lengths[self.kv] > lengths[self.q]
-        q, kv = torch.empty_like(f[self.q]), torch.empty_like(f[self.kv])
+        q, kv = f.empty(self.q), f.empty(self.kv)
         return {self.q: q, self.kv: kv.zero_() if unseen else kv}, self._heads_of(f, q, kv)
 
 

@@ -207,6 +207,12 @@ class Frame:
             return self.rows
         return (self.seqs[1] - self.seqs[0]) * self.run.prepared.lengths[name]
 
+    def empty(self, name: str) -> Tensor:
+        """A new matrix like the activation `name`, which need not be there."""
+        run = self.run
+        shape = (self.rows_of(name), run.widths[name])
+        return torch.empty(shape, dtype=self.dtype_of(name), device=run.device)
+
     def last(self, name: str) -> Tensor:
         """`self[name]`, which the step will not read again: freed at once if nobody else will."""
         value = self[name]

@@ -14,12 +14,28 @@ from dataclasses import fields, replace
 from typing import Any
 
 from fused_remat import random
+from fused_remat.blocks.attention import Attention, CrossAttention
 from fused_remat.blocks.nodes import Node
-from fused_remat.blocks.packing import Pack, PackedGated, PackedPointwise, Unpack
+from fused_remat.blocks.packing import (
+    Pack,
+    PackedAttention,
+    PackedCrossAttention,
+    PackedGated,
+    PackedPointwise,
+    Unpack,
+)
 from fused_remat.blocks.pointwise import Gated, Pointwise
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.recipe import builder
 from fused_remat.formats import NATIVE, split_name
+
+#: Steps, and what they are where they load inputs packed.
+_LOADS: dict[type[Node], type] = {
+    Pointwise: PackedPointwise,
+    Gated: PackedGated,
+    Attention: PackedAttention,
+    CrossAttention: PackedCrossAttention,
+}
 
 
 def in_formats(graph: Graph, save: Collection[str]) -> Graph:
@@ -91,10 +107,10 @@ def _loading(node: Node, packs: list[Pack]) -> Node | None:
         )
     if not packs:
         return None
-    for plain, loads in ((Pointwise, PackedPointwise), (Gated, PackedGated)):
-        if type(node) is plain:
-            given: dict[str, Any] = {
-                field.name: getattr(node, field.name) for field in fields(node)
-            }
-            return loads(**given, pack=tuple(packs))
-    return None
+    loads = _LOADS.get(type(node))
+    # Keys that no query sees are cut off, of what is in memory.
+    if loads is None or (isinstance(node, CrossAttention) and node.causal):
+        return None
+    given: dict[str, Any] = {field.name: getattr(node, field.name) for field in fields(node)}
+    made: Node = loads(**given, pack=tuple(packs))
+    return made

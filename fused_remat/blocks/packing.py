@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.backends.base import Loaded, Packing
+from fused_remat.backends.base import Loaded, LoadedHeads, PackedHeads, Packing
+from fused_remat.blocks.attention import Attention, CrossAttention
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, Shapes
 from fused_remat.blocks.pointwise import Gated, Pointwise
@@ -181,3 +182,49 @@ class PackedGated(_Loads, Gated):
     """`Gated` of which one input is packed, or both."""
 
     pack: tuple[Pack, ...]
+
+
+class _LoadsHeads(_Loads):
+    """Of an attention whose backward loads packed heads; its forward is another's, who unpacks."""
+
+    @property
+    def rebuilds(self) -> bool:
+        return False
+
+    def _of(self, f: Frame, name: str, *heads: int) -> list[LoadedHeads]:
+        """Side by side in the activation `name`, these numbers of heads."""
+        batch, first = f.seqs[1] - f.seqs[0], 0
+        found: list[LoadedHeads] = []
+        x = self.load(f, name)
+        width = x.shape[1] // sum(heads)
+        for count in heads:
+            if isinstance(x, Packed):
+                found.append(PackedHeads(x, batch, first, count, width))
+            else:
+                columns = x[:, first : first + count * width].view(batch, -1, count, width)
+                found.append(columns.transpose(1, 2))
+            first += count * width
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedAttention(_LoadsHeads, Attention):
+    """`Attention` whose heads are packed."""
+
+    pack: tuple[Pack, ...]
+
+    def _loaded_heads(self, f: Frame) -> tuple[LoadedHeads, LoadedHeads, LoadedHeads]:
+        q, k, v = self._of(f, self.qkv, self.nhead, self.kv_heads, self.kv_heads)
+        return q, k, v
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedCrossAttention(_LoadsHeads, CrossAttention):
+    """`CrossAttention` of which queries, keys and values, or either, are packed."""
+
+    pack: tuple[Pack, ...]
+
+    def _loaded_heads(self, f: Frame) -> tuple[LoadedHeads, LoadedHeads, LoadedHeads]:
+        (q,) = self._of(f, self.q, self.nhead)
+        k, v = self._of(f, self.kv, self.nhead, self.nhead)
+        return q, k, v

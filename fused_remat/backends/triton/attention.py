@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_remat.backends.base import AttentionCall
-from fused_remat.backends.triton.attention_masks import Problem, Strides, lists, prepare
+from fused_remat.backends.base import AttentionCall, LoadedHeads
+from fused_remat.backends.triton.attention_masks import Problem, lists, prepare
 from fused_remat.backends.triton.launch import INTERPRETED, Launch, Target, cdiv, power_of_2
 from fused_remat.backends.triton.tables import (
     ATTENTION_BY_DESCRIPTORS,
@@ -18,7 +18,8 @@ from fused_remat.backends.triton.tables import (
     attention_tile,
     family,
 )
-from fused_remat.kernels.attention import attention_fwd_kernel
+from fused_remat.formats import BLOCK
+from fused_remat.kernels.attention import Strides, attention_fwd_kernel
 from fused_remat.kernels.attention_bwd import (
     attention_delta_bwd_kernel,
     attention_dkdv_bwd_kernel,
@@ -31,7 +32,7 @@ MAX_WIDTH = 256
 # Rows of a tile of the sums delta.
 _DELTA_ROWS = 64
 #: q, k, v, dout, lse, delta.
-Heads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Given = tuple[LoadedHeads, LoadedHeads, LoadedHeads, Tensor, Tensor, Tensor]
 
 
 def why_not(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
@@ -47,6 +48,17 @@ def why_not(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     return None
 
 
+def reads(x: LoadedHeads) -> bool:
+    """Whether kernels read heads as they are; packed ones else are to be unpacked first.
+
+    They unpack int8 heads of one block or two: what is wider does not fit the registers.
+    """
+    if isinstance(x, Tensor):
+        return True
+    whole_blocks = x.width in (BLOCK, 2 * BLOCK) and x.first % BLOCK == 0
+    return x.whole.parts[0].dtype == torch.int8 and whole_blocks
+
+
 def _heads_in_place(x: Tensor) -> Tensor:
     """`x` (B, H, S, E), if the elements of a row lie side by side, as kernels want them."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -57,9 +69,20 @@ def _as_heads(x: Tensor, call: AttentionCall) -> Tensor:
     return x.view(call.batch, call.q_len, call.nhead, -1).transpose(1, 2)
 
 
-def _strides(x: Tensor) -> Strides:
-    """Of batch, head and row."""
-    return x.stride()[:3]
+def _strides(x: LoadedHeads, like: Tensor | None = None) -> Strides:
+    """Of batch, head and row; and what unpacks codes, to the dtype of `like`."""
+    if isinstance(x, Tensor):
+        batch, head, row, _ = x.stride()
+        return Strides(batch, head, row)
+    codes, step = x.whole.parts
+    per_batch, per_row, _ = step.unflatten(0, (x.batch, -1)).stride()
+    batch, head, row, _ = x.of(codes).stride()
+    return Strides(batch, head, row, step, like, per_batch, per_row, x.first)
+
+
+def _elements(x: LoadedHeads) -> Tensor:
+    """LoadedHeads in memory, or the codes of packed ones."""
+    return x if isinstance(x, Tensor) else x.of(x.whole.parts[0])
 
 
 def _can_describe(x: Tensor) -> bool:
@@ -76,16 +99,27 @@ def _described(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 
 
 def _operands(
-    problem: Problem, tile: AttentionTile, by_query: tuple[Tensor, ...], by_key: tuple[Tensor, ...]
+    problem: Problem,
+    tile: AttentionTile,
+    by_query: tuple[LoadedHeads, ...],
+    by_key: tuple[LoadedHeads, ...],
+    like: Tensor | None = None,
 ) -> tuple[list[Any], list[Strides], bool]:
-    """Heads as a kernel takes them, their strides, and whether they are tensor descriptors."""
+    """LoadedHeads as a kernel takes them, their strides, and whether they are tensor descriptors.
+
+    Packed ones are their codes, which are unpacked to the dtype of `like`.
+    """
     heads = [*by_query, *by_key]
-    strides = [_strides(x) for x in heads]
+    strides = [_strides(x, like) for x in heads]
     by_descriptors = family(problem.target) in ATTENTION_BY_DESCRIPTORS
-    if not by_descriptors or problem.in_rows or not all(map(_can_describe, heads)):
-        return list(heads), strides, False
+    in_memory = [x for x in heads if isinstance(x, Tensor)]
+    if not by_descriptors or problem.in_rows or not all(map(_can_describe, in_memory)):
+        return list(map(_elements, heads)), strides, False
     rows = [tile.block_m] * len(by_query) + [tile.block_n] * len(by_key)
-    described = [_described(x, n, _padded(x.shape[-1])) for x, n in zip(heads, rows, strict=True)]
+    described = [
+        _described(x, n, _padded(x.shape[-1])) if isinstance(x, Tensor) else _elements(x)
+        for x, n in zip(heads, rows, strict=True)
+    ]
     return list(described), strides, True
 
 
@@ -150,9 +184,9 @@ def forward(
 
 def backward(
     dattn: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: LoadedHeads,
+    k: LoadedHeads,
+    v: LoadedHeads,
     attn: Tensor,
     lse: Tensor,
     call: AttentionCall,
@@ -161,7 +195,8 @@ def backward(
     tiles: tuple[AttentionTile, AttentionTile] | None = None,
 ) -> Iterator[Launch]:
     """Fills `grads` if given, adds to call.dmask and call.dpadding; `tiles` of dk, dv and of dq."""
-    q, k, v, dout = map(_heads_in_place, (q, k, v, _as_heads(dattn, call)))
+    q, k, v = (_heads_in_place(x) if isinstance(x, Tensor) else x for x in (q, k, v))
+    dout = _heads_in_place(_as_heads(dattn, call))
     widths = (q.shape[-1], v.shape[-1])
     out = _heads_in_place(_as_heads(attn, call))
     delta = torch.empty_like(lse)
@@ -175,14 +210,15 @@ def backward(
     )  # fmt: skip
     yield from launches
     heads = (q, k, v, dout, lse, delta)
+    unpacks = not all(isinstance(x, Tensor) for x in (q, k, v))
     if grads is not None:
         tiles = tiles or (
-            attention_tile("dkdv", target, max(widths), call),
-            attention_tile("dq", target, max(widths), call),
+            attention_tile("dkdv", target, max(widths), call, unpacks),
+            attention_tile("dq", target, max(widths), call, unpacks),
         )
         yield from _gradients(problem, heads, grads[1:], tiles[0], by_keys=True)
         yield from _gradients(problem, heads, grads[:1], tiles[1], by_keys=False)
-    tile = attention_tile("mask", target, max(widths), call)
+    tile = attention_tile("mask", target, max(widths), call, unpacks)
     if call.dmask is not None:
         dmask = call.dmask if call.dmask.dim() == 4 else call.dmask[None, None]
         yield _mask_grad(problem, heads, dmask, tile)
@@ -192,7 +228,7 @@ def backward(
 
 def _gradients(
     problem: Problem,
-    heads: Heads,
+    heads: Given,
     grads: tuple[Tensor, ...],
     tile: AttentionTile,
     by_keys: bool,
@@ -202,7 +238,7 @@ def _gradients(
     widths = (q.shape[-1], v.shape[-1])
     blocks, blocks_strides, launches = lists(problem, tile, by_keys)
     yield from launches
-    (q_in, do_in, k_in, v_in), strides, tma = _operands(problem, tile, (q, dout), (k, v))
+    (q_in, do_in, k_in, v_in), strides, tma = _operands(problem, tile, (q, dout), (k, v), like=dout)
     kernel = attention_dkdv_bwd_kernel if by_keys else attention_dq_bwd_kernel
     pieces = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
     if by_keys:
@@ -221,7 +257,7 @@ def _gradients(
         yield Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, q.device)
 
 
-def _mask_grad(problem: Problem, heads: Heads, dmask: Tensor, tile: AttentionTile) -> Launch:
+def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTile) -> Launch:
     """dmask (b, h, m, n), each size 1 or that of the scores, is added to."""
     call, (q, k, v, dout, lse, delta) = problem.call, heads
     widths = (q.shape[-1], v.shape[-1])
@@ -232,8 +268,9 @@ def _mask_grad(problem: Problem, heads: Heads, dmask: Tensor, tile: AttentionTil
     sizes = tuple(1 if o else n for o, n in zip(over, pieces, strict=True))
     spans = tuple(n if o else 1 for o, n in zip(over, pieces, strict=True))
     args = (
-        q, k, v, dout, lse, delta, problem.masks, problem.bounds_q, call.lengths,
-        problem.site_key(), dmask, *map(_strides, (q, k, v, dout)), dmask.stride(), sizes, spans,
+        *map(_elements, (q, k, v)), dout, lse, delta, problem.masks, problem.bounds_q,
+        call.lengths, problem.site_key(), dmask, *(_strides(x, dout) for x in (q, k, v, dout)),
+        dmask.stride(), sizes, spans,
         *_sizes(call, widths)[1:], *problem.scalars(),
     )  # fmt: skip
     constants = {

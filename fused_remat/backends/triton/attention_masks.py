@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.backends.base import AttentionCall
+from fused_remat.backends.base import AttentionCall, LoadedHeads
 from fused_remat.backends.triton.launch import Launch, Target, cdiv
 from fused_remat.backends.triton.tables import AttentionTile
 from fused_remat.kernels.attention import Masks
@@ -137,7 +137,7 @@ def _masks(call: AttentionCall, shift: Tensor | None = None) -> Masks:
 
 
 def prepare(
-    q: Tensor, call: AttentionCall, target: Target, backward: bool
+    q: LoadedHeads, call: AttentionCall, target: Target, backward: bool
 ) -> tuple[Problem, list[Launch]]:
     """The problem with intervals and shifts, and what fills them."""
     if call.lengths is not None:

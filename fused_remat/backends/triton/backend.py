@@ -19,6 +19,7 @@ from fused_remat.backends.base import (
     AttentionCall,
     CrossEntropyCall,
     Loaded,
+    LoadedHeads,
     Packing,
     RotaryCall,
 )
@@ -372,17 +373,20 @@ class TritonBackend(EagerBackend):
     def attention_bwd(
         self,
         dattn: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q: LoadedHeads,
+        k: LoadedHeads,
+        v: LoadedHeads,
         attn: Tensor,
         lse: Tensor,
         call: AttentionCall,
         grads: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
-        if self._own_attention(q, v, call) is None:
+        like_q, like_v = (x if isinstance(x, Tensor) else x.stand_in() for x in (q, v))
+        if self._own_attention(like_q, like_v, call) is None:
             super().attention_bwd(dattn, q, k, v, attn, lse, call, grads)
             return
+        if not all(map(attention.reads, (q, k, v))):
+            q, k, v = self._unpacked(q, k, v)
         launches = attention.backward(dattn, q, k, v, attn, lse, call, grads, target_of(q.device))
         for launch in launches:
             launch.run()

@@ -359,10 +359,16 @@ def burdens(call: AttentionCall) -> int:
     return 2 if call.masked else min(2, sum(things))
 
 
-def attention_tile(kernel: str, target: Target, width: int, call: AttentionCall) -> AttentionTile:
-    """The tile of "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide."""
+def attention_tile(
+    kernel: str, target: Target, width: int, call: AttentionCall, unpacks: bool = False
+) -> AttentionTile:
+    """The tile of "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
+
+    `unpacks`: heads are codes, which is one burden more, and two where they are a tile's columns.
+    """
     if target.kind == "interpreter":
         return _INTERPRETED_ATTENTION
     tiles = ATTENTION_TILES[kernel][family(target)]
     fitting = tiles[next(w for w in tiles if width <= w)]
-    return fitting[min(burdens(call), len(fitting) - 1)]
+    more = (2 if kernel == "dq" else 1) * unpacks
+    return fitting[min(burdens(call) + more, len(fitting) - 1)]
