@@ -2,7 +2,8 @@
 
 Heads x (B, H, S, E) are a pointer and `Strides`, or a tensor descriptor (TMA) over all four
 dimensions whose block is (1, 1, rows, BLOCK_E); TMA says which. In backward they may be int8 codes,
-unpacked as they are loaded. E and V, the widths of a head in q, k and in v, are padded to powers of two by reading 0 outside.
+unpacked as they are loaded. E and V, the widths of a head in q, k and in v, are padded to powers of
+two by reading 0 outside.
 
 Which keys a query sees is an interval (`seen_keys`: causal, window, lengths, packed sequences), and
 inside it what the masks allow. A block of keys that every query of a tile sees whole takes no mask
@@ -69,7 +70,7 @@ class Strides(NamedTuple):
 def _load_codes(
     codes_ptr, strides, b, h, row, first, end, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """`load_rows` of int8 heads of whole blocks, (BLOCK_M, BLOCK_E) in their dtype; E is BLOCK_E."""
+    """`load_rows` of int8 heads in whole blocks, (BLOCK_M, BLOCK_E) in their dtype; E is BLOCK_E."""
     BLOCKS: tl.constexpr = BLOCK_E // BLOCK
     offs_m = row + tl.arange(0, BLOCK_M)
     offs_e = tl.arange(0, BLOCK_E)
