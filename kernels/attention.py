@@ -70,7 +70,7 @@ class Strides(NamedTuple):
 def _load_codes(
     codes_ptr, strides, b, h, row, first, end, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """`load_rows` of int8 heads in whole blocks, (BLOCK_M, BLOCK_E) in their dtype; E is BLOCK_E."""
+    """`load_rows` of int8 heads in whole blocks, (BLOCK_M, BLOCK_E) in their dtype."""
     BLOCKS: tl.constexpr = BLOCK_E // BLOCK
     offs_m = row + tl.arange(0, BLOCK_M)
     offs_e = tl.arange(0, BLOCK_E)

@@ -1,11 +1,13 @@
 """Blocks that keep activations packed: forward's bits, gradients' errors, bytes, composition."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from reference import randomize, run
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bench.formats.errors import SCALES, SHAPES, errors, names_of
 from fused_remat import (
@@ -255,6 +257,7 @@ def test_nothing_is_unpacked_whole_for_an_activation(monkeypatch):
 # --- what it composes with
 
 
+@pytest.mark.composes("torch.compile", "kept activations in 8 bits")
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("stored", ["int8", "int8_stochastic", "sign"])
 def test_compiled_gradients_are_the_same_bits(stored, dropout):
@@ -265,6 +268,9 @@ def test_compiled_gradients_are_the_same_bits(stored, dropout):
         assert torch.equal(got, expected)
 
 
+@pytest.mark.composes(
+    "Replay check", "kept activations in 8 bits", limits="what is rebuilt from them is not compared"
+)
 @pytest.mark.parametrize("which", LAYERS)
 def test_the_replay_check_passes(which, monkeypatch):
     monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", 32)
@@ -318,6 +324,30 @@ def test_double_use_of_a_graph_and_batched_gradients():
     assert torch.equal(batched[0], first)
 
 
+@pytest.mark.composes("Outer checkpointing", "kept activations in 8 bits")
+def test_an_outer_checkpoint_packs_the_same_again():
+    layer = encoder(Policy(save={"qkv": "int8_stochastic", "up": "int8"}), 0.2)
+    outer = _Checkpointed(layer)
+    for got, expected in zip(step(outer), step(layer), strict=True):
+        assert torch.equal(got, expected)
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+def test_policies_are_copied_and_pickled_with_a_layer():
+    policy = Policy(save={"attn": "native", "up": "int8"})
+    layer = encoder(policy)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert other.policy == policy and other.policy.formats == {"attn": "native", "up": "int8"}
+
+
 def test_a_callers_own_activation_reads_it_unpacked():
     made = step(encoder(Policy(save={"up": "int8"}), activation=torch.sin))
     exact = step(encoder("full", activation=torch.sin))
@@ -326,6 +356,7 @@ def test_a_callers_own_activation_reads_it_unpacked():
         assert (got - truth).norm() <= 2e-2 * truth.norm() + 1e-3
 
 
+@pytest.mark.composes("Autocast", "kept activations in 8 bits")
 def test_autocast():
     layer = encoder("fast8", 0.1)
     with torch.autocast("cpu", torch.bfloat16):
