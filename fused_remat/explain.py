@@ -121,14 +121,29 @@ class _Recorder:
         steps: list[str] = []
         for step in plan.backward:
             for one in plan.tile_backward if step.kind == "tiles" else (step,):
-                route = one.node.backward_route(frame) if one.node is not None else ""
-                steps.append(f"{one} ({route})" if route and one.kind == "backward" else str(one))
+                route = _backward_route(one, frame)
+                steps.append(f"{one} ({route})" if route else str(one))
         return BlockExplanation(
             self._inside[-1] if self._inside else "(op)",
             f"{prepared.kind}, backend {_backend(frame)}{_dtypes(frame)}, {pieces}{tiles}",
             kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
             backward=tuple(steps),
         )
+
+
+def _backward_route(step: Step, frame: Frame) -> str:
+    """What is said of a step of backward: of one that reads packed activations always."""
+    if step.node is None:
+        return ""
+    if not step.node.unpacks:
+        return step.node.backward_route(frame) if step.kind == "backward" else ""
+    # What it reads is not there before forward: a row of each stands for it.
+    run, row = frame.run, Frame(frame.run, frame.seqs, (0, 1))
+    for name in step.node.reads:
+        if name in run.prepared.dtypes:
+            shape, dtype = (1, run.widths[name]), run.prepared.dtypes[name]
+            row.values[name] = torch.empty(shape, dtype=dtype, device=run.device)
+    return step.node.route(row)
 
 
 def _backend(frame: Frame) -> str:

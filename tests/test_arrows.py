@@ -54,6 +54,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "cli",
         "convert",
         "explain",
+        "formats",
         "layers",
         "ops",
         "planner",

@@ -14,10 +14,10 @@ import pytest
 
 from bench.frontier import command, figure, files, labels
 from bench.frontier.pareto import MEMORY_POINTS, changes, derive, digest, frontier, winner
-from bench.frontier.points import Panel, Point, family, panels, read
+from bench.frontier.points import Panel, Point, family, is_lossy, panels, read
 from bench.frontier.report import report, sentences
 from bench.layers.ways import WAYS
-from fused_remat.policies import RUNGS
+from fused_remat.policies import ALL_RUNGS
 
 CASE = {
     "dtype": "float32", "norm": "pre", "dropout": 0.0, "batch": 4, "seq_len": 512, "d_model": 512,
@@ -25,7 +25,7 @@ CASE = {
 }  # fmt: skip
 TINY = ["--device", "cpu", "--tokens", "16", "--seq-len", "8", "16", "--d-model", "16",
         "--head-dim", "8"]  # fmt: skip
-QUICK = [*TINY, "--rounds", "2", "--seconds", "1", "--ways", "checkpoint", "full", "lean"]
+QUICK = [*TINY, "--rounds", "2", "--seconds", "1", "--ways", "checkpoint", "full", "lean", "fast8"]
 
 
 def panel(spread: float = 0.0, /, *, shape: dict[str, int] | None = None, **ways: Any) -> Panel:
@@ -55,6 +55,17 @@ def test_winners_are_within_the_bytes_and_ties_within_the_spread() -> None:
     assert half and half["way"] == "compile" and half["other"]["way"] == "full"
     alone = winner(panel(), 1.0)
     assert alone and alone["way"] == "eager" and alone["runner_up"] is None
+
+
+def test_what_keeps_8_bits_is_shown_and_wins_nothing() -> None:
+    derived = derive([panel(fast8=(0.5, 0.8), none=(0.6, 0.9))])
+    (found,) = derived["panels"]
+    points = {p["way"]: (p["family"], p["on_frontier"]) for p in found["points"]}
+    assert points["fast8"] == ("ours, lossy", False) and points["none"] == ("ours", True)
+    assert {w["fastest"]["way"] for w in found["winners"] if w["fastest"]} == {"none"}
+    text = report(derived)
+    assert "Frontier: `none` 0.600 at 0.90×." in text
+    assert "With 8 bits, which no exact way is held against: `fast8` 0.500 at 0.80×." in text
 
 
 def test_where_the_winner_changes() -> None:
@@ -99,9 +110,10 @@ def test_what_is_said_counts_both_sides() -> None:
 
 def test_every_way_of_the_registry_has_its_family() -> None:
     for way in WAYS:
-        rung = way.split("_")[0] in RUNGS
+        rung = way.split("_")[0] in ALL_RUNGS
         assert family(way).startswith("ours") == rung, way
         assert (family(way) == "stock") == (way == "eager"), way
+        assert is_lossy(way) == WAYS[way].traits["lossy"], way
         assert family(way) in figure.STYLES
 
 
@@ -149,7 +161,7 @@ def test_the_files_of_a_run(folder: Path) -> None:
     assert [r["case"]["seq_len"] for r in data["results"]] == [8, 16]
     derived = data[files.DERIVED]
     assert derived == derive(panels(data))
-    assert [len(p["points"]) for p in derived["panels"]] == [4, 4]
+    assert [len(p["points"]) for p in derived["panels"]] == [5, 5]
     assert [w["at_most"] for w in derived["panels"][0]["winners"]] == list(MEMORY_POINTS)
     assert derived["sweeps"][0]["values"] == [8, 16]
     for name in files.PICTURES:

@@ -23,8 +23,9 @@ from bench.layers import profile_step
 from bench.layers.subjects import Case
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
-from bench.report import command, frontier, kernels, layers, plans, sets
+from bench.report import command, eight_bits, frontier, kernels, layers, plans, rungs, sets
 from bench.test_benchmarks import rows
+from fused_remat.policies import LOSSY_RUNGS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -148,6 +149,43 @@ def test_the_frontier_of_a_gpu_is_drawn_from_its_rows(tmp_path: Path) -> None:
     ways["full"]["kept_bytes"] = 512  # measured again
     (folder / "gpu.json").write_text(json.dumps(data))
     assert len(frontier.stale(tmp_path)) == 4
+
+
+def test_8_bits_beside_everything_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def way(ratio: float, kept: int) -> dict[str, Any]:
+        return {"step_ratio": {"eager": {"p50": ratio}}, "kept_bytes": kept}
+
+    machine = {"gpu": "NVIDIA H200", "commit": "now"}
+    good = {"none": way(0.9, 100), "fast8": way(0.918, 66)}
+    rows = [
+        {"case": {"name": "pre-norm"}, "machine": machine, "ways": ways}
+        for ways in (good, good | {"fast8": way(0.99, 66)}, good | {"fast8": {"error": "off"}})
+    ]
+    data = {"machine": machine, "config": {}, "results": [*rows, {**rows[0], "ways": {}}]}
+    monkeypatch.setattr(eight_bits, "gpu_sets", lambda: {Path("a"): [data]})
+    assert eight_bits.targets8().splitlines()[2:] == [
+        "| NVIDIA H200 | name pre-norm | 1.020× | 0.660× | yes |",
+        "| NVIDIA H200 | name pre-norm | 1.100× | 0.660× | no |",
+        "| NVIDIA H200 | name pre-norm | off | | no |",
+    ]
+    monkeypatch.setattr(eight_bits, "gpu_sets", dict)
+    assert eight_bits.targets8() == "Not yet measured on a GPU."
+
+
+def test_the_sets_of_the_encoder_that_no_other_beats() -> None:
+    graph = rungs.block(norm_first=True)
+    found = eight_bits.sets(graph, rungs.SHAPES, ("qkv", "up"))
+    best = eight_bits.undominated(found)
+    by_save = {kept.save: kept for kept in best}
+    for rung in ("fast8", "balanced8"):
+        kept = by_save[LOSSY_RUNGS[rung][graph.kind]]
+        assert (kept.products // rungs.D**2, kept.attentions) == {"fast8": (0, 0)}.get(rung, (6, 0))
+    assert not any(
+        all(a <= b for a, b in zip(other.cost, kept.cost, strict=True))
+        for kept in best
+        for other in found
+        if other.cost != kept.cost
+    )
 
 
 def test_every_op_is_benchmarked_in_both_directions() -> None:

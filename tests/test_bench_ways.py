@@ -21,7 +21,7 @@ from bench.layers.measure import Options, admit, measure
 from bench.layers.memory import memory
 from bench.layers.subjects import Case, Subject, mlp
 from bench.layers.ways import GROUPS, WAYS, select
-from fused_remat.policies import RUNGS
+from fused_remat.policies import LOSSY_RUNGS, RUNGS
 
 #: Dynamo, AOTAutograd and its partitioner, which is what a budget is about; no C++ to compile.
 QUICK_COMPILER = "aot_eager_decomp_partition"
@@ -104,6 +104,29 @@ def test_wrong_results_are_found(name: str) -> None:
     layer = given.sample.layer
     with pytest.raises(WrongResultError, match=message):
         Checks(given).check(lambda x: forward(layer, x), draws)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_8_bits_may_round_gradients_and_no_output(dtype: str) -> None:
+    given = subject(dtype=dtype)
+    fused, checks = given.fused(given.sample.layer, "none", "eager"), Checks(given)
+
+    def off(gradient: float, output: float = 0.0) -> Callable[[torch.Tensor], torch.Tensor]:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            y = fused(x)
+            return y + gradient * (y - y.detach()) + output * y.detach()
+
+        return forward
+
+    assert checks.check(off(0.0), "ours", lossy=True)["error"] < 2e-2
+    if dtype == "float32":
+        checks.check(off(0.01), "ours", lossy=True)
+        with pytest.raises(WrongResultError, match="relative error of gradient"):
+            checks.check(off(0.01), "ours")
+    with pytest.raises(WrongResultError, match="relative error of gradient"):
+        checks.check(off(0.05), "ours", lossy=True)
+    with pytest.raises(WrongResultError, match="relative error of output"):
+        checks.check(off(0.0, 0.02), "ours", lossy=True)
 
 
 def test_nobody_is_judged_by_a_layer_that_is_grossly_wrong() -> None:
@@ -203,7 +226,7 @@ def test_a_wrong_result_of_pytorchs_own_is_no_failure_of_ours(
 def test_every_way_is_right(dtype: str, norm: str, dropout: float, causal: bool) -> None:
     given = subject(dropout, dtype, norm, causal=causal)
     checks = Checks(given)
-    for name in select(["stock", *RUNGS], "cpu"):
+    for name in select(["stock", *RUNGS, "lossy"], "cpu"):
         row, _ = admit(name, given, checks)
         assert "check" in row or (name == "torch_remat" and "unavailable" in row), (name, row)
 
@@ -220,6 +243,7 @@ def test_groups_are_every_way_once() -> None:
     on_cpu, on_gpu = select(GROUPS, "cpu"), select(GROUPS, "cuda")
     assert set(WAYS) - set(on_cpu) == {f"{r}_{b}" for r in RUNGS for b in ("eager", "triton")}
     assert set(WAYS) - set(on_gpu) == {f"{r}_triton" for r in RUNGS}
+    assert [name for name in WAYS if WAYS[name].traits["lossy"]] == list(LOSSY_RUNGS)
     with pytest.raises(ValueError, match="unknown way 'fastest'; valid: stock, compiled, ours"):
         select(["fastest"], "cpu")
 

@@ -167,6 +167,11 @@ def test_report_of_a_shape(capsys):
     found = MemoryReport.from_json(Path("r.json").read_text())
     assert status == 0 and str(found) in text and "vit-l: 1 of 24 layers, batch 1" in text
     assert {"input", "attn", "qkv"} <= {a.name for a in found.layers[0].activations}
+    status, text, _ = said(capsys, *arguments, "--policy", "names:attn,qkv:int8")
+    assert status == 0 and "FusedRematLayer {attn, qkv:int8}" in text
+    assert "qkv:int8 8×3072 int8" in text and "qkv:int8.scale 8×24 float32" in text
+    status, text, _ = said(capsys, *arguments, "--policy", "fast8")
+    assert status == 0 and "FusedRematLayer fast8" in text
     _, text, _ = said(capsys, *arguments, "--stock")
     assert "layers.0 TransformerEncoderLayer" in text and "predicted" not in text
 
@@ -224,6 +229,11 @@ def test_an_unknown_policy_lists_the_rungs(capsys):
     with pytest.raises(SystemExit):
         main(["report", "gpt2", "--policy", "leaner"])
     assert "'leaner'; valid: full, lean" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["report", "gpt2", "--policy", "names:attn,qkv:int4"])
+    assert "unknown format 'int4' of 'qkv'; valid formats: native" in capsys.readouterr().err
+    for text in ("fast8, balanced8", "names:attn,qkv:int8", "formats: int8"):
+        assert text in " ".join(help_of("report", capsys).split())
 
 
 def test_a_shape_that_cannot_fit_is_not_built():
@@ -248,6 +258,17 @@ def test_plan_compares_and_writes_a_plan_that_applies(capsys):
     ]
     model = made.apply(sys.modules["mine_for_cli"].step(2)[0])
     assert [layer.policy for layer in model.layers] == list(made.policies.values())
+
+
+def test_plan_keeps_8_bits_only_if_asked_to(capsys):
+    step = ("plan", "mine_for_cli:step", "--batch", 4, "--costs", "analytic", "--json", "p.json")
+    found = {}
+    for flags in ((), ("--lossy",)):
+        assert said(capsys, *step, *flags)[0] == 0
+        (calls, *_) = Plan.from_json(Path("p.json").read_text()).chain.calls
+        found[flags] = {name for option in calls.options for name in option.save}
+    assert not any(":" in name for name in found[()])
+    assert "up:int8" in found["--lossy",]
 
 
 def test_plan_draws(capsys):

@@ -54,6 +54,16 @@ def test_pieces_are_said(monkeypatch):
     assert [name for name, _ in found.forward].count("up") == 1  # one piece stands for all
 
 
+def test_steps_that_pack_and_unpack_are_said():
+    (found,) = explain(layer(policy="fast8"), X)
+    assert dict(found.forward)["up:int8"] == "packed as int8, eager, a few rows at a time"
+    assert {"qkv:int8", "qkv:int8.scale"} <= set(found.kept) and "qkv" not in found.kept
+    text = str(found)
+    assert "up:int8   kept  packed as int8" in text
+    assert "rebuild qkv from qkv:int8 (int8 unpacked whole, eager, a few rows at a time)" in text
+    assert "backward act from up:int8 (pointwise, eager, from int8 a few rows at a time)" in text
+
+
 def test_a_fallback_gives_its_reason():
     odd = layer()
     odd.norm1 = nn.RMSNorm(64)

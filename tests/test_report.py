@@ -9,11 +9,12 @@ from torch import nn
 from fused_remat import FusedRematLayer, Policy, convert, memory_report
 from fused_remat.memory import AllocationTrace, measure_allocations
 from fused_remat.ops import encoder_block
+from fused_remat.policies import LOSSY_RUNGS
 
 # What is measured
 
 
-@pytest.mark.parametrize("policy", [*RUNGS, Policy(save={"qkv", "act"})])
+@pytest.mark.parametrize("policy", [*RUNGS, *LOSSY_RUNGS, Policy(save={"qkv", "act"})])
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -45,6 +46,28 @@ def test_activations_in_pieces(monkeypatch):
     up = next(a for a in layer.activations if a.name == "up")
     assert up.shape is None and up.count > B and up.bytes == up.predicted == TOKENS * 4 * D * 4
     assert "up in pieces float32" in str(report)
+
+
+@pytest.mark.parametrize("tokens", [None, 16])
+def test_a_format_is_a_line_and_its_scales_another(tokens, monkeypatch):
+    """As other statistics are; also of pieces."""
+    if tokens is not None:
+        monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    model, x = (
+        convert(encoder(1), Policy({"attn": "native", "up": "int8", "qkv": "fp8_e4m3"})),
+        data(),
+    )
+    report = memory_report(model, x)
+    (layer,) = report.layers
+    assert layer.kept_bytes == layer.predicted_bytes == saved_bytes(model, x)
+    found = {a.name: (a.dtype, a.bytes) for a in layer.activations}
+    blocks = {"up": -(-4 * D // 128), "qkv": -(-3 * D // 128)}
+    assert found["up:int8"] == ("int8", TOKENS * 4 * D)
+    assert found["up:int8.scale"] == ("float32", TOKENS * blocks["up"] * 4)
+    assert found["qkv:fp8_e4m3"] == ("float8_e4m3fn", TOKENS * 3 * D)
+    assert found["qkv:fp8_e4m3.scale"] == ("float32", TOKENS * blocks["qkv"] * 4)
+    assert not {"up", "qkv"} & set(found)
+    assert "FusedRematLayer {attn, qkv:fp8_e4m3, up:int8}" in str(report)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

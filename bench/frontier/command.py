@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--d-model", nargs="+", type=int, metavar="D")
     add("--head-dim", type=int, help="(default: 64; on cuda 128)")
     add("--sizes", nargs="+", type=sizes, metavar="BxSxDxH", help="these, not the sweep")
-    add_measuring(parser, rounds=24, seconds=120.0)
+    add_measuring(parser, rounds=24, seconds=120.0, ways=GROUPS)
     return parser
 
 

@@ -22,6 +22,7 @@ STYLES: dict[str, tuple[str, str, bool]] = {
     "checkpointing": ("#D55E00", "s", False),
     "compile": ("#CC79A7", "D", True),
     "ours": ("#0072B2", "o", True),
+    "ours, lossy": ("#F0E442", "X", False),
     "ours, eager backend": ("#56B4E9", "v", True),
     "ours, triton": ("#009E73", "^", True),
     "ours, compiled": ("#E69F00", "P", True),

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bench.frontier.points import Panel, Point, family, is_ours, title
+from bench.frontier.points import Panel, Point, family, is_lossy, is_ours, title
 
 #: Kept bytes at most, relative to eager's.
 MEMORY_POINTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
@@ -119,7 +119,7 @@ def derive(panels: Sequence[Panel]) -> dict[str, Any]:
     """All that is drawn and said, as JSON holds it."""
     found = []
     for panel in panels:
-        best = {point.way for point in frontier(panel.points)}
+        best = {point.way for point in frontier(p for p in panel.points if not is_lossy(p.way))}
         points = [
             asdict(point) | {"family": family(point.way), "on_frontier": point.way in best}
             for point in panel.points

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fused_remat.policies import RUNGS
+from fused_remat.policies import LOSSY_RUNGS, RUNGS
 
 BASELINE = "eager"
 OURS = "ours"
+LOSSY = "ours, lossy"
 #: What the case of a layer's step says.
 NEEDED = {"dtype", "norm", "dropout", "batch", "seq_len", "d_model", "nhead"}
 #: Key of a results file -> the files that it was made of.
@@ -25,6 +26,7 @@ FAMILIES = {
     "ours, triton": re.compile(rf"({'|'.join(RUNGS)})_triton"),
     "ours, eager backend": re.compile(rf"({'|'.join(RUNGS)})_eager"),
     OURS: re.compile("|".join(RUNGS)),
+    LOSSY: re.compile("|".join(LOSSY_RUNGS)),
     "compile": re.compile(r"compile(_budget_[\d.]+)?"),
     "checkpointing": re.compile(r"(checkpoint|selective|torch_remat).*"),
     "stock": re.compile(r".*"),
@@ -43,6 +45,11 @@ def family(way: str) -> str:
 def is_ours(way: str) -> bool:
     """Whether it is a rung of FusedRemat."""
     return family(way).startswith(OURS)
+
+
+def is_lossy(way: str) -> bool:
+    """Whether its gradients are those of rounded values: it is shown, and wins nothing."""
+    return family(way) == LOSSY
 
 
 @dataclass(frozen=True)
@@ -91,8 +98,9 @@ class Panel:
     rounds: int | None = None
 
     def within(self, at_most: float) -> list[Point]:
-        """Ways that keep no more than so much of eager's, the fastest first."""
-        return sorted((p for p in self.points if p.kept <= at_most), key=lambda p: p.p50)
+        """Exact ways that keep no more than so much of eager's, the fastest first."""
+        found = (p for p in self.points if p.kept <= at_most and not is_lossy(p.way))
+        return sorted(found, key=lambda p: p.p50)
 
     def with_more(self, other: Panel) -> Panel:
         """With the ways of the same shape that another row has, and this one has not."""

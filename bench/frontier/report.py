@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.frontier.figure import fraction
 from bench.frontier.pareto import SLACK
-from bench.frontier.points import is_ours
+from bench.frontier.points import LOSSY, is_ours
 
 AXES = {"seq_len": "S", "d_model": "D"}
 
@@ -42,6 +42,10 @@ def panel_table(panel: dict[str, Any]) -> str:
     best = sorted((p for p in panel["points"] if p["on_frontier"]), key=lambda p: p["kept"])
     steps = [f"`{p['way']}` {p['kept']:.3f} at {p['time']['p50']:.2f}×" for p in best]
     lines += ["", f"Frontier: {', '.join(steps)}."]
+    lossy = [p for p in panel["points"] if p["family"] == LOSSY]
+    if lossy:
+        shown = [f"`{p['way']}` {p['kept']:.3f} at {p['time']['p50']:.2f}×" for p in lossy]
+        lines += ["", f"With 8 bits, which no exact way is held against: {', '.join(shown)}."]
     for what, ways in (("Wrong results", panel["wrong"]), ("Absent", panel["absent"])):
         if ways:
             lines += ["", f"{what}: {_reasons(ways)}"]

@@ -16,14 +16,14 @@ from bench.layers.steps import ReplayedStep, Step
 from bench.layers.subjects import DTYPES, Case, Subject
 from bench.layers.ways import BUDGETS
 from bench.measure.contest import P, Rig
-from fused_remat.policies import RUNGS
+from fused_remat.policies import LOSSY_RUNGS, RUNGS
 
 SEQ_LEN, HEAD_DIM = 2048, 128
 WIDTHS = (2048, 1024, 4096)
 _STOCK = ("eager", "checkpoint")
-WAYS = (*_STOCK, "selective_matmuls", "selective_attention", "torch_remat", *RUNGS)
-MLP_WAYS = (*_STOCK, "selective_matmuls", "full", "none")
-REPLAYED = (*_STOCK, *RUNGS)
+WAYS = (*_STOCK, "selective_matmuls", "selective_attention", "torch_remat", *RUNGS, *LOSSY_RUNGS)
+MLP_WAYS = (*_STOCK, "selective_matmuls", "full", "none", "fast8")
+REPLAYED = (*_STOCK, *RUNGS, "fast8")
 COMPILED = (*_STOCK, "compile", "full", "full_compiled", "fast", "fast_compiled")
 BUDGETED = (
     *(*_STOCK, "compile", *(f"compile_budget_{budget:g}" for budget in BUDGETS)),
@@ -134,7 +134,7 @@ def frontier_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def mlp_entries(rig: Rig) -> Iterator[Entry]:
-    """The MLP alone: keeping its input only ("full"), and the pre-activation too ("none")."""
+    """The MLP alone: keeping its input only ("full"), the pre-activation too ("none", "fast8")."""
     for width in (32,) if rig.dry else WIDTHS:
         case = _case(rig, "mlp", width)
         yield case, lambda rig, width=width: measure(mlp(rig, width), MLP_WAYS, rig)

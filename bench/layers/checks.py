@@ -22,6 +22,9 @@ FLOORS = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 1e-5}
 #: Nobody may be off by more, PyTorch's layer itself included, by whose error the others are judged:
 #: its gradients of norms, summed in 16 bits on a CPU, are off by several percent.
 GROSS = {"output": 0.1, "gradient": 0.5}
+#: What keeps 8 bits may be off by so many times what our layer that keeps all is, in bfloat16; in
+#: dtypes that round less than 8 bits do, by so much. Its output is that of any other rung.
+LOSSY_TIMES, LOSSY_FLOOR = 2.5, 2e-2
 #: How far dropout may push an output, against how far it pushes the stock layer's: a few hundred
 #: elements are enough for that ratio to be well within these.
 SPREAD = (0.5, 2.0)
@@ -90,6 +93,9 @@ class Checks:
     - "own": the output is about as far from the output without dropout as the stock forward's is,
       and every gradient is that of the forward which drew the mask: the difference quotient along
       it, at the same seed.
+
+    A lossy way's gradients may be off by `LOSSY_TIMES` the error of our layer that keeps everything
+    as it is, or by `LOSSY_FLOOR`; its output by no more than another's.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -103,26 +109,32 @@ class Checks:
             self._truth = results_of(build(exact.layer), exact)
             theirs = errors(results_of(build(self.sample.layer), self.sample), self._truth)
         self._allowed = {name: self._allow(name, error) for name, error in theirs.items()}
+        self._allowed_lossy: dict[str, float] = {}
         if self.sample.dropout:
             self._stock = results_of(subject.stock(self.sample.layer), self.sample)
             self._plain = _without_dropout(subject)
 
-    def check(self, forward: Forward, draws: str, compiled: bool = False) -> dict[str, Any]:
+    def check(
+        self, forward: Forward, draws: str, compiled: bool = False, lossy: bool = False
+    ) -> dict[str, Any]:
         """How the results were found right. Raises: WrongResultError, or what the way raises.
 
         Args:
             compiled: nothing is poisoned, which would be another setting than it was compiled for.
+            lossy: it is one of our rungs that keep 8 bits ("ours").
         """
+        allowed = self._lossy() if lossy else self._allowed
         with no_fallback(), poisoned(self._poison and not compiled):
             found = results_of(forward, self.sample)
             for name, t in found.items():
                 if not t.isfinite().all():
                     raise WrongResultError(f"{name} is not finite")
             if not self.sample.dropout:
-                return {"against": "float64"} | self._near(found, self._truth)
+                return {"against": "float64"} | self._near(found, self._truth, allowed)
             self._seeded(forward, found)
             if draws == "ours":
-                return {"against": "float64, the same bits"} | self._near(found, self._truth)
+                near = self._near(found, self._truth, allowed)
+                return {"against": "float64, the same bits"} | near
             if draws == "stock":
                 return self._as_stock(found)
             self._spread(found)
@@ -133,9 +145,25 @@ class Checks:
         gross = GROSS["output" if name == "output" else "gradient"]
         return min(gross, 1.5 * error + FLOORS[self.sample.dy.dtype])  # the former, too, if NaN
 
-    def _near(self, found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _lossy(self) -> dict[str, float]:
+        """What a lossy way's results may be off."""
+        if not self._allowed_lossy:
+            subject, dtype = self.subject, self.sample.dy.dtype
+            native = subject.fused(self.sample.layer, "none", subject.backend)
+            with no_fallback(), poisoned(self._poison):
+                exact = errors(results_of(native, self.sample), self._truth)
+            most = {n: LOSSY_TIMES * e + FLOORS[dtype] for n, e in exact.items()}
+            if dtype != torch.bfloat16:
+                most = {name: max(error, LOSSY_FLOOR) for name, error in most.items()}
+            most = {name: min(error, GROSS["gradient"]) for name, error in most.items()}
+            self._allowed_lossy = most | {"output": self._allowed["output"]}
+        return self._allowed_lossy
+
+    def _near(
+        self, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], allowed: Mapping[str, float]
+    ) -> dict[str, Any]:
         """Every error within what is allowed; reports the one that comes nearest to it."""
-        mine, allowed = errors(found, truth), self._allowed
+        mine = errors(found, truth)
         worst = max(mine, key=lambda name: mine[name] / allowed[name])
         if not mine[worst] <= allowed[worst]:
             raise WrongResultError(
@@ -156,7 +184,7 @@ class Checks:
 
     def _as_stock(self, found: Mapping[str, Tensor]) -> dict[str, Any]:
         if self.subject.device.type == "cuda":
-            near = self._near(found, {n: t.double() for n, t in self._stock.items()})
+            near = self._near(found, {n: t.double() for n, t in self._stock.items()}, self._allowed)
             return {"against": "eager at the same seed"} | near
         for name, t in self._stock.items():
             if not torch.equal(found[name], t):

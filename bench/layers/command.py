@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import itertools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from bench.layers.measure import Options, measure, steps_of
 from bench.layers.report import case_table, target_table, title
 from bench.layers.subjects import ACTIVATIONS, DTYPES, NORMS, Case
-from bench.layers.ways import BASELINE, GROUPS, WAYS, select
+from bench.layers.ways import BASELINE, DEFAULT, GROUPS, WAYS, select
 from bench.measure.contest import described
 from bench.measure.machine import ROOT, environment, version
 from bench.measure.progress import Progress
@@ -93,16 +94,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--sizes", nargs="+", type=sizes, metavar="BxSxDxH")
     for axis in ("batch", "seq-len", "d-model", "nhead"):
         add(f"--{axis}", nargs="+", type=int, help="in place of that of --sizes")
-    add_measuring(parser, rounds=36, seconds=60.0)
+    add_measuring(parser, rounds=36, seconds=60.0, ways=DEFAULT)
     return parser
 
 
-def add_measuring(parser: argparse.ArgumentParser, rounds: int, seconds: float) -> None:
+def add_measuring(
+    parser: argparse.ArgumentParser, rounds: int, seconds: float, ways: Sequence[str]
+) -> None:
     """Options of whatever measures layers; the defaults are for a case."""
     add = parser.add_argument
     add("--activation", default="gelu", choices=ACTIVATIONS)
     add("--causal", action="store_true", help="with a causal mask")
-    add("--ways", nargs="+", default=list(GROUPS), metavar="WAY", help="names, groups (all)")
+    shown = ", ".join(ways)
+    add("--ways", nargs="+", default=list(ways), metavar="WAY", help=f"names, groups ({shown})")
     add("--rounds", type=int, default=rounds, help=f"timed of a case at most ({rounds})")
     add("--seconds", type=float, default=seconds, help=f"timed of a case, about ({seconds:g})")
     add("--threads", type=int, help="torch's threads on CPU")

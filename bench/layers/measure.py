@@ -15,7 +15,7 @@ from bench.layers.checks import Checks, no_fallback
 from bench.layers.memory import memory
 from bench.layers.steps import Step, summary
 from bench.layers.subjects import DTYPES, Case, Forward, Subject
-from bench.layers.ways import GROUPS, WAYS, select
+from bench.layers.ways import DEFAULT, WAYS, select
 from bench.measure.contest import Rig, WrongResultError, described, in_turns
 from bench.measure.progress import Progress
 from bench.measure.registry import Absent
@@ -34,7 +34,7 @@ class Options:
     """
 
     device: str = "cpu"
-    ways: Sequence[str] = GROUPS
+    ways: Sequence[str] = DEFAULT
     rounds: int = 36
     seconds: float = 60.0
 
@@ -131,7 +131,8 @@ def admit(name: str, subject: Subject, checks: Checks) -> tuple[dict[str, Any], 
     try:
         with no_fallback():
             forward = way.build(subject)
-        return {"check": checks.check(forward, way.traits["draws"], _is_compiled(name))}, forward
+        told = way.traits["draws"], _is_compiled(name), way.traits.get("lossy", False)
+        return {"check": checks.check(forward, *told)}, forward
     except Absent as absent:
         return {"unavailable": str(absent)}, None
     except WrongResultError as error:

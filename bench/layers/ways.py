@@ -5,7 +5,8 @@ and gradients, the very tensors: no way can gain from where its own happen to li
 
 A rung's name alone is ours on the device's own backend: eager on a CPU, Triton on a GPU. With
 "_eager" or "_triton" it is on that one where it is not the device's own; with "_compiled" it is the
-first under `torch.compile`. So no two rows of a device are the same thing.
+first under `torch.compile`. So no two rows of a device are the same thing. The rungs that keep 8
+bits are a group of their own, "lossy".
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ from bench.layers.compiled import compiled
 from bench.layers.subjects import Forward, Subject
 from bench.measure.registry import Absent, Registry
 from fused_remat.backends.registry import BACKENDS, DEFAULTS
-from fused_remat.policies import RUNGS
+from fused_remat.policies import LOSSY_RUNGS, RUNGS
 
 Build = Callable[[Subject], Forward]
 
 #: In the order of the tables. Traits: `draws`, whose dropout it has at the same seed ("stock",
 #: "ours", or "own": nobody else's); `group`, by which ways are asked for; `backend`, that it names;
-#: `kept_by`, who sees what it keeps: "autograd", or only the "allocator".
+#: `kept_by`, who sees what it keeps: "autograd", or only the "allocator"; `lossy`, whether its
+#: gradients are those of rounded values.
 WAYS: Registry[Build] = Registry("layer ways")
 BASELINE = "eager"
-GROUPS = ("stock", "compiled", "ours")
+GROUPS = ("stock", "compiled", "ours", "lossy")
+#: What is measured unless asked otherwise.
+DEFAULT = GROUPS[:3]
 BUDGETS = (0.0, 0.25, 0.5, 0.75)
 
 
 def _way(name: str, group: str = "stock", draws: str = "stock", **rest: Any) -> Any:
-    traits = {"kept_by": "autograd", "backend": None} | rest
+    traits = {"kept_by": "autograd", "backend": None, "lossy": False} | rest
     return WAYS.provider(name, group=group, draws=draws, **traits)
 
 
@@ -196,6 +200,8 @@ def _rung_compiled(subject: Subject, rung: str) -> Forward:
 
 for _name in RUNGS:
     _way(_name, "ours", "ours")(functools.partial(_rung, rung=_name))
+for _name in LOSSY_RUNGS:
+    _way(_name, "lossy", "ours", lossy=True)(functools.partial(_rung, rung=_name))
 for _backend, _needs in (("eager", None), ("triton", "triton")):
     for _name in RUNGS:
         _way(f"{_name}_{_backend}", "ours", "ours", backend=_backend, needs=_needs)(

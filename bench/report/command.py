@@ -18,6 +18,7 @@ from bench.report import (
     audit,
     composition,
     demo,
+    eight_bits,
     frontier,
     kernels,
     layers,
@@ -30,6 +31,7 @@ from bench.report import (
 PAGES = (
     ROOT / "README.md",
     ROOT / "docs" / "composition.md",
+    ROOT / "docs" / "compression.md",
     ROOT / "docs" / "design.md",
     ROOT / "docs" / "kernels.md",
     ROOT / "docs" / "lora.md",
@@ -56,6 +58,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "targets": layers.targets,
     "planner": plans.section,
     "planner_readme": plans.readme,
+    "frontier8": eight_bits.frontier8,
+    "targets8": eight_bits.targets8,
     "frontier": frontier.section,
     "frontier_readme": frontier.readme,
 }

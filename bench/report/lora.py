@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.lora import Lora, lora_params
 from fused_remat.blocks.program import kept_bytes, programs
 from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
 from fused_remat.ops.transformer import linear_shapes
-from fused_remat.policies import RUNGS, kept_names
+from fused_remat.policies import ALL_RUNGS, kept_names
 
 # Llama-3-8B's block: width, heads and their width, the MLP's; a rank as they are used.
 D, H, KV, E, F = 4096, 32, 8, 128, 14336
@@ -59,17 +60,19 @@ def _rows(layers: tuple[str, ...] | None) -> list[str]:
     widths = graph.widths(of)
     whole = sum(node.flops(widths, of, 1) for node in graph.nodes if not node.per_sequence)
     rows = []
-    for rung in RUNGS:
+    for rung in ALL_RUNGS:
         save = kept_names(rung, graph.kind, graph.names)
-        plan = programs(graph, save, wants, tiled=False)
-        again = {s.node.name for s in plan.backward if s.kind == "compute" and s.node is not None}
-        nodes = [node for node in graph.nodes if node.name in again]
-        kept = kept_bytes(graph, save, wants, of, 2)
+        packed = in_formats(graph, save)
+        plan = programs(packed, save, wants, tiled=False)
+        steps = [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
+        again = {node.name: node for node in steps}
+        nodes = [again[node.name] for node in graph.nodes if node.name in again]
+        kept = kept_bytes(packed, save, wants, of, 2)
         names = [name for name in kept if "." not in name]
         products = sum(n.flops(widths, of, 1) for n in nodes if not n.per_sequence)
         cells = [
             f'`"{rung}"`', ", ".join(names), f"{sum(kept.values()) / TOKENS / 1024:.1f}",
-            ", ".join(_rebuilt([node.name for node in nodes])) or "nothing",
+            ", ".join(_rebuilt([n.label if n.unpacks else n.name for n in nodes])) or "nothing",
             f"{products / whole:.0%}",
         ]  # fmt: skip
         rows.append("| " + " | ".join(cells) + " |")

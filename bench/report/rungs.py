@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from fused_remat.blocks.decoder import DecoderConfig, decoder_graph
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.nodes import Node
 from fused_remat.blocks.program import Graph, programs
 from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
-from fused_remat.policies import RUNGS
+from fused_remat.formats import FORMATS, NATIVE, split_name
+from fused_remat.policies import ALL_RUNGS, kept_names
 
 # Large enough for D**2 to stand for a GEMM and F = 4 D; sizes cancel out of the tables.
 D, H, S = 1024, 8, 1
@@ -30,12 +32,45 @@ def decoder(norm_first: bool) -> Graph:
     return decoder_graph(DecoderConfig(norm_first, H, D // H, "gelu", 1e-5, 1e-5, 1e-5))
 
 
+def trained(graph: Graph) -> frozenset[str]:
+    """All that a gradient is wanted of: inputs and weights."""
+    weights = {n for n in graph.params if n.endswith((".weight", ".bias"))}
+    return frozenset({*graph.inputs, *weights})
+
+
+def rebuilt_nodes(graph: Graph, save: frozenset[str]) -> list[Node]:
+    """What backward rebuilds where `save` is kept, unpacked or computed again."""
+    plan = programs(in_formats(graph, save), save, trained(graph), tiled=False)
+    return [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
+
+
+def row_bytes(name: str, widths: Mapping[str, int]) -> int:
+    """Bytes of a token's kept name at 16 bits, or in its format with the scales."""
+    base, stored = split_name(name)
+    if stored == NATIVE:
+        return 2 * widths[base]
+    return FORMATS[stored].nbytes(1, widths[base])
+
+
+def in_widths(nbytes: float) -> str:
+    """Bytes of a token in D.
+
+    >>> in_widths(20 * D), in_widths(10.125 * D)
+    ('20', '10.125')
+    """
+    return f"{nbytes / D:.3f}".rstrip("0").rstrip(".")
+
+
+def kept_of(graph: Graph, rung: str) -> list[str]:
+    """The input and the names that a rung keeps, in the graph's order."""
+    save = kept_names(rung, graph.kind, graph.names)
+    order = {name: i for i, name in enumerate(graph.names)}
+    return ["input", *sorted(save, key=lambda name: order[split_name(name)[0]])]
+
+
 def rebuilt(graph: Graph, rung: str, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> str:
     """What backward rebuilds, as "16D² + attention"; D²·M/S is a product of the memory's tokens."""
-    weights = {n for n in graph.params if n.endswith((".weight", ".bias"))}
-    wants = frozenset({*graph.inputs, *weights})
-    plan = programs(graph, RUNGS[rung][graph.kind], wants, tiled=False)
-    nodes = [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
+    nodes = rebuilt_nodes(graph, kept_names(rung, graph.kind, graph.names))
     widths = graph.widths(shapes)
 
     def products(nodes: Iterable[Node]) -> int:
@@ -51,12 +86,12 @@ def rebuilt(graph: Graph, rung: str, shapes: Mapping[str, tuple[int, ...]] = SHA
 
 def _kept(graph: Graph, rung: str) -> tuple[str, str]:
     """The names that a rung keeps, and their bytes at 16 bits as "6D + 4D·M/S"."""
-    widths, names = graph.widths(SHAPES), graph.names
-    kept = ["input", *(n for n in names if n in RUNGS[rung][graph.kind])]
+    widths, kept = graph.widths(SHAPES), kept_of(graph, rung)
     parts = []
     for source, unit in zip(graph.inputs, ("D", "D·M/S"), strict=False):
-        count = 2 * sum(widths[n] for n in kept if graph.source[n] == source) // D
-        parts += [f"{count}{unit}"] if count else []
+        mine = [n for n in kept if graph.source[split_name(n)[0]] == source]
+        count = sum(row_bytes(name, widths) for name in mine)
+        parts += [f"{in_widths(count)}{unit}"] if count else []
     return ", ".join(kept), " + ".join(parts)
 
 
@@ -65,7 +100,7 @@ def _table(pre: Graph, post: Graph) -> str:
         "| rung | pre-norm keeps | bytes | rebuilds | post-norm keeps | bytes | rebuilds |",
         "|---|---|---|---|---|---|---|",
     ]
-    for rung in RUNGS:
+    for rung in ALL_RUNGS:
         cells = [f'`"{rung}"`' + (" (default)" if rung == "full" else "")]
         for graph in (pre, post):
             cells += [*_kept(graph, rung), rebuilt(graph, rung)]
@@ -118,10 +153,9 @@ def transformer_table() -> str:
     for name, (placement, qk_norm) in _TRANSFORMERS.items():
         graph = transformer(placement, qk_norm)
         widths = graph.widths(TRANSFORMER_SHAPES)
-        for rung, kept_by_block in RUNGS.items():
-            names = [n for n in graph.names if n in kept_by_block[graph.kind]]
-            kept = 2 * (D + sum(widths[n] for n in names)) / D
+        for rung in ALL_RUNGS:
+            names = kept_of(graph, rung)
+            kept = in_widths(sum(row_bytes(n, widths) for n in names))
             what = rebuilt(graph, rung, TRANSFORMER_SHAPES)
-            shown = ", ".join(["input", *names])
-            lines.append(f'| {name} | `"{rung}"` | {shown} | {kept:g}D | {what} |')
+            lines.append(f'| {name} | `"{rung}"` | {", ".join(names)} | {kept}D | {what} |')
     return "\n".join(lines)

@@ -25,6 +25,7 @@ examples:
   python -m fused_remat plan smollm-135m --layers 4 --seq 256
   python -m fused_remat plan vit-l --layers 2 --batch 2 --accumulates --budget 490MiB --compare
   python -m fused_remat plan llama3-8b --device cuda --batch 4 --budget 70GiB --optimizer sgd
+  python -m fused_remat plan smollm-135m --layers 4 --seq 256 --lossy
   python -m fused_remat plan mine:training_step --budget 80% --json plan.json --plot plan.png
 
 A plan in plan.json is applied by
@@ -66,6 +67,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     group.add_argument(
         "--no-segments", action="store_true", help="no runs of layers that keep one input"
     )
+    group.add_argument(
+        "--lossy",
+        action="store_true",
+        help="some of what is kept may be in 8 bits, which rounds gradients (default: nothing is)",
+    )
     group.add_argument("--compare", action="store_true", help="all methods at this budget")
     group.add_argument(
         "--frontier", action="store_true", help="from the least possible peak to the fastest step"
@@ -94,6 +100,7 @@ def main(arguments: Sequence[str]) -> int:
             loss=found.loss,
             accumulates=args.accumulates,
             segments=not args.no_segments,
+            lossy=args.lossy,
             **found.kwargs,
         )
     chosen, failure = _chosen(fastest, budget, args.method)

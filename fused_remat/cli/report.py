@@ -11,8 +11,9 @@ from fused_remat.cli import target
 from fused_remat.cli.errors import CommandError
 from fused_remat.cli.outputs import add_outputs, check_outputs, write_outputs
 from fused_remat.convert import convert, set_policy
+from fused_remat.formats import FORMATS
 from fused_remat.layers import FusedLayer
-from fused_remat.policies import RUNGS, Policy
+from fused_remat.policies import ALL_RUNGS, LOSSY_RUNGS, RUNGS, Policy
 from fused_remat.report import memory_report
 
 _EXAMPLES = """
@@ -20,22 +21,26 @@ examples:
   python -m fused_remat report gpt2 --layers 2 --seq 256
   python -m fused_remat report gpt2 --layers 2 --seq 256 --stock
   python -m fused_remat report smollm-135m --layers 2 --seq 256 --policy names:attn,rotated
+  python -m fused_remat report gpt2 --layers 2 --seq 256 --policy names:attn,qkv:int8
   python -m fused_remat report mine:training_step --batch 4 --policy lean --plot memory.png
 """
 
 
 def policy_of(text: str) -> str | Policy:
-    """A rung, or "names:" and names with commas between.
+    """A rung, or "names:" and names with commas between, each with a format or without.
 
-    >>> policy_of("lean"), sorted(policy_of("names:attn,qkv").save)
-    ('lean', ['attn', 'qkv'])
+    >>> policy_of("lean"), sorted(policy_of("names:attn,qkv:int8").save)
+    ('lean', ['attn', 'qkv:int8'])
     """
     if text.startswith("names:"):
         names = text.removeprefix("names:").split(",")
-        return Policy(save={name.strip() for name in names if name.strip()})
-    if text not in RUNGS:
+        try:
+            return Policy(save={name.strip() for name in names if name.strip()})
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    if text not in ALL_RUNGS:
         raise argparse.ArgumentTypeError(
-            f"unknown policy {text!r}; valid: {', '.join(RUNGS)}, or names:attn,qkv"
+            f"unknown policy {text!r}; valid: {', '.join(ALL_RUNGS)}, or names:attn,qkv:int8"
         )
     return text
 
@@ -57,8 +62,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--policy",
         type=policy_of,
         metavar="POLICY",
-        help=f"{', '.join(RUNGS)}, or names:attn,qkv (default: full; of layers that are fused "
-        "already, what they have)",
+        help=f"{', '.join(RUNGS)}; in 8 bits: {', '.join(LOSSY_RUNGS)}; or names:attn,qkv:int8 "
+        f"(formats: {', '.join(FORMATS)}). Default: full; of layers that are fused already, what "
+        "they have",
     )
     either.add_argument(
         "--stock", action="store_true", help="ordinary layers; a function's model as it is"

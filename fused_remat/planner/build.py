@@ -46,6 +46,7 @@ def plan(
     accumulates: bool = False,
     segments: bool = True,
     options: Sequence[str | Policy] | None = None,
+    lossy: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """Choose what every layer keeps, so that a training step is fastest within a memory budget.
@@ -73,7 +74,10 @@ def plan(
         segments: whether runs of layers may keep only the first's input ("optimal" and "greedy").
         options: the policies to choose from; by default all sets of names that no other beats in
             both bytes and time (of a block with more than ten names: of the ten whose steps have
-            most FLOPs, and the rungs).
+            most FLOPs, and the rungs). Those given may have lossy formats.
+        lossy: whether the default options have sets with names in 8 bits besides: what only
+            attention and activations read, as in the rungs "fast8" and "balanced8". Gradients are
+            then those of rounded values.
 
     Shapes, dtypes: the model's own. Units: bytes, seconds.
     Raises: BudgetError (a ValueError) if the method cannot stay within the budget, with the least
@@ -95,12 +99,13 @@ def plan(
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan takes an nn.Module, got {type(model).__name__}")
     _check(method, costs, policies)
-    _check_types(optimizer, loss, options)
+    _check_types(optimizer, loss, options, lossy)
     device = device_of(model, [inputs, kwargs])
     limit = None if budget is None else bytes_of(budget, device)
     chain, steps = measure_chain(
-        model, inputs, kwargs, costs, optimizer, loss, accumulates, segments, options, policies
-    )
+        model, inputs, kwargs, costs, optimizer, loss, accumulates, segments, options, policies,
+        lossy=lossy,
+    )  # fmt: skip
     choice = choose(chain, limit, method, policies or {})
     shown = costs if isinstance(costs, str) else "measured"
     return Plan(type(model).__name__, str(device), method, shown, limit, chain, choice, steps)
@@ -116,7 +121,7 @@ def _check(method: str, costs: str | Calibration, policies: Policies | None) -> 
         raise ValueError("policies= are for method='manual', which needs them")
 
 
-def _check_types(optimizer: Any, loss: Any, options: Any) -> None:
+def _check_types(optimizer: Any, loss: Any, options: Any, lossy: Any) -> None:
     """These are plan's, also where the model has an argument of the name."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer= is a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -124,6 +129,8 @@ def _check_types(optimizer: Any, loss: Any, options: Any) -> None:
         raise TypeError(f"loss= is a function of the model's output, got {type(loss).__name__}")
     if options is not None and (isinstance(options, str) or not isinstance(options, Sequence)):
         raise TypeError(f"options= is a list of policies, got {options!r}")
+    if not isinstance(lossy, bool):
+        raise TypeError(f"lossy= is True or False, got {lossy!r}")
 
 
 def measure_chain(
@@ -138,6 +145,7 @@ def measure_chain(
     options: Sequence[str | Policy] | None = None,
     policies: Policies | None = None,
     timed: bool = True,
+    lossy: bool = False,
 ) -> tuple[Chain, tuple[StepCost, ...]]:
     """The numbers that methods choose from, and what steps cost; arguments as of `plan`.
 
@@ -159,7 +167,7 @@ def measure_chain(
             )
         calibration = costs if isinstance(costs, Calibration) else calibrate(device)
         by = calibration.analytic if costs == "analytic" else calibration.measured
-        calls = tuple(_calls(step, by, segments, options, policies))
+        calls = tuple(_calls(step, by, segments, options, policies, lossy))
         firsts = {call.example.key: call for call in reversed(step.calls)}
         steps = [
             cost
@@ -195,8 +203,9 @@ def _calls(
     segments: bool,
     options: Sequence[str | Policy] | None,
     policies: Policies | None,
+    lossy: bool,
 ) -> Iterator[Call]:
-    tables = _tables(step, costs, options, policies)
+    tables = _tables(step, costs, options, policies, lossy)
     known: dict[Any, tuple[float, int]] = {}  # of equal calls: seconds, bytes of the input
     for call in step.calls:
         key, example = call.example.key, call.example
@@ -213,6 +222,7 @@ def _tables(
     costs: Costs,
     options: Sequence[str | Policy] | None,
     policies: Policies | None,
+    lossy: bool,
 ) -> dict[tuple[str, Any], tuple[Option, ...]]:
     """The options of each layer's calls, worked out once for equal calls."""
     made: dict[Any, tuple[Option, ...]] = {}
@@ -228,7 +238,7 @@ def _tables(
         for key, example in mine.items():
             of = (key, None if wanted is None else tuple(wanted))
             if of not in made:
-                made[of] = options_of(example, costs, names[layer], wanted)
+                made[of] = options_of(example, costs, names[layer], wanted, lossy)
             found[layer, key] = made[of]
         if len(mine) > 1:  # called in several ways: all have the options of any
             saves = dict.fromkeys(o.save for key in mine for o in found[layer, key])

@@ -228,7 +228,8 @@ class _Sizer:
         return flops, moved
 
     def _bytes(self, node: Node) -> float:
-        names = [n for n in (*node.inputs, node.name) if n in self._dtypes]
+        reads = [n for n in node.reads if n not in node.masks]  # masks are drawn, not read
+        names = [n for n in (*reads, node.name) if n in self._dtypes]
         rows = sum(self._batch * self._lengths[n] * self._widths[n] * self._dtypes[n].itemsize
                    for n in names)  # fmt: skip
         weights = sum(torch.Size(self._shapes[p]).numel() for p in node.params if p in self._shapes)

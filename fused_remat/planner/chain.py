@@ -30,7 +30,7 @@ class Option:
         kept: bytes kept from forward to backward: inputs, names, statistics, seed.
         forward: most bytes at a time in forward, above those at its beginning.
         backward: the same of backward, at whose beginning what is kept is there already.
-        seconds: time of the rebuild in backward.
+        seconds: time of backward, its rebuilds in it, and of packing in forward.
     """
 
     save: tuple[str, ...]

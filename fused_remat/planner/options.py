@@ -1,4 +1,11 @@
-"""The options of a call: which sets of names are worth keeping, and what each takes and costs."""
+"""The options of a call: which sets of names are worth keeping, and what each takes and costs.
+
+Of lossy formats, only "int8", and only of names that nobody but attention and activations reads in
+backward (`packable`): those that the lossy rungs pack, so that a plan's gradients are as good as
+theirs. What a weight gradient or a norm reads, and the residual stream, stay as they are; so does
+what attention gives. `sign`, which is exact, is not searched: beside the activation itself it saves
+a pointwise pass, and is the larger choice for it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +13,22 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.nodes import Node
+from fused_remat.blocks.pointwise import Custom, Gated, Pointwise
 from fused_remat.blocks.program import Graph, kept_bytes, programs
+from fused_remat.blocks.rotary import Rotary
+from fused_remat.formats import NATIVE, split_name
 from fused_remat.memory import AllocationTrace
 from fused_remat.planner.calibration import Example, Seconds
 from fused_remat.planner.chain import Option
-from fused_remat.policies import RUNGS, Policy, kept_names
+from fused_remat.policies import LOSSY_RUNGS, RUNGS, Policy, kept_names
 
 #: How many names are searched in all subsets; of longer graphs, the steps that cost most.
 _SEARCHED = 10
+
+#: The lossy format that is searched.
+_LOSSY = "int8"
 
 #: Seconds of every step, when these names are kept.
 Costs = Callable[[Example, Iterable[str]], Seconds]
@@ -22,7 +36,8 @@ Costs = Callable[[Example, Iterable[str]], Seconds]
 
 def kept_by_name(example: Example, save: Iterable[str]) -> dict[str, int]:
     """Bytes that a call keeps, by name; the graph's prediction."""
-    call, graph = example.keeping(save), example.call.graph
+    call = example.keeping(save)
+    graph = call.graph
     inputs = zip(graph.inputs, example.tensors[: len(graph.inputs)], strict=True)
     given = {name: t.element_size() for name, t in inputs if t is not None}
     itemsize = given[graph.inputs[0]]
@@ -34,17 +49,25 @@ def options_of(
     costs: Costs,
     names: tuple[str, ...],
     policies: Sequence[str | Policy] | None = None,
+    lossy: bool = False,
 ) -> tuple[Option, ...]:
     """Those of all sets of names that no other beats in both bytes and time; first the base.
 
     Args:
         names: that the layer's policy takes; a call's graph may have more (adapters').
         policies: only these, all of them; none of them in a segment.
+        lossy: besides, those of all sets with names in 8 bits. The exact ones stay, whatever beats
+            them: what unpacks may need more room in backward.
     """
     graph = example.call.graph
     if policies is None:
         sets = _effective(example, _subsets(graph, names, example))
-        found = _undominated([_costed(example, costs, save) for save in sets])
+        exact = [_costed(example, costs, save) for save in sets]
+        found = _undominated(exact)
+        if lossy:
+            packed = _effective(example, _packed(example, exact, names))
+            more = [_costed(example, costs, save) for save in packed]
+            found = list(dict.fromkeys(found + _undominated(exact + more)))
     else:
         named = [kept_names(p, graph.kind, names) for p in policies]
         sets = _effective(example, named)
@@ -77,12 +100,53 @@ def _subsets(graph: Graph, names: tuple[str, ...], example: Example) -> Iterable
         yield kept_names(rung, graph.kind, names)
 
 
+def packable(graph: Graph) -> frozenset[str]:
+    """The names that only attention, heads' norms and activations read in backward.
+
+    >>> from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+    >>> config = EncoderConfig(True, nhead=4, head_dim=16, activation="gelu", eps1=1e-5, eps2=1e-5)
+    >>> sorted(packable(encoder_graph(config)))
+    ['qkv', 'up']
+    """
+    found: set[str] = set()
+    others: set[str] = set(graph.stream)
+    for node in graph.nodes:
+        inside = node.per_sequence or isinstance(node, Pointwise | Gated | Custom | Rotary)
+        (found if inside else others).update(node.asks({*node.inputs, *node.params}))
+        others.update({node.name} if node.per_sequence else ())
+    return frozenset(found - others) & frozenset(graph.names)
+
+
+def _packed(
+    example: Example, exact: list[Option], names: tuple[str, ...]
+) -> Iterable[frozenset[str]]:
+    """Sets with names in 8 bits: for any of these names, the exact sets that no other would beat if
+    they took their packed bytes; and the lossy rungs.
+
+    Unpacking is left out here: it costs little beside what a kept name saves.
+    """
+    graph = example.call.graph
+    may = sorted(packable(graph).intersection(names))
+    native = {name: sum(kept_by_name(example, {name}).values()) for name in may}
+    less = {n: native[n] - sum(kept_by_name(example, {f"{n}:{_LOSSY}"}).values()) for n in may}
+    for count in range(1, len(may) + 1):
+        for chosen in itertools.combinations(may, count):
+            smaller = [
+                dataclasses.replace(o, kept=o.kept - sum(less[n] for n in chosen if n in o.save))
+                for o in exact
+            ]
+            for option in _undominated(smaller):
+                yield frozenset(f"{n}:{_LOSSY}" if n in chosen else n for n in option.save)
+    for rung in LOSSY_RUNGS:
+        yield kept_names(rung, graph.kind, names)
+
+
 def _effective(example: Example, sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
     """Without the names that backward would not ask for, and duplicates."""
-    graph, wants = example.call.graph, example.call.wants
+    wants = example.call.wants
     seen: dict[frozenset[str], None] = {}
     for save in sets:
-        plan = programs(graph, save, wants, tiled=False)
+        plan = programs(in_formats(example.call.graph, save), save, wants, tiled=False)
         kept = {*plan.kept, *(("output",) if plan.keeps_output else ())}
         seen.setdefault(save & kept)
     return list(seen)
@@ -91,7 +155,9 @@ def _effective(example: Example, sets: Iterable[frozenset[str]]) -> list[frozens
 def _costed(example: Example, costs: Costs, save: frozenset[str]) -> Option:
     """Without the peaks, which are measured of what is left."""
     kept = sum(kept_by_name(example, save).values())
-    seconds = sum(t for (which, _), t in costs(example, save).items() if which == "backward")
+    packing = {f"compute {name}" for name in save if split_name(name)[1] != NATIVE}
+    steps = costs(example, save).items()
+    seconds = sum(t for (which, step), t in steps if which == "backward" or step in packing)
     return Option(tuple(sorted(save)), kept, forward=0, backward=0, seconds=seconds)
 
 

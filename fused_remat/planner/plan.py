@@ -20,7 +20,7 @@ from fused_remat.planner.calibration import StepCost
 from fused_remat.planner.chain import Call, Chain, Choice, Event, Moment, Option
 from fused_remat.planner.choose import choose, parts_of
 from fused_remat.planner.solve import METHODS, frontier
-from fused_remat.policies import RUNGS, Policy
+from fused_remat.policies import ALL_RUNGS, Policy
 from fused_remat.report.report import aligned, human
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -262,7 +262,7 @@ def _layers(chain: Chain, choice: Choice) -> Iterator[LayerPlan]:
 def _label(kind: str, option: Option, segment: str | None) -> str:
     """A rung's name, or the names kept."""
     save = frozenset(option.save)
-    rungs = [rung for rung, kinds in RUNGS.items() if kinds.get(kind, frozenset()) == save]
+    rungs = [rung for rung, kinds in ALL_RUNGS.items() if kinds.get(kind, frozenset()) == save]
     shown = rungs[0] if rungs else ", ".join(option.save)
     return shown if segment is None else f"{shown} ({segment} of segment)"
 
