@@ -98,7 +98,7 @@ def _differences(axes: Any, rows: Rows) -> None:
     eager = [row["ways"]["eager"]["losses"] for row in rows]
     _lines(axes, rows, [fmean(losses) for losses in zip(*eager, strict=True)])
     axes.axhline(0.0, color="0.6", linewidth=0.8, linestyle="--", zorder=1)
-    axes.set_title(f"{len(rows)} seeds: a bundle of three lines each", fontsize=8.5, loc="left")
+    axes.set_title("three lines of a seed have the same batches", fontsize=8.5, loc="left")
     axes.set_ylabel("training loss − mean over eager's seeds")
 
 
