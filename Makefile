@@ -7,7 +7,7 @@ READY := .venv/.ready
 # On a machine with a GPU nothing needs to be installed: its own Python, if it has torch and pytest.
 PY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test check docs bench audit gpu clean
+.PHONY: demo test check docs bench losses audit gpu clean
 
 demo: $(READY)  ## train a small language model with and without FusedRemat
 	$(BIN)/python examples/train_byte_lm.py
@@ -33,6 +33,10 @@ bench: $(READY)  ## all benchmarks on this CPU, then the pages: one to two hours
 	$(BIN)/python -m bench model --article --device cpu --layers 2 --seq 256
 	$(BIN)/python -m bench plan --device cpu
 	$(BIN)/python -m bench profile
+	$(BIN)/python -m bench report
+
+losses: $(READY)  ## exact and 8-bit kept activations: 500 steps, 3 seeds, 2 models: half an hour
+	$(BIN)/python examples/compare_losses.py --out bench/results/losses-cpu.json
 	$(BIN)/python -m bench report
 
 audit: $(READY)  ## what the compiler makes of every kernel, for every GPU, without one: half an hour

@@ -59,10 +59,15 @@ LEARNING_RATE = {"full": 3e-4, "lora": 1e-3}
 LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": "all-linear"}
 
 
-def smollm_135m(layers: int, vocabulary: int, seq_len: int) -> LlamaConfig:
-    """The shape of HuggingFaceTB/SmolLM-135M, with its own number of layers or fewer."""
+def smollm(layers: int, vocabulary: int, seq_len: int, kv_heads: int = 3) -> LlamaConfig:
+    """The shape of HuggingFaceTB/SmolLM-135M, with its own number of layers or fewer.
+
+    Fewer than its 3 key heads make it narrower in proportion: heads of 64, three to a key head, and
+    an MLP of 8/3 of the width.
+    """
     return LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
+        hidden_size=192 * kv_heads, intermediate_size=512 * kv_heads,
+        num_attention_heads=3 * kv_heads, num_key_value_heads=kv_heads,
         num_hidden_layers=layers, vocab_size=vocabulary, max_position_embeddings=max(seq_len, 2048),
         rms_norm_eps=1e-5, tie_word_embeddings=True,
     )  # fmt: skip
@@ -246,7 +251,7 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, Blocks]:
     else:
         tokenizer = train_tokenizer(text, args.vocabulary)
         tokens = tokenizer.encode(text).ids
-        config = smollm_135m(args.layers, tokenizer.get_vocab_size(), args.seq_len)
+        config = smollm(args.layers, tokenizer.get_vocab_size(), args.seq_len)
         model = LlamaForCausalLM(config)
     return model, Blocks(torch.tensor(tokens), args.seq_len)
 

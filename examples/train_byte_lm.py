@@ -21,7 +21,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -43,7 +43,6 @@ VOCABULARY = 256
 LEARNING_RATE = 1e-3
 WARMUP_STEPS = 5
 FINAL_STEPS = 5
-VALIDATION_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ class Sizes:
     batch: int = 8
     steps: int = 26
     dropout: float = 0.1
+    validation_batches: int = 4
 
 
 QUICK = Sizes(
@@ -106,32 +106,41 @@ def loss_of(model: ByteLM, windows: Tensor) -> Tensor:
 
 @dataclass
 class Text:
-    """The training and validation bytes, int64 on the device, and how windows are cut from them."""
+    """The training and validation bytes, int64 on the device, and how windows are cut from them.
+
+    `seed` is that of the order of the training windows and of dropout.
+    """
 
     train: Tensor
     validation: Tensor
     sizes: Sizes
+    seed: int = 0
 
     @classmethod
-    def load(cls, sizes: Sizes, device: str) -> Text:
+    def load(cls, sizes: Sizes, device: str, seed: int = 0) -> Text:
         raw = bytearray("".join(topics.values()).encode())
         text = torch.frombuffer(raw, dtype=torch.uint8).long().to(device)
         split = len(text) * 9 // 10
-        return cls(text[:split], text[split:], sizes)
+        return cls(text[:split], text[split:], sizes, seed)
 
     def _windows(self, text: Tensor, starts: Tensor) -> Tensor:
         columns = torch.arange(self.sizes.seq_len + 1)
         return text[(starts[:, None] + columns).to(text.device)]
 
+    def seed_of(self, step: int) -> int:
+        """A generator's seed for what is drawn in a step; it has 32 bits on a CPU."""
+        return 1_000_000 * self.seed + step
+
     def training_batch(self, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step)
+        generator = torch.Generator().manual_seed(self.seed_of(step))
         last = len(self.train) - self.sizes.seq_len
         starts = torch.randint(last, (self.sizes.batch,), generator=generator)
         return self._windows(self.train, starts)
 
     def validation_batches(self) -> Iterator[Tensor]:
         last = len(self.validation) - self.sizes.seq_len - 1
-        starts = torch.linspace(0, last, VALIDATION_BATCHES * self.sizes.batch).long()
+        count = self.sizes.validation_batches * self.sizes.batch
+        starts = torch.linspace(0, last, count).long()
         for chunk in starts.split(self.sizes.batch):
             yield self._windows(self.validation, chunk)
 
@@ -141,8 +150,9 @@ class Run:
     """One way's model and optimizer, and what was measured of them."""
 
     way: str
-    model: ByteLM
+    model: nn.Module
     optimizer: torch.optim.Optimizer
+    loss_of: Callable[[Any, Tensor], Tensor] = loss_of
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     validation_loss: float = float("nan")
@@ -178,6 +188,7 @@ def measure_memory(run: Run, text: Text, device: str) -> None:
     is of forward, loss and backward, above weights and gradients, which a first step allocated.
     """
     sizes, model = text.sizes, run.model
+    assert isinstance(model, ByteLM)
     windows = text.training_batch(0)
     loss_of(model, windows).backward()
     run.peak_bytes = measure_allocations(lambda: loss_of(model, windows).backward(), device).peak
@@ -196,13 +207,12 @@ def synchronize(device: str) -> None:
 
 def train_step(run: Run, windows: Tensor, step: int, device: str) -> None:
     """One timed step: forward, loss, backward and the optimizer's."""
-    torch.manual_seed(step)
     for group in run.optimizer.param_groups:
         group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS)
     synchronize(device)
     start = time.perf_counter()
     run.optimizer.zero_grad(set_to_none=False)
-    loss = loss_of(run.model, windows)
+    loss = run.loss_of(run.model, windows)
     loss.backward()
     run.optimizer.step()
     synchronize(device)
@@ -214,7 +224,7 @@ def train_step(run: Run, windows: Tensor, step: int, device: str) -> None:
 def validate(run: Run, text: Text) -> None:
     """The loss on windows spread over the validation text, without dropout."""
     run.model.eval()
-    losses = [loss_of(run.model, windows) for windows in text.validation_batches()]
+    losses = [run.loss_of(run.model, windows) for windows in text.validation_batches()]
     run.validation_loss = torch.stack(losses).mean().item()
     run.model.train()
 
@@ -226,6 +236,7 @@ def train(runs: list[Run], text: Text, device: str) -> None:
         windows = text.training_batch(step)
         first = step % len(runs)
         for run in runs[first:] + runs[:first]:
+            torch.manual_seed(text.seed_of(step))
             train_step(run, windows, step, device)
         progress.show(step + 1, runs)
     for run in runs:
@@ -242,8 +253,7 @@ class Progress:
 
     def show(self, done: int, runs: list[Run]) -> None:
         filled = 16 * done // self.rounds
-        latest = {run.way: run.losses[-1] for run in runs}
-        losses = "  ".join(f"{way} {latest[way]:.3f}" for way in ("eager", "full"))
+        losses = "  ".join(f"{run.way} {run.losses[-1]:.3f}" for run in (runs[0], runs[-1]))
         left = (time.perf_counter() - self.start) * (self.rounds - done) / done
         line = (
             f"[{'#' * filled}{'.' * (16 - filled)}] round {done:>2}/{self.rounds}"

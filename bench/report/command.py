@@ -2,8 +2,8 @@
 
 That is graphs, result files and tests' marks. `python -m bench report` rewrites the text between
 `<!-- name:begin -->` and `<!-- name:end -->`, and each folder's frontier and the pictures of plans
-where they are not of their data; `--check` fails if that would change anything. No number in them
-is typed by hand.
+and of losses where they are not of their data; `--check` fails if that would change anything. No
+number in them is typed by hand.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bench.report import (
     kernels,
     layers,
     lora,
+    losses,
     models,
     plans,
     rungs,
@@ -44,6 +45,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "composition": composition.table,
     "targets_compiled": audit.targets_compiled,
     "lora": lora.tables,
+    "losses": losses.section,
     "rungs": rungs.rung_table,
     "decoder_rungs": rungs.decoder_rung_table,
     "rungs_transformer": rungs.transformer_table,
@@ -82,11 +84,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say what is out of date")
     check = parser.parse_args(arguments).check
-    stale = frontier.stale() + plans.stale()
+    stale = frontier.stale() + plans.stale() + losses.stale()
     if stale and not check:
         try:
             frontier.rewrite()
             plans.rewrite()
+            losses.rewrite()
         except ImportError as error:  # no matplotlib
             print(f"python -m bench report: {error}", file=sys.stderr)
             return 2
