@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from bench.audit import attention as audit_attention
-from fused_remat.backends.base import RotaryCall
-from fused_remat.backends.triton import gemm, norms, pointwise, rotary, tables
+from fused_remat.backends.base import Packing, RotaryCall
+from fused_remat.backends.triton import gemm, int8, norms, pointwise, rotary, tables
 from fused_remat.backends.triton.launch import Launch, Target
-from fused_remat.random import Keep
+from fused_remat.formats import BLOCK, Packed
+from fused_remat.random import Keep, Uniform
 
 ROWS = 8192
 FP32 = torch.float32
@@ -56,6 +57,13 @@ def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
 def _keep(width: int) -> Keep:
     key = torch.empty((), dtype=torch.int64, device="meta")
     return Keep(key, 0, ROWS, width, 0.1, torch.float32)
+
+
+def _codes(x: Tensor, stored: str) -> int8.Codes:
+    """How x is to be packed, and what is to be filled."""
+    key = torch.empty((), dtype=torch.int64, device="meta")
+    packing = Packing(stored, Uniform(key, 0, *x.shape))
+    return packing, int8.new_parts(x, packing)
 
 
 def norm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
@@ -101,6 +109,24 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
             ("gated_bwd", pointwise.gated_bwd(x, y, z, act, keep, x, z)),
         ):
             yield Case(f"{name} {act} dropout", launch, True, False)
+
+
+def packing_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+    """Packing and unpacking in a pass of their own, and one pass over what is packed."""
+    x, y, z = (_meta(dtype, ROWS, 4096) for _ in range(3))
+    for stored in sorted(int8.KERNELS):
+        packing, parts = _codes(x, stored)
+        yield Case(f"pack_{stored}_fwd", int8.pack_int8(x, packing, parts), True, False)
+    packed, keep = Packed("int8", parts, 4096, dtype), _keep(4096)
+    yield Case("unpack_int8_fwd", int8.unpack_int8(packed, y), True, False)
+    for name, launch in (
+        ("act_fwd gelu", pointwise.act_fwd(packed, "gelu", keep, z)),
+        ("act_bwd gelu", pointwise.act_bwd(x, packed, "gelu", keep, z)),
+        ("gated_fwd silu", pointwise.gated_fwd(packed, packed, "silu", keep, z)),
+        ("gated_bwd silu", pointwise.gated_bwd(x, packed, packed, "silu", keep, x, z)),
+        ("gated_bwd silu gate", pointwise.gated_bwd(x, packed, y, "silu", keep, x, z)),
+    ):
+        yield Case(f"{name} dropout packed", launch, True, False)
 
 
 def mixed_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
@@ -212,18 +238,44 @@ class _Products:
             "dropout residual": (self.pre, self.keep, None, None, None),
             "norm act": (None, None, "gelu", None, norm),
         } | {f"{act} dropout pre": (None, self.keep, act, self.pre, None) for act in _ACTS}
-        return {
+        launches = {
             name: gemm.linear_fwd(x, up, bias, residual, keep, act, pre, y, at, before, tile)
             for name, (residual, keep, act, pre, before) in ends.items()
         }
+        return launches | {
+            name: gemm.linear_fwd(
+                x, up, bias, None, keep, "gelu", pre, y, at, None, tile, _codes(y, stored)
+            )
+            for name, keep, pre, stored in (
+                ("act packed", None, None, "int8"),
+                ("gelu dropout packed stochastic", self.keep, None, "int8_stochastic"),
+                ("gelu dropout pre packed", self.keep, self.pre, "int8"),
+            )
+            if tile.block_n % BLOCK == 0
+        }
 
     def gated_mlp_fwd(self, tile: tables.Tile) -> dict[str, Launch]:
-        """`gated_mlp_fwd` by activation and dropout."""
-        given = self.x, self.up, self.bias, self.up, self.bias
-        return {
+        """`gated_mlp_fwd` by activation, dropout, and what is kept of gate and up."""
+        given, pres = (self.x, self.up, self.bias, self.up, self.bias), (self.pre, self.other)
+        launches = {
             name: gemm.gated_mlp_fwd(*given, keep, act, self.y, self.at, tile)
             for name, act, keep in self._acts("silu")
         }
+        launches["silu dropout pre"] = gemm.gated_mlp_fwd(
+            *given, self.keep, "silu", self.y, self.at, tile, pres
+        )
+        if tile.block_n % BLOCK:
+            return launches
+        return launches | {
+            name: gemm.gated_mlp_fwd(
+                *given, keep, "silu", self.y, self.at, tile,
+                packed=(_codes(self.y, stored), _codes(self.y, stored)),
+            )
+            for name, keep, stored in (
+                ("silu packed", None, "int8"),
+                ("silu dropout packed stochastic", self.keep, "int8_stochastic"),
+            )
+        }  # fmt: skip
 
     def linear_act_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
         """`linear_act_bwd` without a gate, act in the place of up."""
@@ -306,6 +358,7 @@ def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """All cases of a target and dtype; products in float32 are ATen's and not among them."""
     yield from norm_cases(at, dtype)
     yield from pointwise_cases(at, dtype)
+    yield from packing_cases(at, dtype)
     yield from rotary_cases(at, dtype)
     if dtype.itemsize == 2:
         yield from mixed_cases(at, dtype)

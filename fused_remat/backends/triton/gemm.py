@@ -187,10 +187,12 @@ def gated_mlp_fwd(
     )
     site_key, row0, threshold, scale = dropout_of(keep)
     (gate_key, *gate_parts, gate_row0), (up_key, *up_parts, up_row0) = map(codes_of, packed)
+    first = max((r for r in (gate_row0, up_row0) if r is not None), default=None)  # the same rows
+    apart = [None if x is None else x.stride(0) for x in pres]  # no argument where there is none
     args = (
         *given, in_place(gate_bias), in_place(bias), site_key, gate_key, up_key, gate_pre,
-        *gate_parts, up_pre, *up_parts, out, *strides, row0, max(gate_row0, up_row0), y.shape[0],
-        f, k, threshold, scale,
+        *gate_parts, up_pre, *up_parts, out, *strides[:3], *apart, strides[-1], row0,
+        first, y.shape[0], f, k, threshold, scale,
     )  # fmt: skip
     act_fwd = PAIRS[act][0]
     return _launch(gated_mlp_fwd_kernel, target, tile, y, args, tma, (k,), ACT=act_fwd, **parts)

@@ -35,6 +35,12 @@ def operand(x: Loaded | None) -> Operand:
     return None if x is None else rows_in_place(x), None
 
 
+def strides(given: Operand) -> tuple[int, int | None]:
+    """The row strides of an operand; None for that of no steps, so that it is no argument."""
+    x, step = given
+    return stride_of(x), None if step is None else step.stride(0)
+
+
 def new_parts(x: Tensor, packing: Packing) -> Parts:
     """Codes and steps of x for a kernel to fill."""
     row, (rows, width) = FORMATS[packing.stored], x.shape
@@ -52,10 +58,12 @@ def site_of(packing: Packing) -> tuple[Tensor | None, int]:
     return packing.uniform.site_key, packing.uniform.row0
 
 
-def codes_of(packed: Codes | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, int]:
+def codes_of(
+    packed: Codes | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, int | None]:
     """The key of a site of stochastic rounding, codes, steps, and the first row, for a kernel."""
     if packed is None:
-        return None, None, None, 0
+        return None, None, None, None
     (key, row0), (codes, step) = site_of(packed[0]), packed[1]
     return key, codes, step, row0
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fused_remat.backends.base import Loaded
-from fused_remat.backends.triton.int8 import operand
+from fused_remat.backends.triton.int8 import operand, strides
 from fused_remat.backends.triton.launch import (
     Launch,
     cdiv,
@@ -69,7 +69,7 @@ def dropout_add_fwd(x: Tensor, residual: Tensor | None, keep: Keep | None, y: Te
 def act_fwd(x: Loaded, act: str, keep: Keep | None, y: Tensor) -> Launch:
     """y = keep * act(x)."""
     given = operand(x)
-    args = (*given, dropout_of(keep)[0], y, *map(stride_of, (*given, y)))
+    args = (*given, dropout_of(keep)[0], y, *strides(given), stride_of(y))
     packed = isinstance(x, Packed)
     return _over(y, act_fwd_kernel, args + _tail(y, keep), packed, ACT=PAIRS[act][0])
 
@@ -78,16 +78,21 @@ def act_bwd(
     dy: Tensor, x: Loaded, act: str, keep: Keep | None, dx: Tensor, y: Tensor | None = None
 ) -> Launch:
     """dx = keep * dy * act'(x); y = keep * act(x) if given."""
-    given = (rows_in_place(dy), *operand(x))
-    args = (*given, dropout_of(keep)[0], dx, y, *map(stride_of, (*given, dx, y)))
+    dy, given = rows_in_place(dy), operand(x)
+    args = (
+        dy, *given, dropout_of(keep)[0], dx, y, stride_of(dy), *strides(given), stride_of(dx),
+        stride_of(y),
+    )  # fmt: skip
     packed = isinstance(x, Packed)
     return _over(dx, act_bwd_kernel, args + _tail(dx, keep), packed, ACT=PAIRS[act][1])
 
 
 def gated_fwd(gate: Loaded, up: Loaded, act: str, keep: Keep | None, y: Tensor) -> Launch:
     """y = keep * act(gate) * up."""
-    given = (*operand(gate), *operand(up))
-    args = (*given, dropout_of(keep)[0], y, *map(stride_of, (*given, y)))
+    gates, ups = operand(gate), operand(up)
+    args = (
+        *gates, *ups, dropout_of(keep)[0], y, *strides(gates), *strides(ups), stride_of(y)
+    )  # fmt: skip
     packed = isinstance(gate, Packed) or isinstance(up, Packed)
     return _over(y, gated_fwd_kernel, args + _tail(y, keep), packed, ACT=PAIRS[act][0])
 
@@ -102,7 +107,10 @@ def gated_bwd(
     dup: Tensor | None,
 ) -> Launch:
     """dgate (if `up` is given) and dup (if it is) of `gated_fwd`."""
-    given = (rows_in_place(dy), *operand(gate), *operand(up))
-    args = (*given, dropout_of(keep)[0], dgate, dup, *map(stride_of, (*given, dgate, dup)))
+    dy, gates, ups = rows_in_place(dy), operand(gate), operand(up)
+    args = (
+        dy, *gates, *ups, dropout_of(keep)[0], dgate, dup, stride_of(dy), *strides(gates),
+        *strides(ups), stride_of(dgate), stride_of(dup),
+    )  # fmt: skip
     packed = isinstance(gate, Packed) or isinstance(up, Packed)
     return _over(dy, gated_bwd_kernel, args + _tail(dy, keep), packed, ACT=PAIRS[act][1])
