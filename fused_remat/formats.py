@@ -105,7 +105,7 @@ def _scales(blocks: Tensor, top: float) -> tuple[Tensor, Tensor]:
     finite = largest <= torch.finfo(largest.dtype).max
     largest = torch.where(largest < TINY, 0.0, largest)
     inverse = torch.where(finite & (largest > 0.0), top / largest, 0.0)
-    return torch.where(finite, largest / top, torch.nan), inverse
+    return torch.where(finite, largest * (1.0 / top), torch.nan), inverse  # the same on any device
 
 
 def _pack_int8(x: Tensor, uniform: Tensor | None) -> Parts:

@@ -1,7 +1,7 @@
 """Activations in 8 bits, blocks of 64 columns of a row with one step each: packed and unpacked.
 
 The format, "int8" and "int8_stochastic", is defined in `fused_remat.formats`; these functions give
-the same bits as IEEE division does there. All but the kernels load nothing but a site's key, so
+the same bits as there. All but the kernels load nothing but a site's key, so
 that a kernel can pack the tile that it holds.
 """
 
@@ -14,6 +14,7 @@ from fused_remat.kernels.gemm import add_bias, part, rounded
 BLOCK = tl.constexpr(64)
 OFFSET = tl.constexpr(0.0625)
 LEVELS = tl.constexpr(126.0625)
+STEP = tl.constexpr(1.0 / 126.0625)
 TINY = tl.constexpr(1e-30)
 # The bits of infinity: those of a NaN without its sign are more, of any other number fewer.
 INFINITY = tl.constexpr(0x7F800000)
@@ -40,8 +41,7 @@ def scales(largest):
     known = finite & (top >= TINY)
     top = tl.where(known, top, 1.0)
     inverse = tl.div_rn(tl.full(top.shape, 1.0, tl.float32), top) * LEVELS
-    step = tl.div_rn(top, tl.full(top.shape, LEVELS, tl.float32))
-    step = tl.where(known, step, tl.where(finite, 0.0, float("nan")))
+    step = tl.where(known, top * STEP, tl.where(finite, 0.0, float("nan")))
     return step, tl.where(known, inverse, 0.0)
 
 
