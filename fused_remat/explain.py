@@ -133,17 +133,9 @@ class _Recorder:
 
 def _backward_route(step: Step, frame: Frame) -> str:
     """What is said of a step of backward: of one that reads packed activations always."""
-    if step.node is None:
-        return ""
-    if not step.node.unpacks:
-        return step.node.backward_route(frame) if step.kind == "backward" else ""
-    # What it reads is not there before forward: a row of each stands for it.
-    run, row = frame.run, Frame(frame.run, frame.seqs, (0, 1))
-    for name in step.node.reads:
-        if name in run.prepared.dtypes:
-            shape, dtype = (1, run.widths[name]), run.prepared.dtypes[name]
-            row.values[name] = torch.empty(shape, dtype=dtype, device=run.device)
-    return step.node.route(row)
+    node = step.node
+    says = node is not None and (step.kind == "backward" or bool(node.unpacks))
+    return node.backward_route(frame) if node is not None and says else ""
 
 
 def _backend(frame: Frame) -> str:

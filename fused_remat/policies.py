@@ -114,24 +114,26 @@ for _rung, _placements in _TRANSFORMERS.items():
             RUNGS[_rung][f"{_prefix}transformer_{_placement}"] = frozenset(_kept)
 
 
-#: Lossy rung -> an exact one, the names of it that are kept in 8 bits, and those not kept. "fast8"
-#: rebuilds no product, "balanced8" that of attention's heads. What a weight gradient, a norm or
-#: attention's row sums read (attn, mid, sum1, ...) stays as it is.
-_IN_8_BITS = {
-    "fast8": ("none", {"qkv", "rotated", "query", "kv", "gate", "up"}, set()),
-    "balanced8": ("none", {"gate", "up"}, {"qkv", "rotated", "query", "kv"}),
+#: What only attention, norms of heads and activations read: kept in 8 bits by the lossy rungs. What
+#: a weight gradient or a norm reads (attn, mid, sum1, ...) stays as it is.
+_IN_8_BITS = frozenset({"qkv", "rotated", "query", "kv", "gate", "up"})
+#: Lossy rung -> the exact one whose other names it keeps, and those of them that it does not.
+_BESIDE_8_BITS: dict[str, tuple[str, frozenset[str]]] = {
+    "balanced8": ("balanced", frozenset({"mid", "mid1", "mid2"})),
+    "fast8": ("fast", frozenset()),
 }
 
 
-def _in_8_bits(names: frozenset[str], packed: set[str], dropped: set[str]) -> frozenset[str]:
-    return frozenset(f"{n}:int8" if n in packed else n for n in names - dropped)
+def _lossy(block: str, exact: str, dropped: frozenset[str]) -> frozenset[str]:
+    native = RUNGS[exact].get(block, frozenset()) - dropped - _IN_8_BITS
+    return native | {f"{name}:int8" for name in RUNGS["none"][block] & _IN_8_BITS}
 
 
-#: Lossy rung -> block -> names kept, as in `RUNGS`. Gradients are those of stored values that are
-#: rounded to 8 bits; the forward is that of every other policy. Chosen by name only.
+#: Lossy rung -> block -> names kept, as in `RUNGS`. "fast8" rebuilds no product, "balanced8" the
+#: one that ends attention. Forward is that of every other policy. Chosen by name only.
 LOSSY_RUNGS: dict[str, dict[str, frozenset[str]]] = {
-    rung: {block: _in_8_bits(names, packed, dropped) for block, names in RUNGS[exact].items()}
-    for rung, (exact, packed, dropped) in _IN_8_BITS.items()
+    rung: {block: _lossy(block, *beside) for block in RUNGS["none"]}
+    for rung, beside in _BESIDE_8_BITS.items()
 }
 #: Every rung by name.
 ALL_RUNGS = RUNGS | LOSSY_RUNGS

@@ -163,7 +163,8 @@ def test_relus_derivative_is_exact_from_int8_and_from_signs():
     signs = step(encoder(Policy(save={"act": "native", "up": "sign"}), 0.2, activation="relu"))
     for got, truth in zip(signs, exact, strict=True):
         assert torch.equal(got, truth)
-    made = step(encoder("balanced8", 0.2, activation="relu"))
+    policy = Policy(save={"attn": "native", "mid": "native", "up": "int8"})
+    made = step(encoder(policy, 0.2, activation="relu"))
     same = [torch.equal(g, t) for g, t in zip(made, exact, strict=True)]
     names = ["output", "x", *dict(encoder().named_parameters())]
     assert [n for n, is_same in zip(names, same, strict=True) if not is_same] == ["linear2.weight"]
@@ -251,7 +252,8 @@ def test_nothing_is_unpacked_whole_for_an_activation(monkeypatch):
 
     whole = 4 * 512 * 4 * D * 4
     native = peak(Policy(save={"attn", "mid", "up"}))
-    assert peak("balanced8") < native + whole / 4
+    packed = Policy(save={"attn": "native", "mid": "native", "up": "int8"})
+    assert peak(packed) < native + whole / 4
 
 
 # --- what it composes with

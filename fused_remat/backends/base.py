@@ -189,6 +189,11 @@ class PackedHeads:
         row = torch.empty((1, self.whole.width), dtype=self.dtype, device=self.device)
         return self.of(row.expand(self.whole.shape))
 
+    @staticmethod
+    def stands_for(x: LoadedHeads) -> Tensor:
+        """Heads in memory, or the stand-in of packed ones."""
+        return x if isinstance(x, Tensor) else x.stand_in()
+
     def of(self, matrix: Tensor) -> Tensor:
         """These heads of a matrix (B*S, W), as a view."""
         columns = matrix.unflatten(0, (self.batch, -1))
@@ -489,5 +494,8 @@ class Backend(Protocol):
         Of "linear_norm", x is the residual; of others, their input.
         """
 
-    def attention_route(self, q: Tensor, v: Tensor, call: AttentionCall) -> str:
-        """Which routine serves the call, and why a faster one does not: a phrase."""
+    def attention_route(self, q: LoadedHeads, v: LoadedHeads, call: AttentionCall) -> str:
+        """Which routine serves the call, and why a faster one does not: a phrase.
+
+        Of packed heads also where they are unpacked.
+        """

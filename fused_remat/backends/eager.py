@@ -300,5 +300,8 @@ class EagerBackend(Unfused):
     def cross_entropy_route(self, x: Tensor) -> str:
         return f"blocks of logits, {self.linear_route(x)}"
 
-    def attention_route(self, q: Tensor, v: Tensor, call: AttentionCall) -> str:
-        return eager_attention.route(q, v, call)
+    def attention_route(self, q: LoadedHeads, v: LoadedHeads, call: AttentionCall) -> str:
+        like_q, like_v = map(PackedHeads.stands_for, (q, v))
+        route = eager_attention.route(like_q, like_v, call)
+        in_memory = isinstance(q, Tensor) and isinstance(v, Tensor)
+        return route if in_memory else f"{route}; heads unpacked first"

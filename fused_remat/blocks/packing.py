@@ -97,6 +97,17 @@ class Pack(Node):
         parts = tuple([f[name] for name in self.makes])
         return Packed(self.stored, parts, f.run.widths[self.x], f.dtype_of(self.x))
 
+    def sample(self, f: Frame) -> Packed:
+        """As `load`, of no memory and no values: to choose a routine by where there are none."""
+        run, rows = f.run, f.rows_of(self.x)
+        parts = tuple([
+            torch.empty((1, 1), dtype=f.dtype_of(name), device=run.device).expand(
+                rows, run.widths[name]
+            )
+            for name in self.makes
+        ])  # fmt: skip
+        return Packed(self.stored, parts, run.widths[self.x], f.dtype_of(self.x))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Unpack(Node):
@@ -124,8 +135,8 @@ class Unpack(Node):
     def label(self) -> str:
         return f"{self.name} from {self.pack.name}"
 
-    def route(self, f: Frame) -> str:
-        return f.backend.packing_route(self.pack.load(f), self.pack.stored)
+    def backward_route(self, f: Frame) -> str:
+        return f.backend.packing_route(self.pack.sample(f), self.pack.stored)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         f.put(self.name, f.backend.unpack(self.pack.load(f)))
@@ -163,6 +174,10 @@ class _Loads(Node):
         packs = {pack.x: pack.makes for pack in self.pack}
         return tuple([part for name in names for part in packs.get(name, (name,))])
 
+    def backward_route(self, f: Frame) -> str:
+        act = getattr(self, "act", "")
+        return f.backend.pointwise_route(self.pack[0].sample(f), act)
+
     def load(self, f: Frame, name: str) -> Loaded:
         for pack in self.pack:
             if pack.x == name:
@@ -184,12 +199,22 @@ class PackedGated(_Loads, Gated):
     pack: tuple[Pack, ...]
 
 
-class _LoadsHeads(_Loads):
+class _LoadsHeads(_Loads, Attention):
     """Of an attention whose backward loads packed heads; its forward is another's, who unpacks."""
 
     @property
     def rebuilds(self) -> bool:
         return False
+
+    def backward_route(self, f: Frame) -> str:
+        samples = Frame(f.run, f.seqs, (f.lo, f.lo + f.rows))
+        for pack in self.pack:
+            sample = pack.sample(f)
+            samples.values.update(zip(pack.makes, sample.parts, strict=True))
+        for name in self.inputs:
+            samples.values.setdefault(name, f.empty(name))
+        q, k, v = self._loaded_heads(samples)
+        return f.backend.attention_route(q, v, self.call(samples, q, k, ()))
 
     def _of(self, f: Frame, name: str, *heads: int) -> list[LoadedHeads]:
         """Side by side in the activation `name`, these numbers of heads."""
@@ -208,7 +233,7 @@ class _LoadsHeads(_Loads):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedAttention(_LoadsHeads, Attention):
+class PackedAttention(_LoadsHeads):
     """`Attention` whose heads are packed."""
 
     pack: tuple[Pack, ...]

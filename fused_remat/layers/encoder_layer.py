@@ -41,7 +41,7 @@ class FusedRematLayer(DropInLayer, nn.TransformerEncoderLayer):
     Shapes: src (S, B, D), (B, S, D) if `batch_first`, or (S, D); returns the same, in src.dtype;
         under autocast in the dtype that the stock layer gives.
     Units: bytes kept per token at 16 bits, F = 4·D, pre-norm: full 2·D, lean 4·D, balanced 6·D,
-        balanced8 10.25·D, fast 12·D, fast8 13.44·D, none 20·D, plus statistics (16 bytes, and
+        balanced8 11.44·D, fast 12·D, fast8 13.44·D, none 20·D, plus statistics (16 bytes, and
         4·nhead where `attn` is kept).
         Under autocast, float32 src: 4·D, 6·D, 10·D, 16·D, 24·D.
     Accumulation: `main_grad` is yours to set, shaped like its parameter, in float32 (float64 for

@@ -20,6 +20,7 @@ from fused_remat.backends.base import (
     CrossEntropyCall,
     Loaded,
     LoadedHeads,
+    PackedHeads,
     Packing,
     RotaryCall,
 )
@@ -381,7 +382,7 @@ class TritonBackend(EagerBackend):
         call: AttentionCall,
         grads: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
-        like_q, like_v = (x if isinstance(x, Tensor) else x.stand_in() for x in (q, v))
+        like_q, like_v = map(PackedHeads.stands_for, (q, v))
         if self._own_attention(like_q, like_v, call) is None:
             super().attention_bwd(dattn, q, k, v, attn, lse, call, grads)
             return
@@ -519,11 +520,16 @@ class TritonBackend(EagerBackend):
             return f"{super().norm_route(kind, x)}: {wide}"
         return "kernel norm_fwd" if x.shape[1] <= norms.FWD_WIDTH else "kernel norm_wide_fwd"
 
-    def attention_route(self, q: Tensor, v: Tensor, call: AttentionCall) -> str:
-        why = self._own_attention(q, v, call)
+    def attention_route(self, q: LoadedHeads, v: LoadedHeads, call: AttentionCall) -> str:
+        like_q, like_v = map(PackedHeads.stands_for, (q, v))
+        why = self._own_attention(like_q, like_v, call)
         if why is not None:
-            return f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {why}"
-        why_not = attention.why_not(q, v, call)
+            loads = attention.reads(q) and attention.reads(v)
+            packed = ", heads unpacked as they are loaded" if loads else ", heads unpacked first"
+            in_memory = isinstance(q, Tensor) and isinstance(v, Tensor)
+            route = f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {why}"
+            return route if in_memory else route + packed
+        why_not = attention.why_not(like_q, like_v, call)
         aten = super().attention_route(q, v, call)
         return aten if why_not is None else f"{aten}; not the kernels here: {why_not}"
 
