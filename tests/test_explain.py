@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fused_remat import FusedRematLayer, explain, ops
+from fused_remat import FusedRematLayer, Policy, explain, ops
 
 X = torch.randn(3, 16, 64)
 
