@@ -86,7 +86,7 @@ def _mean(values: list[float]) -> str:
 def _signed(rows: Rows, way: str, other: str) -> str:
     if way == other or (way, other) == ("eager", "native"):
         return ""
-    return ", ".join(f"{value:+.4f}" for value in apart(rows, way, other, "validation"))
+    return ", ".join(f"{value:+.5f}" for value in apart(rows, way, other, "validation"))
 
 
 def verdicts(data: dict[str, Any]) -> str:
@@ -107,6 +107,6 @@ def verdicts(data: dict[str, Any]) -> str:
                 f"- {TITLES[name]}, {measure} loss: the means of fast8 and eager are "
                 f"{distance:.4f} apart; eager's standard deviation over {len(rows)} "
                 f"seed{'s' * (len(rows) > 1)} is {noise:.4f}: {verdict}. (native and eager: "
-                f"{exact:.4f}; fast8 and native: {rounding:.4f}.)"
+                f"{exact:.5f}; fast8 and native: {rounding:.5f}.)"
             )
     return "\n".join(lines)
