@@ -10,6 +10,8 @@ three ways of a seed have the same weights and batches, and "native" and "fast8"
     python examples/compare_losses.py           # 18 runs of 500 steps: half an hour on 2 cores
     python examples/compare_losses.py --quick   # tiny sizes: a few seconds
 
+The learning rate rises for 50 steps and falls to 0 along a cosine; `--constant` keeps it.
+
 Writes every step's loss to a JSON file and a figure beside it; one that was cut short is taken up.
 Run it in a checkout (`bench` draws the figure); needs `transformers`, `peft` and `matplotlib`.
 """
@@ -84,7 +86,9 @@ def shifted_loss(model: Any, windows: Tensor) -> Tensor:
     return loss
 
 
-_RUN = Sizes(seq_len=128, batch=8, steps=500, validation_batches=32)
+_RUN = Sizes(
+    seq_len=128, batch=8, steps=500, validation_batches=32, warmup_steps=50, decays=True
+)  # fmt: skip
 _SMOLLM = {"d_model": 192, "nhead": 3, "dim_feedforward": 512, "dropout": 0.0}
 SUBJECTS = {
     "byte_lm": Subject(
@@ -142,6 +146,8 @@ def compare(file: ResultsFile, args: argparse.Namespace) -> None:
         sizes = subject.quick if args.quick else subject.sizes
         if args.steps is not None:
             sizes = dataclasses.replace(sizes, steps=args.steps)
+        if args.constant:
+            sizes = dataclasses.replace(sizes, warmup_steps=5, decays=False)
         for seed in args.seeds:
             case = case_of(name, sizes, seed, args)
             if file.find(case, WAYS) is not None:
@@ -160,6 +166,7 @@ def parse() -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, default=(0, 1, 2))
     add("--steps", type=int, help="training steps of each run")
     add("--quick", action="store_true", help="tiny sizes: a few seconds")
+    add("--constant", action="store_true", help="no decay, and 5 steps of warm-up")
     add("--device", default="cpu")
     add("--dtype", default="float32", choices=("float32", "bfloat16"))
     add("--out", type=Path, default=ROOT / "build" / "losses-cpu.json", help="the results")

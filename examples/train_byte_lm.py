@@ -19,6 +19,7 @@ os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -41,7 +42,6 @@ StockLayer = nn.TransformerEncoderLayer
 WAYS = ("eager", "checkpoint", *RUNGS)
 VOCABULARY = 256
 LEARNING_RATE = 1e-3
-WARMUP_STEPS = 5
 FINAL_STEPS = 5
 
 
@@ -58,6 +58,18 @@ class Sizes:
     steps: int = 26
     dropout: float = 0.1
     validation_batches: int = 4
+    warmup_steps: int = 5
+    decays: bool = False
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, as a part of `LEARNING_RATE`: a rise, then 1, or a cosine
+        down to 0 if it `decays`."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if not self.decays:
+            return 1.0
+        done = (step - self.warmup_steps) / (self.steps - self.warmup_steps)
+        return 0.5 + 0.5 * math.cos(math.pi * done)
 
 
 QUICK = Sizes(
@@ -205,10 +217,10 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def train_step(run: Run, windows: Tensor, step: int, device: str) -> None:
+def train_step(run: Run, windows: Tensor, rate: float, device: str) -> None:
     """One timed step: forward, loss, backward and the optimizer's."""
     for group in run.optimizer.param_groups:
-        group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS)
+        group["lr"] = LEARNING_RATE * rate
     synchronize(device)
     start = time.perf_counter()
     run.optimizer.zero_grad(set_to_none=False)
@@ -237,7 +249,7 @@ def train(runs: list[Run], text: Text, device: str) -> None:
         first = step % len(runs)
         for run in runs[first:] + runs[:first]:
             torch.manual_seed(text.seed_of(step))
-            train_step(run, windows, step, device)
+            train_step(run, windows, text.sizes.rate(step), device)
         progress.show(step + 1, runs)
     for run in runs:
         validate(run, text)

@@ -34,8 +34,14 @@ def title(rows: Rows) -> str:
         f"{TITLES[case['model']]}, {rows[0]['parameters'] / 1e6:.2f} M parameters: "
         f"{case['layers']} layers, D = {case['d_model']}, H = {case['nhead']}, "
         f"F = {case['dim_feedforward']}, S = {case['seq_len']}, B = {case['batch']}, "
-        f"dropout {case['dropout']:g}, {case['dtype']}"
+        f"dropout {case['dropout']:g}, {case['dtype']}; {_schedule(case)}"
     )
+
+
+def _schedule(case: dict[str, Any]) -> str:
+    """How the learning rate goes."""
+    rise = f"{case.get('warmup_steps', 5)} steps of warm-up"
+    return f"{rise}, then a cosine to 0" if case.get("decays") else f"{rise}, then constant"
 
 
 def finals(rows: Rows, way: str, measure: str) -> list[float]:
