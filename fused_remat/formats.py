@@ -12,7 +12,9 @@ what a lossy format loses is lost for backward alone.
 so a value that is not 0 keeps its sign (ReLU's derivative is exact) and 0 stays 0. m is
 floor(|x| / step + 1.5 - OFFSET), the nearest level; rounded stochastically
 1 + floor(max(|x| / step - OFFSET, 0) + u), u uniform in [0, 1), whose mean is x wherever
-|x| >= OFFSET * step. A block that has a NaN or an infinity is NaN; one whose largest magnitude is
+|x| >= OFFSET * step. What is unpacked is rounded to the activation's dtype, as anything is: the
+mean is right to within that rounding, and in float16 the smallest level of a block of subnormal numbers
+may become 0. A block that has a NaN or an infinity is NaN; one whose largest magnitude is
 below TINY is 0. Source: absmax blocks as in Dettmers et al. 2022 (arXiv 2110.02861), with the
 levels shifted by OFFSET.
 """
@@ -157,8 +159,21 @@ def _unpack_sign(parts: Parts, width: int) -> Tensor:
     return bits.flatten(1)[:, :width].float()
 
 
+class _Rows(dict[str, Format]):
+    """A table whose rows cannot be replaced: graphs that name them are cached, and compiled."""
+
+    def __init__(self, rows: dict[str, Format]) -> None:
+        super().__init__(rows)
+        self._known = dict(rows)
+
+    def __setitem__(self, name: str, row: Format) -> None:
+        if self._known.setdefault(name, row) != row:
+            raise ValueError(f"there is, or was, another format {name!r}: give this one a new name")
+        super().__setitem__(name, row)
+
+
 #: name -> format. A new one is a row; the names are those of `Policy(save={name: format})`.
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, Format] = _Rows({
     "int8": Format(pack=_pack_int8, unpack=_unpack_int8, dtype=torch.int8),
     "int8_stochastic": Format(
         pack=_pack_int8, unpack=_unpack_int8, dtype=torch.int8, seeded=True
@@ -168,7 +183,7 @@ FORMATS: dict[str, Format] = {
         pack=_pack_sign, unpack=_unpack_sign, dtype=torch.uint8, per_code=8, block=0, lossy=False,
         signs=True,
     ),
-}  # fmt: skip
+})  # fmt: skip
 
 
 def split_name(name: str) -> tuple[str, str]:

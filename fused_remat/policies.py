@@ -216,18 +216,22 @@ def _written(save: Iterable[str] | Mapping[str, str]) -> frozenset[str]:
         if not isinstance(name, str) or not isinstance(stored, str):
             what = f"{name!r}: {stored!r}" if isinstance(save, Mapping) else repr(name)
             raise TypeError(f"Policy(save=...) takes names (str), got {what}")
-        base, written = split_name(name)
-        pairs.append((base, stored if written == NATIVE else written))
-        if pairs[-1][1] not in (NATIVE, *FORMATS):
-            raise ValueError(
-                f"unknown format {pairs[-1][1]!r} of {base!r}; valid formats: "
-                f"{', '.join((NATIVE, *FORMATS))}"
-            )
-    formats = dict(pairs)
+        base, colon, written = name.partition(":")
+        pairs += [(base, written)] if colon else []
+        pairs += [(base, stored)] if isinstance(save, Mapping) or not colon else []
+    formats: dict[str, str] = {}
     for base, stored in pairs:
-        if formats[base] != stored:
-            raise ValueError(f"{base!r} is named in two formats: {stored!r}, {formats[base]!r}")
+        _check_format(base, stored)
+        if formats.setdefault(base, stored) != stored:
+            raise ValueError(f"{base!r} is named in two formats: {formats[base]!r}, {stored!r}")
     return frozenset(n if stored == NATIVE else f"{n}:{stored}" for n, stored in formats.items())
+
+
+def _check_format(name: str, stored: str) -> None:
+    """Raises: ValueError if `stored`, the format of `name`, is none."""
+    if stored not in (NATIVE, *FORMATS):
+        valid = ", ".join((NATIVE, *FORMATS))
+        raise ValueError(f"unknown format {stored!r} of {name!r}; valid formats: {valid}")
 
 
 def kept_names(policy: str | Policy, block: str, valid: Iterable[str]) -> frozenset[str]:
@@ -251,6 +255,8 @@ def kept_names(policy: str | Policy, block: str, valid: Iterable[str]) -> frozen
         known = ", ".join(ALL_RUNGS)
         raise TypeError(f"policy must be a rung ({known}) or a Policy, got {policy!r}")
     valid = tuple(valid)
+    for name, stored in policy.formats.items():  # unpickled, it may name one that is not there
+        _check_format(name, stored)
     unknown = sorted(set(policy.formats).difference(valid))
     if unknown:
         raise ValueError(

@@ -179,7 +179,7 @@ def test_the_sets_of_the_encoder_that_no_other_beats() -> None:
     by_save = {kept.save: kept for kept in best}
     for rung in ("fast8", "balanced8"):
         kept = by_save[LOSSY_RUNGS[rung][graph.kind]]
-        assert (kept.products // rungs.D**2, kept.attentions) == {"fast8": (0, 0)}.get(rung, (6, 0))
+        assert (kept.products // rungs.D**2, kept.attentions) == {"fast8": (0, 0)}.get(rung, (2, 0))
     assert not any(
         all(a <= b for a, b in zip(other.cost, kept.cost, strict=True))
         for kept in best

@@ -408,6 +408,27 @@ def test_a_format_of_ones_own_is_a_row(monkeypatch):
     assert saved.total == B * S * (4 * D + 2 * 4 * D + 16)
 
 
+def test_a_row_is_not_replaced(monkeypatch):
+    with pytest.raises(ValueError, match="another format 'int8': give this one a new name"):
+        FORMATS["int8"] = FORMATS["sign"]
+    FORMATS["int8"] = FORMATS["int8"]
+    policy = Policy(save={"up": "int8"})
+    monkeypatch.delitem(FORMATS, "int8")
+    with pytest.raises(ValueError, match="unknown format 'int8' of 'up'; valid formats: native"):
+        encoder().policy = policy
+
+
+def test_segments_under_the_replay_check():
+    model = nn.Sequential(*[encoder(dropout=0.1) for _ in range(3)])
+    for layer, where in zip(model, ("first", "inner", "inner"), strict=True):
+        layer.policy = Policy(save={"up": "int8", "mid": "int8_stochastic"}, segment=where)
+    plain = step(model)
+    with check_replay():
+        checked = step(model)
+    for got, expected in zip(checked, plain, strict=True):
+        assert torch.equal(got, expected)
+
+
 def test_formats_that_do_not_hold_what_backward_asks_for():
     with pytest.raises(
         ValueError, match="'sign' keeps signs alone, for the input of a ReLU; 'act'"

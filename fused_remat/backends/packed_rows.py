@@ -66,6 +66,9 @@ def gated_bwd(
         mine = _rows(gate, first, last)
         made = backend.gated_bwd(dy[first:last], mine, part, act, None, owned, wants_up)
         for whole, rows in zip((dgate, dup), made, strict=True):
-            if whole is not None and rows is not None and not (whole is dy and owned):
-                whole[first:last].copy_(rows)
+            if whole is None or rows is None:
+                continue
+            target = whole[first:last]
+            if rows.data_ptr() != target.data_ptr():  # not written there already
+                target.copy_(rows)
     return dgate, dup

@@ -119,14 +119,19 @@ class GatedLinearAct(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearNorm(Node):
-    """A residual sum that ends a linear layer, and its norm; both are made."""
+    """A residual sum that ends a linear layer, and its norm; both are made, and the sum packed.
+
+    `pack`: by which it is packed; None if it is not.
+    """
 
     linear: Linear
     norm: Norm
+    pack: Pack | None
 
     @functools.cached_property
     def makes(self) -> tuple[str, ...]:
-        return (self.linear.name, self.name, *self.norm.stats)
+        packed = self.pack.makes if self.pack else ()
+        return (self.linear.name, *packed, self.name, *self.norm.stats)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -143,6 +148,8 @@ class LinearNorm(Node):
             norm.affine(f), norm.eps, out=norm.target(residual, out),
         )  # fmt: skip
         f.put(linear.name, total)
+        if self.pack is not None:
+            self.pack.forward(f)
         f.put(self.name, y)
         for stat, value in zip(norm.stats, stats, strict=True):
             f.put(stat, value)
@@ -263,10 +270,14 @@ def linear_norm(steps: Steps, fusions: Collection[str], held: Collection[str]) -
         source = _computes(steps, node.x)
         if source is None or not isinstance(source.node, Linear) or not source.node.residual:
             continue
-        if _users(steps, node.x)[1] is not step:
+        packing = _packs(steps, node.x)
+        pack = None if packing is None else packing.node
+        if [user for user in _users(steps, node.x) if user is not packing][1] is not step:
             continue  # somebody reads the sum before the norm does
-        new = LinearNorm(name=node.name, linear=source.node, norm=node)
-        return linear_norm(_replaced(steps, [source, step], new, ()), fusions, held)
+        assert pack is None or isinstance(pack, Pack)
+        new = LinearNorm(name=node.name, linear=source.node, norm=node, pack=pack)
+        old = [s for s in (source, packing, step) if s is not None]
+        return linear_norm(_replaced(steps, old, new, ()), fusions, held)
     return list(steps)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from poisoned import check_margin, keep_of, poisoned
 
-from fused_remat import FusedRematCausalLayer, FusedRematLayer, explain, formats, random
+from fused_remat import FusedRematCausalLayer, FusedRematLayer, Policy, explain, formats, random
 from fused_remat.backends.base import Packing
 from fused_remat.backends.triton import int8, pointwise, tables
 from fused_remat.backends.triton.backend import TritonBackend
@@ -308,3 +308,19 @@ def test_explain_says_what_is_packed_where(kind):
     assert steps["qkv:int8"] == "kernel pack_int8_fwd, int8"  # the product is ATen's
     assert steps["up:int8"] == "one kernel: product and activation" and "up" not in steps
     assert "up:int8" in next(s for s in block.backward if s.startswith("backward act from"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_a_packed_sum_is_made_by_the_same_kernel(norm_first, dtype):
+    """Whatever is packed: forward has the bits of what keeps nothing."""
+    made = []
+    torch.manual_seed(0)
+    block = FusedRematLayer(24, 2, 40, 0.0, norm_first=norm_first, batch_first=True, dtype=dtype)
+    block.backend = "triton"
+    x = torch.randn(2, 7, 24).to(dtype)
+    names = [name for name in block._example().names if name != "output"]
+    for policy in ("full", Policy(save=dict.fromkeys(names, "int8"))):
+        block.policy = policy
+        made.append(block(x.clone().requires_grad_()).detach())
+    assert torch.equal(*made)

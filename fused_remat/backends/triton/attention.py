@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_remat.backends.base import AttentionCall, LoadedHeads
+from fused_remat.backends.triton import int8
 from fused_remat.backends.triton.attention_masks import Problem, lists, prepare
 from fused_remat.backends.triton.launch import INTERPRETED, Launch, Target, cdiv, power_of_2
 from fused_remat.backends.triton.tables import (
@@ -56,7 +57,7 @@ def reads(x: LoadedHeads) -> bool:
     if isinstance(x, Tensor):
         return True
     whole_blocks = x.width in (BLOCK, 2 * BLOCK) and x.first % BLOCK == 0
-    return x.whole.parts[0].dtype == torch.int8 and whole_blocks
+    return int8.has_kernel(x.whole) and whole_blocks
 
 
 def _heads_in_place(x: Tensor) -> Tensor:
