@@ -13,8 +13,8 @@ so a value that is not 0 keeps its sign (ReLU's derivative is exact) and 0 stays
 floor(|x| / step + 1.5 - OFFSET), the nearest level; rounded stochastically
 1 + floor(max(|x| / step - OFFSET, 0) + u), u uniform in [0, 1), whose mean is x wherever
 |x| >= OFFSET * step. What is unpacked is rounded to the activation's dtype, as anything is: the
-mean is right to within that rounding, and in float16 the smallest level of a block of subnormal numbers
-may become 0. A block that has a NaN or an infinity is NaN; one whose largest magnitude is
+mean is right to within that rounding, and in float16 the smallest level of a block of subnormal
+numbers may become 0. A block that has a NaN or an infinity is NaN; one whose largest magnitude is
 below TINY is 0. Source: absmax blocks as in Dettmers et al. 2022 (arXiv 2110.02861), with the
 levels shifted by OFFSET.
 """

@@ -169,7 +169,7 @@ def test_report_of_a_shape(capsys):
     assert {"input", "attn", "qkv"} <= {a.name for a in found.layers[0].activations}
     status, text, _ = said(capsys, *arguments, "--policy", "names:attn,qkv:int8")
     assert status == 0 and "FusedRematLayer {attn, qkv:int8}" in text
-    assert "qkv:int8 8×3072 int8" in text and "qkv:int8.scale 8×24 float32" in text
+    assert "qkv:int8 8×3072 int8" in text and "qkv:int8.scale 8×48 float32" in text
     status, text, _ = said(capsys, *arguments, "--policy", "fast8")
     assert status == 0 and "FusedRematLayer fast8" in text
     _, text, _ = said(capsys, *arguments, "--stock")
@@ -232,7 +232,7 @@ def test_an_unknown_policy_lists_the_rungs(capsys):
     with pytest.raises(SystemExit):
         main(["report", "gpt2", "--policy", "names:attn,qkv:int4"])
     assert "unknown format 'int4' of 'qkv'; valid formats: native" in capsys.readouterr().err
-    for text in ("fast8, balanced8", "names:attn,qkv:int8", "formats: int8"):
+    for text in ("balanced8, fast8", "names:attn,qkv:int8", "formats: int8"):
         assert text in " ".join(help_of("report", capsys).split())
 
 

@@ -7,6 +7,7 @@ from report_models import TOKENS, B, D, H, LanguageModel, S, data, encoder, ids,
 from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, convert, memory_report
+from fused_remat.formats import BLOCK
 from fused_remat.memory import AllocationTrace, measure_allocations
 from fused_remat.ops import encoder_block
 from fused_remat.policies import LOSSY_RUNGS
@@ -61,7 +62,7 @@ def test_a_format_is_a_line_and_its_scales_another(tokens, monkeypatch):
     (layer,) = report.layers
     assert layer.kept_bytes == layer.predicted_bytes == saved_bytes(model, x)
     found = {a.name: (a.dtype, a.bytes) for a in layer.activations}
-    blocks = {"up": -(-4 * D // 128), "qkv": -(-3 * D // 128)}
+    blocks = {"up": -(-4 * D // BLOCK), "qkv": -(-3 * D // BLOCK)}
     assert found["up:int8"] == ("int8", TOKENS * 4 * D)
     assert found["up:int8.scale"] == ("float32", TOKENS * blocks["up"] * 4)
     assert found["qkv:fp8_e4m3"] == ("float8_e4m3fn", TOKENS * 3 * D)

@@ -126,7 +126,7 @@ def packing_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
         ("gated_bwd silu", pointwise.gated_bwd(x, packed, packed, "silu", keep, x, z)),
         ("gated_bwd silu gate", pointwise.gated_bwd(x, packed, y, "silu", keep, x, z)),
     ):
-        yield Case(f"{name} dropout packed", launch, True, False)
+        yield Case(f"{name} dropout int8", launch, True, False)
 
 
 def mixed_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
@@ -247,9 +247,9 @@ class _Products:
                 x, up, bias, None, keep, "gelu", pre, y, at, None, tile, _codes(y, stored)
             )
             for name, keep, pre, stored in (
-                ("act packed", None, None, "int8"),
-                ("gelu dropout packed stochastic", self.keep, None, "int8_stochastic"),
-                ("gelu dropout pre packed", self.keep, self.pre, "int8"),
+                ("act int8", None, None, "int8"),
+                ("gelu dropout int8 stochastic", self.keep, None, "int8_stochastic"),
+                ("gelu dropout pre int8", self.keep, self.pre, "int8"),
             )
             if tile.block_n % BLOCK == 0
         }
@@ -272,8 +272,8 @@ class _Products:
                 packed=(_codes(self.y, stored), _codes(self.y, stored)),
             )
             for name, keep, stored in (
-                ("silu packed", None, "int8"),
-                ("silu dropout packed stochastic", self.keep, "int8_stochastic"),
+                ("silu int8", None, "int8"),
+                ("silu dropout int8 stochastic", self.keep, "int8_stochastic"),
             )
         }  # fmt: skip
 
