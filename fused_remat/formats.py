@@ -45,7 +45,7 @@ TINY = 1e-30
 _FP8_MAX, _FP8_LEAST = 448.0, 2.0**-9
 
 # Elements that are packed or unpacked at a time: temporaries stay in a CPU's cache.
-_CACHED, _DEVICE = 1 << 16, 1 << 24
+_CACHED, _DEVICE = 1 << 18, 1 << 24
 
 #: The codes, and the scales if the format has blocks.
 Parts = tuple[Tensor, ...]
@@ -115,11 +115,13 @@ def _pack_int8(x: Tensor, uniform: Tensor | None) -> Parts:
     step, inverse = _scales(blocks, LEVELS)
     sign = blocks.sign()
     if uniform is None:
-        level = (blocks * inverse).add_(sign, alpha=1.5 - OFFSET)  # rounded towards 0 below
+        level = (blocks * inverse).add_(sign, alpha=1.5 - OFFSET)  # to 127.5; cut off below
     else:
         level = (blocks * inverse).abs_().sub_(OFFSET).clamp_(min=0.0)
-        level = level.add_(_blocks(uniform)).floor_().add_(1.0).mul_(sign)
-    codes = level.nan_to_num_(0.0).clamp_(-127.0, 127.0).to(torch.int8)
+        level = level.add_(_blocks(uniform)).floor_().add_(1.0).clamp_(max=127.0).mul_(sign)
+    if level.device.type != "cpu" or not step.isfinite().all():  # no device is waited for
+        level = level.nan_to_num_(0.0)
+    codes = level.to(torch.int8)
     return codes.flatten(1)[:, : x.shape[1]], step.squeeze(-1)
 
 

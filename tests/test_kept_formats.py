@@ -17,6 +17,7 @@ from fused_remat import (
     Policy,
     autograd,
     check_replay,
+    formats,
     ops,
 )
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
@@ -238,6 +239,7 @@ def test_a_rungs_bytes():
 def test_nothing_is_unpacked_whole_for_an_activation(monkeypatch):
     """Backward of the MLP from int8 takes no more than from what is kept as it is."""
     monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", 4096)
+    monkeypatch.setattr(formats, "_CACHED", 1 << 14)
     x = torch.randn(4, 512, D, requires_grad=True)
 
     def peak(policy):
