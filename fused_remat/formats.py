@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -162,16 +163,25 @@ def _unpack_sign(parts: Parts, width: int) -> Tensor:
 
 
 class _Rows(dict[str, Format]):
-    """A table whose rows cannot be replaced: graphs that name them are cached, and compiled."""
+    """A table whose rows cannot be replaced: graphs that name them are cached, and compiled.
+
+    Rows are set one by one.
+    """
 
     def __init__(self, rows: dict[str, Format]) -> None:
         super().__init__(rows)
         self._known = dict(rows)
 
     def __setitem__(self, name: str, row: Format) -> None:
+        if not name or ":" in name or name == NATIVE:
+            raise ValueError(f"a format's name is not empty, {NATIVE!r} or with a colon: {name!r}")
         if self._known.setdefault(name, row) != row:
             raise ValueError(f"there is, or was, another format {name!r}: give this one a new name")
         super().__setitem__(name, row)
+
+    def update(self, *others: Any, **rows: Format) -> None:
+        for name, row in dict(*others, **rows).items():
+            self[name] = row
 
 
 #: name -> format. A new one is a row; the names are those of `Policy(save={name: format})`.
@@ -228,8 +238,14 @@ def pack(x: Tensor, stored: str, uniform: Uniform | None = None) -> Parts:
         drawn = None
         if row.seeded and uniform is not None:
             drawn = uniform.of_rows(first, last - first).tensor()
-        for whole, made in zip(parts, row.pack(x[first:last], drawn), strict=True):
-            whole[first:last].copy_(made)
+        made = row.pack(x[first:last], drawn)
+        if not isinstance(made, tuple) or len(made) != len(parts):
+            raise ValueError(
+                f"the format {stored!r} has block={row.block}: its pack must return a tuple of "
+                f"{'codes and scales' if row.block else 'codes alone'}"
+            )
+        for whole, part in zip(parts, made, strict=True):
+            whole[first:last].copy_(part)
     return parts
 
 

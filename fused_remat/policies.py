@@ -215,7 +215,8 @@ def _written(save: Iterable[str] | Mapping[str, str]) -> frozenset[str]:
         stored = save[name] if isinstance(save, Mapping) else NATIVE
         if not isinstance(name, str) or not isinstance(stored, str):
             what = f"{name!r}: {stored!r}" if isinstance(save, Mapping) else repr(name)
-            raise TypeError(f"Policy(save=...) takes names (str), got {what}")
+            takes = "names and formats" if isinstance(save, Mapping) else "names"
+            raise TypeError(f"Policy(save=...) takes {takes} (str), got {what}")
         base, colon, written = name.partition(":")
         pairs += [(base, written)] if colon else []
         pairs += [(base, stored)] if isinstance(save, Mapping) or not colon else []

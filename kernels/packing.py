@@ -151,7 +151,7 @@ def pack_int8_fwd_kernel(
 
     Shapes: x (M, N) of any float dtype, codes (M, N) int8, step (M, cdiv(N, BLOCK)) float32.
         BLOCK_N is BLOCK. Grid: (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),).
-    Units: bytes moved = M·N elements and 1.03·M·N.
+    Units: bytes moved = M·N elements and 1.0625·M·N.
     """
     blocks_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
@@ -183,7 +183,7 @@ def unpack_int8_fwd_kernel(
 
     Shapes: codes (M, N) int8, step (M, cdiv(N, BLOCK)) float32, y (M, N) of any float dtype.
         BLOCK_N is BLOCK. Grid: (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),).
-    Units: bytes moved = M·N elements and 1.03·M·N.
+    Units: bytes moved = M·N elements and 1.0625·M·N.
     """
     blocks_n = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)

@@ -63,9 +63,9 @@ def test_steps_that_pack_and_unpack_are_said():
     assert (
         "backward attn from qkv:int8 (ATen's flash kernel for CPUs; heads unpacked first)" in text
     )
+    assert "backward act from up:int8 (pointwise, eager, from int8 a few rows at a time)" in text
     text = str(explain(layer(policy=Policy(save={"qkv": "int8"})), X))
     assert "rebuild qkv from qkv:int8 (int8 unpacked whole, eager, a few rows at a time)" in text
-    assert "backward act from up:int8 (pointwise, eager, from int8 a few rows at a time)" in text
 
 
 def test_a_fallback_gives_its_reason():

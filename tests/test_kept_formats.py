@@ -410,9 +410,20 @@ def test_a_format_of_ones_own_is_a_row(monkeypatch):
     assert saved.total == B * S * (4 * D + 2 * 4 * D + 16)
 
 
+def test_a_row_that_does_not_fit_is_told(monkeypatch):
+    one = lambda x, uniform: x.half()  # noqa: E731
+    row = Format(pack=one, unpack=lambda parts, width: parts[0], dtype=torch.float16)
+    monkeypatch.setitem(FORMATS, "one part", row)
+    with pytest.raises(ValueError, match="'one part' has block=64: its pack must return a tuple"):
+        encoder(Policy(save={"up": "one part"}))(source())
+    for name in ("", "native", "a:b"):
+        with pytest.raises(ValueError, match="a format's name is not empty"):
+            FORMATS[name] = row
+
+
 def test_a_row_is_not_replaced(monkeypatch):
     with pytest.raises(ValueError, match="another format 'int8': give this one a new name"):
-        FORMATS["int8"] = FORMATS["sign"]
+        FORMATS.update(int8=FORMATS["sign"])
     FORMATS["int8"] = FORMATS["int8"]
     policy = Policy(save={"up": "int8"})
     monkeypatch.delitem(FORMATS, "int8")

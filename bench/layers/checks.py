@@ -24,7 +24,7 @@ FLOORS = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 1e-5}
 GROSS = {"output": 0.1, "gradient": 0.5}
 #: What keeps 8 bits may be off by so many times what our layer that keeps all is, in bfloat16; in
 #: dtypes that round less than 8 bits do, by so much. Its output is that of any other rung.
-LOSSY_TIMES, LOSSY_FLOOR = 2.5, 2e-2
+LOSSY_TIMES, LOSSY_FLOOR = 2.5, 1.2e-2
 #: How far dropout may push an output, against how far it pushes the stock layer's: a few hundred
 #: elements are enough for that ratio to be well within these.
 SPREAD = (0.5, 2.0)

@@ -144,6 +144,6 @@ def _target(row: dict[str, Any], gpu: str) -> str:
     sizes = [way.get("kept_bytes") for way in found]
     time = times[0] / times[1]
     size = sizes[0] / sizes[1] if all(sizes) else None
-    met = time <= MOST_TIME and (size is None or size <= MOST_BYTES)
+    met = time <= MOST_TIME and size is not None and size <= MOST_BYTES
     shown = "-" if size is None else f"{size:.3f}×"
     return f"| {gpu} | {where} | {time:.3f}× | {shown} | {'yes' if met else 'no'} |"

@@ -476,8 +476,11 @@ class Backend(Protocol):
     def linear_route(self, x: Tensor, ends: bool = False) -> str:
         """As `attention_route`, for a linear layer; `ends`: with dropout or a residual."""
 
-    def pointwise_route(self, x: Loaded, act: str = "") -> str:
-        """As `attention_route`, for a pointwise step, an activation if `act` names one."""
+    def pointwise_route(self, x: Loaded, act: str = "", *beside: Loaded) -> str:
+        """As `attention_route`, for a pointwise step, an activation if `act` names one.
+
+        `beside`: what else it loads packed.
+        """
 
     def packing_route(self, x: Loaded, stored: str) -> str:
         """As `attention_route`, for packing x, or unpacking it where it is packed."""
@@ -488,8 +491,10 @@ class Backend(Protocol):
     def cross_entropy_route(self, x: Tensor) -> str:
         """As `attention_route`, for a cross-entropy over a product of x."""
 
-    def fused_route(self, fusion: str, x: Tensor) -> str:
+    def fused_route(self, fusion: str, x: Tensor, *stored: str) -> str:
         """As `attention_route`, for a row of `blocks.fusions.FUSIONS`.
+
+        `stored`: the formats in which it packs what it makes.
 
         Of "linear_norm", x is the residual; of others, their input.
         """

@@ -281,7 +281,7 @@ class EagerBackend(Unfused):
     def norm_route(self, kind: str, x: Tensor) -> str:
         return "ATen's native_layer_norm" if kind == "layer_norm" else "ATen, pointwise and mean"
 
-    def pointwise_route(self, x: Loaded, act: str = "") -> str:
+    def pointwise_route(self, x: Loaded, act: str = "", *beside: Loaded) -> str:
         packed = f", from {x.stored} a few rows at a time" if isinstance(x, Packed) else ""
         return f"pointwise, eager{packed}"
 

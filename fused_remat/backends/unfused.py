@@ -100,5 +100,5 @@ class Unfused:
         assert dgate is not None and dup is not None
         return y, dgate, dup
 
-    def fused_route(self: Backend, fusion: str, x: Tensor) -> str:
+    def fused_route(self: Backend, fusion: str, x: Tensor, *stored: str) -> str:
         return "step by step"

@@ -58,7 +58,8 @@ class LinearAct(Node):
         return (*self.linear.reads, *self.act.masks)
 
     def route(self, f: Frame) -> str:
-        return f.backend.fused_route("linear_act", f[self.linear.x])
+        stored = () if self.pack is None else (self.pack.stored,)
+        return f.backend.fused_route("linear_act", f[self.linear.x], *stored)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         linear, act, pack = self.linear, self.act, self.pack
@@ -99,7 +100,8 @@ class GatedLinearAct(Node):
         return (*self.gate.reads, *self.act.masks)
 
     def route(self, f: Frame) -> str:
-        return f.backend.fused_route("linear_act", f[self.gate.x])
+        stored = [pack.stored for pack in self.packed if pack is not None]
+        return f.backend.fused_route("linear_act", f[self.gate.x], *stored)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         gate, up, act = self.gate, self.up, self.act
@@ -138,7 +140,11 @@ class LinearNorm(Node):
         return self.linear.reads
 
     def route(self, f: Frame) -> str:
-        return f.backend.fused_route("linear_norm", f[self.linear.residual])
+        residual = f[self.linear.residual]
+        route = f.backend.fused_route("linear_norm", residual)
+        if self.pack is None:
+            return route
+        return f"{route}; then {f.backend.packing_route(residual, self.pack.stored)}"
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         linear, norm = self.linear, self.norm

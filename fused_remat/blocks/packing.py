@@ -175,8 +175,8 @@ class _Loads(Node):
         return tuple([part for name in names for part in packs.get(name, (name,))])
 
     def backward_route(self, f: Frame) -> str:
-        act = getattr(self, "act", "")
-        return f.backend.pointwise_route(self.pack[0].sample(f), act)
+        first, *others = [pack.sample(f) for pack in self.pack]
+        return f.backend.pointwise_route(first, getattr(self, "act", ""), *others)
 
     def load(self, f: Frame, name: str) -> Loaded:
         for pack in self.pack:

@@ -1,10 +1,10 @@
 """The options of a call: which sets of names are worth keeping, and what each takes and costs.
 
 Of lossy formats, only "int8", and only of names that nobody but attention and activations reads in
-backward (`packable`): those that the lossy rungs pack, so that a plan's gradients are as good as
-theirs. What a weight gradient or a norm reads, and the residual stream, stay as they are; so does
-what attention gives. `sign`, which is exact, is not searched: beside the activation itself it saves
-a pointwise pass, and is the larger choice for it.
+backward (`packable`): those that the lossy rungs pack. What a weight gradient or a norm reads, and
+the residual stream, are neither packed nor rebuilt from what is (`_isolated`): heads are packed
+only beside attention's result. `sign`, which is exact, is not searched: beside the activation
+itself it saves a pointwise pass, and is the larger choice for it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def options_of(
         exact = [_costed(example, costs, save) for save in sets]
         found = _undominated(exact)
         if lossy:
-            packed = _effective(example, _packed(example, exact, names))
-            more = [_costed(example, costs, save) for save in packed]
+            packed = [s for s in _packed(example, exact, names) if _isolated(example, s)]
+            more = [_not_faster(example, costs, save) for save in _effective(example, packed)]
             found = list(dict.fromkeys(found + _undominated(exact + more)))
     else:
         named = [kept_names(p, graph.kind, names) for p in policies]
@@ -103,6 +103,8 @@ def _subsets(graph: Graph, names: tuple[str, ...], example: Example) -> Iterable
 def packable(graph: Graph) -> frozenset[str]:
     """The names that only attention, heads' norms and activations read in backward.
 
+    Of a block with a lossy rung, those that the rung packs.
+
     >>> from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
     >>> config = EncoderConfig(True, nhead=4, head_dim=16, activation="gelu", eps1=1e-5, eps2=1e-5)
     >>> sorted(packable(encoder_graph(config)))
@@ -114,7 +116,28 @@ def packable(graph: Graph) -> frozenset[str]:
         inside = node.per_sequence or isinstance(node, Pointwise | Gated | Custom | Rotary)
         (found if inside else others).update(node.asks({*node.inputs, *node.params}))
         others.update({node.name} if node.per_sequence else ())
+    rung = LOSSY_RUNGS["fast8"].get(graph.kind)
+    if rung is not None:
+        found &= {split_name(name)[0] for name in rung}
     return frozenset(found - others) & frozenset(graph.names)
+
+
+def _isolated(example: Example, save: frozenset[str]) -> bool:
+    """Whether nothing is rebuilt from packed names but what only activations and attention read."""
+    graph = example.call.graph
+    plan = programs(in_formats(graph, save), save, example.call.wants, tiled=False)
+    pointwise = {n.name for n in graph.nodes if isinstance(n, Pointwise | Gated | Custom | Rotary)}
+    return plan.inexact <= pointwise | {split_name(name)[0] for name in save}
+
+
+def _not_faster(example: Example, costs: Costs, save: frozenset[str]) -> Option:
+    """Of a set with packed names: it takes longer than the same names as they are.
+
+    A timing that says otherwise is noise, and would choose to round where there is no need to.
+    """
+    option = _costed(example, costs, save)
+    native = _costed(example, costs, frozenset(split_name(name)[0] for name in save))
+    return dataclasses.replace(option, seconds=max(option.seconds, native.seconds * (1 + 1e-3)))
 
 
 def _packed(

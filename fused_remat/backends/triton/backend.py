@@ -533,14 +533,16 @@ class TritonBackend(EagerBackend):
         aten = super().attention_route(q, v, call)
         return aten if why_not is None else f"{aten}; not the kernels here: {why_not}"
 
-    def pointwise_route(self, x: Loaded, act: str = "") -> str:
+    def pointwise_route(self, x: Loaded, act: str = "", *beside: Loaded) -> str:
         if act and not _has_pair(act):
             return f"pointwise, ATen: {act} has no row in backends/triton/pointwise.PAIRS"
         if not isinstance(x, Packed):
             return "pointwise kernel"
-        if not int8.has_kernel(x):
-            return f"pointwise, ATen, from {x.stored}: no kernel for that format"
-        return f"pointwise kernel, from {x.stored}"
+        packed = [y.stored for y in (x, *beside) if isinstance(y, Packed)]
+        formats = " and ".join(dict.fromkeys(packed))
+        if not int8.has_kernel(x, *beside):
+            return f"pointwise, ATen, from {formats}: no kernel for that format"
+        return f"pointwise kernel, from {formats}"
 
     def rotary_route(self, x: Tensor, call: RotaryCall) -> str:
         if not rotary.serves(x, call):
@@ -554,9 +556,11 @@ class TritonBackend(EagerBackend):
             return "kernel linear_fwd, dropout and residual in its end"
         return "ATen's addmm, then kernel dropout_add_fwd"
 
-    def fused_route(self, fusion: str, x: Tensor) -> str:
+    def fused_route(self, fusion: str, x: Tensor, *stored: str) -> str:
         if fusion == "linear_act":
-            return "one kernel: product and activation"
+            late = [name for name in stored if name not in int8.KERNELS]
+            then = f"; then packed by ATen: no kernel for {late[0]}" if late else ""
+            return f"one kernel: product and activation{then}"
         if fusion == "linear_norm":
             if x.shape[1] > norms.FWD_WIDTH:
                 return "ATen's addmm, then kernels dropout_add_fwd and norm_wide_fwd: a wide row"

@@ -115,7 +115,7 @@ def _parts(tile: Tile, *packed: Codes | None) -> tuple[Tile, dict[str, Any]]:
     """
     if all(codes is None for codes in packed):
         return tile, {"PARTS": tile.parts, "IN_BLOCK": 1}
-    tile = replace(tile, parts=max(2 * tile.parts, tile.block_n // BLOCK))
+    tile = replace(tile, parts=min(8, max(2 * tile.parts, tile.block_n // BLOCK)))
     return tile, {"PARTS": tile.parts, "IN_BLOCK": BLOCK * tile.parts // tile.block_n}
 
 
