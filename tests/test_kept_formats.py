@@ -7,6 +7,7 @@ import pytest
 import torch
 from reference import randomize, run
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from bench.formats.errors import SCALES, SHAPES, errors, names_of
@@ -408,6 +409,17 @@ def test_a_format_of_ones_own_is_a_row(monkeypatch):
     with SavedBytes(exclude=layer.parameters()) as saved:
         layer(source().requires_grad_())
     assert saved.total == B * S * (4 * D + 2 * 4 * D + 16)
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_fake_tensors(stored):
+    """Nothing depends on values that are not there."""
+    with FakeTensorMode():
+        x, up = (torch.randn(n, D, requires_grad=True) for n in (6, 2 * D))
+        policy = Policy(save={"act": "native", "up": stored})
+        y = ops.mlp(x, up, None, torch.randn(D, 2 * D), None, activation="relu", policy=policy)
+        y.sum().backward()
+        assert x.grad.shape == x.shape
 
 
 def test_a_row_that_does_not_fit_is_told(monkeypatch):
