@@ -34,8 +34,8 @@ from fused_remat.random import Uniform
 #: What a name is stored in if nothing else is said: as it is.
 NATIVE = "native"
 
-#: Elements of a row that share a scale, which takes a sixteenth of their codes' bytes. With 128,
-#: the gradient of a key's bias was off by over 2.5 times bf16's own error.
+#: Elements of a row that share a scale, which takes a sixteenth of their codes' bytes. In a
+#: trial with 128 the gradient of a key's bias was off by over 2.5 times bf16's own error.
 BLOCK = 64
 #: The smallest level, in steps, and the largest.
 OFFSET = 0.0625

@@ -111,6 +111,7 @@ def test_the_forward_is_that_of_every_policy(which, tokens, monkeypatch):
             made = step(layer, None, *args)
             assert torch.equal(made[0], exact[0]), policy
             biggest = max(e.norm() for e in exact[1:])
+            # A step is 1/126 of a block; with fp8 in every name, sixteenths add up.
             limit = 3e-2 if isinstance(policy, str) else 0.5
             for got, truth in zip(made[1:], exact[1:], strict=True):
                 assert (got - truth).norm() <= limit * max(truth.norm(), 1e-2 * biggest), policy
@@ -389,7 +390,7 @@ def test_stochastic_rounding_draws_a_seed_and_dropout_stays_the_same():
     again = run(layer, source(), torch.ones(B, S, D))
     torch.manual_seed(7)
     other = run(layer, source(), torch.ones(B, S, D))
-    assert not torch.equal(again[-5], other[-5]) or not torch.equal(again[1], other[1])
+    assert not torch.equal(again[1], other[1])
 
 
 # --- the registry, and what is refused

@@ -40,12 +40,15 @@ def packing(stored, rows, width, row0=2**32 - 3):
 
 
 def parts_of(x, how):
-    """What `formats.pack` gives on a CPU: ATen's division by a number rounds twice on CUDA."""
+    """What `formats.pack` gives, on a CPU as on the device."""
+    on_device = formats.pack(x, how.stored, how.uniform)
     uniform = how.uniform
     if uniform is not None:
         key = uniform.site_key.cpu()
         uniform = random.Uniform(key, uniform.row0, uniform.rows, uniform.width)
-    return tuple(part.to(DEVICE) for part in formats.pack(x.cpu(), how.stored, uniform))
+    on_cpu = tuple(part.to(DEVICE) for part in formats.pack(x.cpu(), how.stored, uniform))
+    check_parts(on_device, on_cpu)
+    return on_cpu
 
 
 def check_parts(found, exact):
