@@ -158,7 +158,7 @@ class CrossEntropyCall:
 
 @dataclass(eq=False, slots=True)
 class PackedHeads:
-    """LoadedHeads (B, H, S, E) of a packed matrix (B*S, W): columns from `first` on, side by side.
+    """Heads (B, H, S, E) of a packed matrix (B*S, W): columns from `first` on, side by side.
 
     Attributes:
         whole: the matrix.
@@ -202,7 +202,7 @@ class PackedHeads:
         return heads
 
 
-#: LoadedHeads as a routine is given them that unpacks what it reads.
+#: Heads as a routine is given them that unpacks what it reads.
 LoadedHeads = Tensor | PackedHeads
 
 

@@ -242,7 +242,7 @@ class EagerBackend(Unfused):
         eager_attention.backward(dattn, q, k, v, attn, lse, call, grads, widens(q))
 
     def _unpacked(self, *heads: LoadedHeads) -> tuple[Tensor, ...]:
-        """LoadedHeads in memory; what lies in one packed matrix, in one."""
+        """Heads in memory; what lies in one packed matrix, in one."""
         matrices: dict[int, Tensor] = {}
         found = []
         for x in heads:

@@ -82,7 +82,7 @@ def _strides(x: LoadedHeads, like: Tensor | None = None) -> Strides:
 
 
 def _elements(x: LoadedHeads) -> Tensor:
-    """LoadedHeads in memory, or the codes of packed ones."""
+    """Heads in memory, or the codes of packed ones."""
     return x if isinstance(x, Tensor) else x.of(x.whole.parts[0])
 
 
@@ -106,7 +106,7 @@ def _operands(
     by_key: tuple[LoadedHeads, ...],
     like: Tensor | None = None,
 ) -> tuple[list[Any], list[Strides], bool]:
-    """LoadedHeads as a kernel takes them, their strides, and whether they are tensor descriptors.
+    """Heads as a kernel takes them, their strides, and whether they are tensor descriptors.
 
     Packed ones are their codes, which are unpacked to the dtype of `like`.
     """
