@@ -21,6 +21,7 @@ COMMANDS = {
     "plan": "bench.plan.command",
     "profile": "bench.layers.profile_step",
     "report": "bench.report.command",
+    "scale": "bench.scale.command",
 }
 
 

@@ -2,6 +2,7 @@
 
 from fused_remat.check import ReplayError, check_replay
 from fused_remat.convert import convert, revert, set_policy
+from fused_remat.demand import defer_weight_gradients
 from fused_remat.explain import explain
 from fused_remat.layers import (
     FusedRematCausalLayer,
@@ -27,6 +28,7 @@ __all__ = [
     "calibrate",
     "check_replay",
     "convert",
+    "defer_weight_gradients",
     "explain",
     "fit",
     "memory_report",

@@ -90,15 +90,23 @@ def why_not_engine(layer: nn.Module) -> str | None:
         layer.__dict__[_UNDER_DDP] = True
     if layer.__dict__.get(_UNDER_DDP, False):
         return "it is called by DistributedDataParallel, which waits for gradients from autograd"
-    if is_sharded(layer):
-        return "FSDP manages its parameters, and reduces the gradients that autograd has"
+    who = sharded_by(layer)
+    if who is not None:
+        return f"{who} manages its parameters, and reduces the gradients that autograd has"
     return None
 
 
-def is_sharded(layer: nn.Module) -> bool:
-    """Whether FSDP manages parameters of `layer`."""
+def sharded_by(layer: nn.Module) -> str | None:
+    """Who manages parameters of `layer`, that are there only around its own forward and backward.
+
+    >>> sharded_by(nn.Linear(2, 2)) is None
+    True
+    """
     # Both FSDPs mark, for Dynamo, every module whose parameters they manage.
-    return any(getattr(module, "_is_fsdp_managed_module", False) for module in layer.modules())
+    if any(getattr(module, "_is_fsdp_managed_module", False) for module in layer.modules()):
+        return "FSDP"
+    # DeepSpeed numbers the parameters that it partitions.
+    return "ZeRO-3" if any(hasattr(p, "ds_id") for p in layer.parameters()) else None
 
 
 def refusal(target: str, reason: str) -> RuntimeError:

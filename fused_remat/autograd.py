@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint as _checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import (
@@ -19,16 +20,18 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from fused_remat import check, operators, random
+from fused_remat import check, demand, offload, operators, random
 from fused_remat.accumulation import Accumulation
 from fused_remat.backends.base import FusedRematWarning
-from fused_remat.blocks.frame import Prepared
+from fused_remat.blocks.frame import Prepared, Product
 from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.reread import check_unchanged
 from fused_remat.calls import BlockCall, Functions, backward_block, forward_block
-from fused_remat.policies import Policy, kept_names
+from fused_remat.collectives import in_context_parallel
+from fused_remat.policies import Policy, kept_names, offload_of
 from fused_remat.segments import Replayed, Segment, begin, input_of, segment_of
+from fused_remat.shards import is_dtensor
 
 _functorch = torch._C._functorch
 
@@ -41,6 +44,7 @@ class Invocation(NamedTuple):
         tensors, output: of the call.
         kept: what is kept besides `tensors` and `output`, piece by piece.
         saves: whether each of `tensors` is kept.
+        offloaded: by name, what is kept on the host of what is kept.
     """
 
     call: BlockCall
@@ -49,6 +53,7 @@ class Invocation(NamedTuple):
     output: Tensor
     kept: Sequence[Tensor]
     saves: Sequence[bool]
+    offloaded: Sequence[tuple[str, Tensor]]
     functions: Functions
 
 
@@ -78,17 +83,22 @@ class FusedRematBlock(torch.autograd.Function):
         if record is not None:
             record.note_output(out)
         ctx.call, ctx.prepared, ctx.functions, ctx.record = call, prepared, functions, record
-        ctx.segment = segment
+        ctx.segment, ctx.deferred = segment, None
         ctx.set_materialize_grads(False)
         saves: Sequence[bool] = prepared.rereads
         if segment is not None:  # all that running it again takes
             segment.note_output(out)
             saves = (segment.input_kept, *(True for _ in tensors[1:]))
-        for observe in OBSERVERS:
-            observe(Invocation(call, prepared, tensors, out, kept, saves, functions))
         saved = [t if save else None for t, save in zip(tensors, saves, strict=True)]
         ctx.dtypes = [t if t is None else t.dtype for t in (tensors if segment else saved)]
-        ctx.save_for_backward(*saved, out if prepared.plan.keeps_output else None, *kept)
+        saved += [out if prepared.plan.keeps_output else None, *kept]
+        ctx.offloaded = None
+        moved: Sequence[tuple[str, Tensor]] = ()
+        if call.offload:
+            saved, moved = _offload(ctx, saved)
+        for observe in OBSERVERS:
+            observe(Invocation(call, prepared, tensors, out, kept, saves, moved, functions))
+        ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
@@ -102,11 +112,32 @@ class FusedRematBlock(torch.autograd.Function):
         return _backward(ctx, dy)
 
 
+def _offload(
+    ctx: Any, saves: list[Tensor | None]
+) -> tuple[list[Tensor | None], list[tuple[str, Tensor]]]:
+    """What to save instead of `saves`, and what of it is on the host, by name."""
+    graph = ctx.call.graph
+    names = [*graph.tensors, "output", *(name for name, _ in ctx.prepared.pieces())]
+    callers = {*graph.inputs, "output"}
+    ctx.offloaded, saves = offload.move(ctx, ctx.call.offload, names, saves, callers)
+    places = () if ctx.offloaded is None else ctx.offloaded.places
+    return saves, [(names[place], t) for place in places if (t := saves[place]) is not None]
+
+
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    wants, keeps_graph = demand.asked(ctx), _keeps_graph()
+    deferred: demand.Deferred | None = ctx.deferred  # read once: other threads may take it
+    if deferred is not None and deferred.serves(dy, wants) and not torch.is_grad_enabled():
+        grads = _deferred(ctx, deferred, wants)
+        if not keeps_graph:
+            ctx.deferred = ctx.record = None
+        return (None, None, None, None, *grads)
     segment: Segment | None = ctx.segment
     again = None if segment is None else segment.now()
     # Read once: each access unpacks everything again.
     saved = ctx.saved_tensors if again is None else again.saved
+    if ctx.offloaded is not None and again is None:
+        saved = ctx.offloaded.returned(saved)
     if segment is not None and not segment.input_kept:
         saved = (input_of(ctx) if again is None else again.input, *saved[1:])
     check_unchanged(ctx.call.graph.tensors, ctx.prepared.given, ctx.dtypes, saved, dy)
@@ -114,18 +145,32 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         _replay(ctx, saved)
     if torch.is_grad_enabled():
         with torch.no_grad():
-            grads = _grads(ctx, saved, dy, again, creates_graph=True)
+            grads = _grads(ctx, saved, dy, wants, again, creates_graph=True)
         grads = _not_differentiable(grads)
     else:
-        grads = _grads(ctx, saved, dy, again)
-    if ctx.record is not None and not _keeps_graph():
-        ctx.record = None  # the check's copies go with what autograd saved
+        defers = demand.ON and keeps_graph and demand.asks_inputs(ctx.call, wants)
+        defers = defers and not dy.is_inference()  # which has no version to know it by
+        grads = _grads(ctx, saved, dy, wants, again, later=[] if defers else None)
+    if not keeps_graph:  # copies and factors go with what autograd saved
+        ctx.record = ctx.deferred = None
     if segment is not None:
         segment.replayed = None
     return (None, None, None, None, *grads)
 
 
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+def _warn_of_split(target: str) -> None:
+    """Of zero-bubble schedules, whose weights' passes hand gradients to the schedule."""
+    if target == "main_grad":
+        warnings.warn(
+            "fused_remat: a backward pass asks a block for gradients of weights alone, as "
+            "zero-bubble schedules do; they are returned, and not added to main_grad: use 1F1B "
+            'with accumulate_into="main_grad"',
+            FusedRematWarning,
+            stacklevel=2,
+        )
 
 
 def _replay(ctx: Any, saved: Sequence[Tensor | None]) -> None:
@@ -142,14 +187,19 @@ def _grads(
     ctx: Any,
     saved: Sequence[Tensor | None],
     dy: Tensor,
+    wants: frozenset[str],
     again: Replayed | None,
     creates_graph: bool = False,
+    later: list[Product] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of every tensor, which autograd casts to their dtypes; batched if `dy` is."""
+    """Gradients of `wants`, None for others; autograd casts them to the tensors' dtypes.
+
+    They are batched if `dy` is. Those of weights are deferred to `later`, if given.
+    """
     unbatched, rebatch = _batching(dy)
     if rebatch is not None:
         results = zip(
-            *(_grads(ctx, saved, one, again, creates_graph) for one in unbatched.unbind()),
+            *(_grads(ctx, saved, one, wants, again, creates_graph) for one in unbatched.unbind()),
             strict=True,
         )
         return [None if g[0] is None else rebatch(torch.stack(g)) for g in results]
@@ -159,23 +209,48 @@ def _grads(
     tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
     if again is not None:
         call, prepared, out, kept = again.call, again.prepared, again.output, again.kept
+    if later is not None:
+        runs = demand.with_weights(call, wants)
+        call, prepared, kept = demand.narrowed(call, prepared, kept, runs, overwrites=False)
+    elif len(wants) < len(call.wants):
+        call, prepared, kept = demand.narrowed(call, prepared, kept, wants)
     watch = None if ctx.record is None else ctx.record.compare
-    into = None if call.accumulation is None else _buffers(ctx, creates_graph)
+    into = None if call.accumulation is None else _buffers(ctx, wants, creates_graph)
     functions = ctx.functions
-    grads = backward_block(call, prepared, tensors, out, kept, dy, functions, watch, into)  # type: ignore[arg-type]
-    for i, name in enumerate(call.graph.tensors):
-        if grads[i] is None and name in call.wants and (into is None or name not in into):
-            grads[i] = dy.new_zeros(prepared.given[i])  # type: ignore[arg-type]
-    return grads  # zeros: of an empty input, or without influence
+    grads = backward_block(call, prepared, tensors, out, kept, dy, functions, watch, into, later)  # type: ignore[arg-type]
+    if later is not None:
+        ctx.deferred = demand.Deferred.of(dy, call, wants, later, grads)
+    return _with_zeros(ctx, dy, grads, wants, into or ())
 
 
-def _buffers(ctx: Any, creates_graph: bool) -> dict[str, Tensor]:
+def _with_zeros(
+    ctx: Any, dy: Tensor, grads: list[Tensor | None], wants: frozenset[str], into: Collection[str]
+) -> list[Tensor | None]:
+    """`grads`, with zeros for those of `wants` of empty inputs and of what has no influence."""
+    for i, name in enumerate(ctx.call.graph.tensors):
+        if grads[i] is None and name in wants and name not in into:
+            grads[i] = dy.new_zeros(ctx.prepared.given[i])
+    return grads
+
+
+def _deferred(ctx: Any, deferred: demand.Deferred, wants: frozenset[str]) -> list[Tensor | None]:
+    """Gradients of `wants`, weights of which an earlier pass has left the factors."""
+    into = None if ctx.call.accumulation is None else _buffers(ctx, wants)
+    found = deferred.give(ctx.prepared, wants, into)
+    grads = [found.get(name) for name in ctx.call.graph.tensors]
+    return _with_zeros(ctx, deferred.dy, grads, wants, into or ())
+
+
+def _buffers(ctx: Any, wants: frozenset[str], creates_graph: bool = False) -> dict[str, Tensor]:
     """What gradients are added to; the graph's edges lead to the parameters, so none is kept."""
     call: BlockCall = ctx.call
     given = zip(call.graph.tensors, ctx.prepared.given, strict=True)
     names = [name for name, shape in given if shape is not None]
     assert call.accumulation is not None
-    return call.accumulation.buffers(names, ctx.next_functions, creates_graph)
+    found = call.accumulation.buffers(names, ctx.next_functions, creates_graph)
+    if not found and demand.asks_weights(ctx.call, wants):
+        _warn_of_split(call.accumulation.target)
+    return found
 
 
 def _not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
@@ -276,6 +351,10 @@ def _run_block(
     given = [tensors.get(name) for name in graph.tensors]
     x = given[0]
     assert x is not None
+    if not _PLAIN.issuperset(map(type, given)):
+        _check_plain(graph.tensors, given)
+    if F.scaled_dot_product_attention is not _ATTENTION and in_context_parallel():
+        raise RuntimeError("fused_remat: a block does not run inside context_parallel")
     if graph.uses_seed and tensors.get("seed") is None:
         given[graph.tensors.index("seed")] = random.draw_seed(x.device)
     wants: frozenset[str] = frozenset()
@@ -284,7 +363,8 @@ def _run_block(
         wants = frozenset([name for name, t in named if t is not None and t.requires_grad])
     if accumulation is not None:
         accumulation.check(tensors, wants)
-    call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides, accumulation)
+    moves = offload_of(policy)
+    call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides, accumulation, moves)
     segment, place = None, segment_of(policy)
     fused = not (check.ON or check.RECORDED)
     if place is not None and wants:
@@ -297,6 +377,21 @@ def _run_block(
         return forward_block(call, prepared, given, functions)[0]
     out: Tensor = FusedRematBlock.apply(call, prepared, functions, segment, *given)
     return out
+
+
+_ATTENTION = F.scaled_dot_product_attention
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def _check_plain(names: Sequence[str], given: Sequence[Any]) -> None:
+    """Raise RuntimeError for a DTensor."""
+    for name, t in zip(names, given, strict=True):
+        if is_dtensor(t):
+            raise RuntimeError(
+                f"fused_remat: {name} is a DTensor, {t.placements} on {t.device_mesh}; a block "
+                "takes this rank's plain tensors: use to_local(), or divide the layer as a whole "
+                "with fused_remat.parallel.LayerParallel"
+            )
 
 
 def is_block(node: object) -> bool:

@@ -19,7 +19,8 @@ import torch
 from fused_remat.blocks.program import Programs, programs
 from fused_remat.blocks.recipe import graph_of
 from fused_remat.calls import BlockCall
-from fused_remat.policies import Policy, kept_names
+from fused_remat.offload import moved_names
+from fused_remat.policies import Policy, kept_names, offload_of
 from fused_remat.version import __version__
 
 
@@ -48,6 +49,11 @@ class Described:
     @functools.cached_property
     def wanted(self) -> tuple[str, ...]:
         return tuple(name for name in self.dtypes if name in self.call.wants)
+
+    def moved(self, device: torch.device) -> frozenset[str]:
+        """What of it is returned on the host instead of `device`: kept names, and the input."""
+        names = (*self.plan.kept, *(n for n in self.saved if n in self.call.graph.inputs))
+        return moved_names(self.call.offload, names, device)
 
     def aligned(self, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
         """`values`, of `names`, in the order of the graph's tensors; None for the others."""
@@ -80,6 +86,7 @@ def described(text: str) -> Described:
         backend=fields["backend"],
         seq_first=fields["seq_first"],
         preserve_strides=fields["preserve_strides"],
+        offload=frozenset(fields["offload"]),
     )
     return Described(call, {name: _dtype(dtype) for name, dtype in fields["dtypes"].items()})
 
@@ -93,18 +100,20 @@ def describe(
     backend: str,
     seq_first: bool,
     preserve_strides: bool,
+    offload: tuple[str, ...] = (),
 ) -> str:
     """The text of a call; `names` and `dtypes` are those of the tensors given.
 
     Raises: ValueError, TypeError for a policy that does not fit the block.
     """
     graph = graph_of(recipe)
-    what = policy if isinstance(policy, str) else Policy(save=policy)
+    what = policy if isinstance(policy, str) else Policy(save=policy, offload=offload)
     return json.dumps(
         {
             "graph": recipe,
             "of": [graph.digest, __version__],
             "save": sorted(kept_names(what, graph.kind, graph.names)),
+            "offload": sorted(offload_of(what)),
             "wants": sorted(wants),
             "backend": backend,
             "seq_first": seq_first,

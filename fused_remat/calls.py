@@ -19,7 +19,7 @@ from fused_remat.accumulation import Accumulation
 from fused_remat.backends.base import Backend
 from fused_remat.backends.registry import get_backend
 from fused_remat.blocks import run
-from fused_remat.blocks.frame import Chunks, Prepared, Run, Watch
+from fused_remat.blocks.frame import Chunks, Prepared, Product, Run, Watch
 from fused_remat.blocks.program import Graph, programs, sizes
 
 Functions = Mapping[str, Callable[[Tensor], Tensor]]
@@ -38,6 +38,8 @@ class BlockCall:
         seq_first: the inputs are (S, B, D) rather than (B, S, D).
         preserve_strides: the output keeps a dense input's strides; else it is contiguous.
         accumulation: whose gradients backward adds to buffers instead of returning them.
+        offload: names, without formats, of what waits for backward on the host; whoever saves what
+            is kept moves it.
     """
 
     graph: Graph
@@ -47,6 +49,7 @@ class BlockCall:
     seq_first: bool = False
     preserve_strides: bool = True
     accumulation: Accumulation | None = None
+    offload: frozenset[str] = frozenset()
 
     def prepare(self, tensors: Sequence[Tensor | None], fused: bool = True) -> Prepared:
         """Chunks, programs, widths and dtypes for these tensors, of which no value is read.
@@ -130,6 +133,7 @@ def _prepare(
         shapes={name: named[name] for name in graph.inputs},
         given=shapes,
         rereads=tuple([name in rereads for name in graph.tensors]),
+        fusions=fusions,
     )
 
 
@@ -176,13 +180,15 @@ def backward_block(
     functions: Functions = MappingProxyType({}),
     watch: Watch | None = None,
     into: Mapping[str, Tensor] | None = None,
+    later: list[Product] | None = None,
 ) -> list[Tensor | None]:
     """Gradients of every tensor, None where not wanted and of what is in `into`.
 
     Of `tensors`, those may be None that the plan does not read; so may `out`, the output.
     Gradients of the params in `into` are added to those tensors, in float32 (float64) throughout.
+    Weight gradients that are products of two matrices go to `later`, if given, as their factors.
     """
-    this = Run(prepared, call.named(tensors), functions, dy, watch, into)
+    this = Run(prepared, call.named(tensors), functions, dy, watch, into, later)
     dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
     if autocast_on(dy):  # backward called inside autocast, forward's or any other
         with torch.autocast(dy.device.type, enabled=False):

@@ -192,7 +192,9 @@ class Record:
             yield from (_Piece(name, seqs, 0, count * lengths[name]) for name in plan.kept_group)
             if plan.tile_forward:
                 for lo, hi in chunks.tiles(count * chunks.seq_len):
-                    yield from (_Piece(name, seqs, lo, hi - lo) for name in plan.kept_tile)
+                    rows = [self.prepared.tile_rows(name, hi - lo) for name in plan.kept_tile]
+                    pairs = zip(plan.kept_tile, rows, strict=True)
+                    yield from (_Piece(name, seqs, lo, count) for name, count in pairs)
 
     def _compare_piece(self, piece: _Piece, value: Tensor, as_what: str) -> None:
         found = _difference(self._pieces[piece], value)
@@ -207,7 +209,8 @@ class Record:
         parts = [f"group {group + 1} of {groups}"] if groups > 1 else []
         whole = (piece.seqs[1] - piece.seqs[0]) * self.prepared.lengths[piece.name]
         if piece.rows < whole:
-            parts.append(f"tile {piece.lo // chunks.tile + 1} of {-(-whole // chunks.tile)}")
+            tokens = (piece.seqs[1] - piece.seqs[0]) * chunks.seq_len
+            parts.append(f"tile {piece.lo // chunks.tile + 1} of {-(-tokens // chunks.tile)}")
         return f" in {', '.join(parts)}" if parts else ""
 
     def _fail(

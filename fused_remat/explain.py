@@ -30,6 +30,7 @@ class BlockExplanation:
         backward: every step: "compute x" rebuilds x, "backward x" undoes it. Inside a segment,
             "compute input" runs the blocks before this one again.
         reason: why the fused path did not run, or "".
+        offloaded: those of the kept names that wait for backward in the host's memory.
     """
 
     name: str
@@ -38,12 +39,15 @@ class BlockExplanation:
     forward: list[tuple[str, str]] = field(default_factory=list)
     backward: tuple[str, ...] = ()
     reason: str = ""
+    offloaded: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.title}"]
         if self.reason:
             return f"{lines[0]}\n  not fused: {self.reason}"
         lines.append(f"  keeps: {', '.join(self.kept) or 'nothing'}")
+        if self.offloaded:
+            lines.append(f"  offloads to the host: {', '.join(self.offloaded)}")
         width = max((len(name) for name, _ in self.forward), default=0)
         lines.append("  forward:")
         lines += [
@@ -105,9 +109,13 @@ class _Recorder:
 
     def kept(self, invocation: Invocation) -> None:
         """The block that has run keeps something; its input not if it is inside a segment."""
-        if threading.get_ident() != self._thread or invocation.saves[0]:
+        if threading.get_ident() != self._thread:
             return
         ran = [b for run, (b, _) in self._blocks.items() if run.prepared is invocation.prepared]
+        if ran:
+            ran[-1].offloaded = tuple(dict.fromkeys(name for name, _ in invocation.offloaded))
+        if invocation.saves[0]:
+            return
         name = invocation.call.graph.inputs[0]
         if ran and name in ran[-1].kept:
             ran[-1].kept = tuple(kept for kept in ran[-1].kept if kept != name)

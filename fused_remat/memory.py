@@ -19,7 +19,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.mixed import mixed
 from fused_remat.blocks.program import Graph, kept_bytes
-from fused_remat.policies import Policy, kept_names
+from fused_remat.offload import moved_names
+from fused_remat.policies import Policy, kept_names, offload_of
 
 
 class SavedBytes:
@@ -242,6 +243,7 @@ def predict_kept_bytes(
     dtype: torch.dtype,
     compute: torch.dtype | None = None,
     input_dtypes: Mapping[str, torch.dtype] | None = None,
+    device: torch.device | str = "cpu",
 ) -> dict[str, int]:
     """Bytes that one call of a block keeps, by name, worked out from the graph alone.
 
@@ -252,6 +254,8 @@ def predict_kept_bytes(
         dtype: of the input; under autocast, of the residual stream.
         compute: what autocast computes products in; None without autocast.
         input_dtypes: of other inputs ("memory") that are not in `dtype`.
+        device: where the block runs. What the policy offloads is not kept on a CUDA device; on a
+            CPU, whose memory it would stay in, nothing moves and all of it counts.
 
     >>> from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
     >>> config = EncoderConfig(True, nhead=2, head_dim=4, activation="gelu", eps1=1e-5, eps2=1e-5)
@@ -271,4 +275,6 @@ def predict_kept_bytes(
     kept = dict(kept_bytes(graph, names, frozenset(wants), shapes, itemsize, others))
     if place == "inner":
         kept.pop(graph.inputs[0], None)
+    for name in moved_names(offload_of(policy), tuple(kept), torch.device(device)):
+        del kept[name]
     return kept

@@ -9,7 +9,9 @@ compiler. So each kind of block is an operator, `torch.ops.fused_remat.<kind>` (
 
 `call` says everything else as text (`call_text.py`), so that a compiled program holds no object.
 They run the same two functions as eager mode; only what is kept is one tensor per name rather than
-pieces, since an operator returns a fixed number of tensors.
+pieces, since an operator returns a fixed number of tensors. What is offloaded they return on the
+host, an offloaded input last, and backward's brings it back at its beginning: it is given what its
+own block keeps, so nothing comes a layer ahead.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from fused_remat.calls import (
     forward_block,
     prepare,
 )
+from fused_remat.offload import fetched, hold, start_out
 from fused_remat.policies import ALL_RUNGS, Policy, kept_names
 
 # --- what Dynamo does not trace, but calls: constants in, constants out, checked while compiling
@@ -100,7 +103,8 @@ def run(
             f"the block {graph.kind!r} has no recipe: build its graph in a function marked "
             "fused_remat.blocks.recipe.builder"
         )
-    if not torch.compiler.is_compiling() and graph_of(graph.recipe).digest != graph.digest:
+    compiling = torch.compiler.is_compiling()
+    if not compiling and graph_of(graph.recipe).digest != graph.digest:
         raise RuntimeError(f"fused_remat: the builder of {graph.recipe} was defined again")
     names = _names_of(policy)
     recipe = _keeping(graph.recipe, names)
@@ -117,6 +121,8 @@ def run(
         backend,
         seq_first,
         preserve_strides,
+        # Not for selective checkpointing, which may throw away what it is given.
+        tuple(policy.offload) if compiling and not isinstance(policy, str) else (),
     )
     operator = getattr(torch.ops.fused_remat, _registered(recipe))
     out: Tensor = operator(list(given.values()), text)[0]
@@ -193,16 +199,34 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     this = described(call)
     given = this.aligned(tuple(this.dtypes), tensors)
     prepared = this.call.prepare(given)
+    x = given[0]
+    assert x is not None
+    moved = this.moved(x.device)
+    # The input may be overwritten once the operator is done: its copy is made meanwhile.
+    inputs, leaving = start_out([x]) if "input" in moved else ([], None)
     out, pieces = forward_block(this.call, prepared, given)
-    joined = _joined(this.plan.kept, prepared, pieces)
-    return [out, *joined.values()] if joined else [out, *_empty_kept(this, given)]
+    joined = _joined(this.plan.kept, prepared, pieces) or _empty_kept(this, given)
+    if leaving is not None:
+        leaving.settle()
+    if this.call.offload:
+        _to_host(joined, moved, x.device)
+    return [out, *joined.values(), *inputs]
 
 
-def _empty_kept(this: Described, given: list[Tensor | None]) -> list[Tensor]:
+def _to_host(joined: dict[str, Tensor], moved: frozenset[str], device: torch.device) -> None:
+    """Put copies on the host in the place of what moves there."""
+    names = [name for name in joined if name in moved]
+    hosts, copies = start_out([joined[name] for name in names]) if names else ([], None)
+    joined.update(zip(names, hosts, strict=True))
+    hold(copies, device)
+
+
+def _empty_kept(this: Described, given: list[Tensor | None]) -> dict[str, Tensor]:
+    """What is kept, without values, on the device."""
     graph, x = this.call.graph, given[0]
     assert x is not None
     matrices, dtypes = _matrices(this, given), graph.dtypes(x.dtype)
-    return [x.new_empty(matrices[name], dtype=dtypes[name]) for name in this.plan.kept]
+    return {name: x.new_empty(matrices[name], dtype=dtypes[name]) for name in this.plan.kept}
 
 
 def _fake_forward(tensors: list[Tensor], call: str) -> list[Tensor]:
@@ -212,11 +236,17 @@ def _fake_forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     assert x is not None
     dtype = this.call.graph.dtypes(x.dtype)["output"]
     out = empty_output(this.call, _matrices(this, given)["output"][1], dtype, x)
-    return [out, *_empty_kept(this, given)]
+    moved, kept = this.moved(x.device), _empty_kept(this, given)
+    for name in moved.intersection(kept):
+        kept[name] = torch.empty_like(kept[name], device="cpu")
+    inputs = [torch.empty_like(x, device="cpu")] if "input" in moved else []
+    return [out, *kept.values(), *inputs]
 
 
 def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> list[Tensor]:
     this = described(call)
+    if this.call.offload:
+        saved = _on_device(this, saved, dy.device)
     names = tuple(this.dtypes)
     shapes = dict(zip(names, _shapes(sizes), strict=True))
     dtype = this.dtypes[this.call.graph.inputs[0]]
@@ -242,6 +272,17 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     return result
 
 
+def _on_device(this: Described, saved: list[Tensor], device: torch.device) -> list[Tensor]:
+    """What forward's operator has kept, with what it moved brought back."""
+    moved, result = this.moved(device), list(saved)
+    names = (*this.saved, *(("output",) if this.plan.keeps_output else ()), *this.plan.kept)
+    places = [i for i, name in enumerate(names) if name in moved]
+    hold(None, device)
+    for place, t in zip(places, fetched([saved[i] for i in places], device), strict=True):
+        result[place] = t
+    return result
+
+
 def _fake_backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> list[Tensor]:
     this = described(call)
     shapes = dict(zip(this.dtypes, _shapes(sizes), strict=True))
@@ -257,10 +298,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     this = described(ctx.call)
     named = dict(zip(this.dtypes, tensors, strict=True))
     out, *kept = output
+    if "input" in this.moved(out.device):
+        named["input"] = output[-1]
     ctx.sizes = _flat_sizes(tensors)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*kept)
     again = [named[name] for name in this.saved]
+    kept = kept[: len(this.plan.kept)]
     ctx.save_for_backward(*again, *([out] if this.plan.keeps_output else []), *kept)
 
 

@@ -9,7 +9,7 @@ them, in every policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from fused_remat.formats import FORMATS, NATIVE, split_name
@@ -154,10 +154,16 @@ class Policy:
             "first" keeps its input, "inner" not even that; when backward reaches the segment it is
             run forward again, and only from then on are the names of `save` kept
             (`fused_remat.segments`). `plan` makes segments; in eager mode only.
+        offload: those of the names in `save`, without formats, and "input", that on a CUDA device
+            wait for backward in the host's pinned memory (`fused_remat.offload`); "input" is the
+            block's first input, which every policy keeps. In a segment only the first's "input".
+            On a CPU, whose memory that is, nothing moves.
 
     Raises:
-        TypeError: `save` is a string or not an iterable of strings, or a format is no string.
-        ValueError: another `segment`, or a format that is none; one name in two formats; (when a
+        TypeError: `save` or `offload` is a string or not an iterable of strings, or a format is no
+            string.
+        ValueError: another `segment`, or a format that is none; one name in two formats; a name in
+            `offload` that the policy does not keep from forward to backward; (when a
             block takes the policy) a name that the block does not have, or a format that does not
             hold what backward asks for. The message lists the valid ones.
 
@@ -171,13 +177,19 @@ class Policy:
     >>> policy = Policy(save={"attn": "native", "qkv": "int8"})
     >>> sorted(policy.save), policy.formats
     (['attn', 'qkv:int8'], {'attn': 'native', 'qkv': 'int8'})
+    >>> Policy(save={"qkv": "int8"}, offload={"qkv", "input"})
+    Policy(save={'qkv': 'int8'}, offload={'input', 'qkv'})
     """
 
     save: frozenset[str]
     segment: str | None = None
+    offload: frozenset[str] = frozenset()
 
     def __init__(
-        self, save: Iterable[str] | Mapping[str, str] = (), segment: str | None = None
+        self,
+        save: Iterable[str] | Mapping[str, str] = (),
+        segment: str | None = None,
+        offload: Iterable[str] = (),
     ) -> None:
         if isinstance(save, str) or not isinstance(save, Iterable):
             raise TypeError(f"Policy(save=...) takes a set of names, got {save!r}")
@@ -189,6 +201,7 @@ class Policy:
             )
         object.__setattr__(self, "save", names)
         object.__setattr__(self, "segment", segment)
+        object.__setattr__(self, "offload", _offloaded(offload, self.formats, segment))
 
     @property
     def formats(self) -> dict[str, str]:
@@ -202,6 +215,8 @@ class Policy:
         shown = [f"save={{{', '.join(names)}}}"] if names else []
         if self.segment is not None:
             shown.append(f"segment={self.segment!r}")
+        if self.offload:
+            shown.append(f"offload={{{', '.join(map(repr, sorted(self.offload)))}}}")
         return f"Policy({', '.join(shown)})"
 
 
@@ -226,6 +241,29 @@ def _written(save: Iterable[str] | Mapping[str, str]) -> frozenset[str]:
         if formats.setdefault(base, stored) != stored:
             raise ValueError(f"{base!r} is named in two formats: {formats[base]!r}, {stored!r}")
     return frozenset(n if stored == NATIVE else f"{n}:{stored}" for n, stored in formats.items())
+
+
+def _offloaded(offload: Iterable[str], kept: Iterable[str], segment: str | None) -> frozenset[str]:
+    """Names as `Policy.offload` has them, of a policy that keeps `kept` besides the input.
+
+    Raises: TypeError, ValueError as `Policy` does.
+    """
+    if isinstance(offload, str) or not isinstance(offload, Iterable):
+        raise TypeError(f"Policy(offload=...) takes a set of names, got {offload!r}")
+    names = tuple(offload)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"Policy(offload=...) takes names (str), got {name!r}")
+    valid = {"input", *kept} if segment is None else {"input"} if segment == "first" else set()
+    unknown = sorted(set(names) - valid)
+    if unknown:
+        where = "" if segment is None else f" in a block that is {segment!r} in its segment"
+        raise ValueError(
+            f"Policy(offload=...) names {', '.join(map(repr, unknown))}, which the policy does not "
+            f"keep from forward to backward{where}; it keeps: "
+            f"{', '.join(map(repr, sorted(valid))) or 'nothing'}"
+        )
+    return frozenset(names)
 
 
 def _check_format(name: str, stored: str) -> None:
@@ -265,3 +303,32 @@ def kept_names(policy: str | Policy, block: str, valid: Iterable[str]) -> frozen
             f"valid names: {', '.join(valid)}"
         )
     return policy.save
+
+
+def draws(policy: str | Policy) -> bool:
+    """Whether a format of the policy draws random numbers.
+
+    >>> draws("fast8"), draws(Policy(save={"up": "int8_stochastic"}))
+    (False, True)
+    """
+    return not isinstance(policy, str) and any(
+        FORMATS[stored].seeded for stored in policy.formats.values() if stored != NATIVE
+    )
+
+
+def offload_of(policy: str | Policy) -> frozenset[str]:
+    """The names that a policy offloads, without formats; a rung offloads none.
+
+    >>> offload_of("fast"), offload_of(Policy(offload={"input"}))
+    (frozenset(), frozenset({'input'}))
+    """
+    return frozenset() if isinstance(policy, str) else policy.offload
+
+
+def is_offloaded(name: str, offload: Collection[str]) -> bool:
+    """Whether what is kept under `name` moves with those in `offload`: its codes and scales, too.
+
+    >>> [is_offloaded(name, {"qkv"}) for name in ("qkv", "qkv:int8", "qkv:int8.scale", "attn")]
+    [True, True, True, False]
+    """
+    return split_name(name)[0] in offload

@@ -27,6 +27,7 @@ from torch.autograd.function import BackwardCFunction
 from fused_remat.blocks.frame import Prepared
 from fused_remat.blocks.reread import check_unchanged
 from fused_remat.calls import BlockCall, Functions, forward_block
+from fused_remat.offload import in_checkpoint
 from fused_remat.policies import Policy
 
 
@@ -89,7 +90,7 @@ def segment_of(policy: str | Policy) -> str | None:
 def begin(place: str, call: BlockCall, prepared: Prepared, x: Tensor, node_type: type) -> Segment:
     """For a call whose first input is `x`; `node_type`: of the autograd nodes of blocks."""
     # A checkpoint's replay gives blocks leaves as inputs, and expects them to save as many tensors.
-    if place == "first" or _in_checkpoint():
+    if place == "first" or in_checkpoint():
         return Segment(call, prepared, input_kept=True)
     why = _why_not_linked(x, node_type)
     # Without a gradient, nothing before it is kept: it is the first itself. A block that runs in a
@@ -116,11 +117,6 @@ def _state(x: Tensor) -> tuple[int, int]:
 
 
 _task: Callable[[], int] = torch._C._current_graph_task_id
-
-
-def _in_checkpoint() -> bool:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def input_of(ctx: Any) -> Tensor:
@@ -162,6 +158,8 @@ def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
     """
     segment: Segment = node.segment
     saved = node.saved_tensors if before is None else before.saved
+    if node.offloaded is not None and before is None:
+        saved = node.offloaded.returned(saved)
     count = len(node.prepared.given)
     if x is None:
         x = saved[0] if before is None else before.input

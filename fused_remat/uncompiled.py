@@ -9,12 +9,12 @@ import torch
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="fused_remat: an activation function of the caller's own"
+    reason="fused_remat: an activation function of the caller's own, or a tensor-parallel layer"
 )
-def eagerly(fn: Callable[..., Any], *args: Any) -> Any:
-    """`fn(*args)` in eager mode.
+def eagerly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`fn(*args, **kwargs)` in eager mode.
 
     >>> eagerly(max, 1, 2)
     2
     """
-    return fn(*args)
+    return fn(*args, **kwargs)

@@ -17,12 +17,22 @@ hypothesis.settings.load_profile("ci")
 
 @pytest.fixture(scope="session")
 def two_processes():
-    """Two other processes in one group, started when first used (`distributed.TwoProcesses`)."""
-    from distributed import TwoProcesses
+    """Two other processes in one group, started when first used (`distributed.Processes`)."""
+    yield from _processes(2)
 
-    both = TwoProcesses()
-    yield both
-    both.close()
+
+@pytest.fixture(scope="module")
+def four_processes():
+    """Four of them; gone after the file, for the memory that they take."""
+    yield from _processes(4)
+
+
+def _processes(world: int):
+    from distributed import Processes
+
+    these = Processes(world)
+    yield these
+    these.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

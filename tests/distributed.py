@@ -1,4 +1,4 @@
-"""Two processes that run functions of the tests together, over gloo: started once for a session."""
+"""Processes that run functions of the tests together, over gloo: started once for a session."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-WORLD = 2
 START_S = 120  # importing torch twice on a loaded machine
 GRACE_S = 10  # what the other process gets to fail too, once one has: it may wait in a collective
 
 
-def _serve(rank: int, rendezvous: str, pipe: Connection) -> None:
+def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
     """Run what comes down the pipe, and send back its result or its traceback."""
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD,
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
     pipe.send_bytes(pickle.dumps((True, "started")))
@@ -44,19 +43,20 @@ def _serve(rank: int, rendezvous: str, pipe: Connection) -> None:
         pipe.send_bytes(answer)
 
 
-class TwoProcesses:
-    """Ranks 0 and 1 of one group, which wait for functions to run.
+class Processes:
+    """The ranks of one group, which wait for functions to run.
 
-    They are started at the first `run`, and again at the first one after a failure: then the two
+    They are started at the first `run`, and again at the first one after a failure: then they
     may not be at the same collective any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: int) -> None:
+        self.world = world
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list:
-        """What `fn`, a function of some test module, returns in each rank, both at the same time.
+        """What `fn`, a function of some test module, returns in each rank, all at the same time.
 
         Raises: AssertionError with the traceback of every rank that failed, died or took longer
             than `timeout` seconds.
@@ -76,9 +76,11 @@ class TwoProcesses:
         context = multiprocessing.get_context("spawn")
         self._directory = tempfile.TemporaryDirectory()
         rendezvous = str(Path(self._directory.name) / "rendezvous")
-        for rank in range(WORLD):
+        for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, rendezvous, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world, rendezvous, theirs), daemon=True
+            )
             process.start()
             theirs.close()  # so that the pipe ends with the process
             self._processes.append(process)
@@ -89,7 +91,7 @@ class TwoProcesses:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         end = time.monotonic() + timeout
-        while len(results) + len(failures) < WORLD:
+        while len(results) + len(failures) < self.world:
             open_pipes = {
                 p: r for r, p in enumerate(self._pipes) if r not in {**results, **failures}
             }
@@ -112,7 +114,7 @@ class TwoProcesses:
             self._kill()
             shown = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
             raise AssertionError(f"{what} failed in another process\n{shown}")
-        return [results[rank] for rank in range(WORLD)]
+        return [results[rank] for rank in range(self.world)]
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -11,12 +11,23 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINE = (
-    "layers", "ops", "autograd", "segments", "operators", "call_text", "calls", "blocks",
+    "layers", "ops", "autograd", "segments", "operators", "call_text", "demand", "calls", "blocks",
     "backends", "kernels",
 )  # fmt: skip
-LEAVES = ("accumulation", "formats", "policies", "random", "uncompiled", "version")
+LEAVES = (
+    "accumulation",
+    "collectives",
+    "formats",
+    "offload",
+    "policies",
+    "random",
+    "shards",
+    "uncompiled",
+    "version",
+)
 NODES = (
-    "blocks.nodes", "blocks.attention", "blocks.lora", "blocks.packing", "blocks.pointwise",
+    "blocks.nodes", "blocks.attention", "blocks.lora", "blocks.packing", "blocks.parallel",
+    "blocks.pointwise",
     "blocks.projections", "blocks.rotary",
 )  # fmt: skip
 
@@ -28,11 +39,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LEAVES, ()),
     "formats": ("random",),
     "policies": ("formats", "random"),
+    "shards": ("collectives",),
+    "offload": ("formats", "policies", "random"),
     **{room: (*LINE[i:], "check", *LEAVES) for i, room in enumerate(LINE[:5]) if i >= 2},
     "check": ("backends.base", "blocks"),
     "__init__": (
         "check",
         "convert",
+        "demand",
         "explain",
         "layers",
         "memory",
@@ -45,6 +59,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "convert": ("huggingface", *LINE, *LEAVES),
     "huggingface": ("huggingface", *LINE, *LEAVES),
     "memory": ("blocks", *LEAVES),
+    "parallel": ("blocks", "huggingface", "layers", "shards"),
     "report": ("layers", "memory", "report", *LEAVES),
     "planner": ("convert", "layers", "memory", "planner", "report", *LINE, *LEAVES),
     "__main__": ("cli",),
@@ -60,8 +75,12 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "planner",
         "policies",
         "report",
+        "scale",
         "version",
     ),
+    # Paper: the command line's shapes and models, with the planner's rules.
+    "scale": ("cli.models", "cli.shapes", "planner", "report", "scale", *LINE, *LEAVES),
+    "scale.costs": ("planner.calibration",),
     "cli.errors": (),
     "cli.shapes": (),
     "planner.chain": (),
@@ -75,11 +94,20 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "blocks.program": ("blocks.fusions", "blocks.nodes", *LEAVES),
     "blocks.fusions": ("blocks.frame", *NODES),
     **dict.fromkeys(NODES, ("backends.base", "blocks.custom", "blocks.frame", *NODES, *LEAVES)),
+    "blocks.parallel": ("blocks.recipe", *NODES, "blocks.frame", *LEAVES),
     "blocks.frame": ("backends.base", *LEAVES),
     "blocks.custom": (),
     "blocks.recipe": ("blocks.program",),
     "blocks.reread": (),
     "explain": (*LINE, "report", *LEAVES),
+    "blocks.decoder": (
+        "blocks.encoder",
+        "blocks.program",
+        "blocks.recipe",
+        "blocks.sketch",
+        *NODES,
+        *LEAVES,
+    ),
     "blocks.in_formats": ("blocks.program", "blocks.recipe", *NODES, *LEAVES),
     "blocks.mixed": ("blocks.frame", "blocks.program", "blocks.recipe", *NODES),
     "blocks.sketch": (*NODES, *LEAVES),
@@ -87,6 +115,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "blocks.transformer": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),
     "blocks.pieces": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),
     "blocks.cross_entropy": (
+        "collectives",
+        "blocks.parallel",
         "backends.base",
         "blocks.frame",
         "blocks.nodes",

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from fused_remat import MemoryReport, Plan
-from fused_remat.cli import COMMANDS, main, models, plan, report, target
+from fused_remat.cli import COMMANDS, main, models, plan, report, scale, target
 from fused_remat.cli.errors import CommandError
 from fused_remat.cli.shapes import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
-PARSERS = {"report": report.parse, "plan": plan.parse}
+PARSERS = {"report": report.parse, "plan": plan.parse, "scale": scale.parse}
 #: Parameters, as their model cards count them; of bert-base without token types, pooler and the
 #: head's transform, of vit-l without the class token.
 PARAMETERS = {
@@ -101,7 +101,7 @@ def test_help_teaches_with_examples_that_parse(capsys):
 @pytest.mark.parametrize(("arguments", "what"), [((), "missing"), (("run",), "'run'")])
 def test_an_unknown_command_lists_the_known(capsys, arguments, what):
     status, _, error = said(capsys, *arguments)
-    assert status == 2 and what in error and "doctor, report, plan" in error
+    assert status == 2 and what in error and "doctor, report, plan, scale" in error
 
 
 def test_the_module_and_the_installed_command_are_the_same():

@@ -101,6 +101,9 @@ def valid(chain, choice):
             and all(chain.calls[i].linked for i in range(first + 1, last))
             and len(set(saves[first : last - 1])) == 1
             and choice.options[last - 1] == 0
+            and not any(
+                chain.calls[i].options[choice.options[i]].offload for i in range(first, last)
+            )
             for first, last in choice.segments
         )
     )

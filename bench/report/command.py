@@ -28,6 +28,7 @@ from bench.report import (
     models,
     plans,
     rungs,
+    scale,
 )
 
 PAGES = (
@@ -39,6 +40,7 @@ PAGES = (
     ROOT / "docs" / "lora.md",
     ROOT / "docs" / "performance.md",
     ROOT / "docs" / "planner.md",
+    ROOT / "docs" / "scale.md",
 )
 PARTS: dict[str, Callable[[], str]] = {
     "audit": audit.audit_table,
@@ -61,6 +63,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "targets": layers.targets,
     "planner": plans.section,
     "planner_readme": plans.readme,
+    "scale_example": scale.example,
+    "scale_checked": scale.checked,
     "formats": formats.section,
     "frontier8": eight_bits.frontier8,
     "targets8": eight_bits.targets8,

@@ -20,8 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 #: What the tests on a GPU gave there; written by `make gpu` (`bench.gpu.outcomes`).
 OUTCOMES = ROOT / "bench" / "results" / "gpu" / "tests.json"
 GROUPS = (
-    "torch.compile", "torch.export", "Autocast", "DDP", "FSDP2", "FSDP1", "CUDA graphs",
-    "Outer checkpointing", "Replay check", "Concurrency and faults", "Hugging Face", "PEFT",
+    "torch.compile", "torch.export", "Autocast", "DDP", "FSDP2", "FSDP1", "Tensor parallel",
+    "Pipeline parallel", "Engines",
+    "CUDA graphs", "Outer checkpointing", "Replay check", "Concurrency and faults", "Hugging Face",
+    "PEFT",
 )  # fmt: skip
 _Test = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

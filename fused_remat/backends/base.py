@@ -146,6 +146,9 @@ class CrossEntropyCall:
         z_loss: times logsumexp² is added to each token's loss.
         softcap: logits become softcap * tanh(logits / softcap); 0 for none.
         logits: about how many to hold at a time; 0 for what suits the device.
+        group: of ranks among which the columns are divided, "" for none; then targets are columns
+            of this rank's, or a negative number other than `ignore_index`, of another's.
+        classes: columns of all ranks; 0: those that there are.
     """
 
     target: Tensor
@@ -154,6 +157,8 @@ class CrossEntropyCall:
     z_loss: float
     softcap: float
     logits: int
+    group: str = ""
+    classes: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fused_remat import collectives
 from fused_remat.backends.base import CrossEntropyCall
 
 Span = tuple[int, int]
@@ -60,6 +61,8 @@ def _is_read(target: Tensor) -> bool:
 def check_targets(call: CrossEntropyCall, vocab: int) -> None:
     """Raise IndexError for a target that is no column; where that would wait, the device does."""
     target = call.target
+    if call.group:  # whoever divided the columns did
+        return
     wrong = ((target < 0) | (target >= vocab)) & (target != call.ignore_index)
     if not _is_read(target):
         torch._assert_async(
@@ -192,14 +195,26 @@ def losses(
     """
     high = highs.amax(1, keepdim=True)
     log_sum = (sums * torch.exp(highs - high)).sum(1, keepdim=True).log_()
+    if call.group:
+        high, log_sum, picked, total = _of_all_ranks(high, log_sum, picked, total, call.group)
     # Not lse - picked: where the target has nearly all of the mass, that would be all rounding.
     loss = (high - picked).add_(log_sum)
     if call.label_smoothing:
-        spread = (high - total / vocab).add_(log_sum)
+        spread = (high - total / (call.classes or vocab)).add_(log_sum)
         loss.lerp_(spread, call.label_smoothing)
     if call.z_loss:
         loss.add_((high + log_sum).square_(), alpha=call.z_loss)
     return loss, high, log_sum
+
+
+def _of_all_ranks(
+    high: Tensor, log_sum: Tensor, picked: Tensor, total: Tensor, group: str
+) -> tuple[Tensor, ...]:
+    """`high`, `log_sum`, `picked` and `total` over the columns of all ranks."""
+    top = collectives.total(high, group, largest=True)
+    sums = torch.stack((torch.exp(log_sum + (high - top)), picked, total))
+    exps, picked, total = collectives.total(sums, group, owned=True).unbind()
+    return top, exps.log(), picked, total
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +232,7 @@ class Slopes:
         """From that of the losses, (n, 1), before the soft-cap's."""
         mass = dy if not call.z_loss else dy * (1 + 2 * call.z_loss * (stats[0] + stats[1]))
         share = call.label_smoothing
-        return cls(mass, dy * (-share / vocab), dy * (share - 1))
+        return cls(mass, dy * (-share / (call.classes or vocab)), dy * (share - 1))
 
 
 def _dlogits_(

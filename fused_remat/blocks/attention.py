@@ -113,7 +113,7 @@ class Attention(Node):
     def _views(self, f: Frame, packed: Tensor) -> Heads:
         """q (B, H, S, E), k and v (B, Hkv, S, E) as views of a packed matrix."""
         h, kv = self.nhead, self.kv_heads
-        lead = (f.seqs[1] - f.seqs[0], f.run.chunks.seq_len)
+        lead = (f.seqs[1] - f.seqs[0], f.run.prepared.lengths[self.qkv])
         if h == kv:
             q, k, v = packed.view(*lead, 3, h, -1).permute(2, 0, 3, 1, 4).unbind()
         else:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
+from fused_remat import collectives
 from fused_remat.backends.base import CrossEntropyCall
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, Shapes
+from fused_remat.blocks.parallel import Parallel
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.recipe import builder, part
 
@@ -27,6 +29,7 @@ class LinearCrossEntropy(Node):
     Attributes:
         weight, bias, target: names of the params; `target` holds a column for each token.
         ignore_index, label_smoothing, z_loss, softcap, logits: as `CrossEntropyCall`'s.
+        parallel: of a vocabulary divided among ranks, as many rows of weight and bias on each.
     """
 
     x: str
@@ -38,6 +41,7 @@ class LinearCrossEntropy(Node):
     z_loss: float = 0.0
     softcap: float = 0.0
     logits: int = 0
+    parallel: Parallel | None = None
     per_batch: bool = True
     widens: ClassVar[bool] = True
 
@@ -85,6 +89,8 @@ class LinearCrossEntropy(Node):
             dy, f[self.x], weight, bias, (high, log_sum), self.call(f), marks, f.run.exact
         )
         if dx is not None:
+            if self.parallel is not None:
+                dx = collectives.total(dx, self.parallel.group, owned=True)
             f.add_grad(self.x, dx, owned=True)
         if dweight is not None:
             f.add_param_grad(self.weight, dweight)
@@ -95,13 +101,29 @@ class LinearCrossEntropy(Node):
         """The targets of the frame's tokens, and the options."""
         target = f.param(self.target)
         assert target is not None
-        return CrossEntropyCall(
+        call = CrossEntropyCall(
             target.reshape(-1)[f.token0 : f.token0 + f.rows],
             self.ignore_index,
             self.label_smoothing,
             self.z_loss,
             self.softcap,
             self.logits,
+        )
+        return call if self.parallel is None else self._own(f, call, self.parallel)
+
+    def _own(self, f: Frame, call: CrossEntropyCall, parallel: Parallel) -> CrossEntropyCall:
+        """The call of this rank's columns; whoever divided the vocabulary checked the targets."""
+        weight = f.param(self.weight)
+        assert weight is not None
+        count = len(weight)
+        at = call.target - parallel.rank * count
+        at = at.masked_fill((at < 0) | (at >= count), -1)
+        return replace(
+            call,
+            target=at.masked_fill(call.target == call.ignore_index, -2),
+            ignore_index=-2,
+            group=parallel.group,
+            classes=count * parallel.size,
         )
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from fused_remat import random
 from fused_remat.blocks.attention import Attention, CrossAttention
+from fused_remat.blocks.encoder import columns_of
 from fused_remat.blocks.lora import Lora, lora_params, of_layers
+from fused_remat.blocks.parallel import Parallel
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.recipe import builder, part
 from fused_remat.blocks.sketch import NOT_WEIGHTS, Sketch, captured_params, linear_params
@@ -15,6 +17,8 @@ from fused_remat.blocks.sketch import NOT_WEIGHTS, Sketch, captured_params, line
 WEIGHTS = linear_params(
     "qkv", "proj", "cross", "cross_proj", "fc1", "fc2", "norm1", "norm2", "norm3"
 )
+#: Instead of those of "qkv" and "cross" in a block whose projections have weights of their own.
+SPLIT = linear_params("q", "k", "v", "cross_q", "cross_k", "cross_v")
 #: Linear layers that may have low-rank updates.
 LINEARS = ("qkv", "proj", "cross_proj", "fc1", "fc2")
 PARAMS = (*WEIGHTS, *NOT_WEIGHTS)
@@ -35,6 +39,7 @@ class DecoderConfig:
             probabilities, 0 where not training.
         causal: of the attention to the input itself: keys after the query are excluded.
         memory_causal: of the attention to the memory: query i sees keys 0 to i.
+        split, parallel: as in `blocks.encoder.EncoderConfig`, of both attentions.
         has_mask, has_padding, has_memory_mask, has_memory_padding: whether "mask", "padding",
             "memory_mask" and "memory_padding" are passed; True in a bool one is excluded.
     """
@@ -60,6 +65,8 @@ class DecoderConfig:
     has_memory_padding: bool = False
     captured: int = 0
     loras: tuple[Lora, ...] = ()
+    split: bool = False
+    parallel: Parallel | None = None
 
     @property
     def kind(self) -> str:
@@ -84,15 +91,18 @@ def decoder_graph(cfg: DecoderConfig) -> Graph:
     >>> decoder_graph(cfg).names  # doctest: +NORMALIZE_WHITESPACE
     ('norm1', 'qkv', 'attn', 'mid1', 'norm2', 'query', 'kv', 'cross', 'mid2', 'norm3', 'up', 'act')
     """
-    sketch = Sketch(of_layers(cfg.loras, LINEARS))
+    sketch = Sketch(of_layers(cfg.loras, LINEARS), cfg.parallel)
+    width = cfg.nhead * cfg.head_dim
+    columns = columns_of("qkv", width) if cfg.split else None
+    attention = _self_attention(cfg, sketch.site(random.ATTENTION))
+    cross = _cross_attention(cfg, sketch.site(random.CROSS_ATTENTION))
 
     def self_half(x: str, name: str) -> None:
-        sketch.attention_half(x, "input", name, _self_attention(cfg), cfg.p_residual1)
+        sketch.attention_half(x, "input", name, attention, cfg.p_residual1, columns=columns)
 
     def cross_half(x: str, name: str) -> None:
-        width = cfg.nhead * cfg.head_dim
-        attention = _cross_attention(cfg)
-        sketch.cross_half(x, "memory", "mid1", name, attention, width, cfg.p_cross_residual)
+        p = cfg.p_cross_residual
+        sketch.cross_half(x, "memory", "mid1", name, cross, width, p, cfg.split)
 
     def mlp_half(x: str, name: str) -> None:
         sketch.mlp_half(
@@ -114,23 +124,24 @@ def decoder_graph(cfg: DecoderConfig) -> Graph:
         sketch.norm("mid2", "sum2", "norm2", cfg.eps2)
         mlp_half("mid2", "sum3")
         sketch.norm("output", "sum3", "norm3", cfg.eps3)
-    params = PARAMS + captured_params(cfg.captured) + lora_params(len(cfg.loras))
+    params = (*(SPLIT if cfg.split else ()), *PARAMS)
+    params += captured_params(cfg.captured) + lora_params(len(cfg.loras))
     return Graph(cfg.kind, tuple(sketch.nodes), params, ("input", "memory"))
 
 
-def _self_attention(cfg: DecoderConfig) -> Attention:
+def _self_attention(cfg: DecoderConfig, site: int) -> Attention:
     return Attention(
         name="attn", qkv="qkv", nhead=cfg.nhead, kv_heads=cfg.nhead, scale=cfg.head_dim**-0.5,
-        right=0 if cfg.causal else -1, site=random.ATTENTION, p=cfg.p_attention,
+        right=0 if cfg.causal else -1, site=site, p=cfg.p_attention,
         mask="mask" if cfg.has_mask else "", padding="padding" if cfg.has_padding else "",
     )  # fmt: skip
 
 
-def _cross_attention(cfg: DecoderConfig) -> CrossAttention:
+def _cross_attention(cfg: DecoderConfig, site: int) -> CrossAttention:
     return CrossAttention(
         name="cross", q="query", kv="kv", nhead=cfg.nhead, kv_heads=cfg.nhead,
         scale=cfg.head_dim**-0.5, causal=cfg.memory_causal,
-        site=random.CROSS_ATTENTION, p=cfg.p_cross,
+        site=site, p=cfg.p_cross,
         mask="memory_mask" if cfg.has_memory_mask else "",
         padding="memory_padding" if cfg.has_memory_padding else "",
     )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +85,7 @@ class Prepared:
         shapes: of the inputs, batch first.
         given: shapes of all tensors of the call, in its order, as they were given.
         rereads: of all tensors of the call, whether backward reads their values again.
+        fusions: rows of `blocks.fusions.FUSIONS` that the programs use.
     """
 
     backend: Backend
@@ -100,6 +101,7 @@ class Prepared:
     shapes: Mapping[str, tuple[int, ...]]
     given: tuple[torch.Size | None, ...]
     rereads: tuple[bool, ...]
+    fusions: frozenset[str]
 
     def pieces(self) -> Iterator[tuple[str, int]]:
         """The name and the number of tokens of every piece kept, in the order of their making."""
@@ -109,11 +111,26 @@ class Prepared:
             yield from ((name, count * self.lengths[name]) for name in plan.kept_group)
             if plan.kept_tile:
                 for lo, hi in chunks.tiles(count * chunks.seq_len):
-                    yield from ((name, hi - lo) for name in plan.kept_tile)
+                    yield from ((name, self.tile_rows(name, hi - lo)) for name in plan.kept_tile)
+
+    def tile_rows(self, name: str, rows: int) -> int:
+        """The tokens that an activation of tiles has, of a tile of `rows` tokens of the input."""
+        length, seq_len = self.lengths[name], self.chunks.seq_len
+        return rows if length == seq_len else rows * length // seq_len
 
 
 #: Called with each step before it runs, and its frame; for explanations. Usually empty.
 TRACERS: list[Callable[[object, Frame], None]] = []
+
+
+class Product(NamedTuple):
+    """A weight gradient left for later: what `Frame.add_weight_grad` was called with."""
+
+    name: str
+    dy: Tensor
+    x: Tensor
+    part: Part | None
+    partial: bool
 
 
 #: Sees a step that computes once it has, and its frame.
@@ -131,6 +148,7 @@ class Run:
         like: a tensor with the dtype and device of the block's input.
         watch: called after every step that computes; for the replay check.
         into: buffers of params, to which their gradients are added.
+        later: where weight gradients go as their factors, instead of being computed.
     """
 
     def __init__(
@@ -141,6 +159,7 @@ class Run:
         like: Tensor,
         watch: Watch | None = None,
         into: Mapping[str, Tensor] | None = None,
+        later: list[Product] | None = None,
     ) -> None:
         if prepared.casts:
             tensors = _cast(tensors, prepared.casts)
@@ -151,7 +170,7 @@ class Run:
         self.partial = self.chunks.group < self.chunks.batch or self.chunks.tiled
         self.exact = into is not None
         self.param_grads: dict[str, Tensor] = {} if into is None else dict(into)
-        self.watch = watch
+        self.watch, self.later = watch, later
         self.observed: bool = watch is not None or torch._C._autograd._profiler_enabled()
         self._site_keys: dict[int, tuple[Tensor, ...]] = {}
 
@@ -204,8 +223,14 @@ class Frame:
     def rows_of(self, name: str) -> int:
         """How many tokens an activation has here: a tile's, or those of the group's sequences."""
         if self.parent is not None:
-            return self.rows
+            return self.run.prepared.tile_rows(name, self.rows)
         return (self.seqs[1] - self.seqs[0]) * self.run.prepared.lengths[name]
+
+    def first_row(self, name: str) -> int:
+        """The number of an activation's first token here, among all of the call."""
+        if self.parent is not None:
+            return self.run.prepared.tile_rows(name, self.token0)
+        return self.seqs[0] * self.run.prepared.lengths[name]
 
     def empty(self, name: str) -> Tensor:
         """A new matrix like the activation `name`, which need not be there."""
@@ -264,7 +289,8 @@ class Frame:
             self.grads[name] = (have[0] + grad, True)
 
     def take_grad(self, name: str) -> tuple[Tensor | None, bool]:
-        return self.grads.pop(name, (None, False))
+        grad, owned = self.grads.pop(name, (None, False))
+        return grad, owned and self.run.later is None  # else it may be a factor of a product
 
     def add_param_grad(self, name: str, grad: Tensor, part: Part | None = None) -> None:
         have = self.run.param_grads.get(name)
@@ -295,6 +321,9 @@ class Frame:
     ) -> None:
         """Add dy.T @ x to the gradient of a weight; `partial`: the step itself will add more."""
         run, grads = self.run, self.run.param_grads
+        if run.later is not None:
+            run.later.append(Product(name, dy, x, part, partial))
+            return
         partial = partial or run.partial
         if part is not None:
             wide = torch.promote_types(x.dtype, torch.float32) if partial else x.dtype

@@ -124,6 +124,10 @@ class Node:
         """What its steps are called."""
         return self.name
 
+    def length(self, lengths: Mapping[str, int]) -> int:
+        """Tokens of a sequence, given those of inputs and earlier activations."""
+        return lengths[self.follows]
+
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
         """Elements per token, given the widths of earlier activations and the shapes of params."""
         return widths[self.inputs[0]]
@@ -176,12 +180,20 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepScale(Node):
-    """A dropout site's multiplier: 0 or 1/(1-p) for each element, a function of the seed alone."""
+    """A dropout site's multiplier: 0 or 1/(1-p) for each element, a function of the seed alone.
+
+    `like` has its width: a param, by its first dimension, or an activation. `of`: whose tokens.
+    """
 
     site: int
     p: float
-    like: str  # what has this site's width: a param, by its first dimension, or an activation
+    like: str
+    of: str = "input"
     keepable: ClassVar[bool] = False
+
+    @property
+    def follows(self) -> str:
+        return self.of
 
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
         return widths[self.like] if self.like in widths else shapes[self.like][0]
@@ -197,7 +209,8 @@ class KeepScale(Node):
         run, width = f.run, f.run.widths[self.name]
         dtype = torch.promote_types(run.dtype, torch.float32)
         key = run.site_key(self.site)
-        f.keeps[self.name] = random.Keep(key, f.token0, f.rows, width, self.p, dtype)
+        row0, rows = f.first_row(self.name), f.rows_of(self.name)
+        f.keeps[self.name] = random.Keep(key, row0, rows, width, self.p, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,8 +80,7 @@ class Pack(Node):
         if not self.format.seeded:
             return Packing(self.stored)
         rows, run = f.rows_of(self.x), f.run
-        row0 = f.token0 if f.parent is not None else f.seqs[0] * run.prepared.lengths[self.x]
-        key = run.site_key(self.site)
+        key, row0 = run.site_key(self.site), f.first_row(self.x)
         return Packing(self.stored, random.Uniform(key, row0, rows, run.widths[self.x]))
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:

@@ -79,7 +79,7 @@ class Graph:
 
     @functools.cached_property
     def source(self) -> Mapping[str, str]:
-        """The input whose tokens each input, activation and statistic has."""
+        """The input of whose tokens each input, activation and statistic is made."""
         source = {name: name for name in self.inputs}
         for node in self.nodes:
             source.update(dict.fromkeys((node.name, *node.stats), source[node.follows]))
@@ -87,8 +87,10 @@ class Graph:
 
     def lengths(self, shapes: Shapes) -> dict[str, int]:
         """Tokens of a sequence of every input, activation and statistic, given shapes by name."""
-        given = {name: sizes(shapes[name])[1] for name in self.inputs}
-        return {name: given[source] for name, source in self.source.items()}
+        lengths = {name: sizes(shapes[name])[1] for name in self.inputs}
+        for node in self.nodes:
+            lengths.update(dict.fromkeys((node.name, *node.stats), node.length(lengths)))
+        return lengths
 
     @functools.cached_property
     def casts(self) -> Mapping[str, torch.dtype]:
@@ -161,11 +163,14 @@ class Programs:
     inexact: frozenset[str]
 
 
-def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
+def _with_frees(
+    steps: list[Draft], hold: Collection[str], overwrites: bool = True
+) -> tuple[Step, ...]:
     """Steps that free each name after its last use, except the names in `hold`.
 
     A name that a step defines and nobody reads (a statistic, say) is freed at once. What an
-    earlier step computed and this one frees may be overwritten; what was kept or given may not.
+    earlier step computed and this one frees may be overwritten, if `overwrites`; what was kept or
+    given may not.
     """
     last: dict[str, int] = {}
     for i, step in enumerate(steps):
@@ -179,7 +184,7 @@ def _with_frees(steps: list[Draft], hold: Collection[str]) -> tuple[Step, ...]:
     for i, step in enumerate(steps):
         free, node = tuple(frees.get(i, ())), step.node
         if step.kind == "compute" and node is not None:
-            node = node.overwriting(made.intersection(free))
+            node = node.overwriting(made.intersection(free)) if overwrites else node
             made.add(node.name)
         result.append(Step(step.kind, node, step.wants, free))
     return tuple(result)
@@ -254,10 +259,12 @@ def programs(
     wants: frozenset[str],
     tiled: bool,
     fusions: frozenset[str] = frozenset(),
+    overwrites: bool = True,
 ) -> Programs:
     """The programs of `graph` when `save` is kept and gradients of `wants` are wanted.
 
     `fusions` are rows of `blocks.fusions.FUSIONS`: steps that the backend computes together.
+    Not `overwrites`: backward leaves what it rebuilds as it is, for who reads it after its end.
     """
     group_nodes, tile_nodes = _split(graph, tiled)
     by_node = _wants_by_node(graph, wants)
@@ -306,9 +313,9 @@ def programs(
         keeps_output="output" in may_keep and "output" in touched,
         saved_params=tuple(p for p in graph.params if p in reread),
         forward=_with_frees(fuse(group_fwd, fusions, held), held),
-        backward=_with_frees(fuse(group.steps, fusions, ()), ()),
+        backward=_with_frees(fuse(group.steps, fusions, ()), (), overwrites),
         tile_forward=_with_frees(fuse(tile_fwd, fusions, tile_held), tile_held),
-        tile_backward=_with_frees(fuse(tile.steps, fusions, group_names), group_names),
+        tile_backward=_with_frees(fuse(tile.steps, fusions, group_names), group_names, overwrites),
         tile_gives=tuple(sorted(gives)),
         inexact=_inexact(group.rebuilt + tile.rebuilt),
     )

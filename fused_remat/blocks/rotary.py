@@ -87,6 +87,6 @@ class Rotary(Node):
             q_weight=shifted(f.param(self.q_weight), self.offset),
             k_weight=shifted(f.param(self.k_weight), self.offset),
             eps=self.eps,
-            token0=f.token0,
-            seq_len=f.run.chunks.seq_len,
+            token0=f.first_row(self.x),
+            seq_len=f.run.prepared.lengths[self.x],
         )

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fused_remat import random
 from fused_remat.blocks.attention import Attention, CrossAttention
 from fused_remat.blocks.lora import Adapted, Lora, LowRank, Term
 from fused_remat.blocks.nodes import KeepScale, Linear, Node, Norm
+from fused_remat.blocks.parallel import (
+    SITES_OF_A_RANK,
+    Gathered,
+    GatheredSequences,
+    Parallel,
+    Reduced,
+    ReducedSequences,
+)
 from fused_remat.blocks.pointwise import Add, Custom, Gated, Pointwise
 from fused_remat.blocks.projections import Projections
 from fused_remat.blocks.rotary import Rotary
@@ -39,19 +48,67 @@ def captured_params(count: int) -> tuple[str, ...]:
 class Sketch:
     """Collects the nodes of a block; every method adds one step or one half, by name.
 
-    `loras` are updates of linear layers, added wherever a layer of theirs is.
+    `loras` are updates of linear layers, added wherever a layer of theirs is; `parallel` divides
+    the halves among ranks.
     """
 
-    def __init__(self, loras: tuple[Lora, ...] = ()) -> None:
+    def __init__(self, loras: tuple[Lora, ...] = (), parallel: Parallel | None = None) -> None:
         self.nodes: list[Node] = []
-        self.loras = loras
+        self.loras, self.parallel = loras, parallel
 
-    def keep(self, name: str, site: int, p: float, like: str) -> str:
-        """The multiplier of a dropout site, as wide as `like`; "" and no node at p = 0."""
+    def keep(
+        self, name: str, site: int, p: float, like: str, of: str = "input", divided: bool = False
+    ) -> str:
+        """The multiplier of a dropout site, as wide as `like`; "" and no node at p = 0.
+
+        `of`: whose tokens it has. `divided`: ranks have elements of their own.
+        """
         if p == 0.0:
             return ""
-        self.nodes.append(KeepScale(name=name, site=site, p=p, like=like))
+        site = self.site(site, divided)
+        self.nodes.append(KeepScale(name=name, site=site, p=p, like=like, of=of))
         return name
+
+    def site(self, site: int, divided: bool = True) -> int:
+        """A dropout site, or this rank's own where its elements are `divided` among ranks."""
+        parallel = self.parallel
+        if parallel is None or not (divided or parallel.sequence):
+            return site
+        return site + parallel.rank * SITES_OF_A_RANK
+
+    def enter(self, x: str, sequences: bool, whole: bool = False) -> str:
+        """What a half reads of x: x, or that of all ranks.
+
+        `sequences`: in order. `whole`: every rank has all of it in any case.
+        """
+        if self.parallel is None:
+            return x
+        parallel = replace(self.parallel, sequence=False) if whole else self.parallel
+        kind = GatheredSequences if sequences and parallel.sequence else Gathered
+        name = f"{x}.all"
+        self.nodes.append(kind(name=name, x=x, parallel=parallel))
+        return name
+
+    def leave(
+        self,
+        name: str,
+        x: str,
+        weights: str,
+        residual: str = "",
+        keep: str = "",
+        sequences: bool = False,
+    ) -> None:
+        """`linear` at the end of a half, where the ranks are joined again."""
+        if self.parallel is None:
+            self.linear(name, x, weights, residual, keep)
+            return
+        weight, bias = linear_params(weights)
+        made, partial = weights if residual else name, f"{weights}.partial"
+        self.nodes.append(Linear(name=partial, x=x, weight=weight, bias=""))
+        kind = ReducedSequences if sequences and self.parallel.sequence else Reduced
+        self.nodes.append(kind(name=made, x=partial, bias=bias, parallel=self.parallel))
+        if residual:
+            self.add(name, made, residual, keep)
 
     def norm(
         self,
@@ -135,14 +192,22 @@ class Sketch:
         attention: Attention,
         p_residual: float,
         rotary: Rotary | None = None,
+        columns: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        """name = residual + dropout(proj(attention(qkv(x)))); `rotary`, if any, works on qkv(x)."""
-        self.linear("qkv", x, "qkv")
+        """name = residual + dropout(proj(attention(qkv(x)))); `rotary`, if any, works on qkv(x).
+
+        `columns` of q, k and v, if they have weights of their own (`projections`).
+        """
+        x = self.enter(x, sequences=True)
+        if columns is None:
+            self.linear("qkv", x, "qkv")
+        else:
+            self.projections("qkv", x, columns)
         if rotary is not None:
             self.nodes.append(rotary)
         self.nodes.append(attention)
         keep = self.keep("keep1", random.RESIDUAL1, p_residual, "proj.weight")
-        self.linear(name, "attn", "proj", residual, keep)
+        self.leave(name, "attn", "proj", residual, keep, sequences=True)
 
     def cross_half(
         self,
@@ -153,16 +218,24 @@ class Sketch:
         attention: CrossAttention,
         width: int,
         p_residual: float,
+        split: bool = False,
     ) -> None:
         """name = residual + dropout(cross_proj(attention(query(x), kv(memory)))).
 
-        The projections of query, key and value, each of `width`, share one weight, "cross".
+        The projections of query, key and value, each of `width`, share one weight, "cross", or are
+        `split` into "cross_q", "cross_k" and "cross_v".
         """
-        self.linear(attention.q, x, "cross", part=(0, width, 3 * width))
-        self.linear(attention.kv, memory, "cross", part=(width, 3 * width, 3 * width))
+        x, memory = self.enter(x, sequences=True), self.enter(memory, sequences=True, whole=True)
+        if split:
+            self.linear(attention.q, x, "cross_q")
+            columns = {"cross_k": (0, width), "cross_v": (width, 2 * width)}
+            self.projections(attention.kv, memory, columns)
+        else:
+            self.linear(attention.q, x, "cross", part=(0, width, 3 * width))
+            self.linear(attention.kv, memory, "cross", part=(width, 3 * width, 3 * width))
         self.nodes.append(attention)
         keep = self.keep("keep_cross", random.CROSS_RESIDUAL, p_residual, "cross_proj.weight")
-        self.linear(name, attention.name, "cross_proj", residual, keep)
+        self.leave(name, attention.name, "cross_proj", residual, keep, sequences=True)
 
     def mlp_half(
         self,
@@ -176,8 +249,9 @@ class Sketch:
         per_batch: bool = False,
     ) -> None:
         """name = residual + dropout(fc2(dropout(activation(fc1(x)))))."""
+        x = self.enter(x, sequences=False)
         self.linear("up", x, "fc1")
-        keep = self.keep("keep_mlp", random.MLP, p_mlp, "fc1.weight")
+        keep = self.keep("keep_mlp", random.MLP, p_mlp, "fc1.weight", x, divided=True)
         act: Node = Pointwise(name="act", x="up", act=activation, keep=keep)
         if activation == CUSTOM:
             names = captured_params(captured)
@@ -194,10 +268,11 @@ class Sketch:
 
     def up_half(self, x: str, activation: str, gated: bool, p_mlp: float) -> None:
         """act = dropout(activation(fc1(x))), or dropout(activation(gate(x)) * fc1(x))."""
+        x = self.enter(x, sequences=False)
         if gated:
             self.linear("gate", x, "gate")
         self.linear("up", x, "fc1")
-        keep = self.keep("keep_mlp", random.MLP, p_mlp, "fc1.weight")
+        keep = self.keep("keep_mlp", random.MLP, p_mlp, "fc1.weight", x, divided=True)
         if gated:
             self.nodes.append(Gated(name="act", gate="gate", up="up", act=activation, keep=keep))
         else:
@@ -205,4 +280,4 @@ class Sketch:
 
     def _down(self, name: str, residual: str, p_residual: float) -> None:
         keep = self.keep("keep2", random.RESIDUAL2, p_residual, "fc2.weight")
-        self.linear(name, "act", "fc2", residual, keep)
+        self.leave(name, "act", "fc2", residual, keep)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fused_remat import random
 from fused_remat.blocks.attention import Attention
 from fused_remat.blocks.lora import Lora, lora_params, of_layers
+from fused_remat.blocks.parallel import Parallel
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.recipe import builder, part
 from fused_remat.blocks.rotary import Rotary
@@ -36,6 +37,7 @@ class TransformerConfig:
         masks: those of "mask", "padding", "lengths" and "packed" (cu_q, cu_k) that are passed.
         mask_keeps: True in a bool mask takes part, else is excluded.
         loras: low-rank updates of linear layers: the matrices of the i-th are "lora.i.A", ".B".
+        parallel: of a block divided among ranks: `nhead`, `kv_heads` and the weights are its own.
     """
 
     placement: str
@@ -63,6 +65,7 @@ class TransformerConfig:
     masks: tuple[str, ...] = ()
     mask_keeps: bool = True
     loras: tuple[Lora, ...] = ()
+    parallel: Parallel | None = None
 
     @property
     def kind(self) -> str:
@@ -115,7 +118,7 @@ def transformer_graph(cfg: TransformerConfig) -> Graph:
     """
     if cfg.placement not in ("pre", "post", "sandwich"):
         raise ValueError(f"placement must be 'pre', 'post' or 'sandwich', got {cfg.placement!r}")
-    sketch = Sketch(of_layers(cfg.loras, cfg.linears))
+    sketch = Sketch(of_layers(cfg.loras, cfg.linears), cfg.parallel)
     _attention_half(sketch, cfg)
     _mlp_half(sketch, cfg)
     return Graph(cfg.kind, tuple(sketch.nodes), (*cfg.weights, *CONSTANTS))
@@ -131,6 +134,7 @@ def _attention_half(sketch: Sketch, cfg: TransformerConfig) -> None:
     if cfg.placement != "post":
         _norm(sketch, cfg, "norm1", "input", "norm1")
         x = "norm1"
+    x = sketch.enter(x, sequences=True)
     if cfg.split:
         columns = {layer: cfg.columns(layer) for layer in ("q", "k", "v")}
         sketch.projections("qkv", x, columns)
@@ -140,15 +144,15 @@ def _attention_half(sketch: Sketch, cfg: TransformerConfig) -> None:
     if cfg.rotary or cfg.qk_norm:
         heads = "rotated"
         sketch.nodes.append(_rotary(cfg))
-    sketch.nodes.append(_attention(cfg, heads))
+    sketch.nodes.append(_attention(cfg, heads, sketch.site(random.ATTENTION)))
     keep = sketch.keep("keep1", random.RESIDUAL1, cfg.p_residual1, "proj.weight")
     if cfg.placement == "pre":
-        sketch.linear("mid", "attn", "proj", "input", keep)
+        sketch.leave("mid", "attn", "proj", "input", keep, sequences=True)
     elif cfg.placement == "post":
-        sketch.linear("sum1", "attn", "proj", "input", keep)
+        sketch.leave("sum1", "attn", "proj", "input", keep, sequences=True)
         _norm(sketch, cfg, "mid", "sum1", "norm1")
     else:
-        sketch.linear("proj", "attn", "proj")
+        sketch.leave("proj", "attn", "proj", sequences=True)
         _norm(sketch, cfg, "post1", "proj", "post1")
         sketch.add("mid", "post1", "input", keep)
 
@@ -162,12 +166,12 @@ def _mlp_half(sketch: Sketch, cfg: TransformerConfig) -> None:
     sketch.up_half(x, cfg.activation, cfg.gated, cfg.p_mlp)
     keep = sketch.keep("keep2", random.RESIDUAL2, cfg.p_residual2, "fc2.weight")
     if cfg.placement == "pre":
-        sketch.linear("output", "act", "fc2", "mid", keep)
+        sketch.leave("output", "act", "fc2", "mid", keep)
     elif cfg.placement == "post":
-        sketch.linear("sum2", "act", "fc2", "mid", keep)
+        sketch.leave("sum2", "act", "fc2", "mid", keep)
         _norm(sketch, cfg, "output", "sum2", "norm2")
     else:
-        sketch.linear("down", "act", "fc2")
+        sketch.leave("down", "act", "fc2")
         _norm(sketch, cfg, "post2", "down", "post2")
         sketch.add("output", "post2", "mid", keep)
 
@@ -182,13 +186,13 @@ def _rotary(cfg: TransformerConfig) -> Rotary:
     )  # fmt: skip
 
 
-def _attention(cfg: TransformerConfig, heads: str) -> Attention:
+def _attention(cfg: TransformerConfig, heads: str, site: int) -> Attention:
     def named(kind: str, name: str) -> str:
         return name if kind in cfg.masks else ""
 
     return Attention(
         name="attn", qkv=heads, nhead=cfg.nhead, kv_heads=cfg.kv_heads, scale=cfg.scale,
-        left=cfg.left, right=cfg.right, softcap=cfg.softcap, site=random.ATTENTION,
+        left=cfg.left, right=cfg.right, softcap=cfg.softcap, site=site,
         p=cfg.p_attention, mask=named("mask", "mask"), padding=named("padding", "padding"),
         lengths=named("lengths", "lengths"), cu_q=named("packed", "cu_q"),
         cu_k=named("packed", "cu_k"), mask_keeps=cfg.mask_keeps,

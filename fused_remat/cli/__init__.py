@@ -11,19 +11,21 @@ import torch
 from fused_remat.cli.errors import CommandError
 
 _USAGE = """\
-usage: python -m fused_remat {doctor,report,plan} ...
+usage: python -m fused_remat {doctor,report,plan,scale} ...
 
 Train transformers in a fraction of the activation memory.
 
   doctor   what there is on this machine, what runs on it, and whether it computes right
   report   what each layer of a model keeps for backward, by name, and its peaks
   plan     what each layer should keep, so that a step is fastest within a memory budget
+  scale    what a large model takes on a mesh of devices, and what fits, on paper
 
 examples:
   python -m fused_remat doctor
   python -m fused_remat report gpt2 --layers 2 --seq 256 --policy lean
   python -m fused_remat plan vit-l --layers 2 --batch 2 --budget 500MiB --compare
   python -m fused_remat plan mine:training_step --budget 80%
+  python -m fused_remat scale --model llama3-70b --mesh 8x8
 
 python -m fused_remat COMMAND --help says more."""
 
@@ -46,23 +48,31 @@ def _plan(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _scale(arguments: Sequence[str]) -> int:
+    from fused_remat.cli.scale import main
+
+    return main(arguments)
+
+
 #: Command -> what runs it; its module is loaded only when it is asked for.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": _doctor,
     "report": _report,
     "plan": _plan,
+    "scale": _scale,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; returns the exit status.
 
-    0: done; 1: no plan within the budget, out of memory, or a step that `doctor` finds wrong; 2: a
-    command line that means nothing, or a target that raises. 1 and 2 have a message on stderr, but
-    for `doctor`; Python's development mode (-X dev) shows the traceback of 2.
+    0: done; 1: no plan within the budget, nothing that fits, out of memory, or a step that
+    `doctor` finds wrong; 2: a command line that means nothing, or a target that raises. 1 and 2
+    have a message on stderr, but for `doctor`; Python's development mode (-X dev) shows the
+    traceback of 2.
 
     >>> main(["--help"])  # doctest: +ELLIPSIS
-    usage: python -m fused_remat {doctor,report,plan} ...
+    usage: python -m fused_remat {doctor,report,plan,scale} ...
     ...
     0
     """

@@ -98,7 +98,8 @@ def _layers(shape: Model, dropout: float, stock: bool, where: dict[str, Any]) ->
         return nn.ModuleList(
             causal(
                 *sizes, kv_heads=shape.kv_heads, head_dim=shape.head_dim, norm=shape.norm,
-                gated=shape.gated, bias=shape.bias, qkv_bias=shape.qkv_bias, **where,
+                gated=shape.gated, bias=shape.bias, qkv_bias=shape.qkv_bias, qk_norm=shape.qk_norm,
+                **where,
             )
             for _ in range(shape.layers)
         )  # fmt: skip

@@ -72,6 +72,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="some of what is kept may be in 8 bits, which rounds gradients (default: nothing is)",
     )
+    group.add_argument(
+        "--offload",
+        action="store_true",
+        help="some of what is kept may wait in the host's memory; CUDA devices only",
+    )
     group.add_argument("--compare", action="store_true", help="all methods at this budget")
     group.add_argument(
         "--frontier", action="store_true", help="from the least possible peak to the fastest step"
@@ -101,6 +106,7 @@ def main(arguments: Sequence[str]) -> int:
             accumulates=args.accumulates,
             segments=not args.no_segments,
             lossy=args.lossy,
+            offload=args.offload,
             **found.kwargs,
         )
     chosen, failure = _chosen(fastest, budget, args.method)

@@ -20,6 +20,7 @@ class Model:
         layers: how many.
         qkv_bias: of the linears of queries, keys and values.
         tied: whether the head's weight is the embedding's.
+        qk_norm: whether each query and key head is normed.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Model:
     layers: int
     qkv_bias: bool
     tied: bool
+    qk_norm: bool = False
 
 
 def _plain(
@@ -89,3 +91,20 @@ MODELS: dict[str, Model] = {
         _llama("llama3-8b", 4096, 32, 32, 8, 14336, 8192, 128256, tied=False),
     )
 }
+
+#: By name, as published: too large for one device, so on paper only (`scale`), besides `MODELS`.
+LARGE: dict[str, Model] = {
+    model.name: model
+    for model in (
+        Model(
+            "gpt3-175b", 12288, 96, 96, 128, 49152, "layer_norm", "gelu_tanh", False, True,
+            True, 2048, False, 50257, 96, True, True,
+        ),
+        Model(
+            "qwen3-32b", 5120, 64, 8, 128, 25600, "rms_norm", "silu", True, False,
+            True, 8192, True, 151936, 64, False, False, True,
+        ),
+        _llama("llama3-70b", 8192, 80, 64, 8, 28672, 8192, 128256, tied=False),
+        _llama("llama3-405b", 16384, 126, 128, 8, 53248, 8192, 128256, tied=False),
+    )
+}  # fmt: skip

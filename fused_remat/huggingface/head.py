@@ -25,6 +25,8 @@ from fused_remat.layers.fused_layer import (
     warn_once,
 )
 from fused_remat.layers.linears import LinearParts, read_linear
+from fused_remat.layers.vocabulary import VocabularyParallelLinear
+from fused_remat.ops.activation import has_hooks
 from fused_remat.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -169,7 +171,7 @@ class HuggingFaceHead(nn.Module):
 
     def _loss(self, hidden: Tensor, labels: Tensor, given: Mapping[str, Any]) -> Tensor:
         """transformers' ForCausalLMLoss of the head's logits."""
-        parts = read_linear(self._modules[self.row.head])
+        parts = _parts(self._modules[self.row.head])
         assert isinstance(parts, LinearParts)
         count = given.get("num_items_in_batch")
         softcap = getattr(self.config, self.row.softcap) if self.row.softcap else None
@@ -189,8 +191,14 @@ class HuggingFaceHead(nn.Module):
         return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
 
 
+def _parts(head: Any) -> LinearParts | str:
+    if type(head) is VocabularyParallelLinear and not has_hooks(head):
+        return LinearParts(head.weight, head.bias)
+    return read_linear(head)
+
+
 def _why_not_head(head: Any) -> str | None:
-    parts = read_linear(head)
+    parts = _parts(head)
     if isinstance(parts, str):
         return f"its head {parts}"
     return "its head has low-rank updates" if parts.updates else None

@@ -24,7 +24,7 @@ from fused_remat.layers.fused_layer import (
     warn_compiled,
     warn_once,
 )
-from fused_remat.layers.layer_call import LayerCall
+from fused_remat.layers.layer_call import LayerCall, Place, in_module
 from fused_remat.layers.replay import checkpointed
 
 
@@ -70,11 +70,32 @@ class HuggingFaceLayer(FusedLayer):
             return TRACED if given is not None else "its arguments do not fit"
         if not self._may_differ(given):
             return "no gradients are wanted"
+        if self._division is not None:
+            inputs = self._stand_ins({"input": given["hidden_states"]}, 1)
+            given = {**given, "hidden_states": inputs["input"]}
         call = self._choose(given)[0]
         return call if isinstance(call, str) else None
 
     def _example(self) -> Graph:
         return transformer_graph(example_config(self, self.architecture))
+
+    def _places(self) -> tuple[Place, ...]:
+        row = self.architecture
+        return tuple(
+            in_module(name, *path.split("."))
+            for part in (row.linears, row.norms, row.head_norms)
+            for name, path in part.items()
+        )
+
+    def _heads(self) -> dict[str, int]:
+        row = self.architecture
+        width = int(getattr(at(self, row.attention), row.head_dim))
+        kinds = {"heads": "q", "key and value heads": "k"}
+        return {
+            what: at(self, row.linears[name]).weight.shape[0] // width
+            for what, name in kinds.items()
+            if name in row.linears
+        }
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
         """The arguments by name; None if they do not fit, of which the stock forward complains."""
@@ -97,6 +118,8 @@ class HuggingFaceLayer(FusedLayer):
 
     def _serve(self, *args: Any, **kwargs: Any) -> Any:
         """`forward(*args, **kwargs)`: the block, or transformers' own forward."""
+        if self._division is not None:
+            return self._serve_divided(*args, **kwargs)
         if is_traced():
             self._refuse_to_accumulate(TRACED)
             return self.stock.forward(self, *args, **kwargs)
@@ -117,6 +140,23 @@ class HuggingFaceLayer(FusedLayer):
         for observe in DECISIONS:
             observe(self, call)
         return self._fallback(call, given, cached)
+
+    def _serve_divided(self, *args: Any, **kwargs: Any) -> Any:
+        """`_serve` of a layer that is divided among ranks."""
+        if torch.compiler.is_compiling():
+            from fused_remat import uncompiled
+
+            return uncompiled.eagerly(self._serve_divided, *args, **kwargs)
+        given = self._named(args, kwargs)
+        if is_traced() or given is None:
+            reason = TRACED if given is not None else "its arguments do not fit"
+            raise RuntimeError(f"fused_remat: a tensor-parallel layer cannot run: {reason}")
+
+        def choose(inputs: Mapping[str, Any]) -> LayerCall | str:
+            call, _, cached = self._choose({**given, "hidden_states": inputs["input"]})
+            return f"{call}: pass use_cache=False" if cached and isinstance(call, str) else call
+
+        return self._divided(choose, {"input": given["hidden_states"]}, 1)
 
     def _may_differ(self, given: Mapping[str, Any]) -> bool:
         """Whether a call may be a block's; else it is transformers' own, bit for bit.

@@ -11,7 +11,7 @@ from fused_remat.blocks.lora import Lora
 from fused_remat.blocks.transformer import TransformerConfig
 from fused_remat.layers import autocast, eligibility
 from fused_remat.layers.causal_weights import why_not_weights
-from fused_remat.layers.layer_call import LayerCall
+from fused_remat.layers.layer_call import LayerCall, in_module
 from fused_remat.layers.linears import LinearParts, block_tensors, read_linear, tensor_of, unwrapped
 from fused_remat.layers.plain_causal import check_window
 from fused_remat.ops.activation import has_hooks
@@ -24,6 +24,12 @@ from fused_remat.ops.rotary import rotary_tensors
 _LINEARS = {
     "q": "q", "k": "k", "v": "v", "proj": "proj", "gate": "gate", "fc1": "up", "fc2": "down",
 }  # fmt: skip
+_NORMS = ("norm1", "norm2", "post1", "post2", "q_norm", "k_norm")
+#: Where a layer may have its block's weights.
+PLACES = (
+    *(in_module(name, own) for name, own in _LINEARS.items()),
+    *(in_module(name, name) for name in _NORMS),
+)
 _KINDS = {nn.RMSNorm: "rms_norm", nn.LayerNorm: "layer_norm"}
 _FORWARDS: dict[Any, Any] = {nn.RMSNorm: nn.RMSNorm.forward, nn.LayerNorm: nn.LayerNorm.forward}
 _PLAIN = (Tensor, nn.Parameter)

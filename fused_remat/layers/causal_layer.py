@@ -11,7 +11,7 @@ from fused_remat.blocks.program import Graph
 from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
 from fused_remat.layers import causal_call
 from fused_remat.layers.drop_in_layer import DropInLayer
-from fused_remat.layers.layer_call import LayerCall
+from fused_remat.layers.layer_call import LayerCall, Place
 from fused_remat.layers.plain_causal import CausalLayer
 from fused_remat.ops.activation import ActivationLike
 from fused_remat.policies import Policy
@@ -148,6 +148,12 @@ class FusedRematCausalLayer(DropInLayer, CausalLayer):
                 qk_norm=self.q_norm is not None, gated=self.gate is not None,
             )
         )  # fmt: skip
+
+    def _places(self) -> tuple[Place, ...]:
+        return causal_call.PLACES
+
+    def _heads(self) -> dict[str, int]:
+        return {"heads": self.nhead, "key and value heads": self.kv_heads}
 
     def _graph(self, config: TransformerConfig) -> Graph:
         return transformer_graph(config)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fused_remat.blocks.transformer import TransformerConfig
 from fused_remat.layers import autocast
+from fused_remat.layers.linears import is_readable
 from fused_remat.ops.transformer import linear_shapes
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -36,7 +37,7 @@ def why_not_weights(
     for name, p in given.items():
         if p is None:
             continue
-        if type(p) not in _PLAIN:
+        if type(p) not in _PLAIN and not is_readable(p):
             return f"{name} is a {type(p).__name__}"
         wide = low is not None or (name.startswith("lora") and p.dtype == torch.float32)
         if (p.dtype is not x.dtype and not wide) or p.device != x.device:

@@ -14,25 +14,49 @@ from fused_remat.layers.autocast import low_dtype, precision_of
 from fused_remat.layers.eligibility import DECODER
 from fused_remat.layers.layer_call import (
     LayerCall,
+    Place,
     adapters_of,
     batched,
     in_attention,
     in_module,
+    in_split_attention,
     tensors_at,
+    with_own_biases,
 )
 from fused_remat.layers.linears import dropout_p
+from fused_remat.shards import is_dtensor
 
-_PLACES = (
-    *in_attention("self_attn", "qkv", "proj"),
-    *in_attention("multihead_attn", "cross", "cross_proj"),
+_CROSS = ("cross_q", "cross_k", "cross_v")
+_OTHERS = (
     in_module("fc1", "linear1"),
     in_module("fc2", "linear2"),
     in_module("norm1", "norm1"),
     in_module("norm2", "norm2"),
     in_module("norm3", "norm3"),
 )
+_PLACES = (
+    *in_attention("self_attn", "qkv", "proj"),
+    *in_attention("multihead_attn", "cross", "cross_proj"),
+    *_OTHERS,
+)
+#: Of a layer whose attentions have three weights each.
+_SPLIT = (
+    *in_split_attention("self_attn", "qkv", "proj", ("q", "k", "v")),
+    *in_split_attention("multihead_attn", "cross", "cross_proj", _CROSS),
+    *_OTHERS,
+)
 _TGT_MASKS = ("tgt_mask", "tgt_key_padding_mask")
 _MEMORY_MASKS = ("memory_mask", "memory_key_padding_mask")
+
+
+def places_of(layer: Any) -> tuple[Place, ...]:
+    """Where the layer has its block's weights.
+
+    >>> places_of(nn.TransformerDecoderLayer(8, 2))[2][0]
+    ('multihead_attn',)
+    """
+    attn = layer._modules.get("self_attn")
+    return _PLACES if getattr(attn, "_qkv_same_embed_dim", True) else _SPLIT
 
 
 def tensors_of(layer: nn.TransformerDecoderLayer) -> dict[str, Tensor | None]:
@@ -41,7 +65,7 @@ def tensors_of(layer: nn.TransformerDecoderLayer) -> dict[str, Tensor | None]:
     >>> sorted(tensors_of(nn.TransformerDecoderLayer(8, 2)))[:3]
     ['cross.bias', 'cross.weight', 'cross_proj.bias']
     """
-    return tensors_at(layer, _PLACES)
+    return tensors_at(layer, places_of(layer))
 
 
 def dropout_ps(layer: nn.TransformerDecoderLayer) -> tuple[float, ...]:
@@ -110,6 +134,8 @@ def call_of(
     }  # fmt: skip
     config = _config(layer, activation, tensors, causal, memory_causal)
     config = replace(config, loras=adapters[1]) if adapters[1] else config
+    if config.split and not is_dtensor(params["qkv.bias"]):
+        tensors = with_own_biases(tensors)
     return eligibility.why_not_dropout(config.dropout_ps) or LayerCall(
         config, tensors, activation.functions, seq_first, unbatched, precision
     )
@@ -168,4 +194,5 @@ def _config(
         has_padding=tensors["padding"] is not None,
         has_memory_mask=tensors["memory_mask"] is not None,
         has_memory_padding=tensors["memory_padding"] is not None,
+        split=not attn._qkv_same_embed_dim,
     )

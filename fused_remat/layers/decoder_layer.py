@@ -13,7 +13,7 @@ from fused_remat.blocks.decoder import DecoderConfig, decoder_graph
 from fused_remat.blocks.program import Graph
 from fused_remat.layers import decoder_call
 from fused_remat.layers.drop_in_layer import DropInLayer
-from fused_remat.layers.layer_call import LayerCall
+from fused_remat.layers.layer_call import LayerCall, Place
 from fused_remat.policies import Policy
 
 
@@ -119,8 +119,16 @@ class FusedRematDecoderLayer(DropInLayer, nn.TransformerDecoderLayer):
             tgt_is_causal, memory_is_causal,
         )  # fmt: skip
 
+    _inputs = ("input", "memory")
+
     def _example(self) -> Graph:
         return decoder_graph(DecoderConfig(self.norm_first, 1, 1, "relu", 0.0, 0.0, 0.0))
+
+    def _places(self) -> tuple[Place, ...]:
+        return decoder_call.places_of(self)
+
+    def _heads(self) -> dict[str, int]:
+        return {"heads": int(self.self_attn.num_heads)}
 
     def _graph(self, config: DecoderConfig) -> Graph:
         return decoder_graph(config)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -39,6 +41,8 @@ class DropInLayer(FusedLayer):
     _mask_pairs: ClassVar[tuple[tuple[tuple[str, int], tuple[str, int]], ...]] = ()
     #: What `_choose` says where PyTorch's own forward is what is wanted.
     _quiet: ClassVar[tuple[str, ...]] = ()
+    #: The block's inputs, the first arguments of forward.
+    _inputs: ClassVar[tuple[str, ...]] = ("input",)
 
     @classmethod
     def from_layer(
@@ -79,11 +83,19 @@ class DropInLayer(FusedLayer):
 
     def _why_not(self, *args: Any) -> str | None:
         """Why this call of `forward` would not take the fused path, or None if it would."""
-        call = TRACED if is_traced() else self._choose(*args)
+        if is_traced():
+            return TRACED
+        if self._division is None:
+            call = self._choose(*args)
+        else:
+            inputs, dim = self._divided_inputs(args)
+            call = self._choose_by(args, self._stand_ins(inputs, dim))
         return call if isinstance(call, str) else None
 
     def _serve(self, *args: Any) -> Tensor:
         """`forward(*args)`: the block, or PyTorch's own forward."""
+        if self._division is not None:
+            return self._serve_divided(*args)
         if is_traced():
             self._refuse_to_accumulate(TRACED)
             return super().forward(*args)  # type: ignore[no-any-return]
@@ -99,6 +111,30 @@ class DropInLayer(FusedLayer):
         for observe in DECISIONS:
             observe(self, call)
         return self._quietly(call, *args) if call in self._quiet else self._fallback(call, *args)
+
+    def _serve_divided(self, *args: Any) -> Tensor:
+        """`_serve` of a layer that is divided among ranks."""
+        if torch.compiler.is_compiling():
+            from fused_remat import uncompiled
+
+            return uncompiled.eagerly(self._serve_divided, *args)  # type: ignore[no-any-return]
+        if is_traced():
+            raise RuntimeError(f"fused_remat: a tensor-parallel layer cannot run: {TRACED}")
+        inputs, dim = self._divided_inputs(args)
+        return self._divided(functools.partial(self._choose_by, args), inputs, dim)
+
+    def _divided_inputs(self, args: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
+        """The block's inputs by name, and the dimension that the tokens are in."""
+        x, attn = args[0], getattr(self, "self_attn", None)
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() not in (2, 3):
+            raise ValueError(f"expected a Tensor of 2 or 3 dimensions, got {_shown(x)}")
+        dim = 0 if x.dim() == 2 or not getattr(attn, "batch_first", True) else 1
+        return dict(zip(self._inputs, args, strict=False)), dim
+
+    def _choose_by(self, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> LayerCall | str:
+        """`_choose(*args)` with `inputs` in the place of the first."""
+        names = self._inputs
+        return self._choose(*[inputs[name] for name in names], *args[len(names) :])
 
     def _quietly(self, reason: str, *args: Any) -> Tensor:
         """What serves a call that `_choose` gave one of `_quiet` for."""
@@ -123,6 +159,12 @@ class DropInLayer(FusedLayer):
                 self, f"PyTorch's own forward under torch.utils.checkpoint: {reason}", stacklevel=7
             )
         return out
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return "a nested one" if value.is_nested else f"shape {tuple(value.shape)}"
 
 
 def _warn_mismatch(

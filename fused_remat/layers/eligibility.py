@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._device import DeviceContext
 
+from fused_remat.collectives import in_context_parallel
 from fused_remat.layers import autocast
-from fused_remat.layers.linears import dropout_p, without_adapters
+from fused_remat.layers.linears import dropout_p, is_readable, without_adapters
 from fused_remat.ops.activation import has_hooks
 
 _PLAIN = (Tensor, nn.Parameter)
+_ATTENTION = F.scaled_dot_product_attention
 _DROPOUT = (nn.Dropout, nn.Identity)
 
 
@@ -136,7 +139,8 @@ def _why_not_sizes(children: Any, parts: Parts) -> str | None:
     width = first.embed_dim
     for name in parts.attentions:
         attn = children[name]
-        if not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn:
+        own = attn._qkv_same_embed_dim or attn.kdim == attn.vdim == width  # three weights
+        if not own or attn.bias_k is not None or attn.add_zero_attn:
             return f"its {name} has kdim/vdim, bias_kv or add_zero_attn"
         # PyTorch reads its weight and does not call it: an adapter of its own does not act.
         proj = without_adapters(attn._modules["out_proj"])
@@ -146,6 +150,8 @@ def _why_not_sizes(children: Any, parts: Parts) -> str | None:
             return f"its {name} has {attn.num_heads} heads for width {attn.embed_dim}"
         if attn.num_heads != first.num_heads or attn.batch_first != first.batch_first:
             return f"its {name} differs from {parts.attentions[0]} in num_heads or batch_first"
+        if attn._qkv_same_embed_dim != first._qkv_same_embed_dim:
+            return f"its {name} has in_proj_weight and {parts.attentions[0]} not, or the reverse"
     for name in parts.norms:
         shape = children[name].normalized_shape
         if shape != (width,):
@@ -180,7 +186,7 @@ def why_not_tensors(
         if p is None:
             shapes.append(None)
             continue
-        if type(p) not in _PLAIN:
+        if type(p) not in _PLAIN and not is_readable(p):
             return f"{name} is a {type(p).__name__}"
         if (p.dtype is not dtype and low is None) or p.device != device:
             return f"{called} is {dtype} on {device} but {name} is {p.dtype} on {p.device}"
@@ -306,6 +312,8 @@ def why_not_context(src: Any, called: str = "src") -> str | None:
     """
     if not isinstance(src, Tensor):
         return f"{called} is a {type(src).__name__}"
+    if F.scaled_dot_product_attention is not _ATTENTION and in_context_parallel():
+        return "context_parallel is active, whose attention a block does not call"
     if torch._C._len_torch_function_stack():
         for mode in torch.overrides._get_current_function_mode_stack():
             if not isinstance(mode, DeviceContext):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,20 +12,36 @@ from fused_remat.layers import custom_activation, eligibility
 from fused_remat.layers.autocast import low_dtype, precision_of
 from fused_remat.layers.layer_call import (
     LayerCall,
+    Place,
     adapters_of,
     batched,
     in_attention,
     in_module,
+    in_split_attention,
     tensors_at,
+    with_own_biases,
 )
+from fused_remat.shards import is_dtensor
 
-_PLACES = (
-    *in_attention("self_attn", "qkv", "proj"),
+_OTHERS = (
     in_module("fc1", "linear1"),
     in_module("fc2", "linear2"),
     in_module("norm1", "norm1"),
     in_module("norm2", "norm2"),
 )
+_PLACES = (*in_attention("self_attn", "qkv", "proj"), *_OTHERS)
+#: Of a layer whose attention has three weights.
+_SPLIT = (*in_split_attention("self_attn", "qkv", "proj", ("q", "k", "v")), *_OTHERS)
+
+
+def places_of(layer: Any) -> tuple[Place, ...]:
+    """Where the layer has its block's weights.
+
+    >>> places_of(nn.TransformerEncoderLayer(8, 2))[0]
+    (('self_attn',), (('qkv.weight', 'in_proj_weight'), ('qkv.bias', 'in_proj_bias')))
+    """
+    attn = layer._modules.get("self_attn")
+    return _PLACES if getattr(attn, "_qkv_same_embed_dim", True) else _SPLIT
 
 
 def tensors_of(layer: nn.TransformerEncoderLayer) -> dict[str, Tensor | None]:
@@ -33,7 +50,7 @@ def tensors_of(layer: nn.TransformerEncoderLayer) -> dict[str, Tensor | None]:
     >>> sorted(tensors_of(nn.TransformerEncoderLayer(8, 2)))[:3]
     ['fc1.bias', 'fc1.weight', 'fc2.bias']
     """
-    return tensors_at(layer, _PLACES)
+    return tensors_at(layer, places_of(layer))
 
 
 def call_of(
@@ -89,11 +106,14 @@ def call_of(
         has_mask=mask is not None and not causal,
         has_padding=padding is not None,
         loras=adapters[1],
+        split=not attn._qkv_same_embed_dim,
     )
     tensors = {
         **params, **activation.captured, "input": batched(src, unbatched),
         "mask": None if causal else mask, "padding": batched(padding, unbatched),
     }  # fmt: skip
+    if config.split and not is_dtensor(params["qkv.bias"]):
+        tensors = with_own_biases(tensors)
     return eligibility.why_not_dropout(ps) or LayerCall(
         config, tensors, activation.functions, seq_first, unbatched, precision
     )

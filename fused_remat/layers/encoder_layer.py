@@ -14,7 +14,7 @@ from fused_remat.blocks.program import Graph
 from fused_remat.layers import encoder_call, fastpath
 from fused_remat.layers.drop_in_layer import DropInLayer
 from fused_remat.layers.fused_layer import wants_grad
-from fused_remat.layers.layer_call import LayerCall
+from fused_remat.layers.layer_call import LayerCall, Place
 from fused_remat.policies import Policy
 
 _EXACT = "evaluation without gradients is PyTorch's own where that is exact"
@@ -95,6 +95,12 @@ class FusedRematLayer(DropInLayer, nn.TransformerEncoderLayer):
     def _example(self) -> Graph:
         return encoder_graph(EncoderConfig(self.norm_first, 1, 1, "relu", 0.0, 0.0))
 
+    def _places(self) -> tuple[Place, ...]:
+        return encoder_call.places_of(self)
+
+    def _heads(self) -> dict[str, int]:
+        return {"heads": int(self.self_attn.num_heads)}
+
     def _graph(self, config: EncoderConfig) -> Graph:
         return encoder_graph(config)
 
@@ -130,7 +136,8 @@ class FusedRematLayer(DropInLayer, nn.TransformerEncoderLayer):
         src, mask, padding, is_causal = args
         params = encoder_call.tensors_of(self)
         if (
-            mask is None
+            self._division is None
+            and mask is None
             and padding is None
             and not wants_grad(src, *params.values())
             and fastpath.is_exact(self, params)

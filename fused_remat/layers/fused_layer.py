@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,9 +14,12 @@ from fused_remat import accumulation
 from fused_remat.backends.base import FusedRematWarning
 from fused_remat.backends.registry import check_name
 from fused_remat.blocks.program import Graph
-from fused_remat.layers.layer_call import LayerCall
+from fused_remat.layers import divided
+from fused_remat.layers.divided import Division, stand_in
+from fused_remat.layers.layer_call import LayerCall, Place, batched
 from fused_remat.ops.layer import run_layer
-from fused_remat.policies import Policy, kept_names
+from fused_remat.policies import Policy, draws, kept_names
+from fused_remat.shards import is_dtensor
 
 
 class FusedLayer(nn.Module):
@@ -26,6 +29,8 @@ class FusedLayer(nn.Module):
     _policy: str | Policy = "full"
     _backend: str = "auto"
     _accumulate_into: str | None = None
+    #: How the layer is divided among ranks (`fused_remat.parallel`); None if it is not.
+    _division: Division | None = None
 
     @property
     def policy(self) -> str | Policy:
@@ -69,6 +74,14 @@ class FusedLayer(nn.Module):
         """The graph of a call."""
         raise NotImplementedError
 
+    def _places(self) -> tuple[Place, ...]:
+        """Where the layer has its block's weights."""
+        raise NotImplementedError
+
+    def _heads(self) -> dict[str, int]:
+        """How many heads its attentions have, by what they are called."""
+        raise NotImplementedError
+
     def _fused(self, call: LayerCall) -> Tensor:
         if self._accumulate_into is not None:
             compiled = "the call is compiled" if torch.compiler.is_compiling() else None
@@ -93,19 +106,68 @@ class FusedLayer(nn.Module):
         )
         return out.squeeze(0) if call.unbatched else out
 
+    def _divided(
+        self,
+        choose: Callable[[Mapping[str, Any]], LayerCall | str],
+        inputs: Mapping[str, Tensor],
+        dim: int,
+    ) -> Tensor:
+        """A call of a layer that is divided among ranks.
+
+        `choose` is given what stands for `inputs`, the block's by name, of which "input" has its
+        tokens in dimension `dim`.
+
+        Raises: RuntimeError where the block cannot serve it: nothing else knows its shards.
+        """
+        division = self._division
+        assert division is not None
+        x, name = inputs["input"], type(self).__name__
+        for given in inputs.values():
+            if is_dtensor(given):
+                raise RuntimeError(
+                    f"fused_remat: a tensor-parallel {name} takes this rank's local tensor, got a "
+                    f"DTensor of shape {tuple(given.shape)}: use_local_output=True in the plan of "
+                    "what makes it"
+                )
+        x = division.entered(x, dim)
+        named = {**inputs, "input": x}
+        call = choose(self._stand_ins(named, dim, divided=True))
+        if self._accumulate_into is not None:
+            call = "accumulate_into: gradients belong to DTensors"
+        if isinstance(call, str):
+            raise RuntimeError(f"fused_remat: a tensor-parallel {name} cannot run: {call}")
+        local = {name: batched(t, call.unbatched) for name, t in named.items()}
+        seeded = draws(self._policy)
+        out = self._fused(divided.local_call(call, local, division.parallel, seeded))
+        return divided.join_tokens(out, dim, division.parallel) if division.joins else out
+
+    def _stand_ins(
+        self, inputs: Mapping[str, Any], dim: int, divided: bool = False
+    ) -> dict[str, Any]:
+        """What a call of a divided layer is chosen by: inputs of whole sequences.
+
+        `divided`: "input" is this rank's tokens, though forward's may be whole.
+        """
+        division = self._division
+        assert division is not None
+        if division.splits and not divided:
+            return dict(inputs)
+        return {**inputs, "input": stand_in(inputs["input"], dim, division.parallel)}
+
     def _policy_now(self) -> str | Policy:
         """The policy of a call: without a segment where what runs a layer again may be gone."""
         policy = self._policy
         if isinstance(policy, str) or policy.segment is None:
             return policy
         compiling = torch.compiler.is_compiling()
-        if not (compiling or accumulation.is_sharded(self)):
+        sharded_by = None if compiling else accumulation.sharded_by(self)
+        if not compiling and sharded_by is None:
             return policy
         if policy.segment == "inner" and compiling:
             warn_compiled_segment(type(self).__name__)
         elif policy.segment == "inner":
-            warn_once(self, f"{_KEEPS_INPUT}: {_SHARDED}", stacklevel=8)
-        return Policy()
+            warn_once(self, f"{_KEEPS_INPUT}: {sharded_by} {_FREES}", stacklevel=8)
+        return Policy(offload=policy.offload)
 
     def _warn_of_kept_input(self, reason: str) -> None:
         warn_once(self, f"{_KEEPS_INPUT}: {reason}", stacklevel=11)
@@ -118,7 +180,11 @@ class FusedLayer(nn.Module):
 
 
 _KEEPS_INPUT = "outside its segment, and keeps its input"
-_SHARDED = "FSDP manages its parameters, and frees them before the next layer's backward"
+_FREES = "manages its parameters, and frees them before the next layer's backward"
+_LEAF = (
+    "; under DeepSpeed ZeRO-3, deepspeed.utils.set_z3_leaf_modules(model, [type(layer)]) before "
+    "deepspeed.initialize makes it gather the layer as a whole"
+)
 
 TRACED = "the call is exported, transformed or traced"
 
@@ -132,9 +198,16 @@ def warn_once(layer: nn.Module, message: str, stacklevel: int = 6) -> None:
     """Warn of a fallback, once for each layer and reason."""
     seen = _warned.setdefault(layer, set())
     if message not in seen:
-        text = f"{type(layer).__name__} runs {message}"
+        hint = _LEAF if _is_gathered_in_parts(layer) else ""
+        text = f"{type(layer).__name__} runs {message}{hint}"
         warnings.warn(text, FusedRematWarning, stacklevel=stacklevel)
         seen.add(message)
+
+
+def _is_gathered_in_parts(layer: nn.Module) -> bool:
+    """Whether ZeRO-3 gathers parameters by hooks on modules inside `layer`."""
+    leaf = getattr(layer, "_z3_leaf", False)
+    return not leaf and accumulation.sharded_by(layer) == "ZeRO-3"
 
 
 def warn_compiled(layer: str, reason: str) -> None:

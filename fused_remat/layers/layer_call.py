@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,38 @@ def in_attention(module: str, qkv: str, proj: str) -> tuple[Place, Place]:
     """The tensors of an `nn.MultiheadAttention` by the block's names `qkv` and `proj`."""
     packed = (f"{qkv}.weight", "in_proj_weight"), (f"{qkv}.bias", "in_proj_bias")
     return ((module,), packed), in_module(proj, module, "out_proj")
+
+
+def in_split_attention(
+    module: str, qkv: str, proj: str, layers: Sequence[str]
+) -> tuple[Place, ...]:
+    """The same of one whose q, k and v, by the block's names `layers`, have their own weights."""
+    names = [f"{layer}.weight" for layer in layers]
+    weights = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+    split = (*zip(names, weights, strict=True), (f"{qkv}.bias", "in_proj_bias"))
+    return ((module,), split), in_module(proj, module, "out_proj")
+
+
+#: Biases of packed projections, by the layers that have parts of them.
+_PACKED_BIASES = {"qkv.bias": ("q", "k", "v"), "cross.bias": ("cross_q", "cross_k", "cross_v")}
+
+
+def with_own_biases(
+    tensors: Mapping[str, Tensor | None], size: int = 1, rank: int = 0
+) -> dict[str, Tensor | None]:
+    """`tensors` with biases of packed projections as those of q, k and v: a rank's part of each.
+
+    >>> list(with_own_biases({"qkv.bias": torch.arange(12)}, 2, 1)["k.bias"])
+    [tensor(6), tensor(7)]
+    """
+    found = dict(tensors)
+    for packed, layers in _PACKED_BIASES.items():
+        whole = found.pop(packed, None)
+        if whole is not None:
+            parts = whole.view(3, size, -1)[:, rank].unbind()
+            names = [f"{layer}.bias" for layer in layers]
+            found.update(zip(names, parts, strict=True))
+    return found
 
 
 def in_module(name: str, *way: str) -> Place:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fused_remat.blocks.lora import Lora, lora_params
 from fused_remat.blocks.sketch import linear_params
 from fused_remat.ops.activation import has_hooks
+from fused_remat.shards import is_dtensor
 
 _PLAIN = (Tensor, nn.Parameter)
 _FORWARD = nn.Linear.forward
@@ -150,6 +151,15 @@ def update_tensors(
     return dict(zip(lora_params(len(every)), matrices, strict=True)), tuple(loras)
 
 
+def is_readable(param: Tensor) -> bool:
+    """Whether a block may read a parameter: a plain one, or a DTensor, of which it reads a shard.
+
+    >>> is_readable(nn.Parameter(torch.ones(1)))
+    True
+    """
+    return type(param) in _PLAIN or is_dtensor(param)
+
+
 def dropout_p(module: Any) -> float:
     """The probability that an `nn.Dropout` or `nn.Identity` applies now.
 
@@ -189,7 +199,7 @@ def _plain(module: Any, types: tuple[type[nn.Module], ...]) -> LinearParts | str
     if weight is None:
         return "has no weight"
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and type(tensor) not in _PLAIN:
+        if tensor is not None and type(tensor) not in _PLAIN and not is_readable(tensor):
             return f"has a {name} that is a {type(tensor).__name__}"
     return LinearParts(weight.t() if transposed else weight, bias)
 

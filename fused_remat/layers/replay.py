@@ -62,8 +62,13 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Tensor], *args: Any) -
     >>> y.sum().backward(); layer.bias.grad
     tensor([3., 3.])
     """
-    # Sharded ones (DTensor) are left to the hooks that gather them, which the replay calls again.
-    plain = [(name, p) for name, p in layer.named_parameters() if type(p) in (Tensor, nn.Parameter)]
+    # Sharded ones (DTensor, and ZeRO-3's, which are empty until they are gathered) are left to the
+    # hooks that gather them, which the replay calls again.
+    plain = [
+        (name, p)
+        for name, p in layer.named_parameters()
+        if type(p) in (Tensor, nn.Parameter) and not hasattr(p, "ds_id")
+    ]
     params = {f"layer.{name}": p for name, p in plain}
     buffers = {f"layer.{name}": b.detach().clone() for name, b in layer.named_buffers()}
     count = len(args)

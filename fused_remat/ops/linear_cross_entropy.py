@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fused_remat.backends.base import CrossEntropyCall
+from fused_remat.backends.cross_entropy import check_targets
 from fused_remat.blocks.cross_entropy import LinearCrossEntropy, linear_cross_entropy_graph
+from fused_remat.blocks.parallel import Parallel
 from fused_remat.calls import autocast_on
 from fused_remat.ops.inputs import check_alike, check_shape, run_tokens
+from fused_remat.shards import is_dtensor, local_shards
 
 _REDUCTIONS = ("mean", "sum", "none")
 #: What autocast converts.
@@ -65,7 +70,13 @@ def linear_cross_entropy(
     True
     """
     _check_options(label_smoothing, z_loss, softcap, reduction, chunk)
+    parallel = None
+    if is_dtensor(weight):
+        parallel, weight, bias = _own_columns(weight, bias)
     hidden, weight, bias = _operands(hidden, weight, bias, target)
+    if parallel is not None:
+        whole = CrossEntropyCall(target.reshape(-1), ignore_index, 0.0, 0.0, 0.0, 0)
+        check_targets(whole, len(weight) * parallel.size)
     if shift:
         target = F.pad(target, (0, 1), value=ignore_index)[..., 1:]
     node = LinearCrossEntropy(
@@ -79,6 +90,7 @@ def linear_cross_entropy(
         z_loss=float(z_loss),
         softcap=float(softcap),
         logits=chunk or 0,
+        parallel=parallel,
     )
     tensors = {"input": hidden, "head.weight": weight, "head.bias": bias, "target": target}
     loss = run_tokens(linear_cross_entropy_graph(node), "full", backend, tensors).squeeze(-1)
@@ -86,6 +98,27 @@ def linear_cross_entropy(
         return loss
     total = loss.sum()
     return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def _own_columns(weight: Any, bias: Any) -> tuple[Parallel, Tensor, Tensor | None]:
+    """The rank's place among those that share a vocabulary, and its rows of weight and bias."""
+    given = [weight] if bias is None else [weight, bias]
+    for name, t in zip(("weight", "bias"), given, strict=False):
+        if not is_dtensor(t) or len(t.placements) != 1 or not t.placements[0].is_shard(0):
+            shown = f"{t.placements} on {t.device_mesh}" if is_dtensor(t) else "a plain Tensor"
+            raise ValueError(
+                f"a vocabulary divided among ranks has weight and bias as DTensors, (Shard(dim=0),)"
+                f" on one dimension of a mesh; {name} is {shown}"
+            )
+    mesh = weight.device_mesh
+    size, rank = mesh.size(), mesh.get_local_rank()
+    if weight.shape[0] % size:
+        raise ValueError(
+            f"a vocabulary of {weight.shape[0]} cannot be divided evenly among {size} ranks: pad it"
+        )
+    group = mesh.get_group().group_name
+    shards = local_shards(group, (False,) * len(given), given)
+    return Parallel(group, size, rank, False), shards[0], shards[1] if len(given) > 1 else None
 
 
 def _check_options(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,9 +14,10 @@ from torch.optim import Optimizer
 
 from fused_remat.convert import convert, revert
 from fused_remat.layers import FusedLayer
+from fused_remat.offload import mover_of
 from fused_remat.planner import optimizers
 from fused_remat.planner.budget import Budget, bytes_of
-from fused_remat.planner.calibration import Calibration, Example, StepCost, calibrate
+from fused_remat.planner.calibration import Calibration, Example, HostLink, StepCost, calibrate
 from fused_remat.planner.chain import Call, Chain, Option
 from fused_remat.planner.choose import Policies, choose, policy_for
 from fused_remat.planner.measure import MeasuredStep, device_of, measure_step
@@ -25,6 +27,7 @@ from fused_remat.planner.options import (
     kept_by_name,
     options_for,
     options_of,
+    with_offload,
 )
 from fused_remat.planner.plan import Plan
 from fused_remat.planner.solve import METHODS
@@ -47,6 +50,7 @@ def plan(
     segments: bool = True,
     options: Sequence[str | Policy] | None = None,
     lossy: bool = False,
+    offload: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """Choose what every layer keeps, so that a training step is fastest within a memory budget.
@@ -78,12 +82,17 @@ def plan(
         lossy: whether the default options have sets with names in 8 bits besides: what only
             attention and activations read, as in the rungs "fast8" and "balanced8". Gradients are
             then those of rounded values.
+        offload: whether layers may keep their input, or all they keep, in the host's memory; on
+            CUDA devices alone. Copies cost what the layer beside them does not hide, at the
+            bandwidth measured. Where a layer offloads, room is set aside for the copies of two;
+            segments do not.
 
     Shapes, dtypes: the model's own. Units: bytes, seconds.
     Raises: BudgetError (a ValueError) if the method cannot stay within the budget, with the least
         possible peak and what it is made of; ValueError or TypeError for an argument that is none
-        of the above, a model without layers to convert, or in which no layer keeps anything (no
-        gradients are wanted); NotImplementedError on devices other than CPU and CUDA.
+        of the above, a model without layers to convert, in which no layer keeps anything (no
+        gradients are wanted), or that is divided among ranks; NotImplementedError on devices other
+        than CPU and CUDA.
     Source: Chen et al. 2016 (segments); the optimum is dynamic programming over the layers, after
         Herrmann et al. 2019 (Rotor) and Jain et al. 2020 (Checkmate).
 
@@ -101,10 +110,11 @@ def plan(
     _check(method, costs, policies)
     _check_types(optimizer, loss, options, lossy)
     device = device_of(model, [inputs, kwargs])
+    _check_offload(offload, device, options, policies)
     limit = None if budget is None else bytes_of(budget, device)
     chain, steps = measure_chain(
         model, inputs, kwargs, costs, optimizer, loss, accumulates, segments, options, policies,
-        lossy=lossy,
+        lossy=lossy, offload=offload,
     )  # fmt: skip
     choice = choose(chain, limit, method, policies or {})
     shown = costs if isinstance(costs, str) else "measured"
@@ -133,6 +143,20 @@ def _check_types(optimizer: Any, loss: Any, options: Any, lossy: Any) -> None:
         raise TypeError(f"lossy= is True or False, got {lossy!r}")
 
 
+def _check_offload(offload: Any, device: torch.device, options: Any, policies: Any) -> None:
+    """It is asked for by the argument alone, where there is something to gain."""
+    if not isinstance(offload, bool):
+        raise TypeError(f"offload= is True or False, got {offload!r}")
+    if offload and mover_of(device) is None:
+        raise ValueError(
+            f"offload=True on {device}: nothing moves there, since what is kept is in the host's "
+            "memory already; plan without it"
+        )
+    for policy in (*(options or ()), *(policies or {}).values()):
+        if isinstance(policy, Policy) and policy.offload:
+            raise ValueError(f"{policy!r}: a plan offloads by offload=True, not by given policies")
+
+
 def measure_chain(
     model: nn.Module,
     inputs: tuple[Any, ...],
@@ -146,6 +170,7 @@ def measure_chain(
     policies: Policies | None = None,
     timed: bool = True,
     lossy: bool = False,
+    offload: bool = False,
 ) -> tuple[Chain, tuple[StepCost, ...]]:
     """The numbers that methods choose from, and what steps cost; arguments as of `plan`.
 
@@ -158,6 +183,11 @@ def measure_chain(
         layers = stack.enter_context(_converted(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.random.fork_rng(cuda))
+        if any(layer._division is not None for layer in layers.values()):
+            raise ValueError(
+                f"{type(model).__name__} is divided among ranks: steps are timed on one, which "
+                "would wait for the others; see `python -m fused_remat scale`"
+            )
         step = measure_step(model, layers, inputs, kwargs, loss, accumulates, timed)
         if not step.calls:
             raise ValueError(
@@ -168,6 +198,8 @@ def measure_chain(
         calibration = costs if isinstance(costs, Calibration) else calibrate(device)
         by = calibration.analytic if costs == "analytic" else calibration.measured
         calls = tuple(_calls(step, by, segments, options, policies, lossy))
+        if offload:
+            calls = tuple(_offloading(step, calls, calibration.host_link()))
         firsts = {call.example.key: call for call in reversed(step.calls)}
         steps = [
             cost
@@ -215,6 +247,23 @@ def _calls(
         seconds, nbytes = known[key]
         linked = call.follows and segments and nbytes > 0
         yield Call(call.layer, call.kind, tables[call.layer, key], seconds, nbytes, linked)
+
+
+def _offloading(step: MeasuredStep, calls: Sequence[Call], link: HostLink) -> Iterator[Call]:
+    """The calls, with options that offload; not of layers that are called in several ways."""
+    keys: dict[str, set[Any]] = {}
+    for measured in step.calls:
+        keys.setdefault(measured.layer, set()).add(measured.example.key)
+    known: dict[Any, tuple[Option, ...]] = {}
+    for measured, call in zip(step.calls, calls, strict=True):
+        if len(keys[call.layer]) > 1:
+            yield call
+            continue
+        key = (measured.example.key, call.options)
+        if key not in known:
+            given = (measured.example, call.options, link, call.forward_seconds)
+            known[key] = with_offload(*given)
+        yield dataclasses.replace(call, options=known[key])
 
 
 def _tables(

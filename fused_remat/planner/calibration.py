@@ -153,6 +153,29 @@ class StepCost:
     analytic: float
 
 
+@dataclass(frozen=True)
+class HostLink:
+    """How fast pinned host memory is reached.
+
+    Attributes:
+        out, back: bytes per second, from the device and to it.
+    """
+
+    out: float
+    back: float
+
+    def exposed(self, nbytes: int, forward: float, backward: float) -> float:
+        """Seconds that a layer waits for copies of its `nbytes`.
+
+        They are made while another layer like it computes: `forward` seconds for the way out,
+        `backward` for the way back. So each layer that offloads takes its own share of the link.
+
+        >>> HostLink(out=10.0, back=20.0).exposed(100, forward=8.0, backward=7.0)
+        2.0
+        """
+        return max(0.0, nbytes / self.out - forward) + max(0.0, nbytes / self.back - backward)
+
+
 @dataclass
 class Calibration:
     """What a device does in a second, and what steps took on it; made by `calibrate`.
@@ -162,12 +185,14 @@ class Calibration:
         bandwidth: bytes read and written per second, in a large copy.
         flops: of a large product, per second, by dtype.
         overhead: seconds of the smallest operation.
+        link: between a CUDA device and the host; None until it is asked for.
     """
 
     device: torch.device
     bandwidth: float
     overhead: float
     flops: dict[torch.dtype, float] = field(default_factory=dict)
+    link: HostLink | None = None
     _steps: dict[Any, dict[tuple[str, str], float]] = field(default_factory=dict, repr=False)
 
     def measured(self, example: Example, save: Iterable[str] = ()) -> Seconds:
@@ -184,14 +209,25 @@ class Calibration:
         """The same from FLOPs and bytes over the ceilings: whichever takes longer, per step."""
         call, shapes = example.keeping(save), example.shapes
         plan = programs(call.graph, call.save, call.wants, tiled=False)
-        sizer = _Sizer(call, shapes, example.input.dtype)
+        sizer = Sizer(call, shapes, example.input.dtype)
         seconds = {}
         for which in ("forward", "backward"):
             for step in steps_of(plan, which):
                 flops, nbytes = sizer.work(step)
-                compute = flops / self._rate(sizer.compute)
+                compute = flops / self.rate(sizer.compute)
                 seconds[which, str(step)] = max(compute, nbytes / self.bandwidth) + self.overhead
         return seconds
+
+    def host_link(self) -> HostLink:
+        """The link to the host: measured once, by copies of pinned memory.
+
+        Raises: ValueError on a device that nothing is offloaded from, and has none.
+        """
+        if self.link is None:
+            if self.device.type != "cuda":
+                raise ValueError(f"there is no link to the host to be measured on {self.device}")
+            self.link = _measured_link(self.device)
+        return self.link
 
     def compare(self, layer: str, example: Example, timed: bool = True) -> Iterator[StepCost]:
         """Both answers for every step of a call of `layer`; only the analytic if not `timed`."""
@@ -199,13 +235,14 @@ class Calibration:
         for (which, step), seconds in self.analytic(example).items():
             yield StepCost(layer, which, step, measured.get((which, step)), seconds)
 
-    def _rate(self, dtype: torch.dtype) -> float:
+    def rate(self, dtype: torch.dtype) -> float:
+        """FLOP/s of a large product in `dtype`, measured when it is first asked for."""
         if dtype not in self.flops:
             self.flops[dtype] = _product_rate(self.device, dtype)
         return self.flops[dtype]
 
 
-class _Sizer:
+class Sizer:
     """FLOPs and bytes of a step, from what its node declares."""
 
     def __init__(
@@ -265,6 +302,15 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     n = 4096 if device.type == "cuda" else 1024
     x, w = torch.randn(n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
     return 2.0 * n**3 / _best(lambda: x @ w, device)
+
+
+def _measured_link(device: torch.device) -> HostLink:
+    """Not yet run on hardware."""
+    here = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    host = torch.empty(here.shape, dtype=torch.uint8, pin_memory=True)
+    out = _best(lambda: host.copy_(here, non_blocking=True), device)
+    back = _best(lambda: here.copy_(host, non_blocking=True), device)
+    return HostLink(here.nbytes / out, here.nbytes / back)
 
 
 _CALIBRATIONS: dict[tuple[object, ...], Calibration] = {}

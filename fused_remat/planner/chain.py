@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,12 @@ class Option:
         kept: bytes kept from forward to backward: inputs, names, statistics, seed.
         forward: most bytes at a time in forward, above those at its beginning.
         backward: the same of backward, at whose beginning what is kept is there already.
-        seconds: time of backward, its rebuilds in it, and of packing in forward.
+        seconds: time of backward, its rebuilds in it, of packing in forward, and of copies between
+            device and host that nothing hides.
+        offload: the names that wait on the host, as in `Policy(offload=...)`; sorted. Such options
+            are not in segments.
+        moved: bytes that wait there, and are not in `kept`; a call's options never move less than
+            those before them.
     """
 
     save: tuple[str, ...]
@@ -38,6 +43,8 @@ class Option:
     forward: int
     backward: int
     seconds: float
+    offload: tuple[str, ...] = ()
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class Call:
         kind: of its block ("encoder_prenorm"), for tables.
         options: at least one; the first, which keeps nothing that is not kept by all, is the base.
         forward_seconds: of one forward.
-        input: bytes of its first input, which is in every option's `kept`.
+        input: bytes of its first input, which is in every option's `kept` but where offloaded.
         linked: whether its first input is the output of the call before, and held by nobody else.
     """
 
@@ -132,6 +139,7 @@ class Event:
         level, peak: at its beginning, and at most.
         gradients: of them, those of parameters, at its end.
         kept: of them, what layers keep, and what was kept again by replays.
+        aside: of them, what is set aside for copies between device and host.
     """
 
     call: int
@@ -140,6 +148,7 @@ class Event:
     peak: int
     gradients: int
     kept: int
+    aside: int = 0
 
 
 def kept(chain: Chain, choice: Choice) -> tuple[int, ...]:
@@ -157,8 +166,45 @@ def kept_in_all(chain: Chain, choice: Choice) -> int:
     return chain.kept + sum(kept(chain, choice)) - base
 
 
+def ways(chain: Chain) -> tuple[Chain, ...]:
+    """The chain without the options that offload; with those that move inputs; with all.
+
+    What is in transit then rests. What a method chooses in any of them is a choice of `chain`.
+    """
+    moving = [option for call in chain.calls for option in call.options if option.offload]
+    inputs = [option.moved for option in moving if option.offload == ("input",)]
+    levels = sorted({0, max(inputs, default=0), max((o.moved for o in moving), default=0)})
+    return tuple(_moving_at_most(chain, level) for level in levels)
+
+
+def _moving_at_most(chain: Chain, level: int) -> Chain:
+    calls = tuple(
+        replace(call, options=tuple(o for o in call.options if o.moved <= level))
+        for call in chain.calls
+    )
+    resting = {**chain.resting, "in transit": 2 * level} if level else chain.resting
+    return replace(chain, calls=calls, resting=resting)
+
+
+def _aside(chain: Chain, choice: Choice) -> int:
+    """What copies between device and host read or write: of one call, and of the next one."""
+    chosen = zip(chain.calls, choice.options, strict=True)
+    return 2 * max((call.options[o].moved for call, o in chosen), default=0)
+
+
 def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
     """The step as it would be with `choice`."""
+    aside = _aside(chain, choice)
+    for event in _timeline(chain, choice):
+        yield (
+            replace(event, level=event.level + aside, peak=event.peak + aside, aside=aside)
+            if aside
+            else event
+        )
+
+
+def _timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
+    """The same without what is set aside."""
     shift, total = [0], [0]
     for call, bytes_kept in zip(chain.calls, kept(chain, choice), strict=True):
         shift.append(shift[-1] + bytes_kept - call.base.kept)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fused_remat.planner import chain as chains
 from fused_remat.planner.budget import BudgetError
 from fused_remat.planner.chain import Chain, Choice, Event
-from fused_remat.planner.solve import METHODS, least_peak
+from fused_remat.planner.solve import METHODS, frontier, least_peak
 from fused_remat.policies import Policy
 from fused_remat.report.report import human
 
@@ -26,13 +26,26 @@ def choose(chain: Chain, limit: int | None, method: str, policies: Policies) -> 
         if limit is not None and chains.peak(chain, choice) > limit:
             raise _too_small(chain, choice, limit, method)
         return choice
-    found = METHODS[method](chain, limit)
-    if found is None:
+    ways = chains.ways(chain)
+    found = [c for way in ways if (c := METHODS[method](way, limit)) is not None]
+    if not found:
         assert limit is not None
-        least = METHODS[method](chain, None) if method == "sqrt" else least_peak(chain)
-        assert least is not None  # "sqrt" has one choice, within whatever budget
+        tried = [METHODS[method](w, None) if method == "sqrt" else least_peak(w) for w in ways]
+        # "sqrt" has one choice, within whatever budget
+        known = [choice for choice in tried if choice is not None]
+        least = min(known, key=lambda choice: chains.peak(chain, choice))
         raise _too_small(chain, least, limit, method)
-    return found
+    return min(found, key=lambda c: (chains.seconds(chain, c), chains.peak(chain, c)))
+
+
+def frontier_of(chain: Chain) -> list[Choice]:
+    """Choices of which none is beaten in peak and time, in order of peak."""
+    found = [choice for way in chains.ways(chain) for choice in frontier(way)]
+    best: list[Choice] = []
+    for choice in sorted(found, key=lambda c: (chains.peak(chain, c), chains.seconds(chain, c))):
+        if not best or chains.seconds(chain, choice) < chains.seconds(chain, best[-1]):
+            best.append(choice)
+    return best if len(chains.ways(chain)) > 1 else found
 
 
 def policy_for(layer: str, policies: Policies) -> str | Policy:
@@ -68,6 +81,8 @@ def parts_of(chain: Chain, choice: Choice) -> dict[str, int]:
 def parts_at(chain: Chain, event: Event) -> dict[str, int]:
     """The same of the most that one stretch of a step takes."""
     parts = dict(chain.resting)
+    if event.aside:
+        parts["in transit"] = event.aside
     if not parts.get("gradients"):
         parts["gradients"] = event.gradients
     parts["kept"] = event.kept

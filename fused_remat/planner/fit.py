@@ -58,7 +58,7 @@ def fit(
         multiple: sizes are multiples of this.
         most: no larger size.
         costs: as of `plan`, for the plan that is returned.
-        options: as of `plan`: optimizer, loss, accumulates, segments, options, lossy.
+        options: as of `plan`: optimizer, loss, accumulates, segments, options, lossy, offload.
     Units: bytes. Sizes are tried on the device, each a step with every layer keeping its input
         alone; larger and larger ones until one does not fit.
     Raises: BudgetError if the smallest size does not fit; ValueError if `multiple` or `most` is not

@@ -20,9 +20,9 @@ from fused_remat.blocks.program import Graph, kept_bytes, programs
 from fused_remat.blocks.rotary import Rotary
 from fused_remat.formats import NATIVE, split_name
 from fused_remat.memory import AllocationTrace
-from fused_remat.planner.calibration import Example, Seconds
+from fused_remat.planner.calibration import Example, HostLink, Seconds
 from fused_remat.planner.chain import Option
-from fused_remat.policies import LOSSY_RUNGS, RUNGS, Policy, kept_names
+from fused_remat.policies import LOSSY_RUNGS, RUNGS, Policy, is_offloaded, kept_names
 
 #: How many names are searched in all subsets; of longer graphs, the steps that cost most.
 _SEARCHED = 10
@@ -59,6 +59,17 @@ def options_of(
         lossy: besides, those of all sets with names in 8 bits. The exact ones stay, whatever beats
             them: what unpacks may need more room in backward.
     """
+    return _with_peaks(example, costed_options(example, costs, names, policies, lossy))
+
+
+def costed_options(
+    example: Example,
+    costs: Costs,
+    names: tuple[str, ...],
+    policies: Sequence[str | Policy] | None = None,
+    lossy: bool = False,
+) -> list[Option]:
+    """`options_of` without the peaks, for which a call has to be run; tensors may be on meta."""
     graph = example.call.graph
     if policies is None:
         sets = _effective(example, _subsets(graph, names, example))
@@ -74,7 +85,7 @@ def options_of(
         found = [_costed(example, costs, save) for save in sets]
     base = _costed(example, costs, frozenset())
     rest = sorted((o for o in found if o.save), key=lambda o: (o.kept, o.seconds, o.save))
-    return _with_peaks(example, [base, *rest])
+    return [base, *rest]
 
 
 def options_for(
@@ -82,6 +93,32 @@ def options_for(
 ) -> tuple[Option, ...]:
     """One for each of `saves`: for calls of one layer, which all have the same."""
     return _with_peaks(example, [_costed(example, costs, frozenset(save)) for save in saves])
+
+
+def with_offload(
+    example: Example, options: Sequence[Option], link: HostLink, forward: float
+) -> tuple[Option, ...]:
+    """The options, then those of them that offload the input, or all they keep but statistics.
+
+    Not those that another beats in bytes and time. `forward`: seconds of one. What is in flight,
+    or back on the device already, is not in their peaks.
+    """
+    found, moving = list(options), []
+    for option in options:
+        by_name = kept_by_name(example, option.save)
+        for names in ({"input"}, {"input", *(split_name(name)[0] for name in option.save)}):
+            moved = sum(n for name, n in by_name.items() if is_offloaded(name, names))
+            more = dataclasses.replace(
+                option,
+                offload=tuple(sorted(names)),
+                moved=moved,
+                kept=option.kept - moved,
+                seconds=option.seconds + link.exposed(moved, forward, option.seconds),
+            )
+            if not any(o.kept <= more.kept and o.seconds <= more.seconds for o in found):
+                moving.append(more)
+    found += sorted(moving, key=lambda option: (option.moved, option.kept))
+    return tuple(found)
 
 
 def _subsets(graph: Graph, names: tuple[str, ...], example: Example) -> Iterable[frozenset[str]]:

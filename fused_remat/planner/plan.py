@@ -18,8 +18,8 @@ from fused_remat.planner import chain as chains
 from fused_remat.planner.budget import Budget, bytes_of
 from fused_remat.planner.calibration import StepCost
 from fused_remat.planner.chain import Call, Chain, Choice, Event, Moment, Option
-from fused_remat.planner.choose import choose, parts_of
-from fused_remat.planner.solve import METHODS, frontier
+from fused_remat.planner.choose import choose, frontier_of, parts_of
+from fused_remat.planner.solve import METHODS
 from fused_remat.policies import ALL_RUNGS, Policy
 from fused_remat.report.report import aligned, human
 
@@ -126,7 +126,7 @@ class Plan:
                 chains.kept_in_all(self.chain, choice),
                 chains.seconds(self.chain, choice),
             )
-            for choice in frontier(self.chain)
+            for choice in frontier_of(self.chain)
         )
 
     def within(self, budget: Budget | None, method: str = "optimal") -> Plan:
@@ -243,7 +243,7 @@ def _layers(chain: Chain, choice: Choice) -> Iterator[LayerPlan]:
         row = LayerPlan(
             call.layer,
             call.kind,
-            Policy(option.save, segment=where),
+            Policy(option.save, segment=where, offload=option.offload),
             _label(call.kind, option, where),
             kept[i],
             option.seconds - least + again,
@@ -264,6 +264,8 @@ def _label(kind: str, option: Option, segment: str | None) -> str:
     save = frozenset(option.save)
     rungs = [rung for rung, kinds in ALL_RUNGS.items() if kinds.get(kind, frozenset()) == save]
     shown = rungs[0] if rungs else ", ".join(option.save)
+    if option.offload:
+        shown = f"{shown}, offload {', '.join(option.offload)}"
     return shown if segment is None else f"{shown} ({segment} of segment)"
 
 
@@ -297,7 +299,9 @@ def _written(chain: Chain) -> dict[str, Any]:
 
 def _read(given: Mapping[str, Any]) -> Chain:
     tables = [
-        tuple(Option(**(o | {"save": tuple(o["save"])})) for o in table)
+        tuple(
+            Option(**(o | {n: tuple(o[n]) for n in ("save", "offload") if n in o})) for o in table
+        )
         for table in given["options"]
     ]
     calls = tuple(Call(**(call | {"options": tables[call["options"]]})) for call in given["calls"])

@@ -124,7 +124,8 @@ def _saves(chain: Chain, segment: tuple[int, int]) -> Iterator[dict[int, int]]:
 
 def _having(chain: Chain, i: int, save: tuple[str, ...]) -> int | None:
     """The fastest option of a call with this `save`."""
-    mine = [o for o, option in enumerate(chain.calls[i].options) if option.save == save]
+    options = enumerate(chain.calls[i].options)
+    mine = [o for o, option in options if option.save == save and not option.offload]
     return min(mine, key=lambda o: _cost(chain, {i: o}), default=None)
 
 

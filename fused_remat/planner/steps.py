@@ -173,7 +173,8 @@ class _Replay(NamedTuple):
 def _segments(chain: Chain, bounds: Levels, first: int, tied: set[int]) -> Iterator[Step]:
     """The segments that begin at a call."""
     inputs = [0, *np.cumsum([call.input for call in chain.calls]).tolist()]
-    replays = {o.save: [_Replay(0, NEVER, NEVER, 0, ())] for o in chain.calls[first].options}
+    replays = {o.save: [_Replay(0, NEVER, NEVER, 0, ())] for o in chain.calls[first].options
+               if not o.offload}  # fmt: skip
     forward = bounds.forward[first]
     for end in range(first + 1, len(chain.calls)):
         if not chain.calls[end].linked or not tied.isdisjoint((first, end)):
@@ -212,7 +213,7 @@ def _extended(
     """Call i is replayed too, with any option that has this `save`."""
     base, found = chain.calls[i].base, []
     for o, mine in enumerate(chain.calls[i].options):
-        if mine.save != save:
+        if mine.save != save or mine.offload:
             continue
         more = ticks(chain.calls[i].forward_seconds) + ticks(mine.seconds) - ticks(base.seconds)
         for path in before:

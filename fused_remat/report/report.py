@@ -18,6 +18,7 @@ from fused_remat.report.step import Step, choose_layers, run_step, tensors_in
 
 _OTHER = "(other)"
 _MODEL = "(model)"
+_OFFLOAD = " offload "
 _SUM_BYTES = 1024  # what the sum of the outputs may take, outside the model
 
 
@@ -36,6 +37,7 @@ class Activation:
         is_input: whether the caller passed it to the model, and so holds it anyway.
         bytes: as measured.
         predicted: from the block's graph; None if not of a fused block.
+        offloaded: whether it waits in the host's memory; its bytes are then there.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Activation:
     is_input: bool
     bytes: int
     predicted: int | None
+    offloaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ class LayerMemory:
         predicted_bytes: what its fused blocks keep by their graphs; None if none ran.
         forward_peak, backward_peak: bytes above what was held when the pass reached the layer;
             the largest of its calls. Its kept bytes are in the first, gradients in the second.
-        activations: what the kept bytes are.
+        activations: what the kept bytes are, and the offloaded ones.
+        offloaded_bytes: as measured, in the host's memory; they are not among the kept ones, nor
+            among the predicted ones.
     """
 
     name: str
@@ -70,6 +75,7 @@ class LayerMemory:
     forward_peak: int
     backward_peak: int
     activations: tuple[Activation, ...]
+    offloaded_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,11 @@ class MemoryReport:
         known = [p for p in (layer.predicted_bytes for layer in self.layers) if p is not None]
         return sum(known) if known else None
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that wait for backward in the host's memory, of all layers."""
+        return sum(layer.offloaded_bytes for layer in self.layers)
+
     def table(self, activations: bool = True) -> str:
         """The report as text; equal layers that follow each other are one row, each as shown.
 
@@ -123,9 +134,17 @@ class MemoryReport:
         rows.append(["total", *cells, "", ""])
         lines = [self.model, *aligned(rows)]
         lines.append(f"peak of the step: {human(self.peak_bytes)} above parameters and inputs")
+        lines += self._offloaded()
         if activations and any(a.is_input for layer in self.layers for a in layer.activations):
             lines.append("* passed to the model by the caller")
         return "\n".join(lines)
+
+    def _offloaded(self) -> list[str]:
+        """What is said of offload, where a layer's policy asks for it or something has moved."""
+        if self.offloaded_bytes:
+            return [f"offloaded to host: {human(self.offloaded_bytes)}, not among what is kept"]
+        asked = any(_OFFLOAD in (layer.policy or "") for layer in self.layers)
+        return ["offloaded to host: nothing; on a CPU nothing moves"] if asked else []
 
     def _cells(self, kept: int, predicted: int | None) -> list[str]:
         cells = [human(kept)]
@@ -146,7 +165,11 @@ class MemoryReport:
         >>> MemoryReport.from_json(report.to_json()) == report
         True
         """
-        totals = {"kept_bytes": self.kept_bytes, "predicted_bytes": self.predicted_bytes}
+        totals = {
+            "kept_bytes": self.kept_bytes,
+            "predicted_bytes": self.predicted_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
+        }
         text = json.dumps(dataclasses.asdict(self) | totals, indent=1)
         if path is not None:
             Path(path).write_text(text + "\n", encoding="utf-8")
@@ -242,16 +265,19 @@ def _layer(index: int, name: str, module: nn.Module | None, step: Step) -> Layer
     predicted = step.predicted.get(index)
     calls = 0 if module is None else step.calls[index]
     saved = [s for s in step.saved if s.layer == index]
+    moved = {s.name for s in saved if s.offloaded}
+    here = {name: n for name, n in (predicted or {}).items() if name not in moved}
     return LayerMemory(
         name=name,
         kind="" if module is None else type(module).__name__,
         policy=_policy(module.policy) if isinstance(module, FusedLayer) else None,
         calls=calls,
-        kept_bytes=sum(s.nbytes for s in saved),
-        predicted_bytes=None if predicted is None else sum(predicted.values()),
+        kept_bytes=sum(s.nbytes for s in saved if not s.offloaded),
+        predicted_bytes=None if predicted is None else sum(here.values()),
         forward_peak=step.peaks.get(("forward", index), 0),
         backward_peak=step.peaks.get(("backward", index), 0),
         activations=tuple(_activations(saved, predicted or {}, max(calls, 1))),
+        offloaded_bytes=sum(s.nbytes for s in saved if s.offloaded),
     )
 
 
@@ -272,6 +298,7 @@ def _activations(saved: list[Saved], predicted: dict[str, int], calls: int) -> I
             is_input=first.is_input,
             bytes=sum(s.nbytes for s in group),
             predicted=predicted.get(first.name, 0) if fused else None,
+            offloaded=first.offloaded,
         )
     measured = {s.name for s in saved if s.fused}
     for name, nbytes in predicted.items():
@@ -283,7 +310,9 @@ def _policy(policy: str | Policy) -> str:
     if isinstance(policy, str):
         return policy
     names = f"{{{', '.join(sorted(policy.save))}}}"
-    return names if policy.segment is None else f"{names} {policy.segment} of segment"
+    place = "" if policy.segment is None else f" {policy.segment} of segment"
+    moved = f"{_OFFLOAD}{{{', '.join(sorted(policy.offload))}}}" if policy.offload else ""
+    return f"{names}{place}{moved}"
 
 
 def _tokens(inputs: Iterator[Tensor]) -> int | None:
@@ -325,7 +354,8 @@ def _describe(a: Activation) -> str:
         return f"  {a.name} (counted above)"
     shape = "×".join(map(str, a.shape)) or "scalar" if a.shape is not None else "in pieces"
     many = f", {a.count} of them" if a.count > 1 and a.shape is not None else ""
-    return f"  {a.name} {shape} {a.dtype}{many}{' *' * a.is_input}"
+    where = " on the host" * a.offloaded
+    return f"  {a.name} {shape} {a.dtype}{many}{where}{' *' * a.is_input}"
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

@@ -37,6 +37,7 @@ class Saved:
         shape, dtype: of the tensor that was saved first; no shape if it is nested.
         nbytes: of the storage.
         is_input: whether it was passed to the model.
+        offloaded: whether it is a copy on the host of what was on the device.
         by: indices of all layers that saved it.
     """
 
@@ -47,6 +48,7 @@ class Saved:
     dtype: torch.dtype
     nbytes: int
     is_input: bool
+    offloaded: bool = False
     by: set[int] = field(default_factory=set)
 
 
@@ -64,6 +66,7 @@ class _Block:
     """A call of a fused block: the names of what it saves, and the bytes that it should keep."""
 
     names: dict[StorageWeakRef, str]
+    offloaded: frozenset[StorageWeakRef]
     predicted: Mapping[str, int]
     counted: bool = False
 
@@ -77,7 +80,8 @@ class SavedRecord:
 
     Attributes:
         layer: the index of the layer that runs; the caller sets it. -1 is none.
-        predicted: by layer, then by name, the bytes that its fused blocks' graphs ask for.
+        predicted: by layer, then by name, the bytes that its fused blocks' graphs ask for, those
+            that are offloaded included.
 
     >>> x = torch.randn(8, 4, requires_grad=True)
     >>> record = SavedRecord(inputs=[x])
@@ -133,7 +137,8 @@ class SavedRecord:
         if threading.get_ident() != self._thread:
             return
         names = {key: name for name, t in _block_tensors(invocation) for key in _storages(t)}
-        self._block = _Block(names, _predicted(invocation))
+        hosts = frozenset(key for _, t in invocation.offloaded for key in _storages(t))
+        self._block = _Block(names, hosts, _predicted(invocation))
 
     def _pack(self, t: Tensor) -> _Held:
         held = _Held(t, next(self._order))
@@ -147,6 +152,7 @@ class SavedRecord:
                 saved = self._saved[key] = Saved(
                     self.layer, name or name_else, name is not None,
                     None if t.is_nested else tuple(t.shape), t.dtype, nbytes, key in self._inputs,
+                    self._block is not None and key in self._block.offloaded,
                 )  # fmt: skip
             saved.by.add(self.layer)
             held.saved.append(saved)
@@ -184,7 +190,8 @@ def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
     """The storages of `t` and their bytes; several for sparse tensors and wrapper subclasses."""
     if is_traceable_wrapper_subclass(t):
         inner, _ = t.__tensor_flatten__()
-        parts = [getattr(t, name) for name in inner]
+        held = [getattr(t, name) for name in inner]
+        parts = [part for part in held if isinstance(part, Tensor)]  # a DTensor has its mesh
     elif t.layout is torch.sparse_coo:
         parts = [t._indices(), t._values()]
     elif t.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -201,7 +208,8 @@ def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
 
 def _block_tensors(invocation: Invocation) -> Iterator[tuple[str, Tensor]]:
     """What a block saves, by name; of an activation, each of its pieces."""
-    call, prepared, tensors, output, kept, saves, _ = invocation
+    call, prepared, tensors, output, kept, saves, offloaded, _ = invocation
+    yield from offloaded
     for name, t, saved in zip(call.graph.tensors, tensors, saves, strict=True):
         if t is not None and saved:
             yield name, t

@@ -1,0 +1,171 @@
+"""What a rank of a run holds, and how long its step is: a language model, divided and sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from fused_remat.cli import models
+from fused_remat.cli.shapes import LARGE, MODELS, Model
+from fused_remat.convert import set_policy
+from fused_remat.memory import AllocationTrace, SavedBytes
+from fused_remat.parallel import tensor_parallel_plan
+from fused_remat.planner.options import kept_by_name
+from fused_remat.policies import kept_names
+from fused_remat.scale.layout import Layout, Mesh, gathered
+from fused_remat.scale.memory import Setup, state_bytes, weight_bytes
+
+
+def small(name: str) -> Model:
+    """A tiny model of the same kind, of widths that two data ranks do not divide evenly."""
+    model = {**MODELS, **LARGE}[name]
+    kv = 4 if model.kv_heads == model.nhead else 2
+    return dataclasses.replace(
+        model, d_model=30, nhead=4, kv_heads=kv, head_dim=8, d_ff=42, layers=3, vocab=50, seq_len=11
+    )
+
+
+def tiny(name: str, data: int, tensor: int, sequence: bool = True, low: bool = False) -> Setup:
+    """A setup of `small`; `low`: computed in bfloat16."""
+    layout = Layout(Mesh(data, tensor), sequence)
+    return Setup(small(name), layout, 2, 8, torch.bfloat16 if low else torch.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A part of a rank's memory in bytes: measured in a step, and on paper."""
+
+    measured: int
+    on_paper: int
+
+
+def _local(t: Any) -> Tensor:
+    found: Tensor = t.to_local() if hasattr(t, "to_local") else t
+    return found
+
+
+def _nbytes(tensors: Iterable[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in map(_local, tensors))
+
+
+def divided(setup: Setup, policy: str) -> tuple[nn.Module, tuple[Tensor, ...], int]:
+    """The model, its inputs, and this rank's place in the data-parallel dimension."""
+    torch.manual_seed(0)
+    mesh = setup.layout.mesh
+    model, inputs = models.build(setup.model, setup.batch, setup.seq, dtype=setup.param_dtype)
+    set_policy(model, "*", policy)
+    if mesh.devices == 1 and not setup.fsdp:
+        return model, inputs, 0
+    grid = init_device_mesh("cpu", (mesh.data, mesh.tensor), mesh_dim_names=("data", "tensor"))
+    if mesh.tensor > 1:
+        plan = tensor_parallel_plan(model, sequence=setup.layout.sequence, head="head")
+        parallelize_module(model, grid["tensor"], plan)
+    if setup.fsdp:
+        precision = MixedPrecisionPolicy(
+            param_dtype=setup.dtype,
+            reduce_dtype=setup.param_dtype,
+            cast_forward_inputs=False,  # else every layer keeps 16-bit copies of the tables
+        )
+        layers: Any = model.layers
+        for part in (*layers, model):
+            fully_shard(part, mesh=grid["data"], mp_policy=precision)
+    return model, inputs, grid["data"].get_local_rank()
+
+
+class _Layers:
+    """Hooks on the layers: what each has gathered when its forward begins, and what that saves."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kept: list[SavedBytes] = []
+        self.gathered: list[int] = []
+        self._tables = [t for t in model.buffers() if t is not None]
+        layers: Any = model.layers
+        for layer in layers:  # called after FSDP2's own hooks, which gather
+            layer.register_forward_pre_hook(self._enter)
+            layer.register_forward_hook(self._leave)
+
+    def _enter(self, layer: nn.Module, args: Any) -> None:
+        self.gathered.append(_nbytes(layer.parameters()))
+        self.kept.append(SavedBytes([*map(_local, layer.parameters()), *self._tables]))
+        self.kept[-1].__enter__()
+
+    def _leave(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self.kept[-1].__exit__(None, None, None)
+
+
+def held(setup: Setup, policy: str) -> dict[str, Held]:
+    """This rank's bytes by part, in a step of a model whose layers all have `policy`."""
+    model, inputs, place = divided(setup, policy)
+    found = {"weights": _nbytes(model.parameters())}
+    layers, optimizer = _Layers(model), torch.optim.AdamW(model.parameters())
+    model(*inputs).backward()
+    found["a layer, gathered"] = layers.gathered[0]
+    found["kept by layers"] = sum(saved.total for saved in layers.kept)
+    found["gradients"] = _nbytes(p.grad for p in model.parameters())
+    optimizer.step()
+    states = [t for of in optimizer.state.values() for t in of.values()]
+    found["optimizer states"] = _nbytes(states)
+    on_paper = predicted(setup, policy, place)
+    return {part: Held(nbytes, on_paper[part]) for part, nbytes in found.items()}
+
+
+def predicted(setup: Setup, policy: str, data_rank: int) -> dict[str, int]:
+    """The same, on paper."""
+    graph = setup.example.call.graph
+    kept = kept_by_name(setup.example, kept_names(policy, graph.kind, graph.names))
+    weights = weight_bytes(setup, data_rank)
+    return {
+        "weights": weights,
+        "a layer, gathered": gathered(setup.parameters.layer, setup.layout) * setup.dtype.itemsize,
+        "kept by layers": setup.model.layers * sum(kept.values()),
+        "gradients": weights,
+        "optimizer states": state_bytes(setup, data_rank),
+    }
+
+
+def taken(setup: Setup, policy: str) -> int:
+    """Most bytes at a time that a second step's forward and backward take, above what rests."""
+    model, inputs, _ = divided(setup, policy)
+    model(*inputs).backward()
+    model.zero_grad()
+    with AllocationTrace() as trace:
+        model(*inputs).backward()
+    return max(span.peak for span in trace.spans)
+
+
+def timed(setup: Setup, policy: str, rounds: int) -> float:
+    """Seconds of a step, forward, backward and AdamW: the median of some, all ranks together."""
+    model, inputs, _ = divided(setup, policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+    for _ in range(rounds + 1):
+        if dist.is_initialized():
+            dist.barrier()
+        begin = time.perf_counter()
+        model(*inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.is_initialized():
+            dist.barrier()
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found[1:])
+
+
+def everything(setup: Setup, policies: tuple[str, ...], rounds: int) -> dict[str, Any]:
+    """By policy: this rank's bytes, the most that a step takes, and its time (None: no rounds)."""
+    found = {}
+    for policy in policies:
+        parts = {name: dataclasses.asdict(part) for name, part in held(setup, policy).items()}
+        seconds = timed(setup, policy, rounds) if rounds else None
+        found[policy] = {"held": parts, "taken": taken(setup, policy), "seconds": seconds}
+    return found

@@ -1,0 +1,160 @@
+"""The steps of a block whose heads and MLP are divided among the ranks of a tensor-parallel group.
+
+Each rank has some of the heads and some of the MLP's hidden units: its shards of the weights. Two
+steps join the ranks. Before a half, `Gathered` makes the tokens of all ranks of what it reads;
+after it, `Reduced` sums what the ranks made of them. They are steps like others: what they make is
+named, kept, rebuilt and freed by the same rules, so a rung that keeps the sum after a half talks to
+nobody to rebuild it.
+
+With `sequence`, the residual stream, its norms and what a block keeps of them are divided by tokens
+(Korthikanti et al. 2022, arXiv 2205.05198): gathering and reducing are an all-gather and a
+reduce-scatter. Without, every rank has the whole stream: gathering is nothing, and its backward an
+all-reduce; reducing is an all-reduce (Shoeybi et al. 2019, arXiv 1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fused_remat import collectives
+from fused_remat.blocks.frame import Frame
+from fused_remat.blocks.nodes import Node, Shapes
+from fused_remat.blocks.recipe import part
+
+#: Between the dropout sites of two ranks: each draws on its own for what is divided.
+SITES_OF_A_RANK = 1 << 20
+
+
+@part
+@dataclass(frozen=True)
+class Parallel:
+    """A rank's place in a tensor-parallel group.
+
+    Attributes:
+        group: the name of the process group.
+        size, rank: of the group, and this process's in it.
+        sequence: whether the residual stream is divided by tokens.
+    """
+
+    group: str
+    size: int
+    rank: int
+    sequence: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Joins(Node):
+    """What both have.
+
+    Attributes:
+        parallel: the rank's place.
+        compute: what x and the bias are converted to under autocast; None where they are as given.
+    """
+
+    x: str
+    parallel: Parallel
+    compute: torch.dtype | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.x,)
+
+    def _batch(self, f: Frame) -> int:
+        """The number of sequences whose rows are to stay together; 1 where rows are tokens."""
+        return f.seqs[1] - f.seqs[0] if self.per_sequence else 1
+
+    def _gather(self, f: Frame, x: Tensor) -> Tensor:
+        return collectives.gather(x, self.parallel.group, self.parallel.size, self._batch(f))
+
+    def _scatter_sum(self, f: Frame, x: Tensor) -> Tensor:
+        return collectives.scatter_sum(x, self.parallel.group, self.parallel.size, self._batch(f))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered(_Joins):
+    """name = x of all ranks, whose gradients are summed over ranks. Its rows are tokens in any
+    order, as an MLP takes them."""
+
+    keepable: ClassVar[bool] = False
+
+    def length(self, lengths: Mapping[str, int]) -> int:
+        return lengths[self.x] * (self.parallel.size if self.parallel.sequence else 1)
+
+    def route(self, f: Frame) -> str:
+        return "all-gather" if self.parallel.sequence else "nothing: every rank has it"
+
+    def backward_route(self, f: Frame) -> str:
+        return "reduce-scatter" if self.parallel.sequence else "all-reduce"
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        x = f[self.x] if self.compute is None else f[self.x].to(self.compute)
+        f.put(self.name, self._gather(f, x) if self.parallel.sequence else x)
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        if self.parallel.sequence:
+            dx = self._scatter_sum(f, dy)
+        else:
+            dx = collectives.total(dy, self.parallel.group, owned)
+        f.add_grad(self.x, dx.to(f.dtype_of(self.x)), owned=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatheredSequences(Gathered):
+    """`Gathered` whose rows are the tokens of whole sequences in order, as attention takes them."""
+
+    per_sequence: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced(_Joins):
+    """name = the sum of x over ranks, of this rank's tokens, + bias."""
+
+    bias: str
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        return (self.bias,)
+
+    @property
+    def casts(self) -> Mapping[str, torch.dtype]:
+        return {} if self.compute is None else {self.bias: self.compute}
+
+    def length(self, lengths: Mapping[str, int]) -> int:
+        return lengths[self.x] // (self.parallel.size if self.parallel.sequence else 1)
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        return widths[self.x]
+
+    def route(self, f: Frame) -> str:
+        return "reduce-scatter" if self.parallel.sequence else "all-reduce"
+
+    def backward_route(self, f: Frame) -> str:
+        return "all-gather" if self.parallel.sequence else ""
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        x = f[self.x]
+        if self.parallel.sequence:
+            y = self._scatter_sum(f, x)
+        else:
+            y = collectives.total(x, self.parallel.group)
+        bias = f.param(self.bias)
+        f.put(self.name, y if bias is None else y.add_(bias))
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        if self.bias in wants:
+            f.add_param_grad(self.bias, f.backend.bias_grad(dy))
+        if self.x in wants:
+            sequence = self.parallel.sequence
+            f.add_grad(self.x, self._gather(f, dy) if sequence else dy, owned or sequence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducedSequences(Reduced):
+    """`Reduced` of rows that are the tokens of whole sequences in order."""
+
+    per_sequence: ClassVar[bool] = True

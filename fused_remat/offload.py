@@ -1,0 +1,404 @@
+"""Offload: what blocks keep under some names waits for backward in the host's pinned memory.
+
+`Policy(offload={"qkv", "input"})` names them. After a block's forward a side stream, one for each
+device, copies them out, while the compute stream runs the next block; they leave the device at the
+end of that one's forward, so the last block's stay. When a block's backward begins, those of the
+block that ran before it are brought back on the side stream: one layer ahead. What nobody has
+started is fetched then.
+
+Autograd holds the copies on the host (`save_for_backward`): it frees them when it would free the
+activations, and hooks on saved tensors see them, for whose sake the host waits until they are made.
+Who reads `grad_fn.saved_tensors` has to wait for the device. In place of a tensor that the caller
+can change it also holds one without memory that shares its version counter: changing an offloaded
+input in place raises, as it does without offload.
+
+Which block ran before is noted in each thread, by weak references: nothing is held that its graph
+does not hold. Blocks that the present backward pass does not run are passed over.
+
+Nothing moves on a CPU, whose memory it would stay in; under a checkpoint around the block, which
+keeps nothing itself and whose replay is read at once; and while a CUDA graph is captured.
+`MOVERS` has who copies, by type of device.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fused_remat.policies import is_offloaded
+
+T = TypeVar("T")
+
+#: How many blocks back the one whose backward is next is looked for.
+_LOOK_BACK = 256
+
+
+class InFlight:
+    """The device's side of copies that were started, held until it is safe to read and to free.
+
+    Freed before, its memory could be written by others while it is still copied.
+
+    Args:
+        tensors: on the device: read by a copy out, written by a copy back.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """What the device computes from now on comes after the copies."""
+
+    def synchronize(self) -> None:
+        """The host waits until the copies are made."""
+
+    def settle(self) -> list[Tensor]:
+        """The tensors, once `wait` was called; the second time there are none."""
+        tensors, self._tensors = self._tensors, []
+        if tensors:
+            self.wait()
+        return tensors
+
+    def __del__(self) -> None:
+        if self._tensors and not sys.is_finalizing():
+            self.settle()
+
+
+class Mover(Protocol):
+    """Who copies between a device and the host."""
+
+    def is_able(self, device: torch.device) -> bool:
+        """Whether anything can move now."""
+
+    def out(self, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
+        """Start copying to the host: the host's tensors, and `tensors` in flight."""
+
+    def back(self, hosts: list[Tensor], device: torch.device) -> InFlight:
+        """Start copying to the device, as `out` found it."""
+
+
+class CudaCopies(InFlight):
+    """Copies between a CUDA device and the host.
+
+    Args:
+        tensors: on the device; memory of `stream`.
+        stream: which started the copies, and waits for `done`.
+    """
+
+    def __init__(
+        self, tensors: list[Tensor], stream: torch.cuda.Stream, done: torch.cuda.Event
+    ) -> None:
+        super().__init__(tensors)
+        self._stream, self._done = stream, done
+
+    def wait(self) -> None:
+        self._stream.wait_event(self._done)
+
+    def synchronize(self) -> None:
+        self._done.synchronize()
+
+    def settle(self) -> list[Tensor]:
+        tensors = super().settle()
+        for t in tensors:
+            now = torch.cuda.current_stream(t.device)
+            if now != self._stream:  # backward on another stream than the one that started
+                now.wait_event(self._done)
+                t.record_stream(now)
+        return tensors
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class CudaMover:
+    """Copies on the side stream of a CUDA device; not yet run on hardware."""
+
+    def is_able(self, device: torch.device) -> bool:
+        return not torch.cuda.is_current_stream_capturing()
+
+    def out(self, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
+        device = tensors[0].device
+        stream, side = torch.cuda.current_stream(device), _side_stream(device)
+        # Of freed host memory the allocator knows which streams still copy, and lets it wait.
+        hosts = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            for host, t in zip(hosts, tensors, strict=True):
+                host.copy_(t, non_blocking=True)
+            done = side.record_event()
+        return hosts, CudaCopies(tensors, stream, done)
+
+    def back(self, hosts: list[Tensor], device: torch.device) -> InFlight:
+        stream, side = torch.cuda.current_stream(device), _side_stream(device)
+        with torch.cuda.device(device):
+            tensors = [torch.empty_like(host, device=device) for host in hosts]
+        side.wait_stream(stream)  # for whom the memory was until now
+        with torch.cuda.stream(side):
+            for t, host in zip(tensors, hosts, strict=True):
+                t.copy_(host, non_blocking=True)
+            done = side.record_event()
+        return CudaCopies(tensors, stream, done)
+
+
+#: Who copies, by type of device; on others nothing moves.
+MOVERS: dict[str, Mover] = {"cuda": CudaMover()}
+
+
+def mover_of(device: torch.device) -> Mover | None:
+    """Who copies what is offloaded from `device`; None if nobody does, and it stays.
+
+    >>> mover_of(torch.device("cpu")) is None
+    True
+    """
+    return MOVERS.get(device.type)
+
+
+_task = torch._C._current_graph_task_id
+
+
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def _left(mover: Mover, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
+    """`mover.out(tensors)`, waited for where a hook on saved tensors will read what was copied."""
+    hosts, copies = mover.out(tensors)
+    if _hooks(True) is not None:
+        copies.synchronize()
+    return hosts, copies
+
+
+def in_checkpoint() -> bool:
+    """Whether what is saved now goes to `torch.utils.checkpoint`, non-reentrant."""
+    hooks = _hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+# --- eager mode: one record for each call of a block
+
+
+class Moved:
+    """What one call of a block has moved, and where it is now.
+
+    Args:
+        mover, device: who copies, from where.
+        node: the call's autograd node.
+        places: of what has moved, in the list of what the call saves.
+        hosts: the copies, which autograd holds.
+        leaving: the same on the device, until the copies are made.
+        markers: how many saved tensors at the end stand for tensors of the caller.
+        before: the call that ran before, in the same thread on the same device.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        device: torch.device,
+        node: Any,
+        places: Sequence[int],
+        hosts: Sequence[Tensor],
+        leaving: InFlight,
+        markers: int,
+        before: weakref.ref[Moved] | None,
+    ) -> None:
+        self._mover, self._device, self.places, self._markers = mover, device, places, markers
+        self._node, self._before = weakref.ref(node), before
+        self._hosts = [weakref.ref(host) for host in hosts]
+        # At most one: appending and popping are atomic, and backward may run in several threads.
+        self._leaving, self._coming = [leaving], list[tuple[list[Tensor], InFlight]]()
+
+    def release(self) -> None:
+        """Once the device comes to this point: free there what has moved."""
+        for leaving in _taken(self._leaving):
+            leaving.settle()
+
+    def returned(self, saved: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What the call saved, on the device, given what autograd has of it.
+
+        Starts bringing back what the block before it has moved, if this backward pass runs it.
+        """
+        found = list(saved[: len(saved) - self._markers])
+        hosts: list[Any] = [saved[place] for place in self.places]
+        # Before those of the block before: the copies are made in the order of their start.
+        mine = self._still_there(hosts) or self._mover.back(hosts, self._device)
+        self._start_before()
+        for place, t in zip(self.places, mine.settle(), strict=True):
+            found[place] = t
+        return found
+
+    def _still_there(self, hosts: Sequence[Tensor]) -> InFlight | None:
+        """What has not left, or was brought back for these copies."""
+        leaving = _taken(self._leaving)
+        if leaving:
+            return leaving[0]
+        for of, coming in _taken(self._coming):
+            if all(a is b for a, b in zip(of, hosts, strict=True)):
+                return coming
+        return None
+
+    def _start_before(self) -> None:
+        reference = self._before
+        for _ in range(_LOOK_BACK):
+            call = None if reference is None else reference()
+            if call is None:
+                return
+            if _runs_now(call._node()):
+                return call._start()
+            reference = call._before
+
+    def _start(self) -> None:
+        """Start bringing back what is on the host, unless autograd or a hook has it otherwise."""
+        hosts = [host for ref in self._hosts if (host := ref()) is not None]
+        if self._leaving or self._coming or len(hosts) < len(self._hosts):
+            return
+        self._coming.append((hosts, self._mover.back(hosts, self._device)))
+        # A pass may end before it comes to this block. (One that raises leaves it there until the
+        # graph goes, or another pass comes.)
+        at_end = functools.partial(_forget, weakref.ref(self))
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+
+
+def _taken(slot: list[T]) -> list[T]:
+    """What is in a slot, which is empty from then on."""
+    try:
+        return [slot.pop()]
+    except IndexError:
+        return []
+
+
+def _forget(reference: weakref.ref[Moved]) -> None:
+    moved = reference()
+    for _, coming in [] if moved is None else _taken(moved._coming):
+        coming.settle()
+
+
+def _runs_now(node: Any) -> bool:
+    """Whether the present backward pass is to run `node`."""
+    try:
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # no pass of autograd's engine: a compiled one
+        return False
+
+
+class _Last(threading.local):
+    """The last call that moved something in this thread, by device."""
+
+    def __init__(self) -> None:
+        self.calls: dict[torch.device, weakref.ref[Moved]] = {}
+
+
+_LAST = _Last()
+
+
+def move(
+    node: Any,
+    offload: Collection[str],
+    names: Sequence[str],
+    saves: list[Tensor | None],
+    callers: Collection[str],
+) -> tuple[Moved | None, list[Tensor | None]]:
+    """Start moving what a call of a block saves under the names in `offload`.
+
+    Args:
+        node: the call's autograd node, in whose forward this is called.
+        names, saves: what it is to save, and under which names.
+        callers: names of tensors that the caller can change.
+
+    Returns the record, on which `returned` is called in backward, or None if nothing moves; and
+    what to save instead.
+    """
+    places = [
+        i
+        for i, (name, t) in enumerate(zip(names, saves, strict=True))
+        if t is not None and is_offloaded(name, offload) and _is_movable(t)
+    ]
+    leaving: list[Any] = [saves[place] for place in places]
+    mover = mover_of(leaving[0].device) if leaving else None
+    if mover is None or _task() != -1 or in_checkpoint() or not mover.is_able(leaving[0].device):
+        return None, saves
+    device = leaving[0].device
+    markers = [_marker(saves[i]) for i in places if names[i] in callers]  # type: ignore[arg-type]
+    hosts, copies = _left(mover, leaving)
+    for place, host in zip(places, hosts, strict=True):
+        saves[place] = host
+    last = _LAST.calls.get(device)
+    before = None if last is None else last()
+    if before is not None:
+        before.release()
+    moved = Moved(mover, device, node, places, hosts, copies, len(markers), last)
+    _LAST.calls[device] = weakref.ref(moved)
+    return moved, [*saves, *markers]
+
+
+def _is_movable(t: Tensor) -> bool:
+    """A plain tensor with values, laid out without gaps, so that its copy has its strides."""
+    if type(t) not in (Tensor, torch.nn.Parameter) or not t.numel() or t.is_inference():
+        return False
+    return t.is_contiguous() or torch.empty_like(t, device="meta").stride() == t.stride()
+
+
+def _marker(t: Tensor) -> Tensor:
+    """A tensor of no elements that has the version counter of `t`, and not its memory."""
+    marker = t.detach()
+    marker.data = t.new_empty(0)
+    return marker
+
+
+# --- operators, which are given and return tensors alone
+
+
+#: What the last operator has still in flight, by device. Backward's is called in another thread;
+#: what one thread drops for another is settled by its stream.
+_HELD: dict[torch.device, InFlight] = {}
+
+
+def moved_names(
+    offload: Collection[str], names: Sequence[str], device: torch.device
+) -> frozenset[str]:
+    """Those of `names` that operators return on the host.
+
+    >>> moved_names({"qkv"}, ["input", "qkv:int8"], torch.device("cuda"))
+    frozenset({'qkv:int8'})
+    >>> moved_names({"qkv"}, ["input", "qkv:int8"], torch.device("cpu"))
+    frozenset()
+    """
+    if not offload or mover_of(device) is None:
+        return frozenset()
+    return frozenset(name for name in names if is_offloaded(name, offload))
+
+
+def start_out(tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
+    """Start copying from a device that has a mover, for an operator.
+
+    Raises: RuntimeError while a CUDA graph is captured.
+    """
+    mover = mover_of(tensors[0].device)
+    assert mover is not None
+    if not mover.is_able(tensors[0].device):
+        raise RuntimeError(
+            "fused_remat: a compiled block with Policy(offload=...) moves tensors to the host, "
+            "which a CUDA graph cannot hold; capture it without offload"
+        )
+    return _left(mover, tensors)
+
+
+def hold(copies: InFlight | None, device: torch.device) -> None:
+    """Free what the last operator had in flight, and hold `copies` until the next."""
+    last = _HELD.pop(device, None)
+    if last is not None:
+        last.settle()
+    if copies is not None:
+        _HELD[device] = copies
+
+
+def fetched(hosts: list[Tensor], device: torch.device) -> list[Tensor]:
+    """What an operator finds on the host, on the device."""
+    mover = mover_of(device) if hosts else None
+    return [] if mover is None else mover.back(hosts, device).settle()

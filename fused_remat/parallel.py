@@ -1,0 +1,474 @@
+"""Tensor and sequence parallel: fused layers divided among the ranks of a mesh.
+
+    mesh = init_device_mesh("cuda", (8, 8), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], tensor_parallel_plan(model, sequence=True))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["data"])
+
+Each rank has some heads and some of the MLP's hidden units: parameters become DTensors, and the
+fused path runs on their local shards. With `sequence`, the residual stream between the first layer
+and the last is divided by tokens too, and so is what layers keep of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fused_remat.blocks.parallel import Parallel
+from fused_remat.huggingface.head import HuggingFaceHead
+from fused_remat.layers.divided import Division
+from fused_remat.layers.fused_layer import FusedLayer
+from fused_remat.layers.linears import without_adapters
+from fused_remat.layers.vocabulary import VocabularyParallelLinear
+from fused_remat.shards import local_shards
+
+#: Linear layers whose outputs are divided, by the blocks' names, and those whose inputs are.
+_COLUMNS = ("q", "k", "v", "gate", "fc1", "cross_q", "cross_k", "cross_v")
+_ROWS = ("proj", "cross_proj", "fc2")
+_UNPACKED = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+class _Shared:
+    """Parameters that several modules of a model have: they go on sharing what these become."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in () if model is None else model.modules():
+            for name, p in module._parameters.items():
+                if p is not None:
+                    holders.setdefault(p, []).append((module, name))
+        # Those alone: it would hold all others, whole, until all of the model is divided.
+        self._holders = {p: found for p, found in holders.items() if len(found) > 1}
+        self._made: list[Any] = []
+
+    def is_shared(self, p: nn.Parameter) -> bool:
+        return p in self._holders
+
+    def is_made(self, p: Any) -> bool:
+        """Whether `p` is what another module's parameter became."""
+        return any(p is made for made in self._made)
+
+    def distribute(
+        self,
+        module: nn.Module,
+        attribute: str,
+        mesh: DeviceMesh,
+        placement: Placement,
+        src: int | None,
+    ) -> None:
+        """Make a parameter a DTensor, in all modules that have it.
+
+        Raises: ValueError if another module has made it one that is placed otherwise.
+        """
+        p: Any = module._parameters[attribute]
+        if self.is_made(p):
+            if p.placements != (placement,):
+                raise ValueError(
+                    f"a parameter {tuple(p.shape)} that modules share would be {placement} in one "
+                    f"and {p.placements[0]} in another"
+                )
+            return
+        whole = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=src)
+        made = nn.Parameter(whole, p.requires_grad)
+        for holder, name in self._holders.get(p, [(module, attribute)]):
+            holder.register_parameter(name, made)
+        if p in self._holders:
+            self._made.append(made)
+
+
+class LayerParallel(ParallelStyle):
+    """Divides a whole fused layer: a `ParallelStyle` for `parallelize_module`.
+
+    q, k, v, gate and up (linear1) are divided by rows, proj and down (linear2) by columns, norms
+    and their biases are on every rank. `nn.MultiheadAttention`'s packed `in_proj_weight` becomes
+    `q_proj_weight`, `k_proj_weight`, `v_proj_weight`, its own names of unpacked ones, since no
+    DTensor has a rank's heads of a packed one; `pack_attention` undoes it in a full state dict.
+
+    Args:
+        sequence: the layer's input and output are this rank's tokens, S / ranks of each sequence,
+            in order; norms, residual sums, and what is kept of them, too.
+        split, join: with `sequence`, the input is whole on every rank and divided first; the
+            output is made whole on every rank, where what follows computes the same on all.
+        src_data_rank: whose parameters are everybody's, None: each rank's are the same already.
+
+    A call that the fused path cannot serve raises RuntimeError: PyTorch's own forward does not know
+    the shards. Compiled, the layer runs outside of the compiled graph. Dropout of what is divided
+    draws on each rank; of what is not, all draw the first rank's. `accumulate_into`, low-rank
+    updates and activation functions without a row are refused.
+
+    Raises (when applied): TypeError for a module that is no fused layer; ValueError for heads or
+        widths that cannot be divided evenly, packed projections (GPT-2), adapters, and parameters
+        that are DTensors already (divide before `fully_shard`).
+    Source: Shoeybi et al. 2019 (arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198).
+
+    >>> LayerParallel(sequence=True)
+    LayerParallel(sequence=True, split=False, join=False)
+    """
+
+    def __init__(
+        self,
+        *,
+        sequence: bool = False,
+        split: bool = False,
+        join: bool = False,
+        src_data_rank: int | None = 0,
+    ) -> None:
+        super().__init__()
+        if (split or join) and not sequence:
+            raise ValueError("split and join are of sequence=True")
+        self.sequence, self.split, self.join = sequence, split, join
+        self.src_data_rank, self._shared = src_data_rank, _Shared()
+        self._encoder: nn.TransformerEncoder | None = None
+        self._lengths: set[int] | None = None
+
+    def __repr__(self) -> str:
+        return f"LayerParallel(sequence={self.sequence}, split={self.split}, join={self.join})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, FusedLayer):
+            raise TypeError(f"LayerParallel divides a fused layer, got a {type(module).__name__}")
+        _check_mesh(device_mesh)
+        if module._division is not None:
+            raise ValueError(f"the {type(module).__name__} is divided already")
+        if module.accumulate_into is not None:
+            raise ValueError(
+                f"accumulate_into={module.accumulate_into!r}: a divided layer's gradients are "
+                "DTensors, which autograd adds up"
+            )
+        found = list(_parameters(module))
+        shared = self._shared
+        _check_sizes(module, found, device_mesh.size(), shared)
+        for child in module.modules():
+            if isinstance(child, nn.MultiheadAttention):
+                _unpack(child)
+        for child, attribute, name in _parameters(module):
+            where = (device_mesh, _placement(name), self.src_data_rank)
+            shared.distribute(child, attribute, *where)
+        parallel = _place(device_mesh, self.sequence)
+        module._division = Division(parallel, self.split, self.join, self._lengths)
+        if self._encoder is not None:  # which would give layers nested tensors in evaluation
+            self._encoder.use_nested_tensor = False
+        return module
+
+
+class VocabularyParallel(ParallelStyle):
+    """Divides an `nn.Linear` head's rows, a vocabulary's: a `ParallelStyle`.
+
+    `ops.linear_cross_entropy(hidden, head.weight, labels)` then computes the loss with this rank's
+    logits alone, and sums three numbers a token over ranks; hidden (..., D) is whole on every rank.
+    Called, the head makes all logits on every rank.
+
+    Raises (when applied): TypeError for another module; ValueError for a vocabulary that cannot be
+        divided evenly.
+
+    >>> VocabularyParallel(src_data_rank=None).src_data_rank is None
+    True
+    """
+
+    def __init__(self, *, src_data_rank: int | None = 0) -> None:
+        super().__init__()
+        self.src_data_rank, self._shared = src_data_rank, _Shared()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) is not nn.Linear:
+            raise TypeError(f"VocabularyParallel divides an nn.Linear, got {type(module).__name__}")
+        _check_mesh(device_mesh)
+        size = device_mesh.size()
+        if module.out_features % size:
+            raise ValueError(
+                f"a vocabulary of {module.out_features} cannot be divided evenly among {size} "
+                "ranks: pad it"
+            )
+        for attribute in ("weight", "bias"):
+            if module._parameters[attribute] is not None:
+                where = (device_mesh, Shard(0), self.src_data_rank)
+                self._shared.distribute(module, attribute, *where)
+        module.__class__ = VocabularyParallelLinear
+        return module
+
+
+class _Whole(ParallelStyle):
+    """A module that computes the same on every rank; its parameters are DTensors as all others.
+
+    So optimizers and `clip_grad_norm_`, which take no mixture, take all of a model. Its forward has
+    the local tensors in their place; compiled, DTensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shared = _Shared()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_mesh(device_mesh)
+        # Attention reads the parameters of its child and does not call it.
+        holders = list(module.modules()) if isinstance(module, nn.MultiheadAttention) else [module]
+        for holder in holders:
+            for attribute, own in holder._parameters.items():
+                if own is not None:
+                    self._shared.distribute(holder, attribute, device_mesh, Replicate(), 0)
+        group = device_mesh.get_group().group_name
+        before: list[tuple[nn.Module, str, Any]] = []
+
+        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            if torch.compiler.is_compiling():
+                return _as_dtensors(inputs, device_mesh)
+            found = [
+                (holder, name, p)
+                for holder in holders
+                for name, p in holder._parameters.items()
+                if isinstance(p, DTensor)
+            ]
+            made = local_shards(group, (False,) * len(found), [p for _, _, p in found])
+            for (holder, name, _own), local in zip(found, made, strict=True):
+                holder._parameters[name] = local  # type: ignore[assignment]
+            before.extend(found)
+            return inputs
+
+        def leave(_: nn.Module, inputs: Any, out: Any) -> Any:
+            while before:
+                at, name, own = before.pop()
+                at._parameters[name] = own
+            return _as_local(out)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+        return module
+
+
+class _DividedEmbedding(ParallelStyle):
+    """An `nn.Embedding` whose rows are divided, as those of the head that shares its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shared = _Shared()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_mesh(device_mesh)
+        self._shared.distribute(module, "weight", device_mesh, Shard(0), 0)
+        module.register_forward_pre_hook(lambda _, inputs: _as_dtensors(inputs, device_mesh))
+        module.register_forward_hook(lambda _, inputs, out: _as_local(out))
+        return module
+
+
+def _as_dtensors(inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    return tuple(
+        DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        if isinstance(x, Tensor) and not isinstance(x, DTensor)
+        else x
+        for x in inputs
+    )
+
+
+def _as_local(out: Any) -> Any:
+    if not isinstance(out, DTensor):
+        return out
+    return out.redistribute(placements=[Replicate()]).to_local()
+
+
+_Style = LayerParallel | VocabularyParallel | _Whole | _DividedEmbedding
+
+
+def tensor_parallel_plan(
+    model: nn.Module, *, sequence: bool = False, head: str | None = None
+) -> dict[str, ParallelStyle]:
+    """The plan for `parallelize_module`: all of `model`, its fused layers divided.
+
+    With `sequence`, the first of the layers in one container (`layers.0`) divides its input by
+    tokens, and the last makes its output whole, so that nothing else of the model changes: what is
+    around them computes the same on every rank, by parameters that are DTensors too, whole. Where
+    it draws random numbers, dropout say, ranks need the same seed. The head is divided
+    (`VocabularyParallel`) where `convert(loss=True)` has made the loss ours, and an `nn.Linear`
+    named `head`, whose loss is to be `ops.linear_cross_entropy`; with it the embedding, if they
+    share a weight.
+
+    Raises: AttributeError for a `head` that is not there; ValueError for a model without fused
+        layers; with `sequence`, for a module with parameters between the layers of a container,
+        whose gradients would be one rank's, and for a layer that is there twice; for an nn.RNNBase.
+
+    >>> from fused_remat import FusedRematCausalLayer
+    >>> model = nn.Sequential(*(FusedRematCausalLayer(16, 2, 32) for _ in range(2)))
+    >>> tensor_parallel_plan(model, sequence=True)["0"]
+    LayerParallel(sequence=True, split=True, join=False)
+    """
+    plan: dict[str, _Style] = {}
+    for name, container in model.named_modules():
+        plan.update(_layers_plan(f"{name}." if name else "", container, sequence))
+    for name, encoder in model.named_modules():
+        first = plan.get(f"{name}.layers.0".lstrip("."))
+        if isinstance(encoder, nn.TransformerEncoder) and isinstance(first, LayerParallel):
+            first._encoder = encoder
+    if isinstance(model, FusedLayer):
+        plan[""] = LayerParallel(sequence=sequence, split=sequence, join=sequence)
+    if not plan:
+        raise ValueError(f"{type(model).__name__} has no fused layer: convert(model) makes them")
+    heads = _heads_of(model, head)
+    rows = {head.weight for head in heads.values()}
+    plan.update({name: VocabularyParallel() for name in heads})
+    done = list(plan)
+    for name, module in model.named_modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        if not own or any(name == at or name.startswith(f"{at}.") or not at for at in done):
+            continue
+        if isinstance(module, nn.RNNBase):
+            raise ValueError(f"{name} is a {type(module).__name__}, which keeps its weights twice")
+        if any(p in rows for p in own) and isinstance(module, nn.Embedding):
+            plan[name] = _DividedEmbedding()
+        else:
+            plan[name] = _Whole()
+        if isinstance(module, nn.MultiheadAttention):
+            done.append(name)
+    shared = _Shared(model)
+    for style in plan.values():
+        style._shared = shared
+    return dict(plan)
+
+
+def _layers_plan(prefix: str, container: nn.Module, sequence: bool) -> dict[str, LayerParallel]:
+    """Of the fused layers that are children of `container`.
+
+    Raises: ValueError for what would not see whole sequences, or see them twice.
+    """
+    children = [(name, child) for name, child in container._modules.items() if child is not None]
+    at = [i for i, (_, child) in enumerate(children) if isinstance(child, FusedLayer)]
+    found: dict[str, LayerParallel] = {}
+    if len({children[i][1] for i in at}) < len(at) and sequence:
+        raise ValueError(f"{prefix[:-1] or 'the model'} has one layer twice: sequence=False")
+    lengths: set[int] = set()
+    for i, (name, child) in enumerate(children):
+        if isinstance(child, FusedLayer):
+            ends = {"split": i == at[0], "join": i == at[-1]} if sequence else {}
+            style = found[prefix + name] = LayerParallel(sequence=sequence, **ends)
+            style._lengths = lengths if sequence else None
+        elif sequence and at and at[0] < i < at[-1] and any(True for _ in child.parameters()):
+            raise ValueError(
+                f"{prefix}{name}, a {type(child).__name__} between fused layers, would have the "
+                "gradients of one rank's tokens: sequence=False, or a container of its own"
+            )
+    return found
+
+
+def _heads_of(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
+    """The heads whose loss is ours, by name, and the one called `head`."""
+    found: dict[str, nn.Module] = {} if head is None else {head: model.get_submodule(head)}
+    for prefix, module in model.named_modules():
+        if isinstance(module, HuggingFaceHead):
+            name = f"{prefix}.{module.row.head}".lstrip(".")
+            own = model.get_submodule(name)
+            if type(own) is nn.Linear:
+                found[name] = own
+    return found
+
+
+def pack_attention(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A full state dict of divided `nn.Transformer*` layers, by the stock layers' names.
+
+    `q_proj_weight`, `k_proj_weight` and `v_proj_weight` of an attention become `in_proj_weight`.
+
+    Raises: ValueError for DTensors: take a full state dict.
+
+    >>> parts = {f"self_attn.{name}_proj_weight": torch.ones(2, 2) for name in "qkv"}
+    >>> {name: tuple(t.shape) for name, t in pack_attention(parts).items()}
+    {'self_attn.in_proj_weight': (6, 2)}
+    """
+    packed: dict[str, Any] = {}
+    for name, t in state.items():
+        prefix, _, last = name.rpartition(".")
+        if last not in _UNPACKED:
+            packed[name] = t
+        elif last == _UNPACKED[0]:
+            parts = [state[f"{prefix}.{part}"] for part in _UNPACKED]
+            if any(isinstance(part, DTensor) for part in parts):
+                raise ValueError(f"{name} is a DTensor: pack_attention takes a full state dict")
+            packed[f"{prefix}.in_proj_weight"] = torch.cat(parts)
+    return packed
+
+
+def unpack_attention(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of stock `nn.Transformer*` layers, by the names of divided ones.
+
+    >>> list(unpack_attention({"self_attn.in_proj_weight": torch.ones(6, 2)}))
+    ['self_attn.q_proj_weight', 'self_attn.k_proj_weight', 'self_attn.v_proj_weight']
+    """
+    unpacked: dict[str, Any] = {}
+    for name, t in state.items():
+        prefix, _, last = name.rpartition(".")
+        if last == "in_proj_weight":
+            names = [f"{prefix}.{part}" for part in _UNPACKED]
+            unpacked.update(zip(names, t.chunk(3), strict=True))
+        else:
+            unpacked[name] = t
+    return unpacked
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(f"expected one dimension of a mesh, as mesh['tensor'], got {mesh}")
+
+
+def _place(mesh: DeviceMesh, sequence: bool) -> Parallel:
+    return Parallel(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), sequence)
+
+
+def _parameters(layer: FusedLayer) -> Iterable[tuple[nn.Module, str, str]]:
+    """The modules of a layer's parameters, their names there, and the block's names."""
+    for way, names in layer._places():
+        module: Any = layer
+        for step in way:
+            module = None if module is None else module._modules.get(step)
+        if module is None:
+            continue
+        if without_adapters(module) is not module:
+            raise ValueError(f"{'.'.join(way)} has low-rank updates, which are not divided")
+        for name, attribute in names:
+            if module._parameters.get(attribute) is not None:
+                yield module, attribute, name
+
+
+def _placement(name: str) -> Placement:
+    layer, _, kind = name.rpartition(".")
+    if layer in _COLUMNS:
+        return Shard(0)
+    return Shard(1) if layer in _ROWS and kind == "weight" else Replicate()
+
+
+def _check_sizes(
+    layer: FusedLayer, found: list[tuple[nn.Module, str, str]], size: int, shared: _Shared
+) -> None:
+    kind = type(layer).__name__
+    for module, attribute, name in found:
+        p: Any = module._parameters[attribute]
+        if isinstance(p, DTensor) and not shared.is_made(p):
+            raise ValueError(f"{name} of the {kind} is a DTensor already: divide it first")
+        if attribute == "in_proj_weight" and shared.is_shared(p):
+            raise ValueError(f"{name} of the {kind} is another module's, too: not to be unpacked")
+        packed = name == "qkv.weight" and not isinstance(module, nn.MultiheadAttention)
+        if packed:
+            raise ValueError(f"the {kind} packs q, k and v in one weight, which cannot be divided")
+        placement = _placement(name)
+        dim = placement.dim if isinstance(placement, Shard) else None
+        if dim is not None and p.shape[dim] % size:
+            raise ValueError(
+                f"{name} of the {kind} is {tuple(p.shape)}: {p.shape[dim]} cannot be divided "
+                f"evenly among {size} ranks"
+            )
+    for what, heads in layer._heads().items():
+        if heads % size:
+            raise ValueError(f"{heads} {what} cannot be divided evenly among {size} ranks")
+
+
+def _unpack(attention: nn.MultiheadAttention) -> None:
+    """Weights of q, k and v of their own, as `nn.MultiheadAttention` has them for other widths."""
+    packed = attention.in_proj_weight
+    if packed is None:
+        return
+    for name, part in zip(_UNPACKED, packed.detach().chunk(3), strict=True):
+        attention.register_parameter(name, nn.Parameter(part.clone(), packed.requires_grad))
+    attention.register_parameter("in_proj_weight", None)
+    attention._qkv_same_embed_dim = False

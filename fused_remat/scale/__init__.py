@@ -1,0 +1,18 @@
+"""A training step on a mesh of devices, on paper: what fits, and how long it takes."""
+
+from fused_remat.scale.costs import HARDWARE, Costs, Figure
+from fused_remat.scale.estimate import Estimate, estimate, smallest_mesh
+from fused_remat.scale.layout import Layout, Mesh
+from fused_remat.scale.memory import Setup
+
+__all__ = [
+    "HARDWARE",
+    "Costs",
+    "Estimate",
+    "Figure",
+    "Layout",
+    "Mesh",
+    "Setup",
+    "estimate",
+    "smallest_mesh",
+]

@@ -1,0 +1,475 @@
+"""Backward passes that ask a block for some gradients: those alone are computed, the same bits."""
+
+import contextlib
+import functools
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import RUNGS, X, make, randomize
+from reference_ops import normal
+from reference_transformer import Block, leaves
+from segment_models import quiet, stack
+from torch import nn
+from torch.autograd.graph import GradientEdge
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from fused_remat import (
+    FusedRematCausalLayer,
+    FusedRematDecoderLayer,
+    FusedRematLayer,
+    FusedRematWarning,
+    Policy,
+    check_replay,
+    defer_weight_gradients,
+    demand,
+    ops,
+)
+from fused_remat.backends import eager
+from fused_remat.blocks.program import programs
+
+WIDE = torch.float64
+PARTS = ("input", "params", "one weight", "one bias", "all but the input's", "input and a weight")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """For tensors as small as these a second one only waits; and no layer may fall back."""
+    with quiet():
+        yield
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=WIDE).requires_grad_()
+
+
+def of_layer(layer, *inputs, **kwargs):
+    randomize(layer)
+    y = layer(*inputs, **kwargs)
+    return y, list(inputs), list(layer.parameters())
+
+
+def encoder(policy, **kwargs):
+    options = {"dropout": 0.1, "batch_first": True, "dtype": WIDE, **kwargs}
+    return of_layer(FusedRematLayer(8, 2, 12, policy=policy, **options), draw(4, 5, 8))
+
+
+def decoder(policy):
+    layer = FusedRematDecoderLayer(8, 2, 12, dropout=0.1, policy=policy, dtype=WIDE)
+    return of_layer(layer, draw(5, 4, 8), draw(3, 4, 8, seed=1))
+
+
+def causal(policy, qk_norm=True):
+    layer = FusedRematCausalLayer(8, 2, 12, kv_heads=1, qk_norm=qk_norm, policy=policy, dtype=WIDE)
+    angles = torch.outer(torch.arange(5), torch.tensor([1.0, 0.1])).to(WIDE)
+    return of_layer(layer, draw(4, 5, 8), rope=(angles.cos(), angles.sin()))
+
+
+def custom(policy):
+    scale = nn.Parameter(torch.tensor(1.5, dtype=WIDE))
+    y, inputs, params = encoder(policy, activation=lambda x: F.silu(x * scale))
+    return y, inputs, [*params, scale]
+
+
+def autocast(policy):
+    layer = FusedRematLayer(8, 2, 12, dropout=0.1, batch_first=True, policy=policy)
+    with torch.autocast("cpu", torch.bfloat16):
+        return of_layer(layer, draw(4, 5, 8).detach().float().requires_grad_())
+
+
+def cross_entropy(policy):
+    x, weight = draw(4, 5, 8), draw(11, 8, seed=1)
+    targets = torch.arange(20).view(4, 5) % 11
+    return ops.linear_cross_entropy(x, weight, targets), [x], [weight]
+
+
+def lora(policy):
+    block = Block(qk_norm=True)
+    x, weights, updates = normal(3, 5, block.d, seed=50), block.weights(), block.updates()
+    params = list(leaves(x, weights, updates).values())
+    kwargs = {"nhead": block.nhead, "kv_heads": block.kv_heads, "rope": block.rope(5)}
+    more = {"lora": updates, "lora_dropout_p": 0.3, "seed": 7, "policy": policy}
+    return ops.causal_block(x, weights, **kwargs, **more), [x], [p for p in params if p is not x]
+
+
+def frozen(policy):
+    layer = FusedRematLayer(8, 2, 12, batch_first=True, policy=policy, dtype=WIDE)
+    layer.linear1.requires_grad_(False)
+    y, inputs, params = of_layer(layer, draw(4, 5, 8))
+    return y, inputs, [p for p in params if p.requires_grad]
+
+
+BLOCKS = {
+    "pre-norm": functools.partial(encoder, norm_first=True),
+    # Without dropout a layer's own gradient is what a product takes, and what is added to after.
+    "post-norm": functools.partial(encoder, norm_first=False, dropout=0.0),
+    "decoder": decoder,
+    "causal": causal,
+    "custom": custom,
+    "autocast": autocast,
+    "cross entropy": cross_entropy,
+    "frozen": frozen,
+    "lora": lora,
+    "int8": lambda policy: encoder(Policy(save={"qkv": "int8", "up": "int8"}), norm_first=True),
+}
+
+
+def part_of(inputs, params, part):
+    weights = [p for p in params if p.dim() > 1]
+    biases = [p for p in params if p.dim() < 2] or params
+    return {
+        "input": inputs,
+        "params": params,
+        "one weight": weights[-1:],
+        "one bias": biases[1:2] or biases,
+        "all but the input's": [*inputs[1:], *params],
+        "input and a weight": [*inputs, weights[0]],
+    }[part]
+
+
+@pytest.mark.parametrize("policy", ["full", "balanced", "none"])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("tokens", [None, 3])
+def test_a_part_is_that_part_of_the_whole(block, policy, tokens, monkeypatch):
+    if tokens:  # groups of one sequence, and tiles
+        monkeypatch.setattr(eager, "_CPU_TOKENS", tokens)
+    torch.manual_seed(0)
+    y, inputs, params = BLOCKS[block](policy)
+    dy, leaves = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view(y.shape), inputs + params
+    whole = dict(zip(leaves, torch.autograd.grad(y, leaves, dy, retain_graph=True), strict=True))
+    for part in PARTS:
+        mine = part_of(inputs, params, part)
+        for defer in (False, True):
+            with defer_weight_gradients() if defer else contextlib.nullcontext():
+                found = torch.autograd.grad(y, mine, dy, retain_graph=True)
+                rest = [leaf for leaf in leaves if not any(leaf is one for one in mine)]
+                more = torch.autograd.grad(y, rest, dy, retain_graph=True) if rest else ()
+        for leaf, grad in zip([*mine, *rest], [*found, *more], strict=True):
+            assert torch.equal(grad, whole[leaf]), (part, defer, leaf.shape)
+
+
+def flops(fn):
+    with FlopCounterMode(display=False) as counted:
+        result = fn()
+    return result, counted.get_total_flops()
+
+
+def test_products_that_nobody_asks_for_are_not_computed():
+    _, layer = make("none")
+    x = X.clone().requires_grad_()
+    y = layer(x)
+    dy, weights = torch.ones_like(y), list(layer.parameters())
+    count = lambda *a, **k: flops(lambda: torch.autograd.grad(*a, dy, retain_graph=True, **k))[1]  # noqa: E731
+    products = 2 * 10 * 8 * (24 + 8 + 12 + 12)  # of the four linear layers, over ten tokens
+    whole = count(y, [x, *weights])
+    assert whole - count(y, [x]) == products
+    assert count(y, [layer.linear2.weight]) == 2 * 10 * 8 * 12
+    assert count(y, [layer.linear2.bias]) == 0
+    assert count(y, [x, *weights], allow_unused=True) == whole
+    _, some = flops(lambda: y.backward(dy, inputs=[x], retain_graph=True))
+    assert some == count(y, [x]) and layer.linear1.weight.grad is None
+    edges = [GradientEdge(y.grad_fn, 0)], [torch.autograd.graph.get_gradient_edge(x)]
+    assert count(*edges) == some
+    assert 0 < some < whole
+
+
+def hooked(layer, x):
+    layer.linear1.weight.register_hook(lambda g: g * 1)
+    layer.linear2.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return layer(x)
+
+
+def shared(layer, x):
+    return layer(layer(x))
+
+
+def parametrized(layer, x):
+    values = {n: p * 1 for n, p in layer.named_parameters()}
+    return torch.func.functional_call(layer, values, (x,))
+
+
+def reentrant(layer, x):
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+def nonreentrant(layer, x):
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def nested(layer, x):
+    """A backward pass for an input alone inside another pass."""
+    y = layer(x)
+    inner = torch.ones_like(x).requires_grad_()
+
+    def restricted(grad):
+        with torch.enable_grad():
+            z = layer(inner)
+            torch.autograd.grad(z, inner, torch.ones_like(z))
+
+    y.register_hook(restricted)
+    return y
+
+
+@pytest.mark.parametrize("way", [hooked, shared, parametrized, reentrant, nonreentrant, nested])
+@pytest.mark.parametrize("defer", [False, True])
+def test_an_ordinary_backward_is_never_taken_for_a_part(way, defer, monkeypatch):
+    stock, layer = make("lean")
+    x = X.clone().requires_grad_()
+    asked, found = [], []
+    original = demand.asked
+
+    def note(ctx):
+        found.append(original(ctx))
+        asked.append(ctx.call.wants)
+        return found[-1]
+
+    monkeypatch.setattr(demand, "asked", note)
+    with defer_weight_gradients() if defer else contextlib.nullcontext():
+        way(layer, x).sum().backward(retain_graph=way is not nonreentrant)
+    parts = [a for a, b in zip(found, asked, strict=True) if a != b]
+    assert parts == ([frozenset({"input"})] if way is nested else [])
+    for _ in range(2 if way is shared else 1):
+        stock.zero_grad()
+    (stock(stock(X)) if way is shared else stock(X)).sum().backward()
+    for a, b in zip(layer.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-11)
+
+
+def test_what_cannot_be_told_is_everything():
+    class Unknown:  # compiled autograd's; nor is any pass running
+        call = demand.BlockCall(None, frozenset(), frozenset({"input", "weight"}), "auto")
+
+    assert demand.asked(Unknown()) is Unknown.call.wants
+    _, layer = make("full")
+    node = layer(X.clone().requires_grad_()).grad_fn
+    node = node if hasattr(node, "call") else node.next_functions[0][0]
+    assert demand.asked(node) == node.call.wants
+
+
+# --- split in two, as the zero-bubble schedules do it
+
+
+def net(policy, depth=3, **kwargs):
+    torch.manual_seed(0)
+    options = {"dropout": 0.1, "batch_first": True, "norm_first": True, "dtype": WIDE, **kwargs}
+    made = [FusedRematLayer(16, 4, 64, policy=policy, **options) for _ in range(depth)]
+    return randomize(nn.Sequential(*made))
+
+
+def forward(model, seed=1):
+    x = draw(2, 5, 16)
+    torch.manual_seed(seed)
+    y = model(x)
+    return x, y, torch.linspace(0.5, 1.5, y.numel(), dtype=WIDE).view(y.shape)
+
+
+def in_one(model):
+    x, y, dy = forward(model)
+    _, count = flops(lambda: y.backward(dy))
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return x.grad, grads, count
+
+
+def in_two(model, between=lambda y: None):
+    x, y, dy = forward(model)
+    (dx, groups), first = flops(lambda: stage_backward_input([y], [dy], [x], model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+    between(groups)
+    _, second = flops(lambda: stage_backward_weight(model.parameters(), groups))
+    return dx[0], [p.grad for p in model.parameters()], (first, second)
+
+
+def same(found, expected):
+    assert torch.equal(found[0], expected[0])
+    assert all(map(torch.equal, found[1], expected[1]))
+
+
+def products(depth=3):
+    return depth * 2 * 10 * 16 * (48 + 16 + 64 + 64)
+
+
+@pytest.mark.parametrize("policy", RUNGS)
+def test_two_passes_give_what_one_does(policy):
+    model = net(policy)
+    whole = in_one(model)
+    again = in_two(model)
+    same(again, whole)
+    assert again[2][0] == whole[2] - products()
+    assert again[2][1] <= whole[2]  # rebuilt and propagated once more
+    model.zero_grad()
+    with defer_weight_gradients():
+        deferred = in_two(model)
+    same(deferred, whole)
+    assert deferred[2] == (whole[2] - products(), products())
+
+
+def blocks_of(groups):
+    return [node for group in groups for node in group["intermediates"] if hasattr(node, "call")]
+
+
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_bytes_held_between_the_passes(policy):
+    model, held = net(policy, depth=1, dropout=0.0), []
+
+    def measure(groups):
+        (node,) = blocks_of(groups)
+        kept = {t.untyped_storage()._cdata for t in node.saved_tensors if t is not None}
+        factors = [t for p in node.deferred.products for t in (p.dy, p.x)]
+        new = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in factors}
+        held.append(sum(size for data, size in new.items() if data not in kept))
+        held.extend(weakref.ref(t) for t in factors)
+
+    with defer_weight_gradients():
+        in_two(model, measure)
+    # norm1, attn, norm2, act (4*D); the output's gradient, d_up (4*D), d_mid, d_qkv (3*D).
+    wide = {"full": 16, "none": 16 - 1}[policy]
+    assert held.pop(0) == 10 * 16 * 8 * wide
+    assert not any(ref() is not None for ref in held)
+
+
+def test_segments_need_the_factors():
+    model = stack(dtype=WIDE)
+    x = draw(3, 6, 8)
+
+    def split():
+        torch.manual_seed(1)
+        y = model(x)
+        dx, groups = stage_backward_input([y], [torch.ones_like(y)], [x], model.parameters())
+        stage_backward_weight(model.parameters(), groups)
+        return dx[0], [p.grad for p in model.parameters()]
+
+    torch.manual_seed(1)
+    model(x).sum().backward()
+    whole = x.grad, [p.grad for p in model.parameters()]
+    x.grad = None
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="second time"):  # the first layer's is freed by then
+        split()
+    x.grad = None
+    model.zero_grad()
+    with defer_weight_gradients():
+        same(split(), whole)
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_the_replay_check(defer):
+    model = net("balanced", depth=1)
+    whole = in_one(model)
+    with check_replay(), defer_weight_gradients() if defer else contextlib.nullcontext():
+        same(in_two(model), whole)
+
+
+@pytest.mark.parametrize("target", ["grad", "main_grad"])
+def test_accumulation(target):
+    model = net("lean", depth=1, accumulate_into=target)
+    weights = list(model.parameters())
+    for p in weights:
+        p.main_grad = torch.zeros_like(p)
+    sums = lambda: [getattr(p, target).clone() for p in weights]  # noqa: E731
+    x, y, dy = forward(model)
+    y.backward(dy)
+    whole = sums()
+    for p in weights:
+        getattr(p, target).zero_()
+    x, y, dy = forward(model)
+    with defer_weight_gradients():
+        torch.autograd.grad(y, x, dy, retain_graph=True)
+        assert not any(map(torch.any, sums()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FusedRematWarning)  # of main_grad
+            found = torch.autograd.grad(y, weights, dy, retain_graph=True)
+        assert not any(map(torch.any, sums()))  # they were asked for, and given
+        y.backward(dy, inputs=weights)
+    for a, b, c in zip(found, sums(), whole, strict=True):
+        assert torch.equal(a, b) and torch.equal(b, c)
+
+
+def test_factors_serve_their_own_gradient_only():
+    model = net("full", depth=1)
+    x, y, dy = forward(model)
+    weights = list(model.parameters())
+    expected = torch.autograd.grad(y, weights, 2 * dy, retain_graph=True)
+    with defer_weight_gradients():
+        torch.autograd.grad(y, x, dy, retain_graph=True)
+        other = torch.autograd.grad(y, weights, 2 * dy, retain_graph=True)
+        assert all(map(torch.equal, other, expected))
+        dy.mul_(2)
+        assert all(map(torch.equal, torch.autograd.grad(y, weights, dy), expected))
+
+
+def test_a_factor_changed_in_place_raises():
+    x, weight = draw(2, 5, 8), draw(12, 8, seed=1)
+    source = x * 1
+    y = ops.mlp(source, weight, None, draw(8, 12, seed=2), None, "relu")
+    dy = torch.ones_like(y)
+    with defer_weight_gradients():
+        torch.autograd.grad(y, x, dy, retain_graph=True)
+        with torch.no_grad():
+            source.add_(1)
+        with pytest.raises(RuntimeError, match="inplace"):
+            torch.autograd.grad(y, weight, dy)
+
+
+def test_nothing_is_held_by_other_passes():
+    model = net("full", depth=1)
+    x, y, dy = forward(model)
+    node, weights = y.grad_fn, list(model.parameters())
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    assert node.deferred is None  # outside
+    with defer_weight_gradients():
+        torch.autograd.grad(y, weights, dy, retain_graph=True)
+        torch.autograd.grad(y, [x, *weights], dy, retain_graph=True)
+        batched = torch.stack([dy, 2 * dy])
+        (dx,) = torch.autograd.grad(y, x, batched, retain_graph=True, is_grads_batched=True)
+        assert node.deferred is None
+        (one,) = torch.autograd.grad(y, x, dy)  # the graph is not kept: nothing can come
+        assert node.deferred is None
+    assert torch.equal(dx[0], one)
+
+
+def test_nothing_that_is_held_is_written_over():
+    y, _, _ = causal("full", qk_norm=False)
+    call = y.grad_fn.call
+    in_place = lambda plan: [s for s in plan.backward if getattr(s.node, "in_place", False)]  # noqa: E731
+    assert in_place(programs(call.graph, call.save, call.wants, tiled=False))
+    assert not in_place(programs(call.graph, call.save, call.wants, tiled=False, overwrites=False))
+
+
+def test_weights_alone_do_not_reach_main_grad_silently():
+    layer = FusedRematLayer(8, 2, 12, 0.0, batch_first=True, accumulate_into="main_grad")
+    for p in layer.parameters():
+        p.main_grad = torch.zeros_like(p)
+    y = layer(torch.randn(2, 3, 8, requires_grad=True))
+    params = list(layer.parameters())
+    with pytest.warns(FusedRematWarning, match="not added to main_grad"):
+        grads = torch.autograd.grad(y.sum(), params)
+    assert all(g is not None for g in grads) and not any(p.main_grad.any() for p in params)
+
+
+def test_factors_go_with_the_graph():
+    model = net("full", depth=1)
+    x, y, dy = forward(model)
+    with defer_weight_gradients():
+        torch.autograd.grad(y, x, dy, retain_graph=True)
+        node = y.grad_fn
+        assert node.deferred is not None
+        y.backward(dy)  # of everything, and the graph is freed
+        assert node.deferred is None
+
+
+def test_a_gradient_of_inference_mode_is_not_deferred():
+    model = net("full", depth=1)
+    x, y, dy = forward(model)
+    weights = list(model.parameters())
+    expected = torch.autograd.grad(y, weights, dy, retain_graph=True)
+    with torch.inference_mode():
+        dy = dy.clone()
+    with defer_weight_gradients():
+        torch.autograd.grad(y, x, dy, retain_graph=True)
+        assert all(map(torch.equal, torch.autograd.grad(y, weights, dy), expected))

@@ -1,0 +1,520 @@
+"""Offload, with a mover for the CPU: what leaves, when it comes back, and that no bit changes."""
+
+import contextlib
+import functools
+import gc
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from distributed_steps import batches, encoder, mine, train
+from offload_mover import LateMover, moving
+from reference import randomize
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from fused_remat import (
+    FusedRematCausalLayer,
+    FusedRematDecoderLayer,
+    FusedRematLayer,
+    Policy,
+    check_replay,
+    explain,
+    memory_report,
+    ops,
+)
+from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
+from fused_remat.call_text import described
+from fused_remat.check import ReplayError
+from fused_remat.memory import SavedBytes, predict_kept_bytes
+from fused_remat.policies import ALL_RUNGS, kept_names
+
+B, S, D, H, F = 3, 6, 8, 2, 12
+BOTH = Policy(save={"attn", "qkv"}, offload={"qkv", "input"})
+CONFIG = EncoderConfig(True, H, D // H, "relu", 1e-5, 1e-5)
+INPUT = Policy(offload={"input"})
+
+
+def stack(policy, layers=4, dropout=0.1, norm_first=True):
+    torch.manual_seed(0)
+    options = {"dropout": dropout, "batch_first": True, "norm_first": norm_first, "policy": policy}
+    return randomize(nn.Sequential(*(FusedRematLayer(D, H, F, **options) for _ in range(layers))))
+
+
+def data():
+    return torch.randn(B, S, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def step(model, x=None, run=None):
+    """Output and gradients."""
+    x = data() if x is None else x
+    torch.manual_seed(2)
+    y = model(x) if run is None else run(model, x)
+    leaves = [x, *model.parameters()]
+    return [y.detach(), *torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True)]
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(
+        (s is None and t is None) or torch.equal(s, t) for s, t in zip(a, b, strict=True)
+    )
+
+
+def policies(layer):
+    """Every rung's names and formats, all of them offloaded, as well as the input."""
+    graph = layer._example()
+    for rung in ALL_RUNGS:
+        names = kept_names(rung, graph.kind, graph.names)
+        yield Policy(save=names, offload={"input", *map(base, names)})
+
+
+def base(name):
+    return name.partition(":")[0]
+
+
+KINDS = {
+    "pre-norm": lambda: FusedRematLayer(D, H, F, 0.1, batch_first=True, norm_first=True),
+    "post-norm, sequence first": lambda: FusedRematLayer(D, H, F, 0.1, activation="gelu"),
+    "decoder": lambda: FusedRematDecoderLayer(D, H, F, 0.1, batch_first=True, norm_first=True),
+    "causal": lambda: FusedRematCausalLayer(D, H, F, 0.1, kv_heads=1),
+}
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [*((kind, 512) for kind in KINDS), ("pre-norm", 7)])
+def test_every_layer_and_rung_bit_for_bit(kind, tokens, monkeypatch):
+    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    torch.manual_seed(0)
+    layer, memory = randomize(KINDS[kind]()), torch.randn(B, S, D, requires_grad=True)
+    tables = torch.randn(2, S, D // H // 2).unbind()
+    more = {"decoder": (memory,), "causal": (tables,)}.get(kind, ())
+
+    def run(layer, x):
+        return layer(x, *more)
+
+    for policy in policies(layer):
+        layer.policy = Policy(save=policy.save)
+        expected = step(layer, run=run)
+        layer.policy = policy
+        with moving() as mover:
+            found = step(layer, run=run)
+        assert mover.events and equal(found, expected)
+    assert equal(step(layer, run=run), expected)  # on a CPU
+
+
+@pytest.mark.parametrize("what", ["heads", "mlp", "norm"])
+def test_ops(what):
+    q, k, v = torch.randn(3, B, H, S, D // H, requires_grad=True)
+    x, (w1, w2) = data(), (torch.randn(F, D), torch.randn(D, F))
+    calls = {
+        "heads": ({"output"}, lambda p: ops.attention(q, k, v, policy=p)),
+        "mlp": ({"up"}, lambda p: ops.mlp(x, w1, None, w2, None, policy=p)),
+        "norm": (set(), lambda p: ops.layer_norm(x, torch.ones(D), policy=p)),
+    }
+    names, call = calls[what]
+    leaf = q if what == "heads" else x
+    (expected,) = torch.autograd.grad(call(Policy(save=names)).sin().sum(), leaf)
+    with moving() as mover:
+        out = call(Policy(save=names, offload={*names, "input"}))
+        (found,) = torch.autograd.grad(out.sin().sum(), leaf)
+    assert mover.events[0][0] == "out" and torch.equal(found, expected)
+
+
+def test_order():
+    """They leave one by one; the device waits for a copy out at the end of the next layer; each
+    comes back during the backward of the layer behind it; the last has not left."""
+    with moving() as mover:
+        step(stack(BOTH))
+    assert mover.events == [
+        ("out", 0, 2),
+        ("out", 1, 2), ("wait", "out", 0),
+        ("out", 2, 2), ("wait", "out", 1),
+        ("out", 3, 2), ("wait", "out", 2),
+        ("back", 2, 2), ("wait", "out", 3),
+        ("back", 1, 2), ("wait", "back", 2),
+        ("back", 0, 2), ("wait", "back", 1),
+        ("wait", "back", 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [INPUT, BOTH, Policy(save={"qkv": "int8"}, offload={"qkv"})])
+def test_what_leaves_the_device_is_free(policy):
+    """Of all layers but the last; counted by what lives, and by what autograd saves."""
+    model, x = stack(policy, dropout=0.0), data()
+    alive = []
+    with moving() as mover:
+        start, out = mover.out, []
+
+        def noting(tensors):
+            alive.append([StorageWeakRef(t.untyped_storage()) for t in tensors])
+            out.extend(tensors[:0])
+            return start(tensors)
+
+        mover.out = noting
+        with SavedBytes(exclude=model.parameters()) as saved:
+            y = model(x)
+        gc.collect()
+        first = "input" in policy.offload  # which the caller holds
+        assert [all(s.expired() for s in layer) for layer in alive] == [
+            not first,
+            True,
+            True,
+            False,
+        ]
+        y.sum().backward()
+        assert all(s.expired() for layer in alive[first:] for s in layer)
+    assert saved.total > 0
+
+
+def test_host_copies_go_with_the_graph():
+    with moving() as mover:
+        y = stack(BOTH)(data())
+        hosts = [StorageWeakRef(t.untyped_storage()) for t in _hosts(y, mover)]
+        assert len(hosts) == 8 and not any(h.expired() for h in hosts)
+        loss = y.sum()
+        loss.backward()
+        assert all(h.expired() for h in hosts)  # the loss is there still
+        y = stack(BOTH)(data())
+        hosts = [StorageWeakRef(t.untyped_storage()) for t in _hosts(y, mover)]
+        del y, loss  # without a backward
+        gc.collect()
+        assert len(hosts) == 8 and all(h.expired() for h in hosts)
+
+
+def _hosts(y, mover):
+    found, node = [], y.grad_fn
+    while node is not None:
+        if hasattr(node, "offloaded"):
+            saved = node.saved_tensors
+            found += [saved[place] for place in node.offloaded.places]
+        node = node.next_functions[0][0] if node.next_functions else None
+    return found
+
+
+@pytest.mark.composes("Concurrency and faults", "offload: `retain_graph=True`, gradients of parts")
+def test_retained_graphs_and_parts():
+    model, x = stack(BOTH), data()
+    torch.manual_seed(2)
+    leaves = [x, *model.parameters()]
+    expected = step(model, x)[1:]
+    with moving() as mover:
+        torch.manual_seed(2)
+        loss = model(x).sin().sum()
+        for _ in range(3):
+            found = torch.autograd.grad(loss, leaves, retain_graph=True)
+            assert equal(found, expected)
+        assert mover.backs() == [2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0]
+        mover.events.clear()
+        part = list(model[2:].parameters())
+        assert equal(torch.autograd.grad(loss, part, retain_graph=True), expected[-len(part) :])
+        assert mover.backs() == [3, 2]  # not of a layer that this pass does not run
+        assert equal(torch.autograd.grad(loss, leaves), expected)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, leaves)
+
+
+def test_batched_gradients():
+    model, x = stack(BOTH, layers=2, dropout=0.0), data()
+    dy = torch.randn(2, B, S, D)
+    expected = torch.autograd.grad(model(x), x, dy, is_grads_batched=True)
+    with moving():
+        assert equal(torch.autograd.grad(model(x), x, dy, is_grads_batched=True), expected)
+
+
+def test_two_models_by_turns():
+    """Each layer is brought back ahead by its own model's pass, whichever ran in between."""
+    models = [stack(BOTH, dropout=0.0), stack(INPUT, dropout=0.0)]
+    expected = [step(m) for m in models]
+    xs = [data(), data()]
+    with moving() as mover:
+        a, b = xs
+        for first, second in zip(*models, strict=True):
+            a, b = first(a), second(b)
+        found = []
+        for y, x, m in zip((a, b), xs, models, strict=True):
+            leaves = [x, *m.parameters()]
+            found.append([y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)])
+        assert all(map(equal, found, expected))
+        ahead = [e for e in mover.events if e[0] == "back" or e[:2] == ("wait", "back")]
+        assert mover.backs() == [6, 4, 2, 0, 5, 3, 1]
+        assert ahead.index(("back", 4, 2)) < ahead.index(("wait", "back", 6))
+
+
+def test_in_place_changes_raise():
+    for policy in (INPUT, Policy()):
+        layer, x = stack(policy, layers=1), data() * 1
+        with moving():
+            y = layer(x)
+            with torch.no_grad():
+                x.detach().add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
+def test_an_exception_in_backward():
+    model, x = stack(BOTH, dropout=0.0), data()
+    expected = step(model, x)
+    broken = []
+
+    def fail(grad):
+        if broken:
+            raise ValueError("broken")
+
+    with moving():
+        h = model[1](model[0](x))
+        h.register_hook(fail)
+        y = model[3](model[2](h))
+        leaves, broken[:] = [x, *model.parameters()], [True]
+        with pytest.raises(ValueError, match="broken"):
+            torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True)
+        broken.clear()
+        assert equal([y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)], expected)
+
+
+@pytest.mark.composes("Concurrency and faults", "offload in threads, of models or of one graph")
+def test_threads():
+    model, x = stack(BOTH, dropout=0.0), data()
+    expected = step(model, x)
+    found, leaves = {}, [x, *model.parameters()]
+
+    def train(key):
+        with warnings.catch_warnings():
+            found[key] = [step(model, data().detach().requires_grad_()) for _ in range(5)][-1]
+
+    with moving():
+        loss = model(x).sin().sum()
+
+        def differentiate(key):
+            grads = torch.autograd.grad(loss, leaves, retain_graph=True)
+            found[key] = [expected[0], *grads]
+
+        threads = [threading.Thread(target=train, args=(i,)) for i in range(3)]
+        threads += [threading.Thread(target=differentiate, args=(i,)) for i in range(3, 6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 6 and all(equal(grads, expected) for grads in found.values())
+
+
+@pytest.mark.composes(
+    "Outer checkpointing", "offload, with torch.utils.checkpoint around some layers or all",
+    limits="nothing of a layer inside moves: its replay's is read at once",
+)  # fmt: skip
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_a_checkpoint(reentrant):
+    model = stack(BOTH)
+    expected = step(model)
+
+    def grads(model, x):
+        return checkpoint(model[1], model[0](x), use_reentrant=reentrant)
+
+    def run(model, x):
+        return model[3](model[2](grads(model, x)))
+
+    def whole(run):
+        x = data().detach().requires_grad_()
+        torch.manual_seed(2)
+        model.zero_grad()
+        y = run(model, x)
+        y.sin().sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+    with moving() as mover:
+        assert equal(whole(run), expected)
+        assert sorted(mover.backs()) == [0, 1]
+        mover.events.clear()
+        inside = whole(lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
+        assert equal(inside, expected) and not mover.events
+
+
+@pytest.mark.composes("Outer checkpointing", "offload, with hooks on saved tensors (save_on_cpu)")
+def test_hooks_on_saved_tensors():
+    model = stack(BOTH)
+    expected = step(model)
+
+    def run(model, x):
+        with torch.autograd.graph.save_on_cpu():
+            return model(x)
+
+    with moving():
+        assert equal(step(model, run=run), expected)
+
+
+def test_hooks_that_read_get_copies_that_are_made():
+    model = stack(BOTH)
+    expected = step(model)
+
+    def run(model, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            return model(x)
+
+    with moving(LateMover()):
+        assert equal(step(model), expected)
+        assert equal(step(model, run=run), expected)
+
+
+def test_segments():
+    """The first's input moves; the replay takes it from the host."""
+    model = stack("full")
+    expected = step(model)
+    for layer in model:
+        layer.policy = Policy(save={"attn"}, segment="inner")
+    model[0].policy = Policy(save={"attn"}, segment="first", offload={"input"})
+    model[2].policy = Policy(segment="first", offload={"input"})
+    with moving() as mover:
+        found = step(model)
+    assert equal(found, expected) and mover.backs() == [0]
+
+
+@pytest.mark.composes("Replay check", "offload: what comes back is compared")
+def test_replay_check():
+    model = stack(BOTH, layers=2)
+    expected = step(model)
+    with moving() as mover, check_replay():
+        assert equal(step(model), expected)
+        y = model(data())
+        _hosts(y, mover)[-1].data.add_(1)
+        with pytest.raises(ReplayError, match="differs"):
+            y.sum().backward()
+
+
+def test_a_device_that_cannot_now():
+    """A CUDA graph that is captured, say: everything stays."""
+    model = stack(BOTH)
+    expected = step(model)
+    with moving() as mover:
+        mover.able = False
+        assert equal(step(model), expected) and not mover.events
+
+
+@pytest.mark.parametrize("x", ["sliced", "fake"])
+def test_what_does_not_move(x):
+    layer = stack(INPUT, layers=1, dropout=0.0)
+    sliced = torch.randn(B, S, 2 * D)[..., ::2].requires_grad_()
+    with moving() as mover:
+        if x == "sliced":  # its copy would have other strides
+            step(layer, sliced)
+        else:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                fake = torch.randn(B, S, D, requires_grad=True)
+                ops.layer_norm(fake, torch.ones(D), policy=INPUT).sum().backward()
+    assert not mover.events
+
+
+def test_policies():
+    policy = Policy(save={"qkv": "int8", "attn": "native"}, offload=["qkv", "input"])
+    assert policy == pickle.loads(pickle.dumps(policy)) == eval(repr(policy))
+    assert hash(policy) != hash(Policy(save=policy.save)) and policy != Policy(save=policy.save)
+    assert policy.offload == {"qkv", "input"}
+    old = Policy.__new__(Policy)  # as it was pickled by a version without offload
+    old.__dict__.update(save=frozenset(), segment=None)
+    assert old == Policy()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"offload": "input"}, TypeError, "takes a set of names, got 'input'"),
+        ({"offload": 3}, TypeError, "takes a set of names, got 3"),
+        ({"offload": {3}}, TypeError, "takes names .str., got 3"),
+        ({"offload": {"qkv"}}, ValueError, "names 'qkv', which the policy does not keep"),
+        ({"save": {"qkv": "int8"}, "offload": {"qkv:int8"}}, ValueError, "'qkv:int8'.*'qkv'"),
+        ({"offload": {"memory"}}, ValueError, "names 'memory'.*it keeps: 'input'"),
+        ({"segment": "inner", "offload": {"input"}}, ValueError, "'inner' in its segment.*nothing"),
+        ({"save": {"attn"}, "segment": "first", "offload": {"attn"}}, ValueError, "names 'attn'"),
+    ],
+)
+def test_bad_policies(given, error, message):
+    with pytest.raises(error, match=message):
+        Policy(**given)
+
+
+class TestCompiled:
+    """Operators return what moves on the host, and take it from there in backward."""
+
+    @pytest.mark.composes(
+        "torch.compile", "offload, `fullgraph=True`: what moves is an output on the host",
+        limits="brought back at the beginning of the layer's own backward, not one layer ahead",
+    )  # fmt: skip
+    @pytest.mark.parametrize("save", [Policy({"qkv": "int8"}, None, {"qkv", "input"})])
+    def test_bits(self, save):
+        model = stack(save, layers=2)
+        expected = step(model)
+        torch._dynamo.reset()
+        for mover in (contextlib.nullcontext(), moving()):
+            with mover as events:
+                torch._dynamo.reset()
+                compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+                assert equal(step(compiled, run=lambda m, x: m(x)), expected)
+                if events is not None:
+                    assert {e[0] for e in events.events} == {"out", "back", "wait"}
+
+    def test_the_text_of_a_call_has_it(self):
+        layer = stack(BOTH, layers=1)
+        graphs = []
+
+        def note(graph, inputs):
+            graphs.append(graph)
+            return graph
+
+        torch._dynamo.reset()
+        torch.compile(layer, backend=note)(data())
+        (text,) = [a for n in graphs[0].graph.nodes for a in n.args if str(a)[:2] == '{"']
+        assert described(text).call.offload == {"qkv", "input"}
+
+
+@pytest.mark.composes("FSDP2", "offload: what a layer keeps moves as without it")
+@pytest.mark.composes("DDP", "offload")
+@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
+def test_two_processes(two_processes, wrap):
+    two_processes.run(both_ways, wrap)
+
+
+def both_ways(wrap):
+    """In every rank: the same losses and gradients with offload and without, bit for bit."""
+    found = []
+    for offloaded in ((), ("qkv", "input")):
+        policy = Policy(save={"attn", "qkv"}, offload=offloaded)
+        model = encoder(policy, dropout=0.0, layers=3)
+        if wrap == "FSDP2":
+            for layer in model:
+                fully_shard(layer)
+            model = fully_shard(model)
+        else:
+            model = DistributedDataParallel(model)
+        with moving() as mover:
+            losses, grads = train(model, [mine(batch) for batch in batches()])
+        assert bool(mover.backs()) == bool(offloaded)
+        found.append([*losses, *grads])
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("policy", [BOTH, Policy({"qkv": "int8", "attn": "native"}, None, {"qkv"})])
+def test_report_explanation_and_prediction(policy):
+    model = stack(policy, layers=3, dropout=0.0)
+    here = memory_report(model, data())
+    assert "offloaded to host: nothing; on a CPU nothing moves" in here.table()
+    assert here.offloaded_bytes == 0 and here.kept_bytes == here.predicted_bytes
+    assert not explain(model, data())[0].offloaded
+    with moving():
+        report, told = memory_report(model, data()), explain(model, data())[0]
+    assert 0 < report.kept_bytes == report.predicted_bytes < here.kept_bytes
+    assert report.kept_bytes + report.offloaded_bytes == here.kept_bytes
+    assert "not among what is kept" in report.table() and " on the host" in report.table()
+    assert "offload {" in report.table() and "  offloads to the host: " in str(told)
+    assert type(report).from_json(report.to_json()) == report
+    shapes = {"input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
+              "fc1.weight": (F, D), "fc2.weight": (D, F)}  # fmt: skip
+    wants = ["input", *(name for name in PARAMS if "." in name)]
+    predict = functools.partial(
+        predict_kept_bytes, encoder_graph(CONFIG), policy, shapes, wants, B, S, torch.float32
+    )
+    assert sum(predict().values()) == here.layers[0].kept_bytes
+    assert sum(predict(device="cuda").values()) == report.layers[0].kept_bytes
+    assert not {n for n in predict(device="cuda") if base(n) in policy.offload}

@@ -1,0 +1,175 @@
+"""Plans that offload: what copies cost, the best choice, and what a plan says and does."""
+
+import dataclasses
+
+import pytest
+import torch
+from offload_mover import moving
+from test_planner_solve import brute_force, random_chain
+from torch import nn
+
+from fused_remat import Plan, Policy, convert, memory_report, plan
+from fused_remat.autograd import OBSERVERS
+from fused_remat.cli.errors import CommandError
+from fused_remat.cli.plan import main
+from fused_remat.planner import BudgetError
+from fused_remat.planner import chain as chains
+from fused_remat.planner.calibration import Calibration, Example, HostLink
+from fused_remat.planner.choose import choose, frontier_of
+from fused_remat.planner.options import kept_by_name, options_for, with_offload
+
+FREE, SLOW = HostLink(1e15, 1e15), HostLink(1e4, 1e4)
+
+
+def encoder(layers=6):
+    layer = nn.TransformerEncoderLayer(32, 4, 128, 0.0, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+def data():
+    return torch.randn(2, 64, 32)
+
+
+def with_link(link):
+    """A CPU's calibration, as if the host were elsewhere."""
+    return Calibration(torch.device("cpu"), 1e10, 1e-6, {torch.float32: 1e10}, link)
+
+
+def planned(link=FREE, **options):
+    torch.manual_seed(0)
+    options = {"options": ["full"], "segments": False, "accumulates": True, **options}
+    with moving():
+        return plan(encoder(), data(), offload=True, costs=with_link(link), **options)
+
+
+@pytest.fixture(scope="module")
+def free():
+    return planned()
+
+
+def test_options_cost_what_nothing_hides():
+    given = []
+    OBSERVERS.append(given.append)
+    try:
+        layer = encoder(1).layers[0]
+        convert(layer)(data())
+    finally:
+        OBSERVERS.remove(given.append)
+    (call, _, tensors, *_, functions) = given[0]
+    example = Example(call, tuple(None if t is None else t.detach() for t in tensors), functions)
+    base, up = options_for(example, lambda *_: {("backward", "x"): 2.0}, [(), ("up",)])
+    up = dataclasses.replace(up, seconds=0.5)
+    sizes = kept_by_name(example, ("up",))
+    link = HostLink(out=sizes["input"] / 4.0, back=sizes["input"] / 3.0)  # 4 s and 3 s
+    found = with_offload(example, (base, up), link, forward=1.5)
+    assert found[:2] == (base, up)
+    moved, all_of_it = sizes["input"], sizes["input"] + sizes["up"]
+    found = {(o.save, o.offload): o for o in found[2:]}
+    one = found[(), ("input",)]
+    assert (one.moved, one.kept) == (moved, base.kept - moved)
+    assert one.seconds == 2.0 + (4.0 - 1.5) + (3.0 - 2.0)
+    both, ratio = found[("up",), ("input", "up")], all_of_it / moved
+    assert (both.moved, both.kept) == (all_of_it, up.kept - all_of_it)
+    assert both.seconds == pytest.approx(0.5 + (4.0 * ratio - 1.5) + (3.0 * ratio - 0.5))
+
+
+def offloading(seed):
+    """A random chain, each of whose options may also move some of what it keeps."""
+    chain = random_chain(seed, shared=seed % 3 == 0)
+    moved = seed % 4 + 1
+    calls = []
+    for call in chain.calls:
+        more = [
+            dataclasses.replace(
+                o,
+                offload=("input",),
+                kept=o.kept - moved,
+                moved=moved,
+                seconds=o.seconds + seed % 2 / 8,
+            )
+            for o in call.options
+        ]
+        calls.append(dataclasses.replace(call, options=(*call.options, *more)))
+    return dataclasses.replace(chain, calls=tuple(calls))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_choice_is_the_best_of_all(seed):
+    chain = offloading(seed)
+    every = brute_force(chain)
+    peaks = sorted({most for _, most, _ in every})
+    for budget in [peaks[0] - 1, *peaks[:: max(1, len(peaks) // 5)], None]:
+        fit = [s for s, most, _ in every if budget is None or most <= budget]
+        if not fit:
+            with pytest.raises(BudgetError) as error:
+                choose(chain, budget, "optimal", {})
+            assert error.value.least == peaks[0]
+            continue
+        found = choose(chain, budget, "optimal", {})
+        assert chains.seconds(chain, found) == pytest.approx(min(fit))
+        assert budget is None or chains.peak(chain, found) <= budget
+    points = frontier_of(chain)
+    assert chains.peak(chain, points[0]) == peaks[0]
+
+
+@pytest.mark.parametrize("method", ["greedy", "uniform", "sqrt"])
+def test_other_methods_keep_to_the_budget(method):
+    for seed in range(6):
+        chain = offloading(seed)
+        for budget in (chains.peak(chain, choose(chain, None, "optimal", {})), None):
+            try:
+                found = choose(chain, budget, method, {})
+            except BudgetError:
+                continue
+            assert budget is None or chains.peak(chain, found) <= budget
+            assert len(found.options) == len(chain.calls)
+
+
+def test_what_is_in_transit_counts():
+    chain = offloading(1)
+    moved = chain.calls[0].options[-1].moved
+    away = chains.Choice(tuple(len(call.options) // 2 for call in chain.calls))
+    kept = chains.kept(chain, away)
+    assert kept == tuple(call.base.kept - moved for call in chain.calls)
+    assert {event.aside for event in chains.timeline(chain, away)} == {2 * moved}
+    first, *_ = chain.moments  # before any call keeps anything
+    assert next(chains.timeline(chain, away)).peak == chain.rests + first.peak + 2 * moved
+
+
+def test_a_plan_offloads_where_it_pays(free):
+    slow = planned(SLOW)
+    assert all(p.offload == {"input"} for p in free.policies.values())  # no slower, and less
+    assert not any(p.offload for p in slow.policies.values())
+    assert slow.frontier[-1].seconds < slow.frontier[0].seconds - 1
+    tight = free.within(free.frontier[0].peak_bytes)
+    assert any(p.offload for p in tight.policies.values()) and tight.parts["in transit"] > 0
+    assert "offload input" in tight.table() and tight.peak_bytes <= free.frontier[0].peak_bytes
+    assert Plan.from_json(tight.to_json()) == tight
+
+
+def test_a_plan_applied_keeps_what_it_says(free):
+    model, x = encoder(), data()
+    tight = free.within(free.frontier[0].peak_bytes)
+    tight.apply(model)
+    with moving() as mover:
+        report = memory_report(model, x)
+    assert mover.events and report.kept_bytes == report.predicted_bytes == tight.kept_bytes
+
+
+def test_bad_arguments(capsys):
+    with pytest.raises(ValueError, match="offload=True on cpu: nothing moves there"):
+        plan(encoder(), data(), offload=True)
+    with pytest.raises(TypeError, match="offload= is True or False, got 'input'"):
+        plan(encoder(), data(), offload="input")
+    given = Policy(offload={"input"})
+    with pytest.raises(ValueError, match=r"offload=\{'input'\}.*by offload=True"):
+        plan(encoder(), data(), options=["full", given])
+    with pytest.raises(ValueError, match=r"offload=\{'input'\}.*by offload=True"):
+        plan(encoder(), data(), method="manual", policies={"*": given})
+    with pytest.raises(ValueError, match="no link to the host to be measured on cpu"):
+        Calibration(torch.device("cpu"), 1.0, 1.0).host_link()
+
+
+def test_command_line():
+    with pytest.raises(CommandError, match="offload=True on cpu"):
+        main(["smollm-135m", "--layers", "1", "--seq", "8", "--offload"])

@@ -1,0 +1,270 @@
+"""A step on a mesh, on paper: parameters, memory, time, what fits, and the command."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from fused_remat.cli import main, scale
+from fused_remat.cli.shapes import LARGE, MODELS
+from fused_remat.memory import predict_kept_bytes
+from fused_remat.planner import chain as chains
+from fused_remat.planner.chain import Choice
+from fused_remat.policies import RUNGS, kept_names
+from fused_remat.scale import HARDWARE, Layout, Mesh, Setup, estimate, smallest_mesh
+from fused_remat.scale.costs import of_file
+from fused_remat.scale.eager import kept_by_eager
+from fused_remat.scale.estimate import PLANNER, largest_batch, peak_of, way_of
+from fused_remat.scale.layout import mesh_of, parameters_of, sharded
+from fused_remat.scale.memory import chain_of, passes, state_bytes, weight_bytes
+from fused_remat.scale.time import link_of
+
+#: As published: Grattafiori et al. 2024 and model cards (Llama 3), Yang et al. 2025 (Qwen3), Brown
+#: et al. 2020 (GPT-3, with its positions: 174.6 B).
+PARAMETERS = {
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "qwen3-32b": 32_762_123_264,
+    "gpt3-175b": 174_604_259_328,
+}
+H100 = HARDWARE["h100"]
+MEMORY = 80 * 2**30
+
+
+def setup_of(name="llama3-70b", data=8, tensor=8, sequence=True, **kwargs):
+    kwargs = {"batch": 1, "seq": 8192, **kwargs}
+    return Setup({**MODELS, **LARGE}[name], Layout(Mesh(data, tensor), sequence), **kwargs)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return estimate(setup_of(), H100, MEMORY)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_shapes_have_the_published_parameters(name):
+    model = {**MODELS, **LARGE}[name]
+    assert parameters_of(model, model.seq_len).count() == PARAMETERS[name]
+
+
+def test_shards_of_all_ranks_are_the_model():
+    setup = setup_of(data=3, tensor=2)
+    p = setup.parameters
+    for of in (p.layer, p.root):
+        whole = sum(math.prod(q.shape) for q in of)
+        copied = sum(math.prod(q.shape) for q in of if q.split is None)
+        ranks = [sharded(of, setup.layout, rank) for rank in range(3)]
+        assert 2 * sum(ranks) == whole + copied and ranks[0] == max(ranks)
+
+
+def test_states_are_two_of_the_weights_and_a_count_for_each():
+    setup = setup_of()
+    p = setup.parameters
+    counts = 4 * (len(p.layer) * p.layers + len(p.root))
+    assert state_bytes(setup) == 2 * weight_bytes(setup) + counts
+    assert state_bytes(dataclasses.replace(setup, optimizer="sgd")) == 0
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_kept_is_the_graphs_prediction(sequence):
+    setup = setup_of(sequence=sequence)
+    example, shapes = setup.example, setup.example.shapes
+    tokens = shapes["input"][1]
+    assert tokens == (1024 if sequence else 8192)
+    for rung in RUNGS:
+        kept = predict_kept_bytes(
+            example.call.graph, rung, shapes, example.call.wants, 1, tokens, torch.bfloat16
+        )
+        assert way_of(setup, H100, rung).option.kept == sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    ("sequence", "policy", "counts"),
+    [
+        # An all-gather and a reduce-scatter a half; backward of each is the other. Backward of the
+        # weights asks for what was gathered: two all-gathers again, and for `mid`, unless it is
+        # kept, a reduce-scatter.
+        (True, "full", (4, 7, 3)),
+        (True, "lean", (4, 7, 3)),
+        (True, "balanced", (4, 6, 2)),
+        (True, "none", (4, 6, 2)),
+        # An all-reduce a half and direction; rebuilding `mid` is one more.
+        (False, "full", (2, 3, 1)),
+        (False, "balanced", (2, 2, 0)),
+    ],
+)
+def test_collectives_are_counted_in_the_programs(sequence, policy, counts):
+    found = way_of(setup_of(sequence=sequence), H100, policy).works
+    of = [w for w in found if w.collective]
+    forward = [w for w in of if w.which == "forward"]
+    assert (len(forward), len(of) - len(forward), sum(w.rebuilt for w in of)) == counts
+    stream = 2 * 8192 * 8192 * 7 / 8  # bytes of a whole matrix, without the rank's own part
+    assert {w.sent for w in of} == {stream if sequence else 2 * stream}
+
+
+def test_a_row_adds_up(found):
+    setup = found.setup
+    for name in ("eager", "full", "none"):
+        row = found.rows[name]
+        assert row.peak == peak_of(setup, H100, name) and min(row.memory.values()) > 0
+        assert row.memory["weights"] == weight_bytes(setup)
+    assert found.rows["full"].kept == 80 * way_of(setup, H100, "full").option.kept
+    full, none, eager = (found.rows[name] for name in ("full", "none", "eager"))
+    assert full.kept < none.kept < eager.kept and full.rebuilt > 0.2 > none.rebuilt
+    assert eager.rebuilt == 0 == eager.collectives[2]
+    assert eager.step <= none.step * (1 + 1e-9) and none.step <= full.step * (1 + 1e-9)
+    assert 0 < found.mfu("none") < 0.75
+
+
+def test_the_planner_is_as_fast_as_any_that_fits(found):
+    fits = [found.rows[name].step for name in RUNGS if found.fits(name)]
+    assert found.fits(PLANNER) and found.rows[PLANNER].step <= min(fits) * (1 + 1e-9)
+
+
+def test_gradients_come_as_what_is_kept_goes():
+    """The peak is where backward begins while layers keep much, and where it ends when not."""
+    lean, large = (
+        chain_of(s, [way_of(s, H100, p).option])
+        for s, p in ((setup_of(), "full"), (setup_of(batch=4), "none"))
+    )
+    top = [
+        max(chains.timeline(c, Choice((0,) * 80)), key=lambda event: event.peak)
+        for c in (lean, large)
+    ]
+    assert top[0].call == 0 and top[1].call in (-1, 79)
+
+
+def test_hosted_bytes_leave_the_device():
+    with_it = setup_of(offload=("attn", "mid"))
+    here, there = (way_of(s, H100, "none") for s in (setup_of(), with_it))
+    assert there.hosted == 4 * 8192 * 8192 // 8  # without statistics
+    assert there.option.kept == here.option.kept - there.hosted
+    assert there.works == here.works
+
+
+def test_whole_logits_take_more():
+    peaks = [peak_of(setup_of(fused_loss=f, batch=4), H100, "none") for f in (False, True)]
+    assert peaks[0] > peaks[1]
+
+
+def test_a_transient_holds_its_largest_step():
+    example = setup_of(tensor=1).example
+    most = passes(example, kept_names("none", example.call.graph.kind, example.call.graph.names))
+    assert most.backward > 3 * 8192 * 28672 * 2  # act and the gradients of gate and up
+
+
+def test_eager_keeps_32_bytes_of_a_plain_block_and_more_of_a_gated_one():
+    plain = kept_by_eager(LARGE["gpt3-175b"], Layout(Mesh(1, 1)), 2048, torch.bfloat16)
+    assert plain / 2048 / 12288 == pytest.approx(32, abs=0.1)
+    parts = [
+        kept_by_eager(LARGE["llama3-70b"], Layout(Mesh(8, 8), s), 2048, torch.bfloat16)
+        for s in (True, False)
+    ]
+    assert parts[0] < parts[1]
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    setup = setup_of()
+    most = largest_batch(setup, H100, MEMORY, "balanced")
+    peaks = [
+        peak_of(dataclasses.replace(setup, batch=most + more), H100, "balanced") for more in (0, 1)
+    ]
+    assert peaks[0] <= MEMORY < peaks[1]
+
+
+def test_the_smallest_mesh():
+    setup = setup_of("llama3-8b", 1, 1)
+    mesh, policy = smallest_mesh(setup, H100, MEMORY, ["full", "none"])
+    there = dataclasses.replace(setup, layout=Layout(mesh))
+    assert mesh.devices == 2 and peak_of(there, H100, policy) <= MEMORY
+    assert peak_of(setup, H100, "full") > MEMORY
+    assert smallest_mesh(setup, H100, 2**30, ["full"], most=2) is None
+
+
+def test_links_within_a_node_and_beyond():
+    assert link_of(H100, Layout(Mesh(8, 1)), "data") == H100.link.value
+    assert link_of(H100, Layout(Mesh(8, 8)), "data") == H100.network.value
+    assert link_of(H100, Layout(Mesh(16, 4)), "data") == 2 * H100.network.value
+    assert link_of(H100, Layout(Mesh(2, 16)), "tensor") == H100.network.value
+
+
+def test_costs_of_files_say_where_they_are_from(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text('{"source": "a run", "measured": true, "products_tflops": 700}')
+    costs = of_file(path, H100)
+    assert costs.attention_forward.value == costs.products.value == 700e12
+    assert not costs.attention_forward.measured  # products were
+    assert str(costs.products) == "measured: mine.json: a run"
+    assert str(costs.link).startswith("assumed, not measured")
+    path.write_text('{"products_tflops": -1}')
+    with pytest.raises(ValueError, match="positive number, got -1"):
+        of_file(path, H100)
+
+
+def said(capsys, *arguments):
+    status = main(["scale", *map(str, arguments)])
+    return status, *capsys.readouterr()
+
+
+SMALL = ("--model", "smollm-135m", "--mesh", "2x3", "--seq", 768)
+
+
+def test_the_command(capsys):
+    status, text, _ = said(capsys, *SMALL, "--policy", "lean", "--devices", "--link-GBps", 100)
+    assert status == 0
+    for part in ("0.13 B parameters on 6 devices", "lean", "eager", "checkpoint", "planner",
+                 "link: 100 GB/s (assumed, not measured: --link-GBps)", "smallest mesh",
+                 "optimizer states", "tensor parallel", "longest sequence"):  # fmt: skip
+        assert part in text, part
+    rates = text[text.index("\nrates") :].splitlines()[2:]
+    assert rates and all("assumed, not measured" in line for line in rates)
+
+
+def test_the_command_as_json(capsys):
+    status, text, _ = said(capsys, *SMALL, "--policy", "full", "--json")
+    found = json.loads(text)
+    assert status == 0 and found["parameters"] == 134_515_008
+    row = found["rows"]["full"]
+    assert row["peak"] == sum(row["memory"].values()) and row["fits"] is True
+    assert not any(figure["measured"] for figure in found["costs"].values())
+
+
+def test_nothing_that_fits_is_1(capsys):
+    status, text, error = said(capsys, *SMALL, "--policy", "full", "--device-memory", "10MiB")
+    assert status == 1 and "nothing fits into 10.0 MiB" in error and "planner finds nothing" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("--model", "llama4"), "smollm-135m, qwen2-1.5b, llama3-8b, gpt3-175b"),
+        (("--model", "vit-l"), "got 'vit-l'"),
+        (("--mesh", "2x4"), "9 query heads, which 4 tensor-parallel ranks"),
+        (("--mesh", "0x3"), "got '0x3'"),
+        (("--mesh", "2x3x4"), "pipeline stages are not modelled); got '2x3x4'"),
+        (("--batch", "-1"), "--batch must be at least 1, got -1"),
+        (("--seq", "0"), "--seq must be at least 1, got 0"),
+        (("--seq", "100"), "100 tokens of a sequence cannot be divided evenly among 3"),
+        (("--policy", "leaner"), "got 'leaner'"),
+        (("--offload", "attn,qkw"), "'qkw'"),
+        (("--device-memory", "lots"), "'lots'"),
+        (("--dtype", "fp32"), "give --tflops"),
+        (("--costs", "none.json"), "none.json"),
+    ],
+)
+def test_what_cannot_be_is_said_with_the_value(capsys, arguments, what):
+    status, _, error = said(capsys, *SMALL, *arguments)
+    assert status == 2 and what in error and "Traceback" not in error
+
+
+def test_a_rate_is_positive(capsys):
+    with pytest.raises(SystemExit):
+        scale.parse(["--model", "gpt2", "--mesh", "1", "--tflops", "-3"])
+    assert "positive number is expected, got '-3'" in capsys.readouterr().err
+
+
+def test_a_mesh_is_written_in_one_or_two():
+    assert mesh_of("64") == Mesh(64, 1) and str(mesh_of("8x4")) == "8x4"

@@ -1,0 +1,334 @@
+"""Fused layers divided among ranks: the losses, gradients and outputs of one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_steps import whole
+from reference import RUNGS, randomize
+from tensor_parallel_steps import (
+    CLOSE,
+    KINDS,
+    B,
+    D,
+    H,
+    S,
+    Stack,
+    causal,
+    check,
+    given,
+    mesh_of,
+    options_of,
+    stack,
+    step,
+)
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from fused_remat import (
+    FusedRematDecoderLayer,
+    FusedRematLayer,
+    Policy,
+    check_replay,
+    memory_report,
+)
+from fused_remat.autograd import OBSERVERS
+from fused_remat.memory import SavedBytes
+from fused_remat.parallel import (
+    LayerParallel,
+    pack_attention,
+    tensor_parallel_plan,
+)
+
+
+def divided_as_whole(kind, policy, sequence, masks=False):
+    model = stack(kind, policy)
+    other = copy.deepcopy(model)
+    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=sequence))
+    check(model, other, given(), **options_of(kind, masks))
+
+
+@pytest.mark.composes(
+    "Tensor parallel",
+    "`LayerParallel` of encoder and causal layers, with sequence parallel or without; masks",
+)
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers(two_processes, kind, sequence):
+    two_processes.run(divided_as_whole, kind, "full", sequence, masks=True)
+
+
+@pytest.mark.composes("Tensor parallel", "every policy, kept activations in 8 bits among them")
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("policy", [*RUNGS[1:], "fast8"])
+def test_policies(two_processes, policy, sequence):
+    run = divided_as_whole if policy != "fast8" else near_whole
+    two_processes.run(run, "causal, heads normed", policy, sequence)
+
+
+def near_whole(kind, policy, sequence):
+    """Kept in 8 bits by blocks of 64 elements, which a shard has others of: as exact as whole."""
+    kwargs, x = options_of(kind, False, 64), given(1, (B, 32, 64))
+    angles = torch.outer(torch.arange(32), 10.0 ** -torch.arange(8)).double()
+    kwargs["rope"] = (angles.cos(), angles.sin())
+    exact, one, other = (stack(kind, rung, width=64) for rung in ("none", policy, policy))
+    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=sequence))
+    expected, alone, found = (step(m, x, **kwargs) for m in (exact, one, other))
+    torch.testing.assert_close(found[0], expected[0], **CLOSE)
+    for name, grad in expected[2].items():
+        limit = 2.5 * (alone[2][name] - grad).norm() + 1e-9
+        assert (found[2][name] - grad).norm() < limit, name
+
+
+@pytest.mark.composes("Tensor parallel", "the decoder layer; its memory is whole on every rank")
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_decoder(two_processes, norm_first, sequence):
+    two_processes.run(decoder_as_whole, norm_first, sequence)
+
+
+def decoder_as_whole(norm_first, sequence):
+    torch.manual_seed(0)
+    layers = [FusedRematDecoderLayer(D, H, 12, 0.0, norm_first=norm_first) for _ in range(2)]
+    model = Stack(layers).double()  # (S, B, D)
+    randomize(model)
+    other = copy.deepcopy(model)
+    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=sequence))
+    memory = given(3, (5, B, D))
+    mask = given(4, (B * H, S, S)) > 1.0  # of every head
+    mask[..., 0] = False
+    grads = []
+    for m in (model, other):
+        own = memory.clone().requires_grad_()
+        grads.append([*step(m, given(1, (S, B, D)), memory=own, tgt_mask=mask), own.grad])
+    expected, found = grads
+    for i in (0, 1, 3):
+        torch.testing.assert_close(found[i], expected[i], **CLOSE)
+    packed = pack_attention(found[2])
+    for name, grad in expected[2].items():
+        torch.testing.assert_close(packed[name], grad, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.composes("Tensor parallel", "groups of sequences and tiles of tokens")
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_groups_and_tiles(two_processes, sequence):
+    two_processes.run(in_pieces, sequence)
+
+
+def in_pieces(sequence):
+    from fused_remat.backends import eager
+
+    before, eager._CPU_TOKENS = eager._CPU_TOKENS, 2
+    try:
+        for kind in ("encoder pre-norm", "causal, sandwich"):
+            divided_as_whole(kind, "balanced", sequence, masks=True)
+    finally:
+        eager._CPU_TOKENS = before
+
+
+@pytest.mark.composes(
+    "Tensor parallel",
+    "dropout: of what every rank has, the first rank's; of what is divided, each rank's own",
+)
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_dropout(two_processes, sequence):
+    two_processes.run(dropout, sequence)
+
+
+def dropout(sequence):
+    make = {"norm_first": True, "batch_first": True}
+    model = FusedRematLayer(D, H, 12, 0.3, policy="lean", **make).double()
+    randomize(model)
+    other = nn.Sequential(copy.deepcopy(model))
+    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=sequence))
+    params = list(other.parameters())
+
+    def loss(x, seed=5):
+        torch.manual_seed(seed + dist.get_rank())  # ranks need not agree
+        return (other(x) * given(2)).sum()
+
+    x = given().requires_grad_()
+    loss(x).backward()
+    assert loss(x, 5) == loss(x, 5) != loss(x, 6)
+    # Along a random direction, alike on all ranks, of the input and of every parameter.
+    torch.manual_seed(1)
+    dx, slope = torch.randn_like(x), 0.0
+    moves = []
+    for p in params:
+        move = torch.randn(p.shape, dtype=p.dtype)
+        moves.append(torch.distributed.tensor.distribute_tensor(move, p.device_mesh, p.placements))
+        slope += (whole(p.grad) * move).sum().item()
+    slope += (x.grad * dx).sum().item()
+    values = []
+    for eps in (1e-6, -1e-6):
+        with torch.no_grad():
+            for p, move in zip(params, moves, strict=True):
+                p.add_(move, alpha=eps)
+            values.append(loss(x + eps * dx).item())
+            for p, move in zip(params, moves, strict=True):
+                p.add_(move, alpha=-eps)
+    assert abs((values[0] - values[1]) / 2e-6 - slope) < 1e-5 * max(1.0, abs(slope))
+
+
+def test_ranks_draw_their_own_masks_of_what_is_divided(two_processes):
+    for sequence in (False, True):
+        masks = two_processes.run(dropped, sequence)
+        assert 0.2 < masks[0].double().mean() < 0.8
+        assert not torch.equal(*masks)
+
+
+def dropped(sequence):
+    """Where the MLP's activation was dropped, of two equal shards and equal seeds."""
+    layer = FusedRematLayer(D, H, 64, 0.5, norm_first=True, policy=Policy(save={"act"}))
+    layer.dropout1.p = layer.self_attn.dropout = 0.0
+    with torch.no_grad():
+        layer.linear1.weight.zero_()
+        layer.linear1.bias.fill_(1.0)
+    parallelize_module(layer, mesh_of(), LayerParallel(sequence=sequence))
+    torch.manual_seed(5)
+    found = []
+    OBSERVERS.append(found.append)
+    try:
+        layer(torch.zeros(S, B, D, requires_grad=True))
+    finally:
+        OBSERVERS.pop()
+    kept = dict(zip((name for name, _ in found[0].prepared.pieces()), found[0].kept, strict=True))
+    return kept["act"] == 0
+
+
+def test_stochastic_rounding_is_alike_where_every_rank_has_it(two_processes):
+    grads = two_processes.run(rounded)
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def rounded():
+    """Gradients of what every rank has whole, by ranks of different seeds."""
+    layer = causal(Policy(save={"mid": "int8_stochastic"}), 64)
+    layer = parallelize_module(randomize(layer), mesh_of(), LayerParallel())
+    torch.manual_seed(dist.get_rank())
+    x = given(1, (1, 8, 64)).float().requires_grad_()
+    layer(x).square().sum().backward()
+    return [x.grad, layer.norm2.weight.grad.to_local(), layer.down.bias.grad.to_local()]
+
+
+@pytest.mark.composes("Tensor parallel", "whole residual stream: its dropout is one process's")
+def test_dropout_of_the_stream_is_one_processs(two_processes):
+    two_processes.run(dropout_of_the_stream)
+
+
+def dropout_of_the_stream():
+    model = stack("encoder pre-norm")
+    for layer in model.layers:
+        layer.dropout1.p, layer.dropout2.p = 0.3, 0.4
+    other = copy.deepcopy(model)
+    parallelize_module(other, mesh_of(), tensor_parallel_plan(other))
+    torch.manual_seed(3)
+    expected = step(model, given())
+    torch.manual_seed(3 + 10 * dist.get_rank())
+    found = step(other, given())
+    for i in (0, 1):
+        torch.testing.assert_close(found[i], expected[i], **CLOSE)
+
+
+@pytest.mark.composes("Tensor parallel", "kept bytes of a rank, as predicted from its graph")
+@pytest.mark.parametrize("policy", RUNGS)
+def test_kept_bytes(two_processes, policy):
+    for sequence in (False, True):
+        for found in two_processes.run(kept_bytes, policy, sequence):
+            kept, report, predicted, table = found
+            assert kept == report == predicted == table
+
+
+def kept_bytes(policy, sequence):
+    """Bytes that autograd saves, that the report says, and of the table in docs/scale.md."""
+    layer = FusedRematLayer(D, H, 4 * D, 0.0, norm_first=True, batch_first=True, policy=policy)
+    plan = {"": LayerParallel(sequence=sequence)}
+    layer = parallelize_module(layer, mesh_of(), plan[""])
+    tokens = S // 2 if sequence else S
+    x = torch.randn(B, tokens, D, requires_grad=True)
+    with SavedBytes(exclude=[p.to_local() for p in layer.parameters()]) as saved:
+        y = layer(x)
+    report = memory_report(layer, x)
+    stream = {"full": 1, "lean": 1, "balanced": 2, "fast": 2, "none": 2}[policy] * tokens
+    heads = {"full": 0, "lean": 1, "balanced": 1, "fast": 4, "none": 8}[policy] * S // 2
+    lse = 0 if policy == "full" else S * H // 2
+    table = 4 * B * (D * (stream + heads) + 4 * tokens + lse)
+    del y
+    return saved.total, report.kept_bytes, report.predicted_bytes, table
+
+
+@pytest.mark.composes("Tensor parallel", "segments")
+def test_segments(two_processes):
+    two_processes.run(segments)
+
+
+def segments():
+    model = stack("causal", "full", count=3)
+    other = copy.deepcopy(model)
+    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=True))
+    for layer, place in zip(other.layers, ("first", "inner", "inner"), strict=True):
+        layer.policy = Policy(save={"attn"}, segment=place)
+    check(model, other, given(), **options_of("causal", False))
+
+
+@pytest.mark.composes("Tensor parallel", "an outer checkpoint; the replay check")
+def test_outer_checkpoint_and_replay_check(two_processes):
+    two_processes.run(checkpointed)
+
+
+def checkpointed():
+    model = stack("causal", "lean")
+    other = copy.deepcopy(model)
+    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=True))
+    kwargs = options_of("causal", False)
+    expected = step(model, given(), **kwargs)
+    inner = other.forward
+    other.forward = lambda x, **kw: checkpoint(inner, x, use_reentrant=False, **kw)
+    found = step(other, given(), **kwargs)
+    torch.testing.assert_close(found[1], expected[1], **CLOSE)
+    del other.forward
+    other.zero_grad()
+    with check_replay():
+        found = step(other, given(), **kwargs)
+    torch.testing.assert_close(found[1], expected[1], **CLOSE)
+
+
+@pytest.mark.composes("Tensor parallel", "autocast to bfloat16")
+@pytest.mark.parametrize("kind", ["encoder post-norm", "causal, sandwich"])
+def test_autocast(two_processes, kind):
+    two_processes.run(autocast, kind)
+
+
+def autocast(kind):
+    for sequence in (False, True):
+        model = stack(kind, width=64).float()
+        other = copy.deepcopy(model)
+        parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=sequence))
+        kwargs, x = options_of(kind, False, 64), given(1, (B, S, 64)).float()
+        kwargs = {name: tuple(t.float() for t in tables) for name, tables in kwargs.items()}
+        exact = step(model, x, **kwargs)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected, found = step(model, x, **kwargs), step(other, x, **kwargs)
+        # Partial sums are rounded once more each.
+        error = [(t[1] - exact[1]).norm() / exact[1].norm() for t in (expected, found)]
+        assert error[1] < 1.5 * error[0], error
+
+
+@pytest.mark.composes(
+    "Tensor parallel", "torch.compile", limits="the layers run outside of the compiled graph"
+)
+def test_compiled(two_processes):
+    two_processes.run(compiled)
+
+
+def compiled():
+    model = stack("causal", "lean")
+    other = copy.deepcopy(model)
+    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=True))
+    expected = step(model, given(), **options_of("causal", False))
+    torch._dynamo.reset()
+    found = step(torch.compile(other, backend="aot_eager"), given(), **options_of("causal", False))
+    torch.testing.assert_close(found[1], expected[1], **CLOSE)

@@ -1,0 +1,350 @@
+"""Models divided among ranks: heads, Hugging Face's, a 2-D mesh with FSDP2, and what is refused."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_steps import whole
+from reference import randomize
+from tensor_parallel_steps import (
+    CLOSE,
+    B,
+    D,
+    H,
+    S,
+    causal,
+    check,
+    encoder,
+    given,
+    mesh_of,
+    options_of,
+    stack,
+    step,
+)
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from fused_remat import (
+    FusedRematLayer,
+    FusedRematWarning,
+    convert,
+    explain,
+    ops,
+    plan,
+)
+from fused_remat.parallel import (
+    LayerParallel,
+    VocabularyParallel,
+    pack_attention,
+    tensor_parallel_plan,
+    unpack_attention,
+)
+from fused_remat.shards import is_dtensor
+
+
+@pytest.mark.composes("Tensor parallel", "vocabulary-parallel loss, and the head's logits")
+@pytest.mark.parametrize("bias", [False, True])
+def test_vocabulary(two_processes, bias):
+    two_processes.run(vocabulary, bias)
+
+
+def vocabulary(bias):
+    torch.manual_seed(0)
+    head = nn.Linear(D, 20, bias=bias, dtype=torch.float64)
+    other = parallelize_module(copy.deepcopy(head), mesh_of(), VocabularyParallel())
+    labels = torch.randint(0, 20, (B, S))
+    labels[0, 0], labels[1, 2] = 3, 13
+    for ignored in (-100, 3, 13):  # a class of either rank, too
+        for options in ({}, {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 3.0}):
+            losses, grads = [], []
+            for m in (head, other):
+                x = given(1).requires_grad_()
+                m.zero_grad()
+                loss = ops.linear_cross_entropy(
+                    x, m.weight, labels, m.bias, ignore_index=ignored, **options
+                )
+                loss.backward()
+                losses.append(loss.detach())
+                grads.append([x.grad, *(whole(p.grad) for p in m.parameters())])
+            torch.testing.assert_close(losses[1], losses[0], **CLOSE)
+            for a, b in zip(*grads, strict=True):
+                torch.testing.assert_close(b, a, **CLOSE)
+    x, y = given(1).requires_grad_(), given(1).requires_grad_()
+    head.zero_grad(), other.zero_grad()
+    (head(x).sigmoid().sum() + other(y).sigmoid().sum()).backward()
+    torch.testing.assert_close(head(x), other(y), **CLOSE)
+    torch.testing.assert_close(y.grad, x.grad, **CLOSE)
+    torch.testing.assert_close(whole(other.weight.grad), head.weight.grad, **CLOSE)
+    with pytest.raises(IndexError, match="20 is out of bounds"):
+        ops.linear_cross_entropy(x, other.weight, labels.fill_(20), other.bias)
+
+
+@pytest.mark.composes("Tensor parallel", "Hugging Face models, with `convert(loss=True)`")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bert"])
+def test_hugging_face(two_processes, name):
+    two_processes.run(hugging_face, name)
+
+
+def hugging_face(name):
+    from hf_models import VOCAB, build
+
+    for sequence in (False, True):
+        tied, masked = sequence and name == "llama", name == "bert"
+        differences = {} if masked else {"tie_word_embeddings": tied}
+        model = convert(build(name, **differences), policy="lean", loss=not masked)
+        other = copy.deepcopy(model)
+        plan = tensor_parallel_plan(other, sequence=sequence)
+        assert ("lm_head" in plan) != masked and VOCAB % 2 == 0
+        parallelize_module(other, mesh_of(), plan)
+        names = [{n for n, _ in m.named_parameters()} for m in (model, other)]
+        assert names[0] == names[1]  # what was shared is
+        ids = torch.randint(3, VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FusedRematWarning)
+            losses = [m(input_ids=ids, labels=ids).loss for m in (model, other)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-7)
+        for loss in losses:
+            loss.backward()
+        got = dict(other.named_parameters())
+        for param, p in model.named_parameters():
+            # transformers' RMSNorm after the last layer is float32.
+            torch.testing.assert_close(whole(got[param].grad), p.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.composes(
+    "Tensor parallel",
+    "with FSDP2, as a 2-D mesh; DCP; clip_grad_norm_ and AdamW over all of a model",
+)
+def test_with_fsdp(four_processes, tmp_path):
+    four_processes.run(with_fsdp, str(tmp_path), timeout=240)
+
+
+def with_fsdp(path):
+    mesh = mesh_of(("data", "tensor"), (2, 2))
+    for kind, policy, sequence in (
+        ("causal", "lean", True), ("encoder post-norm", "fast", False),
+    ):  # fmt: skip
+        model = stack(kind, policy)
+        other = copy.deepcopy(model)
+        parallelize_module(other, mesh["tensor"], tensor_parallel_plan(other, sequence=sequence))
+        for layer in other.layers:
+            fully_shard(layer, mesh=mesh["data"])
+        fully_shard(other, mesh=mesh["data"])
+        kwargs, x = options_of(kind, False), given()
+        expected = [step(model, x, **kwargs)[2]]
+        part = x.chunk(2)[mesh["data"].get_local_rank()]
+        half = part.clone().requires_grad_()
+        dy = given(2, x.shape).chunk(2)[mesh["data"].get_local_rank()]
+        with warnings.catch_warnings():  # of outputs that are views, say
+            warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDPFused")
+            (other(half, **kwargs) * dy).sum().backward()
+        grads = {name: 2 * whole(p.grad) for name, p in other.named_parameters()}  # FSDP's mean
+        for name, grad in pack_attention(grads).items():
+            torch.testing.assert_close(grad, expected[0][name], **CLOSE)
+        norm = whole(nn.utils.clip_grad_norm_(other.parameters(), 0.5, foreach=True))
+        alone = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.testing.assert_close(2 * norm, alone, rtol=1e-5, atol=0)
+        before = whole(other.after.weight).clone()
+        torch.optim.AdamW(other.parameters(), foreach=True).step()
+        assert not torch.equal(whole(other.after.weight), before)
+        _saved_and_loaded(other, model, f"{path}/{kind}")
+
+
+def _saved_and_loaded(other, model, path):
+    """Through a distributed checkpoint into the same, and as a whole into the stock names."""
+    state = get_model_state_dict(other)
+    dcp.save(state, checkpoint_id=path)
+    before = {name: whole(p).clone() for name, p in other.named_parameters()}
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    state = get_model_state_dict(other)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(other, state)
+    for name, p in other.named_parameters():
+        assert torch.equal(whole(p), before[name])
+    full = pack_attention(
+        get_model_state_dict(other, options=StateDictOptions(full_state_dict=True))
+    )
+    model.load_state_dict(full)
+    packed = unpack_attention(full)
+    set_model_state_dict(other, packed, options=StateDictOptions(full_state_dict=True))
+    for name, p in other.named_parameters():
+        assert torch.equal(whole(p), before[name])
+
+
+class Around(nn.Module):
+    """What models have around layers: parameters of their own, arguments by name, attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(S, D))
+        self.norm = nn.LayerNorm(D)
+        self.mix = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.layers = nn.ModuleList([encoder(dropout=0.0), encoder(dropout=0.0)])
+        self.act = nn.PReLU()
+
+    def forward(self, x):
+        x = self.norm(input=x + self.place)
+        x = x + self.mix(x, x, x)[0]
+        for layer in self.layers:
+            x = layer(x)
+        return self.act(x).mul_(2.0)
+
+
+@pytest.mark.composes("Tensor parallel", "what is around the layers: the same on every rank")
+def test_around_the_layers(two_processes):
+    two_processes.run(around)
+
+
+def around():
+    torch.manual_seed(dist.get_rank())  # the first rank's values are everybody's
+    other = Around().double()
+    torch.manual_seed(0)
+    model = Around().double()
+    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=True))
+    assert all(is_dtensor(p) for p in other.parameters())
+    check(model, other, given())
+    assert other(given()[:0]).shape == (0, S, D)
+
+
+@pytest.mark.composes("Tensor parallel", "nn.TransformerEncoder, trained and evaluated, padded")
+def test_transformer_encoder(two_processes):
+    two_processes.run(transformer_encoder)
+
+
+def transformer_encoder():
+    torch.manual_seed(0)
+    stock = nn.TransformerEncoderLayer(D, H, 12, 0.0, batch_first=True)
+    model = convert(nn.TransformerEncoder(stock, 2, norm=nn.LayerNorm(D))).double()
+    randomize(model)
+    other = copy.deepcopy(model)
+    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=True))
+    padding = torch.zeros(B, S, dtype=torch.bool)
+    padding[0, -2:] = True
+    check(model, other, given(), src_key_padding_mask=padding)
+    with torch.no_grad():
+        outs = [m.eval()(given(), src_key_padding_mask=padding) for m in (model, other)]
+    torch.testing.assert_close(outs[1][~padding], outs[0][~padding], **CLOSE)
+    layer = causal()  # by itself: whole in, whole out
+    alone = copy.deepcopy(layer)
+    parallelize_module(alone, mesh_of(), tensor_parallel_plan(alone, sequence=True))
+    x = given().float()
+    torch.testing.assert_close(alone(x), layer(x))
+
+
+@pytest.mark.composes("Tensor parallel", "what is not divided, and DTensors elsewhere: an error")
+def test_errors(two_processes):
+    two_processes.run(errors)
+
+
+def errors():
+    mesh = mesh_of()
+
+    def divided(layer, **kwargs):
+        return parallelize_module(layer, mesh, LayerParallel(**kwargs))
+
+    with pytest.raises(TypeError, match="fused layer, got a Linear"):
+        divided(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="3 heads cannot be divided evenly among 2"):
+        divided(FusedRematLayer(6, 3, 12))
+    with pytest.raises(ValueError, match=r"fc1.weight of the FusedRematLayer is \(13, 8\)"):
+        divided(FusedRematLayer(D, H, 13))
+    with pytest.raises(ValueError, match="accumulate_into='grad'"):
+        divided(FusedRematLayer(D, H, 12, accumulate_into="grad"))
+    layer = divided(encoder(dropout=0.0))
+    with pytest.raises(ValueError, match="divided already"):
+        divided(layer)
+    x = torch.randn(B, S, D)
+    mask = torch.zeros(S, S, requires_grad=True)
+    with pytest.raises(RuntimeError, match="mask wants a gradient"):
+        layer(x, src_mask=mask)
+    layer.norm1.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="its norm1 has hooks"):
+        layer(x)
+    with pytest.raises(ValueError, match="5 tokens of a sequence cannot be divided evenly"):
+        divided(encoder(dropout=0.0), sequence=True, split=True)(x[:, :5])
+    plain = divided(encoder(dropout=0.0))
+    with pytest.raises(RuntimeError, match="takes this rank's local tensor, got a DTensor"):
+        plain(distribute_tensor(x, mesh, [Replicate()]))
+    unknown = encoder(dropout=0.0, activation=lambda t: t.relu() ** 2)
+    with pytest.raises(RuntimeError, match="its activation function has no row"):
+        divided(unknown)(x)
+    alone = causal()
+    for p in ("weight", "bias"):
+        t = getattr(alone.up, p)
+        setattr(alone.up, p, nn.Parameter(distribute_tensor(t.detach(), mesh, [Shard(0)])))
+    with pytest.raises(RuntimeError, match=r"fc1.weight is a DTensor.*LayerParallel"):
+        alone(x)
+    with pytest.raises(ValueError, match="DTensor already"):
+        divided(alone)
+    head = parallelize_module(nn.Linear(D, 20), mesh, VocabularyParallel())
+    with pytest.raises(ValueError, match="weight and bias as DTensors"):
+        ops.linear_cross_entropy(x, head.weight, torch.zeros(B, S).long(), torch.zeros(20))
+    with pytest.raises(RuntimeError, match="DTensor"):
+        ops.mlp(x, head.weight, None, torch.randn(D, 20), None)
+    with pytest.raises(ValueError, match="vocabulary of 21"):
+        parallelize_module(nn.Linear(D, 21), mesh, VocabularyParallel())
+    with pytest.raises(ValueError, match="divided among ranks"):
+        plan(nn.Sequential(plain), x)
+    a, b = causal(), causal()
+    with pytest.raises(ValueError, match="the model has one layer twice"):
+        tensor_parallel_plan(nn.Sequential(a, b, a), sequence=True)
+    with pytest.raises(ValueError, match="is a GRU, which keeps its weights twice"):
+        tensor_parallel_plan(nn.ModuleList([a, nn.GRU(D, D)]))
+    layers = nn.Sequential(causal(), causal(), causal())
+    parallelize_module(layers, mesh, tensor_parallel_plan(layers, sequence=True))
+    layers(x)
+    with pytest.raises(RuntimeError, match="got 6 tokens of a sequence, and the first layer of"):
+        layers[2](layers[1](x))
+    between = nn.Sequential(causal(), nn.LayerNorm(D), causal())
+    with pytest.raises(ValueError, match="1, a LayerNorm between fused layers"):
+        tensor_parallel_plan(between, sequence=True)
+    with pytest.raises(ValueError, match="no fused layer"):
+        tensor_parallel_plan(nn.Linear(2, 2))
+
+
+@pytest.mark.composes(
+    "Tensor parallel",
+    "torch's context_parallel (ring attention)",
+    limits="not in a block: layers run PyTorch's own forward inside it, with a warning; ops raise",
+)
+def test_context_parallel(two_processes):
+    two_processes.run(ring)
+
+
+def ring():
+    from torch.distributed.tensor.experimental import context_parallel
+
+    layer, x = encoder(dropout=0.0), torch.randn(B, S + 2, D)
+    assert layer.why_not_fused(x) is None
+    with context_parallel(mesh_of(), buffers=[x], buffer_seq_dims=[1]):
+        assert "context_parallel" in layer.why_not_fused(x)
+        heads = torch.randn(1, 2, 4, 8)
+        with pytest.raises(RuntimeError, match="inside context_parallel"):
+            ops.attention(heads, heads, heads)
+    assert layer.why_not_fused(x) is None
+
+
+def test_explanations(two_processes):
+    two_processes.run(explained)
+
+
+def explained():
+    layer = parallelize_module(
+        encoder("lean", dropout=0.0), mesh_of(), LayerParallel(sequence=True)
+    )
+    x = torch.randn(B, S // 2, D, requires_grad=True)
+    assert layer.why_not_fused(x) is None
+    shown = str(explain(layer, x))
+    assert "all-gather" in shown and "reduce-scatter" in shown, shown
