@@ -7,6 +7,8 @@ compiler and selective checkpointing, gets one (`operators.py`).
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -346,8 +348,7 @@ def _run_block(
             "fused_remat: a fused block cannot run inside torch.func transforms "
             "(grad, vjp, jacrev, vmap); use plain PyTorch operations there, or torch.autograd"
         )
-    save = kept_names(policy, graph.kind, graph.names)
-    graph = in_formats(graph, save)
+    graph, save = _kept(graph, policy) if type(policy) in _POLICIES else _kept_now(graph, policy)
     given = [tensors.get(name) for name in graph.tensors]
     x = given[0]
     assert x is not None
@@ -357,14 +358,14 @@ def _run_block(
         raise RuntimeError("fused_remat: a block does not run inside context_parallel")
     if graph.uses_seed and tensors.get("seed") is None:
         given[graph.tensors.index("seed")] = random.draw_seed(x.device)
-    wants: frozenset[str] = frozenset()
+    needs: tuple[bool, ...] = ()
     if torch.is_grad_enabled():
-        named = zip(graph.tensors, given, strict=True)
-        wants = frozenset([name for name, t in named if t is not None and t.requires_grad])
+        needs = tuple([t is not None and t.requires_grad for t in given])
+    options = (backend, seq_first, preserve_strides, accumulation, offload_of(policy))
+    call = _call(graph, save, needs, *options)
+    wants = call.wants
     if accumulation is not None:
         accumulation.check(tensors, wants)
-    moves = offload_of(policy)
-    call = BlockCall(graph, save, wants, backend, seq_first, preserve_strides, accumulation, moves)
     segment, place = None, segment_of(policy)
     fused = not (check.ON or check.RECORDED)
     if place is not None and wants:
@@ -375,8 +376,29 @@ def _run_block(
     prepared = call.prepare(given, fused)
     if not wants:
         return forward_block(call, prepared, given, functions)[0]
-    out: Tensor = FusedRematBlock.apply(call, prepared, functions, segment, *given)
+    out: Tensor = _apply(call, prepared, functions, segment, *given)
     return out
+
+
+#: `FusedRematBlock.apply` without what it does for torch.func, which is not active here.
+_apply = super(torch.autograd.Function, FusedRematBlock).apply
+
+
+def _kept_now(graph: Graph, policy: str | Policy) -> tuple[Graph, frozenset[str]]:
+    """`graph` with the steps that pack what `policy` keeps, and the names that it keeps."""
+    save = kept_names(policy, graph.kind, graph.names)
+    return in_formats(graph, save), save
+
+
+_kept = functools.lru_cache(maxsize=4096)(_kept_now)
+_POLICIES = (str, Policy)
+
+
+@functools.lru_cache(maxsize=4096)
+def _call(graph: Graph, save: frozenset[str], needs: tuple[bool, ...], *options: Any) -> BlockCall:
+    """The call where those of `graph.tensors` want gradients that `needs` marks."""
+    wants = frozenset(itertools.compress(graph.tensors, needs))
+    return BlockCall(graph, save, wants, *options)
 
 
 _ATTENTION = F.scaled_dot_product_attention

@@ -187,7 +187,7 @@ class Record:
         """What `run.forward` returns, in order."""
         plan, chunks = self.prepared.plan, self.prepared.chunks
         lengths = self.prepared.lengths
-        for seqs in chunks.groups():
+        for seqs in chunks.groups:
             count = seqs[1] - seqs[0]
             yield from (_Piece(name, seqs, 0, count * lengths[name]) for name in plan.kept_group)
             if plan.tile_forward:
@@ -228,7 +228,7 @@ def _made(step: Step, frame: Frame) -> Iterator[tuple[_Piece, Tensor]]:
     assert step.node is not None
     for name in step.node.makes:
         keep = frame.keeps.get(name)
-        value = frame.values[name] if keep is None else keep.tensor()
+        value = frame[name] if keep is None else keep.tensor()
         yield _Piece(name, frame.seqs, frame.lo, frame.rows_of(name)), value
 
 

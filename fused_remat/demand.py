@@ -81,7 +81,7 @@ def asked(ctx: Any) -> frozenset[str]:
         return wants
     edges = ctx.next_functions
     try:
-        if all([node is None or _executes(node) for node, _ in edges]):
+        if all(map(_executes, [node for node, _ in edges if node is not None])):
             return wants
     except (RuntimeError, TypeError):  # see `_takes`
         pass

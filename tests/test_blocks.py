@@ -106,7 +106,7 @@ def test_equal_configs_share_one_graph():
 @pytest.mark.parametrize("limit", [1, 16, 512, 10**6])
 def test_chunks_cover_everything_once_and_stay_within_the_limit(batch, seq_len, limit):
     chunks = Chunks.of(batch, seq_len, limit)
-    groups = list(chunks.groups())
+    groups = list(chunks.groups)
     assert [i for a, b in groups for i in range(a, b)] == list(range(batch))
     for a, b in groups:
         rows = (b - a) * seq_len

@@ -172,3 +172,21 @@ def test_after_a_transform_the_fused_path_is_back():
     with SavedBytes(exclude=fused.parameters()) as saved:
         fused(X.clone().requires_grad_())
     assert saved.total < 2 * X.nbytes
+
+
+def test_a_tensor_that_outlived_a_transform_is_as_any_other():
+    layer, left = make(dropout=0.0, batch_first=True), []
+
+    def loss(x):
+        left.extend([x, x * 2])
+        return x.sum()
+
+    grad(loss)(torch.randn_like(X))
+    for x in left:
+        plain = torch.tensor(x.tolist())
+        dy = torch.randn_like(plain)
+        out, expected = layer(x), layer(plain)
+        assert torch.equal(out, expected)
+        got = torch.autograd.grad(out, list(layer.parameters()), dy)
+        wanted = torch.autograd.grad(expected, list(layer.parameters()), dy)
+        assert all(map(torch.equal, got, wanted))

@@ -111,8 +111,8 @@ def test_in_place_is_the_projections_memory(name, policy):
 
     def trace(step, frame):
         for held in ("qkv", "rotated"):
-            if held in frame.values:
-                at[held] = frame.values[held].data_ptr()
+            if held in frame:
+                at[held] = frame[held].data_ptr()
 
     TRACERS.append(trace)
     try:

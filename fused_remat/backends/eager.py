@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fused_remat.backends import cross_entropy, eager_attention, packed_rows, rotary
@@ -101,7 +102,7 @@ class EagerBackend(Unfused):
         out: Tensor | None = None,
     ) -> Tensor:
         assert weight is not None
-        if widens(x):
+        if x.dtype in _LOW and widens(x):
             y = self._linear(x.float(), weight.float(), bias if bias is None else bias.float())
             if keep is not None:
                 y.mul_(keep.tensor())
@@ -120,14 +121,14 @@ class EagerBackend(Unfused):
         x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
         if out is None:
-            return torch.nn.functional.linear(x, weight, bias)
+            return F.linear(x, weight, bias)
         if bias is None:
             return torch.mm(x, weight.t(), out=out)
         return torch.addmm(bias, x, weight.t(), out=out)
 
     def linear_dx(self, dy: Tensor, weight: Tensor | None, into: Tensor | None = None) -> Tensor:
         assert weight is not None
-        if widens(dy):
+        if dy.dtype in _LOW and widens(dy):
             dx = torch.mm(dy.float(), weight.float())
             return dx.to(dy.dtype) if into is None else into.add_(dx)
         if into is None:
@@ -145,7 +146,7 @@ class EagerBackend(Unfused):
     def linear_dw(
         self, dy: Tensor, x: Tensor, into: Tensor | None, partial: bool, exact: bool = False
     ) -> Tensor:
-        if widens(x) or (exact and x.dtype in _LOW):
+        if x.dtype in _LOW and (exact or widens(x)):
             dy, x = dy.float(), x.float()
         if into is not None and into.dtype == x.dtype:
             return torch.addmm(into, dy.t(), x, out=into)  # not addmm_: FLOP counters miss it
@@ -238,7 +239,8 @@ class EagerBackend(Unfused):
         call: AttentionCall,
         grads: tuple[Tensor, Tensor, Tensor] | None,
     ) -> None:
-        q, k, v = self._unpacked(q, k, v)
+        if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+            q, k, v = self._unpacked(q, k, v)
         eager_attention.backward(dattn, q, k, v, attn, lse, call, grads, widens(q))
 
     def _unpacked(self, *heads: LoadedHeads) -> tuple[Tensor, ...]:

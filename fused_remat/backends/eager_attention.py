@@ -12,6 +12,7 @@ Source: the backward of Dao et al. 2022, with dS = P * (dP - rowsum(dO * O)).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from fused_remat.backends.base import AttentionCall
 # A row whose largest mask value is finite and below this is not for the flash kernel: its logsumexp
 # is the mask's value, rounded, and its backward off by up to the number of keys.
 _FAR = -1e3
-_aten = torch.ops.aten
+_FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 Heads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -30,8 +32,12 @@ def why_not_flash(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     """Why ATen's fused kernel cannot serve the call, or None if it can."""
     if call.cu_q is not None:
         return "packed sequences are calls of their own"
-    call = _lengths_as_padding(call)
-    if q.device.type not in ("cpu", "cuda"):
+    return _why_not_flash(q, v, _lengths_as_padding(call))
+
+
+def _why_not_flash(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
+    """The same for a call with its lengths as padding, of no packed sequences."""
+    if not (q.is_cpu or q.is_cuda):
         return f"the fused kernels used here are for CPU and CUDA, q is on {q.device}"
     if call.p > 0.0:
         return "dropout draws this library's own bits"
@@ -45,7 +51,7 @@ def why_not_flash(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
         return "there are no queries or no keys"
     if q.shape[-1] != v.shape[-1]:
         return f"head dims {q.shape[-1]} and {v.shape[-1]} differ"
-    if q.device.type == "cuda":
+    if q.is_cuda:
         return cuda_attention.why_not(q, call)
     if call.masked and _has_far_row(call, q.dtype):
         return f"a row of masks is finite and below {_FAR:g} everywhere"
@@ -127,7 +133,7 @@ def forward(
         out = q.new_empty(_matrix(v, call)) if out is None else out
         return out, _packed_forward(q, k, v, call, widen, out)
     call = _lengths_as_padding(call)
-    if why_not_flash(q, v, call) is None:
+    if _why_not_flash(q, v, call) is None:
         rows, lse = _flash_forward(q, k, v, call, widen)
         if out is None:
             attn = rows.reshape(_matrix(v, call))
@@ -165,7 +171,7 @@ def backward(
         return
     call = _lengths_as_padding(call)
     do, o = _as_heads(dattn, call), _as_heads(attn, call)
-    if why_not_flash(q, v, call) is not None:
+    if _why_not_flash(q, v, call) is not None:
         for part, one in attention_blocks.sequences(call):
             mine = None if grads is None else (grads[0][part], grads[1][part], grads[2][part])
             attention_blocks.backward(do[part], q[part], k[part], v[part], o[part], one, mine)
@@ -235,9 +241,9 @@ def _shared(x: Tensor, call: AttentionCall) -> tuple[Tensor, ...]:
     return tuple(x.unflatten(1, (call.kv_heads, group)).unbind(2))
 
 
-def _rows_in_place(x: Tensor) -> Tensor:
-    """`x` with the elements of a row side by side, as the kernel takes them for granted."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _rows_in_place(*heads: Tensor) -> Sequence[Tensor]:
+    """`heads` with the elements of a row side by side, as the kernel takes them for granted."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in heads]
 
 
 def _flash_mask(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
@@ -253,7 +259,7 @@ def _flash_forward(
     """attn as rows, (B, S_q, heads, E) or with the heads in two dimensions, and lse."""
     if widen:
         q, k, v = q.float(), k.float(), v.float()
-    q, k, v = _rows_in_place(q), _rows_in_place(k), _rows_in_place(v)
+    q, k, v = _rows_in_place(q, k, v)
     if call.nhead == call.kv_heads:
         mask = _merged_mask(call, q.dtype) if call.masked else None
         heads, lse = _flash(q, k, v, call, mask)
@@ -277,9 +283,9 @@ def _flash_forward(
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    if q.device.type == "cuda":
+    if q.is_cuda:
         return cuda_attention.forward(q, k, v, call, mask)
-    made: tuple[Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu(
+    made: tuple[Tensor, Tensor] = _FLASH_CPU(
         q, k, v, 0.0, call.right == 0, attn_mask=mask, scale=call.scale
     )
     return made
@@ -298,7 +304,7 @@ def _flash_backward(
 ) -> None:
     if widen:
         do, q, k, v, o = do.float(), q.float(), k.float(), v.float(), o.float()
-    do, q, k, v, o = [_rows_in_place(x) for x in (do, q, k, v, o)]
+    do, q, k, v, o = _rows_in_place(do, q, k, v, o)
     lse = lse.view(call.batch, call.nhead, call.q_len)
     dq, dk, dv = grads
     if call.nhead == call.kv_heads:
@@ -327,9 +333,9 @@ def _flash_grads(
     call: AttentionCall,
     mask: Tensor | None,
 ) -> Heads:
-    if q.device.type == "cuda":
+    if q.is_cuda:
         return cuda_attention.backward(do, q, k, v, o, lse, call, mask)
-    grads: Heads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    grads: Heads = _FLASH_CPU_BACKWARD(
         do, q, k, v, o, lse, 0.0, call.right == 0, attn_mask=mask, scale=call.scale
     )
     return grads

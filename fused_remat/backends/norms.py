@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 _LOW = (torch.bfloat16, torch.float16)
+_LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,11 @@ def layer_norm_bwd(
         weight = _wide(weight, 1.0, x)
     elif weight is None and wants[2]:
         weight = x.new_ones(x.shape[-1:])  # ATen takes the layout of dbias from it
-    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+    dx, dweight, dbias = _LAYER_NORM_BACKWARD(
         dy, x, x.shape[-1:], *stats, weight, weight, list(wants)
     )
     return (
-        dx.to(dtype) if wants[0] else None,
+        (dx if dx.dtype is dtype else dx.to(dtype)) if wants[0] else None,
         dweight if wants[1] else None,
         dbias if wants[2] else None,
     )

@@ -64,6 +64,11 @@ class Attention(Node):
         return tuple(n for n in names if n) + seed
 
     @functools.cached_property
+    def _bare(self) -> bool:
+        """Whether it reads no tensors besides q, k and v: no masks, no lengths, no dropout."""
+        return not self.params
+
+    @functools.cached_property
     def stats(self) -> tuple[str, ...]:
         return (f"{self.name}.lse",)
 
@@ -113,11 +118,11 @@ class Attention(Node):
     def _views(self, f: Frame, packed: Tensor) -> Heads:
         """q (B, H, S, E), k and v (B, Hkv, S, E) as views of a packed matrix."""
         h, kv = self.nhead, self.kv_heads
-        lead = (f.seqs[1] - f.seqs[0], f.run.prepared.lengths[self.qkv])
+        batch, length = f.seqs[1] - f.seqs[0], f.run.prepared.lengths[self.qkv]
         if h == kv:
-            q, k, v = packed.view(*lead, 3, h, -1).permute(2, 0, 3, 1, 4).unbind()
+            q, k, v = packed.view(batch, length, 3, h, -1).permute(2, 0, 3, 1, 4).unbind()
         else:
-            heads = packed.view(*lead, h + 2 * kv, -1).transpose(1, 2)
+            heads = packed.view(batch, length, h + 2 * kv, -1).transpose(1, 2)
             q, k, v = heads.split_with_sizes((h, kv, kv), 1)
         return q, k, v
 
@@ -134,7 +139,11 @@ class Attention(Node):
         The gradient of a mask that is in `wants` is added, group by group, to a buffer as large as
         the whole mask.
         """
-        run = f.run
+        run, (batch, _, q_len, _), kv_len = f.run, q.shape, k.shape[2]
+        right = self._right(q_len, kv_len)
+        sizes = batch, self.nhead, self.kv_heads, q_len, kv_len
+        if self._bare:
+            return AttentionCall(*sizes, self.scale, self.left, right, self.softcap)
         mask = padding = dmask = dpadding = None
         if self.mask:
             mask = self._of_group(f, run.tensors[self.mask])
@@ -142,17 +151,12 @@ class Attention(Node):
         if self.padding:
             padding = _rows_of_group(f, run.tensors[self.padding])
             dpadding = _rows_of_group(f, _mask_grad(f, self.padding, wants))
-        batch, _, q_len, _ = q.shape
         return AttentionCall(
-            batch=batch,
-            nhead=self.nhead,
-            kv_heads=self.kv_heads,
-            q_len=q_len,
-            kv_len=k.shape[2],
-            scale=self.scale,
-            left=self.left,
-            right=self._right(q_len, k.shape[2]),
-            softcap=self.softcap,
+            *sizes,
+            self.scale,
+            self.left,
+            right,
+            self.softcap,
             mask=mask,
             padding=padding,
             dmask=dmask,

@@ -6,6 +6,7 @@ layout of the caller's tensors. Inputs may also be heads (sequences, heads, toke
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -56,13 +57,20 @@ class Chunks:
         rows = group * seq_len
         return cls(batch, seq_len, group, -(-rows // -(-rows // limit)))
 
-    @property
+    @functools.cached_property
     def tiled(self) -> bool:
         return self.tile < self.group * self.seq_len
 
-    def groups(self) -> Iterator[tuple[int, int]]:
-        for start in range(0, self.batch, self.group):
-            yield start, min(start + self.group, self.batch)
+    @functools.cached_property
+    def partial(self) -> bool:
+        """Whether a group or a tile may be a part of all."""
+        return self.group < self.batch or self.tiled
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """The first sequence of every group, and that after its last."""
+        starts = range(0, self.batch, self.group)
+        return tuple([(start, min(start + self.group, self.batch)) for start in starts])
 
     def tiles(self, rows: int) -> Iterator[tuple[int, int]]:
         for start in range(0, rows, self.tile):
@@ -106,7 +114,7 @@ class Prepared:
     def pieces(self) -> Iterator[tuple[str, int]]:
         """The name and the number of tokens of every piece kept, in the order of their making."""
         plan, chunks = self.plan, self.chunks
-        for first, last in chunks.groups():
+        for first, last in chunks.groups:
             count = last - first
             yield from ((name, count * self.lengths[name]) for name in plan.kept_group)
             if plan.kept_tile:
@@ -167,7 +175,7 @@ class Run:
         self.backend, self.chunks = prepared.backend, prepared.chunks
         self.wants, self.widths = prepared.wants, prepared.widths
         self.dtype, self.device = like.dtype, like.device
-        self.partial = self.chunks.group < self.chunks.batch or self.chunks.tiled
+        self.partial = self.chunks.partial
         self.exact = into is not None
         self.param_grads: dict[str, Tensor] = {} if into is None else dict(into)
         self.watch, self.later = watch, later
@@ -192,13 +200,21 @@ def _cast(
     return {**tensors, **{name: t.to(dtypes[name]) for name, t in given.items()}}
 
 
-class Frame:
-    """The named activations and gradients of one group of sequences, or of one tile of a group."""
+class Frame(dict[str, Tensor]):
+    """The activations of one group of sequences, or of one tile of a group, by name; and gradients.
+
+    A tile has its rows of what is the group's. A dict, because steps read and write little else,
+    and a small block's time is that of its Python.
+    """
 
     __slots__ = (
-        "backend", "freeing", "grads", "keeps", "lo", "parent", "rows", "run", "seqs", "token0",
-        "values",
+        "backend", "freeing", "grads", "keeps", "lo", "param", "parent", "rows", "run", "seqs",
+        "token0",
     )  # fmt: skip
+
+    #: put(name, value): a rebuild also yields the statistics again; the kept ones, equal bit for
+    #: bit, stay.
+    put = dict.setdefault
 
     def __init__(
         self, run: Run, seqs: tuple[int, int], span: tuple[int, int], parent: Frame | None = None
@@ -207,17 +223,14 @@ class Frame:
         self.lo, hi = span
         self.rows = hi - self.lo
         self.token0 = seqs[0] * run.chunks.seq_len + self.lo
-        self.values: dict[str, Tensor] = {}
+        self.param = run.tensors.get  # a tensor of the block that is no activation, or None
         self.keeps: dict[str, random.Keep] = {}
         self.grads: dict[str, tuple[Tensor, bool]] = {}
         self.freeing: tuple[str, ...] = ()  # names that the present step uses for the last time
 
-    def __getitem__(self, name: str) -> Tensor:
-        value = self.values.get(name)
-        if value is None:
-            assert self.parent is not None, f"{name} is neither kept nor rebuilt"
-            value = self.parent[name][self.lo : self.lo + self.rows]
-            self.values[name] = value
+    def __missing__(self, name: str) -> Tensor:
+        assert self.parent is not None, f"{name} is neither kept nor rebuilt"
+        value = self[name] = self.parent[name][self.lo : self.lo + self.rows]
         return value
 
     def rows_of(self, name: str) -> int:
@@ -242,12 +255,8 @@ class Frame:
         """`self[name]`, which the step will not read again: freed at once if nobody else will."""
         value = self[name]
         if name in self.freeing:
-            del self.values[name]
+            del self[name]
         return value
-
-    def put(self, name: str, value: Tensor) -> None:
-        # A rebuild also yields the statistics again; the kept ones, equal bit for bit, stay.
-        self.values.setdefault(name, value)
 
     def keep(self, name: str) -> random.Keep | None:
         """The dropout multiplier `name`; None for ""."""
@@ -262,15 +271,11 @@ class Frame:
         return found
 
     def free(self, names: tuple[str, ...]) -> None:
-        pop = self.values.pop
         for name in names:
-            pop(name, None)
+            self.pop(name, None)
         if self.keeps:
             for name in names:
                 self.keeps.pop(name, None)
-
-    def param(self, name: str) -> Tensor | None:
-        return self.run.tensors.get(name)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """That of an activation, whether or not it is there."""

@@ -250,7 +250,8 @@ class Norm(Node):
         return f.backend.norm_route(self.kind, f[self.x])
 
     def affine(self, f: Frame) -> Affine:
-        return shifted(f.param(self.weight), self.offset), f.param(self.bias)
+        weight, bias = f.param(self.weight), f.param(self.bias)
+        return (weight if self.offset == 0.0 else shifted(weight, self.offset)), bias
 
     def target(self, like: Tensor, out: Tensor | None) -> Tensor | None:
         """Where the norm of a tensor `like` goes: `out`, or None for a new one of its dtype."""
@@ -258,20 +259,24 @@ class Norm(Node):
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         stats = None
-        if self.stats[0] in f.values:  # a rebuild, and they were kept
-            stats = tuple([f.values[stat] for stat in self.stats])
-        made = f.backend.norm_fwd(self.kind, f[self.x], *self.affine(f), self.eps, out, stats)
+        if self.stats[0] in f:  # a rebuild, and they were kept
+            stats = tuple([f[stat] for stat in self.stats])
+        weight, bias = self.affine(f)
+        made = f.backend.norm_fwd(self.kind, f[self.x], weight, bias, self.eps, out, stats)
+        if stats is not None:
+            f.put(self.name, made[0])
+            return
         for name, value in zip(self.makes, made, strict=True):
             f.put(name, value)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        grad_of = tuple(n in wants for n in (self.x, self.weight, self.bias))
+        grad_of = (self.x in wants, self.weight in wants, self.bias in wants)
         if not (grad_of[0] or grad_of[1]):
             f.add_param_grad(self.bias, f.backend.bias_grad(dy))
             return
         prior, _ = f.take_grad(self.x)  # the residual's gradient, added in the same pass
         stats = tuple([f[stat] for stat in self.stats])
-        weight, _ = self.affine(f)
+        weight = shifted(f.param(self.weight), self.offset)
         dx, dweight, dbias = f.backend.norm_bwd(
             self.kind, dy, f[self.x], stats, weight, grad_of, add=prior
         )
@@ -336,6 +341,8 @@ class Linear(Node):
 
     def affine(self, f: Frame) -> Affine:
         weight, bias = f.param(self.weight), f.param(self.bias)
+        if self.part is None:
+            return weight, bias
         return rows_of(weight, self.part), rows_of(bias, self.part)
 
     def operand(self, f: Frame) -> Tensor:
@@ -349,13 +356,13 @@ class Linear(Node):
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         residual = f[self.residual] if self.residual else None
-        keep = f.keep(self.keep)
-        y = f.backend.linear_fwd(f[self.x], *self.affine(f), residual, keep, out)
-        f.put(self.name, y)
+        keep = f.keep(self.keep) if self.keep else None
+        weight, bias = self.affine(f)
+        f.put(self.name, f.backend.linear_fwd(f[self.x], weight, bias, residual, keep, out))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         if self.x in wants or self.weight in wants or self.bias in wants:
-            keep = f.keep(self.keep)
+            keep = f.keep(self.keep) if self.keep else None
             dz = dy if keep is None else f.backend.dropout_bwd(dy, keep)
             if self.weight in wants:
                 f.add_weight_grad(self.weight, dz, f.last(self.x), self.part)

@@ -209,9 +209,9 @@ class _LoadsHeads(_Loads, Attention):
         samples = Frame(f.run, f.seqs, (f.lo, f.lo + f.rows))
         for pack in self.pack:
             sample = pack.sample(f)
-            samples.values.update(zip(pack.makes, sample.parts, strict=True))
+            samples.update(zip(pack.makes, sample.parts, strict=True))
         for name in self.inputs:
-            samples.values.setdefault(name, f.empty(name))
+            samples.setdefault(name, f.empty(name))
         q, k, v = self._loaded_heads(samples)
         return f.backend.attention_route(q, v, self.call(samples, q, k, ()))
 

@@ -17,33 +17,35 @@ from fused_remat.blocks.frame import TRACERS, Frame, Prepared, Run, Watch
 from fused_remat.blocks.program import Programs, Step
 
 
-def _run_step(step: Step, frame: Frame, out: Tensor | None, watch: Watch | None = None) -> None:
-    """Compute an activation (into `out` if it is the output), or run a node's backward."""
-    node = step.node
-    assert node is not None
-    if step.kind == "compute":
-        node.forward(frame, out if node.name == "output" else None)
-        if watch is not None:
-            watch(step, frame)
-    else:
-        dy, owned = frame.take_grad(node.name)
-        assert dy is not None
-        frame.freeing = step.free
-        node.backward(frame, dy, owned, step.wants)
-    if step.free:
-        frame.free(step.free)
-
-
 def _run_steps(steps: Sequence[Step], frame: Frame, out: Tensor | None = None) -> None:
+    """Compute activations (the output into `out`), and run nodes' backwards."""
     if not (frame.run.observed or TRACERS):
-        for step in steps:
-            _run_step(step, frame, out)
+        _run(steps, frame, out)
         return
     for step in steps:
         for trace in TRACERS:
             trace(step, frame)
         with torch.profiler.record_function(f"fused_remat::{step}"):
-            _run_step(step, frame, out, frame.run.watch)
+            _run((step,), frame, out, frame.run.watch)
+
+
+def _run(
+    steps: Sequence[Step], frame: Frame, out: Tensor | None, watch: Watch | None = None
+) -> None:
+    for step in steps:
+        node = step.node
+        assert node is not None
+        if step.kind == "compute":
+            node.forward(frame, out if node.name == "output" else None)
+            if watch is not None:
+                watch(step, frame)
+        else:
+            dy, owned = frame.take_grad(node.name)
+            assert dy is not None
+            frame.freeing = step.free
+            node.backward(frame, dy, owned, step.wants)
+        if step.free:
+            frame.free(step.free)
 
 
 def _of(x: Tensor, seqs: tuple[int, int]) -> Tensor:
@@ -65,7 +67,7 @@ def _frame(run: Run, seqs: tuple[int, int], inputs: Iterable[str]) -> Frame:
     for name in inputs:
         x = run.tensors.get(name)
         if x is not None:
-            frame.values[name] = _rows(x, seqs)
+            frame[name] = _rows(x, seqs)
     return frame
 
 
@@ -73,7 +75,7 @@ def forward(run: Run, out_BSD: Tensor) -> list[Tensor]:
     """Fill `out_BSD` with the block's output; returns what the plan keeps, in frame order."""
     kept: list[Tensor] = []
     plan = run.prepared.plan
-    for seqs in run.chunks.groups():
+    for seqs in run.chunks.groups:
         frame = _frame(run, seqs, run.prepared.shapes)
         target = _of(out_BSD, seqs)
         in_place = target.is_contiguous()
@@ -85,7 +87,7 @@ def forward(run: Run, out_BSD: Tensor) -> list[Tensor]:
             _forward_tiles(frame, plan, out, kept)
         else:
             _run_steps(plan.forward, frame, out)
-            kept.extend(frame.values[n] for n in plan.kept_group)
+            kept.extend(frame[n] for n in plan.kept_group)
         if not in_place:
             target.copy_(out.view(target.shape))
     return kept
@@ -95,11 +97,11 @@ def _forward_tiles(frame: Frame, plan: Programs, out: Tensor, kept: list[Tensor]
     run = frame.run
     *before, _tiles = plan.forward
     _run_steps(before, frame)
-    kept.extend(frame.values[n] for n in plan.kept_group)
+    kept.extend(frame[n] for n in plan.kept_group)
     for span in run.chunks.tiles(frame.rows):
         tile = Frame(run, frame.seqs, span, frame)
         _run_steps(plan.tile_forward, tile, out[span[0] : span[1]])
-        kept.extend(tile.values[n] for n in plan.kept_tile)
+        kept.extend(tile[n] for n in plan.kept_tile)
 
 
 def backward(
@@ -113,11 +115,11 @@ def backward(
     prepared = run.prepared
     plan = prepared.plan
     grads: dict[str, Tensor] = {}
-    for seqs in run.chunks.groups():
+    for seqs in run.chunks.groups:
         frame = _frame(run, seqs, plan.kept_inputs)
-        frame.values.update((n, next(supply)) for n in plan.kept_group)
+        frame.update((n, next(supply)) for n in plan.kept_group)
         if out_BSD is not None:
-            frame.values["output"] = _rows(out_BSD, seqs)
+            frame["output"] = _rows(out_BSD, seqs)
         frame.grads["output"] = (_rows(dy_BSD, seqs), False)
         if plan.tile_backward:
             _backward_with_tiles(frame, plan, supply)
@@ -175,7 +177,7 @@ def _backward_tiles(frame: Frame, plan: Programs, supply: Iterator[Tensor]) -> N
     }
     for span in run.chunks.tiles(frame.rows):
         tile = Frame(run, frame.seqs, span, frame)
-        tile.values.update((n, next(supply)) for n in plan.kept_tile)
+        tile.update((n, next(supply)) for n in plan.kept_tile)
         tile.grads["output"] = (dout[span[0] : span[1]], False)
         _run_steps(plan.tile_backward, tile)
         for name, buffer in buffers.items():

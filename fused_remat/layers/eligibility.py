@@ -105,17 +105,19 @@ def why_not_module(layer: nn.Module, parts: Parts = ENCODER, adapters: bool = Fa
         if getattr(cls, method) is not getattr(parts.stock, method) or method in layer.__dict__:
             return f"{method} is overridden"
     children: Mapping[str, nn.Module | None] = layer._modules
-    if adapters and not all([type(children.get(n)) in ts for n, ts in parts.children.items()]):
-        children = {name: without_adapters(child) for name, child in children.items()}
-    for name, types in parts.children.items():
+    for name, types in parts.children.items():  # this runs at every call
         child = children.get(name)
-        if child is None or type(child) not in types:
-            found, wanted = type(child).__qualname__, types[0].__name__
-            found = f"{type(child).__module__}.{found}" if found == wanted else found  # PEFT's
+        kind = type(child)
+        if kind not in types and adapters:
+            child = without_adapters(child)
+            kind = type(child)
+        if child is None or kind not in types:
+            found, wanted = kind.__qualname__, types[0].__name__
+            found = f"{kind.__module__}.{found}" if found == wanted else found  # PEFT's
             return f"its {name} is a {found}, not a {wanted}"
         if has_hooks(child):
             return f"its {name} has hooks"
-        if "forward" in child.__dict__ or type(child).forward is not _FORWARDS[type(child)]:
+        if "forward" in child.__dict__ or kind.forward is not _FORWARDS[kind]:
             return f"its {name}.forward was replaced"
     return why_not_global_hooks() or _why_not_sizes(children, parts)
 
@@ -143,7 +145,9 @@ def _why_not_sizes(children: Any, parts: Parts) -> str | None:
         if not own or attn.bias_k is not None or attn.add_zero_attn:
             return f"its {name} has kdim/vdim, bias_kv or add_zero_attn"
         # PyTorch reads its weight and does not call it: an adapter of its own does not act.
-        proj = without_adapters(attn._modules["out_proj"])
+        proj = attn._modules["out_proj"]
+        if type(proj) is not NonDynamicallyQuantizableLinear:
+            proj = without_adapters(proj)
         if type(proj) is not NonDynamicallyQuantizableLinear:
             return f"its {name}.out_proj is a {type(proj).__name__}"
         if attn.embed_dim != width or width % attn.num_heads:
@@ -182,13 +186,15 @@ def why_not_tensors(
         return f"{called} has width {shape[-1]}, expected {width}"
     dtype, device = src.dtype, src.device
     shapes: list[torch.Size | None] = []
+    on_cpu = src.is_cpu
     for name, p in params.items():
         if p is None:
             shapes.append(None)
             continue
         if type(p) not in _PLAIN and not is_readable(p):
             return f"{name} is a {type(p).__name__}"
-        if (p.dtype is not dtype and low is None) or p.device != device:
+        elsewhere = not p.is_cpu if on_cpu else p.device != device
+        if elsewhere or (p.dtype is not dtype and low is None):
             return f"{called} is {dtype} on {device} but {name} is {p.dtype} on {p.device}"
         shapes.append(p.shape)
     reason = None if low is None else autocast.why_not(src, params, low)

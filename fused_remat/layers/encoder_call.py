@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fused_remat.blocks.encoder import EncoderConfig
@@ -32,6 +34,10 @@ _OTHERS = (
 _PLACES = (*in_attention("self_attn", "qkv", "proj"), *_OTHERS)
 #: Of a layer whose attention has three weights.
 _SPLIT = (*in_split_attention("self_attn", "qkv", "proj", ("q", "k", "v")), *_OTHERS)
+
+
+#: Making one anew takes longer than looking it up, and this is done at every call.
+_config = functools.lru_cache(maxsize=1024)(EncoderConfig)
 
 
 def places_of(layer: Any) -> tuple[Place, ...]:
@@ -68,7 +74,8 @@ def call_of(
     >>> call_of(layer, tensors_of(layer), torch.zeros(3, 2, 8), None, None, False).config.nhead
     2
     """
-    attn = layer.self_attn
+    children: Any = layer._modules
+    attn = children["self_attn"]
     reason = eligibility.why_not_module(layer, adapters=True) or eligibility.why_not_context(src)
     if reason is not None:
         return reason
@@ -81,7 +88,8 @@ def call_of(
     adapters = adapters_of(layer, src, low)
     if isinstance(adapters, str):
         return adapters
-    params = {**params, **adapters[0]}
+    if adapters[0]:
+        params = {**params, **adapters[0]}
     precision = None if low is None else precision_of(src, params, low, layer.norm_first)
     unbatched = src.dim() == 2
     seq_first = not unbatched and not attn.batch_first
@@ -90,14 +98,14 @@ def call_of(
         return activation
     causal = is_causal and padding is None  # as in PyTorch: the hint stands for the mask
     ps = p_attention, p_residual1, p_mlp, p_residual2 = eligibility.dropout_ps(layer)
-    config = EncoderConfig(
+    config = (EncoderConfig if torch.compiler.is_compiling() else _config)(
         norm_first=bool(layer.norm_first),
         nhead=int(attn.num_heads),
         head_dim=int(attn.embed_dim // attn.num_heads),
         activation=activation.name,
         captured=len(activation.captured),
-        eps1=float(layer.norm1.eps),
-        eps2=float(layer.norm2.eps),
+        eps1=float(children["norm1"].eps),
+        eps2=float(children["norm2"].eps),
         p_attention=p_attention,
         p_residual1=p_residual1,
         p_mlp=p_mlp,

@@ -111,8 +111,12 @@ def tensors_at(layer: Any, places: Iterable[Place]) -> dict[str, Tensor | None]:
             module = None if module is None else module._modules.get(step)
             if type(module) not in _STOCK:
                 module = without_adapters(module)
+        if module is None:
+            found.update((name, None) for name, _ in names)
+            continue
+        own = module._parameters.get
         for name, attribute in names:
-            found[name] = None if module is None else tensor_of(module, attribute)
+            found[name] = t if (t := own(attribute)) is not None else tensor_of(module, attribute)
     return found
 
 
