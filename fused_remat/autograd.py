@@ -348,7 +348,9 @@ def _run_block(
             "fused_remat: a fused block cannot run inside torch.func transforms "
             "(grad, vjp, jacrev, vmap); use plain PyTorch operations there, or torch.autograd"
         )
-    graph, save = _kept(graph, policy) if type(policy) in _POLICIES else _kept_now(graph, policy)
+    # Looked up where it can be: what is no policy raises its own error.
+    kept_of = _kept if type(policy) in _POLICIES else _kept.__wrapped__
+    graph, save = kept_of(graph, policy)
     given = [tensors.get(name) for name in graph.tensors]
     x = given[0]
     assert x is not None
@@ -384,14 +386,14 @@ def _run_block(
 _apply = super(torch.autograd.Function, FusedRematBlock).apply
 
 
-def _kept_now(graph: Graph, policy: str | Policy) -> tuple[Graph, frozenset[str]]:
+_POLICIES = (str, Policy)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(graph: Graph, policy: str | Policy) -> tuple[Graph, frozenset[str]]:
     """`graph` with the steps that pack what `policy` keeps, and the names that it keeps."""
     save = kept_names(policy, graph.kind, graph.names)
     return in_formats(graph, save), save
-
-
-_kept = functools.lru_cache(maxsize=4096)(_kept_now)
-_POLICIES = (str, Policy)
 
 
 @functools.lru_cache(maxsize=4096)
