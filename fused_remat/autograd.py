@@ -31,7 +31,7 @@ from fused_remat.blocks.program import Graph
 from fused_remat.blocks.reread import check_unchanged
 from fused_remat.calls import BlockCall, Functions, backward_block, forward_block
 from fused_remat.collectives import in_context_parallel
-from fused_remat.policies import Policy, kept_names, offload_of
+from fused_remat.policies import ALL_RUNGS, Policy, kept_names, offload_of
 from fused_remat.segments import Replayed, Segment, begin, input_of, segment_of
 from fused_remat.shards import is_dtensor
 
@@ -348,9 +348,7 @@ def _run_block(
             "fused_remat: a fused block cannot run inside torch.func transforms "
             "(grad, vjp, jacrev, vmap); use plain PyTorch operations there, or torch.autograd"
         )
-    # Looked up where it can be: what is no policy raises its own error.
-    kept_of = _kept if type(policy) in _POLICIES else _kept.__wrapped__
-    graph, save = kept_of(graph, policy)
+    graph, save = _kept(graph, policy)
     given = [tensors.get(name) for name in graph.tensors]
     x = given[0]
     assert x is not None
@@ -386,12 +384,20 @@ def _run_block(
 _apply = super(torch.autograd.Function, FusedRematBlock).apply
 
 
-_POLICIES = (str, Policy)
+def _kept(graph: Graph, policy: str | Policy) -> tuple[Graph, frozenset[str]]:
+    """`graph` with the steps that pack what `policy` keeps, and the names that it keeps."""
+    row: Collection[str] = ()
+    if isinstance(policy, str):  # a row of the table of rungs, which may change
+        row = ALL_RUNGS.get(policy, {}).get(graph.kind, ())
+    elif not isinstance(policy, Policy):
+        kept_names(policy, graph.kind, graph.names)  # which raises
+    return _kept_by(graph, policy, frozenset(row))
 
 
 @functools.lru_cache(maxsize=4096)
-def _kept(graph: Graph, policy: str | Policy) -> tuple[Graph, frozenset[str]]:
-    """`graph` with the steps that pack what `policy` keeps, and the names that it keeps."""
+def _kept_by(
+    graph: Graph, policy: str | Policy, row: frozenset[str]
+) -> tuple[Graph, frozenset[str]]:
     save = kept_names(policy, graph.kind, graph.names)
     return in_formats(graph, save), save
 

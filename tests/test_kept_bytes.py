@@ -5,7 +5,7 @@ import torch
 from reference import RUNGS, pair
 from torch import nn
 
-from fused_remat import FusedRematLayer, Policy, ops
+from fused_remat import FusedRematLayer, Policy, ops, policies
 from fused_remat.backends import attention_blocks
 from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
 from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
@@ -186,3 +186,12 @@ def test_attention_in_blocks_never_holds_all_scores(name):
     peak = measure_allocations(step).peak
     assert peak <= blocks * attention_blocks._BLOCK * 4 + 10 * q.nbytes
     assert peak < 4 * 2048 * 2048 * 4 / 2  # half of all scores
+
+
+def test_a_changed_rung_is_the_next_calls(monkeypatch):
+    layer, x = FusedRematLayer(D, H, 4 * D, policy="lean", dropout=0.0), torch.randn(5, 2, D)
+    before = layer(x).grad_fn.call.save
+    row = frozenset({"attn", "qkv"})
+    assert before != row
+    monkeypatch.setitem(policies.RUNGS["lean"], "encoder_postnorm", row)
+    assert layer(x).grad_fn.call.save == row
