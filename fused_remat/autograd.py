@@ -349,7 +349,8 @@ def _run_block(
             "(grad, vjp, jacrev, vmap); use plain PyTorch operations there, or torch.autograd"
         )
     graph, save = _kept(graph, policy)
-    given = [tensors.get(name) for name in graph.tensors]
+    # A wrapper that outlived its transform (torch.func) is the tensor that it wraps.
+    given = [None if (t := tensors.get(n)) is None else _unwrapped(t) for n in graph.tensors]
     x = given[0]
     assert x is not None
     if not _PLAIN.issuperset(map(type, given)):
@@ -380,15 +381,16 @@ def _run_block(
     return out
 
 
-#: `FusedRematBlock.apply` without what it does for torch.func, which is not active here.
+_unwrapped: Callable[[Tensor], Tensor] = _functorch.unwrap_if_dead
+#: `FusedRematBlock.apply` without what it does for torch.func, for tensors that are unwrapped.
 _apply = super(torch.autograd.Function, FusedRematBlock).apply
 
 
 def _kept(graph: Graph, policy: str | Policy) -> tuple[Graph, frozenset[str]]:
     """`graph` with the steps that pack what `policy` keeps, and the names that it keeps."""
     row: Collection[str] = ()
-    if isinstance(policy, str):  # a row of the table of rungs, which may change
-        row = ALL_RUNGS.get(policy, {}).get(graph.kind, ())
+    if isinstance(policy, str) and policy in ALL_RUNGS:  # a table that may change
+        row = ALL_RUNGS[policy].get(graph.kind, ())
     elif not isinstance(policy, Policy):
         kept_names(policy, graph.kind, graph.names)  # which raises
     return _kept_by(graph, policy, frozenset(row))

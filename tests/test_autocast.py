@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
 from fused_remat.blocks.frame import TRACERS
 from fused_remat.blocks.mixed import mixed
 from fused_remat.blocks.pieces import dropout_add_graph
+from fused_remat.calls import autocast_on
 from fused_remat.layers import FusedRematWarning
 from fused_remat.layers.autocast import precision_of, why_not
 from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
@@ -571,3 +573,15 @@ def test_ops_work_in_the_dtype_of_their_input():
     plain = ops.encoder_block(x, weights, 3)
     with autocast(BF16):
         assert torch.equal(ops.encoder_block(x, weights, 3), plain)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "mps", "xpu"])
+def test_autocast_of_every_device_is_seen(kind):
+    x = SimpleNamespace(device=torch.device(kind), is_cpu=kind == "cpu", is_cuda=kind == "cuda")
+    before = torch.is_autocast_enabled(kind)
+    assert autocast_on(x) == before
+    torch.set_autocast_enabled(kind, True)
+    try:
+        assert autocast_on(x)
+    finally:
+        torch.set_autocast_enabled(kind, before)

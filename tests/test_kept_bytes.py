@@ -195,3 +195,9 @@ def test_a_changed_rung_is_the_next_calls(monkeypatch):
     assert before != row
     monkeypatch.setitem(policies.RUNGS["lean"], "encoder_postnorm", row)
     assert layer(x).grad_fn.call.save == row
+    monkeypatch.setitem(policies.ALL_RUNGS, "mine", {})
+    layer.policy = "mine"
+    assert layer(x).grad_fn.call.save == frozenset()
+    monkeypatch.delitem(policies.ALL_RUNGS, "mine")
+    with pytest.raises(ValueError, match="unknown policy 'mine'"):
+        layer(x)

@@ -59,6 +59,12 @@ def pruned_for_good(layer):
     prune.remove(layer.linear1, "weight")
 
 
+def hidden_attention(layer):
+    attention = layer.self_attn
+    del layer.self_attn
+    layer.__dict__["self_attn"] = attention
+
+
 def own_attention(layer):
     original = layer.self_attn.forward
 
@@ -107,6 +113,7 @@ SURGERY = {
     "Identity for a dropout": replace("dropout2", lambda m: nn.Identity()),
     "wrapped linear": replace("linear2", Wrapped),
     "wrapped attention": replace("self_attn", Wrapped),
+    "attention that is no submodule": hidden_attention,
     "self_attn.forward": own_attention,
     "blocks": own_blocks,
     "tied": tied_in_the_layer,

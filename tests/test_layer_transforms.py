@@ -174,19 +174,21 @@ def test_after_a_transform_the_fused_path_is_back():
     assert saved.total < 2 * X.nbytes
 
 
-def test_a_tensor_that_outlived_a_transform_is_as_any_other():
-    (_, layer), left = make(), []
+def test_tensors_that_outlived_a_transform_are_as_any_other():
+    _, layer = make()
+    given, left = X.clone().requires_grad_(), []
 
-    def loss(x):
-        left.extend([x, x * 2])
-        return x.sum()
+    def loss(x, params):
+        left.extend([x, x * 2, params])
+        return (x * x).sum() + sum(p.sum() for p in params.values())
 
-    grad(loss)(torch.randn_like(X))
-    for x in left:
-        plain = torch.tensor(x.tolist(), dtype=X.dtype)
-        dy = torch.randn_like(plain)
-        out, expected = layer(x), layer(plain)
-        assert torch.equal(out, expected)
-        got = torch.autograd.grad(out, list(layer.parameters()), dy)
-        wanted = torch.autograd.grad(expected, list(layer.parameters()), dy)
-        assert all(map(torch.equal, got, wanted))
+    grad(loss, (0, 1))(given, dict(layer.named_parameters()))
+    x, twice, params = left
+    dy = torch.randn_like(X)
+    for wrapped, plain in ((x, given), (twice, given * 2)):
+        wanted = (given, *layer.parameters())
+        expected = torch.autograd.grad(layer(plain), wanted, dy)
+        for call in (layer, lambda x: functional_call(layer, params, x)):
+            assert torch.equal(call(wrapped), layer(plain))
+            got = torch.autograd.grad(call(wrapped), wanted, dy, retain_graph=True)
+            assert all(map(torch.equal, got, expected))

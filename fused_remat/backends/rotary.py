@@ -20,7 +20,7 @@ def forward(x: Tensor, call: RotaryCall, out: Tensor | None = None, back: bool =
     if call.q_weight is not None:
         source, _ = _normed(source, call)
         _scale(source, call)
-    if target.data_ptr() != source.data_ptr():
+    if call.rotated < target.shape[-1] and target.data_ptr() != source.data_ptr():
         target[..., call.rotated :].copy_(source[..., call.rotated :])
     _rotate(source, call, back, target)
     return y
@@ -58,8 +58,9 @@ def backward(
 def _split(x: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
     """Query and key heads (T, H + Hkv, E), and value heads (T, Hkv, E), as views."""
     first = call.nhead + call.kv_heads
-    heads = x.unflatten(1, (first + call.kv_heads, -1))
-    return heads[:, :first], heads[:, first:]
+    count, (rows, width) = first + call.kv_heads, x.shape
+    heads = x.view(rows, count, width // count)
+    return heads.narrow(1, 0, first), heads.narrow(1, first, call.kv_heads)
 
 
 def _by_kind(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,8 @@ def _pairs(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
     """The first and the second member of each pair, (T, heads, R/2), as views."""
     if call.interleaved:
         return heads[..., 0 : call.rotated : 2], heads[..., 1 : call.rotated : 2]
-    return heads[..., : call.rotated // 2], heads[..., call.rotated // 2 : call.rotated]
+    half = call.rotated // 2
+    return heads.narrow(-1, 0, half), heads.narrow(-1, half, half)
 
 
 def _rotate(heads: Tensor, call: RotaryCall, back: bool, out: Tensor) -> None:
@@ -92,18 +94,27 @@ def _rotate(heads: Tensor, call: RotaryCall, back: bool, out: Tensor) -> None:
     if not call.rotated:
         return
     dtype = torch.promote_types(heads.dtype, torch.float32)
-    assert call.cos is not None and call.sin is not None
-    cos, sin = (_of_tokens(t, call, heads.shape[0]).to(dtype) for t in (call.cos, call.sin))
-    sin = -sin if back else sin
-    x1, x2 = (t.to(dtype) for t in _pairs(heads, call))
-    y1, y2 = _pairs(out, call)
-    if out.dtype != dtype:
-        y1.copy_((x1 * cos).sub_(x2 * sin))
-        y2.copy_((x2 * cos).add_(x1 * sin))
-        return
+    cos, sin = call.cos, call.sin
+    assert cos is not None and sin is not None
+    rows, seq_len = heads.shape[0], call.seq_len
+    if cos.dim() == 2 and rows > seq_len and call.token0 % seq_len == rows % seq_len == 0:
+        # Whole sequences, each with the same rows of the tables.
+        sizes = (rows // seq_len, seq_len, *heads.shape[1:])
+        heads, out = heads.view(sizes), out.view(sizes)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    else:
+        cos, sin = _of_tokens(cos, call, rows), _of_tokens(sin, call, rows)
+    (x1, x2), (y1, y2) = _pairs(heads, call), _pairs(out, call)
+    x1, x2, cos, sin = (t if t.dtype is dtype else t.to(dtype) for t in (x1, x2, cos, sin))
+    sign = 1.0 if back else -1.0  # of what is added to the first; the other's is the opposite
     cross = x1 * sin  # before y1, which may be x1
-    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-1.0)
-    torch.mul(x2, cos, out=y2).add_(cross)
+    if out.dtype is dtype:
+        torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=sign)
+        torch.mul(x2, cos, out=y2).sub_(cross, alpha=sign)
+        return
+    first, second = x1 * cos, x2 * cos
+    y1.copy_(first.add_(x2 * sin, alpha=sign))
+    y2.copy_(second.sub_(cross, alpha=sign))
 
 
 def _of_tokens(table: Tensor, call: RotaryCall, rows: int) -> Tensor:

@@ -44,6 +44,7 @@ def _run(
             assert dy is not None
             frame.freeing = step.free
             node.backward(frame, dy, owned, step.wants)
+            del dy
         if step.free:
             frame.free(step.free)
 

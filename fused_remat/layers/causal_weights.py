@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -33,7 +34,9 @@ def why_not_weights(
     >>> why_not_weights(torch.zeros(1, 3, 8), weights, config, None, "x")
     'fc2.weight has shape (8, 30), expected (8, 32)'
     """
-    given = {name: tensors.get(name) for name in config.weights}
+    compiling = torch.compiler.is_compiling()  # Dynamo would see through a cache, and say so
+    names = config.weights if compiling else _weights_of(config)
+    given = {name: tensors.get(name) for name in names}
     for name, p in given.items():
         if p is None:
             continue
@@ -45,15 +48,27 @@ def why_not_weights(
     reason = None if low is None else autocast.why_not(x, given, low)
     if reason is not None:
         return reason.replace("src", called)
-    return _why_not_shapes(x, given, config)
+    shapes = tuple([None if p is None else p.shape for p in given.values()])
+    why_not = _why_not_shapes.__wrapped__ if compiling else _why_not_shapes
+    return why_not(x.shape[-1], names, shapes, config)
 
 
+@functools.lru_cache(maxsize=1024)
+def _weights_of(config: TransformerConfig) -> tuple[str, ...]:
+    return config.weights
+
+
+@functools.lru_cache(maxsize=1024)
 def _why_not_shapes(
-    x: Tensor, given: Mapping[str, Tensor | None], config: TransformerConfig
+    width: int,
+    names: tuple[str, ...],
+    shapes: tuple[torch.Size | None, ...],
+    config: TransformerConfig,
 ) -> str | None:
-    fc1, width = given["fc1.weight"], x.shape[-1]
+    given = dict(zip(names, shapes, strict=True))
+    fc1 = given["fc1.weight"]
     assert fc1 is not None
-    linears = linear_shapes(config, width, fc1.shape[0])
+    linears = linear_shapes(config, width, fc1[0])
     expected: dict[str, tuple[int, ...]] = {}
     for name, shape in linears.items():
         expected |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
@@ -61,12 +76,12 @@ def _why_not_shapes(
         expected |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
     expected |= {f"{name}_norm.weight": (config.head_dim,) for name in "qk"}
     for name, wanted in expected.items():
-        p = given.get(name)
-        if p is not None and tuple(p.shape) != wanted:
-            return f"{name} has shape {tuple(p.shape)}, expected {wanted}"
+        found = given.get(name)
+        if found is not None and tuple(found) != wanted:
+            return f"{name} has shape {tuple(found)}, expected {wanted}"
     for i, lora in enumerate(config.loras):
         a, b = given[f"lora.{i}.A"], given[f"lora.{i}.B"]
         out, columns = linears[lora.layer]
-        if a is None or b is None or (*a.shape, *b.shape) != (len(a), columns, out, len(a)):
+        if a is None or b is None or (*a, *b) != (a[0], columns, out, a[0]):
             return f"an adapter of its {lora.layer} has matrices that do not fit"
     return None

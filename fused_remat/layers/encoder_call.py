@@ -74,11 +74,11 @@ def call_of(
     >>> call_of(layer, tensors_of(layer), torch.zeros(3, 2, 8), None, None, False).config.nhead
     2
     """
-    children: Any = layer._modules
-    attn = children["self_attn"]
     reason = eligibility.why_not_module(layer, adapters=True) or eligibility.why_not_context(src)
     if reason is not None:
         return reason
+    children: Any = layer._modules
+    attn = children["self_attn"]
     low = low_dtype(src)
     reason = eligibility.why_not_tensors(
         src, attn.embed_dim, params, low

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.blocks.lora import Lora, lora_params
-from fused_remat.blocks.sketch import linear_params
 from fused_remat.ops.activation import has_hooks
 from fused_remat.shards import is_dtensor
 
@@ -63,6 +62,8 @@ def read_linear(
     >>> read_linear(nn.Bilinear(4, 4, 2)), read_linear(None)
     ('is a Bilinear, not a Linear', 'is missing')
     """
+    if type(module) in types:
+        return _plain(module, types)
     module = unwrapped(module)
     if isinstance(module, str):
         return module
@@ -128,9 +129,11 @@ def block_tensors(
     """
     tensors: dict[str, Tensor | None] = {}
     for layer, parts in layers.items():
-        weight, bias = linear_params(layer)
-        tensors[weight], tensors[bias] = parts.weight, parts.bias
-    matrices, loras = update_tensors({name: parts.updates for name, parts in layers.items()}, dtype)
+        tensors[f"{layer}.weight"], tensors[f"{layer}.bias"] = parts.weight, parts.bias
+    updates = {layer: parts.updates for layer, parts in layers.items() if parts.updates}
+    if not updates:
+        return tensors, ()
+    matrices, loras = update_tensors(updates, dtype)
     return {**tensors, **matrices}, loras
 
 
@@ -189,8 +192,8 @@ def _why_not_called(module: nn.Module) -> str | None:
 
 def _plain(module: Any, types: tuple[type[nn.Module], ...]) -> LinearParts | str:
     """A layer without adapters."""
-    transposed = _is(module, _CONV1D)
-    if type(module) not in types and not transposed:
+    transposed = type(module) not in types
+    if transposed and not _is(module, _CONV1D):
         return f"is a {type(module).__name__}, not a {types[0].__name__}"
     reason = _why_not_called(module)
     if reason is not None:
