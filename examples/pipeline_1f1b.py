@@ -94,6 +94,7 @@ def main() -> None:
         adam.step()
         if losses:
             print(f"step {step}: loss {torch.stack(losses).mean():.4f}", flush=True)
+    dist.barrier()  # gloo's threads let go of the last tensors now: at exit they would abort
     dist.destroy_process_group()
 
 

@@ -356,7 +356,12 @@ def _layers_plan(prefix: str, container: nn.Module, sequence: bool) -> dict[str,
 
 def _heads_of(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
     """The heads whose loss is ours, by name, and the one called `head`."""
-    found: dict[str, nn.Module] = {} if head is None else {head: model.get_submodule(head)}
+    found: dict[str, nn.Module] = {}
+    if head is not None:
+        try:
+            found[head] = model.get_submodule(head)
+        except AttributeError as error:
+            raise AttributeError(f"head={head!r}: {error}") from None
     for prefix, module in model.named_modules():
         if isinstance(module, HuggingFaceHead):
             name = f"{prefix}.{module.row.head}".lstrip(".")

@@ -235,6 +235,17 @@ def test_the_command_as_json(capsys):
 def test_nothing_that_fits_is_1(capsys):
     status, text, error = said(capsys, *SMALL, "--policy", "full", "--device-memory", "10MiB")
     assert status == 1 and "nothing fits into 10.0 MiB" in error and "planner finds nothing" in text
+    assert "longest sequence that fits, batch 1: nothing fits" in text
+
+
+def test_one_policy_shows_its_own_parts_and_what_is_on_the_host(capsys):
+    _, text, _ = said(capsys, *SMALL, "--policy", "lean", "--offload", "attn")
+    assert "at its peak (lean)" in text and "time (lean)" in text
+    header, *rows = text.split("\n\n")[1].splitlines()
+    hosted = {row.split()[0]: row[header.index("on the host") - 2 :].split()[0] for row in rows}
+    assert "on the host" in header and hosted["eager"] == "0" != hosted["lean"]
+    _, text, _ = said(capsys, *SMALL)
+    assert "at its peak (planner)" in text and "on the host" not in text
 
 
 @pytest.mark.parametrize(
@@ -250,6 +261,10 @@ def test_nothing_that_fits_is_1(capsys):
         (("--seq", "100"), "100 tokens of a sequence cannot be divided evenly among 3"),
         (("--policy", "leaner"), "got 'leaner'"),
         (("--offload", "attn,qkw"), "'qkw'"),
+        (
+            ("--offload", "attn,mid", "--policy", "full"),
+            "'attn', 'mid' to offload is kept by 'full'",
+        ),
         (("--device-memory", "lots"), "'lots'"),
         (("--dtype", "fp32"), "give --tflops"),
         (("--costs", "none.json"), "none.json"),

@@ -277,6 +277,14 @@ def errors():
     plain = divided(encoder(dropout=0.0))
     with pytest.raises(RuntimeError, match="takes this rank's local tensor, got a DTensor"):
         plain(distribute_tensor(x, mesh, [Replicate()]))
+    whole = distribute_tensor(x, mesh, [Replicate()])
+    for layer in (encoder(dropout=0.0), causal()):
+        with pytest.raises(
+            RuntimeError, match="not divided over ranks is given a DTensor of shape"
+        ):
+            layer(whole)
+    with pytest.raises(AttributeError, match="head='nohead'"):
+        tensor_parallel_plan(nn.Sequential(encoder(dropout=0.0)), head="nohead")
     unknown = encoder(dropout=0.0, activation=lambda t: t.relu() ** 2)
     with pytest.raises(RuntimeError, match="its activation function has no row"):
         divided(unknown)(x)

@@ -159,4 +159,5 @@ def _rank(rank: int, world: int, folder: str, fn: Callable[..., Any], args: Any)
         dist.init_process_group("gloo", init_method=file, rank=rank, world_size=world)
     torch.save(fn(*args), Path(folder) / str(rank))
     if world > 1:
+        dist.barrier()  # gloo's threads let go of the last tensors now: at exit they would abort
         dist.destroy_process_group()

@@ -206,7 +206,9 @@ def join() -> torch.device:
 
 
 def leave() -> None:
+    """Leave the group, all ranks together."""
     with contextlib.suppress(ValueError, AssertionError):  # some engines have left already
+        dist.barrier()  # gloo's threads let go of the last tensors now: at exit they would abort
         dist.destroy_process_group()
 
 

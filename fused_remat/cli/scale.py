@@ -256,14 +256,16 @@ def lines(found: Estimate, more: Mapping[str, Any]) -> Iterator[str]:
         yield f"vocabulary padded from {whole} to {setup.model.vocab} rows, to divide it evenly"
     yield ""
     yield from aligned(list(_table(found, more)))
-    shown = PLANNER if PLANNER in found.rows else next(n for n in found.rows if n in ALL_RUNGS)
+    rungs = [rung for rung in found.rows if rung in ALL_RUNGS]
+    shown = PLANNER if PLANNER in found.rows and len(rungs) > 1 else rungs[0]
     yield ""
     if PLANNER in found.rows:
         yield f"the planner would keep: {found.rows[PLANNER].policy}"
     else:
         yield "the planner finds nothing that fits"
     policy, tokens = more["longest"]
-    yield f"longest sequence that fits, batch {setup.batch}: {tokens} tokens ({policy})"
+    longest = f"{tokens} tokens ({policy})" if tokens else "nothing fits"
+    yield f"longest sequence that fits, batch {setup.batch}: {longest}"
     if more["devices"]:
         smallest = more["smallest"]
         shown_mesh = f"{smallest[0]} ({smallest[1]})" if smallest else "none"
@@ -279,13 +281,15 @@ def lines(found: Estimate, more: Mapping[str, Any]) -> Iterator[str]:
 
 def _table(found: Estimate, more: Mapping[str, Any]) -> Iterator[list[str]]:
     """A row for every policy."""
-    yield ["policy", "kept", "peak", "fits", "batch", "rebuilt", "collectives", "step", "tokens/s",
-           "MFU"]  # fmt: skip
+    hosts = ["on the host"] if found.setup.offload else []
+    yield ["policy", "kept", *hosts, "peak", "fits", "batch", "rebuilt", "collectives", "step",
+           "tokens/s", "MFU"]  # fmt: skip
     for name, row in found.rows.items():
         forward, backward, _ = row.collectives
         batch = more["batches"].get(name)
         yield [
-            name, human(row.kept), human(row.peak), "yes" if found.fits(name) else "no",
+            name, human(row.kept), *[human(row.hosted) for _ in hosts], human(row.peak),
+            "yes" if found.fits(name) else "no",
             "" if batch is None else str(batch), f"{row.rebuilt:.0%}",
             f"{forward:.3g} + {backward:.3g}", f"{row.step:.3g} s",
             f"{found.tokens_per_second(name):,.0f}", f"{found.mfu(name):.0%}",

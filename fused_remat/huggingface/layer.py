@@ -137,6 +137,7 @@ class HuggingFaceLayer(FusedLayer):
         if torch.compiler.is_compiling():
             warn_compiled(type(self).__name__, call)
             return self.stock.forward(self, **given)
+        self._refuse_dtensors(given.values())
         for observe in DECISIONS:
             observe(self, call)
         return self._fallback(call, given, cached)

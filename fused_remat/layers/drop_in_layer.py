@@ -108,6 +108,7 @@ class DropInLayer(FusedLayer):
             if call not in self._quiet and wants_grad(*args, *self.parameters()):
                 warn_compiled(type(self).__name__, call)
             return super().forward(*args)  # type: ignore[no-any-return]
+        self._refuse_dtensors(args)
         for observe in DECISIONS:
             observe(self, call)
         return self._quietly(call, *args) if call in self._quiet else self._fallback(call, *args)

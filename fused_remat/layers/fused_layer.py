@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -171,6 +171,16 @@ class FusedLayer(nn.Module):
 
     def _warn_of_kept_input(self, reason: str) -> None:
         warn_once(self, f"{_KEEPS_INPUT}: {reason}", stacklevel=11)
+
+    def _refuse_dtensors(self, given: Iterable[Any]) -> None:
+        """Raise RuntimeError if a DTensor meets plain parameters: PyTorch would, less clearly."""
+        for value in filter(is_dtensor, given):
+            if not any(map(is_dtensor, self.parameters())):
+                raise RuntimeError(
+                    f"fused_remat: a {type(self).__name__} that is not divided over ranks is given "
+                    f"a DTensor of shape {tuple(value.shape)}: use to_local() or full_tensor(), or "
+                    "divide the layer with fused_remat.parallel.tensor_parallel_plan"
+                )
 
     def _refuse_to_accumulate(self, reason: str | None) -> None:
         """Raise RuntimeError if gradients were to be accumulated, and `reason` forbids it."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fused_remat.formats import split_name
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Choice, Option
 from fused_remat.planner.options import costed_options, kept_by_name
@@ -118,8 +119,8 @@ def estimate(
 ) -> Estimate:
     """Memory and time of a step for every policy of `policies`, the baselines and the planner's.
 
-    Raises: ValueError for a mesh that does not divide the model, or a name to offload that no
-        policy keeps.
+    Raises: ValueError for a mesh that does not divide the model, or a name to offload that none
+        of `policies` keeps.
 
     >>> from fused_remat.cli.shapes import LARGE
     >>> from fused_remat.scale.costs import HARDWARE
@@ -130,7 +131,7 @@ def estimate(
     """
     check(setup.model, setup.layout, setup.seq)
     divides_head(setup.parameters, setup.layout)
-    _check_names(setup)
+    _check_names(setup, policies)
     ways = {name: way_of(setup, costs, name) for name in (*BASELINES, *policies)}
     rows = {
         name: row_of(setup, costs, [way], Choice((0,) * setup.model.layers))
@@ -142,13 +143,16 @@ def estimate(
     return Estimate(setup, costs, memory, rows, model_flops(setup, costs))
 
 
-def _check_names(setup: Setup) -> None:
+def _check_names(setup: Setup, policies: Sequence[str]) -> None:
     graph = setup.example.call.graph
-    valid = (*graph.inputs, *graph.names)
+    saves = [kept_names(policy, graph.kind, graph.names) for policy in policies]
+    kept = {split_name(name)[0] for save in saves for name in save}
+    valid = [name for name in (*graph.inputs, *graph.names) if name in kept.union(graph.inputs)]
     unknown = [name for name in setup.offload if name not in valid]
     if unknown:
         raise ValueError(
-            f"no activation {', '.join(map(repr, unknown))} to offload; valid: {', '.join(valid)}"
+            f"no activation {', '.join(map(repr, unknown))} to offload is kept by "
+            f"{', '.join(map(repr, policies))}; kept: {', '.join(valid)}"
         )
 
 
