@@ -107,14 +107,13 @@ def _rotate(heads: Tensor, call: RotaryCall, back: bool, out: Tensor) -> None:
     (x1, x2), (y1, y2) = _pairs(heads, call), _pairs(out, call)
     x1, x2, cos, sin = (t if t.dtype is dtype else t.to(dtype) for t in (x1, x2, cos, sin))
     sign = 1.0 if back else -1.0  # of what is added to the first; the other's is the opposite
-    cross = x1 * sin  # before y1, which may be x1
-    if out.dtype is dtype:
-        torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=sign)
-        torch.mul(x2, cos, out=y2).sub_(cross, alpha=sign)
+    if out.dtype is not dtype:
+        y1.copy_((x1 * cos).add_(x2 * sin, alpha=sign))
+        y2.copy_((x2 * cos).sub_(x1 * sin, alpha=sign))
         return
-    first, second = x1 * cos, x2 * cos
-    y1.copy_(first.add_(x2 * sin, alpha=sign))
-    y2.copy_(second.sub_(cross, alpha=sign))
+    cross = x1 * sin  # before y1, which may be x1
+    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=sign)
+    torch.mul(x2, cos, out=y2).sub_(cross, alpha=sign)
 
 
 def _of_tokens(table: Tensor, call: RotaryCall, rows: int) -> Tensor:
