@@ -400,6 +400,7 @@ def _kept(graph: Graph, policy: str | Policy) -> tuple[Graph, frozenset[str]]:
 def _kept_by(
     graph: Graph, policy: str | Policy, row: frozenset[str]
 ) -> tuple[Graph, frozenset[str]]:
+    """`_kept`, looked up; `row`: the rung's in the table, so that another row is another call."""
     save = kept_names(policy, graph.kind, graph.names)
     return in_formats(graph, save), save
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fused_remat.blocks.encoder import EncoderConfig
@@ -34,10 +32,6 @@ _OTHERS = (
 _PLACES = (*in_attention("self_attn", "qkv", "proj"), *_OTHERS)
 #: Of a layer whose attention has three weights.
 _SPLIT = (*in_split_attention("self_attn", "qkv", "proj", ("q", "k", "v")), *_OTHERS)
-
-
-#: Making one anew takes longer than looking it up, and this is done at every call.
-_config = functools.lru_cache(maxsize=1024)(EncoderConfig)
 
 
 def places_of(layer: Any) -> tuple[Place, ...]:
@@ -98,7 +92,7 @@ def call_of(
         return activation
     causal = is_causal and padding is None  # as in PyTorch: the hint stands for the mask
     ps = p_attention, p_residual1, p_mlp, p_residual2 = eligibility.dropout_ps(layer)
-    config = (EncoderConfig if torch.compiler.is_compiling() else _config)(
+    config = EncoderConfig(
         norm_first=bool(layer.norm_first),
         nhead=int(attn.num_heads),
         head_dim=int(attn.embed_dim // attn.num_heads),
