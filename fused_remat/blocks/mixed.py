@@ -18,7 +18,7 @@ from torch import Tensor
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.lora import Adapted, LowRank
 from fused_remat.blocks.nodes import KeepScale, Linear, Node, Norm
-from fused_remat.blocks.parallel import Gathered, Reduced
+from fused_remat.blocks.parallel import Joins
 from fused_remat.blocks.pointwise import Add
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.projections import Projections
@@ -152,7 +152,7 @@ def _mixed_node(graph: Graph, node: Node, compute: torch.dtype) -> Node:
         return MixedAdd(**given, compute=compute)
     if isinstance(node, LowRank):
         return replace(node, compute=compute, to=None)
-    if isinstance(node, Projections | Adapted | Gathered | Reduced) and not inside:
+    if isinstance(node, Projections | Adapted | Joins) and not inside:
         return replace(node, compute=compute)
     if isinstance(node, KeepScale) or not graph.stream.intersection((node.name, *node.inputs)):
         return node

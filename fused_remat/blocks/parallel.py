@@ -48,8 +48,8 @@ class Parallel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Joins(Node):
-    """What both have.
+class Joins(Node):
+    """A step that talks to the other ranks: what both have.
 
     Attributes:
         parallel: the rank's place.
@@ -64,6 +64,17 @@ class _Joins(Node):
     def inputs(self) -> tuple[str, ...]:
         return (self.x,)
 
+    @property
+    def communication(self) -> tuple[str, str]:
+        """What it says in forward and in backward; "" for nothing."""
+        raise NotImplementedError
+
+    def route(self, f: Frame) -> str:
+        return self.communication[0] or "nothing: every rank has it"
+
+    def backward_route(self, f: Frame) -> str:
+        return self.communication[1]
+
     def _batch(self, f: Frame) -> int:
         """The number of sequences whose rows are to stay together; 1 where rows are tokens."""
         return f.seqs[1] - f.seqs[0] if self.per_sequence else 1
@@ -76,7 +87,7 @@ class _Joins(Node):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered(_Joins):
+class Gathered(Joins):
     """name = x of all ranks, whose gradients are summed over ranks. Its rows are tokens in any
     order, as an MLP takes them."""
 
@@ -85,11 +96,9 @@ class Gathered(_Joins):
     def length(self, lengths: Mapping[str, int]) -> int:
         return lengths[self.x] * (self.parallel.size if self.parallel.sequence else 1)
 
-    def route(self, f: Frame) -> str:
-        return "all-gather" if self.parallel.sequence else "nothing: every rank has it"
-
-    def backward_route(self, f: Frame) -> str:
-        return "reduce-scatter" if self.parallel.sequence else "all-reduce"
+    @property
+    def communication(self) -> tuple[str, str]:
+        return ("all-gather", "reduce-scatter") if self.parallel.sequence else ("", "all-reduce")
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         x = f[self.x] if self.compute is None else f[self.x].to(self.compute)
@@ -111,7 +120,7 @@ class GatheredSequences(Gathered):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduced(_Joins):
+class Reduced(Joins):
     """name = the sum of x over ranks, of this rank's tokens, + bias."""
 
     bias: str
@@ -130,11 +139,9 @@ class Reduced(_Joins):
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
         return widths[self.x]
 
-    def route(self, f: Frame) -> str:
-        return "reduce-scatter" if self.parallel.sequence else "all-reduce"
-
-    def backward_route(self, f: Frame) -> str:
-        return "all-gather" if self.parallel.sequence else ""
+    @property
+    def communication(self) -> tuple[str, str]:
+        return ("reduce-scatter", "all-gather") if self.parallel.sequence else ("all-reduce", "")
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         x = f[self.x]

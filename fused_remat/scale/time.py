@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from fused_remat.blocks.parallel import Gathered, Reduced
+from fused_remat.blocks.parallel import Joins
 from fused_remat.blocks.program import Step, programs
 from fused_remat.planner.calibration import Example, Seconds, Sizer, steps_of
 from fused_remat.scale.costs import Costs
@@ -47,16 +47,7 @@ class Work:
 
 def collective_of(step: Step) -> str:
     """What a step says to the other ranks of a tensor-parallel group; "" for nothing."""
-    node, again = step.node, step.kind == "backward"
-    if isinstance(node, Gathered):
-        if node.parallel.sequence:
-            return "reduce-scatter" if again else "all-gather"
-        return "all-reduce" if again else ""
-    if isinstance(node, Reduced):
-        if node.parallel.sequence:
-            return "all-gather" if again else "reduce-scatter"
-        return "" if again else "all-reduce"
-    return ""
+    return step.node.communication[step.kind == "backward"] if isinstance(step.node, Joins) else ""
 
 
 def sent_by(collective: str, nbytes: int, ranks: int) -> float:
@@ -99,7 +90,7 @@ def works(example: Example, save: Iterable[str], costs: Costs, layout: Layout) -
             assert node is not None
             flops, moved = sizer.work(step)
             collective, sent = collective_of(step), 0.0
-            if isinstance(node, Gathered | Reduced):
+            if isinstance(node, Joins):
                 whole = max(bytes_of[node.name], bytes_of[node.x])
                 sent = sent_by(collective, whole, layout.mesh.tensor)
                 kind, seconds = "tensor parallel", sent / link
