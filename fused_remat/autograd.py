@@ -29,7 +29,7 @@ from fused_remat.blocks.frame import Prepared, Product
 from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.reread import check_unchanged
-from fused_remat.calls import BlockCall, Functions, backward_block, forward_block
+from fused_remat.calls import BlockCall, Functions, backward_block, forward_block, round_vectors
 from fused_remat.collectives import in_context_parallel
 from fused_remat.policies import ALL_RUNGS, Policy, kept_names, offload_of
 from fused_remat.segments import Replayed, Segment, begin, input_of, segment_of
@@ -86,6 +86,7 @@ class FusedRematBlock(torch.autograd.Function):
             record.note_output(out)
         ctx.call, ctx.prepared, ctx.functions, ctx.record = call, prepared, functions, record
         ctx.segment, ctx.deferred = segment, None
+        ctx.rounds = _rounds(tensors)
         ctx.set_materialize_grads(False)
         saves: Sequence[bool] = prepared.rereads
         if segment is not None:  # all that running it again takes
@@ -112,6 +113,20 @@ class FusedRematBlock(torch.autograd.Function):
 
             return uncompiled.eagerly(_backward, ctx, dy)  # type: ignore[no-any-return]
         return _backward(ctx, dy)
+
+
+def _rounds(
+    tensors: Sequence[Tensor | None],
+) -> tuple[torch.dtype, list[torch.dtype | Tensor | None]] | None:
+    """The first tensor's dtype if it has 16 bits, and of all vectors what says the dtype that
+    autograd takes their gradients in: itself, or the leaf, of which it may change until backward.
+    """
+    x = tensors[0]
+    assert x is not None
+    if x.dtype.itemsize != 2:
+        return None
+    found = [t if t is not None and t.dim() == 1 and t.requires_grad else None for t in tensors]
+    return x.dtype, [t if t is None or t.is_leaf else t.dtype for t in found]
 
 
 def _offload(
@@ -194,7 +209,7 @@ def _grads(
     creates_graph: bool = False,
     later: list[Product] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of `wants`, None for others; autograd casts them to the tensors' dtypes.
+    """Gradients of `wants`, None for others; autograd rounds matrices to the tensors' dtypes.
 
     They are batched if `dy` is. Those of weights are deferred to `later`, if given.
     """
@@ -222,13 +237,17 @@ def _grads(
     grads = backward_block(call, prepared, tensors, out, kept, dy, functions, watch, into, later)  # type: ignore[arg-type]
     if later is not None:
         ctx.deferred = demand.Deferred.of(dy, call, wants, later, grads)
-    return _with_zeros(ctx, dy, grads, wants, into or ())
+    return _finished(ctx, dy, grads, wants, into or ())
 
 
-def _with_zeros(
+def _finished(
     ctx: Any, dy: Tensor, grads: list[Tensor | None], wants: frozenset[str], into: Collection[str]
 ) -> list[Tensor | None]:
-    """`grads`, with zeros for those of `wants` of empty inputs and of what has no influence."""
+    """`grads`, vectors rounded, with zeros for those of `wants` of empty inputs and of what has no
+    influence."""
+    if ctx.rounds is not None:
+        low, of = ctx.rounds
+        round_vectors(grads, low, [t.grad_dtype if isinstance(t, Tensor) else t for t in of])
     for i, name in enumerate(ctx.call.graph.tensors):
         if grads[i] is None and name in wants and name not in into:
             grads[i] = dy.new_zeros(ctx.prepared.given[i])
@@ -240,7 +259,7 @@ def _deferred(ctx: Any, deferred: demand.Deferred, wants: frozenset[str]) -> lis
     into = None if ctx.call.accumulation is None else _buffers(ctx, wants)
     found = deferred.give(ctx.prepared, wants, into)
     grads = [found.get(name) for name in ctx.call.graph.tensors]
-    return _with_zeros(ctx, deferred.dy, grads, wants, into or ())
+    return _finished(ctx, deferred.dy, grads, wants, into or ())
 
 
 def _buffers(ctx: Any, wants: frozenset[str], creates_graph: bool = False) -> dict[str, Tensor]:

@@ -204,6 +204,30 @@ def backward_block(
     return [found.pop(name, None) for name in call.graph.tensors]
 
 
+def round_vectors(
+    grads: list[Tensor | None], low: torch.dtype, dtypes: Sequence[torch.dtype | None]
+) -> None:
+    """Round gradients of biases and norms, summed in float32, to `low`: all in one kernel.
+
+    Those that `dtypes` asks in `low`, one for each of `grads`. Autograd would round each in a
+    kernel of its own; matrices are left to it, for it frees one before it makes the next.
+
+    >>> grads = [torch.ones(2), torch.ones(3), None, torch.ones(2, 2)]
+    >>> round_vectors(grads, torch.half, [torch.half, None, torch.half, torch.half])
+    >>> [g if g is None else g.dtype for g in grads]
+    [torch.float16, torch.float32, None, torch.float32]
+    """
+    wide: dict[int, Tensor] = {}
+    for place, (grad, dtype) in enumerate(zip(grads, dtypes, strict=True)):
+        if dtype is low and grad is not None and grad.dtype is torch.float32 and grad.dim() == 1:
+            wide[place] = grad
+    if wide:
+        rounded = [torch.empty_like(grad, dtype=low) for grad in wide.values()]
+        torch._foreach_copy_(rounded, list(wide.values()))
+        for place, grad in zip(wide, rounded, strict=True):
+            grads[place] = grad
+
+
 def autocast_on(x: Tensor) -> bool:
     """Whether autocast is on for tensors on the device of `x`.
 

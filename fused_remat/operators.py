@@ -37,6 +37,7 @@ from fused_remat.calls import (
     empty_output,
     forward_block,
     prepare,
+    round_vectors,
 )
 from fused_remat.offload import fetched, hold, start_out
 from fused_remat.policies import ALL_RUNGS, Policy, kept_names
@@ -261,6 +262,8 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     tensors = this.aligned(this.saved, saved[:count])
     pieces = _split(prepared, whole)
     grads = backward_block(this.call, prepared, tensors, out, pieces, dy)
+    if dtype.itemsize == 2:
+        round_vectors(grads, dtype, [this.dtypes.get(name) for name in this.call.graph.tensors])
     named = dict(zip(this.call.graph.tensors, grads, strict=True))
     result = []
     for name in this.wanted:

@@ -327,12 +327,23 @@ def norm_params_bwd_kernel(
 
 @triton.jit
 def column_sum_kernel(
-    parts_ptr, out_ptr, P, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """out = the sum of parts over rows, always in the same order.
+    parts_ptr,
+    out_ptr,
+    other_parts_ptr,
+    other_out_ptr,
+    P,
+    N,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out = the sum of parts over rows, always in the same order; the same of the others, if any.
 
-    Shapes: parts (P, N), out (N,), float32. Grid (cdiv(N, BLOCK_N),).
+    Shapes: parts (P, N), out (N,), float32. Grid (cdiv(N, BLOCK_N), 1, or 2 with others).
     """
+    if other_parts_ptr is not None:  # noqa: SIM102 (known when it is compiled)
+        if tl.program_id(1) == 1:
+            parts_ptr = other_parts_ptr
+            out_ptr = other_out_ptr
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, P, BLOCK_M):

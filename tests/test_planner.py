@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -380,6 +381,42 @@ def test_fit_finds_the_largest_batch_that_fits():
     assert few.size == 8 <= found.size
     with pytest.raises(BudgetError, match="not even a size of 1 fits"):
         fit(model, batch, 100_000, costs="analytic")
+
+
+def test_fit_takes_less_where_the_device_has_no_room_to_measure_all_options(monkeypatch):
+    module, asked = importlib.import_module("fused_remat.planner.fit"), []
+
+    def out_of_memory_once(model, x, **options):
+        asked.append(len(x))
+        if len(asked) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return plan(model, x, **options)
+
+    def batch(size):
+        return torch.randn(size, 16, 32)
+
+    monkeypatch.setattr(module, "plan", out_of_memory_once)
+    found = fit(encoder(layers=1), batch, "1GiB", most=2, costs="analytic", loss=squared)
+    assert asked == [2, 1] and found.size == 1 and set(found.tried) == {1, 2}
+    with pytest.raises(torch.OutOfMemoryError):
+        asked.clear()
+        fit(encoder(layers=1), batch, "1GiB", most=1, costs="analytic", loss=squared)
+
+
+def test_fit_measures_all_options_of_the_size_that_does_not_fit_alone(monkeypatch):
+    module, measured = importlib.import_module("fused_remat.planner.fit"), []
+    measure = module.measure_chain
+
+    def seen(model, args, *rest, **options):
+        measured.append((len(args[0]), options.get("options") is None))
+        return measure(model, args, *rest, **options)
+
+    monkeypatch.setattr(module, "measure_chain", seen)
+    model = encoder(layers=2)
+    found = fit(model, lambda size: torch.randn(size, 16, 32), "600KiB", costs="analytic")
+    assert next(size for size, all_options in measured if all_options) > 1
+    assert sorted(found.tried) == sorted({size for size, _ in measured})
+    assert len(measured) == len(set(measured))
 
 
 def test_fit_stops_where_batches_do_not_grow():

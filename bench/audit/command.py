@@ -10,6 +10,7 @@ earlier run's JSON what would be compiled from the same source with the same com
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -21,7 +22,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -227,13 +228,35 @@ def _label(arch: int, dtype: str) -> str:
     return f"{'sm_' + str(arch) if arch else 'gfx942'} {dtype}"
 
 
-def _examine(work: tuple[int, str, int], known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _examine(work: tuple[int, str, int]) -> dict[str, Any]:
     """The row of an architecture's and dtype's case number so and so, in a process of the pool."""
+    arch, dtype, index = work
+    return {"target": _label(arch, dtype)} | examine(_cases(arch, dtype)[index], arch)
+
+
+def _held(work: tuple[int, str, int], known: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """The known row of the same source; named as it is now."""
     arch, dtype, index = work
     case = _cases(arch, dtype)[index]
     row = known.get(digest(case.launch, arch)) if known else None
     said = {"name": case.name, "default": case.default, "product": case.product}
-    return {"target": _label(arch, dtype)} | (examine(case, arch) if row is None else row | said)
+    return None if row is None else {"target": _label(arch, dtype)} | row | said
+
+
+def _rows(
+    work: Sequence[tuple[int, str, int]], known: Mapping[str, dict[str, Any]], jobs: int
+) -> Iterator[dict[str, Any]]:
+    """In order; what is not known is compiled in processes of its own, none if there is nothing."""
+    held = [_held(one, known) for one in work]
+    new = [one for one, row in zip(work, held, strict=True) if row is None]
+    with contextlib.ExitStack() as stack:
+        made: Iterator[dict[str, Any]] = iter(())
+        if new:
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(context.Pool(min(jobs, len(new))))
+            made = pool.imap(_examine, new)
+        for row in held:
+            yield next(made) if row is None else row
 
 
 def _chosen(options: argparse.Namespace) -> list[tuple[int, str, int]]:
@@ -259,16 +282,14 @@ def main(arguments: Sequence[str]) -> int:
     work, rows, wrong = _chosen(options), [], []
     reused = json.loads(options.reuse.read_text())["rows"] if options.reuse is not None else []
     by_digest = {row.get("digest"): row for row in reused}
-    find = functools.partial(_examine, known=by_digest)
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        for (arch, _, _), row in zip(work, pool.imap(find, work), strict=True):
-            rows.append(row)
-            print(f"{row['target']:<12}{_line(row)}", flush=True)
-            of_target = known.setdefault(row["target"], {})
-            if options.write_budgets and arch:
-                of_target[row["name"]] = {k: row[k] for k in ("registers", "shared", "stack")}
-            found = complaints(row, arch, of_target.get(row["name"]))
-            wrong += [f"{row['target']}: {row['name']}: {complaint}" for complaint in found]
+    for (arch, _, _), row in zip(work, _rows(work, by_digest, options.jobs), strict=True):
+        rows.append(row)
+        print(f"{row['target']:<12}{_line(row)}", flush=True)
+        of_target = known.setdefault(row["target"], {})
+        if options.write_budgets and arch:
+            of_target[row["name"]] = {k: row[k] for k in ("registers", "shared", "stack")}
+        found = complaints(row, arch, of_target.get(row["name"]))
+        wrong += [f"{row['target']}: {row['name']}: {complaint}" for complaint in found]
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         made = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}

@@ -33,6 +33,7 @@ from bench.gpu import kernels as gpu_kernels
 from bench.gpu import layers as gpu_layers
 from bench.gpu import models as gpu_models
 from bench.gpu import plans as gpu_plans
+from bench.gpu import profile as gpu_profile
 from bench.gpu.report import failures, line, report
 from bench.measure import ceilings
 from bench.measure import contest as gpu_contest
@@ -128,7 +129,8 @@ def _compile_jobs(rig: Rig) -> Iterator[Job]:
     yield Job(name, lambda rig: precompile(rig, min(75.0, 0.2 * rig.left)), 90.0)
 
 
-#: In this order; shares are of what is left. `torch.compile` last: it takes long to start.
+#: In this order; shares are of what is left. `torch.compile` late: it takes long to start;
+#: the profiler last, since it may stay attached.
 SECTIONS: dict[str, Section] = {
     "environment": Section(1.0, _environment_jobs),
     "ceilings": Section(1.0, _ceiling_jobs),
@@ -136,6 +138,7 @@ SECTIONS: dict[str, Section] = {
     "attention": Section(14.0, _contests(gpu_kernels.attention_entries, 8.0)),
     "products": Section(9.0, _contests(product_routes.route_entries, 6.0)),
     "layers": Section(10.0, _steps(gpu_layers.layer_entries, 20.0)),
+    "long": Section(3.0, _steps(gpu_layers.long_entries, 40.0)),
     "model": Section(16.0, _steps(gpu_models.model_entries, 60.0)),
     "plans": Section(5.0, _steps(gpu_plans.plan_entries, 60.0)),
     "attention calls": Section(8.0, _contests(gpu_kernels.special_entries, 8.0)),
@@ -151,6 +154,7 @@ SECTIONS: dict[str, Section] = {
     "flex": Section(3.0, _contests(gpu_kernels.flex_entries, 45.0)),
     "compile": Section(6.0, _steps(gpu_layers.compile_entries, 150.0)),
     "slow starters": Section(4.0, _contests(gpu_kernels.slow_entries, 60.0)),
+    "profile": Section(10.0, _steps(gpu_profile.profile_entries, 30.0)),
 }
 
 

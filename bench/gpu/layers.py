@@ -25,6 +25,8 @@ WAYS = (*_STOCK, "selective_matmuls", "selective_attention", "torch_remat", *RUN
 MLP_WAYS = (*_STOCK, "selective_matmuls", "full", "none", "fast8")
 REPLAYED = (*_STOCK, *RUNGS, "fast8")
 COMPILED = (*_STOCK, "compile", "full", "full_compiled", "fast", "fast_compiled")
+#: Of one long sequence.
+LONG_LEN, LONG = 32768, (*_STOCK, *RUNGS)
 BUDGETED = (
     *(*_STOCK, "compile", *(f"compile_budget_{budget:g}" for budget in BUDGETS)),
     *("full", "lean", "fast"),
@@ -37,14 +39,20 @@ Entry = tuple[dict[str, Any], Callable[[Rig], dict[str, Any]]]
 
 
 def measure(
-    subject: Subject, names: Sequence[str], rig: Rig, timer: Timer = Step
+    subject: Subject,
+    names: Sequence[str],
+    rig: Rig,
+    timer: Timer = Step,
+    beside: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A row; a dry run has rungs on the Triton backend, and compiles without Inductor."""
+    """A row, with ratios to the baselines and `beside`; a dry run has rungs on the Triton backend,
+    and compiles without Inductor.
+    """
     if rig.dry:
         subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
     subject.captured = timer is ReplayedStep
     rig = dataclasses.replace(rig, seconds=_LONGER * rig.seconds)
-    row = measure_subject(subject, names, rig, timer)
+    row = measure_subject(subject, names, rig, timer, beside=beside)
     return row | {"ways": {name: as_contest(found) for name, found in row["ways"].items()}}
 
 
@@ -63,10 +71,14 @@ def as_contest(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_layer(
-    case: Case, names: Sequence[str], rig: Rig, timer: Timer = Step
+    case: Case,
+    names: Sequence[str],
+    rig: Rig,
+    timer: Timer = Step,
+    beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The same of an encoder layer, and which: the frontier is drawn of such rows."""
-    row = measure(case.subject(rig.device), names, rig, timer)
+    row = measure(case.subject(rig.device), names, rig, timer, beside)
     return {"layer": dataclasses.asdict(case), **row}
 
 
@@ -131,6 +143,23 @@ def frontier_entries(rig: Rig) -> Iterator[Entry]:
         case = _case(rig, "pre-norm", width, seq_len=seq_len)
         ways = _fewer(rig, WAYS)
         yield case, lambda rig, layer=layer, ways=ways: measure_layer(layer, ways, rig)
+
+
+def long_encoder(rig: Rig) -> Case:
+    """A pre-norm layer of one long sequence."""
+    base = encoder(rig, "pre", rig.size(WIDTHS[0], 32), 0.0)
+    return dataclasses.replace(base, batch=1, seq_len=rig.size(LONG_LEN, 5))
+
+
+def long_entries(rig: Rig) -> Iterator[Entry]:
+    """One long sequence, of which attention takes most of the time: rungs beside each other.
+
+    Checked like the others, against float64 at this very length: `exact_by_head`.
+    """
+    layer = long_encoder(rig)
+    case = {"name": "pre-norm", "width": layer.d_model, "seq_len": layer.seq_len}
+    ways = ("eager", "none") if rig.dry else LONG
+    yield case, lambda rig: measure_layer(layer, ways, rig, beside=("none",))
 
 
 def mlp_entries(rig: Rig) -> Iterator[Entry]:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.gpu import targets
+from bench.gpu.kinds import KINDS
+
 
 def _way(name: str, way: dict[str, Any]) -> str:
     if "us" not in way:
@@ -55,12 +58,38 @@ def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
+def profile_table(row: dict[str, Any]) -> str:
+    """A profiled case: microseconds a step by kind of kernel, the least that it takes in brackets.
+
+    "busy" is the time in which anything ran on the device, "gaps" the rest of a step; "launches"
+    are kernels, copies and fills; "host" is the time to launch a step.
+    """
+    ways = {name: way for name, way in row["ways"].items() if "kinds_us" in way}
+    table = [["", *ways]]
+    for kind in KINDS:
+        table.append([kind, *(_kind(kind, way) for way in ways.values())])
+    for label, key in (("busy", "busy_us"), ("gaps", "gaps_us"), ("host", "host_us")):
+        table.append([label, *(f"{way[key]:.0f}" for way in ways.values())])
+    table.append(["step", *(f"{way['us']['p50']:.0f}" for way in ways.values())])
+    table.append(["launches", *(f"{way['launches']:.0f}" for way in ways.values())])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    title = line({"case": row["case"], "ways": {}}).rstrip(": ")
+    lines = ["  ".join(map(str.rjust, cells, widths)) for cells in table]
+    return "\n".join([f"{title}, microseconds a step (least)", *lines])
+
+
+def _kind(kind: str, way: dict[str, Any]) -> str:
+    least = way["least_us"].get(kind)
+    return f"{way['kinds_us'][kind]:.0f}" + ("" if least is None else f" ({least:.0f})")
+
+
 def report(path: Path, run: str) -> str:
-    """The table of a run: what was measured, and what failed."""
+    """What a run measured, and what failed; profiled steps by kind; the targets."""
     rows = json.loads(path.read_text())["results"] if path.exists() else []
     rows = [row for row in rows if row.get("run") == run]
     lines = [line(row) for row in rows if "ways" in row or "found" in row]
     wrong, skipped = failures(rows), sum("skipped" in row for row in rows)
     lines += [f"\n{len(wrong)} failures, {skipped} cases without time", *wrong]
     legend = "\nmicroseconds, ratio to the first, share of the ceiling or MiB held/peak"
-    return "\n".join([legend, *lines])
+    tables = ["\n" + profile_table(row) for row in rows if "profiled" in row]
+    return "\n".join([legend, *lines, *tables, "\n" + targets.table(rows)])

@@ -80,20 +80,28 @@ def measure_subject(
     rig: Rig,
     timer: Timer = Step,
     progress: Progress | None = None,
+    beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """`measure`'s row without the case: of these ways, each of which `timer` times.
+
+    `beside`: ways that all are compared with besides the baselines.
 
     Memory is not measured in a dry run, nor of steps that a graph replays.
     """
     try:
-        return _measure(subject, names, rig, timer, progress)
+        return _measure(subject, names, rig, timer, progress, (*WAYS.baselines, *beside))
     finally:
         if any(_is_compiled(name) for name in names):
             torch._dynamo.reset()  # lets go of this case's tensors
 
 
 def _measure(
-    subject: Subject, names: Sequence[str], rig: Rig, timer: Timer, progress: Progress | None
+    subject: Subject,
+    names: Sequence[str],
+    rig: Rig,
+    timer: Timer,
+    progress: Progress | None,
+    baselines: Sequence[str],
 ) -> dict[str, Any]:
     checks = Checks(subject)
     ways: dict[str, dict[str, Any]] = {}
@@ -115,7 +123,7 @@ def _measure(
     if progress is not None:
         progress.at("all in turns")
     times = in_turns(steps, rig)
-    for name, times_found in summary(times, WAYS.baselines).items():
+    for name, times_found in summary(times, baselines).items():
         ways[name] |= times_found
     if progress is not None:
         progress.done(len(names))

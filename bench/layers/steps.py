@@ -14,6 +14,7 @@ from bench.measure.turns import quantiles
 
 _TIMED_SECONDS = 1e-2  # of a sample on a GPU, about
 _MOST_STEPS = 10
+_QUEUED = 3  # steps back to back, at least
 #: Seconds by what was timed: "forward", "backward", "step", and "host", which is what the host
 #: takes to launch a step.
 Times = dict[str, float]
@@ -69,6 +70,34 @@ class Step:
         _record(events)
         y.backward(self.sample.dy)
         _record(events)
+
+
+class QueuedStep(Step):
+    """The same of steps back to back, as in training: caches are as the step before left them.
+
+    On a GPU there is no event within them, and one that is not timed still runs when they are
+    launched. Where launching takes longer than the steps themselves, that shows.
+    """
+
+    def __init__(self, forward: Forward, subject: Subject, clock: Clock) -> None:
+        super().__init__(forward, subject, clock)
+        self.count = max(_QUEUED, self.count)
+
+    def _between_events(self) -> Times:
+        ends: list[torch.cuda.Event] = []
+        self._run()
+        _record(ends)
+        before = time.perf_counter()
+        for _ in range(self.count):
+            self._run()
+        host = time.perf_counter() - before
+        _record(ends)
+        torch.cuda.synchronize(self.clock.device)
+        step = 1e-3 * ends[0].elapsed_time(ends[1])
+        return {"step": step / self.count, "host": host / self.count}
+
+    def _run(self) -> None:
+        self.forward(self.sample.x).backward(self.sample.dy)
 
 
 class ReplayedStep(Step):

@@ -171,9 +171,12 @@ def measure_chain(
     timed: bool = True,
     lossy: bool = False,
     offload: bool = False,
+    update: tuple[int, int] | None = None,
 ) -> tuple[Chain, tuple[StepCost, ...]]:
     """The numbers that methods choose from, and what steps cost; arguments as of `plan`.
 
+    Args:
+        update: what `optimizers.predict` says of the optimizer, if it was asked before.
     Raises: as `plan`.
     """
     device = device_of(model, [inputs, kwargs])
@@ -206,13 +209,15 @@ def measure_chain(
             for call in reversed(firsts.values())
             for cost in calibration.compare(call.layer, call.example, timed=costs != "analytic")
         ]
-    state, update = (0, 0) if optimizer is None else optimizers.predict(optimizer)
+    if update is None:
+        update = (0, 0) if optimizer is None else optimizers.predict(optimizer)
+    state, temporary = update
     made = 0 if accumulates else max((m.gradients for m in step.moments), default=0)
     resting = step.resting | ({"optimizer state": state} if state else {})
     if optimizer is not None and "others" in resting:  # the state that is there already
         there = optimizers.state_bytes(optimizer)
         resting["others"] = max(0, resting["others"] - there)
-    chain = Chain(calls, step.moments, resting, step.seconds, made + update, step.kept)
+    chain = Chain(calls, step.moments, resting, step.seconds, made + temporary, step.kept)
     return chain, tuple(steps)
 
 

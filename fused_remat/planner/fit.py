@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fused_remat.planner import chain as chains
+from fused_remat.planner import optimizers
 from fused_remat.planner.budget import Budget, BudgetError, bytes_of
 from fused_remat.planner.build import measure_chain, plan
 from fused_remat.planner.calibration import Calibration
@@ -29,8 +30,9 @@ class Fit:
     Attributes:
         size: the largest argument of `make_batch` that fits.
         plan: the fastest plan for it within the memory.
-        tried: the least possible peak in bytes of every size that was tried, None where the
-            device ran out of memory.
+        tried: by size, the peak in bytes of a step with every layer keeping its input alone; the
+            least possible one of sizes for which that is too much. None where the device ran out
+            of memory.
     """
 
     size: int
@@ -60,7 +62,8 @@ def fit(
         costs: as of `plan`, for the plan that is returned.
         options: as of `plan`: optimizer, loss, accumulates, segments, options, lossy, offload.
     Units: bytes. Sizes are tried on the device, each a step with every layer keeping its input
-        alone; larger and larger ones until one does not fit.
+        alone; larger and larger ones until one does not fit. Whatever else layers can keep is
+        measured of the next size only, and of those after it while it makes them fit.
     Raises: BudgetError if the smallest size does not fit; ValueError if `multiple` or `most` is not
         positive, or batches do not grow with their size and there is no `most`; TypeError for an
         argument that `plan` does not have.
@@ -78,14 +81,23 @@ def fit(
         raise ValueError(f"most ({most}) is below multiple ({multiple})")
     limit = bytes_of(memory, device_of(model, []))
     search = _Search(model, make_batch, multiple, options)
-    count = search.largest(limit, None if most is None else most // multiple)
-    args, kwargs = _arguments(make_batch(count * multiple))
-    found = plan(model, *args, budget=limit, costs=costs, **options, **kwargs)
-    return Fit(count * multiple, found, {n * multiple: p for n, p in search.peaks.items()})
+    most = None if most is None else most // multiple
+    while True:
+        count = search.largest(limit, most)
+        args, kwargs = _arguments(make_batch(count * multiple))
+        try:
+            found = plan(model, *args, budget=limit, costs=costs, **options, **kwargs)
+        except torch.OutOfMemoryError:  # what a layer can keep, a call of its own for each
+            if count == 1:
+                raise
+            torch.cuda.empty_cache()
+            most = count - 1
+        else:
+            return Fit(count * multiple, found, search.tried())
 
 
 class _Search:
-    """Least peaks by size, in multiples."""
+    """Peaks by size, in multiples: of keeping inputs alone, and the least of all options."""
 
     def __init__(
         self,
@@ -95,16 +107,42 @@ class _Search:
         options: Mapping[str, Any],
     ) -> None:
         self._model, self._make_batch, self._multiple = model, make_batch, multiple
-        self._options = options
-        self.peaks: dict[int, int | None] = {}
+        optimizer = options.get("optimizer")
+        update = None if optimizer is None else optimizers.predict(optimizer)
+        every = {**options, "update": update}
+        self._measured: list[tuple[dict[str, Any], dict[int, int | None]]] = [
+            ({**every, "options": ()}, {}), (every, {})
+        ]  # fmt: skip
         self._elements: dict[int, int] = {}  # of the batches
 
+    def tried(self) -> dict[int, int | None]:
+        """What is known of each size."""
+        (_, base), (_, least) = self._measured
+        return {n * self._multiple: p for n, p in (base | least).items()}
+
     def largest(self, limit: int, most: int | None) -> int:
+        """With inputs alone, then what more can be with all options: they take long to measure."""
+        fits = 0
+        for given, peaks in self._measured:
+            fits = self._grown(fits, limit, most, given, peaks)
+        if not fits:
+            raise self._too_small(limit, self._measured[-1][1][1])
+        return fits
+
+    def _grown(
+        self,
+        fits: int,
+        limit: int,
+        most: int | None,
+        options: Mapping[str, Any],
+        peaks: dict[int, int | None],
+    ) -> int:
         """Grow by what the last two peaks say, at most fourfold; then close in."""
-        fits, fails = 0, None if most is None else most + 1
-        size = 1
+        fails = None if most is None else most + 1
+        size = fits + 1
         while fails is None or fails - fits > 1:
-            peak = self._peak(size)
+            peak = peaks[size] if size in peaks else self._peak(size, options)
+            peaks[size] = peak
             if peak is not None and peak <= limit:
                 if fails is None and fits and self._elements[size] <= self._elements[fits]:
                     raise ValueError(
@@ -114,13 +152,13 @@ class _Search:
                 fits = size
             else:
                 fails = size
-            if fails == 1:
-                raise self._too_small(limit, peak)
-            size = self._next(fits, fails, limit)
+            size = self._next(fits, fails, limit, peaks)
         return fits
 
-    def _next(self, fits: int, fails: int | None, limit: int) -> int:
-        known = sorted((n, p) for n, p in self.peaks.items() if p is not None)
+    def _next(
+        self, fits: int, fails: int | None, limit: int, peaks: Mapping[int, int | None]
+    ) -> int:
+        known = sorted((n, p) for n, p in peaks.items() if p is not None)
         guess = _GROWTH * fits if fails is None else (fits + fails) // 2
         if len(known) > 1:
             (n0, p0), (n1, p1) = known[-2:]
@@ -132,18 +170,15 @@ class _Search:
             guess = fails - 1
         return max(fits + 1, min(guess, _GROWTH * fits))
 
-    def _peak(self, size: int) -> int | None:
+    def _peak(self, size: int, options: Mapping[str, Any]) -> int | None:
         args, kwargs = _arguments(self._make_batch(size * self._multiple))
         self._elements[size] = sum(t.numel() for t in tensors_in([args, kwargs]))
         try:
-            chain, _ = measure_chain(
-                self._model, args, kwargs, "analytic", timed=False, **self._options
-            )
-            self.peaks[size] = chains.peak(chain, least_peak(chain))
+            chain, _ = measure_chain(self._model, args, kwargs, "analytic", timed=False, **options)
+            return chains.peak(chain, least_peak(chain))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            self.peaks[size] = None
-        return self.peaks[size]
+            return None
 
     def _too_small(self, limit: int, peak: int | None) -> BudgetError:
         what = "more than the device has" if peak is None else f"{human(peak)} ({peak} bytes)"

@@ -12,6 +12,7 @@ from torch import nn
 
 from fused_remat import FusedRematLayer, explain, memory_report, ops
 from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
+from fused_remat.calls import round_vectors
 from fused_remat.memory import measure_allocations, predict_kept_bytes
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -56,6 +57,17 @@ def run(layer, x, dy, *masks, seed=1, **kwargs):
     y = layer(x, *masks, **kwargs)
     leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_vectors_are_rounded_together_to_the_bits_that_autograd_gives(low):
+    wide = [normal(torch.float32, size, scale=1e4) for size in (1, 7, 1024, 4096, 65537)]
+    wide[1][:4] = torch.tensor([1e38, -torch.inf, 1e-40, 3e-8])
+    grads = [None, *wide, normal(torch.float32, 2, 2)]
+    round_vectors(grads, low, [low] * len(grads))
+    assert grads[0] is None and grads[-1].dtype is torch.float32
+    for found, exact in zip(grads[1:-1], wide, strict=True):
+        assert torch.equal(found, exact.to(low)) and found.dtype is low
 
 
 def check_against(found, yardstick, exact, dtype):

@@ -14,6 +14,7 @@ from poisoned import TARGET
 
 from bench.gpu import command as gpu
 from bench.gpu import layers as gpu_layers
+from bench.gpu.kinds import KINDS
 from bench.gpu.report import failures
 from bench.measure import contest as gpu_contest
 from bench.measure.contest import Contest, Rig, Way, Work
@@ -80,6 +81,30 @@ def test_every_tile_and_rung_is_there(rows):
     layers = [row["ways"] for row in rows if row["case"]["section"] == "layers"]
     assert [list(found) for found in layers] == [list(gpu_layers.WAYS), *[list(gpu_layers.DRY)] * 2]
     assert not any("step_peak_bytes" in way for found in layers for way in found.values())
+
+
+def test_the_long_case_is_compared_with_what_keeps_all(rows):
+    (row,) = [row for row in rows if row["case"]["section"] == "long"]
+    assert row["ways"]["none"]["check"]["against"] == "float64"
+    assert {"eager", "none"} <= set(row["ways"]["eager"]["ratio"])
+
+
+def test_one_long_sequence_on_a_gpu():
+    """Of the rungs and the stock ways, with enough time and before what matters less."""
+    rig = Rig(torch.device("cpu"), torch.bfloat16, False, TARGET, ends=0.0)  # nothing is made of it
+    (job,) = gpu.SECTIONS["long"].jobs(rig)
+    assert job.case == {"name": "pre-norm", "width": 2048, "seq_len": 32768}
+    assert gpu_layers.long_encoder(rig).batch == 1
+    order = list(gpu.SECTIONS)
+    assert order.index("layers") < order.index("long") < order.index("model")
+
+
+def test_every_way_of_a_profile_is_taken_apart(rows):
+    (row,) = [row for row in rows if row["case"]["section"] == "profile"]
+    for name, way in row["ways"].items():
+        assert set(way["kinds_us"]) == set(KINDS) and way["launches"] and way["kernels"], name
+        assert {"products", "attention", "norms", "pointwise"} == set(way["least_us"]), name
+        assert {"us", "check", "ratio", "host_us", "busy_us", "gaps_us"} <= set(way), name
 
 
 @pytest.fixture

@@ -95,7 +95,9 @@ def test_backward(kind, dtype, shape, wants, walked):
     )  # fmt: skip
     dx = poisoned(*shape, dtype) if marks[0] else None
     dweight, dbias = (torch.full((shape[1],), torch.nan) if m else None for m in marks[1:])
-    for launch in norms.norm_bwd(dy, x, stats, weight, add, dx, dweight, dbias, TARGET):
+    launches = norms.norm_bwd(dy, x, stats, weight, add, dx, dweight, dbias, TARGET)
+    assert sum(launch.kernel is norms.column_sum_kernel for launch in launches) <= 1  # for both
+    for launch in launches:
         launch.run()
     if dx is not None:
         check_margin(dx)

@@ -127,11 +127,9 @@ def _parts(total: Tensor | None, programs: int) -> Tensor | None:
 
 
 def _sums(*pairs: tuple[Tensor | None, Tensor | None]) -> list[Launch]:
-    return [
-        column_sum(parts, total)
-        for total, parts in pairs
-        if total is not None and parts is not None
-    ]
+    """The totals that are wanted, of parts of one shape: a launch for both."""
+    wanted = [(p, t) for t, p in pairs if t is not None and p is not None]
+    return [column_sum(*wanted[0], *wanted[1:])] if wanted else []
 
 
 def _params_bwd(
@@ -158,10 +156,11 @@ def _params_bwd(
     return [first, *_sums((dweight, dweight_parts), (dbias, dbias_parts))]
 
 
-def column_sum(parts: Tensor, total: Tensor) -> Launch:
-    """total (N,) = parts (P, N) summed over rows, float32."""
+def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> Launch:
+    """total (N,) = parts (P, N) summed over rows, float32; and of one more pair, if given."""
     programs, width = parts.shape
     blocks = {"BLOCK_M": 32, "BLOCK_N": 64}
-    grid = (cdiv(width, 64),)
-    args = (parts, total, programs, width)
+    grid = (cdiv(width, 64), 1 + len(others))
+    ((more, sums),) = others or ((None, None),)
+    args = (parts, total, more, sums, programs, width)
     return Launch(column_sum_kernel, grid, args, blocks, device=total.device)

@@ -1,0 +1,306 @@
+"""What the rows of `bench gpu` say of each target: every case of it, and what stands between.
+
+Of what is missed: the least that it could be at the same run's ceilings, and what takes more than
+its own least, from the profiled steps and the floors of kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.gpu.kinds import KINDS
+
+Row = Mapping[str, Any]
+#: Of a target, every case of it that was measured.
+Find = Callable[[Sequence["Row"]], Iterator["Found"]]
+#: Width of a layer -> limit.
+Limits = Mapping[int, float]
+LONG_LEN, SEQ_LEN = 32768, 2048
+#: Products of an MLP's step that keeps its input only: the rebuilt one, two forward, four backward.
+_MLP_PRODUCTS = 7
+_OURS = ("full", "lean", "balanced", "fast", "none")
+#: Who computes attention or a norm beside us: not by explicit scores.
+_LIBRARY = (
+    "aten", "flash", "cudnn", "efficient", "varlen", "flex", "flash-attn", "flash-attn 3",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured of a target in a case.
+
+    Attributes:
+        where: the case, and of several ways which.
+        value: None where results are wrong, or none came.
+        between: what stands between where it is missed.
+    """
+
+    where: str
+    value: float | None
+    limit: float
+    between: str = ""
+
+
+def _rows(rows: Sequence[Row], section: str, name: str = "") -> Iterator[Row]:
+    """The measured rows of a section, by the beginning of their names."""
+    for row in rows:
+        case = row["case"]
+        if case.get("section") == section and "ways" in row and case["name"].startswith(name):
+            yield row
+
+
+def _value(way: Row, read: Callable[[Row], float | None]) -> tuple[float | None, bool]:
+    """What is read of a way, and whether it counts: None counts where it failed."""
+    if "error" in way:
+        return None, True
+    value = read(way) if "us" in way else None
+    return value, value is not None
+
+
+def _ratio(baseline: str) -> Callable[[Row], float | None]:
+    """Of a step or a call to the baseline's, by round."""
+
+    def read(way: Row) -> float | None:
+        found = way["ratio"].get(baseline)
+        return None if found is None else float(found["p50"])
+
+    return read
+
+
+def _kept(way: Row) -> float:
+    return float(way.get("kept_bytes") or way.get("held_bytes") or 0.0)
+
+
+def _share(baseline: Row) -> Callable[[Row], float | None]:
+    """Of bytes kept, relative to the baseline's."""
+    whole = _kept(baseline)
+    return lambda way: _kept(way) / whole if whole and _kept(way) else None
+
+
+def steps(
+    section: str, name: str, way: str, baseline: str, limits: Limits, kept: bool = False
+) -> Find:
+    """A way's step at every width, or the bytes it keeps, over the baseline's."""
+
+    def find(rows: Sequence[Row]) -> Iterator[Found]:
+        for row in _rows(rows, section, name):
+            width, ways = row["case"]["width"], row["ways"]
+            if width not in limits or row["case"].get("dropout") or way not in ways:
+                continue
+            read = _share(ways.get(baseline, {})) if kept else _ratio(baseline)
+            value, counts = _value(ways[way], read)
+            if counts:
+                between = "" if kept else _between(rows, row, way, baseline)
+                yield Found(f"D = {width}", value, limits[width], between)
+
+    return find
+
+
+def _between(rows: Sequence[Row], row: Row, way: str, baseline: str) -> str:
+    """Of a step: its profile where there is one; of an MLP's, what its products take."""
+    case = row["case"]
+    if case["section"] == "mlp":
+        return _mlp_least(rows, row, baseline)
+    if not case["name"].startswith("pre-norm"):
+        return "not profiled"
+    return of_profile(rows, case["width"], case.get("seq_len", SEQ_LEN), way, baseline)
+
+
+def of_profile(rows: Sequence[Row], width: int, seq_len: int, way: str, baseline: str) -> str:
+    """The least of a way's step relative to the baseline's step, and what takes how much more."""
+    at = {"width": width, "seq_len": seq_len}
+    profiles = (
+        r["ways"] for r in _rows(rows, "profile", "pre-norm") if at.items() <= r["case"].items()
+    )
+    ways = next(profiles, {})
+    if not all("kinds_us" in ways.get(name, {}) for name in (way, baseline)):
+        return "not profiled"
+    found, least = ways[way], ways[way]["least_us"]
+    step, total = found["us"]["p50"], sum(least.values())
+    if not least:
+        return "no ceiling was measured"
+    above = {kind: found["kinds_us"][kind] - least.get(kind, 0.0) for kind in KINDS}
+    above["gaps"] = found["gaps_us"]
+    most = sorted(above, key=lambda kind: -above[kind])
+    parts = [f"{kind} +{above[kind]:,.0f}" for kind in most if above[kind] > 0.01 * step]
+    over = total / ways[baseline]["us"]["p50"]
+    said = f"least {total:,.0f} of {step:,.0f} µs, {over:.2f}× {baseline}'s step"
+    return f"{said}; above the least, µs: {', '.join(parts) or 'nothing'}"
+
+
+def _ceiling(rows: Sequence[Row], unit: str) -> float | None:
+    found = (way.get(unit) for row in _rows(rows, "ceilings") for way in row["ways"].values())
+    return next((float(most) for most in found if most), None)
+
+
+def _mlp_least(rows: Sequence[Row], row: Row, baseline: str) -> str:
+    most, case = _ceiling(rows, "TFLOP/s"), row["case"]
+    theirs = row["ways"].get(baseline, {})
+    if most is None or "tokens" not in case or "us" not in theirs:
+        return ""
+    flops = _MLP_PRODUCTS * 2.0 * case["tokens"] * 4 * case["width"] ** 2
+    least = flops / most / 1e6
+    said = f"{_MLP_PRODUCTS} products take {least:,.0f} µs at least"
+    return f"{said}, {least / theirs['us']['p50']:.2f}× {baseline}'s step"
+
+
+def _of_floor(row: Row, way: str, other: str) -> str:
+    """Of a contest of kernels: the floor, and the shares of its speed."""
+    if not row.get("floor_us"):
+        return ""
+    shares = (f"{n} {row['ways'][n]['of_ceiling']:.0%}" for n in (way, other)
+              if "of_ceiling" in row["ways"].get(n, {}))  # fmt: skip
+    return f"floor {row['floor_us']:,.0f} µs; of its speed: {', '.join(shares)}"
+
+
+def _where(case: Row) -> str:
+    """A contest's case in a few words."""
+    names = {"seq_len": "S", "head_dim": "E", "kv_heads": "KV", "width": "D"}
+    sizes = [f"{short} = {case[key]}" for key, short in names.items() if key in case]
+    return ", ".join([re.sub(r"^\w+_(fwd|bwd) ", "", case["name"]), *sizes])
+
+
+def mlp_backward(rows: Sequence[Row]) -> Iterator[Found]:
+    """The fastest of our routes over its two products alone; all of them have to be right."""
+    read = _ratio("bare")
+    for row in _rows(rows, "products", "mlp_bwd gelu"):
+        ways = {name: way for name, way in row["ways"].items() if name not in ("aten", "bare")}
+        values = {name: _value(way, read) for name, way in ways.items()}
+        where = f"D = {row['case']['width']}"
+        if any(value is None and counts for value, counts in values.values()):
+            yield Found(where, None, 1.11)
+            continue
+        right = {name: value for name, (value, _) in values.items() if value is not None}
+        if right:
+            best = min(right, key=lambda name: right[name])
+            between = _of_floor(row, best, "bare")
+            yield Found(f"{where}, {best}", right[best], 1.11, between)
+
+
+def attention_forwards(rows: Sequence[Row]) -> Iterator[Found]:
+    """Kernels of attention's forward in a profiled step.
+
+    Not measured where none is known by name, or the profiler missed some: not a whole number.
+    """
+    for row in _rows(rows, "profile", "pre-norm"):
+        count = row["ways"].get("balanced", {}).get("attention_forwards") or 0.0
+        whole = count >= 1.0 and abs(count - round(count)) < 1e-6
+        if row["case"]["seq_len"] == LONG_LEN and whole:
+            yield Found(f"S = {LONG_LEN}", count, 1.0)
+
+
+def _attention(rows: Sequence[Row]) -> Iterator[Row]:
+    for section in ("attention", "attention calls", "flex"):
+        yield from _rows(rows, section, "attention_")
+
+
+def own_attention(direction: str, limit: float) -> Find:
+    """The speed of our kernel relative to the fastest of the library's."""
+    mine = "fused_remat kernel"
+
+    def find(rows: Sequence[Row]) -> Iterator[Found]:
+        for row in _attention(rows):
+            ways, where = row["ways"], _where(row["case"])
+            times = {n: ways[n]["us"]["p50"] for n in _LIBRARY if "us" in ways.get(n, {})}
+            if not times or f"_{direction} " not in row["case"]["name"]:
+                continue
+            best = min(times, key=lambda name: times[name])
+            read = lambda way, best=times[best]: best / way["us"]["p50"]  # noqa: E731
+            value, counts = _value(ways.get(mine, {}), read)
+            if counts:
+                yield Found(where, value, limit, _of_floor(row, mine, best))
+
+    return find
+
+
+def dispatch(rows: Sequence[Row]) -> Iterator[Found]:
+    """Our function over PyTorch's where it takes PyTorch's kernel: plain calls, as many key heads.
+
+    Device time: the launches of both are queued ahead.
+    """
+    for row in _rows(rows, "attention", "attention_"):
+        value, counts = _value(row["ways"].get("fused_remat triton", {}), _ratio("aten"))
+        if counts:
+            direction = row["case"]["name"].split()[0].removeprefix("attention_")
+            yield Found(f"{direction} {_where(row['case'])}", value, 1.01)
+
+
+def norms(read: Callable[[Row], float | None], limit: float) -> Find:
+    mine = "fused_remat triton"
+
+    def find(rows: Sequence[Row]) -> Iterator[Found]:
+        for row in _rows(rows, "norms", "norm_bwd"):
+            value, counts = _value(row["ways"].get(mine, {}), read)
+            if counts:
+                yield Found(_where(row["case"]), value, limit, _of_floor(row, mine, "aten"))
+
+    return find
+
+
+def norm_speed(way: Row) -> float | None:
+    ratio = _ratio("aten")(way)
+    return None if ratio is None else 1.0 / ratio
+
+
+def largest_batch(baseline: str, loss: str) -> Find:
+    """The best of ours over gradient checkpointing, each at its own largest batch.
+
+    loss: "_loss": of ours with their fused loss, else of those without.
+    """
+
+    def find(rows: Sequence[Row]) -> Iterator[Found]:
+        for row in _rows(rows, "model"):
+            model, _, rest = row["case"]["name"].partition(",")
+            ours = {name: row["ways"].get(name + loss, {}) for name in _OURS}
+            theirs = row["ways"].get(baseline, {})
+            if not rest.endswith("the largest batch"):
+                continue
+            if any("error" in way for way in (*ours.values(), theirs)):
+                yield Found(model, None, 1.15)
+            right = {n + loss: w for n, w in ours.items() if "tokens_per_second" in w}
+            if not right or "tokens_per_second" not in theirs:
+                continue
+            best = max(right, key=lambda n: right[n]["tokens_per_second"])
+            batches = f"batches of {right[best]['largest_batch']} and {theirs['largest_batch']}"
+            speed = right[best]["tokens_per_second"] / theirs["tokens_per_second"]
+            yield Found(f"{model}, {best}", speed, 1.15, batches)
+
+    return find
+
+
+def compiled(rows: Sequence[Row]) -> Iterator[Found]:
+    """Of each case the worst: the fastest of ours that keeps no more than a compiled way, over it.
+
+    Compiled ways that keep less than any of ours are named, and are no comparison.
+    """
+    for row in _rows(rows, "compile"):
+        norm, _, kind = row["case"]["name"].partition(", ")
+        if kind != "budgets":
+            continue
+        ways, width = row["ways"], row["case"]["width"]
+        ours = {name: ways[name] for name in ways if name in _OURS}
+        if any("error" in way for way in ours.values()):
+            yield Found(f"{norm}, D = {width}", None, 0.95)
+            continue
+        beside, less = [], []
+        for name, theirs in ways.items():
+            if not name.startswith("compile") or "us" not in theirs:
+                continue
+            fits = {n: way["us"]["p50"] for n, way in ours.items()
+                    if "us" in way and 0 < _kept(way) <= _kept(theirs)}  # fmt: skip
+            if fits:
+                best = min(fits, key=lambda n: fits[n])
+                beside.append((fits[best] / theirs["us"]["p50"], best, name))
+            else:
+                less.append(name)
+        if beside:
+            value, best, name = max(beside)
+            where = f"{best} beside {name}, {norm}, D = {width}"
+            where += f" (none keeps as little as {', '.join(less)})" if less else ""
+            between = "not profiled"
+            if norm == "pre-norm":
+                between = of_profile(rows, width, SEQ_LEN, best, "eager")
+            yield Found(where, value, 0.95, between)

@@ -1,0 +1,105 @@
+"""The least time of a layer's step by kind of work, counted from its graph.
+
+Each step of the graph takes its FLOPs at the rate of a large product, or its bytes at that of a
+large copy, whichever is longer, both as the same run measures them. Steps count alone, and a pass
+over memory twice forward's bytes in backward: what a kernel reads once or fuses into another's pass
+can take less than is said here of "norms" and "pointwise". No attention kernel comes near the rate
+of a large product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from bench.layers.subjects import Subject
+from bench.measure.contest import UNITS
+from fused_remat.autograd import OBSERVERS, Invocation
+from fused_remat.blocks.nodes import Norm
+from fused_remat.blocks.program import programs
+from fused_remat.planner.calibration import Example, Sizer, steps_of
+from fused_remat.policies import RUNGS
+
+
+@dataclass(frozen=True)
+class Part:
+    """A step of a layer's forward or backward.
+
+    Attributes:
+        kind: "products", "attention", "norms" or "pointwise".
+        rebuilt: backward computes again what forward has.
+        flops: of products. bytes: read and written.
+    """
+
+    kind: str
+    backward: bool
+    rebuilt: bool
+    flops: float
+    bytes: float
+
+    def microseconds(self, ceilings: Mapping[str, float]) -> float:
+        """At least, at these ceilings ("TFLOP/s", "GB/s")."""
+        needs = {"TFLOP/s": self.flops, "GB/s": self.bytes}
+        return 1e6 * max(n / (UNITS[u] * ceilings[u]) for u, n in needs.items())
+
+
+def example_of(subject: Subject) -> Example:
+    """The block's call in a forward of our layer on the subject's module."""
+    found: list[Invocation] = []
+    OBSERVERS.append(found.append)
+    try:
+        subject.fused(subject.sample.layer, "full", subject.backend)(subject.sample.x)
+    finally:
+        OBSERVERS.remove(found.append)
+    (call,) = found
+    tensors = tuple(None if t is None else t.detach() for t in call.tensors)
+    return Example(call.call, tensors, call.functions)
+
+
+def parts(example: Example, save: Iterable[str]) -> Iterator[Part]:
+    """Every step of both passes of the layer that keeps `save`."""
+    call = example.keeping(save)
+    plan = programs(call.graph, call.save, call.wants, tiled=False)
+    sizer = Sizer(call, example.shapes, example.input.dtype)
+    for which in ("forward", "backward"):
+        for step in steps_of(plan, which):
+            node = step.node
+            assert node is not None
+            flops, moved = sizer.work(step)
+            if node.per_sequence:
+                kind = "attention"
+            elif flops:
+                kind = "products"
+            else:
+                kind = "norms" if isinstance(node, Norm) else "pointwise"
+            backward = which == "backward"
+            yield Part(kind, backward, backward and step.kind == "compute", flops, moved)
+
+
+def parts_of(way: str, example: Example) -> list[Part]:
+    """The steps of a way: a rung, "eager", or "checkpoint" (non-reentrant).
+
+    The stock layer rebuilds nothing. Checkpointing replays forward up to its last product, whose
+    input is the last thing that backward asks for in a pre-norm layer.
+    """
+    kind = example.call.graph.kind
+    if way in RUNGS:
+        return list(parts(example, RUNGS[way][kind]))
+    own = [part for part in parts(example, RUNGS["none"][kind]) if not part.rebuilt]
+    if way == "eager":
+        return own
+    if way != "checkpoint":
+        raise ValueError(f"nothing is known of what {way!r} computes again")
+    forward = [part for part in own if not part.backward]
+    last = max(i for i, part in enumerate(forward) if part.kind == "products")
+    return own + forward[:last]
+
+
+def least(way: str, example: Example, ceilings: Mapping[str, float]) -> dict[str, float]:
+    """Microseconds of a way's step by kind of work; {} where a ceiling is not known."""
+    if set(UNITS) - set(ceilings):
+        return {}
+    found: dict[str, float] = {}
+    for part in parts_of(way, example):
+        found[part.kind] = found.get(part.kind, 0.0) + part.microseconds(ceilings)
+    return found

@@ -1,0 +1,165 @@
+"""Where a layer's step spends its time on a GPU, by kind of kernel, beside the least it takes.
+
+A few steps in a row run under torch's profiler, which says when each kernel, copy and fill began
+and ended on the device. It slows the host: gaps between kernels are what the same steps take
+without it, back to back, less what they keep the device busy with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from bench.gpu import floors
+from bench.gpu.kinds import FORWARD, KINDS, kind_of
+from bench.gpu.layers import WIDTHS, Entry, as_contest, encoder, long_encoder
+from bench.layers.measure import measure_subject
+from bench.layers.steps import QueuedStep
+from bench.layers.subjects import Case, Forward, Subject
+from bench.layers.ways import WAYS as LAYER_WAYS
+from bench.measure.contest import Rig
+from fused_remat.policies import RUNGS
+
+WAYS = ("eager", "checkpoint", *RUNGS)
+#: Steps that are profiled, after one that is not.
+STEPS = 5
+#: Kernels that a row names, of those that take longest, and letters of their names.
+NAMED, LETTERS = 12, 160
+
+
+@dataclass(frozen=True)
+class Event:
+    """A kernel, a copy or a fill on the device; microseconds from some moment."""
+
+    name: str
+    start: float
+    end: float
+
+    @property
+    def us(self) -> float:
+        return self.end - self.start
+
+
+class NothingRecordedError(Exception):
+    """torch's profiler saw no kernel: it cannot look at this device."""
+
+
+def recorded(work: Callable[[], Any], device: torch.device) -> list[Event]:
+    """What ran on the device; on a CPU the operators that call no other.
+
+    Raises: NothingRecordedError.
+    """
+    cuda = device.type == "cuda"
+    activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
+    where = DeviceType.CUDA if cuda else DeviceType.CPU
+    with profile(activities=[activity]) as found:
+        work()
+        if cuda:
+            torch.cuda.synchronize(device)
+    events = [
+        Event(event.name, event.time_range.start, event.time_range.end)
+        for event in found.events() or ()
+        if event.device_type == where and not _is_note(event)
+    ]
+    if not events:
+        raise NothingRecordedError("torch.profiler saw nothing run: is CUPTI there, and allowed?")
+    return events
+
+
+def _is_note(event: Any) -> bool:
+    """A range that somebody marked, a wait, or an operator that calls others."""
+    marked = getattr(event, "is_user_annotation", False) or event.name.startswith("ProfilerStep")
+    waits = event.name.endswith((" Sync", " Synchronize", "Wait Event"))
+    return bool(marked or waits or event.cpu_children)
+
+
+def busy(events: Sequence[Event]) -> float:
+    """Microseconds in which at least one of them ran."""
+    total, until = 0.0, -float("inf")
+    for event in sorted(events, key=lambda event: event.start):
+        total += max(0.0, event.end - max(event.start, until))
+        until = max(until, event.end)
+    return total
+
+
+def tally(events: Sequence[Event], steps: int) -> dict[str, Any]:
+    """Of a step, the mean of so many: what a way's row says of its kernels.
+
+    "busy_us", "launches" (kernels, copies and fills), "kinds_us" by kind, "attention_forwards", and
+    "kernels": name, kind, "us" and "count" of those that take longest.
+    """
+    us: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for event in events:
+        us[event.name] = us.get(event.name, 0.0) + event.us
+        counts[event.name] = counts.get(event.name, 0) + 1
+    by_kind = dict.fromkeys(KINDS, 0.0)
+    for name, time in us.items():
+        by_kind[kind_of(name)] += time / steps
+    named = [
+        {"name": name[:LETTERS], "kind": kind_of(name), "us": us[name] / steps,
+         "count": counts[name] / steps}
+        for name in sorted(us, key=lambda name: -us[name])[:NAMED]
+    ]  # fmt: skip
+    forwards = sum(count for name, count in counts.items() if FORWARD.search(name))
+    return {
+        "busy_us": busy(events) / steps,
+        "launches": len(events) / steps,
+        "kinds_us": by_kind,
+        "attention_forwards": forwards / steps,
+        "kernels": named,
+    }
+
+
+def profiled(forward: Forward, subject: Subject, steps: int) -> dict[str, Any]:
+    """`tally` of so many steps of a way, after one that is not recorded."""
+    x, dy = subject.sample.x, subject.sample.dy
+    forward(x).backward(dy)
+
+    def work() -> None:
+        for _ in range(steps):
+            forward(x).backward(dy)
+
+    if subject.device.type == "cuda":
+        torch.cuda.synchronize(subject.device)
+    return tally(recorded(work, subject.device), steps)
+
+
+def measure(case: Case, rig: Rig) -> dict[str, Any]:
+    """A row: every way checked, timed back to back in turns, and then profiled.
+
+    Of each way besides `tally`: "us" of a step and "host_us" of its launch without the profiler,
+    "gaps_us", and "least_us" by kind, as `floors.least` has it. In a dry run our ways are those of
+    the eager backend.
+
+    Raises: NothingRecordedError.
+    """
+    subject = case.subject(rig.device)
+    row = measure_subject(subject, WAYS, rig, QueuedStep, beside=("none",))
+    ways = {name: as_contest(found) for name, found in row["ways"].items()}
+    right = [name for name, found in ways.items() if "us" in found]
+    example = floors.example_of(subject)
+    for index, name in enumerate(right):
+        forward = LAYER_WAYS[name].build(subject)
+        if index == 0:
+            profiled(forward, subject, 1)  # the profiler's own beginning
+        ways[name] |= profiled(forward, subject, 1 if rig.dry else STEPS)
+        ways[name] |= {
+            "gaps_us": ways[name]["us"]["p50"] - ways[name]["busy_us"],
+            "least_us": floors.least(name, example, rig.ceilings),
+        }
+    return {"profiled": dataclasses.asdict(case), **row, "ways": ways}
+
+
+def profile_entries(rig: Rig) -> Iterator[Entry]:
+    """Pre-norm layers at every width, then one long sequence; without dropout."""
+    layers = [encoder(rig, "pre", width, 0.0) for width in ((32,) if rig.dry else WIDTHS)]
+    for layer in [*layers, *([] if rig.dry else [long_encoder(rig)])]:
+        case = {"name": "pre-norm", "width": layer.d_model, "seq_len": layer.seq_len}
+        yield case, lambda rig, layer=layer: measure(layer, rig)

@@ -1,0 +1,182 @@
+"""Targets 1 to 8 of the project, for GPUs, held against the rows of `bench gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.gpu import evidence, kernels
+from bench.gpu.evidence import LONG_LEN, Find, Found, Limits, Row
+from bench.gpu.models import BATCHES
+from bench.layers.report import Verdict
+
+UNMEASURED = "not measured"
+#: Cases that are all shown; of more, the best and the worst.
+_FEW = 3
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the table: a target or a part of one.
+
+    Attributes:
+        number: of the target.
+        between: the least, and what is above it; "" where it is not missed.
+    """
+
+    number: int
+    verdict: Verdict
+    between: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A part of a target: its text, and what rows say of it.
+
+    Attributes:
+        find: every case of it that was measured.
+        cases: how many there have to be; 0: any.
+        at_least: the limit is the least that is wanted, not the most.
+    """
+
+    number: int
+    text: str
+    find: Find
+    cases: int = 0
+    at_least: bool = False
+
+    def line(self, rows: Sequence[Row], unmeasured: str = UNMEASURED) -> Line:
+        """Met if it is in every case; not said to be while one of them is not measured."""
+        found = list(self.find(rows))
+        wrong = [one.where for one in found if one.value is None]
+        if wrong:
+            said = f"wrong, or failed: {', '.join(wrong)}"
+            return Line(self.number, Verdict(self.text, said, False))
+        if not found:
+            return Line(self.number, Verdict(self.text, unmeasured, None))
+        order = sorted(found, key=self._shortfall)
+        missed = [one for one in order if self._shortfall(one) > 1.0]
+        missing = max(0, self.cases - len({one.where for one in found}))
+        said = self._said(order, len(found) - len(missed))
+        said += f"; {missing} of {self.cases} {UNMEASURED}" if missing else ""
+        met = False if missed else None if missing else True
+        shown = missed if len(found) <= _FEW else missed[-1:]
+        stands = [f"{one.where}: {one.between}" for one in shown if one.between]
+        return Line(self.number, Verdict(self.text, said, met), "; ".join(stands))
+
+    def _shortfall(self, found: Found) -> float:
+        """Above 1 where it is missed."""
+        assert found.value is not None
+        return found.limit / max(found.value, 1e-9) if self.at_least else found.value / found.limit
+
+    @staticmethod
+    def _said(order: Sequence[Found], within: int) -> str:
+        """All of a few cases, else the best and the worst."""
+        if len(order) <= _FEW:
+            return ", ".join(f"{one.value:.3f} ({one.where})" for one in order)
+        best, worst = order[0], order[-1]
+        return (
+            f"{best.value:.3f} ({best.where}) to {worst.value:.3f} ({worst.where}), "
+            f"{within} of {len(order)} within"
+        )
+
+
+_WIDTHS = (1024, 2048, 4096)
+
+
+def _at(*limits: float) -> dict[int, float]:
+    return dict(zip(_WIDTHS, limits, strict=True))
+
+
+def _step_target(
+    number: int, way: str, baseline: str, limits: Limits, section: str, name: str
+) -> Target:
+    shown = "/".join(f"{limit:.2f}" for limit in limits.values())
+    text = f"{name}: {way} ≤ {shown}× the time of {baseline}, D = 1024/2048/4096"
+    find = evidence.steps(section, name, way, baseline, limits)
+    return Target(number, text, find, len(limits))
+
+
+def _kept_target(way: str, limit: float) -> Target:
+    limits = dict.fromkeys(_WIDTHS, limit)
+    find = evidence.steps("layers", "pre-norm", way, "eager", limits, kept=True)
+    text = f"pre-norm: {way} keeps ≤ {limit:.2f}× the bytes of eager"
+    return Target(1, text, find, len(limits))
+
+
+#: Cases of `bench gpu`: plain attention of a direction, norms, of each kind at each width.
+_ATTENTION, _NORMS = 8, 2 * len(kernels.WIDTHS)
+
+TARGETS = (
+    _step_target(1, "fast", "eager", _at(0.98, 1.04, 1.09), "layers", "pre-norm"),
+    _kept_target("fast", 0.39),
+    _step_target(1, "balanced", "eager", _at(1.03, 1.10, 1.16), "layers", "pre-norm"),
+    _kept_target("balanced", 0.20),
+    _step_target(1, "full", "checkpoint", _at(0.90, 0.94, 0.97), "layers", "pre-norm"),
+    _step_target(1, "lean", "checkpoint", _at(0.86, 0.91, 0.95), "layers", "pre-norm"),
+    _step_target(1, "lean", "checkpoint", _at(0.85, 0.88, 0.92), "layers", "post-norm"),
+    _step_target(2, "full", "eager", _at(1.03, 1.11, 1.16), "mlp", "mlp"),
+    Target(
+        3, "MLP backward, rebuild and gradients ≤ 1.11× its two bare products",
+        evidence.mlp_backward, len(_WIDTHS),
+    ),
+    Target(
+        4, f"S = {LONG_LEN}, D = 2048: balanced ≤ 1.08× the time of none",
+        evidence.steps("long", "pre-norm", "balanced", "none", {2048: 1.08}), 1,
+    ),
+    Target(
+        4, f"S = {LONG_LEN}: balanced runs attention's forward once a step",
+        evidence.attention_forwards, 1,
+    ),
+    Target(
+        5, "own attention forward ≥ 0.85× the speed of the best library kernel",
+        evidence.own_attention("fwd", 0.85), _ATTENTION, at_least=True,
+    ),
+    Target(
+        5, "own attention backward ≥ 0.80× the speed of the best library kernel",
+        evidence.own_attention("bwd", 0.80), _ATTENTION, at_least=True,
+    ),
+    Target(
+        5, "where the library's kernel is used ≤ 1.01× its device time (not the host's)",
+        evidence.dispatch, 2 * _ATTENTION,
+    ),
+    Target(
+        6, "norm backward ≥ 0.80× of the copy's bandwidth",
+        evidence.norms(lambda way: way.get("of_ceiling"), 0.80), _NORMS, at_least=True,
+    ),
+    Target(
+        6, "norm backward ≥ 1.00× the speed of torch at every width",
+        evidence.norms(evidence.norm_speed, 1.0), _NORMS, at_least=True,
+    ),
+    Target(
+        7, "within one memory cap, each at its largest batch: tokens/s ≥ 1.15× checkpoint's",
+        evidence.largest_batch("checkpoint", ""), len(BATCHES), at_least=True,
+    ),
+    Target(
+        7, "the same with a fused loss: ≥ 1.15× that of checkpoint with Liger's",
+        evidence.largest_batch("liger_checkpoint", "_loss"), len(BATCHES), at_least=True,
+    ),
+    Target(
+        8, "at no more bytes than torch.compile keeps: ≤ 0.95× its time",
+        evidence.compiled, 2 * len(_WIDTHS),
+    ),
+)  # fmt: skip
+
+
+def lines(rows: Sequence[Row], unmeasured: str = UNMEASURED) -> list[Line]:
+    """Every target's line, from the rows of one run in bfloat16, which is what they are for."""
+    rows = [row for row in rows if row.get("config", {}).get("dtype", "bfloat16") == "bfloat16"]
+    return [target.line(rows, unmeasured) for target in TARGETS]
+
+
+def table(rows: Sequence[Row], unmeasured: str = UNMEASURED) -> str:
+    """The same as a Markdown table."""
+    met = {True: "yes", False: "no", None: "-"}
+    shown = [
+        "| | target | measured | met | the least, and what is above it |", "|---|---|---|---|---|"
+    ]  # fmt: skip
+    for line in lines(rows, unmeasured):
+        verdict = line.verdict
+        cells = str(line.number), verdict.target, verdict.measured, met[verdict.met], line.between
+        shown.append(f"| {' | '.join(cells)} |")
+    return "\n".join(shown)
