@@ -3,25 +3,37 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# What the demo needs, and what everything else needs besides.
+DEMO := .venv/.demo
 READY := .venv/.ready
 # On a machine with a GPU nothing needs to be installed: its own Python, if it has torch and pytest.
 PY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
+# Modules are compiled when they are first imported, once for all processes: most of what is installed
+# never is, and pip would take minutes to compile it.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test check docs bench losses audit gpu clean
 
-demo: $(READY)  ## train a small language model with and without FusedRemat
+demo: $(DEMO)  ## train a small language model with and without FusedRemat
 	$(BIN)/python examples/train_byte_lm.py
 
-# Two processes, a file at a time, in which threads that wait do not spin; what measures time, after.
+# Small objects in huge pages, where the kernel has them: on a virtual machine that is slow at finding
+# pages, all of Python is. What measures time runs without.
+HUGE := PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+
+# A process for each core, four at most for their memory. Kernels are interpreted in a run of their own.
+PYTEST := $(HUGE) $(BIN)/python -m pytest -n logical --maxprocesses 4
+
 test: $(READY)  ## all tests, and the examples in the docstrings
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile -m "not timing"
-	$(BIN)/python -m pytest -m timing
+	TRITON_INTERPRET=1 $(PYTEST) --dist loadgroup tests/interpreted
+	$(PYTEST) --dist loadfile
 
 check: $(READY)  ## lint, format, types, and the arrows between the rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_arrows.py
+	$(HUGE) $(BIN)/mypy
+	$(HUGE) $(BIN)/python -m pytest -q tests/test_arrows.py
 
 docs: $(READY)  ## the generated parts of README.md and docs/ and the figures, from graphs, results and tests
 	$(BIN)/python -m bench report
@@ -51,11 +63,27 @@ clean:  ## what can be made again, .venv included
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first, alone and exact: that finds a CPU build where there is one, and nothing after it has
-# a reason to replace it.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt $$(grep '^torch==' constraints.txt)
-	$(BIN)/pip install -c constraints.txt setuptools wheel
-	$(BIN)/pip install -c constraints.txt --no-build-isolation -e '.[test,check,bench]'
-	touch $@
+# a reason to replace it. pip is silent unless it fails.
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile -c constraints.txt
+define HELP
+
+Setting up .venv failed; the message above says where. Installing needs a package index that pip can
+reach (PIP_INDEX_URL names another), 4 GB of disk, and Python 3.11 or newer with venv (on Debian and
+Ubuntu: apt install python3-venv; another Python: make PYTHON=python3.11 test). Then run make again.
+endef
+export HELP
+FAILED = { echo "$$HELP" >&2; exit 1; }
+
+$(DEMO): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	@echo 'Installing into .venv: torch'
+	@$(PYTHON) -m venv .venv || $(FAILED)
+	@$(PIP) $$(grep '^torch==' constraints.txt) || $(FAILED)
+	@echo 'Installing into .venv: triton, numpy, matplotlib, tqdm'
+	@$(PIP) setuptools wheel && $(PIP) --no-build-isolation -e '.[demo]' || $(FAILED)
+	@touch $@
+
+$(READY): $(DEMO)
+	@echo 'Installing into .venv: what tests, checks and benchmarks need'
+	@$(PIP) --no-build-isolation -e '.[test,check,bench]' || $(FAILED)
+	@touch $@

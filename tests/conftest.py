@@ -1,18 +1,52 @@
-"""What every test shares: two threads, skipped GPU tests, one Hypothesis profile."""
+"""What every test shares: threads, random seed, Hypothesis profile, little garbage."""
 
+import gc
 import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave the core to others
 
 import hypothesis
 import pytest
 import torch
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+SEED = int(os.environ.get("FUSED_REMAT_TEST_SEED", 0))  # of what a test draws without a seed
 
-# Run by test_interpreted.py in processes of their own.
+# Kernels are interpreted or compiled, as Triton decides when it is imported: a run of their own.
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """What a test draws does not depend on the tests before it."""
+    torch.manual_seed(SEED)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Thousands of tests are made, and live on: looking for garbage among them takes minutes."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_lives_on_is_not_walked():
+    """The garbage that a file's tests, and their measurements of memory, look for is their own."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def what_was_there_is_not_walked():
+    """Nor what the file's tests before have left: it goes when the next file begins."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

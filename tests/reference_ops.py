@@ -39,19 +39,6 @@ def compare(got: Callable[[], Tensor], expected: Callable[[], Tensor], leaves: S
         torch.testing.assert_close(a, b)
 
 
-def check_error(ours: list[Tensor], peer: list[Tensor], exact: list[Tensor], names: list[str]):
-    """Errors against float64: 1.5 times PyTorch's own at most, and a few roundings."""
-    biggest = max([e.norm().item() for e in exact[1:]] + [1e-3])
-    for name, a, b, truth in zip(names, ours, peer, exact, strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        # A gradient that is all cancellation has no relative error of its own.
-        scale = truth.norm().item() if truth.norm() > 1e-3 * biggest else biggest
-        error, allowed = ((t.double() - truth).norm().item() / scale for t in (a, b))
-        # As in random_layers.py: of 150,000 float32 gradients two were a little over 4 more.
-        floor = (8 if a.dtype == torch.float32 else 4) * torch.finfo(a.dtype).eps
-        assert error <= 1.5 * allowed + floor, (name, error, allowed)
-
-
 def calls(fn: Callable[[], object]) -> list[tuple[autograd.BlockCall, dict[str, tuple[int, ...]]]]:
     """The blocks that `fn` runs with gradients, and the shapes of their tensors by name."""
     seen = []

@@ -113,17 +113,17 @@ def test_closer_to_float64_than_autograds_bfloat16_sum():
     """A bfloat16 sum loses the low bits of every term as it grows; the float32 sum does not."""
     times, errors = 64, {}
     (x,) = micro_batches(torch.bfloat16, 1, (1, 2, 16))
-    exact = make(None, torch.bfloat16).double()
-    exact(x.double()).square().sum().backward()
     for target in (None, "main_grad"):
         layer = make(target, torch.bfloat16)
         loss = layer(x).square().sum()
-        for _ in range(times):
+        loss.backward(retain_graph=True)
+        once = {name: total.double().clone() for name, total in sums(layer).items()}
+        for _ in range(times - 1):
             loss.backward(retain_graph=True)
-        both = zip(sums(layer).values(), sums(exact).values(), strict=True)
-        errors[target] = [error(a, times * b) for a, b in both]
-    # What is left is the rounding inside a bfloat16 layer.
-    assert max(errors["main_grad"]) < 0.01 and min(errors[None]) > 0.012, errors
+        errors[target] = [error(total, times * once[n]) for n, total in sums(layer).items()]
+    # float32 adds 64 equal terms to 2**-24 each time. In bfloat16 every sum past the second is
+    # rounded, by up to 2**-9 each time.
+    assert max(errors["main_grad"]) < 1e-5 and min(errors[None]) > 1e-3, errors
 
 
 def test_grad_dtype_alone_keeps_autograds_sum_in_float32():

@@ -238,7 +238,7 @@ print(*sorted(set(sys.modules) - before))
 
 def test_the_package_imports_without_triton_and_loads_little():
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALONE], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", IMPORT_ALONE], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-4000:]
     loaded = done.stdout.split()

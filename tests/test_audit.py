@@ -30,17 +30,11 @@ def reads_through_pointers(name):
 def rows(tmp_path_factory):
     """Every default configuration for Hopper: committed, or compiled where its source is new."""
     out = tmp_path_factory.mktemp("audit")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "bench", "audit", "--arch", "90", "--defaults", "--check"]
-    done = subprocess.run(
-        [*command, "--reuse", str(AUDIT), "--out", str(out)], cwd=ROOT, env=environment,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    command = ["--arch", "90", "--defaults", "--check", "--reuse", str(AUDIT), "--out", str(out)]
+    assert audit.main(command) == 0, "complaints: see what was printed"
     return json.loads((out / "audit.json").read_text())["rows"]
 
 
-@pytest.mark.slow
 def test_every_default_configuration_for_hopper_is_clean(rows):
     products = [row for row in rows if row["product"]]
     assert all(row["tensor_core"] for row in products)
@@ -49,7 +43,6 @@ def test_every_default_configuration_for_hopper_is_clean(rows):
     assert pointers == {row["name"] for row in products if reads_through_pointers(row["name"])}
 
 
-@pytest.mark.slow
 def test_what_is_reused_is_what_would_be_compiled():
     """One committed row of each kernel without products, compiled anew."""
     committed = {(r["name"], r["digest"]): r for r in json.loads(AUDIT.read_text())["rows"]}
@@ -60,6 +53,16 @@ def test_what_is_reused_is_what_would_be_compiled():
         if known is not None and not case.product and kernel not in seen:
             seen.add(kernel)
             assert {"target": "sm_90 bf16"} | audit.examine(case, 90) == known
+
+
+def test_what_is_known_needs_no_process(monkeypatch):
+    monkeypatch.setattr(audit.multiprocessing, "get_context", None)
+    work = [(90, "bf16", 0), (90, "bf16", 3)]
+    cases = [audit._cases(*one[:2])[one[2]] for one in work]
+    known = {audit.digest(case.launch, 90): {"registers": i} for i, case in enumerate(cases)}
+    rows = list(audit._rows(work, known, 1))
+    assert [row["registers"] for row in rows] == [0, 1]
+    assert [row["name"] for row in rows] == [case.name for case in cases]
 
 
 def test_what_changes_a_compiled_kernel_changes_its_digest():
@@ -97,7 +100,6 @@ LOOP_PRODUCTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("call", ["causal", "mask padding dropout"])
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_every_product_of_attention_is_a_warp_groups(width, call, rows):
@@ -137,7 +139,6 @@ for kernel, launch in launches_of(80, variants(dtype)["mask padding dropout"], a
 """
 
 
-@pytest.mark.slow
 def test_what_a_launch_compiles_is_what_is_audited():
     """Triton's own path from arguments (tuples of pointers, descriptors, None) to code."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

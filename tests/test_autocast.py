@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from accuracy import check_error
 from reference import RUNGS, masked_encoder, pair, run
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,9 +28,7 @@ LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
 NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["pre", "post"])
 RUNG = pytest.mark.parametrize("policy", RUNGS)
 SIZES = {"d_model": 24, "nhead": 3, "dim_feedforward": 40, "batch_first": True}
-# Where PyTorch's own error happens to be next to nothing, 1.5 times it is no yardstick: four
-# roundings of the lower dtype.
-FLOOR = {low: 4 * torch.finfo(low).eps for low in (BF16, FP16)}
+FLOOR = {low: 4 * torch.finfo(low).eps for low in (BF16, FP16)}  # four roundings
 
 
 @pytest.fixture(autouse=True)
@@ -62,14 +61,6 @@ def step(layer, x, dy, low, **kwargs):
     return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
 
-def check_errors(found, theirs, exact, low):
-    for i, (mine, other, true) in enumerate(zip(found, theirs, exact, strict=True)):
-        assert mine.dtype == other.dtype and mine.shape == other.shape
-        norm = true.norm().clamp_min(1e-30)
-        error, allowed = ((t.double() - true).norm() / norm for t in (mine, other))
-        assert error <= 1.5 * allowed + FLOOR[low], f"{i}: {error:.1e} beside {allowed:.1e}"
-
-
 # --- results
 
 
@@ -91,7 +82,7 @@ def test_errors_are_those_of_the_stock_layer(low, norm_first, masks):
     double = {k: m if m.dtype == torch.bool else m.detach().double() for k, m in kwargs.items()}
     for mask in double.values():
         mask.requires_grad_(mask.is_floating_point())
-    check_errors(found, theirs, run(stock.double(), x.double(), dy.double(), **double), low)
+    check_error(found, theirs, run(stock.double(), x.double(), dy.double(), **double), computed=low)
 
 
 @LOW
@@ -115,7 +106,7 @@ def test_dropout_is_that_of_the_seed(low, norm_first):
 
     theirs = reference(fused, x, dy, autocast(low))
     exact = reference(fused.double(), x.double(), dy.double(), contextlib.nullcontext())
-    check_errors(found, theirs, exact, low)
+    check_error(found, theirs, exact, computed=low)
 
 
 @LOW
@@ -210,7 +201,7 @@ def test_a_low_precision_src(low, norm_first, other):
     x, dy = (t.to(src) for t in data())
     found, theirs = step(fused, x, dy, low), step(stock, x, dy, low)
     assert found[0].dtype == (FP32 if other else low)
-    check_errors(found, theirs, run(stock.double(), x.double(), dy.double()), low)
+    check_error(found, theirs, run(stock.double(), x.double(), dy.double()), computed=low)
 
 
 def test_everything_in_autocasts_dtype_is_the_plain_block():
@@ -333,7 +324,7 @@ def test_an_unknown_activation_sees_autocast_in_forward_and_rebuild(low, policy)
     stock.double()
     truth = run(stock, x.double(), dy.double())
     own.float()
-    check_errors(found, theirs, truth, low)
+    check_error(found, theirs, truth, computed=low)
 
 
 def test_float64_is_left_alone():

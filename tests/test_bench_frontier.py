@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -150,9 +149,7 @@ def test_rows_of_another_commit_are_left_out() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pytest.importorskip("matplotlib")
     found = tmp_path_factory.mktemp("frontier")
-    gc.freeze()  # every memory measurement collects garbage: not what pytest has loaded
     assert command.main(["--out", str(found), *QUICK]) == 0
-    gc.unfreeze()
     yield found
 
 

@@ -7,7 +7,6 @@ import importlib
 import itertools
 import json
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -115,42 +114,63 @@ def test_no_floor_without_the_ceilings_it_needs(rig: Rig, work: Work, floor: flo
     assert rig.floor(work) == floor
 
 
-def test_what_is_prepared_is_not_timed_and_sets_take_turns() -> None:
+class Hands:
+    """A clock that stands still but while somebody waits: no machine is too slow for it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    these = Hands()
+    monkeypatch.setattr(clock, "time", these)
+    return these
+
+
+@pytest.mark.parametrize("samples", [1e-3, 0.3, 1, 2])  # a call takes so many
+def test_what_is_prepared_is_not_timed_and_sets_take_turns(hands: Hands, samples: float) -> None:
     seen: list[tuple[str, int]] = []
 
     def prepare(index: int) -> int:
         seen.append(("prepare", index))
-        time.sleep(clock.SAMPLE_SECONDS)
+        hands.wait(7 * clock.SAMPLE_SECONDS)
         return 10 + index
 
     def run(given: int) -> None:
         seen.append(("run", given))
+        hands.wait(samples * clock.SAMPLE_SECONDS)
 
-    def slow(given: int) -> None:
-        run(given)
-        time.sleep(2 * clock.SAMPLE_SECONDS)
-
-    quick = clock.Clock(torch.device("cpu")).sampler(run, prepare, 2)
-    assert quick() < clock.SAMPLE_SECONDS  # of a call, whatever it takes to prepare one
-    assert len(seen) == 2 * (1 + clock.MOST_CALLS)
+    calls = {1e-3: clock.MOST_CALLS, 0.3: 3, 1: 1, 2: 1}[samples]
+    sample = clock.Clock(torch.device("cpu")).sampler(run, prepare, 2)
+    for times in (1, 2):  # of a call, whatever it takes to prepare one
+        assert sample() == pytest.approx(samples * clock.SAMPLE_SECONDS)
+        assert len(seen) == 2 * (1 + times * calls)
     turns = itertools.cycle(range(2))
     for (first, i), (second, given), turn in zip(seen[::2], seen[1::2], turns, strict=False):
         assert (first, i, second, given) == ("prepare", turn, "run", 10 + turn)
-    seen.clear()
-    sample = clock.Clock(torch.device("cpu")).sampler(slow, prepare, 2)
-    assert all(sample() >= 2 * clock.SAMPLE_SECONDS for _ in range(2)) and len(seen) == 6
 
 
-class SlowToFree:
-    """What takes a while to be let go of, as much memory does."""
+def test_what_a_call_made_is_freed_off_the_clock(hands: Hands) -> None:
+    class SlowToFree:
+        """What takes a while to be let go of, as much memory does."""
 
-    def __del__(self) -> None:
-        time.sleep(0.05)
+        def __del__(self) -> None:
+            hands.wait(50 * clock.SAMPLE_SECONDS)
 
+    def run(given: int) -> SlowToFree:
+        hands.wait(clock.SAMPLE_SECONDS)
+        return SlowToFree()
 
-def test_what_a_call_made_is_freed_off_the_clock() -> None:
-    run = lambda given: SlowToFree()  # noqa: E731
-    assert clock.Clock(torch.device("cpu")).sampler(run, lambda index: index, 2)() < 0.05
+    sample = clock.Clock(torch.device("cpu")).sampler(run, lambda index: index, 2)
+    assert sample() == pytest.approx(clock.SAMPLE_SECONDS)
+    assert hands.now >= 2 * 51 * clock.SAMPLE_SECONDS  # it was, all the same
 
 
 def test_ceilings_are_measured(rig: Rig) -> None:

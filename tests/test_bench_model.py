@@ -34,7 +34,7 @@ QUICK = measure.Options(rounds=1)
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_to_do() -> Iterator[None]:
-    """Every memory measurement collects garbage: keep it from walking what has been loaded.
+    """Every memory measurement collects garbage: nor does it walk what a first model loads.
 
     And on such sizes a second thread only waits, which takes long where others compute.
     """

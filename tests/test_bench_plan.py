@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import re
 from collections.abc import Iterator
@@ -29,17 +28,11 @@ PEER_NAMES = [name for name in PEERS if not PEERS[name].traits.get("compiled")]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _little_to_do() -> Iterator[None]:
-    """Every memory measurement collects garbage: not what pytest has loaded.
-
-    And on such sizes a second thread only waits, which takes long where others compute.
-    """
+def _one_thread() -> Iterator[None]:
+    """On such sizes a second one only waits, which takes long where others compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

@@ -7,8 +7,9 @@ import warnings
 
 import pytest
 import torch
+from accuracy import check_error
 from reference import RUNGS, randomize
-from reference_ops import check_error, in_pieces, normal, results
+from reference_ops import in_pieces, normal, results
 from reference_transformer import plain
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -85,7 +86,7 @@ def as_op(layer):
     }  # fmt: skip
 
 
-def check_errors(ours, peer, truth):
+def check_errors(ours, peer, truth, dtype):
     """`check_error`, of vectors together: the dozen numbers of a norm's weight are no sample."""
     vectors = [i for i, t in enumerate(truth) if t.dim() == 1]
 
@@ -95,7 +96,7 @@ def check_errors(ours, peer, truth):
         return [*others, torch.cat(ends).to(found[-1].dtype)]
 
     named = map(str, range(len(truth) - len(vectors) + 1))
-    check_error(joined(ours), joined(peer), joined(truth), list(named))
+    check_error(joined(ours), joined(peer), joined(truth), list(named), computed=dtype)
 
 
 # --- results
@@ -135,7 +136,7 @@ def test_errors_are_no_larger_than_pytorchs(kind, dtype):
     truth = results(
         lambda: exact._unfused(wide, cos, sin), [wide, *own(exact)], dy.double()
     )  # in float64, of tables in float32
-    check_errors(ours, peer, truth)
+    check_errors(ours, peer, truth, dtype)
 
 
 @pytest.mark.composes("Autocast", "`FusedRematCausalLayer`, norms before, after, and both")
@@ -156,7 +157,7 @@ def test_autocast(kind, given):
             with in_pieces(40):
                 runs.append(results(lambda: layer(x, (cos, sin)), [x, *own(layer)], dy))
     truth = results(lambda: exact._unfused(wide, cos, sin), [wide, *own(exact)], dy.double())
-    check_errors(runs[0], peer, truth)
+    check_errors(runs[0], peer, truth, torch.bfloat16)
     for other in runs[1:]:
         assert_bits(other, runs[0])
 

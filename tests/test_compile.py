@@ -206,7 +206,6 @@ def test_kept_bytes_are_those_of_eager_mode(policy, norm_first):
     assert kept[0] == kept[1]
 
 
-@pytest.mark.slow
 @pytest.mark.composes("torch.compile", "Inductor, forward and backward, dropout as in eager mode")
 def test_inductor():
     model = encoder("balanced", layers=2)

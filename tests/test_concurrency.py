@@ -36,7 +36,7 @@ def together(*functions):
 
     def call(i, function):
         try:
-            barrier.wait(60)
+            barrier.wait()
             results[i] = function()
         except BaseException as error:
             errors.append(error)
@@ -45,7 +45,7 @@ def together(*functions):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join()
     if errors:
         raise errors[0]
     return [results[i] for i in range(len(functions))]

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from accuracy import check_error
 from reference import RUNGS, masked_decoder
 from reference_decoder import MASKS, B, D, F, H, M, S, data, masks, pair, run
 from torch import nn
@@ -88,16 +89,7 @@ def test_error_is_at_most_one_and_a_half_times_pytorchs(dtype, norm_first, token
     stock, fused = pair(norm_first=norm_first, dtype=dtype)
     tensors, kwargs = data(dtype), masks("padding", dtype)
     exact = run(copy.deepcopy(stock).double(), *(t.double() for t in tensors), **kwargs)
-    biggest = max(g.norm() for g in exact[1:])
-    # Where PyTorch's own error is next to nothing, four roundings of the dtype.
-    floor = 4 * torch.finfo(dtype).eps
-    for ours, theirs, truth in zip(
-        run(fused, *tensors, **kwargs), run(stock, *tensors, **kwargs), exact, strict=True
-    ):
-        # A gradient that is all cancellation (a key's bias) has no relative error of its own.
-        scale = truth.norm() if truth.norm() > 1e-3 * biggest else biggest
-        error, allowed = ((t.double() - truth).norm() / scale for t in (ours, theirs))
-        assert error <= 1.5 * allowed + floor
+    check_error(run(fused, *tensors, **kwargs), run(stock, *tensors, **kwargs), exact)
 
 
 @NORMS
@@ -166,8 +158,8 @@ def test_accumulates_into_float32(target, native, pieces, monkeypatch):
     for p, g in zip(params, expected, strict=True):
         found = getattr(p, target) - 1
         assert found.dtype is torch.float32
-        if native:  # autograd's is a sum of pieces that were each rounded
-            assert (found - g).norm() <= 2**-8 * found.norm()
+        if native:  # autograd's is a sum of pieces that were each rounded, by 2**-9, in two stages
+            assert (found - g).norm() <= 2**-7 * found.norm()
         else:  # what autograd rounded once; 1 was added in float32
             torch.testing.assert_close(found, g.float(), rtol=2**-8, atol=1e-5)
 
@@ -187,12 +179,7 @@ def test_autocast(low, memory_dtype, norm_first, pieces):
         with torch.autocast("cpu", low):
             y = layer(*leaves)
         results.append([y.detach(), *torch.autograd.grad(y, [*leaves, *layer.parameters()], dy)])
-    biggest = max(g.norm() for g in exact[1:])
-    for ours, theirs, truth in zip(*results, exact, strict=True):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        scale = truth.norm() if truth.norm() > 1e-3 * biggest else biggest
-        error, allowed = ((t.double() - truth).norm() / scale for t in (ours, theirs))
-        assert error <= 1.5 * allowed + 4 * torch.finfo(low).eps  # four roundings
+    check_error(*results, exact, computed=low)
 
 
 def test_a_function_as_activation_sees_whole_tensors(pieces):

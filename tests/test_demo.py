@@ -31,7 +31,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
             "--quick", "--out", str(plot), "--json", str(results),
         ],
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return plot, json.loads(results.read_text()), done.stdout

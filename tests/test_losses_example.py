@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any],
     done = subprocess.run(
         [sys.executable, script, "--quick", "--seeds", "0", "1", "--out", str(path)],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        cwd=path.parent, capture_output=True, text=True, timeout=300, check=False,
+        cwd=path.parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return path, json.loads(path.read_text()), done.stdout

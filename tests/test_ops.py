@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from accuracy import check_error
 from reference import RUNGS
-from reference_ops import CASES, calls, check_error, compare, in_pieces, normal, results
+from reference_ops import CASES, calls, compare, in_pieces, normal, results
 from torch import nn
 
 from fused_remat import Policy, ops

@@ -5,7 +5,8 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from reference_ops import FF, D, check_error, dropout, in_pieces, normal, results
+from accuracy import check_error
+from reference_ops import FF, D, dropout, in_pieces, normal, results
 from torch import nn
 
 from fused_remat import ops, random

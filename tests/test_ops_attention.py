@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from accuracy import check_error
 from reference_attention import heads, mask_of
-from reference_ops import attention, check_error, compare, in_pieces, normal, results, visible
+from reference_ops import attention, compare, in_pieces, normal, results, visible
 
 from fused_remat import ops, random
 

@@ -5,11 +5,11 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from accuracy import check_error
 from reference_ops import (
     CASES,
     FF,
     D,
-    check_error,
     compare,
     dropout,
     in_pieces,

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from reference_ops import check_error, compare, in_pieces, normal, results
+from accuracy import check_error
+from reference_ops import compare, in_pieces, normal, results
 from reference_rotary import (
     BATCH,
     HEADS,

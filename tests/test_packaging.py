@@ -17,7 +17,7 @@ NOT_COPIED = (".*", "*.egg-info", "__pycache__", "build", "dist")
 
 def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
     done = subprocess.run(
-        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 import itertools
 
 import pytest
@@ -30,14 +29,6 @@ from fused_remat.policies import LOSSY_RUNGS
 from fused_remat.report.step import run_step
 
 WITHIN = 0.03  # of the peak; what the planner promises
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _little_to_collect():
-    """Every memory measurement collects garbage: keep it from walking what pytest has loaded."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def squared(output):

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -351,13 +350,20 @@ def test_chain_without_calls():
         assert method(chain, 6) is None
 
 
-def test_many_layers_take_seconds():
+def test_many_layers_take_few_labels(monkeypatch):
+    """Trying all choices for 48 layers of 10 options would not end."""
+    made, pareto = [], solve._pareto
+
+    def counted(labels):
+        made.append(len(labels.kept))
+        return pareto(labels)
+
+    monkeypatch.setattr(solve, "_pareto", counted)
     draw = random.Random(0)
     kept = [30, *(30 + draw.randint(1, 40) for _ in range(9))]
     rebuild = [0.02, *(0.02 - (k - 30) * draw.uniform(2e-4, 4e-4) for k in kept[1:])]
     chain = equal_layers(48, kept, rebuild)
-    begin = time.perf_counter()
     low, high = peak(chain, least_peak(chain)), peak(chain, optimal(chain, None))
     choice = optimal(chain, (low + high) // 2)
     assert peak(chain, choice) <= (low + high) // 2
-    assert time.perf_counter() - begin < 20  # usually under one; trying all would not end
+    assert sum(made) < 1_000_000  # four times as many as were found when this was written

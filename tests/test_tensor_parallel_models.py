@@ -126,7 +126,7 @@ def hugging_face(name):
     "with FSDP2, as a 2-D mesh; DCP; clip_grad_norm_ and AdamW over all of a model",
 )
 def test_with_fsdp(four_processes, tmp_path):
-    four_processes.run(with_fsdp, str(tmp_path), timeout=240)
+    four_processes.run(with_fsdp, str(tmp_path))
 
 
 def with_fsdp(path):

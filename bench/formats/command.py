@@ -14,7 +14,16 @@ from typing import Any
 
 import torch
 
-from bench.formats.errors import OUTLIERS, SCALES, SHAPES, TOKENS, errors, names_kept, names_of
+from bench.formats.errors import (
+    OUTLIERS,
+    SCALES,
+    SHAPES,
+    TOKENS,
+    errors,
+    names_kept,
+    names_of,
+    ratios,
+)
 from bench.measure.machine import machine
 from bench.measure.results import ResultsFile, folder_of
 from fused_remat import Policy
@@ -57,6 +66,6 @@ def main(arguments: list[str]) -> int:
             row = {"case": {"shape": name, "scale": scale}, "gradients": names_of(layer)}
             results.put({**row, "ways": ways})
             pairs = [*zip(policies, found, strict=True)][1:]
-            ratios = [f"{way} {(error / found[0]).max():.2f}" for way, error in pairs]
-            print(f"{name}, outliers x{scale}: {', '.join(ratios)}")
+            shown = [f"{way} {ratios(error, found[0]).max():.2f}" for way, error in pairs]
+            print(f"{name}, outliers x{scale}: {', '.join(shown)}")
     return 0

@@ -101,14 +101,37 @@ def names_of(layer: nn.Module) -> list[str]:
     return ["x", *(name for name, _ in layer.named_parameters())]
 
 
-def relative(found: Iterable[Tensor], truth: list[Tensor]) -> Tensor:
-    """Of each gradient, |found - truth| / |truth|; what is all but zero, by the largest |truth|."""
-    norms = [t.norm().item() for t in truth]
-    floor = 1e-3 * max(norms)
-    return torch.tensor([
-        (got.double() - t).norm().item() / (norm if norm > floor else max(norms))
-        for got, t, norm in zip(found, truth, norms, strict=True)
-    ])  # fmt: skip
+def scales(names: Iterable[str], truth: list[Tensor]) -> list[float]:
+    """What the error of each gradient is relative to: its norm; the largest norm if it is small.
+
+    The gradient of a bias of keys is 0: its terms, one a token, cancel, since softmax does not see
+    a shift. The scale is the norm of these terms: that of the weight's gradient, over the norm of
+    an input's row.
+    """
+    gradients = dict(zip(names, truth, strict=True))
+    norms = {name: t.norm().item() for name, t in gradients.items()}
+    largest = max(norms.values())
+    found = {name: x if x > 1e-3 * largest else largest for name, x in norms.items()}
+    for name in (name for name, x in norms.items() if x < 1e-9 * largest):
+        weight = name.removesuffix("bias") + "weight"
+        found[name] = norms[weight] / gradients[weight].shape[1] ** 0.5
+    return list(found.values())
+
+
+def relative(found: Iterable[Tensor], truth: list[Tensor], names: Iterable[str]) -> Tensor:
+    """Of each gradient, |found - truth| beside its scale."""
+    both = zip(found, truth, scales(names, truth), strict=True)
+    return torch.tensor([(got.double() - t).norm().item() / scale for got, t, scale in both])
+
+
+def ratios(found: Tensor, native: Tensor) -> Tensor:
+    """How many times larger errors are than those of `native`, where these are above bfloat16's
+    epsilon; else than the epsilon, since less is luck.
+
+    >>> ratios(torch.tensor([0.0125, 1e-2]), torch.tensor([0.005, 1e-9]))
+    tensor([2.5000, 2.5600])
+    """
+    return found / native.clamp_min(torch.finfo(torch.bfloat16).eps)
 
 
 def errors(
@@ -131,5 +154,6 @@ def errors(
         truth = gradients(exact, x.double(), dy.double())
         for i, policy in enumerate(policies):
             layer.policy = policy
-            squares[i] = squares[i] + relative(gradients(layer, x, dy), truth).square()
+            found = relative(gradients(layer, x, dy), truth, names_of(layer))
+            squares[i] = squares[i] + found.square()
     return [(total / len(seeds)).sqrt() for total in squares]

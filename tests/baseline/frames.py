@@ -1,0 +1,211 @@
+"""Frames above an operation and above a Triton launch, Python calls of a step, compiled kernels.
+
+`TRITON_INTERPRET=1 python frames.py` prints them as JSON.
+
+A depth is the number of frames from the library's outermost one (the layer's `forward`; in
+backward, what autograd calls) to the one that calls the operation, both counted. Frames of PyTorch
+and Triton are left out, and those of comprehensions, which Python has only up to 3.11.
+
+No kernel runs: a launch is noted where Triton takes it, `InterpretedFunction.run`, and its key is
+that by which Triton's `JITFunction` looks for a compiled kernel, for an sm_90. Tiles are those that
+the library takes when interpreted.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from drawn_layers import PRESETS
+from torch import Tensor, nn
+
+from fused_remat import FusedRematCausalLayer, convert
+
+BATCH, SEQ, WIDTH, HEADS = 2, 16, 64, 4
+#: Of these sequences a block is computed in tiles.
+LONG = 600
+#: Batch and sequence of a life: Triton has other code for 1 and for what 16 divides. Sequences of
+#: 300 are computed one by one, those of 600 in tiles; the last batch is a smaller one.
+SIZES = ((4, 64), (4, 17), (4, 16), (4, 1), (1, 1), (4, 300), (2, 600), (3, 64))
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
+_PRODUCTS = ("addmm", "addmm_", "mm", "matmul", "linear")
+#: Methods of a tensor that have an operation's name but compute nothing.
+_METADATA = ("size", "stride", "dim", "numel", "is_contiguous", "storage_offset")
+
+#: A layer, and the arguments of a call besides x (B, S, D) and its name.
+Case = tuple[nn.Module, str, Callable[[Tensor], dict[str, Any]]]
+
+
+def encoder(dropout: float) -> Case:
+    """PyTorch's layer, norms first."""
+    options = {"batch_first": True, "norm_first": True}
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout, **options)
+    return layer, "src", lambda x: {}
+
+
+def llama() -> Case:
+    """Llama's layer of transformers, with shared key heads."""
+    from transformers.models.llama import modeling_llama
+
+    config = modeling_llama.LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2, attn_implementation="sdpa",
+    )  # fmt: skip
+    rotary = modeling_llama.LlamaRotaryEmbedding(config)
+    layer = modeling_llama.LlamaDecoderLayer(config, 0)
+    tables = lambda x: rotary(x, torch.arange(x.shape[1]).expand(x.shape[:2]))  # noqa: E731
+    return layer, "hidden_states", lambda x: {"position_embeddings": tables(x)}
+
+
+def causal() -> Case:
+    """The library's own layer, with most that one may have."""
+    layer = FusedRematCausalLayer(
+        WIDTH, HEADS, 2 * WIDTH, 0.1, "gelu", kv_heads=2, norm="layer_norm", gated=False, bias=True,
+        qk_norm=True, window=20, softcap=30.0, placement="sandwich",
+    )  # fmt: skip
+
+    def others(x: Tensor) -> dict[str, Any]:
+        batch, seq, _ = x.shape
+        mask = torch.randn(batch, 1, seq, seq).to(x.dtype).requires_grad_()
+        return {"rope": torch.randn(2, seq, WIDTH // HEADS // 2).unbind(), "attn_mask": mask,
+                "key_lengths": torch.full((batch,), seq)}  # fmt: skip
+
+    return layer, "x", others
+
+
+STOCK: dict[str, Callable[[], Case]] = {
+    "FusedRematLayer": functools.partial(encoder, 0.0), "Llama": llama,
+    "FusedRematLayer, dropout": functools.partial(encoder, 0.1), "FusedRematCausalLayer": causal,
+}  # fmt: skip
+
+
+def make(
+    name: str, dtype: torch.dtype = torch.float32, fuse: bool = True, **options: str
+) -> tuple[Any, Callable[[int, int], dict[str, Any]]]:
+    """A layer, the stock one or with `options`, policy and backend; its arguments by batch, seq."""
+    layer, x_name, others = STOCK[name]()
+    if fuse and not hasattr(layer, "policy"):
+        layer = convert(nn.Sequential(layer))[0]
+    for option, value in options.items():
+        setattr(layer, option, value)
+
+    def inputs(batch: int, seq: int) -> dict[str, Any]:
+        x = torch.randn(batch, seq, WIDTH).to(dtype).requires_grad_()
+        return {x_name: x, **others(x)}
+
+    return layer.to(dtype), inputs
+
+
+def depth(frame: FrameType | None) -> int:
+    """Frames from the library's outermost one to `frame`; 0 if there is none."""
+    count = found = 0
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "triton") and frame.f_code.co_name not in _COMPREHENSIONS:
+            count += 1
+        if package == "fused_remat":
+            found = count
+        frame = frame.f_back
+    return found
+
+
+def is_operation(function: Any) -> bool:
+    """Whether a builtin is an operation of ATen: a tensor's method, torch's or an overload's."""
+    owner, name = getattr(function, "__self__", None), function.__name__
+    where = getattr(owner, "__name__", type(owner).__name__)
+    if not isinstance(owner, Tensor) and not where.startswith(("torch._C", "_Var", "PyCapsule")):
+        return False
+    return name not in _METADATA and hasattr(torch.ops.aten, name)
+
+
+def on_launch(note: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
+    """From now on no kernel runs, but `note` gets it, its arguments and its options."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    InterpretedFunction.run = lambda self, *args, grid, warmup, **kw: note(self, args, kw)
+
+
+def passes(name: str, seq: int) -> dict[str, dict[str, int]]:
+    """Of each pass of a training step the Python calls and the largest depth of any operation, of
+    a linear product, and, in a step on the triton backend, of a launch.
+    """
+    layer, inputs = make(name, policy="balanced", backend="eager")
+    given, dy = inputs(BATCH, seq), torch.randn(BATCH, seq, WIDTH)
+    forward, backward = ({"any": 0, "product": 0, "launch": 0, "calls": 0} for _ in range(2))
+    now = forward
+
+    def reached(what: str, frame: FrameType) -> None:
+        now[what] = max(now[what], depth(frame))
+
+    def note(frame: FrameType, event: str, arg: Any) -> None:
+        now["calls"] += event == "call" and frame.f_code.co_name not in _COMPREHENSIONS
+        if event == "c_call" and is_operation(arg):
+            reached("any", frame)
+            if arg.__name__ in _PRODUCTS:
+                reached("product", frame)
+
+    def step(hook: Callable[[FrameType, str, Any], None] | None = None) -> None:
+        nonlocal now
+        sys.setprofile(hook)
+        y = layer(**given)
+        now = backward
+        y.backward(dy)
+        sys.setprofile(None)
+        now = forward
+
+    for _ in range(2):  # what is done once
+        step()
+    gc.disable()
+    step(note)
+    gc.enable()
+    on_launch(lambda *_: reached("launch", sys._getframe(2)))
+    layer.backend = "triton"
+    step()
+    return {"forward": forward, "backward": backward}
+
+
+@functools.cache
+def _binder(kernel: Any) -> Callable[..., Any]:
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    jit, backend = JITFunction(kernel.fn, **kernel.kwargs), CUDABackend(GPUTarget("cuda", 90, 32))
+    return create_function_from_signature(jit.signature, jit.params, backend)
+
+
+def compiles(name: str) -> dict[str, int]:
+    """How many different keys each kernel is launched with over a layer's life, in 16 bits.
+
+    Of every size two training steps whose gradients add up, and an evaluation without gradients.
+    Then a step under every preset.
+    """
+    keys: dict[str, set[str]] = {}
+
+    def note(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        _, specialization, rest = _binder(kernel)(*args, **options)
+        keys.setdefault(kernel.__name__, set()).add(f"{specialization} {rest}")
+
+    on_launch(note)
+    layer, inputs = make(name, torch.float16, backend="triton")  # no bfloat16 when interpreted
+    for size in SIZES:
+        given = inputs(*size)
+        for _ in range(2):
+            layer.train()(**given).sum().backward()
+        with torch.no_grad():
+            layer.eval()(**given)
+        layer.zero_grad()
+    for layer.policy in PRESETS:
+        layer.train()(**inputs(*SIZES[0])).sum().backward()
+    return {kernel: len(found) for kernel, found in sorted(keys.items())}
+
+
+if __name__ == "__main__":
+    depths = {f"{name}, S = {seq}": passes(name, seq) for name in STOCK for seq in (SEQ, LONG)}
+    print(json.dumps({"frames": depths, "compiles": {name: compiles(name) for name in STOCK}}))
