@@ -13,7 +13,7 @@ PY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # never is, and pip would take minutes to compile it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check docs bench losses audit gpu clean
+.PHONY: demo test test-all test-settings mutants baseline check docs bench losses audit gpu clean
 
 demo: $(DEMO)  ## train a small language model with and without FusedRemat
 	$(BIN)/python examples/train_byte_lm.py
@@ -23,11 +23,31 @@ demo: $(DEMO)  ## train a small language model with and without FusedRemat
 HUGE := PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
 # A process for each core, four at most for their memory. Kernels are interpreted in a run of their own.
-PYTEST := $(HUGE) $(BIN)/python -m pytest -n logical --maxprocesses 4
+PYTEST = $(HUGE) $(BIN)/python -m pytest -q -n logical --maxprocesses 4 $(MARKS)
 
 test: $(READY)  ## all tests, and the examples in the docstrings
-	TRITON_INTERPRET=1 $(PYTEST) --dist loadgroup tests/interpreted
-	$(PYTEST) --dist loadfile
+	@status=0; \
+	TRITON_INTERPRET=1 $(PYTEST) --dist loadgroup tests/interpreted || status=1; \
+	$(PYTEST) --dist loadfile || status=1; exit $$status
+
+test-all:  ## and what stands for more of the same: whole sweeps, ten times the examples, every audit: hours
+	FUSED_REMAT_MORE_EXAMPLES=10 $(MAKE) test MARKS='-m ""'
+	$(MAKE) audit
+
+# What decides the last bits of a result, and the order of threads.
+SETTINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE \
+	ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 \
+	OMP_NUM_THREADS=1 OMP_NUM_THREADS=4 FUSED_REMAT_TEST_SEED=1
+
+test-settings: $(READY)  ## make test as on other CPUs, with other threads and another random seed
+	@status=0; for setting in $(SETTINGS); do \
+	echo "$$setting"; env $$setting $(MAKE) test || status=1; done; exit $$status
+
+mutants: $(READY)  ## plant bugs in a copy, each of which a test has to catch
+	$(HUGE) OMP_WAIT_POLICY=passive $(BIN)/python tests/mutants.py --jobs 2
+
+baseline: $(READY)  ## record what layers keep, compute, call and compile, which tests compare with
+	$(BIN)/python tests/baseline/record.py
 
 check: $(READY)  ## lint, format, types, and the arrows between the rooms
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ The text counts, modulo 32, by a stride of the sequence's own. The last stage pr
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 
 import torch
@@ -100,3 +101,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # the stage is in a cycle and holds the group, whose threads would outlive it

@@ -76,6 +76,9 @@ def main() -> None:
         prepare(name)
         start(script, target, "--resume", source, *flags)
     importlib.import_module("tiny_lm").leave()
+    sys.stdout.flush()
+    # Not by sys.exit: a thread of gloo's that lets go of its last tensor while Python ends aborts.
+    os._exit(0)
 
 
 if __name__ == "__main__":

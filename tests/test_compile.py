@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from reference import RUNGS, run
 from reference_ops import CASES, bounds, key_lengths, results
+from tiers import exhaustive
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -57,7 +58,9 @@ def step(call, x, module, **kwargs):
     x = x.clone().requires_grad_()
     y = call(x, **kwargs)
     leaves = [x, *(p for p in module.parameters() if p.requires_grad)]
-    return [y, *torch.autograd.grad(y.square().sum(), leaves)]
+    # Not of squares: behind a norm their sum is constant, and gradients are nothing but rounding.
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
 
 def assert_equal(got, expected):
@@ -77,7 +80,13 @@ def assert_equal(got, expected):
 )
 @pytest.mark.parametrize(
     ("policy", "norm_first"),
-    [*((rung, True) for rung in RUNGS), ("full", False), (Policy(save={"attn", "up"}), False)],
+    [
+        ("full", True),
+        ("fast", False),
+        (Policy(save={"attn", "up"}), False),
+        *(exhaustive(rung, True) for rung in RUNGS if rung != "full"),
+        exhaustive("full", False),
+    ],
     ids=str,
 )
 def test_every_rung_bit_for_bit_in_one_dynamic_graph(policy, norm_first):
@@ -192,7 +201,8 @@ def test_layers_draw_seeds_of_their_own():
     "with dropout it raises, since PyTorch 2.13 would draw again in backward",
 )
 @pytest.mark.parametrize(
-    ("policy", "norm_first"), [*((rung, True) for rung in RUNGS), ("lean", False), ("fast", False)]
+    ("policy", "norm_first"),
+    [("full", True), ("fast", False), *(exhaustive(r, True) for r in RUNGS if r != "full")],
 )
 def test_kept_bytes_are_those_of_eager_mode(policy, norm_first):
     model = encoder(policy, norm_first)
@@ -211,9 +221,9 @@ def test_inductor():
     model = encoder("balanced", layers=2)
     call = compiled(model, "inductor", dynamic=True)
     for shape in ((3, 6), (4, 9)):
-        # The same blocks; the last norm is Inductor's own code, within a few roundings.
+        # The same blocks; the last norm is Inductor's own code, within a hundred roundings.
         for g, e in zip(*(step(c, src(*shape), model) for c in (call, model)), strict=True):
-            torch.testing.assert_close(g, e, rtol=1e-5, atol=1e-5)
+            assert (g - e).norm() <= 1e-5 * e.norm()
 
 
 def test_settings_changed_after_compilation_count():
@@ -313,7 +323,8 @@ def test_a_budget_under_which_dropout_would_be_drawn_again_raises(setting):
 
 @pytest.mark.composes("torch.compile", "under autocast, as in eager mode")
 @pytest.mark.parametrize(
-    ("policy", "norm_first"), [("full", True), ("lean", False), ("fast", True), ("none", False)]
+    ("policy", "norm_first"),
+    [("full", True), ("lean", False), exhaustive("fast", True), exhaustive("none", False)],
 )
 def test_autocast(policy, norm_first):
     """Around the compiled layer or inside what is compiled: the block has its dtypes written."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from reference import RUNGS, pair
+from tiers import pairwise
 from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, ops, policies
@@ -39,11 +40,13 @@ def measured(layer, x):
 ALL = (*(n for n in PARAMS if n not in ("mask", "padding", "seed")), "input")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("policy", RUNGS)
-@pytest.mark.parametrize("tokens", [64, 512])
+@pytest.mark.parametrize(
+    "dtype, norm_first, dropout, policy, tokens",
+    pairwise(
+        [torch.float32, torch.bfloat16, torch.float64], [True, False], [0.0, 0.1], list(RUNGS),
+        [64, 512],
+    ),
+)  # fmt: skip
 def test_kept_bytes_are_the_table_and_the_prediction(
     dtype, norm_first, dropout, policy, tokens, monkeypatch
 ):
@@ -144,9 +147,7 @@ def test_what_the_stock_layer_keeps(activation, units, norm_first):
     assert units <= saved.total / x.nbytes <= units + 0.1
 
 
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("layers", [1, 2, 4])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("norm_first, layers, dropout", pairwise([True, False], [1, 4], [0.0, 0.1]))
 def test_peak_of_a_whole_step(norm_first, layers, dropout):
     """(4, 512, 512, 8), float32, full, gradients preallocated: at most 12 + 1.02 N units."""
     batch, seq_len, width, nhead = 4, 512, 512, 8

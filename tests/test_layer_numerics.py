@@ -9,6 +9,7 @@ from accuracy import check_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import RUNGS, pair, run
+from tiers import MORE
 
 from fused_remat import Policy
 from fused_remat.backends.eager import EagerBackend
@@ -110,13 +111,13 @@ def check_against_stock(config):
     check_error(ours, theirs, exact, names)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60 * MORE)
 @given(configurations([torch.float32]))
 def test_error_against_float64_wide(config):
     check_against_stock(config)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60 * MORE)
 @given(configurations([torch.bfloat16, torch.float16], [F.silu, "gelu"]))
 def test_error_against_float64_narrow(config):
     """Without relu: whether one of a few values falls on the other side of its kink is chance."""
@@ -144,7 +145,7 @@ def names_of(norm_first):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.6])
-@settings(max_examples=40)
+@settings(max_examples=15 * MORE)
 @given(configurations([torch.float32, torch.bfloat16, torch.float16]), st.data())
 def test_gradients_are_the_same_bits_in_every_policy(dropout, config, data):
     _, fused = pair(**config["layer"], dropout=dropout, seed=config["seed"])

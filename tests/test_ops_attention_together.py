@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_attention import heads, mask_of
 from reference_ops import CASES, attention, compare, in_pieces, normal, results
+from tiers import MORE
 
 from fused_remat import ops
 
@@ -44,7 +45,7 @@ def calls(draw):
     return [*tensors, mask], options, tokens, draw(st.sampled_from(["full", "lean"]))
 
 
-@settings(max_examples=120)
+@settings(max_examples=60 * MORE)
 @given(calls())
 def test_any_options_together(call):
     tensors, options, tokens, policy = call

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_ops import CASES, attention, bounds, compare, in_pieces, key_lengths, normal, results
+from tiers import MORE
 
 from fused_remat import ops
 
@@ -181,7 +182,7 @@ def packs(draw):
     return sides, tokens
 
 
-@settings(max_examples=80)
+@settings(max_examples=40 * MORE)
 @given(packs(), st.data())
 def test_any_bounds_and_options_together(pack, data):
     (cu_q, cu_k), (q_len, kv_len) = pack

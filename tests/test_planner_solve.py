@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import MORE
 
 from fused_remat.planner import solve
 from fused_remat.planner.chain import (
@@ -22,7 +23,7 @@ from fused_remat.planner.chain import (
 from fused_remat.planner.rules import sqrt
 from fused_remat.planner.solve import METHODS, frontier, least_peak, optimal
 
-FEW = settings(max_examples=150, deadline=None, derandomize=True)
+FEW = settings(max_examples=50 * MORE)
 SEEDS = st.integers(0, 2**32)
 SAVES = [(), ("key",), ("gate", "key")]
 

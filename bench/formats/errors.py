@@ -126,12 +126,12 @@ def relative(found: Iterable[Tensor], truth: list[Tensor], names: Iterable[str])
 
 def ratios(found: Tensor, native: Tensor) -> Tensor:
     """How many times larger errors are than those of `native`, where these are above bfloat16's
-    epsilon; else than the epsilon, since less is luck.
+    unit roundoff; else than this, since less is luck.
 
-    >>> ratios(torch.tensor([0.0125, 1e-2]), torch.tensor([0.005, 1e-9]))
-    tensor([2.5000, 2.5600])
+    >>> ratios(torch.tensor([0.02, 0.01]), torch.tensor([0.01, 1e-9]))
+    tensor([2.0000, 2.5600])
     """
-    return found / native.clamp_min(torch.finfo(torch.bfloat16).eps)
+    return found / native.clamp_min(torch.finfo(torch.bfloat16).eps / 2)
 
 
 def errors(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -207,6 +208,7 @@ def join() -> torch.device:
 
 def leave() -> None:
     """Leave the group, all ranks together."""
+    gc.collect()  # models in cycles hold groups, whose threads would outlive them
     with contextlib.suppress(ValueError, AssertionError):  # some engines have left already
         dist.barrier()  # gloo's threads let go of the last tensors now: at exit they would abort
         dist.destroy_process_group()

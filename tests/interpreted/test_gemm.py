@@ -1,6 +1,7 @@
 import pytest
 import torch
 from poisoned import EAGER, TARGET, check_error, check_margin, keep_of, poisoned, wide
+from tiers import pairwise
 
 from fused_remat.backends.triton import gemm, tables
 
@@ -28,10 +29,11 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=["whole", "split"])
-@pytest.mark.parametrize("dtype", DTYPES, **ids)
-@pytest.mark.parametrize("shape", SHAPES, **ids)
-@pytest.mark.parametrize("end", ["nothing", "act", "pre", "dropout", "residual", "all"])
+@pytest.mark.parametrize(
+    "tile, dtype, shape, end",
+    pairwise(TILES, DTYPES, SHAPES, ["nothing", "act", "pre", "dropout", "residual", "all"]),
+    **ids,
+)
 def test_linear(tile, dtype, shape, end):
     m, n, k = shape
     x, (weight, bias) = normal(dtype, m, k), layer(dtype, n, k)
@@ -91,12 +93,11 @@ def test_gated_forward(dtype, shape, p):
     check_error(y, EAGER.gated_fwd(*pres, "silu", wide(keep)), dtype, 4)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=["whole", "split"])
-@pytest.mark.parametrize("dtype", DTYPES, **ids)
-@pytest.mark.parametrize("shape", SHAPES, **ids)
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("in_one", [False, True], ids=["pre read", "in one"])
+@pytest.mark.parametrize(
+    "tile, dtype, shape, p, gated, in_one",
+    pairwise(TILES, DTYPES, SHAPES, [0.0, 0.3], [False, True], [False, True]),
+    **ids,
+)
 def test_mlp_backward(tile, dtype, shape, p, gated, in_one):
     m, f, k = shape
     d = k + 8  # the block's output need not be as wide as its input

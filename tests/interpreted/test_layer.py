@@ -6,6 +6,7 @@ import pytest
 import torch
 from poisoned import check_error
 from reference import PARAM_NAMES, RUNGS, pair, run
+from tiers import pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_remat
@@ -34,9 +35,9 @@ def check_close(found, expected, dtype):
         assert error <= TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize(
+    "dtype, norm_first, policy", pairwise(list(TOLERANCE), [False, True], list(RUNGS)), ids=str
+)
 def test_matches_pytorchs_layer(dtype, norm_first, policy, routes):
     stock, fused = pair(
         **SIZES, dropout=0.0, norm_first=norm_first, activation="gelu", policy=policy
@@ -53,9 +54,13 @@ def test_matches_eager_with_dropout(norm_first, policy, routes):
     check_against_eager(norm_first, policy, ())
 
 
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-@pytest.mark.parametrize("policy", ["full", "fast"])
-@pytest.mark.parametrize("frozen", [("linear2.weight",), ("linear1.weight", "linear1.bias")])
+@pytest.mark.parametrize(
+    "norm_first, policy, frozen",
+    pairwise(
+        [False, True], ["full", "fast"], [("linear2.weight",), ("linear1.weight", "linear1.bias")]
+    ),
+    ids=str,
+)
 def test_matches_eager_with_frozen_parameters(norm_first, policy, frozen, routes):
     check_against_eager(norm_first, policy, frozen)
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from poisoned import EAGER, TARGET, check_error, check_margin, keep_of, poisoned, wide
+from tiers import pairwise
 
 from fused_remat.backends.base import NORM_STATS
 from fused_remat.backends.triton import norms
@@ -9,7 +10,10 @@ SHAPES = [(1, 1), (5, 63), (70, 64), (7, 300)]
 DTYPES = [torch.float32, torch.float16]
 
 
-@pytest.fixture(params=[False, True], ids=["narrow", "wide"])
+WALKED = [False, True]
+
+
+@pytest.fixture(params=WALKED, ids=["narrow", "wide"])
 def walked(request, monkeypatch):
     """Rows within a tile, and rows walked in blocks of 32."""
     if request.param:
@@ -78,11 +82,14 @@ def test_forward_of_a_sum(dtype, p):
     check_error(y, of_total[0], dtype)
 
 
-@pytest.mark.parametrize("kind", NORM_STATS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Not of width 1, whose gradient cancels to nothing.
-@pytest.mark.parametrize("shape", [(1, 4), *SHAPES[1:]], ids=str)
-@pytest.mark.parametrize("wants", ["x w b", "x", "w", "b w"])
+@pytest.mark.parametrize(
+    "kind, dtype, shape, wants, walked",
+    pairwise(
+        NORM_STATS, DTYPES, [(1, 4), *SHAPES[1:]], ["x w b", "x", "w", "b w"], WALKED
+    ),
+    ids=str, indirect=["walked"],
+)  # fmt: skip
 def test_backward(kind, dtype, shape, wants, walked):
     x, weight, _ = inputs(shape, dtype)
     dy = torch.randn(shape[1]).to(dtype).expand(shape) if wants == "x" else x.flip(0) - 3

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from poisoned import check_margin, keep_of, poisoned
+from tiers import pairwise
 
 from fused_remat import FusedRematCausalLayer, FusedRematLayer, Policy, explain, formats, random
 from fused_remat.backends.base import Packing
@@ -172,16 +173,12 @@ TILES = {
     "narrow": Tile(16, 32, 16, 4, 1, parts=2),
 }
 # M, N, K: single, odd, tensor descriptors.
-PRODUCTS = pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        ((1, 1, 1), torch.float32),
-        ((17, 130, 31), torch.float16),
-        ((20, 136, 16), torch.float32),
-        ((20, 136, 16), torch.float16),
-    ],
-    **ids,
-)
+PRODUCTS = [
+    ((1, 1, 1), torch.float32),
+    ((17, 130, 31), torch.float16),
+    ((20, 136, 16), torch.float32),
+    ((20, 136, 16), torch.float16),
+]
 
 
 @pytest.fixture(params=TILES)
@@ -207,12 +204,13 @@ def outputs_are_poisoned(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned_empty)
 
 
-@pytest.mark.parametrize("stored", ["int8_stochastic", "fp8_e4m3"])
-@PRODUCTS
-def test_a_product_packs_what_its_activation_is_of(
-    shape, dtype, stored, tile, outputs_are_poisoned
-):
-    m, n, k = shape
+@pytest.mark.parametrize(
+    "product, stored, tile",
+    pairwise(PRODUCTS, ["int8_stochastic", "fp8_e4m3"], list(TILES)),
+    **ids, indirect=["tile"],
+)  # fmt: skip
+def test_a_product_packs_what_its_activation_is_of(product, stored, tile, outputs_are_poisoned):
+    (m, n, k), dtype = product
     given = normal(dtype, m, k), normal(dtype, n, k), normal(dtype, n), "gelu", keep_of(m, n, 0.3)
     how = packing(stored, m, n)
     none, y, nothing = TRITON.linear_act_fwd(*given, False)
@@ -226,7 +224,7 @@ def test_a_product_packs_what_its_activation_is_of(
         check_parts(parts, formats.pack(pre, stored, how.uniform))
 
 
-@PRODUCTS
+@pytest.mark.parametrize("shape, dtype", PRODUCTS, **ids)
 def test_a_gated_product_packs_both(shape, dtype, tile, outputs_are_poisoned):
     m, f, k = shape
     gate, up = (normal(dtype, f, k), normal(dtype, f)), (normal(dtype, f, k), None)

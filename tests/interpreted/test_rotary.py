@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from poisoned import EAGER, TARGET, check_error, check_margin, poisoned
+from tiers import pairwise
 
 from fused_remat import ops
 from fused_remat.backends.base import RotaryCall
@@ -50,9 +51,11 @@ def batched(request):
     return request.param
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize(
+    "heads, dtype, norm, interleaved, batched",
+    pairwise(HEADS, DTYPES, [False, True], [False, True], [False, True]),
+    ids=str,
+)
 def test_forward(heads, dtype, norm, interleaved, batched):
     x, _, call = inputs(heads, dtype, interleaved, norm, batched)
     y, same = poisoned(*x.shape, dtype), x.clone()
@@ -78,10 +81,9 @@ def test_backward_of_the_rotation(heads, dtype, interleaved, batched):
     assert torch.equal(same, dx)
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "wants"),
-    [(dtype, "x q k") for dtype in DTYPES] + [(torch.float32, w) for w in ("x", "q k", "k")],
+    "heads, dtype, wants, interleaved, batched",
+    pairwise(HEADS, DTYPES, ["x q k", "x", "q k", "k"], [False, True], [False, True]),
     ids=str,
 )
 def test_backward_of_the_norm(heads, dtype, wants, interleaved, batched):
