@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave the core to others
 
@@ -50,7 +51,9 @@ def pytest_collection():
 
 @pytest.fixture(scope="module", autouse=True)
 def what_lives_on_is_not_walked():
-    """The garbage that a file's tests, and their measurements of memory, look for is their own."""
+    """What a file's tests compile is their own, and the garbage that they look for."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -60,6 +63,18 @@ def what_lives_on_is_not_walked():
 def what_was_there_is_not_walked():
     """Nor what the file's tests before have left: it goes when the next file begins."""
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def one_machine():
+    """Analytic costs are those of one machine, so that what a plan chooses is the same on all."""
+    from fused_remat.planner import Calibration
+
+    rates = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16, torch.float64), 5e10)
+    made = Calibration(torch.device("cpu"), 1e10, 2e-6, rates)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fused_remat.planner.build.calibrate", lambda *_: made)
+        yield
 
 
 @pytest.fixture(scope="session")

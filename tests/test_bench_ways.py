@@ -170,8 +170,11 @@ def test_a_case_that_cannot_be_measured_costs_no_other(
     assert "(FAIL: MemoryError: too large)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
+# In 16 bits whether a value falls on the other side of ReLU's kink is chance.
+@pytest.mark.parametrize(
+    "dtype, activation",
+    [("float32", "gelu"), ("float32", "relu"), ("bfloat16", "gelu"), ("float16", "gelu")],
+)
 def test_dropout_of_its_own_is_right_at_a_fixed_seed(dtype: str, activation: str) -> None:
     """The stock forward is; and the same check leaves its parameters as they were."""
     given = subject(0.1, dtype, activation=activation)

@@ -294,7 +294,7 @@ def test_lora_on_its_linear_layers_is_in_the_block():
     assert layer.why_not_fused(x, rope) is None and len(own(layer)) == 8
     ours = step(layer, layer, x, rope)
     for a, b in zip(ours, step(layer._unfused, layer, x, *rope), strict=True):
-        torch.testing.assert_close(a, b)
+        assert (a - b).norm() <= 1e-5 * b.norm()  # a hundred roundings to float32
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert_bits(step(compiled, layer, x, rope), ours)

@@ -260,6 +260,7 @@ def test_plan_compares_and_writes_a_plan_that_applies(capsys):
     assert [layer.policy for layer in model.layers] == list(made.policies.values())
 
 
+@pytest.mark.usefixtures("one_machine")
 def test_plan_keeps_8_bits_only_if_asked_to(capsys):
     step = ("plan", "mine_for_cli:step", "--batch", 4, "--costs", "analytic", "--json", "p.json")
     found = {}

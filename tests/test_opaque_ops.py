@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -111,7 +112,9 @@ def test_the_text_of_a_call_is_all_there_is_of_it(tmp_path):
         "made = torch.ops.fused_remat.mlp_block(*args)\n"
         "assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))\n"
     )
-    subprocess.run([sys.executable, "-c", script, tmp_path / "call.pt"], check=True)
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, "-c", script, tmp_path / "call.pt"]
+    subprocess.run(command, env=os.environ | threads, check=True)
 
 
 # --- recipes

@@ -31,6 +31,9 @@ from fused_remat.report.step import run_step
 WITHIN = 0.03  # of the peak; what the planner promises
 
 
+pytestmark = pytest.mark.usefixtures("one_machine")
+
+
 def squared(output):
     return output.square().mean()
 

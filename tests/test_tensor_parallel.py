@@ -314,7 +314,7 @@ def autocast(kind):
             expected, found = step(model, x, **kwargs), step(other, x, **kwargs)
         # Partial sums are rounded once more each.
         error = [(t[1] - exact[1]).norm() / exact[1].norm() for t in (expected, found)]
-        assert error[1] < 1.5 * error[0], error
+        assert error[1] < 1.5 * error[0] + 2 * 2**-8, error
 
 
 @pytest.mark.composes(

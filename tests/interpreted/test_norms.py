@@ -86,7 +86,7 @@ def test_forward_of_a_sum(dtype, p):
 @pytest.mark.parametrize(
     "kind, dtype, shape, wants, walked",
     pairwise(
-        NORM_STATS, DTYPES, [(1, 4), *SHAPES[1:]], ["x w b", "x", "w", "b w"], WALKED
+        list(NORM_STATS), DTYPES, [(1, 4), *SHAPES[1:]], ["x w b", "x", "w", "b w"], WALKED
     ),
     ids=str, indirect=["walked"],
 )  # fmt: skip
