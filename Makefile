@@ -23,23 +23,25 @@ demo: $(DEMO)  ## train a small language model with and without FusedRemat
 HUGE := PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
 # A process for each core, four at most for their memory. Kernels are interpreted in a run of their own.
-PYTEST = $(HUGE) $(BIN)/python -m pytest -q -n logical --maxprocesses 4 $(MARKS)
+# A file at a time, in alphabetical order, which has none of the longest among the last.
+PYTEST = $(HUGE) $(BIN)/python -m pytest -q -n logical --maxprocesses 4 \
+	--dist loadfile --no-loadscope-reorder $(MARKS)
 
 test: $(READY)  ## all tests, and the examples in the docstrings
 	@status=0; \
-	TRITON_INTERPRET=1 $(PYTEST) --dist loadgroup tests/interpreted || status=1; \
-	$(PYTEST) --dist loadfile || status=1; exit $$status
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted || status=1; \
+	$(PYTEST) || status=1; exit $$status
 
 test-all:  ## and what stands for more of the same: whole sweeps, ten times the examples, every audit: hours
-	FUSED_REMAT_MORE_EXAMPLES=10 $(MAKE) test MARKS='-m ""'
-	$(MAKE) audit
+	@status=0; FUSED_REMAT_MORE_EXAMPLES=10 $(MAKE) test MARKS='-m ""' || status=1; \
+	$(MAKE) audit || status=1; exit $$status
 
 # What decides the last bits of a result, and the order of threads.
 SETTINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE \
 	ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=AVX2 \
 	OMP_NUM_THREADS=1 OMP_NUM_THREADS=4 FUSED_REMAT_TEST_SEED=1
 
-test-settings: $(READY)  ## make test as on other CPUs, with other threads and another random seed
+test-settings: $(READY)  ## make test as on other CPUs, with other threads and another random seed: hours
 	@status=0; for setting in $(SETTINGS); do \
 	echo "$$setting"; env $$setting $(MAKE) test || status=1; done; exit $$status
 
@@ -95,7 +97,7 @@ export HELP
 FAILED = { echo "$$HELP" >&2; exit 1; }
 
 $(DEMO): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)' || $(FAILED)
 	@echo 'Installing into .venv: torch'
 	@$(PYTHON) -m venv .venv || $(FAILED)
 	@$(PIP) $$(grep '^torch==' constraints.txt) || $(FAILED)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 #: Relative L2 errors that PyTorch may be spared by chance, by the dtype that was computed in. Of
 #: 150,000 float32 gradients two of few elements were 11 and 8 epsilons off where PyTorch's were 3
-#: and 2. In 16 bits a result is itself rounded once or twice. In float64 PyTorch is its own truth:
-#: what is left is the order of sums.
+#: and 2: 6.5 more than 1.5 times as many. In 16 bits a result is itself rounded once or twice. In
+#: float64 PyTorch is its own truth: what is left is the order of sums, of gradients that cancel.
 ROUNDINGS = {
     torch.float64: 1e-12,
-    torch.float32: 12 * torch.finfo(torch.float32).eps,
+    torch.float32: 8 * torch.finfo(torch.float32).eps,
     torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
     torch.float16: 4 * torch.finfo(torch.float16).eps,
 }
@@ -40,11 +40,14 @@ def check_error(
     """Errors of an output and gradients against float64: at most `factor` times PyTorch's own.
 
     Args:
-        computed: the dtype that was computed in, where results have a wider one.
+        computed: the dtype that was computed in, where results have a wider one: one rounding to it
+            may be spared by chance.
     """
     names = list(map(str, range(len(exact)))) if names is None else names
     for name, a, b, truth, scale in zip(names, ours, peer, exact, scales(exact), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape, name
         error, allowed = ((t.double() - truth).norm().item() / scale for t in (a, b))
-        floor = ROUNDINGS[computed or a.dtype]
+        floor = ROUNDINGS[a.dtype]
+        if computed is not None:
+            floor = max(floor, torch.finfo(computed).eps / 2)
         assert error <= factor * allowed + floor, f"{name}: {error:.3g}, PyTorch's {allowed:.3g}"

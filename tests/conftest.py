@@ -1,6 +1,7 @@
 """What every test shares: threads, random seed, Hypothesis profile, little garbage."""
 
 import gc
+import importlib.util
 import os
 import sys
 
@@ -11,21 +12,17 @@ import pytest
 import torch
 from tiers import MORE
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2").split(",")[0]))
 
-# Another seed moves all that tests draw: torch's seeds by so much, and Hypothesis's examples.
+# Another seed moves what the tests of this process draw: torch's seeds, and Hypothesis's examples.
 SEED = int(os.environ.get("FUSED_REMAT_TEST_SEED", 0))
 if SEED:
     seed_torch = torch.manual_seed
-
-    class Generator(torch.Generator):
-        def manual_seed(self, seed: int) -> torch.Generator:
-            return super().manual_seed(seed + SEED)
-
-    torch.manual_seed, torch.Generator = lambda seed: seed_torch(seed + SEED), Generator
+    torch.manual_seed = lambda seed: seed_torch(seed + SEED)
 
 # Kernels are interpreted or compiled, as Triton decides when it is imported: a run of their own.
-collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]
+interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton")
+collect_ignore = [] if interpreted else ["interpreted"]
 
 hypothesis.settings.register_profile(
     "ci", derandomize=not SEED, database=None, deadline=None, max_examples=50 * MORE
@@ -50,8 +47,9 @@ def pytest_collection():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_lives_on_is_not_walked():
-    """What a file's tests compile is their own, and the garbage that they look for."""
+def _fresh_file():
+    """Start a file with a seed, no compiled code and no garbage; hide older objects from gc."""
+    torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.unfreeze()
@@ -60,12 +58,12 @@ def what_lives_on_is_not_walked():
 
 
 @pytest.fixture(autouse=True)
-def what_was_there_is_not_walked():
-    """Nor what the file's tests before have left: it goes when the next file begins."""
+def _fresh_test():
+    """Hide objects of the file's earlier tests from gc; they are collected after the file."""
     gc.freeze()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def one_machine():
     """Analytic costs are those of one machine, so that what a plan chooses is the same on all."""
     from fused_remat.planner import Calibration

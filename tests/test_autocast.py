@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from accuracy import check_error
 from reference import RUNGS, masked_encoder, pair, run
+from tiers import pairwise
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -109,9 +110,7 @@ def test_dropout_is_that_of_the_seed(low, norm_first):
     check_error(found, theirs, exact, computed=low)
 
 
-@LOW
-@NORMS
-@pytest.mark.parametrize("tokens", [7, 512], ids=["tiles", "whole"])
+@pytest.mark.parametrize("low, norm_first, tokens", pairwise([BF16, FP16], [True, False], [7, 512]))
 def test_rungs_have_the_same_bits(low, norm_first, tokens, monkeypatch):
     monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
     x, dy = data()
@@ -148,10 +147,12 @@ def dtypes_of(layer, x, low):
     return [y.dtype, *(g.dtype for g in grads)]
 
 
-@LOW
-@NORMS
-@pytest.mark.parametrize("src", [FP32, BF16, FP16, FP64], ids=str)
-@pytest.mark.parametrize("weights", [FP32, BF16, FP64, "low products"], ids=str)
+@pytest.mark.parametrize(
+    "low, norm_first, src, weights",
+    pairwise(
+        [BF16, FP16], [True, False], [FP32, BF16, FP16, FP64], [FP32, BF16, FP64, "low products"]
+    ),
+)
 def test_dtypes_and_refusals_are_those_of_the_stock_layer(low, norm_first, src, weights):
     stock, fused = layers(norm_first=norm_first)
     for layer in (stock, fused):

@@ -41,7 +41,9 @@ def together(*functions):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=call, args=item) for item in enumerate(functions)]
+    threads = [
+        threading.Thread(target=call, args=item, daemon=True) for item in enumerate(functions)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

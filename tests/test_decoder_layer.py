@@ -9,6 +9,7 @@ import torch
 from accuracy import check_error
 from reference import RUNGS, masked_decoder
 from reference_decoder import MASKS, B, D, F, H, M, S, data, masks, pair, run
+from tiers import pairwise
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -54,9 +55,10 @@ def assert_close(found, expected):
 # --- results
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("lengths", [(S, M), (3, 6), (1, 4), (6, 1)], ids=str)
-@NORMS
+@pytest.mark.parametrize(
+    "kind, lengths, norm_first",
+    pairwise(MASKS, [(S, M), (3, 6), (1, 4), (6, 1)], [True, False]),
+)
 def test_masks_and_hints_of_every_kind(kind, lengths, norm_first, pieces):
     stock, fused = pair(norm_first=norm_first, dtype=torch.float64)
     tensors = data(torch.float64, *lengths)
@@ -298,10 +300,10 @@ def measured(layer, tgt, memory):
     return saved.total, live + tgt.nbytes + memory.nbytes
 
 
-@NORMS
-@RUNG
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@PIECES
+@pytest.mark.parametrize(
+    "norm_first, policy, dropout, tokens",
+    pairwise([True, False], list(RUNGS), [0.0, 0.1], [4, 512]),
+)
 def test_kept_bytes_are_the_table_and_the_prediction(
     norm_first, policy, dropout, tokens, monkeypatch
 ):

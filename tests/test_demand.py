@@ -12,6 +12,7 @@ from reference import RUNGS, X, make, randomize
 from reference_ops import normal
 from reference_transformer import Block, leaves
 from segment_models import quiet, stack
+from tiers import pairwise
 from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -132,9 +133,9 @@ def part_of(inputs, params, part):
     }[part]
 
 
-@pytest.mark.parametrize("policy", ["full", "balanced", "none"])
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("tokens", [None, 3])
+@pytest.mark.parametrize(
+    "policy, block, tokens", pairwise(["full", "balanced", "none"], list(BLOCKS), [None, 3])
+)
 def test_a_part_is_that_part_of_the_whole(block, policy, tokens, monkeypatch):
     if tokens:  # groups of one sequence, and tiles
         monkeypatch.setattr(eager, "_CPU_TOKENS", tokens)

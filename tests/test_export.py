@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from reference import pair, randomize
+from tiers import exhaustive
 from torch import nn
 from torch.export import Dim, export
 
@@ -70,8 +71,8 @@ def programs(models, args, shapes, strict):
 )
 @pytest.mark.parametrize(
     "training, strict, shapes",
-    [(True, True, "dynamic"), (True, False, "static"), (False, False, "dynamic"),
-     (False, True, "static")],
+    [(True, True, "dynamic"), (False, False, "static"),
+     exhaustive(True, False, "static"), exhaustive(False, True, "dynamic")],
 )  # fmt: skip
 def test_the_program_is_pytorchs(training, strict, shapes):
     models = [m.train(training) for m in pair(8, 2, 12, 0.2, batch_first=True, norm_first=True)]

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from reference import RUNGS
+from tiers import pairwise
 
 from fused_remat import Policy, autograd, calls, ops
 from fused_remat.backends import registry
@@ -87,9 +88,9 @@ WANTS = {
 }
 
 
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-@pytest.mark.parametrize("policy", RUNGS)
-@pytest.mark.parametrize("wants", WANTS)
+@pytest.mark.parametrize(
+    "norm_first, policy, wants", pairwise([False, True], list(RUNGS), list(WANTS))
+)
 def test_encoder_gives_the_same_bits(fusing, policy, norm_first, wants):
     step = encoder_case(policy, norm_first, WANTS[wants])
     for a, b in zip(step("fusing"), step("eager"), strict=True):
@@ -101,9 +102,10 @@ def test_encoder_gives_the_same_bits(fusing, policy, norm_first, wants):
         assert ("mlp_bwd" in fusing.calls) != kept
 
 
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("policy", ["full", "none"])
-@pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (0, 1)])
+@pytest.mark.parametrize(
+    "gated, policy, frozen",
+    pairwise([False, True], ["full", "none"], [(), (0,), (1,), (2,), (0, 1)]),
+)
 def test_mlp_gives_the_same_bits(fusing, gated, policy, frozen):
     torch.manual_seed(0)
     x, dy = torch.randn(2, 3, 5, 8)
@@ -166,9 +168,10 @@ ODD = (gate_of_another_input, act_is_the_residual_too, act_is_read_twice, residu
 SHAPES = {"square": (8, 8), "up": (16, 8), "down": (8, 16), "other": (8, 16), "norm": (8,)}
 
 
-@pytest.mark.parametrize("draw", ODD, ids=lambda draw: draw.__name__)
-@pytest.mark.parametrize("frozen", [(), ("down",), ("down", "other", "square"), ("up",)])
-@pytest.mark.parametrize("kept", [(), ("up",), ("act",)])
+@pytest.mark.parametrize(
+    "draw, frozen, kept",
+    pairwise(ODD, [(), ("down",), ("down", "other", "square"), ("up",)], [(), ("up",), ("act",)]),
+)
 def test_graphs_that_no_block_has_give_the_same_bits(fusing, draw, frozen, kept):
     sketch = Sketch()
     draw(sketch)

@@ -147,6 +147,16 @@ def test_what_the_stock_layer_keeps(activation, units, norm_first):
     assert units <= saved.total / x.nbytes <= units + 0.1
 
 
+@pytest.fixture
+def one_thread():
+    """Each thread has temporaries of its own: a peak is that of one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("norm_first, layers, dropout", pairwise([True, False], [1, 4], [0.0, 0.1]))
 def test_peak_of_a_whole_step(norm_first, layers, dropout):
     """(4, 512, 512, 8), float32, full, gradients preallocated: at most 12 + 1.02 N units."""
@@ -178,6 +188,7 @@ BLOCKS_ROUTE = {
 }
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", BLOCKS_ROUTE)
 def test_attention_in_blocks_never_holds_all_scores(name):
     """A step's peak: blocks of scores, and a few tensors of the size of q."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import pair
+from tiers import pairwise
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -59,10 +60,10 @@ def gradients(layer, x, dy, captured):
     return [y, *grads]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize(
+    "name, batch_first, norm_first, policy",
+    pairwise(list(FUNCTIONS), [True, False], [True, False], ["full", "none"]),
+)
 def test_any_function_trains_as_in_the_stock_layer(name, batch_first, norm_first, policy):
     activation, captured = FUNCTIONS[name]()
     stock, fused = pair(

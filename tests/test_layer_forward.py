@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from accuracy import check_error
 from reference import RUNGS, pair, run
+from tiers import exhaustive, pairwise
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning
@@ -59,10 +60,13 @@ def masks(batch, nhead, seq_len, kind, dtype):
     }
 
 
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("kind", ["bool", "float"])
-@pytest.mark.parametrize("form", list(masks(1, 1, 1, "bool", torch.float64)))
+@pytest.mark.parametrize(
+    "norm_first, batch_first, kind, form",
+    pairwise(
+        [True, False], [True, False], ["bool", "float"],
+        list(masks(1, 1, 1, "bool", torch.float64)),
+    ),
+)  # fmt: skip
 def test_every_mask_form(norm_first, batch_first, kind, form):
     stock, fused = pair(
         12, 3, 20, dropout=0.0, norm_first=norm_first, batch_first=batch_first, dtype=torch.float64
@@ -298,8 +302,16 @@ ACTIVATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize(
+    "name, policy",
+    [
+        (name, policy)
+        if policy == "full" or name in ("relu", "F.silu")
+        else exhaustive(name, policy)
+        for name in ACTIVATIONS
+        for policy in RUNGS
+    ],
+)
 def test_activations(name, policy):
     stock, fused = pair(
         12, 3, 20, dropout=0.0, activation=ACTIVATIONS[name], policy=policy, dtype=torch.float64

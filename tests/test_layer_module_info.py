@@ -15,6 +15,7 @@ import unittest
 
 import pytest
 import torch
+from tiers import exhaustive
 from torch import nn
 
 from fused_remat import FusedRematLayer
@@ -221,20 +222,30 @@ def deterministic_in_both_modes(sample):
     assert_close(layer.train(not sample.training)(*args, **kwargs), out)
 
 
-#: Numbers in both dtypes of the info, the rest in the first.
-CASES = [(name, torch.float32) for name in CHECKS]
-CASES += [(f.__name__, torch.float64) for f in (forward, non_contiguous, moved)]
+#: In both dtypes of the info and both modes; `make test` has the rest of the checks in one.
+EVERY = list(itertools.product((torch.float32, torch.float64), (True, False)))
+ONCE = {name: [(torch.float32, True)] for name in CHECKS} | {
+    "forward": EVERY,
+    "non_contiguous": [(torch.float32, True), (torch.float64, False)],
+    "moved": [(torch.float32, True), (torch.float64, False)],
+    "inputs_are_not_changed": [(torch.float32, True), (torch.float32, False)],
+    "shown_and_pickled": [(torch.float32, False)],  # not the mode of a new module
+}
+CASES = [
+    (name, *case) if case in ONCE[name] else exhaustive(name, *case)
+    for name in CHECKS
+    for case in EVERY
+]
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "dtype", "training"), CASES, ids=str)
 def test_pytorchs_samples(infos, name, dtype, training):
     for info in infos:
         for sample in samples(info, dtype, training):
             CHECKS[name](sample)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("training", [True, exhaustive(False)], ids=["train", "eval"])
 def test_gradients_of_pytorchs_samples(infos, training):
     for sample in samples(infos[1], torch.float64, training):
         layer = sample.module()

@@ -9,7 +9,7 @@ from accuracy import check_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import RUNGS, pair, run
-from tiers import MORE
+from tiers import MORE, pairwise
 
 from fused_remat import Policy
 from fused_remat.backends.eager import EagerBackend
@@ -124,9 +124,10 @@ def test_error_against_float64_narrow(config):
     check_against_stock(config)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize(
+    "dtype, norm_first, activation",
+    pairwise([torch.float32, torch.bfloat16, torch.float16], [True, False], ["relu", "gelu"]),
+)
 def test_error_at_a_real_size(dtype, norm_first, activation):
     """Four groups, many partial sums of weight gradients."""
     check_against_stock(
@@ -167,9 +168,13 @@ def test_gradients_are_the_same_bits_in_every_policy(dropout, config, data):
             assert a.isfinite().all()
 
 
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [(3, 333, 96, 3), (1, 1025, 64, 2), (70, 9, 40, 5)])
+@pytest.mark.parametrize(
+    "norm_first, dtype, sizes",
+    pairwise(
+        [True, False], [torch.float32, torch.bfloat16],
+        [(3, 333, 96, 3), (1, 1025, 64, 2), (70, 9, 40, 5)],
+    ),
+)  # fmt: skip
 def test_the_same_bits_at_sizes_that_use_groups_and_tiles(norm_first, dtype, sizes):
     batch, seq_len, d_model, nhead = sizes
     _, fused = pair(
@@ -194,11 +199,13 @@ def test_norm_weights_gradients_are_summed_in_float32(dtype, threads):
     weight, bias = torch.ones(16, dtype=dtype), torch.zeros(16, dtype=dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    _, *stats = EagerBackend().norm_fwd("layer_norm", x, weight, bias, 1e-5)
-    _, dweight, dbias = EagerBackend().norm_bwd(
-        "layer_norm", dy, x, tuple(stats), weight, (True, True, True)
-    )
-    torch.set_num_threads(before)
+    try:
+        _, *stats = EagerBackend().norm_fwd("layer_norm", x, weight, bias, 1e-5)
+        _, dweight, dbias = EagerBackend().norm_bwd(
+            "layer_norm", dy, x, tuple(stats), weight, (True, True, True)
+        )
+    finally:
+        torch.set_num_threads(before)
     normed = F.layer_norm(x.double(), (16,))
     for found, exact in ((dweight, (normed * dy.double()).sum(0)), (dbias, dy.double().sum(0))):
         assert found.dtype is torch.float32

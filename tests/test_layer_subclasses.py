@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import X, randomize, run
+from tiers import pairwise
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning
@@ -205,9 +206,9 @@ def seeded(layer, **kwargs):
     return run(layer, X, X.cos(), **kwargs)
 
 
-@pytest.mark.parametrize("name", SUBCLASSES)
-@pytest.mark.parametrize("policy", ["full", "none"])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "name, policy, training", pairwise(list(SUBCLASSES), ["full", "none"], [True, False])
+)
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 def test_subclasses_compute_what_they_do_over_the_stock_layer(name, policy, training):
     stock, fused = (m.train(training) for m in layers(name, policy))

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from reference import X, make, pair, run
+from tiers import pairwise
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -135,9 +136,9 @@ def assert_same(got, expected):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("name", SURGERY)
-@pytest.mark.parametrize("policy", ["full", "none"])
-@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize(
+    "name, policy, norm_first", pairwise(list(SURGERY), ["full", "none"], [True, False])
+)
 def test_surgery_in_training(name, policy, norm_first):
     stock, fused = operated(name, policy=policy, norm_first=norm_first)
     for kwargs in ({}, {"src_mask": CAUSAL}):

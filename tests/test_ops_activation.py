@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from accuracy import check_error
 from reference_ops import FF, D, dropout, in_pieces, normal, results
+from tiers import pairwise
 from torch import nn
 
 from fused_remat import ops, random
@@ -57,10 +58,9 @@ CUSTOM = {
 }
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("policy", ["full", "none"])
-@pytest.mark.parametrize("tokens", [512, 4])
-@pytest.mark.parametrize("kind", CUSTOM)
+@pytest.mark.parametrize(
+    "kind, p, policy, tokens", pairwise(list(CUSTOM), [0.0, 0.3], ["full", "none"], [512, 4])
+)
 def test_any_activation_and_what_it_captures(kind, p, policy, tokens):
     activation, captured = CUSTOM[kind]
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from accuracy import check_error
 from reference_attention import heads, mask_of
 from reference_ops import attention, compare, in_pieces, normal, results, visible
+from tiers import exhaustive, pairwise
 
 from fused_remat import ops, random
 
@@ -33,9 +34,7 @@ def expanded(x):
 LAYOUTS = [torch.Tensor.contiguous, transposed, turned, strided, expanded]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("tokens", [512, 4])
+@pytest.mark.parametrize("layout, is_causal, tokens", pairwise(LAYOUTS, [True, False], [512, 4]))
 def test_inputs_of_any_layout(layout, is_causal, tokens):
     q, k, v = heads(batch=3)
     with in_pieces(tokens):
@@ -68,11 +67,12 @@ def test_one_tensor_as_query_key_and_value():
 
 
 @pytest.mark.parametrize(
-    "empty", [{"batch": 0}, {"q_len": 0}, {"kv_len": 0}, {"q_len": 0, "kv_len": 0}]
-)
-@pytest.mark.parametrize("policy", ["full", "lean"])
-@pytest.mark.parametrize(
-    "options", [{}, {"is_causal": True}, {"dropout_p": 0.3}, {"window": (1, 1), "softcap": 1.0}]
+    "empty, policy, options",
+    pairwise(
+        [{"batch": 0}, {"q_len": 0}, {"kv_len": 0}, {"q_len": 0, "kv_len": 0}],
+        ["full", "lean"],
+        [{}, {"is_causal": True}, {"dropout_p": 0.3}, {"window": (1, 1), "softcap": 1.0}],
+    ),
 )
 def test_no_batch_queries_or_keys(empty, policy, options):
     """Without keys every row is 0; nothing gives a gradient."""
@@ -99,9 +99,10 @@ SDPA = {
 }
 
 
-@pytest.mark.parametrize("name", SDPA)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [512, 4])
+@pytest.mark.parametrize(
+    "name, dtype, tokens",
+    pairwise(list(SDPA), [torch.float64, torch.float32, torch.bfloat16, torch.float16], [512, 4]),
+)
 def test_errors_are_no_larger_than_sdpas(name, dtype, tokens):
     options = SDPA[name]
     kv_heads = {"shared heads": 2, "causal, shared": 2, "mask, shared": 2, "one shared head": 1}
@@ -192,8 +193,18 @@ FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", FORMS)
-@pytest.mark.parametrize("kind", ["bool", "float", "float32", "wants a gradient"])
+@pytest.mark.parametrize(
+    "shape, kind",
+    [
+        # Its gradient is summed to each form; of values a few forms stand for the rest.
+        *((shape, "wants a gradient") for shape in FORMS),
+        *(
+            (shape, kind) if shape in ((), (5, 7), (3, 1, 1, 7), GRID) else exhaustive(shape, kind)
+            for shape in FORMS
+            for kind in ("bool", "float", "float32")
+        ),
+    ],
+)
 def test_masks_of_every_form(shape, kind):
     q, k, v = heads(batch=3)
     mask = mask_of(kind, shape)
@@ -298,10 +309,13 @@ def test_true_in_a_mask_takes_part_and_in_key_padding_is_excluded():
     torch.testing.assert_close(ops.attention(q, k, v, key_padding_mask=padding), only)
 
 
-@pytest.mark.parametrize("policy", ["full", "lean"])
-@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3}, {"softcap": 2.0}, {"window": (3, 1)}])
-@pytest.mark.parametrize("kind", ["bool", "float", "wants a gradient", "padding"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "policy, options, kind, dtype",
+    pairwise(
+        ["full", "lean"], [{}, {"dropout_p": 0.3}, {"softcap": 2.0}, {"window": (3, 1)}],
+        ["bool", "float", "wants a gradient", "padding"], [torch.float32, torch.bfloat16],
+    ),
+)  # fmt: skip
 def test_rows_without_keys_are_zero_and_gradients_finite(policy, options, kind, dtype):
     q, k, v = heads(dtype=dtype)
     seen = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(0)) < 0.7

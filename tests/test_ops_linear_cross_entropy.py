@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from accuracy import check_error
 from reference_ops import calls, normal
+from tiers import exhaustive, pairwise
 
 import fused_remat
 from fused_remat import ops
@@ -62,9 +63,10 @@ def results(fn, leaves):
     return [loss.detach(), *torch.autograd.grad(loss, leaves, dy)]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("chunk", [None, BLOCKS, 1])
+@pytest.mark.parametrize(
+    "reduction, options, chunk",
+    pairwise(["mean", "sum", "none"], list(OPTIONS), [None, BLOCKS, 1]),
+)
 def test_is_cross_entropy_of_the_logits(reduction, options, chunk):
     *leaves, target = operands()
     given = OPTIONS[options] | {"reduction": reduction}
@@ -312,7 +314,7 @@ def test_gradients_of_several_at_once_and_twice():
 
 
 @pytest.mark.composes("torch.compile", "the loss of a head, `ops.linear_cross_entropy`")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, exhaustive(torch.float32)])
 def test_compiles_whole(dtype):
     hidden, weight, bias, target = operands(dtype)
 

@@ -17,6 +17,7 @@ from reference_rotary import (
     op,
     plain,
 )  # fmt: skip
+from tiers import exhaustive, pairwise
 
 from fused_remat import ops
 
@@ -25,8 +26,11 @@ heads = every_heads
 # --- values and gradients
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("layout", ["contiguous", "strided", "expanded"])
+@pytest.mark.parametrize(
+    "heads, tokens, layout",
+    pairwise(list(HEADS), TOKENS, ["contiguous", "strided", "expanded"]),
+    indirect=["heads"],
+)
 def test_rotary_is_plain_pytorchs(heads, tokens, layout):
     base, tables, weights = normal(BATCH, SEQ, heads.packed), heads.tables(), heads.weights()
 
@@ -43,8 +47,9 @@ def test_rotary_is_plain_pytorchs(heads, tokens, layout):
         )
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize(
+    "heads, tokens, policy", pairwise(list(HEADS), TOKENS, ["full", "none"]), indirect=["heads"]
+)
 def test_the_attention_block_is_plain_pytorchs(heads, tokens, policy):
     t = block_tensors(heads)
     with in_pieces(tokens):
@@ -53,7 +58,7 @@ def test_the_attention_block_is_plain_pytorchs(heads, tokens, policy):
         )
 
 
-@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize("policy", ["full", exhaustive("none")])
 def test_gradcheck(heads, policy):
     t = block_tensors(heads)
 

@@ -17,6 +17,7 @@ from reference_rotary import (
     op,
     plain,
 )  # fmt: skip
+from tiers import pairwise
 
 from fused_remat import Policy, explain
 from fused_remat.autograd import run_block
@@ -35,8 +36,11 @@ def policies(heads):
     return (*RUNGS, *(Policy(save={n}) for n in names), Policy(save={"qkv", "rotated"}))
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "heads, tokens, dtype",
+    pairwise(list(HEADS), TOKENS, [torch.float32, torch.bfloat16]),
+    indirect=["heads"],
+)
 def test_gradients_are_the_same_bits_in_every_policy(heads, tokens, dtype):
     t = block_tensors(heads, dtype)
     with in_pieces(tokens):

@@ -1,4 +1,4 @@
-"""A few hundred of the random configurations; ten thousand: `python -m tests.random_layers`."""
+"""A few hundred of the random configurations; ten thousand: `python tests/random_layers.py`."""
 
 import warnings
 

@@ -8,6 +8,7 @@ kept as it is.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -101,37 +102,25 @@ def names_of(layer: nn.Module) -> list[str]:
     return ["x", *(name for name, _ in layer.named_parameters())]
 
 
-def scales(names: Iterable[str], truth: list[Tensor]) -> list[float]:
-    """What the error of each gradient is relative to: its norm; the largest norm if it is small.
-
-    The gradient of a bias of keys is 0: its terms, one a token, cancel, since softmax does not see
-    a shift. The scale is the norm of these terms: that of the weight's gradient, over the norm of
-    an input's row.
-    """
-    gradients = dict(zip(names, truth, strict=True))
-    norms = {name: t.norm().item() for name, t in gradients.items()}
-    largest = max(norms.values())
-    found = {name: x if x > 1e-3 * largest else largest for name, x in norms.items()}
-    for name in (name for name, x in norms.items() if x < 1e-9 * largest):
-        weight = name.removesuffix("bias") + "weight"
-        found[name] = norms[weight] / gradients[weight].shape[1] ** 0.5
-    return list(found.values())
-
-
 def relative(found: Iterable[Tensor], truth: list[Tensor], names: Iterable[str]) -> Tensor:
-    """Of each gradient, |found - truth| beside its scale."""
-    both = zip(found, truth, scales(names, truth), strict=True)
-    return torch.tensor([(got.double() - t).norm().item() / scale for got, t, scale in both])
+    """Of each gradient, |found - truth| / |truth|; what is all but zero, by the largest |truth|.
 
-
-def ratios(found: Tensor, native: Tensor) -> Tensor:
-    """How many times larger errors are than those of `native`, where these are above bfloat16's
-    unit roundoff; else than this, since less is luck.
-
-    >>> ratios(torch.tensor([0.02, 0.01]), torch.tensor([0.01, 1e-9]))
-    tensor([2.0000, 2.5600])
+    A bias of keys has no gradient: its terms, one a token, cancel, since softmax does not see a
+    shift. Its error is relative to the norm of these terms, which is that of the weight's gradient
+    over the norm of an input's row; and it is taken together with the weight's error.
     """
-    return found / native.clamp_min(torch.finfo(torch.bfloat16).eps / 2)
+    exact = dict(zip(names, truth, strict=True))
+    pairs = zip(exact.items(), found, strict=True)
+    errors = {name: (got.double() - t).norm().item() for (name, t), got in pairs}
+    norms = {name: t.norm().item() for name, t in exact.items()}
+    largest = max(norms.values())
+    for name, norm in norms.items():
+        errors[name] /= norm if norm > 1e-3 * largest else largest
+        if norm < 1e-9 * largest and name.endswith("bias"):
+            weight = name.removesuffix("bias") + "weight"
+            terms = norms[weight] / exact[weight].shape[1] ** 0.5
+            errors[name] = math.hypot(errors[name] * largest / terms, errors[weight])
+    return torch.tensor(list(errors.values()))
 
 
 def errors(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import random
 import warnings
 from pathlib import Path
@@ -30,7 +31,7 @@ POLICIES = (*PRESETS, "attn qkv:int8_stochastic up:fp8_e4m3", "qkv up")
 FUNCTIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh, "sin": torch.sin}
 #: Environment variables that choose the arithmetic of oneDNN and MKL.
 SETTINGS = ("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
-            "MKL_ENABLE_INSTRUCTIONS")  # fmt: skip
+            "MKL_ENABLE_INSTRUCTIONS", "FUSED_REMAT_TEST_SEED")  # fmt: skip
 
 Drawn = dict[str, Any]
 
@@ -193,5 +194,13 @@ def cpu() -> str:
     named = [about.get(name, "unknown") for name in ("vendor_id", "cpu family", "model")]
     settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
     capability = torch.backends.cpu.get_cpu_capability().replace(" ", "")
-    parts = (f"torch-{torch.__version__}", capability, *named, digest.hexdigest()[:6], *settings)
+    libc = "-".join(platform.libc_ver())
+    parts = (
+        f"torch-{torch.__version__}",
+        libc,
+        capability,
+        *named,
+        digest.hexdigest()[:6],
+        *settings,
+    )
     return "_".join(parts).replace(os.sep, "-")

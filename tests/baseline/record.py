@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,10 @@ def bits_file() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What the number of Python calls depends on besides the library."""
-    return {"python": "{}.{}".format(*sys.version_info), "torch": torch.__version__}
+    """What calls and compilations depend on besides the library."""
+    installed = {d.name: d.version for d in metadata.distributions()}
+    packages = {name: installed.get(name, "") for name in ("torch", "transformers", "triton")}
+    return {"python": "{}.{}".format(*sys.version_info), **packages}
 
 
 def interpreted() -> dict[str, Any]:

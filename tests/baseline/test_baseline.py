@@ -56,6 +56,7 @@ def test_no_more_frames_and_no_more_calls(name, now):
 
 
 @pytest.mark.parametrize("name", COMPILES)
+@pytest.mark.skipif(versions() != VERSIONS, reason="recorded with other versions")
 def test_no_kernel_compiles_more_often(name, now):
     before, found = COMPILES[name], now["compiles"][name]
     assert not {k: found[k] for k in found if found[k] > before.get(k, 0)}, before

@@ -22,9 +22,6 @@ from bench.measure.results import ResultsFile
 from bench.tuning import attention_tiles, product_tiles
 from fused_remat.backends.triton import tables
 
-# In one process: the dry run is made once.
-pytestmark = pytest.mark.xdist_group("bench_gpu")
-
 #: What is not there, or serves nothing here: without a GPU.
 PEERS = {
     *("flash", "cudnn", "efficient", "varlen", "flex", "flash-attn", "flash-attn 3", "bare"),

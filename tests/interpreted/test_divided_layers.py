@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from quick_interpreter import quicken
 from tensor_parallel_steps import Stack, causal, encoder, given, mesh_of, options_of, step
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -18,6 +19,7 @@ def test_as_one_process(two_processes, kind):
 
 
 def as_one_process(kind):
+    quicken()
     make = causal if kind == "causal" else encoder
     options = {"backend": "triton"} if kind == "causal" else {"backend": "triton", "dropout": 0.0}
     torch.manual_seed(0)
