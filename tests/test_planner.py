@@ -348,6 +348,15 @@ def test_options_restrict_the_choice():
     assert len(found.chain.calls[0].options) == 3
 
 
+def test_ceilings_are_bytes_and_seconds(monkeypatch):
+    """Of 2**24 float32 numbers, read and written, and of 100 operations, which took 2 s each."""
+    module = importlib.import_module("fused_remat.planner.calibration")
+    monkeypatch.setattr(module, "_CALIBRATIONS", {})
+    monkeypatch.setattr(module, "_best", lambda *_: 2.0)
+    found = calibrate("cpu")
+    assert (found.bandwidth, found.overhead) == (2 * 4 * 2**24 / 2.0, 0.02)
+
+
 def test_measured_and_analytic_costs_of_every_step():
     model, args, _, loss = given("pre-norm")
     calibration = calibrate("cpu")
