@@ -293,7 +293,10 @@ def test_outer_checkpoint_runs_the_block_again_in_the_same_dtypes():
 
 
 class Learned(nn.Module):
-    """Has a product (autocast's dtype), and a sum with a float32 parameter (which promotes)."""
+    """Has a product (autocast's dtype), and a sum with a float32 parameter (which promotes).
+
+    Smooth: at a kink, a rounding decides between two gradients.
+    """
 
     def __init__(self):
         super().__init__()
@@ -301,7 +304,7 @@ class Learned(nn.Module):
 
     def forward(self, x):
         assert torch.is_autocast_enabled("cpu") and x.dtype == torch.get_autocast_dtype("cpu")
-        return self.linear(x).relu() + self.shift
+        return self.linear(x).tanh() + self.shift
 
 
 @pytest.mark.composes("Autocast", "an activation function or module of the caller's own")
@@ -317,7 +320,7 @@ def test_an_unknown_activation_sees_autocast_in_forward_and_rebuild(low, policy)
 
     class Exact(Learned):
         def forward(self, x):
-            return self.linear(x).relu() + self.shift
+            return self.linear(x).tanh() + self.shift
 
     exact = Exact()
     exact.load_state_dict(own.state_dict())
