@@ -64,6 +64,15 @@ def _fresh_test():
 
 
 @pytest.fixture
+def one_thread():
+    """Each thread has temporaries of its own; and on small sizes a second one only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def one_machine():
     """Analytic costs are those of one machine, so that what a plan chooses is the same on all."""
     from fused_remat.planner import Calibration

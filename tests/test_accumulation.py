@@ -18,13 +18,7 @@ TARGETS = ("grad", "main_grad")
 WIDE = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """For tensors as small as these a second one only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make(target="main_grad", dtype=torch.float32, policy="full", **kwargs):

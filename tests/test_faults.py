@@ -23,12 +23,7 @@ D, H, FF = 8, 2, 12
 NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["pre", "post"])
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class OutOfMemory(TorchDispatchMode):

@@ -147,15 +147,6 @@ def test_what_the_stock_layer_keeps(activation, units, norm_first):
     assert units <= saved.total / x.nbytes <= units + 0.1
 
 
-@pytest.fixture
-def one_thread():
-    """Each thread has temporaries of its own: a peak is that of one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("norm_first, layers, dropout", pairwise([True, False], [1, 4], [0.0, 0.1]))
 def test_peak_of_a_whole_step(norm_first, layers, dropout):

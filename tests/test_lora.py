@@ -25,13 +25,7 @@ BLOCKS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrices of a few rows: two threads wait for each other more than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def options(block, **more):

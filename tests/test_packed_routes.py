@@ -136,15 +136,6 @@ def test_bounds_that_do_not_fit_raise_where_they_are_read(cu_q, cu_k, message):
 # --- transients
 
 
-@pytest.fixture
-def one_thread():
-    """Each thread has temporaries of its own: a peak is that of one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.3, "softcap": 1.5}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

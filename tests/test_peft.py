@@ -30,15 +30,6 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def one_thread():
-    """Matrices of a few rows: two threads wait for each other more than they compute."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def base(config=LLAMA):
     torch.manual_seed(0)
     model = LlamaForCausalLM(config) if config is LLAMA else GPT2LMHeadModel(config)

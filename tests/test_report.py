@@ -276,15 +276,6 @@ def test_spans_of_a_trace():
         AllocationTrace("meta")
 
 
-@pytest.fixture
-def one_thread():
-    """Each thread has temporaries of its own: a peak is that of one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_peak_of_the_step_is_that_of_a_step(fused):
