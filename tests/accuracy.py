@@ -9,11 +9,12 @@ from torch import Tensor
 
 #: Relative L2 errors that PyTorch may be spared by chance, by the dtype that was computed in. Of
 #: 150,000 float32 gradients two of few elements were 11 and 8 epsilons off where PyTorch's were 3
-#: and 2: 6.5 more than 1.5 times as many. In 16 bits a result is itself rounded once or twice. In
-#: float64 PyTorch is its own truth: what is left is the order of sums, of gradients that cancel.
+#: and 2; without AVX one was 18 off, PyTorch's 5: 10.4 more than 1.5 times as many. In 16 bits a
+#: result is itself rounded once or twice. In float64 PyTorch is its own truth: what is left is the
+#: order of sums, of gradients that cancel.
 ROUNDINGS = {
     torch.float64: 1e-12,
-    torch.float32: 8 * torch.finfo(torch.float32).eps,
+    torch.float32: 12 * torch.finfo(torch.float32).eps,
     torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
     torch.float16: 4 * torch.finfo(torch.float16).eps,
 }

@@ -151,4 +151,5 @@ IDS = inputs_of("llama", padded=False)
 
 def close(got, expected):
     errors = distance(got, expected)
-    assert max(errors.values()) < 1e-6, errors  # transformers' RMSNorm is float32 in float64, too
+    # transformers' RMSNorm is float32 in float64, too: a hundred roundings.
+    assert max(errors.values()) < 1e-5, errors

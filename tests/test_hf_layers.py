@@ -15,8 +15,9 @@ CAUSAL = [name for name in MODELS if name not in ("bert", "roberta", "vit")]
 
 def allowed(name):
     """float64 rounding (RoPE's tables are the same float32 numbers in both); but the softmax of
-    eager attention, which Gemma-2 needs for its soft-cap, is float32 in transformers."""
-    return 1e-6 if name == "gemma2" else 1e-10
+    eager attention, which Gemma-2 needs for its soft-cap, is float32 in transformers: a hundred
+    roundings, of gradients that are small beside the largest."""
+    return 1e-5 if name == "gemma2" else 1e-10
 
 
 @pytest.mark.composes("Hugging Face", "logits and all gradients of eleven architectures, padding")

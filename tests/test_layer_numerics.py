@@ -19,8 +19,9 @@ from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
 @st.composite
 def configurations(draw, dtypes, activations=("relu", "gelu")):
     nhead = draw(st.integers(1, 4))
-    # A norm over fewer than 4 elements is nearly constant, its gradient nearly all cancellation.
-    d_model = nhead * draw(st.integers(4 if nhead == 1 else 2, 12))
+    # A norm over 4 elements may be nearly constant: one rounding of its input to bfloat16 then
+    # moves gradients by several percent.
+    d_model = nhead * draw(st.integers(-(-8 // nhead), 12))
     return {
         "layer": dict(
             d_model=d_model,
