@@ -19,6 +19,7 @@ SEED = int(os.environ.get("FUSED_REMAT_TEST_SEED", 0))
 if SEED:
     seed_torch = torch.manual_seed
     torch.manual_seed = lambda seed: seed_torch(seed + SEED)
+    hypothesis.core.global_force_seed = SEED  # as --hypothesis-seed does
 
 # Kernels are interpreted or compiled, as Triton decides when it is imported: a run of their own.
 interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton")
