@@ -24,7 +24,7 @@ HUGE := PYTHONMALLOC=malloc GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
 # A process for each core, four at most for their memory. Kernels are interpreted in a run of their own.
 # A file at a time, in alphabetical order, which has none of the longest among the last.
-PYTEST = $(HUGE) $(BIN)/python -m pytest -q -n logical --maxprocesses 4 \
+PYTEST = $(HUGE) $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --timeout 1800 \
 	--dist loadfile --no-loadscope-reorder $(MARKS)
 
 test: $(READY)  ## all tests, and the examples in the docstrings
@@ -46,7 +46,7 @@ test-settings: $(READY)  ## make test as on other CPUs, with other threads and a
 	echo "$$setting"; env $$setting $(MAKE) test || status=1; done; exit $$status
 
 mutants: $(READY)  ## plant bugs in a copy, each of which a test has to catch
-	$(HUGE) OMP_WAIT_POLICY=passive $(BIN)/python tests/mutants.py --jobs 2
+	$(HUGE) $(BIN)/python tests/mutants.py --jobs 2
 
 baseline: $(READY)  ## record what layers keep, compute, call and compile, which tests compare with
 	$(BIN)/python tests/baseline/record.py

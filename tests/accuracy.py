@@ -36,9 +36,8 @@ def check_error(
     exact: Sequence[Tensor],
     names: Sequence[str] | None = None,
     computed: torch.dtype | None = None,
-    factor: float = 1.5,
 ) -> None:
-    """Errors of an output and gradients against float64: at most `factor` times PyTorch's own.
+    """Errors of an output and gradients against float64: at most 1.5 times PyTorch's own.
 
     Args:
         computed: the dtype that was computed in, where results have a wider one: one rounding to it
@@ -51,4 +50,4 @@ def check_error(
         floor = ROUNDINGS[a.dtype]
         if computed is not None:
             floor = max(floor, torch.finfo(computed).eps / 2)
-        assert error <= factor * allowed + floor, f"{name}: {error:.3g}, PyTorch's {allowed:.3g}"
+        assert error <= 1.5 * allowed + floor, f"{name}: {error:.3g}, PyTorch's {allowed:.3g}"

@@ -31,12 +31,6 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ci")
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    """What a test draws does not depend on the tests before it."""
-    torch.manual_seed(0)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Thousands of tests are made, and live on: looking for garbage among them takes minutes."""
@@ -60,7 +54,8 @@ def _fresh_file():
 
 @pytest.fixture(autouse=True)
 def _fresh_test():
-    """Hide objects of the file's earlier tests from gc; they are collected after the file."""
+    """Start a test with a seed; hide objects of the file's earlier tests from gc until it ends."""
+    torch.manual_seed(0)
     gc.freeze()
 
 

@@ -2,9 +2,9 @@
 
     python tests/mutants.py [words of names] [--jobs 2] [--file] [--tree PATH] [--places]
 
-`mutants.txt` lists them, five lines each: the room and what breaks; the function, class or table
-that the line is in; what stands there; what the mutant has instead; the test that catches it. No
-file and no line number: a mutant goes where its function goes, and has to be found there once. The
+`mutants.txt` lists them, five lines each: the part of the library and what breaks in it; the
+function, class or table that the line is in; what stands there; what the mutant has instead; the
+test that catches it. No file and no line number: a mutant goes where its function goes, and has to be found there once. The
 same list says of two trees whether their tests catch the same.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,6 @@ from fused_remat.policies import LOSSY_RUNGS, RUNGS
 
 #: Dynamo, AOTAutograd and its partitioner, which is what a budget is about; no C++ to compile.
 QUICK_COMPILER = "aot_eager_decomp_partition"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _forget_what_was_compiled() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -115,11 +115,12 @@ def relative(found: Iterable[Tensor], truth: list[Tensor], names: Iterable[str])
     norms = {name: t.norm().item() for name, t in exact.items()}
     largest = max(norms.values())
     for name, norm in norms.items():
-        errors[name] /= norm if norm > 1e-3 * largest else largest
         if norm < 1e-9 * largest and name.endswith("bias"):
-            weight = name.removesuffix("bias") + "weight"
+            weight = name.removesuffix("bias") + "weight"  # which comes before it
             terms = norms[weight] / exact[weight].shape[1] ** 0.5
-            errors[name] = math.hypot(errors[name] * largest / terms, errors[weight])
+            errors[name] = math.hypot(errors[name] / terms, errors[weight])
+        else:
+            errors[name] /= norm if norm > 1e-3 * largest else largest
     return torch.tensor(list(errors.values()))
 
 
