@@ -4,8 +4,8 @@
 
 `mutants.txt` lists them, five lines each: the part of the library and what breaks in it; the
 function, class or table that the line is in; what stands there; what the mutant has instead; the
-test that catches it. No file and no line number: a mutant goes where its function goes, and has to be found there once. The
-same list says of two trees whether their tests catch the same.
+test that catches it. No file and no line number: a mutant goes where its function goes, and has to
+be found there once. The same list says of two trees whether their tests catch the same.
 """
 
 import argparse
