@@ -25,8 +25,8 @@ from bench.layers.ways import BASELINE
 from bench.measure.contest import SETS, Contest, Rig, Way, admit
 from bench.measure.machine import synchronize
 from bench.measure.registry import Absent
-from fused_remat.backends.triton.launch import INTERPRETED, target_of
 from fused_remat.policies import RUNGS
+from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: One with LayerNorm and GELU, one with RMSNorm, rotated and shared heads, and SwiGLU.
 SIZES = {name: Size(MODELS[name], 1, 128) for name in ("gpt2", "smollm-135m")}

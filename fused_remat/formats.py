@@ -290,3 +290,47 @@ class Packed:
         for first, last in self.spans():
             x[first:last].copy_(self.rows(first, last))
         return x
+
+
+#: What a routine that loads elements itself is given: a matrix, or one as it is stored.
+Loaded = Tensor | Packed
+
+
+@dataclass(eq=False, slots=True)
+class PackedHeads:
+    """Heads (B, H, S, E) of a packed matrix (B*S, W): columns from `first` on, side by side.
+
+    Attributes:
+        whole: the matrix.
+        batch, first, nhead, width: B, the first column, H, E.
+    """
+
+    whole: Packed
+    batch: int
+    first: int
+    nhead: int
+    width: int
+
+    @property
+    def shape(self) -> torch.Size:
+        rows = self.whole.shape[0]
+        return torch.Size((self.batch, self.nhead, rows // self.batch, self.width))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.whole.device
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """These heads of a matrix (B*S, W), as a view."""
+        columns = matrix.unflatten(0, (self.batch, -1))
+        columns = columns[..., self.first : self.first + self.nhead * self.width]
+        heads: Tensor = columns.unflatten(-1, (self.nhead, self.width)).transpose(1, 2)
+        return heads
+
+
+#: Heads as a routine is given them that unpacks what it reads.
+LoadedHeads = Tensor | PackedHeads

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
@@ -82,7 +82,7 @@ class AttentionSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float | None = None
+    scale: float
     window: tuple[int, int] = (-1, -1)
     align: Literal["start", "end"] = "end"
     softcap: float = 0.0
@@ -94,7 +94,16 @@ class AttentionSpec:
     projection: Literal["packed", "split"] = "packed"
     keys: str = "input"
 
+    @functools.cached_property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options of the scores and the probabilities that are not the default."""
+        rows = [row for row in fields(self) if row.default is not MISSING]
+        set_ = [row.name for row in rows if getattr(self, row.name) != row.default]
+        return tuple([name for name in set_ if name not in _NOT_OF_SCORES])
 
+
+# Fields of an `AttentionSpec` that say where q, k, v and the masks come from.
+_NOT_OF_SCORES = ("masks", "rotary", "head_norm", "projection", "keys")
 #: The masks of `AttentionSpec.masks`, in the order in which a spec names them.
 MASKS = ("mask", "padding", "lengths", "cu_seqlens")
 

@@ -44,6 +44,17 @@ class Masks(NamedTuple):
     stride_sh: Any
 
 
+class Scores(NamedTuple):
+    """Options of the scores, as in `fused_remat.spec.AttentionSpec`; None for one that is not set.
+
+    scores = scale q kᵀ, or softcap · tanh(scale q kᵀ / softcap), plus masks. scale must not be
+    negative.
+    """
+
+    scale: Any
+    softcap: Any
+
+
 class Strides(NamedTuple):
     """Of heads: from one to the next, in elements; beside int8 codes, what unpacks them.
 
@@ -235,18 +246,18 @@ def masked(s, masks, b, h, offs_m, offs_n, M, N, KEEPS: tl.constexpr):
 
 @triton.jit
 def scores(
-    qk, masks, b, h, offs_m, offs_n, offs, low, high, M, N, scale, softcap,
+    qk, masks, b, h, offs_m, offs_n, offs, low, high, M, N, score,
     PARTIAL: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Scores of a tile of q kᵀ, -inf where excluded; and tanh of the soft-cap, if there is one.
 
     Where PARTIAL, masks apply, and `offs`, one of offs_m and offs_n, must be in [low, high).
     """
-    s = qk * scale
+    s = qk * score.scale
     capped = s
-    if softcap is not None:
-        capped = tanh_fwd(s / softcap)
-        s = softcap * capped
+    if score.softcap is not None:
+        capped = tanh_fwd(s / score.softcap)
+        s = score.softcap * capped
     if PARTIAL:
         if (masks.mask is not None) or (masks.padding is not None):
             s = masked(s, masks, b, h, offs_m, offs_n, M, N, KEEPS)
@@ -267,13 +278,13 @@ def exponentials(s, top, scale, RAW: tl.constexpr):
 @triton.jit
 def _attend(
     acc, total, top, q, k, v, k_strides, v_strides, masks, blocks_ptr, row_key, b, h, kv_h,
-    offs_m, low, high, first, end, start, left, gap, count, M, N, E, V, scale, softcap, threshold,
+    offs_m, low, high, first, end, start, left, gap, count, M, N, E, V, score, threshold,
     keep_scale, PARTIAL: tl.constexpr, KEEPS: tl.constexpr,
     TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, EVEN_E: tl.constexpr, EVEN_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax for each of `count` blocks of keys."""
-    RAW: tl.constexpr = (not PARTIAL) and (softcap is None)
+    RAW: tl.constexpr = (not PARTIAL) and (score.softcap is None)
     for i in tl.range(0, count, warp_specialize=WARP_SPECIALIZE):
         col = block_at(i, blocks_ptr, start, left, gap) * BLOCK_N
         k_tile = load_rows(k, k_strides, b, kv_h, col, first, end, E, BLOCK_N, BLOCK_E, EVEN_E, TMA)
@@ -281,16 +292,16 @@ def _attend(
         offs_n = col + tl.arange(0, BLOCK_N)
         if RAW:
             s = qk
-            new_top = tl.maximum(top, tl.max(s, 1) * scale)
+            new_top = tl.maximum(top, tl.max(s, 1) * score.scale)
         else:
             s, _ = scores(
                 qk, masks, b, h, offs_m[:, None], offs_n[None, :], offs_n[None, :], low[:, None],
-                high[:, None], M, N, scale, softcap, PARTIAL, KEEPS,
+                high[:, None], M, N, score, PARTIAL, KEEPS,
             )  # fmt: skip
             new_top = tl.maximum(top, tl.max(s, 1))
         # Of a row that has seen no key yet: -inf - -inf would be NaN.
         around = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = exponentials(s, around[:, None], scale, RAW)
+        p = exponentials(s, around[:, None], score.scale, RAW)
         shrink = tl.exp2((top - around) * LOG2E)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
@@ -351,8 +362,7 @@ def attention_fwd_kernel(
     N,
     E,
     V,
-    scale,
-    softcap,
+    score,
     offset,
     left,
     right,
@@ -372,9 +382,9 @@ def attention_fwd_kernel(
 ):
     """out = dropout(softmax(scores)) v and lse = log sum exp(scores); of no key 0 and +inf.
 
-    scores = scale q kᵀ, softcap · tanh(scores / softcap) if softcap is not None, plus masks.
+    scores: as `Scores` says, plus masks.
     Shapes: q (B, H, M, E), k (B, H / GROUP, N, E), v (B, H / GROUP, N, V), out (B, H, M, V),
-        lse (B, H, M) float32, contiguous; site_key () int64. scale must not be negative.
+        lse (B, H, M) float32, contiguous; site_key () int64.
         blocks: a row of `attention_blocks_fwd_kernel` for each tile, or None. PARTIAL: there may be
         blocks that not every query sees. Grid: (cdiv(M, BLOCK_M) · B · H,).
     Units: FLOPs = 2·M·N·(E + V) a head; about 12 more operations an element of scores.
@@ -401,16 +411,16 @@ def attention_fwd_kernel(
         )
     acc, total, top = _attend(
         acc, total, top, q_tile, k, v, k_strides, v_strides, masks, fulls_ptr, row_key, b, h, kv_h,
-        offs_m, low, high, first, end, full_start, full, 0, full, M, N, E, V, scale, softcap,
+        offs_m, low, high, first, end, full_start, full, 0, full, M, N, E, V, score,
         threshold, keep_scale, False, KEEPS, TMA, WARP_SPECIALIZE, EVEN_E, EVEN_V,
         BLOCK_N, BLOCK_E, BLOCK_V,
     )  # fmt: skip
     if PARTIAL:
         acc, total, top = _attend(
             acc, total, top, q_tile, k, v, k_strides, v_strides, masks, partials_ptr, row_key, b, h,
-            kv_h, offs_m, low, high, first, end, start, before, gap, partial, M, N, E, V, scale,
-            softcap, threshold, keep_scale, True, KEEPS, TMA, False, EVEN_E, EVEN_V,
-            BLOCK_N, BLOCK_E, BLOCK_V,
+            kv_h, offs_m, low, high, first, end, start, before, gap, partial, M, N, E, V, score,
+            threshold, keep_scale, True, KEEPS, TMA, False, EVEN_E, EVEN_V, BLOCK_N, BLOCK_E,
+            BLOCK_V,
         )  # fmt: skip
     seen = total != 0.0
     out = acc / tl.where(seen, total, 1.0)[:, None]

@@ -60,13 +60,13 @@ def attention_delta_bwd_kernel(
 def _gather_keys(
     dk, dv, k, v, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, masks, blocks_ptr,
     site_key_ptr, b, h, offs_n, low, high, first, end, start, left, gap, count, H, M, N, E, V,
-    scale, softcap, row0, threshold, keep_scale, WANTS_K: tl.constexpr, WANTS_V: tl.constexpr,
+    score, row0, threshold, keep_scale, WANTS_K: tl.constexpr, WANTS_V: tl.constexpr,
     PARTIAL: tl.constexpr, KEEPS: tl.constexpr, TMA: tl.constexpr,
     EVEN_E: tl.constexpr, EVEN_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Adds to dk (yet to be scaled) and dv what `count` tiles of queries of head h give."""
-    RAW: tl.constexpr = (not PARTIAL) and (softcap is None)
+    RAW: tl.constexpr = (not PARTIAL) and (score.softcap is None)
     head = (b * H + h).to(tl.int64) * M
     for i in range(0, count):
         row = block_at(i, blocks_ptr, start, left, gap) * BLOCK_M
@@ -79,9 +79,9 @@ def _gather_keys(
         if not RAW:
             s, capped = scores(
                 s, masks, b, h, offs_m[None, :], offs_n[:, None], offs_m[None, :], low[:, None],
-                high[:, None], M, N, scale, softcap, PARTIAL, KEEPS,
+                high[:, None], M, N, score, PARTIAL, KEEPS,
             )  # fmt: skip
-        p = exponentials(s, lse[None, :], scale, RAW)
+        p = exponentials(s, lse[None, :], score.scale, RAW)
         do_tile = load_rows(
             dout, dout_strides, b, h, row, first, end, V, BLOCK_M, BLOCK_V, EVEN_V, TMA
         )
@@ -98,7 +98,7 @@ def _gather_keys(
         if WANTS_K:
             delta = tl.load(delta_ptr + head + offs_m, mask=inside, other=0.0)
             ds = p * (dp - delta[None, :])
-            if softcap is not None:
+            if score.softcap is not None:
                 ds *= 1.0 - capped * capped
             dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk)
     return dk, dv
@@ -135,8 +135,7 @@ def attention_dkdv_bwd_kernel(
     N,
     E,
     V,
-    scale,
-    softcap,
+    score,
     offset,
     left,
     right,
@@ -189,21 +188,21 @@ def attention_dkdv_bwd_kernel(
         dk, dv = _gather_keys(
             dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, masks,
             fulls_ptr, site_key_ptr, b, h, offs_n, low, high, first, end, full_start, full, 0, full,
-            H, M, N, E, V, scale, softcap, row0, threshold, keep_scale, WANTS_K, WANTS_V,
+            H, M, N, E, V, score, row0, threshold, keep_scale, WANTS_K, WANTS_V,
             False, KEEPS, TMA, EVEN_E, EVEN_V, BLOCK_M, BLOCK_E, BLOCK_V,
         )  # fmt: skip
         if PARTIAL:
             dk, dv = _gather_keys(
                 dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, masks,
                 partials_ptr, site_key_ptr, b, h, offs_n, low, high, first, end, start, before, gap,
-                partial, H, M, N, E, V, scale, softcap, row0, threshold, keep_scale, WANTS_K,
+                partial, H, M, N, E, V, score, row0, threshold, keep_scale, WANTS_K,
                 WANTS_V, True, KEEPS, TMA, EVEN_E, EVEN_V, BLOCK_M, BLOCK_E, BLOCK_V,
             )  # fmt: skip
     # What no query sees was not visited, or is beside what was: its gradient is 0, not what p of
     # a key that is not there would give.
     seen = ((low < high) & (offs_n < N))[:, None]
     if WANTS_K:
-        dk = tl.where(seen, dk * scale, 0.0)
+        dk = tl.where(seen, dk * score.scale, 0.0)
         store_rows(dk_ptr, dk_strides, b, kv_h, col, N, E, dk, BLOCK_N, BLOCK_E)
     if WANTS_V:
         dv = tl.where(seen, dv, 0.0)
@@ -212,25 +211,25 @@ def attention_dkdv_bwd_kernel(
 
 @triton.jit
 def score_grads(
-    q, k, v, dout, lse, delta, masks, row_key, b, h, offs_m, offs_n, low, high, M, N, scale,
-    softcap, threshold, keep_scale, PARTIAL: tl.constexpr, KEEPS: tl.constexpr,
+    q, k, v, dout, lse, delta, masks, row_key, b, h, offs_m, offs_n, low, high, M, N, score,
+    threshold, keep_scale, PARTIAL: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of scores as the softmax sees them, and of scale q kᵀ."""
-    RAW: tl.constexpr = (not PARTIAL) and (softcap is None)
+    RAW: tl.constexpr = (not PARTIAL) and (score.softcap is None)
     s = tl.dot(q, k.T)
     capped = s
     if not RAW:
         s, capped = scores(
             s, masks, b, h, offs_m[:, None], offs_n[None, :], offs_n[None, :], low[:, None],
-            high[:, None], M, N, scale, softcap, PARTIAL, KEEPS,
+            high[:, None], M, N, score, PARTIAL, KEEPS,
         )  # fmt: skip
-    p = exponentials(s, lse[:, None], scale, RAW)
+    p = exponentials(s, lse[:, None], score.scale, RAW)
     dp = tl.dot(dout, v.T)
     if row_key is not None:
         dp *= keep_at(row_key[:, None], offs_n[None, :], threshold, keep_scale)
     ds = p * (dp - delta[:, None])
     dqk = ds
-    if softcap is not None:
+    if score.softcap is not None:
         dqk = ds * (1.0 - capped * capped)
     return ds, dqk
 
@@ -238,7 +237,7 @@ def score_grads(
 @triton.jit
 def _gather_queries(
     dq, q, dout, lse, delta, k, v, k_strides, v_strides, masks, blocks_ptr, row_key, b, h, kv_h,
-    offs_m, low, high, first, end, start, left, gap, count, M, N, E, V, scale, softcap, threshold,
+    offs_m, low, high, first, end, start, left, gap, count, M, N, E, V, score, threshold,
     keep_scale, PARTIAL: tl.constexpr, KEEPS: tl.constexpr,
     TMA: tl.constexpr, EVEN_E: tl.constexpr, EVEN_V: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -250,7 +249,7 @@ def _gather_queries(
         v_tile = load_rows(v, v_strides, b, kv_h, col, first, end, V, BLOCK_N, BLOCK_V, EVEN_V, TMA)
         _, ds = score_grads(
             q, k_tile, v_tile, dout, lse, delta, masks, row_key, b, h, offs_m,
-            col + tl.arange(0, BLOCK_N), low, high, M, N, scale, softcap, threshold, keep_scale,
+            col + tl.arange(0, BLOCK_N), low, high, M, N, score, threshold, keep_scale,
             PARTIAL, KEEPS,
         )  # fmt: skip
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq)
@@ -286,8 +285,7 @@ def attention_dq_bwd_kernel(
     N,
     E,
     V,
-    scale,
-    softcap,
+    score,
     offset,
     left,
     right,
@@ -334,18 +332,18 @@ def attention_dq_bwd_kernel(
         )
     dq = _gather_queries(
         dq, q_tile, do_tile, lse, delta, k, v, k_strides, v_strides, masks, fulls_ptr, row_key, b,
-        h, kv_h, offs_m, low, high, first, end, full_start, full, 0, full, M, N, E, V, scale,
-        softcap, threshold, keep_scale, False, KEEPS, TMA, EVEN_E, EVEN_V, BLOCK_N,
+        h, kv_h, offs_m, low, high, first, end, full_start, full, 0, full, M, N, E, V, score,
+        threshold, keep_scale, False, KEEPS, TMA, EVEN_E, EVEN_V, BLOCK_N,
         BLOCK_E, BLOCK_V,
     )  # fmt: skip
     if PARTIAL:
         dq = _gather_queries(
             dq, q_tile, do_tile, lse, delta, k, v, k_strides, v_strides, masks, partials_ptr,
             row_key, b, h, kv_h, offs_m, low, high, first, end, start, before, gap, partial, M, N,
-            E, V, scale, softcap, threshold, keep_scale, True, KEEPS, TMA, EVEN_E,
+            E, V, score, threshold, keep_scale, True, KEEPS, TMA, EVEN_E,
             EVEN_V, BLOCK_N, BLOCK_E, BLOCK_V,
         )  # fmt: skip
-    dq = dq * scale
+    dq = dq * score.scale
     if bounds_ptr is not None:  # a token of no sequence may hold anything, and so may its gradient
         low, high = seen_keys(offs_m, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
         dq = tl.where((low < high)[:, None], dq, 0.0)

@@ -206,8 +206,7 @@ def attention_mask_bwd_kernel(
     N,
     E,
     V,
-    scale,
-    softcap,
+    score,
     offset,
     left,
     right,
@@ -261,7 +260,7 @@ def attention_mask_bwd_kernel(
         delta = tl.load(delta_ptr + at, mask=offs_m < M, other=0.0)
         ds, _ = score_grads(
             q, k, v, dout, lse, delta, masks, row_key, b, h, offs_m, offs_n, low, high, M, N,
-            scale, softcap, threshold, keep_scale, True, KEEPS,
+            score, threshold, keep_scale, True, KEEPS,
         )  # fmt: skip
         there = (offs_n[None, :] >= low[:, None]) & (offs_n[None, :] < high[:, None])
         acc += tl.where(there & (offs_m < M)[:, None], ds, 0.0)

@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm: forward, rebuild from statistics, backward; rows of up to 64K elements.
 
 Statistics and arithmetic are float32 whatever the dtypes. A row fits a tile (`norm_fwd_kernel`,
-`norm_bwd_kernel`), or is walked in blocks (`norm_wide_*`). CENTERED: LayerNorm, else RMSNorm,
-whose mean is 0. Rows may lie any distance apart; a pointer that a call has no use for is None.
+`norm_bwd_kernel`), or is walked in blocks (`norm_wide_*`). KIND is one of `KINDS`; RMSNorm has the
+mean 0. Rows may lie any distance apart; a pointer that a call has no use for is None.
 The gradients of weight and bias are summed over rows in two stages, without atomics: each program
 sums its own rows into a row of partials, and `column_sum_kernel` adds those.
 """
@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 
 from fused_remat.kernels.pointwise import keep_at, load_wide, store_narrow
+
+#: Norms that there are kernels for, by `NormSpec.kind`.
+KINDS = ("layer_norm", "rms_norm")
 
 
 @triton.jit
@@ -58,7 +61,7 @@ def norm_fwd_kernel(
     eps,
     threshold,
     scale,
-    CENTERED: tl.constexpr,
+    KIND: tl.constexpr,
     HAS_STATS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -83,7 +86,7 @@ def norm_fwd_kernel(
     if HAS_STATS:
         mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
     else:
-        if CENTERED:
+        if KIND == "layer_norm":
             mean = tl.sum(x, 1) / N
             tl.store(mean_ptr + offs_m, mean, mask=mask_m)
         else:
@@ -107,7 +110,7 @@ def norm_wide_fwd_kernel(
     stride_ym,
     N,
     eps,
-    CENTERED: tl.constexpr,
+    KIND: tl.constexpr,
     HAS_STATS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -127,7 +130,7 @@ def norm_wide_fwd_kernel(
             mask = (offs_n < N)[None, :]
             x = load_wide(x_ptr, stride_xm, offs_m, offs_n, mask)
             count = tl.sum(tl.where(mask, 1.0, 0.0), 1)
-            if CENTERED:
+            if KIND == "layer_norm":
                 block_mean = tl.sum(x, 1) / count
             else:
                 block_mean = mean
@@ -139,7 +142,7 @@ def norm_wide_fwd_kernel(
             seen += count
         rstd = 1.0 / tl.sqrt(square / N + eps)
         tl.store(rstd_ptr + offs_m, rstd)
-        if CENTERED:
+        if KIND == "layer_norm":
             tl.store(mean_ptr + offs_m, mean)
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
@@ -192,6 +195,7 @@ def norm_bwd_kernel(
     rows,
     M,
     N,
+    KIND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -218,7 +222,7 @@ def norm_bwd_kernel(
         )  # fmt: skip
         if dx_ptr is not None:
             mean_g = tl.zeros_like(rstd)
-            if mean_ptr is not None:
+            if KIND == "layer_norm":
                 mean_g = tl.sum(g, 1) / N
             mean_gn = tl.sum(g * normed, 1) / N
             _store_dx(
@@ -250,6 +254,7 @@ def norm_wide_bwd_kernel(
     stride_am,
     stride_dxm,
     N,
+    KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """dx of `norm_bwd_kernel` for rows wider than a tile, a row a program. Grid (M,).
@@ -266,7 +271,7 @@ def norm_wide_bwd_kernel(
             dy_ptr, x_ptr, weight_ptr, stride_dym, stride_xm, mean, rstd, offs_m, offs_n, mask_n,
             mask_n[None, :],
         )  # fmt: skip
-        if mean_ptr is not None:
+        if KIND == "layer_norm":
             mean_g += tl.sum(g, 1) / N
         mean_gn += tl.sum(g * normed, 1) / N
     for start in range(0, N, BLOCK_N):
@@ -295,6 +300,7 @@ def norm_params_bwd_kernel(
     rows,
     M,
     N,
+    KIND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):

@@ -25,7 +25,7 @@ from accuracy import ROUNDINGS
 from torch import Tensor, nn
 
 from fused_remat import FusedRematLayer, Policy
-from fused_remat.backends import attention_blocks, eager
+from fused_remat.backends import attention_rows, eager
 from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
 
 ACTIVATIONS = {
@@ -198,12 +198,12 @@ def check(seed: int) -> str | None:
     exact = results(exact_layer, x.double(), dy.double(), widened(kwargs), exact_cfg)
     peer_cfg = Drawn(**{**asdict(cfg), "mode": "train"})
     peer = results(copy.deepcopy(stock).train(), x, dy, kwargs, peer_cfg)
-    before = eager._CPU_TOKENS, attention_blocks._BLOCK
-    eager._CPU_TOKENS, attention_blocks._BLOCK = cfg.tokens, cfg.block
+    before = eager._CPU_TOKENS, attention_rows._BLOCK
+    eager._CPU_TOKENS, attention_rows._BLOCK = cfg.tokens, cfg.block
     try:
         ours = results(fused, x, dy, kwargs, cfg)
     finally:
-        eager._CPU_TOKENS, attention_blocks._BLOCK = before
+        eager._CPU_TOKENS, attention_rows._BLOCK = before
     return _compare(ours, peer, exact, dtype, gradients=cfg.mode != "eval without gradients")
 
 

@@ -59,9 +59,9 @@ def calls(fn: Callable[[], object]) -> list[tuple[autograd.BlockCall, dict[str, 
 def in_pieces(tokens: int = 4) -> Iterator[None]:
     """Cut the work in groups and tiles of a few tokens, attention in blocks of 16 query rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
-        patch.setattr("fused_remat.backends.attention_blocks._BLOCK", 1)
-        patch.setattr("fused_remat.backends.attention_blocks._LONG", 1)
+        patch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
+        patch.setattr("fused_remat.steps.attention_rows._BLOCK", 1)
+        patch.setattr("fused_remat.steps.attention_rows._LONG", 1)
         yield
 
 

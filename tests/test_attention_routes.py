@@ -8,15 +8,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat.backends import cuda_attention
-from fused_remat.backends.base import AttentionCall
+from fused_remat.steps.attention_rows import AttentionCall
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 def route(monkeypatch, dtype=torch.bfloat16, heads=(4, 4), width=64, s=(64, 64), **options):
     """What `TritonBackend` says on an H200, with tensors that have no memory."""
-    from fused_remat.backends.triton import backend
-    from fused_remat.backends.triton.launch import Target
+    from fused_remat.triton import backend
+    from fused_remat.triton.launch import Target
 
     monkeypatch.setattr(backend, "target_of", lambda device: Target("cuda", 90, 132))
     # What PyTorch would choose needs a GPU to ask.

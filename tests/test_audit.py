@@ -14,7 +14,7 @@ from bench.audit import cases as audit_cases
 from bench.audit import command as audit
 from bench.audit.attention import POINTERS, PRODUCTS, case_name, launches_of, variants
 from bench.report.audit import AUDIT
-from fused_remat.backends.triton.tables import TILES, Tile
+from fused_remat.triton.tables import TILES, Tile
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = {"default": True, "product": True, "spills": 0, "stack": 0, "shared": 1000,

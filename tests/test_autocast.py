@@ -112,7 +112,7 @@ def test_dropout_is_that_of_the_seed(low, norm_first):
 
 @pytest.mark.parametrize("low, norm_first, tokens", pairwise([BF16, FP16], [True, False], [7, 512]))
 def test_rungs_have_the_same_bits(low, norm_first, tokens, monkeypatch):
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     x, dy = data()
     kwargs = {"src_mask": torch.ones(11, 11).triu(1).bool(), "is_causal": True}
     first = None
@@ -130,7 +130,7 @@ def test_pieces_add_up(norm_first, monkeypatch):
     x, dy = data()
     found = []
     for tokens in (7, 512):
-        monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+        monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
         found.append(step(layers(norm_first=norm_first)[1], x, dy, BF16))
     for a, b in zip(*found, strict=True):
         assert (a - b).norm() <= FLOOR[BF16] * b.norm()
@@ -371,7 +371,7 @@ def test_kept_bytes(norm_first, policy, monkeypatch):
     With dropout, in groups and tiles.
     """
     dropout = 0.1
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", 64)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 64)
     layer = FusedRematLayer(
         D, H, 4 * D, dropout, norm_first=norm_first, batch_first=True, policy=policy
     )
@@ -416,7 +416,7 @@ def test_the_graph_tells_every_dtype():
 
 @NORMS
 def test_what_is_kept_has_the_dtypes_and_widths_that_are_told(norm_first, monkeypatch):
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", 7)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 7)
     _, fused = layers("none", norm_first=norm_first, dropout=0.1)
     seen = []
     monkeypatch.setattr("fused_remat.autograd.OBSERVERS", [seen.append])
@@ -437,7 +437,7 @@ def test_what_is_kept_has_the_dtypes_and_widths_that_are_told(norm_first, monkey
 @pytest.mark.parametrize("tokens", [7, 512], ids=["tiles", "whole"])
 def test_gradients_have_the_dtypes_of_what_they_are_of(norm_first, tokens, monkeypatch):
     """Before every step: of the stream in float32, of all else low."""
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     wrong, seen = [], set()
 
     def look(step, frame):

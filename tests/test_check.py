@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, ReplayError, check, check_replay, convert, ops
-from fused_remat.backends import registry
 from fused_remat.backends.eager import EagerBackend
 from fused_remat.memory import measure_allocations
 

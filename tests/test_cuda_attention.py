@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat.backends import cuda_attention, eager_attention
-from fused_remat.backends.base import AttentionCall
+from fused_remat.steps.attention_rows import AttentionCall
 
 
 def attention_call(q_len, kv_len, mask=None, padding=None, right=-1):

@@ -43,8 +43,8 @@ def no_fallback():
 @pytest.fixture
 def pieces(monkeypatch):
     """Groups of one sequence, tiles of four tokens, attention in blocks of one row."""
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", 4)
-    monkeypatch.setattr("fused_remat.backends.attention_blocks._BLOCK", 1)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 4)
+    monkeypatch.setattr("fused_remat.steps.attention_rows._BLOCK", 1)
 
 
 def assert_close(found, expected):
@@ -87,7 +87,7 @@ def test_layouts(layout, bias):
 @NORMS
 @PIECES
 def test_error_is_at_most_one_and_a_half_times_pytorchs(dtype, norm_first, tokens, monkeypatch):
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     stock, fused = pair(norm_first=norm_first, dtype=dtype)
     tensors, kwargs = data(dtype), masks("padding", dtype)
     exact = run(copy.deepcopy(stock).double(), *(t.double() for t in tensors), **kwargs)
@@ -97,7 +97,7 @@ def test_error_is_at_most_one_and_a_half_times_pytorchs(dtype, norm_first, token
 @NORMS
 @PIECES
 def test_every_policy_gives_the_same_bits(norm_first, tokens, monkeypatch):
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     found = []
     for policy in (*RUNGS, Policy(save={"query", "mid1"}), Policy(save={"kv", "act"})):
         _, fused = pair(policy, norm_first=norm_first, dropout=0.2)
@@ -145,7 +145,7 @@ def test_frozen_parts_get_no_gradient_and_the_others_the_same(which, norm_first,
 @pytest.mark.parametrize("target", ["main_grad", "grad"])
 def test_accumulates_into_float32(target, native, pieces, monkeypatch):
     """`native`: as on a CPU with bfloat16 products of its own, whose results are bfloat16."""
-    monkeypatch.setattr("fused_remat.backends.eager.widens", lambda x: not native)
+    monkeypatch.setattr("fused_remat.steps.linear.widens", lambda x: not native)
     _, fused = pair(dtype=torch.bfloat16)
     tensors, params = data(torch.bfloat16), list(fused.parameters())
     expected = run(fused, *tensors)[3:]
@@ -307,7 +307,7 @@ def measured(layer, tgt, memory):
 def test_kept_bytes_are_the_table_and_the_prediction(
     norm_first, policy, dropout, tokens, monkeypatch
 ):
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     _, layer = pair(policy, dim_feedforward=4 * D, norm_first=norm_first, dropout=dropout)
     tgt, memory, _ = (t.requires_grad_() for t in data(torch.float32))
     attentions = 0 if policy == "full" or (not norm_first and policy == "lean") else 2

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.policies import RUNGS
+from fused_remat.steps.activation import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (

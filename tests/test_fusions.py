@@ -8,13 +8,12 @@ from reference import RUNGS
 from tiers import pairwise
 
 from fused_remat import Policy, autograd, calls, ops
-from fused_remat.backends import registry
-from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.backends.eager import EagerBackend
 from fused_remat.blocks.pieces import MlpConfig, mlp_graph
 from fused_remat.blocks.pointwise import Add, Gated, Pointwise
 from fused_remat.blocks.program import Graph, programs
 from fused_remat.blocks.sketch import Sketch, linear_params
+from fused_remat.steps.activation import ACTIVATIONS
 
 ALL = frozenset(
     {"linear_norm"} | {f"{n} {a}" for n in ("linear_act", "mlp_bwd") for a in ACTIVATIONS}

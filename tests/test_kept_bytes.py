@@ -7,9 +7,9 @@ from tiers import pairwise
 from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, ops, policies
-from fused_remat.backends import attention_blocks
 from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
 from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
+from fused_remat.steps import attention_rows
 
 # Elements per token in units of D, F = 4D, besides statistics (docs/design.md).
 TABLE = {
@@ -50,7 +50,7 @@ ALL = (*(n for n in PARAMS if n not in ("mask", "padding", "seed")), "input")
 def test_kept_bytes_are_the_table_and_the_prediction(
     dtype, norm_first, dropout, policy, tokens, monkeypatch
 ):
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     layer = FusedRematLayer(
         D, H, 4 * D, dropout, norm_first=norm_first, batch_first=True, dtype=dtype, policy=policy
     )
@@ -187,7 +187,7 @@ def test_attention_in_blocks_never_holds_all_scores(name):
     q, k, v = (torch.randn(1, heads, 2048, 16, requires_grad=True) for heads in (4, 2, 2))
     step = lambda: ops.attention(q, k, v, **options).sum().backward()  # noqa: E731
     peak = measure_allocations(step).peak
-    assert peak <= blocks * attention_blocks._BLOCK * 4 + 10 * q.nbytes
+    assert peak <= blocks * attention_rows._BLOCK * 4 + 10 * q.nbytes
     assert peak < 4 * 2048 * 2048 * 4 / 2  # half of all scores
 
 

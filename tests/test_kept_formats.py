@@ -102,7 +102,7 @@ def every_name(layer, stored):
 @pytest.mark.parametrize("tokens", [16, 512])
 def test_the_forward_is_that_of_every_policy(which, tokens, monkeypatch):
     """Whatever is packed, in one piece and in tiles; and gradients are close to the exact ones."""
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     make, args = LAYERS[which]
     exact = step(make("none"), None, *args)
     for stored in ("int8", "int8_stochastic", "fp8_e4m3"):
@@ -207,7 +207,7 @@ def test_what_is_not_finite_reaches_the_gradients(value):
 @pytest.mark.parametrize("which", LAYERS)
 @pytest.mark.parametrize("tokens", [16, 512])
 def test_kept_bytes_are_predicted_scales_included(which, dtype, tokens, monkeypatch):
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     make, args = LAYERS[which]
     args = tuple(a.to(dtype) if isinstance(a, torch.Tensor) else a for a in args)
     layer = make("full").to(dtype)
@@ -243,7 +243,7 @@ def test_a_rungs_bytes():
 
 def test_nothing_is_unpacked_whole_for_an_activation(monkeypatch):
     """Backward of the MLP from int8 takes no more than from what is kept as it is."""
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", 4096)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 4096)
     monkeypatch.setattr(formats, "_CACHED", 1 << 14)
     x = torch.randn(4, 512, D, requires_grad=True)
 
@@ -282,7 +282,7 @@ def test_compiled_gradients_are_the_same_bits(stored, dropout):
 )
 @pytest.mark.parametrize("which", LAYERS)
 def test_the_replay_check_passes(which, monkeypatch):
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", 32)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 32)
     make, args = LAYERS[which]
     layer = make("none")
     for policy in ("fast8", every_name(layer, "int8_stochastic"), Policy(save={"qkv": "fp8_e4m3"})):

@@ -25,8 +25,8 @@ def test_forward_and_backward_use_the_masks_of_the_definition(
     norm_first, policy, limit, monkeypatch
 ):
     """Against plain autograd over explicit masks: any other mask anywhere would show."""
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", limit)
-    monkeypatch.setattr("fused_remat.backends.attention_blocks._BLOCK", 1)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", limit)
+    monkeypatch.setattr("fused_remat.steps.attention_rows._BLOCK", 1)
     stock, fused = pair(
         12, 3, 20, dropout=0.3, norm_first=norm_first, batch_first=True, policy=policy,
         activation="gelu", dtype=torch.float64,

@@ -80,8 +80,8 @@ def test_every_mask_form(norm_first, batch_first, kind, form):
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize(("rows", "limit"), [(9, 4), (9, 9), (5, 2), (3, 100)])
 def test_masks_in_groups_and_tiles(norm_first, rows, limit, monkeypatch):
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", limit)
-    monkeypatch.setattr("fused_remat.backends.attention_blocks._BLOCK", 1)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", limit)
+    monkeypatch.setattr("fused_remat.steps.attention_rows._BLOCK", 1)
     stock, fused = pair(
         12, 3, 20, dropout=0.0, norm_first=norm_first, batch_first=True, dtype=torch.float64
     )
@@ -269,7 +269,7 @@ def test_output_strides(norm_first):
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_non_contiguous_inputs_and_gradients(norm_first, monkeypatch):
     for limit in (3, 512):
-        monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", limit)
+        monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", limit)
         stock, fused = pair(12, 3, 20, dropout=0.0, norm_first=norm_first, dtype=torch.float64)
         base = torch.randn(7, 4, 24, dtype=torch.float64)
         for x in (

@@ -81,8 +81,8 @@ def inputs(config):
 
 def with_tokens(tokens):
     patch = pytest.MonkeyPatch()
-    patch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
-    patch.setattr("fused_remat.backends.attention_blocks._BLOCK", tokens * 16)
+    patch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
+    patch.setattr("fused_remat.steps.attention_rows._BLOCK", tokens * 16)
     return patch
 
 

@@ -12,11 +12,11 @@ from reference_transformer import Block, leaves, plain
 from torch import nn
 
 from fused_remat import FusedRematDecoderLayer, FusedRematLayer, ops
-from fused_remat.backends.base import FusedRematWarning
 from fused_remat.blocks import lora as lora_nodes
 from fused_remat.blocks.fusions import GatedLinearAct, MlpBackward
 from fused_remat.blocks.program import kept_bytes, programs
 from fused_remat.memory import SavedBytes, measure_allocations
+from fused_remat.steps.operations import FusedRematWarning
 
 BLOCKS = {
     "split": Block(),
@@ -332,7 +332,7 @@ def test_dtypes_of_adapters_on_a_layer(low):
 def test_pieces_of_an_update_are_summed_in_float32(monkeypatch):
     """Under autocast a product of the stream in 16 bits, converted so many tokens at a time."""
     # As on a GPU: without, products are float32 here.
-    monkeypatch.setattr("fused_remat.backends.eager._cpu_has_native", lambda dtype: True)
+    monkeypatch.setattr("fused_remat.steps.linear._cpu_has_native", lambda dtype: True)
     torch.manual_seed(0)
     # A of 128 numbers: that errors of two orders of sums differ is no accident of a few.
     stock = adapted(nn.TransformerEncoderLayer(16, 2, 32, 0.0, "gelu"), ["linear1"], r=8)

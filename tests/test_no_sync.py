@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from fused_remat import FusedRematLayer, ops
 from fused_remat.backends import cuda_attention, eager_attention
-from fused_remat.backends.base import AttentionCall
 from fused_remat.ops import activation
 from fused_remat.ops.inputs import seed_tensor
+from fused_remat.steps.attention_rows import AttentionCall
 
 B, S, D, H = 2, 40, 32, 4
 DEVICE = "meta"
@@ -57,8 +57,7 @@ def backend(request, monkeypatch):
     name, *arch = request.param.split(" sm_")
     if arch:
         pytest.importorskip("triton", reason="Triton is not installed")
-        from fused_remat.backends import registry
-        from fused_remat.backends.triton import backend, launch
+        from fused_remat.triton import backend, launch
 
         if launch.INTERPRETED:
             pytest.skip("Triton interprets kernels in this process")

@@ -88,7 +88,7 @@ KINDS = {
 
 @pytest.mark.parametrize(("kind", "tokens"), [*((kind, 512) for kind in KINDS), ("pre-norm", 7)])
 def test_every_layer_and_rung_bit_for_bit(kind, tokens, monkeypatch):
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     torch.manual_seed(0)
     layer, memory = randomize(KINDS[kind]()), torch.randn(B, S, D, requires_grad=True)
     tables = torch.randn(2, S, D // H // 2).unbind()

@@ -337,7 +337,7 @@ def test_autocast_computes_as_a_linear_layer_would(compiled, native, monkeypatch
 
     `native`: as on a CPU with bfloat16 products of its own, which rounds their results as well.
     """
-    monkeypatch.setattr("fused_remat.backends.eager.widens", lambda x: not native)
+    monkeypatch.setattr("fused_remat.steps.linear.widens", lambda x: not native)
     hidden, weight, bias, target = operands(torch.float32)
     low = [t.detach().bfloat16().double().requires_grad_() for t in (hidden, weight, bias)]
 

@@ -18,7 +18,7 @@ from reference_ops import (
 )
 
 from fused_remat import ops, random
-from fused_remat.backends.activations import ACTIVATIONS
+from fused_remat.steps.activation import ACTIVATIONS
 
 MIXED = ("attention", "causal", "encoder", "qk_norm_attention")  # tokens with tokens
 TOKENWISE = [name for name in CASES if not name.startswith(MIXED)]

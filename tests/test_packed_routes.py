@@ -7,9 +7,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_remat import explain, ops
-from fused_remat.backends.base import AttentionCall
 from fused_remat.backends.eager import EagerBackend
 from fused_remat.memory import measure_allocations
+from fused_remat.steps.attention_rows import AttentionCall
 
 
 def heads(q_len, kv_len, batch=1, width=4, **kw):

@@ -10,8 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from fused_remat import convert
-from fused_remat.backends.base import FusedRematWarning
 from fused_remat.layers.fused_layer import DECISIONS
+from fused_remat.steps.operations import FusedRematWarning
 
 LLAMA = LlamaConfig(
     vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

@@ -44,7 +44,7 @@ def test_a_fused_model_keeps_what_is_predicted(policy, norm_first, dropout, dtyp
 
 
 def test_activations_in_pieces(monkeypatch):
-    monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", 16)
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 16)
     report = memory_report(convert(encoder(1), "none"), data())
     (layer,) = report.layers
     assert layer.kept_bytes == layer.predicted_bytes
@@ -57,7 +57,7 @@ def test_activations_in_pieces(monkeypatch):
 def test_a_format_is_a_line_and_its_scales_another(tokens, monkeypatch):
     """As other statistics are; also of pieces."""
     if tokens is not None:
-        monkeypatch.setattr("fused_remat.backends.eager._CPU_TOKENS", tokens)
+        monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     model, x = (
         convert(encoder(1), Policy({"attn": "native", "up": "int8", "qkv": "fp8_e4m3"})),
         data(),

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fused_remat.backends.base import AttentionCall, PackedHeads
-from fused_remat.backends.triton import attention
-from fused_remat.backends.triton.launch import Launch, Target
 from fused_remat.formats import FORMATS, Packed
+from fused_remat.triton import attention
+from fused_remat.triton.launch import Launch, Target
 
 _B, _H, _S = 2, 16, 2048
 _UNEVEN = 1001  # rows of a mask are then not aligned
@@ -39,7 +39,7 @@ _DEPENDS_ON: dict[str, tuple[str, ...]] = {
     "attention_bounds_fwd": (),
     "attention_delta_bwd": ("width",),
     "attention_shift_fwd": ("call",),
-    "attention_blocks_fwd": ("call", "tile", "side"),
+    "attention_rows_fwd": ("call", "tile", "side"),
 }
 #: Name, launch, whether ordinary tensors lead to it, whether it is a matrix product.
 Fields = tuple[str, Launch, bool, bool]

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from bench.audit import attention as audit_attention
 from fused_remat.backends.base import Packing, RotaryCall
-from fused_remat.backends.triton import gemm, int8, norms, pointwise, rotary, tables
-from fused_remat.backends.triton.launch import Launch, Target
 from fused_remat.formats import BLOCK, Packed
 from fused_remat.random import Keep, Uniform
+from fused_remat.triton import norm as norms
+from fused_remat.triton import pointwise, products, rotary, storage, tables
+from fused_remat.triton.launch import Launch, Target
 
 ROWS = 8192
 FP32 = torch.float32
@@ -59,11 +60,11 @@ def _keep(width: int) -> Keep:
     return Keep(key, 0, ROWS, width, 0.1, torch.float32)
 
 
-def _codes(x: Tensor, stored: str) -> int8.Codes:
+def _codes(x: Tensor, stored: str) -> storage.Codes:
     """How x is to be packed, and what is to be filled."""
     key = torch.empty((), dtype=torch.int64, device="meta")
     packing = Packing(stored, Uniform(key, 0, *x.shape))
-    return packing, int8.new_parts(x, packing)
+    return packing, storage.new_parts(x, packing)
 
 
 def norm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
@@ -114,11 +115,11 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
 def packing_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """Packing and unpacking in a pass of their own, and one pass over what is packed."""
     x, y, z = (_meta(dtype, ROWS, 4096) for _ in range(3))
-    for stored in sorted(int8.KERNELS):
+    for stored in sorted(storage.KERNELS):
         packing, parts = _codes(x, stored)
-        yield Case(f"pack_{stored}_fwd", int8.pack_int8(x, packing, parts), True, False)
+        yield Case(f"pack_{stored}_fwd", storage.pack_int8(x, packing, parts), True, False)
     packed, keep = Packed("int8", parts, 4096, dtype), _keep(4096)
-    yield Case("unpack_int8_fwd", int8.unpack_int8(packed, y), True, False)
+    yield Case("unpack_int8_fwd", storage.unpack_int8(packed, y), True, False)
     for name, launch in (
         ("act_fwd gelu", pointwise.act_fwd(packed, "gelu", keep, z)),
         ("act_bwd gelu", pointwise.act_bwd(x, packed, "gelu", keep, z)),
@@ -239,11 +240,11 @@ class _Products:
             "norm act": (None, None, "gelu", None, norm),
         } | {f"{act} dropout pre": (None, self.keep, act, self.pre, None) for act in _ACTS}
         launches = {
-            name: gemm.linear_fwd(x, up, bias, residual, keep, act, pre, y, at, before, tile)
+            name: products.linear_fwd(x, up, bias, residual, keep, act, pre, y, at, before, tile)
             for name, (residual, keep, act, pre, before) in ends.items()
         }
         return launches | {
-            name: gemm.linear_fwd(
+            name: products.linear_fwd(
                 x, up, bias, None, keep, "gelu", pre, y, at, None, tile, _codes(y, stored)
             )
             for name, keep, pre, stored in (
@@ -258,16 +259,16 @@ class _Products:
         """`gated_mlp_fwd` by activation, dropout, and what is kept of gate and up."""
         given, pres = (self.x, self.up, self.bias, self.up, self.bias), (self.pre, self.other)
         launches = {
-            name: gemm.gated_mlp_fwd(*given, keep, act, self.y, self.at, tile)
+            name: products.gated_mlp_fwd(*given, keep, act, self.y, self.at, tile)
             for name, act, keep in self._acts("silu")
         }
-        launches["silu dropout pre"] = gemm.gated_mlp_fwd(
+        launches["silu dropout pre"] = products.gated_mlp_fwd(
             *given, self.keep, "silu", self.y, self.at, tile, pres
         )
         if tile.block_n % BLOCK:
             return launches
         return launches | {
-            name: gemm.gated_mlp_fwd(
+            name: products.gated_mlp_fwd(
                 *given, keep, "silu", self.y, self.at, tile,
                 packed=(_codes(self.y, stored), _codes(self.y, stored)),
             )
@@ -281,7 +282,7 @@ class _Products:
         """`linear_act_bwd` without a gate, act in the place of up."""
         given, made = (self.dy, self.down, None, self.y), (self.y, None, self.pre)
         return {
-            name: gemm.linear_act_bwd(*given, keep, act, *made, self.at, tile)
+            name: products.linear_act_bwd(*given, keep, act, *made, self.at, tile)
             for name, act, keep in self._acts("gelu")
         }
 
@@ -290,7 +291,7 @@ class _Products:
         given = self.dy, self.down, self.other, self.y
         made = self.y, self.other, self.pre
         return {
-            name: gemm.linear_act_bwd(*given, keep, act, *made, self.at, tile)
+            name: products.linear_act_bwd(*given, keep, act, *made, self.at, tile)
             for name, act, keep in self._acts("silu")
         }
 
@@ -298,7 +299,7 @@ class _Products:
         """`mlp_bwd` by activation and dropout."""
         given = self.x, self.up, self.bias, self.dy, self.down
         return {
-            name: gemm.mlp_bwd(*given, keep, act, self.y, self.pre, self.at, tile)
+            name: products.mlp_bwd(*given, keep, act, self.y, self.pre, self.at, tile)
             for name, act, keep in self._acts("gelu")
         }
 
@@ -307,7 +308,7 @@ class _Products:
         given = self.x, self.up, self.bias, self.up, self.bias, self.dy, self.down
         made = self.y, self.pre, self.other
         return {
-            name: gemm.gated_mlp_bwd(*given, keep, act, *made, self.at, tile)
+            name: products.gated_mlp_bwd(*given, keep, act, *made, self.at, tile)
             for name, act, keep in self._acts("silu")
         }
 
@@ -315,7 +316,7 @@ class _Products:
         """The loss of a head as wide as the MLP: plain, and with all options."""
         rows = _meta(torch.float32, -(-self.up.shape[0] // tile.block_n), ROWS)
         return {
-            name: gemm.cross_entropy_fwd(
+            name: products.cross_entropy_fwd(
                 self.x, self.up, bias, self.labels, softcap, 0, rows, rows, totals, self.column,
                 self.at, tile,
             )
@@ -328,7 +329,7 @@ class _Products:
         """The gradient of its logits."""
         one = self.column
         return {
-            name: gemm.cross_entropy_bwd(
+            name: products.cross_entropy_bwd(
                 self.x, self.up, bias, self.labels, softcap, 8192, (one, one), (one, spread, one),
                 self.y, self.at, tile,
             )

@@ -36,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fused_remat.kernels
 from bench.audit import cases as audit_cases
-from fused_remat.backends.triton.launch import INTERPRETED, Launch
+from fused_remat.triton.launch import INTERPRETED, Launch
 
 BUDGETS = Path(__file__).with_name("budgets.json")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

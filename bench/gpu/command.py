@@ -42,7 +42,7 @@ from bench.measure.machine import ROOT, checkout, environment, source
 from bench.measure.results import ResultsFile, folder_of
 from bench.tuning import attention_tiles, pointwise, product_tiles
 from bench.tuning import products as product_routes
-from fused_remat.backends.triton.launch import INTERPRETED, Target, target_of
+from fused_remat.triton.launch import INTERPRETED, Target, target_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: A worker's exit status after a case that hung or broke the device: another one takes over.

@@ -8,9 +8,9 @@ import torch
 
 from bench.kernels.attention_problem import Attention
 from bench.measure.contest import SETS, Results, Way
-from fused_remat.backends.triton import attention
-from fused_remat.backends.triton.launch import Launch
-from fused_remat.backends.triton.tables import AttentionTile
+from fused_remat.triton import attention
+from fused_remat.triton.launch import Launch
+from fused_remat.triton.tables import AttentionTile
 
 #: Of all launches, or of a kernel that is timed alone.
 _RESULTS = {"fwd": ("y",), "bwd": ("dq", "dk", "dv"), "dkdv": ("dk", "dv"), "dq": ("dq",)}

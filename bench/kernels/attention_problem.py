@@ -19,7 +19,7 @@ from bench.kernels.dropout_masks import as_much_dropped, same_mask
 from bench.kernels.problem import Problem
 from bench.measure.contest import EXACT, P, Results, Rig, Work
 from fused_remat import random
-from fused_remat.backends.base import AttentionCall
+from fused_remat.steps.attention_rows import AttentionCall
 
 WINDOW, BLOCK = 1024, 128  # keys; at most half, and a quarter, of a sequence
 SEED = 7  # of dropout, where the mask is known

@@ -29,7 +29,7 @@ from bench.measure.contest import ROUNDS, Rig, described, measure
 from bench.measure.machine import environment
 from bench.measure.progress import Progress
 from bench.measure.results import ResultsFile, folder_of
-from fused_remat.backends.triton.launch import INTERPRETED, target_of
+from fused_remat.triton.launch import INTERPRETED, target_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Of a model's batch, about; lengths of one sequence; the model whose kernels they are swept for.

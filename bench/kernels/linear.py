@@ -23,8 +23,8 @@ from bench.kernels.products import QUACK_PLAIN, Products, gradients
 from bench.kernels.shapes import Size
 from bench.measure.contest import Results, Rig, Way
 from bench.measure.registry import Absent, Registry
-from fused_remat.backends.triton import gemm
-from fused_remat.backends.triton.launch import Launch
+from fused_remat.triton import products
+from fused_remat.triton.launch import Launch
 
 
 class Linear(Products):
@@ -115,7 +115,7 @@ def triton(p: Linear) -> Ways:
         x, weight, *bias = p.sets[index].values()
         y = p.rig.poisoned(p.tokens, p.out)
         given = x, weight, bias[0] if bias else None, None, None, p.act, None, y
-        return gemm.linear_fwd(*given, p.rig.target), y
+        return products.linear_fwd(*given, p.rig.target), y
 
     def run(given: tuple[Launch, Tensor]) -> Results:
         launch, y = given

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.kernels.problem import Problem
 from bench.measure.contest import Results, Rig, Way, Work
-from fused_remat.backends.activations import ACTIVATIONS
+from fused_remat.steps.activation import ACTIVATIONS
 
 #: Our name of an activation -> QuACK's, alone and where its result multiplies another matrix.
 QUACK_PLAIN = {"relu": "relu", "gelu_tanh": "gelu_tanh_approx", "silu": "silu", "tanh": "tanh"}

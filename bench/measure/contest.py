@@ -20,8 +20,8 @@ from bench.measure.registry import Absent
 from bench.measure.turns import interleave, quantiles
 from fused_remat import random
 from fused_remat.backends.eager import EagerBackend
-from fused_remat.backends.triton.launch import Launch, Target
 from fused_remat.random import Keep
+from fused_remat.triton.launch import Launch, Target
 
 #: What is exact when computed in float64.
 EXACT = EagerBackend()

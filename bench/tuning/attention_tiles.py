@@ -9,7 +9,7 @@ from typing import Any
 from bench.kernels.attention_launches import Kernels
 from bench.kernels.attention_problem import Attention
 from bench.measure.contest import Contest, Entry, Rig, Work, compile_together
-from fused_remat.backends.triton.tables import AttentionTile, attention_tile, family
+from fused_remat.triton.tables import AttentionTile, attention_tile, family
 
 BATCH, SEQ_LEN, D_MODEL, WIDTHS = 4, 4096, 2048, (128, 64)
 

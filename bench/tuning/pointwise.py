@@ -25,9 +25,10 @@ from bench.measure.contest import (
     multiplier,
 )
 from bench.tuning.products import EPS, doubled
-from fused_remat.backends.triton import norms, pointwise
-from fused_remat.backends.triton.launch import Launch
 from fused_remat.random import Keep
+from fused_remat.triton import norm as norms
+from fused_remat.triton import pointwise
+from fused_remat.triton.launch import Launch
 
 _aten = torch.ops.aten
 ELEMENTS = 1 << 26  # 128 MiB in bfloat16, twice an H200's cache

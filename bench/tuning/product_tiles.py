@@ -21,9 +21,9 @@ from bench.tuning.products import (
     product_of,
     sizes_of,
 )
-from fused_remat.backends.triton import gemm, tables
-from fused_remat.backends.triton.launch import Launch, cdiv
-from fused_remat.backends.triton.tables import Tile
+from fused_remat.triton import products, tables
+from fused_remat.triton.launch import Launch, cdiv
+from fused_remat.triton.tables import Tile
 
 Outputs = dict[str, Tensor]
 _GATED = ("act", "dgate", "dup")
@@ -68,7 +68,7 @@ class Tiled:
 class _Linear(Tiled):
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
         given = self.m.xs[index], *self.m.up, None, None, "gelu", None
-        return gemm.linear_fwd(*given, out["y"], self.at, None, tile)
+        return products.linear_fwd(*given, out["y"], self.at, None, tile)
 
     def truth(self) -> Results:
         return {"y": F.gelu(self.m.exact_pre())}
@@ -79,7 +79,7 @@ class _GatedMlpFwd(Tiled):
 
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
         given = self.m.xs[index], *self.m.gate, *self.m.up, None, "silu"
-        return gemm.gated_mlp_fwd(*given, out["y"], self.at, tile)
+        return products.gated_mlp_fwd(*given, out["y"], self.at, tile)
 
     def truth(self) -> Results:
         return {"y": F.silu(self.m.exact_pre(self.m.gate)) * self.m.exact_pre()}
@@ -90,7 +90,7 @@ class _MlpBwd(Tiled):
 
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
         given = self.m.xs[index], *self.m.up, self.m.dys[index], self.down, None, "gelu"
-        return gemm.mlp_bwd(*given, *out.values(), self.at, tile)
+        return products.mlp_bwd(*given, *out.values(), self.at, tile)
 
     def truth(self) -> Results:
         return gelu_gradients(self.m.exact_dact(), self.m.exact_pre())
@@ -102,7 +102,7 @@ class _GatedMlpBwd(Tiled):
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
         m = self.m
         given = m.xs[index], *m.gate, *m.up, m.dys[index], self.down, None, "silu"
-        return gemm.gated_mlp_bwd(*given, *out.values(), self.at, tile)
+        return products.gated_mlp_bwd(*given, *out.values(), self.at, tile)
 
     def truth(self) -> Results:
         m = self.m
@@ -118,7 +118,7 @@ class _LinearActBwd(Tiled):
 
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
         given = self.m.dys[index], self.down, None, self.up, None, "gelu"
-        return gemm.linear_act_bwd(*given, out["act"], None, out["dup"], self.at, tile)
+        return products.linear_act_bwd(*given, out["act"], None, out["dup"], self.at, tile)
 
     def truth(self) -> Results:
         return gelu_gradients(self.m.exact_dact(), self.up.double())
@@ -133,7 +133,7 @@ class _GatedActBwd(_LinearActBwd):
 
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
         given = self.m.dys[index], self.down, self.gate, self.up, None, "silu"
-        return gemm.linear_act_bwd(*given, *out.values(), self.at, tile)
+        return products.linear_act_bwd(*given, *out.values(), self.at, tile)
 
     def truth(self) -> Results:
         return gated_gradients(self.m.exact_dact(), *doubled(self.gate, self.up))
@@ -156,7 +156,7 @@ class _CrossEntropyBwd(Tiled):
             self.stats.append((high, logits.logsumexp(1) - high))
 
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        return gemm.cross_entropy_bwd(
+        return products.cross_entropy_bwd(
             self.m.xs[index], *self.m.up, self.labels, 0.0, 0, self.stats[index], self.slopes,
             out["dlogits"], self.at, tile,
         )  # fmt: skip
@@ -175,7 +175,7 @@ class _CrossEntropyFwd(_CrossEntropyBwd):
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
         picked = out["picked"]
         highs = picked.new_empty((cdiv(self.m.f, tile.block_n), self.m.tokens))
-        return gemm.cross_entropy_fwd(
+        return products.cross_entropy_fwd(
             self.m.xs[index], *self.m.up, self.labels, 0.0, 0, highs, torch.empty_like(highs), None,
             picked, self.at, tile,
         )  # fmt: skip

@@ -27,8 +27,9 @@ from bench.measure.contest import (
     from_mask,
     multiplier,
 )
-from fused_remat.backends.triton import gemm, norms, pointwise
-from fused_remat.backends.triton.launch import Launch
+from fused_remat.triton import norm as norms
+from fused_remat.triton import pointwise, products
+from fused_remat.triton.launch import Launch
 
 _aten = torch.ops.aten
 TOKENS = 8192
@@ -104,7 +105,7 @@ def linear_act(m: Mlp, dropped: bool) -> Contest:
 
     def kernel(index: int) -> Launch:
         given = m.xs[index], *m.up, None, keep, "gelu", None, fused
-        return gemm.linear_fwd(*given, m.rig.target)
+        return products.linear_fwd(*given, m.rig.target)
 
     own = (lambda found: exact(from_mask(found["mask"]))) if dropped else None
     ways = {
@@ -143,7 +144,7 @@ def linear_end(m: Mlp) -> Contest:
 
     def kernel(index: int) -> Launch:
         given = hs[index], weight, bias, residual, keep, None, None, fused
-        return gemm.linear_fwd(*given, rig.target)
+        return products.linear_fwd(*given, rig.target)
 
     ways = {
         "aten": Way(aten, lambda found: exact(from_mask(found["mask"]))),
@@ -178,7 +179,7 @@ def linear_normed(m: Mlp) -> Contest:
 
     def kernel(index: int) -> Launch:
         given = m.xs[index], weight, bias, None, None, None, None, fused
-        return gemm.linear_fwd(*given, rig.target, (*stats[index], *affine))
+        return products.linear_fwd(*given, rig.target, (*stats[index], *affine))
 
     ways = {
         "aten": Way(aten),
@@ -208,7 +209,7 @@ def gated_mlp_fwd(m: Mlp) -> Contest:
 
     def kernel(index: int) -> Launch:
         given = m.xs[index], *m.gate, *m.up, None, "silu", fused
-        return gemm.gated_mlp_fwd(*given, m.rig.target)
+        return products.gated_mlp_fwd(*given, m.rig.target)
 
     ways = {
         "aten": Way(lambda index: {"y": F.silu(m.pre(index, m.gate)) * m.pre(index)}),
@@ -243,11 +244,11 @@ def mlp_bwd(m: Mlp) -> Contest:
 
     def one_kernel(index: int) -> Launch:
         given = m.xs[index], *m.up, m.dys[index], down, None, "gelu"
-        return gemm.mlp_bwd(*given, made[0]["act"], made[0]["dup"], m.rig.target)
+        return products.mlp_bwd(*given, made[0]["act"], made[0]["dup"], m.rig.target)
 
     def after_product(index: int) -> Results:
         given = m.dys[index], down, None, m.pre(index), None, "gelu"
-        gemm.linear_act_bwd(*given, made[1]["act"], None, made[1]["dup"], m.rig.target).run()
+        products.linear_act_bwd(*given, made[1]["act"], None, made[1]["dup"], m.rig.target).run()
         return made[1]
 
     ways = {
@@ -291,11 +292,11 @@ def gated_mlp_bwd(m: Mlp) -> Contest:
 
     def one_kernel(index: int) -> Launch:
         given = m.xs[index], *m.gate, *m.up, m.dys[index], down, None, "silu"
-        return gemm.gated_mlp_bwd(*given, *made[0].values(), m.rig.target)
+        return products.gated_mlp_bwd(*given, *made[0].values(), m.rig.target)
 
     def after_products(index: int) -> Results:
         given = m.dys[index], down, m.pre(index, m.gate), m.pre(index), None, "silu"
-        gemm.linear_act_bwd(*given, *made[1].values(), m.rig.target).run()
+        products.linear_act_bwd(*given, *made[1].values(), m.rig.target).run()
         return made[1]
 
     def aten(index: int) -> Results:

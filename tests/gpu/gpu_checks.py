@@ -22,7 +22,7 @@ BF16 = torch.bfloat16 if ON_GPU else torch.float16
 
 def target():
     """What kernels are launched on."""
-    from fused_remat.backends.triton.launch import target_of
+    from fused_remat.triton.launch import target_of
 
     return target_of(DEVICE)
 

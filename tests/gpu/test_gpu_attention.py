@@ -8,7 +8,7 @@ from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_remat.backends import cuda_attention, eager_attention
-from fused_remat.backends.base import AttentionCall
+from fused_remat.steps.attention_rows import AttentionCall
 
 pytestmark = pytest.mark.gpu
 KERNELS = {

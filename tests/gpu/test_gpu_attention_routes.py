@@ -9,12 +9,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_remat import FusedRematLayer, explain, ops, random
 from fused_remat.backends import eager_attention
-from fused_remat.backends.base import AttentionCall
 from fused_remat.memory import measure_allocations
+from fused_remat.steps.attention_rows import AttentionCall
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fused_remat.backends.triton import attention, tables
+from fused_remat.triton import attention, tables
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ from gpu_checks import BF16, DEVICE, ON_GPU, check_error, normal, sized, target
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fused_remat import ops
-from fused_remat.backends.triton import gemm, tables
+from fused_remat.triton import products, tables
 
 pytestmark = pytest.mark.gpu
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 10.0}
@@ -60,7 +60,7 @@ def test_every_tile(kernel, index):
             torch.full((-(-vocab // columns), tokens), torch.nan, device=DEVICE) for _ in range(2)
         )
         picked = torch.zeros(tokens, device=DEVICE)
-        gemm.cross_entropy_fwd(
+        products.cross_entropy_fwd(
             x, weight, None, labels, 0.0, 0, highs, sums, None, picked, target(), tiles[index]
         ).run()
         check_error(highs.amax(0), high.double())
@@ -71,7 +71,7 @@ def test_every_tile(kernel, index):
     dz = torch.full((tokens, -(-vocab // 8) * 8), torch.nan, dtype=BF16, device=DEVICE)
     one = torch.ones(tokens, device=DEVICE)
     slopes = one, None, -one
-    gemm.cross_entropy_bwd(
+    products.cross_entropy_bwd(
         x, weight, None, labels, 0.0, 0, (high, log_sum), slopes, dz[:, :vocab], target(),
         tiles[index],
     ).run()  # fmt: skip

@@ -25,11 +25,18 @@ from gpu_checks import (
 )
 
 from fused_remat import random
+from fused_remat.spec import NormSpec
+from fused_remat.steps.activation import activation_bwd, activation_fwd
+from fused_remat.steps.linear import linear_fwd
+from fused_remat.steps.norm import norm_bwd, norm_fwd
+from fused_remat.steps.residual import dropout, residual_add
+from fused_remat.steps.rotary import rotary_bwd, rotary_fwd
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fused_remat.backends.base import NORM_STATS, RotaryCall
-from fused_remat.backends.triton import gemm, norms, pointwise, rotary
+from fused_remat.backends.base import NORMS, RotaryCall
+from fused_remat.triton import norm as norms
+from fused_remat.triton import pointwise, products, rotary
 
 pytestmark = pytest.mark.gpu
 ids = {"ids": lambda value: str(value).removeprefix("torch.").replace(" ", "")}
@@ -52,14 +59,14 @@ def norm_inputs(dtype, rows, width):
 
 def empty_stats(kind, rows):
     nan = torch.full((rows, 1), torch.nan, device=DEVICE)
-    return tuple(nan.clone() for _ in NORM_STATS[kind])
+    return tuple(nan.clone() for _ in NORMS[kind].stats)
 
 
-@pytest.mark.parametrize("kind", NORM_STATS)
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("case", NORMS, **ids)
 def test_norm_forward_and_rebuild(kind, case):
     x, weight, bias = norm_inputs(*case)
-    exact, *stats = EAGER.norm_fwd(kind, *double(x, weight, bias), 1e-5)
+    exact, *stats = norm_fwd(NormSpec(kind=kind), *double(x, weight, bias))
     y, again = poisoned(*x.shape, x.dtype), poisoned(*x.shape, x.dtype)
     made = empty_stats(kind, x.shape[0])
     norms.norm_fwd(x, None, None, weight, bias, 1e-5, None, y, made, False).run()
@@ -81,11 +88,11 @@ def test_norm_of_a_sum(case, p):
     norms.norm_fwd(x, residual, keep, weight, bias, 1e-5, total, y, made, False).run()
     check_written(total)
     check_written(y)
-    check_error(total, EAGER.add_fwd(*double(x, residual), wide(keep)))
-    check_error(y, EAGER.norm_fwd("layer_norm", *double(total, weight, bias), 1e-5)[0])
+    check_error(total, residual_add(*double(x, residual), wide(keep)))
+    check_error(y, norm_fwd(NormSpec(kind="layer_norm"), *double(total, weight, bias))[0])
 
 
-@pytest.mark.parametrize("kind", NORM_STATS)
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("wants", ["x w b", "x", "b w"])
 @pytest.mark.parametrize("case", [c for c in NORMS if c[1] > 1], **ids)
 def test_norm_backward(kind, wants, case):
@@ -93,10 +100,10 @@ def test_norm_backward(kind, wants, case):
     rows, width = x.shape
     dy = normal(x.dtype, width).expand(rows, width) if wants == "x" else normal(x.dtype, *x.shape)
     add = normal(x.dtype, rows, width) if wants == "x w b" else None
-    stats = tuple(s.float() for s in EAGER.norm_fwd(kind, x.double(), None, None, 1e-5)[1:])
+    stats = tuple(s.float() for s in norm_fwd(NormSpec(kind=kind), x.double(), None, None)[1:])
     marks = tuple(name in wants.split() for name in "xwb")
     given = (kind, *double(dy, x), double(*stats), weight.double(), marks)
-    exact = EAGER.norm_bwd(*given, add=None if add is None else add.double())
+    exact = norm_bwd(*given, add=None if add is None else add.double())
     dx = poisoned(rows, width, x.dtype) if marks[0] else None
     nan = torch.full((width,), torch.nan, device=DEVICE)
     sums = [nan.clone() if mark else None for mark in marks[1:]]
@@ -133,8 +140,8 @@ def test_dropout_and_residual(dtype, layout):
     pointwise.dropout_add_fwd(x, None, keep, dx).run()
     check_written(y)
     check_written(dx)
-    check_error(y, EAGER.add_fwd(*double(x, residual), wide(keep)))
-    check_error(dx, EAGER.dropout_bwd(x.double(), wide(keep)))
+    check_error(y, residual_add(*double(x, residual), wide(keep)))
+    check_error(dx, dropout(x.double(), wide(keep)))
 
 
 @pytest.mark.parametrize("row0", [0, 2**32 - 3, 2**40 + 1])
@@ -152,7 +159,7 @@ def test_dropout_draws_the_bits_of_the_definition(row0):
     x, weight = torch.ones(rows, 16, device=DEVICE), torch.ones(width, 16, device=DEVICE)
     y = poisoned(rows, width, BF16)
     args = x.to(BF16), weight.to(BF16), None, None, keep, None, None, y
-    gemm.linear_fwd(*args, target()).run()
+    products.linear_fwd(*args, target()).run()
     assert torch.equal(y.cpu() != 0, expected != 0)
 
 
@@ -168,10 +175,10 @@ def test_activation(act, dtype, p):
     pointwise.act_bwd(dy, x, act, keep, dx, again).run()
     for found in (y, again, dx):
         check_written(found)
-    exact = EAGER.act_fwd(x.double(), act, wide(keep))
+    exact = activation_fwd(act, None, x.double(), wide(keep))
     check_error(y, exact)
     check_error(again, exact)
-    check_error(dx, EAGER.act_bwd(*double(dy, x), act, wide(keep), False))
+    check_error(dx, activation_bwd(act, dy.double(), None, x.double(), wide(keep), False)[1])
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu"])
@@ -184,7 +191,7 @@ def test_gated(act, dtype, wants):
     y = poisoned(rows, width, dtype)
     pointwise.gated_fwd(gate, up, act, keep, y).run()
     check_written(y)
-    check_error(y, EAGER.gated_fwd(*double(gate, up), act, wide(keep)))
+    check_error(y, activation_fwd(act, *double(gate, up), wide(keep)))
     dgate = poisoned(rows, width, dtype) if wants != "up" else None
     dup = poisoned(rows, width, dtype) if wants != "gate" else None
     given = None if wants == "up" else up
@@ -225,12 +232,12 @@ def test_rotary(heads, dtype, interleaved, norm):
     rotary.rotary_fwd(x, call, y, target()).run()
     rotary.rotary_fwd(same, call, same, target()).run()
     check_written(y)
-    check_error(y, EAGER.rotary_fwd(x.double(), exact))
+    check_error(y, rotary_fwd(x.double(), exact))
     assert torch.equal(same, y), "in place has the same bits"
     dx, same = poisoned(*x.shape, dtype), dy.clone()
     sums = [torch.full((width,), torch.nan, device=DEVICE) for _ in "qk"] if norm else []
     given = x.double() if norm else None
-    expected = EAGER.rotary_bwd(dy.double(), given, exact, (True, norm, norm), False)
+    expected = rotary_bwd(dy.double(), given, exact, (True, norm, norm), False)
     for into, made in ((dx, dy), (same, same)):
         before = [s.clone() for s in sums]
         if norm:
@@ -262,22 +269,22 @@ def test_more_elements_than_32_bits_count(kernel):
     part = slice(-300, None)
     if kernel == "linear":
         x, weight = normal(BF16, rows, 16), normal(BF16, width, 16)
-        gemm.linear_fwd(x, weight, None, None, None, None, None, y, target()).run()
-        exact = EAGER.linear_fwd(*double(x[part], weight), None)
+        products.linear_fwd(x, weight, None, None, None, None, None, y, target()).run()
+        exact = linear_fwd(*double(x[part], weight), None)
     else:
         x = normal(BF16, 4096, width).repeat(-(-rows // 4096), 1)[:rows]
         if kernel == "norm":
             stats = empty_stats("rms_norm", rows)
             norms.norm_fwd(x, None, None, None, None, 1e-5, None, y, stats, False).run()
-            exact = EAGER.norm_fwd("rms_norm", x[part].double(), None, None, 1e-5)[0]
+            exact = norm_fwd(NormSpec(kind="rms_norm"), x[part].double(), None, None)[0]
         elif kernel == "act_fwd":
             pointwise.act_fwd(x, "gelu", None, y).run()
-            exact = EAGER.act_fwd(x[part].double(), "gelu", None)
+            exact = activation_fwd("gelu", None, x[part].double(), None)
         else:
             keep = keep_of(rows, width, 0.3, row0=5)
             pointwise.dropout_add_fwd(x, None, keep, y).run()
             first = rows - x[part].shape[0]
             there = keep_of(x[part].shape[0], width, 0.3, row0=5 + first)
-            exact = EAGER.dropout_bwd(x[part].double(), wide(there))
+            exact = dropout(x[part].double(), wide(there))
     assert not any(block.isnan().any() for block in y.split(2**18)), "an element was not written"
     check_error(y[part], exact)

@@ -16,7 +16,7 @@ from fused_remat import ops
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fused_remat.backends.triton import attention, tables
+from fused_remat.triton import attention, tables
 
 pytestmark = pytest.mark.gpu
 # In float32 the kernels serve nothing but the interpreter.

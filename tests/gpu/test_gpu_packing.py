@@ -15,17 +15,19 @@ from gpu_checks import (
 )
 
 from fused_remat import FusedRematCausalLayer, FusedRematLayer, formats, random
+from fused_remat.steps.activation import activation_bwd, activation_fwd
+from fused_remat.steps.storage import dequantize, quantize
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fused_remat.backends.base import Packing
-from fused_remat.backends.triton import int8, pointwise
-from fused_remat.backends.triton.backend import TritonBackend
+from fused_remat.execution.choose import ops_for
 from fused_remat.formats import Packed
+from fused_remat.steps.storage import Packing
+from fused_remat.triton import pointwise, storage
 
 pytestmark = pytest.mark.gpu
 ids = {"ids": lambda value: str(value).removeprefix("torch.").replace(" ", "")}
-TRITON = TritonBackend()
+TRITON = ops_for("triton", torch.empty(1))
 # Rows and width: whole blocks, not, less than one, one element.
 SHAPES = [(4096, 8192), (1030, 1000), (515, 63), (1, 1)]
 TINY = {4096: (40, 128), 1030: (7, 130), 515: (5, 63), 1: (1, 1)}
@@ -56,7 +58,7 @@ def check_parts(found, exact):
     torch.testing.assert_close(found, exact, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("stored", sorted(int8.KERNELS))
+@pytest.mark.parametrize("stored", sorted(storage.KERNELS))
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], **ids)
 @pytest.mark.parametrize("shape", SHAPES, **ids)
 def test_pack_and_unpack(shape, dtype, stored):
@@ -67,13 +69,13 @@ def test_pack_and_unpack(shape, dtype, stored):
     if rows > 4:
         x[1, 0], x[2, -1], x[3], x[4] = torch.nan, -torch.inf, 0.0, 1e-31
     how = packing(stored, rows, width)
-    parts, exact = TRITON.pack(x, how), parts_of(x, how)
+    parts, exact = TRITON[quantize](x, how), parts_of(x, how)
     check_parts(parts, exact)
     packed = Packed(stored, parts, width, dtype)
-    check_parts(TRITON.unpack(packed), packed.tensor())
+    check_parts(TRITON[dequantize](packed), packed.tensor())
     y = poisoned(rows, width, dtype)
-    packed = Packed(stored, TRITON.pack(normal(dtype, rows, width), how), width, dtype)
-    int8.unpack_int8(packed, y).run()
+    packed = Packed(stored, TRITON[quantize](normal(dtype, rows, width), how), width, dtype)
+    storage.unpack_int8(packed, y).run()
     check_written(y)
 
 
@@ -84,24 +86,24 @@ def test_activations_of_packed_inputs(shape, act):
     rows, width = sized(*shape, tiny=TINY[shape[0]])
     gate, up, dy = (normal(BF16, rows, width) for _ in range(3))
     keep, how = keep_of(rows, width, 0.3), packing("int8", rows, width)
-    loaded = [Packed("int8", TRITON.pack(x, how), width, BF16) for x in (gate, up)]
+    loaded = [Packed("int8", TRITON[quantize](x, how), width, BF16) for x in (gate, up)]
     plain = [x.tensor() for x in loaded]
     y, dx = poisoned(rows, width, BF16), poisoned(rows, width, BF16)
     pointwise.act_fwd(loaded[0], act, keep, y).run()
     pointwise.act_bwd(dy, loaded[0], act, keep, dx).run()
     for found in (y, dx):
         check_written(found)
-    assert torch.equal(y, TRITON.act_fwd(plain[0], act, keep))
-    assert torch.equal(dx, TRITON.act_bwd(dy, plain[0], act, keep, False))
+    assert torch.equal(y, TRITON[activation_fwd](act, None, plain[0], keep))
+    assert torch.equal(dx, TRITON[activation_bwd](act, dy, None, plain[0], keep, False)[1])
     for packed, same in (
         (loaded, plain), ((loaded[0], up), (plain[0], up)), ((gate, loaded[1]), (gate, plain[1]))
     ):  # fmt: skip
         y, dgate, dup = (poisoned(rows, width, BF16) for _ in range(3))
         pointwise.gated_fwd(*packed, act, keep, y).run()
         pointwise.gated_bwd(dy, *packed, act, keep, dgate, dup).run()
-        exact = TRITON.gated_bwd(dy, *same, act, keep, False, True)
+        exact = TRITON[activation_bwd](act, dy, *same, keep, False, (True, True))
         for found, true in zip(
-            (y, dgate, dup), (TRITON.gated_fwd(*same, act, keep), *exact), strict=True
+            (y, dgate, dup), (TRITON[activation_fwd](act, *same, keep), *exact), strict=True
         ):
             check_written(found)
             assert torch.equal(found, true)
@@ -111,7 +113,7 @@ def test_activations_of_packed_inputs(shape, act):
 PRODUCTS = [(8192, 8192, 512), (2048, 1536, 512), (512, 1024, 256), (64, 520, 64), (515, 1001, 331)]
 
 
-@pytest.mark.parametrize("stored", [*sorted(int8.KERNELS), "fp8_e4m3"])
+@pytest.mark.parametrize("stored", [*sorted(storage.KERNELS), "fp8_e4m3"])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("shape", PRODUCTS, **ids)
 def test_products_pack_what_their_activation_is_of(shape, p, stored):
@@ -125,14 +127,14 @@ def test_products_pack_what_their_activation_is_of(shape, p, stored):
         found, same, parts = TRITON.linear_act_fwd(*given, wants, how)
         assert torch.equal(y, same) and torch.equal(y, TRITON.linear_act_fwd(*given, False)[1])
         assert (found is not None) == wants and (found is None or torch.equal(found, pre))
-        check_parts(parts, TRITON.pack(pre, how))
+        check_parts(parts, TRITON[quantize](pre, how))
     given = x, (gate, bias), (up, None), "silu", keep
     y, pres, _ = TRITON.gated_linear_act_fwd(*given, (True, True))
     assert torch.equal(y, TRITON.gated_linear_act_fwd(*given)[0])
     same, nothing, parts = TRITON.gated_linear_act_fwd(*given, packings=(how, how))
     assert torch.equal(y, same) and nothing == (None, None)
     for pre, packed in zip(pres, parts, strict=True):
-        check_parts(packed, TRITON.pack(pre, how))
+        check_parts(packed, TRITON[quantize](pre, how))
 
 
 def layer(kind, policy):

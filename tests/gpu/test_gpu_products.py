@@ -8,7 +8,6 @@ import torch
 from gpu_checks import (
     BF16,
     DEVICE,
-    EAGER,
     ON_GPU,
     TOLERANCE,
     check_error,
@@ -28,8 +27,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from bench.measure import contest as gpu_contest
 from bench.tuning import product_tiles
 from bench.tuning.products import Mlp
-from fused_remat.backends.base import NORM_STATS
-from fused_remat.backends.triton import gemm, tables
+from fused_remat.spec import NormSpec
+from fused_remat.steps.activation import activation_bwd, activation_fwd
+from fused_remat.steps.linear import linear_dx, linear_fwd
+from fused_remat.steps.norm import NORMS, norm_fwd
+from fused_remat.triton import products, tables
 
 pytestmark = pytest.mark.gpu
 ids = {"ids": lambda value: str(value).removeprefix("torch.").replace(" ", "")}
@@ -68,16 +70,16 @@ def test_linear(shape, dtype, end):
     pre = poisoned(m, n, dtype, shape == "odd") if end in ("dropout pre", "all") else None
     y = poisoned(m, n, dtype, shape == "odd")
     bias = None if end == "nothing" else bias
-    launch = gemm.linear_fwd(x, weight, bias, residual, keep, act, pre, y, target())
+    launch = products.linear_fwd(x, weight, bias, residual, keep, act, pre, y, target())
     assert launch.constants["TMA"] == uses_tma(shape)
     launch.run()
     check_written(y)
-    exact = EAGER.linear_fwd(*double(x, weight, bias))
+    exact = linear_fwd(*double(x, weight, bias))
     if pre is not None:
         check_written(pre)
         check_error(pre, exact)
     if act is not None:
-        exact = EAGER.act_fwd(exact, act, wide(keep))
+        exact = activation_fwd(act, None, exact, wide(keep))
     if residual is not None:
         exact = exact + residual
     check_error(y, exact)
@@ -89,23 +91,23 @@ def test_linear_in_float32_is_not_tf32():
     y = poisoned(m, n, torch.float32)
     tile = tables.TILES["linear"][tables.family(target())][-1]
     given = x, weight, bias, None, None, None, None, y, target()
-    gemm.linear_fwd(*given, tile=tile).run()
+    products.linear_fwd(*given, tile=tile).run()
     check_written(y)
-    check_error(y, EAGER.linear_fwd(*double(x, weight, bias)))
+    check_error(y, linear_fwd(*double(x, weight, bias)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", NORM_STATS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_linear_of_a_norm(shape, kind):
     m, n, k = shape_of(shape)
     x, (weight, bias) = normal(BF16, m, k, shift=1.0), layer(BF16, n, k)
     affine = normal(BF16, k, shift=1.0), normal(BF16, k) if kind == "layer_norm" else None
-    normed, *stats = EAGER.norm_fwd(kind, *double(x, *affine), 1e-5)
+    normed, *stats = norm_fwd(NormSpec(kind=kind), *double(x, *affine))
     norm = (*[None, *(s.float() for s in stats)][-2:], *affine)
     y = poisoned(m, n, BF16, shape == "odd")
-    gemm.linear_fwd(x, weight, bias, None, None, None, None, y, target(), norm).run()
+    products.linear_fwd(x, weight, bias, None, None, None, None, y, target(), norm).run()
     check_written(y)
-    check_error(y, EAGER.linear_fwd(normed, *double(weight, bias)))
+    check_error(y, linear_fwd(normed, *double(weight, bias)))
 
 
 @pytest.mark.parametrize(
@@ -119,10 +121,10 @@ def test_gated_mlp_forward(shape, dtype, p):
     x, gate, up = normal(dtype, m, k), layer(dtype, f, k), layer(dtype, f, k)
     keep = keep_of(m, f, p) if p else None
     y = poisoned(m, f, dtype, shape == "odd")
-    gemm.gated_mlp_fwd(x, *gate, *up, keep, "silu", y, target()).run()
+    products.gated_mlp_fwd(x, *gate, *up, keep, "silu", y, target()).run()
     check_written(y)
-    pres = [EAGER.linear_fwd(*double(x, *w)) for w in (gate, up)]
-    check_error(y, EAGER.gated_fwd(*pres, "silu", wide(keep)))
+    pres = [linear_fwd(*double(x, *w)) for w in (gate, up)]
+    check_error(y, activation_fwd("silu", *pres, wide(keep)))
 
 
 @pytest.mark.parametrize(
@@ -139,25 +141,25 @@ def test_mlp_backward(shape, dtype, route, gated):
     dy, down = normal(dtype, m, d), layer(dtype, d, f)[0]
     keep, at = keep_of(m, f, 0.3), target()
     y, dup, dgate = (poisoned(m, f, dtype, shape == "odd") for _ in range(3))
-    pres = [EAGER.linear_fwd(*double(x, *w)) for w in (gate, up)]
-    dact = EAGER.linear_dx(*double(dy, down))
+    pres = [linear_fwd(*double(x, *w)) for w in (gate, up)]
+    dact = linear_dx(*double(dy, down))
     if route == "one kernel" and gated:
-        gemm.gated_mlp_bwd(x, *gate, *up, dy, down, keep, "silu", y, dgate, dup, at).run()
+        products.gated_mlp_bwd(x, *gate, *up, dy, down, keep, "silu", y, dgate, dup, at).run()
     elif route == "one kernel":
-        gemm.mlp_bwd(x, *up, dy, down, keep, "gelu", y, dup, at).run()
+        products.mlp_bwd(x, *up, dy, down, keep, "gelu", y, dup, at).run()
     else:  # the activation takes the place of the pre-activation, as in a step
         y.copy_(pres[1])
         dgate.copy_(pres[0])
         pres = [dgate.double(), y.double()]
         given = (dgate, y, keep, "silu", y, dgate) if gated else (None, y, keep, "gelu", y, None)
-        gemm.linear_act_bwd(dy, down, *given, dup, at).run()
+        products.linear_act_bwd(dy, down, *given, dup, at).run()
     if gated:
-        exact = [EAGER.gated_fwd(*pres, "silu", wide(keep))]
-        exact += EAGER.gated_bwd(dact, *pres, "silu", wide(keep), False, True)
+        exact = [activation_fwd("silu", *pres, wide(keep))]
+        exact += activation_bwd("silu", dact, *pres, wide(keep), False, (True, True))
         found = [y, dgate, dup]
     else:
-        exact = [EAGER.act_fwd(pres[1], "gelu", wide(keep))]
-        exact.append(EAGER.act_bwd(dact, pres[1], "gelu", wide(keep), False))
+        exact = [activation_fwd("gelu", None, pres[1], wide(keep))]
+        exact.append(activation_bwd("gelu", dact, None, pres[1], wide(keep), False)[1])
         found = [y, dup]
     for value, true in zip(found, exact, strict=True):
         check_written(value)

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.backends.eager import EagerBackend
-from fused_remat.backends.triton.launch import target_of
 from fused_remat.random import Keep
+from fused_remat.triton.launch import target_of
 
-EAGER = EagerBackend()
 TARGET = target_of(torch.device("cpu"))
 # Rounding to storage once or twice on the way: float32 has 2**-24, float16 2**-11 of error each.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3}

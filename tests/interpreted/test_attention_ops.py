@@ -6,7 +6,7 @@ from poisoned import check_error
 from reference import RUNGS, pair
 
 from fused_remat import explain, ops
-from fused_remat.backends.eager import EagerBackend
+from fused_remat.execution import choose
 
 B, S, H, KV, E, D = 2, 19, 4, 2, 8, 24
 CU = torch.tensor([0, 7, 8, 15])
@@ -57,7 +57,7 @@ def test_attention(name, policy):
 def test_attention_block(policy, grouped, monkeypatch):
     """Rotary, head norms, shared heads, dropout of both kinds; sequences one at a time."""
     if grouped:
-        monkeypatch.setattr(EagerBackend, "chunk_tokens", lambda self, x: 4)
+        monkeypatch.setattr(choose, "_CPU_TOKENS", 4)
     torch.manual_seed(0)
     x, norm = torch.randn(B, S, D, requires_grad=True), torch.randn(D, requires_grad=True)
     qkv = (torch.randn((H + 2 * KV) * E, D) / 5).requires_grad_()

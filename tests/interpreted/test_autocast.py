@@ -5,7 +5,8 @@ import torch
 from reference import RUNGS, pair, run
 
 from fused_remat import explain
-from fused_remat.backends.triton import norms, tables
+from fused_remat.triton import norm as norms
+from fused_remat.triton import tables
 
 SIZES = {"d_model": 24, "nhead": 3, "dim_feedforward": 40, "batch_first": True}
 FP16 = torch.float16

@@ -20,7 +20,7 @@ from bench.measure import contest as gpu_contest
 from bench.measure.contest import Contest, Rig, Way, Work
 from bench.measure.results import ResultsFile
 from bench.tuning import attention_tiles, product_tiles
-from fused_remat.backends.triton import tables
+from fused_remat.triton import tables
 
 #: What is not there, or serves nothing here: without a GPU.
 PEERS = {

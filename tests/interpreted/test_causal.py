@@ -6,7 +6,7 @@ from reference_ops import normal, results
 from reference_transformer import Block, leaves, plain
 
 from fused_remat import FusedRematCausalLayer, explain, ops
-from fused_remat.backends.triton import tables
+from fused_remat.triton import tables
 
 SEQ = 7
 LLAMA = Block(d=24, head_dim=8, hidden=40)

@@ -1,9 +1,13 @@
 import pytest
 import torch
-from poisoned import EAGER, TARGET, check_error, check_margin, keep_of, poisoned, wide
+from poisoned import TARGET, check_error, check_margin, keep_of, poisoned, wide
 from tiers import pairwise
 
-from fused_remat.backends.triton import gemm, tables
+from fused_remat.spec import NormSpec
+from fused_remat.steps.activation import activation_bwd, activation_fwd
+from fused_remat.steps.linear import linear_dx, linear_fwd
+from fused_remat.steps.norm import norm_fwd
+from fused_remat.triton import products, tables
 
 # M, N, K: single, odd, even sizes (tensor descriptors), more tiles than programs.
 SHAPES = [(1, 1, 1), (33, 65, 63), (48, 64, 96), (130, 72, 40)]
@@ -43,16 +47,16 @@ def test_linear(tile, dtype, shape, end):
     pre = poisoned(m, n, dtype) if end in ("pre", "all") else None
     y = poisoned(m, n, dtype)
     bias = None if end == "nothing" else bias
-    launch = gemm.linear_fwd(x, weight, bias, residual, keep, act, pre, y, TARGET, tile=tile)
+    launch = products.linear_fwd(x, weight, bias, residual, keep, act, pre, y, TARGET, tile=tile)
     assert launch.constants["TMA"] == (k * x.element_size() % 16 == 0)
     launch.run()
     check_margin(y)
-    exact = EAGER.linear_fwd(*double(x, weight, bias))
+    exact = linear_fwd(*double(x, weight, bias))
     if pre is not None:
         check_margin(pre)
         check_error(pre, exact, dtype, 2)
     if act is not None:
-        exact = EAGER.act_fwd(exact.to(dtype).double(), act, None)
+        exact = activation_fwd(act, None, exact.to(dtype).double(), None)
     if keep is not None:
         exact *= wide(keep).tensor()
     if residual is not None:
@@ -67,14 +71,14 @@ def test_linear_of_a_norm(dtype, kind, shape):
     m, n, k = shape
     x, (weight, bias) = normal(dtype, m, k) + 1, layer(dtype, n, k)
     affine = normal(dtype, k), normal(dtype, k) if kind == "layer_norm" else None
-    normed, *stats = EAGER.norm_fwd(kind, *double(x, *affine), 1e-5)
+    normed, *stats = norm_fwd(NormSpec(kind=kind), *double(x, *affine))
     stats = [None, *stats][-2:]
     stats = [s if s is None else s.float() for s in stats]
     y = poisoned(m, n, dtype)
     norm = (*stats, *affine)
-    gemm.linear_fwd(x, weight, bias, None, None, None, None, y, TARGET, norm).run()
+    products.linear_fwd(x, weight, bias, None, None, None, None, y, TARGET, norm).run()
     check_margin(y)
-    exact = EAGER.linear_fwd(normed.to(dtype).double(), *double(weight, bias))
+    exact = linear_fwd(normed.to(dtype).double(), *double(weight, bias))
     check_error(y, exact, dtype, 4)
 
 
@@ -87,10 +91,10 @@ def test_gated_forward(dtype, shape, p):
     up = (up[0], None)
     keep = keep_of(m, f, p) if p else None
     y = poisoned(m, f, dtype)
-    gemm.gated_mlp_fwd(x, *gate, *up, keep, "silu", y, TARGET).run()
+    products.gated_mlp_fwd(x, *gate, *up, keep, "silu", y, TARGET).run()
     check_margin(y)
-    pres = [EAGER.linear_fwd(*double(x, *w)).to(dtype).double() for w in (gate, up)]
-    check_error(y, EAGER.gated_fwd(*pres, "silu", wide(keep)), dtype, 4)
+    pres = [linear_fwd(*double(x, *w)).to(dtype).double() for w in (gate, up)]
+    check_error(y, activation_fwd("silu", *pres, wide(keep)), dtype, 4)
 
 
 @pytest.mark.parametrize(
@@ -105,35 +109,37 @@ def test_mlp_backward(tile, dtype, shape, p, gated, in_one):
     dy, down = normal(dtype, m, d), layer(dtype, d, f)[0]
     keep = keep_of(m, f, p) if p else None
     y, dup, dgate = (poisoned(m, f, dtype) for _ in range(3))
-    pre = EAGER.linear_fwd(*double(x, *up)).to(dtype)
-    dact = EAGER.linear_dx(*double(dy, down))
+    pre = linear_fwd(*double(x, *up)).to(dtype)
+    dact = linear_dx(*double(dy, down))
     if gated:
-        gate_pre = EAGER.linear_fwd(*double(x, *gate)).to(dtype)
-        exact_y = EAGER.gated_fwd(*double(gate_pre, pre), "silu", wide(keep))
-        exact_dgate, exact_dup = EAGER.gated_bwd(
-            dact, *double(gate_pre, pre), "silu", wide(keep), False, True
+        gate_pre = linear_fwd(*double(x, *gate)).to(dtype)
+        exact_y = activation_fwd("silu", *double(gate_pre, pre), wide(keep))
+        exact_dgate, exact_dup = activation_bwd(
+            "silu", dact, *double(gate_pre, pre), wide(keep), False, (True, True)
         )
         if in_one:
-            launch = gemm.gated_mlp_bwd(
+            launch = products.gated_mlp_bwd(
                 x, *gate, *up, dy, down, keep, "silu", y, dgate, dup, TARGET, tile
             )
         else:  # each result in the place of what it is made of
             y.copy_(pre)
             dgate.copy_(gate_pre)
-            launch = gemm.linear_act_bwd(
+            launch = products.linear_act_bwd(
                 dy, down, dgate, y, keep, "silu", y, dgate, dup, TARGET, tile
             )
         launch.run()
         check_margin(dgate)
         check_error(dgate, exact_dgate, dtype, 4)
     else:
-        exact_y = EAGER.act_fwd(pre.double(), "gelu", wide(keep))
-        exact_dup = EAGER.act_bwd(dact, pre.double(), "gelu", wide(keep), False)
+        exact_y = activation_fwd("gelu", None, pre.double(), wide(keep))
+        exact_dup = activation_bwd("gelu", dact, None, pre.double(), wide(keep), False)[1]
         if in_one:
-            gemm.mlp_bwd(x, *up, dy, down, keep, "gelu", y, dup, TARGET, tile).run()
+            products.mlp_bwd(x, *up, dy, down, keep, "gelu", y, dup, TARGET, tile).run()
         else:
             y.copy_(pre)
-            gemm.linear_act_bwd(dy, down, None, y, keep, "gelu", y, None, dup, TARGET, tile).run()
+            products.linear_act_bwd(
+                dy, down, None, y, keep, "gelu", y, None, dup, TARGET, tile
+            ).run()
     for found, exact in ((y, exact_y), (dup, exact_dup)):
         check_margin(found)
         check_error(found, exact, dtype, 4)
@@ -151,12 +157,12 @@ def test_operands_of_any_layout(how):
     else:
         x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(m, k)
     dup = poisoned(m, f, torch.float32)
-    launch = gemm.mlp_bwd(x, *up, dy, down, None, "relu", None, dup, TARGET)
+    launch = products.mlp_bwd(x, *up, dy, down, None, "relu", None, dup, TARGET)
     assert launch.constants["TMA"] == (how == "transposed")  # after the one copy
     launch.run()
     check_margin(dup)
-    pre, dact = EAGER.linear_fwd(*double(x, *up)), EAGER.linear_dx(*double(dy, down))
-    check_error(dup, EAGER.act_bwd(dact, pre, "relu", None, False), torch.float32, 4)
+    pre, dact = linear_fwd(*double(x, *up)), linear_dx(*double(dy, down))
+    check_error(dup, activation_bwd("relu", dact, None, pre, None, False)[1], torch.float32, 4)
 
 
 def test_rows_more_than_2_31_elements_apart():
@@ -168,8 +174,8 @@ def test_rows_more_than_2_31_elements_apart():
         x = x.as_strided((3, k), (2**30, 1), offset)
         x.copy_(torch.randn(3, k))
         y = poisoned(3, f, torch.float16)
-        launch = gemm.linear_fwd(x, weight, bias, None, None, None, None, y, TARGET)
+        launch = products.linear_fwd(x, weight, bias, None, None, None, None, y, TARGET)
         assert launch.constants["TMA"] == (offset == 0)
         launch.run()
         check_margin(y)
-        check_error(y, EAGER.linear_fwd(*double(x, weight, bias)), torch.float16, 4)
+        check_error(y, linear_fwd(*double(x, weight, bias)), torch.float16, 4)

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_remat
 from fused_remat import explain, ops
-from fused_remat.backends import registry
-from fused_remat.backends.triton import tables
+from fused_remat.execution import choose
+from fused_remat.triton import tables
 
 SIZES = {"d_model": 24, "nhead": 3, "dim_feedforward": 40, "batch_first": True}
 # Relative L2 against float64. float32: a layer's sums, in another order. float16: every step rounds
@@ -160,12 +160,12 @@ def test_explain_names_kernels_and_reasons():
 
 def test_what_the_kernels_cannot_do_falls_back_with_one_warning():
     x = torch.randn(2, 5, 24, dtype=torch.float64)
-    registry._backend_for.cache_clear()
+    choose._ops_for.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert registry.get_backend("triton", x).name == "eager"
-            assert registry.get_backend("triton", x.bfloat16()).name == "eager"
+            assert choose.ops_for("triton", x).name == "eager"
+            assert choose.ops_for("triton", x.bfloat16()).name == "eager"
     assert sum("float64" in str(w.message) for w in caught) == 1
     assert any("bfloat16" in str(w.message) for w in caught)
     assert all(issubclass(w.category, fused_remat.FusedRematWarning) for w in caught)
@@ -211,6 +211,6 @@ def test_new_settings_of_float32_precision():
 def test_tensors_without_memory_are_eagers():
     with FakeTensorMode():
         x = torch.empty(2, 5, 8)
-        assert registry.get_backend("triton", x).name == "eager"
+        assert choose.ops_for("triton", x).name == "eager"
         y = ops.mlp(x, torch.empty(16, 8), None, torch.empty(8, 16), None, backend="triton")
     assert y.shape == x.shape

@@ -1,13 +1,16 @@
 import pytest
 import torch
-from poisoned import EAGER, TARGET, check_error, check_margin, keep_of, poisoned, wide
+from poisoned import TARGET, check_error, check_margin, keep_of, poisoned, wide
 from tiers import pairwise
 
-from fused_remat.backends.base import NORM_STATS
-from fused_remat.backends.triton import norms
+from fused_remat.spec import NormSpec
+from fused_remat.steps.norm import NORMS, norm_bwd, norm_fwd
+from fused_remat.steps.residual import residual_add
+from fused_remat.triton import norm as norms
 
 SHAPES = [(1, 1), (5, 63), (70, 64), (7, 300)]
 DTYPES = [torch.float32, torch.float16]
+LAYER_NORM = NormSpec(kind="layer_norm")
 
 
 WALKED = [False, True]
@@ -31,27 +34,28 @@ def inputs(shape, dtype):
 
 
 def exact_stats(kind, x):
-    return EAGER.norm_fwd(kind, x.double(), None, None, 1e-5)[1:]
+    return norm_fwd(NormSpec(kind=kind), x.double(), None, None)[1:]
 
 
 def empty_stats(kind, rows):
-    return tuple(torch.full((rows, 1), torch.nan) for _ in NORM_STATS[kind])
+    return tuple(torch.full((rows, 1), torch.nan) for _ in NORMS[kind].stats)
 
 
-@pytest.mark.parametrize("kind", NORM_STATS)
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward_and_rebuild(kind, dtype, shape, walked):
     x, weight, bias = inputs(shape, dtype)
-    exact, *stats = EAGER.norm_fwd(kind, x.double(), weight.double(), bias.double(), 1e-5)
+    spec = NormSpec(kind=kind)
+    exact, *stats = norm_fwd(spec, x.double(), weight.double(), bias.double())
     y, made = poisoned(*shape, dtype), empty_stats(kind, shape[0])
-    norms.norm_fwd(x, None, None, weight, bias, 1e-5, None, y, made, False).run()
+    norms.norm_fwd(spec, x, None, None, weight, bias, None, y, made, False).run()
     check_margin(y)
     check_error(y, exact, dtype)
     for found, true in zip(made, stats, strict=True):
         check_error(found, true, torch.float32, factor=4 if shape[1] > 1 else 200)
     again = poisoned(*shape, dtype)
-    norms.norm_fwd(x, None, None, weight, bias, 1e-5, None, again, made, True).run()
+    norms.norm_fwd(spec, x, None, None, weight, bias, None, again, made, True).run()
     assert torch.equal(y, again), "a rebuild from statistics has the forward's bits"
 
 
@@ -59,9 +63,9 @@ def test_rows_of_64k():
     torch.manual_seed(0)
     x = torch.randn(2, norms.MAX_WIDTH) + 100
     y, made = poisoned(*x.shape, x.dtype), empty_stats("layer_norm", 2)
-    norms.norm_fwd(x, None, None, None, None, 1e-5, None, y, made, False).run()
+    norms.norm_fwd(LAYER_NORM, x, None, None, None, None, None, y, made, False).run()
     # Beside a mean of 100, x itself has a rounding error of 100 * 2**-24.
-    check_error(y, EAGER.norm_fwd("layer_norm", x.double(), None, None, 1e-5)[0], x.dtype, 10)
+    check_error(y, norm_fwd(LAYER_NORM, x.double(), None, None)[0], x.dtype, 10)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -73,12 +77,12 @@ def test_forward_of_a_sum(dtype, p):
     keep = keep_of(*shape, p) if p else None
     total, y = poisoned(*shape, dtype), poisoned(*shape, dtype)
     made = empty_stats("layer_norm", shape[0])
-    norms.norm_fwd(x, residual, keep, weight, bias, 1e-5, total, y, made, False).run()
+    norms.norm_fwd(LAYER_NORM, x, residual, keep, weight, bias, total, y, made, False).run()
     check_margin(total)
     check_margin(y)
-    exact = EAGER.add_fwd(x.double(), residual.double(), wide(keep))
+    exact = residual_add(x.double(), residual.double(), wide(keep))
     check_error(total, exact, dtype)
-    of_total = EAGER.norm_fwd("layer_norm", total.double(), weight.double(), bias.double(), 1e-5)
+    of_total = norm_fwd(LAYER_NORM, total.double(), weight.double(), bias.double())
     check_error(y, of_total[0], dtype)
 
 
@@ -86,7 +90,7 @@ def test_forward_of_a_sum(dtype, p):
 @pytest.mark.parametrize(
     "kind, dtype, shape, wants, walked",
     pairwise(
-        list(NORM_STATS), DTYPES, [(1, 4), *SHAPES[1:]], ["x w b", "x", "w", "b w"], WALKED
+        list(NORMS), DTYPES, [(1, 4), *SHAPES[1:]], ["x w b", "x", "w", "b w"], WALKED
     ),
     ids=str, indirect=["walked"],
 )  # fmt: skip
@@ -96,13 +100,15 @@ def test_backward(kind, dtype, shape, wants, walked):
     add = torch.randn(shape).to(dtype) if wants != "x" else None
     stats = tuple(s.float() for s in exact_stats(kind, x))
     marks = tuple(name in wants.split() for name in "xwb")
-    exact = EAGER.norm_bwd(
-        kind, dy.double(), x.double(), tuple(s.double() for s in stats), weight.double(), marks,
-        add=None if add is None else add.double(),
+    exact = norm_bwd(
+        NormSpec(kind=kind), dy.double(), x.double(), tuple(s.double() for s in stats),
+        weight.double(), marks, add=None if add is None else add.double(),
     )  # fmt: skip
     dx = poisoned(*shape, dtype) if marks[0] else None
     dweight, dbias = (torch.full((shape[1],), torch.nan) if m else None for m in marks[1:])
-    launches = norms.norm_bwd(dy, x, stats, weight, add, dx, dweight, dbias, TARGET)
+    launches = norms.norm_bwd(
+        NormSpec(kind=kind), dy, x, stats, weight, add, dx, dweight, dbias, TARGET
+    )
     assert sum(launch.kernel is norms.column_sum_kernel for launch in launches) <= 1  # for both
     for launch in launches:
         launch.run()
@@ -119,6 +125,6 @@ def test_rows_more_than_2_31_elements_apart():
     apart = torch.empty(2**31 + 4096, dtype=torch.float16).as_strided((3, 64), (2**30, 1))
     apart.copy_(torch.randn(3, 64))
     y, made = poisoned(3, 64, torch.float16), empty_stats("layer_norm", 3)
-    norms.norm_fwd(apart, None, None, None, None, 1e-5, None, y, made, False).run()
+    norms.norm_fwd(LAYER_NORM, apart, None, None, None, None, None, y, made, False).run()
     check_margin(y)
-    check_error(y, EAGER.norm_fwd("layer_norm", apart.double(), None, None, 1e-5)[0], y.dtype)
+    check_error(y, norm_fwd(LAYER_NORM, apart.double(), None, None)[0], y.dtype)

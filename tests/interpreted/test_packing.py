@@ -6,16 +6,19 @@ from poisoned import check_margin, keep_of, poisoned
 from tiers import pairwise
 
 from fused_remat import FusedRematCausalLayer, FusedRematLayer, Policy, explain, formats, random
-from fused_remat.backends.base import Packing
-from fused_remat.backends.triton import int8, pointwise, tables
-from fused_remat.backends.triton.backend import TritonBackend
-from fused_remat.backends.triton.tables import Tile
+from fused_remat.execution.choose import choose, ops_for
 from fused_remat.formats import Packed
+from fused_remat.steps.activation import activation_bwd, activation_fwd
+from fused_remat.steps.fused import mlp_up_fwd
+from fused_remat.steps.operations import OPERATIONS
+from fused_remat.steps.storage import Packing, dequantize, quantize
+from fused_remat.triton import pointwise, storage, tables
+from fused_remat.triton.tables import Tile
 
 # Rows and width: one element; less than a block, more; odd; whole blocks.
 SHAPES = [(1, 1), (5, 63), (3, 130), (7, 1000), (40, 256)]
 DTYPES = [torch.float32, torch.float16]
-TRITON = TritonBackend()
+TRITON = ops_for("triton", torch.empty(1))
 ids = {"ids": lambda value: str(value).removeprefix("torch.").replace(" ", "")}
 
 
@@ -57,40 +60,40 @@ def surrounded(parts):
     return wholes, [w[16:-16].view(p.shape) for w, p in zip(wholes, parts, strict=True)]
 
 
-@pytest.mark.parametrize("stored", sorted(int8.KERNELS))
+@pytest.mark.parametrize("stored", sorted(storage.KERNELS))
 @pytest.mark.parametrize("dtype", DTYPES, **ids)
 @pytest.mark.parametrize("shape", SHAPES, **ids)
 def test_the_bits_of_the_format(shape, dtype, stored):
     x, how = of_many_sizes(*shape, dtype), packing(stored, *shape)
     exact = formats.pack(x, stored, how.uniform)
     wholes, parts = surrounded(exact)
-    int8.pack_int8(x, how, tuple(parts)).run()
+    storage.pack_int8(x, how, tuple(parts)).run()
     check_parts(parts, exact)
     for whole in wholes:
         assert (whole[:16] == 77).all() and (whole[-16:] == 77).all(), "written outside"
-    check_parts(TRITON.pack(x, how), exact)
+    check_parts(TRITON[quantize](x, how), exact)
     packed = Packed(stored, exact, shape[1], dtype)
-    check_parts(TRITON.unpack(packed), packed.tensor())
+    check_parts(TRITON[dequantize](packed), packed.tensor())
     y = poisoned(*shape, dtype)
     packed = stored_as(torch.randn(shape).to(dtype), stored)
-    int8.unpack_int8(packed, y).run()
+    storage.unpack_int8(packed, y).run()
     check_margin(y)
     assert torch.equal(y, packed.tensor())
 
 
-@pytest.mark.parametrize("stored", sorted(int8.KERNELS))
+@pytest.mark.parametrize("stored", sorted(storage.KERNELS))
 def test_the_ends_of_the_line(stored):
     """Steps that are subnormal or nearly infinite, and values just beside a boundary."""
     levels = torch.arange(256.0).view(2, 128) - 128.0
     x = torch.cat([levels * 1e-37, levels / 128 * 3.4e38, (levels + 0.4375), levels * 1e-31])
     how = packing(stored, *x.shape)
-    check_parts(TRITON.pack(x, how), formats.pack(x, stored, how.uniform))
+    check_parts(TRITON[quantize](x, how), formats.pack(x, stored, how.uniform))
 
 
 def test_rows_more_than_2_31_elements_apart():
     apart = torch.empty(2**31 + 4096, dtype=torch.float16).as_strided((3, 64), (2**30, 1))
     apart.copy_(torch.randn(3, 64))
-    parts = TRITON.pack(apart, Packing("int8"))
+    parts = TRITON[quantize](apart, Packing("int8"))
     check_parts(parts, formats.pack(apart, "int8"))
 
 
@@ -98,7 +101,7 @@ def test_stochastic_rounding_is_right_on_average():
     """Between two levels."""
     x = torch.full((64, 1024), 50.3)
     x[:, :: formats.BLOCK] = formats.LEVELS  # the largest: steps are 1
-    codes, step = TRITON.pack(x, packing("int8_stochastic", *x.shape))
+    codes, step = TRITON[quantize](x, packing("int8_stochastic", *x.shape))
     assert (step == 1.0).all() and set(codes.unique().tolist()) == {51, 52, 127}
     mean = codes[codes < 127].double().sub(1.0 - formats.OFFSET).mean()
     assert abs(mean - 50.3) < 0.01  # five standard deviations of 64512 numbers
@@ -116,11 +119,13 @@ def test_activations_of_packed_inputs(shape, dtype, act):
     pointwise.act_bwd(dy, x, act, keep, dx).run()
     for found in (y, dx):
         check_margin(found)
-    assert torch.equal(y, TRITON.act_fwd(plain, act, keep))
-    assert torch.equal(dx, TRITON.act_bwd(dy, plain, act, keep, False))
-    assert torch.equal(TRITON.act_fwd(x, act, None), TRITON.act_fwd(plain, act, None))
-    assert torch.equal(TRITON.act_bwd(dx.clone(), x, act, None, True),
-                       TRITON.act_bwd(dx, plain, act, None, False))  # fmt: skip
+    assert torch.equal(y, TRITON[activation_fwd](act, None, plain, keep))
+    assert torch.equal(dx, TRITON[activation_bwd](act, dy, None, plain, keep, False)[1])
+    assert torch.equal(
+        TRITON[activation_fwd](act, None, x, None), TRITON[activation_fwd](act, None, plain, None)
+    )
+    assert torch.equal(TRITON[activation_bwd](act, dx.clone(), None, x, None, True)[1],
+                       TRITON[activation_bwd](act, dx, None, plain, None, False)[1])  # fmt: skip
 
 
 @pytest.mark.parametrize("which", ["gate", "up", "both"])
@@ -135,13 +140,15 @@ def test_gated_activations_of_packed_inputs(dtype, wants, which):
     y = poisoned(*shape, dtype)
     pointwise.gated_fwd(*packed, "silu", keep, y).run()
     check_margin(y)
-    assert torch.equal(y, TRITON.gated_fwd(*plain, "silu", keep))
+    assert torch.equal(y, TRITON[activation_fwd]("silu", *plain, keep))
     if wants == "up":
         packed, plain = (packed[0], None), (plain[0], None)
     dgate = poisoned(*shape, dtype) if wants != "up" else None
     dup = poisoned(*shape, dtype) if wants != "gate" else None
     pointwise.gated_bwd(dy, *packed, "silu", keep, dgate, dup).run()
-    exact = TRITON.gated_bwd(dy, *plain, "silu", keep, False, wants != "gate")
+    exact = TRITON[activation_bwd](
+        "silu", dy, *plain, keep, False, (wants != "up", wants != "gate")
+    )
     for found, true in zip((dgate, dup), exact, strict=True):
         assert (found is None) == (true is None)
         if found is not None:
@@ -149,18 +156,26 @@ def test_gated_activations_of_packed_inputs(dtype, wants, which):
             assert torch.equal(found, true)
 
 
+def said_of(function, *args):
+    return choose(function, "triton", OPERATIONS[function].key(*args)).reason(*args)
+
+
 def test_formats_without_kernels_are_atens():
     x = torch.randn(5, 130)
-    for stored in sorted(set(formats.FORMATS) - int8.KERNELS):
-        packed = Packed(stored, TRITON.pack(x, Packing(stored)), 130, x.dtype)
-        assert torch.equal(TRITON.unpack(packed), packed.tensor())
-        assert TRITON.act_fwd(packed, "relu", None).shape == x.shape
-        for route in (TRITON.packing_route(x, stored), TRITON.pointwise_route(packed, "relu")):
-            assert stored in route and "no kernel for that format" in route
+    for stored in sorted(set(formats.FORMATS) - storage.KERNELS):
+        packed = Packed(stored, TRITON[quantize](x, Packing(stored)), 130, x.dtype)
+        assert torch.equal(TRITON[dequantize](packed), packed.tensor())
+        assert TRITON[activation_fwd]("relu", None, packed, None).shape == x.shape
+        for said in (
+            said_of(dequantize, packed),
+            said_of(activation_fwd, "relu", None, packed, None),
+        ):
+            assert stored in said and f"no kernel for {stored}" in said
     packed = stored_as(x)
-    assert TRITON.packing_route(x, "int8") == "kernel pack_int8_fwd, int8"
-    assert TRITON.packing_route(packed, "int8") == "kernel unpack_int8_fwd, int8"
-    assert TRITON.pointwise_route(packed, "gelu") == "pointwise kernel, from int8"
+    assert said_of(quantize, x, Packing("int8")) == "kernel pack_int8_fwd, int8"
+    assert said_of(dequantize, packed) == "kernel unpack_int8_fwd, int8"
+    said = said_of(activation_fwd, "gelu", None, packed, None)
+    assert said == "pointwise kernel, from int8"
 
 
 # --- in the end of a product
@@ -211,14 +226,15 @@ def outputs_are_poisoned(monkeypatch):
 )  # fmt: skip
 def test_a_product_packs_what_its_activation_is_of(product, stored, tile, outputs_are_poisoned):
     (m, n, k), dtype = product
-    given = normal(dtype, m, k), normal(dtype, n, k), normal(dtype, n), "gelu", keep_of(m, n, 0.3)
+    up = normal(dtype, n, k), normal(dtype, n)
+    given = "gelu", normal(dtype, m, k), None, up, keep_of(m, n, 0.3)
     how = packing(stored, m, n)
-    none, y, nothing = TRITON.linear_act_fwd(*given, False)
-    assert none is None and nothing == ()
-    pre, same, _ = TRITON.linear_act_fwd(*given, True)
+    y, nothing, empty = TRITON[mlp_up_fwd](*given, (False,), (None,))
+    assert nothing == (None,) and empty == ((),)
+    same, (pre,), _ = TRITON[mlp_up_fwd](*given, (True,), (None,))
     assert torch.equal(y, same)
     for wants_pre in (False, True):
-        found, same, parts = TRITON.linear_act_fwd(*given, wants_pre, how)
+        same, (found,), (parts,) = TRITON[mlp_up_fwd](*given, (wants_pre,), (how,))
         assert torch.equal(y, same), "the same bits whatever is kept"
         assert (found is not None) == wants_pre and (found is None or torch.equal(found, pre))
         check_parts(parts, formats.pack(pre, stored, how.uniform))
@@ -228,10 +244,10 @@ def test_a_product_packs_what_its_activation_is_of(product, stored, tile, output
 def test_a_gated_product_packs_both(shape, dtype, tile, outputs_are_poisoned):
     m, f, k = shape
     gate, up = (normal(dtype, f, k), normal(dtype, f)), (normal(dtype, f, k), None)
-    given = normal(dtype, m, k), gate, up, "silu", keep_of(m, f, 0.3)
-    y, nothing, empty = TRITON.gated_linear_act_fwd(*given)
+    given = "silu", normal(dtype, m, k), gate, up, keep_of(m, f, 0.3)
+    y, nothing, empty = TRITON[mlp_up_fwd](*given, (False, False), (None, None))
     assert nothing == (None, None) and empty == ((), ())
-    same, pres, _ = TRITON.gated_linear_act_fwd(*given, (True, True))
+    same, pres, _ = TRITON[mlp_up_fwd](*given, (True, True), (None, None))
     assert torch.equal(y, same)
     for wants, stored in (
         ((False, False), ("int8", "int8_stochastic")),
@@ -239,7 +255,7 @@ def test_a_gated_product_packs_both(shape, dtype, tile, outputs_are_poisoned):
         ((False, True), ("int8_stochastic", "fp8_e4m3")),
     ):
         how = tuple([s and packing(s, m, f) for s in stored])
-        same, found, parts = TRITON.gated_linear_act_fwd(*given, wants, how)
+        same, found, parts = TRITON[mlp_up_fwd](*given, wants, how)
         assert torch.equal(y, same), "the same bits whatever is kept"
         for i in range(2):
             assert (found[i] is not None) == wants[i]
@@ -252,8 +268,8 @@ def test_a_gated_product_packs_both(shape, dtype, tile, outputs_are_poisoned):
 def test_what_is_not_finite(tile):
     x, weight, bias = torch.randn(20, 16), torch.randn(130, 16), torch.randn(130)
     x[3, 0], bias[129] = torch.nan, torch.inf
-    pre, _, parts = TRITON.linear_act_fwd(
-        x, weight, bias, "relu", None, True, packing("int8", 20, 130)
+    _, (pre,), (parts,) = TRITON[mlp_up_fwd](
+        "relu", x, None, (weight, bias), None, (True,), (packing("int8", 20, 130),)
     )
     check_parts(parts, formats.pack(pre, "int8"))
     assert parts[1].isnan().sum() == 3 + 19

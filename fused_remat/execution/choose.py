@@ -1,0 +1,203 @@
+"""Which implementation of an operation serves, and why: decided here and nowhere else.
+
+A table of operations belongs to a backend. Where that has no faster implementation the table holds
+the operation itself, else a `Choice`, which asks once for each key.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat.steps.operations import (
+    OPERATIONS,
+    Function,
+    FusedRematWarning,
+    Operation,
+    Operations,
+    Says,
+)
+
+# Larger pieces read the weights fewer times, and have larger transients.
+_CPU_TOKENS = 512
+_DEVICE_TOKENS = 16384
+# Keys a choice remembers.
+_REMEMBERED = 4096
+
+
+def chunk_tokens(device: torch.device) -> int:
+    """About how many tokens to work on at a time (bounds the transients)."""
+    return _CPU_TOKENS if device.type == "cpu" else _DEVICE_TOKENS
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A row of `BACKENDS`.
+
+    Attributes:
+        why_not: why it cannot compute in a dtype on a device, or None if it can.
+        chunk_tokens: about how many tokens it works on at a time on a device.
+    """
+
+    why_not: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
+    chunk_tokens: Callable[[torch.device], int] = chunk_tokens
+
+
+@functools.cache
+def _triton() -> Backend | str:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        from fused_remat.triton import why_not
+    except (ImportError, AttributeError) as error:
+        return f"this Triton is too old or broken: {error}"
+    return Backend(why_not)
+
+
+#: Rows: name -> the backend, whose implementations it registers, or why there is none. A new
+#: backend is a new row: `BACKENDS["mine"] = Backend`, and its `operations.faster`.
+BACKENDS: dict[str, Callable[[], Backend | str]] = {"eager": Backend, "triton": _triton}
+
+#: Device type -> name that "auto" tries first; every other device, and what it refuses, is eager's.
+DEFAULTS: dict[str, str] = {"cuda": "triton"}
+
+#: The tables that have been asked for, by backend.
+TABLES: dict[str, Operations] = {}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An implementation for a key.
+
+    Attributes:
+        run: the function that serves.
+        key, says: for what, and what it runs.
+        refused: why the backend's own does not, or "".
+    """
+
+    run: Function
+    key: Any
+    says: Says
+    refused: str
+
+    def reason(self, *args: Any, **kwargs: Any) -> str:
+        """What runs, and why nothing faster does; arguments, where there are any, say more."""
+        says = self.says if isinstance(self.says, str) else self.says(self.key, *args, **kwargs)
+        return says + self.refused
+
+
+def choose(function: Function, backend: str, key: Any) -> Chosen:
+    """The implementation that serves an operation on a backend.
+
+    >>> from fused_remat.steps.linear import bias_grad
+    >>> choose(bias_grad, "eager", None).run is bias_grad
+    True
+    """
+    operation = OPERATIONS[function]
+    other = operation.faster.get(backend)
+    why = "" if other is None else other.why_not(key)
+    if other is not None and why is None:
+        return Chosen(other.run, key, other.says, "")
+    return Chosen(function, key, operation.says, f"; not {backend}: {why}" if why else "")
+
+
+class Choice:
+    """An operation of which a backend has an implementation of its own."""
+
+    __slots__ = ("backend", "chosen", "key", "operation")
+
+    def __init__(self, operation: Operation, backend: str) -> None:
+        self.operation, self.backend, self.key = operation, backend, operation.key
+        self.chosen: dict[Any, Function] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = self.key(*args, **kwargs)
+        run = self.chosen.get(key)
+        if run is None:
+            if len(self.chosen) == _REMEMBERED:
+                self.chosen.clear()
+            run = self.chosen[key] = choose(self.operation.run, self.backend, key).run
+        return run(*args, **kwargs)
+
+
+def _serve(name: str, function: Function) -> Function:
+    operation = OPERATIONS[function]
+    return Choice(operation, name) if name in operation.faster else function
+
+
+def _table(name: str) -> Operations:
+    if name not in TABLES:
+        TABLES[name] = Operations(name, functools.partial(_serve, name))
+    return TABLES[name]
+
+
+def has_faster(ops: Operations, function: Function, key: Any) -> bool:
+    """Whether an implementation of the backend's own serves."""
+    return ops[function] is not function and choose(function, ops.name, key).run is not function
+
+
+def check_name(name: str) -> str:
+    """`name`, if it is "auto" or a registered backend.
+
+    Raises:
+        ValueError: it is not; the message lists the valid ones.
+
+    >>> check_name("eager")
+    'eager'
+    """
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"unknown backend {name!r}; valid: auto, {', '.join(BACKENDS)}")
+    return name
+
+
+def ops_for(name: str, x: Tensor, dtype: torch.dtype | None = None) -> Operations:
+    """What computes on tensors like `x`, products in `dtype` if not in that of `x`.
+
+    "auto" is the default of the device. Where a backend cannot serve, eager does; one warning says
+    so, except for a dtype that "auto" leaves to eager (float64), and tensor subclasses (fake ones).
+
+    Raises:
+        ValueError: no such backend.
+
+    >>> import torch
+    >>> ops_for("auto", torch.ones(2)).name
+    'eager'
+    """
+    return _ops_for(name, x.device, dtype or x.dtype, type(x) in (Tensor, nn.Parameter))
+
+
+def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot compute in `dtype` on a device; None if it can."""
+    backend = BACKENDS[name]()
+    return backend if isinstance(backend, str) else backend.why_not(device, dtype)
+
+
+def tokens_at_a_time(ops: Operations, device: torch.device) -> int:
+    """About how many tokens a backend works on at a time."""
+    backend = BACKENDS[ops.name]()
+    assert isinstance(backend, Backend)
+    return backend.chunk_tokens(device)
+
+
+@functools.cache
+def _ops_for(name: str, device: torch.device, dtype: torch.dtype, plain: bool) -> Operations:
+    asked = DEFAULTS.get(device.type, "eager") if check_name(name) == "auto" else name
+    if not plain:  # no memory that a kernel could be given
+        return _table("eager")
+    reason = why_not(asked, device, dtype)
+    if reason is None:
+        return _table(asked)
+    if name != "auto" or dtype != torch.float64:
+        warnings.warn(
+            f"fused_remat: backend {asked!r} cannot serve here, 'eager' does: {reason}",
+            FusedRematWarning,
+            stacklevel=2,
+        )
+    return _table("eager")

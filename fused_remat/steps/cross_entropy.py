@@ -1,0 +1,370 @@
+"""Cross-entropy over the logits of a linear layer in ATen: a block of logits at a time.
+
+A block is some tokens by some columns of the vocabulary, columns in the outer loop: a block of
+dweight is complete, and rounded, before the next begins, and only dx, (T, D), is summed in float32
+as a whole. The other way round, dweight would be, which is as large as the vocabulary.
+
+Logits are float32 (float64 for float64). On a CPU, tokens whose target is ignored cost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_remat import collectives
+from fused_remat.steps.linear import says_product, widens
+from fused_remat.steps.operations import operation
+
+Span = tuple[int, int]
+
+
+@dataclass(eq=False, slots=True)
+class CrossEntropyCall:
+    """Targets and options of a cross-entropy over the logits of T tokens.
+
+    Attributes:
+        target: (T,) int64, a column each, or `ignore_index`: such a token's loss is 0.
+        label_smoothing: this share of each target is spread over all columns.
+        z_loss: times logsumexp² is added to each token's loss.
+        softcap: logits become softcap * tanh(logits / softcap); 0 for none.
+        logits: about how many to hold at a time; 0 for what suits the device.
+        group: of ranks among which the columns are divided, "" for none; then targets are columns
+            of this rank's, or a negative number other than `ignore_index`, of another's.
+        classes: columns of all ranks; 0: those that there are.
+    """
+
+    target: Tensor
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    logits: int
+    group: str = ""
+    classes: int = 0
+
+
+# Larger blocks read the weights fewer times, and have larger transients.
+_CPU_LOGITS = 1 << 20
+_DEVICE_LOGITS = 1 << 26
+
+
+def block_of(tokens: int, vocab: int, call: CrossEntropyCall, device: torch.device) -> Span:
+    """Tokens and columns of a block: about square, which moves the fewest bytes for its products.
+
+    >>> call = CrossEntropyCall(torch.zeros(0), -100, 0.0, 0.0, 0.0, logits=1 << 20)
+    >>> block_of(4096, 50000, call, torch.device("cpu"))
+    (1024, 1024)
+    >>> block_of(64, 50000, call, torch.device("cpu"))
+    (64, 16384)
+    """
+    limit = call.logits or (_CPU_LOGITS if device.type == "cpu" else _DEVICE_LOGITS)
+    rows = min(tokens, max(math.isqrt(limit), limit // vocab))
+    columns = max(1, limit // max(rows, 1))
+    if columns >= 64:
+        columns -= columns % 64
+    return max(rows, 1), min(vocab, columns)
+
+
+def spans(size: int, step: int) -> Iterator[Span]:
+    """First and last + 1 of each part of `step`.
+
+    >>> list(spans(5, 2))
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    for first in range(0, size, step):
+        yield first, min(first + step, size)
+
+
+def _is_read(target: Tensor) -> bool:
+    """Whether its values may be looked at: no device is waited for, and they are no fakes."""
+    return target.device.type == "cpu" and type(target) is Tensor
+
+
+def check_targets(call: CrossEntropyCall, vocab: int) -> None:
+    """Raise IndexError for a target that is no column; where that would wait, the device does."""
+    target = call.target
+    if call.group:  # whoever divided the columns did
+        return
+    wrong = ((target < 0) | (target >= vocab)) & (target != call.ignore_index)
+    if not _is_read(target):
+        torch._assert_async(
+            ~wrong.any(), "fused_remat: a target of a cross-entropy is out of bounds"
+        )
+    elif bool(wrong.any()):
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
+
+
+@dataclass(frozen=True, eq=False)
+class _Tokens:
+    """The tokens that count.
+
+    Attributes:
+        x: (T, D) of all tokens.
+        rows: of those that count, or None if that is not known without waiting, or all do.
+        target: of those.
+        used: which of them count, (n, 1), where `rows` does not say it.
+    """
+
+    x: Tensor
+    rows: Tensor | None
+    target: Tensor
+    used: Tensor | None
+
+    @classmethod
+    def of(cls, x: Tensor, call: CrossEntropyCall) -> _Tokens:
+        used = call.target != call.ignore_index
+        if not _is_read(call.target):
+            return cls(x, None, call.target, used[:, None])
+        if bool(used.all()):
+            return cls(x, None, call.target, None)
+        rows = used.nonzero()[:, 0]
+        return cls(x, rows, call.target[rows], None)
+
+    def taken(self, t: Tensor, lo: int, hi: int) -> Tensor:
+        """Rows lo to hi of those of `t` that count."""
+        return t[lo:hi] if self.rows is None else t[self.rows[lo:hi]]
+
+    def whole(self, t: Tensor) -> Tensor:
+        """All tokens' rows again, zeros for those that do not count."""
+        if self.used is not None:
+            return t.masked_fill_(~self.used, 0)
+        if self.rows is None:
+            return t
+        return t.new_zeros((len(self.x), t.shape[1])).index_copy_(0, self.rows, t)
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """A block of columns: weights as products take them, `first` the number of the first."""
+
+    weight: Tensor
+    bias: Tensor | None
+    first: int
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, span: Span, x: Tensor, wide: bool) -> _Columns:
+        """In the dtype of `x`, or rounded to it and `wide`: then in float32."""
+        parts = [None if t is None else t[slice(*span)].to(x.dtype) for t in (weight, bias)]
+        if wide:
+            parts = [None if t is None else t.float() for t in parts]
+        assert parts[0] is not None
+        return cls(parts[0], parts[1], span[0])
+
+    def logits(self, x: Tensor, softcap: float) -> Tensor:
+        """float32, of the tokens `x`."""
+        z = product(x.to(self.weight.dtype), self.weight.t())
+        if self.bias is not None:
+            z.add_(self.bias)
+        return z.div_(softcap).tanh_().mul_(softcap) if softcap else z
+
+    def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The targets' columns in the block, (n, 1), and whether they are in it."""
+        at = (target - self.first)[:, None]
+        inside = (at >= 0) & (at < len(self.weight))
+        return at.clamp_(0, len(self.weight) - 1), inside
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32, or float64; rounded before only where the device's products are."""
+    if a.dtype.itemsize > 2:
+        return torch.mm(a, b)
+    if a.device.type == "cuda" and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b).float()
+
+
+def _key(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.device, x.shape, weight.shape
+
+
+def _says(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+    return f"blocks of logits, {says_product(key[0], key[1])}"
+
+
+@operation(key=lambda x, weight, *_, **__: _key(x, weight), says=_says)
+def cross_entropy_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    call: CrossEntropyCall,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of each token whose logits are x @ weight.T + bias, their maximum, and
+    log(sum(exp(logits - maximum))): each (T, 1), float32, or float64 for float64.
+
+    Logits are made a block at a time. Weight and bias may be of another dtype than x, and are then
+    rounded to it. Statistics of ignored tokens are 0.
+
+    Raises: IndexError for a target out of range, on CPU; elsewhere the device asserts.
+    """
+    check_targets(call, len(weight))
+    tokens, wide = _Tokens.of(x, call), widens(x)
+    count, vocab = len(tokens.target), len(weight)
+    rows, columns = block_of(count, vocab, call, x.device)
+    blocks = list(spans(vocab, columns))
+    like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
+    highs, sums = like.new_empty((count, len(blocks))), like.new_empty((count, len(blocks)))
+    picked, total = like.new_zeros((count, 1)), like.new_zeros((count, 1))
+    for i, span in enumerate(blocks):
+        block = _Columns.of(weight, bias, span, x, wide)
+        for lo, hi in spans(count, rows):
+            z = block.logits(tokens.taken(x, lo, hi), call.softcap)
+            at, inside = block.places(tokens.target[lo:hi])
+            picked[lo:hi] += torch.where(inside, z.gather(1, at), 0)
+            if call.label_smoothing:
+                total[lo:hi] += z.sum(1, keepdim=True)
+            # The least number where a whole row is -inf: no exp(-inf + inf).
+            high = torch.amax(z, 1, keepdim=True).clamp_(min=torch.finfo(z.dtype).min)
+            highs[lo:hi, i : i + 1] = high
+            sums[lo:hi, i : i + 1] = z.sub_(high).exp_().sum(1, keepdim=True)
+    loss, *stats = losses(highs, sums, picked, total, vocab, call)
+    loss, high, log_sum = (tokens.whole(t) for t in (loss, *stats))
+    return loss if out is None else out.copy_(loss), high, log_sum
+
+
+def losses(
+    highs: Tensor, sums: Tensor, picked: Tensor, total: Tensor, vocab: int, call: CrossEntropyCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses and statistics, (n, 1), from those of blocks of columns.
+
+    `highs` and `sums`, (n, blocks), are max and sum(exp(logits - max)) of each; `picked` is the
+    target's logit, `total` the sum of all.
+    """
+    high = highs.amax(1, keepdim=True)
+    log_sum = (sums * torch.exp(highs - high)).sum(1, keepdim=True).log_()
+    if call.group:
+        high, log_sum, picked, total = _of_all_ranks(high, log_sum, picked, total, call.group)
+    # Not lse - picked: where the target has nearly all of the mass, that would be all rounding.
+    loss = (high - picked).add_(log_sum)
+    if call.label_smoothing:
+        spread = (high - total / (call.classes or vocab)).add_(log_sum)
+        loss.lerp_(spread, call.label_smoothing)
+    if call.z_loss:
+        loss.add_((high + log_sum).square_(), alpha=call.z_loss)
+    return loss, high, log_sum
+
+
+def _of_all_ranks(
+    high: Tensor, log_sum: Tensor, picked: Tensor, total: Tensor, group: str
+) -> tuple[Tensor, ...]:
+    """`high`, `log_sum`, `picked` and `total` over the columns of all ranks."""
+    top = collectives.total(high, group, largest=True)
+    sums = torch.stack((torch.exp(log_sum + (high - top)), picked, total))
+    exps, picked, total = collectives.total(sums, group, owned=True).unbind()
+    return top, exps.log(), picked, total
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """The gradient of a token's logits is softmax * `mass` + `spread`, and `target` more at it."""
+
+    mass: Tensor
+    spread: Tensor
+    target: Tensor
+
+    @classmethod
+    def of(
+        cls, dy: Tensor, stats: tuple[Tensor, Tensor], vocab: int, call: CrossEntropyCall
+    ) -> Slopes:
+        """From that of the losses, (n, 1), before the soft-cap's."""
+        mass = dy if not call.z_loss else dy * (1 + 2 * call.z_loss * (stats[0] + stats[1]))
+        share = call.label_smoothing
+        return cls(mass, dy * (-share / (call.classes or vocab)), dy * (share - 1))
+
+
+def _dlogits_(
+    z: Tensor,
+    stats: tuple[Tensor, Tensor],
+    slopes: Slopes,
+    at: Tensor,
+    inside: Tensor,
+    call: CrossEntropyCall,
+) -> Tensor:
+    """The gradient of logits before the soft-cap, in place of those after it."""
+    cap = 1 - (z / call.softcap).square_() if call.softcap else None
+    z.sub_(stats[0]).sub_(stats[1]).exp_().mul_(slopes.mass)
+    if call.label_smoothing:
+        z.add_(slopes.spread)
+    z.scatter_add_(1, at, torch.where(inside, slopes.target, 0))
+    return z if cap is None else z.mul_(cap)
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """into += a @ b, or = where it is the first."""
+    if a.dtype != into.dtype:
+        into.copy_(product(a, b)) if first else into.add_(product(a, b))
+    elif first:
+        torch.mm(a, b, out=into)
+    else:
+        torch.addmm(into, a, b, out=into)  # not addmm_: FLOP counters miss it
+
+
+def new_dweight(weight: Tensor, exact: bool) -> Tensor:
+    """Uninitialised, for the gradient of `weight`; `exact`: of float32 at least."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.empty(weight.shape, dtype=wide if exact else weight.dtype, device=weight.device)
+
+
+def sum_in(dweight: Tensor, dtype: torch.dtype, terms: int) -> Tensor:
+    """What a part of dweight is summed in, from products of operands in `dtype`: it, if it may."""
+    alone = terms <= 1 and dweight.dtype == dtype
+    if alone or dweight.dtype.itemsize > 2:
+        return dweight.zero_() if terms == 0 else dweight
+    made = torch.empty if terms else torch.zeros
+    return made(dweight.shape, dtype=torch.float32, device=dweight.device)
+
+
+@operation(key=lambda dy, x, weight, *_: _key(x, weight), says=_says)
+def cross_entropy_bwd(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stats: tuple[Tensor, Tensor],
+    call: CrossEntropyCall,
+    needs_grad: tuple[bool, ...],
+    exact: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx, dweight, dbias: those that `needs_grad` marks, else None, summed in float32.
+
+    dweight is of the dtype of weight; `exact`: of float32 at least, and not rounded.
+    """
+    tokens, wide = _Tokens.of(x, call), widens(x)
+    count, vocab = len(tokens.target), len(weight)
+    dy = tokens.taken(dy, 0, count).to(stats[0].dtype)
+    if tokens.used is not None:  # a mean over no token at all hands out infinities
+        dy = torch.where(tokens.used, dy, 0)
+    high, log_sum = (tokens.taken(s, 0, count) for s in stats)
+    slopes = Slopes.of(dy, (high, log_sum), vocab, call)
+    if tokens.used is not None:  # they have no statistics: exp(z) could be infinite, times 0
+        high = high.masked_fill(~tokens.used, math.inf)
+    rows, columns = block_of(count, vocab, call, x.device)
+    dx = high.new_empty((count, x.shape[1])) if needs_grad[0] else None
+    dweight = new_dweight(weight, exact) if needs_grad[1] else None
+    dbias = high.new_zeros(vocab) if needs_grad[2] else None
+    for span in spans(vocab, columns):
+        block = _Columns.of(weight, bias, span, x, wide)
+        mine = None if dweight is None else dweight[slice(*span)]
+        dw = None if mine is None else sum_in(mine, block.weight.dtype, -(-count // rows))
+        for lo, hi in spans(count, rows):
+            x_part = tokens.taken(x, lo, hi).to(block.weight.dtype)
+            z = block.logits(x_part, call.softcap)
+            part = Slopes(*(t[lo:hi] for t in (slopes.mass, slopes.spread, slopes.target)))
+            places = block.places(tokens.target[lo:hi])
+            z = _dlogits_(z, (high[lo:hi], log_sum[lo:hi]), part, *places, call)
+            if dbias is not None:
+                dbias[slice(*span)] += z.sum(0)
+            z = z.to(block.weight.dtype)
+            if dw is not None:
+                add_product(dw, z.t(), x_part, lo == 0)
+            if dx is not None:
+                add_product(dx[lo:hi], z, block.weight, span[0] == 0)
+        if mine is not None and dw is not None and dw is not mine:
+            mine.copy_(dw)
+    return None if dx is None else tokens.whole(dx.to(x.dtype)), dweight, dbias

@@ -1,0 +1,204 @@
+"""Norms over the width: the operations, and a row each in `NORMS`.
+
+    fwd(x, weight, bias, eps, stats) -> (y, *stats); `stats`, those of x, where they were kept
+    bwd(dy, x, stats, weight, needs_grad) -> (dx, dweight, dbias), those marked, else None
+
+Statistics are float32 (float64 for float64) whatever the dtype of x, and so is what is summed over
+tokens for dweight and dbias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat.spec import NormSpec
+from fused_remat.steps.operations import operation
+
+_LOW = (torch.bfloat16, torch.float16)
+_LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm over the last dimension and its gradients.
+
+    Attributes:
+        stats: names of the statistics that it keeps, a float per token each.
+        module: the class of modules that it stands for.
+        says: what its forward runs.
+    """
+
+    fwd: Callable[..., tuple[Tensor, ...]]
+    bwd: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+    stats: tuple[str, ...]
+    module: type[nn.Module]
+    says: str
+
+
+def _wide(t: Tensor | None, fill: float, x: Tensor) -> Tensor:
+    if t is None:
+        return torch.full((x.shape[-1],), fill, dtype=torch.float32, device=x.device)
+    return t.float()
+
+
+def _widens(x: Tensor, *affine: Tensor | None) -> bool:
+    """Whether ATen cannot norm x beside these: low precision and wider, not on CPU."""
+    return any(t is not None and t.dtype is not x.dtype for t in affine)
+
+
+def layer_norm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    stats: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    """(x - mean) * rstd * weight + bias, mean, rstd; ATen's, which computes them again."""
+    if x.dtype in _LOW:
+        if x.device.type == "cpu":
+            # Beside a low-precision affine, ATen's statistics are low precision too.
+            weight, bias = _wide(weight, 1.0, x), _wide(bias, 0.0, x)
+        elif _widens(x, weight, bias):
+            y, *made = layer_norm_fwd(x.float(), weight, bias, eps)
+            return (y.to(x.dtype), *made)
+    result: tuple[Tensor, ...] = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return result
+
+
+def layer_norm_bwd(
+    dy: Tensor, x: Tensor, stats: tuple[Tensor, ...], weight: Tensor | None, needs_grad: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Ba, Kiros, Hinton 2016; ATen's own backward."""
+    dtype = x.dtype
+    if dtype in _LOW and (needs_grad[1] or needs_grad[2] or _widens(x, weight)):
+        # ATen sums over tokens in the dtype of x on a CPU, and rounds to it on CUDA.
+        dy, x = dy.float(), x.float()
+        weight = _wide(weight, 1.0, x)
+    elif dtype in _LOW and x.device.type == "cpu":
+        weight = _wide(weight, 1.0, x)
+    elif weight is None and needs_grad[2]:
+        weight = x.new_ones(x.shape[-1:])  # ATen takes the layout of dbias from it
+    dx, dweight, dbias = _LAYER_NORM_BACKWARD(
+        dy, x, x.shape[-1:], *stats, weight, weight, list(needs_grad)
+    )
+    return (
+        (dx if dx.dtype is dtype else dx.to(dtype)) if needs_grad[0] else None,
+        dweight if needs_grad[1] else None,
+        dbias if needs_grad[2] else None,
+    )
+
+
+def rms_norm_fwd(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    stats: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    """x * rstd * weight and rstd = (mean(x**2) + eps) ** -0.5; `bias`, if any, is added."""
+    wide = x.float() if x.dtype in _LOW else x
+    if stats is None:
+        y = wide.square()
+        rstd = y.mean(-1, keepdim=True).add_(eps).rsqrt_()
+        torch.mul(wide, rstd, out=y)
+    else:
+        (rstd,) = stats
+        y = wide * rstd
+    if weight is not None:
+        y.mul_(weight)
+    if bias is not None:
+        y.add_(bias)
+    return y.to(x.dtype), rstd
+
+
+def rms_norm_bwd(
+    dy: Tensor, x: Tensor, stats: tuple[Tensor, ...], weight: Tensor | None, needs_grad: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dweight = sum(dy * x * rstd) over tokens, and with c = -rstd**3 * ((dy * x) @ weight) / D,
+    dx = dy * weight * rstd + x * c; one matrix is made."""
+    (rstd,) = stats
+    wide, x_wide = dy.to(rstd.dtype), x.to(rstd.dtype)
+    dbias = wide.sum(0) if needs_grad[2] else None
+    if not (needs_grad[0] or needs_grad[1]):
+        return None, None, dbias
+    product = wide * x_wide
+    scale = x_wide.new_ones(x.shape[1]) if weight is None else weight.to(rstd.dtype)
+    c = torch.mv(product, scale)[:, None].div_(-x.shape[1])
+    c.mul_(rstd).mul_(rstd).mul_(rstd)  # not by rstd**3, which leaves float32 long before c does
+    # Not rstd.T @ product, which adds up one token after another and rounds more.
+    dweight = product.mul_(rstd).sum(0) if needs_grad[1] else None
+    if not needs_grad[0]:
+        return None, dweight, dbias
+    dx = torch.mul(wide, scale, out=product).mul_(rstd).addcmul_(x_wide, c)
+    return dx.to(x.dtype), dweight, dbias
+
+
+#: Norms by `NormSpec.kind`. A new norm is a new row, and for kernels one of `kernels.norms.KINDS`.
+NORMS: dict[str, Norm] = {
+    "layer_norm": Norm(
+        layer_norm_fwd, layer_norm_bwd, ("mean", "rstd"), nn.LayerNorm, "ATen's native_layer_norm"
+    ),
+    "rms_norm": Norm(rms_norm_fwd, rms_norm_bwd, ("rstd",), nn.RMSNorm, "ATen, pointwise and mean"),
+}
+
+
+def shifted(weight: Tensor | None, offset: float) -> Tensor | None:
+    """weight + offset, in at least float32 (16 bits near 1 hold fewer of a small weight)."""
+    if weight is None or offset == 0.0:
+        return weight
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
+
+
+@operation(
+    key=lambda spec, x, *_, **__: (spec.kind, x.dtype, x.device, x.shape[1]),
+    says=lambda key, *_, **__: NORMS[key[0]].says,
+)
+def norm_fwd(
+    spec: NormSpec,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+    stats: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    """y (T, D) and the statistics of the norm, (T, 1) in float32 (float64 for float64).
+
+    `out` may be of a lower dtype than x; weight and bias may be float32 whatever x is. `stats`,
+    where given, are those of x, and may be taken instead of computed again.
+    """
+    if spec.offset:
+        weight = shifted(weight, spec.offset)
+    made = NORMS[spec.kind].fwd(x, weight, bias, spec.eps, stats)
+    return made if out is None else (out.copy_(made[0]), *made[1:])
+
+
+@operation(
+    key=lambda spec, dy, x, *_, **__: (spec.kind, x.dtype, x.device, x.shape[1]),
+    says=lambda key, *_, **__: NORMS[key[0]].says,
+)
+def norm_bwd(
+    spec: NormSpec,
+    dy: Tensor,
+    x: Tensor,
+    stats: tuple[Tensor, ...],
+    weight: Tensor | None,
+    needs_grad: tuple[bool, ...],
+    add: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx + `add`, dweight, dbias: those that `needs_grad` marks, else None.
+
+    dy may be of a lower dtype than x.
+    """
+    if spec.offset:
+        weight = shifted(weight, spec.offset)
+    if dy.dtype is not x.dtype:
+        dy = dy.to(x.dtype)
+    dx, dweight, dbias = NORMS[spec.kind].bwd(dy, x, stats, weight, needs_grad)
+    if dx is not None and add is not None:
+        dx.add_(add)
+    return dx, dweight, dbias

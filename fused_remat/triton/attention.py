@@ -1,0 +1,381 @@
+"""Attention by `kernels.attention`: heads of any strides, every mask, packed sequences, dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fused_remat.formats import BLOCK, LoadedHeads, PackedHeads
+from fused_remat.kernels.attention import Scores, Strides, attention_fwd_kernel
+from fused_remat.kernels.attention_bwd import (
+    attention_delta_bwd_kernel,
+    attention_dkdv_bwd_kernel,
+    attention_dq_bwd_kernel,
+)
+from fused_remat.kernels.attention_masks import attention_mask_bwd_kernel
+from fused_remat.spec import AttentionSpec
+from fused_remat.steps import attention, attention_library
+from fused_remat.steps.attention import AttentionKey, Heads, as_heads, attention_key
+from fused_remat.steps.attention_rows import AttentionCall
+from fused_remat.steps.operations import faster
+from fused_remat.steps.storage import heads_in_memory
+from fused_remat.triton import storage
+from fused_remat.triton.attention_masks import Problem, lists, prepare
+from fused_remat.triton.launch import INTERPRETED, Launch, Target, cdiv, power_of_2, target_of
+from fused_remat.triton.tables import (
+    ATTENTION_BY_DESCRIPTORS,
+    AttentionTile,
+    attention_tile,
+    family,
+    why_own_attention,
+)
+
+#: Options of `AttentionSpec` that the kernels know.
+_KNOWN = frozenset({"window", "align", "dropout", "true_means", *Scores._fields})
+#: The widest head that fits into a tile.
+MAX_WIDTH = 256
+# Rows of a tile of the sums delta.
+_DELTA_ROWS = 64
+#: q, k, v, dout, lse, delta.
+Given = tuple[LoadedHeads, LoadedHeads, LoadedHeads, Tensor, Tensor, Tensor]
+
+
+def why_not(key: AttentionKey) -> str | None:
+    """Why the kernels cannot serve a call, or None if they can."""
+    spec, (_, _, kv_len, *widths) = key.spec, key.sizes
+    unknown = [name for name in spec.options if name not in _KNOWN]
+    if unknown:
+        return f"they have no {unknown[0]}"
+    if max(widths) > MAX_WIDTH:
+        return f"a head of {max(widths)} elements is wider than {MAX_WIDTH}"
+    if key.dtype == torch.float32 and not INTERPRETED:
+        return "in float32 a product is three TF32 ones, and no tile of that fits the registers"
+    if not spec.scale >= 0.0:
+        return f"the scale {spec.scale} is negative"
+    if 0 in (kv_len, *widths):
+        return "there are no keys, or nothing in them"
+    return None
+
+
+def _why(key: AttentionKey) -> str | None:
+    """Why the kernels here are taken rather than ATen's; None if ATen's are."""
+    why = why_own_attention(target_of(key.device), key)
+    if why is None and key.varlen:
+        return "packed sequences are calls of their own"
+    if why is None:
+        q, v, call = key.stand_ins()
+        why = attention_library.why_not(q, v, key.spec, call)
+    return why
+
+
+def _reads(packed: tuple[str, int, int] | None) -> bool:
+    """Whether kernels read heads as they are; packed ones else are to be unpacked first.
+
+    They unpack int8 heads of one block or two: what is wider does not fit the registers.
+    """
+    if packed is None:
+        return True
+    stored, width, first = packed
+    whole_blocks = width in (BLOCK, 2 * BLOCK) and first % BLOCK == 0
+    return storage.why_not(stored) is None and whole_blocks
+
+
+def reads(x: LoadedHeads) -> bool:
+    """As `_reads`, of heads."""
+    return isinstance(x, Tensor) or _reads((x.whole.stored, x.width, x.first))
+
+
+def _heads_in_place(x: Tensor) -> Tensor:
+    """`x` (B, H, S, E), if the elements of a row lie side by side, as kernels want them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: LoadedHeads, like: Tensor | None = None) -> Strides:
+    """Of batch, head and row; and what unpacks codes, to the dtype of `like`."""
+    if isinstance(x, Tensor):
+        batch, head, row, _ = x.stride()
+        return Strides(batch, head, row)
+    codes, step = x.whole.parts
+    per_batch, per_row, _ = step.unflatten(0, (x.batch, -1)).stride()
+    batch, head, row, _ = x.of(codes).stride()
+    return Strides(batch, head, row, step, like, per_batch, per_row, x.first)
+
+
+def _elements(x: LoadedHeads) -> Tensor:
+    """Heads in memory, or the codes of packed ones."""
+    return x if isinstance(x, Tensor) else x.of(x.whole.parts[0])
+
+
+def _can_describe(x: Tensor) -> bool:
+    """Whether a tensor descriptor can hold x: aligned, and apart by multiples of 16 bytes."""
+    apart = [s for n, s in zip(x.shape[:3], x.stride(), strict=False) if n > 1]
+    steps = all(s > 0 and s * x.element_size() % 16 == 0 for s in apart)
+    return steps and x.data_ptr() % 16 == 0
+
+
+def _described(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """`x` as blocks (1, 1, rows, width)."""
+    strides = [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
+
+
+def _operands(
+    problem: Problem,
+    tile: AttentionTile,
+    by_query: tuple[LoadedHeads, ...],
+    by_key: tuple[LoadedHeads, ...],
+    like: Tensor | None = None,
+) -> tuple[list[Any], list[Strides], bool]:
+    """Heads as a kernel takes them, their strides, and whether they are tensor descriptors.
+
+    Packed ones are their codes, which are unpacked to the dtype of `like`.
+    """
+    heads = [*by_query, *by_key]
+    strides = [_strides(x, like) for x in heads]
+    by_descriptors = family(problem.target) in ATTENTION_BY_DESCRIPTORS
+    in_memory = [x for x in heads if isinstance(x, Tensor)]
+    if not by_descriptors or problem.in_rows or not all(map(_can_describe, in_memory)):
+        return list(map(_elements, heads)), strides, False
+    rows = [tile.block_m] * len(by_query) + [tile.block_n] * len(by_key)
+    described = [
+        _described(x, n, _padded(x.shape[-1])) if isinstance(x, Tensor) else _elements(x)
+        for x, n in zip(heads, rows, strict=True)
+    ]
+    return list(described), strides, True
+
+
+def _padded(width: int) -> int:
+    return max(16, power_of_2(width))
+
+
+def _constants(
+    problem: Problem, tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bool
+) -> dict[str, Any]:
+    (e, v), (block_e, block_v) = widths, map(_padded, widths)
+    return {
+        "PARTIAL": partial,
+        "KEEPS": problem.keeps,
+        "TMA": tma,
+        "EVEN_E": e == block_e,
+        "EVEN_V": v == block_v,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_E": block_e,
+        "BLOCK_V": block_v,
+    }
+
+
+def _sizes(problem: Problem, widths: tuple[int, int]) -> tuple[int, ...]:
+    spec, call = problem.spec, problem.call
+    return (spec.num_heads, spec.num_heads // spec.num_kv_heads, call.q_len, call.kv_len, *widths)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    call: AttentionCall,
+    out: Tensor,
+    lse: Tensor,
+    target: Target,
+    tile: AttentionTile | None = None,
+) -> Iterator[Launch]:
+    """Fills out (B*S_q, H*V) and lse (B, H, S_q) float32."""
+    q, k, v = map(_heads_in_place, (q, k, v))
+    widths = (q.shape[-1], v.shape[-1])
+    tile = tile or attention_tile("fwd", target, max(widths), spec, call)
+    problem, launches = prepare(q, spec, call, target, False)
+    call = problem.call
+    yield from launches
+    blocks, blocks_strides, launches = lists(problem, tile, False)
+    yield from launches
+    given, strides, tma = _operands(problem, tile, (q,), (k, v))
+    heads = as_heads(out, spec, call)
+    partial = problem.is_partial(call.kv_len, tile.block_n)
+    args = (
+        *given, problem.masks, problem.bounds_q, call.lengths, blocks, problem.site_key(), heads,
+        lse, *strides, blocks_strides, _strides(heads), *_sizes(problem, widths),
+        *problem.scalars(),
+    )  # fmt: skip
+    constants = _constants(problem, tile, widths, partial, tma)
+    constants["WARP_SPECIALIZE"] = tile.warp_specialize
+    programs = cdiv(call.q_len, tile.block_m) * call.batch * spec.num_heads
+    yield Launch(
+        attention_fwd_kernel, (programs,), args, constants, tile.warps, tile.stages, q.device
+    )
+
+
+def backward(
+    dattn: Tensor,
+    q: LoadedHeads,
+    k: LoadedHeads,
+    v: LoadedHeads,
+    attn: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    call: AttentionCall,
+    grads: Heads | None,
+    target: Target,
+    tiles: tuple[AttentionTile, AttentionTile] | None = None,
+) -> Iterator[Launch]:
+    """Fills `grads` if given, adds to call.dmask and call.dpadding; `tiles` of dk, dv and of dq."""
+    q, k, v = (_heads_in_place(x) if isinstance(x, Tensor) else x for x in (q, k, v))
+    dout = _heads_in_place(as_heads(dattn, spec, call))
+    widths = (q.shape[-1], v.shape[-1])
+    out = _heads_in_place(as_heads(attn, spec, call))
+    delta = torch.empty_like(lse)
+    rows, block_v = _DELTA_ROWS, _padded(widths[1])
+    programs = cdiv(call.q_len, rows) * call.batch * spec.num_heads
+    args: tuple[Any, ...] = (dout, out, delta, _strides(dout), _strides(out))
+    problem, launches = prepare(q, spec, call, target, True)
+    yield problem.launch(
+        attention_delta_bwd_kernel, programs, (*args, spec.num_heads, call.q_len, widths[1]),
+        BLOCK_M=rows, BLOCK_V=block_v,
+    )  # fmt: skip
+    yield from launches
+    heads = (q, k, v, dout, lse, delta)
+    unpacks = not all(isinstance(x, Tensor) for x in (q, k, v))
+    if grads is not None:
+        tiles = tiles or (
+            attention_tile("dkdv", target, max(widths), spec, call, unpacks),
+            attention_tile("dq", target, max(widths), spec, call, unpacks),
+        )
+        yield from _gradients(problem, heads, grads[1:], tiles[0], by_keys=True)
+        yield from _gradients(problem, heads, grads[:1], tiles[1], by_keys=False)
+    tile = attention_tile("mask", target, max(widths), spec, call, unpacks)
+    if call.dmask is not None:
+        dmask = call.dmask if call.dmask.dim() == 4 else call.dmask[None, None]
+        yield _mask_grad(problem, heads, dmask, tile)
+    if call.dpadding is not None:
+        yield _mask_grad(problem, heads, call.dpadding[:, None, None], tile)
+
+
+def _gradients(
+    problem: Problem,
+    heads: Given,
+    grads: tuple[Tensor, ...],
+    tile: AttentionTile,
+    by_keys: bool,
+) -> Iterator[Launch]:
+    """dk and dv by blocks of keys, or dq by tiles of queries."""
+    spec, call, (q, k, v, dout, lse, delta) = problem.spec, problem.call, heads
+    widths = (q.shape[-1], v.shape[-1])
+    blocks, blocks_strides, launches = lists(problem, tile, by_keys)
+    yield from launches
+    (q_in, do_in, k_in, v_in), strides, tma = _operands(problem, tile, (q, dout), (k, v), like=dout)
+    kernel = attention_dkdv_bwd_kernel if by_keys else attention_dq_bwd_kernel
+    pieces = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
+    if by_keys:
+        bounds, programs = problem.bounds_k, pieces[1] * call.batch * spec.num_kv_heads
+        partial = problem.is_partial(call.q_len, tile.block_m)
+    else:
+        bounds, programs = problem.bounds_q, pieces[0] * call.batch * spec.num_heads
+        partial = problem.is_partial(call.kv_len, tile.block_n)
+    constants = _constants(problem, tile, widths, partial, tma)
+    for wanted in ((grads[0], None), (None, grads[1])) if tile.split and by_keys else (grads,):
+        args = (
+            q_in, k_in, v_in, do_in, lse, delta, problem.masks, bounds, call.lengths, blocks,
+            problem.site_key(), *wanted, strides[0], *strides[2:], strides[1], blocks_strides,
+            *map(_strides, grads), *_sizes(problem, widths), *problem.scalars(),
+        )  # fmt: skip
+        yield Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, q.device)
+
+
+def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTile) -> Launch:
+    """dmask (b, h, m, n), each size 1 or that of the scores, is added to."""
+    spec, call, (q, k, v, dout, lse, delta) = problem.spec, problem.call, heads
+    widths = (q.shape[-1], v.shape[-1])
+    pieces = (
+        call.batch, spec.num_heads, cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
+    )  # fmt: skip
+    over = [n == 1 for n in dmask.shape]
+    sizes = tuple(1 if o else n for o, n in zip(over, pieces, strict=True))
+    spans = tuple(n if o else 1 for o, n in zip(over, pieces, strict=True))
+    args = (
+        *map(_elements, (q, k, v)), dout, lse, delta, problem.masks, problem.bounds_q,
+        call.lengths, problem.site_key(), dmask, *(_strides(x, dout) for x in (q, k, v, dout)),
+        dmask.stride(), sizes, spans,
+        *_sizes(problem, widths)[1:], *problem.scalars(),
+    )  # fmt: skip
+    constants = {
+        "KEEPS": problem.keeps,
+        "OVER_ROWS": over[2],
+        "OVER_COLS": over[3],
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_E": _padded(widths[0]),
+        "BLOCK_V": _padded(widths[1]),
+    }
+    grid = (sizes[0] * sizes[1] * sizes[2] * sizes[3],)
+    return Launch(
+        attention_mask_bwd_kernel, grid, args, constants, tile.warps, tile.stages, q.device
+    )
+
+
+def _why_not_fwd(key: AttentionKey) -> str | None:
+    return "" if _why(key) is None else why_not(key)
+
+
+def _why_not_bwd(key: AttentionKey) -> str | None:
+    """As forward; but kernels unpack what ATen's attention then reads."""
+    formats = [stored for stored, *_ in filter(None, key.packed)]
+    unpacks = formats and storage.why_not(*formats) is None
+    return None if unpacks else _why_not_fwd(key)
+
+
+def _says(key: AttentionKey, *_: Any, **__: Any) -> str:
+    if _why_not_fwd(key) is not None:
+        return attention.says(key)
+    said = f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {_why(key)}"
+    if not key.packed:
+        return said
+    as_loaded = all(map(_reads, key.packed))
+    return f"{said}, heads unpacked {'as they are loaded' if as_loaded else 'first'}"
+
+
+@faster(attention.attention_fwd, "triton", why_not=_why_not_fwd, says=_says)
+def attention_fwd_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    call: AttentionCall,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    if out is None:
+        shape = (call.batch * call.q_len, spec.num_heads * v.shape[-1])
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    rows = (call.batch, spec.num_heads, call.q_len)
+    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    for launch in forward(q, k, v, spec, call, out, lse, target_of(q.device)):
+        launch.run()
+    return out, lse
+
+
+@faster(attention.attention_bwd, "triton", why_not=_why_not_bwd, says=_says)
+def attention_bwd_triton(
+    dattn: Tensor,
+    q: LoadedHeads,
+    k: LoadedHeads,
+    v: LoadedHeads,
+    attn: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    call: AttentionCall,
+    grads: Heads | None,
+) -> None:
+    packed = any(isinstance(x, PackedHeads) for x in (q, k, v))
+    by_aten = packed and _why_not_fwd(attention_key(q, k, v, spec, call)) is not None
+    if packed and (by_aten or not all(map(reads, (q, k, v)))):
+        q, k, v = heads_in_memory(q, k, v, unpack=storage.unpacked)
+    if by_aten:
+        attention.attention_bwd(dattn, q, k, v, attn, lse, spec, call, grads)
+        return
+    launches = backward(dattn, q, k, v, attn, lse, spec, call, grads, target_of(q.device))
+    for launch in launches:
+        launch.run()

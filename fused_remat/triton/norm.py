@@ -1,0 +1,234 @@
+"""Norms by `kernels.norms`: one row a program or more, wide rows in blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_remat.kernels.norms import (
+    KINDS,
+    column_sum_kernel,
+    norm_bwd_kernel,
+    norm_fwd_kernel,
+    norm_params_bwd_kernel,
+    norm_wide_bwd_kernel,
+    norm_wide_fwd_kernel,
+)
+from fused_remat.random import Keep
+from fused_remat.spec import NormSpec
+from fused_remat.steps import norm
+from fused_remat.steps.norm import NORMS, shifted
+from fused_remat.steps.operations import faster
+from fused_remat.triton.launch import (
+    Launch,
+    Target,
+    cdiv,
+    dropout_of,
+    in_place,
+    power_of_2,
+    rows_in_place,
+    stride_of,
+    target_of,
+)
+
+#: The widest row, in elements.
+MAX_WIDTH = 1 << 16
+#: The widest that forward and backward hold in registers; wider ones are read twice.
+FWD_WIDTH, BWD_WIDTH = 1 << 14, 1 << 13
+_WIDE_BLOCK = 1 << 12
+
+
+def _mean_rstd(kind: str, stats: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """Statistics as kernels take them."""
+    given = dict(zip(NORMS[kind].stats, stats, strict=True))
+    return given.get("mean"), given.get("rstd")
+
+
+def new_stats(kind: str, x: Tensor) -> tuple[Tensor, ...]:
+    """Uninitialised statistics of x, for a kernel to fill."""
+    shape = (x.shape[0], 1)
+    stats = NORMS[kind].stats
+    return tuple([torch.empty(shape, dtype=torch.float32, device=x.device) for _ in stats])
+
+
+def norm_fwd(
+    spec: NormSpec,
+    x: Tensor,
+    residual: Tensor | None,
+    keep: Keep | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    total: Tensor | None,
+    y: Tensor,
+    stats: tuple[Tensor, ...],
+    has_stats: bool,
+) -> Launch:
+    """y = norm(x), or total = residual + keep * x and y = norm(total); stats read if `has_stats`.
+
+    A residual only up to FWD_WIDTH.
+    """
+    rows, width = y.shape
+    mean, rstd = _mean_rstd(spec.kind, stats)
+    weight = shifted(weight, spec.offset)
+    x, weight, bias = rows_in_place(x), in_place(weight), in_place(bias)
+    constants: dict[str, Any] = {"KIND": spec.kind, "HAS_STATS": has_stats}
+    if width > FWD_WIDTH:
+        assert residual is None
+        wide = (x, weight, bias, y, mean, rstd, stride_of(x), stride_of(y), width, spec.eps)
+        constants["BLOCK_N"] = _WIDE_BLOCK
+        return Launch(norm_wide_fwd_kernel, (rows,), wide, constants, num_warps=8, device=y.device)
+    residual = None if residual is None else rows_in_place(residual)
+    site_key, row0, threshold, scale = dropout_of(keep)
+    args = (
+        x, residual, site_key, weight, bias, total, y, mean, rstd,
+        *map(stride_of, (x, residual, total, y)),
+        row0, rows, width, spec.eps, threshold, scale,
+    )  # fmt: skip
+    block_n = power_of_2(width)
+    block_m = max(1, 2048 // block_n)
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    warps = min(16, max(4, block_n // 512))
+    return Launch(
+        norm_fwd_kernel, (cdiv(rows, block_m),), args, constants, num_warps=warps, device=y.device
+    )
+
+
+def norm_bwd(
+    spec: NormSpec,
+    dy: Tensor,
+    x: Tensor,
+    stats: tuple[Tensor, ...],
+    weight: Tensor | None,
+    add: Tensor | None,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    target: Target,
+) -> list[Launch]:
+    """dx + add, dweight and dbias (float32), those that are given."""
+    rows, width = x.shape
+    dy, x, add = rows_in_place(dy), rows_in_place(x), None if add is None else rows_in_place(add)
+    mean, rstd = _mean_rstd(spec.kind, stats)
+    weight, device = in_place(shifted(weight, spec.offset)), x.device
+    kind = {"KIND": spec.kind}
+    if width > BWD_WIDTH:
+        launches = []
+        if dx is not None:
+            args = (dy, x, add, weight, mean, rstd, dx, *map(stride_of, (dy, x, add, dx)), width)
+            blocks: dict[str, Any] = kind | {"BLOCK_N": _WIDE_BLOCK}
+            launches = [
+                Launch(norm_wide_bwd_kernel, (rows,), args, blocks, num_warps=8, device=device)
+            ]
+        if dweight is not None or dbias is not None:
+            launches += _params_bwd(kind, dy, x, mean, rstd, dweight, dbias, target)
+        return launches
+    block_n = power_of_2(width)
+    block_m = max(1, 2048 // block_n)
+    per_sm = 4 if block_n <= 2048 else 2
+    strip = block_m * max(1, cdiv(rows, block_m * per_sm * target.sms))
+    programs = cdiv(rows, strip)
+    dweight_parts, dbias_parts = _parts(dweight, programs), _parts(dbias, programs)
+    args = (
+        dy, x, add, weight, mean, rstd, dx, dweight_parts, dbias_parts,
+        *map(stride_of, (dy, x, add, dx)), strip, rows, width,
+    )  # fmt: skip
+    warps = min(16, max(4, block_n // 512))
+    blocks = kind | {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    first = Launch(norm_bwd_kernel, (programs,), args, blocks, num_warps=warps, device=device)
+    return [first, *_sums((dweight, dweight_parts), (dbias, dbias_parts))]
+
+
+def _parts(total: Tensor | None, programs: int) -> Tensor | None:
+    return None if total is None else total.new_empty((programs, total.shape[0]))
+
+
+def _sums(*pairs: tuple[Tensor | None, Tensor | None]) -> list[Launch]:
+    """The totals that are wanted, of parts of one shape: a launch for both."""
+    wanted = [(p, t) for t, p in pairs if t is not None and p is not None]
+    return [column_sum(*wanted[0], *wanted[1:])] if wanted else []
+
+
+def _params_bwd(
+    kind: dict[str, Any],
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    target: Target,
+) -> list[Launch]:
+    rows, width = x.shape
+    block_m, block_n = 16, 128
+    columns = cdiv(width, block_n)
+    strip = block_m * max(1, cdiv(rows, block_m * cdiv(4 * target.sms, columns)))
+    programs = cdiv(rows, strip)
+    dweight_parts, dbias_parts = _parts(dweight, programs), _parts(dbias, programs)
+    args = (
+        dy, x, mean, rstd, dweight_parts, dbias_parts, stride_of(dy), stride_of(x), strip, rows,
+        width,
+    )  # fmt: skip
+    blocks = kind | {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    first = Launch(norm_params_bwd_kernel, (columns, programs), args, blocks, device=x.device)
+    return [first, *_sums((dweight, dweight_parts), (dbias, dbias_parts))]
+
+
+def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> Launch:
+    """total (N,) = parts (P, N) summed over rows, float32; and of one more pair, if given."""
+    programs, width = parts.shape
+    blocks = {"BLOCK_M": 32, "BLOCK_N": 64}
+    grid = (cdiv(width, 64), 1 + len(others))
+    ((more, sums),) = others or ((None, None),)
+    args = (parts, total, more, sums, programs, width)
+    return Launch(column_sum_kernel, grid, args, blocks, device=total.device)
+
+
+def _why_not(key: tuple[Any, ...]) -> str | None:
+    kind, _, _, width = key
+    if kind not in KINDS:
+        return f"no kernel for {kind}"
+    if not 0 < width <= MAX_WIDTH:
+        return f"rows of {width} are not between 1 and {MAX_WIDTH} elements"
+    return None
+
+
+def _says(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+    return "kernel norm_fwd" if key[3] <= FWD_WIDTH else "kernel norm_wide_fwd"
+
+
+@faster(norm.norm_fwd, "triton", why_not=_why_not, says=_says)
+def norm_fwd_triton(
+    spec: NormSpec,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+    stats: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, ...]:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    made = new_stats(spec.kind, x) if stats is None else stats
+    norm_fwd(spec, x, None, None, weight, bias, None, y, made, stats is not None).run()
+    return (y, *made)
+
+
+@faster(norm.norm_bwd, "triton", why_not=_why_not, says="kernel norm_bwd")
+def norm_bwd_triton(
+    spec: NormSpec,
+    dy: Tensor,
+    x: Tensor,
+    stats: tuple[Tensor, ...],
+    weight: Tensor | None,
+    needs_grad: tuple[bool, ...],
+    add: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_grad[0] else None
+    dweight, dbias = (
+        torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if wanted else None
+        for wanted in needs_grad[1:]
+    )
+    target = target_of(x.device)
+    for launch in norm_bwd(spec, dy, x, stats, weight, add, dx, dweight, dbias, target):
+        launch.run()
+    return dx, dweight, dbias

@@ -1,0 +1,183 @@
+"""Pointwise steps by `kernels.pointwise`: matrices (M, N), rows any distance apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_remat.formats import BLOCK, Loaded, Packed
+from fused_remat.kernels import activations
+from fused_remat.kernels.pointwise import (
+    act_bwd_kernel,
+    act_fwd_kernel,
+    dropout_add_fwd_kernel,
+    gated_bwd_kernel,
+    gated_fwd_kernel,
+)
+from fused_remat.random import Keep
+from fused_remat.steps.activation import activation_bwd, activation_fwd
+from fused_remat.steps.operations import faster
+from fused_remat.steps.residual import dropout, residual_add
+from fused_remat.triton import storage
+from fused_remat.triton.launch import (
+    Launch,
+    cdiv,
+    dropout_of,
+    power_of_2,
+    rows_in_place,
+    stride_of,
+)
+from fused_remat.triton.storage import operand, strides
+
+#: Activation -> its forward and backward on tiles. A new activation is a new row.
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "relu": (activations.relu_fwd, activations.relu_bwd),
+    "gelu": (activations.gelu_fwd, activations.gelu_bwd),
+    "gelu_tanh": (activations.gelu_tanh_fwd, activations.gelu_tanh_bwd),
+    "silu": (activations.silu_fwd, activations.silu_bwd),
+    "tanh": (activations.tanh_fwd, activations.tanh_bwd),
+}
+
+_TILE = 4096  # elements a program
+
+
+def _over(
+    y: Tensor, kernel: Any, args: tuple[Any, ...], packed: bool = False, **constants: Any
+) -> Launch:
+    """A launch over tiles of `y`, all of whose rows and columns the kernel's args describe.
+
+    `packed`: a tile is of one block of what it loads.
+    """
+    rows, width = y.shape
+    block_n = BLOCK if packed else min(power_of_2(width), 1024)
+    block_m = _TILE // block_n
+    grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    return Launch(kernel, grid, args, constants, num_warps=8, device=y.device)
+
+
+def _tail(y: Tensor, keep: Keep | None) -> tuple[Any, ...]:
+    _, row0, threshold, scale = dropout_of(keep)
+    return row0, *y.shape, threshold, scale
+
+
+def dropout_add_fwd(x: Tensor, residual: Tensor | None, keep: Keep | None, y: Tensor) -> Launch:
+    """y = residual + keep * x."""
+    x, residual = rows_in_place(x), None if residual is None else rows_in_place(residual)
+    args = (x, residual, dropout_of(keep)[0], y, stride_of(x), stride_of(residual), stride_of(y))
+    return _over(y, dropout_add_fwd_kernel, args + _tail(y, keep))
+
+
+def act_fwd(x: Loaded, act: str, keep: Keep | None, y: Tensor) -> Launch:
+    """y = keep * act(x)."""
+    given = operand(x)
+    args = (*given, dropout_of(keep)[0], y, *strides(given), stride_of(y))
+    packed = isinstance(x, Packed)
+    return _over(y, act_fwd_kernel, args + _tail(y, keep), packed, ACT=PAIRS[act][0])
+
+
+def act_bwd(
+    dy: Tensor, x: Loaded, act: str, keep: Keep | None, dx: Tensor, y: Tensor | None = None
+) -> Launch:
+    """dx = keep * dy * act'(x); y = keep * act(x) if given."""
+    dy, given = rows_in_place(dy), operand(x)
+    args = (
+        dy, *given, dropout_of(keep)[0], dx, y, stride_of(dy), *strides(given), stride_of(dx),
+        stride_of(y),
+    )  # fmt: skip
+    packed = isinstance(x, Packed)
+    return _over(dx, act_bwd_kernel, args + _tail(dx, keep), packed, ACT=PAIRS[act][1])
+
+
+def gated_fwd(gate: Loaded, up: Loaded, act: str, keep: Keep | None, y: Tensor) -> Launch:
+    """y = keep * act(gate) * up."""
+    gates, ups = operand(gate), operand(up)
+    args = (
+        *gates, *ups, dropout_of(keep)[0], y, *strides(gates), *strides(ups), stride_of(y)
+    )  # fmt: skip
+    packed = isinstance(gate, Packed) or isinstance(up, Packed)
+    return _over(y, gated_fwd_kernel, args + _tail(y, keep), packed, ACT=PAIRS[act][0])
+
+
+def gated_bwd(
+    dy: Tensor,
+    gate: Loaded,
+    up: Loaded | None,
+    act: str,
+    keep: Keep | None,
+    dgate: Tensor | None,
+    dup: Tensor | None,
+) -> Launch:
+    """dgate (if `up` is given) and dup (if it is) of `gated_fwd`."""
+    dy, gates, ups = rows_in_place(dy), operand(gate), operand(up)
+    args = (
+        dy, *gates, *ups, dropout_of(keep)[0], dgate, dup, stride_of(dy), *strides(gates),
+        *strides(ups), stride_of(dgate), stride_of(dup),
+    )  # fmt: skip
+    packed = isinstance(gate, Packed) or isinstance(up, Packed)
+    return _over(dy, gated_bwd_kernel, args + _tail(dy, keep), packed, ACT=PAIRS[act][1])
+
+
+@faster(residual_add, "triton", says="pointwise kernel")
+def residual_add_triton(
+    x: Tensor, residual: Tensor, mask: Keep | None, out: Tensor | None = None
+) -> Tensor:
+    y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
+    dropout_add_fwd(x, residual, mask, y).run()
+    return y
+
+
+@faster(dropout, "triton", says="pointwise kernel")
+def dropout_triton(x: Tensor, mask: Keep, dtype: torch.dtype | None = None) -> Tensor:
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    dropout_add_fwd(x, None, mask, y).run()
+    return y
+
+
+def why_not(key: tuple[Any, ...]) -> str | None:
+    """Why the kernels do not compute an activation."""
+    act, _, _, formats = key
+    if act not in PAIRS:
+        return f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
+    return storage.why_not(*formats)
+
+
+def _says(key: tuple[Any, ...], *_: Any) -> str:
+    formats = " and ".join(dict.fromkeys(filter(None, key[3])))
+    return f"pointwise kernel{formats and f', from {formats}'}"
+
+
+@faster(activation_fwd, "triton", why_not=why_not, says=_says)
+def activation_fwd_triton(act: str, gate: Loaded | None, up: Loaded, mask: Keep | None) -> Tensor:
+    y = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    launch = act_fwd(up, act, mask, y) if gate is None else gated_fwd(gate, up, act, mask, y)
+    launch.run()
+    return y
+
+
+@faster(activation_bwd, "triton", why_not=why_not, says=_says)
+def activation_bwd_triton(
+    act: str,
+    dy: Tensor,
+    gate: Loaded | None,
+    up: Loaded | None,
+    mask: Keep | None,
+    owned: bool,
+    needs_grad: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:
+    first = dy if owned and dy.is_contiguous() else None
+    if gate is None:
+        assert up is not None
+        dx = torch.empty(up.shape, dtype=up.dtype, device=up.device) if first is None else first
+        act_bwd(dy, up, act, mask, dx).run()
+        return None, dx
+    shape, dtype, device = gate.shape, gate.dtype, gate.device
+    dup = torch.empty(shape, dtype=dtype, device=device) if needs_grad[1] else None
+    dgate = None
+    if needs_grad[0]:
+        dgate = torch.empty(shape, dtype=dtype, device=device) if first is None else first
+    if dgate is not None or dup is not None:
+        gated_bwd(dy, gate, up, act, mask, dgate, dup).run()
+    return dgate, dup

@@ -1,0 +1,382 @@
+"""Which tile a product takes, and which steps a kernel computes rather than ATen: tables.
+
+Nothing is tuned when a program runs: a row is data, and changing one is how one tunes. No row has
+been measured on hardware yet: tiles are the largest that compile without spills (`python -m bench
+audit`), routes follow from counted bytes and operations (`docs/kernels.md`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fused_remat.spec import AttentionSpec
+from fused_remat.steps.attention import AttentionKey
+from fused_remat.steps.attention_rows import AttentionCall
+from fused_remat.triton.launch import Target, cdiv
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: the tile of the output, the step along K, warps, pipeline stages.
+
+    `parts`: the tile's end is computed in so many, for its registers. `group`: rows of tiles
+    that are walked together.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    parts: int = 1
+    group: int = 8
+
+
+#: GPUs by what bounds a tile: the shared memory of a multiprocessor, and the matrix instructions.
+FAMILIES = {80: "ampere", 86: "small", 89: "small", 90: "hopper", 100: "blackwell", 120: "small"}
+
+
+def family(target: Target) -> str:
+    """The row of the tables that a target takes: an unknown GPU takes the smallest tiles.
+
+    >>> family(Target("cuda", 90, 132)), family(Target("cuda", 75, 40))
+    ('hopper', 'small')
+    """
+    return FAMILIES.get(target.arch, "small") if target.kind == "cuda" else target.kind
+
+
+_AMPERE = (Tile(128, 128, 32, 8, 4, parts=2), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4))
+_SMALL = (Tile(128, 128, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3))
+_HIP = (Tile(128, 128, 32, 8, 2), Tile(64, 64, 32, 4, 2))
+# For ends that hold several tiles at once.
+_AMPERE_PARTS = (Tile(128, 128, 32, 8, 4, parts=4), Tile(64, 64, 32, 4, 4, parts=2))
+_SMALL_PARTS = (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3, parts=2))
+_HIP_PARTS = (Tile(128, 128, 32, 8, 2, parts=4), Tile(64, 64, 32, 4, 2, parts=2))
+_INTERPRETED = (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, parts=2, group=2))
+
+#: Kernel -> family -> tiles, the largest first, for operands of 16 bits. "gated_act_bwd" is
+#: `linear_act_bwd` with a gate.
+TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
+    "linear": {
+        "hopper": (
+            Tile(128, 256, 64, 8, 3, parts=4),
+            Tile(128, 128, 64, 8, 4),
+            Tile(64, 128, 64, 4, 4),
+            Tile(64, 64, 64, 4, 4),
+        ),
+        "blackwell": (
+            Tile(128, 256, 64, 8, 3, parts=4),
+            Tile(128, 128, 64, 8, 4),
+            Tile(64, 64, 64, 4, 4, parts=2),
+        ),
+        "ampere": _AMPERE,
+        "small": _SMALL,
+        "hip": _HIP,
+        "interpreter": _INTERPRETED,
+    },
+    "gated_mlp_fwd": {
+        "hopper": (Tile(128, 128, 64, 8, 3, parts=2), Tile(64, 64, 64, 4, 4)),
+        "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4)),
+        "ampere": (Tile(128, 64, 32, 8, 4), Tile(64, 64, 32, 4, 4)),
+        "small": (Tile(128, 64, 32, 8, 3), Tile(64, 64, 32, 4, 3)),
+        "hip": (Tile(64, 64, 32, 4, 2),),
+        "interpreter": _INTERPRETED,
+    },
+    "linear_act_bwd": {
+        "hopper": (
+            Tile(128, 256, 64, 8, 3, parts=8),
+            Tile(128, 128, 64, 4, 3, parts=8),  # two on a multiprocessor: one ends, one computes
+            Tile(64, 64, 64, 4, 4, parts=2),
+        ),
+        "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
+        "ampere": _AMPERE_PARTS,
+        "small": _SMALL_PARTS,
+        "hip": _HIP_PARTS,
+        "interpreter": _INTERPRETED,
+    },
+    "gated_act_bwd": {
+        "hopper": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
+        "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
+        "ampere": _AMPERE_PARTS,
+        "small": _SMALL_PARTS,
+        "hip": _HIP_PARTS,
+        "interpreter": _INTERPRETED,
+    },
+    "mlp_bwd": {
+        "hopper": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
+        "blackwell": (Tile(128, 128, 64, 8, 3, parts=8), Tile(64, 64, 64, 4, 4, parts=2)),
+        "ampere": _AMPERE_PARTS,
+        "small": _SMALL_PARTS,
+        "hip": _HIP_PARTS,
+        "interpreter": _INTERPRETED,
+    },
+    "gated_mlp_bwd": {
+        "hopper": (Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 3, parts=2)),
+        "blackwell": (Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 3, parts=2)),
+        "ampere": (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3, parts=4)),
+        "small": (Tile(128, 64, 32, 8, 2, parts=2), Tile(64, 64, 32, 4, 2, parts=4)),
+        "hip": (Tile(64, 64, 32, 4, 1),),
+        "interpreter": _INTERPRETED,
+    },
+    "cross_entropy_fwd": {
+        "hopper": (
+            Tile(128, 256, 64, 8, 3, parts=8),
+            Tile(128, 128, 64, 8, 4),
+            Tile(64, 128, 64, 4, 4),
+        ),
+        "blackwell": (
+            Tile(128, 256, 64, 8, 3, parts=4),
+            Tile(128, 128, 64, 8, 4),
+            Tile(64, 64, 64, 4, 4),
+        ),
+        "ampere": _AMPERE,
+        "small": _SMALL,
+        "hip": _HIP,
+        "interpreter": _INTERPRETED,
+    },
+    "cross_entropy_bwd": {
+        "hopper": (
+            Tile(128, 256, 64, 8, 3, parts=4),
+            Tile(128, 128, 64, 8, 4),
+            Tile(64, 128, 64, 4, 4, parts=2),
+        ),
+        "blackwell": (
+            Tile(128, 256, 64, 8, 3, parts=4),
+            Tile(128, 128, 64, 8, 4, parts=2),
+            Tile(64, 64, 64, 4, 4),
+        ),
+        "ampere": _AMPERE,
+        "small": _SMALL,
+        "hip": _HIP,
+        "interpreter": _INTERPRETED,
+    },
+}
+
+
+def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
+    """The largest tile that gives every multiprocessor one, else the smallest.
+
+    >>> tile_for("linear", Target("cuda", 90, 132), 8192, 4096).block_n
+    256
+    >>> tile_for("linear", Target("cuda", 90, 132), 128, 512).block_m
+    64
+    """
+    tiles = TILES[kernel][family(target)]
+    for tile in tiles[:-1]:
+        if cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n) >= target.sms:
+            return tile
+    return tiles[-1]
+
+
+#: Families where `kernels.linear` computes a linear layer that ends in dropout or a residual.
+#: Elsewhere the product is ATen's and the end one pass over it, which the norm shares if one
+#: follows: that moves 4·M·N bytes more than a fused end, about what ATen's product is faster by.
+LINEAR_END_IN_KERNEL = frozenset({"interpreter"})
+#: Families where an MLP's backward computes both products of a tile in one kernel. Elsewhere ATen
+#: computes the pre-activation first, and `linear_act_bwd` ends the second product with it: there a
+#: tile that leaves room for two is too small to be fed at the speed of the tensor cores.
+MLP_BWD_IN_ONE = frozenset({"ampere", "small", "hip", "interpreter"})
+
+
+def ends_in_kernel(target: Target) -> bool:
+    """Whether `kernels.linear` computes a linear layer that ends in dropout or a residual."""
+    return family(target) in LINEAR_END_IN_KERNEL
+
+
+def mlp_bwd_in_one(target: Target) -> bool:
+    """Whether `mlp_bwd` and `gated_mlp_bwd` serve, rather than `linear_act_bwd`."""
+    return family(target) in MLP_BWD_IN_ONE
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """How attention is cut: queries by keys, warps, pipeline stages.
+
+    `split`: dk and dv are a launch each. `warp_specialize`: the loop over blocks of keys that no
+    mask applies to is divided among warps.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    split: bool = False
+    warp_specialize: bool = False
+
+
+#: Families whose attention kernels read through tensor descriptors. On sm_120, which has them, the
+#: operands then go through registers, and spill.
+ATTENTION_BY_DESCRIPTORS = frozenset({"hopper", "blackwell", "interpreter"})
+#: Families where attention that ATen's fused kernels can serve is theirs: without a mask, and with
+#: as many key heads as query heads. A mask would have to be merged and written for them, and shared
+#: key heads are a call of theirs for each member of a group.
+ATTENTION_BY_ATEN = frozenset({"ampere", "small", "hopper", "blackwell", "hip"})
+
+
+def why_own_attention(target: Target, key: AttentionKey) -> str | None:
+    """Why our kernels are taken for a call that ATen's could serve; None if they are not."""
+    if family(target) not in ATTENTION_BY_ATEN:
+        return "ATen's fused kernels are not for this target"
+    if any(key.masks):
+        return "a mask is read as it is, and what it excludes is skipped"
+    if key.lengths:
+        return "what lies beyond key lengths is not read"
+    if key.spec.num_heads != key.spec.num_kv_heads:
+        return "query heads that share a key head are one launch"
+    return None
+
+
+_A = AttentionTile
+#: Kernel -> family -> widest head -> tiles by the call's `burdens`, the last for any more.
+#: For 16 bits.
+ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
+    "fwd": {
+        "hopper": {
+            64: (_A(128, 128, 8, 3), _A(128, 128, 8, 3), _A(128, 64, 8, 2)),
+            128: (_A(128, 128, 8, 2), _A(128, 128, 8, 2), _A(128, 32, 8, 2)),
+            256: (_A(128, 64, 8, 2), _A(64, 64, 8, 2), _A(64, 32, 8, 2)),
+        },
+        "blackwell": {
+            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 1)),
+            128: (_A(128, 64, 4, 2), _A(128, 32, 4, 2), _A(64, 32, 8, 1)),
+            256: (_A(128, 32, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
+        },
+        "ampere": {
+            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 64, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 2)),
+            256: (_A(64, 64, 8, 1), _A(64, 64, 8, 1), _A(32, 32, 8, 1)),
+        },
+        "small": {
+            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 64, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
+            256: (_A(64, 64, 8, 1), _A(64, 64, 8, 1), _A(16, 32, 4, 1)),
+        },
+        "hip": {
+            64: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
+            128: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
+            256: (_A(64, 32, 4, 1), _A(64, 32, 4, 1), _A(32, 32, 4, 1)),
+        },
+    },
+    "dkdv": {
+        "hopper": {
+            64: (_A(64, 128, 8, 3), _A(64, 128, 8, 2), _A(32, 64, 8, 2)),
+            128: (_A(64, 128, 8, 2), _A(64, 64, 8, 2), _A(32, 64, 8, 2, split=True)),
+            256: (
+                _A(64, 64, 8, 2, split=True),
+                _A(32, 64, 8, 2, split=True),
+                _A(16, 64, 8, 2, split=True),
+            ),
+        },
+        "blackwell": {
+            64: (_A(64, 64, 8, 2),),
+            128: (_A(64, 64, 8, 2), _A(64, 64, 8, 2), _A(32, 64, 4, 2, split=True)),
+            256: (_A(32, 64, 8, 2, split=True),),
+        },
+        "ampere": {
+            64: (_A(32, 64, 4, 2), _A(32, 64, 4, 2), _A(32, 64, 8, 2)),
+            128: (_A(64, 64, 8, 2), _A(64, 64, 8, 2), _A(32, 64, 8, 2, split=True)),
+            256: (
+                _A(32, 64, 8, 2, split=True),
+                _A(32, 64, 8, 2, split=True),
+                _A(16, 64, 8, 2, split=True),
+            ),
+        },
+        "small": {
+            64: (_A(32, 64, 4, 2), _A(32, 64, 4, 2), _A(32, 64, 8, 1)),
+            128: (_A(64, 64, 8, 2), _A(32, 64, 8, 2), _A(32, 64, 8, 2, split=True)),
+            256: (
+                _A(32, 64, 8, 1, split=True),
+                _A(32, 64, 8, 1, split=True),
+                _A(32, 32, 4, 1, split=True),
+            ),
+        },
+        "hip": {
+            64: (_A(32, 64, 4, 1),),
+            128: (_A(32, 64, 4, 1, split=True),),
+            256: (_A(32, 32, 4, 1, split=True),),
+        },
+    },
+    "dq": {
+        "hopper": {
+            64: (_A(128, 128, 8, 3), _A(128, 128, 8, 3), _A(128, 64, 8, 2)),
+            128: (_A(128, 128, 8, 2), _A(128, 64, 8, 2), _A(128, 32, 8, 2)),
+            256: (_A(64, 64, 8, 2), _A(64, 32, 8, 2), _A(64, 16, 8, 2)),
+        },
+        "blackwell": {
+            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(128, 32, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2)),
+            256: (_A(64, 32, 8, 2),),
+        },
+        "ampere": {
+            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
+            256: (_A(64, 32, 8, 2), _A(64, 32, 8, 2), _A(64, 16, 8, 2)),
+        },
+        "small": {
+            64: (_A(128, 64, 8, 2), _A(128, 64, 8, 2), _A(64, 32, 8, 2)),
+            128: (_A(128, 64, 8, 2), _A(128, 32, 8, 2), _A(64, 32, 8, 2)),
+            256: (_A(64, 32, 8, 1), _A(64, 32, 8, 1), _A(64, 16, 8, 1)),
+        },
+        "hip": {
+            64: (_A(64, 64, 4, 1), _A(64, 64, 4, 1), _A(64, 32, 4, 1)),
+            128: (_A(64, 32, 4, 1),),
+            256: (_A(32, 32, 4, 1),),
+        },
+    },
+    "mask": {
+        "hopper": {
+            64: (_A(64, 32, 4, 2),),
+            128: (_A(64, 64, 8, 2),),
+            256: (_A(64, 32, 8, 2),),
+        },
+        "blackwell": {
+            64: (_A(64, 32, 4, 2),),
+            128: (_A(64, 64, 8, 2),),
+            256: (_A(64, 32, 8, 2),),
+        },
+        "ampere": {
+            64: (_A(32, 32, 4, 2),),
+            128: (_A(16, 32, 4, 2),),
+            256: (_A(16, 32, 4, 2),),
+        },
+        "small": {
+            64: (_A(16, 32, 4, 2),),
+            128: (_A(16, 32, 4, 2),),
+            256: (_A(16, 16, 4, 1),),
+        },
+        "hip": {
+            64: (_A(32, 32, 4, 1),),
+            128: (_A(32, 32, 4, 1),),
+            256: (_A(16, 32, 4, 1),),
+        },
+    },
+}
+_INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
+
+
+def burdens(spec: AttentionSpec, call: AttentionCall) -> int:
+    """What takes registers besides the products: 0 for nothing, 1, or 2 for masks or two things."""
+    early = call.lengths is not None or call.cu_q is not None
+    shared = spec.num_heads != spec.num_kv_heads
+    things = (spec.dropout > 0.0, spec.softcap != 0.0, early, shared)
+    return 2 if call.masked else min(2, sum(things))
+
+
+def attention_tile(
+    kernel: str,
+    target: Target,
+    width: int,
+    spec: AttentionSpec,
+    call: AttentionCall,
+    unpacks: bool = False,
+) -> AttentionTile:
+    """The tile of "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
+
+    `unpacks`: heads are codes, which is one burden more, and two where they are a tile's columns.
+    """
+    if target.kind == "interpreter":
+        return _INTERPRETED_ATTENTION
+    tiles = ATTENTION_TILES[kernel][family(target)]
+    fitting = tiles[next(w for w in tiles if width <= w)]
+    more = (2 if kernel == "dq" else 1) * unpacks
+    return fitting[min(burdens(spec, call) + more, len(fitting) - 1)]

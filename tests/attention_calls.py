@@ -1,0 +1,26 @@
+"""Calls of the attention operations, as the tests write them: a spec and what goes with it."""
+
+from typing import Any
+
+from fused_remat.spec import AttentionSpec
+from fused_remat.steps.attention_rows import AttentionCall
+
+OF_SPEC = ("softcap", "true_means", "align")
+
+
+def attention_call(
+    sizes: tuple[int, int, int, int, int, int],
+    scale: float | None = None,
+    left: int = -1,
+    right: int = -1,
+    p: float = 0.0,
+    **options: Any,
+) -> tuple[AttentionSpec, AttentionCall]:
+    """The spec and the call over (B, H, Hkv, S_q, S_k, E), without anything but for the options."""
+    batch, heads, kv_heads, q_len, kv_len, width = sizes
+    given = {name: options.pop(name) for name in OF_SPEC if name in options}
+    spec = AttentionSpec(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=width, window=(left, right), dropout=p,
+        scale=width**-0.5 if scale is None else scale, **given,
+    )  # fmt: skip
+    return spec, AttentionCall(batch, q_len, kv_len, **options)
