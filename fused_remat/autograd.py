@@ -407,20 +407,20 @@ _apply = super(torch.autograd.Function, FusedRematBlock).apply
 
 def _kept(graph: Graph, policy: str | Policy) -> tuple[Graph, frozenset[str]]:
     """`graph` with the steps that pack what `policy` keeps, and the names that it keeps."""
-    row: Collection[str] = ()
+    row: Collection[str] | None = None
     if isinstance(policy, str) and policy in ALL_RUNGS:  # a table that may change
-        row = ALL_RUNGS[policy].get(graph.kind, ())
+        row = ALL_RUNGS[policy].get(graph.kind)
     elif not isinstance(policy, Policy):
-        kept_names(policy, graph.kind, graph.names)  # which raises
-    return _kept_by(graph, policy, frozenset(row))
+        kept_names(policy, graph)  # which raises
+    return _kept_by(graph, policy, None if row is None else frozenset(row))
 
 
 @functools.lru_cache(maxsize=4096)
 def _kept_by(
-    graph: Graph, policy: str | Policy, row: frozenset[str]
+    graph: Graph, policy: str | Policy, row: frozenset[str] | None
 ) -> tuple[Graph, frozenset[str]]:
-    """`_kept`, looked up; `row`: the rung's in the table, so that another row is another call."""
-    save = kept_names(policy, graph.kind, graph.names)
+    """`_kept`, looked up; `row`: of a table that may change, so another row is another call."""
+    save = kept_names(policy, graph)
     return in_formats(graph, save), save
 
 

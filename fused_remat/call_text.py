@@ -1,6 +1,6 @@
 """A call of a block as text: what an operator is told besides tensors.
 
-    {"graph": "norm_graph('rms_norm', 1e-06)", "wants": ["input"], "backend": "auto", ...}
+    {"graph": "norm_graph(NormSpec(kind='rms_norm'))", "wants": ["input"], "backend": "auto", ...}
 
 It holds everything, so that a compiled program refers to no object, and a digest of the graph and
 the version, so that a compiler's cache on disk does not outlive either.
@@ -112,7 +112,7 @@ def describe(
         {
             "graph": recipe,
             "of": [graph.digest, __version__],
-            "save": sorted(kept_names(what, graph.kind, graph.names)),
+            "save": sorted(kept_names(what, graph)),
             "offload": sorted(offload_of(what)),
             "wants": sorted(wants),
             "backend": backend,

@@ -257,15 +257,16 @@ def predict_kept_bytes(
         device: where the block runs. What the policy offloads is not kept on a CUDA device; on a
             CPU, whose memory it would stay in, nothing moves and all of it counts.
 
-    >>> from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
-    >>> config = EncoderConfig(True, nhead=2, head_dim=4, activation="gelu", eps1=1e-5, eps2=1e-5)
+    >>> from fused_remat.graph.build import block_graph
+    >>> from fused_remat.spec import nn_layer_spec
     >>> shapes = {"input": (8,), "qkv.weight": (24, 8), "proj.weight": (8, 8),
     ...           "fc1.weight": (32, 8), "fc2.weight": (8, 32)}
-    >>> predict_kept_bytes(encoder_graph(config), "full", shapes, ["input", "fc1.weight"],
+    >>> graph = block_graph(nn_layer_spec(True, 2, 4, "gelu"))
+    >>> predict_kept_bytes(graph, "full", shapes, ["input", "fc1.weight"],
     ...                    batch=1, seq_len=10, dtype=torch.float32)["input"]
     320
     """
-    graph_names = kept_names(policy, graph.kind, graph.names)
+    graph_names = kept_names(policy, graph)
     itemsize = dtype.itemsize
     shapes = {**shapes, "input": (batch, seq_len, shapes["input"][-1])}
     graph = in_formats(graph if compute is None else mixed(graph, compute), graph_names)

@@ -40,7 +40,8 @@ from fused_remat.calls import (
     round_vectors,
 )
 from fused_remat.offload import fetched, hold, start_out
-from fused_remat.policies import ALL_RUNGS, Policy, kept_names
+from fused_remat.policies import Policy, kept_names
+from fused_remat.spec import KINDS
 
 # --- what Dynamo does not trace, but calls: constants in, constants out, checked while compiling
 
@@ -80,7 +81,7 @@ def _keeping(recipe: str, policy: str | tuple[str, ...]) -> str:
     """
     graph = graph_of(recipe)
     what = policy if isinstance(policy, str) else Policy(save=policy)
-    return in_formats(graph, kept_names(what, graph.kind, graph.names)).recipe
+    return in_formats(graph, kept_names(what, graph)).recipe
 
 
 for _constant in (describe, _draws_seed, _keeping, _registered):
@@ -352,5 +353,5 @@ def operators(kind: str) -> tuple[Any, Any]:
     return forward, backward
 
 
-for _kind in sorted({kind for rows in ALL_RUNGS.values() for kind in rows}):
+for _kind in KINDS:
     operators(_kind)

@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fused_remat.blocks.parallel import Parallel
 from fused_remat.huggingface.head import HuggingFaceHead
 from fused_remat.layers.divided import Division
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.linears import without_adapters
 from fused_remat.layers.vocabulary import VocabularyParallelLinear
 from fused_remat.shards import local_shards
+from fused_remat.spec import ParallelSpec
 
 #: Linear layers whose outputs are divided, by the blocks' names, and those whose inputs are.
 _COLUMNS = ("q", "k", "v", "gate", "fc1", "cross_q", "cross_k", "cross_v")
@@ -417,8 +417,9 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         raise ValueError(f"expected one dimension of a mesh, as mesh['tensor'], got {mesh}")
 
 
-def _place(mesh: DeviceMesh, sequence: bool) -> Parallel:
-    return Parallel(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), sequence)
+def _place(mesh: DeviceMesh, sequence: bool) -> ParallelSpec:
+    group, rank = mesh.get_group().group_name, mesh.get_local_rank()
+    return ParallelSpec(group=group, size=mesh.size(), rank=rank, sequence=sequence)
 
 
 def _parameters(layer: FusedLayer) -> Iterable[tuple[nn.Module, str, str]]:

@@ -1,141 +1,46 @@
 """What a block keeps between forward and backward: a rung, or any set of names and formats.
 
-Data only. A rung is one row of `RUNGS` or `LOSSY_RUNGS`; the names are the activations that the
-block's graph declares (`fused_remat.blocks`), as "qkv" where one is kept as it is, and "qkv:int8"
-where it is kept in one of `fused_remat.formats.FORMATS`. Statistics (norm means and rstd,
-attention's logsumexp beside a kept `attn`) and the dropout seed are kept whenever backward needs
-them, in every policy.
+Data only. A preset ("rung") is one row of `PRESETS`: the roles of the activations that it keeps.
+The names are those that the block's graph declares, as "qkv" where one is kept as it is, and
+"qkv:int8" where it is kept in one of `fused_remat.formats.FORMATS`. Statistics (norm means and
+rstd, attention's logsumexp beside a kept `attn`) and the dropout seed are kept whenever backward
+needs them, in every policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from fused_remat.formats import FORMATS, NATIVE, split_name
 
-#: Both attentions of a decoder, with what each reads.
-_DECODER_FAST = frozenset({"attn", "qkv", "cross", "query", "kv"})
+#: Preset -> the roles (`graph.build`) of the activations that it keeps besides the block's inputs;
+#: of several rows, the first of which the block has anything. A role that a block does not have
+#: adds nothing; "last normed" is the last of "normed".
+#:
+#: Backward of a norm after a branch asks for what it norms ("normed"). From "fast" on, what
+#: attention reads is kept ("heads"): rotated heads, since rotating back asks for nothing; where
+#: heads are normed first, the projection, which backward of that norm asks for. In 8 bits is what
+#: only attention, norms of heads and activations read; what a weight gradient or a norm of the
+#: stream reads is kept as it is.
+PRESETS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "full": ((),),
+    "lean": (("last normed",), ("attention",)),
+    "balanced": (("attention", "stream", "last normed"),),
+    "fast": (("attention", "stream", "normed", "heads"),),
+    "none": (("attention", "stream", "normed", "heads", "hidden"),),
+    "balanced8": (("attention", "last normed", "heads:int8", "hidden:int8"),),
+    "fast8": (("attention", "stream", "normed", "heads:int8", "hidden:int8"),),
+}
 
-#: rung -> block -> names kept besides the block's inputs; nothing where the block has no row.
-#: Of a rotary block, the rungs above "balanced" keep what attention reads, `rotated`: rotating back
-#: asks for nothing, so `qkv` is not wanted again. Where heads are normed first, backward asks for
-#: `qkv` itself, and `rotated` is one pass over it: keeping `qkv` alone costs the same bytes and
-#: rebuilds no product.
+#: preset -> kind of block -> names kept: rows of yours, which win over `PRESETS`. "fast8" rebuilds
+#: no product, "balanced8" the one that ends attention; both are chosen by name only.
 RUNGS: dict[str, dict[str, frozenset[str]]] = {
-    "full": {
-        "encoder_prenorm": frozenset(),
-        "encoder_postnorm": frozenset(),
-        "decoder_prenorm": frozenset(),
-        "decoder_postnorm": frozenset(),
-        "attention_block": frozenset(),
-        "rotary_attention_block": frozenset(),
-        "qk_norm_attention_block": frozenset(),
-        "attention": frozenset(),
-    },
-    "lean": {
-        "encoder_prenorm": frozenset({"attn"}),
-        "encoder_postnorm": frozenset({"sum2"}),
-        "decoder_prenorm": frozenset({"attn", "cross"}),
-        "decoder_postnorm": frozenset({"sum3"}),
-        "attention_block": frozenset({"attn"}),
-        "rotary_attention_block": frozenset({"attn"}),
-        "qk_norm_attention_block": frozenset({"attn"}),
-        "attention": frozenset({"output"}),
-    },
-    "balanced": {
-        "encoder_prenorm": frozenset({"attn", "mid"}),
-        "encoder_postnorm": frozenset({"attn", "sum2"}),
-        "decoder_prenorm": frozenset({"attn", "cross", "mid1", "mid2"}),
-        "decoder_postnorm": frozenset({"attn", "cross", "sum3"}),
-        "attention_block": frozenset({"attn"}),
-        "rotary_attention_block": frozenset({"attn"}),
-        "qk_norm_attention_block": frozenset({"attn"}),
-        "attention": frozenset({"output"}),
-    },
-    "fast": {
-        "encoder_prenorm": frozenset({"attn", "mid", "qkv"}),
-        "encoder_postnorm": frozenset({"attn", "sum1", "sum2", "qkv"}),
-        "decoder_prenorm": _DECODER_FAST | {"mid1", "mid2"},
-        "decoder_postnorm": _DECODER_FAST | {"sum1", "sum2", "sum3"},
-        "attention_block": frozenset({"attn", "qkv"}),
-        "rotary_attention_block": frozenset({"attn", "rotated"}),
-        "qk_norm_attention_block": frozenset({"attn", "qkv"}),
-        "attention": frozenset({"output"}),
-    },
-    "none": {
-        "encoder_prenorm": frozenset({"attn", "mid", "qkv", "up"}),
-        "encoder_postnorm": frozenset({"attn", "sum1", "sum2", "qkv", "up"}),
-        "decoder_prenorm": _DECODER_FAST | {"mid1", "mid2", "up"},
-        "decoder_postnorm": _DECODER_FAST | {"sum1", "sum2", "sum3", "up"},
-        "attention_block": frozenset({"attn", "qkv"}),
-        "rotary_attention_block": frozenset({"attn", "rotated"}),
-        "qk_norm_attention_block": frozenset({"attn", "qkv"}),
-        "attention": frozenset({"output"}),
-        "mlp": frozenset({"up"}),
-        "mlp_block": frozenset({"up"}),
-        "gated_mlp": frozenset({"gate", "up"}),
-        "gated_mlp_block": frozenset({"gate", "up"}),
-    },
+    name: {} for name in ("full", "lean", "balanced", "fast", "none")
 }
-
-
-#: What attention reads of a block, by how its heads are made: the step to keep from "fast" on.
-_HEADS = {"": "qkv", "rotary_": "rotated", "qk_norm_": "qkv"}
-#: rung -> placement of the norms -> names kept of a transformer block, and whether also its heads.
-#: Backward of a norm after a half asks for that half's sum: "down", as a post-norm block's "sum2".
-_TRANSFORMERS: dict[str, dict[str, tuple[set[str], bool]]] = {
-    "full": {"prenorm": (set(), False), "postnorm": (set(), False), "sandwich": (set(), False)},
-    "lean": {
-        "prenorm": ({"attn"}, False),
-        "postnorm": ({"sum2"}, False),
-        "sandwich": ({"down"}, False),
-    },
-    "balanced": {
-        "prenorm": ({"attn", "mid"}, False),
-        "postnorm": ({"attn", "sum2"}, False),
-        "sandwich": ({"attn", "down"}, False),
-    },
-    "fast": {
-        "prenorm": ({"attn", "mid"}, True),
-        "postnorm": ({"attn", "sum1", "sum2"}, True),
-        "sandwich": ({"attn", "proj", "down"}, True),
-    },
-    "none": {
-        "prenorm": ({"attn", "mid", "gate", "up"}, True),
-        "postnorm": ({"attn", "sum1", "sum2", "gate", "up"}, True),
-        "sandwich": ({"attn", "proj", "down", "gate", "up"}, True),
-    },
-}
-for _rung, _placements in _TRANSFORMERS.items():
-    for _prefix, _read in _HEADS.items():
-        for _placement, (_names, _keeps_heads) in _placements.items():
-            _kept = _names | ({_read} if _keeps_heads else set())
-            RUNGS[_rung][f"{_prefix}transformer_{_placement}"] = frozenset(_kept)
-
-
-#: What only attention, norms of heads and activations read: kept in 8 bits by the lossy rungs. What
-#: a weight gradient or a norm reads (attn, mid, sum1, ...) stays as it is.
-_IN_8_BITS = frozenset({"qkv", "rotated", "query", "kv", "gate", "up"})
-#: Lossy rung -> the exact one whose other names it keeps, and those of them that it does not.
-_BESIDE_8_BITS: dict[str, tuple[str, frozenset[str]]] = {
-    "balanced8": ("balanced", frozenset({"mid", "mid1", "mid2"})),
-    "fast8": ("fast", frozenset()),
-}
-
-
-def _lossy(block: str, exact: str, dropped: frozenset[str]) -> frozenset[str]:
-    native = RUNGS[exact].get(block, frozenset()) - dropped - _IN_8_BITS
-    return native | {f"{name}:int8" for name in RUNGS["none"][block] & _IN_8_BITS}
-
-
-#: Lossy rung -> block -> names kept, as in `RUNGS`. "fast8" rebuilds no product, "balanced8" the
-#: one that ends attention. Forward is that of every other policy. Chosen by name only.
-LOSSY_RUNGS: dict[str, dict[str, frozenset[str]]] = {
-    rung: {block: _lossy(block, *beside) for block in RUNGS["none"]}
-    for rung, beside in _BESIDE_8_BITS.items()
-}
-#: Every rung by name.
+LOSSY_RUNGS: dict[str, dict[str, frozenset[str]]] = {name: {} for name in ("balanced8", "fast8")}
+#: Every preset by name.
 ALL_RUNGS = RUNGS | LOSSY_RUNGS
 
 #: Where in a segment a block is (`fused_remat.segments`).
@@ -273,36 +178,70 @@ def _check_format(name: str, stored: str) -> None:
         raise ValueError(f"unknown format {stored!r} of {name!r}; valid formats: {valid}")
 
 
-def kept_names(policy: str | Policy, block: str, valid: Iterable[str]) -> frozenset[str]:
-    """The names that `policy` keeps in `block`, whose activations are `valid`, as `Policy.save`.
+class Kinded(Protocol):
+    """What presets ask of a graph: its kind, the names that may be kept, and their roles."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def roles(self) -> Mapping[str, tuple[str, ...]]: ...
+
+
+def kept_names(
+    policy: str | Policy, graph: Kinded, valid: Iterable[str] | None = None
+) -> frozenset[str]:
+    """The names that `policy` keeps in a block, as `Policy.save`; of `valid`, if it is given.
 
     Raises:
-        ValueError: an unknown rung, or a name that the block does not have; the message lists
+        ValueError: an unknown preset, or a name that the block does not have; the message lists
             the valid ones.
         TypeError: `policy` is neither a string nor a Policy.
 
-    >>> sorted(kept_names("balanced", "encoder_prenorm", ["attn", "mid"]))
+    >>> from fused_remat.graph.build import block_graph
+    >>> from fused_remat.spec import nn_layer_spec
+    >>> sorted(kept_names("balanced", block_graph(nn_layer_spec(True, 4, 16, "gelu"))))
     ['attn', 'mid']
     """
+    names = tuple(graph.names if valid is None else valid)
     if isinstance(policy, str):
         if policy not in ALL_RUNGS:
             raise ValueError(f"unknown policy {policy!r}; valid rungs: {', '.join(ALL_RUNGS)}")
-        valid = frozenset(valid)  # "gate": of gated ones
-        names = ALL_RUNGS[policy].get(block, frozenset())
-        return frozenset(name for name in names if split_name(name)[0] in valid)
+        row = ALL_RUNGS[policy].get(graph.kind)
+        kept = _by_roles(PRESETS.get(policy, ()), graph.roles) if row is None else row
+        return frozenset(name for name in kept if split_name(name)[0] in names)
     if not isinstance(policy, Policy):
         known = ", ".join(ALL_RUNGS)
         raise TypeError(f"policy must be a rung ({known}) or a Policy, got {policy!r}")
-    valid = tuple(valid)
     for name, stored in policy.formats.items():  # unpickled, it may name one that is not there
         _check_format(name, stored)
-    unknown = sorted(set(policy.formats).difference(valid))
+    unknown = sorted(set(policy.formats).difference(names))
     if unknown:
         raise ValueError(
-            f"unknown activation {', '.join(map(repr, unknown))} in Policy for {block}; "
-            f"valid names: {', '.join(valid)}"
+            f"unknown activation {', '.join(map(repr, unknown))} in Policy for {graph.kind}; "
+            f"valid names: {', '.join(names)}"
         )
     return policy.save
+
+
+def _by_roles(
+    rows: tuple[tuple[str, ...], ...], roles: Mapping[str, tuple[str, ...]]
+) -> frozenset[str]:
+    """The names that the first row with any gives, as `Policy.save` has them."""
+    kept: frozenset[str] = frozenset()
+    for row in rows:
+        asked = [role.partition(":")[::2] for role in row]
+        kept = frozenset(
+            f"{name}:{stored}" if stored else name
+            for role, stored in asked
+            for name in roles.get(role, ())
+        )
+        if kept:
+            break
+    return kept
 
 
 def draws(policy: str | Policy) -> bool:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
-from typing import Literal, ParamSpec, TypeVar
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 
@@ -62,7 +62,7 @@ class AttentionSpec:
     Attributes:
         num_heads, num_kv_heads, head_dim: query heads share key and value heads in groups of
             num_heads / num_kv_heads.
-        scale: of the scores; None for head_dim ** -0.5.
+        scale: of the scores, usually head_dim ** -0.5.
         window: how many keys before and after its own position a query sees; -1 for no limit.
             Causal is (-1, 0).
         align: which query and key are at one position: the last ones ("end") or the first ones
@@ -98,8 +98,74 @@ class AttentionSpec:
     def options(self) -> tuple[str, ...]:
         """Names of the options of the scores and the probabilities that are not the default."""
         rows = [row for row in fields(self) if row.default is not MISSING]
-        set_ = [row.name for row in rows if getattr(self, row.name) != row.default]
-        return tuple([name for name in set_ if name not in _NOT_OF_SCORES])
+        given = [row.name for row in rows if getattr(self, row.name) != row.default]
+        return tuple([name for name in given if name not in _NOT_OF_SCORES])
+
+    def __post_init__(self) -> None:
+        if min(self.window) < -1:
+            raise ValueError(f"window takes counts of keys, or -1 for no limit, got {self.window}")
+        if self.softcap < 0.0:
+            raise ValueError(f"softcap must be positive, or 0 for none, got {self.softcap}")
+        if self.align == "start" and self.window not in ((-1, -1), (-1, 0)):
+            raise ValueError(
+                f"with align='start', window is (-1, -1) or (-1, 0), got {self.window}"
+            )
+
+    @property
+    def columns(self) -> dict[str, tuple[int, int]]:
+        """The columns, first and end, of q, k and v in the packed projection, by their layers."""
+        prefix = "" if self.keys == "input" else "cross_"
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        ends = (0, heads, heads + kv_heads, heads + 2 * kv_heads)
+        return {f"{prefix}{name}": ends[i : i + 2] for i, name in enumerate("qkv")}  # type: ignore[misc]
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of the linear layers."""
+        packed, proj = ("qkv", "proj") if self.keys == "input" else ("cross", "cross_proj")
+        return (*(self.columns if self.projection == "split" else (packed,)), proj)
+
+    @property
+    def heads_kind(self) -> str:
+        """What the kind of a block says of its heads: they are rotated, or normed first."""
+        return "qk_norm_" if self.head_norm else "rotary_" if self.rotary else ""
+
+    def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
+        """(out, in) of every linear layer of a block of `width`."""
+        *layers, proj = self.linears
+        sizes = {name: stop - start for name, (start, stop) in self.columns.items()}
+        rows = [sizes.get(name, sum(sizes.values())) for name in layers]
+        shapes = {name: (n, width) for name, n in zip(layers, rows, strict=True)}
+        return {**shapes, proj: (width, self.num_heads * self.head_dim)}
+
+
+class AttentionOptions(TypedDict, total=False):
+    """What functions take by keyword of `AttentionSpec`; a `scale` of None is head_dim ** -0.5."""
+
+    window: tuple[int, int]
+    scale: float | None
+    softcap: float
+
+
+def score_fields(head_dim: int, is_causal: bool, options: AttentionOptions) -> dict[str, Any]:
+    """The fields of an `AttentionSpec` for heads `head_dim` wide, from a function's arguments.
+
+    Raises: TypeError for an unknown option, or a window that is none.
+
+    >>> score_fields(16, True, {"softcap": 30.0})
+    {'softcap': 30.0, 'scale': 0.25, 'window': (-1, 0)}
+    """
+    for name in options:
+        if name not in AttentionOptions.__annotations__:
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+    window, scale = options.get("window", (-1, -1)), options.get("scale")
+    if not isinstance(window, tuple) or [type(w) for w in window] != [int, int]:
+        raise TypeError(f"window takes two ints, (left, right), got {window!r}")
+    return {
+        **{name: float(n) if isinstance(n, int) else n for name, n in options.items()},
+        "scale": float(max(head_dim, 1)) ** -0.5 if scale is None else float(scale),
+        "window": (window[0], 0 if is_causal else window[1]),
+    }
 
 
 # Fields of an `AttentionSpec` that say where q, k, v and the masks come from.
@@ -126,6 +192,17 @@ class MLPSpec:
     captured: int = 0
     whole: bool = False
 
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of the linear layers."""
+        return ("gate", "fc1", "fc2") if self.gated else ("fc1", "fc2")
+
+    def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
+        """(out, in) of every linear layer of a block of `width`, of an MLP `hidden` wide."""
+        return {
+            name: (width, hidden) if name == "fc2" else (hidden, width) for name in self.linears
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class BranchSpec:
@@ -137,14 +214,21 @@ class BranchSpec:
         placement: of the norm: before the branch ("pre"), after the sum ("post"), or before the
             branch and before the sum ("sandwich").
         dropout: of what is added.
-        parallel: reads what the branch before it read, instead of the sum after that one.
+        parallel: reads the stream that the branch before it read, instead of the sum after that
+            one; without a norm of its own, what that branch's norm made of it.
     """
 
     op: AttentionSpec | MLPSpec
     norm: NormSpec | None = None
-    placement: Literal["pre", "post", "sandwich"] = "pre"
+    placement: str = "pre"
     dropout: float = 0.0
     parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.placement not in ("pre", "post", "sandwich"):
+            raise ValueError(
+                f"placement must be 'pre', 'post' or 'sandwich', got {self.placement!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +285,112 @@ class BlockSpec:
     loras: tuple[LoraSpec, ...] = ()
     parallel: ParallelSpec | None = None
 
+    def __hash__(self) -> int:
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            found = hash((self.kind, self.branches, self.inputs, self.loras, self.parallel))
+            object.__setattr__(self, "_hash", found)
+        return found
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The first attention."""
+        for branch in self.branches:
+            if isinstance(branch.op, AttentionSpec):
+                return branch.op
+        raise ValueError(f"{self.kind} has no attention")
+
+    @property
+    def norm_first(self) -> bool:
+        """Whether a branch ends with the sum, not with a norm of it."""
+        return self.branches[-1].placement != "post"
+
+    @property
+    def drops(self) -> bool:
+        """Whether any dropout probability is not 0."""
+        return any(b.dropout > 0.0 or b.op.dropout > 0.0 for b in self.branches)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of the linear layers."""
+        return tuple([name for branch in self.branches for name in branch.op.linears])
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the norms over the width of the block."""
+        names = []
+        for i, branch in enumerate(self.branches, 1):
+            number = str(i) if len(self.branches) > 1 else ""
+            names += [f"norm{number}"] if branch.norm is not None else []
+            names += [f"post{number}"] if branch.placement == "sandwich" else []
+        return tuple(names)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of all weights and biases, those of low-rank updates included."""
+        names = linear_params(*self.linears, *self.norms)
+        ops = [branch.op for branch in self.branches]
+        if any(isinstance(op, AttentionSpec) and op.head_norm is not None for op in ops):
+            names += ("q_norm.weight", "k_norm.weight")
+        return names + lora_params(len(self.loras))
+
+    def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
+        """(out, in) of every linear layer of a block of `width` whose MLP is `hidden` wide.
+
+        >>> nn_layer_spec(True, 4, 8, "gelu").linear_shapes(32, 64)["qkv"]
+        (96, 32)
+        """
+        shapes: dict[str, tuple[int, int]] = {}
+        for branch in self.branches:
+            shapes.update(branch.op.linear_shapes(width, hidden))
+        return shapes
+
+    def on_rank(self, parallel: ParallelSpec) -> BlockSpec:
+        """The block as one rank of a tensor-parallel group has it: with its share of the heads."""
+
+        def own(op: AttentionSpec | MLPSpec) -> AttentionSpec | MLPSpec:
+            if isinstance(op, MLPSpec):
+                return op
+            heads, kv_heads = (n // parallel.size for n in (op.num_heads, op.num_kv_heads))
+            return replace(op, num_heads=heads, num_kv_heads=kv_heads)
+
+        branches = tuple([replace(branch, op=own(branch.op)) for branch in self.branches])
+        return replace(self, branches=branches, parallel=parallel)
+
+
+_PLACEMENTS = ("prenorm", "postnorm", "sandwich")
+_HEADS = ("", "rotary_", "qk_norm_")
+#: The kinds of blocks that this library makes. Their operators exist before any graph does, for
+#: programs that another process has compiled.
+KINDS = (
+    *(f"{layer}_{placement}" for layer in ("encoder", "decoder") for placement in _PLACEMENTS[:2]),
+    *(f"{heads}transformer_{placement}" for heads in _HEADS for placement in _PLACEMENTS),
+    *(f"{heads}attention_block" for heads in _HEADS),
+    "mlp", "mlp_block", "gated_mlp", "gated_mlp_block",
+    "attention", "dropout_add", "linear_cross_entropy", "norm", "rotary",
+)  # fmt: skip
+
+
+def linear_params(*names: str) -> tuple[str, ...]:
+    """The weight and bias of each layer.
+
+    >>> linear_params("fc1")
+    ('fc1.weight', 'fc1.bias')
+    """
+    return tuple([f"{name}.{kind}" for name in names for kind in ("weight", "bias")])
+
+
+def lora_params(count: int) -> tuple[str, ...]:
+    """Names of the matrices of `count` updates: A (rank, in), B (out, rank).
+
+    >>> lora_params(1)
+    ('lora.0.A', 'lora.0.B')
+    """
+    return tuple([f"lora.{i}.{matrix}" for i in range(count) for matrix in "AB"])
+
 
 def cached(build: Callable[P, Spec]) -> Callable[P, Spec]:
-    """`build`, which makes a spec of plain numbers, with a cache; the compiler traces through it.
+    """`build`, which makes a spec of plain values, with a cache; the compiler traces through it.
 
     A layer describes its block anew at every call, and its description is seldom new.
     """
@@ -213,6 +400,119 @@ def cached(build: Callable[P, Spec]) -> Callable[P, Spec]:
     def built(*args: P.args, **kwargs: P.kwargs) -> Spec:
         if torch.compiler.is_compiling():
             return build(*args, **kwargs)
-        return known(*args, **kwargs)
+        return known(*args, **kwargs)  # type: ignore[arg-type]
 
     return built
+
+
+@cached
+def nn_layer_spec(
+    norm_first: bool,
+    num_heads: int,
+    head_dim: int,
+    activation: str,
+    eps: tuple[float, ...] = (1e-5, 1e-5),
+    dropout: float | tuple[float, ...] = 0.0,
+    *,
+    causal: bool = False,
+    masks: tuple[str, ...] = (),
+    memory_causal: bool = False,
+    memory_masks: tuple[str, ...] = (),
+    true_means: Literal["attend", "exclude"] = "exclude",
+    projection: Literal["packed", "split"] = "packed",
+    captured: int = 0,
+    loras: tuple[LoraSpec, ...] = (),
+) -> BlockSpec:
+    """The block of an `nn.TransformerEncoderLayer`, or of a decoder layer if it has three norms.
+
+    Args:
+        norm_first, num_heads, head_dim, activation: the layer's.
+        eps: of its norms, two or three.
+        dropout: probabilities in the order in which they apply: attention, what it adds, the same
+            of the attention to the memory, the MLP, what it adds; or one number for all.
+        causal, masks: of the attention to the input; `memory_causal`, `memory_masks`: to "memory".
+        captured: as in `MLPSpec`; true_means, projection: as in `AttentionSpec`.
+
+    >>> nn_layer_spec(True, 4, 16, "gelu", (1e-5,) * 3).kind
+    'decoder_prenorm'
+    """
+    decodes = len(eps) == 3
+    ps = dropout if isinstance(dropout, tuple) else (dropout,) * (2 * len(eps))
+    attention = AttentionSpec(
+        num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim, scale=head_dim**-0.5,
+        window=(-1, 0 if causal else -1), dropout=ps[0], masks=masks, true_means=true_means,
+        projection=projection,
+    )  # fmt: skip
+    ops: list[AttentionSpec | MLPSpec] = [attention]
+    if decodes:
+        cross = replace(
+            attention, window=(-1, 0 if memory_causal else -1), align="start", dropout=ps[2],
+            masks=memory_masks, keys="memory",
+        )  # fmt: skip
+        ops.append(cross)
+    ops.append(MLPSpec(activation=activation, dropout=ps[-2], captured=captured, whole=True))
+    placement = "pre" if norm_first else "post"
+    branches = [
+        BranchSpec(op=op, norm=NormSpec(eps=e), placement=placement, dropout=p)
+        for op, e, p in zip(ops, eps, ps[1::2], strict=True)
+    ]
+    return BlockSpec(
+        kind=f"{'decoder' if decodes else 'encoder'}_{placement}norm",
+        branches=tuple(branches),
+        inputs=("input", "memory") if decodes else ("input",),
+        loras=loras,
+    )
+
+
+@cached
+def transformer_spec(
+    norm: str,
+    eps: float,
+    activation: str,
+    *,
+    offset: float = 0.0,
+    placement: str = "pre",
+    gated: bool = False,
+    dropout: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0),
+    rotary: bool = False,
+    interleaved: bool = False,
+    qk_norm_eps: float | None = None,
+    loras: tuple[LoraSpec, ...] = (),
+    **attention: Any,
+) -> BlockSpec:
+    """The block of a language or vision model: attention and an MLP with norms of one kind.
+
+    Args:
+        norm, eps, offset, placement: of the norms of both branches.
+        activation, gated: of the MLP.
+        dropout: of attention's probabilities, of what attention adds, in the MLP, of what it adds.
+        rotary, interleaved: whether query and key heads are rotated, and as `RotarySpec` has it.
+        qk_norm_eps: of an RMSNorm of query and key heads before that; None for none.
+        attention: other fields of `AttentionSpec`.
+
+    Raises: ValueError for an unknown placement.
+
+    >>> transformer_spec("rms_norm", 1e-6, "silu", gated=True, rotary=True,
+    ...     num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=(-1, 0)).kind
+    'rotary_transformer_prenorm'
+    """
+    p_attention, p_first, p_mlp, p_second = dropout
+    head_norm = None
+    if qk_norm_eps is not None:
+        head_norm = NormSpec(kind="rms_norm", eps=qk_norm_eps, offset=offset)
+    op = AttentionSpec(
+        dropout=p_attention,
+        rotary=RotarySpec(interleaved=interleaved) if rotary else None,
+        head_norm=head_norm,
+        **attention,
+    )
+    mlp = MLPSpec(activation=activation, gated=gated, dropout=p_mlp)
+    spec = NormSpec(kind=norm, eps=eps, offset=offset)
+    return BlockSpec(
+        kind=f"{op.heads_kind}transformer_{placement}{'' if placement == 'sandwich' else 'norm'}",
+        branches=(
+            BranchSpec(op=op, norm=spec, placement=placement, dropout=p_first),
+            BranchSpec(op=mlp, norm=spec, placement=placement, dropout=p_second),
+        ),
+        loras=loras,
+    )

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from fused_remat import FusedRematLayer, Policy
 from fused_remat.backends import attention_rows, eager
-from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+from fused_remat.graph.build import block_graph
+from fused_remat.spec import nn_layer_spec
 
 ACTIVATIONS = {
     "relu": "relu", "gelu": "gelu", "gelu_tanh": nn.GELU(approximate="tanh"), "silu": F.silu,
@@ -72,7 +73,7 @@ def draw(seed: int) -> Drawn:
     # A norm over fewer than 4 elements is nearly constant, its gradient nearly all cancellation.
     d_model = nhead * r.randint(4 if nhead == 1 else 2, 12)
     norm_first = r.random() < 0.5
-    names = encoder_graph(EncoderConfig(norm_first, 1, 1, "relu", 1e-5, 1e-5)).names
+    names = block_graph(nn_layer_spec(norm_first, 1, 1, "relu")).names
     some = tuple(n for n in names if r.random() < 0.4)
     dtype = r.choice(("float64", "float64", "float32", "float32", "bfloat16", "float16"))
     smooth = [a for a in ACTIVATIONS if a not in ("relu", "a module")]

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LINE = (
-    "layers", "ops", "autograd", "segments", "operators", "call_text", "demand", "calls", "blocks",
-    "backends", "kernels",
+    "layers", "ops", "autograd", "segments", "operators", "call_text", "demand", "calls", "graph",
+    "blocks", "backends", "kernels",
 )  # fmt: skip
 LEAVES = (
     "accumulation",
@@ -22,6 +22,7 @@ LEAVES = (
     "policies",
     "random",
     "shards",
+    "spec",
     "uncompiled",
     "version",
 )
@@ -59,7 +60,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "convert": ("huggingface", *LINE, *LEAVES),
     "huggingface": ("huggingface", *LINE, *LEAVES),
     "memory": ("blocks", *LEAVES),
-    "parallel": ("blocks", "huggingface", "layers", "shards"),
+    "parallel": ("huggingface", "layers", "shards", "spec"),
     "report": ("layers", "memory", "report", *LEAVES),
     "planner": ("convert", "layers", "memory", "planner", "report", *LINE, *LEAVES),
     "__main__": ("cli",),
@@ -94,29 +95,19 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "blocks.program": ("blocks.fusions", "blocks.nodes", *LEAVES),
     "blocks.fusions": ("blocks.frame", *NODES),
     **dict.fromkeys(NODES, ("backends.base", "blocks.custom", "blocks.frame", *NODES, *LEAVES)),
-    "blocks.parallel": ("blocks.recipe", *NODES, "blocks.frame", *LEAVES),
+    "blocks.parallel": (*NODES, "blocks.frame", *LEAVES),
     "blocks.frame": ("backends.base", *LEAVES),
     "blocks.custom": (),
-    "blocks.recipe": ("blocks.program",),
+    "blocks.recipe": ("blocks.program", "spec"),
     "blocks.reread": (),
     "explain": (*LINE, "report", *LEAVES),
-    "blocks.decoder": (
-        "blocks.encoder",
-        "blocks.program",
-        "blocks.recipe",
-        "blocks.sketch",
-        *NODES,
-        *LEAVES,
-    ),
     "blocks.in_formats": ("blocks.program", "blocks.recipe", *NODES, *LEAVES),
     "blocks.mixed": ("blocks.frame", "blocks.program", "blocks.recipe", *NODES),
-    "blocks.sketch": (*NODES, *LEAVES),
-    "blocks.encoder": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),
-    "blocks.transformer": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),
-    "blocks.pieces": ("blocks.program", "blocks.recipe", "blocks.sketch", *NODES, *LEAVES),
+    "graph": (),
+    "graph.build": ("blocks.program", "blocks.recipe", *NODES, *LEAVES),
     "blocks.cross_entropy": (
         "collectives",
-        "blocks.parallel",
+        "spec",
         "backends.base",
         "blocks.frame",
         "blocks.nodes",

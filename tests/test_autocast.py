@@ -14,15 +14,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat import FusedRematLayer, explain, memory_report, ops
-from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
 from fused_remat.blocks.frame import TRACERS
 from fused_remat.blocks.mixed import mixed
-from fused_remat.blocks.pieces import dropout_add_graph
 from fused_remat.calls import autocast_on
+from fused_remat.graph.build import block_graph, dropout_add_graph
 from fused_remat.layers import FusedRematWarning
 from fused_remat.layers.autocast import precision_of, why_not
 from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
 from fused_remat.report import saved
+from fused_remat.spec import nn_layer_spec
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
@@ -349,7 +349,7 @@ TABLE = {
 }
 KEEPS_ATTENTION = {True: RUNGS[1:], False: RUNGS[2:]}
 B, S, D, H = 3, 100, 48, 4
-WANTS = (*(n for n in PARAMS if n not in ("mask", "padding", "seed")), "input")
+WANTS = (*nn_layer_spec(True, H, D // H, "relu").weights, "input")
 SHAPES = {
     "input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D), "fc1.weight": (4 * D, D),
     "fc2.weight": (D, 4 * D),
@@ -357,8 +357,7 @@ SHAPES = {
 
 
 def kept(policy, norm_first, dropout=0.0, dtype=FP32, compute=BF16):
-    config = EncoderConfig(norm_first, H, D // H, "relu", 1e-5, 1e-5, *(dropout,) * 4)
-    graph = encoder_graph(config)
+    graph = block_graph(nn_layer_spec(norm_first, H, D // H, "relu", dropout=dropout))
     return predict_kept_bytes(graph, policy, SHAPES, WANTS, B, S, dtype, compute)
 
 
@@ -403,8 +402,7 @@ def test_a_low_precision_stream_keeps_two_bytes_an_element(norm_first):
 def test_the_graph_tells_every_dtype():
     """What a fake implementation of the op allocates from."""
     for norm_first in (True, False):
-        config = EncoderConfig(norm_first, H, D // H, "relu", 1e-5, 1e-5, 0.1, 0.1, 0.1, 0.1)
-        graph = encoder_graph(config)
+        graph = block_graph(nn_layer_spec(norm_first, H, D // H, "relu", dropout=0.1))
         assert set(graph.dtypes(BF16).values()) == {BF16, FP32}
         low = mixed(graph, FP16)
         assert mixed(graph, FP16) is low and low.names == graph.names

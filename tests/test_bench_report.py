@@ -23,7 +23,7 @@ from bench.measure.contest import Rig
 from bench.measure.machine import environment
 from bench.report import command, eight_bits, frontier, kernels, layers, plans, rungs, sets
 from bench.test_benchmarks import rows
-from fused_remat.policies import LOSSY_RUNGS
+from fused_remat.policies import kept_names
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -176,7 +176,7 @@ def test_the_sets_of_the_encoder_that_no_other_beats() -> None:
     best = eight_bits.undominated(found)
     by_save = {kept.save: kept for kept in best}
     for rung in ("fast8", "balanced8"):
-        kept = by_save[LOSSY_RUNGS[rung][graph.kind]]
+        kept = by_save[kept_names(rung, graph)]
         assert (kept.products // rungs.D**2, kept.attentions) == {"fast8": (0, 0)}.get(rung, (2, 0))
     assert not any(
         all(a <= b for a, b in zip(other.cost, kept.cost, strict=True))

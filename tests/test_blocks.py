@@ -1,25 +1,27 @@
 """The heart: what a graph's programs keep, rebuild and free, read off the programs themselves."""
 
+import copy
 import itertools
 
 import pytest
 from reference import RUNGS
 
-from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
 from fused_remat.blocks.frame import Chunks
 from fused_remat.blocks.program import programs
+from fused_remat.graph.build import block_graph
 from fused_remat.policies import RUNGS as TABLE
 from fused_remat.policies import kept_names
+from fused_remat.spec import nn_layer_spec
 
-PRE = encoder_graph(EncoderConfig(True, 2, 4, "gelu", 1e-5, 1e-5))
-POST = encoder_graph(EncoderConfig(False, 2, 4, "gelu", 1e-5, 1e-5))
-ALL = frozenset({"input", *PARAMS} - {"mask", "padding", "seed"})
+PRE = block_graph(nn_layer_spec(True, 2, 4, "gelu"))
+POST = block_graph(nn_layer_spec(False, 2, 4, "gelu"))
+ALL = frozenset({"input", *PRE.params})
 WEIGHTS_FROZEN = frozenset({"input"})
 
 
 def rebuilt(graph, policy, wants=ALL, tiled=False):
     """Names that backward rebuilds, in order."""
-    plan = programs(graph, kept_names(policy, graph.kind, graph.names), wants, tiled)
+    plan = programs(graph, kept_names(policy, graph), wants, tiled)
     steps = plan.backward + plan.tile_backward
     return [s.node.name for s in steps if s.kind == "compute"]
 
@@ -86,7 +88,7 @@ def walk(steps, have, plan):
 
 def test_rung_tables_are_valid_and_ordered():
     for graph in (PRE, POST):
-        kept = [kept_names(r, graph.kind, graph.names) for r in RUNGS]
+        kept = [kept_names(r, graph) for r in RUNGS]
         assert all(k <= set(graph.names) for k in kept)
         shapes = {"input": (8,), "qkv.weight": (24, 8), "proj.weight": (8, 8),
                   "fc1.weight": (32, 8), "fc2.weight": (8, 32)}  # fmt: skip
@@ -96,9 +98,10 @@ def test_rung_tables_are_valid_and_ordered():
     assert tuple(TABLE) == RUNGS
 
 
-def test_equal_configs_share_one_graph():
-    a, b = (EncoderConfig(True, 2, 4, "gelu", 1e-5, 1e-5, p_mlp=p) for p in (0.1, 0.1))
-    assert encoder_graph(a) is encoder_graph(b) is not PRE
+def test_equal_specs_share_one_graph():
+    spec = nn_layer_spec(True, 2, 4, "gelu", dropout=0.1)
+    assert copy.deepcopy(spec) is not spec
+    assert block_graph(copy.deepcopy(spec)) is block_graph(spec) is not PRE
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 33])

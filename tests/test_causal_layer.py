@@ -24,6 +24,7 @@ from fused_remat import (
     ops,
 )
 from fused_remat.convert import set_policy
+from fused_remat.graph.build import block_graph
 from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
 
 LLAMA = {"kv_heads": 2, "head_dim": BLOCK.head_dim}
@@ -209,7 +210,7 @@ def test_kept_bytes_are_predicted_and_rise_from_rung_to_rung(kind, rotates):
         shapes = {n: tuple(t.shape) for n, t in call.tensors.items() if t is not None}
         wants = [n for n, t in call.tensors.items() if t is not None and t.requires_grad]
         predicted = predict_kept_bytes(
-            layer._graph(call.config), layer.policy, shapes, wants, 3, 30, x.dtype
+            block_graph(call.spec), layer.policy, shapes, wants, 3, 30, x.dtype
         )
         total = sum(predicted.values())
         with in_pieces(64):

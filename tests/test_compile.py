@@ -408,9 +408,10 @@ def test_a_graph_without_a_recipe_says_what_to_do():
     from dataclasses import replace
 
     from fused_remat.autograd import run_block
-    from fused_remat.blocks.pieces import norm_graph
+    from fused_remat.graph.build import norm_graph
+    from fused_remat.spec import NormSpec
 
-    graph = replace(norm_graph("rms_norm", 1e-6), recipe="")
+    graph = replace(norm_graph(NormSpec(kind="rms_norm", eps=1e-6)), recipe="")
     with pytest.raises(Exception, match="has no recipe: build its graph in a function marked"):
         compiled(lambda x: run_block(graph, "full", {"input": x}))(src())
 
@@ -419,11 +420,14 @@ def test_a_block_of_ones_own():
     from dataclasses import replace
 
     from fused_remat.autograd import run_block
-    from fused_remat.blocks.pieces import MlpConfig, mlp_graph
+    from fused_remat.graph.build import block_graph
+    from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec
 
     @builder
     def doubled_mlp(activation, p):
-        return replace(mlp_graph(MlpConfig(activation, p_mlp=p)), kind="doubled_mlp")
+        branch = BranchSpec(op=MLPSpec(activation=activation, dropout=p))
+        spec = BlockSpec(kind="mlp", branches=(branch,), residual=False)
+        return replace(block_graph(spec), kind="doubled_mlp")
 
     tensors = {"input": src(), "fc1.weight": torch.randn(32, 16), "fc2.weight": torch.randn(16, 32)}
 

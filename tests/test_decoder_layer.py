@@ -23,9 +23,11 @@ from fused_remat import (
     memory_report,
     random,
 )
-from fused_remat.blocks.decoder import WEIGHTS, DecoderConfig, decoder_graph
+from fused_remat.graph.build import block_graph
 from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
+from fused_remat.spec import nn_layer_spec
 
+WEIGHTS = nn_layer_spec(True, H, D // H, "gelu", (1e-5,) * 3).weights
 NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["pre", "post"])
 RUNG = pytest.mark.parametrize("policy", RUNGS)
 PIECES = pytest.mark.parametrize("tokens", [4, 512], ids=["in pieces", "whole"])
@@ -282,11 +284,11 @@ TABLE = {
 
 
 def prediction(norm_first, policy, wants, dropout, compute=None, memory=torch.float32):
-    config = DecoderConfig(norm_first, H, D // H, "gelu", 1e-5, 1e-5, 1e-5, *[dropout] * 6)
+    spec = nn_layer_spec(norm_first, H, D // H, "gelu", (1e-5,) * 3, dropout)
     shapes = {"qkv.weight": (3 * D, D), "proj.weight": (D, D), "cross.weight": (3 * D, D),
               "cross_proj.weight": (D, D), "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
               "input": (D,), "memory": (B, M, D)}  # fmt: skip
-    graph = decoder_graph(config)
+    graph = block_graph(spec)
     given = (graph, policy, shapes, wants, B, S, torch.float32, compute)
     return predict_kept_bytes(*given, input_dtypes={"memory": memory})
 

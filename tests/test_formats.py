@@ -5,7 +5,9 @@ import torch
 
 from fused_remat import Policy, formats, random
 from fused_remat.formats import BLOCK, FORMATS, LEVELS, OFFSET, Packed, pack
+from fused_remat.graph.build import block_graph
 from fused_remat.policies import kept_names
+from fused_remat.spec import nn_layer_spec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 VALUES = [name for name, row in FORMATS.items() if not row.signs]
@@ -177,8 +179,8 @@ def test_a_policy_of_formats():
     assert eval(repr(policy), {"Policy": Policy}) == policy
     assert Policy(save={"attn": "native"}) == Policy(save={"attn"})
     assert repr(Policy(save={"attn": "native"})) == "Policy(save={'attn'})"
-    valid = ("norm1", "qkv", "attn")
-    assert kept_names(policy, "encoder_prenorm", valid) == {"attn", "qkv:int8"}
+    graph = block_graph(nn_layer_spec(True, 2, 4, "gelu"))
+    assert kept_names(policy, graph) == {"attn", "qkv:int8"}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_bad_formats(save, error, message):
 
 def test_an_unknown_name_is_told_without_its_format():
     with pytest.raises(ValueError, match="unknown activation 'ups' in Policy"):
-        kept_names(Policy(save={"ups": "int8"}), "encoder_prenorm", ("up",))
+        kept_names(Policy(save={"ups": "int8"}), block_graph(nn_layer_spec(True, 2, 4, "gelu")))
 
 
 def test_a_seeded_format_needs_random_numbers():

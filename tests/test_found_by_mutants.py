@@ -9,14 +9,14 @@ from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, convert, ops
 from fused_remat.backends import eager
-from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
 from fused_remat.blocks.frame import Chunks
 from fused_remat.blocks.fusions import MlpBackward
 from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.pointwise import Pointwise
 from fused_remat.blocks.program import Graph, programs
-from fused_remat.blocks.sketch import Sketch
+from fused_remat.graph.build import BlockBuilder, block_graph
 from fused_remat.memory import measure_allocations
+from fused_remat.spec import nn_layer_spec
 
 
 def test_groups_are_of_the_longest_activation():
@@ -34,30 +34,30 @@ def test_weight_gradients_of_pieces_are_summed_in_float32(monkeypatch):
     assert down.grad.item() == 512  # in bfloat16 256 + 1 is 256
 
 
-def sketched(before_act: bool) -> Graph:
+def built(before_act: bool) -> Graph:
     """output = one + two(act), act = gelu(up), and one a layer of up, made before, or of act."""
-    sketch = Sketch()
-    sketch.linear("up", "input", "up")
+    b = BlockBuilder()
+    b.linear("up", "input", "up")
     if before_act:
-        sketch.linear("one", "up", "one")
-    sketch.nodes.append(Pointwise(name="act", x="up", act="gelu"))
+        b.linear("one", "up", "one")
+    b.add(Pointwise(name="act", x="up", act="gelu"))
     if not before_act:
-        sketch.linear("one", "act", "one")
-    sketch.linear("two", "act", "two")
-    sketch.add("output", "one", "two")
-    return Graph("odd", tuple(sketch.nodes), ())
+        b.linear("one", "act", "one")
+    b.linear("two", "act", "two")
+    b.sum("output", "one", "two")
+    return b.graph("odd")
 
 
 def test_an_activation_whose_gradient_two_layers_give():
     """The weights are frozen, so that neither reads it in backward."""
     fusions = frozenset({"mlp_bwd gelu"})
-    plan = programs(sketched(False), frozenset(), frozenset({"input"}), False, fusions)
+    plan = programs(built(False), frozenset(), frozenset({"input"}), False, fusions)
     assert not any(isinstance(step.node, MlpBackward) for step in plan.backward)
 
 
 def test_a_product_that_is_read_before_its_activation():
     fusions = frozenset({"linear_act gelu"})
-    plan = programs(sketched(True), frozenset(), frozenset({"input"}), False, fusions)
+    plan = programs(built(True), frozenset(), frozenset({"input"}), False, fusions)
     made = {"input"}
     for step in plan.forward:
         assert set(step.node.reads) <= made
@@ -74,7 +74,7 @@ def test_without_grad_mode_no_policy_holds_more():
 
 
 def test_activations_are_rounded_at_sites_of_their_own():
-    graph = encoder_graph(EncoderConfig(True, 2, 4, "gelu", 1e-5, 1e-5))
+    graph = block_graph(nn_layer_spec(True, 2, 4, "gelu"))
     packed = in_formats(graph, {"qkv:int8_stochastic", "up:int8_stochastic"})
     assert len({node.site for node in packed.nodes if node.packs}) == 2
 

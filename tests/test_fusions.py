@@ -8,12 +8,13 @@ from reference import RUNGS
 from tiers import pairwise
 
 from fused_remat import Policy, autograd, calls, ops
-from fused_remat.backends.eager import EagerBackend
-from fused_remat.blocks.pieces import MlpConfig, mlp_graph
-from fused_remat.blocks.pointwise import Add, Gated, Pointwise
-from fused_remat.blocks.program import Graph, programs
-from fused_remat.blocks.sketch import Sketch, linear_params
+from fused_remat.execution import choose
 from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.backends.eager import EagerBackend
+from fused_remat.blocks.pointwise import Gated, Pointwise
+from fused_remat.blocks.program import programs
+from fused_remat.graph.build import BlockBuilder, block_graph
+from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec
 
 ALL = frozenset(
     {"linear_norm"} | {f"{n} {a}" for n in ("linear_act", "mlp_bwd") for a in ACTIVATIONS}
@@ -126,40 +127,40 @@ def test_mlp_gives_the_same_bits(fusing, gated, policy, frozen):
     assert (name in fusing.calls) == (policy == "full")
 
 
-def gate_of_another_input(sketch):
-    sketch.linear("h", "input", "square")
-    sketch.linear("gate", "input", "up")
-    sketch.linear("up", "h", "up")
-    sketch.nodes.append(Gated(name="act", gate="gate", up="up", act="silu"))
-    sketch.linear("output", "act", "down")
+def gate_of_another_input(b):
+    b.linear("h", "input", "square")
+    b.linear("gate", "input", "up")
+    b.linear("up", "h", "up")
+    b.add(Gated(name="act", gate="gate", up="up", act="silu"))
+    b.linear("output", "act", "down")
 
 
-def act_is_the_residual_too(sketch):
-    sketch.linear("up", "input", "square")
-    sketch.nodes.append(Pointwise(name="act", x="up", act="gelu"))
-    sketch.linear("output", "act", "square", residual="act")
+def act_is_the_residual_too(b):
+    b.linear("up", "input", "square")
+    b.add(Pointwise(name="act", x="up", act="gelu"))
+    b.linear("output", "act", "square", residual="act")
 
 
-def act_is_read_twice(sketch):
-    sketch.linear("up", "input", "up")
-    sketch.nodes.append(Pointwise(name="act", x="up", act="gelu"))
-    sketch.linear("one", "act", "down")
-    sketch.linear("output", "act", "other", residual="one")
+def act_is_read_twice(b):
+    b.linear("up", "input", "up")
+    b.add(Pointwise(name="act", x="up", act="gelu"))
+    b.linear("one", "act", "down")
+    b.linear("output", "act", "other", residual="one")
 
 
-def residual_made_after_act(sketch):
-    sketch.linear("up", "input", "up")
-    sketch.nodes.append(Pointwise(name="act", x="up", act="gelu"))
-    sketch.linear("r", "input", "square")
-    sketch.linear("output", "act", "down", residual="r")
+def residual_made_after_act(b):
+    b.linear("up", "input", "up")
+    b.add(Pointwise(name="act", x="up", act="gelu"))
+    b.linear("r", "input", "square")
+    b.linear("output", "act", "down", residual="r")
 
 
-def sum_read_before_its_norm(sketch):
-    sketch.linear("sum", "input", "square", residual="input")
-    sketch.linear("up", "sum", "up")
-    sketch.norm("normed", "sum", "norm", 1e-5)
-    sketch.linear("down", "up", "down")
-    sketch.nodes.append(Add(name="output", x="normed", residual="down"))
+def sum_read_before_its_norm(b):
+    b.linear("sum", "input", "square", residual="input")
+    b.linear("up", "sum", "up")
+    b.norm("normed", "sum", NormSpec(), weights="norm")
+    b.linear("down", "up", "down")
+    b.sum("output", "normed", "down")
 
 
 ODD = (gate_of_another_input, act_is_the_residual_too, act_is_read_twice, residual_made_after_act,
@@ -172,9 +173,9 @@ SHAPES = {"square": (8, 8), "up": (16, 8), "down": (8, 16), "other": (8, 16), "n
     pairwise(ODD, [(), ("down",), ("down", "other", "square"), ("up",)], [(), ("up",), ("act",)]),
 )
 def test_graphs_that_no_block_has_give_the_same_bits(fusing, draw, frozen, kept):
-    sketch = Sketch()
-    draw(sketch)
-    graph = Graph("odd", tuple(sketch.nodes), linear_params(*SHAPES))
+    b = BlockBuilder()
+    draw(b)
+    graph = b.graph("odd")
     torch.manual_seed(0)
     tensors = {f"{name}.weight": torch.randn(shape) for name, shape in SHAPES.items()}
     tensors |= {f"{name}.bias": torch.randn(shape[0]) for name, shape in SHAPES.items()}
@@ -203,7 +204,9 @@ SAVES = [
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("save", SAVES, ids=lambda save: "-".join(sorted(save)) or "nothing")
 def test_no_fusion_changes_what_is_kept_or_reads_what_is_not_there(gated, save):
-    graph = mlp_graph(MlpConfig("gelu", gated=gated, p_mlp=0.1, p_residual=0.1, norm="rms_norm"))
+    op = MLPSpec(activation="gelu", gated=gated, dropout=0.1)
+    branch = BranchSpec(op=op, norm=NormSpec(kind="rms_norm"), dropout=0.1)
+    graph = block_graph(BlockSpec(kind="mlp_block", branches=(branch,)))
     save &= set(graph.names)
     for wants in ({"input"}, {"fc2.weight"}, {"input", *graph.params} - {"seed"}):
         for tiled in (False, True):

@@ -7,9 +7,10 @@ from tiers import pairwise
 from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, ops, policies
-from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
-from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
 from fused_remat.steps import attention_rows
+from fused_remat.graph.build import block_graph
+from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
+from fused_remat.spec import nn_layer_spec
 
 # Elements per token in units of D, F = 4D, besides statistics (docs/design.md).
 TABLE = {
@@ -21,12 +22,10 @@ B, S, D, H = 3, 200, 48, 4
 
 
 def prediction(layer, policy, dtype, wants, dropout, batch=B, seq_len=S):
-    config = EncoderConfig(
-        layer.norm_first, H, D // H, "relu", 1e-5, 1e-5, dropout, dropout, dropout, dropout
-    )
+    spec = nn_layer_spec(layer.norm_first, H, D // H, "relu", dropout=dropout)
     shapes = {"input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
               "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D)}  # fmt: skip
-    return predict_kept_bytes(encoder_graph(config), policy, shapes, wants, batch, seq_len, dtype)
+    return predict_kept_bytes(block_graph(spec), policy, shapes, wants, batch, seq_len, dtype)
 
 
 def measured(layer, x):
@@ -37,7 +36,7 @@ def measured(layer, x):
     return saved.total, allocated + x.nbytes * (saved.total > 0)  # plus the input, kept by name
 
 
-ALL = (*(n for n in PARAMS if n not in ("mask", "padding", "seed")), "input")
+ALL = (*nn_layer_spec(True, H, D // H, "relu").weights, "input")
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,17 @@ from fused_remat import (
     formats,
     ops,
 )
-from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
 from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.program import programs
 from fused_remat.formats import FORMATS, Format
+from fused_remat.graph.build import block_graph
 from fused_remat.memory import AllocationTrace, SavedBytes
 from fused_remat.policies import LOSSY_RUNGS
 from fused_remat.report.saved import _predicted
+from fused_remat.spec import nn_layer_spec
 
 B, S, D, H = 3, 40, 48, 4
-GELU = EncoderConfig(True, nhead=H, head_dim=D // H, activation="gelu", eps1=1e-5, eps2=1e-5)
+GELU = nn_layer_spec(True, H, D // H, "gelu")
 
 
 def encoder(policy="full", dropout=0.0, d_model=D, **options):
@@ -471,12 +472,12 @@ def test_formats_that_do_not_hold_what_backward_asks_for():
 
 
 def test_what_backward_does_not_ask_for_is_not_packed():
-    graph = in_formats(encoder_graph(GELU), {"qkv:int8", "up:int8"})
+    graph = in_formats(block_graph(GELU), {"qkv:int8", "up:int8"})
     plan = programs(graph, frozenset({"qkv:int8", "up:int8"}), frozenset({"fc2.bias"}), False)
     assert plan.kept == () and all(step.node.packs == "" for step in plan.forward)
 
 
 def test_equal_formats_share_one_graph():
-    graph = encoder_graph(GELU)
+    graph = block_graph(GELU)
     assert in_formats(graph, {"up:int8", "attn"}) is in_formats(graph, {"up:int8", "mid"})
     assert in_formats(graph, {"up", "attn"}) is graph

@@ -14,7 +14,8 @@ from tiers import MORE, pairwise
 
 from fused_remat import Policy
 from fused_remat.backends.eager import EagerBackend
-from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+from fused_remat.graph.build import block_graph
+from fused_remat.spec import nn_layer_spec
 
 
 @st.composite
@@ -154,8 +155,7 @@ def test_error_at_a_real_size(dtype, norm_first, activation):
 
 
 def names_of(norm_first):
-    config = EncoderConfig(norm_first, 1, 1, "relu", 1e-5, 1e-5)
-    return encoder_graph(config).names
+    return block_graph(nn_layer_spec(norm_first, 1, 1, "relu")).names
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 0.6])

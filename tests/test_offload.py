@@ -29,15 +29,16 @@ from fused_remat import (
     memory_report,
     ops,
 )
-from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
 from fused_remat.call_text import described
 from fused_remat.check import ReplayError
+from fused_remat.graph.build import block_graph
 from fused_remat.memory import SavedBytes, predict_kept_bytes
 from fused_remat.policies import ALL_RUNGS, kept_names
+from fused_remat.spec import nn_layer_spec
 
 B, S, D, H, F = 3, 6, 8, 2, 12
 BOTH = Policy(save={"attn", "qkv"}, offload={"qkv", "input"})
-CONFIG = EncoderConfig(True, H, D // H, "relu", 1e-5, 1e-5)
+SPEC = nn_layer_spec(True, H, D // H, "relu")
 INPUT = Policy(offload={"input"})
 
 
@@ -70,7 +71,7 @@ def policies(layer):
     """Every rung's names and formats, all of them offloaded, as well as the input."""
     graph = layer._example()
     for rung in ALL_RUNGS:
-        names = kept_names(rung, graph.kind, graph.names)
+        names = kept_names(rung, graph)
         yield Policy(save=names, offload={"input", *map(base, names)})
 
 
@@ -511,9 +512,9 @@ def test_report_explanation_and_prediction(policy):
     assert type(report).from_json(report.to_json()) == report
     shapes = {"input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
               "fc1.weight": (F, D), "fc2.weight": (D, F)}  # fmt: skip
-    wants = ["input", *(name for name in PARAMS if "." in name)]
+    wants = ["input", *SPEC.weights]
     predict = functools.partial(
-        predict_kept_bytes, encoder_graph(CONFIG), policy, shapes, wants, B, S, torch.float32
+        predict_kept_bytes, block_graph(SPEC), policy, shapes, wants, B, S, torch.float32
     )
     assert sum(predict().values()) == here.layers[0].kept_bytes
     assert sum(predict(device="cuda").values()) == report.layers[0].kept_bytes

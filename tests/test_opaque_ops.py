@@ -20,10 +20,10 @@ from torch.utils.checkpoint import (
 )
 
 from fused_remat import FusedRematLayer, Policy, autograd, call_text, operators
-from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
-from fused_remat.blocks.pieces import MlpConfig, mlp_graph, norm_graph
 from fused_remat.blocks.recipe import builder, graph_of
+from fused_remat.graph.build import block_graph, norm_graph
 from fused_remat.memory import measure_allocations
+from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec, nn_layer_spec
 
 NAMES = [name for name in CASES if name != "mlp_custom"]
 
@@ -125,10 +125,10 @@ def test_the_text_of_a_call_is_all_there_is_of_it(tmp_path):
 
 
 def test_a_recipe_makes_the_same_graph():
-    config = EncoderConfig(True, 2, 8, "gelu", 1e-5, float("inf"), p_mlp=0.1, has_mask=True)
-    graph = encoder_graph(config)
+    eps, dropout = (1e-6, float("inf")), (0.0, 0.0, 0.1, 0.0)
+    graph = block_graph(nn_layer_spec(True, 2, 8, "gelu", eps, dropout, masks=("mask",)))
     assert graph_of(graph.recipe) is graph
-    assert "eps2=inf" in graph.recipe and "p_mlp=0.1" in graph.recipe
+    assert "NormSpec(eps=inf)" in graph.recipe and "gelu', dropout=0.1" in graph.recipe
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_a_recipe_makes_the_same_graph():
     [
         "__import__('os').getcwd()",
         "print('hello')",
-        "encoder_graph(EncoderConfig(*[1]))",
-        "norm_graph('rms_norm', 1e-6) if True else 1",
-        "EncoderConfig(True, 2, 8, 'gelu', 1e-5, 1e-5)",
+        "block_graph(BlockSpec(*[1]))",
+        "norm_graph(NormSpec()) if True else 1",
+        "NormSpec(eps=1e-6)",
         "[1, 2]",
     ],
 )
@@ -149,22 +149,22 @@ def test_a_recipe_is_data_and_never_evaluated(text):
 
 def test_builders_take_plain_numbers_and_have_names_of_their_own():
     with pytest.raises(TypeError, match="plain numbers and parts, got object"):
-        encoder_graph(object())
+        norm_graph(object())
 
     def attention_graph():
         pass
 
     with pytest.raises(
-        ValueError, match=r"'attention_graph' is already in fused_remat\.blocks\.pieces"
+        ValueError, match=r"'attention_graph' is already in fused_remat\.graph\.build"
     ):
         builder(attention_graph)
 
 
 def test_numbers_that_are_not_pythons_own():
     eps = np.float32(1e-5)
-    graph = norm_graph("rms_norm", eps)
+    graph = norm_graph(NormSpec(eps=eps))
     assert graph_of(graph.recipe).digest == graph.digest
-    assert norm_graph("rms_norm", torch.tensor(0.5)).recipe == "norm_graph('rms_norm', 0.5)"
+    assert norm_graph(NormSpec(eps=torch.tensor(0.5))).recipe == "norm_graph(NormSpec(eps=0.5))"
     module = FusedRematLayer(16, np.int64(2), 32, 0.1, layer_norm_eps=eps)
     assert module.why_not_fused(torch.zeros(5, 3, 16)) is None
     opaque(lambda: module(torch.zeros(5, 3, 16)))()
@@ -173,7 +173,9 @@ def test_numbers_that_are_not_pythons_own():
 def define(activation):
     @builder
     def redefined_mlp(p):
-        return replace(mlp_graph(MlpConfig(activation, p_mlp=p)), kind="redefined_mlp")
+        branch = BranchSpec(op=MLPSpec(activation=activation, dropout=p))
+        spec = BlockSpec(kind="mlp", branches=(branch,), residual=False)
+        return replace(block_graph(spec), kind="redefined_mlp")
 
     weights = torch.randn(32, 16), torch.randn(16, 32)
 
@@ -239,7 +241,7 @@ def test_the_text_is_readable():
     ((operator, args),) = operator_calls(lambda: opaque(lambda: case.op(case.tensors(), 0.0))())
     assert str(operator) == "fused_remat.norm.default"
     fields = json.loads(args[1])
-    assert fields["graph"] == "norm_graph('rms_norm', 0.001)"
+    assert fields["graph"] == "norm_graph(NormSpec(kind='rms_norm', eps=0.001))"
     assert fields["wants"] == ["input", "norm.weight"]
     assert fields["dtypes"] == {"input": "float64", "norm.weight": "float64"}
 

@@ -22,11 +22,11 @@ from tiers import pairwise
 from fused_remat import Policy, explain
 from fused_remat.autograd import run_block
 from fused_remat.blocks.frame import TRACERS
-from fused_remat.blocks.pointwise import Add
-from fused_remat.blocks.program import Graph, kept_bytes, programs
+from fused_remat.blocks.program import kept_bytes, programs
 from fused_remat.blocks.rotary import Rotary
-from fused_remat.blocks.sketch import Sketch, linear_params
+from fused_remat.graph.build import BlockBuilder, rotary_node
 from fused_remat.memory import SavedBytes, measure_allocations
+from fused_remat.spec import AttentionSpec, RotarySpec
 
 heads = every_heads
 
@@ -129,14 +129,14 @@ def test_in_place_is_the_projections_memory(name, policy):
 
 def test_what_is_read_again_is_not_written_over():
     """output = rotated + qkv: the projection outlives the rotation."""
-    sketch = Sketch()
-    sketch.linear("qkv", "input", "qkv")
-    sketch.nodes += [
-        Rotary(name="rotated", x="qkv", nhead=4, kv_heads=2, cos="cos", sin="sin"),
-        Add(name="output", x="rotated", residual="qkv"),
-    ]
-    graph = Graph("test", tuple(sketch.nodes), (*linear_params("qkv"), "cos", "sin"))
     heads = HEADS["half"]
+    spec = AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_dim=heads.packed // 8, scale=1.0, rotary=RotarySpec()
+    )
+    b = BlockBuilder()
+    qkv = b.linear("qkv", "input", "qkv")
+    b.sum("output", b.add(rotary_node("rotated", qkv, spec)), qkv)
+    graph = b.graph("test")
     x, weight, tables = normal(2, SEQ, WIDTH), normal(heads.packed, WIDTH), heads.tables()
     named = {"input": x, "qkv.weight": weight, "cos": tables[0], "sin": tables[1]}
 

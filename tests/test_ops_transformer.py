@@ -1,7 +1,5 @@
 """`ops.causal_block`: every variation beside plain PyTorch, what it keeps, and what raises."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +12,9 @@ from transformer_variations import FACTORS, block, inputs, options, pairwise
 
 from fused_remat import ops
 from fused_remat.blocks.program import programs
-from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
+from fused_remat.graph.build import block_graph
 from fused_remat.policies import kept_names
+from fused_remat.spec import transformer_spec
 
 VARIATIONS = list(pairwise(FACTORS))
 
@@ -52,28 +51,29 @@ def test_every_pair_of_variations_is_plain_pytorchs(part):
 
 # --- what is rebuilt
 
-CONFIG = TransformerConfig(
-    placement="pre", norm="rms_norm", eps=1e-6, nhead=4, kv_heads=2, head_dim=6, scale=0.4,
-    right=0, split=True, rotary=True, activation="silu", gated=True,
-)  # fmt: skip
+FIELDS = {
+    "activation": "silu", "gated": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6,
+    "scale": 0.4, "window": (-1, 0), "projection": "split", "rotary": True,
+}  # fmt: skip
+SPEC = transformer_spec("rms_norm", 1e-6, **FIELDS)
 
 
-def backward_steps(config, policy, frozen=()):
-    graph = transformer_graph(config)
-    wants = {"input", *(n for n in config.weights if not n.startswith(tuple(frozen)))}
-    save = kept_names(policy, graph.kind, graph.names)
+def backward_steps(spec, policy, frozen=()):
+    graph = block_graph(spec)
+    wants = {"input", *(n for n in spec.weights if not n.startswith(tuple(frozen)))}
+    save = kept_names(policy, graph)
     return [str(step) for step in programs(graph, save, frozenset(wants), tiled=False).backward]
 
 
 def test_gate_and_up_are_rebuilt_together_once_and_nothing_that_is_not_asked_for():
-    assert backward_steps(CONFIG, "full") == [
+    assert backward_steps(SPEC, "full") == [
         "compute norm1", "compute qkv", "compute rotated", "compute attn", "compute mid",
         "compute norm2", "compute gate", "compute up", "compute act",
         "backward output", "backward act", "backward up", "backward gate", "backward norm2",
         "backward mid", "backward attn", "backward rotated", "backward qkv", "backward norm1",
     ]  # fmt: skip
     rebuilt = {
-        policy: [s for s in backward_steps(CONFIG, policy) if s.startswith("compute")]
+        policy: [s for s in backward_steps(SPEC, policy) if s.startswith("compute")]
         for policy in RUNGS
     }
     assert rebuilt["fast"] == [
@@ -84,16 +84,16 @@ def test_gate_and_up_are_rebuilt_together_once_and_nothing_that_is_not_asked_for
 
 @pytest.mark.parametrize("placement", ["post", "sandwich"])
 def test_fc2_is_rebuilt_only_where_its_norm_asks_for_it(placement):
-    config = replace(CONFIG, placement=placement)
+    spec = transformer_spec("rms_norm", 1e-6, placement=placement, **FIELDS)
     of_fc2 = f"compute {'sum2' if placement == 'post' else 'down'}"
-    assert of_fc2 in backward_steps(config, "full")
-    assert all(of_fc2 not in backward_steps(config, policy) for policy in RUNGS[1:])
+    assert of_fc2 in backward_steps(spec, "full")
+    assert all(of_fc2 not in backward_steps(spec, policy) for policy in RUNGS[1:])
 
 
 def test_what_frozen_weights_alone_would_ask_for_is_not_rebuilt():
-    steps = backward_steps(CONFIG, "none", frozen=("q.", "k.", "v.", "proj", "gate", "fc1", "fc2"))
+    steps = backward_steps(SPEC, "none", frozen=("q.", "k.", "v.", "proj", "gate", "fc1", "fc2"))
     assert [s for s in steps if s.startswith("compute")] == []
-    steps = backward_steps(CONFIG, "lean", frozen=("fc2",))
+    steps = backward_steps(SPEC, "lean", frozen=("fc2",))
     assert "compute act" not in steps and "compute up" in steps
 
 

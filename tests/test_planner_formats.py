@@ -20,13 +20,14 @@ from fused_remat import (
     plan,
 )
 from fused_remat.autograd import OBSERVERS
-from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
+from fused_remat.graph.build import block_graph
 from fused_remat.layers import FusedLayer
 from fused_remat.memory import SavedBytes
 from fused_remat.planner.calibration import Example
 from fused_remat.planner.options import options_for, packable
-from fused_remat.policies import LOSSY_RUNGS
+from fused_remat.policies import LOSSY_RUNGS, kept_names
 from fused_remat.report.step import run_step
+from fused_remat.spec import nn_layer_spec
 
 WITHIN = 0.03  # of the peak; what the planner promises
 
@@ -136,10 +137,7 @@ def test_larger_budgets_are_never_slower():
 
 def test_only_what_the_lossy_rungs_pack_is_packed():
     """A weight gradient, a norm and the residual stream read the other names."""
-    graphs = [
-        encoder_graph(EncoderConfig(norm_first, 4, 8, "gelu", 1e-5, 1e-5))
-        for norm_first in (True, False)
-    ]
+    graphs = [block_graph(nn_layer_spec(norm_first, 4, 8, "gelu")) for norm_first in (True, False)]
     for placement in ("pre", "post", "sandwich"):
         for qk_norm in (False, True):
             layer = FusedRematCausalLayer(32, 4, 64, placement=placement, qk_norm=qk_norm)
@@ -149,7 +147,7 @@ def test_only_what_the_lossy_rungs_pack_is_packed():
     ]
     for graph in graphs:
         names = {f"{name}:int8" for name in packable(graph)}
-        assert names == {n for n in LOSSY_RUNGS["fast8"][graph.kind] if ":" in n}
+        assert names == {n for n in kept_names("fast8", graph) if ":" in n}
 
 
 def test_what_fits_as_it_is_is_not_packed():

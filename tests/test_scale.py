@@ -152,7 +152,7 @@ def test_whole_logits_take_more():
 
 def test_a_transient_holds_its_largest_step():
     example = setup_of(tensor=1).example
-    most = passes(example, kept_names("none", example.call.graph.kind, example.call.graph.names))
+    most = passes(example, kept_names("none", example.call.graph))
     assert most.backward > 3 * 8192 * 28672 * 2  # act and the gradients of gate and up
 
 

@@ -18,7 +18,7 @@ from fused_remat.autograd import OBSERVERS, Invocation
 from fused_remat.blocks.nodes import Norm
 from fused_remat.blocks.program import programs
 from fused_remat.planner.calibration import Example, Sizer, steps_of
-from fused_remat.policies import RUNGS
+from fused_remat.policies import RUNGS, kept_names
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ def parts_of(way: str, example: Example) -> list[Part]:
     The stock layer rebuilds nothing. Checkpointing replays forward up to its last product, whose
     input is the last thing that backward asks for in a pre-norm layer.
     """
-    kind = example.call.graph.kind
+    graph = example.call.graph
     if way in RUNGS:
-        return list(parts(example, RUNGS[way][kind]))
-    own = [part for part in parts(example, RUNGS["none"][kind]) if not part.rebuilt]
+        return list(parts(example, kept_names(way, graph)))
+    own = [part for part in parts(example, kept_names("none", graph)) if not part.rebuilt]
     if way == "eager":
         return own
     if way != "checkpoint":

@@ -86,7 +86,7 @@ def undominated(found: Iterable[Kept]) -> list[Kept]:
 
 def table(graph: Graph, shapes: Mapping[str, tuple[int, ...]], packed: Collection[str]) -> str:
     """The undominated sets, fewest bytes first."""
-    rungs = {kept_names(rung, graph.kind, graph.names): rung for rung in ALL_RUNGS}
+    rungs = {kept_names(rung, graph): rung for rung in ALL_RUNGS}
     order = {name: i for i, name in enumerate(graph.names)}
     widths = graph.widths(shapes)
     lines = [

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 
 from fused_remat.blocks.in_formats import in_formats
-from fused_remat.blocks.lora import Lora, lora_params
 from fused_remat.blocks.program import kept_bytes, programs
-from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
-from fused_remat.ops.transformer import linear_shapes
+from fused_remat.graph.build import block_graph
 from fused_remat.policies import ALL_RUNGS, kept_names
+from fused_remat.spec import (
+    BlockSpec,
+    LoraSpec,
+    lora_params,
+    transformer_spec,
+)
 
 # Llama-3-8B's block: width, heads and their width, the MLP's; a rank as they are used.
 D, H, KV, E, F = 4096, 32, 8, 128, 14336
@@ -21,18 +25,18 @@ CASES = {
 }
 
 
-def _config(layers: tuple[str, ...]) -> TransformerConfig:
+def _spec(layers: tuple[str, ...]) -> BlockSpec:
     """A pre-norm block with updates of `layers`, without dropout."""
-    return TransformerConfig(
-        placement="pre", norm="rms_norm", eps=1e-5, nhead=H, kv_heads=KV, head_dim=E,
-        scale=E**-0.5, right=0, split=True, rotary=True, activation="silu", gated=True,
-        loras=tuple([Lora(layer, 1.0) for layer in layers]),
+    return transformer_spec(
+        "rms_norm", 1e-5, "silu", gated=True, num_heads=H, num_kv_heads=KV, head_dim=E,
+        scale=E**-0.5, window=(-1, 0), projection="split", rotary=True,
+        loras=tuple([LoraSpec(layer=layer, scale=1.0) for layer in layers]),
     )  # fmt: skip
 
 
 def shapes(layers: tuple[str, ...] | None) -> dict[str, tuple[int, ...]]:
     """Of the input and of every weight."""
-    linears = linear_shapes(_config(()), D, F)
+    linears = _spec(()).linear_shapes(D, F)
     found: dict[str, tuple[int, ...]] = {"input": (1, TOKENS, D), "norm1.weight": (D,)}
     found |= {"norm2.weight": (D,), **{f"{name}.weight": shape for name, shape in linears.items()}}
     for i, layer in enumerate(layers or ()):
@@ -56,12 +60,12 @@ def _rebuilt(names: list[str]) -> list[str]:
 
 
 def _rows(layers: tuple[str, ...] | None) -> list[str]:
-    graph, of, wants = transformer_graph(_config(layers or ())), shapes(layers), _wants(layers)
+    graph, of, wants = block_graph(_spec(layers or ())), shapes(layers), _wants(layers)
     widths = graph.widths(of)
     whole = sum(node.flops(widths, of, 1) for node in graph.nodes if not node.per_sequence)
     rows = []
     for rung in ALL_RUNGS:
-        save = kept_names(rung, graph.kind, graph.names)
+        save = kept_names(rung, graph)
         packed = in_formats(graph, save)
         plan = programs(packed, save, wants, tiled=False)
         steps = [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from fused_remat.blocks.decoder import DecoderConfig, decoder_graph
-from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
 from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.nodes import Node
 from fused_remat.blocks.program import Graph, programs
-from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
 from fused_remat.formats import FORMATS, NATIVE, split_name
+from fused_remat.graph.build import block_graph
 from fused_remat.policies import ALL_RUNGS, kept_names
+from fused_remat.spec import nn_layer_spec, transformer_spec
 
 # Large enough for D**2 to stand for a GEMM and F = 4 D; sizes cancel out of the tables.
 D, H, S = 1024, 8, 1
@@ -24,12 +23,12 @@ SHAPES = {
 
 def block(norm_first: bool) -> Graph:
     """The encoder block's graph without dropout."""
-    return encoder_graph(EncoderConfig(norm_first, H, D // H, "gelu", 1e-5, 1e-5))
+    return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu"))
 
 
 def decoder(norm_first: bool) -> Graph:
     """The decoder block's graph without dropout."""
-    return decoder_graph(DecoderConfig(norm_first, H, D // H, "gelu", 1e-5, 1e-5, 1e-5))
+    return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu", (1e-5,) * 3))
 
 
 def trained(graph: Graph) -> frozenset[str]:
@@ -63,14 +62,14 @@ def in_widths(nbytes: float) -> str:
 
 def kept_of(graph: Graph, rung: str) -> list[str]:
     """The input and the names that a rung keeps, in the graph's order."""
-    save = kept_names(rung, graph.kind, graph.names)
+    save = kept_names(rung, graph)
     order = {name: i for i, name in enumerate(graph.names)}
     return ["input", *sorted(save, key=lambda name: order[split_name(name)[0]])]
 
 
 def rebuilt(graph: Graph, rung: str, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> str:
     """What backward rebuilds, as "16D² + attention"; D²·M/S is a product of the memory's tokens."""
-    nodes = rebuilt_nodes(graph, kept_names(rung, graph.kind, graph.names))
+    nodes = rebuilt_nodes(graph, kept_names(rung, graph))
     widths = graph.widths(shapes)
 
     def products(nodes: Iterable[Node]) -> int:
@@ -135,13 +134,12 @@ _TRANSFORMERS = {
 
 def transformer(placement: str, qk_norm: bool) -> Graph:
     """A rotary, gated transformer block's graph without dropout."""
-    return transformer_graph(
-        TransformerConfig(
-            placement=placement, norm="rms_norm", eps=1e-6, nhead=H, kv_heads=H // 4,
-            head_dim=D // H, scale=1.0, right=0, split=True, rotary=True, qk_norm=qk_norm,
-            activation="silu", gated=True,
-        )
+    spec = transformer_spec(
+        "rms_norm", 1e-6, "silu", placement=placement, gated=True, num_heads=H,
+        num_kv_heads=H // 4, head_dim=D // H, scale=1.0, window=(-1, 0), projection="split",
+        rotary=True, qk_norm_eps=1e-6 if qk_norm else None,
     )  # fmt: skip
+    return block_graph(spec)
 
 
 def transformer_table() -> str:

@@ -122,7 +122,7 @@ def held(setup: Setup, policy: str) -> dict[str, Held]:
 def predicted(setup: Setup, policy: str, data_rank: int) -> dict[str, int]:
     """The same, on paper."""
     graph = setup.example.call.graph
-    kept = kept_by_name(setup.example, kept_names(policy, graph.kind, graph.names))
+    kept = kept_by_name(setup.example, kept_names(policy, graph))
     weights = weight_bytes(setup, data_rank)
     return {
         "weights": weights,

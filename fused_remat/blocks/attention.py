@@ -13,6 +13,7 @@ from torch import Tensor
 from fused_remat.backends.base import AttentionCall, LoadedHeads
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, Shapes
+from fused_remat.spec import AttentionSpec
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -24,32 +25,21 @@ class Attention(Node):
     scores = scale * q k^T, or softcap * tanh(scale * q k^T / softcap) where `softcap` is not 0.
 
     Attributes:
-        qkv: the packed projection: nhead query heads, kv_heads key heads, kv_heads value heads.
-        nhead, kv_heads: query heads share key and value heads in groups of nhead / kv_heads.
-        left, right: query i sees keys i + offset - left to i + offset + right, -1 for no limit;
-            offset = S_k - S_q, so that the last query and the last key are at one place.
-        scale, softcap: of the scores.
-        site, p: dropout of the probabilities.
+        qkv: the packed projection: query heads, key heads, value heads.
+        spec: the heads, the scores, which keys a query sees; dropout of the probabilities.
+        site: of that dropout.
         mask, padding: names of the masks, "" for none.
         lengths, cu_q, cu_k: names of key lengths and of packed sequences' bounds, "" for none.
-        mask_keeps: a bool mask's True takes part (as SDPA), else is excluded (as nn.Transformer).
     """
 
     qkv: str
-    nhead: int
-    kv_heads: int
-    scale: float
-    left: int = -1
-    right: int = -1
-    softcap: float = 0.0
+    spec: AttentionSpec
     site: int
-    p: float
     mask: str = ""
     padding: str = ""
     lengths: str = ""
     cu_q: str = ""
     cu_k: str = ""
-    mask_keeps: bool = False
     per_sequence: ClassVar[bool] = True
     stats_follow: ClassVar[bool] = True
 
@@ -59,7 +49,7 @@ class Attention(Node):
 
     @property
     def params(self) -> tuple[str, ...]:
-        seed = ("seed",) if self.p > 0.0 else ()
+        seed = ("seed",) if self.spec.dropout > 0.0 else ()
         names = (self.mask, self.padding, self.lengths, self.cu_q, self.cu_k)
         return tuple(n for n in names if n) + seed
 
@@ -73,14 +63,15 @@ class Attention(Node):
         return (f"{self.name}.lse",)
 
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
-        return widths[self.qkv] // (self.nhead + 2 * self.kv_heads) * self.nhead
+        spec = self.spec
+        return widths[self.qkv] // (spec.num_heads + 2 * spec.num_kv_heads) * spec.num_heads
 
     def stat_width(self, width: int) -> int:
-        return self.nhead
+        return self.spec.num_heads
 
     def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
         full = 4 * seq_len * self.width(widths, shapes)
-        return full // 2 if self.right == 0 else full
+        return full // 2 if self.spec.window[1] == 0 else full
 
     def asks(self, wants: Collection[str]) -> tuple[str, ...]:
         return (*self.inputs, self.name, *self.stats)
@@ -117,7 +108,7 @@ class Attention(Node):
 
     def _views(self, f: Frame, packed: Tensor) -> Heads:
         """q (B, H, S, E), k and v (B, Hkv, S, E) as views of a packed matrix."""
-        h, kv = self.nhead, self.kv_heads
+        h, kv = self.spec.num_heads, self.spec.num_kv_heads
         batch, length = f.seqs[1] - f.seqs[0], f.run.prepared.lengths[self.qkv]
         if h == kv:
             q, k, v = packed.view(batch, length, 3, h, -1).permute(2, 0, 3, 1, 4).unbind()
@@ -140,10 +131,10 @@ class Attention(Node):
         the whole mask.
         """
         run, (batch, _, q_len, _), kv_len = f.run, q.shape, k.shape[2]
-        right = self._right(q_len, kv_len)
-        sizes = batch, self.nhead, self.kv_heads, q_len, kv_len
+        spec, right = self.spec, self._right(q_len, kv_len)
+        sizes = batch, spec.num_heads, spec.num_kv_heads, q_len, kv_len
         if self._bare:
-            return AttentionCall(*sizes, self.scale, self.left, right, self.softcap)
+            return AttentionCall(*sizes, spec.scale, spec.window[0], right, spec.softcap)
         mask = padding = dmask = dpadding = None
         if self.mask:
             mask = self._of_group(f, run.tensors[self.mask])
@@ -153,26 +144,26 @@ class Attention(Node):
             dpadding = _rows_of_group(f, _mask_grad(f, self.padding, wants))
         return AttentionCall(
             *sizes,
-            self.scale,
-            self.left,
+            spec.scale,
+            spec.window[0],
             right,
-            self.softcap,
+            spec.softcap,
             mask=mask,
             padding=padding,
             dmask=dmask,
             dpadding=dpadding,
-            mask_keeps=self.mask_keeps,
+            mask_keeps=spec.true_means == "attend",
             mask_grad=self.mask in run.wants or self.padding in run.wants,
-            p=self.p,
-            site_key=run.site_key(self.site) if self.p > 0.0 else None,
-            row0=f.seqs[0] * self.nhead * q_len,
+            p=spec.dropout,
+            site_key=run.site_key(self.site) if spec.dropout > 0.0 else None,
+            row0=f.seqs[0] * spec.num_heads * q_len,
             lengths=_rows_of_group(f, f.param(self.lengths)),
             cu_q=f.param(self.cu_q),
             cu_k=f.param(self.cu_k),
         )
 
     def _right(self, q_len: int, kv_len: int) -> int:
-        return self.right
+        return self.spec.window[1]
 
     def _of_group(self, f: Frame, mask: Tensor | None) -> Tensor | None:
         """The part of a mask that the frame's sequences use, in four dimensions or (S_q, S_k).
@@ -182,7 +173,7 @@ class Attention(Node):
         if mask is None or mask.dim() == 2:
             return mask
         if mask.dim() == 3:
-            mask = mask.view(-1, self.nhead, *mask.shape[1:])
+            mask = mask.view(-1, self.spec.num_heads, *mask.shape[1:])
         return mask if mask.shape[0] == 1 else mask[f.seqs[0] : f.seqs[1]]
 
 
@@ -210,14 +201,14 @@ class CrossAttention(Attention):
     Attributes:
         q: query heads, of the tokens that the result has.
         kv: key heads, then value heads, of the other sequence's tokens.
-        causal: query i sees keys 0 to i, as `scaled_dot_product_attention` has it where the two
-            sequences are not of one length.
+
+    With `spec.align` "start", query i sees keys 0 to i, as `scaled_dot_product_attention` has it
+    where the two sequences are not of one length.
     """
 
     qkv: str = ""
     q: str
     kv: str
-    causal: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -227,15 +218,21 @@ class CrossAttention(Attention):
         return widths[self.q]
 
     def _right(self, q_len: int, kv_len: int) -> int:
-        return q_len - kv_len if self.causal else self.right
+        return q_len - kv_len if self.causal else self.spec.window[1]
+
+    @property
+    def causal(self) -> bool:
+        """Whether query i sees keys 0 to i."""
+        return self.spec.align == "start" and self.spec.window[1] == 0
 
     def _heads(self, f: Frame) -> Heads:
         return self._heads_of(f, f[self.q], f[self.kv])
 
     def _heads_of(self, f: Frame, q: Tensor, kv: Tensor) -> Heads:
         batch, lengths = f.seqs[1] - f.seqs[0], f.run.prepared.lengths
-        q = q.view(batch, lengths[self.q], self.nhead, -1).transpose(1, 2)
-        k, v = kv.view(batch, lengths[self.kv], 2, self.nhead, -1).permute(2, 0, 3, 1, 4).unbind()
+        q = q.view(batch, lengths[self.q], self.spec.num_heads, -1).transpose(1, 2)
+        kv = kv.view(batch, lengths[self.kv], 2, self.spec.num_heads, -1)
+        k, v = kv.permute(2, 0, 3, 1, 4).unbind()
         if self.causal:  # no query sees a key behind the last query's place
             k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
         return q, k, v
@@ -261,7 +258,7 @@ class HeadsAttention(Attention):
         return (self.query, self.key, self.value)
 
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
-        return self.nhead * shapes[self.value][-1]
+        return self.spec.num_heads * shapes[self.value][-1]
 
     def _heads(self, f: Frame) -> Heads:
         return f[self.query], f[self.key], f[self.value]

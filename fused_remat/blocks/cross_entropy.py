@@ -13,9 +13,9 @@ from fused_remat import collectives
 from fused_remat.backends.base import CrossEntropyCall
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, Shapes
-from fused_remat.blocks.parallel import Parallel
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.recipe import builder, part
+from fused_remat.spec import ParallelSpec
 
 
 @part
@@ -41,7 +41,7 @@ class LinearCrossEntropy(Node):
     z_loss: float = 0.0
     softcap: float = 0.0
     logits: int = 0
-    parallel: Parallel | None = None
+    parallel: ParallelSpec | None = None
     per_batch: bool = True
     widens: ClassVar[bool] = True
 
@@ -111,7 +111,7 @@ class LinearCrossEntropy(Node):
         )
         return call if self.parallel is None else self._own(f, call, self.parallel)
 
-    def _own(self, f: Frame, call: CrossEntropyCall, parallel: Parallel) -> CrossEntropyCall:
+    def _own(self, f: Frame, call: CrossEntropyCall, parallel: ParallelSpec) -> CrossEntropyCall:
         """The call of this rank's columns; whoever divided the vocabulary checked the targets."""
         weight = f.param(self.weight)
         assert weight is not None

@@ -150,8 +150,8 @@ class LinearNorm(Node):
         linear, norm = self.linear, self.norm
         residual = f[linear.residual]
         total, y, *stats = f.backend.linear_norm_fwd(
-            linear.operand(f), *linear.affine(f), residual, f.keep(linear.keep), norm.kind,
-            norm.affine(f), norm.eps, out=norm.target(residual, out),
+            linear.operand(f), *linear.affine(f), residual, f.keep(linear.keep), norm.spec.kind,
+            norm.affine(f), norm.spec.eps, out=norm.target(residual, out),
         )  # fmt: skip
         f.put(linear.name, total)
         if self.pack is not None:

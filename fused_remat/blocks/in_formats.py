@@ -46,9 +46,9 @@ def in_formats(graph: Graph, save: Collection[str]) -> Graph:
     Raises: ValueError for a format that does not hold what backward asks of an activation: that of
         the output, which is the caller's tensor, and signs of anything but a ReLU's input.
 
-    >>> from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
-    >>> config = EncoderConfig(True, nhead=4, head_dim=16, activation="gelu", eps1=1e-5, eps2=1e-5)
-    >>> graph = in_formats(encoder_graph(config), {"attn", "up:int8"})
+    >>> from fused_remat.graph.build import block_graph
+    >>> from fused_remat.spec import nn_layer_spec
+    >>> graph = in_formats(block_graph(nn_layer_spec(True, 4, 16, "gelu")), {"attn", "up:int8"})
     >>> [node.name for node in graph.nodes if node.packs], [str(node.label) for node in graph.again]
     (['up:int8'], ['up from up:int8', 'act from up:int8'])
     """

@@ -20,45 +20,6 @@ from fused_remat.blocks.nodes import Node, Shapes
 from fused_remat.random import Keep
 
 
-@dataclass(frozen=True)
-class Lora:
-    """An update of one linear layer: + scale * B(A(dropout(x))).
-
-    Attributes:
-        layer: the name of the layer's weights: "qkv", "q", "proj", "gate", "fc1", "fc2", ...
-        scale, p: of the update, and the dropout of its input.
-        dtype: of A and B and of the product between them, where it is not the block's (PEFT holds
-            adapters in float32 beside a model in 16 bits).
-    """
-
-    layer: str
-    scale: float
-    p: float = 0.0
-    dtype: torch.dtype | None = None
-
-
-def lora_params(count: int) -> tuple[str, ...]:
-    """Names of the matrices of `count` updates: A (rank, in), B (out, rank).
-
-    >>> lora_params(1)
-    ('lora.0.A', 'lora.0.B')
-    """
-    return tuple(f"lora.{i}.{matrix}" for i in range(count) for matrix in "AB")
-
-
-def of_layers(loras: tuple[Lora, ...], layers: tuple[str, ...]) -> tuple[Lora, ...]:
-    """`loras`, if each is of one of `layers`.
-
-    >>> of_layers((Lora("q", 1.0),), ("fc1", "fc2"))
-    Traceback (most recent call last):
-    ValueError: no layer 'q' to update; valid: fc1, fc2
-    """
-    for lora in loras:
-        if lora.layer not in layers:
-            raise ValueError(f"no layer {lora.layer!r} to update; valid: {', '.join(layers)}")
-    return loras
-
-
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Node):
     """name = (keep * x) @ weight.T; computed in `to`, None for the dtype of x.

@@ -131,9 +131,9 @@ def mixed(graph: Graph, compute: torch.dtype) -> Graph:
 
     Raises: NotImplementedError if anything but norms, linear layers and sums touches the stream.
 
-    >>> from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
-    >>> config = EncoderConfig(True, nhead=4, head_dim=16, activation="gelu", eps1=1e-5, eps2=1e-5)
-    >>> graph = mixed(encoder_graph(config), torch.bfloat16)
+    >>> from fused_remat.graph.build import block_graph
+    >>> from fused_remat.spec import nn_layer_spec
+    >>> graph = mixed(block_graph(nn_layer_spec(True, 4, 16, "gelu")), torch.bfloat16)
     >>> sorted(graph.stream), graph.dtypes(torch.float32)["qkv"]
     (['input', 'mid', 'output'], torch.bfloat16)
     """

@@ -25,6 +25,7 @@ from torch import Tensor
 from fused_remat import random
 from fused_remat.backends.base import NORM_STATS, Affine
 from fused_remat.blocks.frame import Frame, Part, rows_of
+from fused_remat.spec import NormSpec
 
 Shapes = Mapping[str, "tuple[int, ...]"]
 
@@ -35,6 +36,7 @@ class Node:
 
     Attributes:
         name: the activation it defines.
+        role: what the activation is in a block, by which presets keep it (`policies.PRESETS`).
         inputs: activations that it is differentiable in.
         params: tensors of the block (weights, masks) that its forward reads.
         masks: dropout multipliers that it reads; activations too, but not differentiable.
@@ -48,6 +50,7 @@ class Node:
     """
 
     name: str
+    role: str = ""
     keepable: ClassVar[bool] = True
     widens: ClassVar[bool] = False
     per_sequence: ClassVar[bool] = False
@@ -215,18 +218,12 @@ class KeepScale(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Norm(Node):
-    """A norm over the width, `kind` a row of `backends.base.NORM_STATS`.
-
-    "layer_norm" is (x - mean) * rstd * weight + bias, "rms_norm" x * rstd * weight. `offset` is
-    added to the weight, in float32 (Gemma's weights are around 0: 1).
-    """
+    """A norm over the width: (x - mean) * rstd * weight + bias, or x * rstd * weight."""
 
     x: str
     weight: str
     bias: str
-    eps: float
-    kind: str = "layer_norm"
-    offset: float = 0.0
+    spec: NormSpec
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -238,7 +235,7 @@ class Norm(Node):
 
     @functools.cached_property
     def stats(self) -> tuple[str, ...]:
-        return tuple(f"{self.name}.{stat}" for stat in NORM_STATS[self.kind])
+        return tuple(f"{self.name}.{stat}" for stat in NORM_STATS[self.spec.kind])
 
     def asks(self, wants: Collection[str]) -> tuple[str, ...]:
         return (self.x, *self.stats) if self.x in wants or self.weight in wants else ()
@@ -247,11 +244,12 @@ class Norm(Node):
         return (self.weight,) if self.asks(wants) else ()
 
     def route(self, f: Frame) -> str:
-        return f.backend.norm_route(self.kind, f[self.x])
+        return f.backend.norm_route(self.spec.kind, f[self.x])
 
     def affine(self, f: Frame) -> Affine:
         weight, bias = f.param(self.weight), f.param(self.bias)
-        return (weight if self.offset == 0.0 else shifted(weight, self.offset)), bias
+        offset = self.spec.offset
+        return (weight if offset == 0.0 else shifted(weight, offset)), bias
 
     def target(self, like: Tensor, out: Tensor | None) -> Tensor | None:
         """Where the norm of a tensor `like` goes: `out`, or None for a new one of its dtype."""
@@ -262,7 +260,8 @@ class Norm(Node):
         if self.stats[0] in f:  # a rebuild, and they were kept
             stats = tuple([f[stat] for stat in self.stats])
         weight, bias = self.affine(f)
-        made = f.backend.norm_fwd(self.kind, f[self.x], weight, bias, self.eps, out, stats)
+        spec = self.spec
+        made = f.backend.norm_fwd(spec.kind, f[self.x], weight, bias, spec.eps, out, stats)
         if stats is not None:
             f.put(self.name, made[0])
             return
@@ -276,9 +275,9 @@ class Norm(Node):
             return
         prior, _ = f.take_grad(self.x)  # the residual's gradient, added in the same pass
         stats = tuple([f[stat] for stat in self.stats])
-        weight = shifted(f.param(self.weight), self.offset)
+        weight = shifted(f.param(self.weight), self.spec.offset)
         dx, dweight, dbias = f.backend.norm_bwd(
-            self.kind, dy, f[self.x], stats, weight, grad_of, add=prior
+            self.spec.kind, dy, f[self.x], stats, weight, grad_of, add=prior
         )
         if dx is not None:
             f.add_grad(self.x, dx, owned=True)

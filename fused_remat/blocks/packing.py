@@ -238,7 +238,8 @@ class PackedAttention(_LoadsHeads):
     pack: tuple[Pack, ...]
 
     def _loaded_heads(self, f: Frame) -> tuple[LoadedHeads, LoadedHeads, LoadedHeads]:
-        q, k, v = self._of(f, self.qkv, self.nhead, self.kv_heads, self.kv_heads)
+        spec = self.spec
+        q, k, v = self._of(f, self.qkv, spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         return q, k, v
 
 
@@ -249,6 +250,6 @@ class PackedCrossAttention(_LoadsHeads, CrossAttention):
     pack: tuple[Pack, ...]
 
     def _loaded_heads(self, f: Frame) -> tuple[LoadedHeads, LoadedHeads, LoadedHeads]:
-        (q,) = self._of(f, self.q, self.nhead)
-        k, v = self._of(f, self.kv, self.nhead, self.nhead)
+        (q,) = self._of(f, self.q, self.spec.num_heads)
+        k, v = self._of(f, self.kv, self.spec.num_heads, self.spec.num_heads)
         return q, k, v

@@ -24,27 +24,10 @@ from torch import Tensor
 from fused_remat import collectives
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, Shapes
-from fused_remat.blocks.recipe import part
+from fused_remat.spec import ParallelSpec
 
 #: Between the dropout sites of two ranks: each draws on its own for what is divided.
 SITES_OF_A_RANK = 1 << 20
-
-
-@part
-@dataclass(frozen=True)
-class Parallel:
-    """A rank's place in a tensor-parallel group.
-
-    Attributes:
-        group: the name of the process group.
-        size, rank: of the group, and this process's in it.
-        sequence: whether the residual stream is divided by tokens.
-    """
-
-    group: str
-    size: int
-    rank: int
-    sequence: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +40,7 @@ class Joins(Node):
     """
 
     x: str
-    parallel: Parallel
+    parallel: ParallelSpec
     compute: torch.dtype | None = None
 
     @property

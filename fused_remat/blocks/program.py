@@ -68,6 +68,16 @@ class Graph:
         return names + ((last.name,) if last.name in last.asks(last.inputs) else ())
 
     @functools.cached_property
+    def roles(self) -> Mapping[str, tuple[str, ...]]:
+        """The names of each role in order, for presets; "last normed" is the last of "normed"."""
+        roles: dict[str, tuple[str, ...]] = {}
+        for node in self.nodes:
+            if node.role:
+                roles[node.role] = (*roles.get(node.role, ()), node.name)
+        roles["last normed"] = roles.get("normed", ())[-1:]
+        return roles
+
+    @functools.cached_property
     def uses_seed(self) -> bool:
         return any("seed" in node.params for node in self.nodes)
 

@@ -1,6 +1,6 @@
 """Graphs as text: a program that was compiled or saved names a block by its graph's recipe.
 
-    encoder_graph(EncoderConfig(norm_first=True, nhead=4, ...))
+    block_graph(BlockSpec(kind='encoder_prenorm', branches=(BranchSpec(op=..., ), ...)))
 
 A recipe is a call of a `builder` with plain numbers, dtypes, `part`s (dataclasses of them) and
 other graphs, and holds everything: reading it in another process makes the same graph. It is read
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fused_remat import spec
 from fused_remat.blocks.program import Graph
 
 Part = TypeVar("Part", bound=type)
@@ -41,9 +42,9 @@ def builder(build: Callable[..., Graph]) -> Callable[..., Graph]:
 
     Raises: ValueError if another module has a builder of that name.
 
-    >>> from fused_remat.blocks.pieces import norm_graph
-    >>> norm_graph("rms_norm", 1e-6).recipe
-    "norm_graph('rms_norm', 1e-06)"
+    >>> from fused_remat.graph.build import norm_graph
+    >>> norm_graph(spec.NormSpec(kind="rms_norm")).recipe
+    "norm_graph(NormSpec(kind='rms_norm'))"
     """
     name = build.__name__
 
@@ -105,8 +106,11 @@ def _written(value: Any) -> str:
         return _written(value.item())
     if not dataclasses.is_dataclass(value) or isinstance(value, Graph):
         raise TypeError(f"a recipe holds plain numbers and parts, got {type(value).__name__}")
-    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return _call(type(value).__name__, (), fields)
+    cls, names = type(value), [field.name for field in dataclasses.fields(value)]
+    given = {name: getattr(value, name) for name in names}
+    # A default is the class's attribute; a field without one has none.
+    named = {name: now for name, now in given.items() if now != getattr(cls, name, ...)}
+    return _call(cls.__name__, (), named)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -122,8 +126,8 @@ def graph_of(recipe: str) -> Graph:
 
     Raises: ValueError for a text that is no recipe, or names a builder that was not imported.
 
-    >>> from fused_remat.blocks.pieces import norm_graph
-    >>> graph_of("norm_graph('rms_norm', 1e-06)") is norm_graph("rms_norm", 1e-6)
+    >>> from fused_remat.graph.build import norm_graph
+    >>> graph_of("norm_graph(NormSpec(eps=1e-06))") is norm_graph(spec.NormSpec(eps=1e-6))
     True
     """
     return _read(recipe)
@@ -141,6 +145,12 @@ def _graph_by(name: str, definition: int, recipe: str) -> Graph:
 
 for _called in (graph_of, _graph_by):  # not traced by Dynamo, but called
     vars(_called)["_dynamo_marked_constant"] = True
+
+for _spec in (
+    spec.NormSpec, spec.RotarySpec, spec.AttentionSpec, spec.MLPSpec, spec.BranchSpec,
+    spec.LoraSpec, spec.ParallelSpec, spec.BlockSpec,
+):  # fmt: skip
+    part(_spec)
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}

@@ -10,6 +10,9 @@ from torch import Tensor
 from fused_remat.backends.base import RotaryCall
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, shifted
+from fused_remat.spec import AttentionSpec, NormSpec
+
+_NO_NORM = NormSpec(kind="rms_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,24 +23,19 @@ class Rotary(Node):
     for x, from which it computes the statistics again.
 
     Attributes:
-        x: the packed projection: nhead query heads, kv_heads key heads, kv_heads value heads.
+        x: the packed projection: query heads, key heads, value heads.
+        spec: of the attention that reads them.
         cos, sin: names of the tables, both "" for no rotation.
-        q_weight, k_weight: names of the norms' weights, both "" for no norm; `eps` is theirs, and
-            `offset` is added to the weights, as in `Norm`.
-        interleaved: pairs are neighbours (2i, 2i + 1); else (i, i + R/2).
+        q_weight, k_weight: names of the norms' weights, both "" for no norm.
         in_place: written over x (`overwriting`).
     """
 
     x: str
-    nhead: int
-    kv_heads: int
+    spec: AttentionSpec
     cos: str = ""
     sin: str = ""
     q_weight: str = ""
     k_weight: str = ""
-    eps: float = 1e-6
-    offset: float = 0.0
-    interleaved: bool = False
     in_place: bool = False
 
     @property
@@ -78,15 +76,16 @@ class Rotary(Node):
 
     def call(self, f: Frame) -> RotaryCall:
         """The sizes, tables and weights for the frame's tokens."""
+        spec, norm = self.spec, self.spec.head_norm or _NO_NORM
         return RotaryCall(
-            nhead=self.nhead,
-            kv_heads=self.kv_heads,
+            nhead=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
             cos=f.param(self.cos),
             sin=f.param(self.sin),
-            interleaved=self.interleaved,
-            q_weight=shifted(f.param(self.q_weight), self.offset),
-            k_weight=shifted(f.param(self.k_weight), self.offset),
-            eps=self.eps,
+            interleaved=spec.rotary is not None and spec.rotary.interleaved,
+            q_weight=shifted(f.param(self.q_weight), norm.offset),
+            k_weight=shifted(f.param(self.k_weight), norm.offset),
+            eps=norm.eps,
             token0=f.first_row(self.x),
             seq_len=f.run.prepared.lengths[self.x],
         )

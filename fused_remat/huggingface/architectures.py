@@ -25,7 +25,7 @@ class Architecture:
         linears, norms, head_norms: of "q", "fc1", "norm1", "q_norm", ... by the block's names.
         norm, norm_class: "layer_norm" is `nn.LayerNorm`; else the class's name in `package`.
         offset: added to the norms' weights.
-        placement, rotary: of `blocks.transformer.TransformerConfig`.
+        placement, rotary: of the norms; whether heads are rotated.
         activation: the path of the MLP's.
         head_dim: the attribute of attention that has it.
         p_attention: the attribute of attention that is a probability, or a dropout module.

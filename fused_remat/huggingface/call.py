@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.blocks.lora import Lora
-from fused_remat.blocks.transformer import TransformerConfig
 from fused_remat.huggingface import eligibility
 from fused_remat.huggingface.architectures import Architecture, at
 from fused_remat.huggingface.masks import Masks, masks_of
@@ -24,6 +22,7 @@ from fused_remat.layers.linears import (
     read_linear,
     tensor_of,
 )
+from fused_remat.spec import BlockSpec, LoraSpec, transformer_spec
 
 #: Arguments of a layer that a block reads, and those that do not change what it computes.
 _READ = ("hidden_states", "attention_mask", "position_embeddings", "is_causal")
@@ -58,26 +57,27 @@ def call_of(layer: nn.Module, row: Architecture, given: Mapping[str, Any]) -> La
         return rope
     tensors, loras = block_tensors(linears, x.dtype if low is None else None)
     tensors |= _norm_weights(layer, row)
-    config = _config(layer, row, linears, masks, bool(rope), loras)
-    if isinstance(config, str):
-        return config
-    reason = why_not_weights(x, tensors, config, low, "hidden_states")
-    reason = reason or masks.why_not(config.nhead)
+    spec = _spec(layer, row, linears, masks, bool(rope), loras)
+    if isinstance(spec, str):
+        return spec
+    reason = why_not_weights(x, tensors, spec, low, "hidden_states")
     if reason is not None:
         return reason
     precision = None
     if low is not None:
-        precision = precision_of(x, tensors, low, config.placement != "post")
+        precision = precision_of(x, tensors, low, spec.norm_first)
     given_tensors = {"input": x, **tensors, **rope, **masks.tensors}
-    return LayerCall(config, given_tensors, {}, False, False, precision)
+    return LayerCall(spec, given_tensors, {}, False, False, precision)
 
 
-def example_config(layer: nn.Module, row: Architecture) -> TransformerConfig:
-    """A config whose graph has the kind and the names of the layer's."""
-    return TransformerConfig(
-        placement=row.placement, norm=row.norm, eps=1e-6, nhead=1, kv_heads=1, head_dim=1,
-        scale=1.0, activation="relu", split="q" in row.linears, gated=row.gated,
-        rotary=_rotates(at(layer, row.attention), row), qk_norm=bool(row.head_norms),
+def example_spec(layer: nn.Module, row: Architecture) -> BlockSpec:
+    """A spec whose graph has the kind and the names of the layer's."""
+    return transformer_spec(
+        row.norm, 1e-6, "relu", placement=row.placement, gated=row.gated, num_heads=1,
+        num_kv_heads=1, head_dim=1, scale=1.0,
+        projection="split" if "q" in row.linears else "packed",
+        rotary=_rotates(at(layer, row.attention), row),
+        qk_norm_eps=1e-6 if row.head_norms else None,
     )  # fmt: skip
 
 
@@ -140,19 +140,20 @@ def _rope(
     return tables
 
 
-def _config(
+def _spec(
     layer: nn.Module,
     row: Architecture,
     linears: Mapping[str, LinearParts],
     masks: Masks,
     rotary: bool,
-    loras: tuple[Lora, ...],
-) -> TransformerConfig | str:
+    loras: tuple[LoraSpec, ...],
+) -> BlockSpec | str:
     attention: Any = at(layer, row.attention)
     head_dim = int(getattr(attention, row.head_dim))
     heads = _heads(attention, row, linears, head_dim)
-    if isinstance(heads, str):
-        return heads
+    reason = heads if isinstance(heads, str) else masks.why_not(heads[0])
+    if reason is not None or isinstance(heads, str):
+        return reason or ""
     eps = {_eps(at(layer, path)) for path in row.norms.values()}
     if len(eps) > 1:
         return f"its norms differ in eps: {sorted(eps)}"
@@ -162,21 +163,31 @@ def _config(
     softcap = getattr(attention, row.softcap) if row.softcap else None
     if softcap is not None and attention.config._attn_implementation == "sdpa":
         return "sdpa attention has no softcap"  # transformers raises
-    probabilities: dict[str, Any] = {
-        name: dropout_p(at(layer, path)) for name, path in row.dropouts.items()
-    }
-    probabilities["p_attention"] = _p_attention(attention, row)
-    if not all(0.0 <= p <= 1.0 for p in probabilities.values()):
-        return f"a dropout probability is outside [0, 1]: {probabilities}"
-    return TransformerConfig(
-        placement=row.placement, norm=row.norm, eps=eps.pop(), offset=row.offset,
-        nhead=heads[0], kv_heads=heads[1], head_dim=head_dim, scale=float(attention.scaling),
-        softcap=float(softcap or 0.0), left=masks.left, right=masks.right,
-        split="q" in row.linears, rotary=rotary, qk_norm=bool(row.head_norms),
-        qk_eps=qk_eps.pop() if qk_eps else 1e-6, gated=row.gated,
-        activation=eligibility.name_of_activation(layer, row) or "", masks=masks.kinds,
-        loras=loras, **probabilities,
-    )  # fmt: skip
+    ps = {name: dropout_p(at(layer, path)) for name, path in row.dropouts.items()}
+    p_first, p_second = ps.get("p_residual1", 0.0), ps.get("p_residual2", 0.0)
+    dropout = (_p_attention(attention, row), p_first, 0.0, p_second)
+    if not all(0.0 <= p <= 1.0 for p in dropout):
+        return f"a dropout probability is outside [0, 1]: {dropout}"
+    return transformer_spec(
+        row.norm,
+        eps.pop(),
+        eligibility.name_of_activation(layer, row) or "",
+        offset=row.offset,
+        placement=row.placement,
+        gated=row.gated,
+        dropout=dropout,
+        loras=loras,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        scale=float(attention.scaling),
+        softcap=float(softcap or 0.0),
+        window=masks.window,
+        masks=masks.kinds,
+        projection="split" if "q" in row.linears else "packed",
+        rotary=rotary,
+        qk_norm_eps=qk_eps.pop() if qk_eps else None,
+    )
 
 
 def _heads(

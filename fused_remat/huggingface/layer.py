@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from fused_remat.blocks.program import Graph
-from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
+from fused_remat.graph.build import block_graph
 from fused_remat.huggingface.architectures import Architecture, architecture_of, at
 from fused_remat.huggingface.cache import has_cache, without_cache
-from fused_remat.huggingface.call import call_of, example_config
+from fused_remat.huggingface.call import call_of, example_spec
 from fused_remat.layers.fused_layer import (
     DECISIONS,
     TRACED,
@@ -77,7 +77,7 @@ class HuggingFaceLayer(FusedLayer):
         return call if isinstance(call, str) else None
 
     def _example(self) -> Graph:
-        return transformer_graph(example_config(self, self.architecture))
+        return block_graph(example_spec(self, self.architecture))
 
     def _places(self) -> tuple[Place, ...]:
         row = self.architecture
@@ -170,10 +170,7 @@ class HuggingFaceLayer(FusedLayer):
         if not self.training or torch.is_inference_mode_enabled():
             return False
         call = None if has_cache(given) else call_of(self, self.architecture, given)
-        return isinstance(call, LayerCall) and transformer_graph(call.config).uses_seed
-
-    def _graph(self, config: TransformerConfig) -> Graph:
-        return transformer_graph(config)
+        return isinstance(call, LayerCall) and block_graph(call.spec).uses_seed
 
     def _fallback(self, reason: str, given: dict[str, Any], cached: bool) -> Any:
         """transformers' own forward, under checkpoint unless it writes to a cache."""

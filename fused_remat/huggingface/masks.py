@@ -20,11 +20,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True)
 class Masks:
-    """What a block's config has of masks, and their tensors by the block's names."""
+    """What an `AttentionSpec` has of masks, and their tensors by the block's names."""
 
     kinds: tuple[str, ...] = ()
-    left: int = -1
-    right: int = -1
+    window: tuple[int, int] = (-1, -1)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def why_not(self, nhead: int) -> str | None:
@@ -58,7 +57,7 @@ def masks_of(
         return f"the attention implementation is {how!r}, not sdpa, eager or flash attention"
     if mask is None:
         causal = how == "sdpa" and _is_causal(attention, given)
-        return Masks(right=0 if causal else -1)
+        return Masks(window=(-1, 0 if causal else -1))
     reason = _why_not(mask, how, x, low)
     return reason or Masks(("mask",), tensors={"mask": mask})
 
@@ -93,12 +92,12 @@ def _flash(attention: Any, given: Mapping[str, Any], x: Tensor, window: int | No
     if mask is not None:
         if type(mask) not in _PLAIN or tuple(mask.shape) != (batch, seq_len):
             return f"attention_mask is no tensor of shape {(batch, seq_len)}"
-        return Masks(("padding",), *limits, {"padding": mask.eq(0)})
+        return Masks(("padding",), limits, {"padding": mask.eq(0)})
     if all(given.get(name) is not None for name in _VARLEN):
         bounds = {"cu_q": given["cu_seq_lens_q"], "cu_k": given["cu_seq_lens_k"]}
         if batch != 1 or any(type(t) not in _PLAIN or t.dim() != 1 for t in bounds.values()):
             return "cu_seq_lens are not of packed sequences in a batch of 1"
-        return Masks(("packed",), *limits, bounds)
+        return Masks(("cu_seqlens",), limits, bounds)
     positions = given.get("position_ids")
     if batch == 1 and seq_len > 1 and isinstance(positions, Tensor):
         if torch.compiler.is_compiling():
@@ -106,7 +105,7 @@ def _flash(attention: Any, given: Mapping[str, Any], x: Tensor, window: int | No
         # As transformers does there, in every layer; on a GPU it waits for the device.
         if not bool((positions.diff(dim=-1) == 1).all()):
             return "its sequences are packed without cu_seq_lens"
-    return Masks((), *limits)
+    return Masks((), limits)
 
 
 def _is_causal(attention: Any, given: Mapping[str, Any]) -> bool:

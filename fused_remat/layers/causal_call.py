@@ -7,18 +7,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fused_remat.blocks.lora import Lora
-from fused_remat.blocks.transformer import TransformerConfig
 from fused_remat.layers import autocast, eligibility
 from fused_remat.layers.causal_weights import why_not_weights
 from fused_remat.layers.layer_call import LayerCall, in_module
 from fused_remat.layers.linears import LinearParts, block_tensors, read_linear, tensor_of, unwrapped
 from fused_remat.layers.plain_causal import check_window
 from fused_remat.ops.activation import has_hooks
-from fused_remat.ops.attention import score_options
 from fused_remat.ops.inputs import check_p
-from fused_remat.ops.masks import lengths_of, mask_of, padding_of
+from fused_remat.ops.masks import lengths_of, mask_of, masks_given, padding_of
 from fused_remat.ops.rotary import rotary_tensors
+from fused_remat.spec import (
+    AttentionOptions,
+    BlockSpec,
+    LoraSpec,
+    score_fields,
+    transformer_spec,
+)
 
 #: The block's names of the linear layers, and the layer's own.
 _LINEARS = {
@@ -51,7 +55,7 @@ def call_of(
 
     >>> import torch
     >>> from fused_remat.layers.plain_causal import CausalLayer
-    >>> call_of(CausalLayer(8, 2, 16), torch.zeros(1, 3, 8)).config.linears
+    >>> call_of(CausalLayer(8, 2, 16), torch.zeros(1, 3, 8)).spec.linears
     ('q', 'k', 'v', 'proj', 'gate', 'fc1', 'fc2')
     """
     inputs = inputs_of(layer, x, cos, sin, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
@@ -70,14 +74,14 @@ def call_of(
     low = autocast.low_dtype(x)
     weights, loras = block_tensors(linears, x.dtype if low is None else None)
     params = {**weights, **affine}
-    config = _config(layer, kind, eps, qk_eps, inputs, loras)
-    reason = why_not_weights(x, params, config, low, "x")
+    spec = _spec(layer, kind, eps, qk_eps, inputs, loras)
+    reason = why_not_weights(x, params, spec, low, "x")
     if reason is not None:
         return reason
     precision = None
     if low is not None:
         precision = autocast.precision_of(x, params, low, layer.placement != "post")
-    return LayerCall(config, {**params, **inputs}, {}, False, False, precision)
+    return LayerCall(spec, {**params, **inputs}, {}, False, False, precision)
 
 
 def inputs_of(
@@ -155,31 +159,39 @@ def _norms(layer: Any) -> tuple[str, float, float, dict[str, Tensor | None]] | s
     return _KINDS[kinds.pop()], float(block_eps), float(head_eps), affine
 
 
-def _config(
+def _spec(
     layer: Any,
     norm: str,
     eps: float,
     qk_eps: float,
     inputs: Mapping[str, Tensor | None],
-    loras: tuple[Lora, ...],
-) -> TransformerConfig:
-    """The plain numbers of a call.
+    loras: tuple[LoraSpec, ...],
+) -> BlockSpec:
+    """What a call computes.
 
     Raises: ValueError for what the layer was set to and no layer has.
     """
     p = check_p("dropout", layer.dropout) if layer.training else 0.0
     p_attention = check_p("attention_dropout", layer.attention_dropout)
     check_window(layer.window)  # -1 would be none to a block
-    window = (-1, -1) if layer.window is None else (layer.window, layer.window)
-    kinds = {"mask": "mask", "padding": "padding", "lengths": "lengths", "packed": "cu_q"}
-    return TransformerConfig(
-        placement=layer.placement, norm=norm, eps=eps, qk_eps=qk_eps, nhead=layer.nhead,
-        kv_heads=layer.kv_heads, head_dim=layer.head_dim,
-        **score_options(layer.head_dim, layer.is_causal, window, None, layer.softcap),
-        split=True, rotary="cos" in inputs, interleaved=layer.rope_interleaved,
-        qk_norm=layer.q_norm is not None, activation=layer.activation,
-        gated=layer.gate is not None, p_residual1=p, p_mlp=p, p_residual2=p,
-        p_attention=p_attention if layer.training else 0.0,
-        masks=tuple([kind for kind, name in kinds.items() if inputs.get(name) is not None]),
+    options: AttentionOptions = {"softcap": float(layer.softcap)}
+    if layer.window is not None:
+        options["window"] = (layer.window, layer.window)
+    return transformer_spec(
+        norm,
+        eps,
+        layer.activation,
+        placement=layer.placement,
+        gated=layer.gate is not None,
+        dropout=(p_attention if layer.training else 0.0, p, p, p),
         loras=loras,
-    )  # fmt: skip
+        num_heads=layer.nhead,
+        num_kv_heads=layer.kv_heads,
+        head_dim=layer.head_dim,
+        **score_fields(layer.head_dim, layer.is_causal, options),
+        projection="split",
+        rotary="cos" in inputs,
+        interleaved=layer.rope_interleaved,
+        qk_norm_eps=None if layer.q_norm is None else qk_eps,
+        masks=masks_given(inputs),
+    )

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from fused_remat.blocks.program import Graph
-from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
+from fused_remat.graph.build import block_graph
 from fused_remat.layers import causal_call
 from fused_remat.layers.drop_in_layer import DropInLayer
 from fused_remat.layers.layer_call import LayerCall, Place
 from fused_remat.layers.plain_causal import CausalLayer
 from fused_remat.ops.activation import ActivationLike
 from fused_remat.policies import Policy
+from fused_remat.spec import transformer_spec
 
 
 class FusedRematCausalLayer(DropInLayer, CausalLayer):
@@ -141,22 +142,18 @@ class FusedRematCausalLayer(DropInLayer, CausalLayer):
         return self._why_not(x, cos, sin, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
 
     def _example(self) -> Graph:
-        return transformer_graph(
-            TransformerConfig(
-                placement=self.placement, norm="rms_norm", eps=0.0, nhead=1, kv_heads=1, head_dim=1,
-                scale=1.0, activation="relu", split=True, rotary=True,
-                qk_norm=self.q_norm is not None, gated=self.gate is not None,
-            )
+        spec = transformer_spec(
+            "rms_norm", 1e-6, "relu", placement=self.placement, gated=self.gate is not None,
+            num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0, projection="split", rotary=True,
+            qk_norm_eps=None if self.q_norm is None else 1e-6,
         )  # fmt: skip
+        return block_graph(spec)
 
     def _places(self) -> tuple[Place, ...]:
         return causal_call.PLACES
 
     def _heads(self) -> dict[str, int]:
         return {"heads": self.nhead, "key and value heads": self.kv_heads}
-
-    def _graph(self, config: TransformerConfig) -> Graph:
-        return transformer_graph(config)
 
     def _choose(self, *args: Any) -> LayerCall | str:
         return causal_call.call_of(self, *args)

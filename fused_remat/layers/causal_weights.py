@@ -8,10 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from fused_remat.blocks.transformer import TransformerConfig
 from fused_remat.layers import autocast
 from fused_remat.layers.linears import is_readable
-from fused_remat.ops.transformer import linear_shapes
+from fused_remat.spec import BlockSpec
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -19,23 +18,23 @@ _PLAIN = (Tensor, nn.Parameter)
 def why_not_weights(
     x: Tensor,
     tensors: Mapping[str, Tensor | None],
-    config: TransformerConfig,
+    spec: BlockSpec,
     low: torch.dtype | None,
     called: str,
 ) -> str | None:
-    """Why a block of `config` cannot take `x`, (B, S, D), with these weights of a layer.
+    """Why a block of `spec` cannot take `x`, (B, S, D), with these weights of a layer.
 
     `low` is autocast's dtype, None if it is off; `called`, what the layer calls `x`.
 
-    >>> config = TransformerConfig(placement="pre", norm="rms_norm", eps=1e-6, nhead=1, kv_heads=1,
-    ...     head_dim=8, scale=1.0, activation="gelu")
+    >>> from fused_remat.spec import nn_layer_spec
+    >>> spec = nn_layer_spec(True, 1, 8, "gelu")
     >>> widths = {"qkv": (24, 8), "proj": (8, 8), "fc1": (32, 8), "fc2": (8, 30)}
     >>> weights = {f"{name}.weight": torch.zeros(shape) for name, shape in widths.items()}
-    >>> why_not_weights(torch.zeros(1, 3, 8), weights, config, None, "x")
+    >>> why_not_weights(torch.zeros(1, 3, 8), weights, spec, None, "x")
     'fc2.weight has shape (8, 30), expected (8, 32)'
     """
     compiling = torch.compiler.is_compiling()  # Dynamo would see through a cache, and say so
-    names = config.weights if compiling else _weights_of(config)
+    names = spec.weights if compiling else _weights_of(spec)
     given = {name: tensors.get(name) for name in names}
     for name, p in given.items():
         if p is None:
@@ -50,12 +49,12 @@ def why_not_weights(
         return reason.replace("src", called)
     shapes = tuple([None if p is None else p.shape for p in given.values()])
     why_not = _why_not_shapes.__wrapped__ if compiling else _why_not_shapes
-    return why_not(x.shape[-1], names, shapes, config)
+    return why_not(x.shape[-1], names, shapes, spec)
 
 
 @functools.lru_cache(maxsize=1024)
-def _weights_of(config: TransformerConfig) -> tuple[str, ...]:
-    return config.weights
+def _weights_of(spec: BlockSpec) -> tuple[str, ...]:
+    return spec.weights
 
 
 @functools.lru_cache(maxsize=1024)
@@ -63,23 +62,23 @@ def _why_not_shapes(
     width: int,
     names: tuple[str, ...],
     shapes: tuple[torch.Size | None, ...],
-    config: TransformerConfig,
+    spec: BlockSpec,
 ) -> str | None:
     given = dict(zip(names, shapes, strict=True))
     fc1 = given["fc1.weight"]
     assert fc1 is not None
-    linears = linear_shapes(config, width, fc1[0])
+    linears = spec.linear_shapes(width, fc1[0])
     expected: dict[str, tuple[int, ...]] = {}
     for name, shape in linears.items():
         expected |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    for name in config.norms:
+    for name in spec.norms:
         expected |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-    expected |= {f"{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    expected |= {f"{name}_norm.weight": (spec.attention.head_dim,) for name in "qk"}
     for name, wanted in expected.items():
         found = given.get(name)
         if found is not None and tuple(found) != wanted:
             return f"{name} has shape {tuple(found)}, expected {wanted}"
-    for i, lora in enumerate(config.loras):
+    for i, lora in enumerate(spec.loras):
         a, b = given[f"lora.{i}.A"], given[f"lora.{i}.B"]
         out, columns = linears[lora.layer]
         if a is None or b is None or (*a, *b) != (a[0], columns, out, a[0]):

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from fused_remat.blocks.custom import Function
-from fused_remat.blocks.sketch import CUSTOM, captured_params
+from fused_remat.graph.build import captured_params
 from fused_remat.layers.autocast import Precision
 from fused_remat.ops.activation import Recallable, activation_name, prepare
+from fused_remat.spec import USER_FUNCTION
 
 
 @dataclass(frozen=True)
 class LayerActivation:
-    """A name in `backends.activations.ACTIVATIONS`, or `CUSTOM` with what it captures and calls."""
+    """A row of the activations, or `USER_FUNCTION` with what it captures and calls."""
 
     name: str
     captured: Mapping[str, Tensor]
@@ -41,7 +42,7 @@ def of_layer(
         return found
     names = captured_params(len(found.captured))
     captured = dict(zip(names, found.captured, strict=True))
-    return LayerActivation(CUSTOM, captured, {"activation": found.fn})
+    return LayerActivation(USER_FUNCTION, captured, {"activation": found.fn})
 
 
 def prepare_for(

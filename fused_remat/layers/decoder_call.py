@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from fused_remat.blocks.decoder import DecoderConfig
 from fused_remat.layers import custom_activation, eligibility
 from fused_remat.layers.autocast import low_dtype, precision_of
 from fused_remat.layers.eligibility import DECODER
@@ -25,6 +23,7 @@ from fused_remat.layers.layer_call import (
 )
 from fused_remat.layers.linears import dropout_p
 from fused_remat.shards import is_dtensor
+from fused_remat.spec import nn_layer_spec
 
 _CROSS = ("cross_q", "cross_k", "cross_v")
 _OTHERS = (
@@ -69,7 +68,7 @@ def tensors_of(layer: nn.TransformerDecoderLayer) -> dict[str, Tensor | None]:
 
 
 def dropout_ps(layer: nn.TransformerDecoderLayer) -> tuple[float, ...]:
-    """What applies now, in order: as in `DecoderConfig`.
+    """What applies now, in order: as `nn_layer_spec` takes them.
 
     >>> dropout_ps(nn.TransformerDecoderLayer(8, 2, dropout=0.5))
     (0.5, 0.5, 0.5, 0.5, 0.5, 0.5)
@@ -102,8 +101,8 @@ def call_of(
 
     >>> import torch
     >>> layer = nn.TransformerDecoderLayer(8, 2)
-    >>> call_of(layer, torch.zeros(3, 2, 8), torch.zeros(5, 2, 8)).config.nhead
-    2
+    >>> call_of(layer, torch.zeros(3, 2, 8), torch.zeros(5, 2, 8)).spec.kind
+    'decoder_postnorm'
     """
     params = tensors_of(layer)
     masks = (tgt_mask, tgt_padding, bool(tgt_is_causal))
@@ -132,13 +131,33 @@ def call_of(
         "memory_mask": None if memory_causal else memory_mask,
         "memory_padding": batched(memory_padding, unbatched),
     }  # fmt: skip
-    config = _config(layer, activation, tensors, causal, memory_causal)
-    config = replace(config, loras=adapters[1]) if adapters[1] else config
-    if config.split and not is_dtensor(params["qkv.bias"]):
-        tensors = with_own_biases(tensors)
-    return eligibility.why_not_dropout(config.dropout_ps) or LayerCall(
-        config, tensors, activation.functions, seq_first, unbatched, precision
+    attn, ps = layer.self_attn, dropout_ps(layer)
+    norms = (layer.norm1, layer.norm2, layer.norm3)
+    spec = nn_layer_spec(
+        bool(layer.norm_first),
+        int(attn.num_heads),
+        int(attn.embed_dim // attn.num_heads),
+        activation.name,
+        tuple([float(norm.eps) for norm in norms]),
+        ps,
+        causal=causal,
+        masks=_masks_of(tensors, "mask", "padding"),
+        memory_causal=memory_causal,
+        memory_masks=_masks_of(tensors, "memory_mask", "memory_padding"),
+        projection="packed" if attn._qkv_same_embed_dim else "split",
+        captured=len(activation.captured),
+        loras=adapters[1],
     )
+    if not attn._qkv_same_embed_dim and not is_dtensor(params["qkv.bias"]):
+        tensors = with_own_biases(tensors)
+    return eligibility.why_not_dropout(ps) or LayerCall(
+        spec, tensors, activation.functions, seq_first, unbatched, precision
+    )
+
+
+def _masks_of(tensors: Mapping[str, Tensor | None], *names: str) -> tuple[str, ...]:
+    """Those of a mask and a padding that are there, as an `AttentionSpec` names them."""
+    return tuple([n.removeprefix("memory_") for n in names if tensors[n] is not None])
 
 
 def _why_not(
@@ -161,38 +180,4 @@ def _why_not(
         or eligibility.why_not_memory(tgt, memory, attn.batch_first, low)
         or eligibility.why_not_masks(tgt, attn, *masks, low, names=_TGT_MASKS)
         or eligibility.why_not_masks(tgt, attn, *memory_masks, low, memory, _MEMORY_MASKS)
-    )
-
-
-def _config(
-    layer: nn.TransformerDecoderLayer,
-    activation: custom_activation.LayerActivation,
-    tensors: Mapping[str, Tensor | None],
-    causal: bool,
-    memory_causal: bool,
-) -> DecoderConfig:
-    attn = layer.self_attn
-    p_attention, p_residual1, p_cross, p_cross_residual, p_mlp, p_residual2 = dropout_ps(layer)
-    return DecoderConfig(
-        norm_first=bool(layer.norm_first),
-        nhead=int(attn.num_heads),
-        head_dim=int(attn.embed_dim // attn.num_heads),
-        activation=activation.name,
-        captured=len(activation.captured),
-        eps1=float(layer.norm1.eps),
-        eps2=float(layer.norm2.eps),
-        eps3=float(layer.norm3.eps),
-        p_attention=p_attention,
-        p_residual1=p_residual1,
-        p_cross=p_cross,
-        p_cross_residual=p_cross_residual,
-        p_mlp=p_mlp,
-        p_residual2=p_residual2,
-        causal=causal,
-        memory_causal=memory_causal,
-        has_mask=tensors["mask"] is not None,
-        has_padding=tensors["padding"] is not None,
-        has_memory_mask=tensors["memory_mask"] is not None,
-        has_memory_padding=tensors["memory_padding"] is not None,
-        split=not attn._qkv_same_embed_dim,
     )

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.blocks.decoder import DecoderConfig, decoder_graph
 from fused_remat.blocks.program import Graph
+from fused_remat.graph.build import block_graph
 from fused_remat.layers import decoder_call
 from fused_remat.layers.drop_in_layer import DropInLayer
 from fused_remat.layers.layer_call import LayerCall, Place
 from fused_remat.policies import Policy
+from fused_remat.spec import nn_layer_spec
 
 
 class FusedRematDecoderLayer(DropInLayer, nn.TransformerDecoderLayer):
@@ -122,16 +123,13 @@ class FusedRematDecoderLayer(DropInLayer, nn.TransformerDecoderLayer):
     _inputs = ("input", "memory")
 
     def _example(self) -> Graph:
-        return decoder_graph(DecoderConfig(self.norm_first, 1, 1, "relu", 0.0, 0.0, 0.0))
+        return block_graph(nn_layer_spec(self.norm_first, 1, 1, "relu", (1e-5,) * 3))
 
     def _places(self) -> tuple[Place, ...]:
         return decoder_call.places_of(self)
 
     def _heads(self) -> dict[str, int]:
         return {"heads": int(self.self_attn.num_heads)}
-
-    def _graph(self, config: DecoderConfig) -> Graph:
-        return decoder_graph(config)
 
     def _choose(self, *args: Any) -> LayerCall | str:
         return decoder_call.call_of(self, *args)

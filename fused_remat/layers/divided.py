@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fused_remat import collectives, random
-from fused_remat.blocks.parallel import Parallel
 from fused_remat.layers.layer_call import LayerCall, with_own_biases
 from fused_remat.shards import is_dtensor, local_shards
+from fused_remat.spec import ParallelSpec
 
 #: Of what all ranks have, what each computes a part of the gradient of: its heads' part.
 _OF_HEADS = ("q_norm.weight", "k_norm.weight", "qkv.bias", "cross.bias")
@@ -35,7 +35,7 @@ class Division:
             after the split, of all calls. None where nobody splits for the layer.
     """
 
-    parallel: Parallel
+    parallel: ParallelSpec
     splits: bool = False
     joins: bool = False
     lengths: set[int] | None = None
@@ -63,7 +63,7 @@ class Split(torch.autograd.Function):
     """This rank's tokens of what every rank has whole, whose gradient is made whole again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, parallel: Parallel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, parallel: ParallelSpec) -> Tensor:
         ctx.dim, ctx.parallel = dim, parallel
         return _own(x, dim, parallel)
 
@@ -76,7 +76,7 @@ class Join(torch.autograd.Function):
     """The tokens of all ranks, of which every rank then computes the same."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, parallel: Parallel) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, parallel: ParallelSpec) -> Tensor:
         ctx.dim, ctx.parallel = dim, parallel
         return _all(x, dim, parallel)
 
@@ -85,12 +85,12 @@ class Join(torch.autograd.Function):
         return _own(dy, ctx.dim, ctx.parallel), None, None
 
 
-def _own(x: Tensor, dim: int, parallel: Parallel) -> Tensor:
+def _own(x: Tensor, dim: int, parallel: ParallelSpec) -> Tensor:
     count = x.shape[dim] // parallel.size
     return x.narrow(dim, parallel.rank * count, count).contiguous()
 
 
-def _all(x: Tensor, dim: int, parallel: Parallel) -> Tensor:
+def _all(x: Tensor, dim: int, parallel: ParallelSpec) -> Tensor:
     if dim == 0:
         rows, shape = x.reshape(x.shape[0], -1), (parallel.size * x.shape[0], *x.shape[1:])
         return collectives.gather(rows, parallel.group, parallel.size, 1, shape)
@@ -98,7 +98,7 @@ def _all(x: Tensor, dim: int, parallel: Parallel) -> Tensor:
     return collectives.gather(rows, parallel.group, parallel.size, x.shape[0], shape)
 
 
-def split_tokens(x: Tensor, dim: int, parallel: Parallel) -> Tensor:
+def split_tokens(x: Tensor, dim: int, parallel: ParallelSpec) -> Tensor:
     """This rank's tokens of x, which every rank has whole.
 
     Raises: ValueError where the ranks' shares would differ.
@@ -112,13 +112,13 @@ def split_tokens(x: Tensor, dim: int, parallel: Parallel) -> Tensor:
     return out
 
 
-def join_tokens(x: Tensor, dim: int, parallel: Parallel) -> Tensor:
+def join_tokens(x: Tensor, dim: int, parallel: ParallelSpec) -> Tensor:
     """The tokens of all ranks, on every rank."""
     out: Tensor = Join.apply(x, dim, parallel)
     return out
 
 
-def stand_in(x: Any, dim: int, parallel: Parallel) -> Any:
+def stand_in(x: Any, dim: int, parallel: ParallelSpec) -> Any:
     """In the place of this rank's tokens, what a call is chosen by: whole sequences, no memory."""
     if not isinstance(x, Tensor) or not parallel.sequence or x.dim() <= dim:
         return x
@@ -128,7 +128,10 @@ def stand_in(x: Any, dim: int, parallel: Parallel) -> Any:
 
 
 def local_call(
-    call: LayerCall, inputs: Mapping[str, Tensor | None], parallel: Parallel, seeded: bool = False
+    call: LayerCall,
+    inputs: Mapping[str, Tensor | None],
+    parallel: ParallelSpec,
+    seeded: bool = False,
 ) -> LayerCall:
     """This rank's part of a call that was chosen by whole shapes; `inputs`: the real ones.
 
@@ -136,30 +139,27 @@ def local_call(
 
     Raises: RuntimeError for what is not divided.
     """
-    config = call.config
     reason = _why_not(call)
     if reason is not None:
         raise RuntimeError(f"fused_remat: a tensor-parallel layer cannot run: {reason}")
     tensors = {**call.tensors, **inputs}
     tensors = {**tensors, **_shards(tensors, parallel)}
-    if config.split:
+    attention = call.spec.attention
+    if attention.projection == "split":
         tensors = with_own_biases(tensors, parallel.size, parallel.rank)
     for name in ("mask", "memory_mask"):
-        tensors[name] = _own_heads(tensors.get(name), config.nhead, parallel)
-    changes = {"nhead": config.nhead // parallel.size, "parallel": parallel}
-    if hasattr(config, "kv_heads"):
-        changes["kv_heads"] = config.kv_heads // parallel.size
-    config = replace(config, **changes)
-    if not parallel.sequence and (seeded or _drops(config)):  # alike where it is not divided
+        tensors[name] = _own_heads(tensors.get(name), attention.num_heads, parallel)
+    spec = call.spec.on_rank(parallel)
+    if not parallel.sequence and (seeded or spec.drops):  # alike where it is not divided
         seed = random.draw_seed(tensors["input"].device)  # type: ignore[union-attr]
         tensors["seed"] = collectives.first_ranks(seed, parallel.group)
-    return replace(call, config=config, tensors=tensors)
+    return replace(call, spec=spec, tensors=tensors)
 
 
 def _why_not(call: LayerCall) -> str | None:
     if call.functions:
         return "its activation function has no row: it might mix what is divided among ranks"
-    if call.config.loras:
+    if call.spec.loras:
         return "its low-rank updates are not divided among ranks"
     for name in ("mask", "padding", "memory_mask", "memory_padding"):
         mask = call.tensors.get(name)
@@ -168,7 +168,7 @@ def _why_not(call: LayerCall) -> str | None:
     return None
 
 
-def _shards(tensors: Mapping[str, Tensor | None], parallel: Parallel) -> dict[str, Tensor]:
+def _shards(tensors: Mapping[str, Tensor | None], parallel: ParallelSpec) -> dict[str, Tensor]:
     """The local tensors of those that are DTensors, by name."""
     named: dict[str, Any] = {name: t for name, t in tensors.items() if is_dtensor(t)}
     summed = []
@@ -182,7 +182,7 @@ def _shards(tensors: Mapping[str, Tensor | None], parallel: Parallel) -> dict[st
     return dict(zip(named, local_shards(parallel.group, summed, named.values()), strict=True))
 
 
-def _own_heads(mask: Tensor | None, nhead: int, parallel: Parallel) -> Tensor | None:
+def _own_heads(mask: Tensor | None, nhead: int, parallel: ParallelSpec) -> Tensor | None:
     """This rank's heads of a mask (B*H, S_q, S_k) or (B, H, S_q, S_k); others are all heads'."""
     if mask is None or mask.dim() < 3 or (mask.dim() == 4 and mask.shape[1] == 1):
         return mask
@@ -190,8 +190,3 @@ def _own_heads(mask: Tensor | None, nhead: int, parallel: Parallel) -> Tensor | 
     heads = mask.view(-1, nhead, *mask.shape[-2:]) if mask.dim() == 3 else mask
     own = heads.narrow(1, parallel.rank * count, count)
     return own.reshape(-1, *mask.shape[1:]) if mask.dim() == 3 else own
-
-
-def _drops(config: Any) -> bool:
-    """Whether a block of `config` draws dropout."""
-    return any(getattr(config, name) > 0.0 for name in vars(config) if name.startswith("p_"))

@@ -30,7 +30,7 @@ Layer = TypeVar("Layer", bound="DropInLayer")
 class DropInLayer(FusedLayer):
     """A layer of `torch.nn` whose forward is a block; mixed in before the stock class.
 
-    A subclass has `_choose`, `_graph` and `_example`, and a `forward` that calls `_serve`.
+    A subclass has `_choose` and `_example`, and a `forward` that calls `_serve`.
 
     Attributes:
         stock: the class of `torch.nn` that it stands in for.

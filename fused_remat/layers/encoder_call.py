@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fused_remat.blocks.encoder import EncoderConfig
 from fused_remat.layers import custom_activation, eligibility
 from fused_remat.layers.autocast import low_dtype, precision_of
 from fused_remat.layers.layer_call import (
@@ -22,6 +21,7 @@ from fused_remat.layers.layer_call import (
     with_own_biases,
 )
 from fused_remat.shards import is_dtensor
+from fused_remat.spec import nn_layer_spec
 
 _OTHERS = (
     in_module("fc1", "linear1"),
@@ -65,8 +65,8 @@ def call_of(
 
     >>> import torch
     >>> layer = nn.TransformerEncoderLayer(8, 2)
-    >>> call_of(layer, tensors_of(layer), torch.zeros(3, 2, 8), None, None, False).config.nhead
-    2
+    >>> call_of(layer, tensors_of(layer), torch.zeros(3, 2, 8), None, None, False).spec.kind
+    'encoder_postnorm'
     """
     reason = eligibility.why_not_module(layer, adapters=True) or eligibility.why_not_context(src)
     if reason is not None:
@@ -91,31 +91,27 @@ def call_of(
     if isinstance(activation, str):
         return activation
     causal = is_causal and padding is None  # as in PyTorch: the hint stands for the mask
-    ps = p_attention, p_residual1, p_mlp, p_residual2 = eligibility.dropout_ps(layer)
-    config = EncoderConfig(
-        norm_first=bool(layer.norm_first),
-        nhead=int(attn.num_heads),
-        head_dim=int(attn.embed_dim // attn.num_heads),
-        activation=activation.name,
-        captured=len(activation.captured),
-        eps1=float(children["norm1"].eps),
-        eps2=float(children["norm2"].eps),
-        p_attention=p_attention,
-        p_residual1=p_residual1,
-        p_mlp=p_mlp,
-        p_residual2=p_residual2,
+    ps = eligibility.dropout_ps(layer)
+    masks = ("mask",) if mask is not None and not causal else ()
+    spec = nn_layer_spec(
+        bool(layer.norm_first),
+        int(attn.num_heads),
+        int(attn.embed_dim // attn.num_heads),
+        activation.name,
+        (float(children["norm1"].eps), float(children["norm2"].eps)),
+        ps,
         causal=causal,
-        has_mask=mask is not None and not causal,
-        has_padding=padding is not None,
+        masks=masks if padding is None else (*masks, "padding"),
+        projection="packed" if attn._qkv_same_embed_dim else "split",
+        captured=len(activation.captured),
         loras=adapters[1],
-        split=not attn._qkv_same_embed_dim,
     )
     tensors = {
         **params, **activation.captured, "input": batched(src, unbatched),
         "mask": None if causal else mask, "padding": batched(padding, unbatched),
     }  # fmt: skip
-    if config.split and not is_dtensor(params["qkv.bias"]):
+    if not attn._qkv_same_embed_dim and not is_dtensor(params["qkv.bias"]):
         tensors = with_own_biases(tensors)
     return eligibility.why_not_dropout(ps) or LayerCall(
-        config, tensors, activation.functions, seq_first, unbatched, precision
+        spec, tensors, activation.functions, seq_first, unbatched, precision
     )

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
 from fused_remat.blocks.program import Graph
+from fused_remat.graph.build import block_graph
 from fused_remat.layers import encoder_call, fastpath
 from fused_remat.layers.drop_in_layer import DropInLayer
 from fused_remat.layers.fused_layer import wants_grad
 from fused_remat.layers.layer_call import LayerCall, Place
 from fused_remat.policies import Policy
+from fused_remat.spec import nn_layer_spec
 
 _EXACT = "evaluation without gradients is PyTorch's own where that is exact"
 _NESTED = "src is a nested tensor"
@@ -93,16 +94,13 @@ class FusedRematLayer(DropInLayer, nn.TransformerEncoderLayer):
         self.accumulate_into = accumulate_into
 
     def _example(self) -> Graph:
-        return encoder_graph(EncoderConfig(self.norm_first, 1, 1, "relu", 0.0, 0.0))
+        return block_graph(nn_layer_spec(self.norm_first, 1, 1, "relu"))
 
     def _places(self) -> tuple[Place, ...]:
         return encoder_call.places_of(self)
 
     def _heads(self) -> dict[str, int]:
         return {"heads": int(self.self_attn.num_heads)}
-
-    def _graph(self, config: EncoderConfig) -> Graph:
-        return encoder_graph(config)
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from fused_remat import accumulation
 from fused_remat.backends.base import FusedRematWarning
 from fused_remat.backends.registry import check_name
 from fused_remat.blocks.program import Graph
+from fused_remat.graph.build import block_graph
 from fused_remat.layers import divided
 from fused_remat.layers.divided import Division, stand_in
 from fused_remat.layers.layer_call import LayerCall, Place, batched
@@ -39,8 +40,7 @@ class FusedLayer(nn.Module):
 
     @policy.setter
     def policy(self, policy: str | Policy) -> None:
-        graph = self._example()
-        kept_names(policy, graph.kind, graph.names)
+        kept_names(policy, self._example())
         self._policy = policy
 
     @property
@@ -70,10 +70,6 @@ class FusedLayer(nn.Module):
         """A graph with the kind and the names of this layer's."""
         raise NotImplementedError
 
-    def _graph(self, config: Any) -> Graph:
-        """The graph of a call."""
-        raise NotImplementedError
-
     def _places(self) -> tuple[Place, ...]:
         """Where the layer has its block's weights."""
         raise NotImplementedError
@@ -93,12 +89,12 @@ class FusedLayer(nn.Module):
             tensors = {**tensors, "input": x.to(call.precision.stream)}
             compute = call.precision.compute
         out = run_layer(
-            self._graph(call.config),
+            block_graph(call.spec),
             tensors,
             policy=self._policy_now(),
             backend=self._backend,
             seq_first=call.seq_first,
-            preserve_strides=call.config.norm_first,
+            preserve_strides=call.spec.branches[-1].placement != "post",
             functions=call.functions,
             accumulate_into=self._accumulate_into,
             compute=compute,

@@ -1,4 +1,4 @@
-"""A call of a layer as a block: its tensors, its plain numbers, its own functions."""
+"""A call of a layer as a block: its description, its tensors, its own functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fused_remat.blocks.custom import Function
-from fused_remat.blocks.lora import Lora
 from fused_remat.layers.autocast import CASTABLE, Precision
 from fused_remat.layers.linears import (
     Update,
@@ -20,6 +19,7 @@ from fused_remat.layers.linears import (
     update_tensors,
     without_adapters,
 )
+from fused_remat.spec import BlockSpec, LoraSpec
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class LayerCall:
     """What a block takes.
 
     Attributes:
-        config: its plain numbers.
+        spec: what it computes.
         tensors: by the block's names, inputs and all.
         functions: the caller's own activation function, if any.
         seq_first, unbatched: the inputs are (S, B, D), or (S, D) given as (1, S, D).
         precision: the dtypes under autocast, None if it is off.
     """
 
-    config: Any
+    spec: BlockSpec
     tensors: Mapping[str, Tensor | None]
     functions: Mapping[str, Function]
     seq_first: bool
@@ -120,7 +120,7 @@ def tensors_at(layer: Any, places: Iterable[Place]) -> dict[str, Tensor | None]:
     return found
 
 
-Adapters = tuple[dict[str, Tensor | None], tuple[Lora, ...]]
+Adapters = tuple[dict[str, Tensor | None], tuple[LoraSpec, ...]]
 
 
 def adapters_of(layer: nn.Module, x: Tensor, low: torch.dtype | None) -> Adapters | str:

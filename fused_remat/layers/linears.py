@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.blocks.lora import Lora, lora_params
 from fused_remat.ops.activation import has_hooks
 from fused_remat.shards import is_dtensor
+from fused_remat.spec import LoraSpec, lora_params
 
 _PLAIN = (Tensor, nn.Parameter)
 _FORWARD = nn.Linear.forward
@@ -114,7 +114,7 @@ def unwrapped(module: Any) -> nn.Module | str:
 
 def block_tensors(
     layers: Mapping[str, LinearParts], dtype: torch.dtype | None
-) -> tuple[dict[str, Tensor | None], tuple[Lora, ...]]:
+) -> tuple[dict[str, Tensor | None], tuple[LoraSpec, ...]]:
     """The tensors of a block's layers by its names, and their updates, as a block's config has.
 
     `dtype`: of what the layers read; None under autocast, where their products have its dtype.
@@ -125,7 +125,7 @@ def block_tensors(
     >>> list(tensors)
     ['fc1.weight', 'fc1.bias', 'lora.0.A', 'lora.0.B']
     >>> loras
-    (Lora(layer='fc1', scale=0.5, p=0.0, dtype=None),)
+    (LoraSpec(layer='fc1', scale=0.5, dropout=0.0, dtype=None),)
     """
     tensors: dict[str, Tensor | None] = {}
     for layer, parts in layers.items():
@@ -139,7 +139,7 @@ def block_tensors(
 
 def update_tensors(
     updates: Mapping[str, tuple[Update, ...]], dtype: torch.dtype | None
-) -> tuple[dict[str, Tensor | None], tuple[Lora, ...]]:
+) -> tuple[dict[str, Tensor | None], tuple[LoraSpec, ...]]:
     """`block_tensors` of the updates alone, by their layer.
 
     >>> update_tensors({"fc1": ()}, torch.float32)
@@ -149,7 +149,8 @@ def update_tensors(
     loras = []
     for layer, update in every:
         own = None if dtype is None or update.a.dtype == dtype else update.a.dtype
-        loras.append(Lora(layer, update.scale, update.p, own))
+        scale, p = update.scale, update.p
+        loras.append(LoraSpec(layer=layer, scale=scale, dropout=p, dtype=own))
     matrices = [matrix for _, update in every for matrix in (update.a, update.b)]
     return dict(zip(lora_params(len(every)), matrices, strict=True)), tuple(loras)
 

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fused_remat import random
 from fused_remat.autograd import run_block
-from fused_remat.blocks.attention import Attention, HeadsAttention
-from fused_remat.blocks.pieces import attention_block_graph, attention_graph
+from fused_remat.graph.build import attention_graph, block_graph
 from fused_remat.ops.inputs import (
     check_alike,
     check_heads,
     check_norm,
     check_p,
     check_shape,
+    lists_attention_options,
     seed_tensor,
 )
-from fused_remat.ops.masks import lengths_of, mask_of, padding_of
-from fused_remat.ops.rotary import rotary_node, rotary_tensors
+from fused_remat.ops.masks import lengths_of, mask_of, masks_given, padding_of
+from fused_remat.ops.rotary import rotary_fields, rotary_tensors
 from fused_remat.policies import Policy
+from fused_remat.spec import AttentionSpec, BlockSpec, BranchSpec, NormSpec, score_fields
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fused_remat.spec import AttentionOptions
 
 
+@lists_attention_options
 def attention(
     query: Tensor,
     key: Tensor,
@@ -35,12 +41,10 @@ def attention(
     key_lengths: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    softcap: float = 0.0,
     policy: str | Policy = "lean",
     seed: int | Tensor | None = None,
     backend: str = "auto",
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """dropout(softmax(scale * query @ key.T + mask)) @ value, in the layout of SDPA.
 
@@ -88,23 +92,27 @@ def attention(
     _check_heads(query, key, value)
     batch, nhead, q_len, width = query.shape
     grid = (batch, nhead, q_len, key.shape[2])
-    options = _options(
-        nhead, key.shape[1], width, attn_mask, key_padding_mask, dropout_p, is_causal, window,
-        scale, softcap,
-    )  # fmt: skip
-    lengths = lengths_of(key_lengths, cu_seqlens_q, cu_seqlens_k, grid, query)
-    options |= {name: name for name in lengths}
     tensors = {
         "input": query, "key": key, "value": value,
         "mask": mask_of(attn_mask, grid, query),
         "padding": padding_of(key_padding_mask, grid, query),
-        "seed": seed_tensor(seed, query.device), **lengths,
+        "seed": seed_tensor(seed, query.device),
+        **lengths_of(key_lengths, cu_seqlens_q, cu_seqlens_k, grid, query),
     }  # fmt: skip
-    graph = attention_graph(HeadsAttention(name="output", **options))
+    spec = AttentionSpec(
+        num_heads=nhead,
+        num_kv_heads=key.shape[1],
+        head_dim=width,
+        **score_fields(width, is_causal, options),
+        dropout=check_p("dropout_p", dropout_p),
+        masks=masks_given(tensors),
+    )
+    graph = attention_graph(spec)
     out = run_block(graph, policy, tensors, backend=backend)
     return out.view(batch, q_len, nhead, value.shape[-1]).transpose(1, 2)
 
 
+@lists_attention_options
 def attention_block(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -123,9 +131,6 @@ def attention_block(
     key_padding_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    softcap: float = 0.0,
     norm: str = "layer_norm",
     eps: float = 1e-5,
     rope: tuple[Tensor, Tensor] | None = None,
@@ -136,6 +141,7 @@ def attention_block(
     policy: str | Policy = "full",
     seed: int | Tensor | None = None,
     backend: str = "auto",
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """x + dropout(proj(attention(qkv(norm(x))))): the first half of a pre-norm transformer block.
 
@@ -169,26 +175,28 @@ def attention_block(
     kv_heads = nhead if kv_heads is None else kv_heads
     head_dim = _check_projections(x, qkv_weight, qkv_bias, proj_weight, proj_bias, nhead, kv_heads)
     grid = (x.shape[0], nhead, x.shape[1], x.shape[1])
-    options = _options(
-        nhead, kv_heads, head_dim, attn_mask, key_padding_mask, dropout_p, is_causal, window,
-        scale, softcap,
-    )  # fmt: skip
-    p_residual = check_p("residual_dropout_p", residual_dropout_p)
-    lengths = lengths_of(key_lengths, cu_seqlens, None, grid, x, "cu_seqlens")
-    options |= {name: name for name in lengths}
     tensors: dict[str, Tensor | None] = {
         "input": x, "norm.weight": norm_weight, "norm.bias": norm_bias,
         "qkv.weight": qkv_weight, "qkv.bias": qkv_bias,
         "proj.weight": proj_weight, "proj.bias": proj_bias,
         "mask": mask_of(attn_mask, grid, x), "padding": padding_of(key_padding_mask, grid, x),
-        "seed": seed_tensor(seed, x.device), **lengths,
+        "seed": seed_tensor(seed, x.device),
+        **lengths_of(key_lengths, cu_seqlens, None, grid, x, "cu_seqlens"),
     }  # fmt: skip
     rope_tensors = rotary_tensors(x, head_dim, rope, q_norm_weight, k_norm_weight)
-    rotary = rotary_node(rope_tensors, nhead, kv_heads, rope_interleaved, qk_norm_eps)
-    node = Attention(name="attn", qkv="qkv" if rotary is None else rotary.name, **options)
-    graph = attention_block_graph(node, p_residual, norm, float(eps), rotary)
-    tensors |= rope_tensors
-    return run_block(graph, policy, tensors, backend=backend)
+    spec = AttentionSpec(
+        num_heads=nhead,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        **score_fields(head_dim, is_causal, options),
+        dropout=check_p("dropout_p", dropout_p),
+        masks=masks_given(tensors),
+        **rotary_fields(rope_tensors, rope_interleaved, qk_norm_eps),
+    )
+    p_residual = check_p("residual_dropout_p", residual_dropout_p)
+    branch = BranchSpec(op=spec, norm=NormSpec(kind=norm, eps=float(eps)), dropout=p_residual)
+    graph = block_graph(BlockSpec(kind=f"{spec.heads_kind}attention_block", branches=(branch,)))
+    return run_block(graph, policy, {**tensors, **rope_tensors}, backend=backend)
 
 
 def _check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -225,52 +233,3 @@ def _check_projections(
     check_shape("proj_weight", proj_weight, (width, nhead * head_dim), "qkv_weight", qkv_weight)
     check_shape("proj_bias", proj_bias, (width,), "proj_weight", proj_weight)
     return head_dim
-
-
-def _options(
-    nhead: int,
-    kv_heads: int,
-    width: int,
-    mask: Tensor | None,
-    padding: Tensor | None,
-    p: float,
-    is_causal: bool,
-    window: tuple[int, int],
-    scale: float | None,
-    softcap: float,
-) -> dict[str, Any]:
-    """What an attention node takes, from what the functions take; heads are `width` wide."""
-    return {
-        "nhead": nhead,
-        "kv_heads": kv_heads,
-        **score_options(width, is_causal, window, scale, softcap),
-        "site": random.ATTENTION,
-        "p": check_p("dropout_p", p),
-        "mask": "" if mask is None else "mask",
-        "padding": "" if padding is None else "padding",
-        "mask_keeps": True,
-    }
-
-
-def score_options(
-    width: int, is_causal: bool, window: tuple[int, int], scale: float | None, softcap: float
-) -> dict[str, Any]:
-    """What says which keys are seen, and the scores of heads `width` wide, as nodes take it.
-
-    Raises: TypeError, ValueError for a window or softcap that is none.
-
-    >>> score_options(16, True, (-1, -1), None, 0.0)
-    {'scale': 0.25, 'left': -1, 'right': 0, 'softcap': 0.0}
-    """
-    if not isinstance(window, tuple) or [type(w) for w in window] != [int, int]:
-        raise TypeError(f"window takes two ints, (left, right), got {window!r}")
-    if min(window) < -1:
-        raise ValueError(f"window takes counts of keys, or -1 for no limit, got {window}")
-    if softcap < 0.0:
-        raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
-    return {
-        "scale": float(max(width, 1)) ** -0.5 if scale is None else float(scale),
-        "left": window[0],
-        "right": 0 if is_causal else window[1],
-        "softcap": float(softcap),
-    }

@@ -6,19 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from fused_remat.blocks.encoder import LINEARS, EncoderConfig, encoder_graph
+from fused_remat.graph.build import block_graph
 from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.inputs import (
     check_alike,
     check_p,
-    check_shape,
+    check_weights,
     resolve_activation,
     seed_tensor,
 )
 from fused_remat.ops.layer import run_layer
 from fused_remat.ops.lora import Update, check_loras, lora_tensors, loras_of
-from fused_remat.ops.masks import mask_of, padding_of
+from fused_remat.ops.masks import mask_of, masks_given, padding_of
 from fused_remat.policies import Policy
+from fused_remat.spec import nn_layer_spec
 
 
 def encoder_block(
@@ -61,61 +62,46 @@ def encoder_block(
     >>> y.sum().backward(); y.shape, weights["fc1.weight"].grad.shape
     (torch.Size([3, 5, 8]), torch.Size([16, 8]))
     """
-    width = _check_weights(x, weights, nhead)
-    batch, seq_len, d_model = x.shape
-    grid = (batch, nhead, seq_len, seq_len)
-    p = check_p("dropout_p", dropout_p)
-    name, captured, functions = resolve_activation(activation, x, (1, 2, width))
-    if functions:
-        functions = {"activation": _on_whole(functions["activation"], batch, seq_len)}
-    config = EncoderConfig(
-        norm_first, nhead, d_model // nhead, name, eps, eps, p, p, p, p, is_causal,
-        attn_mask is not None, key_padding_mask is not None, True, len(captured),
-        loras_of(lora, check_p("lora_dropout_p", lora_dropout_p), x),
-    )  # fmt: skip
-    tensors = {
-        **weights, **captured, **lora_tensors(lora), "input": x,
-        "mask": mask_of(attn_mask, grid, x),
-        "padding": padding_of(key_padding_mask, grid, x), "seed": seed_tensor(seed, x.device),
-    }  # fmt: skip
-    check_loras(lora, LINEARS, tensors)
-    return run_layer(
-        encoder_graph(config), tensors, policy=policy, backend=backend, functions=functions,
-        preserve_strides=norm_first,
-    )  # fmt: skip
-
-
-_SHAPES = {
-    "qkv": ("3·D", "D"), "proj": ("D", "D"), "fc1": ("F", "D"), "fc2": ("D", "F"),
-    "norm1": ("D",), "norm2": ("D",),
-}  # fmt: skip
-
-
-def _check_weights(x: Tensor, weights: Mapping[str, Tensor | None], nhead: int) -> int:
-    """Check the weights of an encoder block against `x`; returns F."""
     if not isinstance(weights, Mapping):
         raise TypeError(f"weights must map names to tensors, got {type(weights).__name__}")
     check_alike(x, weights)
     if x.dim() != 3:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected (B, S, D)")
-    valid = {f"{name}.{kind}" for name in _SHAPES for kind in ("weight", "bias")}
-    unknown = sorted(set(weights) - valid)
-    if unknown:
-        raise ValueError(f"unknown weights {unknown}; valid: {', '.join(sorted(valid))}")
-    width = x.shape[-1]
+    batch, seq_len, d_model = x.shape
     if not isinstance(nhead, int):
         raise TypeError(f"nhead must be an int, got {nhead!r}")
-    if nhead < 1 or width % nhead:
-        raise ValueError(f"nhead must divide x's width, got {nhead} and {width}")
+    if nhead < 1 or d_model % nhead:
+        raise ValueError(f"nhead must divide x's width, got {nhead} and {d_model}")
+    grid = (batch, nhead, seq_len, seq_len)
     fc1 = weights.get("fc1.weight")
-    sizes = {"D": width, "3·D": 3 * width, "F": "F" if fc1 is None else fc1.shape[0]}
-    for name, shape in _SHAPES.items():
-        expected = tuple(sizes[s] for s in shape)
-        if weights.get(f"{name}.weight") is None and len(shape) == 2:
-            raise ValueError(f"weights has no {name}.weight, expected one of shape {expected}")
-        check_shape(f"{name}.weight", weights.get(f"{name}.weight"), expected, "x", x)
-        check_shape(f"{name}.bias", weights.get(f"{name}.bias"), expected[:1], "x", x)
-    return int(sizes["F"])
+    width = 1 if fc1 is None else fc1.shape[0]
+    name, captured, functions = resolve_activation(activation, x, (1, 2, width))
+    if functions:
+        functions = {"activation": _on_whole(functions["activation"], batch, seq_len)}
+    masks = {"mask": mask_of(attn_mask, grid, x), "padding": padding_of(key_padding_mask, grid, x)}
+    spec = nn_layer_spec(
+        norm_first,
+        nhead,
+        d_model // nhead,
+        name,
+        (float(eps), float(eps)),
+        check_p("dropout_p", dropout_p),
+        causal=is_causal,
+        masks=masks_given(masks),
+        true_means="attend",
+        captured=len(captured),
+        loras=loras_of(lora, check_p("lora_dropout_p", lora_dropout_p), x),
+    )
+    check_weights(x, weights, spec)
+    tensors = {
+        **weights, **captured, **lora_tensors(lora), "input": x, **masks,
+        "seed": seed_tensor(seed, x.device),
+    }  # fmt: skip
+    check_loras(lora, spec.linears, tensors)
+    return run_layer(
+        block_graph(spec), tensors, policy=policy, backend=backend, functions=functions,
+        preserve_strides=norm_first,
+    )  # fmt: skip
 
 
 def _on_whole(

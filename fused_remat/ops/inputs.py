@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,9 +12,35 @@ from torch import Tensor
 from fused_remat.autograd import run_block
 from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.blocks.program import Graph
-from fused_remat.blocks.sketch import CUSTOM, captured_params
+from fused_remat.graph.build import captured_params
 from fused_remat.ops.activation import ActivationLike, Recallable, activation_name, prepare
 from fused_remat.policies import Policy
+from fused_remat.spec import USER_FUNCTION, AttentionOptions, AttentionSpec, BlockSpec
+
+Op = TypeVar("Op", bound=Callable[..., Any])
+
+
+def lists_attention_options(op: Op) -> Op:
+    """Show the keywords that `op` takes as `**options: Unpack[AttentionOptions]` in its signature.
+
+    >>> from fused_remat.ops import attention
+    >>> inspect.signature(attention).parameters["softcap"].default
+    0.0
+    """
+    signature = inspect.signature(op)
+    defaults = {name: field.default for name, field in AttentionSpec.__dataclass_fields__.items()}
+    shown = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=annotation.__forward_arg__,
+            default=None if name == "scale" else defaults[name],
+        )
+        for name, annotation in AttentionOptions.__annotations__.items()
+    ]
+    parameters = [p for p in signature.parameters.values() if p.name != "options"]
+    op.__signature__ = signature.replace(parameters=parameters + shown)  # type: ignore[attr-defined]
+    return op
 
 
 def check_shape(
@@ -84,6 +112,26 @@ def check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str)
         check_shape(name, t, tuple(x.shape[-1:]), "x", x)
 
 
+def check_weights(x: Tensor, weights: Mapping[str, Tensor | None], spec: BlockSpec) -> None:
+    """Raise ValueError unless `weights` are those of the block `spec` of `x` (B, S, D)."""
+    valid = set(spec.weights)
+    unknown = sorted(set(weights) - valid)
+    if unknown:
+        raise ValueError(f"unknown weights {unknown}; valid: {', '.join(sorted(valid))}")
+    width, fc1 = x.shape[-1], weights.get("fc1.weight")
+    if fc1 is None:  # which says how wide the others are
+        raise ValueError(f"weights has no fc1.weight, expected one of shape (F, {width})")
+    for name, shape in spec.linear_shapes(width, fc1.shape[0]).items():
+        weight = weights.get(f"{name}.weight")
+        if weight is None:
+            raise ValueError(f"weights has no {name}.weight, expected one of shape {shape}")
+        check_shape(f"{name}.weight", weight, shape, "x", x)
+        check_shape(f"{name}.bias", weights.get(f"{name}.bias"), shape[:1], "x", x)
+    for name in spec.norms:
+        for kind in ("weight", "bias"):
+            check_shape(f"{name}.{kind}", weights.get(f"{name}.{kind}"), (width,), "x", x)
+
+
 def check_p(name: str, p: float) -> float:
     """`p` as a float, if it is a probability; else ValueError.
 
@@ -145,7 +193,7 @@ def resolve_activation(
     if isinstance(found, str):
         raise ValueError(f"cannot rebuild with this activation: it {found}")
     names = captured_params(len(found.captured))
-    return CUSTOM, dict(zip(names, found.captured, strict=True)), {"activation": found.fn}
+    return USER_FUNCTION, dict(zip(names, found.captured, strict=True)), {"activation": found.fn}
 
 
 def _prepared(activation: Callable[[Tensor], Tensor], x: Tensor) -> Recallable | str:

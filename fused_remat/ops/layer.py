@@ -11,8 +11,13 @@ from fused_remat.accumulation import Accumulation
 from fused_remat.autograd import run_block, warn_of_kept_input
 from fused_remat.blocks.mixed import mixed
 from fused_remat.blocks.program import Graph
-from fused_remat.blocks.sketch import NOT_WEIGHTS
 from fused_remat.policies import Policy
+
+#: Names of the params that are no weights, in any block of a layer.
+NOT_WEIGHTS = (
+    "mask", "padding", "memory_mask", "memory_padding", "seed", "cos", "sin", "lengths", "cu_q",
+    "cu_k",
+)  # fmt: skip
 
 
 def run_layer(

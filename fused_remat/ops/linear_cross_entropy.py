@@ -13,10 +13,10 @@ from torch import Tensor
 from fused_remat.backends.base import CrossEntropyCall
 from fused_remat.backends.cross_entropy import check_targets
 from fused_remat.blocks.cross_entropy import LinearCrossEntropy, linear_cross_entropy_graph
-from fused_remat.blocks.parallel import Parallel
 from fused_remat.calls import autocast_on
 from fused_remat.ops.inputs import check_alike, check_shape, run_tokens
 from fused_remat.shards import is_dtensor, local_shards
+from fused_remat.spec import ParallelSpec
 
 _REDUCTIONS = ("mean", "sum", "none")
 #: What autocast converts.
@@ -100,7 +100,7 @@ def linear_cross_entropy(
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
-def _own_columns(weight: Any, bias: Any) -> tuple[Parallel, Tensor, Tensor | None]:
+def _own_columns(weight: Any, bias: Any) -> tuple[ParallelSpec, Tensor, Tensor | None]:
     """The rank's place among those that share a vocabulary, and its rows of weight and bias."""
     given = [weight] if bias is None else [weight, bias]
     for name, t in zip(("weight", "bias"), given, strict=False):
@@ -118,7 +118,8 @@ def _own_columns(weight: Any, bias: Any) -> tuple[Parallel, Tensor, Tensor | Non
         )
     group = mesh.get_group().group_name
     shards = local_shards(group, (False,) * len(given), given)
-    return Parallel(group, size, rank, False), shards[0], shards[1] if len(given) > 1 else None
+    place = ParallelSpec(group=group, size=size, rank=rank, sequence=False)
+    return place, shards[0], shards[1] if len(given) > 1 else None
 
 
 def _check_options(

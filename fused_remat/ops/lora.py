@@ -7,21 +7,21 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fused_remat.blocks.lora import Lora, lora_params
 from fused_remat.ops.inputs import check_shape
+from fused_remat.spec import LoraSpec, lora_params
 
 #: layer, A (rank, in), B (out, rank), scale.
 Update = tuple[str, Tensor, Tensor, float]
 
 
-def loras_of(given: Sequence[Update], p: float, x: Tensor) -> tuple[Lora, ...]:
+def loras_of(given: Sequence[Update], p: float, x: Tensor) -> tuple[LoraSpec, ...]:
     """The plain numbers of updates in a block of `x`, with dropout `p` of what each reads.
 
     Raises: TypeError for what is no update; RuntimeError for a dtype that is neither that of `x`
         nor float32, or another device.
 
     >>> loras_of([("q", torch.zeros(1, 4), torch.zeros(4, 1), 2)], 0.0, torch.zeros(3, 4))
-    (Lora(layer='q', scale=2.0, p=0.0, dtype=None),)
+    (LoraSpec(layer='q', scale=2.0, dropout=0.0, dtype=None),)
     """
     loras = []
     for update in given:
@@ -38,7 +38,8 @@ def loras_of(given: Sequence[Update], p: float, x: Tensor) -> tuple[Lora, ...]:
                 )
         if a.dtype != b.dtype:
             raise RuntimeError(f"A of {layer} is {a.dtype}, B {b.dtype}")
-        loras.append(Lora(layer, float(factor), p, None if a.dtype == x.dtype else a.dtype))
+        dtype = None if a.dtype == x.dtype else a.dtype
+        loras.append(LoraSpec(layer=layer, scale=float(factor), dropout=p, dtype=dtype))
     return tuple(loras)
 
 

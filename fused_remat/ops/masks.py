@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from fused_remat.backends.packed import bounds
+
+#: The tensor that says of each of `spec.MASKS` that a call passes it.
+_GIVEN = {"mask": "mask", "padding": "padding", "lengths": "lengths", "cu_seqlens": "cu_q"}
+
+
+def masks_given(tensors: Mapping[str, Tensor | None]) -> tuple[str, ...]:
+    """The masks among a block's tensors, as `AttentionSpec.masks` has them.
+
+    >>> masks_given({"mask": None, "padding": torch.zeros(2, 3), "cu_q": torch.zeros(2)})
+    ('padding', 'cu_seqlens')
+    """
+    return tuple([name for name, key in _GIVEN.items() if tensors.get(key) is not None])
 
 
 def mask_of(mask: Tensor | None, grid: tuple[int, int, int, int], x: Tensor) -> Tensor | None:

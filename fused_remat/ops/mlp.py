@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from fused_remat.blocks.pieces import MlpConfig, mlp_graph
+from fused_remat.graph.build import block_graph
 from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.inputs import (
     check_alike,
@@ -18,6 +18,7 @@ from fused_remat.ops.inputs import (
     seed_tensor,
 )
 from fused_remat.policies import Policy
+from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec
 
 
 def mlp(
@@ -59,8 +60,9 @@ def mlp(
     }  # fmt: skip
     width = _check(x, weights)
     name, captured, functions = resolve_activation(activation, x, (2, width))
-    cfg = MlpConfig(name, captured=len(captured), p_mlp=check_p("dropout_p", dropout_p))
-    return _run(cfg, x, {**_named(weights), **captured}, functions, policy, seed, backend)
+    p = check_p("dropout_p", dropout_p)
+    branch = BranchSpec(op=MLPSpec(activation=name, captured=len(captured), dropout=p))
+    return _run(branch, x, {**_named(weights), **captured}, functions, policy, seed, backend)
 
 
 def gated_mlp(
@@ -103,8 +105,9 @@ def gated_mlp(
     name, _, functions = resolve_activation(activation, x, (2, width))
     if functions:
         raise ValueError(f"a gated MLP takes the name of an activation, got {activation!r}")
-    cfg = MlpConfig(name, gated=True, p_mlp=check_p("dropout_p", dropout_p))
-    return _run(cfg, x, _named(weights), {}, policy, seed, backend)
+    p = check_p("dropout_p", dropout_p)
+    branch = BranchSpec(op=MLPSpec(activation=name, gated=True, dropout=p))
+    return _run(branch, x, _named(weights), {}, policy, seed, backend)
 
 
 def mlp_block(
@@ -161,12 +164,14 @@ def mlp_block(
     name, captured, functions = resolve_activation(activation, x, (2, width))
     if functions and gated:
         raise ValueError(f"a gated MLP takes the name of an activation, got {activation!r}")
-    cfg = MlpConfig(
-        name, gated, len(captured), check_p("dropout_p", dropout_p),
-        check_p("residual_dropout_p", residual_dropout_p), norm, float(eps),
-    )  # fmt: skip
+    p = check_p("dropout_p", dropout_p)
+    branch = BranchSpec(
+        op=MLPSpec(activation=name, gated=gated, captured=len(captured), dropout=p),
+        norm=NormSpec(kind=norm, eps=float(eps)),
+        dropout=check_p("residual_dropout_p", residual_dropout_p),
+    )
     named = {**_named(weights), "norm.weight": norm_weight, "norm.bias": norm_bias, **captured}
-    return _run(cfg, x, named, functions, policy, seed, backend)
+    return _run(branch, x, named, functions, policy, seed, backend)
 
 
 def _check(
@@ -198,7 +203,7 @@ def _named(weights: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
 
 
 def _run(
-    cfg: MlpConfig,
+    branch: BranchSpec,
     x: Tensor,
     tensors: Mapping[str, Tensor | None],
     functions: Mapping[str, Callable[[Tensor], Tensor]],
@@ -207,4 +212,8 @@ def _run(
     backend: str,
 ) -> Tensor:
     given = {**tensors, "input": x, "seed": seed_tensor(seed, x.device)}
-    return run_tokens(mlp_graph(cfg), policy, backend, given, functions)
+    assert isinstance(branch.op, MLPSpec)
+    block = branch.norm is not None
+    kind = f"{'gated_' if branch.op.gated else ''}mlp{'_block' if block else ''}"
+    graph = block_graph(BlockSpec(kind=kind, branches=(branch,), residual=block))
+    return run_tokens(graph, policy, backend, given, functions)

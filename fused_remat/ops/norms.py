@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_remat.blocks.pieces import dropout_add_graph, norm_graph
+from fused_remat.graph.build import dropout_add_graph, norm_graph
 from fused_remat.ops.inputs import check_alike, check_p, check_shape, run_tokens, seed_tensor
 from fused_remat.policies import Policy
+from fused_remat.spec import NormSpec
 
 
 def layer_norm(
@@ -70,7 +71,7 @@ def _norm(
     for name, t in (("weight", weight), ("bias", bias)):
         check_shape(name, t, tuple(x.shape[-1:]), "x", x)
     tensors = {"input": x, "norm.weight": weight, "norm.bias": bias}
-    return run_tokens(norm_graph(kind, float(eps)), policy, backend, tensors)
+    return run_tokens(norm_graph(NormSpec(kind=kind, eps=float(eps))), policy, backend, tensors)
 
 
 def dropout_add(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fused_remat.autograd import run_block
-from fused_remat.blocks.pieces import rotary_graph
-from fused_remat.blocks.rotary import Rotary
+from fused_remat.graph.build import rotary_graph
 from fused_remat.ops.inputs import check_alike, check_heads, check_shape
 from fused_remat.policies import Policy
+from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 
 
 def rotary(
@@ -59,11 +62,13 @@ def rotary(
         )
     rope = None if cos is None and sin is None else (cos, sin)
     tensors = rotary_tensors(qkv, qkv.shape[-1] // heads, rope, q_norm_weight, k_norm_weight)
-    node = rotary_node(tensors, nhead, kv_heads, interleaved, eps, name="output", x="input")
-    if node is None:
+    if not tensors:
         raise ValueError("nothing to do: neither cos and sin nor q_norm_weight and k_norm_weight")
-    graph = rotary_graph(node)
-    return run_block(graph, policy, {"input": qkv, **tensors}, backend=backend)
+    spec = AttentionSpec(
+        num_heads=nhead, num_kv_heads=kv_heads, head_dim=qkv.shape[-1] // heads, scale=1.0,
+        **rotary_fields(tensors, interleaved, eps),
+    )  # fmt: skip
+    return run_block(rotary_graph(spec), policy, {"input": qkv, **tensors}, backend=backend)
 
 
 def rotary_tensors(
@@ -127,25 +132,11 @@ def _checked_table(name: str, table: Tensor, x: Tensor, head_dim: int) -> Tensor
     return table[0] if table.dim() == 3 and table.shape[0] == 1 else table
 
 
-def rotary_node(
-    tensors: dict[str, Tensor],
-    nhead: int,
-    kv_heads: int,
-    interleaved: bool,
-    eps: float,
-    name: str = "rotated",
-    x: str = "qkv",
-) -> Rotary | None:
-    """The step that what `rotary_tensors` found describes, from `x`; None if it found nothing."""
-    if not tensors:
-        return None
-
-    def named(key: str) -> str:
-        return key if key in tensors else ""
-
-    q_weight = named("q_norm.weight")
-    return Rotary(
-        name=name, x=x, nhead=nhead, kv_heads=kv_heads, cos=named("cos"), sin=named("sin"),
-        q_weight=q_weight, k_weight=named("k_norm.weight"), eps=float(eps) if q_weight else 0.0,
-        interleaved=bool(interleaved),
-    )  # fmt: skip
+def rotary_fields(tensors: Mapping[str, Tensor], interleaved: bool, eps: float) -> dict[str, Any]:
+    """What an `AttentionSpec` says of the tensors that `rotary_tensors` found: nothing, or more."""
+    fields: dict[str, Any] = {}
+    if "cos" in tensors:
+        fields["rotary"] = RotarySpec(interleaved=bool(interleaved))
+    if "q_norm.weight" in tensors:
+        fields["head_norm"] = NormSpec(kind="rms_norm", eps=float(eps))
+    return fields

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fused_remat.blocks.transformer import TransformerConfig, transformer_graph
+from fused_remat.graph.build import block_graph
 from fused_remat.ops.activation import ActivationLike
-from fused_remat.ops.attention import score_options
 from fused_remat.ops.inputs import (
     check_alike,
     check_heads,
     check_p,
     check_shape,
+    check_weights,
+    lists_attention_options,
     resolve_activation,
     seed_tensor,
 )
 from fused_remat.ops.layer import run_layer
 from fused_remat.ops.lora import check_loras, lora_tensors, loras_of
-from fused_remat.ops.masks import lengths_of, mask_of, padding_of
+from fused_remat.ops.masks import lengths_of, mask_of, masks_given, padding_of
 from fused_remat.ops.rotary import rotary_tensors
 from fused_remat.policies import Policy
+from fused_remat.spec import score_fields, transformer_spec
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fused_remat.spec import AttentionOptions
 
 _NORMS = ("layer_norm", "rms_norm")
 
 
+@lists_attention_options
 def causal_block(
     x: Tensor,
     weights: Mapping[str, Tensor | None],
@@ -38,9 +47,6 @@ def causal_block(
     key_padding_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    window: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    softcap: float = 0.0,
     rope: tuple[Tensor, Tensor] | None = None,
     rope_interleaved: bool = False,
     placement: str = "pre",
@@ -55,6 +61,7 @@ def causal_block(
     policy: str | Policy = "full",
     seed: int | Tensor | None = None,
     backend: str = "auto",
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """A whole block of a language model, keeping what `policy` names: Llama's, by default.
 
@@ -119,26 +126,31 @@ def causal_block(
         "mask": mask_of(attn_mask, grid, x), "padding": padding_of(key_padding_mask, grid, x),
         "seed": seed_tensor(seed, x.device),
     }  # fmt: skip
-    passed = {"mask": attn_mask, "padding": key_padding_mask, "lengths": key_lengths}
-    passed["packed"] = cu_seqlens
-    config = TransformerConfig(
+    qk_eps = float(eps if qk_norm_eps is None else qk_norm_eps)
+    spec = transformer_spec(
+        _one_of("norm", norm, _NORMS),
+        float(eps),
+        act,
+        offset=float(norm_offset),
         placement=_one_of("placement", placement, ("pre", "post", "sandwich")),
-        norm=_one_of("norm", norm, _NORMS), eps=float(eps), offset=float(norm_offset),
-        nhead=nhead, kv_heads=kv_heads, head_dim=head_dim,
-        **score_options(head_dim, is_causal, window, scale, softcap),
-        p_attention=check_p("attention_dropout_p", p_attention),
-        split=weights.get("qkv.weight") is None,
-        rotary=rope is not None, interleaved=bool(rope_interleaved), qk_norm=q_norm is not None,
-        qk_eps=float(eps if qk_norm_eps is None else qk_norm_eps), activation=act,
-        gated=weights.get("gate.weight") is not None, p_residual1=p, p_mlp=p, p_residual2=p,
-        masks=tuple([kind for kind, given in passed.items() if given is not None]),
+        gated=weights.get("gate.weight") is not None,
+        dropout=(check_p("attention_dropout_p", p_attention), p, p, p),
         loras=loras_of(lora, p_lora, x),
-    )  # fmt: skip
+        num_heads=nhead,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        **score_fields(head_dim, is_causal, options),
+        projection="split" if weights.get("qkv.weight") is None else "packed",
+        rotary=rope is not None,
+        interleaved=bool(rope_interleaved),
+        qk_norm_eps=None if q_norm is None else qk_eps,
+        masks=masks_given(tensors),
+    )
     tensors.update(lora_tensors(lora))
-    _check_weights(x, weights, config)
-    check_loras(lora, config.linears, tensors)
+    check_weights(x, weights, spec)
+    check_loras(lora, spec.linears, tensors)
     tensors["input"] = x
-    return run_layer(transformer_graph(config), tensors, policy=policy, backend=backend)
+    return run_layer(block_graph(spec), tensors, policy=policy, backend=backend)
 
 
 def _one_of(name: str, value: str, valid: tuple[str, ...]) -> str:
@@ -165,41 +177,3 @@ def _head_dim(weights: Mapping[str, Tensor | None], nhead: int, kv_heads: int, x
             f"{heads} heads to go with x of shape {tuple(x.shape)}"
         )
     return weight.shape[0] // heads
-
-
-def linear_shapes(config: TransformerConfig, width: int, hidden: int) -> dict[str, tuple[int, int]]:
-    """(out, in) of every linear layer of a block of `width` whose MLP is `hidden` wide.
-
-    >>> cfg = TransformerConfig(placement="pre", norm="rms_norm", eps=1e-6, nhead=4, kv_heads=2,
-    ...     head_dim=8, scale=0.25, activation="gelu", split=True)
-    >>> linear_shapes(cfg, 32, 64)["k"]
-    (16, 32)
-    """
-    queries, keys = config.nhead * config.head_dim, config.kv_heads * config.head_dim
-    shapes = {
-        "qkv": (queries + 2 * keys, width), "q": (queries, width), "k": (keys, width),
-        "v": (keys, width), "proj": (width, queries), "gate": (hidden, width),
-        "fc1": (hidden, width), "fc2": (width, hidden),
-    }  # fmt: skip
-    return {name: shapes[name] for name in config.linears}
-
-
-def _check_weights(
-    x: Tensor, weights: Mapping[str, Tensor | None], config: TransformerConfig
-) -> None:
-    valid = set(config.weights)
-    unknown = sorted(set(weights) - valid)
-    if unknown:
-        raise ValueError(f"unknown weights {unknown}; valid: {', '.join(sorted(valid))}")
-    width, fc1 = x.shape[-1], weights.get("fc1.weight")
-    if fc1 is None:  # which says how wide the others are
-        raise ValueError(f"weights has no fc1.weight, expected one of shape (F, {width})")
-    for name, shape in linear_shapes(config, width, fc1.shape[0]).items():
-        weight = weights.get(f"{name}.weight")
-        if weight is None:
-            raise ValueError(f"weights has no {name}.weight, expected one of shape {shape}")
-        check_shape(f"{name}.weight", weight, shape, "x", x)
-        check_shape(f"{name}.bias", weights.get(f"{name}.bias"), shape[:1], "x", x)
-    for name in config.norms:
-        for kind in ("weight", "bias"):
-            check_shape(f"{name}.{kind}", weights.get(f"{name}.{kind}"), (width,), "x", x)

@@ -36,6 +36,7 @@ class Option:
             are not in segments.
         moved: bytes that wait there, and are not in `kept`; a call's options never move less than
             those before them.
+        preset: the preset that keeps these names in the call's block, "" if none does.
     """
 
     save: tuple[str, ...]
@@ -45,6 +46,7 @@ class Option:
     seconds: float
     offload: tuple[str, ...] = ()
     moved: int = 0
+    preset: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from fused_remat.formats import NATIVE, split_name
 from fused_remat.memory import AllocationTrace
 from fused_remat.planner.calibration import Example, HostLink, Seconds
 from fused_remat.planner.chain import Option
-from fused_remat.policies import LOSSY_RUNGS, RUNGS, Policy, is_offloaded, kept_names
+from fused_remat.policies import ALL_RUNGS, LOSSY_RUNGS, RUNGS, Policy, is_offloaded, kept_names
 
 #: How many names are searched in all subsets; of longer graphs, the steps that cost most.
 _SEARCHED = 10
@@ -80,7 +80,7 @@ def costed_options(
             more = [_not_faster(example, costs, save) for save in _effective(example, packed)]
             found = list(dict.fromkeys(found + _undominated(exact + more)))
     else:
-        named = [kept_names(p, graph.kind, names) for p in policies]
+        named = [kept_names(p, graph, names) for p in policies]
         sets = _effective(example, named)
         found = [_costed(example, costs, save) for save in sets]
     base = _costed(example, costs, frozenset())
@@ -134,7 +134,7 @@ def _subsets(graph: Graph, names: tuple[str, ...], example: Example) -> Iterable
     for count in range(len(searched) + 1):
         yield from map(frozenset, itertools.combinations(searched, count))
     for rung in RUNGS:
-        yield kept_names(rung, graph.kind, names)
+        yield kept_names(rung, graph, names)
 
 
 def packable(graph: Graph) -> frozenset[str]:
@@ -142,9 +142,9 @@ def packable(graph: Graph) -> frozenset[str]:
 
     Of a block with a lossy rung, those that the rung packs.
 
-    >>> from fused_remat.blocks.encoder import EncoderConfig, encoder_graph
-    >>> config = EncoderConfig(True, nhead=4, head_dim=16, activation="gelu", eps1=1e-5, eps2=1e-5)
-    >>> sorted(packable(encoder_graph(config)))
+    >>> from fused_remat.graph.build import block_graph
+    >>> from fused_remat.spec import nn_layer_spec
+    >>> sorted(packable(block_graph(nn_layer_spec(True, 4, 16, "gelu"))))
     ['qkv', 'up']
     """
     found: set[str] = set()
@@ -153,9 +153,9 @@ def packable(graph: Graph) -> frozenset[str]:
         inside = node.per_sequence or isinstance(node, Pointwise | Gated | Custom | Rotary)
         (found if inside else others).update(node.asks({*node.inputs, *node.params}))
         others.update({node.name} if node.per_sequence else ())
-    rung = LOSSY_RUNGS["fast8"].get(graph.kind)
-    if rung is not None:
-        found &= {split_name(name)[0] for name in rung}
+    packed = {split_name(n)[0] for n in kept_names("fast8", graph) if split_name(n)[1] != NATIVE}
+    if packed:
+        found &= packed
     return frozenset(found - others) & frozenset(graph.names)
 
 
@@ -198,7 +198,7 @@ def _packed(
             for option in _undominated(smaller):
                 yield frozenset(f"{n}:{_LOSSY}" if n in chosen else n for n in option.save)
     for rung in LOSSY_RUNGS:
-        yield kept_names(rung, graph.kind, names)
+        yield kept_names(rung, graph, names)
 
 
 def _effective(example: Example, sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
@@ -218,7 +218,21 @@ def _costed(example: Example, costs: Costs, save: frozenset[str]) -> Option:
     packing = {f"compute {name}" for name in save if split_name(name)[1] != NATIVE}
     steps = costs(example, save).items()
     seconds = sum(t for (which, step), t in steps if which == "backward" or step in packing)
-    return Option(tuple(sorted(save)), kept, forward=0, backward=0, seconds=seconds)
+    return Option(
+        tuple(sorted(save)), kept, 0, 0, seconds, preset=preset_of(example.call.graph, save)
+    )
+
+
+def preset_of(graph: Graph, save: Iterable[str]) -> str:
+    """The first preset that keeps these names, "" if none does.
+
+    >>> from fused_remat.graph.build import block_graph
+    >>> from fused_remat.spec import nn_layer_spec
+    >>> preset_of(block_graph(nn_layer_spec(True, 4, 16, "gelu")), {"attn"})
+    'lean'
+    """
+    wanted = frozenset(save)
+    return next((name for name in ALL_RUNGS if kept_names(name, graph) == wanted), "")
 
 
 def _undominated(options: list[Option]) -> list[Option]:

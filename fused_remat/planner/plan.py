@@ -20,7 +20,7 @@ from fused_remat.planner.calibration import StepCost
 from fused_remat.planner.chain import Call, Chain, Choice, Event, Moment, Option
 from fused_remat.planner.choose import choose, frontier_of, parts_of
 from fused_remat.planner.solve import METHODS
-from fused_remat.policies import ALL_RUNGS, Policy
+from fused_remat.policies import Policy
 from fused_remat.report.report import aligned, human
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -244,7 +244,7 @@ def _layers(chain: Chain, choice: Choice) -> Iterator[LayerPlan]:
             call.layer,
             call.kind,
             Policy(option.save, segment=where, offload=option.offload),
-            _label(call.kind, option, where),
+            _label(option, where),
             kept[i],
             option.seconds - least + again,
         )
@@ -259,11 +259,9 @@ def _layers(chain: Chain, choice: Choice) -> Iterator[LayerPlan]:
     yield from rows.values()
 
 
-def _label(kind: str, option: Option, segment: str | None) -> str:
-    """A rung's name, or the names kept."""
-    save = frozenset(option.save)
-    rungs = [rung for rung, kinds in ALL_RUNGS.items() if kinds.get(kind, frozenset()) == save]
-    shown = rungs[0] if rungs else ", ".join(option.save)
+def _label(option: Option, segment: str | None) -> str:
+    """A preset's name, or the names kept."""
+    shown = option.preset or ", ".join(option.save)
     if option.offload:
         shown = f"{shown}, offload {', '.join(option.offload)}"
     return shown if segment is None else f"{shown} ({segment} of segment)"

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import torch
 from torch import Tensor
 
 from fused_remat.blocks.cross_entropy import LinearCrossEntropy, linear_cross_entropy_graph
-from fused_remat.blocks.parallel import Parallel
 from fused_remat.blocks.program import Graph
-from fused_remat.blocks.transformer import transformer_graph
 from fused_remat.calls import BlockCall
 from fused_remat.cli.shapes import Model
+from fused_remat.graph.build import block_graph
 from fused_remat.layers.causal_call import call_of
 from fused_remat.planner.calibration import Example
 from fused_remat.scale.layout import Layout, layer_module, parameters_of, tables_of
+from fused_remat.spec import ParallelSpec
 
 #: The blocks' names of a layer's linear layers, where they differ.
 _NAMES = {"up": "fc1", "down": "fc2"}
@@ -42,16 +41,14 @@ def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.
     call = call_of(layer_module(model, seq, dtype), whole, *tables)
     if isinstance(call, str):
         raise ValueError(f"a layer of {model.name} is not fused: {call}")
-    config, tensors = call.config, dict(call.tensors)
+    spec, tensors = call.spec, dict(call.tensors)
     tensor = layout.mesh.tensor
     if tensor > 1:
-        config = dataclasses.replace(
-            config, nhead=config.nhead // tensor, kv_heads=config.kv_heads // tensor,
-            parallel=Parallel("on paper", tensor, 0, layout.sequence),
-        )  # fmt: skip
+        place = ParallelSpec(group="on paper", size=tensor, rank=0, sequence=layout.sequence)
+        spec = spec.on_rank(place)
         tensors["input"] = whole[:, : seq // layout.stream].contiguous()
         tensors |= _shards(model, layout, seq, dtype)
-    graph = transformer_graph(config)
+    graph = block_graph(spec)
     given = tuple(tensors.get(name) for name in graph.tensors)
     named = zip(graph.tensors, given, strict=True)
     given_too = ("cos", "sin")

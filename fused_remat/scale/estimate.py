@@ -145,7 +145,7 @@ def estimate(
 
 def _check_names(setup: Setup, policies: Sequence[str]) -> None:
     graph = setup.example.call.graph
-    saves = [kept_names(policy, graph.kind, graph.names) for policy in policies]
+    saves = [kept_names(policy, graph) for policy in policies]
     kept = {split_name(name)[0] for save in saves for name in save}
     valid = [name for name in (*graph.inputs, *graph.names) if name in kept.union(graph.inputs)]
     unknown = [name for name in setup.offload if name not in valid]
@@ -160,13 +160,13 @@ def way_of(setup: Setup, costs: Costs, name: str) -> Way:
     """A layer's way of a rung or a baseline."""
     graph, layout = setup.example.call.graph, setup.layout
     rung = {"eager": "none", "checkpoint": "full"}.get(name, name)
-    save = kept_names(rung, graph.kind, graph.names)
+    save = kept_names(rung, graph)
     made = way(setup, costs, save, name)
     if name not in BASELINES:
         return made
     stream = sizes_of(setup.example)["input"]
     eager = setup.batch * kept_by_eager(setup.model, layout, setup.seq, setup.dtype)
-    backward = passes(setup.example, kept_names("none", graph.kind, graph.names)).backward
+    backward = passes(setup.example, kept_names("none", graph)).backward
     again = eager - stream if name == "checkpoint" else 0
     option = dataclasses.replace(
         made.option, kept=stream if name == "checkpoint" else eager, forward=eager + stream,
@@ -216,7 +216,7 @@ def _exposed(setup: Setup, costs: Costs, way: Way) -> Option:
 
 def _label(setup: Setup, save: tuple[str, ...]) -> str:
     graph = setup.example.call.graph
-    rungs = {kept_names(rung, graph.kind, graph.names): rung for rung in reversed(ALL_RUNGS)}
+    rungs = {kept_names(rung, graph): rung for rung in reversed(ALL_RUNGS)}
     return rungs.get(frozenset(save), f"names:{','.join(save)}")
 
 

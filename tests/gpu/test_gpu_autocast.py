@@ -10,8 +10,9 @@ from reference import PARAM_NAMES, RUNGS
 from torch import nn
 
 from fused_remat import FusedRematLayer, memory_report
-from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
+from fused_remat.graph.build import block_graph
 from fused_remat.memory import predict_kept_bytes
+from fused_remat.spec import nn_layer_spec
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
@@ -110,15 +111,13 @@ def test_rungs_have_the_same_bits_under_deterministic_algorithms(norm_first):
 def test_kept_bytes_are_the_predicted(norm_first, policy):
     _, fused = layers(dropout=0.1, norm_first=norm_first, policy=policy)
     x = normal(torch.float32, B, S, D).requires_grad_()
-    config = EncoderConfig(norm_first, H, D // H, "gelu", 1e-5, 1e-5, *(0.1,) * 4)
+    spec = nn_layer_spec(norm_first, H, D // H, "gelu", dropout=0.1)
     shapes = {
         "input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
         "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
     }  # fmt: skip
-    wants = (*(n for n in PARAMS if n not in ("mask", "padding", "seed")), "input")
-    names = predict_kept_bytes(
-        encoder_graph(config), policy, shapes, wants, B, S, torch.float32, BF16
-    )
+    wants = (*spec.weights, "input")
+    names = predict_kept_bytes(block_graph(spec), policy, shapes, wants, B, S, torch.float32, BF16)
     with torch.autocast(DEVICE.type, BF16):
         assert memory_report(fused, x).kept_bytes == sum(names.values())
         if not ON_GPU:

@@ -11,9 +11,10 @@ from reference import PARAM_NAMES, RUNGS
 from torch import nn
 
 from fused_remat import FusedRematLayer, explain, memory_report, ops
-from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
 from fused_remat.calls import round_vectors
+from fused_remat.graph.build import block_graph
 from fused_remat.memory import measure_allocations, predict_kept_bytes
+from fused_remat.spec import nn_layer_spec
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
@@ -235,13 +236,13 @@ def test_fused_kernels_have_the_same_bits_in_twenty_runs():
 def predicted_bytes(policy, norm_first, dropout):
     """By name, for a call in which everything wants a gradient."""
     ps = (dropout,) * 4
-    config = EncoderConfig(norm_first, H, D // H, "gelu", 1e-5, 1e-5, *ps)
+    spec = nn_layer_spec(norm_first, H, D // H, "gelu", dropout=tuple(ps))
     shapes = {
         "input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
         "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
     }  # fmt: skip
-    wants = (*(n for n in PARAMS if n not in ("mask", "padding", "seed")), "input")
-    return predict_kept_bytes(encoder_graph(config), policy, shapes, wants, B, S, BF16)
+    wants = (*spec.weights, "input")
+    return predict_kept_bytes(block_graph(spec), policy, shapes, wants, B, S, BF16)
 
 
 def requested(what="current"):

@@ -10,9 +10,10 @@ from offload_mover import moving
 from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, memory_report, plan
-from fused_remat.blocks.encoder import PARAMS, EncoderConfig, encoder_graph
+from fused_remat.graph.build import block_graph
 from fused_remat.memory import predict_kept_bytes
 from fused_remat.planner import calibrate
+from fused_remat.spec import nn_layer_spec
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
@@ -98,13 +99,13 @@ def test_forward_on_a_side_stream():
 
 
 def predicted(policy, device):
-    config = EncoderConfig(True, H, D // H, "relu", 1e-5, 1e-5)
+    spec = nn_layer_spec(True, H, D // H, "relu")
     shapes = {"input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
               "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D)}  # fmt: skip
-    wants = ["input", *(name for name in PARAMS if "." in name)]
+    wants = ["input", *spec.weights]
     return sum(
         predict_kept_bytes(
-            encoder_graph(config), policy, shapes, wants, B, S, BF16, device=device
+            block_graph(spec), policy, shapes, wants, B, S, BF16, device=device
         ).values()
     )
 

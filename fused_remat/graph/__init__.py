@@ -1,0 +1,1 @@
+"""Graphs of named activations, built from the description of a block."""
