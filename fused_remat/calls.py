@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from fused_remat.accumulation import Accumulation
-from fused_remat.backends.base import Backend
-from fused_remat.backends.registry import get_backend
 from fused_remat.blocks import run
 from fused_remat.blocks.frame import Chunks, Prepared, Product, Run, Watch
+from fused_remat.blocks.nodes import Norm
+from fused_remat.blocks.pointwise import Gated, Pointwise
 from fused_remat.blocks.program import Graph, programs, sizes
+from fused_remat.execution.choose import has_faster, ops_for, tokens_at_a_time
+from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
+from fused_remat.steps.operations import Operations
 
 Functions = Mapping[str, Callable[[Tensor], Tensor]]
 Shapes = Sequence[torch.Size | None]
@@ -95,18 +98,20 @@ def prepare(
     if that is not given."""
     dtype = dtype or like.dtype
     compute = call.graph.compute or dtype
-    backend = get_backend(call.backend, like, compute)
-    tokens = backend.chunk_tokens(like)
-    fusions: frozenset[str] = backend.fusions(compute) if fused else frozenset()
-    return _prepare(call, backend, tokens, fusions, dtype, tuple(shapes))  # type: ignore[arg-type]
+    ops, device = ops_for(call.backend, like, compute), like.device
+    # Under deterministic algorithms every policy takes the same operation for a step.
+    fuses = fused and not torch.are_deterministic_algorithms_enabled()
+    tokens = tokens_at_a_time(ops, device)
+    return _prepare(call, ops, tokens, device, fuses, dtype, tuple(shapes))
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepare(
     call: BlockCall,
-    backend: Backend,
+    ops: Operations,
     chunk_tokens: int,
-    fusions: frozenset[str],
+    device: torch.device,
+    fuses: bool,
     dtype: torch.dtype,
     shapes: tuple[torch.Size | None, ...],
 ) -> Prepared:
@@ -117,15 +122,17 @@ def _prepare(
     if any(node.per_batch for node in graph.nodes):
         chunk_tokens = batch * longest
     chunks = Chunks.of(batch, seq_len, chunk_tokens, longest)
+    widths = graph.widths(named)
+    fusions = _fusions(ops, graph, widths, graph.compute or dtype, device) if fuses else frozenset()
     plan = programs(graph, call.save, call.wants, chunks.tiled, fusions)
     rereads = {*plan.kept_inputs, *plan.saved_params}
     return Prepared(
-        backend=backend,
+        ops=ops,
         chunks=chunks,
         plan=plan,
         kind=graph.kind,
         wants=call.wants,
-        widths=graph.widths(named),
+        widths=widths,
         lengths=lengths,
         dtypes=graph.dtypes(dtype),
         compute=graph.compute,
@@ -135,6 +142,28 @@ def _prepare(
         rereads=tuple([name in rereads for name in graph.tensors]),
         fusions=fusions,
     )
+
+
+def _fusions(
+    ops: Operations,
+    graph: Graph,
+    widths: Mapping[str, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> frozenset[str]:
+    """Rows of `blocks.fusions.FUSIONS` that an operation of the backend's own serves here, with the
+    name of the activation where there is one: products in `dtype`."""
+    acts = {node.act for node in graph.nodes if isinstance(node, Pointwise | Gated)}
+    found = set()
+    for act in acts:
+        if has_faster(ops, mlp_bwd, (act, dtype, device)):
+            found.add(f"mlp_bwd {act}")
+        if has_faster(ops, mlp_up_fwd, (act, dtype, device, ())):
+            found.add(f"linear_act {act}")
+    rows = {widths[node.name] for node in graph.nodes if isinstance(node, Norm)}
+    if rows and all(has_faster(ops, linear_norm_fwd, (n, dtype, device)) for n in rows):
+        found.add("linear_norm")
+    return frozenset(found)
 
 
 def forward_block(

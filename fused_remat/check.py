@@ -31,9 +31,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fused_remat.backends.base import FusedRematWarning
 from fused_remat.blocks.frame import Frame, Prepared
 from fused_remat.blocks.program import Step
+from fused_remat.steps.operations import FusedRematWarning
 
 #: Whether calls are checked: set by `check_replay`, and at import by FUSED_REMAT_CHECK.
 ON: bool = os.environ.get("FUSED_REMAT_CHECK", "").lower() not in ("", "0", "false", "no", "off")

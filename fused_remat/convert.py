@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from fused_remat.backends.registry import check_name
+from fused_remat.execution.choose import check_name
 from fused_remat.huggingface import architectures
 from fused_remat.huggingface.eligibility import why_not_convertible
 from fused_remat.huggingface.head import (

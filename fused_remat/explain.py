@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fused_remat.autograd import OBSERVERS, Invocation
-from fused_remat.backends.registry import why_not_default
 from fused_remat.blocks.frame import TRACERS, Frame, Run
+from fused_remat.blocks.nodes import Node
 from fused_remat.blocks.program import Step
+from fused_remat.execution.choose import DEFAULTS, choose, why_not
 from fused_remat.layers.fused_layer import DECISIONS, FusedLayer
 from fused_remat.report.step import restored
+from fused_remat.steps.operations import OPERATIONS, Function, Operations
 
 
 @dataclass
@@ -69,6 +71,22 @@ class Explanation(list[BlockExplanation]):
     __repr__ = __str__
 
 
+class _Noted(Operations):
+    """A backend's operations; notes what serves each one that is called, and why."""
+
+    def __init__(self, ops: Operations) -> None:
+        super().__init__(ops.name, ops.__getitem__)
+        self.reasons: list[str] = []
+
+    def __getitem__(self, function: Function) -> Function:  # type: ignore[override]
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            chosen = choose(function, self.name, OPERATIONS[function].key(*args, **kwargs))
+            self.reasons.append(chosen.reason(*args, **kwargs))
+            return self.serve(function)(*args, **kwargs)
+
+        return noted
+
+
 class _Recorder:
     """Collects what TRACERS say while a model runs, and why layers do not take the fused path."""
 
@@ -78,6 +96,7 @@ class _Recorder:
         self._inside: list[str] = []
         self._thread = threading.get_ident()  # others may run blocks meanwhile
         self._blocks: dict[Run, tuple[BlockExplanation, Frame]] = {}
+        self._steps: list[tuple[BlockExplanation, Node, list[str]]] = []
 
     def enter(self, layer: nn.Module, *_: Any) -> None:
         self._inside.append(self.names[layer])
@@ -104,8 +123,16 @@ class _Recorder:
             self.found.append(block)
         block, first = self._blocks[frame.run]
         if frame is first or (frame.parent is first and frame.lo == 0):  # one piece for all
-            route, made = step.node.route(frame), step.node.makes
-            block.forward += [(name, route) for name in made if "." not in name]
+            frame.ops = ops = _Noted(first.run.ops)
+            self._steps.append((block, step.node, ops.reasons))
+
+    def finish(self) -> Explanation:
+        """What was found, with what the steps have said while they ran."""
+        for block, node, reasons in self._steps:
+            said = filter(None, ("; ".join(dict.fromkeys(reasons)), node.says[0]))
+            names = [name for name in node.makes if "." not in name]
+            block.forward += zip(names, [", ".join(said)] * len(names), strict=True)
+        return self.found
 
     def kept(self, invocation: Invocation) -> None:
         """The block that has run keeps something; its input not if it is inside a segment."""
@@ -142,8 +169,10 @@ class _Recorder:
 def _backward_route(step: Step, frame: Frame) -> str:
     """What is said of a step of backward: of one that reads packed activations always."""
     node = step.node
-    says = node is not None and (step.kind == "backward" or bool(node.unpacks))
-    return node.backward_route(frame) if node is not None and says else ""
+    if node is None or not (step.kind == "backward" or node.unpacks):
+        return ""
+    found = node.backward_choice(frame)
+    return node.says[1] if found is None else choose(found[0], frame.ops.name, found[1]).reason()
 
 
 def _backend(frame: Frame) -> str:
@@ -151,8 +180,10 @@ def _backend(frame: Frame) -> str:
     x = frame.run.tensors["input"]
     assert x is not None
     compute = frame.run.prepared.compute
-    reason = why_not_default(x, compute) if frame.backend.name == "eager" else None
-    return frame.backend.name + (f" ({reason})" if reason else "")
+    default = DEFAULTS.get(x.device.type, "eager")
+    eager = frame.ops.name == "eager"
+    reason = why_not(default, x.device, compute or x.dtype) if eager else None
+    return frame.ops.name + (f" ({reason})" if reason else "")
 
 
 def _dtypes(frame: Frame) -> str:
@@ -209,4 +240,4 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         OBSERVERS.remove(recorder.kept)
         for handle in handles:
             handle.remove()
-    return recorder.found
+    return recorder.finish()

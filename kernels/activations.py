@@ -2,7 +2,7 @@
 
 A pair is `<name>_fwd(x) -> y` and `<name>_bwd(dy, x) -> (dx, y)`, in float32: backward yields the
 activation too, because what the one needs is most of what the other costs. A kernel takes either
-as a constexpr argument. The ATen twins are `fused_remat.backends.activations.ACTIVATIONS`.
+as a constexpr argument. The ATen twins are `fused_remat.steps.activation.ACTIVATIONS`.
 """
 
 import triton

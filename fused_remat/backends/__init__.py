@@ -1,1 +1,1 @@
-"""Who does the arithmetic: a protocol, a registry, and the ATen backend for every device."""
+"""Moved: see `fused_remat.steps` and `fused_remat.triton`."""

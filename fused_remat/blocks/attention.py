@@ -10,10 +10,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fused_remat.backends.base import AttentionCall, LoadedHeads
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, Shapes
+from fused_remat.formats import LoadedHeads
 from fused_remat.spec import AttentionSpec
+from fused_remat.steps.attention import attention_bwd, attention_fwd
+from fused_remat.steps.attention_rows import AttentionCall
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -79,13 +81,9 @@ class Attention(Node):
     def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
         return self.params
 
-    def route(self, f: Frame) -> str:
-        q, k, v = self._heads(f)
-        return f.backend.attention_route(q, v, self.call(f, q, k, ()))
-
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         q, k, v = self._heads(f)
-        attn, lse = f.backend.attention_fwd(q, k, v, self.call(f, q, k, ()), out=out)
+        attn, lse = f.ops[attention_fwd](q, k, v, self.spec, self.call(f, q, k, ()), out)
         f.put(self.name, attn)
         f.put(self.stats[0], lse)
 
@@ -98,7 +96,8 @@ class Attention(Node):
         call = self.call(f, q, k, wants)
         wanted = any(name in wants for name in self.inputs)
         grads, heads = self._buffers(f) if wanted else ({}, None)
-        f.backend.attention_bwd(dy, q, k, v, f[self.name], f[self.stats[0]], call, heads)
+        stats = f[self.name], f[self.stats[0]]
+        f.ops[attention_bwd](dy, q, k, v, *stats, self.spec, call, heads)
         for name, grad in grads.items():
             if name in wants:
                 f.add_grad(name, grad, owned=True)
@@ -118,7 +117,7 @@ class Attention(Node):
         return q, k, v
 
     def _buffers(self, f: Frame) -> tuple[dict[str, Tensor], Heads]:
-        """Empty gradients of the inputs by name, and as heads for the backend to fill."""
+        """Empty gradients of the inputs by name, and as heads for the operation to fill."""
         packed = f.empty(self.qkv)
         return {self.qkv: packed}, self._views(f, packed)
 
@@ -131,10 +130,8 @@ class Attention(Node):
         the whole mask.
         """
         run, (batch, _, q_len, _), kv_len = f.run, q.shape, k.shape[2]
-        spec, right = self.spec, self._right(q_len, kv_len)
-        sizes = batch, spec.num_heads, spec.num_kv_heads, q_len, kv_len
         if self._bare:
-            return AttentionCall(*sizes, spec.scale, spec.window[0], right, spec.softcap)
+            return AttentionCall(batch, q_len, kv_len)
         mask = padding = dmask = dpadding = None
         if self.mask:
             mask = self._of_group(f, run.tensors[self.mask])
@@ -143,27 +140,20 @@ class Attention(Node):
             padding = _rows_of_group(f, run.tensors[self.padding])
             dpadding = _rows_of_group(f, _mask_grad(f, self.padding, wants))
         return AttentionCall(
-            *sizes,
-            spec.scale,
-            spec.window[0],
-            right,
-            spec.softcap,
+            batch,
+            q_len,
+            kv_len,
             mask=mask,
             padding=padding,
             dmask=dmask,
             dpadding=dpadding,
-            mask_keeps=spec.true_means == "attend",
             mask_grad=self.mask in run.wants or self.padding in run.wants,
-            p=spec.dropout,
-            site_key=run.site_key(self.site) if spec.dropout > 0.0 else None,
-            row0=f.seqs[0] * spec.num_heads * q_len,
+            site_key=run.site_key(self.site) if self.spec.dropout > 0.0 else None,
+            row0=f.seqs[0] * self.spec.num_heads * q_len,
             lengths=_rows_of_group(f, f.param(self.lengths)),
             cu_q=f.param(self.cu_q),
             cu_k=f.param(self.cu_k),
         )
-
-    def _right(self, q_len: int, kv_len: int) -> int:
-        return self.spec.window[1]
 
     def _of_group(self, f: Frame, mask: Tensor | None) -> Tensor | None:
         """The part of a mask that the frame's sequences use, in four dimensions or (S_q, S_k).
@@ -216,9 +206,6 @@ class CrossAttention(Attention):
 
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
         return widths[self.q]
-
-    def _right(self, q_len: int, kv_len: int) -> int:
-        return q_len - kv_len if self.causal else self.spec.window[1]
 
     @property
     def causal(self) -> bool:

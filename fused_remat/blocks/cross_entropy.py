@@ -10,12 +10,16 @@ from typing import ClassVar
 from torch import Tensor
 
 from fused_remat import collectives
-from fused_remat.backends.base import CrossEntropyCall
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, Shapes
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.recipe import builder, part
 from fused_remat.spec import ParallelSpec
+from fused_remat.steps.cross_entropy import (
+    CrossEntropyCall,
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+)
 
 
 @part
@@ -24,7 +28,7 @@ class LinearCrossEntropy(Node):
     """name = the loss of each token whose logits are x @ weight.T + bias, one element wide.
 
     Logits are made again in backward, a block at a time, from x and two statistics: their maximum
-    and log(sum(exp(logits - maximum))). The blocks are the backend's, over all tokens.
+    and log(sum(exp(logits - maximum))). The blocks are the operation's, over all tokens.
 
     Attributes:
         weight, bias, target: names of the params; `target` holds a column for each token.
@@ -69,13 +73,10 @@ class LinearCrossEntropy(Node):
     def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
         return self.params
 
-    def route(self, f: Frame) -> str:
-        return f.backend.cross_entropy_route(f[self.x])
-
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         weight, bias = f.param(self.weight), f.param(self.bias)
         assert weight is not None
-        made = f.backend.cross_entropy_fwd(f[self.x], weight, bias, self.call(f), out)
+        made = f.ops[cross_entropy_fwd](f[self.x], weight, bias, self.call(f), out)
         for name, value in zip(self.makes, made, strict=True):
             f.put(name, value)
 
@@ -85,7 +86,7 @@ class LinearCrossEntropy(Node):
         assert weight is not None
         high, log_sum = (f[stat] for stat in self.stats)
         marks = tuple([name in wants for name in names])
-        dx, dweight, dbias = f.backend.cross_entropy_bwd(
+        dx, dweight, dbias = f.ops[cross_entropy_bwd](
             dy, f[self.x], weight, bias, (high, log_sum), self.call(f), marks, f.run.exact
         )
         if dx is not None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.backends.base import Backend
+from fused_remat.steps.linear import linear_dw
+from fused_remat.steps.operations import Operations
 
 if TYPE_CHECKING:
     from fused_remat.blocks.program import Programs, Step
@@ -82,7 +83,7 @@ class Prepared:
     """What forward and backward of one call share, worked out from shapes alone.
 
     Attributes:
-        backend, chunks, plan: who computes, in which pieces, by which programs.
+        ops, chunks, plan: what computes, in which pieces, by which programs.
         kind: the block's name, for explanations.
         wants: inputs and params whose gradients are wanted.
         widths: elements per token of every activation and statistic.
@@ -96,7 +97,7 @@ class Prepared:
         fusions: rows of `blocks.fusions.FUSIONS` that the programs use.
     """
 
-    backend: Backend
+    ops: Operations
     chunks: Chunks
     plan: Programs
     kind: str
@@ -172,7 +173,7 @@ class Run:
         if prepared.casts:
             tensors = _cast(tensors, prepared.casts)
         self.prepared, self.tensors, self.functions = prepared, tensors, functions
-        self.backend, self.chunks = prepared.backend, prepared.chunks
+        self.ops, self.chunks = prepared.ops, prepared.chunks
         self.wants, self.widths = prepared.wants, prepared.widths
         self.dtype, self.device = like.dtype, like.device
         self.partial = self.chunks.partial
@@ -208,7 +209,7 @@ class Frame(dict[str, Tensor]):
     """
 
     __slots__ = (
-        "backend", "freeing", "grads", "keeps", "lo", "param", "parent", "rows", "run", "seqs",
+        "freeing", "grads", "keeps", "lo", "ops", "param", "parent", "rows", "run", "seqs",
         "token0",
     )  # fmt: skip
 
@@ -219,7 +220,7 @@ class Frame(dict[str, Tensor]):
     def __init__(
         self, run: Run, seqs: tuple[int, int], span: tuple[int, int], parent: Frame | None = None
     ) -> None:
-        self.run, self.backend, self.seqs, self.parent = run, run.backend, seqs, parent
+        self.run, self.ops, self.seqs, self.parent = run, run.ops, seqs, parent
         self.lo, hi = span
         self.rows = hi - self.lo
         self.token0 = seqs[0] * run.chunks.seq_len + self.lo
@@ -333,6 +334,6 @@ class Frame(dict[str, Tensor]):
         if part is not None:
             wide = torch.promote_types(x.dtype, torch.float32) if partial else x.dtype
             into = self._part_of_grad(name, part, x.shape[1:], wide)
-            self.backend.linear_dw(dy, x, into, partial, run.exact)
+            self.ops[linear_dw](dy, x, into, partial, run.exact)
             return
-        grads[name] = self.backend.linear_dw(dy, x, grads.get(name), partial, run.exact)
+        grads[name] = self.ops[linear_dw](dy, x, grads.get(name), partial, run.exact)

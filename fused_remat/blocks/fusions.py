@@ -1,4 +1,4 @@
-"""Steps of a program that a backend computes in one routine: rows of `FUSIONS`.
+"""Steps of a program that one operation computes: rows of `FUSIONS`.
 
 A fusion rewrites a program once it is known what is kept, rebuilt and asked for: where the steps
 stand that a routine covers, and nobody else reads what the routine does not write, one step takes
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Linear, Node, Norm
 from fused_remat.blocks.packing import Pack
 from fused_remat.blocks.pointwise import Gated, Pointwise
+from fused_remat.steps import fused
+from fused_remat.steps.linear import bias_grad
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,85 +40,40 @@ class Draft:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinearAct(Node):
-    """act(linear(x)); the linear layer's output is made only if somebody else reads it.
+class MlpUp(Node):
+    """act(up(x)), or act(gate(x)) * up(x); what the layers give is made if somebody else reads it.
 
-    `pack`: that output is packed.
+    `ups` is the layer, or the gate's and the other one's; `kept`: whether what each gives is made;
+    `packed`: by which it is packed.
     """
 
-    linear: Linear
-    act: Pointwise
-    wants_pre: bool
-    pack: Pack | None
+    ups: tuple[Linear, ...]
+    act: Pointwise | Gated
+    kept: tuple[bool, ...]
+    packed: tuple[Pack | None, ...]
 
     @functools.cached_property
     def makes(self) -> tuple[str, ...]:
-        pre = (self.linear.name,) if self.wants_pre else ()
-        return (*pre, *(self.pack.makes if self.pack else ()), self.name)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (*self.linear.reads, *self.act.masks)
-
-    def route(self, f: Frame) -> str:
-        stored = () if self.pack is None else (self.pack.stored,)
-        return f.backend.fused_route("linear_act", f[self.linear.x], *stored)
-
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        linear, act, pack = self.linear, self.act, self.pack
-        packing = None if pack is None else pack.packing(f)
-        pre, y, parts = f.backend.linear_act_fwd(
-            linear.operand(f), *linear.affine(f), act.act, f.keep(act.keep), self.wants_pre, packing
-        )
-        if pre is not None:
-            f.put(linear.name, pre)
-        if pack is not None:
-            pack.put(f, parts)
-        f.put(self.name, y)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatedLinearAct(Node):
-    """act(gate(x)) * up(x); what the layers give is made only if somebody else reads it.
-
-    `wants`: whether that of the gate, and of the other one, is made; `packed`: by
-    which it is packed.
-    """
-
-    gate: Linear
-    up: Linear
-    act: Gated
-    wants: tuple[bool, bool]
-    packed: tuple[Pack | None, Pack | None]
-
-    @functools.cached_property
-    def makes(self) -> tuple[str, ...]:
-        layers = zip((self.gate, self.up), self.wants, strict=True)
-        names = [layer.name for layer, wanted in layers if wanted]
+        names = [up.name for up, kept in zip(self.ups, self.kept, strict=True) if kept]
         parts = [name for pack in self.packed if pack is not None for name in pack.makes]
         return (*names, *parts, self.name)
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (*self.gate.reads, *self.act.masks)
-
-    def route(self, f: Frame) -> str:
-        stored = [pack.stored for pack in self.packed if pack is not None]
-        return f.backend.fused_route("linear_act", f[self.gate.x], *stored)
+        return (*self.ups[0].reads, *self.act.masks)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        gate, up, act = self.gate, self.up, self.act
+        act, (*gates, up) = self.act, [layer.affine(f) for layer in self.ups]
         packings = tuple([None if pack is None else pack.packing(f) for pack in self.packed])
-        y, pres, parts = f.backend.gated_linear_act_fwd(
-            gate.operand(f), gate.affine(f), up.affine(f), act.act, f.keep(act.keep), self.wants,
-            packings,
+        y, pres, parts = f.ops[fused.mlp_up_fwd](
+            act.act, self.ups[0].operand(f), gates[0] if gates else None, up, f.keep(act.keep),
+            self.kept, packings,
         )  # fmt: skip
-        for layer, pre in zip((gate, up), pres, strict=True):
+        for layer, pre, pack, codes in zip(self.ups, pres, self.packed, parts, strict=True):
             if pre is not None:
                 f.put(layer.name, pre)
-        for pack, packed in zip(self.packed, parts, strict=True):
             if pack is not None:
-                pack.put(f, packed)
+                pack.put(f, codes)
         f.put(self.name, y)
 
 
@@ -139,19 +97,12 @@ class LinearNorm(Node):
     def reads(self) -> tuple[str, ...]:
         return self.linear.reads
 
-    def route(self, f: Frame) -> str:
-        residual = f[self.linear.residual]
-        route = f.backend.fused_route("linear_norm", residual)
-        if self.pack is None:
-            return route
-        return f"{route}; then {f.backend.packing_route(residual, self.pack.stored)}"
-
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         linear, norm = self.linear, self.norm
         residual = f[linear.residual]
-        total, y, *stats = f.backend.linear_norm_fwd(
-            linear.operand(f), *linear.affine(f), residual, f.keep(linear.keep), norm.spec.kind,
-            norm.affine(f), norm.spec.eps, out=norm.target(residual, out),
+        total, y, *stats = f.ops[fused.linear_norm_fwd](
+            linear.operand(f), *linear.affine(f), residual, f.keep(linear.keep), norm.spec,
+            f.param(norm.weight), f.param(norm.bias), norm.target(residual, out),
         )  # fmt: skip
         f.put(linear.name, total)
         if self.pack is not None:
@@ -176,26 +127,25 @@ class MlpBackward(Node):
     def label(self) -> str:
         return f"{self.out.name} and {self.act.name}"
 
-    def backward_route(self, f: Frame) -> str:
-        x = f.run.tensors["input"]
-        assert x is not None
-        return f.backend.fused_route("mlp_bwd", x)
+    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any]:
+        run = f.run
+        return fused.mlp_bwd, (self.act.act, run.prepared.compute or run.dtype, run.device)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         out, x = self.out, self.ups[0].operand(f)
         dz = out.product_grad(f, dy)
-        rest = f.param(out.weight), self.act.act, f.keep(self.act.keep), out.weight in wants
-        ups = [up.affine(f) for up in self.ups]
-        if len(ups) == 1:
-            act, *dups = f.backend.mlp_bwd(dz, x, ups[0], *rest)
-        else:
-            act, *dups = f.backend.gated_mlp_bwd(dz, x, ups[0], ups[1], *rest)
-        for up, dup in zip(self.ups, dups, strict=True):
-            f.add_grad(up.name, dup, owned=True)
+        *gates, up = [layer.affine(f) for layer in self.ups]
+        act, *dups = f.ops[fused.mlp_bwd](
+            self.act.act, dz, x, gates[0] if gates else None, up, f.param(out.weight),
+            f.keep(self.act.keep), out.weight in wants,
+        )  # fmt: skip
+        for layer, dup in zip(self.ups, dups if gates else dups[1:], strict=True):
+            assert dup is not None
+            f.add_grad(layer.name, dup, owned=True)
         if act is not None:
             f.add_weight_grad(out.weight, dz, act)
         if out.bias in wants:
-            f.add_param_grad(out.bias, f.backend.bias_grad(dz))
+            f.add_param_grad(out.bias, f.ops[bias_grad](dz))
         if out.residual in wants:
             f.add_grad(out.residual, dy, owned)
 
@@ -253,15 +203,10 @@ def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) ->
             continue  # wanted before the activation is
         layers = [s.node for s in sources if s is not None and isinstance(s.node, Linear)]
         packs = [s.node if s is not None and isinstance(s.node, Pack) else None for s in packing]
-        if isinstance(node, Pointwise):
-            new: Node = LinearAct(
-                name=node.name, linear=layers[0], act=node, wants_pre=bool(used), pack=packs[0]
-            )
-        else:
-            new = GatedLinearAct(
-                name=node.name, gate=layers[0], up=layers[1], act=node,
-                wants=(node.gate in used, node.up in used), packed=(packs[0], packs[1]),
-            )  # fmt: skip
+        new = MlpUp(
+            name=node.name, ups=tuple(layers), act=node,
+            kept=tuple([name in used for name in node.inputs]), packed=tuple(packs),
+        )  # fmt: skip
         steps = _replaced(steps, old, new, set(node.inputs) - set(used))
         return linear_act(steps, fusions, held)
     return list(steps)

@@ -18,6 +18,8 @@ from torch import Tensor
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, Shapes
 from fused_remat.random import Keep
+from fused_remat.steps.linear import linear_dx, linear_fwd, low_rank_add
+from fused_remat.steps.residual import dropout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +67,6 @@ class LowRank(Node):
     def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
         return (self.weight,) if self.x in wants else ()
 
-    def route(self, f: Frame) -> str:
-        return f.backend.linear_route(f[self.x])
-
     def _dtype(self, x: Tensor) -> torch.dtype:
         return self.to or self.compute or x.dtype
 
@@ -78,7 +77,7 @@ class LowRank(Node):
         for rows in _pieces(x, dtype):
             # A multiplier of its own: one that the frame holds would stay until backward.
             operand = _dropped(f, x[rows], _of_rows(keep, rows), dtype)
-            f.backend.linear_fwd(operand, weight, None, out=y[rows])
+            f.ops[linear_fwd](operand, weight, None, out=y[rows])
         f.put(self.name, y)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
@@ -96,10 +95,10 @@ class LowRank(Node):
             if dx is None:
                 continue
             if mine is None and dx.dtype == dy.dtype:
-                f.backend.linear_dx(dy[rows], weight, into=dx[rows])
+                f.ops[linear_dx](dy[rows], weight, into=dx[rows])
             else:
-                part = f.backend.linear_dx(dy[rows], weight)
-                dx[rows].add_(part if mine is None else f.backend.dropout_bwd(part, mine))
+                part = f.ops[linear_dx](dy[rows], weight)
+                dx[rows].add_(part if mine is None else f.ops[dropout](part, mine))
 
     def _target(self, f: Frame, rows: int) -> Tensor:
         """The gradient of x, to be added to."""
@@ -128,7 +127,7 @@ def _of_rows(keep: Keep | None, rows: slice) -> Keep | None:
 
 
 def _dropped(f: Frame, x: Tensor, keep: Keep | None, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if keep is None else f.backend.dropout_bwd(x, keep, dtype)
+    return x.to(dtype) if keep is None else f.ops[dropout](x, keep, dtype)
 
 
 @dataclass(frozen=True)
@@ -182,15 +181,12 @@ class Adapted(Node):
     def overwriting(self, spare: Collection[str]) -> Node:
         return replace(self, in_place=True) if self.x in spare else self
 
-    def route(self, f: Frame) -> str:
-        return f.backend.linear_route(f[self.x])
-
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         y = f[self.x] if self.in_place else f[self.x].clone()
         for term in self.terms:
             low, weight = f[term.low], f.param(term.weight)
             for rows in _pieces(y, low.dtype):
-                f.backend.add_product(term.of(y[rows]), low[rows], weight, term.scale)
+                f.ops[low_rank_add](term.of(y[rows]), low[rows], weight, term.scale)
         f.put(self.name, y)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
@@ -206,6 +202,6 @@ class Adapted(Node):
             if term.weight in wants:
                 f.add_weight_grad(term.weight, mine, f[term.low][rows] * term.scale)
             if term.low in wants:
-                dlow.append(f.backend.linear_dx(mine, f.param(term.weight)).mul_(term.scale))
+                dlow.append(f.ops[linear_dx](mine, f.param(term.weight)).mul_(term.scale))
         if term.low in wants:
             f.add_grad(term.low, dlow[0] if len(dlow) == 1 else torch.cat(dlow), owned=True)

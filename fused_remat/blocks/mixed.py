@@ -23,6 +23,8 @@ from fused_remat.blocks.pointwise import Add
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.projections import Projections
 from fused_remat.blocks.recipe import builder
+from fused_remat.steps.linear import bias_grad, linear_dx, linear_fwd
+from fused_remat.steps.residual import dropout, residual_add
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,21 +37,17 @@ class MixedNorm(Norm):
     def casts(self) -> Mapping[str, torch.dtype]:
         return dict.fromkeys(self.params, torch.float32)
 
-    def route(self, f: Frame) -> str:
-        return super().route(f) + ("" if self.to is None else f", rounded to {str(self.to)[6:]}")
-
     def target(self, like: Tensor, out: Tensor | None) -> Tensor | None:
         if out is not None or self.to is None or self.to == like.dtype:
             return out
         return torch.empty(like.shape, dtype=self.to, device=like.device)
 
+    @property
+    def says(self) -> tuple[str, str]:  # type: ignore[override]
+        return "" if self.to is None else f"rounded to {str(self.to)[6:]}", ""
+
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         super().forward(f, self.target(f[self.x], out))
-
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        if self.to is not None and not f.backend.mixes_norms and self.asks(wants):
-            dy = dy.to(f[self.x].dtype)
-        super().backward(f, dy, owned, wants)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +61,12 @@ class MixedLinear(Linear):
     x_in_stream: bool
 
     @property
+    def says(self) -> tuple[str, str]:  # type: ignore[override]
+        return "added to the residual in the stream's dtype" if self.residual else "", ""
+
+    @property
     def casts(self) -> Mapping[str, torch.dtype]:
         return dict.fromkeys(self.params, self.compute)
-
-    def route(self, f: Frame) -> str:
-        route = f.backend.linear_route(self.operand(f), bool(self.keep and not self.residual))
-        if not self.residual:
-            return route
-        added = f.backend.pointwise_route(f[self.residual])
-        return f"{route}; added to the residual in {str(f[self.residual].dtype)[6:]}: {added}"
 
     def operand(self, f: Frame) -> Tensor:
         return f[self.x].to(self.compute)
@@ -80,16 +75,16 @@ class MixedLinear(Linear):
         keep = f.keep(self.keep)
         if keep is None:
             return dy.to(self.compute)
-        return f.backend.dropout_bwd(dy, keep, self.compute)
+        return f.ops[dropout](dy, keep, self.compute)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         x, keep = self.operand(f), f.keep(self.keep)
         if not self.residual:
-            y = f.backend.linear_fwd(x, *self.affine(f), None, keep, out)
+            y = f.ops[linear_fwd](x, *self.affine(f), None, keep, out)
         else:
-            product = f.backend.linear_fwd(x, *self.affine(f))
+            product = f.ops[linear_fwd](x, *self.affine(f))
             del x
-            y = f.backend.add_fwd(product, f[self.residual], keep, out)
+            y = f.ops[residual_add](product, f[self.residual], keep, out)
         f.put(self.name, y)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
@@ -98,9 +93,9 @@ class MixedLinear(Linear):
             if self.weight in wants:
                 f.add_weight_grad(self.weight, dz, f.last(self.x).to(self.compute), self.part)
             if self.bias in wants:
-                f.add_param_grad(self.bias, f.backend.bias_grad(dz), self.part)
+                f.add_param_grad(self.bias, f.ops[bias_grad](dz), self.part)
             if self.x in wants:
-                dx = f.backend.linear_dx(dz, self.affine(f)[0])
+                dx = f.ops[linear_dx](dz, self.affine(f)[0])
                 f.add_grad(self.x, dx.to(f.run.dtype) if self.x_in_stream else dx, owned=True)
             del dz
         if self.residual in wants:
@@ -116,10 +111,7 @@ class MixedAdd(Add):
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         if self.x in wants:
             keep = f.keep(self.keep)
-            if keep is None:
-                dx = dy.to(self.compute)
-            else:
-                dx = f.backend.dropout_bwd(dy, keep, self.compute)
+            dx = dy.to(self.compute) if keep is None else f.ops[dropout](dy, keep, self.compute)
             f.add_grad(self.x, dx, owned=dx is not dy)
         if self.residual in wants:
             f.add_grad(self.residual, dy, owned and self.x not in wants)

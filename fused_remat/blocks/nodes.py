@@ -6,7 +6,8 @@ Here are what a node is, dropout multipliers, norms and linear layers; `pointwis
 A node declares what its activation is computed from (`reads`), which tensors it needs
 (`params`), and what its backward asks for (`asks`), given what a gradient is wanted for. Nothing
 here decides what is kept, when a thing is rebuilt or freed: that is the program's business
-(`program.py`); nothing here knows a device: the arithmetic is the backend's.
+(`program.py`); nothing here knows a device: the arithmetic
+is that of the operations (`steps`), of which `f.ops` holds what serves them.
 
 Every activation is a matrix (tokens, width); only a block's inputs may also be heads (sequences,
 heads, tokens of a sequence, width of a head). All nodes are immutable and hold plain numbers.
@@ -15,17 +16,20 @@ heads, tokens of a sequence, width of a head). All nodes are immutable and hold 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.backends.base import NORM_STATS, Affine
 from fused_remat.blocks.frame import Frame, Part, rows_of
 from fused_remat.spec import NormSpec
+from fused_remat.steps.fused import Affine
+from fused_remat.steps.linear import bias_grad, linear_dx, linear_fwd
+from fused_remat.steps.norm import NORMS, norm_bwd, norm_fwd
+from fused_remat.steps.residual import dropout
 
 Shapes = Mapping[str, "tuple[int, ...]"]
 
@@ -40,6 +44,7 @@ class Node:
         inputs: activations that it is differentiable in.
         params: tensors of the block (weights, masks) that its forward reads.
         masks: dropout multipliers that it reads; activations too, but not differentiable.
+        says: what it runs in forward and in backward, where that is no operation.
         stats: cheap statistics that its forward yields besides `name`.
         stats_follow: True if the statistics are kept exactly when `name` is kept; False if they
             are kept whenever backward needs them.
@@ -51,6 +56,7 @@ class Node:
 
     name: str
     role: str = ""
+    says: ClassVar[tuple[str, str]] = ("", "")
     keepable: ClassVar[bool] = True
     widens: ClassVar[bool] = False
     per_sequence: ClassVar[bool] = False
@@ -161,13 +167,9 @@ class Node:
         """
         return self
 
-    def route(self, f: Frame) -> str:
-        """Which routine computes `name` from what the frame holds, and why not a faster one."""
-        return f.backend.pointwise_route(f[self.inputs[0]])
-
-    def backward_route(self, f: Frame) -> str:
-        """As `route`, for backward; "" if there is nothing to choose."""
-        return ""
+    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any] | None:
+        """The operation of backward, and its key, of which `explain` says who serves it."""
+        return None
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         """Compute `name` and the statistics into the frame (into `out`, if given)."""
@@ -192,6 +194,7 @@ class KeepScale(Node):
     p: float
     like: str
     of: str = "input"
+    says: ClassVar[tuple[str, str]] = ("the counter-based generator, from the seed", "")
     keepable: ClassVar[bool] = False
 
     @property
@@ -204,9 +207,6 @@ class KeepScale(Node):
     @property
     def params(self) -> tuple[str, ...]:
         return ("seed",)
-
-    def route(self, f: Frame) -> str:
-        return "the counter-based generator, from the seed"
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         run, width = f.run, f.run.widths[self.name]
@@ -235,21 +235,13 @@ class Norm(Node):
 
     @functools.cached_property
     def stats(self) -> tuple[str, ...]:
-        return tuple(f"{self.name}.{stat}" for stat in NORM_STATS[self.spec.kind])
+        return tuple(f"{self.name}.{stat}" for stat in NORMS[self.spec.kind].stats)
 
     def asks(self, wants: Collection[str]) -> tuple[str, ...]:
         return (self.x, *self.stats) if self.x in wants or self.weight in wants else ()
 
     def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
         return (self.weight,) if self.asks(wants) else ()
-
-    def route(self, f: Frame) -> str:
-        return f.backend.norm_route(self.spec.kind, f[self.x])
-
-    def affine(self, f: Frame) -> Affine:
-        weight, bias = f.param(self.weight), f.param(self.bias)
-        offset = self.spec.offset
-        return (weight if offset == 0.0 else shifted(weight, offset)), bias
 
     def target(self, like: Tensor, out: Tensor | None) -> Tensor | None:
         """Where the norm of a tensor `like` goes: `out`, or None for a new one of its dtype."""
@@ -259,9 +251,8 @@ class Norm(Node):
         stats = None
         if self.stats[0] in f:  # a rebuild, and they were kept
             stats = tuple([f[stat] for stat in self.stats])
-        weight, bias = self.affine(f)
-        spec = self.spec
-        made = f.backend.norm_fwd(spec.kind, f[self.x], weight, bias, spec.eps, out, stats)
+        weight, bias = f.param(self.weight), f.param(self.bias)
+        made = f.ops[norm_fwd](self.spec, f[self.x], weight, bias, out, stats)
         if stats is not None:
             f.put(self.name, made[0])
             return
@@ -271,13 +262,13 @@ class Norm(Node):
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         grad_of = (self.x in wants, self.weight in wants, self.bias in wants)
         if not (grad_of[0] or grad_of[1]):
-            f.add_param_grad(self.bias, f.backend.bias_grad(dy))
+            f.add_param_grad(self.bias, f.ops[bias_grad](dy))
             return
         prior, _ = f.take_grad(self.x)  # the residual's gradient, added in the same pass
         stats = tuple([f[stat] for stat in self.stats])
-        weight = shifted(f.param(self.weight), self.spec.offset)
-        dx, dweight, dbias = f.backend.norm_bwd(
-            self.spec.kind, dy, f[self.x], stats, weight, grad_of, add=prior
+        weight = f.param(self.weight)
+        dx, dweight, dbias = f.ops[norm_bwd](
+            self.spec, dy, f[self.x], stats, weight, grad_of, add=prior
         )
         if dx is not None:
             f.add_grad(self.x, dx, owned=True)
@@ -285,13 +276,6 @@ class Norm(Node):
             f.add_param_grad(self.weight, dweight)
         if dbias is not None:
             f.add_param_grad(self.bias, dbias)
-
-
-def shifted(weight: Tensor | None, offset: float) -> Tensor | None:
-    """weight + offset, in at least float32 (16 bits near 1 hold fewer of a small weight)."""
-    if weight is None or offset == 0.0:
-        return weight
-    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,9 +319,6 @@ class Linear(Node):
     def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
         return (self.weight,) if self.x in wants else ()
 
-    def route(self, f: Frame) -> str:
-        return f.backend.linear_route(f[self.x], bool(self.residual or self.keep))
-
     def affine(self, f: Frame) -> Affine:
         weight, bias = f.param(self.weight), f.param(self.bias)
         if self.part is None:
@@ -351,24 +332,24 @@ class Linear(Node):
     def product_grad(self, f: Frame, dy: Tensor) -> Tensor:
         """The gradient of the product, from that of `name`."""
         keep = f.keep(self.keep)
-        return dy if keep is None else f.backend.dropout_bwd(dy, keep)
+        return dy if keep is None else f.ops[dropout](dy, keep)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         residual = f[self.residual] if self.residual else None
         keep = f.keep(self.keep) if self.keep else None
         weight, bias = self.affine(f)
-        f.put(self.name, f.backend.linear_fwd(f[self.x], weight, bias, residual, keep, out))
+        f.put(self.name, f.ops[linear_fwd](f[self.x], weight, bias, residual, keep, out))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         if self.x in wants or self.weight in wants or self.bias in wants:
             keep = f.keep(self.keep) if self.keep else None
-            dz = dy if keep is None else f.backend.dropout_bwd(dy, keep)
+            dz = dy if keep is None else f.ops[dropout](dy, keep)
             if self.weight in wants:
                 f.add_weight_grad(self.weight, dz, f.last(self.x), self.part)
             if self.bias in wants:
-                f.add_param_grad(self.bias, f.backend.bias_grad(dz), self.part)
+                f.add_param_grad(self.bias, f.ops[bias_grad](dz), self.part)
             if self.x in wants:
-                f.add_grad(self.x, f.backend.linear_dx(dz, self.affine(f)[0]), owned=True)
+                f.add_grad(self.x, f.ops[linear_dx](dz, self.affine(f)[0]), owned=True)
             del dz
         if self.residual in wants:
             f.add_grad(self.residual, dy, owned)

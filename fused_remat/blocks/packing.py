@@ -6,20 +6,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.backends.base import Loaded, LoadedHeads, PackedHeads, Packing
 from fused_remat.blocks.attention import Attention, CrossAttention
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, Shapes
 from fused_remat.blocks.pointwise import Gated, Pointwise
-from fused_remat.formats import FORMATS, Format, Packed, split_name
+from fused_remat.formats import (
+    FORMATS,
+    Format,
+    Loaded,
+    LoadedHeads,
+    Packed,
+    PackedHeads,
+    split_name,
+)
+from fused_remat.steps.activation import activation_bwd
+from fused_remat.steps.attention import attention_bwd, attention_key
+from fused_remat.steps.storage import Packing, dequantize, quantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +82,6 @@ class Pack(Node):
     def stat_width(self, width: int) -> int:
         return self.format.scale_width(width)
 
-    def route(self, f: Frame) -> str:
-        return f.backend.packing_route(f[self.x], self.stored)
-
     def packing(self, f: Frame) -> Packing:
         """What a routine that packs is told."""
         if not self.format.seeded:
@@ -84,7 +91,7 @@ class Pack(Node):
         return Packing(self.stored, random.Uniform(key, row0, rows, run.widths[self.x]))
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        self.put(f, f.backend.pack(f[self.x], self.packing(f)))
+        self.put(f, f.ops[quantize](f[self.x], self.packing(f)))
 
     def put(self, f: Frame, parts: Iterable[Tensor]) -> None:
         """Put what a routine has packed into the frame."""
@@ -134,11 +141,11 @@ class Unpack(Node):
     def label(self) -> str:
         return f"{self.name} from {self.pack.name}"
 
-    def backward_route(self, f: Frame) -> str:
-        return f.backend.packing_route(self.pack.sample(f), self.pack.stored)
+    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any]:
+        return dequantize, self.pack.stored
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        f.put(self.name, f.backend.unpack(self.pack.load(f)))
+        f.put(self.name, f.ops[dequantize](self.pack.load(f)))
 
 
 class _Loads(Node):
@@ -173,9 +180,11 @@ class _Loads(Node):
         packs = {pack.x: pack.makes for pack in self.pack}
         return tuple([part for name in names for part in packs.get(name, (name,))])
 
-    def backward_route(self, f: Frame) -> str:
-        first, *others = [pack.sample(f) for pack in self.pack]
-        return f.backend.pointwise_route(first, getattr(self, "act", ""), *others)
+    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any]:
+        formats = {pack.x: pack.stored for pack in self.pack}
+        stored = tuple([formats.get(name, "") for name in self.inputs])
+        first = self.pack[0].x
+        return activation_bwd, (getattr(self, "act", ""), f.dtype_of(first), f.run.device, stored)
 
     def load(self, f: Frame, name: str) -> Loaded:
         for pack in self.pack:
@@ -205,7 +214,7 @@ class _LoadsHeads(_Loads, Attention):
     def rebuilds(self) -> bool:
         return False
 
-    def backward_route(self, f: Frame) -> str:
+    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any]:
         samples = Frame(f.run, f.seqs, (f.lo, f.lo + f.rows))
         for pack in self.pack:
             sample = pack.sample(f)
@@ -213,7 +222,7 @@ class _LoadsHeads(_Loads, Attention):
         for name in self.inputs:
             samples.setdefault(name, f.empty(name))
         q, k, v = self._loaded_heads(samples)
-        return f.backend.attention_route(q, v, self.call(samples, q, k, ()))
+        return attention_bwd, attention_key(q, k, v, self.spec, self.call(samples, q, k, ()))
 
     def _of(self, f: Frame, name: str, *heads: int) -> list[LoadedHeads]:
         """Side by side in the activation `name`, these numbers of heads."""

@@ -25,6 +25,7 @@ from fused_remat import collectives
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, Shapes
 from fused_remat.spec import ParallelSpec
+from fused_remat.steps.linear import bias_grad
 
 #: Between the dropout sites of two ranks: each draws on its own for what is divided.
 SITES_OF_A_RANK = 1 << 20
@@ -52,11 +53,10 @@ class Joins(Node):
         """What it says in forward and in backward; "" for nothing."""
         raise NotImplementedError
 
-    def route(self, f: Frame) -> str:
-        return self.communication[0] or "nothing: every rank has it"
-
-    def backward_route(self, f: Frame) -> str:
-        return self.communication[1]
+    @property
+    def says(self) -> tuple[str, str]:  # type: ignore[override]
+        forward, backward = self.communication
+        return forward or "nothing: every rank has it", backward
 
     def _batch(self, f: Frame) -> int:
         """The number of sequences whose rows are to stay together; 1 where rows are tokens."""
@@ -137,7 +137,7 @@ class Reduced(Joins):
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         if self.bias in wants:
-            f.add_param_grad(self.bias, f.backend.bias_grad(dy))
+            f.add_param_grad(self.bias, f.ops[bias_grad](dy))
         if self.x in wants:
             sequence = self.parallel.sequence
             f.add_grad(self.x, self._gather(f, dy) if sequence else dy, owned or sequence)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fused_remat.backends.base import Loaded
 from fused_remat.blocks.custom import hooks_off, leaves
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node
+from fused_remat.formats import Loaded
+from fused_remat.steps.activation import activation_bwd, activation_fwd
+from fused_remat.steps.residual import dropout, residual_add
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pointwise(Node):
-    """name = keep * act(x), `act` one of the backend's activation pairs."""
+    """name = keep * act(x), `act` a row of `steps.activation.ACTIVATIONS`."""
 
     x: str
     act: str
@@ -37,15 +40,15 @@ class Pointwise(Node):
         """An input as the routine takes it."""
         return f[name]
 
-    def route(self, f: Frame) -> str:
-        return f.backend.pointwise_route(self.load(f, self.x), self.act)
-
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        f.put(self.name, f.backend.act_fwd(self.load(f, self.x), self.act, f.keep(self.keep)))
+        x, keep = self.load(f, self.x), f.keep(self.keep)
+        f.put(self.name, f.ops[activation_fwd](self.act, None, x, keep))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         x, keep = self.load(f, self.x), f.keep(self.keep)
-        f.add_grad(self.x, f.backend.act_bwd(dy, x, self.act, keep, owned), owned=True)
+        _, dx = f.ops[activation_bwd](self.act, dy, None, x, keep, owned)
+        assert dx is not None
+        f.add_grad(self.x, dx, owned=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +76,15 @@ class Gated(Node):
         """An input as the routine takes it."""
         return f[name]
 
-    def route(self, f: Frame) -> str:
-        return f.backend.pointwise_route(self.load(f, self.gate), self.act)
-
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         gate, up = self.load(f, self.gate), self.load(f, self.up)
-        f.put(self.name, f.backend.gated_fwd(gate, up, self.act, f.keep(self.keep)))
+        f.put(self.name, f.ops[activation_fwd](self.act, gate, up, f.keep(self.keep)))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         gate, keep = self.load(f, self.gate), f.keep(self.keep)
         up = self.load(f, self.up) if self.gate in wants else None
-        dgate, dup = f.backend.gated_bwd(dy, gate, up, self.act, keep, owned, self.up in wants)
+        marks = self.gate in wants, self.up in wants
+        dgate, dup = f.ops[activation_bwd](self.act, dy, gate, up, keep, owned, marks)
         if dgate is not None:
             f.add_grad(self.gate, dgate, owned=True)
         if dup is not None:
@@ -102,6 +103,10 @@ class Custom(Node):
     x: str
     captured: tuple[str, ...] = ()
     keep: str = ""
+    says: ClassVar[tuple[str, str]] = (
+        "the caller's function; in backward again, under autograd",
+        "",
+    )
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -121,9 +126,6 @@ class Custom(Node):
     def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
         return self.captured
 
-    def route(self, f: Frame) -> str:
-        return "the caller's function; in backward again, under autograd"
-
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         x = f[self.x]
         with torch.no_grad():
@@ -135,7 +137,7 @@ class Custom(Node):
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         keep = f.keep(self.keep)
         if keep is not None:
-            dy = f.backend.dropout_bwd(dy, keep)
+            dy = f.ops[dropout](dy, keep)
         with torch.enable_grad():
             x = f[self.x].detach().requires_grad_()
             y = _checked(f.run.functions["activation"](x.clone()), x)
@@ -198,13 +200,13 @@ class Add(Node):
         return self.masks if self.x in wants else ()
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        y = f.backend.add_fwd(f[self.x], f[self.residual], f.keep(self.keep), out=out)
+        y = f.ops[residual_add](f[self.x], f[self.residual], f.keep(self.keep), out=out)
         f.put(self.name, y)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         if self.x in wants:
             keep = f.keep(self.keep)
-            dx = dy if keep is None else f.backend.dropout_bwd(dy, keep)
+            dx = dy if keep is None else f.ops[dropout](dy, keep)
             f.add_grad(self.x, dx, owned=keep is not None)
         if self.residual in wants:
             f.add_grad(self.residual, dy, owned=False)

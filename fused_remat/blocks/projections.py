@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fused_remat.blocks.frame import Frame
 from fused_remat.blocks.nodes import Node, Shapes
+from fused_remat.steps.linear import bias_grad, linear_dx, linear_fwd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,6 @@ class Projections(Node):
     def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
         return self.weights if self.x in wants else ()
 
-    def route(self, f: Frame) -> str:
-        return f.backend.linear_route(f[self.x])
-
     def _parts(self, y: Tensor) -> Iterator[tuple[str, str, Tensor]]:
         """Each layer's weight, bias and columns of y."""
         return zip(self.weights, self.biases, y.split(self.sizes, 1), strict=True)
@@ -72,16 +70,16 @@ class Projections(Node):
         x = self._operand(f[self.x])
         y = x.new_empty((x.shape[0], sum(self.sizes)))
         for weight, bias, part in self._parts(y):
-            f.backend.linear_fwd(x, f.param(weight), f.param(bias), out=part)
+            f.ops[linear_fwd](x, f.param(weight), f.param(bias), out=part)
         f.put(self.name, y)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         dx: Tensor | None = None
         for weight, bias, part in self._parts(dy):
             if self.x in wants:
-                dx = f.backend.linear_dx(part, f.param(weight), into=dx)
+                dx = f.ops[linear_dx](part, f.param(weight), into=dx)
             if bias in wants:
-                f.add_param_grad(bias, f.backend.bias_grad(part))
+                f.add_param_grad(bias, f.ops[bias_grad](part))
         wanted = [(weight, part) for weight, _, part in self._parts(dy) if weight in wants]
         if wanted:
             x = self._operand(f.last(self.x))

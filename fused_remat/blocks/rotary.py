@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fused_remat.backends.base import RotaryCall
 from fused_remat.blocks.frame import Frame
-from fused_remat.blocks.nodes import Node, shifted
-from fused_remat.spec import AttentionSpec, NormSpec
-
-_NO_NORM = NormSpec(kind="rms_norm")
+from fused_remat.blocks.nodes import Node
+from fused_remat.spec import AttentionSpec
+from fused_remat.steps.rotary import RotaryCall, rotary_bwd, rotary_fwd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +37,10 @@ class Rotary(Node):
     in_place: bool = False
 
     @property
+    def says(self) -> tuple[str, str]:  # type: ignore[override]
+        return "in place" if self.in_place else "", ""
+
+    @property
     def inputs(self) -> tuple[str, ...]:
         return (self.x,)
 
@@ -55,18 +57,14 @@ class Rotary(Node):
     def overwriting(self, spare: Collection[str]) -> Node:
         return replace(self, in_place=True) if self.x in spare else self
 
-    def route(self, f: Frame) -> str:
-        route = f.backend.rotary_route(f[self.x], self.call(f))
-        return f"{route}, in place" if self.in_place else route
-
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         x = f[self.x]
-        f.put(self.name, f.backend.rotary_fwd(x, self.call(f), out=x if self.in_place else out))
+        f.put(self.name, f.ops[rotary_fwd](self.spec, x, self.call(f), x if self.in_place else out))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         x = f[self.x] if self.q_weight else None
         marks = (self.x in wants, self.q_weight in wants, self.k_weight in wants)
-        dx, dq_weight, dk_weight = f.backend.rotary_bwd(dy, x, self.call(f), marks, owned)
+        dx, dq_weight, dk_weight = f.ops[rotary_bwd](self.spec, dy, x, self.call(f), marks, owned)
         if dx is not None:
             f.add_grad(self.x, dx, owned=True)
         if dq_weight is not None:
@@ -75,17 +73,7 @@ class Rotary(Node):
             f.add_param_grad(self.k_weight, dk_weight)
 
     def call(self, f: Frame) -> RotaryCall:
-        """The sizes, tables and weights for the frame's tokens."""
-        spec, norm = self.spec, self.spec.head_norm or _NO_NORM
-        return RotaryCall(
-            nhead=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            cos=f.param(self.cos),
-            sin=f.param(self.sin),
-            interleaved=spec.rotary is not None and spec.rotary.interleaved,
-            q_weight=shifted(f.param(self.q_weight), norm.offset),
-            k_weight=shifted(f.param(self.k_weight), norm.offset),
-            eps=norm.eps,
-            token0=f.first_row(self.x),
-            seq_len=f.run.prepared.lengths[self.x],
-        )
+        """The tables and weights for the frame's tokens."""
+        param = f.param
+        tables = param(self.cos), param(self.sin), param(self.q_weight), param(self.k_weight)
+        return RotaryCall(*tables, f.first_row(self.x), f.run.prepared.lengths[self.x])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.backends.registry import BACKENDS, get_backend
+from fused_remat.execution import choose
 from fused_remat.explain import explain
 from fused_remat.layers import FusedRematLayer, FusedRematWarning
 
@@ -54,11 +54,10 @@ def _is_ok(difference: float | None, stock: float | None, dtype: torch.dtype) ->
 
 def _backends(device: str, dtype: torch.dtype) -> dict[str, Any]:
     x = torch.empty(1, device=device, dtype=dtype)
-    chosen = get_backend("auto", x).name
+    chosen = choose.ops_for("auto", x).name
     why_not: dict[str, str] = {}
-    for name, row in BACKENDS.items():
-        backend = row()
-        reason = backend if isinstance(backend, str) else backend.why_not(x.device, dtype)
+    for name in choose.BACKENDS:
+        reason = choose.why_not(name, x.device, dtype)
         if name != chosen and reason is not None:
             why_not[name] = reason
     return {"backend": chosen, "why_not": why_not}

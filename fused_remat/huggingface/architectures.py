@@ -229,7 +229,7 @@ def supported() -> str:
     return ", ".join(row.name for row in ARCHITECTURES.values())
 
 
-#: Activation classes of transformers by the names of `backends.activations`.
+#: Activation classes of transformers by the names of `steps.activation`.
 ACTIVATIONS = {
     "GELUActivation": "gelu",
     "NewGELUActivation": "gelu_tanh",

@@ -23,6 +23,7 @@ from fused_remat.spec import (
     score_fields,
     transformer_spec,
 )
+from fused_remat.steps.norm import NORMS
 
 #: The block's names of the linear layers, and the layer's own.
 _LINEARS = {
@@ -34,8 +35,8 @@ PLACES = (
     *(in_module(name, own) for name, own in _LINEARS.items()),
     *(in_module(name, name) for name in _NORMS),
 )
-_KINDS = {nn.RMSNorm: "rms_norm", nn.LayerNorm: "layer_norm"}
-_FORWARDS: dict[Any, Any] = {nn.RMSNorm: nn.RMSNorm.forward, nn.LayerNorm: nn.LayerNorm.forward}
+_KINDS = {row.module: kind for kind, row in NORMS.items()}
+_FORWARDS: dict[Any, Any] = {module: module.forward for module in _KINDS}
 _PLAIN = (Tensor, nn.Parameter)
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat import accumulation
-from fused_remat.backends.base import FusedRematWarning
-from fused_remat.backends.registry import check_name
 from fused_remat.blocks.program import Graph
+from fused_remat.execution.choose import check_name
 from fused_remat.graph.build import block_graph
 from fused_remat.layers import divided
 from fused_remat.layers.divided import Division, stand_in
@@ -21,6 +20,7 @@ from fused_remat.layers.layer_call import LayerCall, Place, batched
 from fused_remat.ops.layer import run_layer
 from fused_remat.policies import Policy, draws, kept_names
 from fused_remat.shards import is_dtensor
+from fused_remat.steps.operations import FusedRematWarning
 
 
 class FusedLayer(nn.Module):

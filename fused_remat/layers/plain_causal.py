@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.ops.activation import ActivationLike, activation_name
-from fused_remat.ops.inputs import check_heads, check_p
+from fused_remat.ops.inputs import check_heads, check_norm_kind, check_p
+from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.steps.norm import NORMS
 
-_NORMS = {"rms_norm": nn.RMSNorm, "layer_norm": nn.LayerNorm}
 _PLACEMENTS = ("pre", "post", "sandwich")
 
 
@@ -52,8 +52,7 @@ class CausalLayer(nn.Module):
         super().__init__()
         kv_heads = nhead if kv_heads is None else kv_heads
         check_heads(nhead, kv_heads, "nhead and kv_heads")
-        if norm not in _NORMS:
-            raise ValueError(f"norm must be 'rms_norm' or 'layer_norm', got {norm!r}")
+        check_norm_kind(norm)
         if placement not in _PLACEMENTS:
             raise ValueError(
                 f"placement must be one of {', '.join(map(repr, _PLACEMENTS))}, got {placement!r}"
@@ -78,7 +77,7 @@ class CausalLayer(nn.Module):
         affine = where if norm == "rms_norm" else {**where, "bias": bias}
         names = ["norm1", "norm2", *(["post1", "post2"] if placement == "sandwich" else [])]
         for name in names:
-            setattr(self, name, _NORMS[norm](d_model, norm_eps, **affine))
+            setattr(self, name, NORMS[norm].module(d_model, norm_eps, **affine))
         for name in ("q_norm", "k_norm"):
             setattr(self, name, nn.RMSNorm(self.head_dim, norm_eps, **where) if qk_norm else None)
 

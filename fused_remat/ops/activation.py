@@ -1,6 +1,6 @@
 """Activation functions as callers give them: by name, as a function, or as a module.
 
-A function without a row in `backends.activations` is called again in backward. It has to compute
+A function without a row in `steps.activation` is called again in backward. It has to compute
 the same then; what can be found out about that is found out here, by calling it once.
 """
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fused_remat.backends import activations
 from fused_remat.blocks.custom import Function, leaves
 from fused_remat.ops.draws import Draws, is_ours
+from fused_remat.steps import activation as activations
 
 ActivationLike = str | Callable[[Tensor], Tensor]
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from fused_remat.autograd import run_block
-from fused_remat.backends.activations import ACTIVATIONS
 from fused_remat.blocks.program import Graph
 from fused_remat.graph.build import captured_params
 from fused_remat.ops.activation import ActivationLike, Recallable, activation_name, prepare
 from fused_remat.policies import Policy
 from fused_remat.spec import USER_FUNCTION, AttentionOptions, AttentionSpec, BlockSpec
+from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.steps.norm import NORMS
 
 Op = TypeVar("Op", bound=Callable[..., Any])
 
@@ -103,10 +104,16 @@ kv_heads
         )
 
 
+def check_norm_kind(norm: str) -> str:
+    """`norm`, if it is a row of `steps.norm.NORMS`; else ValueError."""
+    if norm not in NORMS:
+        raise ValueError(f"norm must be {' or '.join(map(repr, NORMS))}, got {norm!r}")
+    return norm
+
+
 def check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str) -> None:
     """Raise ValueError for an unknown norm or weights that do not fit `x` (..., D)."""
-    if norm not in ("layer_norm", "rms_norm"):
-        raise ValueError(f"norm must be 'layer_norm' or 'rms_norm', got {norm!r}")
+    check_norm_kind(norm)
     check_alike(x, {"norm_weight": weight, "norm_bias": bias})
     for name, t in (("norm_weight", weight), ("norm_bias", bias)):
         check_shape(name, t, tuple(x.shape[-1:]), "x", x)

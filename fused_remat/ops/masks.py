@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fused_remat.backends.packed import bounds
+from fused_remat.steps.attention_rows import bounds
 
 #: The tensor that says of each of `spec.MASKS` that a call passes it.
 _GIVEN = {"mask": "mask", "padding": "padding", "lengths": "lengths", "cu_seqlens": "cu_q"}

@@ -12,6 +12,7 @@ from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.inputs import (
     check_alike,
     check_heads,
+    check_norm_kind,
     check_p,
     check_shape,
     check_weights,
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fused_remat.spec import AttentionOptions
-
-_NORMS = ("layer_norm", "rms_norm")
 
 
 @lists_attention_options
@@ -128,7 +127,7 @@ def causal_block(
     }  # fmt: skip
     qk_eps = float(eps if qk_norm_eps is None else qk_norm_eps)
     spec = transformer_spec(
-        _one_of("norm", norm, _NORMS),
+        check_norm_kind(norm),
         float(eps),
         act,
         offset=float(norm_offset),
