@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import (
 
 from fused_remat import check, demand, offload, operators, random
 from fused_remat.accumulation import Accumulation
-from fused_remat.blocks.frame import Prepared, Product
 from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.reread import check_unchanged
@@ -33,6 +32,7 @@ from fused_remat.collectives import in_context_parallel
 from fused_remat.policies import ALL_RUNGS, Policy, kept_names, offload_of
 from fused_remat.segments import Replayed, Segment, begin, input_of, segment_of
 from fused_remat.shards import is_dtensor
+from fused_remat.steps.frame import Prepared, Product
 from fused_remat.steps.operations import FusedRematWarning
 
 _functorch = torch._C._functorch

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from fused_remat.accumulation import Accumulation
 from fused_remat.blocks import run
-from fused_remat.blocks.frame import Chunks, Prepared, Product, Run, Watch
-from fused_remat.blocks.nodes import Norm
-from fused_remat.blocks.pointwise import Gated, Pointwise
 from fused_remat.blocks.program import Graph, programs, sizes
 from fused_remat.execution.choose import has_faster, ops_for, tokens_at_a_time
+from fused_remat.spec import USER_FUNCTION
+from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.frame import Chunks, Prepared, Product, Run, Watch
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
+from fused_remat.steps.norm import Norm
 from fused_remat.steps.operations import Operations
 
 Functions = Mapping[str, Callable[[Tensor], Tensor]]
@@ -153,7 +154,11 @@ def _fusions(
 ) -> frozenset[str]:
     """Rows of `blocks.fusions.FUSIONS` that an operation of the backend's own serves here, with the
     name of the activation where there is one: products in `dtype`."""
-    acts = {node.act for node in graph.nodes if isinstance(node, Pointwise | Gated)}
+    acts = {
+        node.act
+        for node in graph.nodes
+        if isinstance(node, MLPActivation) and node.act != USER_FUNCTION
+    }
     found = set()
     for act in acts:
         if has_faster(ops, mlp_bwd, (act, dtype, device)):

@@ -31,8 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fused_remat.blocks.frame import Frame, Prepared
 from fused_remat.blocks.program import Step
+from fused_remat.steps.frame import Frame, Prepared
 from fused_remat.steps.operations import FusedRematWarning
 
 #: Whether calls are checked: set by `check_replay`, and at import by FUSED_REMAT_CHECK.

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from fused_remat.blocks.frame import Frame, Prepared, Product, Run
 from fused_remat.blocks.program import programs
 from fused_remat.calls import BlockCall, autocast_on
+from fused_remat.steps.frame import Frame, Prepared, Product, Run
 
 _executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fused_remat.autograd import OBSERVERS, Invocation
-from fused_remat.blocks.frame import TRACERS, Frame, Run
-from fused_remat.blocks.nodes import Node
 from fused_remat.blocks.program import Step
 from fused_remat.execution.choose import DEFAULTS, choose, why_not
 from fused_remat.layers.fused_layer import DECISIONS, FusedLayer
 from fused_remat.report.step import restored
+from fused_remat.steps.frame import TRACERS, Frame, Run
+from fused_remat.steps.node import Node
 from fused_remat.steps.operations import OPERATIONS, Function, Operations
 
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from fused_remat import check, random
-from fused_remat.blocks.frame import Prepared
 from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.program import Graph, sizes
 from fused_remat.blocks.recipe import graph_of
@@ -41,6 +40,7 @@ from fused_remat.calls import (
 from fused_remat.offload import fetched, hold, start_out
 from fused_remat.policies import Policy, kept_names
 from fused_remat.spec import KINDS
+from fused_remat.steps.frame import Prepared
 from fused_remat.steps.operations import FusedRematWarning
 
 # --- what Dynamo does not trace, but calls: constants in, constants out, checked while compiling

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from fused_remat.blocks.frame import Prepared
 from fused_remat.blocks.reread import check_unchanged
 from fused_remat.calls import BlockCall, Functions, forward_block
 from fused_remat.offload import in_checkpoint
 from fused_remat.policies import Policy
+from fused_remat.steps.frame import Prepared
 
 
 @dataclass(eq=False)

@@ -14,7 +14,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat import FusedRematLayer, explain, memory_report, ops
-from fused_remat.blocks.frame import TRACERS
 from fused_remat.blocks.mixed import mixed
 from fused_remat.calls import autocast_on
 from fused_remat.graph.build import block_graph, dropout_add_graph
@@ -23,6 +22,7 @@ from fused_remat.layers.autocast import precision_of, why_not
 from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
 from fused_remat.report import saved
 from fused_remat.spec import nn_layer_spec
+from fused_remat.steps.frame import TRACERS
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])

@@ -136,6 +136,6 @@ def test_nothing_is_left_behind():
         explain(model, X[..., :5])
     assert not model._forward_pre_hooks
     from fused_remat.autograd import OBSERVERS
-    from fused_remat.blocks.frame import TRACERS
+    from fused_remat.steps.frame import TRACERS
 
     assert not OBSERVERS and not TRACERS

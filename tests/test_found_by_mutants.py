@@ -9,14 +9,14 @@ from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, convert, ops
 from fused_remat.backends import eager
-from fused_remat.blocks.frame import Chunks
 from fused_remat.blocks.fusions import MlpBackward
 from fused_remat.blocks.in_formats import in_formats
-from fused_remat.blocks.pointwise import Pointwise
 from fused_remat.blocks.program import Graph, programs
 from fused_remat.graph.build import BlockBuilder, block_graph
 from fused_remat.memory import measure_allocations
 from fused_remat.spec import nn_layer_spec
+from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.frame import Chunks
 
 
 def test_groups_are_of_the_longest_activation():
@@ -40,7 +40,7 @@ def built(before_act: bool) -> Graph:
     b.linear("up", "input", "up")
     if before_act:
         b.linear("one", "up", "one")
-    b.add(Pointwise(name="act", x="up", act="gelu"))
+    b.add(MLPActivation(name="act", up="up", act="gelu"))
     if not before_act:
         b.linear("one", "act", "one")
     b.linear("two", "act", "two")

@@ -8,13 +8,11 @@ from reference import RUNGS
 from tiers import pairwise
 
 from fused_remat import Policy, autograd, calls, ops
-from fused_remat.execution import choose
-from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.backends.eager import EagerBackend
-from fused_remat.blocks.pointwise import Gated, Pointwise
 from fused_remat.blocks.program import programs
 from fused_remat.graph.build import BlockBuilder, block_graph
 from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec
+from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 
 ALL = frozenset(
     {"linear_norm"} | {f"{n} {a}" for n in ("linear_act", "mlp_bwd") for a in ACTIVATIONS}
@@ -131,26 +129,26 @@ def gate_of_another_input(b):
     b.linear("h", "input", "square")
     b.linear("gate", "input", "up")
     b.linear("up", "h", "up")
-    b.add(Gated(name="act", gate="gate", up="up", act="silu"))
+    b.add(MLPActivation(name="act", gate="gate", up="up", act="silu"))
     b.linear("output", "act", "down")
 
 
 def act_is_the_residual_too(b):
     b.linear("up", "input", "square")
-    b.add(Pointwise(name="act", x="up", act="gelu"))
+    b.add(MLPActivation(name="act", up="up", act="gelu"))
     b.linear("output", "act", "square", residual="act")
 
 
 def act_is_read_twice(b):
     b.linear("up", "input", "up")
-    b.add(Pointwise(name="act", x="up", act="gelu"))
+    b.add(MLPActivation(name="act", up="up", act="gelu"))
     b.linear("one", "act", "down")
     b.linear("output", "act", "other", residual="one")
 
 
 def residual_made_after_act(b):
     b.linear("up", "input", "up")
-    b.add(Pointwise(name="act", x="up", act="gelu"))
+    b.add(MLPActivation(name="act", up="up", act="gelu"))
     b.linear("r", "input", "square")
     b.linear("output", "act", "down", residual="r")
 

@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, FusedRematWarning, memory_report
 from fused_remat.autograd import run_block
-from fused_remat.blocks.pointwise import Add, Custom
 from fused_remat.blocks.program import Graph
+from fused_remat.spec import USER_FUNCTION
+from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.residual import Add
 
 D, H, FF = 12, 3, 20
 DOUBLE = torch.float64
@@ -201,7 +203,8 @@ def test_the_stock_layouts_contiguous_tensor_is_what_it_gets():
 
 @pytest.mark.parametrize("fn", [lambda t: t, lambda t: t.sum(-1, keepdim=True).expand_as(t)])
 def test_the_callers_gradient_is_never_written_to(fn):
-    nodes = (Custom(name="a", x="input"), Add(name="output", x="a", residual="input"))
+    act = MLPActivation(name="a", up="input", act=USER_FUNCTION)
+    nodes = (act, Add(name="output", x="a", residual="input"))
     graph = Graph("custom", nodes, ())
     x = torch.randn(2, 3, D, requires_grad=True)
     y = run_block(graph, "full", {"input": x}, functions={"activation": fn})

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fused_remat.blocks.in_formats import in_formats
-from fused_remat.blocks.nodes import Node
 from fused_remat.blocks.program import Graph, programs
 from fused_remat.formats import FORMATS, NATIVE, split_name
 from fused_remat.graph.build import block_graph
 from fused_remat.policies import ALL_RUNGS, kept_names
 from fused_remat.spec import nn_layer_spec, transformer_spec
+from fused_remat.steps.node import Node
 
 # Large enough for D**2 to stand for a GEMM and F = 4 D; sizes cancel out of the tables.
 D, H, S = 1024, 8, 1

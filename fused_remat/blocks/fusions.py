@@ -7,19 +7,15 @@ their place. What a policy keeps, and what backward asks for, stay as they are.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
-
-from fused_remat.blocks.frame import Frame
-from fused_remat.blocks.nodes import Linear, Node, Norm
-from fused_remat.blocks.packing import Pack
-from fused_remat.blocks.pointwise import Gated, Pointwise
-from fused_remat.steps import fused
-from fused_remat.steps.linear import bias_grad
+from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.fused import LinearNorm, MlpBackward, MlpUp
+from fused_remat.steps.linear import Linear
+from fused_remat.steps.node import Node
+from fused_remat.steps.norm import Norm
+from fused_remat.steps.storage import Pack
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,117 +33,6 @@ class Draft:
     node: Node | None
     wants: frozenset[str]
     touched: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlpUp(Node):
-    """act(up(x)), or act(gate(x)) * up(x); what the layers give is made if somebody else reads it.
-
-    `ups` is the layer, or the gate's and the other one's; `kept`: whether what each gives is made;
-    `packed`: by which it is packed.
-    """
-
-    ups: tuple[Linear, ...]
-    act: Pointwise | Gated
-    kept: tuple[bool, ...]
-    packed: tuple[Pack | None, ...]
-
-    @functools.cached_property
-    def makes(self) -> tuple[str, ...]:
-        names = [up.name for up, kept in zip(self.ups, self.kept, strict=True) if kept]
-        parts = [name for pack in self.packed if pack is not None for name in pack.makes]
-        return (*names, *parts, self.name)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (*self.ups[0].reads, *self.act.masks)
-
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        act, (*gates, up) = self.act, [layer.affine(f) for layer in self.ups]
-        packings = tuple([None if pack is None else pack.packing(f) for pack in self.packed])
-        y, pres, parts = f.ops[fused.mlp_up_fwd](
-            act.act, self.ups[0].operand(f), gates[0] if gates else None, up, f.keep(act.keep),
-            self.kept, packings,
-        )  # fmt: skip
-        for layer, pre, pack, codes in zip(self.ups, pres, self.packed, parts, strict=True):
-            if pre is not None:
-                f.put(layer.name, pre)
-            if pack is not None:
-                pack.put(f, codes)
-        f.put(self.name, y)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinearNorm(Node):
-    """A residual sum that ends a linear layer, and its norm; both are made, and the sum packed.
-
-    `pack`: by which it is packed; None if it is not.
-    """
-
-    linear: Linear
-    norm: Norm
-    pack: Pack | None
-
-    @functools.cached_property
-    def makes(self) -> tuple[str, ...]:
-        packed = self.pack.makes if self.pack else ()
-        return (self.linear.name, *packed, self.name, *self.norm.stats)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return self.linear.reads
-
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        linear, norm = self.linear, self.norm
-        residual = f[linear.residual]
-        total, y, *stats = f.ops[fused.linear_norm_fwd](
-            linear.operand(f), *linear.affine(f), residual, f.keep(linear.keep), norm.spec,
-            f.param(norm.weight), f.param(norm.bias), norm.target(residual, out),
-        )  # fmt: skip
-        f.put(linear.name, total)
-        if self.pack is not None:
-            self.pack.forward(f)
-        f.put(self.name, y)
-        for stat, value in zip(norm.stats, stats, strict=True):
-            f.put(stat, value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlpBackward(Node):
-    """Backward of out(act(ups(x))), which rebuilds ups(x) without ever writing it.
-
-    `ups` is the pre-activation's layer, or the gate's and the other one's. `name` is that of `out`.
-    """
-
-    ups: tuple[Linear, ...]
-    act: Pointwise | Gated
-    out: Linear
-
-    @property
-    def label(self) -> str:
-        return f"{self.out.name} and {self.act.name}"
-
-    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any]:
-        run = f.run
-        return fused.mlp_bwd, (self.act.act, run.prepared.compute or run.dtype, run.device)
-
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        out, x = self.out, self.ups[0].operand(f)
-        dz = out.product_grad(f, dy)
-        *gates, up = [layer.affine(f) for layer in self.ups]
-        act, *dups = f.ops[fused.mlp_bwd](
-            self.act.act, dz, x, gates[0] if gates else None, up, f.param(out.weight),
-            f.keep(self.act.keep), out.weight in wants,
-        )  # fmt: skip
-        for layer, dup in zip(self.ups, dups if gates else dups[1:], strict=True):
-            assert dup is not None
-            f.add_grad(layer.name, dup, owned=True)
-        if act is not None:
-            f.add_weight_grad(out.weight, dz, act)
-        if out.bias in wants:
-            f.add_param_grad(out.bias, f.ops[bias_grad](dz))
-        if out.residual in wants:
-            f.add_grad(out.residual, dy, owned)
 
 
 Steps = Sequence[Draft]
@@ -172,9 +57,9 @@ def _packs(steps: Steps, name: str) -> Draft | None:
 
 def _alike(steps: Sequence[Draft | None]) -> bool:
     """Whether each step computes a linear layer of one input that ends in nothing else."""
-    nodes = [None if step is None else step.node for step in steps]
-    plain = all(isinstance(n, Linear) and not n.residual and not n.keep for n in nodes)
-    return plain and len({n.x for n in nodes if isinstance(n, Linear)}) == 1
+    nodes = [step.node for step in steps if step is not None and isinstance(step.node, Linear)]
+    plain = len(nodes) == len(steps) and all(node.plain for node in nodes)
+    return plain and len({node.x for node in nodes}) == 1
 
 
 def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[str]) -> list[Draft]:
@@ -189,7 +74,7 @@ def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) ->
     """compute up, compute act -> compute act; also with a gate, and with what packs either."""
     for step in steps:
         node = step.node
-        if step.kind != "compute" or not isinstance(node, Pointwise | Gated):
+        if step.kind != "compute" or not isinstance(node, MLPActivation):
             continue
         sources = [_computes(steps, name) for name in node.inputs]
         if f"linear_act {node.act}" not in fusions or not _alike(sources):
@@ -236,7 +121,7 @@ def mlp_bwd(steps: Steps, fusions: Collection[str], held: Collection[str]) -> li
     """compute up and act, backward out and act -> one backward step; also with a gate."""
     for step in steps:
         node = step.node
-        if step.kind != "backward" or not isinstance(node, Pointwise | Gated):
+        if step.kind != "backward" or not isinstance(node, MLPActivation):
             continue
         if f"mlp_bwd {node.act}" not in fusions or not set(node.inputs) <= step.wants:
             continue
@@ -269,6 +154,8 @@ def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
         return None
     node = givers[0].node
     if not isinstance(node, Linear) or node.x != name or node.residual == name:
+        return None
+    if len(node.weights) > 1 or node.updates:
         return None
     between = steps[steps.index(givers[0]) + 1 : steps.index(taker)]
     takes = {s.node.name for s in between if s.kind == "backward" and s.node is not None}

@@ -10,32 +10,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 from fused_remat import random
-from fused_remat.blocks.attention import Attention, CrossAttention
-from fused_remat.blocks.nodes import Node
-from fused_remat.blocks.packing import (
-    Pack,
-    PackedAttention,
-    PackedCrossAttention,
-    PackedGated,
-    PackedPointwise,
-    Unpack,
-)
-from fused_remat.blocks.pointwise import Gated, Pointwise
 from fused_remat.blocks.program import Graph
 from fused_remat.blocks.recipe import builder
 from fused_remat.formats import NATIVE, split_name
-
-#: Steps, and what they are where they load inputs packed.
-_LOADS: dict[type[Node], type] = {
-    Pointwise: PackedPointwise,
-    Gated: PackedGated,
-    Attention: PackedAttention,
-    CrossAttention: PackedCrossAttention,
-}
+from fused_remat.spec import USER_FUNCTION
+from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.attention import Attention
+from fused_remat.steps.node import Node
+from fused_remat.steps.storage import Pack, Unpack
 
 
 def in_formats(graph: Graph, save: Collection[str]) -> Graph:
@@ -83,7 +68,7 @@ def _with_packs(graph: Graph, names: tuple[str, ...]) -> Graph:
     for node in graph.nodes:
         nodes += [node, packs[node.name]] if node.name in packs else [node]
     again: list[Node] = [
-        Unpack(name=pack.x, pack=pack) for pack in packs.values() if not pack.format.signs
+        Unpack(name=pack.x, quantized=(pack,)) for pack in packs.values() if not pack.format.signs
     ]
     for node in graph.nodes:
         loaded = _loading(node, [packs[x] for x in node.inputs if x in packs])
@@ -100,17 +85,14 @@ def _loading(node: Node, packs: list[Pack]) -> Node | None:
     Raises: ValueError for signs that are not all that the node's backward needs.
     """
     signs = [pack for pack in packs if pack.format.signs]
-    if signs and not (isinstance(node, Pointwise) and node.act == "relu"):
+    relu = isinstance(node, MLPActivation) and node.act == "relu" and not node.gate
+    if signs and not relu:
         raise ValueError(
             f"the format {signs[0].stored!r} keeps signs alone, for the input of a ReLU; "
             f"{node.name!r} needs the values of {signs[0].x!r}"
         )
-    if not packs:
-        return None
-    loads = _LOADS.get(type(node))
-    # Keys that no query sees are cut off, of what is in memory.
-    if loads is None or (isinstance(node, CrossAttention) and node.causal):
-        return None
-    given: dict[str, Any] = {field.name: getattr(node, field.name) for field in fields(node)}
-    made: Node = loads(**given, pack=tuple(packs))
-    return made
+    if isinstance(node, MLPActivation):
+        loads = node.act != USER_FUNCTION
+    else:  # keys that no query sees are cut off, of what is in memory
+        loads = isinstance(node, Attention) and not node.cuts_keys
+    return replace(node, quantized=tuple(packs)) if packs and loads else None

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from fused_remat.blocks.fusions import Draft, fuse
-from fused_remat.blocks.nodes import Node, Shapes
 from fused_remat.formats import split_name
+from fused_remat.steps.node import Node, Shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,6 +244,8 @@ class _Demand:
         asked = node.asks(wants)
         for name in asked:
             self.ask(name)
+        # Of what has just been rebuilt.
+        asked += tuple([name for name in node.transients if name in self.have])
         self.steps.append(Draft("backward", node, wants, asked))
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fused_remat.blocks.frame import TRACERS, Frame, Prepared, Run, Watch
 from fused_remat.blocks.program import Programs, Step
+from fused_remat.steps.frame import TRACERS, Frame, Prepared, Run, Watch
 
 
 def _run_steps(steps: Sequence[Step], frame: Frame, out: Tensor | None = None) -> None:

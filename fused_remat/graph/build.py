@@ -11,21 +11,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fused_remat import random
-from fused_remat.blocks.attention import Attention, CrossAttention, HeadsAttention
-from fused_remat.blocks.lora import Adapted, LowRank, Term
-from fused_remat.blocks.nodes import KeepScale, Linear, Node, Norm
-from fused_remat.blocks.parallel import (
-    SITES_OF_A_RANK,
-    Gathered,
-    GatheredSequences,
-    Reduced,
-    ReducedSequences,
-)
-from fused_remat.blocks.pointwise import Add, Custom, Gated, Pointwise
 from fused_remat.blocks.program import Graph
-from fused_remat.blocks.projections import Projections
-from fused_remat.blocks.recipe import builder
-from fused_remat.blocks.rotary import Rotary
+from fused_remat.blocks.recipe import builder, part
 from fused_remat.spec import (
     USER_FUNCTION,
     AttentionSpec,
@@ -36,6 +23,21 @@ from fused_remat.spec import (
     ParallelSpec,
     linear_params,
 )
+from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.attention import Attention
+from fused_remat.steps.collective import (
+    SITES_OF_A_RANK,
+    Gathered,
+    GatheredSequences,
+    Reduced,
+    ReducedSequences,
+)
+from fused_remat.steps.cross_entropy import LinearCrossEntropy
+from fused_remat.steps.linear import Linear, LowRank, Part
+from fused_remat.steps.node import Node
+from fused_remat.steps.norm import Norm
+from fused_remat.steps.residual import Add, KeepScale
+from fused_remat.steps.rotary import Rotary
 
 
 class _End(NamedTuple):
@@ -101,63 +103,54 @@ class BlockBuilder:
         self,
         name: str,
         x: str,
-        weights: str,
+        *layers: str,
         residual: str = "",
         keep: str = "",
-        part: tuple[int, int, int] | None = None,
+        sizes: tuple[int, ...] = (),
+        part: Part | None = None,
         role: str = "",
     ) -> str:
-        """name = residual + keep * (x @ weight.T + bias), and the layer's updates, in steps."""
-        weight, bias = linear_params(weights)
-        if part is not None or not any(lora.layer == weights for lora in self.loras):
-            return self.add(
-                Linear(
-                    name=name, x=x, weight=weight, bias=bias, residual=residual, keep=keep,
-                    part=part, role=role,
-                )
-            )  # fmt: skip
-        assert residual or not keep, "dropout of an updated layer is in the sum with its residual"
-        made = weights if residual else name
-        base = Linear(name=f"{made}.base", x=x, weight=weight, bias=bias)
-        self._adapted(made, base, {weights: (0, 0)}, "" if residual else role)
-        return self.sum(name, made, residual, keep, role) if residual else name
+        """name = residual + keep * (x @ weight.T + bias) of a layer, or of several side by side.
 
-    def projections(
-        self, name: str, x: str, columns: dict[str, tuple[int, int]], role: str = ""
-    ) -> str:
-        """name = x @ weight.T + bias of each layer in its own columns, first and end."""
-        first = min(start for start, _ in columns.values())
-        columns = {name: (start - first, stop - first) for name, (start, stop) in columns.items()}
-        updated = any(lora.layer in columns for lora in self.loras)
-        node = Projections(
-            name=f"{name}.base" if updated else name,
-            x=x,
-            layers=tuple(columns),
-            sizes=tuple([stop - start for start, stop in columns.values()]),
-            role="" if updated else role,
-        )
-        return self._adapted(name, node, columns, role) if updated else self.add(node)
-
-    def _adapted(
-        self,
-        name: str,
-        base: Linear | Projections,
-        columns: dict[str, tuple[int, int]],
-        role: str = "",
-    ) -> str:
-        """name = base + every update of the layers in `columns`, which read what base reads.
-
-        The updates come first: backward then adds their gradients to the base's, in the products.
+        `sizes`: how many columns each of several layers makes. Low-rank updates of the layers are
+        in the step; where one has any, dropout and the sum with the residual are a step after it.
         """
-        terms = []
-        for i, lora in enumerate(self.loras):
-            if lora.layer in columns:
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        columns = dict(zip(layers, zip([0, *ends], ends, strict=False), strict=False))
+        updates = []
+        for i, lora in enumerate(self.loras if part is None else ()):
+            if lora.layer in layers:
                 low = f"lora.{i}"
-                keep = self.dropout(f"keep.{low}", random.LORA + i, lora.dropout, base.x)
-                self.add(LowRank(name=low, x=base.x, weight=f"{low}.A", keep=keep, to=lora.dtype))
-                terms.append(Term(low, f"{low}.B", lora.scale, *columns[lora.layer]))
-        self.add(base)
-        return self.add(Adapted(name=name, x=base.name, terms=tuple(terms), role=role))
+                mask = self.dropout(f"keep.{low}", random.LORA + i, lora.dropout, x)
+                updates.append(
+                    LowRank(
+                        a=f"{low}.A", b=f"{low}.B", low=low, scale=lora.scale, keep=mask,
+                        columns=columns.get(lora.layer), dtype=lora.dtype,
+                    )
+                )  # fmt: skip
+        separate = bool(updates and residual)
+        assert separate or not (updates and keep), "dropout of an updated layer is in the sum"
+        params = [linear_params(layer) for layer in layers]
+        node = Linear(
+            name=layers[0] if separate else name,
+            x=x,
+            residual="" if separate else residual,
+            weights=tuple([weight for weight, _ in params]),
+            biases=tuple([bias for _, bias in params]),
+            keep="" if separate else keep,
+            sizes=sizes,
+            part=part,
+            updates=tuple(updates),
+            role="" if separate else role,
+        )
+        made = self.add(node)
+        return self.sum(name, made, residual, keep, role) if separate else made
+
+    def projections(self, name: str, x: str, spec: AttentionSpec, names: str, role: str) -> str:
+        """`linear` of those of q, k and v in `names`, in a weight each."""
+        columns = {layer: c for layer, c in spec.columns.items() if layer[-1] in names}
+        sizes = tuple([stop - start for start, stop in columns.values()])
+        return self.linear(name, x, *columns, sizes=sizes if len(sizes) > 1 else (), role=role)
 
     def sum(self, name: str, x: str, residual: str, keep: str = "", role: str = "") -> str:
         """name = residual + keep * x."""
@@ -209,10 +202,10 @@ class BlockBuilder:
     ) -> str:
         """`linear` at the end of a branch, where the ranks' parts are summed."""
         if self.parallel is None:
-            return self.linear(name, x, weights, residual, keep, role=role)
+            return self.linear(name, x, weights, residual=residual, keep=keep, role=role)
         weight, bias = linear_params(weights)
         made, partial = weights if residual else name, f"{weights}.partial"
-        self.add(Linear(name=partial, x=x, weight=weight, bias=""))
+        self.add(Linear(name=partial, x=x, weights=(weight,), biases=("",)))
         kind = ReducedSequences if in_order and self.parallel.sequence else Reduced
         own = "" if residual else role
         self.add(kind(name=made, x=partial, bias=bias, parallel=self.parallel, role=own))
@@ -225,32 +218,32 @@ class BlockBuilder:
         read = self.gather(x, in_order=True)
         role = "" if spec.rotary and not spec.head_norm else "heads"
         if spec.projection == "split":
-            heads = self.projections("qkv", read, spec.columns, role)
+            heads = self.projections("qkv", read, spec, "qkv", role)
         else:
             heads = self.linear("qkv", read, "qkv", role=role)
         if spec.rotary or spec.head_norm:
             role = "" if spec.head_norm else "heads"
             heads = self.add(rotary_node("rotated", heads, spec, role))
-        site = self.site(random.ATTENTION)
-        node = Attention(
-            name="attn", qkv=heads, spec=spec, site=site, role="attention", **mask_names(spec)
-        )
-        return self.add(node)
+        return self.add(
+            Attention(
+                name="attn", q=heads, k=heads, v=heads, spec=spec, role="attention",
+                site=self.site(random.ATTENTION), **mask_names(spec),
+            )
+        )  # fmt: skip
 
     def _cross_attention(self, spec: AttentionSpec, x: str) -> str:
         """Of queries made of x to keys and values made of the input `spec.keys`."""
         x, keys = self.gather(x, in_order=True), self.gather(spec.keys, in_order=True, whole=True)
-        q, *kv = spec.columns.items()
         if spec.projection == "split":
-            query = self.linear("query", x, q[0], role="heads")
-            keys_values = self.projections("kv", keys, dict(kv), role="heads")
+            query = self.projections("query", x, spec, "q", "heads")
+            keys_values = self.projections("kv", keys, spec, "kv", "heads")
         else:
-            first, end = q[1][1], kv[-1][1][1]
+            (_, first), _, (_, end) = spec.columns.values()
             query = self.linear("query", x, "cross", part=(0, first, end), role="heads")
             keys_values = self.linear("kv", keys, "cross", part=(first, end, end), role="heads")
         return self.add(
-            CrossAttention(
-                name="cross", q=query, kv=keys_values, spec=spec, role="attention",
+            Attention(
+                name="cross", q=query, k=keys_values, v=keys_values, spec=spec, role="attention",
                 site=self.site(random.CROSS_ATTENTION), **mask_names(spec, f"{spec.keys}_"),
             )
         )  # fmt: skip
@@ -261,14 +254,13 @@ class BlockBuilder:
         gate = self.linear("gate", x, "gate", role="hidden") if spec.gated else ""
         up = self.linear("up", x, "fc1", role="hidden")
         keep = self.dropout("keep_mlp", random.MLP, spec.dropout, "fc1.weight", x, divided=True)
-        if spec.activation == USER_FUNCTION:
-            captured = captured_params(spec.captured)
-            return self.add(
-                Custom(name="act", x=up, captured=captured, keep=keep, per_batch=spec.whole)
+        user = spec.activation == USER_FUNCTION
+        return self.add(
+            MLPActivation(
+                name="act", gate=gate, up=up, act=spec.activation, keep=keep,
+                captured=captured_params(spec.captured), per_batch=user and spec.whole,
             )
-        if gate:
-            return self.add(Gated(name="act", gate=gate, up=up, act=spec.activation, keep=keep))
-        return self.add(Pointwise(name="act", x=up, act=spec.activation, keep=keep))
+        )  # fmt: skip
 
 
 def mask_names(spec: AttentionSpec, prefix: str = "") -> dict[str, Any]:
@@ -374,11 +366,14 @@ def attention_graph(spec: AttentionSpec) -> Graph:
     ('input', 'key', 'value')
     """
     b = BlockBuilder()
-    node = HeadsAttention(
-        name="output", spec=spec, site=random.ATTENTION, role="attention", **mask_names(spec)
-    )
-    b.add(node)
-    return b.graph("attention", node.inputs)
+    inputs = ("input", "key", "value")
+    b.add(
+        Attention(
+            name="output", q=inputs[0], k=inputs[1], v=inputs[2], spec=spec, role="attention",
+            site=random.ATTENTION, **mask_names(spec),
+        )
+    )  # fmt: skip
+    return b.graph("attention", inputs)
 
 
 @builder
@@ -394,3 +389,20 @@ def rotary_graph(spec: AttentionSpec) -> Graph:
     b = BlockBuilder()
     b.add(rotary_node("output", "input", spec))
     return b.graph("rotary")
+
+
+part(LinearCrossEntropy)
+
+
+@builder
+def linear_cross_entropy_graph(loss: LinearCrossEntropy) -> Graph:
+    """The graph of a loss, which is one node; its name must be "output".
+
+    >>> node = LinearCrossEntropy(
+    ...     name="output", x="input", weight="head.weight", bias="head.bias", target="target")
+    >>> linear_cross_entropy_graph(node).nodes[0].stats
+    ('output.max', 'output.log_sum')
+    """
+    b = BlockBuilder()
+    b.add(loss)
+    return b.graph("linear_cross_entropy")

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.blocks.custom import Function
 from fused_remat.graph.build import captured_params
 from fused_remat.layers.autocast import Precision
 from fused_remat.ops.activation import Recallable, activation_name, prepare
 from fused_remat.spec import USER_FUNCTION
+from fused_remat.steps.user_function import Function
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from fused_remat.blocks.custom import Function
 from fused_remat.layers.autocast import CASTABLE, Precision
 from fused_remat.layers.linears import (
     Update,
@@ -20,6 +19,7 @@ from fused_remat.layers.linears import (
     without_adapters,
 )
 from fused_remat.spec import BlockSpec, LoraSpec
+from fused_remat.steps.user_function import Function
 
 
 @dataclass(frozen=True)

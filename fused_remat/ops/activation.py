@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fused_remat.blocks.custom import Function, leaves
 from fused_remat.ops.draws import Draws, is_ours
 from fused_remat.steps import activation as activations
+from fused_remat.steps.user_function import Function, leaves
 
 ActivationLike = str | Callable[[Tensor], Tensor]
 

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_remat.blocks.cross_entropy import LinearCrossEntropy, linear_cross_entropy_graph
 from fused_remat.calls import autocast_on
+from fused_remat.graph.build import linear_cross_entropy_graph
 from fused_remat.ops.inputs import check_alike, check_shape, run_tokens
 from fused_remat.shards import is_dtensor, local_shards
 from fused_remat.spec import ParallelSpec
-from fused_remat.steps.cross_entropy import CrossEntropyCall, check_targets
+from fused_remat.steps.cross_entropy import CrossEntropyCall, LinearCrossEntropy, check_targets
 
 _REDUCTIONS = ("mean", "sum", "none")
 #: What autocast converts.

@@ -14,15 +14,15 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from fused_remat.blocks.in_formats import in_formats
-from fused_remat.blocks.nodes import Node
-from fused_remat.blocks.pointwise import Custom, Gated, Pointwise
 from fused_remat.blocks.program import Graph, kept_bytes, programs
-from fused_remat.blocks.rotary import Rotary
 from fused_remat.formats import NATIVE, split_name
 from fused_remat.memory import AllocationTrace
 from fused_remat.planner.calibration import Example, HostLink, Seconds
 from fused_remat.planner.chain import Option
 from fused_remat.policies import ALL_RUNGS, LOSSY_RUNGS, RUNGS, Policy, is_offloaded, kept_names
+from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.node import Node
+from fused_remat.steps.rotary import Rotary
 
 #: How many names are searched in all subsets; of longer graphs, the steps that cost most.
 _SEARCHED = 10
@@ -150,7 +150,7 @@ def packable(graph: Graph) -> frozenset[str]:
     found: set[str] = set()
     others: set[str] = set(graph.stream)
     for node in graph.nodes:
-        inside = node.per_sequence or isinstance(node, Pointwise | Gated | Custom | Rotary)
+        inside = node.per_sequence or isinstance(node, MLPActivation | Rotary)
         (found if inside else others).update(node.asks({*node.inputs, *node.params}))
         others.update({node.name} if node.per_sequence else ())
     packed = {split_name(n)[0] for n in kept_names("fast8", graph) if split_name(n)[1] != NATIVE}
@@ -163,7 +163,7 @@ def _isolated(example: Example, save: frozenset[str]) -> bool:
     """Whether nothing is rebuilt from packed names but what only activations and attention read."""
     graph = example.call.graph
     plan = programs(in_formats(graph, save), save, example.call.wants, tiled=False)
-    pointwise = {n.name for n in graph.nodes if isinstance(n, Pointwise | Gated | Custom | Rotary)}
+    pointwise = {n.name for n in graph.nodes if isinstance(n, MLPActivation | Rotary)}
     return plan.inexact <= pointwise | {split_name(name)[0] for name in save}
 
 

@@ -7,15 +7,15 @@ import functools
 import torch
 from torch import Tensor
 
-from fused_remat.blocks.cross_entropy import LinearCrossEntropy, linear_cross_entropy_graph
 from fused_remat.blocks.program import Graph
 from fused_remat.calls import BlockCall
 from fused_remat.cli.shapes import Model
-from fused_remat.graph.build import block_graph
+from fused_remat.graph.build import block_graph, linear_cross_entropy_graph
 from fused_remat.layers.causal_call import call_of
 from fused_remat.planner.calibration import Example
 from fused_remat.scale.layout import Layout, layer_module, parameters_of, tables_of
 from fused_remat.spec import ParallelSpec
+from fused_remat.steps.cross_entropy import LinearCrossEntropy
 
 #: The blocks' names of a layer's linear layers, where they differ.
 _NAMES = {"up": "fc1", "down": "fc2"}

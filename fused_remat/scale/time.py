@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from fused_remat.blocks.parallel import Joins
 from fused_remat.blocks.program import Step, programs
 from fused_remat.planner.calibration import Example, Seconds, Sizer, steps_of
 from fused_remat.scale.costs import Costs
 from fused_remat.scale.layout import Layout
+from fused_remat.steps.collective import Joins
 
 #: What a step is mostly: of `Work.kind`.
 KINDS = ("products", "attention", "pointwise", "tensor parallel")

@@ -1,4 +1,4 @@
-"""Activations of an MLP: the operations, plain and gated, and a row for each function.
+"""Activations of an MLP: the operations, the step, and a row for each function.
 
 A row is `name: Activation(fwd, bwd, functions, modules)`. `fwd(x)` returns a new tensor;
 `bwd(dy, x, out)` returns dy * act'(x), written to `out` when it is not None (`out` may be `dy`
@@ -8,9 +8,9 @@ itself). `functions` and `modules` are the callables and module types that mean 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,15 @@ from torch import Tensor, nn
 
 from fused_remat.formats import Loaded, Packed
 from fused_remat.random import Keep
+from fused_remat.spec import USER_FUNCTION
+from fused_remat.steps import user_function
+from fused_remat.steps.node import Input, Mask, Node, Params
 from fused_remat.steps.operations import operation
+from fused_remat.steps.residual import dropout
 from fused_remat.steps.storage import format_of
+
+if TYPE_CHECKING:
+    from fused_remat.steps.frame import Frame
 
 _aten = torch.ops.aten
 
@@ -209,3 +216,78 @@ def _packed_bwd(
     if gate is None:
         return None, dgate
     return dgate if needs_grad[0] else None, dup
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPActivation(Node):
+    """name = keep * act(up), or keep * act(gate) * up: SwiGLU with "silu", GeGLU with "gelu".
+
+    `act` is a row of `ACTIVATIONS`, or `USER_FUNCTION`: any function of up that autograd can
+    differentiate, `Run.functions["activation"]`, so that graphs stay plain data. `captured` names
+    the tensors besides up that it is differentiable in; they reach the function by themselves (a
+    closure, a module's parameters), and are the block's params for their gradients' sake.
+    """
+
+    gate: Input = ""
+    up: Input
+    act: str
+    keep: Mask = ""
+    captured: Params = ()
+
+    @property
+    def says(self) -> tuple[str, str]:
+        if self.act != USER_FUNCTION:
+            return "", ""
+        return "the caller's function; in backward again, under autograd", ""
+
+    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
+        if not self.gate:
+            return (self.up, *self.masks)
+        return (self.gate, *((self.up,) if self.gate in wants else ()), *self.masks)
+
+    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+        return self.captured
+
+    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any] | None:
+        if not self.quantized:
+            return None
+        formats = {pack.x: pack.stored for pack in self.quantized}
+        stored = tuple([formats.get(name, "") for name in (self.gate, self.up)])
+        return activation_bwd, (self.act, f.dtype_of(self.up), f.run.device, stored)
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        keep = f.keep(self.keep)
+        if self.act == USER_FUNCTION:
+            y = user_function.forward(f.run.functions["activation"], f[self.up])
+            f.put(self.name, y if keep is None else torch.mul(y, keep.tensor()).to(y.dtype))
+            return
+        gate = self.load(f, self.gate) if self.gate else None
+        f.put(self.name, f.ops[activation_fwd](self.act, gate, self.load(f, self.up), keep))
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        keep = f.keep(self.keep)
+        if self.act == USER_FUNCTION:
+            self._user_backward(f, dy if keep is None else f.ops[dropout](dy, keep), wants)
+            return
+        gate = self.load(f, self.gate) if self.gate else None
+        up = self.load(f, self.up) if not self.gate or self.gate in wants else None
+        needs_grad = self.gate in wants, self.up in wants
+        dgate, dup = f.ops[activation_bwd](self.act, dy, gate, up, keep, owned, needs_grad)
+        if dgate is not None:
+            f.add_grad(self.gate, dgate, owned=True)
+        if dup is not None:
+            f.add_grad(self.up, dup, owned=True)
+
+    def _user_backward(self, f: Frame, dy: Tensor, wants: Collection[str]) -> None:
+        function, captured = f.run.functions["activation"], {}
+        for name in self.captured:
+            tensor = f.param(name)
+            if tensor is not None:
+                captured[name] = tensor
+        wanted = [name for name in captured if name in wants]
+        wanted += [""] if self.up in wants else []
+        dx, grads = user_function.backward(function, dy, f[self.up], captured, wanted)
+        if dx is not None:
+            f.add_grad(self.up, *dx)
+        for name, grad in grads.items():
+            f.add_param_grad(name, grad)

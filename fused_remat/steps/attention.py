@@ -1,4 +1,4 @@
-"""Attention from views of heads of any strides: the operations, and who serves a call in ATen.
+"""Attention from views of heads of any strides: operations, who serves a call in ATen; the step.
 
 A library kernel where one does (`attention_library.why_not`), else blocks of query rows
 (`attention_rows`): chosen by the call and never by what is kept. Both give 0, and no NaN, for a row
@@ -7,18 +7,25 @@ whose keys are all excluded. Packed sequences are calls of their own, one after 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_remat.formats import LoadedHeads, PackedHeads
+from fused_remat.formats import LoadedHeads, Packed, PackedHeads
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps import attention_library, attention_rows
 from fused_remat.steps.attention_rows import AttentionCall, bounds_of, varlen_sequences
 from fused_remat.steps.linear import widens
+from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 from fused_remat.steps.storage import heads_in_memory
+
+if TYPE_CHECKING:
+    from fused_remat.steps.frame import Frame
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -256,3 +263,217 @@ def _varlen_backward(
         for grad, own in zip(grads, (bounds[0], bounds[1], bounds[1]), strict=True):
             for part in _outside(own):
                 grad[:, :, part] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Node):
+    """name = dropout(softmax(scores + masks)) v, heads side by side; see `AttentionSpec`.
+
+    Attributes:
+        q, k, v: what has the heads: matrices, in which those of one name lie side by side in this
+            order, or inputs of the block that are heads.
+        site: of the dropout of the probabilities.
+        mask, padding, lengths, cu_q, cu_k: names of the masks, of key lengths and of packed
+            sequences' bounds, "" for none.
+    """
+
+    q: Input
+    k: Input
+    v: Input
+    spec: AttentionSpec
+    site: int
+    mask: Param = ""
+    padding: Param = ""
+    lengths: Param = ""
+    cu_q: Param = ""
+    cu_k: Param = ""
+    per_sequence: ClassVar[bool] = True
+    stats_follow: ClassVar[bool] = True
+
+    @functools.cached_property
+    def counts(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of heads that lie side by side in each input."""
+        counts: dict[str, tuple[int, ...]] = {}
+        kv_heads = self.spec.num_kv_heads
+        given = (self.q, self.spec.num_heads), (self.k, kv_heads), (self.v, kv_heads)
+        for name, count in given:
+            counts[name] = (*counts.get(name, ()), count)
+        return counts
+
+    @functools.cached_property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(self.counts)
+
+    @functools.cached_property
+    def params(self) -> tuple[str, ...]:
+        return self._named("Param") + (("seed",) if self.spec.dropout > 0.0 else ())
+
+    @functools.cached_property
+    def stats(self) -> tuple[str, ...]:
+        return (f"{self.name}.lse",)
+
+    @functools.cached_property
+    def cuts_keys(self) -> bool:
+        """Whether query i sees keys 0 to i, however many there are."""
+        return self.spec.align == "start" and self.spec.window[1] == 0
+
+    @property
+    def rebuilds(self) -> bool:
+        return not self.quantized  # forward reads heads in memory
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        if self.v in shapes:  # an input: heads
+            return self.spec.num_heads * shapes[self.v][-1]
+        return widths[self.v] // sum(self.counts[self.v]) * self.spec.num_heads
+
+    def stat_width(self, width: int) -> int:
+        return self.spec.num_heads
+
+    def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
+        full = 4 * seq_len * self.width(widths, shapes)
+        return full // 2 if self.spec.window[1] == 0 else full
+
+    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
+        return (*self.inputs, self.name, *self.stats)
+
+    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+        return self.params
+
+    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any] | None:
+        if not self.quantized:
+            return None
+        samples = type(f)(f.run, f.seqs, (f.lo, f.lo + f.rows))
+        for pack in self.quantized:
+            samples.update(zip(pack.makes, pack.sample(f).parts, strict=True))
+        for name in self.inputs:
+            samples.setdefault(name, f.empty(name))
+        q, k, v = self._heads(samples)
+        return attention_bwd, attention_key(q, k, v, self.spec, self.call(samples, q, k, ()))
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        q, k, v = self._heads(f)
+        call = self.call(f, q, k, ())
+        attn, lse = f.ops[attention_fwd](q, k, v, self.spec, call, out)  # type: ignore[arg-type]
+        f.put(self.name, attn)
+        f.put(self.stats[0], lse)
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        q, k, v = self._heads(f)
+        call = self.call(f, q, k, wants)
+        grads = self._buffers(f) if not {*self.inputs}.isdisjoint(wants) else None
+        heads = None if grads is None else self._views(f, grads)
+        attn, lse = f[self.name], f[self.stats[0]]
+        f.ops[attention_bwd](dy, q, k, v, attn, lse, self.spec, call, heads)  # type: ignore[arg-type]
+        for name, grad in (grads or {}).items():
+            if name in wants:
+                f.add_grad(name, grad, owned=True)
+
+    def _heads(self, f: Frame) -> tuple[LoadedHeads, ...]:
+        """q (B, H, S, E), k and v (B, Hkv, S, E), as views, or as they are stored."""
+        return self._views(f, f)
+
+    def _views(self, f: Frame, tensors: Mapping[str, Tensor]) -> tuple[LoadedHeads, ...]:
+        """The heads in the tensors of the inputs' names, or in what is stored of them."""
+        heads: list[LoadedHeads] = []
+        batch, lengths = f.seqs[1] - f.seqs[0], f.run.prepared.lengths
+        for name, counts in self.counts.items():
+            x = self.load(f, name) if self.quantized and tensors is f else tensors[name]
+            if isinstance(x, Packed):
+                width = x.shape[1] // sum(counts)
+                ends = [sum(counts[:i]) * width for i in range(len(counts))]
+                heads += [
+                    PackedHeads(x, batch, first, count, width)
+                    for first, count in zip(ends, counts, strict=True)
+                ]
+            elif x.dim() == 4:
+                heads.append(x)
+            else:
+                whole = x.view(batch, lengths[name], sum(counts), -1).transpose(1, 2)
+                heads += whole.split_with_sizes(counts, 1)
+        if self.cuts_keys:  # no query sees a key behind the last query's position
+            q, *kv = heads
+            heads = [q, *(x[:, :, : q.shape[2]] for x in kv if isinstance(x, Tensor))]
+        return tuple(heads)
+
+    def _buffers(self, f: Frame) -> dict[str, Tensor]:
+        """Empty gradients of the inputs by name, for the operation to fill."""
+        lengths = f.run.prepared.lengths
+        unseen = self.cuts_keys and lengths[self.k] > lengths[self.q]
+        grads = {}
+        for name in self.inputs:
+            x = f.get(name)
+            heads = x is not None and x.dim() == 4
+            grads[name] = _empty_heads(x) if x is not None and heads else f.empty(name)
+            if unseen and name == self.k:
+                grads[name].zero_()
+        return grads
+
+    def call(
+        self, f: Frame, q: LoadedHeads, k: LoadedHeads, wants: Collection[str]
+    ) -> AttentionCall:
+        """The sizes, masks and randomness for the frame's sequences.
+
+        The gradient of a mask that is in `wants` is added, group by group, to a buffer as large as
+        the whole mask.
+        """
+        run, (batch, _, q_len, _), kv_len = f.run, q.shape, k.shape[2]
+        if not self.params:
+            return AttentionCall(batch, q_len, kv_len)
+        mask = padding = dmask = dpadding = None
+        if self.mask:
+            mask = self._of_group(f, run.tensors[self.mask])
+            dmask = self._of_group(f, _mask_grad(f, self.mask, wants))
+        if self.padding:
+            padding = _rows_of_group(f, run.tensors[self.padding])
+            dpadding = _rows_of_group(f, _mask_grad(f, self.padding, wants))
+        return AttentionCall(
+            batch,
+            q_len,
+            kv_len,
+            mask=mask,
+            padding=padding,
+            dmask=dmask,
+            dpadding=dpadding,
+            mask_grad=self.mask in run.wants or self.padding in run.wants,
+            site_key=run.site_key(self.site) if self.spec.dropout > 0.0 else None,
+            row0=f.seqs[0] * self.spec.num_heads * q_len,
+            lengths=_rows_of_group(f, f.param(self.lengths)),
+            cu_q=f.param(self.cu_q),
+            cu_k=f.param(self.cu_k),
+        )
+
+    def _of_group(self, f: Frame, mask: Tensor | None) -> Tensor | None:
+        """The part of a mask that the frame's sequences use, in four dimensions or (S_q, S_k).
+
+        A mask is (S_q, S_k), (B*H, S_q, S_k), or broadcasts to (B, H, S_q, S_k).
+        """
+        if mask is None or mask.dim() == 2:
+            return mask
+        if mask.dim() == 3:
+            mask = mask.view(-1, self.spec.num_heads, *mask.shape[1:])
+        return mask if mask.shape[0] == 1 else mask[f.seqs[0] : f.seqs[1]]
+
+
+def _mask_grad(f: Frame, name: str, wants: Collection[str]) -> Tensor | None:
+    """The buffer for a mask's gradient, made when it is first asked for; None if not wanted."""
+    if name not in wants:
+        return None
+    grads = f.run.param_grads
+    if name not in grads:
+        mask = f.run.tensors[name]
+        assert mask is not None
+        dtype = torch.promote_types(mask.dtype, torch.float32)
+        grads[name] = mask.new_zeros(mask.shape, dtype=dtype)
+    return grads[name]
+
+
+def _rows_of_group(f: Frame, rows: Tensor | None) -> Tensor | None:
+    return None if rows is None else rows[f.seqs[0] : f.seqs[1]]
+
+
+def _empty_heads(x: Tensor) -> Tensor:
+    """Empty heads laid out as x, but with the elements of a row side by side, as kernels write."""
+    made = torch.empty_like(x.transpose(1, 2))
+    if made.stride(-1) != 1:
+        made = torch.empty_like(made, memory_format=torch.contiguous_format)
+    return made.transpose(1, 2)

@@ -1,26 +1,30 @@
-"""Operations of several steps at once; the body of each is those steps, one after the other.
+"""Operations of several steps at once: the body of each is those steps, one after the other; nodes.
 
 `blocks.fusions` has them computed in one where a backend has a faster implementation.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from fused_remat.formats import Parts
 from fused_remat.random import Keep
 from fused_remat.spec import NormSpec
-from fused_remat.steps.activation import activation_bwd, activation_fwd
-from fused_remat.steps.linear import linear_dx, linear_fwd
-from fused_remat.steps.norm import norm_fwd
+from fused_remat.steps.activation import MLPActivation, activation_bwd, activation_fwd
+from fused_remat.steps.linear import Affine, Linear, bias_grad, linear_dx, linear_fwd
+from fused_remat.steps.node import Node
+from fused_remat.steps.norm import Norm, norm_fwd
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import residual_add
-from fused_remat.steps.storage import Packing, format_of, quantize
+from fused_remat.steps.storage import Pack, Packing, format_of, quantize
 
-#: A weight and a bias, either of which may be absent.
-Affine = tuple[Tensor | None, Tensor | None]
+if TYPE_CHECKING:
+    from fused_remat.steps.frame import Frame
 
 
 def mlp_key(act: str, x: Tensor) -> tuple[Any, ...]:
@@ -103,3 +107,114 @@ def linear_norm_fwd(
     else:
         total = residual_add(linear_fwd(x, weight, bias), residual, mask)
     return total, *norm_fwd(spec, total, norm_weight, norm_bias, out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpUp(Node):
+    """act(up(x)), or act(gate(x)) * up(x); what the layers give is made if somebody else reads it.
+
+    `ups` is the layer, or the gate's and the other one's; `kept`: whether what each gives is made;
+    `packed`: by which it is packed.
+    """
+
+    ups: tuple[Linear, ...]
+    act: MLPActivation
+    kept: tuple[bool, ...]
+    packed: tuple[Pack | None, ...]
+
+    @functools.cached_property
+    def makes(self) -> tuple[str, ...]:
+        names = [up.name for up, kept in zip(self.ups, self.kept, strict=True) if kept]
+        parts = [name for pack in self.packed if pack is not None for name in pack.makes]
+        return (*names, *parts, self.name)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (*self.ups[0].reads, *self.act.masks)
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        act, (*gates, up) = self.act, [layer.affine(f) for layer in self.ups]
+        packings = tuple([None if pack is None else pack.packing(f) for pack in self.packed])
+        y, pres, parts = f.ops[mlp_up_fwd](
+            act.act, self.ups[0].operand(f), gates[0] if gates else None, up, f.keep(act.keep),
+            self.kept, packings,
+        )  # fmt: skip
+        for layer, pre, pack, codes in zip(self.ups, pres, self.packed, parts, strict=True):
+            if pre is not None:
+                f.put(layer.name, pre)
+            if pack is not None:
+                pack.put(f, codes)
+        f.put(self.name, y)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearNorm(Node):
+    """A residual sum that ends a linear layer, and its norm; both are made, and the sum packed.
+
+    `pack`: by which it is packed; None if it is not.
+    """
+
+    linear: Linear
+    norm: Norm
+    pack: Pack | None
+
+    @functools.cached_property
+    def makes(self) -> tuple[str, ...]:
+        packed = self.pack.makes if self.pack else ()
+        return (self.linear.name, *packed, self.name, *self.norm.stats)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.linear.reads
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        linear, norm = self.linear, self.norm
+        residual = f[linear.residual]
+        total, y, *stats = f.ops[linear_norm_fwd](
+            linear.operand(f), *linear.affine(f), residual, f.keep(linear.keep), norm.spec,
+            f.param(norm.weight), f.param(norm.bias), norm.target(residual, out),
+        )  # fmt: skip
+        f.put(linear.name, total)
+        if self.pack is not None:
+            self.pack.forward(f)
+        f.put(self.name, y)
+        for stat, value in zip(norm.stats, stats, strict=True):
+            f.put(stat, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpBackward(Node):
+    """Backward of out(act(ups(x))), which rebuilds ups(x) without ever writing it.
+
+    `ups` is the pre-activation's layer, or the gate's and the other one's. `name` is that of `out`.
+    """
+
+    ups: tuple[Linear, ...]
+    act: MLPActivation
+    out: Linear
+
+    @property
+    def label(self) -> str:
+        return f"{self.out.name} and {self.act.name}"
+
+    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any]:
+        run = f.run
+        return mlp_bwd, (self.act.act, run.prepared.compute or run.dtype, run.device)
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        out, x = self.out, self.ups[0].operand(f)
+        dz = out.product_grad(f, dy)
+        *gates, up = [layer.affine(f) for layer in self.ups]
+        act, *dups = f.ops[mlp_bwd](
+            self.act.act, dz, x, gates[0] if gates else None, up, f.param(out.weight),
+            f.keep(self.act.keep), out.weight in wants,
+        )  # fmt: skip
+        for layer, dup in zip(self.ups, dups if gates else dups[1:], strict=True):
+            assert dup is not None
+            f.add_grad(layer.name, dup, owned=True)
+        if act is not None:
+            f.add_weight_grad(out.weight, dz, act)
+        if out.bias in wants:
+            f.add_param_grad(out.bias, f.ops[bias_grad](dz))
+        if out.residual in wants:
+            f.add_grad(out.residual, dy, owned)

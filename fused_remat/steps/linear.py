@@ -1,4 +1,4 @@
-"""Linear layers: products, their gradients, and low-rank updates.
+"""Linear layers: products, their gradients, low-rank updates; and the step of one or several.
 
 On CPUs without native bf16/fp16 products, low-precision products run in float32 on float32 copies
 of the operands (faster there than ATen's, and rounded once): the copies are the size of a chunk and
@@ -8,14 +8,21 @@ of one weight, and live for one product.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fused_remat.random import Keep
+from fused_remat.steps.node import Input, Mask, Node, Params, Shapes
 from fused_remat.steps.operations import operation
+from fused_remat.steps.residual import dropout, residual_add
+
+if TYPE_CHECKING:
+    from fused_remat.steps.frame import Frame
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -135,3 +142,303 @@ def low_rank_add(y: Tensor, x: Tensor, weight: Tensor | None, scale: float) -> N
         return
     wide = torch.promote_types(x.dtype, torch.float32)
     y.add_(torch.mm(x.to(wide), weight.t().to(wide)), alpha=scale)
+
+
+#: A weight and a bias, either of which may be absent.
+Affine = tuple[Tensor | None, Tensor | None]
+#: (first, last, rows): the rows from first to last of a tensor of `rows`.
+Part = tuple[int, int, int]
+
+
+def rows_of(tensor: Tensor | None, part: Part | None) -> Tensor | None:
+    """A part of a tensor, as a view.
+
+    >>> rows_of(torch.arange(6), (2, 4, 6))
+    tensor([2, 3])
+    """
+    return tensor if tensor is None or part is None else tensor[part[0] : part[1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """A low-rank update of a linear layer (LoRA): + scale * (keep * x) @ A.T @ B.T.
+
+    Attributes:
+        a, b: names of the matrices, A (rank, in) and B (out, rank).
+        columns: of the step's activation, first and end, that it is added to; None for all.
+        low: the name of (keep * x) @ A.T while it is there.
+        dtype: of the matrices and of what is between them; None for the step's.
+    """
+
+    a: str
+    b: str
+    low: str
+    scale: float
+    keep: str = ""
+    columns: tuple[int, int] | None = None
+    dtype: torch.dtype | None = None
+
+    def of(self, y: Tensor) -> Tensor:
+        """The columns of y that it is added to."""
+        return y if self.columns is None else y[:, slice(*self.columns)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Node):
+    """name = residual + keep * (x @ weight.T + bias); or of several layers, side by side.
+
+    Under autocast the product is in `compute`, and added to a residual in the residual's dtype.
+
+    Attributes:
+        weights, biases: of each layer.
+        sizes: how many columns each layer makes, where there are several.
+        part: the layer has the rows from first to last of a weight and a bias that it shares with
+            others.
+        updates: low-rank updates, of a step without residual and dropout.
+    """
+
+    x: Input
+    residual: Input = ""
+    weights: Params
+    biases: Params
+    keep: Mask = ""
+    sizes: tuple[int, ...] = ()
+    part: Part | None = None
+    updates: tuple[LowRank, ...] = ()
+
+    @property
+    def weight(self) -> str:
+        """The weight of the one layer."""
+        return self.weights[0]
+
+    @property
+    def bias(self) -> str:
+        """The bias of the one layer."""
+        return self.biases[0]
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether it is one layer that ends in nothing else."""
+        return len(self.weights) == 1 and not (self.residual or self.keep or self.updates)
+
+    @functools.cached_property
+    def _simple(self) -> bool:
+        """Whether it is one layer with a weight and a bias of its own, in one dtype."""
+        several = len(self.weights) > 1 or self.part is not None
+        return not (several or self.updates or self.compute)
+
+    @functools.cached_property
+    def params(self) -> tuple[str, ...]:
+        names = (*self.weights, *self.biases, *[n for u in self.updates for n in (u.a, u.b)])
+        return tuple([name for name in names if name])
+
+    @functools.cached_property
+    def masks(self) -> tuple[str, ...]:
+        return tuple([name for name in (self.keep, *[u.keep for u in self.updates]) if name])
+
+    @property
+    def transients(self) -> tuple[str, ...]:
+        return tuple([update.low for update in self.updates])
+
+    @property
+    def says(self) -> tuple[str, str]:
+        mixed = self.compute is not None and self.residual
+        return "added to the residual in the stream's dtype" if mixed else "", ""
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        if self.sizes:
+            return sum(self.sizes)
+        return shapes[self.weight][0] if self.part is None else self.part[1] - self.part[0]
+
+    def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
+        columns = shapes[self.weights[0]][1]
+        low = sum(shapes[m][0] * shapes[m][1] for u in self.updates for m in (u.a, u.b))
+        return 2 * (self.width(widths, shapes) * columns + low)
+
+    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
+        wanted = not {self.x, *self.params}.isdisjoint(wants)
+        updated = any(u.a in wants or u.b in wants for u in self.updates)
+        x = (self.x,) if updated or not {*self.weights}.isdisjoint(wants) else ()
+        return (*x, *(self.masks if wanted else ()))
+
+    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+        read = list(self.weights) if self.x in wants else []
+        for u in self.updates:
+            read += [u.a] if self.x in wants or u.b in wants else []
+            read += [u.b] if self.x in wants or u.a in wants else []
+        return tuple(read)
+
+    def affine(self, f: Frame) -> Affine:
+        """The weight and the bias of the one layer."""
+        weight, bias = f.param(self.weight), f.param(self.bias)
+        return rows_of(weight, self.part), rows_of(bias, self.part)
+
+    def operand(self, f: Frame) -> Tensor:
+        """x as the product takes it."""
+        return f[self.x] if self.compute is None else f[self.x].to(self.compute)
+
+    def product_grad(self, f: Frame, dy: Tensor) -> Tensor:
+        """The gradient of the product, from that of `name`."""
+        keep, dtype = f.keep(self.keep), self.compute or dy.dtype
+        return dy.to(dtype) if keep is None else f.ops[dropout](dy, keep, dtype)
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        if not self._simple:
+            f.put(self.name, self._forward(f, out))
+            return
+        residual = f[self.residual] if self.residual else None
+        keep = f.keep(self.keep) if self.keep else None
+        weight, bias = f.param(self.weights[0]), f.param(self.biases[0])
+        f.put(self.name, f.ops[linear_fwd](f[self.x], weight, bias, residual, keep, out))
+
+    def _forward(self, f: Frame, out: Tensor | None) -> Tensor:
+        x, keep = self.operand(f), f.keep(self.keep)
+        residual = f[self.residual] if self.residual else None
+        if len(self.weights) > 1:
+            y = x.new_empty((x.shape[0], sum(self.sizes))) if out is None else out
+            for weight, bias, part in self._layers(y):
+                f.ops[linear_fwd](x, f.param(weight), f.param(bias), out=part)
+        elif residual is not None and self.compute is not None:
+            product = f.ops[linear_fwd](x, *self.affine(f))
+            del x
+            y = f.ops[residual_add](product, residual, keep, out)
+        else:
+            y = f.ops[linear_fwd](x, *self.affine(f), residual, keep, out)
+        for update in self.updates:
+            low = self._low(f, update)
+            for rows in _pieces(y, low.dtype):
+                mine = update.of(y[rows])
+                f.ops[low_rank_add](mine, low[rows], f.param(update.b), update.scale)
+            f.put(update.low, low)
+        return y
+
+    def _layers(self, y: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+        """Each layer's weight, bias and columns of y."""
+        return zip(self.weights, self.biases, y.split(self.sizes, 1), strict=True)
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        lows = [self._update_backward(f, dy, update, wants) for update in self.updates]
+        if len(self.weights) > 1:
+            self._layers_backward(f, dy, wants)
+        elif self.x in wants or self.weight in wants or self.bias in wants:
+            dz = dy
+            if self.keep or self.compute is not None:
+                dz = self.product_grad(f, dy)
+            if self.weight in wants:
+                x = f[self.x] if self.updates else f.last(self.x)
+                x = x if self.compute is None else x.to(self.compute)
+                f.add_weight_grad(self.weight, dz, x, self.part)
+                del x
+            if self.bias in wants:
+                f.add_param_grad(self.bias, f.ops[bias_grad](dz), self.part)
+            if self.x in wants:
+                weight = rows_of(f.param(self.weight), self.part)
+                self._add_grad(f, f.ops[linear_dx](dz, weight))
+            del dz
+        for update, dlow in reversed([*zip(self.updates, lows, strict=True)]):
+            if dlow is not None:
+                self._low_backward(f, dlow, update, wants)
+        if self.residual in wants:
+            f.add_grad(self.residual, dy, owned)
+
+    def _layers_backward(self, f: Frame, dy: Tensor, wants: Collection[str]) -> None:
+        dx: Tensor | None = None
+        for weight, bias, part in self._layers(dy):
+            if self.x in wants:
+                dx = f.ops[linear_dx](part, f.param(weight), into=dx)
+            if bias in wants:
+                f.add_param_grad(bias, f.ops[bias_grad](part))
+        wanted = [(weight, part) for weight, _, part in self._layers(dy) if weight in wants]
+        if wanted:
+            x = f[self.x] if self.updates else f.last(self.x)
+            x = x if self.compute is None else x.to(self.compute)
+            for weight, part in wanted:
+                f.add_weight_grad(weight, part, x)
+        if dx is not None:
+            self._add_grad(f, dx)
+
+    def _add_grad(self, f: Frame, dx: Tensor) -> None:
+        f.add_grad(self.x, dx if self.compute is None else dx.to(f.dtype_of(self.x)), owned=True)
+
+    # --- low-rank updates
+
+    def _low(self, f: Frame, update: LowRank) -> Tensor:
+        """(keep * x) @ A.T, unless it is there."""
+        if update.low in f:
+            return f[update.low]
+        x, keep, weight = f[self.x], f.keep(update.keep), f.param(update.a)
+        assert weight is not None
+        dtype = update.dtype or self.compute or x.dtype
+        low = x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+        for rows in _pieces(x, dtype):
+            # A multiplier of its own: one that the frame holds would stay until backward.
+            operand = _dropped(f, x[rows], _of_rows(keep, rows), dtype)
+            f.ops[linear_fwd](operand, weight, None, out=low[rows])
+        return low
+
+    def _update_backward(
+        self, f: Frame, dy: Tensor, update: LowRank, wants: Collection[str]
+    ) -> Tensor | None:
+        """Adds the gradient of B; returns that of `low`, None if nobody wants it."""
+        dtype, parts = update.dtype or dy.dtype, []
+        asked = self.x in wants or update.a in wants
+        low = self._low(f, update) if update.b in wants else None
+        for rows in _pieces(dy, dtype):
+            mine = update.of(dy[rows]).to(dtype)
+            if low is not None:
+                f.add_weight_grad(update.b, mine, low[rows] * update.scale)
+            if asked:
+                parts.append(f.ops[linear_dx](mine, f.param(update.b)).mul_(update.scale))
+        if not asked:
+            return None
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _low_backward(self, f: Frame, dy: Tensor, update: LowRank, wants: Collection[str]) -> None:
+        """The gradients of A and of x, from that of (keep * x) @ A.T."""
+        keep, weight = f.keep(update.keep), f.param(update.a)
+        dx = self._target(f, dy.shape[0]) if self.x in wants else None
+        x = f[self.x] if update.a in wants else None
+        wide = dy.new_empty((dy.shape[0], 0), dtype=f.dtype_of(self.x))
+        for rows in _pieces(wide, dy.dtype):
+            mine = _of_rows(keep, rows)
+            if x is not None:
+                operand = _dropped(f, x[rows], mine, dy.dtype)
+                cut = rows.stop - rows.start < dy.shape[0]
+                f.add_weight_grad(update.a, dy[rows], operand, partial=cut)
+                del operand
+            if dx is None:
+                continue
+            if mine is None and dx.dtype == dy.dtype:
+                f.ops[linear_dx](dy[rows], weight, into=dx[rows])
+            else:
+                part = f.ops[linear_dx](dy[rows], weight)
+                dx[rows].add_(part if mine is None else f.ops[dropout](part, mine))
+
+    def _target(self, f: Frame, rows: int) -> Tensor:
+        """The gradient of x, to be added to."""
+        grad, owned = f.grads.get(self.x, (None, False))
+        if grad is None or not owned:
+            shape, dtype = (rows, f.run.widths[self.x]), f.dtype_of(self.x)
+            f.add_grad(self.x, torch.zeros(shape, dtype=dtype, device=f.run.device), owned=True)
+            grad, _ = f.grads[self.x]
+        return grad
+
+
+#: So many tokens are converted at a time where adapters are of another dtype than the block.
+_ROWS = 4096
+
+
+def _pieces(x: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    """The rows of x, in pieces if x is to be converted to `dtype`: no copy is larger than one."""
+    rows = x.shape[0]
+    step = max(rows, 1) if x.dtype == dtype else _ROWS
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _of_rows(keep: Keep | None, rows: slice) -> Keep | None:
+    return None if keep is None else keep.of_rows(rows.start, rows.stop - rows.start)
+
+
+def _dropped(f: Frame, x: Tensor, keep: Keep | None, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if keep is None else f.ops[dropout](x, keep, dtype)

@@ -1,4 +1,4 @@
-"""Norms over the width: the operations, and a row each in `NORMS`.
+"""Norms over the width: the operations, the step, and a row each in `NORMS`.
 
     fwd(x, weight, bias, eps, stats) -> (y, *stats); `stats`, those of x, where they were kept
     bwd(dy, x, stats, weight, needs_grad) -> (dx, dweight, dbias), those marked, else None
@@ -9,23 +9,29 @@ tokens for dweight and dbias.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fused_remat.spec import NormSpec
+from fused_remat.steps.linear import bias_grad
+from fused_remat.steps.node import Input, Node, Param
 from fused_remat.steps.operations import operation
+
+if TYPE_CHECKING:
+    from fused_remat.steps.frame import Frame
 
 _LOW = (torch.bfloat16, torch.float16)
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A norm over the last dimension and its gradients.
+class NormRow:
+    """A norm over the last dimension and its gradients: a row of `NORMS`.
 
     Attributes:
         stats: names of the statistics that it keeps, a float per token each.
@@ -139,11 +145,13 @@ def rms_norm_bwd(
 
 
 #: Norms by `NormSpec.kind`. A new norm is a new row, and for kernels one of `kernels.norms.KINDS`.
-NORMS: dict[str, Norm] = {
-    "layer_norm": Norm(
+NORMS: dict[str, NormRow] = {
+    "layer_norm": NormRow(
         layer_norm_fwd, layer_norm_bwd, ("mean", "rstd"), nn.LayerNorm, "ATen's native_layer_norm"
     ),
-    "rms_norm": Norm(rms_norm_fwd, rms_norm_bwd, ("rstd",), nn.RMSNorm, "ATen, pointwise and mean"),
+    "rms_norm": NormRow(
+        rms_norm_fwd, rms_norm_bwd, ("rstd",), nn.RMSNorm, "ATen, pointwise and mean"
+    ),
 }
 
 
@@ -202,3 +210,73 @@ def norm_bwd(
     if dx is not None and add is not None:
         dx.add_(add)
     return dx, dweight, dbias
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm(Node):
+    """A norm over the width: (x - mean) * rstd * weight + bias, or x * rstd * weight.
+
+    Under autocast its arithmetic is float32, rounded to `compute`, or to the dtype of x. `mixed`:
+    whether that is so.
+    """
+
+    x: Input
+    weight: Param
+    bias: Param
+    spec: NormSpec
+    mixed: bool = False
+
+    @functools.cached_property
+    def stats(self) -> tuple[str, ...]:
+        return tuple([f"{self.name}.{stat}" for stat in NORMS[self.spec.kind].stats])
+
+    @property
+    def casts(self) -> Mapping[str, torch.dtype]:
+        return dict.fromkeys(self.params, torch.float32) if self.mixed else {}
+
+    @property
+    def says(self) -> tuple[str, str]:
+        return "" if self.compute is None else f"rounded to {str(self.compute)[6:]}", ""
+
+    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
+        return (self.x, *self.stats) if self.x in wants or self.weight in wants else ()
+
+    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+        return (self.weight,) if self.needs(wants) else ()
+
+    def target(self, like: Tensor, out: Tensor | None) -> Tensor | None:
+        """Where the norm of a tensor `like` goes: `out`, or None for a new one of its dtype."""
+        if out is not None or self.compute is None or self.compute == like.dtype:
+            return out
+        return torch.empty(like.shape, dtype=self.compute, device=like.device)
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        stats, x = None, f[self.x]
+        if self.stats[0] in f:  # a rebuild, and they were kept
+            stats = tuple([f[stat] for stat in self.stats])
+        if self.compute is not None:
+            out = self.target(x, out)
+        affine = f.param(self.weight), f.param(self.bias)
+        made = f.ops[norm_fwd](self.spec, x, *affine, out, stats)
+        if stats is not None:
+            f.put(self.name, made[0])
+            return
+        for name, value in zip(self.makes, made, strict=True):
+            f.put(name, value)
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        needs_grad = (self.x in wants, self.weight in wants, self.bias in wants)
+        if not (needs_grad[0] or needs_grad[1]):
+            f.add_param_grad(self.bias, f.ops[bias_grad](dy))
+            return
+        prior, _ = f.take_grad(self.x)  # the residual's gradient, added in the same pass
+        stats = tuple([f[stat] for stat in self.stats])
+        dx, dweight, dbias = f.ops[norm_bwd](
+            self.spec, dy, f[self.x], stats, f.param(self.weight), needs_grad, add=prior
+        )
+        if dx is not None:
+            f.add_grad(self.x, dx, owned=True)
+        if dweight is not None:
+            f.add_param_grad(self.weight, dweight)
+        if dbias is not None:
+            f.add_param_grad(self.bias, dbias)

@@ -29,7 +29,7 @@ from fused_remat.kernels.mlp import (
 from fused_remat.random import Keep
 from fused_remat.spec import NormSpec
 from fused_remat.steps import fused, linear
-from fused_remat.steps.fused import Affine
+from fused_remat.steps.linear import Affine
 from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import Packing, quantize
 from fused_remat.triton import norm as norms

@@ -15,24 +15,11 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.steps.linear import linear_dw
+from fused_remat.steps.linear import Part, linear_dw
 from fused_remat.steps.operations import Operations
 
 if TYPE_CHECKING:
     from fused_remat.blocks.program import Programs, Step
-
-
-#: (first, last, rows): the rows from first to last of a tensor of `rows`.
-Part = tuple[int, int, int]
-
-
-def rows_of(tensor: Tensor | None, part: Part | None) -> Tensor | None:
-    """A part of a tensor, as a view.
-
-    >>> rows_of(torch.arange(6), (2, 4, 6))
-    tensor([2, 3])
-    """
-    return tensor if tensor is None or part is None else tensor[part[0] : part[1]]
 
 
 @dataclass(frozen=True)

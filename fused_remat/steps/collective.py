@@ -16,16 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor
 
 from fused_remat import collectives
-from fused_remat.blocks.frame import Frame
-from fused_remat.blocks.nodes import Node, Shapes
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps.linear import bias_grad
+from fused_remat.steps.node import Input, Node, Param, Shapes
+
+if TYPE_CHECKING:
+    from fused_remat.steps.frame import Frame
 
 #: Between the dropout sites of two ranks: each draws on its own for what is divided.
 SITES_OF_A_RANK = 1 << 20
@@ -37,16 +38,10 @@ class Joins(Node):
 
     Attributes:
         parallel: the rank's place.
-        compute: what x and the bias are converted to under autocast; None where they are as given.
     """
 
-    x: str
+    x: Input
     parallel: ParallelSpec
-    compute: torch.dtype | None = None
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        return (self.x,)
 
     @property
     def communication(self) -> tuple[str, str]:
@@ -54,7 +49,7 @@ class Joins(Node):
         raise NotImplementedError
 
     @property
-    def says(self) -> tuple[str, str]:  # type: ignore[override]
+    def says(self) -> tuple[str, str]:
         forward, backward = self.communication
         return forward or "nothing: every rank has it", backward
 
@@ -106,15 +101,7 @@ class GatheredSequences(Gathered):
 class Reduced(Joins):
     """name = the sum of x over ranks, of this rank's tokens, + bias."""
 
-    bias: str
-
-    @property
-    def params(self) -> tuple[str, ...]:
-        return (self.bias,)
-
-    @property
-    def casts(self) -> Mapping[str, torch.dtype]:
-        return {} if self.compute is None else {self.bias: self.compute}
+    bias: Param
 
     def length(self, lengths: Mapping[str, int]) -> int:
         return lengths[self.x] // (self.parallel.size if self.parallel.sequence else 1)

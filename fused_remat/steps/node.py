@@ -1,0 +1,230 @@
+"""What a step of a block's graph is: it names one activation and knows how to undo itself.
+
+A node declares what its activation is computed from, which tensors of the block it needs, and what
+its backward needs, given what a gradient is wanted for. Nothing here decides what is kept, when a
+thing is rebuilt or freed: that is the program's business (`blocks.program`); nothing here knows a
+device: the arithmetic is the operations'.
+
+Every activation is a matrix (tokens, width); only a block's inputs may also be heads (sequences,
+heads, tokens of a sequence, width of a head). All nodes are immutable and hold plain values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fused_remat.formats import Loaded
+
+if TYPE_CHECKING:
+    from fused_remat.steps.frame import Frame
+    from fused_remat.steps.storage import Pack
+
+Shapes = Mapping[str, "tuple[int, ...]"]
+
+# What a field of a node names, said by its type; "" and () are for what is not there.
+#: An activation that the node is differentiable in.
+Input = str
+#: Tensors of the block (weights, masks) that its forward reads.
+Param = str
+Params = tuple[str, ...]
+#: A dropout multiplier: an activation too, but not differentiable.
+Mask = str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One step: computes the activation `name`.
+
+    Attributes:
+        name: the activation it defines.
+        role: what the activation is in a block, by which presets keep it (`policies.PRESETS`).
+        compute: under autocast, the dtype of products outside the residual stream, or of a norm's
+            result; None for that of what the node reads.
+        quantized: by which inputs are quantized that the node reads as they are stored. Of a node
+            of `Graph.again`, which serves where all of that is kept.
+        keepable: whether a policy may name it.
+        widens: whether it is float32 (float64 in a float64 block) whatever the input's dtype.
+        per_sequence: True if it mixes the tokens of a sequence, so that it cannot run on a tile.
+        per_batch: True if it may mix all tokens, so that the block must not be cut at all.
+        stats_follow: True if the statistics are kept exactly when `name` is kept; False if they
+            are kept whenever backward needs them.
+        undoes: of a node of `Graph.again`: whether it has a backward.
+        says: what `explain` says of forward and of backward besides the operations.
+    """
+
+    name: str
+    role: str = ""
+    compute: torch.dtype | None = None
+    quantized: tuple[Pack, ...] = ()
+    keepable: ClassVar[bool] = True
+    widens: ClassVar[bool] = False
+    per_sequence: ClassVar[bool] = False
+    per_batch: bool = False
+    stats_follow: ClassVar[bool] = False
+    undoes: ClassVar[bool] = True
+
+    def _named(self, *kinds: str) -> tuple[str, ...]:
+        """The names in the fields whose type is one of `kinds`."""
+        found: list[str] = []
+        for field in fields(self):
+            if field.type in kinds:
+                value = getattr(self, field.name)
+                found += [value] if isinstance(value, str) else value
+        return tuple([name for name in found if name])
+
+    @functools.cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Activations that it is differentiable in."""
+        return self._named("Input")
+
+    @functools.cached_property
+    def params(self) -> tuple[str, ...]:
+        """Tensors of the block that its forward reads."""
+        return self._named("Param", "Params")
+
+    @functools.cached_property
+    def masks(self) -> tuple[str, ...]:
+        """Dropout multipliers that it reads."""
+        return self._named("Mask")
+
+    @functools.cached_property
+    def stats(self) -> tuple[str, ...]:
+        """Cheap statistics that its forward yields besides `name`."""
+        return ()
+
+    @property
+    def transients(self) -> tuple[str, ...]:
+        """What forward yields besides, which backward uses if the step has just been rebuilt."""
+        return ()
+
+    @functools.cached_property
+    def makes(self) -> tuple[str, ...]:
+        """What a step that computes it puts into the frame."""
+        return (self.name, *self.stats, *self.transients)
+
+    @property
+    def packs(self) -> str:
+        """Of a step that quantizes: what."""
+        return ""
+
+    @property
+    def says(self) -> tuple[str, str]:
+        return "", ""
+
+    @property
+    def casts(self) -> Mapping[str, torch.dtype]:
+        """The dtypes that params are converted to before a pass, where not as they are given."""
+        return {} if self.compute is None else dict.fromkeys(self.params, self.compute)
+
+    @property
+    def follows(self) -> str:
+        """Whose tokens it has: an input of the block or an activation."""
+        return self.inputs[0] if self.inputs else "input"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the activation, where it is not what the graph says."""
+        return None
+
+    # --- what is read as it is stored
+
+    @property
+    def unpacks(self) -> tuple[str, ...]:
+        """What it reads as it is stored."""
+        return tuple([pack.name for pack in self.quantized])
+
+    @property
+    def rebuilds(self) -> bool:
+        """Of a node of `Graph.again`: whether it computes its activation."""
+        return not any(pack.format.signs for pack in self.quantized)
+
+    @property
+    def inexact(self) -> bool:
+        """Whether what it computes may differ from what forward computed."""
+        return any(pack.format.lossy for pack in self.quantized)
+
+    @property
+    def label(self) -> str:
+        """What its steps are called."""
+        return f"{self.name} from {' and '.join(self.unpacks)}" if self.quantized else self.name
+
+    def _stored(self, names: Iterable[str]) -> tuple[str, ...]:
+        """`names`, with what is kept of the quantized ones in their places."""
+        if not self.quantized:
+            return tuple(names)
+        packs = {pack.x: pack.makes for pack in self.quantized}
+        return tuple([part for name in names for part in packs.get(name, (name,))])
+
+    def load(self, f: Frame, name: str) -> Loaded:
+        """An input as it is stored."""
+        for pack in self.quantized:
+            if pack.x == name:
+                return pack.kept(f)
+        return f[name]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The activations that forward reads."""
+        return self._stored(self.inputs + self.masks)
+
+    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
+        """The activations that backward reads when gradients of `wants` (inputs, params) are
+        wanted."""
+        return self._stored(self.needs(wants))
+
+    # --- what a node defines
+
+    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
+        """As `asks`, of which some may be quantized."""
+        return ()
+
+    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+        """The params whose values backward reads."""
+        return ()
+
+    def length(self, lengths: Mapping[str, int]) -> int:
+        """Tokens of a sequence, given those of inputs and earlier activations."""
+        return lengths[self.follows]
+
+    def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
+        """Elements per token, given the widths of earlier activations and the shapes of params."""
+        return widths[self.inputs[0]]
+
+    def stat_width(self, width: int) -> int:
+        """Elements per token, of which the activation has `width`, of each statistic.
+
+        They are float32, or float64 in a float64 block.
+        """
+        return 1
+
+    def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
+        """Floating-point operations per token of one forward; 0 for a pointwise step."""
+        return 0
+
+    def overwriting(self, spare: Collection[str]) -> Node:
+        """The node to compute with where nobody reads the activations in `spare` after it.
+
+        It may write over them: they were made in the same pass, and are neither kept nor given.
+        """
+        return self
+
+    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any] | None:
+        """The operation of backward, and its key, of which `explain` says who serves it."""
+        return None
+
+    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+        """Compute `name` and the statistics into the frame (into `out`, if given)."""
+        raise NotImplementedError
+
+    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+        """Add the gradients of `wants` to the frame, from `dy`, the gradient of `name`.
+
+        `owned` says that `dy` belongs to the frame and may be overwritten.
+        """
+        raise NotImplementedError
