@@ -7,10 +7,10 @@ from tiers import pairwise
 from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, ops, policies
-from fused_remat.steps import attention_rows
 from fused_remat.graph.build import block_graph
 from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
+from fused_remat.steps import attention_rows
 
 # Elements per token in units of D, F = 4D, besides statistics (docs/design.md).
 TABLE = {
