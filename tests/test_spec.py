@@ -181,7 +181,7 @@ def test_the_kinds_of_blocks_are_known_beforehand():
         (lambda: BranchSpec(op=MLP, placement="mid"), "placement must be 'pre', 'post' or 'sand"),
         (lambda: block_graph(BlockSpec(kind="two", branches=(BranchSpec(op=MLP),) * 2)),
          "two steps of a block make 'up'"),
-        (lambda: block_graph(nn_layer_spec(True, 2, 4, "gelu", loras=UPDATE),
+        (lambda: block_graph(nn_layer_spec(True, 2, 4, "gelu", loras=UPDATE)),
          "no layer 'k' to update; valid: qkv, proj, fc1, fc2"),
         (lambda: BlockSpec(kind="mlp", branches=(BranchSpec(op=MLP),)).attention, "no attention"),
         (lambda: replace(ATTENTION, align="start", window=(1, 0)), "align='start'"),
