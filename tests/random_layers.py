@@ -25,9 +25,10 @@ from accuracy import ROUNDINGS
 from torch import Tensor, nn
 
 from fused_remat import FusedRematLayer, Policy
-from fused_remat.backends import attention_rows, eager
+from fused_remat.execution import choose
 from fused_remat.graph.build import block_graph
 from fused_remat.spec import nn_layer_spec
+from fused_remat.steps import attention_rows
 
 ACTIVATIONS = {
     "relu": "relu", "gelu": "gelu", "gelu_tanh": nn.GELU(approximate="tanh"), "silu": F.silu,
@@ -199,12 +200,12 @@ def check(seed: int) -> str | None:
     exact = results(exact_layer, x.double(), dy.double(), widened(kwargs), exact_cfg)
     peer_cfg = Drawn(**{**asdict(cfg), "mode": "train"})
     peer = results(copy.deepcopy(stock).train(), x, dy, kwargs, peer_cfg)
-    before = eager._CPU_TOKENS, attention_rows._BLOCK
-    eager._CPU_TOKENS, attention_rows._BLOCK = cfg.tokens, cfg.block
+    before = choose._CPU_TOKENS, attention_rows._BLOCK
+    choose._CPU_TOKENS, attention_rows._BLOCK = cfg.tokens, cfg.block
     try:
         ours = results(fused, x, dy, kwargs, cfg)
     finally:
-        eager._CPU_TOKENS, attention_rows._BLOCK = before
+        choose._CPU_TOKENS, attention_rows._BLOCK = before
     return _compare(ours, peer, exact, dtype, gradients=cfg.mode != "eval without gradients")
 
 

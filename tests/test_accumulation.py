@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, FusedRematWarning, convert, explain, memory_report
-from fused_remat.backends import eager
 from fused_remat.convert import revert
 from fused_remat.memory import measure_allocations
+from fused_remat.steps import linear
 
 TARGETS = ("grad", "main_grad")
 WIDE = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
@@ -89,7 +89,7 @@ def test_sums_are_autograds(target, norm_first, policy):
 def test_bfloat16_gradients_go_in_unrounded(target, native, tokens, monkeypatch):
     """`native`: as on a CPU with bfloat16 products of its own, whose results are bfloat16."""
     if native:
-        monkeypatch.setattr(eager, "widens", lambda x: False)
+        monkeypatch.setattr(linear, "widens", lambda x: False)
     xs = micro_batches(torch.bfloat16, 4, (2, tokens, 16))
     found = sums(backward(make(target, torch.bfloat16), xs))
     single = [sums(backward(make("main_grad", torch.bfloat16), [x])) for x in xs]

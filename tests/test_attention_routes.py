@@ -5,32 +5,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_calls import attention_call
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fused_remat.backends import cuda_attention
-from fused_remat.steps.attention_rows import AttentionCall
+from fused_remat.execution.choose import choose
+from fused_remat.steps import attention_library
+from fused_remat.steps.attention import attention_fwd, attention_key
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 def route(monkeypatch, dtype=torch.bfloat16, heads=(4, 4), width=64, s=(64, 64), **options):
-    """What `TritonBackend` says on an H200, with tensors that have no memory."""
-    from fused_remat.triton import backend
+    """What is said of the triton backend on an H200, with tensors that have no memory."""
+    from fused_remat.triton import attention
     from fused_remat.triton.launch import Target
 
-    monkeypatch.setattr(backend, "target_of", lambda device: Target("cuda", 90, 132))
+    monkeypatch.setattr(attention, "target_of", lambda device: Target("cuda", 90, 132))
     # What PyTorch would choose needs a GPU to ask.
-    monkeypatch.setattr(cuda_attention, "kernel", lambda q, call: "cudnn")
-    plain = dict(
-        batch=2, nhead=heads[0], kv_heads=heads[1], q_len=s[0], kv_len=s[1], scale=0.125,
-        mask_keeps=True,
-    )  # fmt: skip
+    monkeypatch.setattr(attention_library, "kernel", lambda *_: "cudnn")
     with FakeTensorMode():
         q = torch.empty(2, heads[0], s[0], width, dtype=dtype, device="cuda")
-        v = torch.empty(2, heads[1], s[1], width, dtype=dtype, device="cuda")
-        made = {name: make() for name, make in options.items() if callable(make)}
-        call = AttentionCall(**(plain | options | made))
-        return backend.TritonBackend().attention_route(q, v, call)
+        k = v = torch.empty(2, heads[1], s[1], width, dtype=dtype, device="cuda")
+        made = {name: make() if callable(make) else make for name, make in options.items()}
+        call = attention_call((2, *heads, *s, width), **{"scale": 0.125, **made})
+        key = attention_key(q, k, v, *call)
+        return choose(attention_fwd, "triton", key).reason(q, k, v, *call)
 
 
 def fake(*shape, dtype=torch.bool):
@@ -72,7 +71,7 @@ def test_other_calls_are_our_kernels_and_say_why(name, monkeypatch):
 @pytest.mark.parametrize("name", NEITHER)
 def test_what_neither_serves_falls_back_and_says_why(name, monkeypatch):
     said = route(monkeypatch, **NEITHER[name])
-    assert said.startswith("blocks of query rows: ") and "not the kernels here: " in said
+    assert said.startswith("blocks of query rows: ") and "not triton: " in said
 
 
 def test_the_library_is_asked_for_nothing_else(monkeypatch):
@@ -83,7 +82,7 @@ def test_the_library_is_asked_for_nothing_else(monkeypatch):
         seen.count += 1
         return None
 
-    monkeypatch.setattr("fused_remat.backends.eager_attention.why_not_flash", count)
+    monkeypatch.setattr("fused_remat.steps.attention_library.why_not", count)
     route(monkeypatch, **OWN["lengths"])
     route(monkeypatch, **OWN["mask"])
     assert seen.count == 0

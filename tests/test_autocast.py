@@ -542,7 +542,7 @@ def test_explain_says_the_dtypes():
     assert "products in bfloat16, stream in float32" in block.title and not block.reason
     steps = dict(block.forward)
     assert "rounded to bfloat16" in steps["norm1"]
-    assert "added to the residual in float32" in steps["mid"]
+    assert "added to the residual in the stream's dtype" in steps["mid"]
 
 
 def test_what_autocast_does_not_convert_falls_back_with_a_reason():

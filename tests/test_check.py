@@ -14,8 +14,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, ReplayError, check, check_replay, convert, ops
-from fused_remat.backends.eager import EagerBackend
+from fused_remat.execution import choose
 from fused_remat.memory import measure_allocations
+from fused_remat.steps.attention import attention_fwd
+from fused_remat.steps.linear import linear_fwd
+from fused_remat.steps.norm import norm_fwd
+from fused_remat.steps.operations import OPERATIONS, Faster
 
 D, H, FF = 8, 2, 12
 
@@ -222,31 +226,30 @@ def test_what_hooks_and_callers_do_to_what_is_kept_is_named():
         y.sum().backward()
 
 
-class Flipping(EagerBackend):
-    """The eager backend; the `at`-th product of its `routine` has one bit another."""
+class Flipping:
+    """Operations of which the `at`-th product called `name` has one bit another."""
 
-    name = "flipping"
-    routine, at, calls = "", 0, 0
+    def __init__(self, name, at):
+        self.name, self.at, self.calls = name, at, 0
 
-    def _count(self, routine, y, element):
-        if routine == self.routine:
+    def _count(self, name, y, element):
+        if name == self.name:
             self.calls += 1
             if self.calls == self.at:
                 y.view(torch.int32)[element] ^= 1
         return y
 
     def linear_fwd(self, x, weight, *rest):
-        y = super().linear_fwd(x, weight, *rest)
-        routine = "up" if weight.shape == (FF, D) else ""
-        return self._count(routine, y, (3, 5))
+        y = linear_fwd(x, weight, *rest)
+        return self._count("up" if weight.shape == (FF, D) else "", y, (3, 5))
 
-    def attention_fwd(self, *args, **kwargs):
-        attn, lse = super().attention_fwd(*args, **kwargs)
+    def attention_fwd(self, *args):
+        attn, lse = attention_fwd(*args)
         self._count("lse", lse.view(-1, H, 5), (0, 1, 4))
         return self._count("attn", attn, (1, 7)), lse
 
-    def norm_fwd(self, kind, x, *rest, **kwargs):
-        y, mean, rstd = super().norm_fwd(kind, x, *rest, **kwargs)
+    def norm_fwd(self, *args):
+        y, mean, rstd = norm_fwd(*args)
         return self._count("norm1", y, (2, 6)), mean, self._count("rstd", rstd, (4, 0))
 
 
@@ -267,13 +270,16 @@ PLACES = {
 
 @pytest.mark.parametrize("which", PLACES)
 def test_one_bit_of_a_backends_rebuild_is_named(which, monkeypatch):
-    backend = Flipping()
-    monkeypatch.setitem(registry.BACKENDS, "flipping", lambda: backend)
-    monkeypatch.setattr(registry, "_backend_for", registry._backend_for.__wrapped__)
+    at, where, size = PLACES[which]
+    flipping = Flipping(which.partition(",")[0], at)
+    for function in (linear_fwd, attention_fwd, norm_fwd):
+        run = getattr(flipping, function.__name__)
+        other = Faster(run, lambda key: None, "")
+        monkeypatch.setitem(OPERATIONS[function].faster, "flipping", other)
+    monkeypatch.setitem(choose.BACKENDS, "flipping", choose.Backend)
+    choose.forget()
     layer = layer_of("full")
     layer.backend = "flipping"
-    backend.at, where, size = PLACES[which]
-    backend.routine = which.partition(",")[0]
     with check_replay():
         y = layer(inputs(batch=1))
     fails(y, f"FusedRematLayer: {where}: forward #, rebuilt # (1 of {size} elements differs)")

@@ -30,8 +30,8 @@ from fused_remat import (
     demand,
     ops,
 )
-from fused_remat.backends import eager
 from fused_remat.blocks.program import programs
+from fused_remat.execution import choose
 
 WIDE = torch.float64
 PARTS = ("input", "params", "one weight", "one bias", "all but the input's", "input and a weight")
@@ -138,7 +138,7 @@ def part_of(inputs, params, part):
 )
 def test_a_part_is_that_part_of_the_whole(block, policy, tokens, monkeypatch):
     if tokens:  # groups of one sequence, and tiles
-        monkeypatch.setattr(eager, "_CPU_TOKENS", tokens)
+        monkeypatch.setattr(choose, "_CPU_TOKENS", tokens)
     torch.manual_seed(0)
     y, inputs, params = BLOCKS[block](policy)
     dy, leaves = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).view(y.shape), inputs + params

@@ -8,13 +8,13 @@ from reference_ops import in_pieces
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, convert, ops
-from fused_remat.backends import eager
 from fused_remat.blocks.fusions import MlpBackward
 from fused_remat.blocks.in_formats import in_formats
 from fused_remat.blocks.program import Graph, programs
 from fused_remat.graph.build import BlockBuilder, block_graph
 from fused_remat.memory import measure_allocations
 from fused_remat.spec import nn_layer_spec
+from fused_remat.steps import linear
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.frame import Chunks
 
@@ -26,7 +26,7 @@ def test_groups_are_of_the_longest_activation():
 
 
 def test_weight_gradients_of_pieces_are_summed_in_float32(monkeypatch):
-    monkeypatch.setattr(eager, "widens", lambda x: False)  # as a CPU with products in bfloat16
+    monkeypatch.setattr(linear, "widens", lambda x: False)  # as a CPU with products in bfloat16
     x, up = torch.ones(512, 1, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.bfloat16)
     down = up.clone().requires_grad_()
     with in_pieces(1):

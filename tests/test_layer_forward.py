@@ -435,7 +435,7 @@ def test_fake_tensors():
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_new_activation_is_a_row(dropout, monkeypatch):
     """As docs/design.md says; mish's ATen derivative has no overload that writes to `out`."""
-    from fused_remat.backends import activations
+    from fused_remat.steps import activation as activations
 
     row = activations.Activation(
         F.mish,

@@ -11,16 +11,18 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_calls import attention_call
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fused_remat import FusedRematLayer, ops
-from fused_remat.backends import cuda_attention, eager_attention
+from fused_remat.execution import choose
 from fused_remat.ops import activation
 from fused_remat.ops.inputs import seed_tensor
-from fused_remat.steps.attention_rows import AttentionCall
+from fused_remat.steps import attention_library
+from fused_remat.steps.attention import attention_fwd
 
 B, S, D, H = 2, 40, 32, 4
 DEVICE = "meta"
@@ -57,18 +59,21 @@ def backend(request, monkeypatch):
     name, *arch = request.param.split(" sm_")
     if arch:
         pytest.importorskip("triton", reason="Triton is not installed")
-        from fused_remat.triton import backend, launch
+        from fused_remat import triton
+        from fused_remat.triton import launch
 
         if launch.INTERPRETED:
             pytest.skip("Triton interprets kernels in this process")
         target = launch.Target("cuda", int(arch[0]), 132)
-        monkeypatch.setattr(backend, "target_of", lambda device: target)
-        monkeypatch.setattr(backend.TritonBackend, "why_not", lambda self, device, dtype: None)
+        for name_of in triton.__all__:
+            if hasattr(module := getattr(triton, name_of), "target_of"):
+                monkeypatch.setattr(module, "target_of", lambda device: target)
+        monkeypatch.setitem(choose.BACKENDS, "triton", choose.Backend)
         launched = []
         monkeypatch.setattr(launch.Launch, "run", lambda self: launched.append(self))
-        registry._backend_for.cache_clear()
+        choose.forget()
         yield name
-        registry._backend_for.cache_clear()
+        choose.forget()
         assert launched
     else:
         yield name
@@ -265,7 +270,7 @@ def test_packed_sequences(policy, backend):
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
 def test_atens_kernels_on_cuda(name, monkeypatch):
     """Which kernel is chosen on the host; a GPU would say which."""
-    monkeypatch.setattr(cuda_attention, "kernel", lambda *_: name)
+    monkeypatch.setattr(attention_library, "kernel", lambda *_: name)
     with FakeTensorMode(), Watch():
 
         def empty(*shape, dtype=torch.bfloat16):
@@ -274,16 +279,14 @@ def test_atens_kernels_on_cuda(name, monkeypatch):
         heads = [empty(B, H, S, 64) for _ in range(3)]
         masks = [{"right": 0}]
         if name == "efficient":
-            masks = [{"mask": empty(S, S)}, {"mask": empty(B, 1, S, S), "mask_keeps": True}]
+            masks = [{"mask": empty(S, S), "true_means": "exclude"}, {"mask": empty(B, 1, S, S)}]
         for given in masks:
-            call = AttentionCall(
-                batch=B, nhead=H, kv_heads=H, q_len=S, kv_len=S, scale=0.125, **given
-            )
-            assert eager_attention.why_not_flash(heads[0], heads[2], call) is None
-            eager_attention.forward(*heads, call, False)
-            mask = call.mask
-            attn, lse = cuda_attention.forward(*heads, call, mask)
-            cuda_attention.backward(attn, *heads, attn, lse, call, mask)
+            call = attention_call((B, H, H, S, S, 64), **given)
+            assert attention_library.why_not(heads[0], heads[2], *call) is None
+            attention_fwd(*heads, *call)
+            mask = call[1].mask
+            attn, lse = attention_library.cuda_forward(*heads, *call, mask)
+            attention_library.cuda_backward(attn, *heads, attn, lse, *call, mask)
 
 
 def test_a_fake_tensor_has_no_values():

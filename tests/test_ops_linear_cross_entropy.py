@@ -9,9 +9,9 @@ from tiers import exhaustive, pairwise
 
 import fused_remat
 from fused_remat import ops
-from fused_remat.backends import cross_entropy
 from fused_remat.blocks.program import kept_bytes
 from fused_remat.memory import AllocationTrace, SavedBytes
+from fused_remat.steps import cross_entropy
 
 TOKENS, WIDTH, VOCAB = (3, 7), 12, 53
 #: Many blocks, the last ones smaller: 6 tokens by 6 columns or so.

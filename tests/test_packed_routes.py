@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from attention_calls import attention_call
 from reference_ops import normal, results, visible_packed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_remat import explain, ops
-from fused_remat.backends.eager import EagerBackend
 from fused_remat.memory import measure_allocations
-from fused_remat.steps.attention_rows import AttentionCall
+from fused_remat.steps.attention import attention_fwd
 
 
 def heads(q_len, kv_len, batch=1, width=4, **kw):
@@ -89,14 +89,13 @@ def test_explain_says_which_routes_and_why(options, expected):
     assert dict(block.forward)["output"] == expected
 
 
-# --- what a backend is asked and gives
+# --- what the operation is asked and gives
 
 
 def call_of(q, k, cu_q, cu_k, right=-1):
-    return AttentionCall(
-        batch=1, nhead=4, kv_heads=2, q_len=q.shape[2], kv_len=k.shape[2], scale=0.5, right=right,
-        cu_q=torch.tensor(cu_q), cu_k=torch.tensor(cu_k),
-    )  # fmt: skip
+    sizes = (1, 4, 2, q.shape[2], k.shape[2], q.shape[3])
+    cu = {"cu_q": torch.tensor(cu_q), "cu_k": torch.tensor(cu_k)}
+    return attention_call(sizes, scale=0.5, right=right, **cu)
 
 
 @pytest.mark.parametrize("right", [-1, 0])
@@ -104,8 +103,8 @@ def call_of(q, k, cu_q, cu_k, right=-1):
 def test_logsumexp_is_of_the_whole_in_order(dtype, right):
     """(H, S_q), with +inf for rows that see no key: of no sequence too."""
     q, k, v = (t.detach() for t in heads(12, 13, dtype=dtype))
-    call = call_of(q, k, [1, 3, 9, 9, 11], [0, 2, 5, 8, 12], right)
-    attn, lse = EagerBackend().attention_fwd(q, k, v, call)
+    spec, call = call_of(q, k, [1, 3, 9, 9, 11], [0, 2, 5, 8, 12], right)
+    attn, lse = attention_fwd(q, k, v, spec, call)
     seen = visible_packed(call.cu_q, call.cu_k, (12, 13), (-1, -1), right == 0)
     scores = 0.5 * q.double() @ k.double().repeat_interleave(2, 1).mT
     expected = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
@@ -115,7 +114,7 @@ def test_logsumexp_is_of_the_whole_in_order(dtype, right):
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(lse.double(), expected[0], **tolerance)
     out = torch.empty_like(attn)
-    assert EagerBackend().attention_fwd(q, k, v, call, out)[0] is out and torch.equal(out, attn)
+    assert attention_fwd(q, k, v, spec, call, out)[0] is out and torch.equal(out, attn)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ def test_bounds_that_do_not_fit_raise_where_they_are_read(cu_q, cu_k, message):
     """On a GPU the op does not check them."""
     q, k, v = (t.detach() for t in heads(12, 13))
     with pytest.raises(ValueError, match=message):
-        EagerBackend().attention_fwd(q, k, v, call_of(q, k, cu_q, cu_k))
+        attention_fwd(q, k, v, *call_of(q, k, cu_q, cu_k))
 
 
 # --- transients

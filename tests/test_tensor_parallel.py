@@ -118,14 +118,14 @@ def test_groups_and_tiles(two_processes, sequence):
 
 
 def in_pieces(sequence):
-    from fused_remat.backends import eager
+    from fused_remat.execution import choose
 
-    before, eager._CPU_TOKENS = eager._CPU_TOKENS, 2
+    before, choose._CPU_TOKENS = choose._CPU_TOKENS, 2
     try:
         for kind in ("encoder pre-norm", "causal, sandwich"):
             divided_as_whole(kind, "balanced", sequence, masks=True)
     finally:
-        eager._CPU_TOKENS = before
+        choose._CPU_TOKENS = before
 
 
 @pytest.mark.composes(

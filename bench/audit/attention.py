@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.backends.base import AttentionCall, PackedHeads
-from fused_remat.formats import FORMATS, Packed
+from fused_remat.formats import FORMATS, Packed, PackedHeads
+from fused_remat.spec import AttentionSpec
+from fused_remat.steps.attention_rows import AttentionCall
 from fused_remat.triton import attention
 from fused_remat.triton.launch import Launch, Target
 
@@ -39,7 +40,7 @@ _DEPENDS_ON: dict[str, tuple[str, ...]] = {
     "attention_bounds_fwd": (),
     "attention_delta_bwd": ("width",),
     "attention_shift_fwd": ("call",),
-    "attention_rows_fwd": ("call", "tile", "side"),
+    "attention_blocks_fwd": ("call", "tile", "side"),
 }
 #: Name, launch, whether ordinary tensors lead to it, whether it is a matrix product.
 Fields = tuple[str, Launch, bool, bool]
@@ -79,24 +80,33 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def call_of(width: int, given: dict[str, Any]) -> AttentionCall:
+def call_of(width: int, given: dict[str, Any]) -> tuple[AttentionSpec, AttentionCall]:
     """A call that sees everything, but for what is given."""
-    sizes = {"batch": _B, "nhead": _H, "kv_heads": _H, "q_len": _S, "kv_len": _S}
-    return AttentionCall(scale=width**-0.5, **(sizes | given))
+    rest = {"batch": _B, "q_len": _S, "kv_len": _S} | given
+    window = rest.pop("left", -1), rest.pop("right", -1)
+    spec = AttentionSpec(
+        num_heads=_H, num_kv_heads=rest.pop("kv_heads", _H), head_dim=width, scale=width**-0.5,
+        window=window, softcap=rest.pop("softcap", 0.0), dropout=rest.pop("p", 0.0),
+        true_means="exclude",
+    )  # fmt: skip
+    return spec, AttentionCall(**rest)
 
 
-def _heads(call: AttentionCall, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _counts(spec: AttentionSpec) -> tuple[int, int, int]:
+    return spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
+
+
+def _heads(spec: AttentionSpec, call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """q, k and v as views of one packed projection."""
-    counts = (call.nhead, call.kv_heads, call.kv_heads)
-    packed = _meta(dtype, call.batch, call.q_len, sum(counts), width)
-    return packed.transpose(1, 2).split_with_sizes(counts, 1)
+    packed = _meta(dtype, call.batch, call.q_len, sum(_counts(spec)), spec.head_dim)
+    return packed.transpose(1, 2).split_with_sizes(_counts(spec), 1)
 
 
 def _packed(
-    call: AttentionCall, width: int, dtype: torch.dtype, stored: str
+    spec: AttentionSpec, call: AttentionCall, dtype: torch.dtype, stored: str
 ) -> tuple[PackedHeads, ...]:
     """The same, kept in a format."""
-    counts = (call.nhead, call.kv_heads, call.kv_heads)
+    counts, width = _counts(spec), spec.head_dim
     rows, columns = call.batch * call.q_len, sum(counts) * width
     form = FORMATS[stored]
     codes = _meta(form.dtype, rows, form.code_width(columns))
@@ -115,14 +125,14 @@ def launches_of(
     """Every launch of a forward and a backward, by its kernel's name; of dk and dv, which one."""
     given = dict(given)
     stored = given.pop("stored", None)
-    call = call_of(width, given)
-    q, k, v = _heads(call, width, dtype)
-    dq, dk, dv = _heads(call, width, dtype)
-    out = _meta(dtype, call.batch * call.q_len, call.nhead * width)
-    lse = _meta(torch.float32, call.batch, call.nhead, call.q_len)
-    found = [] if stored else list(attention.forward(q, k, v, call, out, lse, at))
-    loaded = _packed(call, width, dtype, stored) if stored else (q, k, v)
-    found += attention.backward(out, *loaded, out, lse, call, (dq, dk, dv), at)
+    spec, call = call_of(width, given)
+    q, k, v = _heads(spec, call, dtype)
+    dq, dk, dv = _heads(spec, call, dtype)
+    out = _meta(dtype, call.batch * call.q_len, spec.num_heads * width)
+    lse = _meta(torch.float32, call.batch, spec.num_heads, call.q_len)
+    found = [] if stored else list(attention.forward(q, k, v, spec, call, out, lse, at))
+    loaded = _packed(spec, call, dtype, stored) if stored else (q, k, v)
+    found += attention.backward(out, *loaded, out, lse, spec, call, (dq, dk, dv), at)
     for launch in found:
         names = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
         wanted = [w for w in ("dk", "dv") if names.get(f"{w}_ptr") is not None]

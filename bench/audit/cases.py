@@ -1,6 +1,6 @@
 """Every kernel in every configuration it can launch with: launches over tensors without data.
 
-The launches are those that `fused_remat.backends.triton` makes, from meta tensors, so that what is
+The launches are those that `fused_remat.triton` makes, from meta tensors, so that what is
 audited is what runs. A case is "default" if ordinary tensors lead to it: aligned, of even sizes.
 """
 
@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from bench.audit import attention as audit_attention
-from fused_remat.backends.base import Packing, RotaryCall
 from fused_remat.formats import BLOCK, Packed
 from fused_remat.random import Keep, Uniform
+from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
+from fused_remat.steps.norm import NORMS
+from fused_remat.steps.rotary import RotaryCall
+from fused_remat.steps.storage import Packing
 from fused_remat.triton import norm as norms
 from fused_remat.triton import pointwise, products, rotary, storage, tables
 from fused_remat.triton.launch import Launch, Target
@@ -71,21 +74,21 @@ def norm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """Forward, with and without its fused sum, rebuild, backward; narrow and wide rows."""
     for width in (512, 1024, 2048, 4096, 8192, 16384, 65536):
         x, y, affine = _meta(dtype, ROWS, width), _meta(dtype, ROWS, width), _meta(dtype, width)
-        for kind, count in (("layer_norm", 2), ("rms_norm", 1)):
-            stats = tuple(_meta(torch.float32, ROWS, 1) for _ in range(count))
+        for kind, row in NORMS.items():
+            spec, stats = NormSpec(kind=kind), tuple(_meta(FP32, ROWS, 1) for _ in row.stats)
             for rebuild in (False, True):
                 name = f"{'norm_rebuild' if rebuild else 'norm_fwd'} {kind} {width}"
                 launch = norms.norm_fwd(
-                    x, None, None, affine, affine, 1e-5, None, y, stats, rebuild
+                    spec, x, None, None, affine, affine, None, y, stats, rebuild
                 )
                 yield Case(name, launch, True, False)
             if width <= norms.FWD_WIDTH:
                 launch = norms.norm_fwd(
-                    x, x, _keep(width), affine, affine, 1e-5, x, y, stats, False
+                    spec, x, x, _keep(width), affine, affine, x, y, stats, False
                 )
                 yield Case(f"norm_fwd {kind} {width} dropout residual", launch, True, False)
             grads = [_meta(torch.float32, width) for _ in range(2)]
-            for launch in norms.norm_bwd(y, x, stats, affine, x, y, *grads, at):
+            for launch in norms.norm_bwd(spec, y, x, stats, affine, x, y, *grads, at):
                 part = launch.kernel.fn.__name__.removesuffix("_kernel")
                 if part != "column_sum" or kind == "rms_norm":
                     yield Case(f"{part} {kind} {width}", launch, True, False)
@@ -135,19 +138,19 @@ def mixed_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
 
     A norm of the stream alone, to float32 too, is among `norm_cases`.
     """
-    wide = torch.float32
+    wide, spec = torch.float32, NormSpec()
     for width in (1024, 8192, 16384, 65536):
         x, y, low = _meta(wide, ROWS, width), _meta(wide, ROWS, width), _meta(dtype, ROWS, width)
         affine, stats = _meta(wide, width), tuple(_meta(wide, ROWS, 1) for _ in range(2))
-        launch = norms.norm_fwd(x, None, None, affine, affine, 1e-5, None, low, stats, False)
+        launch = norms.norm_fwd(spec, x, None, None, affine, affine, None, low, stats, False)
         yield Case(f"norm_fwd mixed {width}", launch, True, False)
         for name, made in (("mixed", low), ("float32", y)) if width <= norms.FWD_WIDTH else ():
             launch = norms.norm_fwd(
-                low, x, _keep(width), affine, affine, 1e-5, y, made, stats, False
+                spec, low, x, _keep(width), affine, affine, y, made, stats, False
             )
             yield Case(f"norm_fwd {name} {width} mixed dropout residual", launch, True, False)
         grads = [_meta(wide, width) for _ in range(2)]
-        for launch in norms.norm_bwd(low, x, stats, affine, y, y, *grads, at):
+        for launch in norms.norm_bwd(spec, low, x, stats, affine, y, y, *grads, at):
             part = launch.kernel.fn.__name__.removesuffix("_kernel")
             if part != "column_sum":
                 yield Case(f"{part} mixed {width}", launch, True, False)
@@ -164,20 +167,22 @@ def shifted_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """Weights in float32 beside activations of `dtype`: norms with an offset, norms of heads."""
     width = 4096
     x, y, affine = _meta(dtype, ROWS, width), _meta(dtype, ROWS, width), _meta(FP32, width)
-    stats = (_meta(FP32, ROWS, 1),)
+    spec, stats = NormSpec(kind="rms_norm"), (_meta(FP32, ROWS, 1),)
     for name, given in (("", None), (" dropout residual", _keep(width))):
         rest = None if given is None else x
-        launch = norms.norm_fwd(x, rest, given, affine, None, 1e-6, rest, y, stats, has_stats=False)
+        launch = norms.norm_fwd(spec, x, rest, given, affine, None, rest, y, stats, has_stats=False)
         yield Case(f"norm_fwd rms_norm {width} shifted{name}", launch, True, False)
-    launch, *_ = norms.norm_bwd(y, x, stats, affine, x, y, _meta(FP32, width), None, at)
+    launch, *_ = norms.norm_bwd(spec, y, x, stats, affine, x, y, _meta(FP32, width), None, at)
     yield Case(f"norm_bwd rms_norm {width} shifted", launch, True, False)
-    nhead, kv_heads, width, rotated, interleaved, _ = ROTARY["norm half"]
+    nhead, kv_heads, width, rotated, _, _ = ROTARY["norm half"]
+    rotation = rotary_spec("norm half")
     x, y, z = (_meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
     cos, sin = (_meta(FP32, 2048, rotated // 2) for _ in range(2))
     weights = [_meta(FP32, width) for _ in range(2)]
-    call = RotaryCall(nhead, kv_heads, cos, sin, interleaved, *weights, 1e-6, 0, 2048)
-    yield Case("rotary_fwd norm half shifted", rotary.rotary_fwd(x, call, y, at), True, False)
-    launch, *_ = rotary.rotary_norm_bwd(y, x, call, z, *weights, at)
+    call = RotaryCall(cos, sin, *weights, 0, 2048)
+    launch = rotary.rotary_fwd(rotation, x, call, y, at)
+    yield Case("rotary_fwd norm half shifted", launch, True, False)
+    launch, *_ = rotary.rotary_norm_bwd(rotation, y, x, call, z, *weights, at)
     yield Case("rotary_norm_bwd norm half shifted", launch, True, False)
 
 
@@ -194,21 +199,33 @@ ROTARY = {
 }
 
 
+def rotary_spec(name: str) -> AttentionSpec:
+    """The heads of a row of `ROTARY`."""
+    nhead, kv_heads, width, rotated, interleaved, norm = ROTARY[name]
+    return AttentionSpec(
+        num_heads=nhead, num_kv_heads=kv_heads, head_dim=width, scale=1.0,
+        rotary=RotarySpec(interleaved=interleaved) if rotated else None,
+        head_norm=NormSpec(kind="rms_norm", eps=1e-6) if norm else None,
+    )  # fmt: skip
+
+
 def rotary_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """Rotation of heads there and back, in place and not, float32 tables; with norms."""
-    for name, (nhead, kv_heads, width, rotated, interleaved, norm) in ROTARY.items():
+    for name, (nhead, kv_heads, width, rotated, _, norm) in ROTARY.items():
         x, y, z = (_meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
         cos, sin = (_meta(torch.float32, 2048, rotated // 2) if rotated else None for _ in "cs")
         weights = (_meta(dtype, width), _meta(dtype, width)) if norm else (None, None)
-        call = RotaryCall(nhead, kv_heads, cos, sin, interleaved, *weights, 1e-6, 0, 2048)
-        yield Case(f"rotary_fwd {name}", rotary.rotary_fwd(x, call, y, at), True, False)
-        yield Case(f"rotary_fwd {name} in place", rotary.rotary_fwd(x, call, x, at), True, False)
+        spec, call = rotary_spec(name), RotaryCall(cos, sin, *weights, 0, 2048)
+        for suffix, into in (("", y), (" in place", x)):
+            launch = rotary.rotary_fwd(spec, x, call, into, at)
+            yield Case(f"rotary_fwd {name}{suffix}", launch, True, False)
         if not norm:
-            yield Case(f"rotary_bwd {name}", rotary.rotary_fwd(x, call, x, at, True), True, False)
+            launch = rotary.rotary_fwd(spec, x, call, x, at, True)
+            yield Case(f"rotary_bwd {name}", launch, True, False)
             continue
         sums = (_meta(torch.float32, width), _meta(torch.float32, width))
         for suffix, dx in (("", z), (" in place", y)):
-            launch, *_ = rotary.rotary_norm_bwd(y, x, call, dx, *sums, at)
+            launch, *_ = rotary.rotary_norm_bwd(spec, y, x, call, dx, *sums, at)
             yield Case(f"rotary_norm_bwd {name}{suffix}", launch, True, False)
 
 

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from bench.kernels.dropout_masks import as_much_dropped, same_mask
 from bench.kernels.problem import Problem
-from bench.measure.contest import EXACT, P, Results, Rig, Work
+from bench.measure.contest import P, Results, Rig, Work
 from fused_remat import random
+from fused_remat.spec import AttentionSpec
+from fused_remat.steps.attention import attention_bwd, attention_fwd
 from fused_remat.steps.attention_rows import AttentionCall
 
 WINDOW, BLOCK = 1024, 128  # keys; at most half, and a quarter, of a sequence
@@ -162,21 +164,22 @@ class Attention(Problem):
         return hidden
 
     @functools.cached_property
-    def call(self) -> AttentionCall:
+    def call(self) -> tuple[AttentionSpec, AttentionCall]:
         """The same as our kernels are told."""
         form, options = self.form, {}
         if form.checkered:
-            options = {"mask": self.mask, "mask_keeps": True}
+            options = {"mask": self.mask}
         if form.packed:
             options = {"cu_q": self.cu, "cu_k": self.cu}
         if form.p:
             seed = torch.tensor(SEED, device=self.rig.device)
-            options = {"p": form.p, "site_key": random.site_keys(seed)[random.ATTENTION]}
-        return AttentionCall(
-            batch=self.batch, nhead=self.nhead, kv_heads=self.kv_heads, q_len=self.seq_len,
-            kv_len=self.seq_len, scale=self.width**-0.5, right=0 if form.causal else -1,
-            left=self.window - 1 if form.window else -1, **options,
+            options = {"site_key": random.site_keys(seed)[random.ATTENTION]}
+        window = self.window - 1 if form.window else -1, 0 if form.causal else -1
+        spec = AttentionSpec(
+            num_heads=self.nhead, num_kv_heads=self.kv_heads, head_dim=self.width,
+            scale=self.width**-0.5, window=window, dropout=form.p,
         )  # fmt: skip
+        return spec, AttentionCall(self.batch, self.seq_len, self.seq_len, **options)
 
     # --- work and results
 
@@ -198,23 +201,24 @@ class Attention(Problem):
 
     def truth(self, direction: str) -> Results:
         """In blocks, for no sequence is too long for float64; with dropout, of `SEED`'s mask."""
-        return self._exact_of(direction, self.call)
+        return self._exact_of(direction, *self.call)
 
-    def _exact_of(self, direction: str, call: AttentionCall) -> Results:
+    def _exact_of(self, direction: str, spec: AttentionSpec, call: AttentionCall) -> Results:
         q, k, v = (t.double() for t in self.sets[0].values())
-        out, lse = EXACT.attention_fwd(q, k, v, call)
+        out, lse = attention_fwd(q, k, v, spec, call)
         if direction == "fwd":
             return {"y": self.as_heads(out)}
         grads = self.heads(torch.empty(self.packed_shape, dtype=q.dtype, device=q.device))
         dy = self.dys[0].double().transpose(1, 2).reshape(out.shape)
-        EXACT.attention_bwd(dy, q, k, v, out, lse, call, grads)
+        attention_bwd(dy, q, k, v, out, lse, spec, call, grads)
         gradients = dict(zip(("dq", "dk", "dv"), grads, strict=True))
         return gradients | {"y": self.as_heads(out)}
 
     def _without_and_with_dropout(self, direction: str) -> tuple[Results, Results]:
         if direction not in self._undropped:
-            plain = dataclasses.replace(self.call, p=0.0, site_key=None)
-            self._undropped[direction] = self._exact_of(direction, plain), self.truth(direction)
+            spec, call = self.call
+            plain = dataclasses.replace(spec, dropout=0.0), call
+            self._undropped[direction] = self._exact_of(direction, *plain), self.truth(direction)
         return self._undropped[direction]
 
     def truth_of(self, direction: str) -> Callable[[Results], Results] | None:

@@ -23,7 +23,7 @@ from bench.layers.attention_core import replayed_core
 from bench.layers.compiled import compiled
 from bench.layers.subjects import Forward, Subject
 from bench.measure.registry import Absent, Registry
-from fused_remat.backends.registry import BACKENDS, DEFAULTS
+from fused_remat.execution.choose import BACKENDS, DEFAULTS
 from fused_remat.policies import LOSSY_RUNGS, RUNGS
 
 Build = Callable[[Subject], Forward]

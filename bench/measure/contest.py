@@ -19,12 +19,9 @@ from bench.measure.clock import Clock
 from bench.measure.registry import Absent
 from bench.measure.turns import interleave, quantiles
 from fused_remat import random
-from fused_remat.backends.eager import EagerBackend
 from fused_remat.random import Keep
 from fused_remat.triton.launch import Launch, Target
 
-#: What is exact when computed in float64.
-EXACT = EagerBackend()
 P = 0.1  # of every dropout here
 #: Input sets of a contest, which calls take turns on.
 SETS = 2

@@ -26,6 +26,7 @@ from bench.measure.contest import (
 )
 from bench.tuning.products import EPS, doubled
 from fused_remat.random import Keep
+from fused_remat.spec import NormSpec
 from fused_remat.triton import norm as norms
 from fused_remat.triton import pointwise
 from fused_remat.triton.launch import Launch
@@ -53,8 +54,8 @@ def sum_norm_fwd(rig: Rig, rows: int, width: int) -> Contest:
     residual, keep = rig.normal(rows, width, shift=0.5), rig.keep(rows, width)
     total, y = rig.poisoned(rows, width), rig.poisoned(rows, width)
     stats = tuple(rig.poisoned(rows, 1, dtype=torch.float32) for _ in range(2))
-    launches = [[norms.norm_fwd(x, residual, keep, weight, bias, EPS, total, y, stats, False)]
-                for x in xs]  # fmt: skip
+    rest = residual, keep, weight, bias, total, y, stats, False
+    launches = [[norms.norm_fwd(NormSpec(eps=EPS), x, *rest)] for x in xs]
 
     def aten(index: int) -> Results:
         dropped, mask = torch.native_dropout(xs[index], P, True)

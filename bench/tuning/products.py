@@ -3,7 +3,7 @@
 An MLP's hidden half, its end, its backward. "aten" is the same in PyTorch's own operators, "bare"
 its products alone: what a kernel that fuses the rest for nothing would take. "split" is torch's
 product and our kernel for the rest: where it wins, a table's route changes
-(`fused_remat.backends.triton.tables`).
+(`fused_remat.triton.tables`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.measure.contest import (
-    EXACT,
     SETS,
     Contest,
     Entry,
@@ -27,6 +26,9 @@ from bench.measure.contest import (
     from_mask,
     multiplier,
 )
+from fused_remat.spec import NormSpec
+from fused_remat.steps.linear import linear_dx, linear_fwd
+from fused_remat.steps.norm import norm_fwd
 from fused_remat.triton import norm as norms
 from fused_remat.triton import pointwise, products
 from fused_remat.triton.launch import Launch
@@ -66,11 +68,11 @@ class Mlp:
 
     def exact_pre(self, layer: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """The first set's, in float64."""
-        return EXACT.linear_fwd(*doubled(self.xs[0], *(layer or self.up)))
+        return linear_fwd(*doubled(self.xs[0], *(layer or self.up)))
 
     def exact_dact(self) -> Tensor:
         """The gradient of the activation, likewise."""
-        return EXACT.linear_dx(*doubled(self.dys[0], self.down[0]))
+        return linear_dx(*doubled(self.dys[0], self.down[0]))
 
 
 def per_set(launch: Callable[[int], Launch], results: Results) -> Way:
@@ -160,8 +162,8 @@ def linear_normed(m: Mlp) -> Contest:
     """layer_norm(x) @ upᵀ + b, the norm rebuilt from its statistics."""
     rig, (weight, bias) = m.rig, m.up
     affine = rig.normal(m.d, shift=1.0), rig.normal(m.d)
-    stats = [tuple(s.float() for s in EXACT.norm_fwd("layer_norm", x.double(), None, None, EPS)[1:])
-             for x in m.xs]  # fmt: skip
+    spec = NormSpec(eps=EPS)
+    stats = [tuple(s.float() for s in norm_fwd(spec, x.double(), None, None)[1:]) for x in m.xs]
     fused, normed = m.hidden(), rig.poisoned(m.tokens, m.d)
 
     def aten(index: int) -> Results:
@@ -169,7 +171,7 @@ def linear_normed(m: Mlp) -> Contest:
         return {"y": torch.addmm(bias, made, weight.t())}
 
     def in_two(index: int) -> Results:
-        given = m.xs[index], None, None, *affine, EPS, None, normed, stats[index], True
+        given = spec, m.xs[index], None, None, *affine, None, normed, stats[index], True
         norms.norm_fwd(*given).run()
         return {"y": torch.addmm(bias, normed, weight.t())}
 

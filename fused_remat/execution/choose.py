@@ -138,6 +138,13 @@ def _table(name: str) -> Operations:
     return TABLES[name]
 
 
+def forget() -> None:
+    """Choose anew from now on; for who replaces a backend, or what it chooses by."""
+    for table in TABLES.values():
+        table.clear()
+    _ops_for.cache_clear()
+
+
 def has_faster(ops: Operations, function: Function, key: Any) -> bool:
     """Whether an implementation of the backend's own serves."""
     return ops[function] is not function and choose(function, ops.name, key).run is not function

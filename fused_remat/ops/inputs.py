@@ -107,7 +107,7 @@ kv_heads
 def check_norm_kind(norm: str) -> str:
     """`norm`, if it is a row of `steps.norm.NORMS`; else ValueError."""
     if norm not in NORMS:
-        raise ValueError(f"norm must be {' or '.join(map(repr, NORMS))}, got {norm!r}")
+        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
     return norm
 
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from fused_remat.formats import LoadedHeads, Packed, PackedHeads
 from fused_remat.spec import AttentionSpec
-from fused_remat.steps import attention_library, attention_rows
+from fused_remat.steps import attention_library, attention_rows, linear
 from fused_remat.steps.attention_rows import AttentionCall, bounds_of, varlen_sequences
-from fused_remat.steps.linear import widens
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 from fused_remat.steps.storage import heads_in_memory
@@ -160,7 +159,7 @@ def attention_fwd(
         out = q.new_empty(shape) if out is None else out
         return out, _varlen_forward(q, k, v, spec, call, out)
     if attention_library.why_not(q, v, spec, call) is None:
-        wide = widens(q)
+        wide = linear.widens(q)
         rows, lse = attention_library.forward(q, k, v, spec, call, wide)
         if out is None:
             attn = rows.reshape(shape)
@@ -205,7 +204,7 @@ def attention_bwd(
     do, o = as_heads(dattn, spec, call), as_heads(attn, spec, call)
     if attention_library.why_not(q, v, spec, call) is None:
         if grads is not None:
-            attention_library.backward(do, q, k, v, o, lse, spec, call, grads, widens(q))
+            attention_library.backward(do, q, k, v, o, lse, spec, call, grads, linear.widens(q))
         return
     call = attention_library.lengths_as_padding(call)
     for part, one in attention_rows.sequences(spec, call):

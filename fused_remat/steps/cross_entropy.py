@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fused_remat import collectives
 from fused_remat.spec import ParallelSpec
-from fused_remat.steps.linear import says_product, widens
+from fused_remat.steps import linear
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 
@@ -190,7 +190,7 @@ def _key(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
 
 
 def _says(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
-    return f"blocks of logits, {says_product(key[0], key[1])}"
+    return f"blocks of logits, {linear.says_product(key[0], key[1])}"
 
 
 @operation(key=lambda x, weight, *_, **__: _key(x, weight), says=_says)
@@ -210,7 +210,7 @@ def cross_entropy_fwd(
     Raises: IndexError for a target out of range, on CPU; elsewhere the device asserts.
     """
     check_targets(call, len(weight))
-    tokens, wide = _Tokens.of(x, call), widens(x)
+    tokens, wide = _Tokens.of(x, call), linear.widens(x)
     count, vocab = len(tokens.target), len(weight)
     rows, columns = block_of(count, vocab, call, x.device)
     blocks = list(spans(vocab, columns))
@@ -341,7 +341,7 @@ def cross_entropy_bwd(
 
     dweight is of the dtype of weight; `exact`: of float32 at least, and not rounded.
     """
-    tokens, wide = _Tokens.of(x, call), widens(x)
+    tokens, wide = _Tokens.of(x, call), linear.widens(x)
     count, vocab = len(tokens.target), len(weight)
     dy = tokens.taken(dy, 0, count).to(stats[0].dtype)
     if tokens.used is not None:  # a mean over no token at all hands out infinities

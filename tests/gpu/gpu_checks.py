@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.backends.eager import EagerBackend
 from fused_remat.random import Keep
 
-EAGER = EagerBackend()
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 #: Relative L2 error allowed. A rounding to bfloat16 is off by 1.6e-3 in the mean square; a result

@@ -4,11 +4,12 @@ import contextlib
 
 import pytest
 import torch
+from attention_calls import attention_call
 from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_remat.backends import cuda_attention, eager_attention
-from fused_remat.steps.attention_rows import AttentionCall
+from fused_remat.steps import attention_library
+from fused_remat.steps.attention import attention_bwd, attention_fwd
 
 pytestmark = pytest.mark.gpu
 KERNELS = {
@@ -24,44 +25,45 @@ B, H, S, E = sized(2, 8, 1000, 64) if ON_GPU else (2, 4, 33, 8)
 
 
 def make_call(q_len=S, kv_len=S, kv_heads=H, causal=False, mask=None, padding=None, keeps=False):
-    """An `AttentionCall` without dropout."""
-    return AttentionCall(
-        batch=B, nhead=H, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, scale=E**-0.5,
-        right=0 if causal else -1, mask=mask, padding=padding, mask_keeps=keeps,
+    """A spec and a call without dropout."""
+    return attention_call(
+        (B, H, kv_heads, q_len, kv_len, E), right=0 if causal else -1, mask=mask, padding=padding,
+        true_means="attend" if keeps else "exclude",
     )  # fmt: skip
 
 
-def exact_attention(q, k, v, call, bias):
+def exact_attention(q, k, v, spec, bias):
     """softmax(scale * q kᵀ + bias) v in the dtype of q; 0 for a row that sees nothing."""
-    group = call.nhead // call.kv_heads
+    group = spec.num_heads // spec.num_kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = call.scale * q @ k.transpose(-1, -2)
+    scores = spec.scale * q @ k.transpose(-1, -2)
     if bias is not None:
         scores = scores + bias
-    if call.right == 0:
+    if spec.window[1] == 0:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
     nothing = (scores == -torch.inf).all(-1, keepdim=True)
     return (scores.masked_fill(nothing, 0.0).softmax(-1) @ v).masked_fill(nothing, 0.0)
 
 
-def check(call, dtype, bias=None, strided=False):
-    """Output and gradients of `eager_attention` on the route that the call takes."""
+def check(given, dtype, bias=None, strided=False):
+    """Output and gradients, in ATen, of a spec and a call."""
+    spec, call = given
 
     def heads(count, length):
         if strided:  # as views of a packed projection are
             return normal(dtype, B, length, 3, count, E)[:, :, 1].transpose(1, 2)
         return normal(dtype, B, count, length, E)
 
-    q, k = heads(call.nhead, call.q_len), heads(call.kv_heads, call.kv_len)
-    v, dattn = heads(call.kv_heads, call.kv_len), normal(dtype, B * call.q_len, H * E)
-    assert eager_attention.why_not_flash(q, v, call) is None
-    attn, lse = eager_attention.forward(q, k, v, call, widen=False)
+    q, k = heads(spec.num_heads, call.q_len), heads(spec.num_kv_heads, call.kv_len)
+    v, dattn = heads(spec.num_kv_heads, call.kv_len), normal(dtype, B * call.q_len, H * E)
+    assert attention_library.why_not(q, v, spec, call) is None
+    attn, lse = attention_fwd(q, k, v, spec, call)
     assert lse.dtype == torch.float32 and lse.numel() == B * H * call.q_len
     grads = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
-    eager_attention.backward(dattn, q, k, v, attn, lse, call, grads, widen=False)
+    attention_bwd(dattn, q, k, v, attn, lse, spec, call, grads)
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    exact = exact_attention(*leaves, call, bias).transpose(1, 2).reshape(attn.shape)
+    exact = exact_attention(*leaves, spec, bias).transpose(1, 2).reshape(attn.shape)
     found = dict(zip(("attn", "dq", "dk", "dv"), (attn, *grads), strict=True))
     for (name, mine), true in zip(
         found.items(), (exact, *torch.autograd.grad(exact, leaves, dattn.double())), strict=True
@@ -78,7 +80,7 @@ def only(name):
         return
     with sdpa_kernel([KERNELS[name]]):
         q = normal(torch.float16, B, H, S, E)
-        if cuda_attention.kernel(q, make_call()) != name:
+        if attention_library.kernel(q, *make_call()) != name:
             pytest.skip(f"no {name} kernel here")
         yield
 
@@ -166,9 +168,9 @@ def test_same_bits_under_deterministic_algorithms():
     torch.use_deterministic_algorithms(True)
     try:
         for _ in range(5):
-            attn, lse = eager_attention.forward(q, k, v, call, widen=False)
+            attn, lse = attention_fwd(q, k, v, *call)
             grads = tuple(torch.empty_like(q) for _ in range(3))
-            eager_attention.backward(dattn, q, k, v, attn, lse, call, grads, widen=False)
+            attention_bwd(dattn, q, k, v, attn, lse, *call, grads)
             found.append((attn, *grads))
     finally:
         torch.use_deterministic_algorithms(False)

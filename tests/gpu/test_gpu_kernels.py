@@ -10,7 +10,6 @@ import torch
 from gpu_checks import (
     BF16,
     DEVICE,
-    EAGER,
     ON_GPU,
     check_error,
     check_written,
@@ -34,7 +33,9 @@ from fused_remat.steps.rotary import rotary_bwd, rotary_fwd
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fused_remat.backends.base import NORMS, RotaryCall
+from fused_remat.spec import AttentionSpec, RotarySpec
+from fused_remat.steps.norm import NORMS as KINDS
+from fused_remat.steps.rotary import RotaryCall
 from fused_remat.triton import norm as norms
 from fused_remat.triton import pointwise, products, rotary
 
@@ -59,22 +60,23 @@ def norm_inputs(dtype, rows, width):
 
 def empty_stats(kind, rows):
     nan = torch.full((rows, 1), torch.nan, device=DEVICE)
-    return tuple(nan.clone() for _ in NORMS[kind].stats)
+    return tuple(nan.clone() for _ in KINDS[kind].stats)
 
 
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", NORMS, **ids)
 def test_norm_forward_and_rebuild(kind, case):
     x, weight, bias = norm_inputs(*case)
-    exact, *stats = norm_fwd(NormSpec(kind=kind), *double(x, weight, bias))
+    spec = NormSpec(kind=kind)
+    exact, *stats = norm_fwd(spec, *double(x, weight, bias))
     y, again = poisoned(*x.shape, x.dtype), poisoned(*x.shape, x.dtype)
     made = empty_stats(kind, x.shape[0])
-    norms.norm_fwd(x, None, None, weight, bias, 1e-5, None, y, made, False).run()
+    norms.norm_fwd(spec, x, None, None, weight, bias, None, y, made, False).run()
     check_written(y)
     check_error(y, exact)
     for found, true in zip(made, stats, strict=True):
         check_error(found, true)
-    norms.norm_fwd(x, None, None, weight, bias, 1e-5, None, again, made, True).run()
+    norms.norm_fwd(spec, x, None, None, weight, bias, None, again, made, True).run()
     assert torch.equal(y, again), "a rebuild from statistics has the forward's bits"
 
 
@@ -85,14 +87,14 @@ def test_norm_of_a_sum(case, p):
     residual, keep = normal(x.dtype, *x.shape), keep_of(*x.shape, p) if p else None
     total, y = poisoned(*x.shape, x.dtype), poisoned(*x.shape, x.dtype)
     made = empty_stats("layer_norm", x.shape[0])
-    norms.norm_fwd(x, residual, keep, weight, bias, 1e-5, total, y, made, False).run()
+    norms.norm_fwd(NormSpec(), x, residual, keep, weight, bias, total, y, made, False).run()
     check_written(total)
     check_written(y)
     check_error(total, residual_add(*double(x, residual), wide(keep)))
-    check_error(y, norm_fwd(NormSpec(kind="layer_norm"), *double(total, weight, bias))[0])
+    check_error(y, norm_fwd(NormSpec(), *double(total, weight, bias))[0])
 
 
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wants", ["x w b", "x", "b w"])
 @pytest.mark.parametrize("case", [c for c in NORMS if c[1] > 1], **ids)
 def test_norm_backward(kind, wants, case):
@@ -102,14 +104,16 @@ def test_norm_backward(kind, wants, case):
     add = normal(x.dtype, rows, width) if wants == "x w b" else None
     stats = tuple(s.float() for s in norm_fwd(NormSpec(kind=kind), x.double(), None, None)[1:])
     marks = tuple(name in wants.split() for name in "xwb")
-    given = (kind, *double(dy, x), double(*stats), weight.double(), marks)
+    given = (NormSpec(kind=kind), *double(dy, x), double(*stats), weight.double(), marks)
     exact = norm_bwd(*given, add=None if add is None else add.double())
     dx = poisoned(rows, width, x.dtype) if marks[0] else None
     nan = torch.full((width,), torch.nan, device=DEVICE)
     sums = [nan.clone() if mark else None for mark in marks[1:]]
     for _ in range(2):
         before = [None if s is None else s.clone() for s in sums]
-        for launch in norms.norm_bwd(dy, x, stats, weight, add, dx, *sums, target()):
+        for launch in norms.norm_bwd(
+            NormSpec(kind=kind), dy, x, stats, weight, add, dx, *sums, target()
+        ):
             launch.run()
     for first, second in zip(before, sums, strict=True):
         assert first is None or torch.equal(first, second), "no sum depends on the run"
@@ -196,8 +200,9 @@ def test_gated(act, dtype, wants):
     dup = poisoned(rows, width, dtype) if wants != "gate" else None
     given = None if wants == "up" else up
     pointwise.gated_bwd(dy, gate, given, act, keep, dgate, dup).run()
-    args = (*double(dy, gate, given), act, wide(keep), False, wants != "gate")
-    for found, true in zip((dgate, dup), EAGER.gated_bwd(*args), strict=True):
+    marks = (wants != "up", wants != "gate")
+    exact = activation_bwd(act, *double(dy, gate, given), wide(keep), False, marks)
+    for found, true in zip((dgate, dup), exact, strict=True):
         assert (found is None) == (true is None)
         if found is not None:
             check_written(found)
@@ -221,30 +226,33 @@ def test_rotary(heads, dtype, interleaved, norm):
     x, dy = (misaligned(normal(dtype, rows, (nhead + 2 * kv_heads) * width)) for _ in range(2))
     angle = normal(torch.float32, seq_len, rotated // 2, scale=3.0)
     weights = normal(dtype, 2, width, shift=1.0).unbind() if norm else (None, None)
-    call = RotaryCall(
-        nhead, kv_heads, angle.cos(), angle.sin(), interleaved, *weights, 1e-6, 7, seq_len
-    )
+    spec = AttentionSpec(
+        num_heads=nhead, num_kv_heads=kv_heads, head_dim=width, scale=1.0,
+        rotary=RotarySpec(interleaved=interleaved),
+        head_norm=NormSpec(kind="rms_norm", eps=1e-6) if norm else None,
+    )  # fmt: skip
+    call = RotaryCall(angle.cos(), angle.sin(), *weights, 7, seq_len)
     exact = dataclasses.replace(
         call, **dict(zip(("cos", "sin", "q_weight", "k_weight"),
                          double(call.cos, call.sin, *weights), strict=True)),
     )  # fmt: skip
     y, same = poisoned(*x.shape, dtype), x.clone()
-    rotary.rotary_fwd(x, call, y, target()).run()
-    rotary.rotary_fwd(same, call, same, target()).run()
+    rotary.rotary_fwd(spec, x, call, y, target()).run()
+    rotary.rotary_fwd(spec, same, call, same, target()).run()
     check_written(y)
-    check_error(y, rotary_fwd(x.double(), exact))
+    check_error(y, rotary_fwd(spec, x.double(), exact))
     assert torch.equal(same, y), "in place has the same bits"
     dx, same = poisoned(*x.shape, dtype), dy.clone()
     sums = [torch.full((width,), torch.nan, device=DEVICE) for _ in "qk"] if norm else []
     given = x.double() if norm else None
-    expected = rotary_bwd(dy.double(), given, exact, (True, norm, norm), False)
+    expected = rotary_bwd(spec, dy.double(), given, exact, (True, norm, norm), False)
     for into, made in ((dx, dy), (same, same)):
         before = [s.clone() for s in sums]
         if norm:
-            for launch in rotary.rotary_norm_bwd(made, x, call, into, *sums, target()):
+            for launch in rotary.rotary_norm_bwd(spec, made, x, call, into, *sums, target()):
                 launch.run()
         else:
-            rotary.rotary_fwd(made, call, into, target(), back=True).run()
+            rotary.rotary_fwd(spec, made, call, into, target(), back=True).run()
     assert torch.equal(same, dx), "in place has the same bits"
     assert all(map(torch.equal, before, sums)), "no sum depends on the run"
     check_written(dx)
@@ -275,8 +283,9 @@ def test_more_elements_than_32_bits_count(kernel):
         x = normal(BF16, 4096, width).repeat(-(-rows // 4096), 1)[:rows]
         if kernel == "norm":
             stats = empty_stats("rms_norm", rows)
-            norms.norm_fwd(x, None, None, None, None, 1e-5, None, y, stats, False).run()
-            exact = norm_fwd(NormSpec(kind="rms_norm"), x[part].double(), None, None)[0]
+            spec = NormSpec(kind="rms_norm")
+            norms.norm_fwd(spec, x, None, None, None, None, None, y, stats, False).run()
+            exact = norm_fwd(spec, x[part].double(), None, None)[0]
         elif kernel == "act_fwd":
             pointwise.act_fwd(x, "gelu", None, y).run()
             exact = activation_fwd("gelu", None, x[part].double(), None)

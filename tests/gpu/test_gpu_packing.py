@@ -16,18 +16,19 @@ from gpu_checks import (
 
 from fused_remat import FusedRematCausalLayer, FusedRematLayer, formats, random
 from fused_remat.steps.activation import activation_bwd, activation_fwd
+from fused_remat.steps.fused import mlp_up_fwd
 from fused_remat.steps.storage import dequantize, quantize
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fused_remat.execution.choose import ops_for
+from fused_remat.execution import choose
 from fused_remat.formats import Packed
 from fused_remat.steps.storage import Packing
 from fused_remat.triton import pointwise, storage
 
 pytestmark = pytest.mark.gpu
 ids = {"ids": lambda value: str(value).removeprefix("torch.").replace(" ", "")}
-TRITON = ops_for("triton", torch.empty(1))
+TRITON = choose._table("triton")
 # Rows and width: whole blocks, not, less than one, one element.
 SHAPES = [(4096, 8192), (1030, 1000), (515, 63), (1, 1)]
 TINY = {4096: (40, 128), 1030: (7, 130), 515: (5, 63), 1: (1, 1)}
@@ -121,17 +122,18 @@ def test_products_pack_what_their_activation_is_of(shape, p, stored):
     m, n, k = sized(*shape, tiny=(17, 130, 24))
     x, (gate, up) = normal(BF16, m, k), (normal(BF16, n, k, scale=k**-0.5) for _ in range(2))
     bias, keep, how = normal(BF16, n), keep_of(m, n, p) if p else None, packing(stored, m, n)
-    given = x, up, bias, "gelu", keep
-    pre, y, _ = TRITON.linear_act_fwd(*given, True)
+    given = "gelu", x, None, (up, bias), keep
+    y, (pre,), _ = TRITON[mlp_up_fwd](*given, (True,), (None,))
     for wants in (False, True):
-        found, same, parts = TRITON.linear_act_fwd(*given, wants, how)
-        assert torch.equal(y, same) and torch.equal(y, TRITON.linear_act_fwd(*given, False)[1])
+        same, (found,), (parts,) = TRITON[mlp_up_fwd](*given, (wants,), (how,))
+        assert torch.equal(y, same)
+        assert torch.equal(y, TRITON[mlp_up_fwd](*given, (False,), (None,))[0])
         assert (found is not None) == wants and (found is None or torch.equal(found, pre))
         check_parts(parts, TRITON[quantize](pre, how))
-    given = x, (gate, bias), (up, None), "silu", keep
-    y, pres, _ = TRITON.gated_linear_act_fwd(*given, (True, True))
-    assert torch.equal(y, TRITON.gated_linear_act_fwd(*given)[0])
-    same, nothing, parts = TRITON.gated_linear_act_fwd(*given, packings=(how, how))
+    given = "silu", x, (gate, bias), (up, None), keep
+    y, pres, _ = TRITON[mlp_up_fwd](*given, (True, True), (None, None))
+    assert torch.equal(y, TRITON[mlp_up_fwd](*given, (False, False), (None, None))[0])
+    same, nothing, parts = TRITON[mlp_up_fwd](*given, (False, False), (how, how))
     assert torch.equal(y, same) and nothing == (None, None)
     for pre, packed in zip(pres, parts, strict=True):
         check_parts(packed, TRITON[quantize](pre, how))

@@ -3,6 +3,16 @@
 import pytest
 from quick_interpreter import quicken
 
+from fused_remat.execution import choose
+
+
+@pytest.fixture(autouse=True)
+def _choices_are_forgotten():
+    """Tests replace the tables by which an implementation is chosen."""
+    choose.forget()
+    yield
+    choose.forget()
+
 
 @pytest.fixture
 def floats_are_tensors(monkeypatch):

@@ -160,7 +160,7 @@ def test_explain_names_kernels_and_reasons():
 
 def test_what_the_kernels_cannot_do_falls_back_with_one_warning():
     x = torch.randn(2, 5, 24, dtype=torch.float64)
-    choose._ops_for.cache_clear()
+    choose.forget()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

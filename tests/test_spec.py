@@ -1,0 +1,211 @@
+"""Blocks that no layer has, from their description: what they compute, keep and are called."""
+
+import inspect
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiers import pairwise
+
+from fused_remat import Policy, autograd, ops
+from fused_remat.blocks.recipe import graph_of
+from fused_remat.graph.build import BlockBuilder, block_graph
+from fused_remat.policies import ALL_RUNGS, kept_names
+from fused_remat.spec import (
+    KINDS,
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    LoraSpec,
+    MLPSpec,
+    NormSpec,
+    ParallelSpec,
+    nn_layer_spec,
+    transformer_spec,
+)
+
+B, S, D, H, HIDDEN = 2, 5, 8, 2, 12
+ATTENTION = AttentionSpec(
+    num_heads=H, num_kv_heads=H, head_dim=D // H, scale=(D // H) ** -0.5, window=(-1, 0)
+)
+MLP = MLPSpec(activation="gelu")
+GATED = MLPSpec(activation="silu", gated=True)
+UPDATE = (LoraSpec(layer="k", scale=1.0),)
+NORM, RMS = NormSpec(), NormSpec(kind="rms_norm")
+
+
+def parallel(second_norm, mlp=MLP, dropout=0.0):
+    """Attention and an MLP side by side: of one norm (GPT-J), or of two (GPT-NeoX)."""
+    attention = BranchSpec(op=ATTENTION, norm=NORM, dropout=dropout)
+    beside = BranchSpec(op=mlp, norm=second_norm, dropout=dropout, parallel=True)
+    return BlockSpec(kind="beside", branches=(attention, beside))
+
+
+def mlp_first():
+    """x + mlp(norm(x)), then attention, without a norm of its own."""
+    branches = (BranchSpec(op=GATED, norm=RMS), BranchSpec(op=ATTENTION))
+    return BlockSpec(kind="mlp_first", branches=branches)
+
+
+SPECS = {
+    "one norm": parallel(None),
+    "one norm, gated": parallel(None, GATED),
+    "two norms": parallel(RMS),
+    "mlp first": mlp_first(),
+}
+
+
+def weights_of(spec):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {n: (D,) for n in spec.norms} | spec.linear_shapes(D, HIDDEN)
+    weights = {f"{name}.weight": shape for name, shape in shapes.items()}
+    weights |= {f"{name}.bias": shape[:1] for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for name, shape in weights.items()
+    }
+
+
+def plain(spec, x, w):
+    """The same in plain PyTorch."""
+
+    def linear(name, x):
+        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def attention(x):
+        q, k, v = (t.unflatten(-1, (H, -1)).transpose(1, 2) for t in linear("qkv", x).chunk(3, -1))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return linear("proj", heads.transpose(1, 2).flatten(2))
+
+    def mlp(x):
+        gate = F.silu(linear("gate", x)) if "gate.weight" in w else None
+        up = linear("fc1", x)
+        return linear("fc2", F.gelu(up) if gate is None else gate * up)
+
+    def norm(name, kind, x):
+        if kind == "layer_norm":
+            return F.layer_norm(x, (D,), w[f"{name}.weight"], w[f"{name}.bias"])
+        return F.rms_norm(x, (D,), w[f"{name}.weight"], 1e-5) + w[f"{name}.bias"]
+
+    stream = before = read = x
+    for i, branch in enumerate(spec.branches, 1):
+        before = before if branch.parallel else stream
+        if branch.norm is not None:
+            read = norm(f"norm{i}", branch.norm.kind, before)
+        elif not branch.parallel:
+            read = stream
+        stream = stream + (mlp if isinstance(branch.op, MLPSpec) else attention)(read)
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    pairwise(list(SPECS), ["full", "lean", "balanced", "fast", "none", "up", "act", "norm1"]),
+)
+def test_a_block_computes_its_description_in_every_policy(name, policy):
+    spec = SPECS[name]
+    graph, weights = block_graph(spec), weights_of(spec)
+    x = torch.randn(B, S, D, dtype=torch.float64).requires_grad_()
+    leaves = [x, *weights.values()]
+    policy = policy if policy in ALL_RUNGS else Policy(save={policy})
+    y = autograd.run_block(graph, policy, {"input": x, **weights})
+    expected = plain(spec, x, weights)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    for got, e in zip(
+        torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True
+    ):
+        torch.testing.assert_close(got, e)
+
+
+def test_dropout_of_parallel_branches_is_the_same_in_every_policy():
+    spec = parallel(None, MLPSpec(activation="gelu", dropout=0.2), dropout=0.3)
+    weights, found = weights_of(spec), []
+    x, seed = torch.randn(B, S, D, dtype=torch.float64), torch.tensor(3)
+    for policy in ("full", "lean", "none"):
+        tensors = {"input": x.requires_grad_(), "seed": seed, **weights}
+        y = autograd.run_block(block_graph(spec), policy, tensors)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *weights.values()])])
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+def test_presets_know_a_new_block_by_the_roles_of_its_activations():
+    graph = block_graph(SPECS["one norm, gated"])
+    assert graph.roles == {
+        "heads": ("qkv",), "attention": ("attn",), "stream": ("mid",), "hidden": ("gate", "up"),
+        "last normed": (),
+    }  # fmt: skip
+    kept = [kept_names(preset, graph) for preset in ("lean", "balanced", "fast", "none")]
+    assert kept[0] == {"attn"}
+    assert all(fewer < more for fewer, more in itertools.pairwise(kept))
+    assert kept_names("fast8", graph) == {"attn", "mid", "qkv:int8", "gate:int8", "up:int8"}
+
+
+def test_ranks_gather_what_parallel_branches_read_once():
+    place = ParallelSpec(group="group", size=2, rank=1, sequence=True)
+    for branches in (SPECS["one norm"].branches, SPECS["one norm"].branches[::-1]):
+        spec = BlockSpec(kind="beside", branches=branches).on_rank(place)
+        gathered = [
+            n.name for n in block_graph(spec).nodes if n.name.endswith((".all", ".ordered"))
+        ]
+        assert len(gathered) == (1 if branches[1].parallel else 2)
+
+
+def test_specs_as_text():
+    specs = [
+        *SPECS.values(),
+        nn_layer_spec(False, 2, 4, "relu", (1e-5,) * 3, 0.1, memory_masks=("padding",)),
+        transformer_spec(
+            "rms_norm", 1e-6, "silu", gated=True, rotary=True, qk_norm_eps=1e-6, num_heads=4,
+            num_kv_heads=2, head_dim=4, scale=0.5, window=(3, 0), masks=("lengths",),
+            loras=(LoraSpec(layer="qkv", scale=2.0, dtype=torch.float32),),
+        ),
+    ]  # fmt: skip
+    for spec in specs:
+        graph = block_graph(spec)
+        assert graph_of(graph.recipe) is graph
+        assert graph.digest == graph_of(graph.recipe).digest
+
+
+def test_the_kinds_of_blocks_are_known_beforehand():
+    for name in KINDS:
+        assert hasattr(torch.ops.fused_remat, name)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BranchSpec(op=MLP, placement="mid"), "placement must be 'pre', 'post' or 'sand"),
+        (lambda: block_graph(BlockSpec(kind="two", branches=(BranchSpec(op=MLP),) * 2)),
+         "two steps of a block make 'up'"),
+        (lambda: block_graph(nn_layer_spec(True, 2, 4, "gelu", loras=UPDATE)),
+         "no layer 'k' to update; valid: qkv, proj, fc1, fc2"),
+        (lambda: BlockSpec(kind="mlp", branches=(BranchSpec(op=MLP),)).attention, "no attention"),
+        (lambda: replace(ATTENTION, align="start", window=(1, 0)), "align='start'"),
+    ],
+)  # fmt: skip
+def test_descriptions_that_make_no_block(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_steps_have_names_of_their_own():
+    b = BlockBuilder()
+    b.norm("norm", "input", NORM)
+    with pytest.raises(ValueError, match="two steps of a block make 'norm'"):
+        b.norm("norm", "input", NORM)
+
+
+def test_functions_list_and_check_the_options_of_attention():
+    for op in (ops.attention, ops.attention_block, ops.causal_block):
+        shown = inspect.signature(op).parameters
+        assert [shown[n].default for n in ("window", "scale", "softcap")] == [(-1, -1), None, 0.0]
+        assert "options" not in shown
+    q = torch.randn(1, H, S, 4)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'softcaps'"):
+        ops.attention(q, q, q, softcaps=1.0)
+    with pytest.raises(ValueError, match="softcap must be positive"):
+        ops.attention(q, q, q, softcap=-1.0)
