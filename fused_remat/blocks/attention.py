@@ -83,7 +83,7 @@ class Attention(Node):
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         q, k, v = self._heads(f)
-        attn, lse = f.ops[attention_fwd](q, k, v, self.spec, self.call(f, q, k, ()), out)
+        attn, lse = f.ops[attention_fwd](q, k, v, self.call(f, q, k, ()), out)
         f.put(self.name, attn)
         f.put(self.stats[0], lse)
 
@@ -97,7 +97,7 @@ class Attention(Node):
         wanted = any(name in wants for name in self.inputs)
         grads, heads = self._buffers(f) if wanted else ({}, None)
         stats = f[self.name], f[self.stats[0]]
-        f.ops[attention_bwd](dy, q, k, v, *stats, self.spec, call, heads)
+        f.ops[attention_bwd](dy, q, k, v, *stats, call, heads)
         for name, grad in grads.items():
             if name in wants:
                 f.add_grad(name, grad, owned=True)
@@ -131,7 +131,7 @@ class Attention(Node):
         """
         run, (batch, _, q_len, _), kv_len = f.run, q.shape, k.shape[2]
         if self._bare:
-            return AttentionCall(batch, q_len, kv_len)
+            return AttentionCall(self.spec, batch, q_len, kv_len)
         mask = padding = dmask = dpadding = None
         if self.mask:
             mask = self._of_group(f, run.tensors[self.mask])
@@ -140,6 +140,7 @@ class Attention(Node):
             padding = _rows_of_group(f, run.tensors[self.padding])
             dpadding = _rows_of_group(f, _mask_grad(f, self.padding, wants))
         return AttentionCall(
+            self.spec,
             batch,
             q_len,
             kv_len,

@@ -28,7 +28,8 @@ from fused_remat.formats import (
     split_name,
 )
 from fused_remat.steps.activation import activation_bwd
-from fused_remat.steps.attention import attention_bwd, attention_key
+from fused_remat.steps.attention import attention_bwd
+from fused_remat.steps.attention_library import attention_key
 from fused_remat.steps.storage import Packing, dequantize, quantize
 
 
@@ -222,7 +223,7 @@ class _LoadsHeads(_Loads, Attention):
         for name in self.inputs:
             samples.setdefault(name, f.empty(name))
         q, k, v = self._loaded_heads(samples)
-        return attention_bwd, attention_key(q, k, v, self.spec, self.call(samples, q, k, ()))
+        return attention_bwd, attention_key(q, v, self.call(samples, q, k, ()), k)
 
     def _of(self, f: Frame, name: str, *heads: int) -> list[LoadedHeads]:
         """Side by side in the activation `name`, these numbers of heads."""

@@ -59,12 +59,12 @@ class Rotary(Node):
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         x = f[self.x]
-        f.put(self.name, f.ops[rotary_fwd](self.spec, x, self.call(f), x if self.in_place else out))
+        f.put(self.name, f.ops[rotary_fwd](x, self.call(f), x if self.in_place else out))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         x = f[self.x] if self.q_weight else None
         marks = (self.x in wants, self.q_weight in wants, self.k_weight in wants)
-        dx, dq_weight, dk_weight = f.ops[rotary_bwd](self.spec, dy, x, self.call(f), marks, owned)
+        dx, dq_weight, dk_weight = f.ops[rotary_bwd](dy, x, self.call(f), marks, owned)
         if dx is not None:
             f.add_grad(self.x, dx, owned=True)
         if dq_weight is not None:
@@ -76,4 +76,4 @@ class Rotary(Node):
         """The tables and weights for the frame's tokens."""
         param = f.param
         tables = param(self.cos), param(self.sin), param(self.q_weight), param(self.k_weight)
-        return RotaryCall(*tables, f.first_row(self.x), f.run.prepared.lengths[self.x])
+        return RotaryCall(self.spec, *tables, f.first_row(self.x), f.run.prepared.lengths[self.x])
