@@ -336,13 +336,7 @@ def _says(key: AttentionKey, *_: Any, **__: Any) -> str:
 
 
 @faster(attention.attention_fwd, "triton", why_not=_why_not_fwd, says=_says)
-def attention_fwd_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: AttentionCall,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention_fwd_triton(q, k, v, call, out=None):
     if out is None:
         shape = (call.batch * call.q_len, call.spec.num_heads * v.shape[-1])
         out = torch.empty(shape, dtype=q.dtype, device=q.device)
@@ -354,16 +348,7 @@ def attention_fwd_triton(
 
 
 @faster(attention.attention_bwd, "triton", why_not=_why_not_bwd, says=_says)
-def attention_bwd_triton(
-    dattn: Tensor,
-    q: LoadedHeads,
-    k: LoadedHeads,
-    v: LoadedHeads,
-    attn: Tensor,
-    lse: Tensor,
-    call: AttentionCall,
-    grads: Heads | None,
-) -> None:
+def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
     packed = any(isinstance(x, PackedHeads) for x in (q, k, v))
     by_aten = packed and _why_not_fwd(attention_key(q, v, call, k)) is not None
     if packed and (by_aten or not all(map(reads, (q, k, v)))):

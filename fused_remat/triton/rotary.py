@@ -146,20 +146,14 @@ def rotary_norm_bwd(
 
 
 @faster(rotary.rotary_fwd, "triton", why_not=_why_not, says="kernel rotary_fwd")
-def rotary_fwd_triton(x: Tensor, call: RotaryCall, out: Tensor | None = None) -> Tensor:
+def rotary_fwd_triton(x, call, out=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     rotary_fwd(x, call, y, target_of(x.device)).run()
     return y
 
 
 @faster(rotary.rotary_bwd, "triton", why_not=_why_not, says="kernel rotary_norm_bwd")
-def rotary_bwd_triton(
-    dy: Tensor,
-    x: Tensor | None,
-    call: RotaryCall,
-    needs_grad: tuple[bool, ...],
-    owned: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def rotary_bwd_triton(dy, x, call, needs_grad, owned):
     dx, target = None, target_of(dy.device)
     if needs_grad[0]:
         in_place = owned and dy.is_contiguous()

@@ -133,7 +133,7 @@ def test_who_serves(options, monkeypatch):
     q, k, v = (normal(BF16, B, H, S, E) for _ in range(3))
     plain = attention_call(B, H, S, E)
     ops.attention(q, k, v)
-    why = tables.why_own_attention(target(), attention_key(q, k, v, *plain))
+    why = tables.why_own_attention(target(), attention_key(q, v, plain))
     assert bool(seen) == (why is not None)
     seen.clear()
     ops.attention(q, k, v, **MASKED[options]())
