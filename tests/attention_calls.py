@@ -1,4 +1,4 @@
-"""Calls of the attention operations, as the tests write them: a spec and what goes with it."""
+"""Calls of the attention operations, as the tests write them."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ def attention_call(
     right: int = -1,
     p: float = 0.0,
     **options: Any,
-) -> tuple[AttentionSpec, AttentionCall]:
-    """The spec and the call over (B, H, Hkv, S_q, S_k, E), without anything but for the options."""
+) -> AttentionCall:
+    """A call over (B, H, Hkv, S_q, S_k, E), without anything but for the options."""
     batch, heads, kv_heads, q_len, kv_len, width = sizes
     given = {name: options.pop(name) for name in OF_SPEC if name in options}
     spec = AttentionSpec(
         num_heads=heads, num_kv_heads=kv_heads, head_dim=width, window=(left, right), dropout=p,
         scale=width**-0.5 if scale is None else scale, **given,
     )  # fmt: skip
-    return spec, AttentionCall(batch, q_len, kv_len, **options)
+    return AttentionCall(spec, batch, q_len, kv_len, **options)

@@ -26,11 +26,6 @@ LEAVES = (
     "uncompiled",
     "version",
 )
-NODES = (
-    "blocks.nodes", "blocks.attention", "blocks.lora", "blocks.packing", "blocks.parallel",
-    "blocks.pointwise",
-    "blocks.projections", "blocks.rotary",
-)  # fmt: skip
 
 # What may be imported of the package, by room or file. The longest prefix of a file's name is its
 # row, and a file with no row fails until it is placed. A room stands for everything in it.
@@ -91,30 +86,16 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "report.plot": (),
     "report.saved": ("autograd", "blocks"),
     "report.step": ("autograd", "layers", "memory", "report.saved"),
-    # The graph's declarations know no backend and not how they are run.
-    "blocks.program": ("blocks.fusions", "blocks.nodes", *LEAVES),
-    "blocks.fusions": ("blocks.frame", *NODES, "steps"),
-    **dict.fromkeys(NODES, ("blocks.custom", "blocks.frame", *NODES, "steps", *LEAVES)),
-    "blocks.parallel": (*NODES, "blocks.frame", "steps", *LEAVES),
-    "blocks.frame": ("steps", *LEAVES),
-    "blocks.custom": (),
+    # Graphs know no backend and not how they are run.
+    "blocks.program": ("blocks.fusions", "steps", *LEAVES),
+    "blocks.fusions": ("steps",),
     "blocks.recipe": ("blocks.program", "spec"),
     "blocks.reread": (),
+    "blocks.in_formats": ("blocks.program", "blocks.recipe", "steps", *LEAVES),
+    "blocks.mixed": ("blocks.program", "blocks.recipe", "steps"),
+    "graph.build": ("blocks.program", "blocks.recipe", "steps", *LEAVES),
     "explain": (*LINE, "report", *LEAVES),
-    "blocks.in_formats": ("blocks.program", "blocks.recipe", *NODES, *LEAVES),
-    "blocks.mixed": ("blocks.frame", "blocks.program", "blocks.recipe", *NODES, "steps"),
-    "graph": (),
-    "graph.build": ("blocks.program", "blocks.recipe", *NODES, *LEAVES),
-    "blocks.cross_entropy": (
-        "collectives",
-        "spec",
-        "steps",
-        "blocks.frame",
-        "blocks.nodes",
-        "blocks.program",
-        "blocks.recipe",
-    ),
-    # Operations know no backend; triton registers its own, and is imported when it is asked for.
+    # Steps know no backend; triton registers its own, and is imported when it is asked for.
     "steps": ("steps", *LEAVES),
     "triton": ("kernels", "steps", "triton", *LEAVES),
     "execution": ("steps", "triton"),

@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat.execution.choose import choose
 from fused_remat.steps import attention_library
-from fused_remat.steps.attention import attention_fwd, attention_key
+from fused_remat.steps.attention import attention_fwd
+from fused_remat.steps.attention_library import attention_key
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
@@ -28,8 +29,8 @@ def route(monkeypatch, dtype=torch.bfloat16, heads=(4, 4), width=64, s=(64, 64),
         k = v = torch.empty(2, heads[1], s[1], width, dtype=dtype, device="cuda")
         made = {name: make() if callable(make) else make for name, make in options.items()}
         call = attention_call((2, *heads, *s, width), **{"scale": 0.125, **made})
-        key = attention_key(q, k, v, *call)
-        return choose(attention_fwd, "triton", key).reason(q, k, v, *call)
+        key = attention_key(q, v, call)
+        return choose(attention_fwd, "triton", key).reason(q, k, v, call)
 
 
 def fake(*shape, dtype=torch.bool):

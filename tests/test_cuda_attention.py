@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fused_remat.steps import attention_library
 
 
-def why_not(q, spec, call):
+def why_not(q, call):
     """Why no kernel on CUDA devices serves."""
-    return attention_library._why_not_cuda(q, spec, call, call.masked)
+    return attention_library._why_not_cuda(attention_library.attention_key(q, q, call))
 
 
 def call_of(q_len, kv_len, mask=None, padding=None):
-    """The spec and the call, true where a bool mask excludes."""
+    """A call, true where a bool mask excludes."""
     sizes = (2, 4, 4, q_len, kv_len, 64)
     means = {"true_means": "exclude"}
     return attention_call(sizes, scale=0.125, mask=mask, padding=padding, **means)
@@ -34,8 +34,8 @@ def test_kernels_are_called_as_their_schemas_say(name, dtype, monkeypatch):
         k, v = (torch.empty(2, 4, 50, 64, dtype=dtype, device="cuda") for _ in range(2))
         mask = torch.empty(33, 50, device="cuda") if "masked" in name else None
         call = call_of(33, 50, mask)
-        attn, lse = attention_library.cuda_forward(q, k, v, *call, mask)
-        grads = attention_library.cuda_backward(attn, q, k, v, attn, lse, *call, mask)
+        attn, lse = attention_library.cuda_forward(q, k, v, call, mask)
+        grads = attention_library.cuda_backward(attn, q, k, v, attn, lse, call, mask)
     assert attn.shape == q.shape and attn.dtype == dtype
     assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
@@ -59,7 +59,7 @@ def test_backward_gives_kernels_dense_lse_and_output(name, monkeypatch):
     half = slice(None, None, 2)
     call = call_of(33, 33)
     attention_library.cuda_backward(o[:, half], q[:, half], q[:, half], q[:, half], o[:, half],
-                                    lse[:, half], *call, None)  # fmt: skip
+                                    lse[:, half], call, None)  # fmt: skip
     assert seen == [True]
 
 
@@ -103,15 +103,15 @@ def test_a_16_bit_mask_that_is_not_far_from_0_stays_exact():
     ],
 )
 def test_reasons(q, call, words):
-    assert words in why_not(q, *call)
+    assert words in why_not(q, call)
 
 
 def test_a_mask_is_not_for_deterministic_mode():
     q, mask = torch.empty(1, 1, 4, 64), torch.zeros(4, 4)
-    assert why_not(q, *call_of(4, 4, mask)) is None
+    assert why_not(q, call_of(4, 4, mask)) is None
     torch.use_deterministic_algorithms(True)
     try:
-        assert "any order" in why_not(q, *call_of(4, 4, mask))
+        assert "any order" in why_not(q, call_of(4, 4, mask))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -119,7 +119,7 @@ def test_a_mask_is_not_for_deterministic_mode():
 def test_reference_scores_of_a_masked_call():
     """The merged mask that the kernels get is the sum of both of the call's."""
     mask, padding = torch.randn(4, 4), torch.tensor([[False, True, False, False]] * 2)
-    merged = attention_library._merged_mask(*call_of(4, 4, mask, padding), torch.bfloat16)
+    merged = attention_library._merged_mask(call_of(4, 4, mask, padding), torch.bfloat16)
     assert merged.dtype == torch.float32
     expected = mask.masked_fill(padding[:, None, None, :], -torch.inf)
     assert torch.equal(merged, expected.expand(merged.shape))

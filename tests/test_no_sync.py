@@ -282,11 +282,11 @@ def test_atens_kernels_on_cuda(name, monkeypatch):
             masks = [{"mask": empty(S, S), "true_means": "exclude"}, {"mask": empty(B, 1, S, S)}]
         for given in masks:
             call = attention_call((B, H, H, S, S, 64), **given)
-            assert attention_library.why_not(heads[0], heads[2], *call) is None
-            attention_fwd(*heads, *call)
-            mask = call[1].mask
-            attn, lse = attention_library.cuda_forward(*heads, *call, mask)
-            attention_library.cuda_backward(attn, *heads, attn, lse, *call, mask)
+            assert attention_library.why_not_call(heads[0], heads[2], call) is None
+            attention_fwd(*heads, call)
+            mask = call.mask
+            attn, lse = attention_library.cuda_forward(*heads, call, mask)
+            attention_library.cuda_backward(attn, *heads, attn, lse, call, mask)
 
 
 def test_a_fake_tensor_has_no_values():

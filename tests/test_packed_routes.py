@@ -103,8 +103,8 @@ def call_of(q, k, cu_q, cu_k, right=-1):
 def test_logsumexp_is_of_the_whole_in_order(dtype, right):
     """(H, S_q), with +inf for rows that see no key: of no sequence too."""
     q, k, v = (t.detach() for t in heads(12, 13, dtype=dtype))
-    spec, call = call_of(q, k, [1, 3, 9, 9, 11], [0, 2, 5, 8, 12], right)
-    attn, lse = attention_fwd(q, k, v, spec, call)
+    call = call_of(q, k, [1, 3, 9, 9, 11], [0, 2, 5, 8, 12], right)
+    attn, lse = attention_fwd(q, k, v, call)
     seen = visible_packed(call.cu_q, call.cu_k, (12, 13), (-1, -1), right == 0)
     scores = 0.5 * q.double() @ k.double().repeat_interleave(2, 1).mT
     expected = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
@@ -114,7 +114,7 @@ def test_logsumexp_is_of_the_whole_in_order(dtype, right):
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(lse.double(), expected[0], **tolerance)
     out = torch.empty_like(attn)
-    assert attention_fwd(q, k, v, spec, call, out)[0] is out and torch.equal(out, attn)
+    assert attention_fwd(q, k, v, call, out)[0] is out and torch.equal(out, attn)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_bounds_that_do_not_fit_raise_where_they_are_read(cu_q, cu_k, message):
     """On a GPU the op does not check them."""
     q, k, v = (t.detach() for t in heads(12, 13))
     with pytest.raises(ValueError, match=message):
-        attention_fwd(q, k, v, *call_of(q, k, cu_q, cu_k))
+        attention_fwd(q, k, v, call_of(q, k, cu_q, cu_k))
 
 
 # --- transients

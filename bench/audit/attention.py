@@ -80,7 +80,7 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def call_of(width: int, given: dict[str, Any]) -> tuple[AttentionSpec, AttentionCall]:
+def call_of(width: int, given: dict[str, Any]) -> AttentionCall:
     """A call that sees everything, but for what is given."""
     rest = {"batch": _B, "q_len": _S, "kv_len": _S} | given
     window = rest.pop("left", -1), rest.pop("right", -1)
@@ -89,24 +89,22 @@ def call_of(width: int, given: dict[str, Any]) -> tuple[AttentionSpec, Attention
         window=window, softcap=rest.pop("softcap", 0.0), dropout=rest.pop("p", 0.0),
         true_means="exclude",
     )  # fmt: skip
-    return spec, AttentionCall(**rest)
+    return AttentionCall(spec, **rest)
 
 
-def _counts(spec: AttentionSpec) -> tuple[int, int, int]:
-    return spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
+def _counts(call: AttentionCall) -> tuple[int, int, int]:
+    return call.spec.num_heads, call.spec.num_kv_heads, call.spec.num_kv_heads
 
 
-def _heads(spec: AttentionSpec, call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _heads(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """q, k and v as views of one packed projection."""
-    packed = _meta(dtype, call.batch, call.q_len, sum(_counts(spec)), spec.head_dim)
-    return packed.transpose(1, 2).split_with_sizes(_counts(spec), 1)
+    packed = _meta(dtype, call.batch, call.q_len, sum(_counts(call)), call.spec.head_dim)
+    return packed.transpose(1, 2).split_with_sizes(_counts(call), 1)
 
 
-def _packed(
-    spec: AttentionSpec, call: AttentionCall, dtype: torch.dtype, stored: str
-) -> tuple[PackedHeads, ...]:
+def _packed(call: AttentionCall, dtype: torch.dtype, stored: str) -> tuple[PackedHeads, ...]:
     """The same, kept in a format."""
-    counts, width = _counts(spec), spec.head_dim
+    counts, width = _counts(call), call.spec.head_dim
     rows, columns = call.batch * call.q_len, sum(counts) * width
     form = FORMATS[stored]
     codes = _meta(form.dtype, rows, form.code_width(columns))
@@ -125,14 +123,14 @@ def launches_of(
     """Every launch of a forward and a backward, by its kernel's name; of dk and dv, which one."""
     given = dict(given)
     stored = given.pop("stored", None)
-    spec, call = call_of(width, given)
-    q, k, v = _heads(spec, call, dtype)
-    dq, dk, dv = _heads(spec, call, dtype)
-    out = _meta(dtype, call.batch * call.q_len, spec.num_heads * width)
-    lse = _meta(torch.float32, call.batch, spec.num_heads, call.q_len)
-    found = [] if stored else list(attention.forward(q, k, v, spec, call, out, lse, at))
-    loaded = _packed(spec, call, dtype, stored) if stored else (q, k, v)
-    found += attention.backward(out, *loaded, out, lse, spec, call, (dq, dk, dv), at)
+    call = call_of(width, given)
+    q, k, v = _heads(call, dtype)
+    dq, dk, dv = _heads(call, dtype)
+    out = _meta(dtype, call.batch * call.q_len, call.spec.num_heads * width)
+    lse = _meta(torch.float32, call.batch, call.spec.num_heads, call.q_len)
+    found = [] if stored else list(attention.forward(q, k, v, call, out, lse, at))
+    loaded = _packed(call, dtype, stored) if stored else (q, k, v)
+    found += attention.backward(out, *loaded, out, lse, call, (dq, dk, dv), at)
     for launch in found:
         names = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
         wanted = [w for w in ("dk", "dv") if names.get(f"{w}_ptr") is not None]

@@ -175,14 +175,13 @@ def shifted_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     launch, *_ = norms.norm_bwd(spec, y, x, stats, affine, x, y, _meta(FP32, width), None, at)
     yield Case(f"norm_bwd rms_norm {width} shifted", launch, True, False)
     nhead, kv_heads, width, rotated, _, _ = ROTARY["norm half"]
-    rotation = rotary_spec("norm half")
     x, y, z = (_meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
     cos, sin = (_meta(FP32, 2048, rotated // 2) for _ in range(2))
     weights = [_meta(FP32, width) for _ in range(2)]
-    call = RotaryCall(cos, sin, *weights, 0, 2048)
-    launch = rotary.rotary_fwd(rotation, x, call, y, at)
+    call = RotaryCall(rotary_spec("norm half"), cos, sin, *weights, 0, 2048)
+    launch = rotary.rotary_fwd(x, call, y, at)
     yield Case("rotary_fwd norm half shifted", launch, True, False)
-    launch, *_ = rotary.rotary_norm_bwd(rotation, y, x, call, z, *weights, at)
+    launch, *_ = rotary.rotary_norm_bwd(y, x, call, z, *weights, at)
     yield Case("rotary_norm_bwd norm half shifted", launch, True, False)
 
 
@@ -215,17 +214,17 @@ def rotary_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
         x, y, z = (_meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
         cos, sin = (_meta(torch.float32, 2048, rotated // 2) if rotated else None for _ in "cs")
         weights = (_meta(dtype, width), _meta(dtype, width)) if norm else (None, None)
-        spec, call = rotary_spec(name), RotaryCall(cos, sin, *weights, 0, 2048)
+        call = RotaryCall(rotary_spec(name), cos, sin, *weights, 0, 2048)
         for suffix, into in (("", y), (" in place", x)):
-            launch = rotary.rotary_fwd(spec, x, call, into, at)
+            launch = rotary.rotary_fwd(x, call, into, at)
             yield Case(f"rotary_fwd {name}{suffix}", launch, True, False)
         if not norm:
-            launch = rotary.rotary_fwd(spec, x, call, x, at, True)
+            launch = rotary.rotary_fwd(x, call, x, at, True)
             yield Case(f"rotary_bwd {name}", launch, True, False)
             continue
         sums = (_meta(torch.float32, width), _meta(torch.float32, width))
         for suffix, dx in (("", z), (" in place", y)):
-            launch, *_ = rotary.rotary_norm_bwd(spec, y, x, call, dx, *sums, at)
+            launch, *_ = rotary.rotary_norm_bwd(y, x, call, dx, *sums, at)
             yield Case(f"rotary_norm_bwd {name}{suffix}", launch, True, False)
 
 

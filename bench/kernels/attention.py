@@ -206,10 +206,11 @@ def triton(p: Attention) -> Ways:
 def kernel(p: Attention) -> Ways:
     """Our Triton kernels by themselves, whatever the library would take."""
     from bench.kernels.attention_launches import Kernels
-    from fused_remat.steps.attention import attention_key
+    from fused_remat.steps.attention_library import attention_key
     from fused_remat.triton.attention import why_not
 
-    reason = why_not(attention_key(*p.sets[0].values(), *p.call))
+    q, _, v = p.sets[0].values()
+    reason = why_not(attention_key(q, v, p.call))
     if reason is not None:
         raise Absent(reason)
     return {direction: Kernels(p, direction).way() for direction in DIRECTIONS}

@@ -34,7 +34,7 @@ class Kernels:
 
     def forward(self, index: int, tile: AttentionTile | None = None) -> list[Launch]:
         heads, saved = self.problem.sets[index].values(), index % len(self.outs)
-        given = *heads, *self.problem.call, self.outs[saved], self.lses[saved]
+        given = *heads, self.problem.call, self.outs[saved], self.lses[saved]
         return list(attention.forward(*given, self.target, tile))
 
     def launches(self, index: int, tile: AttentionTile | None = None) -> list[Launch]:
@@ -45,7 +45,7 @@ class Kernels:
         dout = problem.dys[index].transpose(1, 2).reshape(problem.rows)  # a view
         given = dout, *problem.sets[index].values(), self.outs[index], self.lses[index]
         tiles = None if tile is None else (tile, tile)
-        return list(attention.backward(*given, *problem.call, self.grads, self.target, tiles))
+        return list(attention.backward(*given, problem.call, self.grads, self.target, tiles))
 
     def way(
         self, tile: AttentionTile | None = None, kernel: str = "", optional: bool = False

@@ -164,7 +164,7 @@ class Attention(Problem):
         return hidden
 
     @functools.cached_property
-    def call(self) -> tuple[AttentionSpec, AttentionCall]:
+    def call(self) -> AttentionCall:
         """The same as our kernels are told."""
         form, options = self.form, {}
         if form.checkered:
@@ -179,7 +179,7 @@ class Attention(Problem):
             num_heads=self.nhead, num_kv_heads=self.kv_heads, head_dim=self.width,
             scale=self.width**-0.5, window=window, dropout=form.p,
         )  # fmt: skip
-        return spec, AttentionCall(self.batch, self.seq_len, self.seq_len, **options)
+        return AttentionCall(spec, self.batch, self.seq_len, self.seq_len, **options)
 
     # --- work and results
 
@@ -201,24 +201,24 @@ class Attention(Problem):
 
     def truth(self, direction: str) -> Results:
         """In blocks, for no sequence is too long for float64; with dropout, of `SEED`'s mask."""
-        return self._exact_of(direction, *self.call)
+        return self._exact_of(direction, self.call)
 
-    def _exact_of(self, direction: str, spec: AttentionSpec, call: AttentionCall) -> Results:
+    def _exact_of(self, direction: str, call: AttentionCall) -> Results:
         q, k, v = (t.double() for t in self.sets[0].values())
-        out, lse = attention_fwd(q, k, v, spec, call)
+        out, lse = attention_fwd(q, k, v, call)
         if direction == "fwd":
             return {"y": self.as_heads(out)}
         grads = self.heads(torch.empty(self.packed_shape, dtype=q.dtype, device=q.device))
         dy = self.dys[0].double().transpose(1, 2).reshape(out.shape)
-        attention_bwd(dy, q, k, v, out, lse, spec, call, grads)
+        attention_bwd(dy, q, k, v, out, lse, call, grads)
         gradients = dict(zip(("dq", "dk", "dv"), grads, strict=True))
         return gradients | {"y": self.as_heads(out)}
 
     def _without_and_with_dropout(self, direction: str) -> tuple[Results, Results]:
         if direction not in self._undropped:
-            spec, call = self.call
-            plain = dataclasses.replace(spec, dropout=0.0), call
-            self._undropped[direction] = self._exact_of(direction, *plain), self.truth(direction)
+            spec = dataclasses.replace(self.call.spec, dropout=0.0)
+            plain = dataclasses.replace(self.call, spec=spec)
+            self._undropped[direction] = self._exact_of(direction, plain), self.truth(direction)
         return self._undropped[direction]
 
     def truth_of(self, direction: str) -> Callable[[Results], Results] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,13 @@ from torch import Tensor
 from fused_remat.formats import LoadedHeads, Packed, PackedHeads
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps import attention_library, attention_rows, linear
-from fused_remat.steps.attention_rows import AttentionCall, bounds_of, varlen_sequences
+from fused_remat.steps.attention_library import attention_key, why_not, why_not_call
+from fused_remat.steps.attention_rows import (
+    AttentionCall,
+    AttentionKey,
+    bounds_of,
+    varlen_sequences,
+)
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 from fused_remat.steps.storage import heads_in_memory
@@ -29,123 +35,39 @@ if TYPE_CHECKING:
 Heads = tuple[Tensor, Tensor, Tensor]
 
 
-class AttentionKey(NamedTuple):
-    """What a choice between implementations of attention may depend on.
-
-    Attributes:
-        sizes: B, S_q, S_k, and the widths of a head in q, k and in v.
-        masks: the dtypes of mask and padding, None for each that is not there.
-        lengths, varlen: whether there are key lengths, and packed sequences.
-        mask_grad: as in `AttentionCall`.
-        in_rows: whether the elements of a row of q lie side by side.
-        packed: of q, k and v: the format, the width of a head and the first column of those that
-            are packed, None for the others; () where none is.
-        switches: `attention_library.switches`, on a CUDA device.
-    """
-
-    spec: AttentionSpec
-    sizes: tuple[int, int, int, int, int]
-    masks: tuple[torch.dtype | None, torch.dtype | None]
-    lengths: bool
-    varlen: bool
-    mask_grad: bool
-    dtype: torch.dtype
-    device: torch.device
-    in_rows: bool
-    packed: tuple[tuple[str, int, int] | None, ...]
-    switches: tuple[bool, ...]
-
-    def stand_ins(self) -> tuple[Tensor, Tensor, AttentionCall]:
-        """q, v and a call like those of the key, that take no memory."""
-        batch, q_len, kv_len, q_width, v_width = self.sizes
-        like: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-        q = torch.empty((1, 1, 1, q_width if self.in_rows else 2 * q_width), **like)
-        v = torch.empty((1, 1, 1, v_width), **like)
-        q = q if self.in_rows else q[..., ::2]
-
-        def zeros(dtype: torch.dtype | None, *shape: int) -> Tensor | None:
-            if dtype is None:
-                return None
-            return torch.zeros((1,) * len(shape), dtype=dtype, device=self.device).expand(shape)
-
-        call = AttentionCall(
-            batch, q_len, kv_len, zeros(self.masks[0], q_len, kv_len),
-            zeros(self.masks[1], batch, kv_len), mask_grad=self.mask_grad,
-            lengths=zeros(torch.int64, batch) if self.lengths else None,
-        )  # fmt: skip
-        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
-        q, v = q.expand(batch, heads, q_len, -1), v.expand(batch, kv_heads, kv_len, -1)
-        return q, v, call
-
-
-def attention_key(
-    q: LoadedHeads, k: LoadedHeads, v: LoadedHeads, spec: AttentionSpec, call: AttentionCall
-) -> AttentionKey:
-    """Of forward and of backward: they choose alike."""
-    mask, padding, device = call.mask, call.padding, q.device
-    in_memory = isinstance(q, Tensor) and isinstance(v, Tensor)
-    return AttentionKey(
-        spec,
-        (call.batch, call.q_len, call.kv_len, q.shape[3], v.shape[3]),
-        (None if mask is None else mask.dtype, None if padding is None else padding.dtype),
-        call.lengths is not None,
-        call.cu_q is not None,
-        call.mask_grad,
-        q.dtype,
-        device,
-        not isinstance(q, Tensor) or q.stride(3) == 1,
-        () if in_memory else tuple(map(_packed, (q, k, v))),
-        attention_library.switches() if device.type == "cuda" else (),
-    )
-
-
-def _packed(x: LoadedHeads) -> tuple[str, int, int] | None:
-    return (x.whole.stored, x.width, x.first) if isinstance(x, PackedHeads) else None
-
-
 def says(
-    key: AttentionKey,
-    q: LoadedHeads | None = None,
-    k: LoadedHeads | None = None,
-    v: LoadedHeads | None = None,
-    spec: AttentionSpec | None = None,
-    call: AttentionCall | None = None,
-    *_: Any,
-    **__: Any,
+    key: AttentionKey, q: Tensor | None = None, v: Tensor | None = None, call: Any = None
 ) -> str:
     """Which kernels serve a call in ATen, and why faster ones do not; of a key, or of a call."""
-    if isinstance(q, Tensor) and isinstance(v, Tensor) and call is not None:
-        return _says(q, v, key.spec, call)
+    if q is not None and v is not None and call.cu_q is not None:
+        found = [
+            says(attention_key(a, b, one), a, b, one)
+            for rows, keys, one in varlen_sequences(call, *bounds_of(call))
+            for a, b in ((q[:, :, rows], v[:, :, keys]),)
+        ]
+        return "packed sequences, one at a time: " + ("; ".join(dict.fromkeys(found)) or "none")
     if key.varlen:
         return "packed sequences, one at a time"
-    return _says(*key.stand_ins()[:2], key.spec, key.stand_ins()[2]) + (
-        "; heads unpacked first" if key.packed else ""
-    )
+    known = q is None or v is None
+    why = why_not(key) if known else why_not_call(q, v, call)  # type: ignore[arg-type]
+    said = f"blocks of query rows: {why}" if why else attention_library.says(key)
+    return f"{said}; heads unpacked first" if key.packed else said
 
 
-def _says(q: Tensor, v: Tensor, spec: AttentionSpec, call: AttentionCall) -> str:
-    if call.cu_q is not None:
-        parts = varlen_sequences(call, *bounds_of(call))
-        found = [_says(q[:, :, rows], v[:, :, keys], spec, one) for rows, keys, one in parts]
-        return "packed sequences, one at a time: " + ("; ".join(dict.fromkeys(found)) or "none")
-    reason = attention_library.why_not(q, v, spec, call)
-    if reason:
-        return f"blocks of query rows: {reason}"
-    return attention_library.says(q, spec, call)
-
-
-def as_heads(x: Tensor, spec: AttentionSpec, call: AttentionCall) -> Tensor:
+def as_heads(x: Tensor, call: AttentionCall) -> Tensor:
     """(B*S_q, H*E) as (B, H, S_q, E), a view."""
-    width = x.shape[1] // spec.num_heads  # not -1: there may be no rows
-    return x.view(call.batch, call.q_len, spec.num_heads, width).transpose(1, 2)
+    width = x.shape[1] // call.spec.num_heads  # not -1: there may be no rows
+    return x.view(call.batch, call.q_len, call.spec.num_heads, width).transpose(1, 2)
 
 
-@operation(key=lambda q, k, v, spec, call, out=None: attention_key(q, k, v, spec, call), says=says)
+@operation(
+    key=lambda q, k, v, call, out=None: attention_key(q, v, call),
+    says=lambda key, q=None, k=None, v=None, call=None, out=None: says(key, q, v, call),
+)
 def attention_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spec: AttentionSpec,
     call: AttentionCall,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -154,13 +76,13 @@ def attention_fwd(
     Returns attn (B*S_q, H*E) in the dtype of q, and lse, B*H*S_q elements in that order, in float32
     (float64 for float64).
     """
-    shape = call.batch * call.q_len, spec.num_heads * v.shape[-1]
+    shape = call.batch * call.q_len, call.spec.num_heads * v.shape[-1]
     if call.cu_q is not None:
         out = q.new_empty(shape) if out is None else out
-        return out, _varlen_forward(q, k, v, spec, call, out)
-    if attention_library.why_not(q, v, spec, call) is None:
+        return out, _varlen_forward(q, k, v, call, out)
+    if why_not_call(q, v, call) is None:
         wide = linear.widens(q)
-        rows, lse = attention_library.forward(q, k, v, spec, call, wide)
+        rows, lse = attention_library.forward(q, k, v, call, wide)
         if out is None:
             attn = rows.reshape(shape)
             return attn.to(q.dtype) if wide else attn, lse
@@ -169,17 +91,17 @@ def attention_fwd(
     call = attention_library.lengths_as_padding(call)
     if out is None:
         out = q.new_empty(shape)
-    heads = as_heads(out, spec, call)
+    heads = as_heads(out, call)
     parts = [
-        attention_rows.forward(q[part], k[part], v[part], spec, one, heads[part])
-        for part, one in attention_rows.sequences(spec, call)
+        attention_rows.forward(q[part], k[part], v[part], one, heads[part])
+        for part, one in attention_rows.sequences(call)
     ]
     return out, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @operation(
-    key=lambda dattn, q, k, v, attn, lse, spec, call, grads: attention_key(q, k, v, spec, call),
-    says=lambda key, dattn=None, *rest: says(key, *rest[:3], *rest[5:7]) if rest else says(key),
+    key=lambda dattn, q, k, v, attn, lse, call, grads: attention_key(q, v, call, k),
+    says=lambda key, *_: says(key),
 )
 def attention_bwd(
     dattn: Tensor,
@@ -188,7 +110,6 @@ def attention_bwd(
     v: LoadedHeads,
     attn: Tensor,
     lse: Tensor,
-    spec: AttentionSpec,
     call: AttentionCall,
     grads: Heads | None,
 ) -> None:
@@ -199,17 +120,17 @@ def attention_bwd(
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         q, k, v = heads_in_memory(q, k, v)
     if call.cu_q is not None:
-        _varlen_backward(dattn, q, k, v, attn, lse, spec, call, grads)
+        _varlen_backward(dattn, q, k, v, attn, lse, call, grads)
         return
-    do, o = as_heads(dattn, spec, call), as_heads(attn, spec, call)
-    if attention_library.why_not(q, v, spec, call) is None:
+    do, o = as_heads(dattn, call), as_heads(attn, call)
+    if why_not_call(q, v, call) is None:
         if grads is not None:
-            attention_library.backward(do, q, k, v, o, lse, spec, call, grads, linear.widens(q))
+            attention_library.backward(do, q, k, v, o, lse, call, grads, linear.widens(q))
         return
     call = attention_library.lengths_as_padding(call)
-    for part, one in attention_rows.sequences(spec, call):
+    for part, one in attention_rows.sequences(call):
         mine = None if grads is None else (grads[0][part], grads[1][part], grads[2][part])
-        attention_rows.backward(do[part], q[part], k[part], v[part], o[part], spec, one, mine)
+        attention_rows.backward(do[part], q[part], k[part], v[part], o[part], one, mine)
 
 
 # --- packed sequences: their rows and keys are views of the whole
@@ -220,16 +141,14 @@ def _outside(bounds: list[int]) -> tuple[slice, slice]:
     return slice(0, bounds[0]), slice(bounds[-1], None)
 
 
-def _varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, call: AttentionCall, out: Tensor
-) -> Tensor:
+def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor) -> Tensor:
     """Fills `out` (S_q, H*E); returns lse (H, S_q), +inf where there is no sequence."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_empty((spec.num_heads, call.q_len), dtype=dtype)
+    lse = q.new_empty((call.spec.num_heads, call.q_len), dtype=dtype)
     bounds = bounds_of(call)  # the one wait for the device, if that is a GPU
     for rows, keys, one in varlen_sequences(call, *bounds):
-        _, made = attention_fwd(q[:, :, rows], k[:, :, keys], v[:, :, keys], spec, one, out[rows])
-        lse[:, rows] = made.view(spec.num_heads, one.q_len)
+        _, made = attention_fwd(q[:, :, rows], k[:, :, keys], v[:, :, keys], one, out[rows])
+        lse[:, rows] = made.view(call.spec.num_heads, one.q_len)
     for rows in _outside(bounds[0]):
         out[rows] = 0.0
         lse[:, rows] = torch.inf
@@ -243,11 +162,10 @@ def _varlen_backward(
     v: Tensor,
     attn: Tensor,
     lse: Tensor,
-    spec: AttentionSpec,
     call: AttentionCall,
     grads: Heads | None,
 ) -> None:
-    lse = lse.view(spec.num_heads, call.q_len)
+    lse = lse.view(call.spec.num_heads, call.q_len)
     bounds = bounds_of(call)  # waits for the device again
     for rows, keys, one in varlen_sequences(call, *bounds):
         parts = (rows, keys, keys)
@@ -256,7 +174,7 @@ def _varlen_backward(
         if grads is not None:
             mine = (grads[0][:, :, rows], grads[1][:, :, keys], grads[2][:, :, keys])
         attention_bwd(
-            dattn[rows], q_one, k_one, v_one, attn[rows], lse[:, rows].reshape(-1), spec, one, mine
+            dattn[rows], q_one, k_one, v_one, attn[rows], lse[:, rows].reshape(-1), one, mine
         )
     if grads is not None:
         for grad, own in zip(grads, (bounds[0], bounds[1], bounds[1]), strict=True):
@@ -347,12 +265,12 @@ class Attention(Node):
         for name in self.inputs:
             samples.setdefault(name, f.empty(name))
         q, k, v = self._heads(samples)
-        return attention_bwd, attention_key(q, k, v, self.spec, self.call(samples, q, k, ()))
+        return attention_bwd, attention_key(q, v, self.call(samples, q, k, ()), k)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         q, k, v = self._heads(f)
         call = self.call(f, q, k, ())
-        attn, lse = f.ops[attention_fwd](q, k, v, self.spec, call, out)  # type: ignore[arg-type]
+        attn, lse = f.ops[attention_fwd](q, k, v, call, out)  # type: ignore[arg-type]
         f.put(self.name, attn)
         f.put(self.stats[0], lse)
 
@@ -362,7 +280,7 @@ class Attention(Node):
         grads = self._buffers(f) if not {*self.inputs}.isdisjoint(wants) else None
         heads = None if grads is None else self._views(f, grads)
         attn, lse = f[self.name], f[self.stats[0]]
-        f.ops[attention_bwd](dy, q, k, v, attn, lse, self.spec, call, heads)  # type: ignore[arg-type]
+        f.ops[attention_bwd](dy, q, k, v, attn, lse, call, heads)  # type: ignore[arg-type]
         for name, grad in (grads or {}).items():
             if name in wants:
                 f.add_grad(name, grad, owned=True)
@@ -417,7 +335,7 @@ class Attention(Node):
         """
         run, (batch, _, q_len, _), kv_len = f.run, q.shape, k.shape[2]
         if not self.params:
-            return AttentionCall(batch, q_len, kv_len)
+            return AttentionCall(self.spec, batch, q_len, kv_len)
         mask = padding = dmask = dpadding = None
         if self.mask:
             mask = self._of_group(f, run.tensors[self.mask])
@@ -426,6 +344,7 @@ class Attention(Node):
             padding = _rows_of_group(f, run.tensors[self.padding])
             dpadding = _rows_of_group(f, _mask_grad(f, self.padding, wants))
         return AttentionCall(
+            self.spec,
             batch,
             q_len,
             kv_len,

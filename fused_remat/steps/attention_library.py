@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from fused_remat.formats import LoadedHeads, PackedHeads
 from fused_remat.spec import AttentionSpec
-from fused_remat.steps.attention_rows import AttentionCall
+from fused_remat.steps.attention_rows import AttentionCall, AttentionKey
 
 _aten = torch.ops.aten
 _FLASH_CPU = _aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -27,6 +28,7 @@ _KERNELS = {
     SDPBackend.CUDNN_ATTENTION.value: "cudnn",
     SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
 }
+_CPU = "ATen's flash kernel for CPUs"
 # The efficient kernel holds lse, and wants masks, in rows of multiples of these.
 _LSE_ROWS, _MASK_ROWS = 32, 16
 # A mask value that scores lose digits beside.
@@ -40,44 +42,76 @@ _REFUSED = {"dropout": "dropout draws this library's own bits"}
 Heads = tuple[Tensor, Tensor, Tensor]
 
 
-def why_not(q: Tensor, v: Tensor, spec: AttentionSpec, call: AttentionCall) -> str | None:
-    """Why the kernels cannot serve the call, or None if they can."""
-    if call.cu_q is not None:
+def why_not(key: AttentionKey) -> str | None:
+    """Why the kernels cannot serve a call, or None if they can (but for `why_not_call`)."""
+    spec, (width, v_width) = key.spec, key.widths
+    if key.varlen:
         return "packed sequences are calls of their own"
-    if not (q.is_cpu or q.is_cuda):
-        return f"the fused kernels used here are for CPU and CUDA, q is on {q.device}"
+    if key.device.type not in ("cpu", "cuda"):
+        return f"the fused kernels used here are for CPU and CUDA, q is on {key.device}"
     for option in spec.options:
         if option not in _KNOWN:
             return _REFUSED.get(option, f"they have no {option}")
-    if call.mask_grad:
+    if key.mask_grad:
         return "a mask wants a gradient"
-    masked = call.masked or call.lengths is not None
-    causal = spec.window[1] == 0
     if spec.window[0] >= 0 or spec.window[1] > 0:
         return "a sliding window"
-    if causal and (masked or call.q_len != call.kv_len):
+    if spec.window[1] == 0 and (key.masked or key.q_len != key.kv_len):
         return "causal beside a mask or key lengths, or with S_q other than S_k"
-    if call.q_len == 0 or call.kv_len == 0:
+    if key.q_len == 0 or key.kv_len == 0:
         return "there are no queries or no keys"
-    if q.shape[-1] != v.shape[-1]:
-        return f"head dims {q.shape[-1]} and {v.shape[-1]} differ"
-    if q.is_cuda:
-        return _why_not_cuda(q, spec, call, masked)
-    if call.masked and _has_far_row(spec, lengths_as_padding(call), q.dtype):
-        return f"a row of masks is finite and below {_FAR_ROW:g} everywhere"
-    return None
+    if width != v_width:
+        return f"head dims {width} and {v_width} differ"
+    return _why_not_cuda(key) if key.device.type == "cuda" else None
 
 
-def _why_not_cuda(q: Tensor, spec: AttentionSpec, call: AttentionCall, masked: bool) -> str | None:
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"no fused kernel for {q.dtype}"
-    multiple = 16 // q.element_size()
-    if q.shape[-1] % multiple or q.shape[-1] > 256:
-        return f"head dim {q.shape[-1]} is not a multiple of {multiple} up to 256"
-    if masked and torch.version.hip is not None:
+def why_not_call(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
+    """`why_not`, and of a CPU what the values of masks say."""
+    why = why_not(attention_key(q, v, call))
+    if why or not (call.masked and q.is_cpu and _has_far_row(lengths_as_padding(call), q.dtype)):
+        return why
+    return f"a row of masks is finite and below {_FAR_ROW:g} everywhere"
+
+
+def attention_key(
+    q: LoadedHeads, v: LoadedHeads, call: AttentionCall, k: LoadedHeads | None = None
+) -> AttentionKey:
+    """Of forward and of backward: they choose alike. k only where it may be packed."""
+    mask, padding, device = call.mask, call.padding, q.device
+    packed: tuple[tuple[str, int, int] | None, ...] = ()
+    if isinstance(q, PackedHeads) or isinstance(v, PackedHeads):
+        packed = tuple([
+            (x.whole.stored, x.width, x.first) if isinstance(x, PackedHeads) else None
+            for x in (q, k, v)
+        ])  # fmt: skip
+    return AttentionKey(
+        call.spec,
+        call.batch,
+        call.q_len,
+        call.kv_len,
+        (q.shape[3], v.shape[3]),
+        None if mask is None else mask.dtype,
+        None if padding is None else padding.dtype,
+        call.lengths is not None,
+        call.cu_q is not None,
+        call.mask_grad,
+        q.dtype,
+        device,
+        packed,
+        switches() if device.type == "cuda" else (),
+    )
+
+
+def _why_not_cuda(key: AttentionKey) -> str | None:
+    width, multiple = key.widths[0], 16 // key.dtype.itemsize
+    if key.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"no fused kernel for {key.dtype}"
+    if width % multiple or width > 256:
+        return f"head dim {width} is not a multiple of {multiple} up to 256"
+    if key.masked and torch.version.hip is not None:
         return "a mask, on an AMD GPU"
-    if not masked:
-        return None if kernel(q, spec, call) else "PyTorch would take its unfused kernel"
+    if not key.masked:
+        return None if _kernel_of(key) else "PyTorch would take its unfused kernel"
     if torch.are_deterministic_algorithms_enabled():
         return "a mask, and the kernel that takes one may add gradients in any order"
     if not torch.backends.cuda.mem_efficient_sdp_enabled():
@@ -86,7 +120,7 @@ def _why_not_cuda(q: Tensor, spec: AttentionSpec, call: AttentionCall, masked: b
 
 
 def switches() -> tuple[bool, ...]:
-    """The global switches on which kernels serve on a CUDA device depends."""
+    """The global switches on which it depends who serves on a CUDA device."""
     cuda = torch.backends.cuda
     return (
         torch.are_deterministic_algorithms_enabled(),
@@ -97,27 +131,30 @@ def switches() -> tuple[bool, ...]:
     )
 
 
-def says(q: Tensor, spec: AttentionSpec, call: AttentionCall) -> str:
+def says(key: AttentionKey) -> str:
     """The kernel that serves a call which they serve."""
-    if q.device.type == "cpu":
-        return "ATen's flash kernel for CPUs"
-    return f"ATen's {kernel(q, spec, lengths_as_padding(call))} kernel"
+    return f"ATen's {_kernel_of(key)} kernel" if key.device.type == "cuda" else _CPU
 
 
-def kernel(q: Tensor, spec: AttentionSpec, call: AttentionCall) -> str:
+def _kernel_of(key: AttentionKey) -> str:
+    row = torch.empty((1, 1, 1, key.widths[0]), dtype=key.dtype, device=key.device)
+    q = row.expand(key.batch, key.spec.num_heads, key.q_len, -1)
+    return kernel(q, key.kv_len, key.spec, key.masked)
+
+
+def kernel(q: Tensor, kv_len: int, spec: AttentionSpec, masked: bool) -> str:
     """The kernel that serves a call over heads like `q`: flash, cudnn, efficient; "" for none.
 
     That of a training step, also in evaluation: some have a forward that their backward has not.
     """
-    if call.masked:
+    if masked:
         return "efficient"
     with torch.enable_grad():
         q = q.detach().requires_grad_()
-        k = q if call.q_len == call.kv_len else q.new_empty((*q.shape[:2], call.kv_len, q.shape[3]))
+        k = q if q.shape[2] == kv_len else q.new_empty((*q.shape[:2], kv_len, q.shape[3]))
+        causal = spec.window[1] == 0
         try:
-            choice = torch._fused_sdp_choice(
-                q, k, k, None, 0.0, spec.window[1] == 0, scale=spec.scale
-            )
+            choice = torch._fused_sdp_choice(q, k, k, None, 0.0, causal, scale=spec.scale)
         except RuntimeError:  # every kernel that could is switched off
             return ""
     return _KERNELS.get(choice, "")
@@ -137,11 +174,11 @@ def lengths_as_padding(call: AttentionCall) -> AttentionCall:
     return dataclasses.replace(call, padding=padding, lengths=None)
 
 
-def _has_far_row(spec: AttentionSpec, call: AttentionCall, dtype: torch.dtype) -> bool:
+def _has_far_row(call: AttentionCall, dtype: torch.dtype) -> bool:
     masks = [m for m in (call.mask, call.padding) if m is not None and m.dtype != torch.bool]
     if not masks:
         return False
-    merged = _merged_mask(spec, call, dtype)
+    merged = _merged_mask(call, dtype)
     assert merged is not None
     top = merged.amax(-1)
     return bool(((top < _FAR_ROW) & (top > -torch.inf)).any())
@@ -154,25 +191,27 @@ def _additive(mask: Tensor, dtype: torch.dtype, keeps: bool) -> Tensor:
     return mask.to(dtype)
 
 
-def _merged_mask(spec: AttentionSpec, call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
+def _merged_mask(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
     """Both masks as one additive tensor that broadcasts to (B, H, S_q, S_k), for the kernels.
 
     In float32 for 16-bit dtypes too, as they take it.
     """
     dtype = torch.promote_types(dtype, torch.float32)
-    mask = None if call.mask is None else _additive(call.mask, dtype, spec.true_means == "attend")
+    mask = (
+        None if call.mask is None else _additive(call.mask, dtype, call.spec.true_means == "attend")
+    )
     if call.padding is None:
         return mask
     padding = _additive(call.padding, dtype, False)[:, None, None, :]
     return padding if mask is None else mask + padding
 
 
-def _shared(x: Tensor, spec: AttentionSpec) -> tuple[Tensor, ...]:
+def _shared(x: Tensor, call: AttentionCall) -> tuple[Tensor, ...]:
     """(B, H, ...) as one view (B, Hkv, ...) for each member of a group of query heads."""
-    group = spec.num_heads // spec.num_kv_heads
+    group = call.spec.num_heads // call.spec.num_kv_heads
     if x.shape[1] == 1:
         return (x,) * group
-    return tuple(x.unflatten(1, (spec.num_kv_heads, group)).unbind(2))
+    return tuple(x.unflatten(1, (call.spec.num_kv_heads, group)).unbind(2))
 
 
 def _rows_in_place(*heads: Tensor) -> Sequence[Tensor]:
@@ -180,17 +219,15 @@ def _rows_in_place(*heads: Tensor) -> Sequence[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in heads]
 
 
-def _masks(
-    spec: AttentionSpec, call: AttentionCall, dtype: torch.dtype
-) -> tuple[Tensor | None, ...]:
-    mask = _merged_mask(spec, call, dtype) if call.masked else None
+def _masks(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    mask = _merged_mask(call, dtype) if call.masked else None
     if mask is None or mask.dim() == 2:
-        return (mask,) * (spec.num_heads // spec.num_kv_heads)
-    return _shared(mask, spec)
+        return (mask,) * (call.spec.num_heads // call.spec.num_kv_heads)
+    return _shared(mask, call)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, call: AttentionCall, widen: bool
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, widen: bool
 ) -> tuple[Tensor, Tensor]:
     """attn as rows, (B, S_q, heads, E) or with the heads in two dimensions, and lse.
 
@@ -200,20 +237,20 @@ def forward(
     if widen:
         q, k, v = q.float(), k.float(), v.float()
     q, k, v = _rows_in_place(q, k, v)
-    if spec.num_heads == spec.num_kv_heads:
-        mask = _merged_mask(spec, call, q.dtype) if call.masked else None
-        heads, lse = _flash(q, k, v, spec, call, mask)
+    if call.spec.num_heads == call.spec.num_kv_heads:
+        mask = _merged_mask(call, q.dtype) if call.masked else None
+        heads, lse = _flash(q, k, v, call, mask)
         return heads.transpose(1, 2), lse
     if call.batch == 1 and not call.masked and q.device.type == "cpu":
         # The key heads in place of the batch: one call, whose query heads share a key head.
-        groups = q[0].unflatten(0, (spec.num_kv_heads, -1))
+        groups = q[0].unflatten(0, (call.spec.num_kv_heads, -1))
         shape = (*groups.shape[:2], *k.shape[2:])
         k_shared, v_shared = k[0][:, None].expand(shape), v[0][:, None].expand(shape)
-        heads, lse = _flash(groups, k_shared, v_shared, spec, call, None)
-        return heads.permute(2, 0, 1, 3)[None], lse.reshape(1, spec.num_heads, -1)
+        heads, lse = _flash(groups, k_shared, v_shared, call, None)
+        return heads.permute(2, 0, 1, 3)[None], lse.reshape(1, call.spec.num_heads, -1)
     made = [
-        _flash(q_one, k, v, spec, call, mask)
-        for q_one, mask in zip(_shared(q, spec), _masks(spec, call, q.dtype), strict=True)
+        _flash(q_one, k, v, call, mask)
+        for q_one, mask in zip(_shared(q, call), _masks(call, q.dtype), strict=True)
     ]
     outs, lses = zip(*made, strict=True)
     lse = torch.stack(lses, 2).flatten(1, 2)
@@ -224,14 +261,13 @@ def _flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spec: AttentionSpec,
     call: AttentionCall,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
-        return cuda_forward(q, k, v, spec, call, mask)
+        return cuda_forward(q, k, v, call, mask)
     made: tuple[Tensor, Tensor] = _FLASH_CPU(
-        q, k, v, 0.0, spec.window[1] == 0, attn_mask=mask, scale=spec.scale
+        q, k, v, 0.0, call.spec.window[1] == 0, attn_mask=mask, scale=call.spec.scale
     )
     return made
 
@@ -243,7 +279,6 @@ def backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    spec: AttentionSpec,
     call: AttentionCall,
     grads: Heads,
     widen: bool,
@@ -253,19 +288,19 @@ def backward(
     if widen:
         do, q, k, v, o = do.float(), q.float(), k.float(), v.float(), o.float()
     do, q, k, v, o = _rows_in_place(do, q, k, v, o)
-    lse = lse.view(call.batch, spec.num_heads, call.q_len)
+    lse = lse.view(call.batch, call.spec.num_heads, call.q_len)
     dq, dk, dv = grads
-    if spec.num_heads == spec.num_kv_heads:
-        mask = _merged_mask(spec, call, q.dtype) if call.masked else None
-        made = _flash_grads(do, q, k, v, o, lse, spec, call, mask)
+    if call.spec.num_heads == call.spec.num_kv_heads:
+        mask = _merged_mask(call, q.dtype) if call.masked else None
+        made = _flash_grads(do, q, k, v, o, lse, call, mask)
         for grad, one in zip(grads, made, strict=True):
             grad.copy_(one)
         return
     sums: list[Tensor] = []
-    per_head = (_shared(t, spec) for t in (do, q, o, lse, dq))
-    masks = _masks(spec, call, q.dtype)
+    per_head = (_shared(t, call) for t in (do, q, o, lse, dq))
+    masks = _masks(call, q.dtype)
     for do_one, q_one, o_one, lse_one, dq_one, one in zip(*per_head, masks, strict=True):
-        dq_made, *rest = _flash_grads(do_one, q_one, k, v, o_one, lse_one, spec, call, one)
+        dq_made, *rest = _flash_grads(do_one, q_one, k, v, o_one, lse_one, call, one)
         dq_one.copy_(dq_made)
         sums = rest if not sums else [a.add_(b) for a, b in zip(sums, rest, strict=True)]
     dk.copy_(sums[0])
@@ -279,14 +314,13 @@ def _flash_grads(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    spec: AttentionSpec,
     call: AttentionCall,
     mask: Tensor | None,
 ) -> Heads:
     if q.is_cuda:
-        return cuda_backward(do, q, k, v, o, lse, spec, call, mask)
+        return cuda_backward(do, q, k, v, o, lse, call, mask)
     grads: Heads = _FLASH_CPU_BACKWARD(
-        do, q, k, v, o, lse, 0.0, spec.window[1] == 0, attn_mask=mask, scale=spec.scale
+        do, q, k, v, o, lse, 0.0, call.spec.window[1] == 0, attn_mask=mask, scale=call.spec.scale
     )
     return grads
 
@@ -314,16 +348,19 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
+def _kernel(q: Tensor, call: AttentionCall) -> str:
+    return kernel(q, call.kv_len, call.spec, call.masked)
+
+
 def cuda_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spec: AttentionSpec,
     call: AttentionCall,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """attn (B, H, S_q, E) and lse (B, H, S_q); rows that see no key are 0."""
-    name, causal, scale = kernel(q, spec, call), spec.window[1] == 0, spec.scale
+    name, causal, scale = _kernel(q, call), call.spec.window[1] == 0, call.spec.scale
     if name == "flash":
         made = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return made[0], made[1]
@@ -348,12 +385,11 @@ def cuda_backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    spec: AttentionSpec,
     call: AttentionCall,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, from what `cuda_forward` made of the same q, k, v and mask."""
-    name, causal, scale = kernel(q, spec, call), spec.window[1] == 0, spec.scale
+    name, causal, scale = _kernel(q, call), call.spec.window[1] == 0, call.spec.scale
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # of its dropout
     # Kernels read these by their own idea of strides; heads of a group are slices of both.
     lse, o = _dense(lse), _dense(o.transpose(1, 2)).transpose(1, 2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class AttentionCall:
     With sizes alone, nothing is masked but by the spec's window.
 
     Attributes:
+        spec: heads, scores, window, dropout's probability.
         batch, q_len, kv_len: B, S_q, S_k.
         mask: (S_q, S_k), or broadcasts to (B, H, S_q, S_k); bool, or float, added to the scores.
         padding: (B, S_k) over the keys; bool, True = excluded, or float, added.
@@ -49,6 +51,7 @@ class AttentionCall:
             next, 0 for S_q, and the column of the first key.
     """
 
+    spec: AttentionSpec
     batch: int
     q_len: int
     kv_len: int
@@ -69,10 +72,44 @@ class AttentionCall:
     def masked(self) -> bool:
         return self.mask is not None or self.padding is not None
 
-    def offset(self, spec: AttentionSpec) -> int:
+    @property
+    def offset(self) -> int:
         """The key at the place of query i is i + offset: query i sees keys i + offset - left to
         i + offset + right, with the spec's window."""
-        return 0 if spec.align == "start" else self.kv_len - self.q_len
+        return 0 if self.spec.align == "start" else self.kv_len - self.q_len
+
+
+class AttentionKey(NamedTuple):
+    """What a choice between implementations of attention may depend on.
+
+    Attributes:
+        batch, q_len, kv_len: B, S_q, S_k; `widths`: of a head in q, k and in v.
+        mask, padding: their dtypes, None where they are not there.
+        lengths, varlen: whether there are key lengths, and packed sequences.
+        mask_grad: as in `AttentionCall`.
+        packed: of q, k and v: the format, the width of a head and the first column of those that
+            are packed, None for the others; () where none is.
+        switches: those of CUDA devices, `attention_library.switches`.
+    """
+
+    spec: AttentionSpec
+    batch: int
+    q_len: int
+    kv_len: int
+    widths: tuple[int, int]
+    mask: torch.dtype | None
+    padding: torch.dtype | None
+    lengths: bool
+    varlen: bool
+    mask_grad: bool
+    dtype: torch.dtype
+    device: torch.device
+    packed: tuple[tuple[str, int, int] | None, ...] = ()
+    switches: tuple[bool, ...] = ()
+
+    @property
+    def masked(self) -> bool:
+        return self.lengths or self.mask is not None or self.padding is not None
 
 
 # --- packed sequences: where each lies, and the call that it is
@@ -148,7 +185,7 @@ def _part(mask: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
 # --- the general algorithm
 
 
-def sequences(spec: AttentionSpec, call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
+def sequences(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
     """Long sequences one at a time: read in place, and their scores stay in cache."""
     if call.batch == 1 or call.q_len < _LONG:
         yield slice(None), call
@@ -164,7 +201,7 @@ def sequences(spec: AttentionSpec, call: AttentionCall) -> Iterator[tuple[slice,
                 dmask=_of_sequence(call.dmask, b),
                 padding=None if call.padding is None else call.padding[part],
                 dpadding=None if call.dpadding is None else call.dpadding[part],
-                row0=call.row0 + b * spec.num_heads * call.q_len,
+                row0=call.row0 + b * call.spec.num_heads * call.q_len,
             ),
         )
 
@@ -193,9 +230,9 @@ class _Block:
         return slice(self.low, self.high)
 
 
-def _blocks(spec: AttentionSpec, call: AttentionCall) -> list[_Block]:
-    size = max(16, _BLOCK // max(1, call.batch * spec.num_heads * call.kv_len))
-    (left, right), offset = spec.window, call.offset(spec)
+def _blocks(call: AttentionCall) -> list[_Block]:
+    size = max(16, _BLOCK // max(1, call.batch * call.spec.num_heads * call.kv_len))
+    (left, right), offset = call.spec.window, call.offset
     blocks = []
     for start in range(0, call.q_len, size):
         stop = min(start + size, call.q_len)
@@ -224,14 +261,14 @@ class _Scratch:
         )
 
 
-def _grouped(x: Tensor, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
+def _grouped(x: Tensor, call: AttentionCall, dtype: torch.dtype) -> Tensor:
     """(B, H, S, E) as (N, G, S, E) in `dtype`: a view of one sequence in place, else a copy."""
-    group = x.shape[1] // spec.num_kv_heads
+    group = x.shape[1] // call.spec.num_kv_heads
     if x.shape[0] == 1 and x.dtype == dtype and x.stride(-1) == 1:
-        heads: Tensor = x[0].unflatten(0, (spec.num_kv_heads, group))
+        heads: Tensor = x[0].unflatten(0, (call.spec.num_kv_heads, group))
         return heads
     x = x.to(dtype).contiguous()
-    return x.view(x.shape[0] * spec.num_kv_heads, group, *x.shape[2:])
+    return x.view(x.shape[0] * call.spec.num_kv_heads, group, *x.shape[2:])
 
 
 def _product(into: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, add: bool = False) -> None:
@@ -257,25 +294,23 @@ def _add(into: Tensor, keys: slice, a: Tensor, b: Tensor, alpha: float = 1.0) ->
         target.add_(torch.bmm(a, b), alpha=alpha)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, call: AttentionCall, out: Tensor
-) -> Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor) -> Tensor:
     """Fills `out` (B, H, S_q, E), of any strides; returns lse."""
     acc = torch.promote_types(q.dtype, torch.float32)
-    q, k, v = (_grouped(x, spec, acc) for x in (q, k, v))
+    q, k, v = (_grouped(x, call, acc) for x in (q, k, v))
     lse = q.new_empty((*q.shape[:3], 1))
-    blocks = _blocks(spec, call)
+    blocks = _blocks(call)
     scratch = _Scratch(q, blocks, 2)
     for block in blocks:
-        probs, _, top = _probabilities(q, k, spec, call, block, scratch.of(0, block))
+        probs, _, top = _probabilities(q, k, call, block, scratch.of(0, block))
         # The largest probability is exp(top - lse); of a row without keys it is 0, and lse +inf.
         if block.low < block.high:
             top = top.masked_fill_(top == -torch.inf, 0.0) - probs.amax(-1, keepdim=True).log_()
         else:
             top.fill_(torch.inf)
         lse[:, :, block.rows] = top.view(*q.shape[:2], -1, 1)
-        if spec.dropout > 0.0:
-            probs.mul_(_keep(block, spec, call, scratch.of(1, block)))
+        if call.spec.dropout > 0.0:
+            probs.mul_(_keep(block, call, scratch.of(1, block)))
         _put(out, block.rows, probs, v[:, 0, block.keys])
     return lse
 
@@ -283,7 +318,6 @@ def forward(
 def _probabilities(
     q: Tensor,
     k: Tensor,
-    spec: AttentionSpec,
     call: AttentionCall,
     block: _Block,
     scores: Tensor,
@@ -293,25 +327,25 @@ def _probabilities(
     A row whose keys are all excluded has probabilities 0 and -inf as its largest score.
     """
     q_rows = q[:, :, block.rows].flatten(1, 2)
-    _product(scores, q_rows, k[:, 0, block.keys].transpose(1, 2), spec.scale)
+    _product(scores, q_rows, k[:, 0, block.keys].transpose(1, 2), call.spec.scale)
     capped = None
-    if spec.softcap != 0.0:
-        capped = torch.div(scores, spec.softcap).tanh_()
-        torch.mul(capped, spec.softcap, out=scores)
+    if call.spec.softcap != 0.0:
+        capped = torch.div(scores, call.spec.softcap).tanh_()
+        torch.mul(capped, call.spec.softcap, out=scores)
     if scores.shape[-1] == 0:
         return scores, capped, scores.new_full((*scores.shape[:2], 1), -torch.inf)
-    _exclude(scores.view(call.batch, spec.num_heads, -1, scores.shape[-1]), spec, call, block)
+    _exclude(scores.view(call.batch, call.spec.num_heads, -1, scores.shape[-1]), call, block)
     top = scores.amax(-1, keepdim=True)
     torch.softmax(scores, -1, out=scores)
-    if call.masked or spec.window != (-1, -1):
+    if call.masked or call.spec.window != (-1, -1):
         scores.masked_fill_(top == -torch.inf, 0.0)
     return scores, capped, top
 
 
-def _exclude(grid: Tensor, spec: AttentionSpec, call: AttentionCall, block: _Block) -> None:
+def _exclude(grid: Tensor, call: AttentionCall, block: _Block) -> None:
     """Apply the window and both masks to scores (B, H, rows, keys), in place."""
     low, high = block.low, block.high
-    (left, right), offset = spec.window, call.offset(spec)
+    (left, right), offset = call.spec.window, call.offset
     first = block.start + offset
     if right >= 0 and (edge := max(low, first + right + 1)) < high:
         _exclude_band(grid[..., edge - low :], first + right - edge, above=True)
@@ -319,7 +353,7 @@ def _exclude(grid: Tensor, spec: AttentionSpec, call: AttentionCall, block: _Blo
         _exclude_band(grid[..., : edge - low], first - left - low, above=False)
     if call.mask is not None:
         mask = call.mask[..., low:high] if call.mask.shape[-1] > 1 else call.mask
-        _mask(grid, _rows_of(mask, block), spec.true_means == "attend")
+        _mask(grid, _rows_of(mask, block), call.spec.true_means == "attend")
     if call.padding is not None:
         _mask(grid, call.padding[:, None, None, low:high], False)
 
@@ -342,13 +376,13 @@ def _mask(grid: Tensor, mask: Tensor, keeps: bool) -> None:
         grid.add_(mask)
 
 
-def _keep(block: _Block, spec: AttentionSpec, call: AttentionCall, out: Tensor) -> Tensor:
+def _keep(block: _Block, call: AttentionCall, out: Tensor) -> Tensor:
     """Dropout's multiplier, in `out`."""
     assert call.site_key is not None
     random.keep_scale(
         call.site_key, call.row0 + block.start, block.stop - block.start, block.high - block.low,
-        spec.dropout, out.dtype, call.batch * spec.num_heads, call.head_rows or call.q_len,
-        call.col0 + block.low, out=out,
+        call.spec.dropout, out.dtype, call.batch * call.spec.num_heads,
+        call.head_rows or call.q_len, call.col0 + block.low, out=out,
     )  # fmt: skip
     return out
 
@@ -359,16 +393,15 @@ def backward(
     k: Tensor,
     v: Tensor,
     o: Tensor,
-    spec: AttentionSpec,
     call: AttentionCall,
     grads: Heads | None,
 ) -> None:
     """Fills dq, dk, dv if given; adds the masks' gradients to the call's."""
     acc = torch.promote_types(q.dtype, torch.float32)
-    q, k, v, do, o = (_grouped(x, spec, acc) for x in (q, k, v, do, o))
+    q, k, v, do, o = (_grouped(x, call, acc) for x in (q, k, v, do, o))
     delta = (do * o).sum(-1, keepdim=True)
     dk, dv = (torch.zeros_like(x[:, 0], memory_format=torch.contiguous_format) for x in (k, v))
-    blocks = _blocks(spec, call)
+    blocks = _blocks(call)
     scratch = _Scratch(q, blocks, 3)
     for block in blocks:
         if block.low == block.high:
@@ -377,32 +410,30 @@ def backward(
             continue
         rows, keys = block.rows, block.keys
         do_rows, q_rows = do[:, :, rows].flatten(1, 2), q[:, :, rows].flatten(1, 2)
-        probs, capped, _ = _probabilities(q, k, spec, call, block, scratch.of(0, block))
+        probs, capped, _ = _probabilities(q, k, call, block, scratch.of(0, block))
         dprobs = scratch.of(1, block)
         torch.bmm(do_rows, v[:, 0, keys].transpose(1, 2), out=dprobs)
         dropped = probs
-        if spec.dropout > 0.0:
-            keep = _keep(block, spec, call, scratch.of(2, block))
+        if call.spec.dropout > 0.0:
+            keep = _keep(block, call, scratch.of(2, block))
             dprobs.mul_(keep)
             dropped = keep.mul_(probs)
         _add(dv, keys, dropped.transpose(1, 2), do_rows)
         dscores = dprobs.sub_(delta[:, :, rows].flatten(1, 2)).mul_(probs)
-        _add_mask_grads(dscores, spec, call, block)
+        _add_mask_grads(dscores, call, block)
         if capped is not None:
             dscores.addcmul_(dscores * capped, capped, value=-1.0)  # times 1 - tanh**2
         if grads is not None:
-            _add(dk, keys, dscores.transpose(1, 2), q_rows, spec.scale)
-            _put(grads[0], rows, dscores, k[:, 0, keys], spec.scale)
+            _add(dk, keys, dscores.transpose(1, 2), q_rows, call.spec.scale)
+            _put(grads[0], rows, dscores, k[:, 0, keys], call.spec.scale)
     if grads is not None:
         for grad, made in zip(grads[1:], (dk, dv), strict=True):
             grad.copy_(made.view(grad.shape))
 
 
-def _add_mask_grads(
-    dscores: Tensor, spec: AttentionSpec, call: AttentionCall, block: _Block
-) -> None:
+def _add_mask_grads(dscores: Tensor, call: AttentionCall, block: _Block) -> None:
     keys = slice(block.low, block.high)
-    grid = dscores.view(call.batch, spec.num_heads, -1, block.high - block.low)
+    grid = dscores.view(call.batch, call.spec.num_heads, -1, block.high - block.low)
     if call.dmask is not None:
         target = call.dmask[..., keys] if call.dmask.shape[-1] > 1 else call.dmask
         target = _rows_of(target, block)

@@ -18,9 +18,10 @@ described: an implementation makes a tensor of it, or draws the same bits where 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
@@ -37,7 +38,7 @@ class Faster:
     """An implementation for one backend.
 
     Attributes:
-        run: takes the operation's arguments.
+        run: with the operation's parameters, by name; their types need not be said again.
         why_not: given a key, why it cannot serve, "" for a reason not worth telling; None if it
             can.
         says: what it runs.
@@ -82,22 +83,30 @@ def operation(*, key: Callable[..., Any], says: Says) -> Callable[[F], F]:
 
 
 def faster(
-    function: Function,
+    function: F,
     backend: str,
     *,
     says: Says,
     why_not: Callable[[Any], str | None] = lambda key: None,
-) -> Callable[[F], F]:
+) -> Callable[[Function], F]:
     """Registers an implementation of the operation `function` for a backend; see `Faster`.
 
-    Before the backend is first asked for that operation.
+    Before the backend is first asked for that operation. Raises: TypeError if its parameters are
+    not the operation's.
     """
+    expected = _parameters(function)
 
-    def register(run: F) -> F:
+    def register(run: Function) -> F:
+        if _parameters(run) != expected:
+            raise TypeError(f"{run.__name__} takes {_parameters(run)}, not {expected}")
         OPERATIONS[function].faster[backend] = Faster(run, why_not, says)
-        return run
+        return cast(F, run)
 
     return register
+
+
+def _parameters(function: Function) -> dict[str, Any]:
+    return {p.name: p.default for p in inspect.signature(function).parameters.values()}
 
 
 class Operations(dict[Function, Function]):

@@ -28,12 +28,14 @@ class RotaryCall:
     Token t of the whole call is (b, s) = divmod(t, seq_len), and the first one here is `token0`.
 
     Attributes:
+        spec: the heads, and how they are rotated and normed.
         cos, sin: (S, R/2) or (B, S, R/2), float32 or the dtype of what is rotated, or both None:
             nothing is rotated. The first R elements of a head are; R is at most its width.
         q_weight, k_weight: (E,) of the norms of query and key heads (`AttentionSpec.head_norm`),
             or both None: nothing is normed.
     """
 
+    spec: AttentionSpec
     cos: Tensor | None
     sin: Tensor | None
     q_weight: Tensor | None
@@ -47,51 +49,46 @@ class RotaryCall:
         return 0 if self.cos is None else 2 * self.cos.shape[-1]
 
 
-def width_of(x: Tensor, spec: AttentionSpec) -> int:
+def width_of(x: Tensor, call: RotaryCall) -> int:
     """E, the width of a head of x."""
-    return x.shape[1] // (spec.num_heads + 2 * spec.num_kv_heads)
+    return x.shape[1] // (call.spec.num_heads + 2 * call.spec.num_kv_heads)
 
 
-def _key(spec: AttentionSpec, x: Tensor, call: RotaryCall) -> tuple[Any, ...]:
+def _key(x: Tensor, call: RotaryCall) -> tuple[Any, ...]:
     few = x.shape[0] + call.seq_len < 2**31  # 32 bits count the tokens
-    return x.dtype, x.device, width_of(x, spec), few
+    return x.dtype, x.device, width_of(x, call), few
 
 
-@operation(key=lambda spec, x, call, *_: _key(spec, x, call), says="pointwise, eager")
-def rotary_fwd(
-    spec: AttentionSpec, x: Tensor, call: RotaryCall, out: Tensor | None = None
-) -> Tensor:
+@operation(key=lambda x, call, *_: _key(x, call), says="pointwise, eager")
+def rotary_fwd(x: Tensor, call: RotaryCall, out: Tensor | None = None) -> Tensor:
     """x (T, (H + 2·Hkv)·E) with its query and key heads normed and rotated; values as they are.
 
     With RMSNorm, if it has weights, n = x * rstd * weight, else n = x, and of each pair of n
     y1 = n1 * cos - n2 * sin, y2 = n2 * cos + n1 * sin. `out` may be x.
     """
-    return _forward(spec, x, call, out)
+    return _forward(x, call, out)
 
 
-def _forward(
-    spec: AttentionSpec, x: Tensor, call: RotaryCall, out: Tensor | None, back: bool = False
-) -> Tensor:
+def _forward(x: Tensor, call: RotaryCall, out: Tensor | None, back: bool = False) -> Tensor:
     """`rotary_fwd`; `back`: by the opposite angles, the inverse without norms."""
     y = x.new_empty(x.shape) if out is None else out
-    (source, values), (target, copied) = _split(x, spec), _split(y, spec)
+    (source, values), (target, copied) = _split(x, call), _split(y, call)
     if y is not x:
         copied.copy_(values)
     if call.q_weight is not None:
-        source, _ = _normed(source, spec)
-        _scale(source, spec, call)
+        source, _ = _normed(source, call)
+        _scale(source, call)
     if call.rotated < target.shape[-1] and target.data_ptr() != source.data_ptr():
         target[..., call.rotated :].copy_(source[..., call.rotated :])
-    _rotate(source, spec, call, back, target)
+    _rotate(source, call, back, target)
     return y
 
 
 @operation(
-    key=lambda spec, dy, x, call, *_: _key(spec, dy, call),
+    key=lambda dy, x, call, *_: _key(dy, call),
     says="pointwise, eager",
 )
 def rotary_bwd(
-    spec: AttentionSpec,
     dy: Tensor,
     x: Tensor | None,
     call: RotaryCall,
@@ -105,75 +102,75 @@ def rotary_bwd(
     `owned`.
     """
     if call.q_weight is None:
-        return _forward(spec, dy, call, dy if owned else None, back=True), None, None
+        return _forward(dy, call, dy if owned else None, back=True), None, None
     assert x is not None
-    (dheads, dvalues), (heads, _) = _split(dy, spec), _split(x, spec)
-    normed, rstd = _normed(heads, spec)
+    (dheads, dvalues), (heads, _) = _split(dy, call), _split(x, call)
+    normed, rstd = _normed(heads, call)
     g = dheads.to(normed.dtype, copy=True)
-    _rotate(dheads, spec, call, True, g)
+    _rotate(dheads, call, True, g)
     product = g * normed
     dq_weight, dk_weight = (
         part.sum((0, 1)) if wanted else None
-        for wanted, part in zip(needs_grad[1:], _by_kind(product, spec), strict=True)
+        for wanted, part in zip(needs_grad[1:], _by_kind(product, call), strict=True)
     )
     if not needs_grad[0]:
         return None, dq_weight, dk_weight
-    _scale(g, spec, call)
+    _scale(g, call)
     mean = torch.mul(g, normed, out=product).mean(-1, keepdim=True)
     dx = dy if owned else dy.new_empty(dy.shape)
-    target, copied = _split(dx, spec)
+    target, copied = _split(dx, call)
     target.copy_(normed.mul_(mean).neg_().add_(g).mul_(rstd))
     if dx is not dy:
         copied.copy_(dvalues)
     return dx, dq_weight, dk_weight
 
 
-def _split(x: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def _split(x: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
     """Query and key heads (T, H + Hkv, E), and value heads (T, Hkv, E), as views."""
-    first = spec.num_heads + spec.num_kv_heads
-    count, (rows, width) = first + spec.num_kv_heads, x.shape
+    first = call.spec.num_heads + call.spec.num_kv_heads
+    count, (rows, width) = first + call.spec.num_kv_heads, x.shape
     heads = x.view(rows, count, width // count)
-    return heads.narrow(1, 0, first), heads.narrow(1, first, spec.num_kv_heads)
+    return heads.narrow(1, 0, first), heads.narrow(1, first, call.spec.num_kv_heads)
 
 
-def _by_kind(heads: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    return heads[:, : spec.num_heads], heads[:, spec.num_heads :]
+def _by_kind(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
+    return heads[:, : call.spec.num_heads], heads[:, call.spec.num_heads :]
 
 
-def _scale(heads: Tensor, spec: AttentionSpec, call: RotaryCall) -> None:
+def _scale(heads: Tensor, call: RotaryCall) -> None:
     """Multiply by the norms' weights."""
-    for part, weight in zip(_by_kind(heads, spec), norm_weights(spec, call), strict=True):
+    for part, weight in zip(_by_kind(heads, call), norm_weights(call), strict=True):
         assert weight is not None
         part.mul_(weight)
 
 
-def norm_weights(spec: AttentionSpec, call: RotaryCall) -> tuple[Tensor | None, Tensor | None]:
+def norm_weights(call: RotaryCall) -> tuple[Tensor | None, Tensor | None]:
     """The norms' weights, with the offset of the spec; None where nothing is normed."""
-    offset = spec.head_norm.offset if spec.head_norm else 0.0
+    offset = call.spec.head_norm.offset if call.spec.head_norm else 0.0
     return shifted(call.q_weight, offset), shifted(call.k_weight, offset)
 
 
-def eps_of(spec: AttentionSpec) -> float:
+def eps_of(call: RotaryCall) -> float:
     """That of the norms of heads; any number where there are none."""
-    return spec.head_norm.eps if spec.head_norm else 0.0
+    return call.spec.head_norm.eps if call.spec.head_norm else 0.0
 
 
-def _normed(heads: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def _normed(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
     """heads * rstd and rstd = (mean(heads**2) + eps) ** -0.5, over the width of a head."""
     wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    rstd = wide.square().mean(-1, keepdim=True).add_(eps_of(spec)).rsqrt_()
+    rstd = wide.square().mean(-1, keepdim=True).add_(eps_of(call)).rsqrt_()
     return wide * rstd, rstd
 
 
-def _pairs(heads: Tensor, spec: AttentionSpec, call: RotaryCall) -> tuple[Tensor, Tensor]:
+def _pairs(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
     """The first and the second member of each pair, (T, heads, R/2), as views."""
-    if spec.rotary is not None and spec.rotary.interleaved:
+    if call.spec.rotary is not None and call.spec.rotary.interleaved:
         return heads[..., 0 : call.rotated : 2], heads[..., 1 : call.rotated : 2]
     half = call.rotated // 2
     return heads.narrow(-1, 0, half), heads.narrow(-1, half, half)
 
 
-def _rotate(heads: Tensor, spec: AttentionSpec, call: RotaryCall, back: bool, out: Tensor) -> None:
+def _rotate(heads: Tensor, call: RotaryCall, back: bool, out: Tensor) -> None:
     """The rotated pairs of heads into those of `out`, which may be `heads`."""
     if not call.rotated:
         return
@@ -188,7 +185,7 @@ def _rotate(heads: Tensor, spec: AttentionSpec, call: RotaryCall, back: bool, ou
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     else:
         cos, sin = _of_tokens(cos, call, rows), _of_tokens(sin, call, rows)
-    (x1, x2), (y1, y2) = _pairs(heads, spec, call), _pairs(out, spec, call)
+    (x1, x2), (y1, y2) = _pairs(heads, call), _pairs(out, call)
     x1, x2, cos, sin = (t if t.dtype is dtype else t.to(dtype) for t in (x1, x2, cos, sin))
     sign = 1.0 if back else -1.0  # of what is added to the first; the other's is the opposite
     if out.dtype is not dtype:
@@ -250,12 +247,12 @@ class Rotary(Node):
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         x = f[self.x]
-        f.put(self.name, f.ops[rotary_fwd](self.spec, x, self.call(f), x if self.in_place else out))
+        f.put(self.name, f.ops[rotary_fwd](x, self.call(f), x if self.in_place else out))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         x = f[self.x] if self.q_weight else None
         marks = (self.x in wants, self.q_weight in wants, self.k_weight in wants)
-        dx, dq_weight, dk_weight = f.ops[rotary_bwd](self.spec, dy, x, self.call(f), marks, owned)
+        dx, dq_weight, dk_weight = f.ops[rotary_bwd](dy, x, self.call(f), marks, owned)
         if dx is not None:
             f.add_grad(self.x, dx, owned=True)
         if dq_weight is not None:
@@ -267,4 +264,4 @@ class Rotary(Node):
         """The tables and weights for the frame's tokens."""
         param = f.param
         tables = param(self.cos), param(self.sin), param(self.q_weight), param(self.k_weight)
-        return RotaryCall(*tables, f.first_row(self.x), f.run.prepared.lengths[self.x])
+        return RotaryCall(self.spec, *tables, f.first_row(self.x), f.run.prepared.lengths[self.x])

@@ -17,10 +17,10 @@ from fused_remat.kernels.attention_bwd import (
     attention_dq_bwd_kernel,
 )
 from fused_remat.kernels.attention_masks import attention_mask_bwd_kernel
-from fused_remat.spec import AttentionSpec
 from fused_remat.steps import attention, attention_library
-from fused_remat.steps.attention import AttentionKey, Heads, as_heads, attention_key
-from fused_remat.steps.attention_rows import AttentionCall
+from fused_remat.steps.attention import Heads, as_heads
+from fused_remat.steps.attention_library import attention_key
+from fused_remat.steps.attention_rows import AttentionCall, AttentionKey
 from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import heads_in_memory
 from fused_remat.triton import storage
@@ -46,7 +46,7 @@ Given = tuple[LoadedHeads, LoadedHeads, LoadedHeads, Tensor, Tensor, Tensor]
 
 def why_not(key: AttentionKey) -> str | None:
     """Why the kernels cannot serve a call, or None if they can."""
-    spec, (_, _, kv_len, *widths) = key.spec, key.sizes
+    spec, widths = key.spec, key.widths
     unknown = [name for name in spec.options if name not in _KNOWN]
     if unknown:
         return f"they have no {unknown[0]}"
@@ -56,20 +56,14 @@ def why_not(key: AttentionKey) -> str | None:
         return "in float32 a product is three TF32 ones, and no tile of that fits the registers"
     if not spec.scale >= 0.0:
         return f"the scale {spec.scale} is negative"
-    if 0 in (kv_len, *widths):
+    if 0 in (key.kv_len, *widths):
         return "there are no keys, or nothing in them"
     return None
 
 
 def _why(key: AttentionKey) -> str | None:
     """Why the kernels here are taken rather than ATen's; None if ATen's are."""
-    why = why_own_attention(target_of(key.device), key)
-    if why is None and key.varlen:
-        return "packed sequences are calls of their own"
-    if why is None:
-        q, v, call = key.stand_ins()
-        why = attention_library.why_not(q, v, key.spec, call)
-    return why
+    return why_own_attention(target_of(key.device), key) or attention_library.why_not(key)
 
 
 def _reads(packed: tuple[str, int, int] | None) -> bool:
@@ -170,15 +164,20 @@ def _constants(
 
 
 def _sizes(problem: Problem, widths: tuple[int, int]) -> tuple[int, ...]:
-    spec, call = problem.spec, problem.call
-    return (spec.num_heads, spec.num_heads // spec.num_kv_heads, call.q_len, call.kv_len, *widths)
+    call = problem.call
+    return (
+        call.spec.num_heads,
+        call.spec.num_heads // call.spec.num_kv_heads,
+        call.q_len,
+        call.kv_len,
+        *widths,
+    )
 
 
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spec: AttentionSpec,
     call: AttentionCall,
     out: Tensor,
     lse: Tensor,
@@ -188,14 +187,14 @@ def forward(
     """Fills out (B*S_q, H*V) and lse (B, H, S_q) float32."""
     q, k, v = map(_heads_in_place, (q, k, v))
     widths = (q.shape[-1], v.shape[-1])
-    tile = tile or attention_tile("fwd", target, max(widths), spec, call)
-    problem, launches = prepare(q, spec, call, target, False)
+    tile = tile or attention_tile("fwd", target, max(widths), call)
+    problem, launches = prepare(q, call, target, False)
     call = problem.call
     yield from launches
     blocks, blocks_strides, launches = lists(problem, tile, False)
     yield from launches
     given, strides, tma = _operands(problem, tile, (q,), (k, v))
-    heads = as_heads(out, spec, call)
+    heads = as_heads(out, call)
     partial = problem.is_partial(call.kv_len, tile.block_n)
     args = (
         *given, problem.masks, problem.bounds_q, call.lengths, blocks, problem.site_key(), heads,
@@ -204,7 +203,7 @@ def forward(
     )  # fmt: skip
     constants = _constants(problem, tile, widths, partial, tma)
     constants["WARP_SPECIALIZE"] = tile.warp_specialize
-    programs = cdiv(call.q_len, tile.block_m) * call.batch * spec.num_heads
+    programs = cdiv(call.q_len, tile.block_m) * call.batch * call.spec.num_heads
     yield Launch(
         attention_fwd_kernel, (programs,), args, constants, tile.warps, tile.stages, q.device
     )
@@ -217,7 +216,6 @@ def backward(
     v: LoadedHeads,
     attn: Tensor,
     lse: Tensor,
-    spec: AttentionSpec,
     call: AttentionCall,
     grads: Heads | None,
     target: Target,
@@ -225,16 +223,16 @@ def backward(
 ) -> Iterator[Launch]:
     """Fills `grads` if given, adds to call.dmask and call.dpadding; `tiles` of dk, dv and of dq."""
     q, k, v = (_heads_in_place(x) if isinstance(x, Tensor) else x for x in (q, k, v))
-    dout = _heads_in_place(as_heads(dattn, spec, call))
+    dout = _heads_in_place(as_heads(dattn, call))
     widths = (q.shape[-1], v.shape[-1])
-    out = _heads_in_place(as_heads(attn, spec, call))
+    out = _heads_in_place(as_heads(attn, call))
     delta = torch.empty_like(lse)
     rows, block_v = _DELTA_ROWS, _padded(widths[1])
-    programs = cdiv(call.q_len, rows) * call.batch * spec.num_heads
+    programs = cdiv(call.q_len, rows) * call.batch * call.spec.num_heads
     args: tuple[Any, ...] = (dout, out, delta, _strides(dout), _strides(out))
-    problem, launches = prepare(q, spec, call, target, True)
+    problem, launches = prepare(q, call, target, True)
     yield problem.launch(
-        attention_delta_bwd_kernel, programs, (*args, spec.num_heads, call.q_len, widths[1]),
+        attention_delta_bwd_kernel, programs, (*args, call.spec.num_heads, call.q_len, widths[1]),
         BLOCK_M=rows, BLOCK_V=block_v,
     )  # fmt: skip
     yield from launches
@@ -242,12 +240,12 @@ def backward(
     unpacks = not all(isinstance(x, Tensor) for x in (q, k, v))
     if grads is not None:
         tiles = tiles or (
-            attention_tile("dkdv", target, max(widths), spec, call, unpacks),
-            attention_tile("dq", target, max(widths), spec, call, unpacks),
+            attention_tile("dkdv", target, max(widths), call, unpacks),
+            attention_tile("dq", target, max(widths), call, unpacks),
         )
         yield from _gradients(problem, heads, grads[1:], tiles[0], by_keys=True)
         yield from _gradients(problem, heads, grads[:1], tiles[1], by_keys=False)
-    tile = attention_tile("mask", target, max(widths), spec, call, unpacks)
+    tile = attention_tile("mask", target, max(widths), call, unpacks)
     if call.dmask is not None:
         dmask = call.dmask if call.dmask.dim() == 4 else call.dmask[None, None]
         yield _mask_grad(problem, heads, dmask, tile)
@@ -263,7 +261,7 @@ def _gradients(
     by_keys: bool,
 ) -> Iterator[Launch]:
     """dk and dv by blocks of keys, or dq by tiles of queries."""
-    spec, call, (q, k, v, dout, lse, delta) = problem.spec, problem.call, heads
+    call, (q, k, v, dout, lse, delta) = problem.call, heads
     widths = (q.shape[-1], v.shape[-1])
     blocks, blocks_strides, launches = lists(problem, tile, by_keys)
     yield from launches
@@ -271,10 +269,10 @@ def _gradients(
     kernel = attention_dkdv_bwd_kernel if by_keys else attention_dq_bwd_kernel
     pieces = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
     if by_keys:
-        bounds, programs = problem.bounds_k, pieces[1] * call.batch * spec.num_kv_heads
+        bounds, programs = problem.bounds_k, pieces[1] * call.batch * call.spec.num_kv_heads
         partial = problem.is_partial(call.q_len, tile.block_m)
     else:
-        bounds, programs = problem.bounds_q, pieces[0] * call.batch * spec.num_heads
+        bounds, programs = problem.bounds_q, pieces[0] * call.batch * call.spec.num_heads
         partial = problem.is_partial(call.kv_len, tile.block_n)
     constants = _constants(problem, tile, widths, partial, tma)
     for wanted in ((grads[0], None), (None, grads[1])) if tile.split and by_keys else (grads,):
@@ -288,11 +286,10 @@ def _gradients(
 
 def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTile) -> Launch:
     """dmask (b, h, m, n), each size 1 or that of the scores, is added to."""
-    spec, call, (q, k, v, dout, lse, delta) = problem.spec, problem.call, heads
+    call, (q, k, v, dout, lse, delta) = problem.call, heads
     widths = (q.shape[-1], v.shape[-1])
-    pieces = (
-        call.batch, spec.num_heads, cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
-    )  # fmt: skip
+    blocks = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
+    pieces = (call.batch, call.spec.num_heads, *blocks)
     over = [n == 1 for n in dmask.shape]
     sizes = tuple(1 if o else n for o, n in zip(over, pieces, strict=True))
     spans = tuple(n if o else 1 for o, n in zip(over, pieces, strict=True))
@@ -339,43 +336,26 @@ def _says(key: AttentionKey, *_: Any, **__: Any) -> str:
 
 
 @faster(attention.attention_fwd, "triton", why_not=_why_not_fwd, says=_says)
-def attention_fwd_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    call: AttentionCall,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention_fwd_triton(q, k, v, call, out=None):
     if out is None:
-        shape = (call.batch * call.q_len, spec.num_heads * v.shape[-1])
+        shape = (call.batch * call.q_len, call.spec.num_heads * v.shape[-1])
         out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    rows = (call.batch, spec.num_heads, call.q_len)
+    rows = (call.batch, call.spec.num_heads, call.q_len)
     lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    for launch in forward(q, k, v, spec, call, out, lse, target_of(q.device)):
+    for launch in forward(q, k, v, call, out, lse, target_of(q.device)):
         launch.run()
     return out, lse
 
 
 @faster(attention.attention_bwd, "triton", why_not=_why_not_bwd, says=_says)
-def attention_bwd_triton(
-    dattn: Tensor,
-    q: LoadedHeads,
-    k: LoadedHeads,
-    v: LoadedHeads,
-    attn: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
-    call: AttentionCall,
-    grads: Heads | None,
-) -> None:
+def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
     packed = any(isinstance(x, PackedHeads) for x in (q, k, v))
-    by_aten = packed and _why_not_fwd(attention_key(q, k, v, spec, call)) is not None
+    by_aten = packed and _why_not_fwd(attention_key(q, v, call, k)) is not None
     if packed and (by_aten or not all(map(reads, (q, k, v)))):
         q, k, v = heads_in_memory(q, k, v, unpack=storage.unpacked)
     if by_aten:
-        attention.attention_bwd(dattn, q, k, v, attn, lse, spec, call, grads)
+        attention.attention_bwd(dattn, q, k, v, attn, lse, call, grads)
         return
-    launches = backward(dattn, q, k, v, attn, lse, spec, call, grads, target_of(q.device))
+    launches = backward(dattn, q, k, v, attn, lse, call, grads, target_of(q.device))
     for launch in launches:
         launch.run()

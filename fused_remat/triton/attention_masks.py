@@ -56,7 +56,6 @@ class Problem:
         bounds_q, bounds_k: of packed sequences, the interval of every query and of every key.
     """
 
-    spec: AttentionSpec
     call: AttentionCall
     target: Target
     device: torch.device
@@ -66,11 +65,11 @@ class Problem:
 
     @property
     def left(self) -> int:
-        return self._reach(self.spec.window[0])
+        return self._reach(self.call.spec.window[0])
 
     @property
     def right(self) -> int:
-        return self._reach(self.spec.window[1])
+        return self._reach(self.call.spec.window[1])
 
     def _reach(self, window: int) -> int:
         """A side of the window, within the places there are: 32 bits hold sums of it."""
@@ -79,7 +78,7 @@ class Problem:
 
     @property
     def interval(self) -> tuple[int, int, int]:
-        return self.call.offset(self.spec), self.left, self.right
+        return self.call.offset, self.left, self.right
 
     @property
     def in_rows(self) -> bool:
@@ -99,22 +98,22 @@ class Problem:
     def is_partial(self, length: int, block: int) -> bool:
         """Whether a block may not be seen whole, of `length` keys or queries in blocks."""
         call = self.call
-        limited = self.spec.window != (-1, -1) or self.in_rows
+        limited = self.call.spec.window != (-1, -1) or self.in_rows
         return limited or call.masked or length % block != 0
 
     def scalars(self) -> tuple[Any, ...]:
         """What is called score, offset, left, right, row0, threshold, keep_scale."""
-        p = self.spec.dropout
+        p = self.call.spec.dropout
         dropout = (self.call.row0, threshold(p), dropout_scale(p)) if p > 0.0 else (0, 0, 0.0)
-        return (scores_of(self.spec), *self.interval, *dropout)
+        return (scores_of(self.call.spec), *self.interval, *dropout)
 
     @property
     def keeps(self) -> bool:
         """Whether a key takes part where a bool mask is True."""
-        return self.spec.true_means == "attend"
+        return self.call.spec.true_means == "attend"
 
     def site_key(self) -> Tensor | None:
-        return self.call.site_key if self.spec.dropout > 0.0 else None
+        return self.call.site_key if self.call.spec.dropout > 0.0 else None
 
     def launch(self, kernel: Any, programs: int, args: tuple[Any, ...], **constants: Any) -> Launch:
         """A launch of a kernel that has no tile of its own."""
@@ -152,12 +151,12 @@ def _masks(call: AttentionCall, shift: Tensor | None = None) -> Masks:
 
 
 def prepare(
-    q: LoadedHeads, spec: AttentionSpec, call: AttentionCall, target: Target, backward: bool
+    q: LoadedHeads, call: AttentionCall, target: Target, backward: bool
 ) -> tuple[Problem, list[Launch]]:
     """The problem with intervals and shifts, and what fills them."""
     if call.lengths is not None:
         call = replace(call, lengths=call.lengths.contiguous())
-    problem = Problem(spec, call, target, q.device, _masks(call))
+    problem = Problem(call, target, q.device, _masks(call))
     launches: list[Launch] = []
     bounds_q = bounds_k = shift = None
     if call.cu_q is not None:

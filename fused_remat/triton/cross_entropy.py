@@ -54,13 +54,7 @@ def _part(
     why_not=_why_not,
     says="kernel linear_cross_entropy_fwd; backward a kernel for each block, and ATen's products",
 )
-def cross_entropy_fwd_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    call: CrossEntropyCall,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def cross_entropy_fwd_triton(x, weight, bias, call, out=None):
     target = target_of(x.device)
     tokens, vocab = x.shape[0], weight.shape[0]
     check_targets(call, vocab)
@@ -112,16 +106,7 @@ def _of_rows(
     why_not=_why_not,
     says="a kernel for each block of logits, and ATen's products",
 )
-def cross_entropy_bwd_triton(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stats: tuple[Tensor, Tensor],
-    call: CrossEntropyCall,
-    needs_grad: tuple[bool, ...],
-    exact: bool = False,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact=False):
     target = target_of(x.device)
     (tokens, depth), vocab = x.shape, weight.shape[0]
     # A mean over no token at all hands out infinities.

@@ -199,14 +199,7 @@ def _says(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
 
 
 @faster(norm.norm_fwd, "triton", why_not=_why_not, says=_says)
-def norm_fwd_triton(
-    spec: NormSpec,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor | None = None,
-    stats: tuple[Tensor, ...] | None = None,
-) -> tuple[Tensor, ...]:
+def norm_fwd_triton(spec, x, weight, bias, out=None, stats=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     made = new_stats(spec.kind, x) if stats is None else stats
     norm_fwd(spec, x, None, None, weight, bias, None, y, made, stats is not None).run()
@@ -214,15 +207,7 @@ def norm_fwd_triton(
 
 
 @faster(norm.norm_bwd, "triton", why_not=_why_not, says="kernel norm_bwd")
-def norm_bwd_triton(
-    spec: NormSpec,
-    dy: Tensor,
-    x: Tensor,
-    stats: tuple[Tensor, ...],
-    weight: Tensor | None,
-    needs_grad: tuple[bool, ...],
-    add: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def norm_bwd_triton(spec, dy, x, stats, weight, needs_grad, add=None):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_grad[0] else None
     dweight, dbias = (
         torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if wanted else None

@@ -121,16 +121,14 @@ def gated_bwd(
 
 
 @faster(residual_add, "triton", says="pointwise kernel")
-def residual_add_triton(
-    x: Tensor, residual: Tensor, mask: Keep | None, out: Tensor | None = None
-) -> Tensor:
+def residual_add_triton(x, residual, mask, out=None):
     y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
     dropout_add_fwd(x, residual, mask, y).run()
     return y
 
 
 @faster(dropout, "triton", says="pointwise kernel")
-def dropout_triton(x: Tensor, mask: Keep, dtype: torch.dtype | None = None) -> Tensor:
+def dropout_triton(x, mask, dtype=None):
     y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     dropout_add_fwd(x, None, mask, y).run()
     return y
@@ -150,7 +148,7 @@ def _says(key: tuple[Any, ...], *_: Any) -> str:
 
 
 @faster(activation_fwd, "triton", why_not=why_not, says=_says)
-def activation_fwd_triton(act: str, gate: Loaded | None, up: Loaded, mask: Keep | None) -> Tensor:
+def activation_fwd_triton(act, gate, up, mask):
     y = torch.empty(up.shape, dtype=up.dtype, device=up.device)
     launch = act_fwd(up, act, mask, y) if gate is None else gated_fwd(gate, up, act, mask, y)
     launch.run()
@@ -158,18 +156,9 @@ def activation_fwd_triton(act: str, gate: Loaded | None, up: Loaded, mask: Keep 
 
 
 @faster(activation_bwd, "triton", why_not=why_not, says=_says)
-def activation_bwd_triton(
-    act: str,
-    dy: Tensor,
-    gate: Loaded | None,
-    up: Loaded | None,
-    mask: Keep | None,
-    owned: bool,
-    needs_grad: tuple[bool, bool] = (True, True),
-) -> tuple[Tensor | None, Tensor | None]:
+def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True)):
     first = dy if owned and dy.is_contiguous() else None
     if gate is None:
-        assert up is not None
         dx = torch.empty(up.shape, dtype=up.dtype, device=up.device) if first is None else first
         act_bwd(dy, up, act, mask, dx).run()
         return None, dx

@@ -27,9 +27,7 @@ from fused_remat.kernels.mlp import (
     mlp_bwd_kernel,
 )
 from fused_remat.random import Keep
-from fused_remat.spec import NormSpec
 from fused_remat.steps import fused, linear
-from fused_remat.steps.linear import Affine
 from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import Packing, quantize
 from fused_remat.triton import norm as norms
@@ -393,17 +391,13 @@ def _says_linear(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
 
 
 @faster(linear.linear_fwd, "triton", says=_says_linear)
-def linear_fwd_triton(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None = None,
-    mask: Keep | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    assert weight is not None
+def linear_fwd_triton(x, weight, bias, residual=None, mask=None, out=None):
     if residual is None and mask is None:
-        return _product(x, weight, bias, out)
+        if out is None:
+            return F.linear(x, weight, bias)
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
     target = target_of(x.device)
     if ends_in_kernel(target):
         y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
@@ -415,15 +409,6 @@ def linear_fwd_triton(
     return y
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """ATen's x @ weightᵀ + bias."""
-    if out is None:
-        return F.linear(x, weight, bias)
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
-
-
 def _why_not_dw(key: tuple[Any, ...]) -> str | None:
     dtype, device, wide = key
     cuda = device.type == "cuda" and torch.version.hip is None
@@ -431,9 +416,7 @@ def _why_not_dw(key: tuple[Any, ...]) -> str | None:
 
 
 @faster(linear.linear_dw, "triton", why_not=_why_not_dw, says="ATen's mm, not rounded to 16 bits")
-def linear_dw_triton(
-    dy: Tensor, x: Tensor, into: Tensor | None, partial: bool, exact: bool = False
-) -> Tensor:
+def linear_dw_triton(dy, x, into, partial, exact=False):
     dw = torch.mm(dy.t(), x, out_dtype=torch.float32)  # not rounded before the sum is whole
     return dw if into is None else into.add_(dw)
 
@@ -454,30 +437,18 @@ def _says_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
 
 
 @faster(fused.mlp_up_fwd, "triton", why_not=_why_not_mlp, says=_says_mlp_up)
-def mlp_up_fwd_triton(
-    act: str,
-    x: Tensor,
-    gate: Affine | None,
-    up: Affine,
-    mask: Keep | None,
-    kept: tuple[bool, ...],
-    packings: tuple[Packing | None, ...],
-) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Parts, ...]]:
-    weight, bias = up
-    assert weight is not None
-    y, target = x.new_empty((x.shape[0], weight.shape[0])), target_of(x.device)
+def mlp_up_fwd_triton(act, x, gate, up, mask, kept, packings):
+    y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
     kernel = "linear" if gate is None else "gated_mlp_fwd"
     made = [_made(kernel, y, *asked) for asked in zip(kept, packings, strict=True)]
     pres, packed = zip(*made, strict=True)
     if gate is None:
-        linear_fwd(
-            x, weight, bias, None, mask, act, pres[0], y, target, packed=packed[0]
-        ).run()  # fmt: skip
+        given = x, up[0], up[1], None, mask, act, pres[0], y, target
+        launch = linear_fwd(*given, packed=packed[0])
     else:
-        assert gate[0] is not None
-        gated_mlp_fwd(
-            x, gate[0], gate[1], weight, bias, mask, act, y, target, pres=pres, packed=packed
-        ).run()
+        weights = gate[0], gate[1], up[0], up[1]
+        launch = gated_mlp_fwd(x, *weights, mask, act, y, target, pres=pres, packed=packed)
+    launch.run()
     parts = [_packed_parts(*pair) for pair in zip(made, packings, strict=True)]
     return y, tuple([p if k else None for p, k in zip(pres, kept, strict=True)]), tuple(parts)
 
@@ -516,39 +487,23 @@ def _says_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
 
 
 @faster(fused.mlp_bwd, "triton", why_not=_why_not_mlp, says=_says_mlp_bwd)
-def mlp_bwd_triton(
-    act: str,
-    dy: Tensor,
-    x: Tensor,
-    gate: Affine | None,
-    up: Affine,
-    down: Tensor | None,
-    mask: Keep | None,
-    needs_act: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    weight, bias = up
-    assert weight is not None and down is not None
+def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
     target = target_of(x.device)
-    dup = x.new_empty((x.shape[0], weight.shape[0]))
+    dup = x.new_empty((x.shape[0], up[0].shape[0]))
     if not mlp_bwd_in_one(target):
-        dgate = None if gate is None else _product(x, *_given(gate))
-        pre = F.linear(x, weight, bias)
+        dgate, pre = None if gate is None else F.linear(x, *gate), F.linear(x, *up)
         y = pre if needs_act else None  # in its place, and dgate in the gate's
         linear_act_bwd(dy, down, dgate, pre, mask, act, y, dgate, dup, target).run()
         return y, dgate, dup
     y = torch.empty_like(dup) if needs_act else None
+    dgate = None
     if gate is None:
-        mlp_bwd(x, weight, bias, dy, down, mask, act, y, dup, target).run()
-        return y, None, dup
-    dgate = torch.empty_like(dup)
-    given = x, *_given(gate), weight, bias, dy, down, mask, act, y, dgate, dup, target
-    gated_mlp_bwd(*given).run()
+        mlp_bwd(x, up[0], up[1], dy, down, mask, act, y, dup, target).run()
+    else:
+        dgate = torch.empty_like(dup)
+        weights = gate[0], gate[1], up[0], up[1]
+        gated_mlp_bwd(x, *weights, dy, down, mask, act, y, dgate, dup, target).run()
     return y, dgate, dup
-
-
-def _given(affine: Affine) -> tuple[Tensor, Tensor | None]:
-    assert affine[0] is not None
-    return affine[0], affine[1]
 
 
 def _why_not_norm(key: tuple[Any, ...]) -> str | None:
@@ -562,18 +517,7 @@ def _why_not_norm(key: tuple[Any, ...]) -> str | None:
     fused.linear_norm_fwd, "triton", why_not=_why_not_norm,
     says="ATen's addmm, then kernel norm_fwd: dropout, residual and norm",
 )  # fmt: skip
-def linear_norm_fwd_triton(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor,
-    mask: Keep | None,
-    spec: NormSpec,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    out: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    assert weight is not None
+def linear_norm_fwd_triton(x, weight, bias, residual, mask, spec, norm_weight, norm_bias, out=None):
     product = F.linear(x, weight, bias)
     # In place of the product: each program reads a tile whole before it writes it.
     total = product

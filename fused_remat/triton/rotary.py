@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fused_remat.kernels.rotary import rotary_fwd_kernel, rotary_norm_bwd_kernel
-from fused_remat.spec import AttentionSpec
 from fused_remat.steps import rotary
 from fused_remat.steps.operations import faster
 from fused_remat.steps.rotary import RotaryCall, eps_of, norm_weights, width_of
@@ -59,27 +58,28 @@ def _tables(call: RotaryCall) -> tuple[Any, ...]:
     return cos, sin, cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
 
 
-def _blocks(spec: AttentionSpec, lanes: int, pairs: int) -> dict[str, int]:
+def _blocks(call: RotaryCall, lanes: int, pairs: int) -> dict[str, int]:
     """BLOCK_M tokens of BLOCK_H heads, which share a row of the tables, of BLOCK_P pairs."""
     block_p = power_of_2(lanes)
-    fits = [n for n in (8, 4) if spec.num_heads % n == 0]
-    block_h = min(fits[0] if fits else min(8, power_of_2(spec.num_heads)), max(1, pairs // block_p))
+    fits = [n for n in (8, 4) if call.spec.num_heads % n == 0]
+    block_h = min(
+        fits[0] if fits else min(8, power_of_2(call.spec.num_heads)), max(1, pairs // block_p)
+    )
     block_m = max(1, pairs // (block_p * block_h))
     return {"BLOCK_M": block_m, "BLOCK_H": block_h, "BLOCK_P": block_p}
 
 
-def _groups(spec: AttentionSpec, block_h: int, values: bool) -> tuple[int, int]:
+def _groups(call: RotaryCall, block_h: int, values: bool) -> tuple[int, int]:
     """Groups of query heads; and of all heads that a launch is over."""
-    of_queries, of_keys = cdiv(spec.num_heads, block_h), cdiv(spec.num_kv_heads, block_h)
+    of_queries, of_keys = cdiv(call.spec.num_heads, block_h), cdiv(call.spec.num_kv_heads, block_h)
     return of_queries, of_queries + (2 if values else 1) * of_keys
 
 
-def _interleaved(spec: AttentionSpec) -> bool:
-    return spec.rotary is not None and spec.rotary.interleaved
+def _interleaved(call: RotaryCall) -> bool:
+    return call.spec.rotary is not None and call.spec.rotary.interleaved
 
 
 def rotary_fwd(
-    spec: AttentionSpec,
     x: Tensor,
     call: RotaryCall,
     y: Tensor,
@@ -89,26 +89,25 @@ def rotary_fwd(
     """y, which may be x, = x with its query and key heads normed and rotated; `back`: rotated by
     the opposite angles."""
     values = y is not x
-    width, rotated = width_of(x, spec), call.rotated
-    x, (q_weight, k_weight) = rows_in_place(x), map(in_place, norm_weights(spec, call))
+    width, rotated = width_of(x, call), call.rotated
+    x, (q_weight, k_weight) = rows_in_place(x), map(in_place, norm_weights(call))
     lanes = cdiv(width, 2) if values or q_weight is not None else rotated // 2
     pairs = _FWD_PAIRS.get(family(target), _FWD_PAIRS_ELSEWHERE)
-    blocks = _blocks(spec, lanes, pairs)
-    _, groups = _groups(spec, blocks["BLOCK_H"], values)
+    blocks = _blocks(call, lanes, pairs)
+    _, groups = _groups(call, blocks["BLOCK_H"], values)
     cos, sin, stride_cb, stride_cs = _tables(call)
     args = (
         x, cos, sin, q_weight, k_weight, y, stride_of(x), stride_cb, stride_cs, stride_of(y),
-        _place(call), call.seq_len, x.shape[0], spec.num_heads, spec.num_kv_heads,
-        groups, eps_of(spec),
+        _place(call), call.seq_len, x.shape[0], call.spec.num_heads, call.spec.num_kv_heads,
+        groups, eps_of(call),
     )  # fmt: skip
-    constants = {"E": width, "R": rotated, "LANES": lanes, "INTERLEAVED": _interleaved(spec),
+    constants = {"E": width, "R": rotated, "LANES": lanes, "INTERLEAVED": _interleaved(call),
                  "BACK": back, **blocks}  # fmt: skip
     grid = (cdiv(x.shape[0], blocks["BLOCK_M"]) * groups,)
     return Launch(rotary_fwd_kernel, grid, args, constants, device=y.device)
 
 
 def rotary_norm_bwd(
-    spec: AttentionSpec,
     dy: Tensor,
     x: Tensor,
     call: RotaryCall,
@@ -119,12 +118,12 @@ def rotary_norm_bwd(
 ) -> list[Launch]:
     """dx, which may be dy, and the norms' weight gradients (float32), those that are given."""
     values = dx is not None and dx is not dy
-    tokens, width = x.shape[0], width_of(x, spec)
+    tokens, width = x.shape[0], width_of(x, call)
     dy, x = rows_in_place(dy), rows_in_place(x)
-    blocks = _blocks(spec, cdiv(width, 2), _BWD_PAIRS)
+    blocks = _blocks(call, cdiv(width, 2), _BWD_PAIRS)
     block_m = blocks["BLOCK_M"]
-    of_queries, summed = _groups(spec, blocks["BLOCK_H"], values=False)
-    groups = _groups(spec, blocks["BLOCK_H"], values)[1]
+    of_queries, summed = _groups(call, blocks["BLOCK_H"], values=False)
+    groups = _groups(call, blocks["BLOCK_H"], values)[1]
     # By the heads that are summed over: the same sums, in place or not.
     strip = block_m * max(1, cdiv(tokens, block_m * cdiv(4 * target.sms, summed)))
     programs = cdiv(tokens, strip)
@@ -132,11 +131,11 @@ def rotary_norm_bwd(
     parts = None if like is None else like.new_empty((summed * programs, width))
     cos, sin, stride_cb, stride_cs = _tables(call)
     args = (
-        dy, x, cos, sin, *map(in_place, norm_weights(spec, call)), dx, parts,
+        dy, x, cos, sin, *map(in_place, norm_weights(call)), dx, parts,
         stride_of(dy), stride_of(x), stride_cb, stride_cs, stride_of(dx), _place(call),
-        call.seq_len, strip, tokens, spec.num_heads, spec.num_kv_heads, eps_of(spec),
+        call.seq_len, strip, tokens, call.spec.num_heads, call.spec.num_kv_heads, eps_of(call),
     )  # fmt: skip
-    constants = {"E": width, "R": call.rotated, "INTERLEAVED": _interleaved(spec), **blocks}
+    constants = {"E": width, "R": call.rotated, "INTERLEAVED": _interleaved(call), **blocks}
     grid = (groups, programs)
     launches = [Launch(rotary_norm_bwd_kernel, grid, args, constants, device=x.device)]
     if parts is not None:
@@ -147,36 +146,27 @@ def rotary_norm_bwd(
 
 
 @faster(rotary.rotary_fwd, "triton", why_not=_why_not, says="kernel rotary_fwd")
-def rotary_fwd_triton(
-    spec: AttentionSpec, x: Tensor, call: RotaryCall, out: Tensor | None = None
-) -> Tensor:
+def rotary_fwd_triton(x, call, out=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    rotary_fwd(spec, x, call, y, target_of(x.device)).run()
+    rotary_fwd(x, call, y, target_of(x.device)).run()
     return y
 
 
 @faster(rotary.rotary_bwd, "triton", why_not=_why_not, says="kernel rotary_norm_bwd")
-def rotary_bwd_triton(
-    spec: AttentionSpec,
-    dy: Tensor,
-    x: Tensor | None,
-    call: RotaryCall,
-    needs_grad: tuple[bool, ...],
-    owned: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def rotary_bwd_triton(dy, x, call, needs_grad, owned):
     dx, target = None, target_of(dy.device)
     if needs_grad[0]:
         in_place = owned and dy.is_contiguous()
         dx = dy if in_place else torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
     if x is None:
         assert dx is not None
-        rotary_fwd(spec, dy, call, dx, target, back=True).run()
+        rotary_fwd(dy, call, dx, target, back=True).run()
         return dx, None, None
     dq_weight, dk_weight = (
         torch.empty(weight.shape, dtype=torch.float32, device=dy.device) if wanted else None
         for weight, wanted in zip((call.q_weight, call.k_weight), needs_grad[1:], strict=True)
         if weight is not None
     )
-    for launch in rotary_norm_bwd(spec, dy, x, call, dx, dq_weight, dk_weight, target):
+    for launch in rotary_norm_bwd(dy, x, call, dx, dq_weight, dk_weight, target):
         launch.run()
     return dx, dq_weight, dk_weight

@@ -96,7 +96,7 @@ def _over_blocks(kernel: object, args: tuple[object, ...], x: Tensor) -> Launch:
 
 
 @faster(quantize, "triton", why_not=why_not, says=lambda key, *_: f"kernel pack_int8_fwd, {key}")
-def quantize_triton(x: Tensor, packing: Packing) -> Parts:
+def quantize_triton(x, packing):
     parts = new_parts(x, packing)
     pack_int8(x, packing, parts).run()
     return parts
@@ -105,7 +105,7 @@ def quantize_triton(x: Tensor, packing: Packing) -> Parts:
 @faster(
     dequantize, "triton", why_not=why_not, says=lambda key, *_: f"kernel unpack_int8_fwd, {key}"
 )
-def dequantize_triton(x: Packed) -> Tensor:
+def dequantize_triton(x):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     unpack_int8(x, y).run()
     return y

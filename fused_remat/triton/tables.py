@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fused_remat.spec import AttentionSpec
-from fused_remat.steps.attention import AttentionKey
-from fused_remat.steps.attention_rows import AttentionCall
+from fused_remat.steps.attention_rows import AttentionCall, AttentionKey
 from fused_remat.triton.launch import Target, cdiv
 
 
@@ -217,7 +215,7 @@ def why_own_attention(target: Target, key: AttentionKey) -> str | None:
     """Why our kernels are taken for a call that ATen's could serve; None if they are not."""
     if family(target) not in ATTENTION_BY_ATEN:
         return "ATen's fused kernels are not for this target"
-    if any(key.masks):
+    if key.mask is not None or key.padding is not None:
         return "a mask is read as it is, and what it excludes is skipped"
     if key.lengths:
         return "what lies beyond key lengths is not read"
@@ -354,11 +352,11 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
 _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
 
 
-def burdens(spec: AttentionSpec, call: AttentionCall) -> int:
+def burdens(call: AttentionCall) -> int:
     """What takes registers besides the products: 0 for nothing, 1, or 2 for masks or two things."""
     early = call.lengths is not None or call.cu_q is not None
-    shared = spec.num_heads != spec.num_kv_heads
-    things = (spec.dropout > 0.0, spec.softcap != 0.0, early, shared)
+    shared = call.spec.num_heads != call.spec.num_kv_heads
+    things = (call.spec.dropout > 0.0, call.spec.softcap != 0.0, early, shared)
     return 2 if call.masked else min(2, sum(things))
 
 
@@ -366,7 +364,6 @@ def attention_tile(
     kernel: str,
     target: Target,
     width: int,
-    spec: AttentionSpec,
     call: AttentionCall,
     unpacks: bool = False,
 ) -> AttentionTile:
@@ -379,4 +376,4 @@ def attention_tile(
     tiles = ATTENTION_TILES[kernel][family(target)]
     fitting = tiles[next(w for w in tiles if width <= w)]
     more = (2 if kernel == "dq" else 1) * unpacks
-    return fitting[min(burdens(spec, call) + more, len(fitting) - 1)]
+    return fitting[min(burdens(call) + more, len(fitting) - 1)]

@@ -25,45 +25,44 @@ B, H, S, E = sized(2, 8, 1000, 64) if ON_GPU else (2, 4, 33, 8)
 
 
 def make_call(q_len=S, kv_len=S, kv_heads=H, causal=False, mask=None, padding=None, keeps=False):
-    """A spec and a call without dropout."""
+    """A call without dropout."""
     return attention_call(
         (B, H, kv_heads, q_len, kv_len, E), right=0 if causal else -1, mask=mask, padding=padding,
         true_means="attend" if keeps else "exclude",
     )  # fmt: skip
 
 
-def exact_attention(q, k, v, spec, bias):
+def exact_attention(q, k, v, call, bias):
     """softmax(scale * q kᵀ + bias) v in the dtype of q; 0 for a row that sees nothing."""
-    group = spec.num_heads // spec.num_kv_heads
+    group = call.spec.num_heads // call.spec.num_kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = spec.scale * q @ k.transpose(-1, -2)
+    scores = call.spec.scale * q @ k.transpose(-1, -2)
     if bias is not None:
         scores = scores + bias
-    if spec.window[1] == 0:
+    if call.spec.window[1] == 0:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
     nothing = (scores == -torch.inf).all(-1, keepdim=True)
     return (scores.masked_fill(nothing, 0.0).softmax(-1) @ v).masked_fill(nothing, 0.0)
 
 
-def check(given, dtype, bias=None, strided=False):
-    """Output and gradients, in ATen, of a spec and a call."""
-    spec, call = given
+def check(call, dtype, bias=None, strided=False):
+    """Output and gradients, of the ATen body."""
 
     def heads(count, length):
         if strided:  # as views of a packed projection are
             return normal(dtype, B, length, 3, count, E)[:, :, 1].transpose(1, 2)
         return normal(dtype, B, count, length, E)
 
-    q, k = heads(spec.num_heads, call.q_len), heads(spec.num_kv_heads, call.kv_len)
-    v, dattn = heads(spec.num_kv_heads, call.kv_len), normal(dtype, B * call.q_len, H * E)
-    assert attention_library.why_not(q, v, spec, call) is None
-    attn, lse = attention_fwd(q, k, v, spec, call)
+    q, k = heads(call.spec.num_heads, call.q_len), heads(call.spec.num_kv_heads, call.kv_len)
+    v, dattn = heads(call.spec.num_kv_heads, call.kv_len), normal(dtype, B * call.q_len, H * E)
+    assert attention_library.why_not_call(q, v, call) is None
+    attn, lse = attention_fwd(q, k, v, call)
     assert lse.dtype == torch.float32 and lse.numel() == B * H * call.q_len
     grads = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
-    attention_bwd(dattn, q, k, v, attn, lse, spec, call, grads)
+    attention_bwd(dattn, q, k, v, attn, lse, call, grads)
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    exact = exact_attention(*leaves, spec, bias).transpose(1, 2).reshape(attn.shape)
+    exact = exact_attention(*leaves, call, bias).transpose(1, 2).reshape(attn.shape)
     found = dict(zip(("attn", "dq", "dk", "dv"), (attn, *grads), strict=True))
     for (name, mine), true in zip(
         found.items(), (exact, *torch.autograd.grad(exact, leaves, dattn.double())), strict=True
@@ -168,9 +167,9 @@ def test_same_bits_under_deterministic_algorithms():
     torch.use_deterministic_algorithms(True)
     try:
         for _ in range(5):
-            attn, lse = attention_fwd(q, k, v, *call)
+            attn, lse = attention_fwd(q, k, v, call)
             grads = tuple(torch.empty_like(q) for _ in range(3))
-            attention_bwd(dattn, q, k, v, attn, lse, *call, grads)
+            attention_bwd(dattn, q, k, v, attn, lse, call, grads)
             found.append((attn, *grads))
     finally:
         torch.use_deterministic_algorithms(False)

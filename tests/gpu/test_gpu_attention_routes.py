@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_remat import FusedRematLayer, explain, ops, random
 from fused_remat.memory import measure_allocations
-from fused_remat.steps.attention import attention_bwd, attention_fwd, attention_key
+from fused_remat.steps.attention import attention_bwd, attention_fwd
+from fused_remat.steps.attention_library import attention_key
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -27,19 +28,19 @@ APART = 2e-2
 
 
 def attention_call(b, h, length, width, **options):
-    """A spec and a call that sees everything, but for `options`."""
+    """A call that sees everything, but for `options`."""
     return call_of((b, h, h, length, length, width), **options)
 
 
-def launched(q, k, v, dattn, spec, *call):
+def launched(q, k, v, dattn, call):
     """Output, dq, dk and dv of the kernels, full of NaN before."""
-    rows = (call.batch * call.q_len, spec.num_heads * v.shape[-1])
+    rows = (call.batch * call.q_len, call.spec.num_heads * v.shape[-1])
     out = torch.full(rows, torch.nan, dtype=q.dtype, device=DEVICE)
     lse = torch.full(q.shape[:3], torch.nan, device=DEVICE)
-    for launch in attention.forward(q, k, v, spec, call, out, lse, target()):
+    for launch in attention.forward(q, k, v, call, out, lse, target()):
         launch.run()
     grads = tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
-    for launch in attention.backward(dattn, q, k, v, out, lse, spec, call, grads, target()):
+    for launch in attention.backward(dattn, q, k, v, out, lse, call, grads, target()):
         launch.run()
     return out, *grads
 
@@ -70,13 +71,13 @@ def test_all_kernels_drop_the_bits_of_the_definition(length, dtype, causal, row0
     q = torch.zeros_like(eye)
     seen = torch.ones_like(kept)
     seen = seen.tril() if causal else seen
-    out, _, _, dv = launched(q, eye, eye, one_hot, *call)
+    out, _, _, dv = launched(q, eye, eye, one_hot, call)
     out = out.view(b, length, h, length).transpose(1, 2)
     assert torch.equal(out != 0, kept & seen)
     assert torch.equal(dv.transpose(-1, -2) != 0, kept & seen)
     scaled = torch.where(kept & seen, 1.0 / (1.0 - p), 0.0) / seen.sum(-1, keepdim=True)
     assert error_of(out, scaled) < 5e-3  # the output is rounded once, the probability once
-    _, dq, _, _ = launched(q, eye, eye, torch.ones_like(one_hot), *call)
+    _, dq, _, _ = launched(q, eye, eye, torch.ones_like(one_hot), call)
     # A row of which all or none was kept has no gradient, up to rounding.
     mixed = seen & (kept & seen).any(-1, keepdim=True) & (~kept & seen).any(-1, keepdim=True)
     assert torch.equal((dq > 0) & mixed, kept & mixed)
@@ -87,7 +88,7 @@ def test_ops_take_their_seed_from_the_caller():
     q, k, v = (normal(BF16, B, H, S, E) for _ in range(3))
     y = ops.attention(q, k, v, dropout_p=0.2, is_causal=True, seed=3, backend="triton")
     call = attention_call(B, H, S, E, right=0, p=0.2, site_key=KEY)
-    out, *_ = launched(q, k, v, normal(BF16, B * S, H * E), *call)
+    out, *_ = launched(q, k, v, normal(BF16, B * S, H * E), call)
     assert torch.equal(y, out.view(B, S, H, E).transpose(1, 2))
 
 
@@ -102,11 +103,11 @@ def test_long_sequences_beside_atens_flash(width, causal):
     q, k, v = (normal(BF16, 1, heads, length, width) for _ in range(3))
     dattn = normal(BF16, length, heads * width)
     call = attention_call(1, heads, length, width, right=0 if causal else -1)
-    found = launched(q, k, v, dattn, *call)
+    found = launched(q, k, v, dattn, call)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-        attn, lse = attention_fwd(q, k, v, *call)
+        attn, lse = attention_fwd(q, k, v, call)
         grads = tuple(torch.empty_like(t) for t in (q, k, v))
-        attention_bwd(dattn, q, k, v, attn, lse, *call, grads)
+        attention_bwd(dattn, q, k, v, attn, lse, call, grads)
     for name, mine, theirs in zip(("out", "dq", "dk", "dv"), found, (attn, *grads), strict=True):
         error = error_of(mine, theirs)
         assert error <= APART, f"{name} is off by {error:.1e}"
@@ -132,7 +133,7 @@ def test_who_serves(options, monkeypatch):
     q, k, v = (normal(BF16, B, H, S, E) for _ in range(3))
     plain = attention_call(B, H, S, E)
     ops.attention(q, k, v)
-    why = tables.why_own_attention(target(), attention_key(q, k, v, *plain))
+    why = tables.why_own_attention(target(), attention_key(q, v, plain))
     assert bool(seen) == (why is not None)
     seen.clear()
     ops.attention(q, k, v, **MASKED[options]())
@@ -226,12 +227,12 @@ def test_no_scores_are_held(options):
 def test_gradients_of_masks_need_no_scores():
     """dmask of a mask of keys: (B, 1, 1, S), with the kernels' own gradient, twice the same."""
     mask = normal(BF16, B, 1, 1, S)
-    spec, call = attention_call(B, H, S, E, mask=mask, mask_grad=True)
+    call = attention_call(B, H, S, E, mask=mask, mask_grad=True)
     q, k, v = (normal(BF16, B, H, S, E) for _ in range(3))
     dattn = normal(BF16, B * S, H * E)
     found = []
     for _ in range(2):
         dmask = torch.zeros(mask.shape, device=DEVICE)
-        launched(q, k, v, dattn, spec, dataclasses.replace(call, dmask=dmask))
+        launched(q, k, v, dattn, dataclasses.replace(call, dmask=dmask))
         found.append(dmask)
     assert found[0].any() and torch.equal(*found)

@@ -231,28 +231,28 @@ def test_rotary(heads, dtype, interleaved, norm):
         rotary=RotarySpec(interleaved=interleaved),
         head_norm=NormSpec(kind="rms_norm", eps=1e-6) if norm else None,
     )  # fmt: skip
-    call = RotaryCall(angle.cos(), angle.sin(), *weights, 7, seq_len)
+    call = RotaryCall(spec, angle.cos(), angle.sin(), *weights, 7, seq_len)
     exact = dataclasses.replace(
         call, **dict(zip(("cos", "sin", "q_weight", "k_weight"),
                          double(call.cos, call.sin, *weights), strict=True)),
     )  # fmt: skip
     y, same = poisoned(*x.shape, dtype), x.clone()
-    rotary.rotary_fwd(spec, x, call, y, target()).run()
-    rotary.rotary_fwd(spec, same, call, same, target()).run()
+    rotary.rotary_fwd(x, call, y, target()).run()
+    rotary.rotary_fwd(same, call, same, target()).run()
     check_written(y)
-    check_error(y, rotary_fwd(spec, x.double(), exact))
+    check_error(y, rotary_fwd(x.double(), exact))
     assert torch.equal(same, y), "in place has the same bits"
     dx, same = poisoned(*x.shape, dtype), dy.clone()
     sums = [torch.full((width,), torch.nan, device=DEVICE) for _ in "qk"] if norm else []
     given = x.double() if norm else None
-    expected = rotary_bwd(spec, dy.double(), given, exact, (True, norm, norm), False)
+    expected = rotary_bwd(dy.double(), given, exact, (True, norm, norm), False)
     for into, made in ((dx, dy), (same, same)):
         before = [s.clone() for s in sums]
         if norm:
-            for launch in rotary.rotary_norm_bwd(spec, made, x, call, into, *sums, target()):
+            for launch in rotary.rotary_norm_bwd(made, x, call, into, *sums, target()):
                 launch.run()
         else:
-            rotary.rotary_fwd(spec, made, call, into, target(), back=True).run()
+            rotary.rotary_fwd(made, call, into, target(), back=True).run()
     assert torch.equal(same, dx), "in place has the same bits"
     assert all(map(torch.equal, before, sums)), "no sum depends on the run"
     check_written(dx)

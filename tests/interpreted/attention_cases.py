@@ -20,7 +20,7 @@ FACTOR = 2
 
 
 def attention_call(sizes, **options):
-    """The spec and the call over (B, H, Hkv, S_q, S_k, E), but for the options without anything."""
+    """A call over (B, H, Hkv, S_q, S_k, E) without anything, but for `options`."""
     return call_of(sizes, **{"site_key": KEY, **options})
 
 
@@ -54,13 +54,13 @@ def with_buffers(call, dtype):
     return dataclasses.replace(call, **wanted)
 
 
-def exact_results(spec, call, q, k, v, dattn):
+def exact_results(call, q, k, v, dattn):
     """Output and gradients by name, in float64."""
     q, k, v, dattn = (x.double() for x in (q, k, v, dattn))
     call = with_buffers(call, torch.float64)
-    out, lse = attention_fwd(q, k, v, spec, call)
+    out, lse = attention_fwd(q, k, v, call)
     grads = tuple(torch.full_like(x, torch.nan) for x in (q, k, v))
-    attention_bwd(dattn, q, k, v, out, lse, spec, call, grads)
+    attention_bwd(dattn, q, k, v, out, lse, call, grads)
     masks = {"dmask": call.dmask, "dpadding": call.dpadding}
     return dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)) | masks
 
@@ -68,17 +68,17 @@ def exact_results(spec, call, q, k, v, dattn):
 def check(sizes, dtype=torch.float32, value_width=None, tile=SMALL, inputs=None, **options):
     """Run the kernels on poisoned outputs; every result within rounding of float64's."""
     torch.manual_seed(0)
-    spec, call = attention_call(sizes, **options)
+    call = attention_call(sizes, **options)
     width = sizes[5] if value_width is None else value_width
     _, (q, k, v) = packed_heads(sizes, dtype, width, normal)
     if inputs is not None:
         q, k, v = inputs(q, k, v)
     dattn = normal(sizes[0] * sizes[3], sizes[1] * width, dtype)
-    found = run_kernels(spec, call, q, k, v, dattn, tile)
-    for name, exact in exact_results(spec, call, q, k, v, dattn).items():
+    found = run_kernels(call, q, k, v, dattn, tile)
+    for name, exact in exact_results(call, q, k, v, dattn).items():
         if exact is not None:
             # A gradient that is all cancellation is 0 to rounding of what it is the difference of.
-            terms = call.batch * spec.num_heads * call.q_len * call.kv_len / exact.numel()
+            terms = call.batch * call.spec.num_heads * call.q_len * call.kv_len / exact.numel()
             size = torch.full(
                 (exact.numel(),), 0.1 * max(1.0, terms if "mask" in name else 1.0) ** 0.5
             )
@@ -87,19 +87,19 @@ def check(sizes, dtype=torch.float32, value_width=None, tile=SMALL, inputs=None,
     return found
 
 
-def run_kernels(spec, call, q, k, v, dattn, tile=SMALL):
-    heads = spec.num_heads, spec.num_kv_heads
+def run_kernels(call, q, k, v, dattn, tile=SMALL):
+    heads = call.spec.num_heads, call.spec.num_kv_heads
     sizes = (call.batch, *heads, call.q_len, call.kv_len, q.shape[-1])
     out = poisoned(*dattn.shape, q.dtype)
-    lse = torch.full((call.batch, spec.num_heads, call.q_len), torch.nan)
-    for launch in attention.forward(q, k, v, spec, call, out, lse, TARGET, tile):
+    lse = torch.full((call.batch, call.spec.num_heads, call.q_len), torch.nan)
+    for launch in attention.forward(q, k, v, call, out, lse, TARGET, tile):
         launch.run()
     check_margin(out)
     assert not lse.isnan().any()
     call = with_buffers(call, torch.float32)
     wholes, grads = packed_heads(sizes, q.dtype, v.shape[-1], poisoned)
     tiles = (tile, tile)
-    launches = attention.backward(dattn, q, k, v, out, lse, spec, call, grads, TARGET, tiles)
+    launches = attention.backward(dattn, q, k, v, out, lse, call, grads, TARGET, tiles)
     for launch in launches:
         launch.run()
     for whole in wholes:
@@ -110,7 +110,7 @@ def run_kernels(spec, call, q, k, v, dattn, tile=SMALL):
 
 def spoiled_results(sizes, dtype, spoil, **options):
     torch.manual_seed(0)
-    spec, call = attention_call(sizes, **options)
+    call = attention_call(sizes, **options)
     _, (q, k, v) = packed_heads(sizes, dtype, sizes[5], normal)
     dattn = normal(sizes[0] * sizes[3], sizes[1] * sizes[5], dtype)
-    return run_kernels(spec, call, *spoil(q, k, v), dattn)
+    return run_kernels(call, *spoil(q, k, v), dattn)

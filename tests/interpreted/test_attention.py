@@ -164,7 +164,7 @@ def test_blocks_that_are_excluded_are_not_read():
         call = attention_call(sizes, **options)
         _, heads = packed_heads(sizes, torch.float32, sizes[5], normal)
         out, lse = torch.empty(sizes[3], sizes[5]), torch.empty(1, 1, sizes[3])
-        for launch in attention.forward(*spoil(*heads), *call, out, lse, TARGET, SMALL):
+        for launch in attention.forward(*spoil(*heads), call, out, lse, TARGET, SMALL):
             launch.run()
         return out.isnan().any(1)
 
@@ -183,11 +183,11 @@ def test_dropout_is_the_generators_in_forward_and_backward(row0):
     k, dout = torch.zeros(2, 1, 24, 16), torch.zeros(2, 20, 2, 24)
     call = attention_call(sizes, p=p, row0=row0)
     forward = (
-        run_kernels(*call, q, k, v, dout.view(40, 48))["out"].view(2, 20, 2, 24).transpose(1, 2)
+        run_kernels(call, q, k, v, dout.view(40, 48))["out"].view(2, 20, 2, 24).transpose(1, 2)
     )
     torch.testing.assert_close(forward, keep / 24)
     dout[0, 3, 1] = 1.0  # of query (0, 1, 3): dv of key n is keep / 24 in every column
-    dv = run_kernels(*call, q, k, v, dout.view(40, 48))["dv"]
+    dv = run_kernels(call, q, k, v, dout.view(40, 48))["dv"]
     torch.testing.assert_close(dv[0, 0], (keep[0, 1, 3] / 24)[:, None].expand(24, 24))
 
 
@@ -227,7 +227,7 @@ def test_descriptors_where_they_can_serve():
         call = attention_call(sizes, **options)
         _, (q, k, v) = packed_heads(sizes, torch.float32, sizes[5], normal)
         out, lse = normal(sizes[0] * sizes[3], sizes[1] * sizes[5], torch.float32), None
-        *_, launch = attention.forward(q, k, v, *call, out, lse, TARGET, SMALL)
+        *_, launch = attention.forward(q, k, v, call, out, lse, TARGET, SMALL)
         return launch.constants["TMA"]
 
     assert uses_descriptors(SQUARE) and uses_descriptors((1, 2, 1, 5, 9, 20))
@@ -240,8 +240,8 @@ def test_heads_more_than_2_31_elements_apart():
     q.copy_(torch.randn(1, 2, 18, 16))
     _, (_, k, v) = packed_heads((1, 2, 2, 18, 18, 16), torch.float16, 16, normal)
     call, dattn = attention_call((1, 2, 2, 18, 18, 16)), normal(18, 32, torch.float16)
-    found = run_kernels(*call, q, k, v, dattn)
-    for name, exact in exact_results(*call, q, k, v, dattn).items():
+    found = run_kernels(call, q, k, v, dattn)
+    for name, exact in exact_results(call, q, k, v, dattn).items():
         if exact is not None:
             check_error(found[name], exact, torch.float16, FACTOR)
 

@@ -54,11 +54,11 @@ def test_tokens_of_no_sequence_may_hold_anything(softcap):
     outside[3:38] = False
     _, heads = packed_heads((1, 2, 1, 40, 40, 16), torch.float32, 16, normal)
     dattn = normal(40, 32, torch.float32)
-    clean = run_kernels(*call, *heads, dattn)
+    clean = run_kernels(call, *heads, dattn)
     for x in heads:
         x[:, :, outside] = torch.nan
     dattn[outside] = torch.nan
-    spoiled = run_kernels(*call, *heads, dattn)
+    spoiled = run_kernels(call, *heads, dattn)
     for name in ("out", "dq", "dk", "dv"):
         assert torch.equal(spoiled[name], clean[name]), name
     assert (spoiled["dq"][:, :, outside] == 0.0).all()
@@ -68,7 +68,7 @@ def test_tokens_of_no_sequence_may_hold_anything(softcap):
 def test_bounds_beyond_the_tokens_reach_no_others(by_keys):
     """On a GPU nobody checks them: nothing beyond the tensors may be read for it."""
     cu = torch.tensor([-5, 9, 1000])
-    _, call = attention_call((1, 1, 1, 40, 40, 16), cu_q=cu, cu_k=cu)
+    call = attention_call((1, 1, 1, 40, 40, 16), cu_q=cu, cu_k=cu)
     bounds, launch = attention_masks._bounds(call, 80, 80, by_keys)
     launch.run()
     assert bounds.min() >= 0 and bounds.max() <= 40
@@ -86,7 +86,7 @@ def test_packed_sequences_with_masks():
 @pytest.mark.parametrize("name", PACKED)
 def test_intervals_of_packed_sequences(name, by_keys):
     cu_q, cu_k = (None if c is None else torch.tensor(c) for c in PACKED[name])
-    _, call = attention_call(
+    call = attention_call(
         (1, 1, 1, 40, 40, 16), cu_q=cu_q, cu_k=cu_q if cu_k is None else cu_k, left=4, right=2
     )
     bounds, launch = attention_masks._bounds(call, 4, 2, by_keys)
@@ -110,7 +110,7 @@ def test_lists_of_blocks(by_keys):
     padding = torch.zeros(2, 70, dtype=torch.bool)
     padding[1, 50:] = True
     call = attention_call((2, 3, 3, 37, 70, 16), mask=mask, padding=padding, right=4, left=40)
-    problem, before = attention_masks.prepare(torch.empty(2, 3, 37, 16), *call, TARGET, True)
+    problem, before = attention_masks.prepare(torch.empty(2, 3, 37, 16), call, TARGET, True)
     blocks, strides, launches = attention_masks.lists(problem, SMALL, by_keys)
     for launch in before + launches:
         launch.run()

@@ -56,10 +56,10 @@ def test_gradients_are_those_of_unpacked_heads(case, width, dtype):
     kv = options.pop("kv_heads", nhead)
     if options.get("mask"):
         options["mask"] = torch.randn(1, nhead, tokens, tokens).to(dtype)
-    spec, call = attention_call((batch, nhead, kv, tokens, tokens, width), **options)
+    call = attention_call((batch, nhead, kv, tokens, tokens, width), **options)
     table = ops_for("triton", torch.empty(1), dtype)
     packed, plain = heads_of(batch, nhead, kv, tokens, width, dtype)
-    out, lse = table[attention_fwd](*plain, spec, call)
+    out, lse = table[attention_fwd](*plain, call)
     dy = torch.randn_like(out)
     results = []
     for q, k, v in (packed, plain):
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_unpacked_heads(case, width, dtype):
         if call.mask_grad:
             mine = dataclasses.replace(call, dmask=torch.zeros_like(call.mask, dtype=torch.float32))
         grads = tuple(torch.full(x.shape, torch.nan, dtype=dtype) for x in (q, k, v))
-        table[attention_bwd](dy, q, k, v, out, lse, spec, mine, grads)
+        table[attention_bwd](dy, q, k, v, out, lse, mine, grads)
         results.append([*grads, *([mine.dmask] if call.mask_grad else [])])
     for got, expected in zip(*results, strict=True):
         assert torch.equal(got, expected) and expected.isfinite().all()

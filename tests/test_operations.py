@@ -1,0 +1,105 @@
+"""Operations: what is registered for a backend, which implementation serves, and what is said."""
+
+import dataclasses
+import importlib
+import sys
+
+import pytest
+import torch
+from attention_calls import attention_call
+from torch import nn
+
+from fused_remat import explain, ops
+from fused_remat.execution import choose
+from fused_remat.spec import NormSpec
+from fused_remat.steps import attention_library
+from fused_remat.steps.linear import bias_grad, linear_fwd
+from fused_remat.steps.norm import norm_fwd
+from fused_remat.steps.operations import OPERATIONS, faster
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    """A backend "mine" that computes RMSNorm itself, and the calls of that."""
+    calls = []
+
+    def why_not(key):
+        return None if key[0] == "rms_norm" else f"no {key[0]}"
+
+    def my_norm(spec, x, weight, bias, out=None, stats=None):
+        calls.append(spec)
+        return norm_fwd(spec, x, weight, bias, out, stats)
+
+    monkeypatch.setitem(choose.BACKENDS, "mine", choose.Backend)
+    faster(norm_fwd, "mine", why_not=why_not, says="my norm")(my_norm)
+    choose.forget()
+    yield calls
+    del OPERATIONS[norm_fwd].faster["mine"]
+    choose.forget()
+
+
+def test_without_anything_faster_an_operation_is_the_plain_function():
+    table = choose.ops_for("eager", torch.ones(1))
+    assert all(table[function] is function for function in OPERATIONS)
+
+
+def test_one_operation_of_one_backend(mine):
+    table, x = choose.ops_for("mine", torch.ones(1)), torch.randn(3, 8)
+    assert table[linear_fwd] is linear_fwd and table[norm_fwd] is not norm_fwd
+    for kind, served in (("layer_norm", 0), ("rms_norm", 1), ("rms_norm", 2)):
+        spec = NormSpec(kind=kind)
+        found, exact = table[norm_fwd](spec, x, None, None), norm_fwd(spec, x, None, None)
+        assert len(mine) == served
+        assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+
+
+def test_a_layer_takes_it_and_explain_says_why(mine):
+    class Norms(nn.Module):
+        def forward(self, x):
+            y = ops.rms_norm(x, torch.ones(8), backend="mine")
+            return ops.layer_norm(y, backend="mine")
+
+    first, second = explain(Norms(), torch.randn(3, 8, requires_grad=True))
+    assert dict(first.forward)["output"] == "my norm" and mine
+    said = "ATen's native_layer_norm; not mine: no layer_norm"
+    assert dict(second.forward)["output"] == said
+
+
+def test_a_choice_is_made_once_for_a_key(mine, monkeypatch):
+    asked = []
+    row = OPERATIONS[norm_fwd].faster["mine"]
+    counted = dataclasses.replace(row, why_not=lambda key: asked.append(key))
+    monkeypatch.setitem(OPERATIONS[norm_fwd].faster, "mine", counted)
+    norm, spec = choose.ops_for("mine", torch.ones(1))[norm_fwd], NormSpec()
+    for shape in ((3, 8), (5, 8), (3, 4)):
+        norm(spec, torch.ones(shape), None, None)
+    assert [key[-1] for key in asked] == [8, 4]
+
+
+def test_parameters_that_are_not_the_operations():
+    def other(grad):
+        return grad.sum(0)
+
+    with pytest.raises(TypeError, match="other takes"):
+        faster(bias_grad, "mine", says="")(other)
+
+
+def test_an_option_that_library_kernels_do_not_know_is_refused():
+    """An option that is new in `AttentionSpec` must not be ignored."""
+    call = attention_call((1, 2, 2, 4, 4, 8))
+    q = torch.randn(1, 2, 4, 8)
+    assert attention_library.why_not_call(q, q, call) is None
+    assert call.spec.options == ()
+    spec = dataclasses.replace(call.spec)
+    spec.__dict__["options"] = ("sinks",)
+    call = dataclasses.replace(call, spec=spec)
+    assert attention_library.why_not_call(q, q, call) == "they have no sinks"
+
+
+def test_the_old_import_of_activations_warns():
+    sys.modules.pop("fused_remat.backends.activations", None)
+    with pytest.warns(DeprecationWarning, match="fused_remat.steps.activation"):
+        old = importlib.import_module("fused_remat.backends.activations")
+    from fused_remat.steps import activation
+
+    assert old.ACTIVATIONS is activation.ACTIVATIONS and old.Activation is activation.Activation
