@@ -261,16 +261,18 @@ class MLPActivation(Node):
             y = user_function.forward(f.run.functions["activation"], f[self.up])
             f.put(self.name, y if keep is None else torch.mul(y, keep.tensor()).to(y.dtype))
             return
-        gate = self.load(f, self.gate) if self.gate else None
-        f.put(self.name, f.ops[activation_fwd](self.act, gate, self.load(f, self.up), keep))
+        load = functools.partial(self.load, f) if self.quantized else f.__getitem__
+        gate = load(self.gate) if self.gate else None
+        f.put(self.name, f.ops[activation_fwd](self.act, gate, load(self.up), keep))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         keep = f.keep(self.keep)
         if self.act == USER_FUNCTION:
             self._user_backward(f, dy if keep is None else f.ops[dropout](dy, keep), wants)
             return
-        gate = self.load(f, self.gate) if self.gate else None
-        up = self.load(f, self.up) if not self.gate or self.gate in wants else None
+        load = functools.partial(self.load, f) if self.quantized else f.__getitem__
+        gate = load(self.gate) if self.gate else None
+        up = load(self.up) if not self.gate or self.gate in wants else None
         needs_grad = self.gate in wants, self.up in wants
         dgate, dup = f.ops[activation_bwd](self.act, dy, gate, up, keep, owned, needs_grad)
         if dgate is not None:
