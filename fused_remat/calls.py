@@ -21,7 +21,7 @@ from fused_remat.blocks.frame import Chunks, Prepared, Product, Run, Watch
 from fused_remat.blocks.nodes import Norm
 from fused_remat.blocks.pointwise import Gated, Pointwise
 from fused_remat.blocks.program import Graph, programs, sizes
-from fused_remat.execution.choose import has_faster, ops_for, tokens_at_a_time
+from fused_remat.execution.choose import has_faster, ops_for
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.operations import Operations
 
@@ -101,7 +101,7 @@ def prepare(
     ops, device = ops_for(call.backend, like, compute), like.device
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
-    tokens = tokens_at_a_time(ops, device)
+    tokens = ops.chunk_tokens(device)
     return _prepare(call, ops, tokens, device, fuses, dtype, tuple(shapes))
 
 
