@@ -18,7 +18,7 @@ from torch import Tensor
 from fused_remat.accumulation import Accumulation
 from fused_remat.blocks import run
 from fused_remat.blocks.program import Graph, programs, sizes
-from fused_remat.execution.choose import has_faster, ops_for, tokens_at_a_time
+from fused_remat.execution.choose import has_faster, ops_for
 from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.frame import Chunks, Prepared, Product, Run, Watch
@@ -102,7 +102,7 @@ def prepare(
     ops, device = ops_for(call.backend, like, compute), like.device
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
-    tokens = tokens_at_a_time(ops, device)
+    tokens = ops.chunk_tokens(device)
     return _prepare(call, ops, tokens, device, fuses, dtype, tuple(shapes))
 
 

@@ -134,7 +134,9 @@ def _serve(name: str, function: Function) -> Function:
 
 def _table(name: str) -> Operations:
     if name not in TABLES:
-        TABLES[name] = Operations(name, functools.partial(_serve, name))
+        row = BACKENDS[name]()
+        assert isinstance(row, Backend)
+        TABLES[name] = Operations(name, row.chunk_tokens, functools.partial(_serve, name))
     return TABLES[name]
 
 
@@ -184,13 +186,6 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a backend cannot compute in `dtype` on a device; None if it can."""
     backend = BACKENDS[name]()
     return backend if isinstance(backend, str) else backend.why_not(device, dtype)
-
-
-def tokens_at_a_time(ops: Operations, device: torch.device) -> int:
-    """About how many tokens a backend works on at a time."""
-    backend = BACKENDS[ops.name]()
-    assert isinstance(backend, Backend)
-    return backend.chunk_tokens(device)
 
 
 @functools.cache

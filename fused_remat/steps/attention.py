@@ -48,8 +48,10 @@ def says(
         return "packed sequences, one at a time: " + ("; ".join(dict.fromkeys(found)) or "none")
     if key.varlen:
         return "packed sequences, one at a time"
-    known = q is None or v is None
-    why = why_not(key) if known else why_not_call(q, v, call)  # type: ignore[arg-type]
+    if q is None or v is None:
+        why = why_not(key, key.widths, key.dtype, key.device)
+    else:
+        why = why_not_call(q, v, call)
     said = f"blocks of query rows: {why}" if why else attention_library.says(key)
     return f"{said}; heads unpacked first" if key.packed else said
 

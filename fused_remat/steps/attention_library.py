@@ -28,7 +28,6 @@ _KERNELS = {
     SDPBackend.CUDNN_ATTENTION.value: "cudnn",
     SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
 }
-_CPU = "ATen's flash kernel for CPUs"
 # The efficient kernel holds lse, and wants masks, in rows of multiples of these.
 _LSE_ROWS, _MASK_ROWS = 32, 16
 # A mask value that scores lose digits beside.
@@ -42,32 +41,41 @@ _REFUSED = {"dropout": "dropout draws this library's own bits"}
 Heads = tuple[Tensor, Tensor, Tensor]
 
 
-def why_not(key: AttentionKey) -> str | None:
-    """Why the kernels cannot serve a call, or None if they can (but for `why_not_call`)."""
-    spec, (width, v_width) = key.spec, key.widths
-    if key.varlen:
+def why_not(
+    call: AttentionCall | AttentionKey,
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """Why the kernels cannot serve a call, or None if they can (but for `why_not_call`).
+
+    `widths` are those of a head in q, k and in v.
+    """
+    spec = call.spec
+    if call.varlen:
         return "packed sequences are calls of their own"
-    if key.device.type not in ("cpu", "cuda"):
-        return f"the fused kernels used here are for CPU and CUDA, q is on {key.device}"
+    if device.type not in ("cpu", "cuda"):
+        return f"the fused kernels used here are for CPU and CUDA, q is on {device}"
     for option in spec.options:
         if option not in _KNOWN:
             return _REFUSED.get(option, f"they have no {option}")
-    if key.mask_grad:
+    if call.mask_grad:
         return "a mask wants a gradient"
-    if spec.window[0] >= 0 or spec.window[1] > 0:
+    left, right = spec.window
+    if left >= 0 or right > 0:
         return "a sliding window"
-    if spec.window[1] == 0 and (key.masked or key.q_len != key.kv_len):
+    if right == 0 and (call.limited or call.q_len != call.kv_len):
         return "causal beside a mask or key lengths, or with S_q other than S_k"
-    if key.q_len == 0 or key.kv_len == 0:
+    if call.q_len == 0 or call.kv_len == 0:
         return "there are no queries or no keys"
-    if width != v_width:
-        return f"head dims {width} and {v_width} differ"
-    return _why_not_cuda(key) if key.device.type == "cuda" else None
+    if widths[0] != widths[1]:
+        return f"head dims {widths[0]} and {widths[1]} differ"
+    return _why_not_cuda(call, widths[0], dtype, device) if device.type == "cuda" else None
 
 
 def why_not_call(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     """`why_not`, and of a CPU what the values of masks say."""
-    why = why_not(attention_key(q, v, call))
+    why = why_not(call, (q.shape[3], v.shape[3]), q.dtype, q.device)
     if why or not (call.masked and q.is_cpu and _has_far_row(lengths_as_padding(call), q.dtype)):
         return why
     return f"a row of masks is finite and below {_FAR_ROW:g} everywhere"
@@ -102,16 +110,22 @@ def attention_key(
     )
 
 
-def _why_not_cuda(key: AttentionKey) -> str | None:
-    width, multiple = key.widths[0], 16 // key.dtype.itemsize
-    if key.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"no fused kernel for {key.dtype}"
+def _why_not_cuda(
+    call: AttentionCall | AttentionKey, width: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    multiple = 16 // dtype.itemsize
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"no fused kernel for {dtype}"
     if width % multiple or width > 256:
         return f"head dim {width} is not a multiple of {multiple} up to 256"
-    if key.masked and torch.version.hip is not None:
+    if call.limited and torch.version.hip is not None:
         return "a mask, on an AMD GPU"
-    if not key.masked:
-        return None if _kernel_of(key) else "PyTorch would take its unfused kernel"
+    if not call.limited:
+        return (
+            None
+            if _kernel_of(call, width, dtype, device)
+            else "PyTorch would take its unfused kernel"
+        )
     if torch.are_deterministic_algorithms_enabled():
         return "a mask, and the kernel that takes one may add gradients in any order"
     if not torch.backends.cuda.mem_efficient_sdp_enabled():
@@ -133,13 +147,17 @@ def switches() -> tuple[bool, ...]:
 
 def says(key: AttentionKey) -> str:
     """The kernel that serves a call which they serve."""
-    return f"ATen's {_kernel_of(key)} kernel" if key.device.type == "cuda" else _CPU
+    if key.device.type == "cpu":
+        return "ATen's flash kernel for CPUs"
+    return f"ATen's {_kernel_of(key, key.widths[0], key.dtype, key.device)} kernel"
 
 
-def _kernel_of(key: AttentionKey) -> str:
-    row = torch.empty((1, 1, 1, key.widths[0]), dtype=key.dtype, device=key.device)
-    q = row.expand(key.batch, key.spec.num_heads, key.q_len, -1)
-    return kernel(q, key.kv_len, key.spec, key.masked)
+def _kernel_of(
+    call: AttentionCall | AttentionKey, width: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    row = torch.empty((1, 1, 1, width), dtype=dtype, device=device)
+    q = row.expand(call.batch, call.spec.num_heads, call.q_len, -1)
+    return kernel(q, call.kv_len, call.spec, call.limited)
 
 
 def kernel(q: Tensor, kv_len: int, spec: AttentionSpec, masked: bool) -> str:

@@ -73,6 +73,15 @@ class AttentionCall:
         return self.mask is not None or self.padding is not None
 
     @property
+    def limited(self) -> bool:
+        """Whether there are masks or key lengths."""
+        return self.lengths is not None or self.mask is not None or self.padding is not None
+
+    @property
+    def varlen(self) -> bool:
+        return self.cu_q is not None
+
+    @property
     def offset(self) -> int:
         """The key at the place of query i is i + offset: query i sees keys i + offset - left to
         i + offset + right, with the spec's window."""
@@ -108,7 +117,7 @@ class AttentionKey(NamedTuple):
     switches: tuple[bool, ...] = ()
 
     @property
-    def masked(self) -> bool:
+    def limited(self) -> bool:
         return self.lengths or self.mask is not None or self.padding is not None
 
 

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
+
 F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
 #: A phrase for `explain`, or a function of the key, and of the arguments where there are any.
@@ -114,12 +116,18 @@ class Operations(dict[Function, Function]):
 
     Attributes:
         name: the backend's.
+        chunk_tokens: about how many tokens it works on at a time on a device.
         serve: gives what serves an operation that is asked for the first time.
     """
 
-    def __init__(self, name: str, serve: Callable[[Function], Function]) -> None:
+    def __init__(
+        self,
+        name: str,
+        chunk_tokens: Callable[[torch.device], int],
+        serve: Callable[[Function], Function],
+    ) -> None:
         super().__init__()
-        self.name, self.serve = name, serve
+        self.name, self.chunk_tokens, self.serve = name, chunk_tokens, serve
 
     def __missing__(self, function: Function) -> Function:
         self[function] = served = self.serve(function)

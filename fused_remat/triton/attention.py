@@ -63,7 +63,8 @@ def why_not(key: AttentionKey) -> str | None:
 
 def _why(key: AttentionKey) -> str | None:
     """Why the kernels here are taken rather than ATen's; None if ATen's are."""
-    return why_own_attention(target_of(key.device), key) or attention_library.why_not(key)
+    why = why_own_attention(target_of(key.device), key)
+    return why or attention_library.why_not(key, key.widths, key.dtype, key.device)
 
 
 def _reads(packed: tuple[str, int, int] | None) -> bool:
