@@ -34,12 +34,14 @@ PRESETS: dict[str, tuple[tuple[str, ...], ...]] = {
     "fast8": (("attention", "stream", "normed", "heads:int8", "hidden:int8"),),
 }
 
-#: preset -> kind of block -> names kept: rows of yours, which win over `PRESETS`. "fast8" rebuilds
-#: no product, "balanced8" the one that ends attention; both are chosen by name only.
-RUNGS: dict[str, dict[str, frozenset[str]]] = {
-    name: {} for name in ("full", "lean", "balanced", "fast", "none")
-}
-LOSSY_RUNGS: dict[str, dict[str, frozenset[str]]] = {name: {} for name in ("balanced8", "fast8")}
+#: Preset -> kind of block -> names kept: rows of yours, which win over `PRESETS`. `LOSSY_RUNGS` are
+#: those of presets that keep anything in 8 bits, which are chosen by name only: "fast8" rebuilds no
+#: product, "balanced8" the one that ends attention.
+RUNGS: dict[str, dict[str, frozenset[str]]] = {}
+LOSSY_RUNGS: dict[str, dict[str, frozenset[str]]] = {}
+for _name, _rows in PRESETS.items():
+    _lossy = any(":" in role for row in _rows for role in row)
+    (LOSSY_RUNGS if _lossy else RUNGS)[_name] = {}
 #: Every preset by name.
 ALL_RUNGS = RUNGS | LOSSY_RUNGS
 

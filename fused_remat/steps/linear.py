@@ -206,12 +206,12 @@ class Linear(Node):
     part: Part | None = None
     updates: tuple[LowRank, ...] = ()
 
-    @property
+    @functools.cached_property
     def weight(self) -> str:
         """The weight of the one layer."""
         return self.weights[0]
 
-    @property
+    @functools.cached_property
     def bias(self) -> str:
         """The bias of the one layer."""
         return self.biases[0]
@@ -219,13 +219,15 @@ class Linear(Node):
     @functools.cached_property
     def plain(self) -> bool:
         """Whether it is one layer that ends in nothing else."""
-        return len(self.weights) == 1 and not (self.residual or self.keep or self.updates)
+        return not (self.sizes or self.residual or self.keep or self.updates)
 
     @functools.cached_property
-    def _simple(self) -> bool:
-        """Whether it is one layer with a weight and a bias of its own, in one dtype."""
-        several = len(self.weights) > 1 or self.part is not None
-        return not (several or self.updates or self.compute)
+    def _weights(self) -> frozenset[str]:
+        return frozenset(self.weights)
+
+    @functools.cached_property
+    def _affine(self) -> frozenset[str]:
+        return frozenset((*self.weights, *self.biases))
 
     @functools.cached_property
     def params(self) -> tuple[str, ...]:
@@ -258,11 +260,11 @@ class Linear(Node):
     def needs(self, wants: Collection[str]) -> tuple[str, ...]:
         wanted = not {self.x, *self.params}.isdisjoint(wants)
         updated = any(u.a in wants or u.b in wants for u in self.updates)
-        x = (self.x,) if updated or not {*self.weights}.isdisjoint(wants) else ()
+        x = (self.x,) if updated or not self._weights.isdisjoint(wants) else ()
         return (*x, *(self.masks if wanted else ()))
 
     def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
-        read = list(self.weights) if self.x in wants else []
+        read = [*self.weights] if self.x in wants else []
         for u in self.updates:
             read += [u.a] if self.x in wants or u.b in wants else []
             read += [u.b] if self.x in wants or u.a in wants else []
@@ -283,84 +285,70 @@ class Linear(Node):
         return dy.to(dtype) if keep is None else f.ops[dropout](dy, keep, dtype)
 
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        if not self._simple:
-            f.put(self.name, self._forward(f, out))
-            return
+        x = f[self.x] if self.compute is None else f[self.x].to(self.compute)
         residual = f[self.residual] if self.residual else None
         keep = f.keep(self.keep) if self.keep else None
-        weight, bias = f.param(self.weights[0]), f.param(self.biases[0])
-        f.put(self.name, f.ops[linear_fwd](f[self.x], weight, bias, residual, keep, out))
-
-    def _forward(self, f: Frame, out: Tensor | None) -> Tensor:
-        x, keep = self.operand(f), f.keep(self.keep)
-        residual = f[self.residual] if self.residual else None
-        if len(self.weights) > 1:
+        weight, bias = f.param(self.weight), f.param(self.bias)
+        if self.part is not None:
+            weight, bias = self.affine(f)
+        if self.sizes:
             y = x.new_empty((x.shape[0], sum(self.sizes))) if out is None else out
-            for weight, bias, part in self._layers(y):
-                f.ops[linear_fwd](x, f.param(weight), f.param(bias), out=part)
+            for w, b, columns in zip(
+                self.weights, self.biases, y.split(self.sizes, 1), strict=True
+            ):
+                f.ops[linear_fwd](x, f.param(w), f.param(b), out=columns)
         elif residual is not None and self.compute is not None:
-            product = f.ops[linear_fwd](x, *self.affine(f))
+            product = f.ops[linear_fwd](x, weight, bias)
             del x
             y = f.ops[residual_add](product, residual, keep, out)
         else:
-            y = f.ops[linear_fwd](x, *self.affine(f), residual, keep, out)
+            y = f.ops[linear_fwd](x, weight, bias, residual, keep, out)
         for update in self.updates:
-            low = self._low(f, update)
-            for rows in _pieces(y, low.dtype):
-                mine = update.of(y[rows])
-                f.ops[low_rank_add](mine, low[rows], f.param(update.b), update.scale)
-            f.put(update.low, low)
-        return y
-
-    def _layers(self, y: Tensor) -> Iterator[tuple[str, str, Tensor]]:
-        """Each layer's weight, bias and columns of y."""
-        return zip(self.weights, self.biases, y.split(self.sizes, 1), strict=True)
+            self._add_update(f, y, update)
+        f.put(self.name, y)
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        lows = [self._update_backward(f, dy, update, wants) for update in self.updates]
-        if len(self.weights) > 1:
-            self._layers_backward(f, dy, wants)
-        elif self.x in wants or self.weight in wants or self.bias in wants:
-            dz = dy
-            if self.keep or self.compute is not None:
-                dz = self.product_grad(f, dy)
-            if self.weight in wants:
+        lows = (
+            [self._update_backward(f, dy, u, wants) for u in self.updates] if self.updates else []
+        )
+        if self.x in wants or not self._affine.isdisjoint(wants):
+            dz = self.product_grad(f, dy) if self.keep or self.compute is not None else dy
+            columns = dz.split(self.sizes, 1) if self.sizes else (dz,)
+            if not self._weights.isdisjoint(wants):
                 x = f[self.x] if self.updates else f.last(self.x)
-                x = x if self.compute is None else x.to(self.compute)
-                f.add_weight_grad(self.weight, dz, x, self.part)
+                if self.compute is not None:
+                    x = x.to(self.compute)
+                for weight, part in zip(self.weights, columns, strict=True):
+                    if weight in wants:
+                        f.add_weight_grad(weight, part, x, self.part)
                 del x
-            if self.bias in wants:
-                f.add_param_grad(self.bias, f.ops[bias_grad](dz), self.part)
+            for bias, part in zip(self.biases, columns, strict=True):
+                if bias in wants:
+                    f.add_param_grad(bias, f.ops[bias_grad](part), self.part)
             if self.x in wants:
-                weight = rows_of(f.param(self.weight), self.part)
-                self._add_grad(f, f.ops[linear_dx](dz, weight))
-            del dz
-        for update, dlow in reversed([*zip(self.updates, lows, strict=True)]):
+                dx: Tensor | None = None
+                for weight, part in zip(self.weights, columns, strict=True):
+                    w = f.param(weight)
+                    w = w if self.part is None else rows_of(w, self.part)
+                    dx = f.ops[linear_dx](part, w, into=dx)
+                assert dx is not None
+                dx = dx if self.compute is None else dx.to(f.dtype_of(self.x))
+                f.add_grad(self.x, dx, owned=True)
+                del dx, part
+            del dz, columns
+        for update, dlow in reversed([*zip(self.updates, lows, strict=True)]) if lows else ():
             if dlow is not None:
                 self._low_backward(f, dlow, update, wants)
         if self.residual in wants:
             f.add_grad(self.residual, dy, owned)
 
-    def _layers_backward(self, f: Frame, dy: Tensor, wants: Collection[str]) -> None:
-        dx: Tensor | None = None
-        for weight, bias, part in self._layers(dy):
-            if self.x in wants:
-                dx = f.ops[linear_dx](part, f.param(weight), into=dx)
-            if bias in wants:
-                f.add_param_grad(bias, f.ops[bias_grad](part))
-        wanted = [(weight, part) for weight, _, part in self._layers(dy) if weight in wants]
-        if wanted:
-            x = f[self.x] if self.updates else f.last(self.x)
-            x = x if self.compute is None else x.to(self.compute)
-            for weight, part in wanted:
-                f.add_weight_grad(weight, part, x)
-        if dx is not None:
-            self._add_grad(f, dx)
-
-    def _add_grad(self, f: Frame, dx: Tensor) -> None:
-        f.add_grad(self.x, dx if self.compute is None else dx.to(f.dtype_of(self.x)), owned=True)
-
     # --- low-rank updates
+
+    def _add_update(self, f: Frame, y: Tensor, update: LowRank) -> None:
+        low = self._low(f, update)
+        for rows in _pieces(y, low.dtype):
+            f.ops[low_rank_add](update.of(y[rows]), low[rows], f.param(update.b), update.scale)
+        f.put(update.low, low)
 
     def _low(self, f: Frame, update: LowRank) -> Tensor:
         """(keep * x) @ A.T, unless it is there."""
