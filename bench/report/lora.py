@@ -14,6 +14,7 @@ from fused_remat.spec import (
     lora_params,
     transformer_spec,
 )
+from fused_remat.steps.linear import Linear
 
 # Llama-3-8B's block: width, heads and their width, the MLP's; a rank as they are used.
 D, H, KV, E, F = 4096, 32, 8, 128, 14336
@@ -51,18 +52,12 @@ def _wants(layers: tuple[str, ...] | None) -> frozenset[str]:
     return frozenset(shapes(None))
 
 
-def _rebuilt(names: list[str]) -> list[str]:
-    """Names as a reader knows them: a layer and its update are one."""
-    shown = [name.removesuffix(".base") for name in names if not name.startswith("lora.")]
-    updates = sum(name.startswith("lora.") for name in names)
-    products = [f"{updates} products with A"] if updates else []
-    return [*dict.fromkeys(shown), *products]
-
-
 def _rows(layers: tuple[str, ...] | None) -> list[str]:
     graph, of, wants = block_graph(_spec(layers or ())), shapes(layers), _wants(layers)
     widths = graph.widths(of)
     whole = sum(node.flops(widths, of, 1) for node in graph.nodes if not node.per_sequence)
+    updated = [n for n in graph.nodes if isinstance(n, Linear) and n.updates]
+    low = [f"{len(layers)} products with A"] if layers else []  # of all updates, for their B
     rows = []
     for rung in ALL_RUNGS:
         save = kept_names(rung, graph)
@@ -74,9 +69,12 @@ def _rows(layers: tuple[str, ...] | None) -> list[str]:
         kept = kept_bytes(packed, save, wants, of, 2)
         names = [name for name in kept if "." not in name]
         products = sum(n.flops(widths, of, 1) for n in nodes if not n.per_sequence)
+        apart = [update for n in updated if n.name not in again for update in n.updates]
+        products += sum(2 * math.prod(of[update.a]) for update in apart)
+        shown = [n.label if n.unpacks else n.name for n in nodes]
         cells = [
             f'`"{rung}"`', ", ".join(names), f"{sum(kept.values()) / TOKENS / 1024:.1f}",
-            ", ".join(_rebuilt([n.label if n.unpacks else n.name for n in nodes])) or "nothing",
+            ", ".join([*shown, *low]) or "nothing",
             f"{products / whole:.0%}",
         ]  # fmt: skip
         rows.append("| " + " | ".join(cells) + " |")

@@ -225,7 +225,7 @@ class Attention(Node):
 
     @functools.cached_property
     def params(self) -> tuple[str, ...]:
-        return self._named("Param") + (("seed",) if self.spec.dropout > 0.0 else ())
+        return self._named("param") + (("seed",) if self.spec.dropout > 0.0 else ())
 
     @functools.cached_property
     def stats(self) -> tuple[str, ...]:

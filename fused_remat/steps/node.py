@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,12 +29,20 @@ Shapes = Mapping[str, "tuple[int, ...]"]
 
 # What a field of a node names, said by its type; "" and () are for what is not there.
 #: An activation that the node is differentiable in.
-Input = str
+Input = Annotated[str, "input"]
 #: Tensors of the block (weights, masks) that its forward reads.
-Param = str
-Params = tuple[str, ...]
+Param = Annotated[str, "param"]
+Params = Annotated[tuple[str, ...], "param"]
 #: A dropout multiplier: an activation too, but not differentiable.
-Mask = str
+Mask = Annotated[str, "mask"]
+_KINDS = {"Input": "input", "Param": "param", "Params": "param", "Mask": "mask"}
+
+
+def _kind(declared: Any) -> str:
+    """What a field of a declared type names: "input", "param", "mask", or "" for nothing."""
+    if isinstance(declared, str):  # where annotations are not evaluated
+        return _KINDS.get(declared.rpartition(".")[2], "")
+    return str(getattr(declared, "__metadata__", ("",))[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +77,11 @@ class Node:
     stats_follow: ClassVar[bool] = False
     undoes: ClassVar[bool] = True
 
-    def _named(self, *kinds: str) -> tuple[str, ...]:
-        """The names in the fields whose type is one of `kinds`."""
+    def _named(self, kind: str) -> tuple[str, ...]:
+        """The names in the fields of a kind."""
         found: list[str] = []
         for field in fields(self):
-            if field.type in kinds:
+            if _kind(field.type) == kind:
                 value = getattr(self, field.name)
                 found += [value] if isinstance(value, str) else value
         return tuple([name for name in found if name])
@@ -81,17 +89,17 @@ class Node:
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
         """Activations that it is differentiable in."""
-        return self._named("Input")
+        return self._named("input")
 
     @functools.cached_property
     def params(self) -> tuple[str, ...]:
         """Tensors of the block that its forward reads."""
-        return self._named("Param", "Params")
+        return self._named("param")
 
     @functools.cached_property
     def masks(self) -> tuple[str, ...]:
         """Dropout multipliers that it reads."""
-        return self._named("Mask")
+        return self._named("mask")
 
     @functools.cached_property
     def stats(self) -> tuple[str, ...]:
