@@ -18,7 +18,7 @@ from fused_remat.autograd import OBSERVERS, Invocation
 from fused_remat.blocks.program import programs
 from fused_remat.planner.calibration import Example, Sizer, steps_of
 from fused_remat.policies import RUNGS, kept_names
-from fused_remat.steps.node import Norm
+from fused_remat.steps.norm import Norm
 
 
 @dataclass(frozen=True)
