@@ -99,7 +99,7 @@ class Graph:
         """Tokens of a sequence of every input, activation and statistic, given shapes by name."""
         lengths = {name: sizes(shapes[name])[1] for name in self.inputs}
         for node in self.nodes:
-            lengths.update(dict.fromkeys((node.name, *node.stats), node.length(lengths)))
+            lengths.update(dict.fromkeys(node.makes, node.length(lengths)))
         return lengths
 
     @functools.cached_property

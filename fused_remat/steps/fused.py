@@ -20,7 +20,7 @@ from fused_remat.steps.linear import Affine, Linear, bias_grad, linear_dx, linea
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm, norm_fwd
 from fused_remat.steps.operations import operation
-from fused_remat.steps.residual import residual_add
+from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.steps.storage import Pack, Packing, format_of, quantize
 
 if TYPE_CHECKING:
@@ -203,7 +203,8 @@ class MlpBackward(Node):
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         out, x = self.out, self.ups[0].operand(f)
-        dz = out.product_grad(f, dy)
+        keep, dtype = f.keep(out.keep), out.compute or dy.dtype
+        dz = dy.to(dtype) if keep is None else f.ops[dropout](dy, keep, dtype)
         *gates, up = [layer.affine(f) for layer in self.ups]
         act, *dups = f.ops[mlp_bwd](
             self.act.act, dz, x, gates[0] if gates else None, up, f.param(out.weight),

@@ -279,11 +279,6 @@ class Linear(Node):
         """x as the product takes it."""
         return f[self.x] if self.compute is None else f[self.x].to(self.compute)
 
-    def product_grad(self, f: Frame, dy: Tensor) -> Tensor:
-        """The gradient of the product, from that of `name`."""
-        keep, dtype = f.keep(self.keep), self.compute or dy.dtype
-        return dy.to(dtype) if keep is None else f.ops[dropout](dy, keep, dtype)
-
     def forward(self, f: Frame, out: Tensor | None = None) -> None:
         x = f[self.x] if self.compute is None else f[self.x].to(self.compute)
         residual = f[self.residual] if self.residual else None
@@ -312,7 +307,8 @@ class Linear(Node):
             [self._update_backward(f, dy, u, wants) for u in self.updates] if self.updates else []
         )
         if self.x in wants or not self._affine.isdisjoint(wants):
-            dz = self.product_grad(f, dy) if self.keep or self.compute is not None else dy
+            keep, dtype = f.keep(self.keep) if self.keep else None, self.compute or dy.dtype
+            dz = dy.to(dtype) if keep is None else f.ops[dropout](dy, keep, dtype)
             columns = dz.split(self.sizes, 1) if self.sizes else (dz,)
             if not self._weights.isdisjoint(wants):
                 x = f[self.x] if self.updates else f.last(self.x)
