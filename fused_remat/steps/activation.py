@@ -261,9 +261,12 @@ class MLPActivation(Node):
             y = user_function.forward(f.run.functions["activation"], f[self.up])
             f.put(self.name, y if keep is None else torch.mul(y, keep.tensor()).to(y.dtype))
             return
-        load = functools.partial(self.load, f) if self.quantized else f.__getitem__
-        gate = load(self.gate) if self.gate else None
-        f.put(self.name, f.ops[activation_fwd](self.act, gate, load(self.up), keep))
+        if self.quantized:
+            gate = self.load(f, self.gate) if self.gate else None
+            f.put(self.name, f.ops[activation_fwd](self.act, gate, self.load(f, self.up), keep))
+            return
+        gate = f[self.gate] if self.gate else None
+        f.put(self.name, f.ops[activation_fwd](self.act, gate, f[self.up], keep))
 
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         keep = f.keep(self.keep)

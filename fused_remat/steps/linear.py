@@ -288,9 +288,7 @@ class Linear(Node):
             weight, bias = self.affine(f)
         if self.sizes:
             y = x.new_empty((x.shape[0], sum(self.sizes))) if out is None else out
-            for w, b, columns in zip(
-                self.weights, self.biases, y.split(self.sizes, 1), strict=True
-            ):
+            for w, b, columns in self._layers(y):
                 f.ops[linear_fwd](x, f.param(w), f.param(b), out=columns)
         elif residual is not None and self.compute is not None:
             product = f.ops[linear_fwd](x, weight, bias)
@@ -302,36 +300,42 @@ class Linear(Node):
             self._add_update(f, y, update)
         f.put(self.name, y)
 
+    def _layers(self, y: Tensor) -> list[tuple[str, str, Tensor]]:
+        """Each layer's weight, bias and columns of y."""
+        return [*zip(self.weights, self.biases, y.split(self.sizes, 1), strict=True)]
+
     def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
         lows = (
             [self._update_backward(f, dy, u, wants) for u in self.updates] if self.updates else []
         )
         if self.x in wants or not self._affine.isdisjoint(wants):
-            keep, dtype = f.keep(self.keep) if self.keep else None, self.compute or dy.dtype
-            dz = dy.to(dtype) if keep is None else f.ops[dropout](dy, keep, dtype)
-            columns = dz.split(self.sizes, 1) if self.sizes else (dz,)
-            if not self._weights.isdisjoint(wants):
-                x = f[self.x] if self.updates else f.last(self.x)
-                if self.compute is not None:
-                    x = x.to(self.compute)
-                for weight, part in zip(self.weights, columns, strict=True):
-                    if weight in wants:
-                        f.add_weight_grad(weight, part, x, self.part)
-                del x
-            for bias, part in zip(self.biases, columns, strict=True):
+            keep, dz = f.keep(self.keep) if self.keep else None, dy
+            if keep is not None:
+                dz = f.ops[dropout](dy, keep, self.compute)
+            elif self.compute is not None:
+                dz = dy.to(self.compute)
+            layers = self._layers(dz) if self.sizes else ((self.weight, self.bias, dz),)
+            x: Tensor | None = None
+            for weight, bias, part in layers:
+                if weight in wants:
+                    if x is None:
+                        x = f[self.x] if self.updates else f.last(self.x)
+                        x = x if self.compute is None else x.to(self.compute)
+                    f.add_weight_grad(weight, part, x, self.part)
                 if bias in wants:
                     f.add_param_grad(bias, f.ops[bias_grad](part), self.part)
+            del x
             if self.x in wants:
                 dx: Tensor | None = None
-                for weight, part in zip(self.weights, columns, strict=True):
+                for weight, _, part in layers:
                     w = f.param(weight)
                     w = w if self.part is None else rows_of(w, self.part)
-                    dx = f.ops[linear_dx](part, w, into=dx)
+                    dx = f.ops[linear_dx](part, w, dx)
                 assert dx is not None
                 dx = dx if self.compute is None else dx.to(f.dtype_of(self.x))
                 f.add_grad(self.x, dx, owned=True)
-                del dx, part
-            del dz, columns
+                del dx
+            del dz, part, layers
         for update, dlow in reversed([*zip(self.updates, lows, strict=True)]) if lows else ():
             if dlow is not None:
                 self._low_backward(f, dlow, update, wants)
