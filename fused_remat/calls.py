@@ -165,8 +165,8 @@ def _fusions(
             found.add(f"mlp_bwd {act}")
         if has_faster(ops, mlp_up_fwd, (act, dtype, device, ())):
             found.add(f"linear_act {act}")
-    rows = {widths[node.name] for node in graph.nodes if isinstance(node, Norm)}
-    if rows and all(has_faster(ops, linear_norm_fwd, (n, dtype, device)) for n in rows):
+    norms = {(n.spec.kind, widths[n.name]) for n in graph.nodes if isinstance(n, Norm)}
+    if norms and all(has_faster(ops, linear_norm_fwd, (k, dtype, device, n)) for k, n in norms):
         found.add("linear_norm")
     return frozenset(found)
 

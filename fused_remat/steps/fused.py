@@ -83,7 +83,7 @@ def mlp_bwd(
 
 @operation(
     key=lambda x, weight, bias, residual, mask, spec, norm_weight, norm_bias, out=None: (
-        residual.shape[1], x.dtype, x.device
+        spec.kind, x.dtype, x.device, residual.shape[1]
     ),
     says="step by step",
 )  # fmt: skip

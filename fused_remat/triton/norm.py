@@ -185,7 +185,8 @@ def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> 
     return Launch(column_sum_kernel, grid, args, blocks, device=total.device)
 
 
-def _why_not(key: tuple[Any, ...]) -> str | None:
+def why_not(key: tuple[Any, ...]) -> str | None:
+    """Why the kernels do not compute a norm."""
     kind, _, _, width = key
     if kind not in KINDS:
         return f"no kernel for {kind}"
@@ -198,7 +199,7 @@ def _says(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
     return "kernel norm_fwd" if key[3] <= FWD_WIDTH else "kernel norm_wide_fwd"
 
 
-@faster(norm.norm_fwd, "triton", why_not=_why_not, says=_says)
+@faster(norm.norm_fwd, "triton", why_not=why_not, says=_says)
 def norm_fwd_triton(spec, x, weight, bias, out=None, stats=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     made = new_stats(spec.kind, x) if stats is None else stats
@@ -206,7 +207,7 @@ def norm_fwd_triton(spec, x, weight, bias, out=None, stats=None):
     return (y, *made)
 
 
-@faster(norm.norm_bwd, "triton", why_not=_why_not, says="kernel norm_bwd")
+@faster(norm.norm_bwd, "triton", why_not=why_not, says="kernel norm_bwd")
 def norm_bwd_triton(spec, dy, x, stats, weight, needs_grad, add=None):
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_grad[0] else None
     dweight, dbias = (

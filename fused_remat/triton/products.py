@@ -507,10 +507,10 @@ def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
 
 
 def _why_not_norm(key: tuple[Any, ...]) -> str | None:
-    width = key[0]
-    if not 0 < width <= norms.FWD_WIDTH:
-        return f"rows of {width} are not between 1 and {norms.FWD_WIDTH} elements"
-    return None
+    width = key[3]
+    if width > norms.FWD_WIDTH:
+        return f"rows of {width} do not fit a tile of {norms.FWD_WIDTH} elements"
+    return norms.why_not(key)
 
 
 @faster(

@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from poisoned import TARGET, check_error, check_margin, keep_of, poisoned, wide
 from tiers import pairwise
 
+from fused_remat import ops
 from fused_remat.spec import NormSpec
 from fused_remat.steps.norm import NORMS, norm_bwd, norm_fwd
 from fused_remat.steps.residual import residual_add
@@ -128,3 +131,20 @@ def test_rows_more_than_2_31_elements_apart():
     norms.norm_fwd(LAYER_NORM, apart, None, None, None, None, None, y, made, False).run()
     check_margin(y)
     check_error(y, norm_fwd(LAYER_NORM, apart.double(), None, None)[0], y.dtype)
+
+
+def test_a_norm_without_a_kernel_is_atens_after_a_product_too(monkeypatch):
+    def halved(*args):
+        y, rstd = NORMS["rms_norm"].fwd(*args)
+        return y / 2, rstd
+
+    monkeypatch.setitem(NORMS, "halved", replace(NORMS["rms_norm"], fwd=halved))
+    torch.manual_seed(0)
+    shapes = {"qkv": (24, 8), "proj": (8, 8), "fc1": (16, 8), "fc2": (8, 16), "norm1": (8,)}
+    shapes["norm2"] = (8,)
+    weights = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    x = torch.randn(2, 5, 8)
+    found, expected = (
+        ops.causal_block(x, weights, 2, norm="halved", backend=name) for name in ("triton", "eager")
+    )
+    torch.testing.assert_close(found, expected)
