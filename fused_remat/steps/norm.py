@@ -34,8 +34,9 @@ class NormRow:
     """A norm over the last dimension and its gradients: a row of `NORMS`.
 
     Attributes:
-        stats: names of the statistics that it keeps, a float per token each.
-        module: the class of modules that it stands for.
+        stats: names of the statistics that it keeps, a float per token each. Kernels know "mean"
+            and "rstd", the factor.
+        module: the class of modules that it stands for, built and read as `nn.LayerNorm` is.
         says: what its forward runs.
     """
 
