@@ -102,6 +102,24 @@ class AttentionSpec:
         return tuple([name for name in given if name not in _NOT_OF_SCORES])
 
     def __post_init__(self) -> None:
+        for name, value, valid in (
+            ("align", self.align, ("start", "end")),
+            ("true_means", self.true_means, ("attend", "exclude")),
+            ("projection", self.projection, ("packed", "split")),
+        ):
+            if value not in valid:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, valid))}, got {value!r}")
+        for mask in self.masks:
+            if mask not in MASKS:
+                raise ValueError(f"masks takes some of {', '.join(MASKS)}, got {mask!r}")
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}"
+            )
+        if self.head_norm is not None and self.head_norm.kind != "rms_norm":
+            raise ValueError(f"heads are normed by rms_norm, got {self.head_norm.kind!r}")
+        if self.keys != "input" and (self.rotary is not None or self.head_norm is not None):
+            raise ValueError("attention to another input neither norms nor rotates its heads")
         if min(self.window) < -1:
             raise ValueError(f"window takes counts of keys, or -1 for no limit, got {self.window}")
         if self.softcap < 0.0:
@@ -192,6 +210,10 @@ class MLPSpec:
     captured: int = 0
     whole: bool = False
 
+    def __post_init__(self) -> None:
+        if self.gated and self.activation == USER_FUNCTION:
+            raise ValueError("a gated MLP takes the name of an activation, not a function")
+
     @property
     def linears(self) -> tuple[str, ...]:
         """Names of the linear layers."""
@@ -229,6 +251,10 @@ class BranchSpec:
             raise ValueError(
                 f"placement must be 'pre', 'post' or 'sandwich', got {self.placement!r}"
             )
+        if self.placement != "pre" and self.norm is None:
+            raise ValueError(f"placement {self.placement!r} needs a norm")
+        if self.placement == "post" and self.parallel:
+            raise ValueError("a parallel branch is normed before it is computed, not after the sum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +310,21 @@ class BlockSpec:
     residual: bool = True
     loras: tuple[LoraSpec, ...] = ()
     parallel: ParallelSpec | None = None
+
+    def __post_init__(self) -> None:
+        if not self.branches:
+            raise ValueError("a block has at least one branch")
+        for branch in self.branches:
+            if isinstance(branch.op, AttentionSpec) and branch.op.keys not in self.inputs:
+                raise ValueError(f"keys are made of {branch.op.keys!r}, no input: {self.inputs}")
+        if not self.residual and (len(self.branches) > 1 or self.branches[0].placement != "pre"):
+            raise ValueError("without a residual, a block is one branch, normed before it")
+        if self.loras and self.parallel is not None:
+            raise ValueError("low-rank updates are not divided among ranks")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Strings have another hash in another process.
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     def __hash__(self) -> int:
         found: int | None = self.__dict__.get("_hash")
@@ -351,6 +392,8 @@ class BlockSpec:
         def own(op: AttentionSpec | MLPSpec) -> AttentionSpec | MLPSpec:
             if isinstance(op, MLPSpec):
                 return op
+            if op.num_kv_heads % parallel.size:
+                raise ValueError(f"{op.num_kv_heads} key heads among {parallel.size} ranks")
             heads, kv_heads = (n // parallel.size for n in (op.num_heads, op.num_kv_heads))
             return replace(op, num_heads=heads, num_kv_heads=kv_heads)
 

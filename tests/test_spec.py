@@ -2,6 +2,8 @@
 
 import inspect
 import itertools
+import pickle
+import typing
 from dataclasses import replace
 
 import pytest
@@ -11,10 +13,11 @@ from tiers import pairwise
 
 from fused_remat import Policy, autograd, ops
 from fused_remat.blocks.recipe import graph_of
-from fused_remat.graph.build import BlockBuilder, block_graph
+from fused_remat.graph.build import BlockBuilder, attention_graph, block_graph
 from fused_remat.policies import ALL_RUNGS, kept_names
 from fused_remat.spec import (
     KINDS,
+    USER_FUNCTION,
     AttentionSpec,
     BlockSpec,
     BranchSpec,
@@ -32,6 +35,7 @@ ATTENTION = AttentionSpec(
 )
 MLP = MLPSpec(activation="gelu")
 GATED = MLPSpec(activation="silu", gated=True)
+PLACE = ParallelSpec(group="group", size=2, rank=1, sequence=True)
 UPDATE = (LoraSpec(layer="k", scale=1.0),)
 NORM, RMS = NormSpec(), NormSpec(kind="rms_norm")
 
@@ -145,9 +149,8 @@ def test_presets_know_a_new_block_by_the_roles_of_its_activations():
 
 
 def test_ranks_gather_what_parallel_branches_read_once():
-    place = ParallelSpec(group="group", size=2, rank=1, sequence=True)
     for branches in (SPECS["one norm"].branches, SPECS["one norm"].branches[::-1]):
-        spec = BlockSpec(kind="beside", branches=branches).on_rank(place)
+        spec = BlockSpec(kind="beside", branches=branches).on_rank(PLACE)
         gathered = [
             n.name for n in block_graph(spec).nodes if n.name.endswith((".all", ".ordered"))
         ]
@@ -192,6 +195,61 @@ def test_descriptions_that_make_no_block(make, message):
         make()
 
 
+CROSS = replace(ATTENTION, keys="memory", window=(-1, -1))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: replace(ATTENTION, align="middle"), "align must be 'start' or 'end'"),
+        (lambda: replace(ATTENTION, true_means="keep"), "true_means must be"),
+        (lambda: replace(ATTENTION, projection="both"), "projection must be"),
+        (lambda: replace(ATTENTION, masks=("foo",)), "masks takes some of mask, padding"),
+        (lambda: replace(ATTENTION, num_kv_heads=3), "num_kv_heads must divide num_heads"),
+        (lambda: replace(ATTENTION, head_norm=NORM), "heads are normed by rms_norm"),
+        (lambda: replace(CROSS, head_norm=RMS), "neither norms nor rotates"),
+        (lambda: MLPSpec(activation=USER_FUNCTION, gated=True), "takes the name of an activation"),
+        (lambda: BranchSpec(op=MLP, placement="sandwich"), "placement 'sandwich' needs a norm"),
+        (lambda: BranchSpec(op=MLP, norm=NORM, placement="post", parallel=True), "parallel branch"),
+        (lambda: BlockSpec(kind="none", branches=()), "at least one branch"),
+        (lambda: BlockSpec(kind="cross", branches=(BranchSpec(op=CROSS),)), "no input"),
+        (lambda: replace(parallel(None), residual=False), "one branch, normed before it"),
+        (lambda: nn_layer_spec(True, 2, 4, "gelu", loras=UPDATE).on_rank(PLACE), "not divided"),
+        (lambda: nn_layer_spec(True, 3, 4, "gelu").on_rank(PLACE), "3 key heads among 2 ranks"),
+    ],
+)
+def test_what_no_block_computes_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_graph_reads_every_weight_of_its_description():
+    specs = [*SPECS.values(), nn_layer_spec(True, 2, 4, "gelu", (1e-5,) * 3, projection="split")]
+    for placement, eps in itertools.product(("pre", "post", "sandwich"), (None, 1e-6)):
+        specs.append(
+            transformer_spec(
+                "rms_norm", 1e-6, "silu", placement=placement, rotary=True, qk_norm_eps=eps,
+                num_heads=4, num_kv_heads=2, head_dim=4, scale=0.5,
+                loras=(LoraSpec(layer="fc2", scale=2.0),),
+            )
+        )  # fmt: skip
+    for spec in specs:
+        assert set(spec.weights) <= set(block_graph(spec).params)
+        again = pickle.loads(pickle.dumps(spec))
+        assert again == spec and "_hash" not in vars(again)
+        assert block_graph(again) is block_graph(spec)
+
+
+def test_keys_that_no_query_sees_have_no_gradient():
+    graph = attention_graph(replace(ATTENTION, align="start"))
+    q, k, v = (torch.randn(1, H, n, 4).requires_grad_() for n in (5, 7, 7))
+    y = autograd.run_block(graph, "full", {"input": q, "key": k, "value": v})
+    for grad in torch.autograd.grad(y.sum(), [k, v]):
+        assert torch.equal(grad[:, :, 5:], torch.zeros(1, H, 2, 4))
+    expected = F.scaled_dot_product_attention(q, k[:, :, :5], v[:, :, :5], is_causal=True)
+    torch.testing.assert_close(y, expected.transpose(1, 2).flatten(2))
+
+
 def test_steps_have_names_of_their_own():
     b = BlockBuilder()
     b.norm("norm", "input", NORM)
@@ -204,6 +262,7 @@ def test_functions_list_and_check_the_options_of_attention():
         shown = inspect.signature(op).parameters
         assert [shown[n].default for n in ("window", "scale", "softcap")] == [(-1, -1), None, 0.0]
         assert "options" not in shown
+        assert typing.get_type_hints(op)["backend"] is str
     q = torch.randn(1, H, S, 4)
     with pytest.raises(TypeError, match="unexpected keyword argument 'softcaps'"):
         ops.attention(q, q, q, softcaps=1.0)

@@ -32,7 +32,7 @@ class Graph:
         inputs: names of the inputs, which come in groups of sequences; the first is "input", and
             others may be of another length (`source`).
         again: nodes that in backward rebuild or undo in place of those of their names, where
-            everything they read packed is kept (`blocks.packing`).
+            everything they read packed is kept (`blocks.in_formats`).
         recipe: what a `recipe.builder` built it from; "" if none did.
         compute: the dtype of what is not in the stream (`blocks.mixed`); None for the input's.
     """

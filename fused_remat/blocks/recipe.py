@@ -175,7 +175,10 @@ def _value(node: ast.expr) -> Any:
             return tuple(map(_value, elements))
         case ast.Call(func=ast.Name(id=name)):
             if name not in _CALLABLES:
-                raise ValueError(f"no builder or part {name!r}: is its module imported?")
+                raise ValueError(
+                    f"no builder or part {name!r}: import its module; a text of an earlier "
+                    "version of fused_remat is compiled again"
+                )
             args, kwargs = _arguments(node)
             return _CALLABLES[name](*args, **kwargs)
     raise ValueError(f"not a recipe: {ast.unparse(node)}")

@@ -129,7 +129,8 @@ class BlockBuilder:
                     )
                 )  # fmt: skip
         separate = bool(updates and residual)
-        assert separate or not (updates and keep), "dropout of an updated layer is in the sum"
+        if updates and keep and not separate:
+            raise ValueError(f"dropout after the updated layers {layers} needs a residual")
         params = [linear_params(layer) for layer in layers]
         node = Linear(
             name=layers[0] if separate else name,
@@ -183,7 +184,8 @@ class BlockBuilder:
             return x
         name = f"{x}.all"
         for node in self.nodes:  # of a branch that reads the same
-            if node.name == name and (node.per_sequence or not in_order):
+            ordered = node.per_sequence or not (in_order and self.parallel.sequence)
+            if node.name == name and ordered:
                 return name
             name = f"{x}.ordered" if node.name == name else name
         parallel = replace(self.parallel, sequence=False) if whole else self.parallel

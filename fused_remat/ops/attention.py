@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import attention_graph, block_graph
@@ -20,12 +19,14 @@ from fused_remat.ops.inputs import (
 from fused_remat.ops.masks import lengths_of, mask_of, masks_given, padding_of
 from fused_remat.ops.rotary import rotary_fields, rotary_tensors
 from fused_remat.policies import Policy
-from fused_remat.spec import AttentionSpec, BlockSpec, BranchSpec, NormSpec, score_fields
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fused_remat.spec import AttentionOptions
+from fused_remat.spec import (
+    AttentionOptions,
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    NormSpec,
+    score_fields,
+)
 
 
 @lists_attention_options

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from fused_remat.graph.build import block_graph
 from fused_remat.ops.activation import ActivationLike
@@ -25,12 +25,7 @@ from fused_remat.ops.lora import check_loras, lora_tensors, loras_of
 from fused_remat.ops.masks import lengths_of, mask_of, masks_given, padding_of
 from fused_remat.ops.rotary import rotary_tensors
 from fused_remat.policies import Policy
-from fused_remat.spec import score_fields, transformer_spec
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fused_remat.spec import AttentionOptions
+from fused_remat.spec import AttentionOptions, score_fields, transformer_spec
 
 
 @lists_attention_options

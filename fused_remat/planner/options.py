@@ -153,9 +153,9 @@ def packable(graph: Graph) -> frozenset[str]:
         inside = node.per_sequence or isinstance(node, MLPActivation | Rotary)
         (found if inside else others).update(node.asks({*node.inputs, *node.params}))
         others.update({node.name} if node.per_sequence else ())
-    packed = {split_name(n)[0] for n in kept_names("fast8", graph) if split_name(n)[1] != NATIVE}
-    if packed:
-        found &= packed
+    rung = kept_names("fast8", graph)
+    if rung:
+        found &= {split_name(name)[0] for name in rung}
     return frozenset(found - others) & frozenset(graph.names)
 
 

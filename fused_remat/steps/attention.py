@@ -323,7 +323,7 @@ class Attention(Node):
             x = f.get(name)
             heads = x is not None and x.dim() == 4
             grads[name] = _empty_heads(x) if x is not None and heads else f.empty(name)
-            if unseen and name == self.k:
+            if unseen and name in (self.k, self.v):
                 grads[name].zero_()
         return grads
 
