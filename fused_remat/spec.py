@@ -173,9 +173,13 @@ def score_fields(head_dim: int, is_causal: bool, options: AttentionOptions) -> d
     >>> score_fields(16, True, {"softcap": 30.0})
     {'softcap': 30.0, 'scale': 0.25, 'window': (-1, 0)}
     """
+    valid = AttentionOptions.__annotations__
     for name in options:
-        if name not in AttentionOptions.__annotations__:
-            raise TypeError(f"got an unexpected keyword argument {name!r}")
+        if name not in valid:
+            raise TypeError(
+                f"got an unexpected keyword argument {name!r}; the options of attention are "
+                f"{', '.join(valid)}"
+            )
     window, scale = options.get("window", (-1, -1)), options.get("scale")
     if not isinstance(window, tuple) or [type(w) for w in window] != [int, int]:
         raise TypeError(f"window takes two ints, (left, right), got {window!r}")
