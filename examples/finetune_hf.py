@@ -49,8 +49,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from fused_remat import convert
-from fused_remat.memory import measure_allocations
 from fused_remat.policies import RUNGS
+from fused_remat.report.allocations import measure_allocations
 
 #: Two ways of PyTorch and Hugging Face; every other is a rung of `fused_remat.convert`.
 PEERS = ("eager", "checkpoint")

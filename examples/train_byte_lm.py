@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import convert
-from fused_remat.memory import measure_allocations
 from fused_remat.policies import RUNGS
+from fused_remat.report.allocations import measure_allocations
 
 StockLayer = nn.TransformerEncoderLayer
 WAYS = ("eager", "checkpoint", *RUNGS)

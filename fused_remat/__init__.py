@@ -1,9 +1,8 @@
 """FusedRemat: train transformers in a fraction of the activation memory."""
 
-from fused_remat.check import ReplayError, check_replay
+from fused_remat.autograd.partial import defer_weight_gradients
+from fused_remat.autograd.replay_check import ReplayError, check_replay
 from fused_remat.convert import convert, revert, set_policy
-from fused_remat.demand import defer_weight_gradients
-from fused_remat.explain import explain
 from fused_remat.layers import (
     FusedRematCausalLayer,
     FusedRematDecoderLayer,
@@ -13,6 +12,7 @@ from fused_remat.layers import (
 from fused_remat.planner import BudgetError, Plan, calibrate, fit, plan
 from fused_remat.policies import Policy
 from fused_remat.report import MemoryReport, memory_report
+from fused_remat.report.explain import explain
 from fused_remat.version import __version__ as __version__
 
 __all__ = [

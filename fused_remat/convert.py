@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import nn
 
 from fused_remat.execution.choose import check_name
-from fused_remat.huggingface import architectures
+from fused_remat.huggingface import rows
 from fused_remat.huggingface.eligibility import why_not_convertible
 from fused_remat.huggingface.head import (
     FUSED_HEADS,
@@ -31,7 +31,7 @@ from fused_remat.policies import Policy
 Model = TypeVar("Model", bound=nn.Module)
 
 #: Layer types of torch.nn that can be swapped, and what for. Those of transformers are the rows of
-#: `huggingface.architectures`.
+#: `huggingface.rows`.
 LAYERS: dict[type[nn.Module], type[FusedLayer]] = {
     nn.TransformerEncoderLayer: FusedRematLayer,
     nn.TransformerDecoderLayer: FusedRematDecoderLayer,
@@ -41,7 +41,7 @@ _STOCK = {fused: stock for stock, fused in LAYERS.items()}
 
 def _is_known(stock: type[nn.Module]) -> bool:
     """Whether a layer class can be swapped."""
-    known = architectures.architecture_of(stock) is not None and stock not in FUSED.values()
+    known = rows.architecture_of(stock) is not None and stock not in FUSED.values()
     return stock in LAYERS or known
 
 
@@ -73,7 +73,7 @@ def convert(
     keep their class's name; one with something that the block has no place for is left as it was,
     with a `FusedRematWarning`. `every=k` takes every k-th of them, the first included.
     `accumulate_into`: as in `FusedRematLayer`, of every layer. `loss`: a causal language model of
-    transformers computes its loss by `ops.linear_cross_entropy`, without whole logits, where a call
+    transformers computes its loss by `ops.cross_entropy`, without whole logits, where a call
     trains and has labels; `logits` of what it returns is None then.
 
     Raises: ValueError if there is no such layer (the message lists what there is), or with `loss`
@@ -130,7 +130,7 @@ def _nothing_found(model: nn.Module) -> str:
     already = f"; {fused} are fused already, see set_policy" if fused else ""
     return (
         f"{type(model).__name__} has no layer to convert (looked for {wanted} of torch.nn; in "
-        f"transformers, the layers of {architectures.supported()}{already})"
+        f"transformers, the layers of {rows.supported()}{already})"
     )
 
 
@@ -138,7 +138,7 @@ def _convertible(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     """Those of `layers` that the block has everything for; warns of the others."""
     chosen, left = [], Counter[str]()
     for layer in layers:
-        row = architectures.architecture_of(type(layer))
+        row = rows.architecture_of(type(layer))
         reason = None if row is None else why_not_convertible(layer, row)
         if reason is None:
             chosen.append(layer)

@@ -21,12 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fused_remat.autograd.shards import local_shards
 from fused_remat.huggingface.head import HuggingFaceHead
-from fused_remat.layers.divided import Division
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.linears import without_adapters
-from fused_remat.layers.vocabulary import VocabularyParallelLinear
-from fused_remat.shards import local_shards
+from fused_remat.layers.tensor_parallel import Division, VocabularyParallelLinear
 from fused_remat.spec import ParallelSpec
 
 #: Linear layers whose outputs are divided, by the blocks' names, and those whose inputs are.
@@ -285,7 +284,7 @@ def tensor_parallel_plan(
     around them computes the same on every rank, by parameters that are DTensors too, whole. Where
     it draws random numbers, dropout say, ranks need the same seed. The head is divided
     (`VocabularyParallel`) where `convert(loss=True)` has made the loss ours, and an `nn.Linear`
-    named `head`, whose loss is to be `ops.linear_cross_entropy`; with it the embedding, if they
+    named `head`, whose loss is to be `ops.cross_entropy`; with it the embedding, if they
     share a weight.
 
     Raises: AttributeError for a `head` that is not there; ValueError for a model without fused

@@ -45,7 +45,7 @@ for _name, _rows in PRESETS.items():
 #: Every preset by name.
 ALL_RUNGS = RUNGS | LOSSY_RUNGS
 
-#: Where in a segment a block is (`fused_remat.segments`).
+#: Where in a segment a block is (`fused_remat.autograd.segments`).
 SEGMENT_PLACES = ("first", "inner")
 
 
@@ -60,9 +60,9 @@ class Policy:
         segment: the block's place in a segment of blocks that follow each other directly, or None.
             "first" keeps its input, "inner" not even that; when backward reaches the segment it is
             run forward again, and only from then on are the names of `save` kept
-            (`fused_remat.segments`). `plan` makes segments; in eager mode only.
+            (`fused_remat.autograd.segments`). `plan` makes segments; in eager mode only.
         offload: those of the names in `save`, without formats, and "input", that on a CUDA device
-            wait for backward in the host's pinned memory (`fused_remat.offload`); "input" is the
+            wait for backward in the host's pinned memory (`autograd.offload`); "input" is the
             block's first input, which every policy keeps. In a segment only the first's "input".
             On a CPU, whose memory that is, nothing moves.
 

@@ -8,7 +8,7 @@
 
 `graph.build.block_graph` makes the block's graph of it. All specs are immutable and hashable: equal
 specs share one graph. They hold plain values only, so that a compiled program can name a block
-(`blocks.recipe`).
+(`graph.text`).
 """
 
 from __future__ import annotations

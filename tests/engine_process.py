@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fused_remat import FusedRematWarning
-from fused_remat.autograd import OBSERVERS
+from fused_remat.autograd.function import OBSERVERS
 
 SCRIPTS = Path(__file__).parents[1] / "examples" / "engines"
 

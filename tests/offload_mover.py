@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from fused_remat import offload
+from fused_remat.autograd import offload
 
 
 class Copies(offload.InFlight):

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_remat import autograd, ops, random
+from fused_remat import ops, random
+from fused_remat.autograd import function
 
 Tensors = Mapping[str, Tensor]
 
@@ -39,7 +40,7 @@ def compare(got: Callable[[], Tensor], expected: Callable[[], Tensor], leaves: S
         torch.testing.assert_close(a, b)
 
 
-def calls(fn: Callable[[], object]) -> list[tuple[autograd.BlockCall, dict[str, tuple[int, ...]]]]:
+def calls(fn: Callable[[], object]) -> list[tuple[function.BlockCall, dict[str, tuple[int, ...]]]]:
     """The blocks that `fn` runs with gradients, and the shapes of their tensors by name."""
     seen = []
 
@@ -47,11 +48,11 @@ def calls(fn: Callable[[], object]) -> list[tuple[autograd.BlockCall, dict[str, 
         named = zip(invocation.call.graph.tensors, invocation.tensors, strict=True)
         seen.append((invocation.call, {n: tuple(t.shape) for n, t in named if t is not None}))
 
-    autograd.OBSERVERS.append(observe)
+    function.OBSERVERS.append(observe)
     try:
         fn()
     finally:
-        autograd.OBSERVERS.remove(observe)
+        function.OBSERVERS.remove(observe)
     return seen
 
 

@@ -78,7 +78,7 @@ def rotate_plain(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
 
 
 def plain(qkv: Tensor, heads: Heads, tables, weights) -> Tensor:
-    """`ops.rotary` in plain PyTorch."""
+    """`ops.pieces` in plain PyTorch."""
     packed = qkv.unflatten(-1, (-1, heads.width))
     q, k, v = packed.split((heads.nhead, heads.kv_heads, heads.kv_heads), -2)
     if weights:

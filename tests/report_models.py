@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat.memory import SavedBytes
+from fused_remat.report.allocations import SavedBytes
 
 B, S, D, H = 3, 40, 32, 4
 TOKENS = B * S

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, FusedRematWarning, convert, explain, memory_report
 from fused_remat.convert import revert
-from fused_remat.memory import measure_allocations
+from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps import linear
 
 TARGETS = ("grad", "main_grad")

@@ -10,102 +10,44 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# A room may import those after it, and itself; a room stands for everything in it. `tests/` and
+# `bench/` may import anything.
 LINE = (
-    "layers", "ops", "autograd", "segments", "operators", "call_text", "demand", "calls",
-    "execution", "graph", "blocks", "steps",
+    "cli", "scale", "planner", "convert", "parallel", "huggingface", "report", "layers", "ops",
+    "autograd", "execution", "graph", "triton", "steps",
 )  # fmt: skip
-LEAVES = (
-    "accumulation",
-    "collectives",
-    "formats",
-    "offload",
-    "policies",
-    "random",
-    "shards",
-    "spec",
-    "uncompiled",
-    "version",
-)
+LEAVES = ("policies", "formats", "random", "spec", "version")
 
-# What may be imported of the package, by room or file. The longest prefix of a file's name is its
-# row, and a file with no row fails until it is placed. A room stands for everything in it.
-# `tests/` and `bench/` may import anything.
+# By room or file, what may be imported of the package. The longest prefix of a file's name is its
+# row, and a file with no row fails until it is placed.
 ARROWS: dict[str, tuple[str, ...]] = {
     **{room: LINE[i:] + LEAVES for i, room in enumerate(LINE)},
     **dict.fromkeys(LEAVES, ()),
+    "__init__": (*LINE, *LEAVES),
+    "__main__": ("cli",),
     "formats": ("random",),
     "policies": ("formats", "random"),
-    "shards": ("collectives",),
-    "offload": ("formats", "policies", "random"),
-    **{room: (*LINE[i:], "check", *LEAVES) for i, room in enumerate(LINE[:5]) if i >= 2},
-    "check": ("blocks", "steps"),
-    "__init__": (
-        "check",
-        "convert",
-        "demand",
-        "explain",
-        "layers",
-        "memory",
-        "ops",
-        "planner",
-        "policies",
-        "report",
-        "version",
-    ),
-    "convert": ("huggingface", *LINE, *LEAVES),
-    "huggingface": ("huggingface", *LINE, *LEAVES),
-    "memory": ("blocks", *LEAVES),
-    "parallel": ("huggingface", "layers", "shards", "spec"),
-    "report": ("layers", "memory", "report", *LEAVES),
-    "planner": ("convert", "layers", "memory", "planner", "report", *LINE, *LEAVES),
-    "__main__": ("cli",),
-    "cli": (
-        "check",
-        "cli",
-        "convert",
-        "execution",
-        "explain",
-        "formats",
-        "layers",
-        "ops",
-        "planner",
-        "policies",
-        "report",
-        "scale",
-        "version",
-    ),
-    # Paper: the command line's shapes and models, with the planner's rules.
-    "scale": ("cli.models", "cli.shapes", "planner", "report", "scale", *LINE, *LEAVES),
-    "scale.costs": ("planner.calibration",),
-    "cli.errors": (),
-    "cli.shapes": (),
-    "planner.chain": (),
-    "planner.solve": ("planner.chain", "planner.rules", "planner.steps"),
-    "planner.rules": ("planner.chain", "planner.steps"),
-    "planner.steps": ("planner.chain",),
-    "report.plot": (),
-    "report.saved": ("autograd", "blocks"),
-    "report.step": ("autograd", "layers", "memory", "report.saved"),
-    # Graphs know no backend and not how they are run.
-    "blocks.program": ("blocks.fusions", "steps", *LEAVES),
-    "blocks.fusions": ("steps",),
-    "blocks.recipe": ("blocks.program", "spec"),
-    "blocks.reread": (),
-    "blocks.in_formats": ("blocks.program", "blocks.recipe", "steps", *LEAVES),
-    "blocks.mixed": ("blocks.program", "blocks.recipe", "steps"),
-    "graph.build": ("blocks.program", "blocks.recipe", "steps", *LEAVES),
-    "explain": (*LINE, "report", *LEAVES),
-    # Steps know no backend; triton registers its own, and is imported when it is asked for.
+    # Rooms side by side on the line do not know each other.
+    "convert": ("huggingface", *LINE[LINE.index("layers") :], *LEAVES),
+    "huggingface": ("huggingface", *LINE[LINE.index("layers") :], *LEAVES),
+    "graph": ("graph", "steps", *LEAVES),
+    # Steps know no backend. Backends register themselves when `execution.choose` first imports them.
     "steps": ("steps", *LEAVES),
     "triton": ("kernels", "steps", "triton", *LEAVES),
-    "execution": ("steps", "triton"),
     "kernels": ("kernels",),
-    "backends": ("steps",),  # a name of an earlier version
+    # Only `choose` knows which backends there are.
+    "execution.prepare": ("execution", "graph", "steps", *LEAVES),
+    "execution.executor": ("execution", "graph", "steps", *LEAVES),
+    "planner.chain": (),
+    "planner.steps": ("planner.chain",),
+    "planner.rules": ("planner.chain", "planner.steps"),
+    "report.plot": (),
+    "scale.shapes": (),
 }
 
 
 def module_name(path: Path) -> str:
-    """`blocks.program` for fused_remat/blocks/program.py, `blocks` for its __init__.py."""
+    """`graph.graph` for fused_remat/graph/graph.py, `blocks` for its __init__.py."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts[1:] if parts[0] == "fused_remat" else parts
     return ".".join(parts).removesuffix(".__init__")

@@ -14,15 +14,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat import FusedRematLayer, explain, memory_report, ops
-from fused_remat.blocks.mixed import mixed
-from fused_remat.calls import autocast_on
+from fused_remat.execution.prepare import autocast_on
 from fused_remat.graph.build import block_graph, dropout_add_graph
+from fused_remat.graph.precision import mixed
 from fused_remat.layers import FusedRematWarning
-from fused_remat.layers.autocast import precision_of, why_not
-from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
+from fused_remat.layers.precision import precision_of, why_not
 from fused_remat.report import saved
+from fused_remat.report.allocations import SavedBytes, measure_allocations, predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
-from fused_remat.steps.frame import TRACERS
+from fused_remat.steps.chunk import TRACERS
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
@@ -417,7 +417,7 @@ def test_what_is_kept_has_the_dtypes_and_widths_that_are_told(norm_first, monkey
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 7)
     _, fused = layers("none", norm_first=norm_first, dropout=0.1)
     seen = []
-    monkeypatch.setattr("fused_remat.autograd.OBSERVERS", [seen.append])
+    monkeypatch.setattr("fused_remat.autograd.function.OBSERVERS", [seen.append])
     with autocast(BF16):
         fused(data()[0])
     (invocation,) = seen

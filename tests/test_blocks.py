@@ -6,12 +6,12 @@ import itertools
 import pytest
 from reference import RUNGS
 
-from fused_remat.blocks.program import programs
 from fused_remat.graph.build import block_graph
+from fused_remat.graph.graph import programs
 from fused_remat.policies import RUNGS as TABLE
 from fused_remat.policies import kept_names
 from fused_remat.spec import nn_layer_spec
-from fused_remat.steps.frame import Chunks
+from fused_remat.steps.chunk import Chunks
 
 PRE = block_graph(nn_layer_spec(True, 2, 4, "gelu"))
 POST = block_graph(nn_layer_spec(False, 2, 4, "gelu"))

@@ -25,7 +25,7 @@ from fused_remat import (
 )
 from fused_remat.convert import set_policy
 from fused_remat.graph.build import block_graph
-from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
+from fused_remat.report.allocations import SavedBytes, measure_allocations, predict_kept_bytes
 
 LLAMA = {"kv_heads": 2, "head_dim": BLOCK.head_dim}
 KINDS = {

@@ -13,9 +13,10 @@ from reference_ops import CASES, in_pieces, normal, results
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat import FusedRematLayer, ReplayError, check, check_replay, convert, ops
+from fused_remat import FusedRematLayer, ReplayError, check_replay, convert, ops
+from fused_remat.autograd import replay_check
 from fused_remat.execution import choose
-from fused_remat.memory import measure_allocations
+from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps.attention import attention_fwd
 from fused_remat.steps.linear import linear_fwd
 from fused_remat.steps.norm import norm_fwd
@@ -79,7 +80,7 @@ def test_sound_layers_pass_with_the_same_gradients(which, norm_first):
     def gradients():
         torch.manual_seed(1)
         y = layer(x, mask)
-        assert (y.grad_fn.record is not None) == check.ON
+        assert (y.grad_fn.record is not None) == replay_check.ON
         return torch.autograd.grad(y.float().square().sum(), [x, mask, *layer.parameters()])
 
     with in_pieces(4):
@@ -287,14 +288,14 @@ def test_one_bit_of_a_backends_rebuild_is_named(which, monkeypatch):
 
 def test_off_there_is_nothing_and_contexts_nest():
     layer, x = layer_of(), inputs()
-    assert not check.ON and layer(x).grad_fn.record is None
+    assert not replay_check.ON and layer(x).grad_fn.record is None
     with check_replay():
         with check_replay():
-            assert check.ON
+            assert replay_check.ON
         y = layer(x)
         with torch.no_grad():
             assert layer(x).grad_fn is None
-    assert not check.ON
+    assert not replay_check.ON
     assert y.grad_fn.record is not None and layer(x).grad_fn.record is None
 
 
@@ -306,8 +307,8 @@ def test_nan_and_no_values_are_no_difference():
         layer(torch.zeros(5, 1, D, device="meta")).sum().backward()
     nan = torch.tensor([torch.nan])
     other = (nan.view(torch.int32) + 1).view(torch.float32)
-    assert check._difference(nan, nan.clone()) is None
-    assert "bits" in check._difference(nan, other).before
+    assert replay_check._difference(nan, nan.clone()) is None
+    assert "bits" in replay_check._difference(nan, other).before
 
 
 PROGRAM = """

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from fused_remat import MemoryReport, Plan
-from fused_remat.cli import COMMANDS, main, models, plan, report, scale, target
-from fused_remat.cli.errors import CommandError
-from fused_remat.cli.shapes import MODELS
+from fused_remat.cli import COMMANDS, main, plan, report, scale, target
+from fused_remat.cli.outputs import CommandError
+from fused_remat.scale import models
+from fused_remat.scale.shapes import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 PARSERS = {"report": report.parse, "plan": plan.parse, "scale": scale.parse}

@@ -16,8 +16,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fused_remat import FusedRematLayer, FusedRematWarning, Policy
-from fused_remat.blocks.recipe import builder
-from fused_remat.memory import SavedBytes
+from fused_remat.graph.text import builder
+from fused_remat.report.allocations import SavedBytes
 
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)
 FLOAT = torch.zeros(6, 6).masked_fill(CAUSAL, -torch.inf)

@@ -13,7 +13,7 @@ from reference import RUNGS, randomize
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, check_replay, explain, memory_report
-from fused_remat.layers import fastpath, fused_layer
+from fused_remat.layers import fallback, fused_layer
 
 D, H, FF = 16, 2, 24
 
@@ -130,7 +130,7 @@ def test_models_in_threads_train_as_alone():
     *got, of_checked = together(*(lambda m=m: train(m) for m in models), checked)
     assert got == expected
     assert of_checked == expected[0]
-    assert torch.backends.mha.get_fastpath_enabled() and fastpath._running == 0
+    assert torch.backends.mha.get_fastpath_enabled() and fallback._running == 0
     for layer in models[rows.index(("hooks", "full", torch.float32))]:
         assert len(layer.seen) == 2 * 6 * 2  # training and evaluation, alone and in a thread
 

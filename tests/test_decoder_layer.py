@@ -17,14 +17,14 @@ from fused_remat import (
     FusedRematDecoderLayer,
     FusedRematWarning,
     Policy,
-    autograd,
     check_replay,
     explain,
     memory_report,
     random,
 )
+from fused_remat.autograd import function
 from fused_remat.graph.build import block_graph
-from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
+from fused_remat.report.allocations import SavedBytes, measure_allocations, predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
 
 WEIGHTS = nn_layer_spec(True, H, D // H, "gelu", (1e-5,) * 3).weights
@@ -509,7 +509,7 @@ def test_operators_are_the_block_in_pieces_and_pass_opcheck(pieces, monkeypatch)
     tensors = [t.transpose(0, 1) for t in data(torch.float32)]
     torch.manual_seed(1)
     expected = run(fused, *tensors)
-    monkeypatch.setattr(autograd, "_chosen_by_operator", lambda: True)
+    monkeypatch.setattr(function, "_chosen_by_operator", lambda: True)
     torch.manual_seed(1)
     seen, forward = [], torch.ops.fused_remat.decoder_prenorm.default
 

@@ -27,11 +27,11 @@ from fused_remat import (
     Policy,
     check_replay,
     defer_weight_gradients,
-    demand,
     ops,
 )
-from fused_remat.blocks.program import programs
+from fused_remat.autograd import partial
 from fused_remat.execution import choose
+from fused_remat.graph.graph import programs
 
 WIDE = torch.float64
 PARTS = ("input", "params", "one weight", "one bias", "all but the input's", "input and a weight")
@@ -222,14 +222,14 @@ def test_an_ordinary_backward_is_never_taken_for_a_part(way, defer, monkeypatch)
     stock, layer = make("lean")
     x = X.clone().requires_grad_()
     asked, found = [], []
-    original = demand.asked
+    original = partial.asked
 
     def note(ctx):
         found.append(original(ctx))
         asked.append(ctx.call.wants)
         return found[-1]
 
-    monkeypatch.setattr(demand, "asked", note)
+    monkeypatch.setattr(partial, "asked", note)
     with defer_weight_gradients() if defer else contextlib.nullcontext():
         way(layer, x).sum().backward(retain_graph=way is not nonreentrant)
     parts = [a for a, b in zip(found, asked, strict=True) if a != b]
@@ -243,13 +243,13 @@ def test_an_ordinary_backward_is_never_taken_for_a_part(way, defer, monkeypatch)
 
 def test_what_cannot_be_told_is_everything():
     class Unknown:  # compiled autograd's; nor is any pass running
-        call = demand.BlockCall(None, frozenset(), frozenset({"input", "weight"}), "auto")
+        call = partial.BlockCall(None, frozenset(), frozenset({"input", "weight"}), "auto")
 
-    assert demand.asked(Unknown()) is Unknown.call.wants
+    assert partial.asked(Unknown()) is Unknown.call.wants
     _, layer = make("full")
     node = layer(X.clone().requires_grad_()).grad_fn
     node = node if hasattr(node, "call") else node.next_functions[0][0]
-    assert demand.asked(node) == node.call.wants
+    assert partial.asked(node) == node.call.wants
 
 
 # --- split in two, as the zero-bubble schedules do it

@@ -135,7 +135,7 @@ def test_nothing_is_left_behind():
     with pytest.raises(RuntimeError, match="normalized_shape"):
         explain(model, X[..., :5])
     assert not model._forward_pre_hooks
-    from fused_remat.autograd import OBSERVERS
-    from fused_remat.steps.frame import TRACERS
+    from fused_remat.autograd.function import OBSERVERS
+    from fused_remat.steps.chunk import TRACERS
 
     assert not OBSERVERS and not TRACERS

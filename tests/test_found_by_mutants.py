@@ -8,15 +8,15 @@ from reference_ops import in_pieces
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, convert, ops
-from fused_remat.blocks.fusions import MlpBackward
-from fused_remat.blocks.in_formats import in_formats
-from fused_remat.blocks.program import Graph, programs
 from fused_remat.graph.build import BlockBuilder, block_graph
-from fused_remat.memory import measure_allocations
+from fused_remat.graph.fusions import MlpBackward
+from fused_remat.graph.graph import Graph, programs
+from fused_remat.graph.quantized import in_formats
+from fused_remat.report.allocations import measure_allocations
 from fused_remat.spec import nn_layer_spec
 from fused_remat.steps import linear
 from fused_remat.steps.activation import MLPActivation
-from fused_remat.steps.frame import Chunks
+from fused_remat.steps.chunk import Chunks
 
 
 def test_groups_are_of_the_longest_activation():

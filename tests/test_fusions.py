@@ -7,10 +7,11 @@ import torch
 from reference import RUNGS
 from tiers import pairwise
 
-from fused_remat import Policy, autograd, ops
-from fused_remat.blocks.program import programs
+from fused_remat import Policy, ops
+from fused_remat.autograd import function
 from fused_remat.execution import choose
 from fused_remat.graph.build import BlockBuilder, block_graph
+from fused_remat.graph.graph import programs
 from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
@@ -34,8 +35,8 @@ def fusing(monkeypatch):
 
         return Faster(run, lambda key: None, "")
 
-    for function in FUSED:
-        monkeypatch.setitem(OPERATIONS[function].faster, "fusing", noting(function))
+    for op in FUSED:
+        monkeypatch.setitem(OPERATIONS[op].faster, "fusing", noting(op))
     monkeypatch.setitem(choose.BACKENDS, "fusing", choose.Backend)
     choose.forget()
     yield called
@@ -177,7 +178,7 @@ def test_graphs_that_no_block_has_give_the_same_bits(fusing, draw, frozen, kept)
     save = Policy(save=set(kept) & set(graph.names))
     results = []
     for backend in ("fusing", "eager"):
-        y = autograd.run_block(graph, save, tensors, backend=backend)
+        y = function.run_block(graph, save, tensors, backend=backend)
         grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
         results.append([y.detach(), *(g for g in grads if g is not None)])
     for a, b in zip(*results, strict=True):

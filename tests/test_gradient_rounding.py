@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fused_remat import FusedRematLayer, autograd, operators
+from fused_remat import FusedRematLayer
+from fused_remat.autograd import function, operators
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -39,19 +40,19 @@ def test_the_bits_that_autograd_gives(
     layer = layer_of(dtype, norm_first=norm_first)
     found = grads_of(layer, dtype)
     assert {g.dtype for g in found.values()} == {dtype}
-    monkeypatch.setattr(autograd, "round_vectors", lambda *given: None)
+    monkeypatch.setattr(function, "round_vectors", lambda *given: None)
     assert equal(found, grads_of(layer, dtype))
 
 
 def test_autograd_rounds_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[Tensor | None]] = []
-    rounds = autograd.round_vectors
+    rounds = function.round_vectors
 
     def spy(grads: list[Tensor | None], *given: Any) -> None:
         rounds(grads, *given)
         seen.append(grads)
 
-    monkeypatch.setattr(autograd, "round_vectors", spy)
+    monkeypatch.setattr(function, "round_vectors", spy)
     grads_of(layer_of(torch.bfloat16), torch.bfloat16)
     (grads,) = seen
     assert [g.dtype for g in grads if g is not None and g.dim() == 1] == 8 * [torch.bfloat16]
@@ -65,7 +66,7 @@ def test_what_autograd_takes_in_float32_stays_so(monkeypatch: pytest.MonkeyPatch
     found = grads_of(layer, torch.bfloat16)
     assert found["linear1.bias"].dtype is found["norm2.weight"].dtype is torch.float32
     assert found["norm2.bias"].dtype is torch.bfloat16
-    monkeypatch.setattr(autograd, "round_vectors", lambda *given: None)
+    monkeypatch.setattr(function, "round_vectors", lambda *given: None)
     assert equal(found, grads_of(layer, torch.bfloat16))
 
 
@@ -96,14 +97,14 @@ def test_parameters_that_are_no_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
         return list(torch.autograd.grad(loss, list(wide.values())))
 
     found = grads()
-    monkeypatch.setattr(autograd, "round_vectors", lambda *given: None)
+    monkeypatch.setattr(function, "round_vectors", lambda *given: None)
     assert all(map(torch.equal, found, grads()))
 
 
 def test_weights_of_other_dtypes_than_the_input() -> None:
     """Only gradients that are taken in the input's dtype are rounded together."""
     grads: list[Tensor | None] = [torch.ones(3) / 3, torch.ones(3) / 3, torch.ones(3).double()]
-    autograd.round_vectors(grads, LOW[0], [LOW[1], LOW[0], LOW[0]])
+    function.round_vectors(grads, LOW[0], [LOW[1], LOW[0], LOW[0]])
     assert [g.dtype for g in grads if g is not None] == [torch.float32, LOW[0], torch.float64]
 
 

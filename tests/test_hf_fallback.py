@@ -9,8 +9,9 @@ import transformers
 from hf_models import IDS, VOCAB, build, close, fused_layers, reasons, step
 from torch import nn
 
-from fused_remat import FusedRematWarning, autograd, convert
-from fused_remat.huggingface import cache
+from fused_remat import FusedRematWarning, convert
+from fused_remat.autograd import function
+from fused_remat.huggingface import layer
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def model():
 def calls(monkeypatch):
     """The graphs of blocks that ran and keep something for backward."""
     found = []
-    monkeypatch.setattr(autograd, "OBSERVERS", [lambda i: found.append(i.call.graph.kind)])
+    monkeypatch.setattr(function, "OBSERVERS", [lambda i: found.append(i.call.graph.kind)])
     return found
 
 
@@ -213,6 +214,6 @@ def test_no_warning_where_all_is_served(model):
 def test_the_cache_of_an_encoder_and_decoder_is_looked_into():
     filled = transformers.DynamicCache()
     pair = transformers.EncoderDecoderCache(filled, transformers.DynamicCache())
-    assert cache._is_empty(pair, 0)
+    assert layer._is_empty(pair, 0)
     filled.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
-    assert not cache._is_empty(pair, 0) and cache._is_empty(pair, 1)
+    assert not layer._is_empty(pair, 0) and layer._is_empty(pair, 1)

@@ -18,7 +18,7 @@ from transformers import (
 
 from fused_remat import FusedRematWarning, convert, revert
 from fused_remat.layers.fused_layer import DECISIONS
-from fused_remat.memory import AllocationTrace
+from fused_remat.report.allocations import AllocationTrace
 
 VOCABULARY = 97
 SIZES = {

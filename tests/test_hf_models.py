@@ -10,7 +10,8 @@ import transformers
 from hf_models import IDS, build, close, fused_layers, step
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat import FusedRematWarning, Policy, autograd, check_replay, convert, revert
+from fused_remat import FusedRematWarning, Policy, check_replay, convert, revert
+from fused_remat.autograd import function
 from fused_remat.huggingface.layer import HuggingFaceLayer
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}  # transformers' RMSNorm is float32 in a float64 model
@@ -25,7 +26,7 @@ def model():
 def calls(monkeypatch):
     """The graphs of blocks that ran and keep something for backward."""
     found = []
-    monkeypatch.setattr(autograd, "OBSERVERS", [lambda i: found.append(i.call.graph.kind)])
+    monkeypatch.setattr(function, "OBSERVERS", [lambda i: found.append(i.call.graph.kind)])
     return found
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, ops, policies
 from fused_remat.graph.build import block_graph
-from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
+from fused_remat.report.allocations import SavedBytes, measure_allocations, predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
 from fused_remat.steps import attention_rows
 

@@ -17,17 +17,17 @@ from fused_remat import (
     FusedRematDecoderLayer,
     FusedRematLayer,
     Policy,
-    autograd,
     check_replay,
     formats,
     ops,
 )
-from fused_remat.blocks.in_formats import in_formats
-from fused_remat.blocks.program import programs
+from fused_remat.autograd import function
 from fused_remat.formats import FORMATS, Format
 from fused_remat.graph.build import block_graph
-from fused_remat.memory import AllocationTrace, SavedBytes
+from fused_remat.graph.graph import programs
+from fused_remat.graph.quantized import in_formats
 from fused_remat.policies import LOSSY_RUNGS
+from fused_remat.report.allocations import AllocationTrace, SavedBytes
 from fused_remat.report.saved import _predicted
 from fused_remat.spec import nn_layer_spec
 
@@ -214,7 +214,7 @@ def test_kept_bytes_are_predicted_scales_included(which, dtype, tokens, monkeypa
     layer = make("full").to(dtype)
     x = source(dtype).requires_grad_()
     seen = []
-    monkeypatch.setattr(autograd, "OBSERVERS", [seen.append])
+    monkeypatch.setattr(function, "OBSERVERS", [seen.append])
     for policy in ("fast8", "balanced8", every_name(layer, "int8_stochastic")):
         layer.policy = policy
         seen.clear()

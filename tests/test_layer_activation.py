@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, FusedRematWarning, memory_report
 from fused_remat.autograd import run_block
-from fused_remat.blocks.program import Graph
+from fused_remat.graph.graph import Graph
 from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.residual import Add

@@ -12,7 +12,7 @@ from torch import nn
 
 from fused_remat import FusedRematLayer
 from fused_remat.execution.choose import ops_for
-from fused_remat.memory import measure_allocations
+from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps.activation import activation_bwd
 from fused_remat.steps.attention import attention_bwd, attention_fwd
 from fused_remat.steps.linear import linear_dw, linear_dx, linear_fwd

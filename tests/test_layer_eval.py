@@ -14,7 +14,7 @@ from reference import pair
 from torch import nn
 
 from fused_remat import FusedRematWarning
-from fused_remat.layers import fastpath
+from fused_remat.layers import fallback
 from fused_remat.layers.encoder_call import tensors_of
 
 X = torch.randn(3, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -176,7 +176,7 @@ def test_plain_eval_runs_the_native_kernel():
 
 
 def test_eval_keeps_nothing_and_draws_nothing():
-    from fused_remat.memory import SavedBytes
+    from fused_remat.report.allocations import SavedBytes
 
     _, fused = make(dropout=0.3)
     state = torch.get_rng_state()
@@ -232,7 +232,7 @@ def test_quantize_dynamic():
         if torch.__version__.startswith("2.13"):
             with pytest.raises(AttributeError):
                 layers[0](x)
-        with fastpath.off():
+        with fallback.off():
             expected = layers[0](x)
         got = layers[1](x)
         full = stock(x)
@@ -313,8 +313,8 @@ def test_no_grad_in_training_mode_drops_and_is_fused():
     _, fused = make(dropout=0.5)
     fused.train()
     plain = make()[1]
-    assert fastpath.is_exact(plain, tensors_of(plain))
-    assert not fastpath.is_exact(plain.train(), tensors_of(plain))
+    assert fallback.is_exact(plain, tensors_of(plain))
+    assert not fallback.is_exact(plain.train(), tensors_of(plain))
     with torch.no_grad():
         torch.manual_seed(0)
         a = fused(X)
@@ -350,12 +350,12 @@ def test_the_switch_and_threads():
     inside, leave = threading.Event(), threading.Event()
 
     def other():
-        with fastpath.off():
+        with fallback.off():
             inside.set()
             leave.wait(10)
 
     thread = threading.Thread(target=other)
-    with fastpath.off():
+    with fallback.off():
         thread.start()
         assert inside.wait(10)
     assert not torch.backends.mha.get_fastpath_enabled()

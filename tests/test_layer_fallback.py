@@ -136,7 +136,7 @@ def test_nested_vmap_over_backward():
 
 
 def test_fallback_keeps_the_input_only():
-    from fused_remat.memory import SavedBytes
+    from fused_remat.report.allocations import SavedBytes
 
     _, fused = make()
     fused.activation = nn.RReLU()

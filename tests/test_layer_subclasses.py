@@ -265,7 +265,7 @@ def test_backward_leaves_attributes_alone():
 
 
 def test_a_subclass_with_other_defaults_saves_memory():
-    from fused_remat.memory import SavedBytes
+    from fused_remat.report.allocations import SavedBytes
 
     layer = own_defaults(FusedRematLayer)(dtype=torch.float64)
     assert repr(layer).startswith("OwnDefaults(") and layer.policy == "full"

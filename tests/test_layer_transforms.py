@@ -165,7 +165,7 @@ def test_grad_of_a_model_around_the_layer():
 
 
 def test_after_a_transform_the_fused_path_is_back():
-    from fused_remat.memory import SavedBytes
+    from fused_remat.report.allocations import SavedBytes
 
     _, fused = make()
     grad(lambda x: fused(x).sum())(X)

@@ -12,9 +12,9 @@ from reference_transformer import Block, leaves, plain
 from torch import nn
 
 from fused_remat import FusedRematDecoderLayer, FusedRematLayer, ops
-from fused_remat.blocks.fusions import MlpBackward, MlpUp
-from fused_remat.blocks.program import kept_bytes, programs
-from fused_remat.memory import SavedBytes, measure_allocations
+from fused_remat.graph.fusions import MlpBackward, MlpUp
+from fused_remat.graph.graph import kept_bytes, programs
+from fused_remat.report.allocations import SavedBytes, measure_allocations
 from fused_remat.steps import linear
 from fused_remat.steps.operations import FusedRematWarning
 

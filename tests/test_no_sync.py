@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from fused_remat import FusedRematLayer, ops
 from fused_remat.execution import choose
 from fused_remat.ops import activation
-from fused_remat.ops.inputs import seed_tensor
+from fused_remat.ops.checks import seed_tensor
 from fused_remat.steps import attention_library
 from fused_remat.steps.attention import attention_fwd
 

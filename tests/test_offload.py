@@ -29,11 +29,11 @@ from fused_remat import (
     memory_report,
     ops,
 )
-from fused_remat.call_text import described
-from fused_remat.check import ReplayError
+from fused_remat.autograd.operators import described
+from fused_remat.autograd.replay_check import ReplayError
 from fused_remat.graph.build import block_graph
-from fused_remat.memory import SavedBytes, predict_kept_bytes
 from fused_remat.policies import ALL_RUNGS, kept_names
+from fused_remat.report.allocations import SavedBytes, predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
 
 B, S, D, H, F = 3, 6, 8, 2, 12

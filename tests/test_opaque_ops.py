@@ -19,10 +19,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fused_remat import FusedRematLayer, Policy, autograd, call_text, operators
-from fused_remat.blocks.recipe import builder, graph_of
+from fused_remat import FusedRematLayer, Policy
+from fused_remat.autograd import function, operators
 from fused_remat.graph.build import block_graph, norm_graph
-from fused_remat.memory import measure_allocations
+from fused_remat.graph.text import builder, graph_of
+from fused_remat.report.allocations import measure_allocations
 from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec, nn_layer_spec
 
 NAMES = [name for name in CASES if name != "mlp_custom"]
@@ -33,7 +34,7 @@ def opaque(fn):
 
     def call(*args):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(autograd, "_chosen_by_operator", lambda: True)
+            patch.setattr(function, "_chosen_by_operator", lambda: True)
             return fn(*args)
 
     return call
@@ -181,7 +182,7 @@ def define(activation):
 
     def call(x):
         given = {"input": x, "fc1.weight": weights[0], "fc2.weight": weights[1]}
-        return autograd.run_block(redefined_mlp(0.0), "full", given)
+        return function.run_block(redefined_mlp(0.0), "full", given)
 
     return call
 
@@ -200,7 +201,7 @@ def test_a_builder_that_is_defined_again():
     with pytest.raises(RuntimeError, match="defined again"):
         opaque(first)(x)
     assert torch.equal(compiled(x), first(x))  # what was compiled is still there
-    call_text.described.cache_clear()  # as in another process
+    operators.described.cache_clear()  # as in another process
     with pytest.raises(RuntimeError, match="is not what it was when this was compiled"):
         compiled(x)
     torch._dynamo.reset()
@@ -297,11 +298,11 @@ def test_selective_checkpointing_sees_a_block_by_name(policy, saved):
         return checkpoint(inner, x, use_reentrant=False, context_fn=contexts)
 
     ran = []
-    autograd.OBSERVERS.append(ran.append)
+    function.OBSERVERS.append(ran.append)
     try:
         got = step(outer, module)
     finally:
-        autograd.OBSERVERS.clear()
+        function.OBSERVERS.clear()
     assert not ran  # the operator, not the Function
     assert (name, False) in asked
     for a, b in zip(got, step(inner, module), strict=True):

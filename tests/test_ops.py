@@ -9,8 +9,8 @@ from tiers import exhaustive
 from torch import nn
 
 from fused_remat import Policy, ops
-from fused_remat.blocks.program import kept_bytes
-from fused_remat.memory import SavedBytes, measure_allocations
+from fused_remat.graph.graph import kept_bytes
+from fused_remat.report.allocations import SavedBytes, measure_allocations
 
 RANDOM = [name for name, case in CASES.items() if case.dropout]
 # What backward reads again at "full"; dropout_add reads nothing but its seed.

@@ -1,4 +1,4 @@
-"""`ops.linear_cross_entropy`: F.cross_entropy and its conventions, memory, autograd, errors."""
+"""`ops.cross_entropy`: F.cross_entropy and its conventions, memory, autograd, errors."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from tiers import exhaustive, pairwise
 
 import fused_remat
 from fused_remat import ops
-from fused_remat.blocks.program import kept_bytes
-from fused_remat.memory import AllocationTrace, SavedBytes
+from fused_remat.graph.graph import kept_bytes
+from fused_remat.report.allocations import AllocationTrace, SavedBytes
 from fused_remat.steps import cross_entropy
 
 TOKENS, WIDTH, VOCAB = (3, 7), 12, 53
@@ -313,7 +313,7 @@ def test_gradients_of_several_at_once_and_twice():
             assert torch.equal(a[i], b)
 
 
-@pytest.mark.composes("torch.compile", "the loss of a head, `ops.linear_cross_entropy`")
+@pytest.mark.composes("torch.compile", "the loss of a head, `ops.cross_entropy`")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, exhaustive(torch.float32)])
 def test_compiles_whole(dtype):
     hidden, weight, bias, target = operands(dtype)

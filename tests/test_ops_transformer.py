@@ -11,8 +11,8 @@ from torch import nn
 from transformer_variations import FACTORS, block, inputs, options, pairwise
 
 from fused_remat import ops
-from fused_remat.blocks.program import programs
 from fused_remat.graph.build import block_graph
+from fused_remat.graph.graph import programs
 from fused_remat.policies import kept_names
 from fused_remat.spec import transformer_spec
 

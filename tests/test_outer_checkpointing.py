@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkp
 
 from bench.layers.ways import RandomState
 from fused_remat import FusedRematLayer, FusedRematWarning, ops
-from fused_remat.memory import SavedBytes, measure_allocations
+from fused_remat.report.allocations import SavedBytes, measure_allocations
 
 RUNG = pytest.mark.parametrize("policy", RUNGS)
 #: Of the three layers of a stack: every rung.

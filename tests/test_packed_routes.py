@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_remat import explain, ops
-from fused_remat.memory import measure_allocations
+from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps.attention import attention_fwd
 
 

@@ -25,7 +25,7 @@ from fused_remat import (
     convert,
     defer_weight_gradients,
 )
-from fused_remat.autograd import OBSERVERS
+from fused_remat.autograd.function import OBSERVERS
 
 ROOT = Path(__file__).parents[1]
 MICROBATCHES, LAYERS = 4, 4

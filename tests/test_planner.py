@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import fused_remat
 from fused_remat import BudgetError, FusedRematLayer, Plan, Policy, convert, fit, plan, revert
 from fused_remat.layers import FusedLayer
-from fused_remat.memory import AllocationTrace
 from fused_remat.planner import calibrate
 from fused_remat.planner import chain as chains
-from fused_remat.planner.optimizers import predict
+from fused_remat.planner.options import predict_optimizer
+from fused_remat.report.allocations import AllocationTrace
 from fused_remat.report.step import run_step
 
 WITHIN = 0.03  # of the peak; what the planner promises
@@ -450,7 +450,7 @@ def test_predicted_optimizer_state_is_what_it_comes_to():
         lambda p: torch.optim.RMSprop(p),
     ):
         optimizer = make(model.parameters())
-        state, update = predict(optimizer)
+        state, update = predict_optimizer(optimizer)
         assert not optimizer.state
         for p in model.parameters():
             p.grad = torch.ones_like(p)

@@ -19,13 +19,13 @@ from fused_remat import (
     fit,
     plan,
 )
-from fused_remat.autograd import OBSERVERS
+from fused_remat.autograd.function import OBSERVERS
 from fused_remat.graph.build import block_graph
 from fused_remat.layers import FusedLayer
-from fused_remat.memory import SavedBytes
 from fused_remat.planner.calibration import Example
 from fused_remat.planner.options import options_for, packable
 from fused_remat.policies import LOSSY_RUNGS, kept_names
+from fused_remat.report.allocations import SavedBytes
 from fused_remat.report.step import run_step
 from fused_remat.spec import nn_layer_spec
 

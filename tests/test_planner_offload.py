@@ -9,14 +9,14 @@ from test_planner_solve import brute_force, random_chain
 from torch import nn
 
 from fused_remat import Plan, Policy, convert, memory_report, plan
-from fused_remat.autograd import OBSERVERS
-from fused_remat.cli.errors import CommandError
+from fused_remat.autograd.function import OBSERVERS
+from fused_remat.cli.outputs import CommandError
 from fused_remat.cli.plan import main
 from fused_remat.planner import BudgetError
 from fused_remat.planner import chain as chains
 from fused_remat.planner.calibration import Calibration, Example, HostLink
-from fused_remat.planner.choose import choose, frontier_of
 from fused_remat.planner.options import kept_by_name, options_for, with_offload
+from fused_remat.planner.solve import choose, frontier_of
 
 FREE, SLOW = HostLink(1e15, 1e15), HostLink(1e4, 1e4)
 

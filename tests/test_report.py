@@ -9,9 +9,9 @@ from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, convert, memory_report
 from fused_remat.formats import BLOCK
-from fused_remat.memory import AllocationTrace, measure_allocations
 from fused_remat.ops import encoder_block
 from fused_remat.policies import LOSSY_RUNGS
+from fused_remat.report.allocations import AllocationTrace, measure_allocations
 
 # What is measured
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, convert, memory_report
-from fused_remat.autograd import OBSERVERS
-from fused_remat.memory import measure_allocations
+from fused_remat.autograd.function import OBSERVERS
+from fused_remat.report.allocations import measure_allocations
 
 
 class Stateful(nn.Module):
@@ -116,7 +116,7 @@ def test_reentrant_checkpoint_raises_pytorchs_error():
 
 
 def test_disabled_hooks_leave_nothing_behind():
-    from fused_remat.autograd import OBSERVERS
+    from fused_remat.autograd.function import OBSERVERS
 
     layer = FusedRematLayer(16, 2, 32)
     with torch.autograd.graph.disable_saved_tensors_hooks("no"), pytest.raises(RuntimeError):

@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from fused_remat.cli import main, scale
-from fused_remat.cli.shapes import LARGE, MODELS
-from fused_remat.memory import predict_kept_bytes
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Choice
 from fused_remat.policies import RUNGS, kept_names
+from fused_remat.report.allocations import predict_kept_bytes
 from fused_remat.scale import HARDWARE, Layout, Mesh, Setup, estimate, smallest_mesh
-from fused_remat.scale.costs import of_file
-from fused_remat.scale.eager import kept_by_eager
+from fused_remat.scale.costs import kept_by_eager, of_file
 from fused_remat.scale.estimate import PLANNER, largest_batch, peak_of, way_of
 from fused_remat.scale.layout import mesh_of, parameters_of, sharded
 from fused_remat.scale.memory import chain_of, passes, state_bytes, weight_bytes
+from fused_remat.scale.shapes import LARGE, MODELS
 from fused_remat.scale.time import link_of
 
 #: As published: Grattafiori et al. 2024 and model cards (Llama 3), Yang et al. 2025 (Qwen3), Brown

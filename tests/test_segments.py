@@ -50,7 +50,7 @@ from fused_remat import (
     memory_report,
     ops,
 )
-from fused_remat.memory import SavedBytes, measure_allocations, predict_kept_bytes
+from fused_remat.report.allocations import SavedBytes, measure_allocations, predict_kept_bytes
 
 
 @pytest.fixture(autouse=True)

@@ -47,7 +47,7 @@ from fused_remat import (
     convert,
     ops,
 )
-from fused_remat.check import ReplayError
+from fused_remat.autograd.replay_check import ReplayError
 from fused_remat.convert import set_policy
 
 plain = functools.partial(checkpoint, use_reentrant=False)

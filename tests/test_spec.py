@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from tiers import pairwise
 
-from fused_remat import Policy, autograd, ops
-from fused_remat.blocks.recipe import graph_of
+from fused_remat import Policy, ops
+from fused_remat.autograd import function
 from fused_remat.graph.build import BlockBuilder, attention_graph, block_graph
+from fused_remat.graph.text import graph_of
 from fused_remat.policies import ALL_RUNGS, kept_names
 from fused_remat.spec import (
     KINDS,
@@ -114,7 +115,7 @@ def test_a_block_computes_its_description_in_every_policy(name, policy):
     x = torch.randn(B, S, D, dtype=torch.float64).requires_grad_()
     leaves = [x, *weights.values()]
     policy = policy if policy in ALL_RUNGS else Policy(save={policy})
-    y = autograd.run_block(graph, policy, {"input": x, **weights})
+    y = function.run_block(graph, policy, {"input": x, **weights})
     expected = plain(spec, x, weights)
     torch.testing.assert_close(y, expected)
     dy = torch.randn_like(y)
@@ -130,7 +131,7 @@ def test_dropout_of_parallel_branches_is_the_same_in_every_policy():
     x, seed = torch.randn(B, S, D, dtype=torch.float64), torch.tensor(3)
     for policy in ("full", "lean", "none"):
         tensors = {"input": x.requires_grad_(), "seed": seed, **weights}
-        y = autograd.run_block(block_graph(spec), policy, tensors)
+        y = function.run_block(block_graph(spec), policy, tensors)
         found.append([y, *torch.autograd.grad(y.square().sum(), [x, *weights.values()])])
     for others in found[1:]:
         assert all(map(torch.equal, found[0], others))
@@ -243,7 +244,7 @@ def test_a_graph_reads_every_weight_of_its_description():
 def test_keys_that_no_query_sees_have_no_gradient():
     graph = attention_graph(replace(ATTENTION, align="start"))
     q, k, v = (torch.randn(1, H, n, 4).requires_grad_() for n in (5, 7, 7))
-    y = autograd.run_block(graph, "full", {"input": q, "key": k, "value": v})
+    y = function.run_block(graph, "full", {"input": q, "key": k, "value": v})
     for grad in torch.autograd.grad(y.sum(), [k, v]):
         assert torch.equal(grad[:, :, 5:], torch.zeros(1, H, 2, 4))
     expected = F.scaled_dot_product_attention(q, k[:, :, :5], v[:, :, :5], is_causal=True)

@@ -34,13 +34,13 @@ from fused_remat import (
     check_replay,
     memory_report,
 )
-from fused_remat.autograd import OBSERVERS
-from fused_remat.memory import SavedBytes
+from fused_remat.autograd.function import OBSERVERS
 from fused_remat.parallel import (
     LayerParallel,
     pack_attention,
     tensor_parallel_plan,
 )
+from fused_remat.report.allocations import SavedBytes
 
 
 def divided_as_whole(kind, policy, sequence, masks=False):

@@ -42,6 +42,7 @@ from fused_remat import (
     ops,
     plan,
 )
+from fused_remat.autograd.shards import is_dtensor
 from fused_remat.parallel import (
     LayerParallel,
     VocabularyParallel,
@@ -49,7 +50,6 @@ from fused_remat.parallel import (
     tensor_parallel_plan,
     unpack_attention,
 )
-from fused_remat.shards import is_dtensor
 
 
 @pytest.mark.composes("Tensor parallel", "vocabulary-parallel loss, and the head's logits")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from bench.layers.subjects import Subject
 from bench.measure.contest import UNITS
-from fused_remat.autograd import OBSERVERS, Invocation
-from fused_remat.blocks.program import programs
+from fused_remat.autograd.function import OBSERVERS, Invocation
+from fused_remat.graph.graph import programs
 from fused_remat.planner.calibration import Example, Sizer, steps_of
 from fused_remat.policies import RUNGS, kept_names
 from fused_remat.steps.norm import Norm

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fused_remat.cli.shapes import MODELS, Model
+from fused_remat.scale.shapes import MODELS, Model
 
 __all__ = ["MODELS", "Model", "Size", "at_tokens", "sweep", "tiny"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.layers.subjects import Forward, Subject
-from fused_remat.memory import AllocationTrace, SavedBytes, measure_allocations
+from fused_remat.report.allocations import AllocationTrace, SavedBytes, measure_allocations
 
 
 def memory(forward: Forward, subject: Subject, kept_by: str = "autograd") -> dict[str, Any]:

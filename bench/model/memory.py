@@ -10,7 +10,7 @@ import torch
 
 from bench.model.forwards import Forward
 from bench.model.subjects import Subject
-from fused_remat.memory import AllocationTrace, measure_allocations
+from fused_remat.report.allocations import AllocationTrace, measure_allocations
 
 #: Bytes that a step takes at its peak at a batch, all included; None: more than there is.
 Peak = Callable[[int], int | None]

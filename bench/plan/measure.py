@@ -23,7 +23,7 @@ from bench.measure.registry import Absent
 from bench.plan.ours import Entry, Planner, forward_of
 from bench.plan.subjects import Case, TokenSample
 from bench.plan.ways import BASELINE, PEERS
-from fused_remat.memory import AllocationTrace, SavedBytes, measure_allocations
+from fused_remat.report.allocations import AllocationTrace, SavedBytes, measure_allocations
 
 
 @dataclass(frozen=True)

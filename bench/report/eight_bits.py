@@ -19,9 +19,9 @@ from bench.report.rungs import (
     trained,
 )
 from bench.report.sets import gpu_sets
-from fused_remat.blocks.in_formats import in_formats
-from fused_remat.blocks.program import Graph, kept_bytes
 from fused_remat.formats import split_name
+from fused_remat.graph.graph import Graph, kept_bytes
+from fused_remat.graph.quantized import in_formats
 from fused_remat.planner.options import packable
 from fused_remat.policies import ALL_RUNGS, kept_names
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from fused_remat.blocks.in_formats import in_formats
-from fused_remat.blocks.program import kept_bytes, programs
 from fused_remat.graph.build import block_graph
+from fused_remat.graph.graph import kept_bytes, programs
+from fused_remat.graph.quantized import in_formats
 from fused_remat.policies import ALL_RUNGS, kept_names
 from fused_remat.spec import (
     BlockSpec,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from fused_remat.blocks.in_formats import in_formats
-from fused_remat.blocks.program import Graph, programs
 from fused_remat.formats import FORMATS, NATIVE, split_name
 from fused_remat.graph.build import block_graph
+from fused_remat.graph.graph import Graph, programs
+from fused_remat.graph.quantized import in_formats
 from fused_remat.policies import ALL_RUNGS, kept_names
 from fused_remat.spec import nn_layer_spec, transformer_spec
 from fused_remat.steps.node import Node

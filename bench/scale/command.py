@@ -29,13 +29,13 @@ import torch.multiprocessing as processes
 from bench.measure.machine import ROOT, environment
 from bench.measure.results import ResultsFile
 from bench.scale import report, runs
-from fused_remat.cli.shapes import LARGE
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Choice
 from fused_remat.scale.costs import HARDWARE, Costs, of_this_machine
 from fused_remat.scale.estimate import step_seconds, way_of
 from fused_remat.scale.layout import Layout, Mesh
 from fused_remat.scale.memory import Setup, chain_of
+from fused_remat.scale.shapes import LARGE
 
 POLICIES = ("full", "fast", "none")
 #: Data by tensor, and whether the stream is divided.

@@ -15,15 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fused_remat.cli import models
-from fused_remat.cli.shapes import LARGE, MODELS, Model
 from fused_remat.convert import set_policy
-from fused_remat.memory import AllocationTrace, SavedBytes
 from fused_remat.parallel import tensor_parallel_plan
 from fused_remat.planner.options import kept_by_name
 from fused_remat.policies import kept_names
+from fused_remat.report.allocations import AllocationTrace, SavedBytes
+from fused_remat.scale import models
 from fused_remat.scale.layout import Layout, Mesh, gathered
 from fused_remat.scale.memory import Setup, state_bytes, weight_bytes
+from fused_remat.scale.shapes import LARGE, MODELS, Model
 
 
 def small(name: str) -> Model:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fused_remat.cli.errors import CommandError
+from fused_remat.cli.outputs import CommandError
 
 _USAGE = """\
 usage: python -m fused_remat {doctor,report,plan,scale} ...

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fused_remat import check
+from fused_remat.autograd import replay_check
 from fused_remat.cli import machine, tiny_step
 from fused_remat.report.report import human
 from fused_remat.version import __version__
@@ -32,7 +32,7 @@ def examine() -> dict[str, Any]:
         "versions": versions,
         "steps": steps,
         "compile": compilers,
-        "replay_check": {"on": check.ON, "environment": os.environ.get("FUSED_REMAT_CHECK")},
+        "replay_check": {"on": replay_check.ON, "environment": os.environ.get("FUSED_REMAT_CHECK")},
         "missing": machine.missing(versions, compilers),
         "ok": all(step["ok"] for step in steps),
     }

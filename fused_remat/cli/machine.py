@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fused_remat.planner.budget import device_memory
+from fused_remat.planner.options import device_memory
 
 #: Package -> what for, and how to get it; None for what cannot be missing.
 PACKAGES: dict[str, tuple[str, str] | None] = {

@@ -8,8 +8,6 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from fused_remat.cli.errors import CommandError
-
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -58,3 +56,7 @@ def write_outputs(args: argparse.Namespace, found: Written) -> None:
         except OSError as error:
             raise CommandError(f"cannot write {str(path)!r}: {error}") from error
         print(f"written: {path}")
+
+
+class CommandError(Exception):
+    """The command line asks for something that cannot be; the message says what, with the value."""

@@ -11,12 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fused_remat.cli import target
-from fused_remat.cli.errors import CommandError
-from fused_remat.cli.outputs import add_outputs, check_outputs, write_outputs
+from fused_remat.cli.outputs import CommandError, add_outputs, check_outputs, write_outputs
 from fused_remat.cli.report import fuse
 from fused_remat.planner import BudgetError, Plan, plan
-from fused_remat.planner.budget import bytes_of
 from fused_remat.planner.measure import device_of
+from fused_remat.planner.options import bytes_of
 from fused_remat.planner.solve import METHODS
 from fused_remat.report.report import aligned, human
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fused_remat.cli import target
-from fused_remat.cli.errors import CommandError
-from fused_remat.cli.outputs import add_outputs, check_outputs, write_outputs
+from fused_remat.cli.outputs import CommandError, add_outputs, check_outputs, write_outputs
 from fused_remat.convert import convert, set_policy
 from fused_remat.formats import FORMATS
 from fused_remat.layers import FusedLayer

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from fused_remat.cli.errors import CommandError
-from fused_remat.cli.shapes import LARGE, MODELS
-from fused_remat.planner.budget import bytes_of
+from fused_remat.cli.outputs import CommandError
+from fused_remat.planner.options import bytes_of
 from fused_remat.policies import ALL_RUNGS, RUNGS
 from fused_remat.report.report import aligned, human
 from fused_remat.scale.costs import FILE_KEYS, HARDWARE, Costs, Figure, of_file, of_this_machine
@@ -29,6 +28,7 @@ from fused_remat.scale.estimate import (
 )
 from fused_remat.scale.layout import Layout, mesh_of, padded
 from fused_remat.scale.memory import OPTIMIZERS, Setup
+from fused_remat.scale.shapes import LARGE, MODELS
 
 _EXAMPLES = """
 examples:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.cli.errors import CommandError
-from fused_remat.cli.models import build
-from fused_remat.cli.shapes import MODELS, Model
-from fused_remat.planner.budget import device_memory
+from fused_remat.cli.outputs import CommandError
+from fused_remat.planner.options import device_memory
 from fused_remat.report.report import human
+from fused_remat.scale.models import build
+from fused_remat.scale.shapes import MODELS, Model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: What a user's function may be given.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.execution import choose
-from fused_remat.explain import explain
 from fused_remat.layers import FusedRematLayer, FusedRematWarning
+from fused_remat.report.explain import explain
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SIZES: dict[str, Any] = {

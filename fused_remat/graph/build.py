@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fused_remat import random
-from fused_remat.blocks.program import Graph
-from fused_remat.blocks.recipe import builder, part
+from fused_remat.graph.graph import Graph
+from fused_remat.graph.text import builder, part
 from fused_remat.spec import (
     USER_FUNCTION,
     AttentionSpec,

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fused_remat.huggingface import eligibility
-from fused_remat.huggingface.architectures import Architecture, at
 from fused_remat.huggingface.masks import Masks, masks_of
-from fused_remat.layers.autocast import low_dtype, precision_of
-from fused_remat.layers.causal_weights import why_not_weights
+from fused_remat.huggingface.rows import Architecture, at
+from fused_remat.layers.causal import why_not_weights
 from fused_remat.layers.eligibility import why_not_context
-from fused_remat.layers.layer_call import LayerCall
 from fused_remat.layers.linears import (
     LinearParts,
     block_tensors,
@@ -22,6 +20,8 @@ from fused_remat.layers.linears import (
     read_linear,
     tensor_of,
 )
+from fused_remat.layers.precision import low_dtype, precision_of
+from fused_remat.layers.read import LayerCall
 from fused_remat.spec import BlockSpec, LoraSpec, transformer_spec
 
 #: Arguments of a layer that a block reads, and those that do not change what it computes.

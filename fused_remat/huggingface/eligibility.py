@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fused_remat.huggingface.architectures import ACTIVATIONS, Architecture, at
+from fused_remat.huggingface.rows import ACTIVATIONS, Architecture, at
 from fused_remat.layers.eligibility import why_not_global_hooks
 from fused_remat.ops.activation import activation_name, has_hooks
 

@@ -1,7 +1,7 @@
 """Language models of transformers whose loss is computed without whole logits.
 
 A model class is swapped as a layer's is: same object, same name. Where a call trains and has
-labels, the head's product and the loss are `ops.linear_cross_entropy`, and `logits` of what is
+labels, the head's product and the loss are `ops.cross_entropy`, and `logits` of what is
 returned is None; every other call, generation and evaluation among them, is transformers' own.
 """
 
@@ -25,9 +25,9 @@ from fused_remat.layers.fused_layer import (
     warn_once,
 )
 from fused_remat.layers.linears import LinearParts, read_linear
-from fused_remat.layers.vocabulary import VocabularyParallelLinear
+from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
 from fused_remat.ops.activation import has_hooks
-from fused_remat.ops.linear_cross_entropy import linear_cross_entropy
+from fused_remat.ops.cross_entropy import linear_cross_entropy
 
 
 @dataclass(frozen=True)

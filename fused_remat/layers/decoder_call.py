@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fused_remat.layers import custom_activation, eligibility
-from fused_remat.layers.autocast import low_dtype, precision_of
+from fused_remat.autograd.shards import is_dtensor
+from fused_remat.layers import eligibility
 from fused_remat.layers.eligibility import DECODER
-from fused_remat.layers.layer_call import (
+from fused_remat.layers.linears import dropout_p
+from fused_remat.layers.precision import low_dtype, precision_of
+from fused_remat.layers.read import (
     LayerCall,
     Place,
     adapters_of,
@@ -21,8 +23,6 @@ from fused_remat.layers.layer_call import (
     tensors_at,
     with_own_biases,
 )
-from fused_remat.layers.linears import dropout_p
-from fused_remat.shards import is_dtensor
 from fused_remat.spec import nn_layer_spec
 
 _CROSS = ("cross_q", "cross_k", "cross_v")
@@ -118,7 +118,7 @@ def call_of(
     precision = None if low is None else precision_of(tgt, given, low, layer.norm_first)
     unbatched = tgt.dim() == 2
     seq_first = not unbatched and not batch_first
-    activation = custom_activation.of_layer(layer, tgt, seq_first, precision)
+    activation = eligibility.of_layer(layer, tgt, seq_first, precision)
     if isinstance(activation, str):
         return activation
     # As in PyTorch: a hint stands for its mask where there is no padding.

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.blocks.program import Graph
 from fused_remat.graph.build import block_graph
+from fused_remat.graph.graph import Graph
 from fused_remat.layers import decoder_call
-from fused_remat.layers.drop_in_layer import DropInLayer
-from fused_remat.layers.layer_call import LayerCall, Place
+from fused_remat.layers.fused_layer import DropInLayer
+from fused_remat.layers.read import LayerCall, Place
 from fused_remat.policies import Policy
 from fused_remat.spec import nn_layer_spec
 

@@ -20,10 +20,13 @@ from torch.nn.modules import module as _module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._device import DeviceContext
 
-from fused_remat.collectives import in_context_parallel
-from fused_remat.layers import autocast
+from fused_remat.graph.build import captured_params
 from fused_remat.layers.linears import dropout_p, is_readable, without_adapters
-from fused_remat.ops.activation import has_hooks
+from fused_remat.layers.precision import Precision, casts, why_not_autocast
+from fused_remat.ops.activation import Recallable, activation_name, has_hooks, prepare
+from fused_remat.spec import USER_FUNCTION
+from fused_remat.steps.collective import in_context_parallel
+from fused_remat.steps.user_function import Function
 
 _PLAIN = (Tensor, nn.Parameter)
 _ATTENTION = F.scaled_dot_product_attention
@@ -197,7 +200,7 @@ def why_not_tensors(
         if elsewhere or (p.dtype is not dtype and low is None):
             return f"{called} is {dtype} on {device} but {name} is {p.dtype} on {p.device}"
         shapes.append(p.shape)
-    reason = None if low is None else autocast.why_not(src, params, low)
+    reason = None if low is None else why_not_autocast(src, params, low)
     # Dynamo would see through the cache, and say so.
     why_not = _why_not_shapes.__wrapped__ if torch.compiler.is_compiling() else _why_not_shapes
     return reason or why_not(dtype, width, tuple(params), tuple(shapes))
@@ -242,7 +245,7 @@ def why_not_memory(
         return f"memory is a {type(memory).__name__}, not a plain one"
     if memory.device != tgt.device:
         return f"memory is on {memory.device}, tgt on {tgt.device}"
-    if memory.dtype is not tgt.dtype and not (low is not None and autocast.casts(tgt, memory)):
+    if memory.dtype is not tgt.dtype and not (low is not None and casts(tgt, memory)):
         return f"memory is {memory.dtype}, tgt {tgt.dtype}"
     shape, other = memory.shape, tgt.shape
     same = len(shape) == len(other) and shape[-1] == other[-1]
@@ -354,3 +357,72 @@ def why_not_dropout(ps: Sequence[float]) -> str | None:
     if all(0.0 <= p <= 1.0 for p in ps):
         return None
     return f"a dropout probability is outside [0, 1]: {tuple(ps)}"
+
+
+@dataclass(frozen=True)
+class LayerActivation:
+    """A row of the activations, or `USER_FUNCTION` with what it captures and calls."""
+
+    name: str
+    captured: Mapping[str, Tensor]
+    functions: Mapping[str, Function]
+
+
+def of_layer(
+    layer: Any, src: Tensor, seq_first: bool, precision: Precision | None = None
+) -> LayerActivation | str:
+    """The activation of a layer with a `linear1`, or why it cannot be called again.
+
+    >>> of_layer(torch.nn.TransformerEncoderLayer(8, 2), torch.zeros(3, 2, 8), True).name
+    'relu'
+    """
+    name = activation_name(layer.activation)
+    if name is not None:
+        return LayerActivation(name, {}, {})
+    width = layer.linear1.weight.shape[0]
+    found = prepare_for(src, layer.activation, width, seq_first, precision)
+    if isinstance(found, str):
+        return found
+    names = captured_params(len(found.captured))
+    captured = dict(zip(names, found.captured, strict=True))
+    return LayerActivation(USER_FUNCTION, captured, {"activation": found.fn})
+
+
+def prepare_for(
+    src: Tensor,
+    activation: Any,
+    width: int,
+    seq_first: bool,
+    precision: Precision | None = None,
+) -> Recallable | str:
+    """`activation` on matrices of tokens and what it captures, or why it cannot be called again.
+
+    `width` is that of the tensor it is applied to, `src` the layer's input, (S, B, D) if
+    `seq_first`; `precision` has the dtypes under autocast. It is tried on one token, and given
+    whole tensors in the layout in which the stock layer calls it.
+
+    >>> import torch
+    >>> prepare_for(torch.zeros(2, 1, 3), lambda x: x.cumsum(0), 4, True).fn(torch.ones(2, 4))
+    tensor([[1., 1., 1., 1.],
+            [2., 2., 2., 2.]])
+    """
+    if torch.compiler.is_compiling():
+        return "its activation is a function that cannot be called again in a compiled backward"
+    dtype = src.dtype if precision is None else precision.compute or precision.stream
+    token = src.new_zeros((*(1,) * (src.dim() - 1), width), dtype=dtype)
+    found = prepare(activation, token, None if precision is None else precision.autocast)
+    if isinstance(found, str):
+        return f"its activation {found}"
+    return Recallable(_on_matrices(found.fn, tuple(src.shape[:-1]), seq_first), found.captured)
+
+
+def _on_matrices(fn: Function, lead: tuple[int, ...], seq_first: bool) -> Function:
+    def call(up: Tensor) -> Tensor:
+        if seq_first:
+            made = fn(up.view(lead[1], lead[0], -1).transpose(0, 1).contiguous())
+            made = made.transpose(0, 1) if made.dim() == 3 else made
+        else:
+            made = fn(up.view(*lead, -1))
+        return made.reshape(up.shape) if made.numel() == up.numel() else made
+
+    return call

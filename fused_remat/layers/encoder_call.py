@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fused_remat.layers import custom_activation, eligibility
-from fused_remat.layers.autocast import low_dtype, precision_of
-from fused_remat.layers.layer_call import (
+from fused_remat.autograd.shards import is_dtensor
+from fused_remat.layers import eligibility
+from fused_remat.layers.precision import low_dtype, precision_of
+from fused_remat.layers.read import (
     LayerCall,
     Place,
     adapters_of,
@@ -20,7 +21,6 @@ from fused_remat.layers.layer_call import (
     tensors_at,
     with_own_biases,
 )
-from fused_remat.shards import is_dtensor
 from fused_remat.spec import nn_layer_spec
 
 _OTHERS = (
@@ -87,7 +87,7 @@ def call_of(
     precision = None if low is None else precision_of(src, params, low, layer.norm_first)
     unbatched = src.dim() == 2
     seq_first = not unbatched and not attn.batch_first
-    activation = custom_activation.of_layer(layer, src, seq_first, precision)
+    activation = eligibility.of_layer(layer, src, seq_first, precision)
     if isinstance(activation, str):
         return activation
     causal = is_causal and padding is None  # as in PyTorch: the hint stands for the mask

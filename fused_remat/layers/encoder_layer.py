@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.blocks.program import Graph
 from fused_remat.graph.build import block_graph
-from fused_remat.layers import encoder_call, fastpath
-from fused_remat.layers.drop_in_layer import DropInLayer
-from fused_remat.layers.fused_layer import wants_grad
-from fused_remat.layers.layer_call import LayerCall, Place
+from fused_remat.graph.graph import Graph
+from fused_remat.layers import encoder_call, fallback
+from fused_remat.layers.fused_layer import DropInLayer, wants_grad
+from fused_remat.layers.read import LayerCall, Place
 from fused_remat.policies import Policy
 from fused_remat.spec import nn_layer_spec
 
@@ -138,7 +137,7 @@ class FusedRematLayer(DropInLayer, nn.TransformerEncoderLayer):
             and mask is None
             and padding is None
             and not wants_grad(src, *params.values())
-            and fastpath.is_exact(self, params)
+            and fallback.is_exact(self, params)
         ):
             return _EXACT
         if getattr(src, "is_nested", False):
@@ -158,4 +157,4 @@ class FusedRematLayer(DropInLayer, nn.TransformerEncoderLayer):
             or any(m is not None for m in masks[:2])
         ):
             return nn.TransformerEncoderLayer.forward(self, src, *masks)  # which raises
-        return fastpath.padded(self.forward, src)
+        return fallback.padded(self.forward, src)

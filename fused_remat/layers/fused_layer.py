@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fused_remat import accumulation
-from fused_remat.blocks.program import Graph
+from fused_remat.autograd import accumulate
+from fused_remat.autograd.shards import is_dtensor
 from fused_remat.execution.choose import check_name
 from fused_remat.graph.build import block_graph
-from fused_remat.layers import divided
-from fused_remat.layers.divided import Division, stand_in
-from fused_remat.layers.layer_call import LayerCall, Place, batched
-from fused_remat.ops.layer import run_layer
+from fused_remat.graph.graph import Graph
+from fused_remat.layers import fallback, tensor_parallel
+from fused_remat.layers.fallback import checkpointed
+from fused_remat.layers.read import LayerCall, Place, batched
+from fused_remat.layers.tensor_parallel import Division, stand_in
+from fused_remat.ops.blocks import run_layer
 from fused_remat.policies import Policy, draws, kept_names
-from fused_remat.shards import is_dtensor
 from fused_remat.steps.operations import FusedRematWarning
 
 
@@ -59,7 +61,7 @@ class FusedLayer(nn.Module):
 
     @accumulate_into.setter
     def accumulate_into(self, target: str | None) -> None:
-        self._accumulate_into = accumulation.check_target(target)
+        self._accumulate_into = accumulate.check_target(target)
 
     def extra_repr(self) -> str:
         shown = f"policy={self._policy!r}, backend={self._backend!r}"
@@ -81,7 +83,7 @@ class FusedLayer(nn.Module):
     def _fused(self, call: LayerCall) -> Tensor:
         if self._accumulate_into is not None:
             compiled = "the call is compiled" if torch.compiler.is_compiling() else None
-            self._refuse_to_accumulate(compiled or accumulation.why_not_engine(self))
+            self._refuse_to_accumulate(compiled or accumulate.why_not_engine(self))
         compute, tensors = None, call.tensors
         if call.precision is not None:
             x = tensors["input"]
@@ -134,8 +136,8 @@ class FusedLayer(nn.Module):
             raise RuntimeError(f"fused_remat: a tensor-parallel {name} cannot run: {call}")
         local = {name: batched(t, call.unbatched) for name, t in named.items()}
         seeded = draws(self._policy)
-        out = self._fused(divided.local_call(call, local, division.parallel, seeded))
-        return divided.join_tokens(out, dim, division.parallel) if division.joins else out
+        out = self._fused(tensor_parallel.local_call(call, local, division.parallel, seeded))
+        return tensor_parallel.join_tokens(out, dim, division.parallel) if division.joins else out
 
     def _stand_ins(
         self, inputs: Mapping[str, Any], dim: int, divided: bool = False
@@ -146,7 +148,7 @@ class FusedLayer(nn.Module):
         """
         division = self._division
         assert division is not None
-        if division.splits and not divided:
+        if division.splits and not tensor_parallel:
             return dict(inputs)
         return {**inputs, "input": stand_in(inputs["input"], dim, division.parallel)}
 
@@ -156,7 +158,7 @@ class FusedLayer(nn.Module):
         if isinstance(policy, str) or policy.segment is None:
             return policy
         compiling = torch.compiler.is_compiling()
-        sharded_by = None if compiling else accumulation.sharded_by(self)
+        sharded_by = None if compiling else accumulate.sharded_by(self)
         if not compiling and sharded_by is None:
             return policy
         if policy.segment == "inner" and compiling:
@@ -182,7 +184,7 @@ class FusedLayer(nn.Module):
         """Raise RuntimeError if gradients were to be accumulated, and `reason` forbids it."""
         target = self._accumulate_into
         if target is not None and reason is not None and wants_grad(*self.parameters()):
-            raise accumulation.refusal(target, reason)
+            raise accumulate.refusal(target, reason)
 
 
 _KEEPS_INPUT = "outside its segment, and keeps its input"
@@ -213,7 +215,7 @@ def warn_once(layer: nn.Module, message: str, stacklevel: int = 6) -> None:
 def _is_gathered_in_parts(layer: nn.Module) -> bool:
     """Whether ZeRO-3 gathers parameters by hooks on modules inside `layer`."""
     leaf = getattr(layer, "_z3_leaf", False)
-    return not leaf and accumulation.sharded_by(layer) == "ZeRO-3"
+    return not leaf and accumulate.sharded_by(layer) == "ZeRO-3"
 
 
 def warn_compiled(layer: str, reason: str) -> None:
@@ -252,3 +254,160 @@ def wants_grad(*values: Any) -> bool:
     return torch.is_grad_enabled() and any(
         isinstance(value, Tensor) and value.requires_grad for value in values
     )
+
+
+Layer = TypeVar("Layer", bound="DropInLayer")
+
+
+class DropInLayer(FusedLayer):
+    """A layer of `torch.nn` whose forward is a block; mixed in before the stock class.
+
+    A subclass has `_choose` and `_example`, and a `forward` that calls `_serve`.
+
+    Attributes:
+        stock: the class of `torch.nn` that it stands in for.
+    """
+
+    stock: ClassVar[type[nn.Module]]
+    #: Pairs of masks that PyTorch wants of one dtype, as (name, index in forward), (name, index).
+    _mask_pairs: ClassVar[tuple[tuple[tuple[str, int], tuple[str, int]], ...]] = ()
+    #: What `_choose` says where PyTorch's own forward is what is wanted.
+    _quiet: ClassVar[tuple[str, ...]] = ()
+    #: The block's inputs, the first arguments of forward.
+    _inputs: ClassVar[tuple[str, ...]] = ("input",)
+
+    @classmethod
+    def from_layer(
+        cls: type[Layer],
+        layer: nn.Module,
+        policy: str | Policy = "full",
+        backend: str = "auto",
+        accumulate_into: str | None = None,
+    ) -> Layer:
+        """A fused layer with the submodules of `layer`: same parameters, mode and hooks.
+
+        Raises: TypeError if `layer` is not of the stock class, or is of a subclass (whose
+            behaviour would be lost).
+
+        >>> from fused_remat import FusedRematLayer
+        >>> stock = nn.TransformerEncoderLayer(64, 4)
+        >>> fused = FusedRematLayer.from_layer(stock, policy="balanced")
+        >>> fused.linear1.weight is stock.linear1.weight
+        True
+        """
+        if type(layer) is not cls.stock and not isinstance(layer, cls):
+            name = cls.stock.__name__
+            wanted = f"an nn.{name}" if cls.stock.__module__.startswith("torch.") else f"a {name}"
+            raise TypeError(f"from_layer takes {wanted}, got {type(layer).__name__}")
+        new = cls.__new__(cls)
+        new.__dict__ = {
+            k: dict(v) if type(v) is dict else v.copy() if hasattr(v, "copy") else v
+            for k, v in layer.__dict__.items()
+        }
+        new.policy = policy
+        new.backend = backend
+        new.accumulate_into = accumulate_into
+        return new
+
+    def _choose(self, *args: Any) -> LayerCall | str:
+        """The block that serves a call of forward, or why none does."""
+        raise NotImplementedError
+
+    def _why_not(self, *args: Any) -> str | None:
+        """Why this call of `forward` would not take the fused path, or None if it would."""
+        if is_traced():
+            return TRACED
+        if self._division is None:
+            call = self._choose(*args)
+        else:
+            inputs, dim = self._divided_inputs(args)
+            call = self._choose_by(args, self._stand_ins(inputs, dim))
+        return call if isinstance(call, str) else None
+
+    def _serve(self, *args: Any) -> Tensor:
+        """`forward(*args)`: the block, or PyTorch's own forward."""
+        if self._division is not None:
+            return self._serve_divided(*args)
+        if is_traced():
+            self._refuse_to_accumulate(TRACED)
+            return super().forward(*args)  # type: ignore[no-any-return]
+        call = self._choose(*args)
+        if isinstance(call, LayerCall):
+            if not torch.compiler.is_compiling():
+                _warn_mismatch(self._mask_pairs, args)
+            return self._fused(call)
+        if torch.compiler.is_compiling():
+            if call not in self._quiet and wants_grad(*args, *self.parameters()):
+                warn_compiled(type(self).__name__, call)
+            return super().forward(*args)  # type: ignore[no-any-return]
+        self._refuse_dtensors(args)
+        for observe in DECISIONS:
+            observe(self, call)
+        return self._quietly(call, *args) if call in self._quiet else self._fallback(call, *args)
+
+    def _serve_divided(self, *args: Any) -> Tensor:
+        """`_serve` of a layer that is divided among ranks."""
+        if torch.compiler.is_compiling():
+            from fused_remat.autograd import graph_break
+
+            return graph_break.eagerly(self._serve_divided, *args)  # type: ignore[no-any-return]
+        if is_traced():
+            raise RuntimeError(f"fused_remat: a tensor-parallel layer cannot run: {TRACED}")
+        inputs, dim = self._divided_inputs(args)
+        return self._divided(functools.partial(self._choose_by, args), inputs, dim)
+
+    def _divided_inputs(self, args: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
+        """The block's inputs by name, and the dimension that the tokens are in."""
+        x, attn = args[0], getattr(self, "self_attn", None)
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() not in (2, 3):
+            raise ValueError(f"expected a Tensor of 2 or 3 dimensions, got {_shown(x)}")
+        dim = 0 if x.dim() == 2 or not getattr(attn, "batch_first", True) else 1
+        return dict(zip(self._inputs, args, strict=False)), dim
+
+    def _choose_by(self, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> LayerCall | str:
+        """`_choose(*args)` with `inputs` in the place of the first."""
+        names = self._inputs
+        return self._choose(*[inputs[name] for name in names], *args[len(names) :])
+
+    def _quietly(self, reason: str, *args: Any) -> Tensor:
+        """What serves a call that `_choose` gave one of `_quiet` for."""
+        raise NotImplementedError
+
+    def _unfused(self, *args: Any) -> Tensor:
+        """PyTorch's forward through the submodules, also in eval."""
+        with fallback.off():
+            return super().forward(*args)  # type: ignore[no-any-return]
+
+    def _fallback(self, reason: str, *args: Any) -> Tensor:
+        """The same, under checkpoint where gradients are wanted, and with a warning then."""
+        if not wants_grad(*args, *self.parameters()):
+            return self._unfused(*args)
+        self._refuse_to_accumulate(reason)
+        if self._policy == "none":
+            out = self._unfused(*args)
+            warn_once(self, f"PyTorch's own forward: {reason}", stacklevel=7)
+        else:
+            out = checkpointed(self, self._unfused, *args)
+            warn_once(
+                self, f"PyTorch's own forward under torch.utils.checkpoint: {reason}", stacklevel=7
+            )
+        return out
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return "a nested one" if value.is_nested else f"shape {tuple(value.shape)}"
+
+
+def _warn_mismatch(
+    pairs: tuple[tuple[tuple[str, int], tuple[str, int]], ...], args: tuple[Any, ...]
+) -> None:
+    for (name, i), (other, j) in pairs:
+        mask, padding = args[i], args[j]
+        if mask is not None and padding is not None and mask.dtype != padding.dtype:
+            warnings.warn(
+                f"Support for mismatched {other} ({padding.dtype}) and {name} "
+                f"({mask.dtype}) is deprecated. Use same type for both instead.",
+                stacklevel=6,
+            )

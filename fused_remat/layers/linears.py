@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fused_remat.autograd.shards import is_dtensor
 from fused_remat.ops.activation import has_hooks
-from fused_remat.shards import is_dtensor
 from fused_remat.spec import LoraSpec, lora_params
 
 _PLAIN = (Tensor, nn.Parameter)

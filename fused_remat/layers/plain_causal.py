@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat.ops.activation import ActivationLike, activation_name
-from fused_remat.ops.inputs import check_heads, check_norm_kind, check_p
+from fused_remat.ops.checks import check_heads, check_norm_kind, check_p
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.norm import NORMS
 

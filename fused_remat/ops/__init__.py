@@ -10,12 +10,17 @@ tokens (a transposed one) is copied, and the copy is what is kept.
 """
 
 from fused_remat.ops.attention import attention, attention_block
-from fused_remat.ops.encoder import encoder_block
-from fused_remat.ops.linear_cross_entropy import linear_cross_entropy
-from fused_remat.ops.mlp import gated_mlp, mlp, mlp_block
-from fused_remat.ops.norms import dropout_add, layer_norm, rms_norm
-from fused_remat.ops.rotary import rotary
-from fused_remat.ops.transformer import causal_block
+from fused_remat.ops.blocks import causal_block, encoder_block
+from fused_remat.ops.cross_entropy import linear_cross_entropy
+from fused_remat.ops.pieces import (
+    dropout_add,
+    gated_mlp,
+    layer_norm,
+    mlp,
+    mlp_block,
+    rms_norm,
+    rotary,
+)
 
 __all__ = [
     "attention",

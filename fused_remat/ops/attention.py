@@ -7,17 +7,20 @@ from typing_extensions import Unpack
 
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import attention_graph, block_graph
-from fused_remat.ops.inputs import (
+from fused_remat.ops.checks import (
     check_alike,
     check_heads,
     check_norm,
     check_p,
     check_shape,
+    lengths_of,
     lists_attention_options,
+    mask_of,
+    masks_given,
+    padding_of,
     seed_tensor,
 )
-from fused_remat.ops.masks import lengths_of, mask_of, masks_given, padding_of
-from fused_remat.ops.rotary import rotary_fields, rotary_tensors
+from fused_remat.ops.pieces import rotary_fields, rotary_tensors
 from fused_remat.policies import Policy
 from fused_remat.spec import (
     AttentionOptions,

@@ -12,25 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fused_remat.autograd.offload import mover_of
 from fused_remat.convert import convert, revert
 from fused_remat.layers import FusedLayer
-from fused_remat.offload import mover_of
-from fused_remat.planner import optimizers
-from fused_remat.planner.budget import Budget, bytes_of
 from fused_remat.planner.calibration import Calibration, Example, HostLink, StepCost, calibrate
 from fused_remat.planner.chain import Call, Chain, Option
-from fused_remat.planner.choose import Policies, choose, policy_for
 from fused_remat.planner.measure import MeasuredStep, device_of, measure_step
 from fused_remat.planner.options import (
+    Budget,
     Costs,
+    bytes_of,
     forward_seconds,
     kept_by_name,
     options_for,
     options_of,
+    predict_optimizer,
+    state_bytes,
     with_offload,
 )
 from fused_remat.planner.plan import Plan
-from fused_remat.planner.solve import METHODS
+from fused_remat.planner.solve import METHODS, Policies, choose, policy_for
 from fused_remat.policies import Policy
 
 #: Held while a model is measured: who observes blocks, and times them, does so for all threads.
@@ -176,7 +177,7 @@ def measure_chain(
     """The numbers that methods choose from, and what steps cost; arguments as of `plan`.
 
     Args:
-        update: what `optimizers.predict` says of the optimizer, if it was asked before.
+        update: what `predict_optimizer` says of the optimizer, if it was asked before.
     Raises: as `plan`.
     """
     device = device_of(model, [inputs, kwargs])
@@ -210,12 +211,12 @@ def measure_chain(
             for cost in calibration.compare(call.layer, call.example, timed=costs != "analytic")
         ]
     if update is None:
-        update = (0, 0) if optimizer is None else optimizers.predict(optimizer)
+        update = (0, 0) if optimizer is None else predict_optimizer(optimizer)
     state, temporary = update
     made = 0 if accumulates else max((m.gradients for m in step.moments), default=0)
     resting = step.resting | ({"optimizer state": state} if state else {})
     if optimizer is not None and "others" in resting:  # the state that is there already
-        there = optimizers.state_bytes(optimizer)
+        there = state_bytes(optimizer)
         resting["others"] = max(0, resting["others"] - there)
     chain = Chain(calls, step.moments, resting, step.seconds, made + temporary, step.kept)
     return chain, tuple(steps)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.blocks.in_formats import in_formats
-from fused_remat.blocks.program import Programs, Step, programs, sizes
-from fused_remat.calls import BlockCall, Functions, backward_block, forward_block
-from fused_remat.steps.frame import TRACERS, Frame, Prepared
+from fused_remat.execution.prepare import BlockCall, Functions, backward_block, forward_block
+from fused_remat.graph.graph import Programs, Step, programs, sizes
+from fused_remat.graph.quantized import in_formats
+from fused_remat.steps.chunk import TRACERS, Frame, Prepared
 from fused_remat.steps.node import Node
 
 _ROUNDS = 3

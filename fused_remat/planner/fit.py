@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from fused_remat.planner import chain as chains
-from fused_remat.planner import optimizers
-from fused_remat.planner.budget import Budget, BudgetError, bytes_of
 from fused_remat.planner.build import measure_chain, plan
 from fused_remat.planner.calibration import Calibration
 from fused_remat.planner.measure import device_of
+from fused_remat.planner.options import Budget, BudgetError, bytes_of, predict_optimizer
 from fused_remat.planner.plan import Plan
 from fused_remat.planner.solve import least_peak
 from fused_remat.report.report import human
@@ -108,7 +107,7 @@ class _Search:
     ) -> None:
         self._model, self._make_batch, self._multiple = model, make_batch, multiple
         optimizer = options.get("optimizer")
-        update = None if optimizer is None else optimizers.predict(optimizer)
+        update = None if optimizer is None else predict_optimizer(optimizer)
         every = {**options, "update": update}
         self._measured: list[tuple[dict[str, Any], dict[int, int | None]]] = [
             ({**every, "options": ()}, {}), (every, {})

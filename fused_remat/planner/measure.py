@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fused_remat.autograd import Invocation, is_block
+from fused_remat.autograd.function import Invocation, is_block
 from fused_remat.layers import FusedLayer
 from fused_remat.planner.calibration import Example
 from fused_remat.planner.chain import Moment

@@ -11,15 +11,25 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import re
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from fused_remat.blocks.in_formats import in_formats
-from fused_remat.blocks.program import Graph, kept_bytes, programs
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
 from fused_remat.formats import NATIVE, split_name
-from fused_remat.memory import AllocationTrace
+from fused_remat.graph.graph import Graph, kept_bytes, programs
+from fused_remat.graph.quantized import in_formats
 from fused_remat.planner.calibration import Example, HostLink, Seconds
 from fused_remat.planner.chain import Option
 from fused_remat.policies import ALL_RUNGS, LOSSY_RUNGS, RUNGS, Policy, is_offloaded, kept_names
+from fused_remat.report.allocations import AllocationTrace
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.node import Node
 from fused_remat.steps.rotary import Rotary
@@ -261,3 +271,167 @@ def _with_peaks(example: Example, options: list[Option]) -> tuple[Option, ...]:
 def forward_seconds(example: Example, costs: Costs) -> float:
     """Seconds of one forward."""
     return sum(t for (which, _), t in costs(example, ()).items() if which == "forward")
+
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
+          "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}  # fmt: skip
+_PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*")
+
+#: What a budget is given as.
+Budget = str | int | float
+
+
+class BudgetError(ValueError):
+    """A budget that no plan of a method meets.
+
+    Attributes:
+        budget: in bytes.
+        least: the least peak that any method can reach, in bytes; for "sqrt" and "manual", theirs.
+        parts: what that peak is made of, in bytes, the largest first.
+    """
+
+    def __init__(self, message: str, budget: int, least: int, parts: dict[str, int]) -> None:
+        super().__init__(message)
+        self.budget, self.least, self.parts = budget, least, parts
+
+
+def device_memory(device: torch.device | str) -> int:
+    """Bytes of memory of a device: all of a CUDA device's, or the machine's.
+
+    Raises: NotImplementedError for another device.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    raise NotImplementedError(f"the memory of {device} is not known: give a number of bytes")
+
+
+def bytes_of(budget: Budget, device: torch.device | str = "cpu") -> int:
+    """A budget in bytes.
+
+    Args:
+        budget: an int of bytes, text ("6GiB", "500 MB", "80%"), or a float in (0, 1], a fraction of
+            the device's memory.
+    Raises: TypeError or ValueError for anything else, with the value.
+
+    >>> bytes_of("6GiB"), bytes_of("1.5 kB"), bytes_of(4096)
+    (6442450944, 1500, 4096)
+    >>> bytes_of("50%") == bytes_of(0.5) == device_memory("cpu") // 2
+    True
+    """
+    if isinstance(budget, bool) or not isinstance(budget, (str, int, float)):
+        raise TypeError(f"a budget is text, bytes (int) or a fraction (float), got {budget!r}")
+    if isinstance(budget, str):
+        nbytes = _read(budget, device)
+    elif isinstance(budget, float):
+        if not 0.0 < budget <= 1.0:
+            raise ValueError(
+                f"a float is a fraction of the device's memory, in (0, 1], got {budget!r}; give "
+                "bytes as an int"
+            )
+        nbytes = int(device_memory(device) * budget)
+    else:
+        nbytes = budget
+    if not 0 < nbytes < 2**63:
+        raise ValueError(
+            f"a budget is at least a byte and less than 2**63, got {budget!r}; a fraction as text: "
+            "'80%'"
+        )
+    return nbytes
+
+
+def _read(text: str, device: torch.device | str) -> int:
+    percent, match = _PERCENT.fullmatch(text), _PATTERN.fullmatch(text)
+    if percent is not None and 0 < float(percent[1]) <= 100:
+        return int(device_memory(device) * float(percent[1]) / 100)
+    if match is None:
+        raise ValueError(
+            f"cannot read the budget {text!r}; examples: '6GiB', '500 MB', '6442450944' (bytes), "
+            "'80%' (of the device's memory)"
+        )
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of the storages that operators return, while they are alive, and the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if _is(t)}
+        for t in tree_iter(result):
+            if _is(t):
+                self._add(t.untyped_storage(), given)
+        return result
+
+    def _add(self, storage: Any, given: set[int]) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known or id(storage) in given:
+            return
+        self._known.add(key)
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._free, key, nbytes)
+
+    def _free(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+def _is(t: Any) -> bool:
+    return isinstance(t, Tensor)
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the tensors in an optimizer's state, as it is now."""
+    storages = [t.untyped_storage() for t in tree_iter(dict(optimizer.state)) if _is(t)]
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+
+def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
+    """(state, update): bytes of an optimizer's state once it has stepped, and the most that a step
+    takes besides parameters, gradients and state.
+
+    The optimizer is not touched: one like it steps on fake tensors of the same sizes.
+
+    Raises: ValueError if one like it cannot be made from its groups and has no state yet.
+
+    >>> layer = torch.nn.Linear(64, 64, bias=False)
+    >>> predict_optimizer(torch.optim.AdamW(layer.parameters()))[0] == 2 * 64 * 64 * 4 + 4
+    True
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake = type(optimizer)(_fake_groups(optimizer))  # type: ignore[call-arg]
+            for group in fake.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.empty_like(p)
+            fake.step()
+            with _Live() as live:
+                fake.step()
+        return max(state_bytes(optimizer), state_bytes(fake)), live.most
+    except Exception as error:
+        have = state_bytes(optimizer)
+        if have:
+            return have, 0
+        raise ValueError(
+            f"the state of {type(optimizer).__name__} is not known before its first step "
+            f"({type(error).__name__}: {error}): call step() once before plan"
+        ) from error
+
+
+def _fake_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {**{k: v for k, v in group.items() if k != "params"},
+         "params": [torch.nn.Parameter(torch.empty_like(p)) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]  # fmt: skip

@@ -15,11 +15,10 @@ from torch import nn
 from fused_remat.convert import convert
 from fused_remat.layers import FusedLayer
 from fused_remat.planner import chain as chains
-from fused_remat.planner.budget import Budget, bytes_of
 from fused_remat.planner.calibration import StepCost
 from fused_remat.planner.chain import Call, Chain, Choice, Event, Moment, Option
-from fused_remat.planner.choose import choose, frontier_of, parts_of
-from fused_remat.planner.solve import METHODS
+from fused_remat.planner.options import Budget, bytes_of
+from fused_remat.planner.solve import METHODS, choose, frontier_of, parts_of
 from fused_remat.policies import Policy
 from fused_remat.report.report import aligned, human
 

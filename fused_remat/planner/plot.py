@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fused_remat.planner.budget import BudgetError
 from fused_remat.planner.chain import Event
-from fused_remat.planner.choose import parts_at
-from fused_remat.planner.solve import METHODS
+from fused_remat.planner.options import BudgetError
+from fused_remat.planner.solve import METHODS, parts_at
 
 if TYPE_CHECKING:
     from fused_remat.planner.plan import Plan

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fused_remat.autograd import OBSERVERS, Invocation
-from fused_remat.blocks.program import kept_bytes
+from fused_remat.autograd.function import OBSERVERS, Invocation
+from fused_remat.graph.graph import kept_bytes
 
 #: Name of what non-reentrant `torch.utils.checkpoint` holds: the arguments of what it wraps.
 CHECKPOINT = "checkpoint"

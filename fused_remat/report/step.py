@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from fused_remat.autograd import OBSERVERS, Invocation
+from fused_remat.autograd.function import OBSERVERS, Invocation
 from fused_remat.layers import FusedLayer
-from fused_remat.memory import AllocationTrace, Span
+from fused_remat.report.allocations import AllocationTrace, Span
 from fused_remat.report.saved import Saved, SavedRecord
 
 _LAYERS = (FusedLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)

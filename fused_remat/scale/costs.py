@@ -7,6 +7,7 @@ A number is "measured" only if it was measured on the machine that it is said of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from fused_remat.planner.calibration import calibrate
+from fused_remat.execution.prepare import BlockCall
+from fused_remat.graph.build import block_graph, linear_cross_entropy_graph
+from fused_remat.graph.graph import Graph
+from fused_remat.layers.causal import call_of
+from fused_remat.layers.plain_causal import CausalLayer
+from fused_remat.planner.calibration import Example, calibrate
+from fused_remat.scale.layout import Layout, layer_module, parameters_of, tables_of
+from fused_remat.scale.shapes import Model
+from fused_remat.spec import ParallelSpec
+from fused_remat.steps.cross_entropy import LinearCrossEntropy
 
 
 @dataclass(frozen=True)
@@ -190,3 +201,135 @@ def _of_ceilings(path: Path, data: dict[str, Any], base: Costs) -> Costs:
     if "products" in given:
         given["peak"] = _that_of_products(given["products"])  # nothing else is known
     return dataclasses.replace(base, name=shown).with_figures(given)
+
+
+#: The blocks' names of a layer's linear layers, where they differ.
+_NAMES = {"up": "fc1", "down": "fc2"}
+
+
+@functools.lru_cache(maxsize=256)
+def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.dtype) -> Example:
+    """A rank's call of a layer: local heads, local shards, the tokens that it has of the stream.
+
+    The graph is the layer's own (`FusedRematCausalLayer`), divided as `parallelize_module` does.
+
+    Raises: ValueError if the layer does not take the fused path.
+
+    >>> from fused_remat.scale.shapes import LARGE
+    >>> from fused_remat.scale.layout import Mesh
+    >>> layout = Layout(Mesh(1, 8))
+    >>> example = example_of(LARGE["llama3-70b"], layout, 1, 8192, torch.bfloat16)
+    >>> tuple(example.shapes["input"]), tuple(example.shapes["q.weight"])
+    ((1, 1024, 8192), (1024, 8192))
+    """
+    whole = torch.empty(batch, seq, model.d_model, device="meta", dtype=dtype)
+    tables = tables_of(model, seq, dtype)
+    call = call_of(layer_module(model, seq, dtype), whole, *tables)
+    if isinstance(call, str):
+        raise ValueError(f"a layer of {model.name} is not fused: {call}")
+    spec, tensors = call.spec, dict(call.tensors)
+    tensor = layout.mesh.tensor
+    if tensor > 1:
+        place = ParallelSpec(group="on paper", size=tensor, rank=0, sequence=layout.sequence)
+        spec = spec.on_rank(place)
+        tensors["input"] = whole[:, : seq // layout.stream].contiguous()
+        tensors |= _shards(model, layout, seq, dtype)
+    graph = block_graph(spec)
+    given = tuple(tensors.get(name) for name in graph.tensors)
+    named = zip(graph.tensors, given, strict=True)
+    given_too = ("cos", "sin")
+    wants = frozenset(name for name, t in named if t is not None and name not in given_too)
+    return Example(BlockCall(graph, frozenset(), wants, "eager"), given, {})
+
+
+def _shards(model: Model, layout: Layout, seq: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    shards = {}
+    for p in parameters_of(model, seq).layer:
+        module, _, kind = p.name.rpartition(".")
+        name = f"{_NAMES.get(module, module)}.{kind}"
+        shards[name] = torch.empty(p.gathered(layout), device="meta", dtype=dtype)
+    return shards
+
+
+def loss_graph() -> Graph:
+    """Of `ops.cross_entropy`."""
+    node = LinearCrossEntropy(
+        name="output", x="input", weight="head.weight", bias="head.bias", target="target"
+    )
+    return linear_cross_entropy_graph(node)
+
+
+class _Tokens(torch.autograd.Function):
+    """x with other tokens: what gathering them, or summing and dividing them, makes. Saves none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: int) -> Tensor:
+        ctx.tokens = x.shape[1]
+        return x.new_empty(x.shape[0], tokens, x.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy.new_empty(dy.shape[0], ctx.tokens, dy.shape[2]), None
+
+
+class _With(nn.Module):
+    """A module whose output has other tokens."""
+
+    def __init__(self, module: nn.Module, tokens: int) -> None:
+        super().__init__()
+        self.module, self.tokens = module, tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Tokens.apply(self.module(x), self.tokens)
+        return y
+
+
+@functools.lru_cache(maxsize=256)
+def kept_by_eager(model: Model, layout: Layout, seq: int, dtype: torch.dtype) -> int:
+    """Bytes that autograd saves of a rank's plain layer, its input included, of one sequence.
+
+    Each storage counts once; more sequences keep as many times that. Divided as PyTorch's tensor
+    parallel does it: what linear layers read is gathered, and saved so. An RMSNorm keeps its input
+    and a statistic, as its kernel for GPUs does (on CPUs it is made of parts that keep more):
+    `nn.LayerNorm`, of two statistics, stands for it.
+
+    >>> from fused_remat.scale.shapes import LARGE
+    >>> from fused_remat.scale.layout import Mesh
+    >>> whole = kept_by_eager(LARGE["llama3-70b"], Layout(Mesh(1, 1)), 8192, torch.bfloat16)
+    >>> whole / 8192 / 8192  # bytes a token and width
+    40.53...
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    tensor = layout.mesh.tensor
+    with FakeTensorMode():
+        layer = CausalLayer(
+            model.d_model, model.nhead // tensor, model.d_ff // tensor, 0.0, model.activation,
+            kv_heads=model.kv_heads // tensor, head_dim=model.head_dim, norm=model.norm,
+            gated=model.gated, bias=model.bias, qkv_bias=model.qkv_bias, qk_norm=model.qk_norm,
+            dtype=dtype,
+        )  # fmt: skip
+        for name, norm in list(layer.named_children()):
+            if isinstance(norm, nn.RMSNorm):
+                wide = list(norm.normalized_shape)
+                setattr(layer, name, nn.LayerNorm(wide, bias=False, dtype=dtype))
+        mine = seq // layout.stream
+        if tensor > 1:
+            parts: Any = layer
+            parts.norm1, parts.norm2 = _With(parts.norm1, seq), _With(parts.norm2, seq)
+            parts.proj, parts.down = _With(parts.proj, mine), _With(parts.down, mine)
+        x = torch.empty(1, mine, model.d_model, dtype=dtype, requires_grad=True)
+        half = model.head_dim // 2
+        tables = [torch.empty(seq, half) for _ in range(2)] if model.rope else []
+        theirs = {t.untyped_storage()._cdata for t in (*layer.parameters(), *tables)}
+        found: dict[int, Tensor] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            if t.untyped_storage()._cdata not in theirs:
+                found[t.untyped_storage()._cdata] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = layer(x, *tables)
+        del out
+        return sum(t.untyped_storage().nbytes() for t in found.values())

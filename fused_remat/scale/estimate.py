@@ -13,8 +13,7 @@ from fused_remat.planner.chain import Choice, Option
 from fused_remat.planner.options import costed_options, kept_by_name
 from fused_remat.planner.solve import optimal
 from fused_remat.policies import ALL_RUNGS, RUNGS, is_offloaded, kept_names
-from fused_remat.scale.costs import Costs
-from fused_remat.scale.eager import kept_by_eager
+from fused_remat.scale.costs import Costs, kept_by_eager
 from fused_remat.scale.layout import (
     Layout,
     Mesh,
@@ -122,7 +121,7 @@ def estimate(
     Raises: ValueError for a mesh that does not divide the model, or a name to offload that none
         of `policies` keeps.
 
-    >>> from fused_remat.cli.shapes import LARGE
+    >>> from fused_remat.scale.shapes import LARGE
     >>> from fused_remat.scale.costs import HARDWARE
     >>> setup = Setup(LARGE["llama3-70b"], Layout(Mesh(8, 8)), batch=1, seq=8192)
     >>> found = estimate(setup, HARDWARE["h100"], 80 * 2**30, ["full", "none"])

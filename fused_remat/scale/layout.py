@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.cli import models
-from fused_remat.cli.shapes import Model
+from fused_remat.scale import models
+from fused_remat.scale.shapes import Model
 
 #: The dimension of a layer's weights, and biases, that is divided among tensor-parallel ranks.
 _ROWS, _COLUMNS = ("q", "k", "v", "gate", "up"), ("proj", "down")
@@ -93,7 +93,7 @@ def check(model: Model, layout: Layout, seq: int) -> None:
 def padded(model: Model, mesh: Mesh) -> Model:
     """The model with rows added to its vocabulary until tensor-parallel ranks divide it evenly.
 
-    >>> from fused_remat.cli.shapes import LARGE
+    >>> from fused_remat.scale.shapes import LARGE
     >>> padded(LARGE["gpt3-175b"], Mesh(1, 8)).vocab
     50264
     """
@@ -148,7 +148,7 @@ class Parameters:
     def count(self) -> int:
         """Of the whole model.
 
-        >>> from fused_remat.cli.shapes import LARGE
+        >>> from fused_remat.scale.shapes import LARGE
         >>> parameters_of(LARGE["llama3-70b"], 8192).count()
         70553706496
         """

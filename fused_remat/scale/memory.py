@@ -19,13 +19,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fused_remat.blocks.program import kept_bytes, programs
-from fused_remat.cli.shapes import Model
+from fused_remat.graph.graph import kept_bytes, programs
 from fused_remat.planner import chain as chains
-from fused_remat.planner import optimizers
 from fused_remat.planner.calibration import Example, steps_of
 from fused_remat.planner.chain import Call, Chain, Choice, Event, Moment, Option
-from fused_remat.scale.block import example_of, loss_graph
+from fused_remat.planner.options import predict_optimizer
+from fused_remat.scale.costs import example_of, loss_graph
 from fused_remat.scale.layout import (
     Layout,
     Parameter,
@@ -36,9 +35,10 @@ from fused_remat.scale.layout import (
     sharded,
     tables_of,
 )
+from fused_remat.scale.shapes import Model
 from fused_remat.scale.time import sizes_of
 
-#: Logits that `ops.linear_cross_entropy` holds at a time on a GPU, of which there are two blocks.
+#: Logits that `ops.cross_entropy` holds at a time on a GPU, of which there are two blocks.
 _LOGITS = 1 << 26
 OPTIMIZERS = ("adamw", "sgd", "none")
 
@@ -53,7 +53,7 @@ class Setup:
         dtype: of what is computed: activations, gathered weights and their gradients.
         param_dtype: of sharded weights, gradients and optimizer states.
         optimizer: one of `OPTIMIZERS`.
-        fused_loss: `ops.linear_cross_entropy`, else `F.cross_entropy` of whole logits.
+        fused_loss: `ops.cross_entropy`, else `F.cross_entropy` of whole logits.
         offload: kept names that wait in the host's memory.
         accumulates: gradients are there from the start.
     """
@@ -123,7 +123,7 @@ def _state_of(
         for p in parameters
     ]
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[optimizer]
-    return optimizers.predict(kind(shards))[0]
+    return predict_optimizer(kind(shards))[0]
 
 
 @dataclass(frozen=True)

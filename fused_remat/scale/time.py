@@ -1,6 +1,6 @@
 """How long a rank's layer takes, step by step of its graph, and what it says to other ranks.
 
-The steps are those of `blocks.program.programs` for what the policy keeps: so a rung's rebuilds,
+The steps are those of `graph.graph.programs` for what the policy keeps: so a rung's rebuilds,
 and the collectives in them, are counted and not assumed. A step takes its FLOPs over the rate of
 products (or of attention) or its bytes over the bandwidth, whichever is longer, as in
 `Calibration.analytic`; a collective what it sends, over the link.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from fused_remat.blocks.program import Step, programs
+from fused_remat.graph.graph import Step, programs
 from fused_remat.planner.calibration import Example, Seconds, Sizer, steps_of
 from fused_remat.scale.costs import Costs
 from fused_remat.scale.layout import Layout

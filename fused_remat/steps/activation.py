@@ -26,7 +26,7 @@ from fused_remat.steps.residual import dropout
 from fused_remat.steps.storage import format_of
 
 if TYPE_CHECKING:
-    from fused_remat.steps.frame import Frame
+    from fused_remat.steps.chunk import Frame
 
 _aten = torch.ops.aten
 

@@ -30,7 +30,7 @@ from fused_remat.steps.operations import operation
 from fused_remat.steps.storage import heads_in_memory
 
 if TYPE_CHECKING:
-    from fused_remat.steps.frame import Frame
+    from fused_remat.steps.chunk import Frame
 
 Heads = tuple[Tensor, Tensor, Tensor]
 

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from fused_remat import collectives
 from fused_remat.spec import ParallelSpec
-from fused_remat.steps import linear
+from fused_remat.steps import collective, linear
 from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
-    from fused_remat.steps.frame import Frame
+    from fused_remat.steps.chunk import Frame
 
 Span = tuple[int, int]
 
@@ -260,9 +259,9 @@ def _of_all_ranks(
     high: Tensor, log_sum: Tensor, picked: Tensor, total: Tensor, group: str
 ) -> tuple[Tensor, ...]:
     """`high`, `log_sum`, `picked` and `total` over the columns of all ranks."""
-    top = collectives.total(high, group, largest=True)
+    top = collective.total(high, group, largest=True)
     sums = torch.stack((torch.exp(log_sum + (high - top)), picked, total))
-    exps, picked, total = collectives.total(sums, group, owned=True).unbind()
+    exps, picked, total = collective.total(sums, group, owned=True).unbind()
     return top, exps.log(), picked, total
 
 
@@ -436,7 +435,7 @@ class LinearCrossEntropy(Node):
         )
         if dx is not None:
             if self.parallel is not None:
-                dx = collectives.total(dx, self.parallel.group, owned=True)
+                dx = collective.total(dx, self.parallel.group, owned=True)
             f.add_grad(self.x, dx, owned=True)
         if dweight is not None:
             f.add_param_grad(self.weight, dweight)

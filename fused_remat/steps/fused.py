@@ -1,6 +1,6 @@
 """Operations of several steps at once: the body of each is those steps, one after the other; nodes.
 
-`blocks.fusions` has them computed in one where a backend has a faster implementation.
+`graph.fusions` has them computed in one where a backend has a faster implementation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.steps.storage import Pack, Packing, format_of, quantize
 
 if TYPE_CHECKING:
-    from fused_remat.steps.frame import Frame
+    from fused_remat.steps.chunk import Frame
 
 
 def mlp_key(act: str, x: Tensor) -> tuple[Any, ...]:

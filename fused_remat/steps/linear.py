@@ -22,7 +22,7 @@ from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import dropout, residual_add
 
 if TYPE_CHECKING:
-    from fused_remat.steps.frame import Frame
+    from fused_remat.steps.chunk import Frame
 
 _LOW = (torch.bfloat16, torch.float16)
 

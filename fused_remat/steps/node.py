@@ -2,7 +2,7 @@
 
 A node declares what its activation is computed from, which tensors of the block it needs, and what
 its backward needs, given what a gradient is wanted for. Nothing here decides what is kept, when a
-thing is rebuilt or freed: that is the program's business (`blocks.program`); nothing here knows a
+thing is rebuilt or freed: that is the program's business (`graph.graph`); nothing here knows a
 device: the arithmetic is the operations'.
 
 Every activation is a matrix (tokens, width); only a block's inputs may also be heads (sequences,
@@ -22,7 +22,7 @@ from torch import Tensor
 from fused_remat.formats import Loaded
 
 if TYPE_CHECKING:
-    from fused_remat.steps.frame import Frame
+    from fused_remat.steps.chunk import Frame
     from fused_remat.steps.storage import Pack
 
 Shapes = Mapping[str, "tuple[int, ...]"]

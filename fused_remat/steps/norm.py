@@ -23,7 +23,7 @@ from fused_remat.steps.node import Input, Node, Param
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
-    from fused_remat.steps.frame import Frame
+    from fused_remat.steps.chunk import Frame
 
 _LOW = (torch.bfloat16, torch.float16)
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default

@@ -14,7 +14,7 @@ from fused_remat.steps.node import Input, Mask, Node, Shapes
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
-    from fused_remat.steps.frame import Frame
+    from fused_remat.steps.chunk import Frame
 
 
 @operation(key=lambda x, residual, *_, **__: (residual.dtype, x.device), says="pointwise, eager")

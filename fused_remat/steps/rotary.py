@@ -18,7 +18,7 @@ from fused_remat.steps.norm import shifted
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
-    from fused_remat.steps.frame import Frame
+    from fused_remat.steps.chunk import Frame
 
 
 @dataclass(eq=False, slots=True)

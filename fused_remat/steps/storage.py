@@ -1,6 +1,6 @@
 """Storage formats of kept activations: quantize and dequantize, as operations and as steps.
 
-`blocks.in_formats` puts the steps into a graph.
+`graph.quantized` puts the steps into a graph.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fused_remat.steps.node import Node, Shapes
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
-    from fused_remat.steps.frame import Frame
+    from fused_remat.steps.chunk import Frame
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -9,7 +9,7 @@ from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized, target
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_remat import FusedRematLayer, explain, ops, random
-from fused_remat.memory import measure_allocations
+from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps.attention import attention_bwd, attention_fwd
 from fused_remat.steps.attention_library import attention_key
 

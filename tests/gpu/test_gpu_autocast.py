@@ -11,7 +11,7 @@ from torch import nn
 
 from fused_remat import FusedRematLayer, memory_report
 from fused_remat.graph.build import block_graph
-from fused_remat.memory import predict_kept_bytes
+from fused_remat.report.allocations import predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -7,7 +7,7 @@ from reference import RUNGS
 from torch import nn
 
 from fused_remat import FusedRematLayer
-from fused_remat.memory import SavedBytes
+from fused_remat.report.allocations import SavedBytes
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [

@@ -11,9 +11,9 @@ from reference import PARAM_NAMES, RUNGS
 from torch import nn
 
 from fused_remat import FusedRematLayer, explain, memory_report, ops
-from fused_remat.calls import round_vectors
+from fused_remat.execution.prepare import round_vectors
 from fused_remat.graph.build import block_graph
-from fused_remat.memory import measure_allocations, predict_kept_bytes
+from fused_remat.report.allocations import measure_allocations, predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -11,8 +11,8 @@ from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, memory_report, plan
 from fused_remat.graph.build import block_graph
-from fused_remat.memory import predict_kept_bytes
 from fused_remat.planner import calibrate
+from fused_remat.report.allocations import predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -14,7 +14,7 @@ from attention_cases import (
 )  # fmt: skip
 from poisoned import TARGET
 
-from fused_remat.triton import attention_masks
+from fused_remat.triton import attention
 
 PACKED = {
     "self": ([0, 5, 5, 33, 40], None),
@@ -69,7 +69,7 @@ def test_bounds_beyond_the_tokens_reach_no_others(by_keys):
     """On a GPU nobody checks them: nothing beyond the tensors may be read for it."""
     cu = torch.tensor([-5, 9, 1000])
     call = attention_call((1, 1, 1, 40, 40, 16), cu_q=cu, cu_k=cu)
-    bounds, launch = attention_masks._bounds(call, 80, 80, by_keys)
+    bounds, launch = attention._bounds(call, 80, 80, by_keys)
     launch.run()
     assert bounds.min() >= 0 and bounds.max() <= 40
 
@@ -89,7 +89,7 @@ def test_intervals_of_packed_sequences(name, by_keys):
     call = attention_call(
         (1, 1, 1, 40, 40, 16), cu_q=cu_q, cu_k=cu_q if cu_k is None else cu_k, left=4, right=2
     )
-    bounds, launch = attention_masks._bounds(call, 4, 2, by_keys)
+    bounds, launch = attention._bounds(call, 4, 2, by_keys)
     launch.run()
     seen = torch.zeros(40, 40, dtype=torch.bool)
     for i in range(cu_q.numel() - 1):
@@ -110,8 +110,8 @@ def test_lists_of_blocks(by_keys):
     padding = torch.zeros(2, 70, dtype=torch.bool)
     padding[1, 50:] = True
     call = attention_call((2, 3, 3, 37, 70, 16), mask=mask, padding=padding, right=4, left=40)
-    problem, before = attention_masks.prepare(torch.empty(2, 3, 37, 16), call, TARGET, True)
-    blocks, strides, launches = attention_masks.lists(problem, SMALL, by_keys)
+    problem, before = attention.prepare(torch.empty(2, 3, 37, 16), call, TARGET, True)
+    blocks, strides, launches = attention.lists(problem, SMALL, by_keys)
     for launch in before + launches:
         launch.run()
     assert blocks.shape[:2] == (2, 1) and strides[1] == 0

@@ -1,0 +1,5 @@
+"""Blocks under autograd: one Function in eager mode, operators for the compiler."""
+
+from fused_remat.autograd.function import run_block
+
+__all__ = ["run_block"]

@@ -1,0 +1,462 @@
+"""Blocks as opaque ops, for what looks at operators: `torch.compile`, selective checkpointing.
+
+Seen through, a block's autograd Function would be traced, and what it keeps decided anew by the
+compiler. So each kind of block is an operator, `torch.ops.fused_remat.<kind>` (`encoder_prenorm`,
+`mlp`, `attention`, ...), with one for its backward, and around them `run`:
+
+    <kind>(Tensor[] tensors, str call) -> Tensor[]            the output, then what is kept
+    <kind>_backward(Tensor[] saved, SymInt[] sizes, Tensor dy, str call) -> Tensor[]
+
+`call` says everything else as text (`serialize`), so that a compiled program holds no object.
+They run the same two functions as eager mode; only what is kept is one tensor per name rather than
+pieces, since an operator returns a fixed number of tensors. What is offloaded they return on the
+host, an offloaded input last, and backward's brings it back at its beginning: it is given what its
+own block keeps, so nothing comes a layer ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_remat import random
+from fused_remat.autograd import replay_check
+from fused_remat.autograd.offload import fetched, hold, moved_names, start_out
+from fused_remat.autograd.replay_check import check_unchanged
+from fused_remat.execution.prepare import (
+    BlockCall,
+    backward_block,
+    empty_output,
+    forward_block,
+    prepare,
+    round_vectors,
+)
+from fused_remat.graph.graph import Graph, Programs, programs, sizes
+from fused_remat.graph.quantized import in_formats
+from fused_remat.graph.text import graph_of
+from fused_remat.policies import Policy, kept_names, offload_of
+from fused_remat.spec import KINDS
+from fused_remat.steps.chunk import Prepared
+from fused_remat.steps.operations import FusedRematWarning
+from fused_remat.version import __version__
+
+# --- what Dynamo does not trace, but calls: constants in, constants out, checked while compiling
+
+#: Settings of the compiler under which it rebuilds no more than it must.
+_HARMLESS = {"activation_memory_budget": 1.0, "aggressive_recomputation": False}
+
+
+def _draws_seed(recipe: str, for_backward: bool) -> bool:
+    """Whether a block needs a seed.
+
+    Raises: RuntimeError where the compiler would draw it again in backward.
+    """
+    if not graph_of(recipe).uses_seed:
+        return False
+    matters = for_backward and torch.compiler.is_compiling()
+    for name, harmless in _HARMLESS.items() if matters else ():
+        value = getattr(torch._functorch.config, name)
+        if value != harmless:
+            raise RuntimeError(
+                f"fused_remat: torch.compile with {name} = {value}: dropout would be drawn again "
+                f"in backward, and gradients be wrong; set it to {harmless}, or pass seed="
+            )
+    return True
+
+
+def _registered(recipe: str) -> str:
+    """The kind of a block, whose operators exist from now on."""
+    kind = graph_of(recipe).kind
+    operators(kind)
+    return kind
+
+
+def _keeping(recipe: str, policy: str | tuple[str, ...]) -> str:
+    """The recipe of the block that keeps what `policy` names, in its formats.
+
+    Raises: ValueError, TypeError for a policy that does not fit the block.
+    """
+    graph = graph_of(recipe)
+    what = policy if isinstance(policy, str) else Policy(save=policy)
+    return in_formats(graph, kept_names(what, graph)).recipe
+
+
+def run(
+    graph: Graph,
+    policy: str | Policy,
+    tensors: Mapping[str, Tensor | None],
+    backend: str,
+    seq_first: bool,
+    preserve_strides: bool,
+) -> Tensor:
+    """`autograd.run_block` through the operators; may be traced.
+
+    Raises: ValueError for a graph that has no recipe.
+    """
+    if not graph.recipe:
+        raise ValueError(
+            f"the block {graph.kind!r} has no recipe: build its graph in a function marked "
+            "fused_remat.graph.text.builder"
+        )
+    compiling = torch.compiler.is_compiling()
+    if not compiling and graph_of(graph.recipe).digest != graph.digest:
+        raise RuntimeError(f"fused_remat: the builder of {graph.recipe} was defined again")
+    names = _names_of(policy)
+    recipe = _keeping(graph.recipe, names)
+    given = {name: t for name, t in tensors.items() if t is not None}
+    wants = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
+    if "seed" not in given and _draws_seed(recipe, bool(wants)):
+        given["seed"] = random.draw_seed(given["input"].device)
+    text = describe(
+        recipe,
+        names,
+        tuple(given),
+        tuple([t.dtype for t in given.values()]),
+        tuple(wants),
+        backend,
+        seq_first,
+        preserve_strides,
+        # Not for selective checkpointing, which may throw away what it is given.
+        tuple(policy.offload) if compiling and not isinstance(policy, str) else (),
+    )
+    operator = getattr(torch.ops.fused_remat, _registered(recipe))
+    out: Tensor = operator(list(given.values()), text)[0]
+    return out
+
+
+def _names_of(policy: str | Policy) -> str | tuple[str, ...]:
+    """A rung or names; in a segment, which is eager mode's alone, the block keeps its input."""
+    if isinstance(policy, str):
+        return policy
+    return tuple(policy.save) if policy.segment is None else ()
+
+
+# --- what is kept: pieces, as blocks make and take them, and one tensor per name
+
+
+def _joined(names: Sequence[str], prepared: Prepared, pieces: list[Tensor]) -> dict[str, Tensor]:
+    """Pieces joined: a matrix (tokens, width) for each of `names`."""
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    pieces.reverse()
+    for name, rows in prepared.pieces():
+        parts[name].append(pieces.pop().reshape(rows, prepared.widths[name]))
+    result = {}
+    for name in names:
+        mine = parts.pop(name)
+        if mine:
+            result[name] = mine[0].contiguous() if len(mine) == 1 else torch.cat(mine)
+    return result
+
+
+def _split(prepared: Prepared, whole: Mapping[str, Tensor]) -> list[Tensor]:
+    """The pieces again, as views."""
+    at = dict.fromkeys(whole, 0)
+    pieces = []
+    for name, rows in prepared.pieces():
+        pieces.append(whole[name][at[name] : at[name] + rows])
+        at[name] += rows
+    return pieces
+
+
+# --- the operators
+
+
+def _flat_sizes(tensors: Sequence[Tensor]) -> list[int]:
+    """Ranks and sizes of tensors in one list."""
+    return [size for t in tensors for size in (t.dim(), *t.shape)]
+
+
+def _shapes(flat: Sequence[int]) -> list[torch.Size]:
+    shapes, at = [], 0
+    while at < len(flat):
+        rank = int(flat[at])
+        shapes.append(torch.Size(flat[at + 1 : at + 1 + rank]))
+        at += 1 + rank
+    return shapes
+
+
+def _matrices(this: Described, given: list[Tensor | None]) -> dict[str, tuple[int, int]]:
+    """The number of tokens, and elements per token, by name; sizes may be symbols."""
+    named = this.call.named_shapes([None if t is None else t.shape for t in given])
+    batch, graph = sizes(named["input"])[0], this.call.graph
+    lengths = graph.lengths(named)
+    return {name: (batch * lengths[name], width) for name, width in graph.widths(named).items()}
+
+
+def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
+    if replay_check.ON:
+        warnings.warn(
+            "fused_remat: the replay check does not see blocks that run as operators, under "
+            "torch.compile and selective checkpointing: try it without those",
+            FusedRematWarning,
+            stacklevel=2,
+        )
+    this = described(call)
+    given = this.aligned(tuple(this.dtypes), tensors)
+    prepared = this.call.prepare(given)
+    x = given[0]
+    assert x is not None
+    moved = this.moved(x.device)
+    # The input may be overwritten once the operator is done: its copy is made meanwhile.
+    inputs, leaving = start_out([x]) if "input" in moved else ([], None)
+    out, pieces = forward_block(this.call, prepared, given)
+    joined = _joined(this.plan.kept, prepared, pieces) or _empty_kept(this, given)
+    if leaving is not None:
+        leaving.settle()
+    if this.call.offload:
+        _to_host(joined, moved, x.device)
+    return [out, *joined.values(), *inputs]
+
+
+def _to_host(joined: dict[str, Tensor], moved: frozenset[str], device: torch.device) -> None:
+    """Put copies on the host in the place of what moves there."""
+    names = [name for name in joined if name in moved]
+    hosts, copies = start_out([joined[name] for name in names]) if names else ([], None)
+    joined.update(zip(names, hosts, strict=True))
+    hold(copies, device)
+
+
+def _empty_kept(this: Described, given: list[Tensor | None]) -> dict[str, Tensor]:
+    """What is kept, without values, on the device."""
+    graph, x = this.call.graph, given[0]
+    assert x is not None
+    matrices, dtypes = _matrices(this, given), graph.dtypes(x.dtype)
+    return {name: x.new_empty(matrices[name], dtype=dtypes[name]) for name in this.plan.kept}
+
+
+def _fake_forward(tensors: list[Tensor], call: str) -> list[Tensor]:
+    this = described(call)
+    given = this.aligned(tuple(this.dtypes), tensors)
+    x = given[0]
+    assert x is not None
+    dtype = this.call.graph.dtypes(x.dtype)["output"]
+    out = empty_output(this.call, _matrices(this, given)["output"][1], dtype, x)
+    moved, kept = this.moved(x.device), _empty_kept(this, given)
+    for name in moved.intersection(kept):
+        kept[name] = torch.empty_like(kept[name], device="cpu")
+    inputs = [torch.empty_like(x, device="cpu")] if "input" in moved else []
+    return [out, *kept.values(), *inputs]
+
+
+def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> list[Tensor]:
+    this = described(call)
+    if this.call.offload:
+        saved = _on_device(this, saved, dy.device)
+    names = tuple(this.dtypes)
+    shapes = dict(zip(names, _shapes(sizes), strict=True))
+    dtype = this.dtypes[this.call.graph.inputs[0]]
+    given = this.aligned(names, list(shapes.values()))
+    prepared = prepare(this.call, dy, given, dtype=dtype)
+    count = len(this.saved)
+    out = saved[count] if this.plan.keeps_output else None
+    whole = dict(zip(this.plan.kept, saved[count + this.plan.keeps_output :], strict=True))
+    was = [shapes[name] for name in this.saved]
+    dtypes = [this.dtypes[name] for name in this.saved]
+    check_unchanged(this.saved, was, dtypes, saved[:count], dy)
+    tensors = this.aligned(this.saved, saved[:count])
+    pieces = _split(prepared, whole)
+    grads = backward_block(this.call, prepared, tensors, out, pieces, dy)
+    if dtype.itemsize == 2:
+        round_vectors(grads, dtype, [this.dtypes.get(name) for name in this.call.graph.tensors])
+    named = dict(zip(this.call.graph.tensors, grads, strict=True))
+    result = []
+    for name in this.wanted:
+        grad, dtype = named[name], this.dtypes[name]
+        if grad is None:  # of an empty input, or without influence
+            result.append(dy.new_zeros(shapes[name], dtype=dtype))
+        else:
+            result.append(grad.to(dtype).contiguous())
+    return result
+
+
+def _on_device(this: Described, saved: list[Tensor], device: torch.device) -> list[Tensor]:
+    """What forward's operator has kept, with what it moved brought back."""
+    moved, result = this.moved(device), list(saved)
+    names = (*this.saved, *(("output",) if this.plan.keeps_output else ()), *this.plan.kept)
+    places = [i for i, name in enumerate(names) if name in moved]
+    hold(None, device)
+    for place, t in zip(places, fetched([saved[i] for i in places], device), strict=True):
+        result[place] = t
+    return result
+
+
+def _fake_backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> list[Tensor]:
+    this = described(call)
+    shapes = dict(zip(this.dtypes, _shapes(sizes), strict=True))
+    return [dy.new_empty(shapes[name], dtype=this.dtypes[name]) for name in this.wanted]
+
+
+def _no_double_backward(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError("fused_remat: double backward is not supported")
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, ctx.call = inputs
+    this = described(ctx.call)
+    named = dict(zip(this.dtypes, tensors, strict=True))
+    out, *kept = output
+    if "input" in this.moved(out.device):
+        named["input"] = output[-1]
+    ctx.sizes = _flat_sizes(tensors)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*kept)
+    again = [named[name] for name in this.saved]
+    kept = kept[: len(this.plan.kept)]
+    ctx.save_for_backward(*again, *([out] if this.plan.keeps_output else []), *kept)
+
+
+def _autograd(kind: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None]:
+    this = described(ctx.call)
+    dy = grads[0]
+    if dy is None:
+        return [None] * len(this.dtypes), None
+    op = operators(kind)[1]
+    made = op(list(ctx.saved_tensors), ctx.sizes, dy, ctx.call)
+    named = dict(zip(this.wanted, made, strict=True))
+    return [named.get(name) for name in this.dtypes], None
+
+
+@functools.cache
+def operators(kind: str) -> tuple[Any, Any]:
+    """The two operators of a kind of block, registered at the first call.
+
+    Raises: ValueError for a kind that is no name for an operator.
+
+    >>> operators("encoder_prenorm")[0]._opoverload
+    <OpOverload(op='fused_remat.encoder_prenorm', overload='default')>
+    """
+    if not kind.isidentifier() or kind.endswith("_backward"):
+        raise ValueError(f"a block's kind is the name of an operator, got {kind!r}")
+    forward = torch.library.custom_op(
+        f"fused_remat::{kind}",
+        _forward,
+        mutates_args=(),
+        schema="(Tensor[] tensors, str call) -> Tensor[]",
+    )
+    forward.register_fake(_fake_forward)
+    backward = torch.library.custom_op(
+        f"fused_remat::{kind}_backward",
+        _backward,
+        mutates_args=(),
+        schema="(Tensor[] saved, SymInt[] sizes, Tensor dy, str call) -> Tensor[]",
+    )
+    backward.register_fake(_fake_backward)
+    backward.register_autograd(_no_double_backward)
+    forward.register_autograd(functools.partial(_autograd, kind), setup_context=_setup_context)
+    return forward, backward
+
+
+for _kind in KINDS:
+    operators(_kind)
+
+
+@dataclass(frozen=True)
+class Described:
+    """The text of a call, read.
+
+    Attributes:
+        call: what is computed.
+        dtypes: of the tensors given, by name, in the order in which they are given.
+    """
+
+    call: BlockCall
+    dtypes: Mapping[str, torch.dtype]
+
+    @functools.cached_property
+    def plan(self) -> Programs:
+        return programs(self.call.graph, self.call.save, self.call.wants, tiled=False)
+
+    @functools.cached_property
+    def saved(self) -> tuple[str, ...]:
+        """Those of the given tensors that backward reads again."""
+        rereads = {*self.plan.kept_inputs, *self.plan.saved_params}
+        return tuple(name for name in self.dtypes if name in rereads)
+
+    @functools.cached_property
+    def wanted(self) -> tuple[str, ...]:
+        return tuple(name for name in self.dtypes if name in self.call.wants)
+
+    def moved(self, device: torch.device) -> frozenset[str]:
+        """What of it is returned on the host instead of `device`: kept names, and the input."""
+        names = (*self.plan.kept, *(n for n in self.saved if n in self.call.graph.inputs))
+        return moved_names(self.call.offload, names, device)
+
+    def aligned(self, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
+        """`values`, of `names`, in the order of the graph's tensors; None for the others."""
+        named = dict(zip(names, values, strict=True))
+        return [named.get(name) for name in self.call.graph.tensors]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+@functools.lru_cache(maxsize=4096)
+def described(text: str) -> Described:
+    """Read what `describe` wrote.
+
+    Raises: RuntimeError if the text names a graph that is another now.
+    """
+    fields = json.loads(text)
+    graph = graph_of(fields["graph"])
+    if [graph.digest, __version__] != fields["of"]:
+        raise RuntimeError(
+            f"fused_remat: {fields['graph']} is not what it was when this was compiled: the "
+            "builder was changed, or fused_remat was"
+        )
+    call = BlockCall(
+        graph=graph,
+        save=frozenset(fields["save"]),
+        wants=frozenset(fields["wants"]),
+        backend=fields["backend"],
+        seq_first=fields["seq_first"],
+        preserve_strides=fields["preserve_strides"],
+        offload=frozenset(fields["offload"]),
+    )
+    return Described(call, {name: _dtype(dtype) for name, dtype in fields["dtypes"].items()})
+
+
+def describe(
+    recipe: str,
+    policy: str | tuple[str, ...],
+    names: tuple[str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    wants: tuple[str, ...],
+    backend: str,
+    seq_first: bool,
+    preserve_strides: bool,
+    offload: tuple[str, ...] = (),
+) -> str:
+    """The text of a call; `names` and `dtypes` are those of the tensors given.
+
+    Raises: ValueError, TypeError for a policy that does not fit the block.
+    """
+    graph = graph_of(recipe)
+    what = policy if isinstance(policy, str) else Policy(save=policy, offload=offload)
+    return json.dumps(
+        {
+            "graph": recipe,
+            "of": [graph.digest, __version__],
+            "save": sorted(kept_names(what, graph)),
+            "offload": sorted(offload_of(what)),
+            "wants": sorted(wants),
+            "backend": backend,
+            "seq_first": seq_first,
+            "preserve_strides": preserve_strides,
+            "dtypes": {
+                n: str(d).removeprefix("torch.") for n, d in zip(names, dtypes, strict=True)
+            },
+        }
+    )
+
+
+for _constant in (describe, _draws_seed, _keeping, _registered):
+    vars(_constant)["_dynamo_marked_constant"] = True

@@ -1,0 +1,398 @@
+"""The replay check: does backward rebuild, bit for bit, what forward computed?
+
+The first thing to try when a loss looks wrong. With it on, every block that keeps something for
+backward keeps a copy of everything. Its backward compares what it reads again with the copies, runs
+the whole forward once more and compares every activation, and compares those that the policy's own
+program rebuilds as it rebuilds them. A difference means: a tensor was changed behind autograd's
+back (`.data`, numpy memory), an activation function is impure, a kernel is not deterministic, or a
+hook on saved tensors loses bits.
+
+It takes the memory of a policy that keeps everything, and the time of a second forward. Routines
+are those of `torch.use_deterministic_algorithms(True)`: no fusions. It waits for the device at
+every activation, so it is off while a CUDA graph is captured (with a warning). It does not see
+blocks that run as operators (`torch.compile`, selective checkpointing; with a warning), nor calls
+that PyTorch's own forward serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat.graph.graph import Step
+from fused_remat.steps.chunk import Frame, Prepared
+from fused_remat.steps.operations import FusedRematWarning
+
+#: Whether calls are checked: set by `check_replay`, and at import by FUSED_REMAT_CHECK.
+ON: bool = os.environ.get("FUSED_REMAT_CHECK", "").lower() not in ("", "0", "false", "no", "off")
+
+#: How many calls are recorded whose backward may yet come: what is called then may be a replay.
+RECORDED: int = 0
+
+_always = ON
+_lock = threading.Lock()
+_inside = 0
+
+
+class ReplayError(RuntimeError):
+    """Backward did not rebuild, or reread, what forward computed; the message says what and where.
+
+    >>> issubclass(ReplayError, RuntimeError)
+    True
+    """
+
+    __module__ = "fused_remat"
+
+
+@contextlib.contextmanager
+def check_replay() -> Iterator[None]:
+    """Check the fused blocks that are called inside, in any thread; backward may run outside.
+
+    FUSED_REMAT_CHECK=1 in the environment, read when `fused_remat` is imported, checks everything.
+
+    Raises: ReplayError in backward, naming the layer or op, the activation, the first element that
+        differs, and both values.
+
+    >>> from fused_remat import ops
+    >>> x, weight = torch.randn(4, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    >>> with check_replay():
+    ...     y = ops.layer_norm(x, weight)
+    >>> weight.data[2] = 3.0
+    >>> y.sum().backward()
+    Traceback (most recent call last):
+    fused_remat.ReplayError: replay check: norm, called at ...: 'norm.weight' differs at \
+(index 2): forward read 1, backward 3 (1 of 8 elements differs)
+    """
+    global ON, _inside
+    with _lock:
+        _inside += 1
+        ON = True
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            ON = _always or _inside > 0
+
+
+def record_of(
+    prepared: Prepared, names: Sequence[str], tensors: Sequence[Tensor | None]
+) -> Record | None:
+    """A record of a call that begins; None where there are no values to compare, or none yet."""
+    x = tensors[0]
+    assert x is not None
+    if x.device.type == "meta" or isinstance(x, torch._subclasses.FakeTensor):
+        return None
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        message = "fused_remat: the replay check is off while a CUDA graph is captured"
+        warnings.warn(message, FusedRematWarning, stacklevel=2)
+        return None
+    return Record(prepared, names, tensors)
+
+
+def _count(change: int) -> None:
+    global RECORDED
+    with _lock:
+        RECORDED += change
+
+
+class _Piece(NamedTuple):
+    """An activation in one frame: its group of sequences, and its tokens of that group."""
+
+    name: str
+    seqs: tuple[int, int]
+    lo: int
+    rows: int
+
+
+class Record:
+    """Copies of everything that one call of a block reads and computes, to compare with.
+
+    Args:
+        prepared, names, tensors: of the call; `names` those of `tensors`.
+
+    Attributes:
+        tensors: copies of what the call was given.
+    """
+
+    def __init__(
+        self, prepared: Prepared, names: Sequence[str], tensors: Sequence[Tensor | None]
+    ) -> None:
+        self.prepared, self.names, self.caller = prepared, names, _caller(prepared.kind)
+        self.tensors = [None if t is None else t.detach().clone() for t in tensors]
+        self._output: Tensor | None = None
+        self._pieces: dict[_Piece, Tensor] = {}
+        _count(1)
+        weakref.finalize(self, _count, -1)
+
+    def note(self, step: Step, frame: Frame) -> None:
+        """Copy what a step of forward has computed."""
+        for piece, value in _made(step, frame):
+            self._pieces[piece] = value.clone()
+
+    def note_output(self, out: Tensor) -> None:
+        if self.prepared.plan.keeps_output:
+            self._output = out.clone()
+
+    def compare(self, step: Step, frame: Frame) -> None:
+        """Compare what a step has computed again, in backward, from what was kept exactly.
+
+        Raises: ReplayError if one bit differs from what `note` saw.
+        """
+        inexact = frame.run.prepared.plan.inexact
+        for piece, value in _made(step, frame):
+            # A segment's first run packs nothing; what is packed then is compared itself.
+            first = step.node is not None and step.node.packs and piece not in self._pieces
+            if piece.name not in inexact and not first:
+                self._compare_piece(piece, value, "rebuilt")
+
+    def compare_given(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Compare the tensors of the call that backward reads again; returns all of them.
+
+        Those that it does not read, None in `tensors`, are the copies.
+
+        Raises: ReplayError if one bit differs from what forward read.
+        """
+        for name, t, copy in zip(self.names, tensors, self.tensors, strict=True):
+            if t is not None and copy is not None:
+                found = _difference(copy, t)
+                if found is not None:
+                    self._fail(name, _index(found.index), ("forward read", "backward"), found)
+        given = zip(tensors, self.tensors, strict=True)
+        return [copy if t is None else t for t, copy in given]
+
+    def compare_kept(self, out: Tensor | None, kept: Sequence[Tensor]) -> None:
+        """Compare the output, if it is kept, and the activations that are, as they came back.
+
+        Raises: ReplayError if one bit differs from what forward kept.
+        """
+        if out is not None and self._output is not None:
+            found = _difference(self._output, out)
+            if found is not None:
+                self._fail("output", _index(found.index), ("forward", "kept"), found)
+        for piece, value in zip(self._kept_pieces(), kept, strict=True):
+            self._compare_piece(piece, value, "kept")
+
+    def _kept_pieces(self) -> Iterator[_Piece]:
+        """What `run.forward` returns, in order."""
+        plan, chunks = self.prepared.plan, self.prepared.chunks
+        lengths = self.prepared.lengths
+        for seqs in chunks.groups:
+            count = seqs[1] - seqs[0]
+            yield from (_Piece(name, seqs, 0, count * lengths[name]) for name in plan.kept_group)
+            if plan.tile_forward:
+                for lo, hi in chunks.tiles(count * chunks.seq_len):
+                    rows = [self.prepared.tile_rows(name, hi - lo) for name in plan.kept_tile]
+                    pairs = zip(plan.kept_tile, rows, strict=True)
+                    yield from (_Piece(name, seqs, lo, count) for name, count in pairs)
+
+    def _compare_piece(self, piece: _Piece, value: Tensor, as_what: str) -> None:
+        found = _difference(self._pieces[piece], value)
+        if found is not None:
+            where = _tokens(piece, value, found, self.prepared.lengths[piece.name])
+            self._fail(piece.name, where, ("forward", as_what), found, self._part(piece))
+
+    def _part(self, piece: _Piece) -> str:
+        """Which group and tile, where there are several."""
+        chunks = self.prepared.chunks
+        groups, group = -(-chunks.batch // chunks.group), piece.seqs[0] // chunks.group
+        parts = [f"group {group + 1} of {groups}"] if groups > 1 else []
+        whole = (piece.seqs[1] - piece.seqs[0]) * self.prepared.lengths[piece.name]
+        if piece.rows < whole:
+            tokens = (piece.seqs[1] - piece.seqs[0]) * chunks.seq_len
+            parts.append(f"tile {piece.lo // chunks.tile + 1} of {-(-tokens // chunks.tile)}")
+        return f" in {', '.join(parts)}" if parts else ""
+
+    def _fail(
+        self, name: str, where: str, what: tuple[str, str], found: _Difference, part: str = ""
+    ) -> None:
+        raise ReplayError(
+            f"replay check: {self.caller}: {name!r} differs at ({where}){part}: "
+            f"{what[0]} {found.before}, {what[1]} {found.now} ({found.count} of {found.numel} "
+            f"element{'s' if found.numel != 1 else ''} differ{'s' if found.count == 1 else ''})"
+        )
+
+
+def _made(step: Step, frame: Frame) -> Iterator[tuple[_Piece, Tensor]]:
+    """The activations, statistics and dropout multipliers that a step has put into the frame."""
+    assert step.node is not None
+    for name in step.node.makes:
+        keep = frame.keeps.get(name)
+        value = frame[name] if keep is None else keep.tensor()
+        yield _Piece(name, frame.seqs, frame.lo, frame.rows_of(name)), value
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """The first element that differs, in order of the indices, and how many do."""
+
+    index: tuple[int, ...]
+    before: str
+    now: str
+    count: int
+    numel: int
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.detach().contiguous().view(_BITS[t.element_size()])
+
+
+def _difference(before: Tensor, now: Tensor) -> _Difference | None:
+    """How the bits of two tensors of one shape and dtype differ; None: they are the same.
+
+    >>> _difference(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 2.5]]))
+    _Difference(index=(0, 1), before='2', now='2.5', count=1, numel=2)
+    """
+    a, b = _bits(before), _bits(now)
+    if torch.equal(a, b):
+        return None
+    differs = (a != b).flatten()
+    flat = int(differs.to(torch.uint8).argmax())
+    index = _unravel(flat, tuple(before.shape))
+    shown = [_shown(t[index]) for t in (before, now)]
+    if shown[0] == shown[1]:  # NaNs, say
+        shown = [
+            f"{s} (bits {bits[index].item():#x})" for s, bits in zip(shown, (a, b), strict=True)
+        ]
+    return _Difference(index, shown[0], shown[1], int(differs.sum()), before.numel())
+
+
+def _shown(element: Tensor) -> str:
+    """With the digits that tell it from its neighbours."""
+    value = element.item()
+    return (
+        f"{value:.{17 if element.dtype == torch.float64 else 9}g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    index = []
+    for size in reversed(shape):
+        flat, i = divmod(flat, size)
+        index.append(i)
+    return tuple(reversed(index))
+
+
+def _index(index: tuple[int, ...]) -> str:
+    """
+    >>> _index((3, 0)), _index(())
+    ('index 3, 0', 'its only element')
+    """
+    return "index " + ", ".join(map(str, index)) if index else "its only element"
+
+
+def _tokens(piece: _Piece, value: Tensor, found: _Difference, seq_len: int) -> str:
+    """The place of an element: of a matrix of tokens, or of lse, (sequences, heads, tokens)."""
+    first, last = piece.seqs
+    if value.dim() == 2 and value.shape[0] == piece.rows:
+        row, channel = found.index
+        sequence, token = divmod(piece.lo + row, seq_len)
+        named = {"sequence": first + sequence, "token": token, "channel": channel}
+    else:
+        flat = sum(i * math.prod(value.shape[d + 1 :]) for d, i in enumerate(found.index))
+        heads = value.numel() // piece.rows
+        sequence, head, token = _unravel(flat, (last - first, heads, seq_len))
+        named = {"sequence": first + sequence, "head": head, "token": token}
+    return ", ".join(f"{name} {i}" for name, i in named.items())
+
+
+def _caller(kind: str) -> str:
+    """Who called the block: the layer's qualified name, or the op's kind and the caller's line.
+
+    Found by walking out through the frames that called: the first module met is the layer, and the
+    last one that contains it gives the path.
+    """
+    modules: list[nn.Module] = []
+    is_layer, site = False, ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code, room = frame.f_code, str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        own = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(own, nn.Module):
+            if not modules:
+                is_layer = room == "fused_remat"
+            if not modules or modules[-1] is not own:
+                modules.append(own)
+        if not site and room not in ("fused_remat", "torch"):
+            site = f"{code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    if is_layer:
+        return _qualified(modules)
+    inside = f" in {_qualified(modules)}" if modules else ""
+    return f"{kind}, called at {site}{inside}"
+
+
+def _qualified(modules: Sequence[nn.Module]) -> str:
+    """The first module's class, and its path in the last one that contains it.
+
+    >>> inner = nn.ReLU()
+    >>> _qualified([inner, nn.Sequential(nn.Sequential(inner))])
+    '0.0 (ReLU)'
+    """
+    inner = modules[0]
+    for outer in reversed(modules[1:]):
+        for path, module in outer.named_modules():
+            if module is inner and path:
+                return f"{path} ({type(inner).__name__})"
+    return type(inner).__name__
+
+
+def check_unchanged(
+    names: Sequence[str],
+    shapes: Sequence[torch.Size | None],
+    dtypes: Sequence[torch.dtype | None],
+    tensors: Sequence[Tensor | None],
+    dy: Tensor,
+) -> None:
+    """Raise RuntimeError if a tensor has another shape, dtype or device than forward found.
+
+    Autograd sees changes in place, but not `p.data = ...`, which is how a module is moved and cast.
+    `shapes` and `dtypes` are those of forward, whose device is that of `dy`; `tensors`, of which
+    there may be more, are None where backward does not read them.
+
+    >>> w = torch.ones(2, 3)
+    >>> check_unchanged(["w"], [w.shape], [w.dtype], [w.half()], torch.ones(1))
+    Traceback (most recent call last):
+    RuntimeError: fused_remat: backward reads 'w' again, which was torch.float32 of shape (2, 3)...
+    """
+    # This runs in every backward: of what tells devices apart, what is read fastest.
+    is_cpu, index = dy.is_cpu, dy.get_device()
+    for i, (t, shape, dtype) in enumerate(zip(tensors, shapes, dtypes)):  # noqa: B905
+        if t is not None and (
+            t.dtype is not dtype
+            or t.shape != shape
+            or (not t.is_cpu if is_cpu else t.get_device() != index)
+        ):
+            alike = t.dtype is dtype and t.shape == shape
+            # A number may be elsewhere, and what the caller's own function captured.
+            if not (alike and (t.dim() == 0 or names[i].startswith("activation."))):
+                raise changed(names[i], (tuple(shape or ()), dtype, dy.device), t)
+
+
+def changed(
+    name: str, was: tuple[tuple[int, ...], torch.dtype | None, torch.device], now: Tensor
+) -> RuntimeError:
+    """The error for a tensor that had another shape, dtype or device in forward."""
+    shape, dtype, device = was
+    return RuntimeError(
+        f"fused_remat: backward reads {name!r} again, which was {dtype} of shape {shape} on "
+        f"{device} in forward, and is {now.dtype} of shape {tuple(now.shape)} on {now.device} now: "
+        "do not move, cast or resize tensors between forward and backward"
+    )

@@ -1,0 +1,189 @@
+"""Segments: runs of blocks of which only the first keeps its input; sublinear memory in depth.
+
+A block whose policy has a segment keeps from forward what every policy keeps, statistics and the
+seed; the "first" of a segment its input too. When backward reaches the last block, its input is
+asked for and not there: the blocks before it are run forward again, from the first's input, and
+each keeps from then on what its policy names, so that its own backward has less to rebuild. It is
+the graph's rule one level up: a block's input is an activation that the block before it computes.
+
+Which block was before is autograd's to say: the node that made the input. Where none of ours did,
+because something stands in between, the input is kept.
+
+Source: Chen et al. 2016 (arXiv 1604.06174), with segments of blocks that rebuild themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from fused_remat.autograd.offload import in_checkpoint
+from fused_remat.autograd.replay_check import check_unchanged
+from fused_remat.execution.prepare import BlockCall, Functions, forward_block
+from fused_remat.policies import Policy
+from fused_remat.steps.chunk import Prepared
+
+
+@dataclass(eq=False)
+class Segment:
+    """What a block's place in a segment adds to its autograd node.
+
+    Attributes:
+        call, prepared: the block, keeping what its policy names: how it is run again.
+        input_kept: whether it kept its own first input.
+        why_kept: why an "inner" block did, if that is worth a warning; else "".
+        made: the version and the storage of its output, as forward left it.
+        replayed: once it was run again, what that gave; until its backward has taken it.
+    """
+
+    call: BlockCall
+    prepared: Prepared
+    input_kept: bool
+    why_kept: str = ""
+    made: tuple[int, int] = (0, 0)
+    replayed: Replayed | None = None
+
+    def note_output(self, out: Tensor) -> None:
+        self.made = _state(out)
+
+    def now(self) -> Replayed | None:
+        """What running the block again gave in this backward pass."""
+        replayed = self.replayed  # read once: other threads may be in a pass of theirs
+        return None if replayed is None or replayed.task != _task() else replayed
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """A block that was run again: as if its forward had kept this.
+
+    Attributes:
+        task: the backward pass. Another one runs it again: tensors may have changed since.
+        saved: the node's own saved tensors. Hooks unpack them once in a pass: checkpoint's raise
+            the second time, and those that offload would fetch them again.
+    """
+
+    task: int
+    saved: Sequence[Tensor]
+    call: BlockCall
+    prepared: Prepared
+    input: Tensor
+    output: Tensor | None
+    kept: Sequence[Tensor]
+
+
+def segment_of(policy: str | Policy) -> str | None:
+    """The place in a segment that a policy gives: "first", "inner" or None.
+
+    >>> segment_of("full"), segment_of(Policy(segment="inner"))
+    (None, 'inner')
+    """
+    return None if isinstance(policy, str) else policy.segment
+
+
+def begin(place: str, call: BlockCall, prepared: Prepared, x: Tensor, node_type: type) -> Segment:
+    """For a call whose first input is `x`; `node_type`: of the autograd nodes of blocks."""
+    # A checkpoint's replay gives blocks leaves as inputs, and expects them to save as many tensors.
+    if place == "first" or in_checkpoint():
+        return Segment(call, prepared, input_kept=True)
+    why = _why_not_linked(x, node_type)
+    # Without a gradient, nothing before it is kept: it is the first itself. A block that runs in a
+    # backward pass is run by a checkpoint.
+    told = why is not None and x.requires_grad and _task() == -1
+    return Segment(call, prepared, input_kept=why is not None, why_kept=why if told else "")  # type: ignore[arg-type]
+
+
+def _why_not_linked(x: Tensor, node_type: type) -> str | None:
+    """Why `x` is not what a block of a segment would give, run again; None if it is."""
+    node = x.grad_fn
+    before: Segment | None = getattr(node, "segment", None) if isinstance(node, node_type) else None
+    if before is None:
+        made = "is a leaf" if node is None else f"was made by {node.name()}"
+        return f"its input {made}, not by a layer of the segment"
+    if before.made != _state(x):  # without autograd, which would have made another node
+        return "its input was changed in place after the layer before made it"
+    return None
+
+
+def _state(x: Tensor) -> tuple[int, int]:
+    """Another one once `x` was changed in place, or given another's memory by `x.data = ...`."""
+    return x._version, x.untyped_storage()._cdata
+
+
+_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def input_of(ctx: Any) -> Tensor:
+    """The first input of a block that did not keep it: those before it run again, without autograd.
+
+    Raises: RuntimeError, PyTorch's own, if backward has freed what they need, or a tensor that they
+        read was changed in place; under compiled autograd, which takes from them what they saved.
+    """
+    if not isinstance(ctx, BackwardCFunction):
+        raise RuntimeError("fused_remat: segments do not run under compiled autograd")
+    node, kept, before = ctx, False, None
+    nodes: list[tuple[Any, Replayed | None]] = []
+    while not (kept or before):
+        node = node.next_functions[0][0]
+        kept, before = node.segment.input_kept, node.segment.now()
+        nodes.append((node, before))
+    # Not all of them may be run by this pass: torch.autograd.grad asks for parts.
+    at_end = functools.partial(_forget, [node.segment for node, _ in nodes], _task())
+    torch.autograd.Variable._execution_engine.queue_callback(at_end)
+    x: Tensor | None = None
+    with torch.no_grad():
+        while nodes:
+            x = _replay(*nodes.pop(), x)
+    assert x is not None
+    return x
+
+
+def _forget(segments: Sequence[Segment], task: int) -> None:
+    for segment in segments:
+        replayed = segment.replayed
+        if replayed is not None and replayed.task == task:
+            segment.replayed = None
+
+
+def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
+    """Run a block again, on `x` or on the input it has; note what it keeps; return its output.
+
+    `before`: it was already, in this pass, for another block that has its output as input.
+    """
+    segment: Segment = node.segment
+    saved = node.saved_tensors if before is None else before.saved
+    if node.offloaded is not None and before is None:
+        saved = node.offloaded.returned(saved)
+    count = len(node.prepared.given)
+    if x is None:
+        x = saved[0] if before is None else before.input
+    tensors = (x, *saved[1:count])
+    check_unchanged(node.call.graph.tensors, node.prepared.given, node.dtypes, tensors, x)
+    watch = None
+    if node.record is not None:
+        node.record.compare_given(tensors)
+        watch = node.record.compare
+    functions: Functions = node.functions
+    call, prepared = segment.call, segment.prepared
+    out, kept = forward_block(call, prepared, tensors, functions, watch)
+    keeps = out if prepared.plan.keeps_output else None
+    merged = list(_merged(node.prepared, saved[count + 1 :], prepared, kept))
+    segment.replayed = Replayed(_task(), saved, call, prepared, x, keeps, merged)
+    return out
+
+
+def _merged(
+    before: Prepared, old: Sequence[Tensor], prepared: Prepared, new: Sequence[Tensor]
+) -> Iterator[Tensor]:
+    """`new`, but for what was kept all along, which is the same bits."""
+    had: dict[str, list[Tensor]] = defaultdict(list)
+    for (name, _), t in zip(before.pieces(), old, strict=True):
+        had[name].append(t)
+    for (name, _), t in zip(prepared.pieces(), new, strict=True):
+        yield had[name].pop(0) if had[name] else t

@@ -1,0 +1,53 @@
+"""A block in two dtypes, as under autocast: the residual stream as it is, all else in a lower one.
+
+In the stream are the block's inputs and output, sums of a residual and what is used as one
+(`Graph.stream`). Products take operands and weights rounded to the lower dtype and round their
+result to it; norms and sums of a residual compute in float32. Backward mirrors that: a gradient is
+rounded before a product takes it, and added up in the stream's dtype where it is the stream's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fused_remat.graph.graph import Graph
+from fused_remat.graph.text import builder
+from fused_remat.steps.collective import Joins
+from fused_remat.steps.linear import Linear
+from fused_remat.steps.node import Node
+from fused_remat.steps.norm import Norm
+from fused_remat.steps.residual import Add, KeepScale
+
+
+@builder
+def mixed(graph: Graph, compute: torch.dtype) -> Graph:
+    """`graph` with everything outside the residual stream in `compute`; one object for each pair.
+
+    Raises: NotImplementedError if anything but norms, linear layers and sums touches the stream.
+
+    >>> from fused_remat.graph.build import block_graph
+    >>> from fused_remat.spec import nn_layer_spec
+    >>> graph = mixed(block_graph(nn_layer_spec(True, 4, 16, "gelu")), torch.bfloat16)
+    >>> sorted(graph.stream), graph.dtypes(torch.float32)["qkv"]
+    (['input', 'mid', 'output'], torch.bfloat16)
+    """
+    nodes = tuple([_mixed_node(graph, node, compute) for node in graph.nodes])
+    return replace(graph, nodes=nodes, compute=compute)
+
+
+def _mixed_node(graph: Graph, node: Node, compute: torch.dtype) -> Node:
+    inside = node.name in graph.stream
+    if isinstance(node, Norm):
+        return replace(node, mixed=True, compute=None if inside else compute)
+    if isinstance(node, Linear) and inside == bool(node.residual):
+        updates = tuple([replace(update, dtype=None) for update in node.updates])
+        return replace(node, compute=compute, updates=updates)
+    if isinstance(node, Add) and node.x not in graph.stream:
+        return replace(node, compute=compute)
+    if isinstance(node, Joins) and not inside:
+        return replace(node, compute=compute)
+    if isinstance(node, KeepScale) or not graph.stream.intersection((node.name, *node.inputs)):
+        return node
+    raise NotImplementedError(f"{graph.kind} cannot run in two dtypes: {node.name} is one step")

@@ -1,0 +1,243 @@
+"""What a model's fused blocks run in each step, what they keep, and why."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fused_remat.autograd.function import OBSERVERS, Invocation
+from fused_remat.execution.choose import DEFAULTS, choose, why_not
+from fused_remat.graph.graph import Step
+from fused_remat.layers.fused_layer import DECISIONS, FusedLayer
+from fused_remat.report.step import restored
+from fused_remat.steps.chunk import TRACERS, Frame, Run
+from fused_remat.steps.node import Node
+from fused_remat.steps.operations import OPERATIONS, Function, Operations
+
+
+@dataclass
+class BlockExplanation:
+    """One call of a fused block, or of a layer that did not take the fused path.
+
+    Attributes:
+        name: the layer's qualified name, or "(op)" for a functional op outside any layer.
+        title: what it is, and in which pieces it runs.
+        kept: names kept for backward.
+        forward: (name, routine) of every step of the first piece.
+        backward: every step: "compute x" rebuilds x, "backward x" undoes it. Inside a segment,
+            "compute input" runs the blocks before this one again.
+        reason: why the fused path did not run, or "".
+        offloaded: those of the kept names that wait for backward in the host's memory.
+    """
+
+    name: str
+    title: str = ""
+    kept: tuple[str, ...] = ()
+    forward: list[tuple[str, str]] = field(default_factory=list)
+    backward: tuple[str, ...] = ()
+    reason: str = ""
+    offloaded: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.title}"]
+        if self.reason:
+            return f"{lines[0]}\n  not fused: {self.reason}"
+        lines.append(f"  keeps: {', '.join(self.kept) or 'nothing'}")
+        if self.offloaded:
+            lines.append(f"  offloads to the host: {', '.join(self.offloaded)}")
+        width = max((len(name) for name, _ in self.forward), default=0)
+        lines.append("  forward:")
+        lines += [
+            f"    {name:<{width}}  {'kept  ' if name in self.kept else '      '}{routine}"
+            for name, routine in self.forward
+        ]
+        if self.backward:
+            shown = [step.replace("compute ", "rebuild ") for step in self.backward]
+            lines.append("  backward: " + ", ".join(shown))
+        return "\n".join(lines)
+
+
+class Explanation(list[BlockExplanation]):
+    """All calls, in order; prints as text."""
+
+    def __str__(self) -> str:
+        return "\n".join(str(block) for block in self)
+
+    __repr__ = __str__
+
+
+class _Noted(Operations):
+    """A backend's operations; notes what serves each one that is called, and why."""
+
+    def __init__(self, ops: Operations) -> None:
+        super().__init__(ops.name, ops.chunk_tokens, ops.__getitem__)
+        self.reasons: list[str] = []
+
+    def __getitem__(self, function: Function) -> Function:  # type: ignore[override]
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            chosen = choose(function, self.name, OPERATIONS[function].key(*args, **kwargs))
+            self.reasons.append(chosen.reason(*args, **kwargs))
+            return self.serve(function)(*args, **kwargs)
+
+        return noted
+
+
+class _Recorder:
+    """Collects what TRACERS say while a model runs, and why layers do not take the fused path."""
+
+    def __init__(self) -> None:
+        self.found = Explanation()
+        self.names: dict[nn.Module, str] = {}
+        self._inside: list[str] = []
+        self._thread = threading.get_ident()  # others may run blocks meanwhile
+        self._blocks: dict[Run, tuple[BlockExplanation, Frame]] = {}
+        self._steps: list[tuple[BlockExplanation, Node, list[str]]] = []
+
+    def enter(self, layer: nn.Module, *_: Any) -> None:
+        self._inside.append(self.names[layer])
+
+    def leave(self, *_: Any) -> None:
+        self._inside.pop()
+
+    def decided(self, layer: nn.Module, reason: str) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        name = self.names.get(layer, type(layer).__name__)
+        title = f"{type(layer).__name__}, PyTorch's own forward"
+        self.found.append(BlockExplanation(name, title, reason=reason))
+
+    def trace(self, step: object, frame: Frame) -> None:
+        assert isinstance(step, Step)
+        if step.node is None or step.kind != "compute":
+            return
+        if threading.get_ident() != self._thread:
+            return
+        if frame.run not in self._blocks:
+            block = self._begin(frame)
+            self._blocks[frame.run] = block, frame
+            self.found.append(block)
+        block, first = self._blocks[frame.run]
+        if frame is first or (frame.parent is first and frame.lo == 0):  # one piece for all
+            frame.ops = ops = _Noted(first.run.ops)
+            self._steps.append((block, step.node, ops.reasons))
+
+    def finish(self) -> Explanation:
+        """What was found, with what the steps have said while they ran."""
+        for block, node, reasons in self._steps:
+            said = filter(None, ("; ".join(dict.fromkeys(reasons)), node.says[0]))
+            names = [name for name in node.makes if "." not in name]
+            block.forward += zip(names, [", ".join(said)] * len(names), strict=True)
+        return self.found
+
+    def kept(self, invocation: Invocation) -> None:
+        """The block that has run keeps something; its input not if it is inside a segment."""
+        if threading.get_ident() != self._thread:
+            return
+        ran = [b for run, (b, _) in self._blocks.items() if run.prepared is invocation.prepared]
+        if ran:
+            ran[-1].offloaded = tuple(dict.fromkeys(name for name, _ in invocation.offloaded))
+        if invocation.saves[0]:
+            return
+        name = invocation.call.graph.inputs[0]
+        if ran and name in ran[-1].kept:
+            ran[-1].kept = tuple(kept for kept in ran[-1].kept if kept != name)
+            ran[-1].backward = (f"compute {name}", *ran[-1].backward)
+
+    def _begin(self, frame: Frame) -> BlockExplanation:
+        prepared = frame.run.prepared
+        plan, chunks = prepared.plan, prepared.chunks
+        pieces = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
+        tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
+        steps: list[str] = []
+        for step in plan.backward:
+            for one in plan.tile_backward if step.kind == "tiles" else (step,):
+                route = _backward_route(one, frame)
+                steps.append(f"{one} ({route})" if route else str(one))
+        return BlockExplanation(
+            self._inside[-1] if self._inside else "(op)",
+            f"{prepared.kind}, backend {_backend(frame)}{_dtypes(frame)}, {pieces}{tiles}",
+            kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
+            backward=tuple(steps),
+        )
+
+
+def _backward_route(step: Step, frame: Frame) -> str:
+    """What is said of a step of backward: of one that reads packed activations always."""
+    node = step.node
+    if node is None or not (step.kind == "backward" or node.unpacks):
+        return ""
+    found = node.backward_choice(frame)
+    return node.says[1] if found is None else choose(found[0], frame.ops.name, found[1]).reason()
+
+
+def _backend(frame: Frame) -> str:
+    """The backend's name, and why it is not the default of the device, if it is not."""
+    x = frame.run.tensors["input"]
+    assert x is not None
+    compute = frame.run.prepared.compute
+    default = DEFAULTS.get(x.device.type, "eager")
+    eager = frame.ops.name == "eager"
+    reason = why_not(default, x.device, compute or x.dtype) if eager else None
+    return frame.ops.name + (f" ({reason})" if reason else "")
+
+
+def _dtypes(frame: Frame) -> str:
+    """What is computed in which dtype, where there are two."""
+    low, stream = frame.run.prepared.compute, frame.run.dtype
+    return f", products in {str(low)[6:]}, stream in {str(stream)[6:]}" if low else ""
+
+
+def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
+    """Run `model(*inputs, **kwargs)` once and say what each fused block in it does, and why.
+
+    For every call: what is kept, which routine runs each step of the forward and why a faster one
+    cannot, and what backward rebuilds; for a fused layer off the fused path, the reason.
+    Torch's random state, buffers and `.grad` are put back. Print the result.
+
+    Raises: whatever the model raises.
+
+    >>> from fused_remat import FusedRematLayer
+    >>> layer = FusedRematLayer(64, 4, 256, 0.0, batch_first=True, norm_first=True, policy="lean")
+    >>> print(explain(layer, torch.randn(2, 16, 64)))  # doctest: +NORMALIZE_WHITESPACE
+    FusedRematLayer: encoder_prenorm, backend eager, 1 × 2 sequences
+      keeps: input, norm1.mean, norm1.rstd, attn, attn.lse, norm2.mean, norm2.rstd
+      forward:
+        norm1         ATen's native_layer_norm
+        qkv           ATen's addmm
+        attn    kept  ATen's flash kernel for CPUs
+        mid           ATen's addmm
+        norm2         ATen's native_layer_norm
+        up            ATen's addmm
+        act           pointwise, eager
+        output        ATen's addmm
+      backward: rebuild mid, rebuild norm2, rebuild up, rebuild act, backward output, ...
+    """
+    recorder = _Recorder()
+    handles = []
+    for name, module in model.named_modules():
+        if isinstance(module, FusedLayer):
+            recorder.names[module] = name or type(module).__name__
+            handles += [
+                module.register_forward_pre_hook(recorder.enter),
+                module.register_forward_hook(recorder.leave, always_call=True),
+            ]
+    tensors = [t for t in tree_leaves((inputs, kwargs)) if isinstance(t, Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    TRACERS.append(recorder.trace)
+    DECISIONS.append(recorder.decided)
+    OBSERVERS.append(recorder.kept)
+    try:
+        with restored(model, tensors, device):
+            model(*inputs, **kwargs)
+    finally:
+        TRACERS.remove(recorder.trace)
+        DECISIONS.remove(recorder.decided)
+        OBSERVERS.remove(recorder.kept)
+        for handle in handles:
+            handle.remove()
+    return recorder.finish()

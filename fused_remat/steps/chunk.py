@@ -1,0 +1,326 @@
+"""What a block's nodes work on: the activations and gradients of one group, or of one tile.
+
+Tensors are matrices (tokens, width); token t of the call is (b, s) = divmod(t, S), whatever the
+layout of the caller's tensors. Inputs may also be heads (sequences, heads, tokens, width).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_remat import random
+from fused_remat.steps.linear import Part, linear_dw
+from fused_remat.steps.operations import Operations
+
+if TYPE_CHECKING:
+    from fused_remat.graph.graph import Programs, Step
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Sizes of one call: B sequences of S tokens, `group` sequences and `tile` tokens at a time.
+
+    S is that of the first input; `Prepared.lengths` has those of the others.
+    """
+
+    batch: int
+    seq_len: int
+    group: int
+    tile: int
+
+    @classmethod
+    def of(cls, batch: int, seq_len: int, limit: int, longest: int = 0) -> Chunks:
+        """Groups and tiles of about `limit` tokens, as even as they come; a group holds at least
+        one sequence. `longest`: tokens of a sequence in the block's longest activation."""
+        if batch * seq_len == 0:
+            return cls(0, seq_len, 1, 1)
+        groups = -(-batch // max(1, limit // max(seq_len, longest)))
+        group = -(-batch // groups)
+        rows = group * seq_len
+        return cls(batch, seq_len, group, -(-rows // -(-rows // limit)))
+
+    @functools.cached_property
+    def tiled(self) -> bool:
+        return self.tile < self.group * self.seq_len
+
+    @functools.cached_property
+    def partial(self) -> bool:
+        """Whether a group or a tile may be a part of all."""
+        return self.group < self.batch or self.tiled
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """The first sequence of every group, and that after its last."""
+        starts = range(0, self.batch, self.group)
+        return tuple([(start, min(start + self.group, self.batch)) for start in starts])
+
+    def tiles(self, rows: int) -> Iterator[tuple[int, int]]:
+        for start in range(0, rows, self.tile):
+            yield start, min(start + self.tile, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What forward and backward of one call share, worked out from shapes alone.
+
+    Attributes:
+        ops, chunks, plan: what computes, in which pieces, by which programs.
+        kind: the block's name, for explanations.
+        wants: inputs and params whose gradients are wanted.
+        widths: elements per token of every activation and statistic.
+        lengths: tokens of a sequence of every input, activation and statistic.
+        dtypes: of every input, activation and statistic.
+        compute: the dtype of what is not in the residual stream; None for the input's.
+        casts: the dtypes that params are converted to before a pass; usually empty.
+        shapes: of the inputs, batch first.
+        given: shapes of all tensors of the call, in its order, as they were given.
+        rereads: of all tensors of the call, whether backward reads their values again.
+        fusions: rows of `graph.fusions.FUSIONS` that the programs use.
+    """
+
+    ops: Operations
+    chunks: Chunks
+    plan: Programs
+    kind: str
+    wants: frozenset[str]
+    widths: Mapping[str, int]
+    lengths: Mapping[str, int]
+    dtypes: Mapping[str, torch.dtype]
+    compute: torch.dtype | None
+    casts: Mapping[str, torch.dtype]
+    shapes: Mapping[str, tuple[int, ...]]
+    given: tuple[torch.Size | None, ...]
+    rereads: tuple[bool, ...]
+    fusions: frozenset[str]
+
+    def pieces(self) -> Iterator[tuple[str, int]]:
+        """The name and the number of tokens of every piece kept, in the order of their making."""
+        plan, chunks = self.plan, self.chunks
+        for first, last in chunks.groups:
+            count = last - first
+            yield from ((name, count * self.lengths[name]) for name in plan.kept_group)
+            if plan.kept_tile:
+                for lo, hi in chunks.tiles(count * chunks.seq_len):
+                    yield from ((name, self.tile_rows(name, hi - lo)) for name in plan.kept_tile)
+
+    def tile_rows(self, name: str, rows: int) -> int:
+        """The tokens that an activation of tiles has, of a tile of `rows` tokens of the input."""
+        length, seq_len = self.lengths[name], self.chunks.seq_len
+        return rows if length == seq_len else rows * length // seq_len
+
+
+#: Called with each step before it runs, and its frame; for explanations. Usually empty.
+TRACERS: list[Callable[[object, Frame], None]] = []
+
+
+class Product(NamedTuple):
+    """A weight gradient left for later: what `Frame.add_weight_grad` was called with."""
+
+    name: str
+    dy: Tensor
+    x: Tensor
+    part: Part | None
+    partial: bool
+
+
+#: Sees a step that computes once it has, and its frame.
+Watch = Callable[["Step", "Frame"], None]
+
+
+class Run:
+    """One forward or backward pass of one block call: what all its frames share.
+
+    Args:
+        prepared: what was worked out about the call.
+        tensors: the block's inputs, batch first, and params by name; absent or None where the
+            block has none, or where backward does not read it.
+        functions: the caller's own functions by name.
+        like: a tensor with the dtype and device of the block's input.
+        watch: called after every step that computes; for the replay check.
+        into: buffers of params, to which their gradients are added.
+        later: where weight gradients go as their factors, instead of being computed.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        tensors: Mapping[str, Tensor | None],
+        functions: Mapping[str, Callable[[Tensor], Tensor]],
+        like: Tensor,
+        watch: Watch | None = None,
+        into: Mapping[str, Tensor] | None = None,
+        later: list[Product] | None = None,
+    ) -> None:
+        if prepared.casts:
+            tensors = _cast(tensors, prepared.casts)
+        self.prepared, self.tensors, self.functions = prepared, tensors, functions
+        self.ops, self.chunks = prepared.ops, prepared.chunks
+        self.wants, self.widths = prepared.wants, prepared.widths
+        self.dtype, self.device = like.dtype, like.device
+        self.partial = self.chunks.partial
+        self.exact = into is not None
+        self.param_grads: dict[str, Tensor] = {} if into is None else dict(into)
+        self.watch, self.later = watch, later
+        self.observed: bool = watch is not None or torch._C._autograd._profiler_enabled()
+        self._site_keys: dict[int, tuple[Tensor, ...]] = {}
+
+    def site_key(self, site: int) -> Tensor:
+        index = site % random.NUM_SITES
+        keys = self._site_keys.get(site - index)
+        if keys is None:
+            seed = self.tensors["seed"]
+            assert seed is not None
+            keys = self._site_keys[site - index] = random.site_keys(seed, site - index)
+        return keys[index]
+
+
+def _cast(
+    tensors: Mapping[str, Tensor | None], dtypes: Mapping[str, torch.dtype]
+) -> Mapping[str, Tensor | None]:
+    """`tensors` with those in `dtypes` converted, for the time of one pass: no copy is kept."""
+    given = {name: t for name in dtypes if (t := tensors.get(name)) is not None}
+    return {**tensors, **{name: t.to(dtypes[name]) for name, t in given.items()}}
+
+
+class Frame(dict[str, Tensor]):
+    """The activations of one group of sequences, or of one tile of a group, by name; and gradients.
+
+    A tile has its rows of what is the group's. A dict, because steps read and write little else,
+    and a small block's time is that of its Python.
+    """
+
+    __slots__ = (
+        "freeing", "grads", "keeps", "lo", "ops", "param", "parent", "rows", "run", "seqs",
+        "token0",
+    )  # fmt: skip
+
+    #: put(name, value): a rebuild also yields the statistics again; the kept ones, equal bit for
+    #: bit, stay.
+    put = dict.setdefault
+
+    def __init__(
+        self, run: Run, seqs: tuple[int, int], span: tuple[int, int], parent: Frame | None = None
+    ) -> None:
+        self.run, self.ops, self.seqs, self.parent = run, run.ops, seqs, parent
+        self.lo, hi = span
+        self.rows = hi - self.lo
+        self.token0 = seqs[0] * run.chunks.seq_len + self.lo
+        self.param = run.tensors.get  # a tensor of the block that is no activation, or None
+        self.keeps: dict[str, random.Keep] = {}
+        self.grads: dict[str, tuple[Tensor, bool]] = {}
+        self.freeing: tuple[str, ...] = ()  # names that the present step uses for the last time
+
+    def __missing__(self, name: str) -> Tensor:
+        assert self.parent is not None, f"{name} is neither kept nor rebuilt"
+        value = self[name] = self.parent[name][self.lo : self.lo + self.rows]
+        return value
+
+    def rows_of(self, name: str) -> int:
+        """How many tokens an activation has here: a tile's, or those of the group's sequences."""
+        if self.parent is not None:
+            return self.run.prepared.tile_rows(name, self.rows)
+        return (self.seqs[1] - self.seqs[0]) * self.run.prepared.lengths[name]
+
+    def first_row(self, name: str) -> int:
+        """The number of an activation's first token here, among all of the call."""
+        if self.parent is not None:
+            return self.run.prepared.tile_rows(name, self.token0)
+        return self.seqs[0] * self.run.prepared.lengths[name]
+
+    def empty(self, name: str) -> Tensor:
+        """A new matrix like the activation `name`, which need not be there."""
+        run = self.run
+        shape = (self.rows_of(name), run.widths[name])
+        return torch.empty(shape, dtype=self.dtype_of(name), device=run.device)
+
+    def last(self, name: str) -> Tensor:
+        """`self[name]`, which the step will not read again: freed at once if nobody else will."""
+        value = self[name]
+        if name in self.freeing:
+            del self[name]
+        return value
+
+    def keep(self, name: str) -> random.Keep | None:
+        """The dropout multiplier `name`; None for ""."""
+        if not name:
+            return None
+        found = self.keeps.get(name)
+        if found is None:
+            assert self.parent is not None, f"{name} is not there"
+            whole = self.parent.keep(name)
+            assert whole is not None
+            found = self.keeps[name] = whole.of_rows(self.lo, self.rows)
+        return found
+
+    def free(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            self.pop(name, None)
+        if self.keeps:
+            for name in names:
+                self.keeps.pop(name, None)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """That of an activation, whether or not it is there."""
+        return self.run.prepared.dtypes[name]
+
+    def add_grad(self, name: str, grad: Tensor, owned: bool) -> None:
+        """Add to the gradient of an activation; `owned`: `grad` may be overwritten from now on."""
+        have = self.grads.get(name)
+        if have is None:
+            self.grads[name] = (grad, owned)
+        elif have[1]:
+            have[0].add_(grad)
+        elif owned:
+            self.grads[name] = (grad.add_(have[0]), True)
+        else:
+            self.grads[name] = (have[0] + grad, True)
+
+    def take_grad(self, name: str) -> tuple[Tensor | None, bool]:
+        grad, owned = self.grads.pop(name, (None, False))
+        return grad, owned and self.run.later is None  # else it may be a factor of a product
+
+    def add_param_grad(self, name: str, grad: Tensor, part: Part | None = None) -> None:
+        have = self.run.param_grads.get(name)
+        if part is not None:
+            self._part_of_grad(name, part, grad.shape[1:], grad.dtype).add_(grad)
+            return
+        if have is None:
+            self.run.param_grads[name] = grad
+        else:
+            have.add_(grad)
+
+    def _part_of_grad(
+        self, name: str, part: Part, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """The rows of a parameter's gradient that are a layer's, zero at first."""
+        grads = self.run.param_grads
+        if name not in grads:
+            grads[name] = torch.zeros((part[2], *shape), dtype=dtype, device=self.run.device)
+        return grads[name][part[0] : part[1]]
+
+    def add_weight_grad(
+        self,
+        name: str,
+        dy: Tensor,
+        x: Tensor,
+        part: Part | None = None,
+        partial: bool = False,
+    ) -> None:
+        """Add dy.T @ x to the gradient of a weight; `partial`: the step itself will add more."""
+        run, grads = self.run, self.run.param_grads
+        if run.later is not None:
+            run.later.append(Product(name, dy, x, part, partial))
+            return
+        partial = partial or run.partial
+        if part is not None:
+            wide = torch.promote_types(x.dtype, torch.float32) if partial else x.dtype
+            into = self._part_of_grad(name, part, x.shape[1:], wide)
+            self.ops[linear_dw](dy, x, into, partial, run.exact)
+            return
+        grads[name] = self.ops[linear_dw](dy, x, grads.get(name), partial, run.exact)
