@@ -25,7 +25,7 @@ from bench.layers.ways import BASELINE
 from bench.measure.contest import SETS, Contest, Rig, Way, admit
 from bench.measure.machine import synchronize
 from bench.measure.registry import Absent
-from fused_remat.policies import RUNGS
+from fused_remat.policies import EXACT_PRESETS
 from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: One with LayerNorm and GELU, one with RMSNorm, rotated and shared heads, and SwiGLU.
@@ -73,12 +73,12 @@ def timed(
     turns = itertools.cycle(range(SETS))
 
     def setup() -> tuple[tuple[Any], dict[str, Any]]:
-        prepared = prepare(next(turns))
+        execution = prepare(next(turns))
         synchronize(device)  # a forward before the backward, say: not to be waited for in its time
-        return (prepared,), {}
+        return (execution,), {}
 
-    def timed_run(prepared: Any) -> None:
-        run(prepared)
+    def timed_run(execution: Any) -> None:
+        run(execution)
         synchronize(device)
 
     benchmark.pedantic(timed_run, setup=setup, rounds=ROUNDS, warmup_rounds=WARMUP)
@@ -118,7 +118,7 @@ def _ways(op: str, given: Problem, direction: str, provider: str) -> dict[str, W
     return ways
 
 
-@pytest.mark.parametrize("way", [BASELINE, "checkpoint", *RUNGS])
+@pytest.mark.parametrize("way", [BASELINE, "checkpoint", *EXACT_PRESETS])
 def test_layer(way: str, benchmark: Any, device: torch.device, measured_on: dict[str, Any]) -> None:
     """A training step of one layer, forward and backward."""
     case = dataclasses.replace(LAYER, dtype=dtype_of(device))

@@ -97,9 +97,9 @@ def notes(results: dict[str, Any]) -> str:
         "step peak  of forward, loss and backward, above weights and gradients; no optimizer\n"
         "step time  forward, loss, backward, optimizer; median of the rounds' ratios to eager\n"
         "same bits in every loss and every final weight?\n"
-        f"  the five rungs: {same[results['rungs_bit_identical']]};"
+        f"  the five presets: {same[results['rungs_bit_identical']]};"
         f" checkpoint and eager: {same[results['checkpoint_bit_identical_to_eager']]}\n"
-        "  (rungs draw other dropout masks than eager: their losses agree within noise)"
+        "  (presets draw other dropout masks than eager: their losses agree within noise)"
     )
 
 

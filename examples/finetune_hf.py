@@ -49,10 +49,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from fused_remat import convert
-from fused_remat.policies import RUNGS
+from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.allocations import measure_allocations
 
-#: Two ways of PyTorch and Hugging Face; every other is a rung of `fused_remat.convert`.
+#: Two ways of PyTorch and Hugging Face; every other is a preset of `fused_remat.convert`.
 PEERS = ("eager", "checkpoint")
 MODES, LOOPS = ("full", "lora"), ("plain", "trainer")
 LEARNING_RATE = {"full": 3e-4, "lora": 1e-3}
@@ -129,7 +129,7 @@ def build(base: PreTrainedModel, name: str, mode: str, args: argparse.Namespace)
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
     if name == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    elif name in RUNGS:
+    elif name in EXACT_PRESETS:
         convert(model, policy=name, loss=not args.logits)
     model.to(args.device, getattr(torch, args.dtype)).train()
     return Way(name, model)
@@ -264,7 +264,7 @@ def parse() -> argparse.Namespace:
     add("--text", type=Path, help="a text file; otherwise Python's manual")
     add("--modes", nargs="+", default=MODES, choices=MODES)
     add("--loops", nargs="+", default=LOOPS, choices=LOOPS)
-    add("--policies", nargs="+", default=("full", "lean", "fast"), choices=tuple(RUNGS))
+    add("--policies", nargs="+", default=("full", "lean", "fast"), choices=tuple(EXACT_PRESETS))
     add("--logits", action="store_true", help="converted models make whole logits for their loss")
     add("--layers", type=int, default=6, help="of SmolLM-135M's 30, with random weights")
     add("--vocabulary", type=int, default=8192, help="tokens, with random weights")

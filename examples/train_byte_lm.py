@@ -1,9 +1,9 @@
 """Train a small byte-level language model in seven ways; compare their loss, memory and step time.
 
 The ways: PyTorch's own layers (eager), the same under `torch.utils.checkpoint`, and the same after
-`fused_remat.convert` at each rung. The text is the English of Python's own manual, which ships with
-CPython (`pydoc_data.topics`). All ways start from the same weights and take the same batches in
-turn, one step each per round, so that what else the machine does falls on all of them alike.
+`fused_remat.convert` at each preset. The text is the English of Python's own manual, which ships
+with CPython (`pydoc_data.topics`). All ways start from the same weights and take the same batches
+in turn, one step each per round, so that what else the machine does falls on all of them alike.
 
     python examples/train_byte_lm.py                # under 4 minutes on 2 cores
     python examples/train_byte_lm.py --device cuda
@@ -35,11 +35,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import convert
-from fused_remat.policies import RUNGS
+from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.allocations import measure_allocations
 
 StockLayer = nn.TransformerEncoderLayer
-WAYS = ("eager", "checkpoint", *RUNGS)
+WAYS = ("eager", "checkpoint", *EXACT_PRESETS)
 VOCABULARY = 256
 LEARNING_RATE = 1e-3
 FINAL_STEPS = 5
@@ -185,7 +185,7 @@ def build(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Run]:
     for way in WAYS:
         model = ByteLM(sizes, CheckpointedLayer if way == "checkpoint" else StockLayer)
         model.load_state_dict(weights)
-        if way in RUNGS:
+        if way in EXACT_PRESETS:
             convert(model, policy=way)
         model.to(device, dtype)
         runs.append(Run(way, model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)))
@@ -313,7 +313,7 @@ def results(runs: list[Run], sizes: Sizes, device: str, dtype: torch.dtype) -> d
         "device": device,
         "sizes": dataclasses.asdict(sizes) | {"dtype": str(dtype).removeprefix("torch.")},
         "final_steps": min(FINAL_STEPS, sizes.steps),
-        "rungs_bit_identical": agree([by_way[rung] for rung in RUNGS]),
+        "rungs_bit_identical": agree([by_way[preset] for preset in EXACT_PRESETS]),
         "checkpoint_bit_identical_to_eager": agree([eager, by_way["checkpoint"]]),
         "ways": ways,
     }

@@ -248,7 +248,7 @@ def pack(x: Tensor, stored: str, uniform: Uniform | None = None) -> Parts:
 
 
 @dataclass(eq=False, slots=True)
-class Packed:
+class Quantized:
     """An activation as it is stored; a routine unpacks what it reads, where it reads it.
 
     Attributes:
@@ -257,7 +257,7 @@ class Packed:
         width, dtype: of the activation.
 
     >>> x = torch.tensor([[0.0, 0.5, -2.0]])
-    >>> Packed("int8", pack(x, "int8"), 3, torch.float32).tensor()
+    >>> Quantized("int8", pack(x, "int8"), 3, torch.float32).tensor()
     tensor([[ 0.0000,  0.4928, -2.0000]])
     """
 
@@ -293,11 +293,11 @@ class Packed:
 
 
 #: What a routine that loads elements itself is given: a matrix, or one as it is stored.
-Loaded = Tensor | Packed
+Loaded = Tensor | Quantized
 
 
 @dataclass(eq=False, slots=True)
-class PackedHeads:
+class QuantizedHeads:
     """Heads (B, H, S, E) of a packed matrix (B*S, W): columns from `first` on, side by side.
 
     Attributes:
@@ -305,7 +305,7 @@ class PackedHeads:
         batch, first, nhead, width: B, the first column, H, E.
     """
 
-    whole: Packed
+    whole: Quantized
     batch: int
     first: int
     nhead: int
@@ -333,4 +333,4 @@ class PackedHeads:
 
 
 #: Heads as a routine is given them that unpacks what it reads.
-LoadedHeads = Tensor | PackedHeads
+LoadedHeads = Tensor | QuantizedHeads

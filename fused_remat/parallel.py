@@ -25,7 +25,7 @@ from fused_remat.autograd.shards import local_shards
 from fused_remat.huggingface.head import HuggingFaceHead
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.linears import without_adapters
-from fused_remat.layers.tensor_parallel import Division, VocabularyParallelLinear
+from fused_remat.layers.tensor_parallel import TensorParallel, VocabularyParallelLinear
 from fused_remat.spec import ParallelSpec
 
 #: Linear layers whose outputs are divided, by the blocks' names, and those whose inputs are.
@@ -151,7 +151,7 @@ class LayerParallel(ParallelStyle):
             where = (device_mesh, _placement(name), self.src_data_rank)
             shared.distribute(child, attribute, *where)
         parallel = _place(device_mesh, self.sequence)
-        module._division = Division(parallel, self.split, self.join, self._lengths)
+        module._division = TensorParallel(parallel, self.split, self.join, self._lengths)
         if self._encoder is not None:  # which would give layers nested tensors in evaluation
             self._encoder.use_nested_tensor = False
         return module

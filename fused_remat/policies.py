@@ -1,6 +1,6 @@
-"""What a block keeps between forward and backward: a rung, or any set of names and formats.
+"""What a block keeps between forward and backward: a preset, or any set of names and formats.
 
-Data only. A preset ("rung") is one row of `PRESETS`: the roles of the activations that it keeps.
+Data only. A preset ("preset") is one row of `PRESETS`: the roles of the activations that it keeps.
 The names are those that the block's graph declares, as "qkv" where one is kept as it is, and
 "qkv:int8" where it is kept in one of `fused_remat.formats.FORMATS`. Statistics (norm means and
 rstd, attention's logsumexp beside a kept `attn`) and the dropout seed are kept whenever backward
@@ -9,6 +9,7 @@ needs them, in every policy.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,16 +35,27 @@ PRESETS: dict[str, tuple[tuple[str, ...], ...]] = {
     "fast8": (("attention", "stream", "normed", "heads:int8", "hidden:int8"),),
 }
 
-#: Preset -> kind of block -> names kept: rows of yours, which win over `PRESETS`. `LOSSY_RUNGS` are
-#: those of presets that keep anything in 8 bits, which are chosen by name only: "fast8" rebuilds no
-#: product, "balanced8" the one that ends attention.
-RUNGS: dict[str, dict[str, frozenset[str]]] = {}
-LOSSY_RUNGS: dict[str, dict[str, frozenset[str]]] = {}
+#: Preset -> kind of block -> names kept: a user's own rows, which win over `PRESETS`. The presets
+#: that keep anything in 8 bits are apart, in `LOSSY_PRESETS`: they are chosen by name only.
+EXACT_PRESETS: dict[str, dict[str, frozenset[str]]] = {}
+LOSSY_PRESETS: dict[str, dict[str, frozenset[str]]] = {}
 for _name, _rows in PRESETS.items():
     _lossy = any(":" in role for row in _rows for role in row)
-    (LOSSY_RUNGS if _lossy else RUNGS)[_name] = {}
+    (LOSSY_PRESETS if _lossy else EXACT_PRESETS)[_name] = {}
 #: Every preset by name.
-ALL_RUNGS = RUNGS | LOSSY_RUNGS
+ALL_PRESETS = EXACT_PRESETS | LOSSY_PRESETS
+
+
+def __getattr__(name: str) -> dict[str, dict[str, frozenset[str]]]:
+    """Names of an earlier version, for one more."""
+    now = {"RUNGS": "EXACT_PRESETS", "LOSSY_RUNGS": "LOSSY_PRESETS", "ALL_RUNGS": "ALL_PRESETS"}
+    if name not in now:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"{__name__}.{name} is now {__name__}.{now[name]}", DeprecationWarning, stacklevel=2
+    )
+    return globals()[now[name]]  # type: ignore[no-any-return]
+
 
 #: Where in a segment a block is (`fused_remat.autograd.segments`).
 SEGMENT_PLACES = ("first", "inner")
@@ -56,7 +68,7 @@ class Policy:
     Args:
         save: names of activations, such as `{"attn", "qkv"}`, kept as they are; or a mapping of
             names to formats, "native" or a row of `fused_remat.formats.FORMATS`; a name with a
-            format may also be written "qkv:int8". The empty set is the rung "full".
+            format may also be written "qkv:int8". The empty set is the preset "full".
         segment: the block's place in a segment of blocks that follow each other directly, or None.
             "first" keeps its input, "inner" not even that; when backward reaches the segment it is
             run forward again, and only from then on are the names of `save` kept
@@ -210,14 +222,14 @@ def kept_names(
     """
     names = tuple(graph.names if valid is None else valid)
     if isinstance(policy, str):
-        if policy not in ALL_RUNGS:
-            raise ValueError(f"unknown policy {policy!r}; valid rungs: {', '.join(ALL_RUNGS)}")
-        row = ALL_RUNGS[policy].get(graph.kind)
+        if policy not in ALL_PRESETS:
+            raise ValueError(f"unknown policy {policy!r}; valid presets: {', '.join(ALL_PRESETS)}")
+        row = ALL_PRESETS[policy].get(graph.kind)
         kept = _by_roles(PRESETS.get(policy, ()), graph.roles) if row is None else row
         return frozenset(name for name in kept if split_name(name)[0] in names)
     if not isinstance(policy, Policy):
-        known = ", ".join(ALL_RUNGS)
-        raise TypeError(f"policy must be a rung ({known}) or a Policy, got {policy!r}")
+        known = ", ".join(ALL_PRESETS)
+        raise TypeError(f"policy must be a preset ({known}) or a Policy, got {policy!r}")
     for name, stored in policy.formats.items():  # unpickled, it may name one that is not there
         _check_format(name, stored)
     unknown = sorted(set(policy.formats).difference(names))
@@ -258,7 +270,7 @@ def draws(policy: str | Policy) -> bool:
 
 
 def offload_of(policy: str | Policy) -> frozenset[str]:
-    """The names that a policy offloads, without formats; a rung offloads none.
+    """The names that a policy offloads, without formats; a preset offloads none.
 
     >>> offload_of("fast"), offload_of(Policy(offload={"input"}))
     (frozenset(), frozenset({'input'}))

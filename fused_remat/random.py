@@ -167,13 +167,13 @@ def keep_scale(
     return wide if out is None else out.view(total, width).copy_(wide)
 
 
-class Keep:
+class DropoutMask:
     """Dropout's multiplier at one site: what `keep_scale` needs, and the tensor once asked for.
 
     Attributes:
         site_key, row0, rows, width, p, dtype: the arguments of `keep_scale`.
 
-    >>> Keep(site_keys(torch.tensor(0))[MLP], 0, 1, 4, 0.5, torch.float32).tensor()
+    >>> DropoutMask(site_keys(torch.tensor(0))[MLP], 0, 1, 4, 0.5, torch.float32).tensor()
     tensor([[2., 0., 2., 0.]])
     """
 
@@ -186,9 +186,9 @@ class Keep:
         self.p, self.dtype = p, dtype
         self._tensor: Tensor | None = None
 
-    def of_rows(self, first: int, rows: int) -> Keep:
+    def of_rows(self, first: int, rows: int) -> DropoutMask:
         """That of `rows` rows from the row `first` of these on."""
-        return Keep(self.site_key, self.row0 + first, rows, self.width, self.p, self.dtype)
+        return DropoutMask(self.site_key, self.row0 + first, rows, self.width, self.p, self.dtype)
 
     def tensor(self) -> Tensor:
         """The multiplier, (rows, width), computed once and held as long as this object."""

@@ -299,7 +299,7 @@ class BlockSpec:
     """A block: branches that are added to a residual stream, one after the other.
 
     Attributes:
-        kind: names the block in operators, messages and `policies.RUNGS`.
+        kind: names the block in operators, messages and `policies.EXACT_PRESETS`.
         branches: in order of computation.
         inputs: names of the inputs; the first is the stream, others are read by attention.
         residual: False for a branch alone, whose result is the output.

@@ -96,5 +96,5 @@ def moving(mover=None):
     """What is offloaded from the CPU is copied by a mover; as if it were a device."""
     with pytest.MonkeyPatch.context() as patch:
         mover = mover or RecordingMover()
-        patch.setitem(offload.MOVERS, "cpu", mover)
+        patch.setitem(offload.TRANSFERS, "cpu", mover)
         yield mover

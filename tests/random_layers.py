@@ -34,7 +34,7 @@ ACTIVATIONS = {
     "relu": "relu", "gelu": "gelu", "gelu_tanh": nn.GELU(approximate="tanh"), "silu": F.silu,
     "tanh": torch.tanh, "a function": torch.sin, "a module": nn.ELU(),
 }  # fmt: skip
-RUNGS = ("full", "lean", "balanced", "fast", "none")
+EXACT_PRESETS = ("full", "lean", "balanced", "fast", "none")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def draw(seed: int) -> Drawn:
         frozen=tuple(i for i in range(12) if r.random() < r.choice((0.0, 0.0, 0.3, 1.0))),
         x_grad=r.random() < 0.8,
         layout=r.choice(("contiguous", "contiguous", "transposed", "sliced")),
-        policy=r.choice((*RUNGS, some)),
+        policy=r.choice((*EXACT_PRESETS, some)),
         tokens=r.choice((1, 7, 16, 64, 512)),
         block=r.choice((1, 1 << 10, 1 << 20)),
     )

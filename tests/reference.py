@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fused_remat import FusedRematLayer, random
 
-RUNGS = ("full", "lean", "balanced", "fast", "none")
+EXACT_PRESETS = ("full", "lean", "balanced", "fast", "none")
 PARAM_NAMES = (
     "self_attn.in_proj_weight", "self_attn.in_proj_bias",
     "self_attn.out_proj.weight", "self_attn.out_proj.bias",

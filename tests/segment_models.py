@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from reference import RUNGS, randomize
+from reference import EXACT_PRESETS, randomize
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, Policy
@@ -41,9 +41,9 @@ def quiet():
 
 
 def place(layers, places=ALL, save=()):
-    """Policies of `layers`: places in segments, or rungs."""
+    """Policies of `layers`: places in segments, or presets."""
     for layer, where in zip(layers, places, strict=True):
-        layer.policy = where if where in RUNGS else Policy(save=save, segment=where)
+        layer.policy = where if where in EXACT_PRESETS else Policy(save=save, segment=where)
     return layers
 
 

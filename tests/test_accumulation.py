@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from reference import RUNGS, pair
+from reference import EXACT_PRESETS, pair
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,7 +63,7 @@ def error(found, exact):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_sums_are_autograds(target, norm_first, policy):
     fused = backward(
         make(target, torch.float64, policy, norm_first=norm_first), micro_batches(torch.float64, 3)

@@ -31,7 +31,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "convert": ("huggingface", *LINE[LINE.index("layers") :], *LEAVES),
     "huggingface": ("huggingface", *LINE[LINE.index("layers") :], *LEAVES),
     "graph": ("graph", "steps", *LEAVES),
-    # Steps know no backend. Backends register themselves when `execution.choose` first imports them.
+    # Steps know no backend; a backend registers itself when `execution.choose` imports it.
     "steps": ("steps", *LEAVES),
     "triton": ("kernels", "steps", "triton", *LEAVES),
     "kernels": ("kernels",),

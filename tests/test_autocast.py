@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import check_error
-from reference import RUNGS, masked_encoder, pair, run
+from reference import EXACT_PRESETS, masked_encoder, pair, run
 from tiers import pairwise
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,7 +27,7 @@ from fused_remat.steps.chunk import TRACERS
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
 NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["pre", "post"])
-RUNG = pytest.mark.parametrize("policy", RUNGS)
+PRESET = pytest.mark.parametrize("policy", EXACT_PRESETS)
 SIZES = {"d_model": 24, "nhead": 3, "dim_feedforward": 40, "batch_first": True}
 FLOOR = {low: 4 * torch.finfo(low).eps for low in (BF16, FP16)}  # four roundings
 
@@ -116,7 +116,7 @@ def test_rungs_have_the_same_bits(low, norm_first, tokens, monkeypatch):
     x, dy = data()
     kwargs = {"src_mask": torch.ones(11, 11).triu(1).bool(), "is_causal": True}
     first = None
-    for policy in RUNGS:
+    for policy in EXACT_PRESETS:
         _, fused = layers(policy, norm_first=norm_first, dropout=0.1)
         torch.manual_seed(3)
         found = step(fused, x, dy, low, **kwargs)
@@ -347,7 +347,7 @@ TABLE = {
     True: {"full": 4, "lean": 6, "balanced": 10, "fast": 16, "none": 24},
     False: {"full": 4, "lean": 8, "balanced": 10, "fast": 20, "none": 28},
 }
-KEEPS_ATTENTION = {True: RUNGS[1:], False: RUNGS[2:]}
+KEEPS_ATTENTION = {True: EXACT_PRESETS[1:], False: EXACT_PRESETS[2:]}
 B, S, D, H = 3, 100, 48, 4
 WANTS = (*nn_layer_spec(True, H, D // H, "relu").weights, "input")
 SHAPES = {
@@ -363,7 +363,7 @@ def kept(policy, norm_first, dropout=0.0, dtype=FP32, compute=BF16):
 
 @pytest.mark.composes("Autocast", "bytes kept: 4/6/10/16/24·D pre-norm, no copies of the weights")
 @NORMS
-@RUNG
+@PRESET
 def test_kept_bytes(norm_first, policy, monkeypatch):
     """By the table, the prediction, hooks on saved tensors, and what is alive after forward.
 
@@ -421,14 +421,14 @@ def test_what_is_kept_has_the_dtypes_and_widths_that_are_told(norm_first, monkey
     with autocast(BF16):
         fused(data()[0])
     (invocation,) = seen
-    prepared = invocation.prepared
-    elements = dict.fromkeys(prepared.plan.kept, 0)
+    execution = invocation.execution
+    elements = dict.fromkeys(execution.plan.kept, 0)
     for name, t in saved._block_tensors(invocation):
-        if name in prepared.dtypes:
-            assert t.dtype == prepared.dtypes[name], name
+        if name in execution.dtypes:
+            assert t.dtype == execution.dtypes[name], name
         if name in elements:
             elements[name] += t.numel()
-    assert elements == {name: 33 * prepared.widths[name] for name in elements}
+    assert elements == {name: 33 * execution.widths[name] for name in elements}
 
 
 @NORMS
@@ -441,7 +441,7 @@ def test_gradients_have_the_dtypes_of_what_they_are_of(norm_first, tokens, monke
     def look(step, frame):
         for name, (grad, _) in frame.grads.items():
             seen.add(name)
-            if grad.dtype != frame.run.prepared.dtypes[name]:
+            if grad.dtype != frame.run.execution.dtypes[name]:
                 wrong.append((str(step), name, grad.dtype))
 
     TRACERS.append(look)

@@ -16,14 +16,14 @@ from bench.layers.report import TARGETS, case_table, target_table, title, verdic
 from bench.measure import machine as timing
 from bench.measure import turns
 from bench.measure.turns import interleave, quantiles, rotated
-from fused_remat.policies import RUNGS
+from fused_remat.policies import EXACT_PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ["--device", "cpu", "--sizes", "2x9x16x2", "--dtype", "float32", "--norm", "pre",
          "--rounds", "2"]  # fmt: skip
 STOCK = ["eager", "checkpoint", "checkpoint_reentrant", "selective_matmuls",
          "selective_attention", "torch_remat"]  # fmt: skip
-EVERY_WAY = [*STOCK, *RUNGS]
+EVERY_WAY = [*STOCK, *EXACT_PRESETS]
 
 
 def bench(folder: Path, *arguments: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from bench.frontier.pareto import MEMORY_POINTS, changes, derive, digest, fronti
 from bench.frontier.points import Panel, Point, family, is_lossy, panels, read
 from bench.frontier.report import report, sentences
 from bench.layers.ways import WAYS
-from fused_remat.policies import ALL_RUNGS
+from fused_remat.policies import ALL_PRESETS
 
 CASE = {
     "dtype": "float32", "norm": "pre", "dropout": 0.0, "batch": 4, "seq_len": 512, "d_model": 512,
@@ -109,8 +109,8 @@ def test_what_is_said_counts_both_sides() -> None:
 
 def test_every_way_of_the_registry_has_its_family() -> None:
     for way in WAYS:
-        rung = way.split("_")[0] in ALL_RUNGS
-        assert family(way).startswith("ours") == rung, way
+        preset = way.split("_")[0] in ALL_PRESETS
+        assert family(way).startswith("ours") == preset, way
         assert (family(way) == "stock") == (way == "eager"), way
         assert is_lossy(way) == WAYS[way].traits["lossy"], way
         assert family(way) in figure.STYLES

@@ -21,7 +21,7 @@ from bench.layers import profile_step
 from bench.layers.subjects import Case
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
-from bench.report import command, eight_bits, frontier, kernels, layers, plans, rungs, sets
+from bench.report import command, eight_bits, frontier, kernels, layers, plans, presets, sets
 from bench.test_benchmarks import rows
 from fused_remat.policies import kept_names
 
@@ -171,13 +171,15 @@ def test_8_bits_beside_everything_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_sets_of_the_encoder_that_no_other_beats() -> None:
-    graph = rungs.block(norm_first=True)
-    found = eight_bits.sets(graph, rungs.SHAPES, ("qkv", "up"))
+    graph = presets.block(norm_first=True)
+    found = eight_bits.sets(graph, presets.SHAPES, ("qkv", "up"))
     best = eight_bits.undominated(found)
     by_save = {kept.save: kept for kept in best}
-    for rung in ("fast8", "balanced8"):
-        kept = by_save[kept_names(rung, graph)]
-        assert (kept.products // rungs.D**2, kept.attentions) == {"fast8": (0, 0)}.get(rung, (2, 0))
+    for preset in ("fast8", "balanced8"):
+        kept = by_save[kept_names(preset, graph)]
+        assert (kept.products // presets.D**2, kept.attentions) == {"fast8": (0, 0)}.get(
+            preset, (2, 0)
+        )
     assert not any(
         all(a <= b for a, b in zip(other.cost, kept.cost, strict=True))
         for kept in best

@@ -20,7 +20,7 @@ from bench.layers.measure import Options, admit, measure
 from bench.layers.memory import memory
 from bench.layers.subjects import Case, Subject, mlp
 from bench.layers.ways import GROUPS, WAYS, select
-from fused_remat.policies import LOSSY_RUNGS, RUNGS
+from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
 #: Dynamo, AOTAutograd and its partitioner, which is what a budget is about; no C++ to compile.
 QUICK_COMPILER = "aot_eager_decomp_partition"
@@ -221,7 +221,7 @@ def test_a_wrong_result_of_pytorchs_own_is_no_failure_of_ours(
 def test_every_way_is_right(dtype: str, norm: str, dropout: float, causal: bool) -> None:
     given = subject(dropout, dtype, norm, causal=causal)
     checks = Checks(given)
-    for name in select(["stock", *RUNGS, "lossy"], "cpu"):
+    for name in select(["stock", *EXACT_PRESETS, "lossy"], "cpu"):
         row, _ = admit(name, given, checks)
         assert "check" in row or (name == "torch_remat" and "unavailable" in row), (name, row)
 
@@ -236,9 +236,11 @@ def test_what_needs_another_device_or_is_another_way_is_unavailable() -> None:
 
 def test_groups_are_every_way_once() -> None:
     on_cpu, on_gpu = select(GROUPS, "cpu"), select(GROUPS, "cuda")
-    assert set(WAYS) - set(on_cpu) == {f"{r}_{b}" for r in RUNGS for b in ("eager", "triton")}
-    assert set(WAYS) - set(on_gpu) == {f"{r}_triton" for r in RUNGS}
-    assert [name for name in WAYS if WAYS[name].traits["lossy"]] == list(LOSSY_RUNGS)
+    assert set(WAYS) - set(on_cpu) == {
+        f"{r}_{b}" for r in EXACT_PRESETS for b in ("eager", "triton")
+    }
+    assert set(WAYS) - set(on_gpu) == {f"{r}_triton" for r in EXACT_PRESETS}
+    assert [name for name in WAYS if WAYS[name].traits["lossy"]] == list(LOSSY_PRESETS)
     with pytest.raises(ValueError, match="unknown way 'fastest'; valid: stock, compiled, ours"):
         select(["fastest"], "cpu")
 

@@ -4,11 +4,11 @@ import copy
 import itertools
 
 import pytest
-from reference import RUNGS
+from reference import EXACT_PRESETS
 
 from fused_remat.graph.build import block_graph
-from fused_remat.graph.graph import programs
-from fused_remat.policies import RUNGS as TABLE
+from fused_remat.graph.schedule import schedule
+from fused_remat.policies import EXACT_PRESETS as TABLE
 from fused_remat.policies import kept_names
 from fused_remat.spec import nn_layer_spec
 from fused_remat.steps.chunk import Chunks
@@ -19,9 +19,9 @@ ALL = frozenset({"input", *PRE.params})
 WEIGHTS_FROZEN = frozenset({"input"})
 
 
-def rebuilt(graph, policy, wants=ALL, tiled=False):
+def rebuilt(graph, policy, needs_grad=ALL, tiled=False):
     """Names that backward rebuilds, in order."""
-    plan = programs(graph, kept_names(policy, graph), wants, tiled)
+    plan = schedule(graph, kept_names(policy, graph), needs_grad, tiled)
     steps = plan.backward + plan.tile_backward
     return [s.node.name for s in steps if s.kind == "compute"]
 
@@ -53,8 +53,8 @@ def test_frozen_weights_ask_for_less():
     assert set(rebuilt(PRE, "none", WEIGHTS_FROZEN)) == set()
     only_last = frozenset({"fc2.bias"})
     assert rebuilt(PRE, "full", only_last) == []
-    assert programs(PRE, frozenset(), only_last, False).kept == ()
-    assert not programs(PRE, frozenset(), only_last, False).kept_inputs
+    assert schedule(PRE, frozenset(), only_last, False).kept == ()
+    assert not schedule(PRE, frozenset(), only_last, False).kept_inputs
 
 
 @pytest.mark.parametrize("graph", [PRE, POST], ids=["pre", "post"])
@@ -65,8 +65,8 @@ def test_every_use_is_defined_and_everything_is_freed(graph, tiled):
         itertools.combinations(graph.names, n) for n in range(len(graph.names) + 1)
     )
     for save in subsets:
-        for wants in (ALL, WEIGHTS_FROZEN, ALL - {"input"}, frozenset({"fc1.weight"})):
-            plan = programs(graph, frozenset(save), wants, tiled)
+        for needs_grad in (ALL, WEIGHTS_FROZEN, ALL - {"input"}, frozenset({"fc1.weight"})):
+            plan = schedule(graph, frozenset(save), needs_grad, tiled)
             group = {*plan.kept_group} | set(plan.kept_inputs)
             assert walk(plan.backward, group, plan) == set()
 
@@ -81,21 +81,21 @@ def walk(steps, have, plan):
             assert set(step.node.reads) <= have
             have |= {step.node.name, *step.node.stats}
         else:
-            assert set(step.node.asks(step.wants)) <= have
+            assert set(step.node.backward_reads(step.needs_grad)) <= have
         have -= set(step.free)
     return have
 
 
 def test_rung_tables_are_valid_and_ordered():
     for graph in (PRE, POST):
-        kept = [kept_names(r, graph) for r in RUNGS]
+        kept = [kept_names(r, graph) for r in EXACT_PRESETS]
         assert all(k <= set(graph.names) for k in kept)
         shapes = {"input": (8,), "qkv.weight": (24, 8), "proj.weight": (8, 8),
                   "fc1.weight": (32, 8), "fc2.weight": (8, 32)}  # fmt: skip
         widths = graph.widths(shapes)
         totals = [sum(widths[n] for n in k) for k in kept]
         assert totals == sorted(totals)
-    assert tuple(TABLE) == RUNGS
+    assert tuple(TABLE) == EXACT_PRESETS
 
 
 def test_equal_specs_share_one_graph():

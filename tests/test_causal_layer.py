@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from accuracy import check_error
-from reference import RUNGS, randomize
+from reference import EXACT_PRESETS, randomize
 from reference_ops import in_pieces, normal, results
 from reference_transformer import plain
 from torch import nn
@@ -144,7 +144,7 @@ def test_errors_are_no_larger_than_pytorchs(kind, dtype):
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["llama", "gemma", "bert"])
 def test_autocast(kind, given):
-    """The stream in the dtype of the ordinary operations, errors no larger; rungs bit by bit."""
+    """The stream in the dtype of the ordinary operations, errors no larger; presets bit by bit."""
     layer, exact = make(kind, torch.float32), make(kind)
     exact.load_state_dict(layer.state_dict())
     x, (cos, sin) = src(given, seq=37), tables("whole", 37, torch.float32)
@@ -154,7 +154,7 @@ def test_autocast(kind, given):
         dy = normal(*x.shape, seed=99, dtype=peer[0].dtype).detach()
         assert layer.why_not_fused(x, (cos, sin)) is None
         runs = []
-        for layer.policy in RUNGS:
+        for layer.policy in EXACT_PRESETS:
             with in_pieces(40):
                 runs.append(results(lambda: layer(x, (cos, sin)), [x, *own(layer)], dy))
     truth = results(lambda: exact._unfused(wide, cos, sin), [wide, *own(exact)], dy.double())
@@ -205,12 +205,12 @@ def test_kept_bytes_are_predicted_and_rise_from_rung_to_rung(kind, rotates):
     layer, x = make(kind, torch.float32), src(torch.float32, batch=3, seq=30)
     rope = tables("whole", 30, torch.float32) if rotates else None
     totals = []
-    for layer.policy in RUNGS:
+    for layer.policy in EXACT_PRESETS:
         call = layer._choose(x, *(rope or (None, None)))
         shapes = {n: tuple(t.shape) for n, t in call.tensors.items() if t is not None}
-        wants = [n for n, t in call.tensors.items() if t is not None and t.requires_grad]
+        needs_grad = [n for n, t in call.tensors.items() if t is not None and t.requires_grad]
         predicted = predict_kept_bytes(
-            block_graph(call.spec), layer.policy, shapes, wants, 3, 30, x.dtype
+            block_graph(call.spec), layer.policy, shapes, needs_grad, 3, 30, x.dtype
         )
         total = sum(predicted.values())
         with in_pieces(64):

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from reference import RUNGS, pair
+from reference import EXACT_PRESETS, pair
 from reference_ops import CASES, in_pieces, normal, results
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -43,7 +43,7 @@ def fails(y, message):
         y.sum().backward()
 
 
-@pytest.mark.composes("Replay check", "every functional op, rung and dropout: the same gradients")
+@pytest.mark.composes("Replay check", "every functional op, preset and dropout: the same gradients")
 @pytest.mark.parametrize("name", CASES)
 def test_sound_ops_pass_with_the_same_gradients(name):
     case, tensors = CASES[name], CASES[name].tensors(batch=2, seq=5)
@@ -52,7 +52,7 @@ def test_sound_ops_pass_with_the_same_gradients(name):
         options = {"seed": 7} if case.dropout else {}
         with in_pieces(4):
             expected = results(lambda p=p, o=options: case.op(tensors, p, **o), leaves)
-            for policy in RUNGS if p or not case.dropout else ("full",):
+            for policy in EXACT_PRESETS if p or not case.dropout else ("full",):
                 options["policy"] = policy
                 with check_replay():
                     got = results(lambda p=p, o=options: case.op(tensors, p, **o), leaves)
@@ -85,7 +85,7 @@ def test_sound_layers_pass_with_the_same_gradients(which, norm_first):
 
     with in_pieces(4):
         expected = gradients()
-        for layer.policy in RUNGS:
+        for layer.policy in EXACT_PRESETS:
             with check_replay():
                 got = gradients()
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

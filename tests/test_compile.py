@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import RUNGS, run
+from reference import EXACT_PRESETS, run
 from reference_ops import CASES, bounds, key_lengths, results
 from tiers import exhaustive
 from torch import nn
@@ -73,7 +73,7 @@ def assert_equal(got, expected):
 
 @pytest.mark.composes(
     "torch.compile",
-    "the layer, `fullgraph=True`, every rung, dropout, batch and sequence dynamic",
+    "the layer, `fullgraph=True`, every preset, dropout, batch and sequence dynamic",
     limits="an activation function of your own, or hooks on submodules: PyTorch's own forward, "
     "with a warning, and what is kept is the compiler's choice; hooks registered after compiling "
     "are not seen, as of any module; `is_grads_batched` raises",
@@ -81,7 +81,7 @@ def assert_equal(got, expected):
 @pytest.mark.parametrize(
     ("policy", "norm_first"),
     [
-        *((rung, i % 2 == 0) for i, rung in enumerate(RUNGS)),
+        *((preset, i % 2 == 0) for i, preset in enumerate(EXACT_PRESETS)),
         (Policy(save={"attn", "up"}), False),
     ],
     ids=str,
@@ -193,13 +193,13 @@ def test_layers_draw_seeds_of_their_own():
 
 @pytest.mark.composes(
     "torch.compile",
-    "what is kept: the same bytes as in eager mode, every rung",
+    "what is kept: the same bytes as in eager mode, every preset",
     limits="`activation_memory_budget` below 1 is obeyed (it rebuilds more than the policy says); "
     "with dropout it raises, since PyTorch 2.13 would draw again in backward",
 )
 @pytest.mark.parametrize(
     ("policy", "norm_first"),
-    [("full", True), ("fast", False), *(exhaustive(r, True) for r in RUNGS if r != "full")],
+    [("full", True), ("fast", False), *(exhaustive(r, True) for r in EXACT_PRESETS if r != "full")],
 )
 def test_kept_bytes_are_those_of_eager_mode(policy, norm_first):
     model = encoder(policy, norm_first)

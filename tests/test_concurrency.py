@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import RUNGS, randomize
+from reference import EXACT_PRESETS, randomize
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, check_replay, explain, memory_report
@@ -111,7 +111,7 @@ def train(model, steps=6):
 )
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 def test_models_in_threads_train_as_alone():
-    rows = [("fused", rung, torch.float32) for rung in RUNGS]
+    rows = [("fused", preset, torch.float32) for preset in EXACT_PRESETS]
     rows += [("fused", "full", torch.float64), ("fused", "lean", torch.bfloat16)]
     rows += [("own activation", "full", torch.float32), ("hooks", "full", torch.float32)]
     rows += [("hooks", "lean", torch.float32), ("another child", "full", torch.float64)]

@@ -149,7 +149,7 @@ def test_set_policy_by_pattern():
     assert [m.policy for m in model.layers] == ["fast", "fast", "full", Policy(save={"qkv"})]
     with pytest.raises(ValueError, match=r"layers\.0"):
         set_policy(model, "decoder.*", "lean")
-    with pytest.raises(ValueError, match="rungs"):
+    with pytest.raises(ValueError, match="presets"):
         set_policy(model, "*", "lea")
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from accuracy import check_error
-from reference import RUNGS, masked_decoder
+from reference import EXACT_PRESETS, masked_decoder
 from reference_decoder import MASKS, B, D, F, H, M, S, data, masks, pair, run
 from tiers import pairwise
 from torch import nn
@@ -29,7 +29,7 @@ from fused_remat.spec import nn_layer_spec
 
 WEIGHTS = nn_layer_spec(True, H, D // H, "gelu", (1e-5,) * 3).weights
 NORMS = pytest.mark.parametrize("norm_first", [True, False], ids=["pre", "post"])
-RUNG = pytest.mark.parametrize("policy", RUNGS)
+PRESET = pytest.mark.parametrize("policy", EXACT_PRESETS)
 PIECES = pytest.mark.parametrize("tokens", [4, 512], ids=["in pieces", "whole"])
 
 
@@ -101,7 +101,7 @@ def test_error_is_at_most_one_and_a_half_times_pytorchs(dtype, norm_first, token
 def test_every_policy_gives_the_same_bits(norm_first, tokens, monkeypatch):
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     found = []
-    for policy in (*RUNGS, Policy(save={"query", "mid1"}), Policy(save={"kv", "act"})):
+    for policy in (*EXACT_PRESETS, Policy(save={"query", "mid1"}), Policy(save={"kv", "act"})):
         _, fused = pair(policy, norm_first=norm_first, dropout=0.2)
         torch.manual_seed(1)
         found.append(run(fused, *data(torch.float32)))
@@ -218,7 +218,7 @@ def test_empty_inputs(batch, seq_len):
 
 
 @NORMS
-@RUNG
+@PRESET
 def test_dropout_uses_the_masks_of_the_definition(norm_first, policy, pieces):
     """Against plain autograd over explicit masks: any other mask anywhere would show."""
     _, fused = pair(policy, norm_first=norm_first, dropout=0.3, dtype=torch.float64)
@@ -283,13 +283,13 @@ TABLE = {
 }
 
 
-def prediction(norm_first, policy, wants, dropout, compute=None, memory=torch.float32):
+def prediction(norm_first, policy, needs_grad, dropout, compute=None, memory=torch.float32):
     spec = nn_layer_spec(norm_first, H, D // H, "gelu", (1e-5,) * 3, dropout)
     shapes = {"qkv.weight": (3 * D, D), "proj.weight": (D, D), "cross.weight": (3 * D, D),
               "cross_proj.weight": (D, D), "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
               "input": (D,), "memory": (B, M, D)}  # fmt: skip
     graph = block_graph(spec)
-    given = (graph, policy, shapes, wants, B, S, torch.float32, compute)
+    given = (graph, policy, shapes, needs_grad, B, S, torch.float32, compute)
     return predict_kept_bytes(*given, input_dtypes={"memory": memory})
 
 
@@ -304,7 +304,7 @@ def measured(layer, tgt, memory):
 
 @pytest.mark.parametrize(
     "norm_first, policy, dropout, tokens",
-    pairwise([True, False], list(RUNGS), [0.0, 0.1], [4, 512]),
+    pairwise([True, False], list(EXACT_PRESETS), [0.0, 0.1], [4, 512]),
 )
 def test_kept_bytes_are_the_table_and_the_prediction(
     norm_first, policy, dropout, tokens, monkeypatch
@@ -329,8 +329,8 @@ def test_kept_bytes_under_autocast(norm_first, low):
     memory = memory.detach().to(low).requires_grad_()
     with SavedBytes(exclude=layer.parameters()) as saved, torch.autocast("cpu", torch.bfloat16):
         layer(tgt, memory)
-    wants = ("input", "memory", *WEIGHTS)
-    predicted = prediction(norm_first, "fast", wants, 0.1, torch.bfloat16, low)
+    needs_grad = ("input", "memory", *WEIGHTS)
+    predicted = prediction(norm_first, "fast", needs_grad, 0.1, torch.bfloat16, low)
     assert saved.total == sum(predicted.values())
     with torch.autocast("cpu", torch.bfloat16):
         row = memory_report(layer, tgt, memory).layers[0]
@@ -342,8 +342,8 @@ def test_kept_bytes_with_everything_frozen_but_the_cross_attention():
     _, layer = pair("fast", dim_feedforward=4 * D, norm_first=True)
     for name, p in layer.named_parameters():
         p.requires_grad_("multihead_attn" in name)
-    wants = [n for n in WEIGHTS if n.startswith("cross")]
-    predicted = prediction(True, "fast", wants, 0.0)
+    needs_grad = [n for n in WEIGHTS if n.startswith("cross")]
+    predicted = prediction(True, "fast", needs_grad, 0.0)
     assert not {"qkv", "attn", "input", "norm1.mean"} & {*predicted}
     with SavedBytes(exclude=layer.parameters()) as saved:
         layer(*data(torch.float32)[:2])
@@ -513,13 +513,13 @@ def test_operators_are_the_block_in_pieces_and_pass_opcheck(pieces, monkeypatch)
     torch.manual_seed(1)
     seen, forward = [], torch.ops.fused_remat.decoder_prenorm.default
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Observer(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func is forward:
                 seen.append(args)
             return func(*args, **(kwargs or {}))
 
-    with Watch():
+    with Observer():
         got = run(fused, *tensors)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     ((given, text),) = seen

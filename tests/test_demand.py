@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import RUNGS, X, make, randomize
+from reference import EXACT_PRESETS, X, make, randomize
 from reference_ops import normal
 from reference_transformer import Block, leaves
 from segment_models import quiet, stack
@@ -31,7 +31,7 @@ from fused_remat import (
 )
 from fused_remat.autograd import partial
 from fused_remat.execution import choose
-from fused_remat.graph.graph import programs
+from fused_remat.graph.schedule import schedule
 
 WIDE = torch.float64
 PARTS = ("input", "params", "one weight", "one bias", "all but the input's", "input and a weight")
@@ -226,7 +226,7 @@ def test_an_ordinary_backward_is_never_taken_for_a_part(way, defer, monkeypatch)
 
     def note(ctx):
         found.append(original(ctx))
-        asked.append(ctx.call.wants)
+        asked.append(ctx.call.needs_grad)
         return found[-1]
 
     monkeypatch.setattr(partial, "asked", note)
@@ -245,11 +245,11 @@ def test_what_cannot_be_told_is_everything():
     class Unknown:  # compiled autograd's; nor is any pass running
         call = partial.BlockCall(None, frozenset(), frozenset({"input", "weight"}), "auto")
 
-    assert partial.asked(Unknown()) is Unknown.call.wants
+    assert partial.asked(Unknown()) is Unknown.call.needs_grad
     _, layer = make("full")
     node = layer(X.clone().requires_grad_()).grad_fn
     node = node if hasattr(node, "call") else node.next_functions[0][0]
-    assert partial.asked(node) == node.call.wants
+    assert partial.asked(node) == node.call.needs_grad
 
 
 # --- split in two, as the zero-bubble schedules do it
@@ -295,7 +295,7 @@ def products(depth=3):
     return depth * 2 * 10 * 16 * (48 + 16 + 64 + 64)
 
 
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_two_passes_give_what_one_does(policy):
     model = net(policy)
     whole = in_one(model)
@@ -438,8 +438,10 @@ def test_nothing_that_is_held_is_written_over():
     y, _, _ = causal("full", qk_norm=False)
     call = y.grad_fn.call
     in_place = lambda plan: [s for s in plan.backward if getattr(s.node, "in_place", False)]  # noqa: E731
-    assert in_place(programs(call.graph, call.save, call.wants, tiled=False))
-    assert not in_place(programs(call.graph, call.save, call.wants, tiled=False, overwrites=False))
+    assert in_place(schedule(call.graph, call.save, call.needs_grad, tiled=False))
+    assert not in_place(
+        schedule(call.graph, call.save, call.needs_grad, tiled=False, overwrites=False)
+    )
 
 
 def test_weights_alone_do_not_reach_main_grad_silently():

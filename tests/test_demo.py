@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fused_remat.policies import RUNGS
+from fused_remat.policies import EXACT_PRESETS
 
 ROOT = Path(__file__).parents[1]
 FEWEST_BYTES_FIRST = ("full", "lean", "balanced", "fast", "none", "eager")
@@ -39,7 +39,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 def test_every_way_is_reported(demo: tuple[Path, dict[str, Any], str]) -> None:
     _, results, printed = demo
-    assert list(results["ways"]) == ["eager", "checkpoint", *RUNGS]
+    assert list(results["ways"]) == ["eager", "checkpoint", *EXACT_PRESETS]
     for way in results["ways"]:
         assert f"\n{way} " in printed
 
@@ -58,7 +58,7 @@ def test_losses_are_finite(demo: tuple[Path, dict[str, Any], str]) -> None:
 
 def test_rungs_have_the_same_bits(demo: tuple[Path, dict[str, Any], str]) -> None:
     _, results, _ = demo
-    full, *others = (results["ways"][rung] for rung in RUNGS)
+    full, *others = (results["ways"][preset] for preset in EXACT_PRESETS)
     for row in others:
         assert row["losses"] == full["losses"]
         assert row["validation_loss"] == full["validation_loss"]

@@ -14,7 +14,7 @@ from distributed_steps import (
     mine,
     train,
 )
-from reference import RUNGS
+from reference import EXACT_PRESETS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
@@ -39,7 +39,7 @@ def as_one_process(policy="full", norm_first=True, part=None, unused=False, **kw
 
 
 @pytest.mark.composes("DDP", "losses and gradients of one process on the whole batch, every policy")
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_policies(two_processes, policy):
     two_processes.run(as_one_process, policy, norm_first=policy != "lean")
 

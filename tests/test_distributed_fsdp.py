@@ -19,7 +19,7 @@ from distributed_steps import (
     train,
     whole,
 )
-from reference import RUNGS
+from reference import EXACT_PRESETS
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -59,7 +59,7 @@ def as_one_process(wrap, policy="full", norm_first=True, part=None, fused=True, 
 
 
 @pytest.mark.composes("FSDP2", "fully_shard per layer, every policy, as one process")
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_per_layer(two_processes, policy):
     two_processes.run(as_one_process, per_layer, policy, norm_first=policy != "lean")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_remat.policies import RUNGS
+from fused_remat.policies import EXACT_PRESETS
 from fused_remat.steps.activation import ACTIVATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,9 +28,12 @@ def blocks(page):
 @pytest.fixture
 def tables():
     """The registries that a page may add rows to, put back afterwards."""
-    before = dict(ACTIVATIONS), {rung: dict(rows) for rung, rows in RUNGS.items()}
+    before = dict(ACTIVATIONS), {preset: dict(rows) for preset, rows in EXACT_PRESETS.items()}
     yield
-    for table, rows in [(ACTIVATIONS, before[0]), *((RUNGS[r], before[1][r]) for r in RUNGS)]:
+    for table, rows in [
+        (ACTIVATIONS, before[0]),
+        *((EXACT_PRESETS[r], before[1][r]) for r in EXACT_PRESETS),
+    ]:
         table.clear()
         table.update(rows)
 

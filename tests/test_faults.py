@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from reference import RUNGS, pair, run
+from reference import EXACT_PRESETS, pair, run
 from reference_ops import in_pieces
 from tiers import exhaustive
 from torch import nn
@@ -96,8 +96,8 @@ def layer_and_step(policy, norm_first, dropout=0.3):
     ("policy", "tokens", "norm_first"),
     [
         ("full", 2, True),
-        *((policy, 512, i % 2 == 0) for i, policy in enumerate(RUNGS)),
-        *(exhaustive(policy, 512, i % 2 == 1) for i, policy in enumerate(RUNGS)),
+        *((policy, 512, i % 2 == 0) for i, policy in enumerate(EXACT_PRESETS)),
+        *(exhaustive(policy, 512, i % 2 == 1) for i, policy in enumerate(EXACT_PRESETS)),
     ],
 )
 def test_out_of_memory_anywhere_leaves_no_trace(policy, tokens, norm_first):
@@ -175,7 +175,7 @@ def test_what_backward_reads_again_must_not_have_been_moved(policy, norm_first):
             names = dict(zip(map(id, block_tensors(block, layer, leaves)), block.call.graph.tensors,
                              strict=True))  # fmt: skip
             name, was, data = names[id(leaf)], tuple(leaf.shape), leaf.data
-            again = block.prepared.rereads[block.call.graph.tensors.index(name)]
+            again = block.execution.rereads[block.call.graph.tensors.index(name)]
             leaf.data = change(data)
             message = (
                 f"{name!r} again, which was torch.float32 of shape .*{was[-1]},?. on cpu .*{now}"

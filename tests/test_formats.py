@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_remat import Policy, formats, random
-from fused_remat.formats import BLOCK, FORMATS, LEVELS, OFFSET, Packed, pack
+from fused_remat.formats import BLOCK, FORMATS, LEVELS, OFFSET, Quantized, pack
 from fused_remat.graph.build import block_graph
 from fused_remat.policies import kept_names
 from fused_remat.spec import nn_layer_spec
@@ -22,7 +22,7 @@ def uniform(x, seed=0):
 
 def through(x, stored, seed=0):
     """`x` as it comes back."""
-    return Packed(stored, pack(x, stored, uniform(x, seed)), x.shape[1], x.dtype).tensor()
+    return Quantized(stored, pack(x, stored, uniform(x, seed)), x.shape[1], x.dtype).tensor()
 
 
 def sample(rows, width, dtype=torch.float32, seed=0):

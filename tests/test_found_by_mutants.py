@@ -10,8 +10,9 @@ from torch import nn
 from fused_remat import FusedRematLayer, FusedRematWarning, convert, ops
 from fused_remat.graph.build import BlockBuilder, block_graph
 from fused_remat.graph.fusions import MlpBackward
-from fused_remat.graph.graph import Graph, programs
+from fused_remat.graph.graph import Graph
 from fused_remat.graph.quantized import in_formats
+from fused_remat.graph.schedule import schedule
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.spec import nn_layer_spec
 from fused_remat.steps import linear
@@ -51,13 +52,13 @@ def built(before_act: bool) -> Graph:
 def test_an_activation_whose_gradient_two_layers_give():
     """The weights are frozen, so that neither reads it in backward."""
     fusions = frozenset({"mlp_bwd gelu"})
-    plan = programs(built(False), frozenset(), frozenset({"input"}), False, fusions)
+    plan = schedule(built(False), frozenset(), frozenset({"input"}), False, fusions)
     assert not any(isinstance(step.node, MlpBackward) for step in plan.backward)
 
 
 def test_a_product_that_is_read_before_its_activation():
     fusions = frozenset({"linear_act gelu"})
-    plan = programs(built(True), frozenset(), frozenset({"input"}), False, fusions)
+    plan = schedule(built(True), frozenset(), frozenset({"input"}), False, fusions)
     made = {"input"}
     for step in plan.forward:
         assert set(step.node.reads) <= made

@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 import torch
-from reference import RUNGS
+from reference import EXACT_PRESETS
 from tiers import pairwise
 
 from fused_remat import Policy, ops
 from fused_remat.autograd import function
 from fused_remat.execution import choose
 from fused_remat.graph.build import BlockBuilder, block_graph
-from fused_remat.graph.graph import programs
+from fused_remat.graph.schedule import schedule
 from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
@@ -48,14 +48,14 @@ ENCODER = {
 }  # fmt: skip
 
 
-def encoder_case(policy, norm_first, wants):
+def encoder_case(policy, norm_first, needs_grad):
     torch.manual_seed(0)
     weights = {f"{name}.weight": torch.randn(shape) for name, shape in ENCODER.items()}
     weights |= {f"{name}.bias": torch.randn(shape[0]) for name, shape in ENCODER.items()}
     x, dy = torch.randn(2, 3, 5, 8)
     leaves = {"input": x, **weights}
     for name, leaf in leaves.items():
-        leaf.requires_grad_(wants(name))
+        leaf.requires_grad_(needs_grad(name))
 
     def step(backend):
         torch.manual_seed(1)
@@ -81,14 +81,14 @@ WANTS = {
 
 
 @pytest.mark.parametrize(
-    "norm_first, policy, wants", pairwise([False, True], list(RUNGS), list(WANTS))
+    "norm_first, policy, wants", pairwise([False, True], list(EXACT_PRESETS), list(WANTS))
 )
-def test_encoder_gives_the_same_bits(fusing, policy, norm_first, wants):
-    step = encoder_case(policy, norm_first, WANTS[wants])
+def test_encoder_gives_the_same_bits(fusing, policy, norm_first, needs_grad):
+    step = encoder_case(policy, norm_first, WANTS[needs_grad])
     for a, b in zip(step("fusing"), step("eager"), strict=True):
         assert torch.equal(a, b)
     assert {"mlp_up_fwd", "linear_norm_fwd"} <= fusing
-    if wants in ("all", "fc2 frozen", "input"):
+    if needs_grad in ("all", "fc2 frozen", "input"):
         # "none" keeps up; post-norm, "full" rebuilds it anyway, for sum2.
         kept = policy == "none" or (policy == "full" and not norm_first)
         assert ("mlp_bwd" in fusing) != kept
@@ -199,10 +199,10 @@ def test_no_fusion_changes_what_is_kept_or_reads_what_is_not_there(gated, save):
     branch = BranchSpec(op=op, norm=NormSpec(kind="rms_norm"), dropout=0.1)
     graph = block_graph(BlockSpec(kind="mlp_block", branches=(branch,)))
     save &= set(graph.names)
-    for wants in ({"input"}, {"fc2.weight"}, {"input", *graph.params} - {"seed"}):
+    for needs_grad in ({"input"}, {"fc2.weight"}, {"input", *graph.params} - {"seed"}):
         for tiled in (False, True):
-            plain = programs(graph, save, frozenset(wants), tiled)
-            fused = programs(graph, save, frozenset(wants), tiled, ALL)
+            plain = schedule(graph, save, frozenset(needs_grad), tiled)
+            fused = schedule(graph, save, frozenset(needs_grad), tiled, ALL)
             for name in ("kept", "kept_group", "kept_tile", "kept_inputs", "saved_params"):
                 assert getattr(plain, name) == getattr(fused, name)
             forward = fused.tile_forward if tiled else fused.forward

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hf_models import MODELS, S, build, distance, in_float64, inputs_of, reasons, step
 from peft import LoraConfig, get_peft_model
-from reference import RUNGS
+from reference import EXACT_PRESETS
 
 from fused_remat import convert, explain, memory_report, set_policy
 
@@ -27,12 +27,12 @@ def test_float64_in_every_rung(name):
     given = inputs_of(name)
     expected = step(in_float64(copy.deepcopy(model)), given)
     convert(model)
-    for rung in RUNGS:
-        set_policy(model, "*", rung)
+    for preset in EXACT_PRESETS:
+        set_policy(model, "*", preset)
         with reasons() as why:
             got = step(in_float64(model), given)
         assert not why
-        assert max(distance(got, expected).values()) < allowed(name), rung
+        assert max(distance(got, expected).values()) < allowed(name), preset
 
 
 @pytest.mark.composes("PEFT", "adapters on all linear layers of eleven architectures")
@@ -95,26 +95,26 @@ def test_eager_attention(name):
 def test_rungs_give_the_same_bits(name):
     model, given = convert(build(name, torch.float32)), inputs_of(name)
     first = step(model, given)
-    for rung in RUNGS[1:]:
-        other = step(set_policy(model, "*", rung), given)
+    for preset in EXACT_PRESETS[1:]:
+        other = step(set_policy(model, "*", preset), given)
         assert all(torch.equal(value, first[n]) for n, value in other.items())
 
 
 @pytest.mark.composes("Hugging Face", "kept bytes are those predicted; `memory_report`, `explain`")
-@pytest.mark.parametrize("name, rungs", [("llama", ("full", "fast")), ("bert", ("lean",))])
-def test_what_is_kept_is_what_is_predicted(name, rungs):
+@pytest.mark.parametrize("name, presets", [("llama", ("full", "fast")), ("bert", ("lean",))])
+def test_what_is_kept_is_what_is_predicted(name, presets):
     model, given = build(name, torch.float32), inputs_of(name)
     stock = [row.kept_bytes for row in memory_report(model, **given).layers[:2]]
     convert(model)
-    for rung in rungs:
-        set_policy(model, "*", rung)
+    for preset in presets:
+        set_policy(model, "*", preset)
         rows = [row for row in memory_report(model, **given).layers if row.policy]
-        assert [row.policy for row in rows] == [rung, rung]
+        assert [row.policy for row in rows] == [preset, preset]
         for row, whole in zip(rows, stock, strict=True):
             # What all layers share is the model's: the mask, and RoPE's tables.
             shared = sum(a.bytes for a in row.activations if a.name in ("mask", "cos", "sin"))
             assert row.kept_bytes - shared == row.predicted_bytes
-            assert row.predicted_bytes < whole * (0.6 if rung == "fast" else 0.2)
+            assert row.predicted_bytes < whole * (0.6 if preset == "fast" else 0.2)
     shown = explain(model, **given)
     assert len(shown) == 2 and "rebuild up" in str(shown[1])
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import RUNGS, pair
+from reference import EXACT_PRESETS, pair
 from tiers import pairwise
 from torch import nn
 
@@ -17,15 +17,15 @@ TABLE = {
     True: {"full": 1, "lean": 2, "balanced": 3, "fast": 6, "none": 10},
     False: {"full": 1, "lean": 2, "balanced": 3, "fast": 7, "none": 11},
 }
-KEEPS_ATTENTION = {True: RUNGS[1:], False: RUNGS[2:]}
+KEEPS_ATTENTION = {True: EXACT_PRESETS[1:], False: EXACT_PRESETS[2:]}
 B, S, D, H = 3, 200, 48, 4
 
 
-def prediction(layer, policy, dtype, wants, dropout, batch=B, seq_len=S):
+def prediction(layer, policy, dtype, needs_grad, dropout, batch=B, seq_len=S):
     spec = nn_layer_spec(layer.norm_first, H, D // H, "relu", dropout=dropout)
     shapes = {"input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
               "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D)}  # fmt: skip
-    return predict_kept_bytes(block_graph(spec), policy, shapes, wants, batch, seq_len, dtype)
+    return predict_kept_bytes(block_graph(spec), policy, shapes, needs_grad, batch, seq_len, dtype)
 
 
 def measured(layer, x):
@@ -42,8 +42,8 @@ ALL = (*nn_layer_spec(True, H, D // H, "relu").weights, "input")
 @pytest.mark.parametrize(
     "dtype, norm_first, dropout, policy, tokens",
     pairwise(
-        [torch.float32, torch.bfloat16, torch.float64], [True, False], [0.0, 0.1], list(RUNGS),
-        [64, 512],
+        [torch.float32, torch.bfloat16, torch.float64], [True, False], [0.0, 0.1],
+        list(EXACT_PRESETS), [64, 512],
     ),
 )  # fmt: skip
 def test_kept_bytes_are_the_table_and_the_prediction(
@@ -84,19 +84,19 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("which", FROZEN)
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_nothing_is_kept_for_what_is_frozen(which, policy):
     layer = FusedRematLayer(D, H, 4 * D, 0.0, norm_first=True, batch_first=True, policy=policy)
-    wants = [n for n in ALL if n not in FROZEN[which]]
+    needs_grad = [n for n in ALL if n not in FROZEN[which]]
     block = dict(zip(("qkv", "proj", "fc1", "fc2", "norm1", "norm2"), (
         layer.self_attn, layer.self_attn.out_proj, layer.linear1, layer.linear2, layer.norm1,
         layer.norm2), strict=True))  # fmt: skip
     for name in ALL[:-1]:
         head, kind = name.split(".")
         attribute = f"in_proj_{kind}" if head == "qkv" else kind
-        getattr(block[head], attribute).requires_grad_(name in wants)
-    x = torch.randn(B, S, D, requires_grad="input" in wants)
-    predicted = prediction(layer, policy, x.dtype, wants, 0.0)
+        getattr(block[head], attribute).requires_grad_(name in needs_grad)
+    x = torch.randn(B, S, D, requires_grad="input" in needs_grad)
+    predicted = prediction(layer, policy, x.dtype, needs_grad, 0.0)
     with SavedBytes(exclude=layer.parameters()) as saved:
         layer(x)
     assert saved.total == sum(predicted.values())
@@ -195,11 +195,11 @@ def test_a_changed_rung_is_the_next_calls(monkeypatch):
     before = layer(x).grad_fn.call.save
     row = frozenset({"attn", "qkv"})
     assert before != row
-    monkeypatch.setitem(policies.RUNGS["lean"], "encoder_postnorm", row)
+    monkeypatch.setitem(policies.EXACT_PRESETS["lean"], "encoder_postnorm", row)
     assert layer(x).grad_fn.call.save == row
-    monkeypatch.setitem(policies.ALL_RUNGS, "mine", {})
+    monkeypatch.setitem(policies.ALL_PRESETS, "mine", {})
     layer.policy = "mine"
     assert layer(x).grad_fn.call.save == frozenset()
-    monkeypatch.delitem(policies.ALL_RUNGS, "mine")
+    monkeypatch.delitem(policies.ALL_PRESETS, "mine")
     with pytest.raises(ValueError, match="unknown policy 'mine'"):
         layer(x)

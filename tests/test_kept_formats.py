@@ -24,9 +24,9 @@ from fused_remat import (
 from fused_remat.autograd import function
 from fused_remat.formats import FORMATS, Format
 from fused_remat.graph.build import block_graph
-from fused_remat.graph.graph import programs
 from fused_remat.graph.quantized import in_formats
-from fused_remat.policies import LOSSY_RUNGS
+from fused_remat.graph.schedule import schedule
+from fused_remat.policies import LOSSY_PRESETS
 from fused_remat.report.allocations import AllocationTrace, SavedBytes
 from fused_remat.report.saved import _predicted
 from fused_remat.spec import nn_layer_spec
@@ -108,7 +108,7 @@ def test_the_forward_is_that_of_every_policy(which, tokens, monkeypatch):
     exact = step(make("none"), None, *args)
     for stored in ("int8", "int8_stochastic", "fp8_e4m3"):
         layer = make("none")
-        for policy in (*LOSSY_RUNGS, every_name(layer, stored)):
+        for policy in (*LOSSY_PRESETS, every_name(layer, stored)):
             layer.policy = policy
             made = step(layer, None, *args)
             assert torch.equal(made[0], exact[0]), policy
@@ -128,14 +128,14 @@ def test_the_forward_is_that_of_every_policy(which, tokens, monkeypatch):
     [*((s, 1) for s in SHAPES), ("opt", 30), *(exhaustive(s, 30) for s in SHAPES if s != "opt")],
 )
 def test_gradients_are_off_by_at_most_two_and_a_half_times_bf16s_own_error(shape, scale):
-    """The guarantee of the lossy rungs, over four draws, beside "none".
+    """The guarantee of the lossy presets, over four draws, beside "none".
 
     Of every gradient but those of the weights of norms of heads.
     """
     torch.manual_seed(0)
     layer = SHAPES[shape]().bfloat16()
-    native, *lossy = errors(layer, ("none", *LOSSY_RUNGS), scale, seeds=range(4))
-    for policy, found in zip(LOSSY_RUNGS, lossy, strict=True):
+    native, *lossy = errors(layer, ("none", *LOSSY_PRESETS), scale, seeds=range(4))
+    for policy, found in zip(LOSSY_PRESETS, lossy, strict=True):
         for name, ratio in zip(names_of(layer), found / native, strict=True):
             # Of 64 numbers each, which every head's packed elements are multiplied into one by one:
             # 2.1 to 2.8, by the draws.
@@ -221,10 +221,10 @@ def test_kept_bytes_are_predicted_scales_included(which, dtype, tokens, monkeypa
         layer(x, *args)
         (call,) = seen
         predicted = dict(_predicted(call))
-        for (name, _), piece in zip(call.prepared.pieces(), call.kept, strict=True):
+        for (name, _), piece in zip(call.execution.pieces(), call.kept, strict=True):
             predicted[name] -= piece.nbytes
             assert piece.untyped_storage().nbytes() == piece.nbytes
-        kept = {name for name, _ in call.prepared.pieces()}
+        kept = {name for name, _ in call.execution.pieces()}
         assert all(predicted[name] == 0 for name in kept) and kept <= predicted.keys()
         assert any(name.endswith(".scale") for name in kept)
 
@@ -473,7 +473,7 @@ def test_formats_that_do_not_hold_what_backward_asks_for():
 
 def test_what_backward_does_not_ask_for_is_not_packed():
     graph = in_formats(block_graph(GELU), {"qkv:int8", "up:int8"})
-    plan = programs(graph, frozenset({"qkv:int8", "up:int8"}), frozenset({"fc2.bias"}), False)
+    plan = schedule(graph, frozenset({"qkv:int8", "up:int8"}), frozenset({"fc2.bias"}), False)
     assert plan.kept == () and all(step.node.packs == "" for step in plan.forward)
 
 

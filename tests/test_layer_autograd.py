@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from reference import RUNGS, X, make, run
+from reference import EXACT_PRESETS, X, make, run
 from tiers import pairwise
 from torch import nn
 
@@ -72,7 +72,7 @@ def test_post_accumulate_hooks_fire_once_each():
 
 
 @pytest.mark.parametrize(
-    "policy, norm_first, dropout", pairwise(list(RUNGS), [True, False], [0.0, 0.3])
+    "policy, norm_first, dropout", pairwise(list(EXACT_PRESETS), [True, False], [0.0, 0.3])
 )
 def test_gradcheck(policy, norm_first, dropout):
     _, fused = make(policy, dropout, norm_first, activation="gelu")
@@ -92,7 +92,7 @@ def test_gradcheck(policy, norm_first, dropout):
     assert torch.autograd.gradcheck(f, (x, mask, *params), fast_mode=True)
 
 
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_retain_graph_gives_the_same_gradients_twice(policy):
     _, fused = make(policy, dropout=0.2)
     x = X.clone().requires_grad_()
@@ -134,7 +134,7 @@ def test_forward_mode_raises():
         fused(fwAD.make_dual(X, torch.ones_like(X)))
 
 
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_is_grads_batched(policy, dropout):
     _, fused = make(policy, dropout)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import check_error
-from reference import RUNGS, pair, run
+from reference import EXACT_PRESETS, pair, run
 from tiers import exhaustive, pairwise
 from torch import nn
 
@@ -309,7 +309,7 @@ ACTIVATIONS = {
         if policy == "full" or name in ("relu", "F.silu")
         else exhaustive(name, policy)
         for name in ACTIVATIONS
-        for policy in RUNGS
+        for policy in EXACT_PRESETS
     ],
 )
 def test_activations(name, policy):

@@ -6,14 +6,14 @@ import pytest
 import torch
 from accuracy import check_error
 from peft import LoraConfig, inject_adapter_in_model
-from reference import RUNGS
+from reference import EXACT_PRESETS
 from reference_ops import calls, in_pieces, normal, results
 from reference_transformer import Block, leaves, plain
 from torch import nn
 
 from fused_remat import FusedRematDecoderLayer, FusedRematLayer, ops
 from fused_remat.graph.fusions import MlpBackward, MlpUp
-from fused_remat.graph.graph import kept_bytes, programs
+from fused_remat.graph.schedule import kept_bytes, schedule
 from fused_remat.report.allocations import SavedBytes, measure_allocations
 from fused_remat.steps import linear
 from fused_remat.steps.operations import FusedRematWarning
@@ -46,7 +46,7 @@ def test_as_in_plain_pytorch(name, p):
     kw = options(block, lora=lora, lora_dropout_p=p, dropout_p=p / 3, seed=7)
     expected = results(lambda: plain(x, w, **kw), list(named.values()))
     found = {}
-    for policy in RUNGS:
+    for policy in EXACT_PRESETS:
         call = lambda policy=policy: ops.causal_block(x, w, policy=policy, **kw)  # noqa: E731
         with in_pieces():
             found[policy] = results(call, list(named.values()))
@@ -125,7 +125,7 @@ def program(block, layers, policy, trained=(), p=0.0, fused=False):
     kw = options(block, lora=lora, lora_dropout_p=p)
     ((call, _),) = calls(lambda: ops.causal_block(x, w, policy=policy, **kw))
     fusions = frozenset({"linear_act silu", "linear_norm", "mlp_bwd silu"} if fused else ())
-    return programs(call.graph, call.save, frozenset(call.wants), False, fusions)
+    return schedule(call.graph, call.save, frozenset(call.needs_grad), False, fusions)
 
 
 def test_a_frozen_base_keeps_and_rebuilds_nothing_for_itself():
@@ -168,7 +168,7 @@ def test_what_the_update_reads_is_gone_when_backward_is_through_with_it():
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_kept_bytes_are_predicted_and_no_more_than_in_full_training(policy, p):
     block = Block(d=48, head_dim=12, hidden=96)
     x = normal(2, 40, block.d, seed=50, dtype=torch.float32)
@@ -180,7 +180,7 @@ def test_kept_bytes_are_predicted_and_no_more_than_in_full_training(policy, p):
         return ops.causal_block(x, w, lora=lora, **kw)
 
     ((call, shapes),) = calls(step)
-    predicted = sum(kept_bytes(call.graph, call.save, call.wants, shapes, 4).values())
+    predicted = sum(kept_bytes(call.graph, call.save, call.needs_grad, shapes, 4).values())
     own = [*w.values(), *kw["rope"], *(t for u in lora for t in u[1:3])]
     with SavedBytes(exclude=own) as saved:
         step()
@@ -189,7 +189,7 @@ def test_kept_bytes_are_predicted_and_no_more_than_in_full_training(policy, p):
     trained = {name: t.requires_grad_() for name, t in w.items()}
     ((full, shapes),) = calls(lambda: ops.causal_block(x, trained, **kw))
     assert predicted <= sum(
-        kept_bytes(full.graph, full.save, full.wants, shapes, 4).values()
+        kept_bytes(full.graph, full.save, full.needs_grad, shapes, 4).values()
     ) + 8 * (p > 0)
 
 
@@ -249,8 +249,8 @@ def adapted(layer, targets=("linear1", "linear2"), **config):
 
 def grads(layer, *inputs):
     """Output and gradients of all that wants one."""
-    wants = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
-    return results(lambda: layer(*inputs), wants)
+    needs_grad = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
+    return results(lambda: layer(*inputs), needs_grad)
 
 
 @pytest.mark.composes(

@@ -1,7 +1,7 @@
 """Nothing waits for the device, as CUDA graphs need, shown on tensors without memory.
 
 A meta tensor has no values, so that whatever asked for one (`item`, `nonzero`, a mask's largest)
-would raise; `Watch` refuses copies between devices besides, and notes what draws random numbers.
+would raise; `Observer` refuses copies between devices besides, and notes what draws random numbers.
 Layers and ops take the same way there as on a GPU: the eager backend's, or the triton backend's,
 whose launches are built and not run. What is left to a GPU is in tests/gpu/test_gpu_cuda_graphs.py.
 """
@@ -32,7 +32,7 @@ _COPIES = ("_to_copy", "copy_", "copy", "_copy_from", "set_", "lift_fresh")
 _VALUES = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select")
 
 
-class Watch(TorchDispatchMode):
+class Observer(TorchDispatchMode):
     """Raises for what would wait for a device; `drawn` are the operators that drew at random."""
 
     def __init__(self):
@@ -100,7 +100,7 @@ def watched(function, draws):
     A seed is one int64 number, drawn on the device by `random_` on torch's default generator: what
     a CUDA graph draws anew at every replay.
     """
-    with Watch() as watch:
+    with Observer() as watch:
         y = function()
         for name, devices, seed in watch.drawn:
             assert name == "random_" and devices == {DEVICE}
@@ -122,10 +122,10 @@ def test_what_would_be_refused():
         lambda: x.copy_(torch.ones(3)),
         lambda: torch.ones(3).to(DEVICE),
     ):
-        with Watch(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
+        with Observer(), pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
             refused()
     # On meta this is not seen, on fake tensors it is.
-    with FakeTensorMode(), Watch(), pytest.raises(AssertionError, match="between devices"):
+    with FakeTensorMode(), Observer(), pytest.raises(AssertionError, match="between devices"):
         torch.tensor([1.0], device="cuda")
 
 
@@ -228,7 +228,7 @@ def test_ops(policy, backend):
 @pytest.mark.parametrize("seed", [7, -(2**63), 2**63 - 1])
 def test_a_seed_that_is_a_number(seed):
     """It is filled in on the device, not copied there."""
-    with FakeTensorMode(), Watch() as watch:
+    with FakeTensorMode(), Observer() as watch:
         seed_tensor(seed, torch.device("cuda"))
     assert not watch.drawn
     assert seed_tensor(seed, torch.device("cpu")).item() == seed
@@ -258,7 +258,7 @@ def test_packed_sequences(policy, backend):
     q, k, v = (values(1, H, S, D // H) for _ in "qkv")
     how = {"cu_seqlens_q": plain(4, dtype=torch.int32), "policy": policy, "backend": backend}
     if backend == "eager":
-        with pytest.raises((RuntimeError, NotImplementedError)), Watch():
+        with pytest.raises((RuntimeError, NotImplementedError)), Observer():
             ops.attention(q, k, v, **how)
     else:
         watched(lambda: ops.attention(q, k, v, **how), 0)
@@ -271,7 +271,7 @@ def test_packed_sequences(policy, backend):
 def test_atens_kernels_on_cuda(name, monkeypatch):
     """Which kernel is chosen on the host; a GPU would say which."""
     monkeypatch.setattr(attention_library, "kernel", lambda *_: name)
-    with FakeTensorMode(), Watch():
+    with FakeTensorMode(), Observer():
 
         def empty(*shape, dtype=torch.bfloat16):
             return torch.empty(shape, dtype=dtype, device="cuda")
@@ -297,6 +297,6 @@ def test_a_fake_tensor_has_no_values():
 
 def test_without_gradients(backend):
     layer = make("full", backend)
-    with torch.no_grad(), Watch() as watch:
+    with torch.no_grad(), Observer() as watch:
         nn.Sequential(layer, layer)(values(B, S, D, grad=False))
     assert len(watch.drawn) == 2

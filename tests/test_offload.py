@@ -32,7 +32,7 @@ from fused_remat import (
 from fused_remat.autograd.operators import described
 from fused_remat.autograd.replay_check import ReplayError
 from fused_remat.graph.build import block_graph
-from fused_remat.policies import ALL_RUNGS, kept_names
+from fused_remat.policies import ALL_PRESETS, kept_names
 from fused_remat.report.allocations import SavedBytes, predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
 
@@ -68,10 +68,10 @@ def equal(a, b):
 
 
 def policies(layer):
-    """Every rung's names and formats, all of them offloaded, as well as the input."""
+    """Every preset's names and formats, all of them offloaded, as well as the input."""
     graph = layer._example()
-    for rung in ALL_RUNGS:
-        names = kept_names(rung, graph)
+    for preset in ALL_PRESETS:
+        names = kept_names(preset, graph)
         yield Policy(save=names, offload={"input", *map(base, names)})
 
 
@@ -512,9 +512,9 @@ def test_report_explanation_and_prediction(policy):
     assert type(report).from_json(report.to_json()) == report
     shapes = {"input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
               "fc1.weight": (F, D), "fc2.weight": (D, F)}  # fmt: skip
-    wants = ["input", *SPEC.weights]
+    needs_grad = ["input", *SPEC.weights]
     predict = functools.partial(
-        predict_kept_bytes, block_graph(SPEC), policy, shapes, wants, B, S, torch.float32
+        predict_kept_bytes, block_graph(SPEC), policy, shapes, needs_grad, B, S, torch.float32
     )
     assert sum(predict().values()) == here.layers[0].kept_bytes
     assert sum(predict(device="cuda").values()) == report.layers[0].kept_bytes

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from reference import RUNGS
+from reference import EXACT_PRESETS
 from reference_ops import CASES, in_pieces, results
 from tiers import exhaustive
 from torch.utils.checkpoint import (
@@ -44,13 +44,13 @@ def operator_calls(fn):
     """The operators of this library that `fn` calls, with their arguments."""
     seen = []
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Observer(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func.namespace == "fused_remat":
                 seen.append((func, args))
             return func(*args, **(kwargs or {}))
 
-    with Watch():
+    with Observer():
         fn()
     return seen
 
@@ -58,7 +58,11 @@ def operator_calls(fn):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "policy",
-    ["full", "none", *(exhaustive(rung) for rung in RUNGS if rung not in ("full", "none"))],
+    [
+        "full",
+        "none",
+        *(exhaustive(preset) for preset in EXACT_PRESETS if preset not in ("full", "none")),
+    ],
 )
 def test_an_operator_is_the_block_bit_for_bit_also_in_pieces(name, policy):
     case = CASES[name]
@@ -284,7 +288,7 @@ def step(call, module):
     "forward and backward of a saved block are not noticed, as of a saved matmul",
 )
 @pytest.mark.parametrize(
-    ("policy", "saved"), [*((rung, True) for rung in RUNGS), ("balanced", False)]
+    ("policy", "saved"), [*((preset, True) for preset in EXACT_PRESETS), ("balanced", False)]
 )
 def test_selective_checkpointing_sees_a_block_by_name(policy, saved):
     module = layer(policy)

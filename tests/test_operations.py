@@ -1,8 +1,6 @@
 """Operations: what is registered for a backend, which implementation serves, and what is said."""
 
 import dataclasses
-import importlib
-import sys
 
 import pytest
 import torch
@@ -94,12 +92,3 @@ def test_an_option_that_library_kernels_do_not_know_is_refused():
     spec.__dict__["options"] = ("sinks",)
     call = dataclasses.replace(call, spec=spec)
     assert attention_library.why_not_call(q, q, call) == "they have no sinks"
-
-
-def test_the_old_import_of_activations_warns():
-    sys.modules.pop("fused_remat.backends.activations", None)
-    with pytest.warns(DeprecationWarning, match="fused_remat.steps.activation"):
-        old = importlib.import_module("fused_remat.backends.activations")
-    from fused_remat.steps import activation
-
-    assert old.ACTIVATIONS is activation.ACTIVATIONS and old.Activation is activation.Activation

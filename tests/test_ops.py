@@ -3,13 +3,13 @@
 import pytest
 import torch
 from accuracy import check_error
-from reference import RUNGS
+from reference import EXACT_PRESETS
 from reference_ops import CASES, calls, compare, in_pieces, normal, results
 from tiers import exhaustive
 from torch import nn
 
 from fused_remat import Policy, ops
-from fused_remat.graph.graph import kept_bytes
+from fused_remat.graph.schedule import kept_bytes
 from fused_remat.report.allocations import SavedBytes, measure_allocations
 
 RANDOM = [name for name, case in CASES.items() if case.dropout]
@@ -27,9 +27,9 @@ def leaves(tensors):
 
 
 def policies(op, tensors, p):
-    """The five rungs, and each name that the op's graph can keep alone."""
+    """The five presets, and each name that the op's graph can keep alone."""
     ((call, _),) = calls(lambda: op(tensors, p))
-    return (*RUNGS, *(Policy(save={name}) for name in call.graph.names))
+    return (*EXACT_PRESETS, *(Policy(save={name}) for name in call.graph.names))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_gradients_are_the_same_bits_in_every_policy(case, dtype, tokens):
     tensors = case.tensors(batch=3, seq=21, dtype=dtype)
     seed = {"seed": 7} if case.dropout else {}
     # What is kept alone is cut, and put together again, where there are pieces.
-    chosen = policies(case.op, tensors, 0.3) if tokens == 4 else RUNGS
+    chosen = policies(case.op, tensors, 0.3) if tokens == 4 else EXACT_PRESETS
     with in_pieces(tokens):
         first, *others = (
             results(lambda: case.op(tensors, 0.3, policy=policy, **seed), leaves(tensors))  # noqa: B023
@@ -120,7 +120,7 @@ def test_kept_bytes_are_the_graphs_prediction(case, dtype, p):
             return case.op(tensors, p, policy=policy)
 
         ((call, shapes),) = calls(run)
-        kept = kept_bytes(call.graph, call.save, call.wants, shapes, dtype.itemsize)
+        kept = kept_bytes(call.graph, call.save, call.needs_grad, shapes, dtype.itemsize)
         with SavedBytes(exclude=case.own(tensors)) as saved:
             run()
         assert saved.total == sum(kept.values())
@@ -134,7 +134,7 @@ def test_nothing_else_stays_allocated(case, policy):
         return case.op(tensors, 0.3, policy=policy)
 
     ((call, shapes),) = calls(run)
-    kept = kept_bytes(call.graph, call.save, call.wants, shapes, 4)
+    kept = kept_bytes(call.graph, call.save, call.needs_grad, shapes, 4)
     new = sum(n for name, n in kept.items() if name not in call.graph.inputs)
     assert measure_allocations(run).net == new + (0 if "output" in kept else run().nbytes)
 
@@ -299,7 +299,7 @@ def test_one_wanted_gradient_at_a_time(case):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"policy": "lavish"}, ValueError, "unknown policy 'lavish'; valid rungs: full, lean"),
+        ({"policy": "lavish"}, ValueError, "unknown policy 'lavish'; valid presets: full, lean"),
         ({"policy": Policy(save={"nothing"})}, ValueError, "unknown activation 'nothing'"),
         ({"policy": None}, TypeError, "policy"),
         ({"backend": "abacus"}, ValueError, "unknown backend 'abacus'; valid: auto, eager"),

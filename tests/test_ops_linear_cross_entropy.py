@@ -9,7 +9,7 @@ from tiers import exhaustive, pairwise
 
 import fused_remat
 from fused_remat import ops
-from fused_remat.graph.graph import kept_bytes
+from fused_remat.graph.schedule import kept_bytes
 from fused_remat.report.allocations import AllocationTrace, SavedBytes
 from fused_remat.steps import cross_entropy
 
@@ -236,7 +236,7 @@ def test_kept_bytes_are_the_prediction(dtype, frozen):
         return ops.linear_cross_entropy(hidden, weight, target, bias, reduction="none")
 
     ((call, shapes),) = calls(run)
-    predicted = kept_bytes(call.graph, call.save, call.wants, shapes, dtype.itemsize)
+    predicted = kept_bytes(call.graph, call.save, call.needs_grad, shapes, dtype.itemsize)
     with SavedBytes(exclude=[weight, bias, target]) as saved:
         run()
     stats = 2 * target.numel() * max(4, dtype.itemsize)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import RUNGS
+from reference import EXACT_PRESETS
 from reference_ops import calls, compare, in_pieces, normal, results
 from reference_rotary import (
     BATCH,
@@ -22,7 +22,7 @@ from tiers import pairwise
 from fused_remat import Policy, explain
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import BlockBuilder, rotary_node
-from fused_remat.graph.graph import kept_bytes, programs
+from fused_remat.graph.schedule import kept_bytes, schedule
 from fused_remat.report.allocations import SavedBytes, measure_allocations
 from fused_remat.spec import AttentionSpec, RotarySpec
 from fused_remat.steps.chunk import TRACERS
@@ -33,7 +33,7 @@ heads = every_heads
 
 def policies(heads):
     names = ("norm", "qkv", "rotated", "attn")
-    return (*RUNGS, *(Policy(save={n}) for n in names), Policy(save={"qkv", "rotated"}))
+    return (*EXACT_PRESETS, *(Policy(save={n}) for n in names), Policy(save={"qkv", "rotated"}))
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_where_it_works_in_place(name, tiled):
     heads = HEADS[name]
     t = block_tensors(heads)
     for policy, expected in IN_PLACE[name].items():
-        chosen = policy if policy in RUNGS else Policy(save={policy})
+        chosen = policy if policy in EXACT_PRESETS else Policy(save={policy})
         ((call, _),) = calls(lambda: block(t, heads, policy=chosen))  # noqa: B023
-        plan = programs(call.graph, call.save, call.wants, tiled)
+        plan = schedule(call.graph, call.save, call.needs_grad, tiled)
         found = []
         for steps in (plan.forward, plan.backward):
             made = [s.node for s in steps if s.kind == "compute" and isinstance(s.node, Rotary)]
@@ -163,7 +163,7 @@ def test_kept_bytes_are_the_prediction_and_the_table(heads, dtype):
             return block(t, heads, tables, policy=policy)
 
         ((call, shapes),) = calls(run)
-        kept = kept_bytes(call.graph, call.save, call.wants, shapes, item)
+        kept = kept_bytes(call.graph, call.save, call.needs_grad, shapes, item)
         with SavedBytes(exclude=own) as saved:
             run()
         assert saved.total == sum(kept.values())
@@ -180,12 +180,12 @@ def test_nothing_else_stays_allocated(name, policy):
         return block(t, HEADS[name], tables, policy=policy)
 
     ((call, shapes),) = calls(run)
-    kept = kept_bytes(call.graph, call.save, call.wants, shapes, 8)
+    kept = kept_bytes(call.graph, call.save, call.needs_grad, shapes, 8)
     new = sum(n for name, n in kept.items() if name != "input")
     assert measure_allocations(run).net == new + t["x"].nbytes  # and the output
 
 
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_rotary_alone_keeps_its_input_only_for_norms(heads, policy):
     x, weights, tables = normal(BATCH, SEQ, heads.packed), heads.weights(), heads.tables()
     with SavedBytes(exclude=[*weights.values(), *(tables or ())]) as saved:
@@ -198,7 +198,7 @@ def test_frozen_projections_keep_and_rebuild_no_more_than_heads_need():
     heads = HEADS["half"]
     t = {n: v.detach().requires_grad_(n == "x") for n, v in block_tensors(heads).items()}
     ((call, _),) = calls(lambda: block(t, heads, policy="fast"))
-    plan = programs(call.graph, call.save, call.wants, False)
+    plan = schedule(call.graph, call.save, call.needs_grad, False)
     assert not any(step.kind == "compute" for step in plan.backward)
 
 

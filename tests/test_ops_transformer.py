@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import RUNGS
+from reference import EXACT_PRESETS
 from reference_ops import in_pieces, results
 from reference_transformer import Block, plain
 from reference_transformer import leaves as leaves_of
@@ -12,7 +12,7 @@ from transformer_variations import FACTORS, block, inputs, options, pairwise
 
 from fused_remat import ops
 from fused_remat.graph.build import block_graph
-from fused_remat.graph.graph import programs
+from fused_remat.graph.schedule import schedule
 from fused_remat.policies import kept_names
 from fused_remat.spec import transformer_spec
 
@@ -32,12 +32,12 @@ def given(v, dtype=torch.float64):
 
 @pytest.mark.parametrize("part", range(4))
 def test_every_pair_of_variations_is_plain_pytorchs(part):
-    """In float64; the rungs, of which each variation takes two, have the same bits."""
+    """In float64; the presets, of which each variation takes two, have the same bits."""
     for number, v in enumerate(VARIATIONS[part::4]):
         x, named, how, leaves = given(v)
         expected = results(lambda: plain(x, named, 4, **how), leaves)  # noqa: B023
         first = None
-        for policy in (RUNGS[number % 5], RUNGS[(number + 2) % 5]):
+        for policy in (EXACT_PRESETS[number % 5], EXACT_PRESETS[(number + 2) % 5]):
             with in_pieces(v["tokens"]):
                 got = results(
                     lambda: ops.causal_block(x, named, 4, **how, policy=policy),  # noqa: B023
@@ -60,9 +60,11 @@ SPEC = transformer_spec("rms_norm", 1e-6, **FIELDS)
 
 def backward_steps(spec, policy, frozen=()):
     graph = block_graph(spec)
-    wants = {"input", *(n for n in spec.weights if not n.startswith(tuple(frozen)))}
+    needs_grad = {"input", *(n for n in spec.weights if not n.startswith(tuple(frozen)))}
     save = kept_names(policy, graph)
-    return [str(step) for step in programs(graph, save, frozenset(wants), tiled=False).backward]
+    return [
+        str(step) for step in schedule(graph, save, frozenset(needs_grad), tiled=False).backward
+    ]
 
 
 def test_gate_and_up_are_rebuilt_together_once_and_nothing_that_is_not_asked_for():
@@ -74,7 +76,7 @@ def test_gate_and_up_are_rebuilt_together_once_and_nothing_that_is_not_asked_for
     ]  # fmt: skip
     rebuilt = {
         policy: [s for s in backward_steps(SPEC, policy) if s.startswith("compute")]
-        for policy in RUNGS
+        for policy in EXACT_PRESETS
     }
     assert rebuilt["fast"] == [
         "compute norm2", "compute gate", "compute up", "compute act", "compute norm1",
@@ -87,7 +89,7 @@ def test_fc2_is_rebuilt_only_where_its_norm_asks_for_it(placement):
     spec = transformer_spec("rms_norm", 1e-6, placement=placement, **FIELDS)
     of_fc2 = f"compute {'sum2' if placement == 'post' else 'down'}"
     assert of_fc2 in backward_steps(spec, "full")
-    assert all(of_fc2 not in backward_steps(spec, policy) for policy in RUNGS[1:])
+    assert all(of_fc2 not in backward_steps(spec, policy) for policy in EXACT_PRESETS[1:])
 
 
 def test_what_frozen_weights_alone_would_ask_for_is_not_rebuilt():

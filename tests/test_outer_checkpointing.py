@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from reference import PARAM_NAMES, RUNGS, X, pair
+from reference import EXACT_PRESETS, PARAM_NAMES, X, pair
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
@@ -17,8 +17,8 @@ from bench.layers.ways import RandomState
 from fused_remat import FusedRematLayer, FusedRematWarning, ops
 from fused_remat.report.allocations import SavedBytes, measure_allocations
 
-RUNG = pytest.mark.parametrize("policy", RUNGS)
-#: Of the three layers of a stack: every rung.
+PRESET = pytest.mark.parametrize("policy", EXACT_PRESETS)
+#: Of the three layers of a stack: every preset.
 POLICIES = {"frugal": ("full", "lean", "balanced"), "fast": ("fast", "none", "full")}
 STACKS = pytest.mark.parametrize("policies", POLICIES)
 REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reent"])
@@ -132,7 +132,7 @@ def test_without_the_random_state_dropout_is_drawn_again():
 
 
 @pytest.mark.composes("Outer checkpointing", "the functional ops")
-@RUNG
+@PRESET
 @REENTRANT
 def test_ops(use_reentrant, policy):
     torch.manual_seed(0)
@@ -221,7 +221,7 @@ def test_kept_bytes(dropout, fallback, policy):
         assert 0 <= kept <= states + 64 < x.nbytes
 
 
-@RUNG
+@PRESET
 def test_backward_of_a_checkpoint_keeps_as_the_policy_says(policy):
     """Between the replay and the backward inside, which a reentrant one runs at once."""
     layer = pair(8, 2, 12, batch_first=True, policy=policy)[1]

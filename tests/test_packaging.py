@@ -1,7 +1,9 @@
 """What is shipped: the wheel from the tree, the sdist, and the wheel rebuilt from the sdist."""
 
+import importlib
 import importlib.util
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -10,6 +12,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import fused_remat
+from fused_remat import policies
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_COPIED = (".*", "*.egg-info", "__pycache__", "build", "dist")
@@ -95,3 +100,19 @@ def test_the_link_is_committed_as_a_link():
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("not a git checkout")
     assert run("git", "ls-files", "-s", "fused_remat/kernels").startswith("120000 ")
+
+
+@pytest.mark.parametrize("module", [name for name, names in fused_remat._MOVED.items() if names])
+def test_names_of_an_earlier_version_warn_and_are_the_new_ones(module):
+    old = importlib.import_module(f"fused_remat.{module}")
+    for name, now in fused_remat._MOVED[module].items():
+        with pytest.warns(DeprecationWarning, match=f"{module}.{name} is now fused_remat.{now}"):
+            found = getattr(old, name)
+        assert found is pkgutil.resolve_name(f"fused_remat.{now}")
+    assert not hasattr(old, "nothing")
+
+
+def test_the_tables_of_presets_have_their_old_names():
+    for old, now in (("RUNGS", "EXACT_PRESETS"), ("ALL_RUNGS", "ALL_PRESETS")):
+        with pytest.warns(DeprecationWarning, match=now):
+            assert getattr(policies, old) is getattr(policies, now)

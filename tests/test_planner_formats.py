@@ -24,7 +24,7 @@ from fused_remat.graph.build import block_graph
 from fused_remat.layers import FusedLayer
 from fused_remat.planner.calibration import Example
 from fused_remat.planner.options import options_for, packable
-from fused_remat.policies import LOSSY_RUNGS, kept_names
+from fused_remat.policies import LOSSY_PRESETS, kept_names
 from fused_remat.report.allocations import SavedBytes
 from fused_remat.report.step import run_step
 from fused_remat.spec import nn_layer_spec
@@ -162,7 +162,7 @@ def test_formats_are_shown_kept_in_json_and_set(tmp_path):
     found = next(made for b in between(fastest, 20) if is_lossy(made := fastest.within(b)))
     again = Plan.from_json(found.to_json(tmp_path / "plan.json"))
     assert again == found and again.table() == found.table()
-    assert any(name in found.table() for name in (":int8", *LOSSY_RUNGS))
+    assert any(name in found.table() for name in (":int8", *LOSSY_PRESETS))
     model = again.apply(encoder())
     policies = {n: m.policy for n, m in model.named_modules() if isinstance(m, FusedLayer)}
     assert policies == found.policies

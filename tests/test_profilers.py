@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from reference import RUNGS
+from reference import EXACT_PRESETS
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.report.rungs import block, rebuilt
+from bench.report.presets import block, rebuilt
 from fused_remat import FusedRematLayer
 
 D, H, B, S = 64, 4, 3, 32
@@ -25,7 +25,7 @@ def flops(layer):
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 @pytest.mark.parametrize("limit", [32, 512])
 def test_products_are_counted_forward_and_backward(norm_first, policy, limit, monkeypatch):
     """24 D² forward, 48 backward and what the README's table says is rebuilt, a token.

@@ -126,7 +126,7 @@ def test_seed_is_a_device_tensor_from_the_default_generator():
 
 def test_a_described_multiplier_is_the_same_tensor_whole_and_in_parts():
     key = random.site_keys(torch.tensor(3))[random.RESIDUAL1]
-    whole = random.Keep(key, 5, 7, 9, 0.4, torch.float32)
+    whole = random.DropoutMask(key, 5, 7, 9, 0.4, torch.float32)
     assert torch.equal(whole.tensor(), random.keep_scale(key, 5, 7, 9, 0.4, torch.float32))
     assert torch.equal(whole.of_rows(2, 4).tensor(), whole.tensor()[2:6])
     assert whole.tensor() is whole.tensor()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import RUNGS
+from reference import EXACT_PRESETS
 from report_models import TOKENS, B, D, H, LanguageModel, S, data, encoder, ids, saved_bytes
 from tiers import pairwise
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from fused_remat import FusedRematLayer, Policy, convert, memory_report
 from fused_remat.formats import BLOCK
 from fused_remat.ops import encoder_block
-from fused_remat.policies import LOSSY_RUNGS
+from fused_remat.policies import LOSSY_PRESETS
 from fused_remat.report.allocations import AllocationTrace, measure_allocations
 
 # What is measured
@@ -19,7 +19,7 @@ from fused_remat.report.allocations import AllocationTrace, measure_allocations
 @pytest.mark.parametrize(
     "policy, norm_first, dropout, dtype",
     pairwise(
-        [*RUNGS, *LOSSY_RUNGS, Policy(save={"qkv", "act"})], [True, False], [0.0, 0.1],
+        [*EXACT_PRESETS, *LOSSY_PRESETS, Policy(save={"qkv", "act"})], [True, False], [0.0, 0.1],
         [torch.float32, torch.bfloat16],
     ),
 )  # fmt: skip

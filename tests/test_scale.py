@@ -10,7 +10,7 @@ import torch
 from fused_remat.cli import main, scale
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Choice
-from fused_remat.policies import RUNGS, kept_names
+from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.report.allocations import predict_kept_bytes
 from fused_remat.scale import HARDWARE, Layout, Mesh, Setup, estimate, smallest_mesh
 from fused_remat.scale.costs import kept_by_eager, of_file
@@ -73,11 +73,11 @@ def test_kept_is_the_graphs_prediction(sequence):
     example, shapes = setup.example, setup.example.shapes
     tokens = shapes["input"][1]
     assert tokens == (1024 if sequence else 8192)
-    for rung in RUNGS:
+    for preset in EXACT_PRESETS:
         kept = predict_kept_bytes(
-            example.call.graph, rung, shapes, example.call.wants, 1, tokens, torch.bfloat16
+            example.call.graph, preset, shapes, example.call.needs_grad, 1, tokens, torch.bfloat16
         )
-        assert way_of(setup, H100, rung).option.kept == sum(kept.values())
+        assert way_of(setup, H100, preset).option.kept == sum(kept.values())
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_row_adds_up(found):
 
 
 def test_the_planner_is_as_fast_as_any_that_fits(found):
-    fits = [found.rows[name].step for name in RUNGS if found.fits(name)]
+    fits = [found.rows[name].step for name in EXACT_PRESETS if found.fits(name)]
     assert found.fits(PLANNER) and found.rows[PLANNER].step <= min(fits) * (1 + 1e-9)
 
 

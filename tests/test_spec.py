@@ -15,7 +15,7 @@ from fused_remat import Policy, ops
 from fused_remat.autograd import function
 from fused_remat.graph.build import BlockBuilder, attention_graph, block_graph
 from fused_remat.graph.text import graph_of
-from fused_remat.policies import ALL_RUNGS, kept_names
+from fused_remat.policies import ALL_PRESETS, kept_names
 from fused_remat.spec import (
     KINDS,
     USER_FUNCTION,
@@ -114,7 +114,7 @@ def test_a_block_computes_its_description_in_every_policy(name, policy):
     graph, weights = block_graph(spec), weights_of(spec)
     x = torch.randn(B, S, D, dtype=torch.float64).requires_grad_()
     leaves = [x, *weights.values()]
-    policy = policy if policy in ALL_RUNGS else Policy(save={policy})
+    policy = policy if policy in ALL_PRESETS else Policy(save={policy})
     y = function.run_block(graph, policy, {"input": x, **weights})
     expected = plain(spec, x, weights)
     torch.testing.assert_close(y, expected)

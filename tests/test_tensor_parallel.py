@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_steps import whole
-from reference import RUNGS, randomize
+from reference import EXACT_PRESETS, randomize
 from tensor_parallel_steps import (
     CLOSE,
     KINDS,
@@ -62,7 +62,7 @@ def test_layers(two_processes, kind, sequence):
 
 @pytest.mark.composes("Tensor parallel", "every policy, kept activations in 8 bits among them")
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("policy", [*RUNGS[1:], "fast8"])
+@pytest.mark.parametrize("policy", [*EXACT_PRESETS[1:], "fast8"])
 def test_policies(two_processes, policy, sequence):
     run = divided_as_whole if policy != "fast8" else near_whole
     two_processes.run(run, "causal, heads normed", policy, sequence)
@@ -73,7 +73,7 @@ def near_whole(kind, policy, sequence):
     kwargs, x = options_of(kind, False, 64), given(1, (B, 32, 64))
     angles = torch.outer(torch.arange(32), 10.0 ** -torch.arange(8)).double()
     kwargs["rope"] = (angles.cos(), angles.sin())
-    exact, one, other = (stack(kind, rung, width=64) for rung in ("none", policy, policy))
+    exact, one, other = (stack(kind, preset, width=64) for preset in ("none", policy, policy))
     parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=sequence))
     expected, alone, found = (step(m, x, **kwargs) for m in (exact, one, other))
     torch.testing.assert_close(found[0], expected[0], **CLOSE)
@@ -194,7 +194,7 @@ def dropped(sequence):
         layer(torch.zeros(S, B, D, requires_grad=True))
     finally:
         OBSERVERS.pop()
-    kept = dict(zip((name for name, _ in found[0].prepared.pieces()), found[0].kept, strict=True))
+    kept = dict(zip((name for name, _ in found[0].execution.pieces()), found[0].kept, strict=True))
     return kept["act"] == 0
 
 
@@ -234,7 +234,7 @@ def dropout_of_the_stream():
 
 
 @pytest.mark.composes("Tensor parallel", "kept bytes of a rank, as predicted from its graph")
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_kept_bytes(two_processes, policy):
     for sequence in (False, True):
         for found in two_processes.run(kept_bytes, policy, sequence):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.formats import FORMATS, Packed, PackedHeads
+from fused_remat.formats import FORMATS, Quantized, QuantizedHeads
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention_rows import AttentionCall
 from fused_remat.triton import attention
@@ -102,17 +102,17 @@ def _heads(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return packed.transpose(1, 2).split_with_sizes(_counts(call), 1)
 
 
-def _packed(call: AttentionCall, dtype: torch.dtype, stored: str) -> tuple[PackedHeads, ...]:
+def _packed(call: AttentionCall, dtype: torch.dtype, stored: str) -> tuple[QuantizedHeads, ...]:
     """The same, kept in a format."""
     counts, width = _counts(call), call.spec.head_dim
     rows, columns = call.batch * call.q_len, sum(counts) * width
     form = FORMATS[stored]
     codes = _meta(form.dtype, rows, form.code_width(columns))
     scale = _meta(torch.float32, rows, form.scale_width(columns))
-    whole = Packed(stored, (codes, scale), columns, dtype)
+    whole = Quantized(stored, (codes, scale), columns, dtype)
     firsts = (0, counts[0] * width, (counts[0] + counts[1]) * width)
     return tuple(
-        PackedHeads(whole, call.batch, first, count, width)
+        QuantizedHeads(whole, call.batch, first, count, width)
         for first, count in zip(firsts, counts, strict=True)
     )
 

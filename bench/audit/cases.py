@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from bench.audit import attention as audit_attention
-from fused_remat.formats import BLOCK, Packed
-from fused_remat.random import Keep, Uniform
+from fused_remat.formats import BLOCK, Quantized
+from fused_remat.random import DropoutMask, Uniform
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.norm import NORMS
 from fused_remat.steps.rotary import RotaryCall
-from fused_remat.steps.storage import Packing
+from fused_remat.steps.storage import QuantizeCall
 from fused_remat.triton import norm as norms
 from fused_remat.triton import pointwise, products, rotary, storage, tables
 from fused_remat.triton.launch import Launch, Target
@@ -58,15 +58,15 @@ def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _keep(width: int) -> Keep:
+def _keep(width: int) -> DropoutMask:
     key = torch.empty((), dtype=torch.int64, device="meta")
-    return Keep(key, 0, ROWS, width, 0.1, torch.float32)
+    return DropoutMask(key, 0, ROWS, width, 0.1, torch.float32)
 
 
 def _codes(x: Tensor, stored: str) -> storage.Codes:
     """How x is to be packed, and what is to be filled."""
     key = torch.empty((), dtype=torch.int64, device="meta")
-    packing = Packing(stored, Uniform(key, 0, *x.shape))
+    packing = QuantizeCall(stored, Uniform(key, 0, *x.shape))
     return packing, storage.new_parts(x, packing)
 
 
@@ -121,7 +121,7 @@ def packing_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     for stored in sorted(storage.KERNELS):
         packing, parts = _codes(x, stored)
         yield Case(f"pack_{stored}_fwd", storage.pack_int8(x, packing, parts), True, False)
-    packed, keep = Packed("int8", parts, 4096, dtype), _keep(4096)
+    packed, keep = Quantized("int8", parts, 4096, dtype), _keep(4096)
     yield Case("unpack_int8_fwd", storage.unpack_int8(packed, y), True, False)
     for name, launch in (
         ("act_fwd gelu", pointwise.act_fwd(packed, "gelu", keep, z)),
@@ -354,7 +354,7 @@ class _Products:
             )
         }  # fmt: skip
 
-    def _acts(self, plain: str) -> list[tuple[str, str, Keep | None]]:
+    def _acts(self, plain: str) -> list[tuple[str, str, DropoutMask | None]]:
         """Every activation with dropout, and `plain` without."""
         return [(plain, plain, None), *((f"{act} dropout", act, self.keep) for act in _ACTS)]
 

@@ -27,7 +27,7 @@ SEEDS = 4
 
 
 def policies_of(layer: FusedLayer) -> dict[str, str | Policy]:
-    """By the name of a column: the lossy rungs, and "fast8" in other formats."""
+    """By the name of a column: the lossy presets, and "fast8" in other formats."""
     found: dict[str, str | Policy] = {"none": "none", "fast8": "fast8", "balanced8": "balanced8"}
     for stored in FORMATS[1:]:
         names = [split_name(name) for name in names_kept(layer, "fast8")]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat import FusedRematCausalLayer, FusedRematLayer, Policy
-from fused_remat.autograd.function import OBSERVERS, Invocation
+from fused_remat.autograd.function import OBSERVERS, BlockRun
 from fused_remat.layers.fused_layer import FusedLayer
 
 TOKENS = 192
@@ -86,8 +86,8 @@ def gradients(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
 
 
 def names_kept(layer: FusedLayer, policy: str) -> frozenset[str]:
-    """What a call of the layer keeps at a rung, as `Policy.save` has it."""
-    seen: list[Invocation] = []
+    """What a call of the layer keeps at a preset, as `Policy.save` has it."""
+    seen: list[BlockRun] = []
     layer.policy = policy
     OBSERVERS.append(seen.append)
     try:

@@ -13,7 +13,7 @@ from bench.frontier.points import Panel, Point, family, is_lossy, is_ours, title
 
 #: Kept bytes at most, relative to eager's.
 MEMORY_POINTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-#: By how much a way may exceed them: a rung that keeps a sixteenth keeps statistics besides, 16
+#: By how much a way may exceed them: a preset that keeps a sixteenth keeps statistics besides, 16
 #: bytes a token, which is 1.6% of that at D = 512 in 16 bits. The same for everyone.
 SLACK = 0.02
 #: What a sweep goes along -> what changes with it at a fixed number of tokens or head dim.

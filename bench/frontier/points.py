@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fused_remat.policies import LOSSY_RUNGS, RUNGS
+from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
 BASELINE = "eager"
 OURS = "ours"
@@ -22,11 +22,11 @@ NEEDED = {"dtype", "norm", "dropout", "batch", "seq_len", "d_model", "nhead"}
 COLLECTED = "from"
 #: Family -> what its ways are called; the first that fits is theirs.
 FAMILIES = {
-    "ours, compiled": re.compile(rf"({'|'.join(RUNGS)})_compiled"),
-    "ours, triton": re.compile(rf"({'|'.join(RUNGS)})_triton"),
-    "ours, eager backend": re.compile(rf"({'|'.join(RUNGS)})_eager"),
-    OURS: re.compile("|".join(RUNGS)),
-    LOSSY: re.compile("|".join(LOSSY_RUNGS)),
+    "ours, compiled": re.compile(rf"({'|'.join(EXACT_PRESETS)})_compiled"),
+    "ours, triton": re.compile(rf"({'|'.join(EXACT_PRESETS)})_triton"),
+    "ours, eager backend": re.compile(rf"({'|'.join(EXACT_PRESETS)})_eager"),
+    OURS: re.compile("|".join(EXACT_PRESETS)),
+    LOSSY: re.compile("|".join(LOSSY_PRESETS)),
     "compile": re.compile(r"compile(_budget_[\d.]+)?"),
     "checkpointing": re.compile(r"(checkpoint|selective|torch_remat).*"),
     "stock": re.compile(r".*"),
@@ -43,7 +43,7 @@ def family(way: str) -> str:
 
 
 def is_ours(way: str) -> bool:
-    """Whether it is a rung of FusedRemat."""
+    """Whether it is a preset of FusedRemat."""
     return family(way).startswith(OURS)
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from bench.layers.subjects import Subject
 from bench.measure.contest import UNITS
-from fused_remat.autograd.function import OBSERVERS, Invocation
-from fused_remat.graph.graph import programs
+from fused_remat.autograd.function import OBSERVERS, BlockRun
+from fused_remat.graph.schedule import schedule
 from fused_remat.planner.calibration import Example, Sizer, steps_of
-from fused_remat.policies import RUNGS, kept_names
+from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.steps.norm import Norm
 
 
@@ -45,7 +45,7 @@ class Part:
 
 def example_of(subject: Subject) -> Example:
     """The block's call in a forward of our layer on the subject's module."""
-    found: list[Invocation] = []
+    found: list[BlockRun] = []
     OBSERVERS.append(found.append)
     try:
         subject.fused(subject.sample.layer, "full", subject.backend)(subject.sample.x)
@@ -59,7 +59,7 @@ def example_of(subject: Subject) -> Example:
 def parts(example: Example, save: Iterable[str]) -> Iterator[Part]:
     """Every step of both passes of the layer that keeps `save`."""
     call = example.keeping(save)
-    plan = programs(call.graph, call.save, call.wants, tiled=False)
+    plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
     sizer = Sizer(call, example.shapes, example.input.dtype)
     for which in ("forward", "backward"):
         for step in steps_of(plan, which):
@@ -77,13 +77,13 @@ def parts(example: Example, save: Iterable[str]) -> Iterator[Part]:
 
 
 def parts_of(way: str, example: Example) -> list[Part]:
-    """The steps of a way: a rung, "eager", or "checkpoint" (non-reentrant).
+    """The steps of a way: a preset, "eager", or "checkpoint" (non-reentrant).
 
     The stock layer rebuilds nothing. Checkpointing replays forward up to its last product, whose
     input is the last thing that backward asks for in a pre-norm layer.
     """
     graph = example.call.graph
-    if way in RUNGS:
+    if way in EXACT_PRESETS:
         return list(parts(example, kept_names(way, graph)))
     own = [part for part in parts(example, kept_names("none", graph)) if not part.rebuilt]
     if way == "eager":

@@ -16,17 +16,24 @@ from bench.layers.steps import ReplayedStep, Step
 from bench.layers.subjects import DTYPES, Case, Subject
 from bench.layers.ways import BUDGETS
 from bench.measure.contest import P, Rig
-from fused_remat.policies import LOSSY_RUNGS, RUNGS
+from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
 SEQ_LEN, HEAD_DIM = 2048, 128
 WIDTHS = (2048, 1024, 4096)
 _STOCK = ("eager", "checkpoint")
-WAYS = (*_STOCK, "selective_matmuls", "selective_attention", "torch_remat", *RUNGS, *LOSSY_RUNGS)
+WAYS = (
+    *_STOCK,
+    "selective_matmuls",
+    "selective_attention",
+    "torch_remat",
+    *EXACT_PRESETS,
+    *LOSSY_PRESETS,
+)
 MLP_WAYS = (*_STOCK, "selective_matmuls", "full", "none", "fast8")
-REPLAYED = (*_STOCK, *RUNGS, "fast8")
+REPLAYED = (*_STOCK, *EXACT_PRESETS, "fast8")
 COMPILED = (*_STOCK, "compile", "full", "full_compiled", "fast", "fast_compiled")
 #: Of one long sequence.
-LONG_LEN, LONG = 32768, (*_STOCK, *RUNGS)
+LONG_LEN, LONG = 32768, (*_STOCK, *EXACT_PRESETS)
 BUDGETED = (
     *(*_STOCK, "compile", *(f"compile_budget_{budget:g}" for budget in BUDGETS)),
     *("full", "lean", "fast"),
@@ -45,8 +52,8 @@ def measure(
     timer: Timer = Step,
     beside: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A row, with ratios to the baselines and `beside`; a dry run has rungs on the Triton backend,
-    and compiles without Inductor.
+    """A row, with ratios to the baselines and `beside`; a dry run has presets on the Triton
+    backend, and compiles without Inductor.
     """
     if rig.dry:
         subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
@@ -152,7 +159,7 @@ def long_encoder(rig: Rig) -> Case:
 
 
 def long_entries(rig: Rig) -> Iterator[Entry]:
-    """One long sequence, of which attention takes most of the time: rungs beside each other.
+    """One long sequence, of which attention takes most of the time: presets beside each other.
 
     Checked like the others, against float64 at this very length: `exact_by_head`.
     """

@@ -24,9 +24,9 @@ from bench.layers.steps import QueuedStep
 from bench.layers.subjects import Case, Forward, Subject
 from bench.layers.ways import WAYS as LAYER_WAYS
 from bench.measure.contest import Rig
-from fused_remat.policies import RUNGS
+from fused_remat.policies import EXACT_PRESETS
 
-WAYS = ("eager", "checkpoint", *RUNGS)
+WAYS = ("eager", "checkpoint", *EXACT_PRESETS)
 #: Steps that are profiled, after one that is not.
 STEPS = 5
 #: Kernels that a row names, of those that take longest, and letters of their names.

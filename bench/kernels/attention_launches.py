@@ -54,7 +54,7 @@ class Kernels:
         results = {name: self.results[name] for name in _RESULTS[kernel or self.direction]}
 
         @functools.cache
-        def prepared(index: int) -> list[Launch]:
+        def execution(index: int) -> list[Launch]:
             for launch in self.forward(index) if self.direction == "bwd" else ():
                 launch.run()
             mine = []
@@ -71,4 +71,4 @@ class Kernels:
                 launch.run()
             return results
 
-        return Way(run, optional=optional, prepare=prepared)
+        return Way(run, optional=optional, prepare=execution)

@@ -23,7 +23,7 @@ FLOORS = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 1e-5}
 #: its gradients of norms, summed in 16 bits on a CPU, are off by several percent.
 GROSS = {"output": 0.1, "gradient": 0.5}
 #: What keeps 8 bits may be off by so many times what our layer that keeps all is, in bfloat16; in
-#: dtypes that round less than 8 bits do, by so much. Its output is that of any other rung.
+#: dtypes that round less than 8 bits do, by so much. Its output is that of any other preset.
 LOSSY_TIMES, LOSSY_FLOOR = 2.5, 1.2e-2
 #: How far dropout may push an output, against how far it pushes the stock layer's: a few hundred
 #: elements are enough for that ratio to be well within these.
@@ -121,7 +121,7 @@ class Checks:
 
         Args:
             compiled: nothing is poisoned, which would be another setting than it was compiled for.
-            lossy: it is one of our rungs that keep 8 bits ("ours").
+            lossy: it is one of our presets that keep 8 bits ("ours").
         """
         allowed = self._lossy() if lossy else self._allowed
         with no_fallback(), poisoned(self._poison and not compiled):

@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
     """Profile, print the table and write `profile-cpu.json`."""
     parser = argparse.ArgumentParser(prog="python -m bench profile", description=__doc__)
     parser.add_argument(
-        "--way", action="append", choices=list(WAYS), help="(default: checkpoint, rungs)"
+        "--way", action="append", choices=list(WAYS), help="(default: checkpoint, presets)"
     )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, help="torch's threads")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fused_remat.policies import RUNGS
+from fused_remat.policies import EXACT_PRESETS
 
 PARTS = ("forward", "backward", "step")  # what is timed
 WIDTHS = (512, 1024)  # the targets are for d_model between these
@@ -71,7 +71,7 @@ class Target:
 
     @property
     def text(self) -> str:
-        ways = "every rung" if self.ways == tuple(RUNGS) else ", ".join(self.ways)
+        ways = "every preset" if self.ways == tuple(EXACT_PRESETS) else ", ".join(self.ways)
         norms = " and ".join(f"{norm}-norm" for norm in self.norms)
         where = f"{self.dtype}, {norms}, dropout {self.dropout:g}"
         return f"{ways} ≤ {self.limit:.2f}× {self.baseline} ({where})"
@@ -97,7 +97,7 @@ TARGETS = tuple(
         (("fast",), "checkpoint", 0.82, ("pre",), 0.0),
         (("lean",), "checkpoint", 0.88, ("post",), 0.0),
         (("fast",), "eager", 1.00, ("pre", "post"), 0.0),
-        (tuple(RUNGS), "eager", 0.80, ("pre", "post"), 0.1),
+        (tuple(EXACT_PRESETS), "eager", 0.80, ("pre", "post"), 0.1),
     )
 )
 #: Why a ratio says little of the method: the stock ways' products take most of the time.

@@ -56,7 +56,7 @@ class Subject:
         fused: (module, policy, backend) -> ours, on the same parameters.
         causal: every token sees itself and what is before it.
         masks: the caller's own tensors, which no way is said to keep.
-        backend: what a rung runs on where its name says nothing.
+        backend: what a preset runs on where its name says nothing.
         compiler: `torch.compile`'s backend.
         captured: steps are to be captured as CUDA graphs.
     """

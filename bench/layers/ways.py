@@ -3,9 +3,9 @@
 A way takes a subject and returns a function of its input. All of them work on the same parameters
 and gradients, the very tensors: no way can gain from where its own happen to lie.
 
-A rung's name alone is ours on the device's own backend: eager on a CPU, Triton on a GPU. With
+A preset's name alone is ours on the device's own backend: eager on a CPU, Triton on a GPU. With
 "_eager" or "_triton" it is on that one where it is not the device's own; with "_compiled" it is the
-first under `torch.compile`. So no two rows of a device are the same thing. The rungs that keep 8
+first under `torch.compile`. So no two rows of a device are the same thing. The presets that keep 8
 bits are a group of their own, "lossy".
 """
 
@@ -24,7 +24,7 @@ from bench.layers.compiled import compiled
 from bench.layers.subjects import Forward, Subject
 from bench.measure.registry import Absent, Registry
 from fused_remat.execution.choose import BACKENDS, DEFAULTS
-from fused_remat.policies import LOSSY_RUNGS, RUNGS
+from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
 Build = Callable[[Subject], Forward]
 
@@ -48,7 +48,7 @@ def _way(name: str, group: str = "stock", draws: str = "stock", **rest: Any) -> 
 def select(names: Sequence[str], device: torch.device | str) -> list[str]:
     """Ways by name or group, in the order of the tables; the baseline is always among them.
 
-    A group has no rung that only another device runs, or that is the same as another one here.
+    A group has no preset that only another device runs, or that is the same as another one here.
 
     Raises: ValueError for an unknown name.
     """
@@ -181,33 +181,33 @@ for _budget in BUDGETS:
 # --- ours
 
 
-def _rung(subject: Subject, rung: str) -> Forward:
-    return subject.fused(subject.sample.layer, rung, subject.backend)
+def _rung(subject: Subject, preset: str) -> Forward:
+    return subject.fused(subject.sample.layer, preset, subject.backend)
 
 
-def _rung_on(subject: Subject, rung: str, backend: str) -> Forward:
+def _rung_on(subject: Subject, preset: str, backend: str) -> Forward:
     if _own_backend(subject.backend, subject.device) == backend:
-        raise Absent(f"on this device the same as {rung}")
+        raise Absent(f"on this device the same as {preset}")
     found = BACKENDS[backend]()
     if isinstance(found, str):
         raise Absent(found)
-    return subject.fused(subject.sample.layer, rung, backend)
+    return subject.fused(subject.sample.layer, preset, backend)
 
 
-def _rung_compiled(subject: Subject, rung: str) -> Forward:
-    return compiled(_rung(subject, rung), subject)
+def _rung_compiled(subject: Subject, preset: str) -> Forward:
+    return compiled(_rung(subject, preset), subject)
 
 
-for _name in RUNGS:
-    _way(_name, "ours", "ours")(functools.partial(_rung, rung=_name))
-for _name in LOSSY_RUNGS:
-    _way(_name, "lossy", "ours", lossy=True)(functools.partial(_rung, rung=_name))
+for _name in EXACT_PRESETS:
+    _way(_name, "ours", "ours")(functools.partial(_rung, preset=_name))
+for _name in LOSSY_PRESETS:
+    _way(_name, "lossy", "ours", lossy=True)(functools.partial(_rung, preset=_name))
 for _backend, _needs in (("eager", None), ("triton", "triton")):
-    for _name in RUNGS:
+    for _name in EXACT_PRESETS:
         _way(f"{_name}_{_backend}", "ours", "ours", backend=_backend, needs=_needs)(
-            functools.partial(_rung_on, rung=_name, backend=_backend)
+            functools.partial(_rung_on, preset=_name, backend=_backend)
         )
-for _name in RUNGS:
+for _name in EXACT_PRESETS:
     _way(f"{_name}_compiled", "ours", "ours", compiled=True)(
-        functools.partial(_rung_compiled, rung=_name)
+        functools.partial(_rung_compiled, preset=_name)
     )

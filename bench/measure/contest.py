@@ -19,7 +19,7 @@ from bench.measure.clock import Clock
 from bench.measure.registry import Absent
 from bench.measure.turns import interleave, quantiles
 from fused_remat import random
-from fused_remat.random import Keep
+from fused_remat.random import DropoutMask
 from fused_remat.triton.launch import Launch, Target
 
 P = 0.1  # of every dropout here
@@ -87,13 +87,13 @@ class Rig:
         """NaN, to be written."""
         return torch.full(shape, torch.nan, device=self.device, dtype=dtype or self.dtype)
 
-    def keep(self, rows: int, width: int) -> Keep:
+    def keep(self, rows: int, width: int) -> DropoutMask:
         """A dropout site."""
         key = random.site_keys(torch.tensor(7, device=self.device))[random.MLP]
-        return Keep(key, 0, rows, width, P, torch.float32)
+        return DropoutMask(key, 0, rows, width, P, torch.float32)
 
 
-def multiplier(keep: Keep) -> Tensor:
+def multiplier(keep: DropoutMask) -> Tensor:
     """A site's multiplier in float64."""
     key, dtype = keep.site_key, torch.float64
     return random.keep_scale(key, keep.row0, keep.rows, keep.width, keep.p, dtype)

@@ -139,7 +139,7 @@ def _measure(
 
 
 def _trained(ways: dict[str, dict[str, Any]]) -> list[str]:
-    """The first right way of ours, and the first with a fused loss: rungs differ in memory only."""
+    """The first right way of ours, and the first with a fused loss: presets differ in memory."""
     of = {name: WAYS[name].traits["group"] for name, found in ways.items() if "check" in found}
     firsts = (next((name for name in of if of[name] == group), None) for group in ("ours", "loss"))
     return [name for name in firsts if name is not None]

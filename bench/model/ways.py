@@ -1,7 +1,7 @@
 """The ways to train a Hugging Face model that are compared: decorated builders in a registry.
 
 A way takes a subject and returns its forward. Each has modules of its own, all of them on the very
-same parameters and gradients. A rung's name is the model converted at that policy; with "_loss"
+same parameters and gradients. A preset's name is the model converted at that policy; with "_loss"
 the head and the loss are fused too.
 """
 
@@ -19,7 +19,7 @@ from bench.measure.registry import Absent, Registry
 from bench.model.forwards import Forward, patched, unchanged
 from bench.model.subjects import Subject
 from fused_remat import convert
-from fused_remat.policies import RUNGS
+from fused_remat.policies import EXACT_PRESETS
 
 Build = Callable[[Subject], Forward]
 
@@ -119,20 +119,20 @@ def liger_checkpointed(subject: Subject) -> Forward:
 # --- ours
 
 
-def _rung(subject: Subject, rung: str, **rest: Any) -> Forward:
-    return Forward(convert(subject.shared(), policy=rung, backend=subject.backend, **rest))
+def _rung(subject: Subject, preset: str, **rest: Any) -> Forward:
+    return Forward(convert(subject.shared(), policy=preset, backend=subject.backend, **rest))
 
 
-def _rung_with_loss(subject: Subject, rung: str) -> Forward:
+def _rung_with_loss(subject: Subject, preset: str) -> Forward:
     if not subject.published.task.endswith("ForCausalLM"):
         raise Absent("the fused loss is for causal language models")
-    return _rung(subject, rung, loss=True)
+    return _rung(subject, preset, loss=True)
 
 
-for _name in RUNGS:
-    _way(_name, "ours")(functools.partial(_rung, rung=_name))
+for _name in EXACT_PRESETS:
+    _way(_name, "ours")(functools.partial(_rung, preset=_name))
 for _name in LOSS_RUNGS:
-    _way(f"{_name}_loss", "loss")(functools.partial(_rung_with_loss, rung=_name))
+    _way(f"{_name}_loss", "loss")(functools.partial(_rung_with_loss, preset=_name))
 
 
 # --- compiled

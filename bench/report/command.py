@@ -28,7 +28,7 @@ from bench.report import (
     losses,
     models,
     plans,
-    rungs,
+    presets,
     scale,
 )
 
@@ -49,9 +49,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "targets_compiled": audit.targets_compiled,
     "lora": lora.tables,
     "losses": losses.section,
-    "rungs": rungs.rung_table,
-    "decoder_rungs": rungs.decoder_rung_table,
-    "rungs_transformer": rungs.transformer_table,
+    "presets": presets.rung_table,
+    "decoder_rungs": presets.decoder_rung_table,
+    "rungs_transformer": presets.transformer_table,
     "claim": demo.claim,
     "demo": demo.demo_table,
     "kernels": kernels.cpu,

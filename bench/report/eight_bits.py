@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.frontier.points import case_of
 from bench.layers.report import current
-from bench.report.rungs import (
+from bench.report.presets import (
     SHAPES,
     D,
     block,
@@ -20,10 +20,11 @@ from bench.report.rungs import (
 )
 from bench.report.sets import gpu_sets
 from fused_remat.formats import split_name
-from fused_remat.graph.graph import Graph, kept_bytes
+from fused_remat.graph.graph import Graph
 from fused_remat.graph.quantized import in_formats
+from fused_remat.graph.schedule import kept_bytes
 from fused_remat.planner.options import packable
-from fused_remat.policies import ALL_RUNGS, kept_names
+from fused_remat.policies import ALL_PRESETS, kept_names
 
 #: Targets of "fast8" beside "none" on a GPU: time, and kept bytes.
 MOST_TIME, MOST_BYTES = 1.03, 0.68
@@ -57,14 +58,14 @@ def sets(
 
     Names that backward would not ask for are not in them, so that no set is there twice.
     """
-    wants = trained(graph)
+    needs_grad = trained(graph)
     of: dict[str, tuple[int, ...]] = {p: (D,) for p in graph.params}  # norms and biases
     of |= {n: ((1, 1, *shape) if n in graph.inputs else shape) for n, shape in shapes.items()}
     choices = [("", n, f"{n}:int8") if n in packed else ("", n) for n in graph.names]
     found: dict[frozenset[str], Kept] = {}
     for names in itertools.product(*choices):
         save = frozenset(filter(None, names))
-        kept = kept_bytes(in_formats(graph, save), save, wants, of, 2)
+        kept = kept_bytes(in_formats(graph, save), save, needs_grad, of, 2)
         save = save.intersection(kept)
         if save not in found:
             nodes = rebuilt_nodes(graph, save)
@@ -86,21 +87,21 @@ def undominated(found: Iterable[Kept]) -> list[Kept]:
 
 def table(graph: Graph, shapes: Mapping[str, tuple[int, ...]], packed: Collection[str]) -> str:
     """The undominated sets, fewest bytes first."""
-    rungs = {kept_names(rung, graph): rung for rung in ALL_RUNGS}
+    presets = {kept_names(preset, graph): preset for preset in ALL_PRESETS}
     order = {name: i for i, name in enumerate(graph.names)}
     widths = graph.widths(shapes)
     lines = [
-        f"| keeps, besides the input | rung | bytes | bytes of a token at D = {D}, with statistics "
-        "| rebuilds |",
+        f"| keeps, besides the input | preset | bytes | bytes of a token at D = {D}, with "
+        "statistics | rebuilds |",
         "|---|---|---|---|---|",
     ]
     for kept in undominated(sets(graph, shapes, packed)):
         names = sorted(kept.save, key=lambda name: order[split_name(name)[0]])
-        rung = f'`"{rungs[kept.save]}"`' if kept.save in rungs else ""
+        preset = f'`"{presets[kept.save]}"`' if kept.save in presets else ""
         size = in_widths(sum(row_bytes(name, widths) for name in ["input", *names]))
         again = [f"{kept.products // D**2}D²"] * bool(kept.products)
         again += ["attention"] * bool(kept.attentions)
-        cells = [", ".join(names) or "nothing", rung, f"{size}D", f"{kept.bytes:,}"]
+        cells = [", ".join(names) or "nothing", preset, f"{size}D", f"{kept.bytes:,}"]
         lines.append(f"| {' | '.join([*cells, ' + '.join(again) or 'pointwise only'])} |")
     return "\n".join(lines)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from fused_remat.graph.build import block_graph
-from fused_remat.graph.graph import kept_bytes, programs
 from fused_remat.graph.quantized import in_formats
-from fused_remat.policies import ALL_RUNGS, kept_names
+from fused_remat.graph.schedule import kept_bytes, schedule
+from fused_remat.policies import ALL_PRESETS, kept_names
 from fused_remat.spec import (
     BlockSpec,
     LoraSpec,
@@ -53,27 +53,27 @@ def _wants(layers: tuple[str, ...] | None) -> frozenset[str]:
 
 
 def _rows(layers: tuple[str, ...] | None) -> list[str]:
-    graph, of, wants = block_graph(_spec(layers or ())), shapes(layers), _wants(layers)
+    graph, of, needs_grad = block_graph(_spec(layers or ())), shapes(layers), _wants(layers)
     widths = graph.widths(of)
     whole = sum(node.flops(widths, of, 1) for node in graph.nodes if not node.per_sequence)
     updated = [n for n in graph.nodes if isinstance(n, Linear) and n.updates]
     low = [f"{len(layers)} products with A"] if layers else []  # of all updates, for their B
     rows = []
-    for rung in ALL_RUNGS:
-        save = kept_names(rung, graph)
+    for preset in ALL_PRESETS:
+        save = kept_names(preset, graph)
         packed = in_formats(graph, save)
-        plan = programs(packed, save, wants, tiled=False)
+        plan = schedule(packed, save, needs_grad, tiled=False)
         steps = [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
         again = {node.name: node for node in steps}
         nodes = [again[node.name] for node in graph.nodes if node.name in again]
-        kept = kept_bytes(packed, save, wants, of, 2)
+        kept = kept_bytes(packed, save, needs_grad, of, 2)
         names = [name for name in kept if "." not in name]
         products = sum(n.flops(widths, of, 1) for n in nodes if not n.per_sequence)
         apart = [update for n in updated if n.name not in again for update in n.updates]
         products += sum(2 * math.prod(of[update.a]) for update in apart)
         shown = [n.label if n.unpacks else n.name for n in nodes]
         cells = [
-            f'`"{rung}"`', ", ".join(names), f"{sum(kept.values()) / TOKENS / 1024:.1f}",
+            f'`"{preset}"`', ", ".join(names), f"{sum(kept.values()) / TOKENS / 1024:.1f}",
             ", ".join([*shown, *low]) or "nothing",
             f"{products / whole:.0%}",
         ]  # fmt: skip
@@ -94,7 +94,7 @@ def tables() -> str:
     for title, layers in CASES.items():
         parts.append(
             f"**{title}** (weight gradients of a block: {_gradients(layers):.1f} MiB)\n\n"
-            "| rung | keeps | KiB a token | rebuilds | of forward's products |\n"
+            "| preset | keeps | KiB a token | rebuilds | of forward's products |\n"
             "|---|---|---|---|---|\n" + "\n".join(_rows(layers))
         )
     return "\n\n".join(parts)

@@ -25,7 +25,7 @@ from bench.measure.contest import (
     multiplier,
 )
 from bench.tuning.products import EPS, doubled
-from fused_remat.random import Keep
+from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.triton import norm as norms
 from fused_remat.triton import pointwise
@@ -99,7 +99,7 @@ def act_fwd(rig: Rig, rows: int, width: int, dropped: bool) -> Contest:
     return Contest(ways, lambda: exact(_scale(keep)), Work(bytes=2 * y.nbytes), ("aten",))
 
 
-def _scale(keep: Keep | None) -> Tensor | None:
+def _scale(keep: DropoutMask | None) -> Tensor | None:
     return None if keep is None else multiplier(keep)
 
 

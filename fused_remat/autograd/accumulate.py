@@ -125,9 +125,9 @@ class Accumulation:
     target: str
     names: frozenset[str]
 
-    def check(self, tensors: Mapping[str, Tensor | None], wants: Iterable[str]) -> None:
-        """Raise RuntimeError if one of `wants` has no buffer, or one that would be wrong."""
-        for name in wants:
+    def check(self, tensors: Mapping[str, Tensor | None], needs_grad: Iterable[str]) -> None:
+        """Raise RuntimeError if one of `needs_grad` has no buffer, or one that would be wrong."""
+        for name in needs_grad:
             param = tensors.get(name) if name in self.names else None
             reason = None if param is None else why_not_param(param, self.target)
             if reason is not None:

@@ -37,15 +37,15 @@ from fused_remat.execution.prepare import (
 )
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.quantized import in_formats
-from fused_remat.policies import ALL_RUNGS, Policy, kept_names, offload_of
-from fused_remat.steps.chunk import Prepared, Product
+from fused_remat.policies import ALL_PRESETS, Policy, kept_names, offload_of
+from fused_remat.steps.chunk import Execution, WeightGrad
 from fused_remat.steps.collective import in_context_parallel
 from fused_remat.steps.operations import FusedRematWarning
 
 _functorch = torch._C._functorch
 
 
-class Invocation(NamedTuple):
+class BlockRun(NamedTuple):
     """One call that keeps something for backward, as observers see it.
 
     Attributes:
@@ -57,7 +57,7 @@ class Invocation(NamedTuple):
     """
 
     call: BlockCall
-    prepared: Prepared
+    execution: Execution
     tensors: Sequence[Tensor | None]
     output: Tensor
     kept: Sequence[Tensor]
@@ -67,7 +67,7 @@ class Invocation(NamedTuple):
 
 
 #: Called when a block is about to save what it keeps; for reports. Usually empty.
-OBSERVERS: list[Callable[[Invocation], None]] = []
+OBSERVERS: list[Callable[[BlockRun], None]] = []
 
 
 class FusedRematBlock(torch.autograd.Function):
@@ -81,37 +81,37 @@ class FusedRematBlock(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: BlockCall,
-        prepared: Prepared,
+        execution: Execution,
         functions: Functions,
         segment: Segment | None,
         *tensors: Tensor | None,
     ) -> Tensor:
         record = (
-            replay_check.record_of(prepared, call.graph.tensors, tensors)
+            replay_check.record_of(execution, call.graph.tensors, tensors)
             if replay_check.ON
             else None
         )
         watch = None if record is None else record.note
-        out, kept = forward_block(call, prepared, tensors, functions, watch)
+        out, kept = forward_block(call, execution, tensors, functions, watch)
         if record is not None:
             record.note_output(out)
-        ctx.call, ctx.prepared, ctx.functions, ctx.record = call, prepared, functions, record
+        ctx.call, ctx.execution, ctx.functions, ctx.record = call, execution, functions, record
         ctx.segment, ctx.deferred = segment, None
         ctx.rounds = _rounds(tensors)
         ctx.set_materialize_grads(False)
-        saves: Sequence[bool] = prepared.rereads
+        saves: Sequence[bool] = execution.rereads
         if segment is not None:  # all that running it again takes
             segment.note_output(out)
             saves = (segment.input_kept, *(True for _ in tensors[1:]))
         saved = [t if save else None for t, save in zip(tensors, saves, strict=True)]
         ctx.dtypes = [t if t is None else t.dtype for t in (tensors if segment else saved)]
-        saved += [out if prepared.plan.keeps_output else None, *kept]
+        saved += [out if execution.plan.keeps_output else None, *kept]
         ctx.offloaded = None
         moved: Sequence[tuple[str, Tensor]] = ()
         if call.offload:
             saved, moved = _offload(ctx, saved)
         for observe in OBSERVERS:
-            observe(Invocation(call, prepared, tensors, out, kept, saves, moved, functions))
+            observe(BlockRun(call, execution, tensors, out, kept, saves, moved, functions))
         ctx.save_for_backward(*saved)
         return out
 
@@ -145,7 +145,7 @@ def _offload(
 ) -> tuple[list[Tensor | None], list[tuple[str, Tensor]]]:
     """What to save instead of `saves`, and what of it is on the host, by name."""
     graph = ctx.call.graph
-    names = [*graph.tensors, "output", *(name for name, _ in ctx.prepared.pieces())]
+    names = [*graph.tensors, "output", *(name for name, _ in ctx.execution.pieces())]
     callers = {*graph.inputs, "output"}
     ctx.offloaded, saves = offload.move(ctx, ctx.call.offload, names, saves, callers)
     places = () if ctx.offloaded is None else ctx.offloaded.places
@@ -153,10 +153,10 @@ def _offload(
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    wants, keeps_graph = partial.asked(ctx), _keeps_graph()
+    needs_grad, keeps_graph = partial.asked(ctx), _keeps_graph()
     deferred: partial.Deferred | None = ctx.deferred  # read once: other threads may take it
-    if deferred is not None and deferred.serves(dy, wants) and not torch.is_grad_enabled():
-        grads = _deferred(ctx, deferred, wants)
+    if deferred is not None and deferred.serves(dy, needs_grad) and not torch.is_grad_enabled():
+        grads = _deferred(ctx, deferred, needs_grad)
         if not keeps_graph:
             ctx.deferred = ctx.record = None
         return (None, None, None, None, *grads)
@@ -168,17 +168,17 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.offloaded.returned(saved)
     if segment is not None and not segment.input_kept:
         saved = (input_of(ctx) if again is None else again.input, *saved[1:])
-    check_unchanged(ctx.call.graph.tensors, ctx.prepared.given, ctx.dtypes, saved, dy)
+    check_unchanged(ctx.call.graph.tensors, ctx.execution.given, ctx.dtypes, saved, dy)
     if ctx.record is not None:
         _replay(ctx, saved)
     if torch.is_grad_enabled():
         with torch.no_grad():
-            grads = _grads(ctx, saved, dy, wants, again, creates_graph=True)
+            grads = _grads(ctx, saved, dy, needs_grad, again, creates_graph=True)
         grads = _not_differentiable(grads)
     else:
-        defers = partial.ON and keeps_graph and partial.asks_inputs(ctx.call, wants)
+        defers = partial.ON and keeps_graph and partial.asks_inputs(ctx.call, needs_grad)
         defers = defers and not dy.is_inference()  # which has no version to know it by
-        grads = _grads(ctx, saved, dy, wants, again, later=[] if defers else None)
+        grads = _grads(ctx, saved, dy, needs_grad, again, later=[] if defers else None)
     if not keeps_graph:  # copies and factors go with what autograd saved
         ctx.record = ctx.deferred = None
     if segment is not None:
@@ -203,10 +203,10 @@ def _warn_of_split(target: str) -> None:
 
 def _replay(ctx: Any, saved: Sequence[Tensor | None]) -> None:
     """Run the forward again and compare everything with what it computed: the replay check."""
-    count, record = len(ctx.prepared.given), ctx.record
+    count, record = len(ctx.execution.given), ctx.record
     tensors = record.compare_given(saved[:count])
     with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
-        forward_block(ctx.call, ctx.prepared, tensors, ctx.functions, record.compare)
+        forward_block(ctx.call, ctx.execution, tensors, ctx.functions, record.compare)
         # After: where a checkpoint around the block made them anew, the first difference is above.
         record.compare_kept(saved[count], saved[count + 1 :])
 
@@ -215,72 +215,83 @@ def _grads(
     ctx: Any,
     saved: Sequence[Tensor | None],
     dy: Tensor,
-    wants: frozenset[str],
+    needs_grad: frozenset[str],
     again: Replayed | None,
     creates_graph: bool = False,
-    later: list[Product] | None = None,
+    later: list[WeightGrad] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of `wants`, None for others; autograd rounds matrices to the tensors' dtypes.
+    """Gradients of `needs_grad`, None for others; autograd rounds matrices to the tensors' dtypes.
 
     They are batched if `dy` is. Those of weights are deferred to `later`, if given.
     """
     unbatched, rebatch = _batching(dy)
     if rebatch is not None:
         results = zip(
-            *(_grads(ctx, saved, one, wants, again, creates_graph) for one in unbatched.unbind()),
+            *(
+                _grads(ctx, saved, one, needs_grad, again, creates_graph)
+                for one in unbatched.unbind()
+            ),
             strict=True,
         )
         return [None if g[0] is None else rebatch(torch.stack(g)) for g in results]
     call: BlockCall = ctx.call
-    prepared: Prepared = ctx.prepared
-    count = len(prepared.given)
+    execution: Execution = ctx.execution
+    count = len(execution.given)
     tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
     if again is not None:
-        call, prepared, out, kept = again.call, again.prepared, again.output, again.kept
+        call, execution, out, kept = again.call, again.execution, again.output, again.kept
     if later is not None:
-        runs = partial.with_weights(call, wants)
-        call, prepared, kept = partial.narrowed(call, prepared, kept, runs, overwrites=False)
-    elif len(wants) < len(call.wants):
-        call, prepared, kept = partial.narrowed(call, prepared, kept, wants)
+        runs = partial.with_weights(call, needs_grad)
+        call, execution, kept = partial.narrowed(call, execution, kept, runs, overwrites=False)
+    elif len(needs_grad) < len(call.needs_grad):
+        call, execution, kept = partial.narrowed(call, execution, kept, needs_grad)
     watch = None if ctx.record is None else ctx.record.compare
-    into = None if call.accumulation is None else _buffers(ctx, wants, creates_graph)
+    into = None if call.accumulation is None else _buffers(ctx, needs_grad, creates_graph)
     functions = ctx.functions
-    grads = backward_block(call, prepared, tensors, out, kept, dy, functions, watch, into, later)  # type: ignore[arg-type]
+    grads = backward_block(call, execution, tensors, out, kept, dy, functions, watch, into, later)  # type: ignore[arg-type]
     if later is not None:
-        ctx.deferred = partial.Deferred.of(dy, call, wants, later, grads)
-    return _finished(ctx, dy, grads, wants, into or ())
+        ctx.deferred = partial.Deferred.of(dy, call, needs_grad, later, grads)
+    return _finished(ctx, dy, grads, needs_grad, into or ())
 
 
 def _finished(
-    ctx: Any, dy: Tensor, grads: list[Tensor | None], wants: frozenset[str], into: Collection[str]
+    ctx: Any,
+    dy: Tensor,
+    grads: list[Tensor | None],
+    needs_grad: frozenset[str],
+    into: Collection[str],
 ) -> list[Tensor | None]:
-    """`grads`, vectors rounded, with zeros for those of `wants` of empty inputs and of what has no
-    influence."""
+    """`grads`, vectors rounded, with zeros for those of `needs_grad` of empty inputs and of what
+    has no influence."""
     if ctx.rounds is not None:
         low, of = ctx.rounds
         round_vectors(grads, low, [t.grad_dtype if isinstance(t, Tensor) else t for t in of])
     for i, name in enumerate(ctx.call.graph.tensors):
-        if grads[i] is None and name in wants and name not in into:
-            grads[i] = dy.new_zeros(ctx.prepared.given[i])
+        if grads[i] is None and name in needs_grad and name not in into:
+            grads[i] = dy.new_zeros(ctx.execution.given[i])
     return grads
 
 
-def _deferred(ctx: Any, deferred: partial.Deferred, wants: frozenset[str]) -> list[Tensor | None]:
-    """Gradients of `wants`, weights of which an earlier pass has left the factors."""
-    into = None if ctx.call.accumulation is None else _buffers(ctx, wants)
-    found = deferred.give(ctx.prepared, wants, into)
+def _deferred(
+    ctx: Any, deferred: partial.Deferred, needs_grad: frozenset[str]
+) -> list[Tensor | None]:
+    """Gradients of `needs_grad`, weights of which an earlier pass has left the factors."""
+    into = None if ctx.call.accumulation is None else _buffers(ctx, needs_grad)
+    found = deferred.give(ctx.execution, needs_grad, into)
     grads = [found.get(name) for name in ctx.call.graph.tensors]
-    return _finished(ctx, deferred.dy, grads, wants, into or ())
+    return _finished(ctx, deferred.dy, grads, needs_grad, into or ())
 
 
-def _buffers(ctx: Any, wants: frozenset[str], creates_graph: bool = False) -> dict[str, Tensor]:
+def _buffers(
+    ctx: Any, needs_grad: frozenset[str], creates_graph: bool = False
+) -> dict[str, Tensor]:
     """What gradients are added to; the graph's edges lead to the parameters, so none is kept."""
     call: BlockCall = ctx.call
-    given = zip(call.graph.tensors, ctx.prepared.given, strict=True)
+    given = zip(call.graph.tensors, ctx.execution.given, strict=True)
     names = [name for name, shape in given if shape is not None]
     assert call.accumulation is not None
     found = call.accumulation.buffers(names, ctx.next_functions, creates_graph)
-    if not found and partial.asks_weights(ctx.call, wants):
+    if not found and partial.asks_weights(ctx.call, needs_grad):
         _warn_of_split(call.accumulation.target)
     return found
 
@@ -394,20 +405,20 @@ def _run_block(
         needs = tuple([t is not None and t.requires_grad for t in given])
     options = (backend, seq_first, preserve_strides, accumulation, offload_of(policy))
     call = _call(graph, save, needs, *options)
-    wants = call.wants
+    needs_grad = call.needs_grad
     if accumulation is not None:
-        accumulation.check(tensors, wants)
+        accumulation.check(tensors, needs_grad)
     segment, place = None, segment_of(policy)
     fused = not (replay_check.ON or replay_check.RECORDED)
-    if place is not None and wants:
+    if place is not None and needs_grad:
         segment = begin(place, call, call.prepare(given, fused), x, _NODE)
         if segment.why_kept:
             tell(segment.why_kept)
         call = dataclasses.replace(call, save=frozenset())
-    prepared = call.prepare(given, fused)
-    if not wants:
-        return forward_block(call, prepared, given, functions)[0]
-    out: Tensor = _apply(call, prepared, functions, segment, *given)
+    execution = call.prepare(given, fused)
+    if not needs_grad:
+        return forward_block(call, execution, given, functions)[0]
+    out: Tensor = _apply(call, execution, functions, segment, *given)
     return out
 
 
@@ -419,8 +430,8 @@ _apply = super(torch.autograd.Function, FusedRematBlock).apply
 def _kept(graph: Graph, policy: str | Policy) -> tuple[Graph, frozenset[str]]:
     """`graph` with the steps that pack what `policy` keeps, and the names that it keeps."""
     row: Collection[str] | None = None
-    if isinstance(policy, str) and policy in ALL_RUNGS:  # a table that may change
-        row = ALL_RUNGS[policy].get(graph.kind)
+    if isinstance(policy, str) and policy in ALL_PRESETS:  # a table that may change
+        row = ALL_PRESETS[policy].get(graph.kind)
     elif not isinstance(policy, Policy):
         kept_names(policy, graph)  # which raises
     return _kept_by(graph, policy, None if row is None else frozenset(row))
@@ -438,8 +449,8 @@ def _kept_by(
 @functools.lru_cache(maxsize=4096)
 def _call(graph: Graph, save: frozenset[str], needs: tuple[bool, ...], *options: Any) -> BlockCall:
     """The call where those of `graph.tensors` want gradients that `needs` marks."""
-    wants = frozenset(itertools.compress(graph.tensors, needs))
-    return BlockCall(graph, save, wants, *options)
+    needs_grad = frozenset(itertools.compress(graph.tensors, needs))
+    return BlockCall(graph, save, needs_grad, *options)
 
 
 _ATTENTION = F.scaled_dot_product_attention

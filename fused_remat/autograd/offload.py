@@ -17,7 +17,7 @@ does not hold. Blocks that the present backward pass does not run are passed ove
 
 Nothing moves on a CPU, whose memory it would stay in; under a checkpoint around the block, which
 keeps nothing itself and whose replay is read at once; and while a CUDA graph is captured.
-`MOVERS` has who copies, by type of device.
+`TRANSFERS` has who copies, by type of device.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class InFlight:
             self.settle()
 
 
-class Mover(Protocol):
+class Transfer(Protocol):
     """Who copies between a device and the host."""
 
     def is_able(self, device: torch.device) -> bool:
@@ -118,7 +118,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class CudaMover:
+class CudaTransfer:
     """Copies on the side stream of a CUDA device; not yet run on hardware."""
 
     def is_able(self, device: torch.device) -> bool:
@@ -149,16 +149,16 @@ class CudaMover:
 
 
 #: Who copies, by type of device; on others nothing moves.
-MOVERS: dict[str, Mover] = {"cuda": CudaMover()}
+TRANSFERS: dict[str, Transfer] = {"cuda": CudaTransfer()}
 
 
-def mover_of(device: torch.device) -> Mover | None:
+def transfer_for(device: torch.device) -> Transfer | None:
     """Who copies what is offloaded from `device`; None if nobody does, and it stays.
 
-    >>> mover_of(torch.device("cpu")) is None
+    >>> transfer_for(torch.device("cpu")) is None
     True
     """
-    return MOVERS.get(device.type)
+    return TRANSFERS.get(device.type)
 
 
 _task = torch._C._current_graph_task_id
@@ -167,7 +167,7 @@ _task = torch._C._current_graph_task_id
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def _left(mover: Mover, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
+def _left(mover: Transfer, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
     """`mover.out(tensors)`, waited for where a hook on saved tensors will read what was copied."""
     hosts, copies = mover.out(tensors)
     if _hooks(True) is not None:
@@ -184,7 +184,7 @@ def in_checkpoint() -> bool:
 # --- eager mode: one record for each call of a block
 
 
-class Moved:
+class OffloadRecord:
     """What one call of a block has moved, and where it is now.
 
     Args:
@@ -199,14 +199,14 @@ class Moved:
 
     def __init__(
         self,
-        mover: Mover,
+        mover: Transfer,
         device: torch.device,
         node: Any,
         places: Sequence[int],
         hosts: Sequence[Tensor],
         leaving: InFlight,
         markers: int,
-        before: weakref.ref[Moved] | None,
+        before: weakref.ref[OffloadRecord] | None,
     ) -> None:
         self._mover, self._device, self.places, self._markers = mover, device, places, markers
         self._node, self._before = weakref.ref(node), before
@@ -273,7 +273,7 @@ def _taken(slot: list[T]) -> list[T]:
         return []
 
 
-def _forget(reference: weakref.ref[Moved]) -> None:
+def _forget(reference: weakref.ref[OffloadRecord]) -> None:
     moved = reference()
     for _, coming in [] if moved is None else _taken(moved._coming):
         coming.settle()
@@ -291,7 +291,7 @@ class _Last(threading.local):
     """The last call that moved something in this thread, by device."""
 
     def __init__(self) -> None:
-        self.calls: dict[torch.device, weakref.ref[Moved]] = {}
+        self.calls: dict[torch.device, weakref.ref[OffloadRecord]] = {}
 
 
 _LAST = _Last()
@@ -303,7 +303,7 @@ def move(
     names: Sequence[str],
     saves: list[Tensor | None],
     callers: Collection[str],
-) -> tuple[Moved | None, list[Tensor | None]]:
+) -> tuple[OffloadRecord | None, list[Tensor | None]]:
     """Start moving what a call of a block saves under the names in `offload`.
 
     Args:
@@ -320,7 +320,7 @@ def move(
         if t is not None and is_offloaded(name, offload) and _is_movable(t)
     ]
     leaving: list[Any] = [saves[place] for place in places]
-    mover = mover_of(leaving[0].device) if leaving else None
+    mover = transfer_for(leaving[0].device) if leaving else None
     if mover is None or _task() != -1 or in_checkpoint() or not mover.is_able(leaving[0].device):
         return None, saves
     device = leaving[0].device
@@ -332,7 +332,7 @@ def move(
     before = None if last is None else last()
     if before is not None:
         before.release()
-    moved = Moved(mover, device, node, places, hosts, copies, len(markers), last)
+    moved = OffloadRecord(mover, device, node, places, hosts, copies, len(markers), last)
     _LAST.calls[device] = weakref.ref(moved)
     return moved, [*saves, *markers]
 
@@ -369,7 +369,7 @@ def moved_names(
     >>> moved_names({"qkv"}, ["input", "qkv:int8"], torch.device("cpu"))
     frozenset()
     """
-    if not offload or mover_of(device) is None:
+    if not offload or transfer_for(device) is None:
         return frozenset()
     return frozenset(name for name in names if is_offloaded(name, offload))
 
@@ -379,7 +379,7 @@ def start_out(tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
 
     Raises: RuntimeError while a CUDA graph is captured.
     """
-    mover = mover_of(tensors[0].device)
+    mover = transfer_for(tensors[0].device)
     assert mover is not None
     if not mover.is_able(tensors[0].device):
         raise RuntimeError(
@@ -400,5 +400,5 @@ def hold(copies: InFlight | None, device: torch.device) -> None:
 
 def fetched(hosts: list[Tensor], device: torch.device) -> list[Tensor]:
     """What an operator finds on the host, on the device."""
-    mover = mover_of(device) if hosts else None
+    mover = transfer_for(device) if hosts else None
     return [] if mover is None else mover.back(hosts, device).settle()

@@ -38,12 +38,13 @@ from fused_remat.execution.prepare import (
     prepare,
     round_vectors,
 )
-from fused_remat.graph.graph import Graph, Programs, programs, sizes
+from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.quantized import in_formats
+from fused_remat.graph.schedule import Schedule, schedule
 from fused_remat.graph.text import graph_of
 from fused_remat.policies import Policy, kept_names, offload_of
 from fused_remat.spec import KINDS
-from fused_remat.steps.chunk import Prepared
+from fused_remat.steps.chunk import Execution
 from fused_remat.steps.operations import FusedRematWarning
 from fused_remat.version import __version__
 
@@ -111,15 +112,15 @@ def run(
     names = _names_of(policy)
     recipe = _keeping(graph.recipe, names)
     given = {name: t for name, t in tensors.items() if t is not None}
-    wants = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
-    if "seed" not in given and _draws_seed(recipe, bool(wants)):
+    needs_grad = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
+    if "seed" not in given and _draws_seed(recipe, bool(needs_grad)):
         given["seed"] = random.draw_seed(given["input"].device)
     text = describe(
         recipe,
         names,
         tuple(given),
         tuple([t.dtype for t in given.values()]),
-        tuple(wants),
+        tuple(needs_grad),
         backend,
         seq_first,
         preserve_strides,
@@ -132,7 +133,7 @@ def run(
 
 
 def _names_of(policy: str | Policy) -> str | tuple[str, ...]:
-    """A rung or names; in a segment, which is eager mode's alone, the block keeps its input."""
+    """A preset or names; in a segment, which is eager mode's alone, the block keeps its input."""
     if isinstance(policy, str):
         return policy
     return tuple(policy.save) if policy.segment is None else ()
@@ -141,12 +142,12 @@ def _names_of(policy: str | Policy) -> str | tuple[str, ...]:
 # --- what is kept: pieces, as blocks make and take them, and one tensor per name
 
 
-def _joined(names: Sequence[str], prepared: Prepared, pieces: list[Tensor]) -> dict[str, Tensor]:
+def _joined(names: Sequence[str], execution: Execution, pieces: list[Tensor]) -> dict[str, Tensor]:
     """Pieces joined: a matrix (tokens, width) for each of `names`."""
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     pieces.reverse()
-    for name, rows in prepared.pieces():
-        parts[name].append(pieces.pop().reshape(rows, prepared.widths[name]))
+    for name, rows in execution.pieces():
+        parts[name].append(pieces.pop().reshape(rows, execution.widths[name]))
     result = {}
     for name in names:
         mine = parts.pop(name)
@@ -155,11 +156,11 @@ def _joined(names: Sequence[str], prepared: Prepared, pieces: list[Tensor]) -> d
     return result
 
 
-def _split(prepared: Prepared, whole: Mapping[str, Tensor]) -> list[Tensor]:
+def _split(execution: Execution, whole: Mapping[str, Tensor]) -> list[Tensor]:
     """The pieces again, as views."""
     at = dict.fromkeys(whole, 0)
     pieces = []
-    for name, rows in prepared.pieces():
+    for name, rows in execution.pieces():
         pieces.append(whole[name][at[name] : at[name] + rows])
         at[name] += rows
     return pieces
@@ -182,7 +183,7 @@ def _shapes(flat: Sequence[int]) -> list[torch.Size]:
     return shapes
 
 
-def _matrices(this: Described, given: list[Tensor | None]) -> dict[str, tuple[int, int]]:
+def _matrices(this: ParsedCall, given: list[Tensor | None]) -> dict[str, tuple[int, int]]:
     """The number of tokens, and elements per token, by name; sizes may be symbols."""
     named = this.call.named_shapes([None if t is None else t.shape for t in given])
     batch, graph = sizes(named["input"])[0], this.call.graph
@@ -200,14 +201,14 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
         )
     this = described(call)
     given = this.aligned(tuple(this.dtypes), tensors)
-    prepared = this.call.prepare(given)
+    execution = this.call.prepare(given)
     x = given[0]
     assert x is not None
     moved = this.moved(x.device)
     # The input may be overwritten once the operator is done: its copy is made meanwhile.
     inputs, leaving = start_out([x]) if "input" in moved else ([], None)
-    out, pieces = forward_block(this.call, prepared, given)
-    joined = _joined(this.plan.kept, prepared, pieces) or _empty_kept(this, given)
+    out, pieces = forward_block(this.call, execution, given)
+    joined = _joined(this.plan.kept, execution, pieces) or _empty_kept(this, given)
     if leaving is not None:
         leaving.settle()
     if this.call.offload:
@@ -223,7 +224,7 @@ def _to_host(joined: dict[str, Tensor], moved: frozenset[str], device: torch.dev
     hold(copies, device)
 
 
-def _empty_kept(this: Described, given: list[Tensor | None]) -> dict[str, Tensor]:
+def _empty_kept(this: ParsedCall, given: list[Tensor | None]) -> dict[str, Tensor]:
     """What is kept, without values, on the device."""
     graph, x = this.call.graph, given[0]
     assert x is not None
@@ -253,7 +254,7 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     shapes = dict(zip(names, _shapes(sizes), strict=True))
     dtype = this.dtypes[this.call.graph.inputs[0]]
     given = this.aligned(names, list(shapes.values()))
-    prepared = prepare(this.call, dy, given, dtype=dtype)
+    execution = prepare(this.call, dy, given, dtype=dtype)
     count = len(this.saved)
     out = saved[count] if this.plan.keeps_output else None
     whole = dict(zip(this.plan.kept, saved[count + this.plan.keeps_output :], strict=True))
@@ -261,8 +262,8 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     dtypes = [this.dtypes[name] for name in this.saved]
     check_unchanged(this.saved, was, dtypes, saved[:count], dy)
     tensors = this.aligned(this.saved, saved[:count])
-    pieces = _split(prepared, whole)
-    grads = backward_block(this.call, prepared, tensors, out, pieces, dy)
+    pieces = _split(execution, whole)
+    grads = backward_block(this.call, execution, tensors, out, pieces, dy)
     if dtype.itemsize == 2:
         round_vectors(grads, dtype, [this.dtypes.get(name) for name in this.call.graph.tensors])
     named = dict(zip(this.call.graph.tensors, grads, strict=True))
@@ -276,7 +277,7 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     return result
 
 
-def _on_device(this: Described, saved: list[Tensor], device: torch.device) -> list[Tensor]:
+def _on_device(this: ParsedCall, saved: list[Tensor], device: torch.device) -> list[Tensor]:
     """What forward's operator has kept, with what it moved brought back."""
     moved, result = this.moved(device), list(saved)
     names = (*this.saved, *(("output",) if this.plan.keeps_output else ()), *this.plan.kept)
@@ -358,7 +359,7 @@ for _kind in KINDS:
 
 
 @dataclass(frozen=True)
-class Described:
+class ParsedCall:
     """The text of a call, read.
 
     Attributes:
@@ -370,8 +371,8 @@ class Described:
     dtypes: Mapping[str, torch.dtype]
 
     @functools.cached_property
-    def plan(self) -> Programs:
-        return programs(self.call.graph, self.call.save, self.call.wants, tiled=False)
+    def plan(self) -> Schedule:
+        return schedule(self.call.graph, self.call.save, self.call.needs_grad, tiled=False)
 
     @functools.cached_property
     def saved(self) -> tuple[str, ...]:
@@ -381,7 +382,7 @@ class Described:
 
     @functools.cached_property
     def wanted(self) -> tuple[str, ...]:
-        return tuple(name for name in self.dtypes if name in self.call.wants)
+        return tuple(name for name in self.dtypes if name in self.call.needs_grad)
 
     def moved(self, device: torch.device) -> frozenset[str]:
         """What of it is returned on the host instead of `device`: kept names, and the input."""
@@ -400,7 +401,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 @functools.lru_cache(maxsize=4096)
-def described(text: str) -> Described:
+def described(text: str) -> ParsedCall:
     """Read what `describe` wrote.
 
     Raises: RuntimeError if the text names a graph that is another now.
@@ -415,13 +416,13 @@ def described(text: str) -> Described:
     call = BlockCall(
         graph=graph,
         save=frozenset(fields["save"]),
-        wants=frozenset(fields["wants"]),
+        needs_grad=frozenset(fields["wants"]),
         backend=fields["backend"],
         seq_first=fields["seq_first"],
         preserve_strides=fields["preserve_strides"],
         offload=frozenset(fields["offload"]),
     )
-    return Described(call, {name: _dtype(dtype) for name, dtype in fields["dtypes"].items()})
+    return ParsedCall(call, {name: _dtype(dtype) for name, dtype in fields["dtypes"].items()})
 
 
 def describe(
@@ -429,7 +430,7 @@ def describe(
     policy: str | tuple[str, ...],
     names: tuple[str, ...],
     dtypes: tuple[torch.dtype, ...],
-    wants: tuple[str, ...],
+    needs_grad: tuple[str, ...],
     backend: str,
     seq_first: bool,
     preserve_strides: bool,
@@ -447,7 +448,7 @@ def describe(
             "of": [graph.digest, __version__],
             "save": sorted(kept_names(what, graph)),
             "offload": sorted(offload_of(what)),
-            "wants": sorted(wants),
+            "wants": sorted(needs_grad),
             "backend": backend,
             "seq_first": seq_first,
             "preserve_strides": preserve_strides,

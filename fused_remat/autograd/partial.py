@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from fused_remat.execution.prepare import BlockCall, autocast_on
-from fused_remat.graph.graph import programs
-from fused_remat.steps.chunk import Frame, Prepared, Product, Run
+from fused_remat.graph.schedule import schedule
+from fused_remat.steps.chunk import Chunk, Execution, Run, WeightGrad
 
 _executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
@@ -71,24 +71,24 @@ def defer_weight_gradients() -> Iterator[None]:
 
 
 def asked(ctx: Any) -> frozenset[str]:
-    """Which of `ctx.call.wants` the backward pass that runs now takes; all, if it cannot be told.
+    """Which of `ctx.call.needs_grad` the present backward pass takes; all, if it cannot be told.
 
     The engine knows which nodes a pass executes: those behind a gradient that nobody asked for are
     not among them. An ordinary `backward()` executes every node that it can reach.
     """
-    wants: frozenset[str] = ctx.call.wants
+    needs_grad: frozenset[str] = ctx.call.needs_grad
     if not issubclass(type(ctx), BackwardCFunction):  # compiled autograd
-        return wants
+        return needs_grad
     edges = ctx.next_functions
     try:
         if all(map(_executes, [node for node, _ in edges if node is not None])):
-            return wants
+            return needs_grad
     except (RuntimeError, TypeError):  # see `_takes`
         pass
-    given = zip(ctx.call.graph.tensors, ctx.prepared.given, strict=True)
+    given = zip(ctx.call.graph.tensors, ctx.execution.given, strict=True)
     names = [name for name, shape in given if shape is not None]
     found = [n for n, (node, _) in zip(names, edges, strict=True) if node is None or _takes(node)]
-    return wants.intersection(found) or wants
+    return needs_grad.intersection(found) or needs_grad
 
 
 def _takes(node: Any) -> bool:
@@ -103,22 +103,22 @@ def _takes(node: Any) -> bool:
 
 def narrowed(
     call: BlockCall,
-    prepared: Prepared,
+    execution: Execution,
     kept: Sequence[Tensor | None],
-    wants: frozenset[str],
+    needs_grad: frozenset[str],
     overwrites: bool = True,
-) -> tuple[BlockCall, Prepared, Sequence[Tensor | None]]:
-    """The same call with gradients of `wants` alone, some of its own, and what of `kept` it reads.
+) -> tuple[BlockCall, Execution, Sequence[Tensor | None]]:
+    """The same call with gradients of `needs_grad` alone, and what of `kept` it reads.
 
     The pieces are the same, and what is rebuilt is, to the bit. The program for fewer asks for no
     more, so all that it reads was kept. Not `overwrites`: it writes no activation over another.
     """
-    tiled, fusions = prepared.chunks.tiled, prepared.fusions
-    plan = programs(call.graph, call.save, wants, tiled, fusions, overwrites)
-    less = replace(prepared, plan=plan, wants=wants)
+    tiled, fusions = execution.chunks.tiled, execution.fusions
+    plan = schedule(call.graph, call.save, needs_grad, tiled, fusions, overwrites)
+    less = replace(execution, plan=plan, needs_grad=needs_grad)
     names = frozenset(plan.kept)
-    mine = [t for (name, _), t in zip(prepared.pieces(), kept, strict=True) if name in names]
-    return replace(call, wants=wants), less, mine
+    mine = [t for (name, _), t in zip(execution.pieces(), kept, strict=True) if name in names]
+    return replace(call, needs_grad=needs_grad), less, mine
 
 
 @dataclass(eq=False)
@@ -136,7 +136,7 @@ class Deferred:
     dy: Tensor
     version: int
     names: frozenset[str]
-    products: Sequence[Product]
+    products: Sequence[WeightGrad]
     versions: Sequence[tuple[int, int]]
     grads: Mapping[str, Tensor]
 
@@ -145,27 +145,27 @@ class Deferred:
         cls,
         dy: Tensor,
         call: BlockCall,
-        wants: frozenset[str],
-        products: Sequence[Product],
+        needs_grad: frozenset[str],
+        products: Sequence[WeightGrad],
         grads: list[Tensor | None],
     ) -> Deferred:
-        """What a pass for `wants` leaves of all that it ran for; takes it out of its `grads`."""
-        rest, found = call.wants.difference(call.graph.inputs), {}
+        """What a pass for `needs_grad` leaves for a later one; takes it out of its `grads`."""
+        rest, found = call.needs_grad.difference(call.graph.inputs), {}
         for i, name in enumerate(call.graph.tensors):
             grad = grads[i]
-            if name not in wants and grad is not None:
+            if name not in needs_grad and grad is not None:
                 found[name], grads[i] = grad, None
         return cls(dy, dy._version, rest, products, _versions(products), found)
 
-    def serves(self, dy: Tensor, wants: Collection[str]) -> bool:
-        """Whether these are the gradients of `wants` for this `dy`."""
+    def serves(self, dy: Tensor, needs_grad: Collection[str]) -> bool:
+        """Whether these are the gradients of `needs_grad` for this `dy`."""
         same = dy is self.dy and dy._version == self.version
-        return same and self.names.issuperset(wants)
+        return same and self.names.issuperset(needs_grad)
 
     def give(
-        self, prepared: Prepared, wants: Collection[str], into: Mapping[str, Tensor] | None
+        self, execution: Execution, needs_grad: Collection[str], into: Mapping[str, Tensor] | None
     ) -> dict[str, Tensor]:
-        """The gradients of `wants`, but of those in `into` added to what is there.
+        """The gradients of `needs_grad`, but of those in `into` added to what is there.
 
         Raises: RuntimeError if a factor was changed in place since.
         """
@@ -174,14 +174,14 @@ class Deferred:
                 "fused_remat: a tensor that a weight gradient is to be computed from was modified "
                 "by an inplace operation after the backward pass that asked for the input's"
             )
-        run = Run(prepared, {}, {}, self.dy, into=into)
-        frame = Frame(run, (0, 0), (0, 0))
+        run = Run(execution, {}, {}, self.dy, into=into)
+        frame = Chunk(run, (0, 0), (0, 0))
         with torch.autocast(self.dy.device.type, enabled=False) if autocast_on(self.dy) else _NO:
             for name, grad in self.grads.items():
-                if name in wants:
+                if name in needs_grad:
                     frame.add_param_grad(name, grad.clone())  # it may be given again
             for product in self.products:
-                if product.name in wants:
+                if product.name in needs_grad:
                     frame.add_weight_grad(*product)
         return {name: grad for name, grad in run.param_grads.items() if name not in (into or ())}
 
@@ -189,20 +189,22 @@ class Deferred:
 _NO = contextlib.nullcontext()
 
 
-def _versions(products: Sequence[Product]) -> list[tuple[int, int]]:
+def _versions(products: Sequence[WeightGrad]) -> list[tuple[int, int]]:
     return [(product.dy._version, product.x._version) for product in products]
 
 
-def asks_inputs(call: BlockCall, wants: frozenset[str]) -> bool:
-    """Whether a pass for `wants` asks for inputs alone, of a block that has weights."""
-    return wants.issubset(call.graph.inputs) and not call.wants.issubset(call.graph.inputs)
+def asks_inputs(call: BlockCall, needs_grad: frozenset[str]) -> bool:
+    """Whether a pass for `needs_grad` asks for inputs alone, of a block that has weights."""
+    return needs_grad.issubset(call.graph.inputs) and not call.needs_grad.issubset(
+        call.graph.inputs
+    )
 
 
-def asks_weights(call: BlockCall, wants: frozenset[str]) -> bool:
-    """Whether a pass for `wants` asks for weights alone, of a block whose inputs want gradients."""
-    return len(wants) < len(call.wants) and wants.isdisjoint(call.graph.inputs)
+def asks_weights(call: BlockCall, needs_grad: frozenset[str]) -> bool:
+    """Whether a pass for `needs_grad` asks for weights alone, of a block whose inputs need some."""
+    return len(needs_grad) < len(call.needs_grad) and needs_grad.isdisjoint(call.graph.inputs)
 
 
-def with_weights(call: BlockCall, wants: frozenset[str]) -> frozenset[str]:
-    """`wants`, and all weights whose gradients the call wants."""
-    return wants.union(call.wants.difference(call.graph.inputs))
+def with_weights(call: BlockCall, needs_grad: frozenset[str]) -> frozenset[str]:
+    """`needs_grad`, and all weights whose gradients the call wants."""
+    return needs_grad.union(call.needs_grad.difference(call.graph.inputs))

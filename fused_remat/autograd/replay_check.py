@@ -31,8 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fused_remat.graph.graph import Step
-from fused_remat.steps.chunk import Frame, Prepared
+from fused_remat.graph.schedule import Step
+from fused_remat.steps.chunk import Chunk, Execution
 from fused_remat.steps.operations import FusedRematWarning
 
 #: Whether calls are checked: set by `check_replay`, and at import by FUSED_REMAT_CHECK.
@@ -88,7 +88,7 @@ def check_replay() -> Iterator[None]:
 
 
 def record_of(
-    prepared: Prepared, names: Sequence[str], tensors: Sequence[Tensor | None]
+    execution: Execution, names: Sequence[str], tensors: Sequence[Tensor | None]
 ) -> Record | None:
     """A record of a call that begins; None where there are no values to compare, or none yet."""
     x = tensors[0]
@@ -99,7 +99,7 @@ def record_of(
         message = "fused_remat: the replay check is off while a CUDA graph is captured"
         warnings.warn(message, FusedRematWarning, stacklevel=2)
         return None
-    return Record(prepared, names, tensors)
+    return Record(execution, names, tensors)
 
 
 def _count(change: int) -> None:
@@ -128,33 +128,33 @@ class Record:
     """
 
     def __init__(
-        self, prepared: Prepared, names: Sequence[str], tensors: Sequence[Tensor | None]
+        self, execution: Execution, names: Sequence[str], tensors: Sequence[Tensor | None]
     ) -> None:
-        self.prepared, self.names, self.caller = prepared, names, _caller(prepared.kind)
+        self.execution, self.names, self.caller = execution, names, _caller(execution.kind)
         self.tensors = [None if t is None else t.detach().clone() for t in tensors]
         self._output: Tensor | None = None
         self._pieces: dict[_Piece, Tensor] = {}
         _count(1)
         weakref.finalize(self, _count, -1)
 
-    def note(self, step: Step, frame: Frame) -> None:
+    def note(self, step: Step, frame: Chunk) -> None:
         """Copy what a step of forward has computed."""
         for piece, value in _made(step, frame):
             self._pieces[piece] = value.clone()
 
     def note_output(self, out: Tensor) -> None:
-        if self.prepared.plan.keeps_output:
+        if self.execution.plan.keeps_output:
             self._output = out.clone()
 
-    def compare(self, step: Step, frame: Frame) -> None:
+    def compare(self, step: Step, frame: Chunk) -> None:
         """Compare what a step has computed again, in backward, from what was kept exactly.
 
         Raises: ReplayError if one bit differs from what `note` saw.
         """
-        inexact = frame.run.prepared.plan.inexact
+        inexact = frame.run.execution.plan.inexact
         for piece, value in _made(step, frame):
             # A segment's first run packs nothing; what is packed then is compared itself.
-            first = step.node is not None and step.node.packs and piece not in self._pieces
+            first = step.node is not None and step.node.quantizes and piece not in self._pieces
             if piece.name not in inexact and not first:
                 self._compare_piece(piece, value, "rebuilt")
 
@@ -187,29 +187,29 @@ class Record:
 
     def _kept_pieces(self) -> Iterator[_Piece]:
         """What `run.forward` returns, in order."""
-        plan, chunks = self.prepared.plan, self.prepared.chunks
-        lengths = self.prepared.lengths
+        plan, chunks = self.execution.plan, self.execution.chunks
+        lengths = self.execution.lengths
         for seqs in chunks.groups:
             count = seqs[1] - seqs[0]
             yield from (_Piece(name, seqs, 0, count * lengths[name]) for name in plan.kept_group)
             if plan.tile_forward:
                 for lo, hi in chunks.tiles(count * chunks.seq_len):
-                    rows = [self.prepared.tile_rows(name, hi - lo) for name in plan.kept_tile]
+                    rows = [self.execution.tile_rows(name, hi - lo) for name in plan.kept_tile]
                     pairs = zip(plan.kept_tile, rows, strict=True)
                     yield from (_Piece(name, seqs, lo, count) for name, count in pairs)
 
     def _compare_piece(self, piece: _Piece, value: Tensor, as_what: str) -> None:
         found = _difference(self._pieces[piece], value)
         if found is not None:
-            where = _tokens(piece, value, found, self.prepared.lengths[piece.name])
+            where = _tokens(piece, value, found, self.execution.lengths[piece.name])
             self._fail(piece.name, where, ("forward", as_what), found, self._part(piece))
 
     def _part(self, piece: _Piece) -> str:
         """Which group and tile, where there are several."""
-        chunks = self.prepared.chunks
+        chunks = self.execution.chunks
         groups, group = -(-chunks.batch // chunks.group), piece.seqs[0] // chunks.group
         parts = [f"group {group + 1} of {groups}"] if groups > 1 else []
-        whole = (piece.seqs[1] - piece.seqs[0]) * self.prepared.lengths[piece.name]
+        whole = (piece.seqs[1] - piece.seqs[0]) * self.execution.lengths[piece.name]
         if piece.rows < whole:
             tokens = (piece.seqs[1] - piece.seqs[0]) * chunks.seq_len
             parts.append(f"tile {piece.lo // chunks.tile + 1} of {-(-tokens // chunks.tile)}")
@@ -225,11 +225,11 @@ class Record:
         )
 
 
-def _made(step: Step, frame: Frame) -> Iterator[tuple[_Piece, Tensor]]:
+def _made(step: Step, frame: Chunk) -> Iterator[tuple[_Piece, Tensor]]:
     """The activations, statistics and dropout multipliers that a step has put into the frame."""
     assert step.node is not None
     for name in step.node.makes:
-        keep = frame.keeps.get(name)
+        keep = frame.masks.get(name)
         value = frame[name] if keep is None else keep.tensor()
         yield _Piece(name, frame.seqs, frame.lo, frame.rows_of(name)), value
 

@@ -28,7 +28,7 @@ from fused_remat.autograd.offload import in_checkpoint
 from fused_remat.autograd.replay_check import check_unchanged
 from fused_remat.execution.prepare import BlockCall, Functions, forward_block
 from fused_remat.policies import Policy
-from fused_remat.steps.chunk import Prepared
+from fused_remat.steps.chunk import Execution
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Segment:
     """
 
     call: BlockCall
-    prepared: Prepared
+    execution: Execution
     input_kept: bool
     why_kept: str = ""
     made: tuple[int, int] = (0, 0)
@@ -72,7 +72,7 @@ class Replayed:
     task: int
     saved: Sequence[Tensor]
     call: BlockCall
-    prepared: Prepared
+    execution: Execution
     input: Tensor
     output: Tensor | None
     kept: Sequence[Tensor]
@@ -87,16 +87,16 @@ def segment_of(policy: str | Policy) -> str | None:
     return None if isinstance(policy, str) else policy.segment
 
 
-def begin(place: str, call: BlockCall, prepared: Prepared, x: Tensor, node_type: type) -> Segment:
+def begin(place: str, call: BlockCall, execution: Execution, x: Tensor, node_type: type) -> Segment:
     """For a call whose first input is `x`; `node_type`: of the autograd nodes of blocks."""
     # A checkpoint's replay gives blocks leaves as inputs, and expects them to save as many tensors.
     if place == "first" or in_checkpoint():
-        return Segment(call, prepared, input_kept=True)
+        return Segment(call, execution, input_kept=True)
     why = _why_not_linked(x, node_type)
     # Without a gradient, nothing before it is kept: it is the first itself. A block that runs in a
     # backward pass is run by a checkpoint.
     told = why is not None and x.requires_grad and _task() == -1
-    return Segment(call, prepared, input_kept=why is not None, why_kept=why if told else "")  # type: ignore[arg-type]
+    return Segment(call, execution, input_kept=why is not None, why_kept=why if told else "")  # type: ignore[arg-type]
 
 
 def _why_not_linked(x: Tensor, node_type: type) -> str | None:
@@ -160,30 +160,30 @@ def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
     saved = node.saved_tensors if before is None else before.saved
     if node.offloaded is not None and before is None:
         saved = node.offloaded.returned(saved)
-    count = len(node.prepared.given)
+    count = len(node.execution.given)
     if x is None:
         x = saved[0] if before is None else before.input
     tensors = (x, *saved[1:count])
-    check_unchanged(node.call.graph.tensors, node.prepared.given, node.dtypes, tensors, x)
+    check_unchanged(node.call.graph.tensors, node.execution.given, node.dtypes, tensors, x)
     watch = None
     if node.record is not None:
         node.record.compare_given(tensors)
         watch = node.record.compare
     functions: Functions = node.functions
-    call, prepared = segment.call, segment.prepared
-    out, kept = forward_block(call, prepared, tensors, functions, watch)
-    keeps = out if prepared.plan.keeps_output else None
-    merged = list(_merged(node.prepared, saved[count + 1 :], prepared, kept))
-    segment.replayed = Replayed(_task(), saved, call, prepared, x, keeps, merged)
+    call, execution = segment.call, segment.execution
+    out, kept = forward_block(call, execution, tensors, functions, watch)
+    keeps = out if execution.plan.keeps_output else None
+    merged = list(_merged(node.execution, saved[count + 1 :], execution, kept))
+    segment.replayed = Replayed(_task(), saved, call, execution, x, keeps, merged)
     return out
 
 
 def _merged(
-    before: Prepared, old: Sequence[Tensor], prepared: Prepared, new: Sequence[Tensor]
+    before: Execution, old: Sequence[Tensor], execution: Execution, new: Sequence[Tensor]
 ) -> Iterator[Tensor]:
     """`new`, but for what was kept all along, which is the same bits."""
     had: dict[str, list[Tensor]] = defaultdict(list)
     for (name, _), t in zip(before.pieces(), old, strict=True):
         had[name].append(t)
-    for (name, _), t in zip(prepared.pieces(), new, strict=True):
+    for (name, _), t in zip(execution.pieces(), new, strict=True):
         yield had[name].pop(0) if had[name] else t

@@ -12,7 +12,7 @@ from fused_remat.cli.outputs import CommandError, add_outputs, check_outputs, wr
 from fused_remat.convert import convert, set_policy
 from fused_remat.formats import FORMATS
 from fused_remat.layers import FusedLayer
-from fused_remat.policies import ALL_RUNGS, LOSSY_RUNGS, RUNGS, Policy
+from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS, LOSSY_PRESETS, Policy
 from fused_remat.report import memory_report
 
 _EXAMPLES = """
@@ -26,7 +26,7 @@ examples:
 
 
 def policy_of(text: str) -> str | Policy:
-    """A rung, or "names:" and names with commas between, each with a format or without.
+    """A preset, or "names:" and names with commas between, each with a format or without.
 
     >>> policy_of("lean"), sorted(policy_of("names:attn,qkv:int8").save)
     ('lean', ['attn', 'qkv:int8'])
@@ -37,9 +37,9 @@ def policy_of(text: str) -> str | Policy:
             return Policy(save={name.strip() for name in names if name.strip()})
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
-    if text not in ALL_RUNGS:
+    if text not in ALL_PRESETS:
         raise argparse.ArgumentTypeError(
-            f"unknown policy {text!r}; valid: {', '.join(ALL_RUNGS)}, or names:attn,qkv:int8"
+            f"unknown policy {text!r}; valid: {', '.join(ALL_PRESETS)}, or names:attn,qkv:int8"
         )
     return text
 
@@ -61,9 +61,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--policy",
         type=policy_of,
         metavar="POLICY",
-        help=f"{', '.join(RUNGS)}; in 8 bits: {', '.join(LOSSY_RUNGS)}; or names:attn,qkv:int8 "
-        f"(formats: {', '.join(FORMATS)}). Default: full; of layers that are fused already, what "
-        "they have",
+        help=f"{', '.join(EXACT_PRESETS)}; in 8 bits: {', '.join(LOSSY_PRESETS)}; or "
+        f"names:attn,qkv:int8 (formats: {', '.join(FORMATS)}). Default: full; layers that are "
+        "already fused keep theirs",
     )
     either.add_argument(
         "--stock", action="store_true", help="ordinary layers; a function's model as it is"

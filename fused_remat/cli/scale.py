@@ -14,7 +14,7 @@ import torch
 
 from fused_remat.cli.outputs import CommandError
 from fused_remat.planner.options import bytes_of
-from fused_remat.policies import ALL_RUNGS, RUNGS
+from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS
 from fused_remat.report.report import aligned, human
 from fused_remat.scale.costs import FILE_KEYS, HARDWARE, Costs, Figure, of_file, of_this_machine
 from fused_remat.scale.estimate import (
@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="sequences of each data-parallel rank at a time (default: 1)")  # fmt: skip
     add("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
         help="divide the residual stream by tokens among tensor-parallel ranks")  # fmt: skip
-    add("--policy", default="all", help=f"all (default), or one of {', '.join(ALL_RUNGS)}")
+    add("--policy", default="all", help=f"all (default), or one of {', '.join(ALL_PRESETS)}")
     add("--offload", default="", metavar="NAMES", help="kept names that wait in the host's memory")
     add("--loss", choices=("fused", "whole"), default="fused",
         help="a block of logits at a time, or all at once (default: fused)")  # fmt: skip
@@ -153,9 +153,9 @@ def _setup(args: argparse.Namespace) -> Setup:
 
 def _policies(text: str) -> tuple[str, ...]:
     if text == "all":
-        return tuple(RUNGS)
-    if text not in ALL_RUNGS:
-        raise CommandError(f"--policy is all or one of {', '.join(ALL_RUNGS)}, got {text!r}")
+        return tuple(EXACT_PRESETS)
+    if text not in ALL_PRESETS:
+        raise CommandError(f"--policy is all or one of {', '.join(ALL_PRESETS)}, got {text!r}")
     return (text,)
 
 
@@ -256,8 +256,8 @@ def lines(found: Estimate, more: Mapping[str, Any]) -> Iterator[str]:
         yield f"vocabulary padded from {whole} to {setup.model.vocab} rows, to divide it evenly"
     yield ""
     yield from aligned(list(_table(found, more)))
-    rungs = [rung for rung in found.rows if rung in ALL_RUNGS]
-    shown = PLANNER if PLANNER in found.rows and len(rungs) > 1 else rungs[0]
+    presets = [preset for preset in found.rows if preset in ALL_PRESETS]
+    shown = PLANNER if PLANNER in found.rows and len(presets) > 1 else presets[0]
     yield ""
     if PLANNER in found.rows:
         yield f"the planner would keep: {found.rows[PLANNER].policy}"

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fused_remat.graph.graph import Programs, Step
-from fused_remat.steps.chunk import TRACERS, Frame, Prepared, Run, Watch
+from fused_remat.graph.schedule import Schedule, Step
+from fused_remat.steps.chunk import TRACERS, Chunk, Execution, Observer, Run
 
 
-def _run_steps(steps: Sequence[Step], frame: Frame, out: Tensor | None = None) -> None:
+def _run_steps(steps: Sequence[Step], frame: Chunk, out: Tensor | None = None) -> None:
     """Compute activations (the output into `out`), and run nodes' backwards."""
     if not (frame.run.observed or TRACERS):
         _run(steps, frame, out)
@@ -30,7 +30,7 @@ def _run_steps(steps: Sequence[Step], frame: Frame, out: Tensor | None = None) -
 
 
 def _run(
-    steps: Sequence[Step], frame: Frame, out: Tensor | None, watch: Watch | None = None
+    steps: Sequence[Step], frame: Chunk, out: Tensor | None, watch: Observer | None = None
 ) -> None:
     for step in steps:
         node = step.node
@@ -43,7 +43,7 @@ def _run(
             dy, owned = frame.take_grad(node.name)
             assert dy is not None
             frame.freeing = step.free
-            node.backward(frame, dy, owned, step.wants)
+            node.backward(frame, dy, owned, step.needs_grad)
             del dy
         if step.free:
             frame.free(step.free)
@@ -62,9 +62,9 @@ def _rows(x: Tensor, seqs: tuple[int, int]) -> Tensor:
     return mine if mine.dim() == 4 else mine.reshape(-1, mine.shape[-1])
 
 
-def _frame(run: Run, seqs: tuple[int, int], inputs: Iterable[str]) -> Frame:
+def _frame(run: Run, seqs: tuple[int, int], inputs: Iterable[str]) -> Chunk:
     """The frame of a group, holding those of `inputs` that are there."""
-    frame = Frame(run, seqs, (0, (seqs[1] - seqs[0]) * run.chunks.seq_len))
+    frame = Chunk(run, seqs, (0, (seqs[1] - seqs[0]) * run.chunks.seq_len))
     for name in inputs:
         x = run.tensors.get(name)
         if x is not None:
@@ -75,9 +75,9 @@ def _frame(run: Run, seqs: tuple[int, int], inputs: Iterable[str]) -> Frame:
 def forward(run: Run, out_BSD: Tensor) -> list[Tensor]:
     """Fill `out_BSD` with the block's output; returns what the plan keeps, in frame order."""
     kept: list[Tensor] = []
-    plan = run.prepared.plan
+    plan = run.execution.plan
     for seqs in run.chunks.groups:
-        frame = _frame(run, seqs, run.prepared.shapes)
+        frame = _frame(run, seqs, run.execution.shapes)
         target = _of(out_BSD, seqs)
         in_place = target.is_contiguous()
         if in_place:
@@ -94,13 +94,13 @@ def forward(run: Run, out_BSD: Tensor) -> list[Tensor]:
     return kept
 
 
-def _forward_tiles(frame: Frame, plan: Programs, out: Tensor, kept: list[Tensor]) -> None:
+def _forward_tiles(frame: Chunk, plan: Schedule, out: Tensor, kept: list[Tensor]) -> None:
     run = frame.run
     *before, _tiles = plan.forward
     _run_steps(before, frame)
     kept.extend(frame[n] for n in plan.kept_group)
     for span in run.chunks.tiles(frame.rows):
-        tile = Frame(run, frame.seqs, span, frame)
+        tile = Chunk(run, frame.seqs, span, frame)
         _run_steps(plan.tile_forward, tile, out[span[0] : span[1]])
         kept.extend(tile[n] for n in plan.kept_tile)
 
@@ -113,8 +113,8 @@ def backward(
     `kept` is what `forward` returned; `out_BSD` the output, if the plan keeps it.
     """
     supply = iter(kept)
-    prepared = run.prepared
-    plan = prepared.plan
+    execution = run.execution
+    plan = execution.plan
     grads: dict[str, Tensor] = {}
     for seqs in run.chunks.groups:
         frame = _frame(run, seqs, plan.kept_inputs)
@@ -126,13 +126,13 @@ def backward(
             _backward_with_tiles(frame, plan, supply)
         else:
             _run_steps(plan.backward, frame)
-        for name in prepared.shapes:
-            if name in run.wants:
-                _collect(name, frame, prepared, dy_BSD, grads)
+        for name in execution.shapes:
+            if name in run.needs_grad:
+                _collect(name, frame, execution, dy_BSD, grads)
     return grads
 
 
-def _backward_with_tiles(frame: Frame, plan: Programs, supply: Iterator[Tensor]) -> None:
+def _backward_with_tiles(frame: Chunk, plan: Schedule, supply: Iterator[Tensor]) -> None:
     at = next(i for i, step in enumerate(plan.backward) if step.kind == "tiles")
     _run_steps(plan.backward[:at], frame)
     _backward_tiles(frame, plan, supply)
@@ -141,13 +141,13 @@ def _backward_with_tiles(frame: Frame, plan: Programs, supply: Iterator[Tensor])
 
 
 def _collect(
-    name: str, frame: Frame, prepared: Prepared, dy_BSD: Tensor, grads: dict[str, Tensor]
+    name: str, frame: Chunk, execution: Execution, dy_BSD: Tensor, grads: dict[str, Tensor]
 ) -> None:
     """Add a group's gradient of an input to `grads`, the whole of it by name."""
     grad, owned = frame.take_grad(name)
     assert grad is not None
-    shape = prepared.shapes[name]
-    if owned and prepared.chunks.group >= prepared.chunks.batch:
+    shape = execution.shapes[name]
+    if owned and execution.chunks.group >= execution.chunks.batch:
         grads[name] = grad.view(shape)
         return
     if name not in grads:
@@ -166,18 +166,18 @@ def _empty_grad(shape: tuple[int, ...], dy: Tensor) -> Tensor:
     return torch.empty_like(dy)
 
 
-def _backward_tiles(frame: Frame, plan: Programs, supply: Iterator[Tensor]) -> None:
+def _backward_tiles(frame: Chunk, plan: Schedule, supply: Iterator[Tensor]) -> None:
     run = frame.run
     dout, _ = frame.take_grad("output")
     assert dout is not None
     buffers = {
         name: torch.empty(
-            (frame.rows, run.widths[name]), dtype=run.prepared.dtypes[name], device=run.device
+            (frame.rows, run.widths[name]), dtype=run.execution.dtypes[name], device=run.device
         )
         for name in plan.tile_gives
     }
     for span in run.chunks.tiles(frame.rows):
-        tile = Frame(run, frame.seqs, span, frame)
+        tile = Chunk(run, frame.seqs, span, frame)
         tile.update((n, next(supply)) for n in plan.kept_tile)
         tile.grads["output"] = (dout[span[0] : span[1]], False)
         _run_steps(plan.tile_backward, tile)

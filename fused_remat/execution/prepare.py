@@ -1,7 +1,7 @@
 """A call of a block as plain functions: `forward_block` and `backward_block`.
 
 They are functions of tensors, a hashable `BlockCall` (what to compute) and what was worked out
-from it (`Prepared`): `autograd/function.py` wraps them in a Function, `autograd/operators.py` in
+from it (`Execution`): `autograd/function.py` wraps them in a Function, `autograd/operators.py` in
 operators. Neither reads a module: what backward needs is saved from what forward read.
 """
 
@@ -18,10 +18,11 @@ from torch import Tensor
 from fused_remat.autograd.accumulate import Accumulation
 from fused_remat.execution import executor
 from fused_remat.execution.choose import has_faster, ops_for
-from fused_remat.graph.graph import Graph, programs, sizes
+from fused_remat.graph.graph import Graph, sizes
+from fused_remat.graph.schedule import schedule
 from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps.activation import MLPActivation
-from fused_remat.steps.chunk import Chunks, Prepared, Product, Run, Watch
+from fused_remat.steps.chunk import Chunks, Execution, Observer, Run, WeightGrad
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.operations import Operations
@@ -48,14 +49,14 @@ class BlockCall:
 
     graph: Graph
     save: frozenset[str]
-    wants: frozenset[str]
+    needs_grad: frozenset[str]
     backend: str
     seq_first: bool = False
     preserve_strides: bool = True
     accumulation: Accumulation | None = None
     offload: frozenset[str] = frozenset()
 
-    def prepare(self, tensors: Sequence[Tensor | None], fused: bool = True) -> Prepared:
+    def prepare(self, tensors: Sequence[Tensor | None], fused: bool = True) -> Execution:
         """Chunks, programs, widths and dtypes for these tensors, of which no value is read.
 
         Not `fused`: forward and backward take one routine for a step, as in deterministic mode.
@@ -94,7 +95,7 @@ def prepare(
     shapes: Shapes,
     fused: bool = True,
     dtype: torch.dtype | None = None,
-) -> Prepared:
+) -> Execution:
     """`call.prepare` for tensors of `shapes`, the first of the device of `like`, and of its dtype
     if that is not given."""
     dtype = dtype or like.dtype
@@ -115,7 +116,7 @@ def _prepare(
     fuses: bool,
     dtype: torch.dtype,
     shapes: tuple[torch.Size | None, ...],
-) -> Prepared:
+) -> Execution:
     graph, named = call.graph, call.named_shapes(shapes)
     batch, seq_len = sizes(named["input"])
     lengths = graph.lengths(named)
@@ -125,14 +126,14 @@ def _prepare(
     chunks = Chunks.of(batch, seq_len, chunk_tokens, longest)
     widths = graph.widths(named)
     fusions = _fusions(ops, graph, widths, graph.compute or dtype, device) if fuses else frozenset()
-    plan = programs(graph, call.save, call.wants, chunks.tiled, fusions)
+    plan = schedule(graph, call.save, call.needs_grad, chunks.tiled, fusions)
     rereads = {*plan.kept_inputs, *plan.saved_params}
-    return Prepared(
+    return Execution(
         ops=ops,
         chunks=chunks,
         plan=plan,
         kind=graph.kind,
-        wants=call.wants,
+        needs_grad=call.needs_grad,
         widths=widths,
         lengths=lengths,
         dtypes=graph.dtypes(dtype),
@@ -173,10 +174,10 @@ def _fusions(
 
 def forward_block(
     call: BlockCall,
-    prepared: Prepared,
+    execution: Execution,
     tensors: Sequence[Tensor | None],
     functions: Functions = MappingProxyType({}),
-    watch: Watch | None = None,
+    watch: Observer | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, and what backward keeps besides it and `tensors`.
 
@@ -185,8 +186,8 @@ def forward_block(
     """
     x = tensors[0]
     assert x is not None
-    out = empty_output(call, prepared.widths["output"], prepared.dtypes["output"], x)
-    this = Run(prepared, call.named(tensors), functions, x, watch)
+    out = empty_output(call, execution.widths["output"], execution.dtypes["output"], x)
+    this = Run(execution, call.named(tensors), functions, x, watch)
     out_BSD = call.batch_major(out)
     if autocast_on(x):  # the graph says what is computed in which dtype
         with torch.autocast(x.device.type, enabled=False):
@@ -206,15 +207,15 @@ def empty_output(call: BlockCall, width: int, dtype: torch.dtype, x: Tensor) -> 
 
 def backward_block(
     call: BlockCall,
-    prepared: Prepared,
+    execution: Execution,
     tensors: Sequence[Tensor | None],
     out: Tensor | None,
     kept: Sequence[Tensor],
     dy: Tensor,
     functions: Functions = MappingProxyType({}),
-    watch: Watch | None = None,
+    watch: Observer | None = None,
     into: Mapping[str, Tensor] | None = None,
-    later: list[Product] | None = None,
+    later: list[WeightGrad] | None = None,
 ) -> list[Tensor | None]:
     """Gradients of every tensor, None where not wanted and of what is in `into`.
 
@@ -222,7 +223,7 @@ def backward_block(
     Gradients of the params in `into` are added to those tensors, in float32 (float64) throughout.
     Weight gradients that are products of two matrices go to `later`, if given, as their factors.
     """
-    this = Run(prepared, call.named(tensors), functions, dy, watch, into, later)
+    this = Run(execution, call.named(tensors), functions, dy, watch, into, later)
     dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
     if autocast_on(dy):  # backward called inside autocast, forward's or any other
         with torch.autocast(dy.device.type, enabled=False):

@@ -27,16 +27,16 @@ from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.collective import (
     SITES_OF_A_RANK,
-    Gathered,
-    GatheredSequences,
-    Reduced,
-    ReducedSequences,
+    AllGather,
+    AllGatherSequences,
+    ReduceScatter,
+    ReduceScatterSequences,
 )
 from fused_remat.steps.cross_entropy import LinearCrossEntropy
 from fused_remat.steps.linear import Linear, LowRank, Part
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
-from fused_remat.steps.residual import Add, KeepScale
+from fused_remat.steps.residual import Add, DrawMask
 from fused_remat.steps.rotary import Rotary
 
 
@@ -49,9 +49,9 @@ class _End(NamedTuple):
     site: int
 
 
-_ATTENTION = _End("proj", "proj", "keep1", random.RESIDUAL1)
+_ATTENTION = _End("proj", "proj", "dropout1", random.RESIDUAL1)
 _CROSS = _End("cross_proj", "cross_proj", "keep_cross", random.CROSS_RESIDUAL)
-_MLP = _End("fc2", "down", "keep2", random.RESIDUAL2)
+_MLP = _End("fc2", "down", "dropout2", random.RESIDUAL2)
 
 
 def captured_params(count: int) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ class BlockBuilder:
         x: str,
         *layers: str,
         residual: str = "",
-        keep: str = "",
+        mask: str = "",
         sizes: tuple[int, ...] = (),
         part: Part | None = None,
         role: str = "",
@@ -121,15 +121,15 @@ class BlockBuilder:
         for i, lora in enumerate(self.loras if part is None else ()):
             if lora.layer in layers:
                 low = f"lora.{i}"
-                mask = self.dropout(f"keep.{low}", random.LORA + i, lora.dropout, x)
+                mask = self.dropout(f"dropout.{low}", random.LORA + i, lora.dropout, x)
                 updates.append(
                     LowRank(
-                        a=f"{low}.A", b=f"{low}.B", low=low, scale=lora.scale, keep=mask,
+                        a=f"{low}.A", b=f"{low}.B", low=low, scale=lora.scale, mask=mask,
                         columns=columns.get(lora.layer), dtype=lora.dtype,
                     )
                 )  # fmt: skip
         separate = bool(updates and residual)
-        if updates and keep and not separate:
+        if updates and mask and not separate:
             raise ValueError(f"dropout after the updated layers {layers} needs a residual")
         params = [linear_params(layer) for layer in layers]
         node = Linear(
@@ -138,14 +138,14 @@ class BlockBuilder:
             residual="" if separate else residual,
             weights=tuple([weight for weight, _ in params]),
             biases=tuple([bias for _, bias in params]),
-            keep="" if separate else keep,
+            mask="" if separate else mask,
             sizes=sizes,
             part=part,
             updates=tuple(updates),
             role="" if separate else role,
         )
         made = self.add(node)
-        return self.sum(name, made, residual, keep, role) if separate else made
+        return self.sum(name, made, residual, mask, role) if separate else made
 
     def projections(self, name: str, x: str, spec: AttentionSpec, names: str, role: str) -> str:
         """`linear` of those of q, k and v in `names`, in a weight each."""
@@ -153,9 +153,9 @@ class BlockBuilder:
         sizes = tuple([stop - start for start, stop in columns.values()])
         return self.linear(name, x, *columns, sizes=sizes if len(sizes) > 1 else (), role=role)
 
-    def sum(self, name: str, x: str, residual: str, keep: str = "", role: str = "") -> str:
+    def sum(self, name: str, x: str, residual: str, mask: str = "", role: str = "") -> str:
         """name = residual + keep * x."""
-        return self.add(Add(name=name, x=x, residual=residual, keep=keep, role=role))
+        return self.add(Add(name=name, x=x, residual=residual, mask=mask, role=role))
 
     def dropout(
         self, name: str, site: int, p: float, like: str, of: str = "input", divided: bool = False
@@ -166,7 +166,7 @@ class BlockBuilder:
         """
         if p == 0.0:
             return ""
-        return self.add(KeepScale(name=name, site=self.site(site, divided), p=p, like=like, of=of))
+        return self.add(DrawMask(name=name, site=self.site(site, divided), p=p, like=like, of=of))
 
     def site(self, site: int, divided: bool = True) -> int:
         """A dropout site, or this rank's own where its elements are `divided` among ranks."""
@@ -189,7 +189,7 @@ class BlockBuilder:
                 return name
             name = f"{x}.ordered" if node.name == name else name
         parallel = replace(self.parallel, sequence=False) if whole else self.parallel
-        kind = GatheredSequences if in_order and parallel.sequence else Gathered
+        kind = AllGatherSequences if in_order and parallel.sequence else AllGather
         return self.add(kind(name=name, x=x, parallel=parallel))
 
     def leave(
@@ -198,20 +198,20 @@ class BlockBuilder:
         x: str,
         weights: str,
         residual: str = "",
-        keep: str = "",
+        mask: str = "",
         in_order: bool = False,
         role: str = "",
     ) -> str:
         """`linear` at the end of a branch, where the ranks' parts are summed."""
         if self.parallel is None:
-            return self.linear(name, x, weights, residual=residual, keep=keep, role=role)
+            return self.linear(name, x, weights, residual=residual, mask=mask, role=role)
         weight, bias = linear_params(weights)
         made, partial = weights if residual else name, f"{weights}.partial"
         self.add(Linear(name=partial, x=x, weights=(weight,), biases=("",)))
-        kind = ReducedSequences if in_order and self.parallel.sequence else Reduced
+        kind = ReduceScatterSequences if in_order and self.parallel.sequence else ReduceScatter
         own = "" if residual else role
         self.add(kind(name=made, x=partial, bias=bias, parallel=self.parallel, role=own))
-        return self.sum(name, made, residual, keep, role) if residual else name
+        return self.sum(name, made, residual, mask, role) if residual else name
 
     def attention(self, spec: AttentionSpec, x: str) -> str:
         """The heads that attention makes of x: projected, rotated, attended, side by side."""
@@ -255,11 +255,11 @@ class BlockBuilder:
         x = self.gather(x, in_order=False)
         gate = self.linear("gate", x, "gate", role="hidden") if spec.gated else ""
         up = self.linear("up", x, "fc1", role="hidden")
-        keep = self.dropout("keep_mlp", random.MLP, spec.dropout, "fc1.weight", x, divided=True)
+        mask = self.dropout("dropout_mlp", random.MLP, spec.dropout, "fc1.weight", x, divided=True)
         user = spec.activation == USER_FUNCTION
         return self.add(
             MLPActivation(
-                name="act", gate=gate, up=up, act=spec.activation, keep=keep,
+                name="act", gate=gate, up=up, act=spec.activation, mask=mask,
                 captured=captured_params(spec.captured), per_batch=user and spec.whole,
             )
         )  # fmt: skip
@@ -317,20 +317,20 @@ def block_graph(spec: BlockSpec) -> Graph:
             end = _ATTENTION if branch.op.keys == "input" else _CROSS
         else:
             made, end = b.mlp(branch.op, read), _MLP
-        keep = b.dropout(end.mask, end.site, branch.dropout, f"{end.layer}.weight")
+        mask = b.dropout(end.mask, end.site, branch.dropout, f"{end.layer}.weight")
         if not spec.residual:
-            b.leave(after, made, end.layer, keep=keep, in_order=attends)
+            b.leave(after, made, end.layer, mask=mask, in_order=attends)
         elif branch.norm is None or branch.placement == "pre":
             role = "" if i == n else "stream"
-            b.leave(after, made, end.layer, stream, keep, in_order=attends, role=role)
+            b.leave(after, made, end.layer, stream, mask, in_order=attends, role=role)
         elif branch.placement == "post":
             total = b.leave(
-                f"sum{number}", made, end.layer, stream, keep, in_order=attends, role="normed"
+                f"sum{number}", made, end.layer, stream, mask, in_order=attends, role="normed"
             )
             b.norm(after, total, branch.norm, weights=f"norm{number}")
         else:
             total = b.leave(end.name, made, end.layer, in_order=attends, role="normed")
-            b.sum(after, b.norm(f"post{number}", total, branch.norm), stream, keep)
+            b.sum(after, b.norm(f"post{number}", total, branch.norm), stream, mask)
         stream = after
     return b.graph(spec.kind, spec.inputs)
 
@@ -352,10 +352,10 @@ def dropout_add_graph(p: float) -> Graph:
     """output = residual + dropout(input).
 
     >>> [node.name for node in dropout_add_graph(0.1).nodes]
-    ['keep1', 'output']
+    ['dropout1', 'output']
     """
     b = BlockBuilder()
-    b.sum("output", "input", "residual", b.dropout("keep1", random.RESIDUAL1, p, "input"))
+    b.sum("output", "input", "residual", b.dropout("dropout1", random.RESIDUAL1, p, "input"))
     return b.graph("dropout_add", ("input", "residual"))
 
 

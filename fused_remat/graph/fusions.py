@@ -15,7 +15,7 @@ from fused_remat.steps.fused import LinearNorm, MlpBackward, MlpUp
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
-from fused_remat.steps.storage import Pack
+from fused_remat.steps.storage import Quantize
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Draft:
 
     kind: str
     node: Node | None
-    wants: frozenset[str]
+    needs_grad: frozenset[str]
     touched: tuple[str, ...]
 
 
@@ -52,7 +52,7 @@ def _computes(steps: Steps, name: str) -> Draft | None:
 
 def _packs(steps: Steps, name: str) -> Draft | None:
     """The step that packs `name` by itself."""
-    return next((s for s in steps if s.node is not None and s.node.packs == name), None)
+    return next((s for s in steps if s.node is not None and s.node.quantizes == name), None)
 
 
 def _alike(steps: Sequence[Draft | None]) -> bool:
@@ -66,7 +66,7 @@ def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[s
     """`steps` with `node`'s in place of the last of `old`, which it covers, and without `gone`."""
     last = max(old, key=steps.index)
     touched = dict.fromkeys(name for step in old for name in step.touched if name not in gone)
-    new = Draft(last.kind, node, old[-1].wants, tuple(touched))
+    new = Draft(last.kind, node, old[-1].needs_grad, tuple(touched))
     return [new if step is last else step for step in steps if step is last or step not in old]
 
 
@@ -87,10 +87,12 @@ def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) ->
         if any(steps.index(user) < at for name in used for user in others[name]):
             continue  # wanted before the activation is
         layers = [s.node for s in sources if s is not None and isinstance(s.node, Linear)]
-        packs = [s.node if s is not None and isinstance(s.node, Pack) else None for s in packing]
+        quantizes = [
+            s.node if s is not None and isinstance(s.node, Quantize) else None for s in packing
+        ]
         new = MlpUp(
             name=node.name, ups=tuple(layers), act=node,
-            kept=tuple([name in used for name in node.inputs]), packed=tuple(packs),
+            kept=tuple([name in used for name in node.inputs]), packed=tuple(quantizes),
         )  # fmt: skip
         steps = _replaced(steps, old, new, set(node.inputs) - set(used))
         return linear_act(steps, fusions, held)
@@ -110,7 +112,7 @@ def linear_norm(steps: Steps, fusions: Collection[str], held: Collection[str]) -
         pack = None if packing is None else packing.node
         if [user for user in _users(steps, node.x) if user is not packing][1] is not step:
             continue  # somebody reads the sum before the norm does
-        assert pack is None or isinstance(pack, Pack)
+        assert pack is None or isinstance(pack, Quantize)
         new = LinearNorm(name=node.name, linear=source.node, norm=node, pack=pack)
         old = [s for s in (source, packing, step) if s is not None]
         return linear_norm(_replaced(steps, old, new, ()), fusions, held)
@@ -123,7 +125,7 @@ def mlp_bwd(steps: Steps, fusions: Collection[str], held: Collection[str]) -> li
         node = step.node
         if step.kind != "backward" or not isinstance(node, MLPActivation):
             continue
-        if f"mlp_bwd {node.act}" not in fusions or not set(node.inputs) <= step.wants:
+        if f"mlp_bwd {node.act}" not in fusions or not set(node.inputs) <= step.needs_grad:
             continue
         ups = [_computes(steps, name) for name in node.inputs]
         out = _only_source(steps, step, node.name)
@@ -131,7 +133,7 @@ def mlp_bwd(steps: Steps, fusions: Collection[str], held: Collection[str]) -> li
             continue
         layer, act = out.node, _computes(steps, node.name)
         assert isinstance(layer, Linear)
-        if (act is not None) != (layer.weight in out.wants):
+        if (act is not None) != (layer.weight in out.needs_grad):
             continue  # the activation is kept
         old = [s for s in (*ups, act, step, out) if s is not None]
         if any(s not in old for name in (*node.inputs, node.name) for s in _users(steps, name)):
@@ -149,7 +151,7 @@ def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
     None also if a node that this layer gives another gradient to runs before `taker`, which is
     when the layer's backward would run.
     """
-    givers = [s for s in steps if s.kind == "backward" and name in s.wants]
+    givers = [s for s in steps if s.kind == "backward" and name in s.needs_grad]
     if len(givers) != 1:
         return None
     node = givers[0].node
@@ -159,7 +161,7 @@ def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
         return None
     between = steps[steps.index(givers[0]) + 1 : steps.index(taker)]
     takes = {s.node.name for s in between if s.kind == "backward" and s.node is not None}
-    if any(s.kind == "tiles" for s in between) or takes & givers[0].wants:
+    if any(s.kind == "tiles" for s in between) or takes & givers[0].needs_grad:
         return None
     return givers[0]
 

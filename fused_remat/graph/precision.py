@@ -14,11 +14,11 @@ import torch
 
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.text import builder
-from fused_remat.steps.collective import Joins
+from fused_remat.steps.collective import CollectiveStep
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
-from fused_remat.steps.residual import Add, KeepScale
+from fused_remat.steps.residual import Add, DrawMask
 
 
 @builder
@@ -46,8 +46,8 @@ def _mixed_node(graph: Graph, node: Node, compute: torch.dtype) -> Node:
         return replace(node, compute=compute, updates=updates)
     if isinstance(node, Add) and node.x not in graph.stream:
         return replace(node, compute=compute)
-    if isinstance(node, Joins) and not inside:
+    if isinstance(node, CollectiveStep) and not inside:
         return replace(node, compute=compute)
-    if isinstance(node, KeepScale) or not graph.stream.intersection((node.name, *node.inputs)):
+    if isinstance(node, DrawMask) or not graph.stream.intersection((node.name, *node.inputs)):
         return node
     raise NotImplementedError(f"{graph.kind} cannot run in two dtypes: {node.name} is one step")

@@ -1,9 +1,8 @@
-"""A graph that keeps some of its names packed, in the formats of `fused_remat.formats`.
+"""A graph that keeps some of its names in a storage format (`fused_remat.formats`).
 
-Forward is the graph's own, with a `Pack` after each step whose result is named; nobody in forward
-reads what that makes, so that no format changes an output. In backward (`Graph.again`) such an
-activation is an `Unpack` of it, and the steps that can load packed elements ask for those instead,
-so that nothing is unpacked whole for them.
+Forward is the graph's own, with a `Quantize` step after each named activation. No step of forward
+reads the quantized copy, so a format never changes an output. In backward (`Graph.quantized_nodes`)
+the activation is dequantized, and steps that can load quantized elements read those directly.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
 from fused_remat.steps.node import Node
-from fused_remat.steps.storage import Pack, Unpack
+from fused_remat.steps.storage import Dequantize, Quantize
 
 
 def in_formats(graph: Graph, save: Collection[str]) -> Graph:
@@ -34,8 +33,10 @@ def in_formats(graph: Graph, save: Collection[str]) -> Graph:
     >>> from fused_remat.graph.build import block_graph
     >>> from fused_remat.spec import nn_layer_spec
     >>> graph = in_formats(block_graph(nn_layer_spec(True, 4, 16, "gelu")), {"attn", "up:int8"})
-    >>> [node.name for node in graph.nodes if node.packs], [str(node.label) for node in graph.again]
-    (['up:int8'], ['up from up:int8', 'act from up:int8'])
+    >>> [node.name for node in graph.nodes if node.quantizes]
+    ['up:int8']
+    >>> [node.label for node in graph.quantized_nodes]
+    ['up from up:int8', 'act from up:int8']
     """
     stored = tuple(sorted(name for name in save if split_name(name)[1] != NATIVE))
     if not stored:
@@ -56,35 +57,39 @@ def _packed_once(graph: Graph, names: tuple[str, ...]) -> Graph:
 
 def _with_packs(graph: Graph, names: tuple[str, ...]) -> Graph:
     valid = graph.names
-    packs = {}
+    quantizes = {}
     for name in names:
         x, stored = split_name(name)
         if x == "output":
             raise ValueError(
                 f"the output is the caller's tensor and kept as it is, not as {stored!r}"
             )
-        packs[x] = Pack(name=name, x=x, site=random.PACKING + valid.index(x))
+        quantizes[x] = Quantize(name=name, x=x, site=random.PACKING + valid.index(x))
     nodes = []
     for node in graph.nodes:
-        nodes += [node, packs[node.name]] if node.name in packs else [node]
-    again: list[Node] = [
-        Unpack(name=pack.x, quantized=(pack,)) for pack in packs.values() if not pack.format.signs
+        nodes += [node, quantizes[node.name]] if node.name in quantizes else [node]
+    quantized_nodes: list[Node] = [
+        Dequantize(name=pack.x, quantized=(pack,))
+        for pack in quantizes.values()
+        if not pack.format.signs
     ]
     for node in graph.nodes:
-        loaded = _loading(node, [packs[x] for x in node.inputs if x in packs])
-        again += [] if loaded is None else [loaded]
+        loaded = _loading(node, [quantizes[x] for x in node.inputs if x in quantizes])
+        quantized_nodes += [] if loaded is None else [loaded]
     params = graph.params
-    if any(pack.params for pack in packs.values()) and "seed" not in params:
+    if any(pack.params for pack in quantizes.values()) and "seed" not in params:
         params += ("seed",)
-    return replace(graph, nodes=tuple(nodes), params=params, again=tuple(again), recipe="")
+    return replace(
+        graph, nodes=tuple(nodes), params=params, quantized_nodes=tuple(quantized_nodes), recipe=""
+    )
 
 
-def _loading(node: Node, packs: list[Pack]) -> Node | None:
+def _loading(node: Node, quantizes: list[Quantize]) -> Node | None:
     """The node that loads these inputs packed in place of `node`; None where it cannot.
 
     Raises: ValueError for signs that are not all that the node's backward needs.
     """
-    signs = [pack for pack in packs if pack.format.signs]
+    signs = [pack for pack in quantizes if pack.format.signs]
     relu = isinstance(node, MLPActivation) and node.act == "relu" and not node.gate
     if signs and not relu:
         raise ValueError(
@@ -95,4 +100,4 @@ def _loading(node: Node, packs: list[Pack]) -> Node | None:
         loads = node.act != USER_FUNCTION
     else:  # keys that no query sees are cut off, of what is in memory
         loads = isinstance(node, Attention) and not node.cuts_keys
-    return replace(node, quantized=tuple(packs)) if packs and loads else None
+    return replace(node, quantized=tuple(quantizes)) if quantizes and loads else None

@@ -30,7 +30,7 @@ class FusedRematLayer(DropInLayer, nn.TransformerEncoderLayer):
     In eval without gradients and masks, a plain layer is PyTorch's inference kernel.
 
     Args:
-        policy: what to keep between forward and backward: a rung ("full", "lean", "balanced",
+        policy: what to keep between forward and backward: a preset ("full", "lean", "balanced",
             "fast", "none": fewest bytes first; "balanced8", "fast8": partly in 8 bits) or a
             `Policy`.
         backend: "auto" (by device) or a registered name.

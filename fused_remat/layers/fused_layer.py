@@ -19,7 +19,7 @@ from fused_remat.graph.graph import Graph
 from fused_remat.layers import fallback, tensor_parallel
 from fused_remat.layers.fallback import checkpointed
 from fused_remat.layers.read import LayerCall, Place, batched
-from fused_remat.layers.tensor_parallel import Division, stand_in
+from fused_remat.layers.tensor_parallel import TensorParallel, stand_in
 from fused_remat.ops.blocks import run_layer
 from fused_remat.policies import Policy, draws, kept_names
 from fused_remat.steps.operations import FusedRematWarning
@@ -33,7 +33,7 @@ class FusedLayer(nn.Module):
     _backend: str = "auto"
     _accumulate_into: str | None = None
     #: How the layer is divided among ranks (`fused_remat.parallel`); None if it is not.
-    _division: Division | None = None
+    _division: TensorParallel | None = None
 
     @property
     def policy(self) -> str | Policy:

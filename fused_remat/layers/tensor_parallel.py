@@ -26,7 +26,7 @@ _OF_HEADS = ("q_norm.weight", "k_norm.weight", "qkv.bias", "cross.bias")
 
 
 @dataclass(frozen=True)
-class Division:
+class TensorParallel:
     """How a layer is divided among ranks.
 
     Attributes:

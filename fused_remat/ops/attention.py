@@ -71,7 +71,7 @@ def attention(
     window: (left, right), how many keys before and after its own place a query sees; -1: no limit.
     scale: of the scores, None for E ** -0.5. softcap: scores become softcap * tanh(s / softcap).
     A row whose keys are all excluded is 0.
-    policy: "full" keeps query, key and value only; all other rungs the output too (which the
+    policy: "full" keeps query, key and value only; all other presets the output too (which the
         caller's next layer holds anyway) and its logsumexp.
     Units: FLOPs = 4·S_k·E a query and head, of packed sequences with the S_k of its own.
     Raises: ValueError for shapes or lengths that do not fit, dropout_p outside [0, 1], a negative

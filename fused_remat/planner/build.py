@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fused_remat.autograd.offload import mover_of
+from fused_remat.autograd.offload import transfer_for
 from fused_remat.convert import convert, revert
 from fused_remat.layers import FusedLayer
 from fused_remat.planner.calibration import Calibration, Example, HostLink, StepCost, calibrate
@@ -79,9 +79,9 @@ def plan(
         segments: whether runs of layers may keep only the first's input ("optimal" and "greedy").
         options: the policies to choose from; by default all sets of names that no other beats in
             both bytes and time (of a block with more than ten names: of the ten whose steps have
-            most FLOPs, and the rungs). Those given may have lossy formats.
+            most FLOPs, and the presets). Those given may have lossy formats.
         lossy: whether the default options have sets with names in 8 bits besides: what only
-            attention and activations read, as in the rungs "fast8" and "balanced8". Gradients are
+            attention and activations read, as in the presets "fast8" and "balanced8". Gradients are
             then those of rounded values.
         offload: whether layers may keep their input, or all they keep, in the host's memory; on
             CUDA devices alone. Copies cost what the layer beside them does not hide, at the
@@ -148,7 +148,7 @@ def _check_offload(offload: Any, device: torch.device, options: Any, policies: A
     """It is asked for by the argument alone, where there is something to gain."""
     if not isinstance(offload, bool):
         raise TypeError(f"offload= is True or False, got {offload!r}")
-    if offload and mover_of(device) is None:
+    if offload and transfer_for(device) is None:
         raise ValueError(
             f"offload=True on {device}: nothing moves there, since what is kept is in the host's "
             "memory already; plan without it"

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fused_remat.execution.prepare import BlockCall, Functions, backward_block, forward_block
-from fused_remat.graph.graph import Programs, Step, programs, sizes
+from fused_remat.graph.graph import sizes
 from fused_remat.graph.quantized import in_formats
-from fused_remat.steps.chunk import TRACERS, Frame, Prepared
+from fused_remat.graph.schedule import Schedule, Step, schedule
+from fused_remat.steps.chunk import TRACERS, Chunk, Execution
 from fused_remat.steps.node import Node
 
 _ROUNDS = 3
@@ -42,7 +43,7 @@ class Example:
         graph = in_formats(self.call.graph, names)
         return dataclasses.replace(self.call, graph=graph, save=names, accumulation=None)
 
-    def prepare(self, save: Iterable[str]) -> Prepared:
+    def prepare(self, save: Iterable[str]) -> Execution:
         return self.keeping(save).prepare(self.tensors)
 
     @property
@@ -65,19 +66,19 @@ class Example:
 
     def run(self, save: Iterable[str], between: Callable[[], None] = lambda: None) -> None:
         """Forward, `between`, backward, of random gradients."""
-        call, prepared = self.keeping(save), self.prepare(save)
+        call, execution = self.keeping(save), self.prepare(save)
         with torch.no_grad():
-            out, kept = forward_block(call, prepared, self.tensors, self.functions)
+            out, kept = forward_block(call, execution, self.tensors, self.functions)
             dy = torch.randn_like(out)
-            again = [t if r else None for t, r in zip(self.tensors, prepared.rereads, strict=True)]
-            saved = out if prepared.plan.keeps_output else None
+            again = [t if r else None for t, r in zip(self.tensors, execution.rereads, strict=True)]
+            saved = out if execution.plan.keeps_output else None
             del out
             between()
-            grads = backward_block(call, prepared, again, saved, kept, dy, self.functions)
+            grads = backward_block(call, execution, again, saved, kept, dy, self.functions)
             del grads
 
 
-def steps_of(plan: Programs, which: str) -> list[Step]:
+def steps_of(plan: Schedule, which: str) -> list[Step]:
     """The steps of a pass; those of tiles in the place where they run."""
     outer = plan.forward if which == "forward" else plan.backward
     inner = plan.tile_forward if which == "forward" else plan.tile_backward
@@ -92,7 +93,7 @@ class _Clock:
         self._marks: list[tuple[tuple[str, str] | None, Any]] = []
         self.which = "forward"
 
-    def __call__(self, step: object, frame: Frame) -> None:
+    def __call__(self, step: object, frame: Chunk) -> None:
         assert isinstance(step, Step)
         self._mark((self.which, str(step)))
 
@@ -208,7 +209,7 @@ class Calibration:
     def analytic(self, example: Example, save: Iterable[str] = ()) -> Seconds:
         """The same from FLOPs and bytes over the ceilings: whichever takes longer, per step."""
         call, shapes = example.keeping(save), example.shapes
-        plan = programs(call.graph, call.save, call.wants, tiled=False)
+        plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
         sizer = Sizer(call, shapes, example.input.dtype)
         seconds = {}
         for which in ("forward", "backward"):
@@ -261,7 +262,7 @@ class Sizer:
         flops = float(tokens * node.flops(self._widths, self._shapes, self._lengths[node.name]))
         moved = self._bytes(node)
         if step.kind == "backward":
-            return flops * _products(node, step.wants), 2.0 * moved
+            return flops * _products(node, step.needs_grad), 2.0 * moved
         return flops, moved
 
     def _bytes(self, node: Node) -> float:
@@ -273,12 +274,12 @@ class Sizer:
         return float(rows + weights * self.compute.itemsize)
 
 
-def _products(node: Node, wants: Iterable[str]) -> float:
+def _products(node: Node, needs_grad: Iterable[str]) -> float:
     """Backward's products for one of forward's: of the input, of the weight; attention has five
     for its two."""
     if node.per_sequence:
         return 2.5
-    wanted = set(wants)
+    wanted = set(needs_grad)
     return float(bool(wanted & set(node.inputs)) + bool(wanted & set(node.params)))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fused_remat.autograd.function import Invocation, is_block
+from fused_remat.autograd.function import BlockRun, is_block
 from fused_remat.layers import FusedLayer
 from fused_remat.planner.calibration import Example
 from fused_remat.planner.chain import Moment
@@ -75,7 +75,7 @@ class _Capture:
     def examples(self) -> list[Example]:
         return list(self._examples.values())
 
-    def __call__(self, layer: int, invocation: Invocation) -> None:
+    def __call__(self, layer: int, invocation: BlockRun) -> None:
         if layer < 0:
             return
         call, _, tensors, output, *_ = invocation

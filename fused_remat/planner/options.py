@@ -1,8 +1,8 @@
 """The options of a call: which sets of names are worth keeping, and what each takes and costs.
 
 Of lossy formats, only "int8", and only of names that nobody but attention and activations reads in
-backward (`packable`): those that the lossy rungs pack. What a weight gradient or a norm reads, and
-the residual stream, are neither packed nor rebuilt from what is (`_isolated`): heads are packed
+backward (`packable`): those that the lossy presets pack. What a weight gradient or a norm reads,
+and the residual stream, are neither packed nor rebuilt from what is (`_isolated`): heads are packed
 only beside attention's result. `sign`, which is exact, is not searched: beside the activation
 itself it saves a pointwise pass, and is the larger choice for it.
 """
@@ -24,11 +24,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fused_remat.formats import NATIVE, split_name
-from fused_remat.graph.graph import Graph, kept_bytes, programs
+from fused_remat.graph.graph import Graph
 from fused_remat.graph.quantized import in_formats
+from fused_remat.graph.schedule import kept_bytes, schedule
 from fused_remat.planner.calibration import Example, HostLink, Seconds
 from fused_remat.planner.chain import Option
-from fused_remat.policies import ALL_RUNGS, LOSSY_RUNGS, RUNGS, Policy, is_offloaded, kept_names
+from fused_remat.policies import (
+    ALL_PRESETS,
+    EXACT_PRESETS,
+    LOSSY_PRESETS,
+    Policy,
+    is_offloaded,
+    kept_names,
+)
 from fused_remat.report.allocations import AllocationTrace
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.node import Node
@@ -51,7 +59,7 @@ def kept_by_name(example: Example, save: Iterable[str]) -> dict[str, int]:
     inputs = zip(graph.inputs, example.tensors[: len(graph.inputs)], strict=True)
     given = {name: t.element_size() for name, t in inputs if t is not None}
     itemsize = given[graph.inputs[0]]
-    return dict(kept_bytes(graph, call.save, call.wants, example.shapes, itemsize, given))
+    return dict(kept_bytes(graph, call.save, call.needs_grad, example.shapes, itemsize, given))
 
 
 def options_of(
@@ -143,14 +151,14 @@ def _subsets(graph: Graph, names: tuple[str, ...], example: Example) -> Iterable
         searched = tuple(sorted(ranked[:_SEARCHED]))
     for count in range(len(searched) + 1):
         yield from map(frozenset, itertools.combinations(searched, count))
-    for rung in RUNGS:
-        yield kept_names(rung, graph, names)
+    for preset in EXACT_PRESETS:
+        yield kept_names(preset, graph, names)
 
 
 def packable(graph: Graph) -> frozenset[str]:
     """The names that only attention, heads' norms and activations read in backward.
 
-    Of a block with a lossy rung, those that the rung packs.
+    Of a block with a lossy preset, those that the preset packs.
 
     >>> from fused_remat.graph.build import block_graph
     >>> from fused_remat.spec import nn_layer_spec
@@ -161,18 +169,18 @@ def packable(graph: Graph) -> frozenset[str]:
     others: set[str] = set(graph.stream)
     for node in graph.nodes:
         inside = node.per_sequence or isinstance(node, MLPActivation | Rotary)
-        (found if inside else others).update(node.asks({*node.inputs, *node.params}))
+        (found if inside else others).update(node.backward_reads({*node.inputs, *node.params}))
         others.update({node.name} if node.per_sequence else ())
-    rung = kept_names("fast8", graph)
-    if rung:
-        found &= {split_name(name)[0] for name in rung}
+    preset = kept_names("fast8", graph)
+    if preset:
+        found &= {split_name(name)[0] for name in preset}
     return frozenset(found - others) & frozenset(graph.names)
 
 
 def _isolated(example: Example, save: frozenset[str]) -> bool:
     """Whether nothing is rebuilt from packed names but what only activations and attention read."""
     graph = example.call.graph
-    plan = programs(in_formats(graph, save), save, example.call.wants, tiled=False)
+    plan = schedule(in_formats(graph, save), save, example.call.needs_grad, tiled=False)
     pointwise = {n.name for n in graph.nodes if isinstance(n, MLPActivation | Rotary)}
     return plan.inexact <= pointwise | {split_name(name)[0] for name in save}
 
@@ -191,7 +199,7 @@ def _packed(
     example: Example, exact: list[Option], names: tuple[str, ...]
 ) -> Iterable[frozenset[str]]:
     """Sets with names in 8 bits: for any of these names, the exact sets that no other would beat if
-    they took their packed bytes; and the lossy rungs.
+    they took their packed bytes; and the lossy presets.
 
     Unpacking is left out here: it costs little beside what a kept name saves.
     """
@@ -207,16 +215,16 @@ def _packed(
             ]
             for option in _undominated(smaller):
                 yield frozenset(f"{n}:{_LOSSY}" if n in chosen else n for n in option.save)
-    for rung in LOSSY_RUNGS:
-        yield kept_names(rung, graph, names)
+    for preset in LOSSY_PRESETS:
+        yield kept_names(preset, graph, names)
 
 
 def _effective(example: Example, sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
     """Without the names that backward would not ask for, and duplicates."""
-    wants = example.call.wants
+    needs_grad = example.call.needs_grad
     seen: dict[frozenset[str], None] = {}
     for save in sets:
-        plan = programs(in_formats(example.call.graph, save), save, wants, tiled=False)
+        plan = schedule(in_formats(example.call.graph, save), save, needs_grad, tiled=False)
         kept = {*plan.kept, *(("output",) if plan.keeps_output else ())}
         seen.setdefault(save & kept)
     return list(seen)
@@ -242,7 +250,7 @@ def preset_of(graph: Graph, save: Iterable[str]) -> str:
     'lean'
     """
     wanted = frozenset(save)
-    return next((name for name in ALL_RUNGS if kept_names(name, graph) == wanted), "")
+    return next((name for name in ALL_PRESETS if kept_names(name, graph) == wanted), "")
 
 
 def _undominated(options: list[Option]) -> list[Option]:

@@ -33,7 +33,7 @@ class LayerPlan:
     Attributes:
         name, kind: qualified name; the kind of its block.
         policy: to be set.
-        label: the policy as text: a rung's name where it is one.
+        label: the policy as text: a preset's name where it is one.
         kept_bytes: from forward to backward, over all its calls.
         rebuild_seconds: in backward, above what keeping everything useful takes; a segment's
             replay included.

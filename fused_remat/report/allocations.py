@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fused_remat.autograd.offload import moved_names
-from fused_remat.graph.graph import Graph, kept_bytes
+from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import mixed
 from fused_remat.graph.quantized import in_formats
+from fused_remat.graph.schedule import kept_bytes
 from fused_remat.policies import Policy, kept_names, offload_of
 
 
@@ -237,7 +238,7 @@ def predict_kept_bytes(
     graph: Graph,
     policy: str | Policy,
     shapes: Mapping[str, tuple[int, ...]],
-    wants: Iterable[str],
+    needs_grad: Iterable[str],
     batch: int,
     seq_len: int,
     dtype: torch.dtype,
@@ -273,7 +274,7 @@ def predict_kept_bytes(
     others = {name: given.itemsize for name, given in (input_dtypes or {}).items()}
     place = None if isinstance(policy, str) else policy.segment
     names = graph_names if place is None else frozenset()
-    kept = dict(kept_bytes(graph, names, frozenset(wants), shapes, itemsize, others))
+    kept = dict(kept_bytes(graph, names, frozenset(needs_grad), shapes, itemsize, others))
     if place == "inner":
         kept.pop(graph.inputs[0], None)
     for name in moved_names(offload_of(policy), tuple(kept), torch.device(device)):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fused_remat.autograd.function import OBSERVERS, Invocation
+from fused_remat.autograd.function import OBSERVERS, BlockRun
 from fused_remat.execution.choose import DEFAULTS, choose, why_not
-from fused_remat.graph.graph import Step
+from fused_remat.graph.schedule import Step
 from fused_remat.layers.fused_layer import DECISIONS, FusedLayer
 from fused_remat.report.step import restored
-from fused_remat.steps.chunk import TRACERS, Frame, Run
+from fused_remat.steps.chunk import TRACERS, Chunk, Run
 from fused_remat.steps.node import Node
 from fused_remat.steps.operations import OPERATIONS, Function, Operations
 
@@ -95,7 +95,7 @@ class _Recorder:
         self.names: dict[nn.Module, str] = {}
         self._inside: list[str] = []
         self._thread = threading.get_ident()  # others may run blocks meanwhile
-        self._blocks: dict[Run, tuple[BlockExplanation, Frame]] = {}
+        self._blocks: dict[Run, tuple[BlockExplanation, Chunk]] = {}
         self._steps: list[tuple[BlockExplanation, Node, list[str]]] = []
 
     def enter(self, layer: nn.Module, *_: Any) -> None:
@@ -111,7 +111,7 @@ class _Recorder:
         title = f"{type(layer).__name__}, PyTorch's own forward"
         self.found.append(BlockExplanation(name, title, reason=reason))
 
-    def trace(self, step: object, frame: Frame) -> None:
+    def trace(self, step: object, frame: Chunk) -> None:
         assert isinstance(step, Step)
         if step.node is None or step.kind != "compute":
             return
@@ -134,11 +134,11 @@ class _Recorder:
             block.forward += zip(names, [", ".join(said)] * len(names), strict=True)
         return self.found
 
-    def kept(self, invocation: Invocation) -> None:
+    def kept(self, invocation: BlockRun) -> None:
         """The block that has run keeps something; its input not if it is inside a segment."""
         if threading.get_ident() != self._thread:
             return
-        ran = [b for run, (b, _) in self._blocks.items() if run.prepared is invocation.prepared]
+        ran = [b for run, (b, _) in self._blocks.items() if run.execution is invocation.execution]
         if ran:
             ran[-1].offloaded = tuple(dict.fromkeys(name for name, _ in invocation.offloaded))
         if invocation.saves[0]:
@@ -148,9 +148,9 @@ class _Recorder:
             ran[-1].kept = tuple(kept for kept in ran[-1].kept if kept != name)
             ran[-1].backward = (f"compute {name}", *ran[-1].backward)
 
-    def _begin(self, frame: Frame) -> BlockExplanation:
-        prepared = frame.run.prepared
-        plan, chunks = prepared.plan, prepared.chunks
+    def _begin(self, frame: Chunk) -> BlockExplanation:
+        execution = frame.run.execution
+        plan, chunks = execution.plan, execution.chunks
         pieces = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
         tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
         steps: list[str] = []
@@ -160,35 +160,35 @@ class _Recorder:
                 steps.append(f"{one} ({route})" if route else str(one))
         return BlockExplanation(
             self._inside[-1] if self._inside else "(op)",
-            f"{prepared.kind}, backend {_backend(frame)}{_dtypes(frame)}, {pieces}{tiles}",
+            f"{execution.kind}, backend {_backend(frame)}{_dtypes(frame)}, {pieces}{tiles}",
             kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
             backward=tuple(steps),
         )
 
 
-def _backward_route(step: Step, frame: Frame) -> str:
+def _backward_route(step: Step, frame: Chunk) -> str:
     """What is said of a step of backward: of one that reads packed activations always."""
     node = step.node
-    if node is None or not (step.kind == "backward" or node.unpacks):
+    if node is None or not (step.kind == "backward" or node.reads_quantized):
         return ""
     found = node.backward_choice(frame)
     return node.says[1] if found is None else choose(found[0], frame.ops.name, found[1]).reason()
 
 
-def _backend(frame: Frame) -> str:
+def _backend(frame: Chunk) -> str:
     """The backend's name, and why it is not the default of the device, if it is not."""
     x = frame.run.tensors["input"]
     assert x is not None
-    compute = frame.run.prepared.compute
+    compute = frame.run.execution.compute
     default = DEFAULTS.get(x.device.type, "eager")
     eager = frame.ops.name == "eager"
     reason = why_not(default, x.device, compute or x.dtype) if eager else None
     return frame.ops.name + (f" ({reason})" if reason else "")
 
 
-def _dtypes(frame: Frame) -> str:
+def _dtypes(frame: Chunk) -> str:
     """What is computed in which dtype, where there are two."""
-    low, stream = frame.run.prepared.compute, frame.run.dtype
+    low, stream = frame.run.execution.compute, frame.run.dtype
     return f", products in {str(low)[6:]}, stream in {str(stream)[6:]}" if low else ""
 
 

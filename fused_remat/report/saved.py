@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fused_remat.autograd.function import OBSERVERS, Invocation
-from fused_remat.graph.graph import kept_bytes
+from fused_remat.autograd.function import OBSERVERS, BlockRun
+from fused_remat.graph.schedule import kept_bytes
 
 #: Name of what non-reentrant `torch.utils.checkpoint` holds: the arguments of what it wraps.
 CHECKPOINT = "checkpoint"
@@ -133,7 +133,7 @@ class SavedRecord:
                     saved.name = name
         return [saved for key, saved in self._saved.items() if not key.expired()]
 
-    def _observe(self, invocation: Invocation) -> None:
+    def _observe(self, invocation: BlockRun) -> None:
         if threading.get_ident() != self._thread:
             return
         names = {key: name for name, t in _block_tensors(invocation) for key in _storages(t)}
@@ -206,25 +206,25 @@ def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
     return {key: nbytes for part in parts for key, nbytes in _storages(part).items()}
 
 
-def _block_tensors(invocation: Invocation) -> Iterator[tuple[str, Tensor]]:
+def _block_tensors(invocation: BlockRun) -> Iterator[tuple[str, Tensor]]:
     """What a block saves, by name; of an activation, each of its pieces."""
-    call, prepared, tensors, output, kept, saves, offloaded, _ = invocation
+    call, execution, tensors, output, kept, saves, offloaded, _ = invocation
     yield from offloaded
     for name, t, saved in zip(call.graph.tensors, tensors, saves, strict=True):
         if t is not None and saved:
             yield name, t
-    if prepared.plan.keeps_output:
+    if execution.plan.keeps_output:
         yield "output", output
-    yield from zip((name for name, _ in prepared.pieces()), kept, strict=True)
+    yield from zip((name for name, _ in execution.pieces()), kept, strict=True)
 
 
-def _predicted(invocation: Invocation) -> Mapping[str, int]:
-    call, prepared, tensors, *_ = invocation
+def _predicted(invocation: BlockRun) -> Mapping[str, int]:
+    call, execution, tensors, *_ = invocation
     given = {n: t for n, t in zip(call.graph.tensors, tensors, strict=True) if t is not None}
-    shapes = {name: tuple(t.shape) for name, t in given.items()} | {**prepared.shapes}
+    shapes = {name: tuple(t.shape) for name, t in given.items()} | {**execution.shapes}
     sizes = {name: given[name].element_size() for name in call.graph.inputs}
     first = call.graph.inputs[0]
-    kept = dict(kept_bytes(call.graph, call.save, call.wants, shapes, sizes[first], sizes))
+    kept = dict(kept_bytes(call.graph, call.save, call.needs_grad, shapes, sizes[first], sizes))
     for name, saved in zip(call.graph.tensors, invocation.saves, strict=True):
         if not saved:
             kept.pop(name, None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from fused_remat.autograd.function import OBSERVERS, Invocation
+from fused_remat.autograd.function import OBSERVERS, BlockRun
 from fused_remat.layers import FusedLayer
 from fused_remat.report.allocations import AllocationTrace, Span
 from fused_remat.report.saved import Saved, SavedRecord
@@ -304,7 +304,7 @@ def _detached(value: Any) -> Any:
 
 
 #: Called with the index of the layer that runs, -1 outside, and what its block does.
-OnBlock = Callable[[int, Invocation], None]
+OnBlock = Callable[[int, BlockRun], None]
 
 
 def run_step(
@@ -368,7 +368,7 @@ def run_step(
 
 @contextlib.contextmanager
 def _telling(on_block: OnBlock, record: SavedRecord) -> Iterator[None]:
-    def observe(invocation: Invocation) -> None:
+    def observe(invocation: BlockRun) -> None:
         on_block(record.layer, invocation)
 
     OBSERVERS.append(observe)

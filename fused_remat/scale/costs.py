@@ -238,8 +238,8 @@ def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.
     given = tuple(tensors.get(name) for name in graph.tensors)
     named = zip(graph.tensors, given, strict=True)
     given_too = ("cos", "sin")
-    wants = frozenset(name for name, t in named if t is not None and name not in given_too)
-    return Example(BlockCall(graph, frozenset(), wants, "eager"), given, {})
+    needs_grad = frozenset(name for name, t in named if t is not None and name not in given_too)
+    return Example(BlockCall(graph, frozenset(), needs_grad, "eager"), given, {})
 
 
 def _shards(model: Model, layout: Layout, seq: int, dtype: torch.dtype) -> dict[str, Tensor]:

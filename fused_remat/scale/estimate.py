@@ -12,7 +12,7 @@ from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Choice, Option
 from fused_remat.planner.options import costed_options, kept_by_name
 from fused_remat.planner.solve import optimal
-from fused_remat.policies import ALL_RUNGS, RUNGS, is_offloaded, kept_names
+from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS, is_offloaded, kept_names
 from fused_remat.scale.costs import Costs, kept_by_eager
 from fused_remat.scale.layout import (
     Layout,
@@ -34,7 +34,7 @@ from fused_remat.scale.time import KINDS, Work, link_of, pricer, sizes_of, works
 
 #: PyTorch without us: everything that autograd saves, or `torch.utils.checkpoint` of each layer.
 BASELINES = ("eager", "checkpoint")
-#: Names of what is estimated besides rungs.
+#: Names of what is estimated besides presets.
 PLANNER = "planner"
 #: Bytes of an optimizer's step read and written, in units of the parameters' bytes.
 _UPDATE = {"adamw": 7, "sgd": 3, "none": 0}
@@ -89,8 +89,8 @@ class Estimate:
     """A setup on a kind of device.
 
     Attributes:
-        rows: by name: the baselines, the rungs that were asked for, and the planner's choice, which
-            is missing where nothing fits.
+        rows: by name: the baselines, the presets that were asked for, and the planner's choice,
+            which is missing where nothing fits.
         flops: of the model in a step of all devices, nothing rebuilt.
     """
 
@@ -114,7 +114,7 @@ class Estimate:
 
 
 def estimate(
-    setup: Setup, costs: Costs, memory: int, policies: Sequence[str] = tuple(RUNGS)
+    setup: Setup, costs: Costs, memory: int, policies: Sequence[str] = tuple(EXACT_PRESETS)
 ) -> Estimate:
     """Memory and time of a step for every policy of `policies`, the baselines and the planner's.
 
@@ -156,10 +156,10 @@ def _check_names(setup: Setup, policies: Sequence[str]) -> None:
 
 
 def way_of(setup: Setup, costs: Costs, name: str) -> Way:
-    """A layer's way of a rung or a baseline."""
+    """A layer's way of a preset or a baseline."""
     graph, layout = setup.example.call.graph, setup.layout
-    rung = {"eager": "none", "checkpoint": "full"}.get(name, name)
-    save = kept_names(rung, graph)
+    preset = {"eager": "none", "checkpoint": "full"}.get(name, name)
+    save = kept_names(preset, graph)
     made = way(setup, costs, save, name)
     if name not in BASELINES:
         return made
@@ -215,8 +215,8 @@ def _exposed(setup: Setup, costs: Costs, way: Way) -> Option:
 
 def _label(setup: Setup, save: tuple[str, ...]) -> str:
     graph = setup.example.call.graph
-    rungs = {kept_names(rung, graph): rung for rung in reversed(ALL_RUNGS)}
-    return rungs.get(frozenset(save), f"names:{','.join(save)}")
+    presets = {kept_names(preset, graph): preset for preset in reversed(ALL_PRESETS)}
+    return presets.get(frozenset(save), f"names:{','.join(save)}")
 
 
 def communication(setup: Setup, costs: Costs) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fused_remat.graph.graph import kept_bytes, programs
+from fused_remat.graph.schedule import kept_bytes, schedule
 from fused_remat.planner import chain as chains
 from fused_remat.planner.calibration import Example, steps_of
 from fused_remat.planner.chain import Call, Chain, Choice, Event, Moment, Option
@@ -141,7 +141,7 @@ class Passes:
 def passes(example: Example, save: Iterable[str]) -> Passes:
     """Of a rank's layer that keeps `save`, all tokens at once: an upper bound."""
     call = example.keeping(save)
-    plan = programs(call.graph, call.save, call.wants, tiled=False)
+    plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
     nbytes = sizes_of(example, call.save)
     most = {}
     for which in ("forward", "backward"):
@@ -154,7 +154,7 @@ def passes(example: Example, save: Iterable[str]) -> Passes:
             if step.kind == "compute":
                 values.update(node.makes)
             else:
-                grads.update(step.wants.intersection(node.inputs))
+                grads.update(step.needs_grad.intersection(node.inputs))
             now = sum(nbytes[n] for n in values) + sum(nbytes[n] for n in grads)
             most[which] = max(most[which], now)
             grads.discard(node.name if step.kind == "backward" else "")
@@ -179,8 +179,8 @@ def loss_bytes(setup: Setup) -> tuple[int, int]:
         "head.weight": (vocab, model.d_model),
         "target": (setup.tokens, 1),
     }
-    wants = frozenset({"input", "head.weight"})
-    kept = kept_bytes(loss_graph(), frozenset(), wants, shapes, setup.dtype.itemsize)
+    needs_grad = frozenset({"input", "head.weight"})
+    kept = kept_bytes(loss_graph(), frozenset(), needs_grad, shapes, setup.dtype.itemsize)
     wide = setup.tokens * model.d_model * 4  # the gradient of the input is summed in float32
     block = 4 * min(_LOGITS, setup.tokens * vocab)
     return sum(kept.values()) - kept["input"], 2 * block + wide + stream

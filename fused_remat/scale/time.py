@@ -1,6 +1,6 @@
 """How long a rank's layer takes, step by step of its graph, and what it says to other ranks.
 
-The steps are those of `graph.graph.programs` for what the policy keeps: so a rung's rebuilds,
+The steps are those of `graph.schedule.schedule` for what the policy keeps: so a preset's rebuilds,
 and the collectives in them, are counted and not assumed. A step takes its FLOPs over the rate of
 products (or of attention) or its bytes over the bandwidth, whichever is longer, as in
 `Calibration.analytic`; a collective what it sends, over the link.
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from fused_remat.graph.graph import Step, programs
+from fused_remat.graph.schedule import Step, schedule
 from fused_remat.planner.calibration import Example, Seconds, Sizer, steps_of
 from fused_remat.scale.costs import Costs
 from fused_remat.scale.layout import Layout
-from fused_remat.steps.collective import Joins
+from fused_remat.steps.collective import CollectiveStep
 
 #: What a step is mostly: of `Work.kind`.
 KINDS = ("products", "attention", "pointwise", "tensor parallel")
@@ -47,7 +47,11 @@ class Work:
 
 def collective_of(step: Step) -> str:
     """What a step says to the other ranks of a tensor-parallel group; "" for nothing."""
-    return step.node.communication[step.kind == "backward"] if isinstance(step.node, Joins) else ""
+    return (
+        step.node.communication[step.kind == "backward"]
+        if isinstance(step.node, CollectiveStep)
+        else ""
+    )
 
 
 def sent_by(collective: str, nbytes: int, ranks: int) -> float:
@@ -80,7 +84,7 @@ def link_of(costs: Costs, layout: Layout, group: str) -> float:
 def works(example: Example, save: Iterable[str], costs: Costs, layout: Layout) -> Iterator[Work]:
     """Every step of both passes of a rank's layer that keeps `save`."""
     call = example.keeping(save)
-    plan = programs(call.graph, call.save, call.wants, tiled=False)
+    plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
     sizer = Sizer(call, example.shapes, example.input.dtype)
     bytes_of = sizes_of(example, save)
     link = link_of(costs, layout, "tensor")
@@ -90,7 +94,7 @@ def works(example: Example, save: Iterable[str], costs: Costs, layout: Layout) -
             assert node is not None
             flops, moved = sizer.work(step)
             collective, sent = collective_of(step), 0.0
-            if isinstance(node, Joins):
+            if isinstance(node, CollectiveStep):
                 whole = max(bytes_of[node.name], bytes_of[node.x])
                 sent = sent_by(collective, whole, layout.mesh.tensor)
                 kind, seconds = "tensor parallel", sent / link

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat.formats import Loaded, Packed
-from fused_remat.random import Keep
+from fused_remat.formats import Loaded, Quantized
+from fused_remat.random import DropoutMask
 from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps import user_function
 from fused_remat.steps.node import Input, Mask, Node, Params
@@ -26,7 +26,7 @@ from fused_remat.steps.residual import dropout
 from fused_remat.steps.storage import format_of
 
 if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Frame
+    from fused_remat.steps.chunk import Chunk
 
 _aten = torch.ops.aten
 
@@ -112,11 +112,12 @@ def _empty(x: Loaded) -> Tensor:
 
 def _parts(x: Loaded | None, *beside: Loaded | None) -> Iterator[tuple[slice, list[Any]]]:
     """The rows of each, a few at a time: nothing that is packed is unpacked whole."""
-    packed = next(y for y in (x, *beside) if isinstance(y, Packed))
+    packed = next(y for y in (x, *beside) if isinstance(y, Quantized))
     for first, last in packed.spans():
         yield (
             slice(first, last),
-            [y.rows(first, last) if isinstance(y, Packed) else None if y is None else y[first:last]
+            [None if y is None
+             else y.rows(first, last) if isinstance(y, Quantized) else y[first:last]
              for y in (x, *beside)],
         )  # fmt: skip
 
@@ -137,14 +138,14 @@ def activation_key(act: str, *given: Loaded | None) -> tuple[Any, ...]:
     key=lambda act, gate, up, mask: activation_key(act, gate, up),
     says=lambda key, *_: says_pointwise(key[3]),
 )
-def activation_fwd(act: str, gate: Loaded | None, up: Loaded, mask: Keep | None) -> Tensor:
+def activation_fwd(act: str, gate: Loaded | None, up: Loaded, mask: DropoutMask | None) -> Tensor:
     """mask * act(up), or mask * act(gate) * up: `act` is a row of `ACTIVATIONS`.
 
     What is packed is unpacked where it is read, each element rounded to its dtype, so that results
     are those of unpacking first.
     """
     function = ACTIVATIONS[act].fwd
-    if isinstance(gate, Packed) or isinstance(up, Packed):
+    if isinstance(gate, Quantized) or isinstance(up, Quantized):
         y = _empty(up)
         for rows, (g, u) in _parts(gate, up):
             if g is None:
@@ -165,7 +166,7 @@ def activation_bwd(
     dy: Tensor,
     gate: Loaded | None,
     up: Loaded | None,
-    mask: Keep | None,
+    mask: DropoutMask | None,
     owned: bool,
     needs_grad: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -178,7 +179,7 @@ def activation_bwd(
     if mask is not None:
         dy = dy.mul_(mask.tensor()) if owned else torch.mul(dy, mask.tensor()).to(dy.dtype)
         owned = True
-    if isinstance(gate, Packed) or isinstance(up, Packed):
+    if isinstance(gate, Quantized) or isinstance(up, Quantized):
         return _packed_bwd(row, dy, gate, up, owned, needs_grad)
     if gate is None:
         assert up is not None
@@ -231,7 +232,7 @@ class MLPActivation(Node):
     gate: Input = ""
     up: Input
     act: str
-    keep: Mask = ""
+    mask: Mask = ""
     captured: Params = ()
 
     @property
@@ -240,59 +241,64 @@ class MLPActivation(Node):
             return "", ""
         return "the caller's function; in backward again, under autograd", ""
 
-    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         if not self.gate:
             return (self.up, *self.masks)
-        return (self.gate, *((self.up,) if self.gate in wants else ()), *self.masks)
+        return (self.gate, *((self.up,) if self.gate in needs_grad else ()), *self.masks)
 
-    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+    def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         return self.captured
 
-    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any] | None:
+    def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any] | None:
         if not self.quantized:
             return None
         formats = {pack.x: pack.stored for pack in self.quantized}
         stored = tuple([formats.get(name, "") for name in (self.gate, self.up)])
-        return activation_bwd, (self.act, f.dtype_of(self.up), f.run.device, stored)
+        return activation_bwd, (self.act, chunk.dtype_of(self.up), chunk.run.device, stored)
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        keep = f.keep(self.keep)
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        mask = chunk.mask(self.mask)
         if self.act == USER_FUNCTION:
-            y = user_function.forward(f.run.functions["activation"], f[self.up])
-            f.put(self.name, y if keep is None else torch.mul(y, keep.tensor()).to(y.dtype))
+            y = user_function.forward(chunk.run.functions["activation"], chunk[self.up])
+            chunk.put(self.name, y if mask is None else torch.mul(y, mask.tensor()).to(y.dtype))
             return
         if self.quantized:
-            gate = self.load(f, self.gate) if self.gate else None
-            f.put(self.name, f.ops[activation_fwd](self.act, gate, self.load(f, self.up), keep))
+            gate = self.load(chunk, self.gate) if self.gate else None
+            chunk.put(
+                self.name,
+                chunk.ops[activation_fwd](self.act, gate, self.load(chunk, self.up), mask),
+            )
             return
-        gate = f[self.gate] if self.gate else None
-        f.put(self.name, f.ops[activation_fwd](self.act, gate, f[self.up], keep))
+        gate = chunk[self.gate] if self.gate else None
+        chunk.put(self.name, chunk.ops[activation_fwd](self.act, gate, chunk[self.up], mask))
 
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        keep = f.keep(self.keep)
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        mask = chunk.mask(self.mask)
         if self.act == USER_FUNCTION:
-            self._user_backward(f, dy if keep is None else f.ops[dropout](dy, keep), wants)
+            self._user_backward(
+                chunk, dy if mask is None else chunk.ops[dropout](dy, mask), needs_grad
+            )
             return
-        load = functools.partial(self.load, f) if self.quantized else f.__getitem__
+        load = functools.partial(self.load, chunk) if self.quantized else chunk.__getitem__
         gate = load(self.gate) if self.gate else None
-        up = load(self.up) if not self.gate or self.gate in wants else None
-        needs_grad = self.gate in wants, self.up in wants
-        dgate, dup = f.ops[activation_bwd](self.act, dy, gate, up, keep, owned, needs_grad)
+        up = load(self.up) if not self.gate or self.gate in needs_grad else None
+        marks = self.gate in needs_grad, self.up in needs_grad
+        dgate, dup = chunk.ops[activation_bwd](self.act, dy, gate, up, mask, owned, marks)
         if dgate is not None:
-            f.add_grad(self.gate, dgate, owned=True)
+            chunk.add_grad(self.gate, dgate, owned=True)
         if dup is not None:
-            f.add_grad(self.up, dup, owned=True)
+            chunk.add_grad(self.up, dup, owned=True)
 
-    def _user_backward(self, f: Frame, dy: Tensor, wants: Collection[str]) -> None:
-        function, captured = f.run.functions["activation"], {}
+    def _user_backward(self, chunk: Chunk, dy: Tensor, needs_grad: Collection[str]) -> None:
+        function, captured = chunk.run.functions["activation"], {}
         for name in self.captured:
-            tensor = f.param(name)
+            tensor = chunk.param(name)
             if tensor is not None:
                 captured[name] = tensor
-        wanted = [name for name in captured if name in wants]
-        wanted += [""] if self.up in wants else []
-        dx, grads = user_function.backward(function, dy, f[self.up], captured, wanted)
+        wanted = [name for name in captured if name in needs_grad]
+        wanted += [""] if self.up in needs_grad else []
+        dx, grads = user_function.backward(function, dy, chunk[self.up], captured, wanted)
         if dx is not None:
-            f.add_grad(self.up, *dx)
+            chunk.add_grad(self.up, *dx)
         for name, grad in grads.items():
-            f.add_param_grad(name, grad)
+            chunk.add_param_grad(name, grad)

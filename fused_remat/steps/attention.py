@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from fused_remat.formats import LoadedHeads, Packed, PackedHeads
+from fused_remat.formats import LoadedHeads, Quantized, QuantizedHeads
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps import attention_library, attention_rows, linear
 from fused_remat.steps.attention_library import attention_key, why_not, why_not_call
@@ -30,7 +30,7 @@ from fused_remat.steps.operations import operation
 from fused_remat.steps.storage import heads_in_memory
 
 if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Frame
+    from fused_remat.steps.chunk import Chunk
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -252,56 +252,56 @@ class Attention(Node):
         full = 4 * seq_len * self.width(widths, shapes)
         return full // 2 if self.spec.window[1] == 0 else full
 
-    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         return (*self.inputs, self.name, *self.stats)
 
-    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+    def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         return self.params
 
-    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any] | None:
+    def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any] | None:
         if not self.quantized:
             return None
-        samples = type(f)(f.run, f.seqs, (f.lo, f.lo + f.rows))
+        samples = type(chunk)(chunk.run, chunk.seqs, (chunk.lo, chunk.lo + chunk.rows))
         for pack in self.quantized:
-            samples.update(zip(pack.makes, pack.sample(f).parts, strict=True))
+            samples.update(zip(pack.makes, pack.sample(chunk).parts, strict=True))
         for name in self.inputs:
-            samples.setdefault(name, f.empty(name))
+            samples.setdefault(name, chunk.empty(name))
         q, k, v = self._heads(samples)
         return attention_bwd, attention_key(q, v, self.call(samples, q, k, ()), k)
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        q, k, v = self._heads(f)
-        call = self.call(f, q, k, ())
-        attn, lse = f.ops[attention_fwd](q, k, v, call, out)  # type: ignore[arg-type]
-        f.put(self.name, attn)
-        f.put(self.stats[0], lse)
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        q, k, v = self._heads(chunk)
+        call = self.call(chunk, q, k, ())
+        attn, lse = chunk.ops[attention_fwd](q, k, v, call, out)  # type: ignore[arg-type]
+        chunk.put(self.name, attn)
+        chunk.put(self.stats[0], lse)
 
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        q, k, v = self._heads(f)
-        call = self.call(f, q, k, wants)
-        grads = self._buffers(f) if not {*self.inputs}.isdisjoint(wants) else None
-        heads = None if grads is None else self._views(f, grads)
-        attn, lse = f[self.name], f[self.stats[0]]
-        f.ops[attention_bwd](dy, q, k, v, attn, lse, call, heads)  # type: ignore[arg-type]
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        q, k, v = self._heads(chunk)
+        call = self.call(chunk, q, k, needs_grad)
+        grads = self._buffers(chunk) if not {*self.inputs}.isdisjoint(needs_grad) else None
+        heads = None if grads is None else self._views(chunk, grads)
+        attn, lse = chunk[self.name], chunk[self.stats[0]]
+        chunk.ops[attention_bwd](dy, q, k, v, attn, lse, call, heads)  # type: ignore[arg-type]
         for name, grad in (grads or {}).items():
-            if name in wants:
-                f.add_grad(name, grad, owned=True)
+            if name in needs_grad:
+                chunk.add_grad(name, grad, owned=True)
 
-    def _heads(self, f: Frame) -> tuple[LoadedHeads, ...]:
+    def _heads(self, chunk: Chunk) -> tuple[LoadedHeads, ...]:
         """q (B, H, S, E), k and v (B, Hkv, S, E), as views, or as they are stored."""
-        return self._views(f, f)
+        return self._views(chunk, chunk)
 
-    def _views(self, f: Frame, tensors: Mapping[str, Tensor]) -> tuple[LoadedHeads, ...]:
+    def _views(self, chunk: Chunk, tensors: Mapping[str, Tensor]) -> tuple[LoadedHeads, ...]:
         """The heads in the tensors of the inputs' names, or in what is stored of them."""
         heads: list[LoadedHeads] = []
-        batch, lengths = f.seqs[1] - f.seqs[0], f.run.prepared.lengths
+        batch, lengths = chunk.seqs[1] - chunk.seqs[0], chunk.run.execution.lengths
         for name, counts in self.counts.items():
-            x = self.load(f, name) if self.quantized and tensors is f else tensors[name]
-            if isinstance(x, Packed):
+            x = self.load(chunk, name) if self.quantized and tensors is chunk else tensors[name]
+            if isinstance(x, Quantized):
                 width = x.shape[1] // sum(counts)
                 ends = [sum(counts[:i]) * width for i in range(len(counts))]
                 heads += [
-                    PackedHeads(x, batch, first, count, width)
+                    QuantizedHeads(x, batch, first, count, width)
                     for first, count in zip(ends, counts, strict=True)
                 ]
             elif x.dim() == 4:
@@ -314,37 +314,37 @@ class Attention(Node):
             heads = [q, *(x[:, :, : q.shape[2]] for x in kv if isinstance(x, Tensor))]
         return tuple(heads)
 
-    def _buffers(self, f: Frame) -> dict[str, Tensor]:
+    def _buffers(self, chunk: Chunk) -> dict[str, Tensor]:
         """Empty gradients of the inputs by name, for the operation to fill."""
-        lengths = f.run.prepared.lengths
+        lengths = chunk.run.execution.lengths
         unseen = self.cuts_keys and lengths[self.k] > lengths[self.q]
         grads = {}
         for name in self.inputs:
-            x = f.get(name)
+            x = chunk.get(name)
             heads = x is not None and x.dim() == 4
-            grads[name] = _empty_heads(x) if x is not None and heads else f.empty(name)
+            grads[name] = _empty_heads(x) if x is not None and heads else chunk.empty(name)
             if unseen and name in (self.k, self.v):
                 grads[name].zero_()
         return grads
 
     def call(
-        self, f: Frame, q: LoadedHeads, k: LoadedHeads, wants: Collection[str]
+        self, chunk: Chunk, q: LoadedHeads, k: LoadedHeads, needs_grad: Collection[str]
     ) -> AttentionCall:
         """The sizes, masks and randomness for the frame's sequences.
 
-        The gradient of a mask that is in `wants` is added, group by group, to a buffer as large as
-        the whole mask.
+        The gradient of a mask that is in `needs_grad` is added, group by group, to a buffer as
+        large as the whole mask.
         """
-        run, (batch, _, q_len, _), kv_len = f.run, q.shape, k.shape[2]
+        run, (batch, _, q_len, _), kv_len = chunk.run, q.shape, k.shape[2]
         if not self.params:
             return AttentionCall(self.spec, batch, q_len, kv_len)
         mask = padding = dmask = dpadding = None
         if self.mask:
-            mask = self._of_group(f, run.tensors[self.mask])
-            dmask = self._of_group(f, _mask_grad(f, self.mask, wants))
+            mask = self._of_group(chunk, run.tensors[self.mask])
+            dmask = self._of_group(chunk, _mask_grad(chunk, self.mask, needs_grad))
         if self.padding:
-            padding = _rows_of_group(f, run.tensors[self.padding])
-            dpadding = _rows_of_group(f, _mask_grad(f, self.padding, wants))
+            padding = _rows_of_group(chunk, run.tensors[self.padding])
+            dpadding = _rows_of_group(chunk, _mask_grad(chunk, self.padding, needs_grad))
         return AttentionCall(
             self.spec,
             batch,
@@ -354,15 +354,15 @@ class Attention(Node):
             padding=padding,
             dmask=dmask,
             dpadding=dpadding,
-            mask_grad=self.mask in run.wants or self.padding in run.wants,
+            mask_grad=self.mask in run.needs_grad or self.padding in run.needs_grad,
             site_key=run.site_key(self.site) if self.spec.dropout > 0.0 else None,
-            row0=f.seqs[0] * self.spec.num_heads * q_len,
-            lengths=_rows_of_group(f, f.param(self.lengths)),
-            cu_q=f.param(self.cu_q),
-            cu_k=f.param(self.cu_k),
+            row0=chunk.seqs[0] * self.spec.num_heads * q_len,
+            lengths=_rows_of_group(chunk, chunk.param(self.lengths)),
+            cu_q=chunk.param(self.cu_q),
+            cu_k=chunk.param(self.cu_k),
         )
 
-    def _of_group(self, f: Frame, mask: Tensor | None) -> Tensor | None:
+    def _of_group(self, chunk: Chunk, mask: Tensor | None) -> Tensor | None:
         """The part of a mask that the frame's sequences use, in four dimensions or (S_q, S_k).
 
         A mask is (S_q, S_k), (B*H, S_q, S_k), or broadcasts to (B, H, S_q, S_k).
@@ -371,24 +371,24 @@ class Attention(Node):
             return mask
         if mask.dim() == 3:
             mask = mask.view(-1, self.spec.num_heads, *mask.shape[1:])
-        return mask if mask.shape[0] == 1 else mask[f.seqs[0] : f.seqs[1]]
+        return mask if mask.shape[0] == 1 else mask[chunk.seqs[0] : chunk.seqs[1]]
 
 
-def _mask_grad(f: Frame, name: str, wants: Collection[str]) -> Tensor | None:
+def _mask_grad(chunk: Chunk, name: str, needs_grad: Collection[str]) -> Tensor | None:
     """The buffer for a mask's gradient, made when it is first asked for; None if not wanted."""
-    if name not in wants:
+    if name not in needs_grad:
         return None
-    grads = f.run.param_grads
+    grads = chunk.run.param_grads
     if name not in grads:
-        mask = f.run.tensors[name]
+        mask = chunk.run.tensors[name]
         assert mask is not None
         dtype = torch.promote_types(mask.dtype, torch.float32)
         grads[name] = mask.new_zeros(mask.shape, dtype=dtype)
     return grads[name]
 
 
-def _rows_of_group(f: Frame, rows: Tensor | None) -> Tensor | None:
-    return None if rows is None else rows[f.seqs[0] : f.seqs[1]]
+def _rows_of_group(chunk: Chunk, rows: Tensor | None) -> Tensor | None:
+    return None if rows is None else rows[chunk.seqs[0] : chunk.seqs[1]]
 
 
 def _empty_heads(x: Tensor) -> Tensor:

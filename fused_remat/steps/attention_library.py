@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from fused_remat.formats import LoadedHeads, PackedHeads
+from fused_remat.formats import LoadedHeads, QuantizedHeads
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention_rows import AttentionCall, AttentionKey
 
@@ -87,9 +87,9 @@ def attention_key(
     """Of forward and of backward: they choose alike. k only where it may be packed."""
     mask, padding, device = call.mask, call.padding, q.device
     packed: tuple[tuple[str, int, int] | None, ...] = ()
-    if isinstance(q, PackedHeads) or isinstance(v, PackedHeads):
+    if isinstance(q, QuantizedHeads) or isinstance(v, QuantizedHeads):
         packed = tuple([
-            (x.whole.stored, x.width, x.first) if isinstance(x, PackedHeads) else None
+            (x.whole.stored, x.width, x.first) if isinstance(x, QuantizedHeads) else None
             for x in (q, k, v)
         ])  # fmt: skip
     return AttentionKey(

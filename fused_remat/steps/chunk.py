@@ -19,14 +19,14 @@ from fused_remat.steps.linear import Part, linear_dw
 from fused_remat.steps.operations import Operations
 
 if TYPE_CHECKING:
-    from fused_remat.graph.graph import Programs, Step
+    from fused_remat.graph.schedule import Schedule, Step
 
 
 @dataclass(frozen=True)
 class Chunks:
     """Sizes of one call: B sequences of S tokens, `group` sequences and `tile` tokens at a time.
 
-    S is that of the first input; `Prepared.lengths` has those of the others.
+    S is that of the first input; `Execution.lengths` has those of the others.
     """
 
     batch: int
@@ -66,7 +66,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class Execution:
     """What forward and backward of one call share, worked out from shapes alone.
 
     Attributes:
@@ -86,9 +86,9 @@ class Prepared:
 
     ops: Operations
     chunks: Chunks
-    plan: Programs
+    plan: Schedule
     kind: str
-    wants: frozenset[str]
+    needs_grad: frozenset[str]
     widths: Mapping[str, int]
     lengths: Mapping[str, int]
     dtypes: Mapping[str, torch.dtype]
@@ -116,11 +116,11 @@ class Prepared:
 
 
 #: Called with each step before it runs, and its frame; for explanations. Usually empty.
-TRACERS: list[Callable[[object, Frame], None]] = []
+TRACERS: list[Callable[[object, Chunk], None]] = []
 
 
-class Product(NamedTuple):
-    """A weight gradient left for later: what `Frame.add_weight_grad` was called with."""
+class WeightGrad(NamedTuple):
+    """A weight gradient left for later: what `Chunk.add_weight_grad` was called with."""
 
     name: str
     dy: Tensor
@@ -130,7 +130,7 @@ class Product(NamedTuple):
 
 
 #: Sees a step that computes once it has, and its frame.
-Watch = Callable[["Step", "Frame"], None]
+Observer = Callable[["Step", "Chunk"], None]
 
 
 class Run:
@@ -149,19 +149,19 @@ class Run:
 
     def __init__(
         self,
-        prepared: Prepared,
+        execution: Execution,
         tensors: Mapping[str, Tensor | None],
         functions: Mapping[str, Callable[[Tensor], Tensor]],
         like: Tensor,
-        watch: Watch | None = None,
+        watch: Observer | None = None,
         into: Mapping[str, Tensor] | None = None,
-        later: list[Product] | None = None,
+        later: list[WeightGrad] | None = None,
     ) -> None:
-        if prepared.casts:
-            tensors = _cast(tensors, prepared.casts)
-        self.prepared, self.tensors, self.functions = prepared, tensors, functions
-        self.ops, self.chunks = prepared.ops, prepared.chunks
-        self.wants, self.widths = prepared.wants, prepared.widths
+        if execution.casts:
+            tensors = _cast(tensors, execution.casts)
+        self.execution, self.tensors, self.functions = execution, tensors, functions
+        self.ops, self.chunks = execution.ops, execution.chunks
+        self.needs_grad, self.widths = execution.needs_grad, execution.widths
         self.dtype, self.device = like.dtype, like.device
         self.partial = self.chunks.partial
         self.exact = into is not None
@@ -188,7 +188,7 @@ def _cast(
     return {**tensors, **{name: t.to(dtypes[name]) for name, t in given.items()}}
 
 
-class Frame(dict[str, Tensor]):
+class Chunk(dict[str, Tensor]):
     """The activations of one group of sequences, or of one tile of a group, by name; and gradients.
 
     A tile has its rows of what is the group's. A dict, because steps read and write little else,
@@ -196,7 +196,16 @@ class Frame(dict[str, Tensor]):
     """
 
     __slots__ = (
-        "freeing", "grads", "keeps", "lo", "ops", "param", "parent", "rows", "run", "seqs",
+        "freeing",
+        "grads",
+        "lo",
+        "masks",
+        "ops",
+        "param",
+        "parent",
+        "rows",
+        "run",
+        "seqs",
         "token0",
     )  # fmt: skip
 
@@ -205,14 +214,14 @@ class Frame(dict[str, Tensor]):
     put = dict.setdefault
 
     def __init__(
-        self, run: Run, seqs: tuple[int, int], span: tuple[int, int], parent: Frame | None = None
+        self, run: Run, seqs: tuple[int, int], span: tuple[int, int], parent: Chunk | None = None
     ) -> None:
         self.run, self.ops, self.seqs, self.parent = run, run.ops, seqs, parent
         self.lo, hi = span
         self.rows = hi - self.lo
         self.token0 = seqs[0] * run.chunks.seq_len + self.lo
         self.param = run.tensors.get  # a tensor of the block that is no activation, or None
-        self.keeps: dict[str, random.Keep] = {}
+        self.masks: dict[str, random.DropoutMask] = {}
         self.grads: dict[str, tuple[Tensor, bool]] = {}
         self.freeing: tuple[str, ...] = ()  # names that the present step uses for the last time
 
@@ -224,14 +233,14 @@ class Frame(dict[str, Tensor]):
     def rows_of(self, name: str) -> int:
         """How many tokens an activation has here: a tile's, or those of the group's sequences."""
         if self.parent is not None:
-            return self.run.prepared.tile_rows(name, self.rows)
-        return (self.seqs[1] - self.seqs[0]) * self.run.prepared.lengths[name]
+            return self.run.execution.tile_rows(name, self.rows)
+        return (self.seqs[1] - self.seqs[0]) * self.run.execution.lengths[name]
 
     def first_row(self, name: str) -> int:
         """The number of an activation's first token here, among all of the call."""
         if self.parent is not None:
-            return self.run.prepared.tile_rows(name, self.token0)
-        return self.seqs[0] * self.run.prepared.lengths[name]
+            return self.run.execution.tile_rows(name, self.token0)
+        return self.seqs[0] * self.run.execution.lengths[name]
 
     def empty(self, name: str) -> Tensor:
         """A new matrix like the activation `name`, which need not be there."""
@@ -246,28 +255,28 @@ class Frame(dict[str, Tensor]):
             del self[name]
         return value
 
-    def keep(self, name: str) -> random.Keep | None:
+    def mask(self, name: str) -> random.DropoutMask | None:
         """The dropout multiplier `name`; None for ""."""
         if not name:
             return None
-        found = self.keeps.get(name)
+        found = self.masks.get(name)
         if found is None:
             assert self.parent is not None, f"{name} is not there"
-            whole = self.parent.keep(name)
+            whole = self.parent.mask(name)
             assert whole is not None
-            found = self.keeps[name] = whole.of_rows(self.lo, self.rows)
+            found = self.masks[name] = whole.of_rows(self.lo, self.rows)
         return found
 
     def free(self, names: tuple[str, ...]) -> None:
         for name in names:
             self.pop(name, None)
-        if self.keeps:
+        if self.masks:
             for name in names:
-                self.keeps.pop(name, None)
+                self.masks.pop(name, None)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """That of an activation, whether or not it is there."""
-        return self.run.prepared.dtypes[name]
+        return self.run.execution.dtypes[name]
 
     def add_grad(self, name: str, grad: Tensor, owned: bool) -> None:
         """Add to the gradient of an activation; `owned`: `grad` may be overwritten from now on."""
@@ -315,7 +324,7 @@ class Frame(dict[str, Tensor]):
         """Add dy.T @ x to the gradient of a weight; `partial`: the step itself will add more."""
         run, grads = self.run, self.run.param_grads
         if run.later is not None:
-            run.later.append(Product(name, dy, x, part, partial))
+            run.later.append(WeightGrad(name, dy, x, part, partial))
             return
         partial = partial or run.partial
         if part is not None:

@@ -1,10 +1,9 @@
 """The steps of a block whose heads and MLP are divided among the ranks of a tensor-parallel group.
 
 Each rank has some of the heads and some of the MLP's hidden units: its shards of the weights. Two
-steps join the ranks. Before a half, `Gathered` makes the tokens of all ranks of what it reads;
-after it, `Reduced` sums what the ranks made of them. They are steps like others: what they make is
-named, kept, rebuilt and freed by the same rules, so a rung that keeps the sum after a half talks to
-nobody to rebuild it.
+steps join the ranks: `AllGather` before a branch collects the tokens of all ranks, `ReduceScatter`
+after it sums what the ranks computed. They are steps like others, named, kept, rebuilt and freed by
+the same rules: a preset that keeps the sum after a branch needs no communication to rebuild it.
 
 With `sequence`, the residual stream, its norms and what a block keeps of them are divided by tokens
 (Korthikanti et al. 2022, arXiv 2205.05198): gathering and reducing are an all-gather and a
@@ -28,7 +27,7 @@ from fused_remat.steps.linear import bias_grad
 from fused_remat.steps.node import Input, Node, Param, Shapes
 
 if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Frame
+    from fused_remat.steps.chunk import Chunk
 
 
 #: Between the dropout sites of two ranks: each draws on its own for what is divided.
@@ -36,7 +35,7 @@ SITES_OF_A_RANK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joins(Node):
+class CollectiveStep(Node):
     """A step that talks to the other ranks: what both have.
 
     Attributes:
@@ -56,19 +55,19 @@ class Joins(Node):
         forward, backward = self.communication
         return forward or "nothing: every rank has it", backward
 
-    def _batch(self, f: Frame) -> int:
+    def _batch(self, chunk: Chunk) -> int:
         """The number of sequences whose rows are to stay together; 1 where rows are tokens."""
-        return f.seqs[1] - f.seqs[0] if self.per_sequence else 1
+        return chunk.seqs[1] - chunk.seqs[0] if self.per_sequence else 1
 
-    def _gather(self, f: Frame, x: Tensor) -> Tensor:
-        return gather(x, self.parallel.group, self.parallel.size, self._batch(f))
+    def _gather(self, chunk: Chunk, x: Tensor) -> Tensor:
+        return gather(x, self.parallel.group, self.parallel.size, self._batch(chunk))
 
-    def _scatter_sum(self, f: Frame, x: Tensor) -> Tensor:
-        return scatter_sum(x, self.parallel.group, self.parallel.size, self._batch(f))
+    def _scatter_sum(self, chunk: Chunk, x: Tensor) -> Tensor:
+        return scatter_sum(x, self.parallel.group, self.parallel.size, self._batch(chunk))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered(Joins):
+class AllGather(CollectiveStep):
     """name = x of all ranks, whose gradients are summed over ranks. Its rows are tokens in any
     order, as an MLP takes them."""
 
@@ -81,27 +80,27 @@ class Gathered(Joins):
     def communication(self) -> tuple[str, str]:
         return ("all-gather", "reduce-scatter") if self.parallel.sequence else ("", "all-reduce")
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        x = f[self.x] if self.compute is None else f[self.x].to(self.compute)
-        f.put(self.name, self._gather(f, x) if self.parallel.sequence else x)
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        x = chunk[self.x] if self.compute is None else chunk[self.x].to(self.compute)
+        chunk.put(self.name, self._gather(chunk, x) if self.parallel.sequence else x)
 
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         if self.parallel.sequence:
-            dx = self._scatter_sum(f, dy)
+            dx = self._scatter_sum(chunk, dy)
         else:
             dx = total(dy, self.parallel.group, owned)
-        f.add_grad(self.x, dx.to(f.dtype_of(self.x)), owned=True)
+        chunk.add_grad(self.x, dx.to(chunk.dtype_of(self.x)), owned=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatheredSequences(Gathered):
-    """`Gathered` whose rows are the tokens of whole sequences in order, as attention takes them."""
+class AllGatherSequences(AllGather):
+    """`AllGather` whose rows are the tokens of whole sequences in order, as attention needs."""
 
     per_sequence: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduced(Joins):
+class ReduceScatter(CollectiveStep):
     """name = the sum of x over ranks, of this rank's tokens, + bias."""
 
     bias: Param
@@ -116,23 +115,23 @@ class Reduced(Joins):
     def communication(self) -> tuple[str, str]:
         return ("reduce-scatter", "all-gather") if self.parallel.sequence else ("all-reduce", "")
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        x = f[self.x]
-        y = self._scatter_sum(f, x) if self.parallel.sequence else total(x, self.parallel.group)
-        bias = f.param(self.bias)
-        f.put(self.name, y if bias is None else y.add_(bias))
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        x = chunk[self.x]
+        y = self._scatter_sum(chunk, x) if self.parallel.sequence else total(x, self.parallel.group)
+        bias = chunk.param(self.bias)
+        chunk.put(self.name, y if bias is None else y.add_(bias))
 
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        if self.bias in wants:
-            f.add_param_grad(self.bias, f.ops[bias_grad](dy))
-        if self.x in wants:
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        if self.bias in needs_grad:
+            chunk.add_param_grad(self.bias, chunk.ops[bias_grad](dy))
+        if self.x in needs_grad:
             sequence = self.parallel.sequence
-            f.add_grad(self.x, self._gather(f, dy) if sequence else dy, owned or sequence)
+            chunk.add_grad(self.x, self._gather(chunk, dy) if sequence else dy, owned or sequence)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReducedSequences(Reduced):
-    """`Reduced` of rows that are the tokens of whole sequences in order."""
+class ReduceScatterSequences(ReduceScatter):
+    """`ReduceScatter` of rows that are the tokens of whole sequences in order."""
 
     per_sequence: ClassVar[bool] = True
 

@@ -24,7 +24,7 @@ from fused_remat.steps.node import Input, Node, Param, Shapes
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Frame
+    from fused_remat.steps.chunk import Chunk
 
 Span = tuple[int, int]
 
@@ -411,54 +411,63 @@ class LinearCrossEntropy(Node):
     def flops(self, widths: Mapping[str, int], shapes: Shapes, seq_len: int) -> int:
         return 2 * shapes[self.weight][0] * shapes[self.weight][1]
 
-    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         return (self.x, *self.stats)
 
-    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+    def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         return self.params
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        weight, bias = f.param(self.weight), f.param(self.bias)
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        weight, bias = chunk.param(self.weight), chunk.param(self.bias)
         assert weight is not None
-        made = f.ops[cross_entropy_fwd](f[self.x], weight, bias, self.call(f), out)
+        made = chunk.ops[cross_entropy_fwd](chunk[self.x], weight, bias, self.call(chunk), out)
         for name, value in zip(self.makes, made, strict=True):
-            f.put(name, value)
+            chunk.put(name, value)
 
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         names = (self.x, self.weight, self.bias)
-        weight, bias = f.param(self.weight), f.param(self.bias)
+        weight, bias = chunk.param(self.weight), chunk.param(self.bias)
         assert weight is not None
-        high, log_sum = (f[stat] for stat in self.stats)
-        marks = tuple([name in wants for name in names])
-        dx, dweight, dbias = f.ops[cross_entropy_bwd](
-            dy, f[self.x], weight, bias, (high, log_sum), self.call(f), marks, f.run.exact
+        high, log_sum = (chunk[stat] for stat in self.stats)
+        marks = tuple([name in needs_grad for name in names])
+        dx, dweight, dbias = chunk.ops[cross_entropy_bwd](
+            dy,
+            chunk[self.x],
+            weight,
+            bias,
+            (high, log_sum),
+            self.call(chunk),
+            marks,
+            chunk.run.exact,
         )
         if dx is not None:
             if self.parallel is not None:
                 dx = collective.total(dx, self.parallel.group, owned=True)
-            f.add_grad(self.x, dx, owned=True)
+            chunk.add_grad(self.x, dx, owned=True)
         if dweight is not None:
-            f.add_param_grad(self.weight, dweight)
+            chunk.add_param_grad(self.weight, dweight)
         if dbias is not None:
-            f.add_param_grad(self.bias, dbias)
+            chunk.add_param_grad(self.bias, dbias)
 
-    def call(self, f: Frame) -> CrossEntropyCall:
+    def call(self, chunk: Chunk) -> CrossEntropyCall:
         """The targets of the frame's tokens, and the options."""
-        target = f.param(self.target)
+        target = chunk.param(self.target)
         assert target is not None
         call = CrossEntropyCall(
-            target.reshape(-1)[f.token0 : f.token0 + f.rows],
+            target.reshape(-1)[chunk.token0 : chunk.token0 + chunk.rows],
             self.ignore_index,
             self.label_smoothing,
             self.z_loss,
             self.softcap,
             self.logits,
         )
-        return call if self.parallel is None else self._own(f, call, self.parallel)
+        return call if self.parallel is None else self._own(chunk, call, self.parallel)
 
-    def _own(self, f: Frame, call: CrossEntropyCall, parallel: ParallelSpec) -> CrossEntropyCall:
+    def _own(
+        self, chunk: Chunk, call: CrossEntropyCall, parallel: ParallelSpec
+    ) -> CrossEntropyCall:
         """The call of this rank's columns; whoever divided the vocabulary checked the targets."""
-        weight = f.param(self.weight)
+        weight = chunk.param(self.weight)
         assert weight is not None
         count = len(weight)
         at = call.target - parallel.rank * count

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fused_remat.formats import Parts
-from fused_remat.random import Keep
+from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import MLPActivation, activation_bwd, activation_fwd
 from fused_remat.steps.linear import Affine, Linear, bias_grad, linear_dx, linear_fwd
@@ -21,10 +21,10 @@ from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm, norm_fwd
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import dropout, residual_add
-from fused_remat.steps.storage import Pack, Packing, format_of, quantize
+from fused_remat.steps.storage import Quantize, QuantizeCall, format_of, quantize
 
 if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Frame
+    from fused_remat.steps.chunk import Chunk
 
 
 def mlp_key(act: str, x: Tensor) -> tuple[Any, ...]:
@@ -33,8 +33,8 @@ def mlp_key(act: str, x: Tensor) -> tuple[Any, ...]:
 
 
 @operation(
-    key=lambda act, x, gate, up, mask, kept, packings: (
-        *mlp_key(act, x), tuple(map(format_of, packings))
+    key=lambda act, x, gate, up, mask, kept, storages: (
+        *mlp_key(act, x), tuple(map(format_of, storages))
     ),
     says="step by step",
 )  # fmt: skip
@@ -43,19 +43,19 @@ def mlp_up_fwd(
     x: Tensor,
     gate: Affine | None,
     up: Affine,
-    mask: Keep | None,
+    mask: DropoutMask | None,
     kept: tuple[bool, ...],
-    packings: tuple[Packing | None, ...],
+    storages: tuple[QuantizeCall | None, ...],
 ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Parts, ...]]:
     """mask * act(up(x)), or mask * act(gate(x)) * up(x); the products that are `kept`, else None;
     and packed, those that have a packing.
 
-    `kept` and `packings` are of gate(x), if there is a gate, and of up(x).
+    `kept` and `storages` are of gate(x), if there is a gate, and of up(x).
     """
     made = [linear_fwd(x, *affine) for affine in (gate, up) if affine is not None]
-    pairs = zip(made, packings, strict=True)
+    pairs = zip(made, storages, strict=True)
     parts = tuple([() if how is None else quantize(pre, how) for pre, how in pairs])
-    pres = tuple([pre if keep else None for pre, keep in zip(made, kept, strict=True)])
+    pres = tuple([pre if mask else None for pre, mask in zip(made, kept, strict=True)])
     return activation_fwd(act, made[0] if gate else None, made[-1], mask), pres, parts
 
 
@@ -69,7 +69,7 @@ def mlp_bwd(
     gate: Affine | None,
     up: Affine,
     down: Tensor | None,
-    mask: Keep | None,
+    mask: DropoutMask | None,
     needs_act: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """What `mlp_up_fwd` makes of x, if it is needed, and the gradients of gate(x), None without a
@@ -92,7 +92,7 @@ def linear_norm_fwd(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor,
-    mask: Keep | None,
+    mask: DropoutMask | None,
     spec: NormSpec,
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
@@ -120,7 +120,7 @@ class MlpUp(Node):
     ups: tuple[Linear, ...]
     act: MLPActivation
     kept: tuple[bool, ...]
-    packed: tuple[Pack | None, ...]
+    packed: tuple[Quantize | None, ...]
 
     @functools.cached_property
     def makes(self) -> tuple[str, ...]:
@@ -132,19 +132,19 @@ class MlpUp(Node):
     def reads(self) -> tuple[str, ...]:
         return (*self.ups[0].reads, *self.act.masks)
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        act, (*gates, up) = self.act, [layer.affine(f) for layer in self.ups]
-        packings = tuple([None if pack is None else pack.packing(f) for pack in self.packed])
-        y, pres, parts = f.ops[mlp_up_fwd](
-            act.act, self.ups[0].operand(f), gates[0] if gates else None, up, f.keep(act.keep),
-            self.kept, packings,
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        act, (*gates, up) = self.act, [layer.affine(chunk) for layer in self.ups]
+        storages = tuple([None if pack is None else pack.storage(chunk) for pack in self.packed])
+        y, pres, parts = chunk.ops[mlp_up_fwd](
+            act.act, self.ups[0].operand(chunk), gates[0] if gates else None, up,
+            chunk.mask(act.mask), self.kept, storages,
         )  # fmt: skip
         for layer, pre, pack, codes in zip(self.ups, pres, self.packed, parts, strict=True):
             if pre is not None:
-                f.put(layer.name, pre)
+                chunk.put(layer.name, pre)
             if pack is not None:
-                pack.put(f, codes)
-        f.put(self.name, y)
+                pack.put(chunk, codes)
+        chunk.put(self.name, y)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class LinearNorm(Node):
 
     linear: Linear
     norm: Norm
-    pack: Pack | None
+    pack: Quantize | None
 
     @functools.cached_property
     def makes(self) -> tuple[str, ...]:
@@ -167,19 +167,19 @@ class LinearNorm(Node):
     def reads(self) -> tuple[str, ...]:
         return self.linear.reads
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         linear, norm = self.linear, self.norm
-        residual = f[linear.residual]
-        total, y, *stats = f.ops[linear_norm_fwd](
-            linear.operand(f), *linear.affine(f), residual, f.keep(linear.keep), norm.spec,
-            f.param(norm.weight), f.param(norm.bias), norm.target(residual, out),
+        residual = chunk[linear.residual]
+        total, y, *stats = chunk.ops[linear_norm_fwd](
+            linear.operand(chunk), *linear.affine(chunk), residual, chunk.mask(linear.mask),
+            norm.spec, chunk.param(norm.weight), chunk.param(norm.bias), norm.target(residual, out),
         )  # fmt: skip
-        f.put(linear.name, total)
+        chunk.put(linear.name, total)
         if self.pack is not None:
-            self.pack.forward(f)
-        f.put(self.name, y)
+            self.pack.forward(chunk)
+        chunk.put(self.name, y)
         for stat, value in zip(norm.stats, stats, strict=True):
-            f.put(stat, value)
+            chunk.put(stat, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,25 +197,25 @@ class MlpBackward(Node):
     def label(self) -> str:
         return f"{self.out.name} and {self.act.name}"
 
-    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any]:
-        run = f.run
-        return mlp_bwd, (self.act.act, run.prepared.compute or run.dtype, run.device)
+    def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any]:
+        run = chunk.run
+        return mlp_bwd, (self.act.act, run.execution.compute or run.dtype, run.device)
 
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        out, x = self.out, self.ups[0].operand(f)
-        keep, dtype = f.keep(out.keep), out.compute or dy.dtype
-        dz = dy.to(dtype) if keep is None else f.ops[dropout](dy, keep, dtype)
-        *gates, up = [layer.affine(f) for layer in self.ups]
-        act, *dups = f.ops[mlp_bwd](
-            self.act.act, dz, x, gates[0] if gates else None, up, f.param(out.weight),
-            f.keep(self.act.keep), out.weight in wants,
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        out, x = self.out, self.ups[0].operand(chunk)
+        mask, dtype = chunk.mask(out.mask), out.compute or dy.dtype
+        dz = dy.to(dtype) if mask is None else chunk.ops[dropout](dy, mask, dtype)
+        *gates, up = [layer.affine(chunk) for layer in self.ups]
+        act, *dups = chunk.ops[mlp_bwd](
+            self.act.act, dz, x, gates[0] if gates else None, up, chunk.param(out.weight),
+            chunk.mask(self.act.mask), out.weight in needs_grad,
         )  # fmt: skip
         for layer, dup in zip(self.ups, dups if gates else dups[1:], strict=True):
             assert dup is not None
-            f.add_grad(layer.name, dup, owned=True)
+            chunk.add_grad(layer.name, dup, owned=True)
         if act is not None:
-            f.add_weight_grad(out.weight, dz, act)
-        if out.bias in wants:
-            f.add_param_grad(out.bias, f.ops[bias_grad](dz))
-        if out.residual in wants:
-            f.add_grad(out.residual, dy, owned)
+            chunk.add_weight_grad(out.weight, dz, act)
+        if out.bias in needs_grad:
+            chunk.add_param_grad(out.bias, chunk.ops[bias_grad](dz))
+        if out.residual in needs_grad:
+            chunk.add_grad(out.residual, dy, owned)

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_remat.random import Keep
+from fused_remat.random import DropoutMask
 from fused_remat.steps.node import Input, Mask, Node, Params, Shapes
 from fused_remat.steps.operations import operation
 from fused_remat.steps.residual import dropout, residual_add
 
 if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Frame
+    from fused_remat.steps.chunk import Chunk
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -51,7 +51,7 @@ def _key(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None = None,
-    mask: Keep | None = None,
+    mask: DropoutMask | None = None,
     out: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Dtype and device, and whether the product ends in dropout or a residual."""
@@ -64,7 +64,7 @@ def linear_fwd(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None = None,
-    mask: Keep | None = None,
+    mask: DropoutMask | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """residual + mask * (x @ weight.T + bias), in the dtype of x.
@@ -174,7 +174,7 @@ class LowRank:
     b: str
     low: str
     scale: float
-    keep: str = ""
+    mask: str = ""
     columns: tuple[int, int] | None = None
     dtype: torch.dtype | None = None
 
@@ -201,7 +201,7 @@ class Linear(Node):
     residual: Input = ""
     weights: Params
     biases: Params
-    keep: Mask = ""
+    mask: Mask = ""
     sizes: tuple[int, ...] = ()
     part: Part | None = None
     updates: tuple[LowRank, ...] = ()
@@ -219,7 +219,7 @@ class Linear(Node):
     @functools.cached_property
     def plain(self) -> bool:
         """Whether it is one layer that ends in nothing else."""
-        return not (self.sizes or self.residual or self.keep or self.updates)
+        return not (self.sizes or self.residual or self.mask or self.updates)
 
     @functools.cached_property
     def _weights(self) -> frozenset[str]:
@@ -236,7 +236,7 @@ class Linear(Node):
 
     @functools.cached_property
     def masks(self) -> tuple[str, ...]:
-        return tuple([name for name in (self.keep, *[u.keep for u in self.updates]) if name])
+        return tuple([name for name in (self.mask, *[u.mask for u in self.updates]) if name])
 
     @property
     def transients(self) -> tuple[str, ...]:
@@ -257,158 +257,166 @@ class Linear(Node):
         low = sum(shapes[m][0] * shapes[m][1] for u in self.updates for m in (u.a, u.b))
         return 2 * (self.width(widths, shapes) * columns + low)
 
-    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
-        wanted = not {self.x, *self.params}.isdisjoint(wants)
-        updated = any(u.a in wants or u.b in wants for u in self.updates)
-        x = (self.x,) if updated or not self._weights.isdisjoint(wants) else ()
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        wanted = not {self.x, *self.params}.isdisjoint(needs_grad)
+        updated = any(u.a in needs_grad or u.b in needs_grad for u in self.updates)
+        x = (self.x,) if updated or not self._weights.isdisjoint(needs_grad) else ()
         return (*x, *(self.masks if wanted else ()))
 
-    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
-        read = [*self.weights] if self.x in wants else []
+    def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        read = [*self.weights] if self.x in needs_grad else []
         for u in self.updates:
-            read += [u.a] if self.x in wants or u.b in wants else []
-            read += [u.b] if self.x in wants or u.a in wants else []
+            read += [u.a] if self.x in needs_grad or u.b in needs_grad else []
+            read += [u.b] if self.x in needs_grad or u.a in needs_grad else []
         return tuple(read)
 
-    def affine(self, f: Frame) -> Affine:
+    def affine(self, chunk: Chunk) -> Affine:
         """The weight and the bias of the one layer."""
-        weight, bias = f.param(self.weight), f.param(self.bias)
+        weight, bias = chunk.param(self.weight), chunk.param(self.bias)
         return rows_of(weight, self.part), rows_of(bias, self.part)
 
-    def operand(self, f: Frame) -> Tensor:
+    def operand(self, chunk: Chunk) -> Tensor:
         """x as the product takes it."""
-        return f[self.x] if self.compute is None else f[self.x].to(self.compute)
+        return chunk[self.x] if self.compute is None else chunk[self.x].to(self.compute)
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        x = f[self.x] if self.compute is None else f[self.x].to(self.compute)
-        residual = f[self.residual] if self.residual else None
-        keep = f.keep(self.keep) if self.keep else None
-        weight, bias = f.param(self.weight), f.param(self.bias)
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        x = chunk[self.x] if self.compute is None else chunk[self.x].to(self.compute)
+        residual = chunk[self.residual] if self.residual else None
+        mask = chunk.mask(self.mask) if self.mask else None
+        weight, bias = chunk.param(self.weight), chunk.param(self.bias)
         if self.part is not None:
-            weight, bias = self.affine(f)
+            weight, bias = self.affine(chunk)
         if self.sizes:
             y = x.new_empty((x.shape[0], sum(self.sizes))) if out is None else out
             for w, b, columns in self._layers(y):
-                f.ops[linear_fwd](x, f.param(w), f.param(b), out=columns)
+                chunk.ops[linear_fwd](x, chunk.param(w), chunk.param(b), out=columns)
         elif residual is not None and self.compute is not None:
-            product = f.ops[linear_fwd](x, weight, bias)
+            product = chunk.ops[linear_fwd](x, weight, bias)
             del x
-            y = f.ops[residual_add](product, residual, keep, out)
+            y = chunk.ops[residual_add](product, residual, mask, out)
         else:
-            y = f.ops[linear_fwd](x, weight, bias, residual, keep, out)
+            y = chunk.ops[linear_fwd](x, weight, bias, residual, mask, out)
         for update in self.updates:
-            self._add_update(f, y, update)
-        f.put(self.name, y)
+            self._add_update(chunk, y, update)
+        chunk.put(self.name, y)
 
     def _layers(self, y: Tensor) -> list[tuple[str, str, Tensor]]:
         """Each layer's weight, bias and columns of y."""
         return [*zip(self.weights, self.biases, y.split(self.sizes, 1), strict=True)]
 
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         lows = (
-            [self._update_backward(f, dy, u, wants) for u in self.updates] if self.updates else []
+            [self._update_backward(chunk, dy, u, needs_grad) for u in self.updates]
+            if self.updates
+            else []
         )
-        if self.x in wants or not self._affine.isdisjoint(wants):
-            keep, dz = f.keep(self.keep) if self.keep else None, dy
-            if keep is not None:
-                dz = f.ops[dropout](dy, keep, self.compute)
+        if self.x in needs_grad or not self._affine.isdisjoint(needs_grad):
+            mask, dz = chunk.mask(self.mask) if self.mask else None, dy
+            if mask is not None:
+                dz = chunk.ops[dropout](dy, mask, self.compute)
             elif self.compute is not None:
                 dz = dy.to(self.compute)
             layers = self._layers(dz) if self.sizes else ((self.weight, self.bias, dz),)
             x: Tensor | None = None
             for weight, bias, part in layers:
-                if weight in wants:
+                if weight in needs_grad:
                     if x is None:
-                        x = f[self.x] if self.updates else f.last(self.x)
+                        x = chunk[self.x] if self.updates else chunk.last(self.x)
                         x = x if self.compute is None else x.to(self.compute)
-                    f.add_weight_grad(weight, part, x, self.part)
-                if bias in wants:
-                    f.add_param_grad(bias, f.ops[bias_grad](part), self.part)
+                    chunk.add_weight_grad(weight, part, x, self.part)
+                if bias in needs_grad:
+                    chunk.add_param_grad(bias, chunk.ops[bias_grad](part), self.part)
             del x
-            if self.x in wants:
+            if self.x in needs_grad:
                 dx: Tensor | None = None
                 for weight, _, part in layers:
-                    w = f.param(weight)
+                    w = chunk.param(weight)
                     w = w if self.part is None else rows_of(w, self.part)
-                    dx = f.ops[linear_dx](part, w, dx)
+                    dx = chunk.ops[linear_dx](part, w, dx)
                 assert dx is not None
-                dx = dx if self.compute is None else dx.to(f.dtype_of(self.x))
-                f.add_grad(self.x, dx, owned=True)
+                dx = dx if self.compute is None else dx.to(chunk.dtype_of(self.x))
+                chunk.add_grad(self.x, dx, owned=True)
                 del dx
             del dz, part, layers
         for update, dlow in reversed([*zip(self.updates, lows, strict=True)]) if lows else ():
             if dlow is not None:
-                self._low_backward(f, dlow, update, wants)
-        if self.residual in wants:
-            f.add_grad(self.residual, dy, owned)
+                self._low_backward(chunk, dlow, update, needs_grad)
+        if self.residual in needs_grad:
+            chunk.add_grad(self.residual, dy, owned)
 
     # --- low-rank updates
 
-    def _add_update(self, f: Frame, y: Tensor, update: LowRank) -> None:
-        low = self._low(f, update)
+    def _add_update(self, chunk: Chunk, y: Tensor, update: LowRank) -> None:
+        low = self._low(chunk, update)
         for rows in _pieces(y, low.dtype):
-            f.ops[low_rank_add](update.of(y[rows]), low[rows], f.param(update.b), update.scale)
-        f.put(update.low, low)
+            chunk.ops[low_rank_add](
+                update.of(y[rows]), low[rows], chunk.param(update.b), update.scale
+            )
+        chunk.put(update.low, low)
 
-    def _low(self, f: Frame, update: LowRank) -> Tensor:
+    def _low(self, chunk: Chunk, update: LowRank) -> Tensor:
         """(keep * x) @ A.T, unless it is there."""
-        if update.low in f:
-            return f[update.low]
-        x, keep, weight = f[self.x], f.keep(update.keep), f.param(update.a)
+        if update.low in chunk:
+            return chunk[update.low]
+        x, mask, weight = chunk[self.x], chunk.mask(update.mask), chunk.param(update.a)
         assert weight is not None
         dtype = update.dtype or self.compute or x.dtype
         low = x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
         for rows in _pieces(x, dtype):
             # A multiplier of its own: one that the frame holds would stay until backward.
-            operand = _dropped(f, x[rows], _of_rows(keep, rows), dtype)
-            f.ops[linear_fwd](operand, weight, None, out=low[rows])
+            operand = _dropped(chunk, x[rows], _of_rows(mask, rows), dtype)
+            chunk.ops[linear_fwd](operand, weight, None, out=low[rows])
         return low
 
     def _update_backward(
-        self, f: Frame, dy: Tensor, update: LowRank, wants: Collection[str]
+        self, chunk: Chunk, dy: Tensor, update: LowRank, needs_grad: Collection[str]
     ) -> Tensor | None:
         """Adds the gradient of B; returns that of `low`, None if nobody wants it."""
         dtype, parts = update.dtype or dy.dtype, []
-        asked = self.x in wants or update.a in wants
-        low = self._low(f, update) if update.b in wants else None
+        asked = self.x in needs_grad or update.a in needs_grad
+        low = self._low(chunk, update) if update.b in needs_grad else None
         for rows in _pieces(dy, dtype):
             mine = update.of(dy[rows]).to(dtype)
             if low is not None:
-                f.add_weight_grad(update.b, mine, low[rows] * update.scale)
+                chunk.add_weight_grad(update.b, mine, low[rows] * update.scale)
             if asked:
-                parts.append(f.ops[linear_dx](mine, f.param(update.b)).mul_(update.scale))
+                parts.append(chunk.ops[linear_dx](mine, chunk.param(update.b)).mul_(update.scale))
         if not asked:
             return None
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _low_backward(self, f: Frame, dy: Tensor, update: LowRank, wants: Collection[str]) -> None:
+    def _low_backward(
+        self, chunk: Chunk, dy: Tensor, update: LowRank, needs_grad: Collection[str]
+    ) -> None:
         """The gradients of A and of x, from that of (keep * x) @ A.T."""
-        keep, weight = f.keep(update.keep), f.param(update.a)
-        dx = self._target(f, dy.shape[0]) if self.x in wants else None
-        x = f[self.x] if update.a in wants else None
-        wide = dy.new_empty((dy.shape[0], 0), dtype=f.dtype_of(self.x))
+        mask, weight = chunk.mask(update.mask), chunk.param(update.a)
+        dx = self._target(chunk, dy.shape[0]) if self.x in needs_grad else None
+        x = chunk[self.x] if update.a in needs_grad else None
+        wide = dy.new_empty((dy.shape[0], 0), dtype=chunk.dtype_of(self.x))
         for rows in _pieces(wide, dy.dtype):
-            mine = _of_rows(keep, rows)
+            mine = _of_rows(mask, rows)
             if x is not None:
-                operand = _dropped(f, x[rows], mine, dy.dtype)
+                operand = _dropped(chunk, x[rows], mine, dy.dtype)
                 cut = rows.stop - rows.start < dy.shape[0]
-                f.add_weight_grad(update.a, dy[rows], operand, partial=cut)
+                chunk.add_weight_grad(update.a, dy[rows], operand, partial=cut)
                 del operand
             if dx is None:
                 continue
             if mine is None and dx.dtype == dy.dtype:
-                f.ops[linear_dx](dy[rows], weight, into=dx[rows])
+                chunk.ops[linear_dx](dy[rows], weight, into=dx[rows])
             else:
-                part = f.ops[linear_dx](dy[rows], weight)
-                dx[rows].add_(part if mine is None else f.ops[dropout](part, mine))
+                part = chunk.ops[linear_dx](dy[rows], weight)
+                dx[rows].add_(part if mine is None else chunk.ops[dropout](part, mine))
 
-    def _target(self, f: Frame, rows: int) -> Tensor:
+    def _target(self, chunk: Chunk, rows: int) -> Tensor:
         """The gradient of x, to be added to."""
-        grad, owned = f.grads.get(self.x, (None, False))
+        grad, owned = chunk.grads.get(self.x, (None, False))
         if grad is None or not owned:
-            shape, dtype = (rows, f.run.widths[self.x]), f.dtype_of(self.x)
-            f.add_grad(self.x, torch.zeros(shape, dtype=dtype, device=f.run.device), owned=True)
-            grad, _ = f.grads[self.x]
+            shape, dtype = (rows, chunk.run.widths[self.x]), chunk.dtype_of(self.x)
+            chunk.add_grad(
+                self.x, torch.zeros(shape, dtype=dtype, device=chunk.run.device), owned=True
+            )
+            grad, _ = chunk.grads[self.x]
         return grad
 
 
@@ -424,9 +432,9 @@ def _pieces(x: Tensor, dtype: torch.dtype) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def _of_rows(keep: Keep | None, rows: slice) -> Keep | None:
-    return None if keep is None else keep.of_rows(rows.start, rows.stop - rows.start)
+def _of_rows(mask: DropoutMask | None, rows: slice) -> DropoutMask | None:
+    return None if mask is None else mask.of_rows(rows.start, rows.stop - rows.start)
 
 
-def _dropped(f: Frame, x: Tensor, keep: Keep | None, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if keep is None else f.ops[dropout](x, keep, dtype)
+def _dropped(chunk: Chunk, x: Tensor, mask: DropoutMask | None, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if mask is None else chunk.ops[dropout](x, mask, dtype)

@@ -22,8 +22,8 @@ from torch import Tensor
 from fused_remat.formats import Loaded
 
 if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Frame
-    from fused_remat.steps.storage import Pack
+    from fused_remat.steps.chunk import Chunk
+    from fused_remat.steps.storage import Quantize
 
 Shapes = Mapping[str, "tuple[int, ...]"]
 
@@ -69,7 +69,7 @@ class Node:
     name: str
     role: str = ""
     compute: torch.dtype | None = None
-    quantized: tuple[Pack, ...] = ()
+    quantized: tuple[Quantize, ...] = ()
     keepable: ClassVar[bool] = True
     widens: ClassVar[bool] = False
     per_sequence: ClassVar[bool] = False
@@ -117,7 +117,7 @@ class Node:
         return (self.name, *self.stats, *self.transients)
 
     @property
-    def packs(self) -> str:
+    def quantizes(self) -> str:
         """Of a step that quantizes: what."""
         return ""
 
@@ -143,7 +143,7 @@ class Node:
     # --- what is read as it is stored
 
     @property
-    def unpacks(self) -> tuple[str, ...]:
+    def reads_quantized(self) -> tuple[str, ...]:
         """What it reads as it is stored."""
         return tuple([pack.name for pack in self.quantized])
 
@@ -160,39 +160,43 @@ class Node:
     @property
     def label(self) -> str:
         """What its steps are called."""
-        return f"{self.name} from {' and '.join(self.unpacks)}" if self.quantized else self.name
+        return (
+            f"{self.name} from {' and '.join(self.reads_quantized)}"
+            if self.quantized
+            else self.name
+        )
 
     def _stored(self, names: Iterable[str]) -> tuple[str, ...]:
         """`names`, with what is kept of the quantized ones in their places."""
         if not self.quantized:
             return tuple(names)
-        packs = {pack.x: pack.makes for pack in self.quantized}
-        return tuple([part for name in names for part in packs.get(name, (name,))])
+        quantizes = {pack.x: pack.makes for pack in self.quantized}
+        return tuple([part for name in names for part in quantizes.get(name, (name,))])
 
-    def load(self, f: Frame, name: str) -> Loaded:
+    def load(self, chunk: Chunk, name: str) -> Loaded:
         """An input as it is stored."""
         for pack in self.quantized:
             if pack.x == name:
-                return pack.kept(f)
-        return f[name]
+                return pack.kept(chunk)
+        return chunk[name]
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The activations that forward reads."""
         return self._stored(self.inputs + self.masks)
 
-    def asks(self, wants: Collection[str]) -> tuple[str, ...]:
-        """The activations that backward reads when gradients of `wants` (inputs, params) are
+    def backward_reads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        """The activations that backward reads when gradients of `needs_grad` (inputs, params) are
         wanted."""
-        return self._stored(self.needs(wants))
+        return self._stored(self.needs(needs_grad))
 
     # --- what a node defines
 
-    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
-        """As `asks`, of which some may be quantized."""
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        """As `backward_reads`, of which some may be quantized."""
         return ()
 
-    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+    def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         """The params whose values backward reads."""
         return ()
 
@@ -215,23 +219,23 @@ class Node:
         """Floating-point operations per token of one forward; 0 for a pointwise step."""
         return 0
 
-    def overwriting(self, spare: Collection[str]) -> Node:
+    def reusing(self, spare: Collection[str]) -> Node:
         """The node to compute with where nobody reads the activations in `spare` after it.
 
         It may write over them: they were made in the same pass, and are neither kept nor given.
         """
         return self
 
-    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any] | None:
+    def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any] | None:
         """The operation of backward, and its key, of which `explain` says who serves it."""
         return None
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         """Compute `name` and the statistics into the frame (into `out`, if given)."""
         raise NotImplementedError
 
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        """Add the gradients of `wants` to the frame, from `dy`, the gradient of `name`.
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        """Add the gradients of `needs_grad` to the frame, from `dy`, the gradient of `name`.
 
         `owned` says that `dy` belongs to the frame and may be overwritten.
         """

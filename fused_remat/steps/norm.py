@@ -23,7 +23,7 @@ from fused_remat.steps.node import Input, Node, Param
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Frame
+    from fused_remat.steps.chunk import Chunk
 
 _LOW = (torch.bfloat16, torch.float16)
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
@@ -239,11 +239,11 @@ class Norm(Node):
     def says(self) -> tuple[str, str]:
         return "" if self.compute is None else f"rounded to {str(self.compute)[6:]}", ""
 
-    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
-        return (self.x, *self.stats) if self.x in wants or self.weight in wants else ()
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        return (self.x, *self.stats) if self.x in needs_grad or self.weight in needs_grad else ()
 
-    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
-        return (self.weight,) if self.needs(wants) else ()
+    def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        return (self.weight,) if self.needs(needs_grad) else ()
 
     def target(self, like: Tensor, out: Tensor | None) -> Tensor | None:
         """Where the norm of a tensor `like` goes: `out`, or None for a new one of its dtype."""
@@ -251,33 +251,33 @@ class Norm(Node):
             return out
         return torch.empty(like.shape, dtype=self.compute, device=like.device)
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        stats, x = None, f[self.x]
-        if self.stats[0] in f:  # a rebuild, and they were kept
-            stats = tuple([f[stat] for stat in self.stats])
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        stats, x = None, chunk[self.x]
+        if self.stats[0] in chunk:  # a rebuild, and they were kept
+            stats = tuple([chunk[stat] for stat in self.stats])
         if self.compute is not None:
             out = self.target(x, out)
-        affine = f.param(self.weight), f.param(self.bias)
-        made = f.ops[norm_fwd](self.spec, x, *affine, out, stats)
+        affine = chunk.param(self.weight), chunk.param(self.bias)
+        made = chunk.ops[norm_fwd](self.spec, x, *affine, out, stats)
         if stats is not None:
-            f.put(self.name, made[0])
+            chunk.put(self.name, made[0])
             return
         for name, value in zip(self.makes, made, strict=True):
-            f.put(name, value)
+            chunk.put(name, value)
 
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        needs_grad = (self.x in wants, self.weight in wants, self.bias in wants)
-        if not (needs_grad[0] or needs_grad[1]):
-            f.add_param_grad(self.bias, f.ops[bias_grad](dy))
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        marks = (self.x in needs_grad, self.weight in needs_grad, self.bias in needs_grad)
+        if not (marks[0] or marks[1]):
+            chunk.add_param_grad(self.bias, chunk.ops[bias_grad](dy))
             return
-        prior, _ = f.take_grad(self.x)  # the residual's gradient, added in the same pass
-        stats = tuple([f[stat] for stat in self.stats])
-        dx, dweight, dbias = f.ops[norm_bwd](
-            self.spec, dy, f[self.x], stats, f.param(self.weight), needs_grad, add=prior
+        prior, _ = chunk.take_grad(self.x)  # the residual's gradient, added in the same pass
+        stats = tuple([chunk[stat] for stat in self.stats])
+        dx, dweight, dbias = chunk.ops[norm_bwd](
+            self.spec, dy, chunk[self.x], stats, chunk.param(self.weight), marks, add=prior
         )
         if dx is not None:
-            f.add_grad(self.x, dx, owned=True)
+            chunk.add_grad(self.x, dx, owned=True)
         if dweight is not None:
-            f.add_param_grad(self.weight, dweight)
+            chunk.add_param_grad(self.weight, dweight)
         if dbias is not None:
-            f.add_param_grad(self.bias, dbias)
+            chunk.add_param_grad(self.bias, dbias)

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from fused_remat.random import Keep
+from fused_remat.random import DropoutMask
 from fused_remat.steps.node import Input, Mask, Node, Shapes
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Frame
+    from fused_remat.steps.chunk import Chunk
 
 
 @operation(key=lambda x, residual, *_, **__: (residual.dtype, x.device), says="pointwise, eager")
 def residual_add(
-    x: Tensor, residual: Tensor, mask: Keep | None, out: Tensor | None = None
+    x: Tensor, residual: Tensor, mask: DropoutMask | None, out: Tensor | None = None
 ) -> Tensor:
     """residual + mask * x, rounded once, in the dtype of the residual."""
     if mask is None:
@@ -29,13 +29,13 @@ def residual_add(
 
 
 @operation(key=lambda x, *_: (x.dtype, x.device), says="pointwise, eager")
-def dropout(x: Tensor, mask: Keep, dtype: torch.dtype | None = None) -> Tensor:
+def dropout(x: Tensor, mask: DropoutMask, dtype: torch.dtype | None = None) -> Tensor:
     """mask * x, a new tensor, in `dtype` or that of x."""
     return torch.mul(x, mask.tensor()).to(dtype or x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepScale(Node):
+class DrawMask(Node):
     """A dropout site's multiplier: 0 or 1/(1-p) for each element, a function of the seed alone.
 
     `like` has its width: a param, by its first dimension, or an activation. `of`: whose tokens.
@@ -56,12 +56,12 @@ class KeepScale(Node):
     def width(self, widths: Mapping[str, int], shapes: Shapes) -> int:
         return widths[self.like] if self.like in widths else shapes[self.like][0]
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        run, width = f.run, f.run.widths[self.name]
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        run, width = chunk.run, chunk.run.widths[self.name]
         dtype = torch.promote_types(run.dtype, torch.float32)
         key = run.site_key(self.site)
-        row0, rows = f.first_row(self.name), f.rows_of(self.name)
-        f.keeps[self.name] = Keep(key, row0, rows, width, self.p, dtype)
+        row0, rows = chunk.first_row(self.name), chunk.rows_of(self.name)
+        chunk.masks[self.name] = DropoutMask(key, row0, rows, width, self.p, dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +70,24 @@ class Add(Node):
 
     x: Input
     residual: Input
-    keep: Mask = ""
+    mask: Mask = ""
 
-    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
-        return self.masks if self.x in wants else ()
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
+        return self.masks if self.x in needs_grad else ()
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        f.put(self.name, f.ops[residual_add](f[self.x], f[self.residual], f.keep(self.keep), out))
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        chunk.put(
+            self.name,
+            chunk.ops[residual_add](
+                chunk[self.x], chunk[self.residual], chunk.mask(self.mask), out
+            ),
+        )
 
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         dx: Tensor | None = None
-        if self.x in wants:
-            keep, dtype = f.keep(self.keep), self.compute or dy.dtype
-            dx = dy.to(dtype) if keep is None else f.ops[dropout](dy, keep, dtype)
-            f.add_grad(self.x, dx, owned=dx is not dy)
-        if self.residual in wants:
-            f.add_grad(self.residual, dy, owned and dx is not dy)
+        if self.x in needs_grad:
+            mask, dtype = chunk.mask(self.mask), self.compute or dy.dtype
+            dx = dy.to(dtype) if mask is None else chunk.ops[dropout](dy, mask, dtype)
+            chunk.add_grad(self.x, dx, owned=dx is not dy)
+        if self.residual in needs_grad:
+            chunk.add_grad(self.residual, dy, owned and dx is not dy)

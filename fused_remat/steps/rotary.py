@@ -18,7 +18,7 @@ from fused_remat.steps.norm import shifted
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Frame
+    from fused_remat.steps.chunk import Chunk
 
 
 @dataclass(eq=False, slots=True)
@@ -221,7 +221,7 @@ class Rotary(Node):
         spec: of the attention that reads them.
         cos, sin: names of the tables, both "" for no rotation.
         q_weight, k_weight: names of the norms' weights, both "" for no norm.
-        in_place: written over x (`overwriting`).
+        in_place: written over x (`in_place`).
     """
 
     x: Input
@@ -236,32 +236,36 @@ class Rotary(Node):
     def says(self) -> tuple[str, str]:
         return "in place" if self.in_place else "", ""
 
-    def needs(self, wants: Collection[str]) -> tuple[str, ...]:
+    def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         return (self.x,) if self.q_weight else ()
 
-    def rereads(self, wants: Collection[str]) -> tuple[str, ...]:
+    def rereads(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         return self.params
 
-    def overwriting(self, spare: Collection[str]) -> Node:
+    def reusing(self, spare: Collection[str]) -> Node:
         return replace(self, in_place=True) if self.x in spare else self
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        x = f[self.x]
-        f.put(self.name, f.ops[rotary_fwd](x, self.call(f), x if self.in_place else out))
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        x = chunk[self.x]
+        chunk.put(
+            self.name, chunk.ops[rotary_fwd](x, self.call(chunk), x if self.in_place else out)
+        )
 
-    def backward(self, f: Frame, dy: Tensor, owned: bool, wants: Collection[str]) -> None:
-        x = f[self.x] if self.q_weight else None
-        marks = (self.x in wants, self.q_weight in wants, self.k_weight in wants)
-        dx, dq_weight, dk_weight = f.ops[rotary_bwd](dy, x, self.call(f), marks, owned)
+    def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
+        x = chunk[self.x] if self.q_weight else None
+        marks = (self.x in needs_grad, self.q_weight in needs_grad, self.k_weight in needs_grad)
+        dx, dq_weight, dk_weight = chunk.ops[rotary_bwd](dy, x, self.call(chunk), marks, owned)
         if dx is not None:
-            f.add_grad(self.x, dx, owned=True)
+            chunk.add_grad(self.x, dx, owned=True)
         if dq_weight is not None:
-            f.add_param_grad(self.q_weight, dq_weight)
+            chunk.add_param_grad(self.q_weight, dq_weight)
         if dk_weight is not None:
-            f.add_param_grad(self.k_weight, dk_weight)
+            chunk.add_param_grad(self.k_weight, dk_weight)
 
-    def call(self, f: Frame) -> RotaryCall:
+    def call(self, chunk: Chunk) -> RotaryCall:
         """The tables and weights for the frame's tokens."""
-        param = f.param
+        param = chunk.param
         tables = param(self.cos), param(self.sin), param(self.q_weight), param(self.k_weight)
-        return RotaryCall(self.spec, *tables, f.first_row(self.x), f.run.prepared.lengths[self.x])
+        return RotaryCall(
+            self.spec, *tables, chunk.first_row(self.x), chunk.run.execution.lengths[self.x]
+        )

@@ -18,9 +18,9 @@ from fused_remat.formats import (
     Format,
     Loaded,
     LoadedHeads,
-    Packed,
-    PackedHeads,
     Parts,
+    Quantized,
+    QuantizedHeads,
     pack,
     split_name,
 )
@@ -29,11 +29,11 @@ from fused_remat.steps.node import Node, Shapes
 from fused_remat.steps.operations import operation
 
 if TYPE_CHECKING:
-    from fused_remat.steps.chunk import Frame
+    from fused_remat.steps.chunk import Chunk
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Packing:
+class QuantizeCall:
     """How an activation is to be stored.
 
     Attributes:
@@ -45,37 +45,37 @@ class Packing:
     uniform: Uniform | None = None
 
 
-def format_of(x: Loaded | Packing | None) -> str:
+def format_of(x: Loaded | QuantizeCall | None) -> str:
     """The format of what is stored; "" for a tensor, or None."""
-    return x.stored if isinstance(x, Packed | Packing) else ""
+    return x.stored if isinstance(x, Quantized | QuantizeCall) else ""
 
 
 @operation(
-    key=lambda x, packing: packing.stored,
+    key=lambda x, storage: storage.stored,
     says=lambda key, *_, **__: f"packed as {key}, eager, a few rows at a time",
 )
-def quantize(x: Tensor, packing: Packing) -> Parts:
+def quantize(x: Tensor, storage: QuantizeCall) -> Parts:
     """x as it is to be stored: codes, and scales if the format has them; new tensors."""
-    return pack(x, packing.stored, packing.uniform)
+    return pack(x, storage.stored, storage.uniform)
 
 
 @operation(
     key=lambda x: x.stored,
     says=lambda key, *_, **__: f"{key} unpacked whole, eager, a few rows at a time",
 )
-def dequantize(x: Packed) -> Tensor:
+def dequantize(x: Quantized) -> Tensor:
     """The whole of x, a new matrix in its dtype."""
     return x.tensor()
 
 
 def heads_in_memory(
-    *heads: LoadedHeads, unpack: Callable[[Packed], Tensor] = dequantize
+    *heads: LoadedHeads, unpack: Callable[[Quantized], Tensor] = dequantize
 ) -> tuple[Tensor, ...]:
     """Heads in memory; what lies in one packed matrix, in one."""
     matrices: dict[int, Tensor] = {}
     found = []
     for x in heads:
-        if isinstance(x, PackedHeads):
+        if isinstance(x, QuantizedHeads):
             matrix = matrices.get(id(x.whole))
             if matrix is None:
                 matrix = matrices[id(x.whole)] = unpack(x.whole)
@@ -85,7 +85,7 @@ def heads_in_memory(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pack(Node):
+class Quantize(Node):
     """name = codes of the activation `x` in a format; the scales, if it has any, are a statistic.
 
     `name` is "x:format". `site` is that of stochastic rounding.
@@ -105,7 +105,7 @@ class Pack(Node):
         return FORMATS[self.stored]
 
     @property
-    def packs(self) -> str:
+    def quantizes(self) -> str:
         return self.x
 
     @functools.cached_property
@@ -134,41 +134,41 @@ class Pack(Node):
     def stat_width(self, width: int) -> int:
         return self.format.scale_width(width)
 
-    def packing(self, f: Frame) -> Packing:
+    def storage(self, chunk: Chunk) -> QuantizeCall:
         """What a routine that packs is told."""
         if not self.format.seeded:
-            return Packing(self.stored)
-        rows, run = f.rows_of(self.x), f.run
-        key, row0 = run.site_key(self.site), f.first_row(self.x)
-        return Packing(self.stored, Uniform(key, row0, rows, run.widths[self.x]))
+            return QuantizeCall(self.stored)
+        rows, run = chunk.rows_of(self.x), chunk.run
+        key, row0 = run.site_key(self.site), chunk.first_row(self.x)
+        return QuantizeCall(self.stored, Uniform(key, row0, rows, run.widths[self.x]))
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        self.put(f, f.ops[quantize](f[self.x], self.packing(f)))
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        self.put(chunk, chunk.ops[quantize](chunk[self.x], self.storage(chunk)))
 
-    def put(self, f: Frame, parts: Iterable[Tensor]) -> None:
+    def put(self, chunk: Chunk, parts: Iterable[Tensor]) -> None:
         """Put what a routine has packed into the frame."""
         for name, part in zip(self.makes, parts, strict=True):
-            f.put(name, part)
+            chunk.put(name, part)
 
-    def kept(self, f: Frame) -> Packed:
+    def kept(self, chunk: Chunk) -> Quantized:
         """The activation as it is stored."""
-        parts = tuple([f[name] for name in self.makes])
-        return Packed(self.stored, parts, f.run.widths[self.x], f.dtype_of(self.x))
+        parts = tuple([chunk[name] for name in self.makes])
+        return Quantized(self.stored, parts, chunk.run.widths[self.x], chunk.dtype_of(self.x))
 
-    def sample(self, f: Frame) -> Packed:
+    def sample(self, chunk: Chunk) -> Quantized:
         """As `kept`, of no memory and no values: to choose a routine by where there are none."""
-        run, rows = f.run, f.rows_of(self.x)
+        run, rows = chunk.run, chunk.rows_of(self.x)
         parts = tuple([
-            torch.empty((1, 1), dtype=f.dtype_of(name), device=run.device).expand(
+            torch.empty((1, 1), dtype=chunk.dtype_of(name), device=run.device).expand(
                 rows, run.widths[name]
             )
             for name in self.makes
         ])  # fmt: skip
-        return Packed(self.stored, parts, run.widths[self.x], f.dtype_of(self.x))
+        return Quantized(self.stored, parts, run.widths[self.x], chunk.dtype_of(self.x))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unpack(Node):
+class Dequantize(Node):
     """The activation `name` from what the one in `quantized` has stored, whole."""
 
     undoes: ClassVar[bool] = False
@@ -177,8 +177,8 @@ class Unpack(Node):
     def reads(self) -> tuple[str, ...]:
         return self.quantized[0].makes
 
-    def backward_choice(self, f: Frame) -> tuple[Callable[..., Any], Any]:
+    def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any]:
         return dequantize, self.quantized[0].stored
 
-    def forward(self, f: Frame, out: Tensor | None = None) -> None:
-        f.put(self.name, f.ops[dequantize](self.quantized[0].kept(f)))
+    def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
+        chunk.put(self.name, chunk.ops[dequantize](self.quantized[0].kept(chunk)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_remat.formats import BLOCK, LoadedHeads, PackedHeads
+from fused_remat.formats import BLOCK, LoadedHeads, QuantizedHeads
 from fused_remat.kernels.attention import Masks, Scores, Strides, attention_fwd_kernel
 from fused_remat.kernels.attention_bwd import (
     attention_delta_bwd_kernel,
@@ -358,7 +358,7 @@ def attention_fwd_triton(q, k, v, call, out=None):
 
 @faster(attention.attention_bwd, "triton", why_not=_why_not_bwd, says=_says)
 def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
-    packed = any(isinstance(x, PackedHeads) for x in (q, k, v))
+    packed = any(isinstance(x, QuantizedHeads) for x in (q, k, v))
     by_aten = packed and _why_not_fwd(attention_key(q, v, call, k)) is not None
     if packed and (by_aten or not all(map(reads, (q, k, v)))):
         q, k, v = heads_in_memory(q, k, v, unpack=storage.unpacked)

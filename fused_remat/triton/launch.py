@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from fused_remat.random import Keep, scale, threshold
+from fused_remat.random import DropoutMask, scale, threshold
 
 #: Whether Triton interprets kernels, on CPU tensors; it decides at import (TRITON_INTERPRET=1).
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -110,11 +110,11 @@ def stride_of(x: Tensor | None) -> int:
     return 0 if x is None else x.stride(0)
 
 
-def dropout_of(keep: Keep | None) -> tuple[Tensor | None, int, int, float]:
+def dropout_of(mask: DropoutMask | None) -> tuple[Tensor | None, int, int, float]:
     """The site's key, the first row, threshold and scale, as kernels take them."""
-    if keep is None:
+    if mask is None:
         return None, 0, 0, 0.0
-    return keep.site_key, keep.row0, threshold(keep.p), scale(keep.p)
+    return mask.site_key, mask.row0, threshold(mask.p), scale(mask.p)
 
 
 def cdiv(a: int, b: int) -> int:

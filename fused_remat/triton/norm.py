@@ -16,7 +16,7 @@ from fused_remat.kernels.norms import (
     norm_wide_bwd_kernel,
     norm_wide_fwd_kernel,
 )
-from fused_remat.random import Keep
+from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.steps import norm
 from fused_remat.steps.norm import NORMS, shifted
@@ -57,7 +57,7 @@ def norm_fwd(
     spec: NormSpec,
     x: Tensor,
     residual: Tensor | None,
-    keep: Keep | None,
+    mask: DropoutMask | None,
     weight: Tensor | None,
     bias: Tensor | None,
     total: Tensor | None,
@@ -80,7 +80,7 @@ def norm_fwd(
         constants["BLOCK_N"] = _WIDE_BLOCK
         return Launch(norm_wide_fwd_kernel, (rows,), wide, constants, num_warps=8, device=y.device)
     residual = None if residual is None else rows_in_place(residual)
-    site_key, row0, threshold, scale = dropout_of(keep)
+    site_key, row0, threshold, scale = dropout_of(mask)
     args = (
         x, residual, site_key, weight, bias, total, y, mean, rstd,
         *map(stride_of, (x, residual, total, y)),

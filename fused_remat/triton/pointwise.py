@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.formats import BLOCK, Loaded, Packed
+from fused_remat.formats import BLOCK, Loaded, Quantized
 from fused_remat.kernels import activations
 from fused_remat.kernels.pointwise import (
     act_bwd_kernel,
@@ -16,7 +16,7 @@ from fused_remat.kernels.pointwise import (
     gated_bwd_kernel,
     gated_fwd_kernel,
 )
-from fused_remat.random import Keep
+from fused_remat.random import DropoutMask
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
@@ -58,47 +58,49 @@ def _over(
     return Launch(kernel, grid, args, constants, num_warps=8, device=y.device)
 
 
-def _tail(y: Tensor, keep: Keep | None) -> tuple[Any, ...]:
-    _, row0, threshold, scale = dropout_of(keep)
+def _tail(y: Tensor, mask: DropoutMask | None) -> tuple[Any, ...]:
+    _, row0, threshold, scale = dropout_of(mask)
     return row0, *y.shape, threshold, scale
 
 
-def dropout_add_fwd(x: Tensor, residual: Tensor | None, keep: Keep | None, y: Tensor) -> Launch:
+def dropout_add_fwd(
+    x: Tensor, residual: Tensor | None, mask: DropoutMask | None, y: Tensor
+) -> Launch:
     """y = residual + keep * x."""
     x, residual = rows_in_place(x), None if residual is None else rows_in_place(residual)
-    args = (x, residual, dropout_of(keep)[0], y, stride_of(x), stride_of(residual), stride_of(y))
-    return _over(y, dropout_add_fwd_kernel, args + _tail(y, keep))
+    args = (x, residual, dropout_of(mask)[0], y, stride_of(x), stride_of(residual), stride_of(y))
+    return _over(y, dropout_add_fwd_kernel, args + _tail(y, mask))
 
 
-def act_fwd(x: Loaded, act: str, keep: Keep | None, y: Tensor) -> Launch:
+def act_fwd(x: Loaded, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
     """y = keep * act(x)."""
     given = operand(x)
-    args = (*given, dropout_of(keep)[0], y, *strides(given), stride_of(y))
-    packed = isinstance(x, Packed)
-    return _over(y, act_fwd_kernel, args + _tail(y, keep), packed, ACT=PAIRS[act][0])
+    args = (*given, dropout_of(mask)[0], y, *strides(given), stride_of(y))
+    packed = isinstance(x, Quantized)
+    return _over(y, act_fwd_kernel, args + _tail(y, mask), packed, ACT=PAIRS[act][0])
 
 
 def act_bwd(
-    dy: Tensor, x: Loaded, act: str, keep: Keep | None, dx: Tensor, y: Tensor | None = None
+    dy: Tensor, x: Loaded, act: str, mask: DropoutMask | None, dx: Tensor, y: Tensor | None = None
 ) -> Launch:
     """dx = keep * dy * act'(x); y = keep * act(x) if given."""
     dy, given = rows_in_place(dy), operand(x)
     args = (
-        dy, *given, dropout_of(keep)[0], dx, y, stride_of(dy), *strides(given), stride_of(dx),
+        dy, *given, dropout_of(mask)[0], dx, y, stride_of(dy), *strides(given), stride_of(dx),
         stride_of(y),
     )  # fmt: skip
-    packed = isinstance(x, Packed)
-    return _over(dx, act_bwd_kernel, args + _tail(dx, keep), packed, ACT=PAIRS[act][1])
+    packed = isinstance(x, Quantized)
+    return _over(dx, act_bwd_kernel, args + _tail(dx, mask), packed, ACT=PAIRS[act][1])
 
 
-def gated_fwd(gate: Loaded, up: Loaded, act: str, keep: Keep | None, y: Tensor) -> Launch:
+def gated_fwd(gate: Loaded, up: Loaded, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
     """y = keep * act(gate) * up."""
     gates, ups = operand(gate), operand(up)
     args = (
-        *gates, *ups, dropout_of(keep)[0], y, *strides(gates), *strides(ups), stride_of(y)
+        *gates, *ups, dropout_of(mask)[0], y, *strides(gates), *strides(ups), stride_of(y)
     )  # fmt: skip
-    packed = isinstance(gate, Packed) or isinstance(up, Packed)
-    return _over(y, gated_fwd_kernel, args + _tail(y, keep), packed, ACT=PAIRS[act][0])
+    packed = isinstance(gate, Quantized) or isinstance(up, Quantized)
+    return _over(y, gated_fwd_kernel, args + _tail(y, mask), packed, ACT=PAIRS[act][0])
 
 
 def gated_bwd(
@@ -106,18 +108,18 @@ def gated_bwd(
     gate: Loaded,
     up: Loaded | None,
     act: str,
-    keep: Keep | None,
+    mask: DropoutMask | None,
     dgate: Tensor | None,
     dup: Tensor | None,
 ) -> Launch:
     """dgate (if `up` is given) and dup (if it is) of `gated_fwd`."""
     dy, gates, ups = rows_in_place(dy), operand(gate), operand(up)
     args = (
-        dy, *gates, *ups, dropout_of(keep)[0], dgate, dup, stride_of(dy), *strides(gates),
+        dy, *gates, *ups, dropout_of(mask)[0], dgate, dup, stride_of(dy), *strides(gates),
         *strides(ups), stride_of(dgate), stride_of(dup),
     )  # fmt: skip
-    packed = isinstance(gate, Packed) or isinstance(up, Packed)
-    return _over(dy, gated_bwd_kernel, args + _tail(dy, keep), packed, ACT=PAIRS[act][1])
+    packed = isinstance(gate, Quantized) or isinstance(up, Quantized)
+    return _over(dy, gated_bwd_kernel, args + _tail(dy, mask), packed, ACT=PAIRS[act][1])
 
 
 @faster(residual_add, "triton", says="pointwise kernel")

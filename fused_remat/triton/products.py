@@ -26,10 +26,10 @@ from fused_remat.kernels.mlp import (
     linear_act_bwd_kernel,
     mlp_bwd_kernel,
 )
-from fused_remat.random import Keep
+from fused_remat.random import DropoutMask
 from fused_remat.steps import fused, linear
 from fused_remat.steps.operations import faster
-from fused_remat.steps.storage import Packing, quantize
+from fused_remat.steps.storage import QuantizeCall, quantize
 from fused_remat.triton import norm as norms
 from fused_remat.triton import storage
 from fused_remat.triton.launch import (
@@ -132,7 +132,7 @@ def linear_fwd(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    keep: Keep | None,
+    mask: DropoutMask | None,
     act: str | None,
     pre: Tensor | None,
     y: Tensor,
@@ -154,7 +154,7 @@ def linear_fwd(
         (weight, tile.block_n, tile.block_k),
         *_end(tile, residual, pre, y),
     )
-    site_key, row0, threshold, scale = dropout_of(keep)
+    site_key, row0, threshold, scale = dropout_of(mask)
     pack_key, codes, step, pack_row0 = codes_of(packed)
     args = (
         x_in, w_in, in_place(bias), ends[0], site_key, *map(in_place, norm or (None,) * 4),
@@ -171,7 +171,7 @@ def gated_mlp_fwd(
     gate_bias: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
-    keep: Keep | None,
+    mask: DropoutMask | None,
     act: str,
     y: Tensor,
     target: Target,
@@ -193,7 +193,7 @@ def gated_mlp_fwd(
         (weight, *at_w),
         *_end(tile, *pres, y),
     )
-    site_key, row0, threshold, scale = dropout_of(keep)
+    site_key, row0, threshold, scale = dropout_of(mask)
     (gate_key, *gate_parts, gate_row0), (up_key, *up_parts, up_row0) = map(codes_of, packed)
     first = max((r for r in (gate_row0, up_row0) if r is not None), default=None)  # the same rows
     apart = [None if x is None else x.stride(0) for x in pres]  # no argument where there is none
@@ -211,7 +211,7 @@ def linear_act_bwd(
     out_weight: Tensor,
     gate: Tensor | None,
     up: Tensor,
-    keep: Keep | None,
+    mask: DropoutMask | None,
     act: str,
     y: Tensor | None,
     dgate: Tensor | None,
@@ -232,7 +232,7 @@ def linear_act_bwd(
         (out_weight, tile.block_k, tile.block_n),
         *_end(tile, gate, up, y, dgate, dup),
     )
-    site_key, row0, threshold, scale = dropout_of(keep)
+    site_key, row0, threshold, scale = dropout_of(mask)
     args = (*given[:4], site_key, *given[4:], *strides, row0, dup.shape[0], f, d, threshold, scale)
     constants = {"ACT": PAIRS[act][1], "PARTS": tile.parts}
     return _launch(linear_act_bwd_kernel, target, tile, dup, args, tma, (d,), **constants)
@@ -244,7 +244,7 @@ def mlp_bwd(
     bias: Tensor | None,
     dy: Tensor,
     out_weight: Tensor,
-    keep: Keep | None,
+    mask: DropoutMask | None,
     act: str,
     y: Tensor | None,
     dup: Tensor,
@@ -263,7 +263,7 @@ def mlp_bwd(
         (out_weight, tile.block_k, tile.block_n),
         *_end(tile, y, dup),
     )
-    site_key, row0, threshold, scale = dropout_of(keep)
+    site_key, row0, threshold, scale = dropout_of(mask)
     args = (
         *given[:4], in_place(bias), site_key, *given[4:], *strides, row0, dup.shape[0], f, k, d,
         threshold, scale,
@@ -280,7 +280,7 @@ def gated_mlp_bwd(
     bias: Tensor | None,
     dy: Tensor,
     out_weight: Tensor,
-    keep: Keep | None,
+    mask: DropoutMask | None,
     act: str,
     y: Tensor | None,
     dgate: Tensor,
@@ -301,7 +301,7 @@ def gated_mlp_bwd(
         (out_weight, tile.block_k, tile.block_n),
         *_end(tile, y, dgate, dup),
     )
-    site_key, row0, threshold, scale = dropout_of(keep)
+    site_key, row0, threshold, scale = dropout_of(mask)
     args = (
         *given[:5], in_place(gate_bias), in_place(bias), site_key, *given[5:], *strides, row0,
         dup.shape[0], f, k, d, threshold, scale,
@@ -437,10 +437,10 @@ def _says_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
 
 
 @faster(fused.mlp_up_fwd, "triton", why_not=_why_not_mlp, says=_says_mlp_up)
-def mlp_up_fwd_triton(act, x, gate, up, mask, kept, packings):
+def mlp_up_fwd_triton(act, x, gate, up, mask, kept, storages):
     y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
     kernel = "linear" if gate is None else "gated_mlp_fwd"
-    made = [_made(kernel, y, *asked) for asked in zip(kept, packings, strict=True)]
+    made = [_made(kernel, y, *asked) for asked in zip(kept, storages, strict=True)]
     pres, packed = zip(*made, strict=True)
     if gate is None:
         given = x, up[0], up[1], None, mask, act, pres[0], y, target
@@ -449,35 +449,35 @@ def mlp_up_fwd_triton(act, x, gate, up, mask, kept, packings):
         weights = gate[0], gate[1], up[0], up[1]
         launch = gated_mlp_fwd(x, *weights, mask, act, y, target, pres=pres, packed=packed)
     launch.run()
-    parts = [_packed_parts(*pair) for pair in zip(made, packings, strict=True)]
+    parts = [_packed_parts(*pair) for pair in zip(made, storages, strict=True)]
     return y, tuple([p if k else None for p, k in zip(pres, kept, strict=True)]), tuple(parts)
 
 
 def _made(
-    kernel: str, y: Tensor, kept: bool, packing: Packing | None
+    kernel: str, y: Tensor, kept: bool, call: QuantizeCall | None
 ) -> tuple[Tensor | None, Codes | None]:
     """What a product that ends in y also fills: its result, or that packed.
 
     The result is filled, too, where it is to be packed and the product's end cannot.
     """
     packed = None
-    known = packing is not None and storage.why_not(packing.stored) is None
-    if packing is not None and known and packs(kernel, target_of(y.device), *y.shape):
-        packed = packing, new_parts(y, packing)
-    whole = kept or (packing is not None and packed is None)
+    known = call is not None and storage.why_not(call.stored) is None
+    if call is not None and known and packs(kernel, target_of(y.device), *y.shape):
+        packed = call, new_parts(y, call)
+    whole = kept or (call is not None and packed is None)
     return torch.empty_like(y) if whole else None, packed
 
 
-def _packed_parts(made: tuple[Tensor | None, Codes | None], packing: Packing | None) -> Parts:
+def _packed_parts(made: tuple[Tensor | None, Codes | None], call: QuantizeCall | None) -> Parts:
     """What was packed; a pass of its own where the product's end did not."""
     pre, packed = made
-    if packing is None:
+    if call is None:
         return ()
     if packed is not None:
         return packed[1]
     assert pre is not None
-    run = quantize if storage.why_not(packing.stored) else storage.quantize_triton
-    return run(pre, packing)
+    run = quantize if storage.why_not(call.stored) else storage.quantize_triton
+    return run(pre, call)
 
 
 def _says_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:

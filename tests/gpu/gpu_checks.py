@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.random import Keep
+from fused_remat.random import DropoutMask
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -75,13 +75,13 @@ def check_error(found: Tensor, exact: Tensor, factor: float = 1.0, what: str = "
     assert error <= factor * TOLERANCE[found.dtype], f"{what} relative error {error:.2e}"
 
 
-def keep_of(rows: int, width: int, p: float, row0: int = 2**32 - 3) -> Keep:
+def keep_of(rows: int, width: int, p: float, row0: int = 2**32 - 3) -> DropoutMask:
     """Dropout of one site, in rows about 2**32."""
     key = random.site_keys(torch.tensor(-7, device=DEVICE))[random.MLP]
-    return Keep(key, row0, rows, width, p, torch.float32)
+    return DropoutMask(key, row0, rows, width, p, torch.float32)
 
 
-def multiplier(keep: Keep | None) -> Tensor | float:
+def multiplier(keep: DropoutMask | None) -> Tensor | float:
     """The site's multiplier in float64; 1 for no site."""
     if keep is None:
         return 1.0
@@ -89,11 +89,11 @@ def multiplier(keep: Keep | None) -> Tensor | float:
     return random.keep_scale(key, *rows, keep.width, keep.p, torch.float64)
 
 
-def wide(keep: Keep | None) -> Keep | None:
+def wide(keep: DropoutMask | None) -> DropoutMask | None:
     """The same site in float64, for the exact result."""
     if keep is None:
         return None
-    return Keep(keep.site_key, keep.row0, keep.rows, keep.width, keep.p, torch.float64)
+    return DropoutMask(keep.site_key, keep.row0, keep.rows, keep.width, keep.p, torch.float64)
 
 
 def double(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

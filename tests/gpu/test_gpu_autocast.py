@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
-from reference import PARAM_NAMES, RUNGS
+from reference import EXACT_PRESETS, PARAM_NAMES
 from torch import nn
 
 from fused_remat import FusedRematLayer, memory_report
@@ -97,17 +97,17 @@ def test_rungs_have_the_same_bits_under_deterministic_algorithms(norm_first):
     try:
         found = [
             run(layers(dropout=0.1, norm_first=norm_first, policy=policy)[1], x, dy, BF16)
-            for policy in RUNGS
+            for policy in EXACT_PRESETS
         ]
     finally:
         torch.use_deterministic_algorithms(False)
-    for policy, other in zip(RUNGS[1:], found[1:], strict=True):
+    for policy, other in zip(EXACT_PRESETS[1:], found[1:], strict=True):
         for name, a, b in zip(NAMES, found[0], other, strict=True):
             assert torch.equal(a, b), f"{name} of {policy}"
 
 
 @NORMS
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_kept_bytes_are_the_predicted(norm_first, policy):
     _, fused = layers(dropout=0.1, norm_first=norm_first, policy=policy)
     x = normal(torch.float32, B, S, D).requires_grad_()
@@ -116,8 +116,10 @@ def test_kept_bytes_are_the_predicted(norm_first, policy):
         "input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
         "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
     }  # fmt: skip
-    wants = (*spec.weights, "input")
-    names = predict_kept_bytes(block_graph(spec), policy, shapes, wants, B, S, torch.float32, BF16)
+    needs_grad = (*spec.weights, "input")
+    names = predict_kept_bytes(
+        block_graph(spec), policy, shapes, needs_grad, B, S, torch.float32, BF16
+    )
     with torch.autocast(DEVICE.type, BF16):
         assert memory_report(fused, x).kept_bytes == sum(names.values())
         if not ON_GPU:

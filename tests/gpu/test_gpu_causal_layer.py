@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
-from reference import RUNGS
+from reference import EXACT_PRESETS
 
 from fused_remat import FusedRematCausalLayer, convert, memory_report
 
@@ -75,7 +75,7 @@ def test_rungs_have_the_same_bits_under_deterministic_algorithms(kind):
     torch.use_deterministic_algorithms(True)
     try:
         found = []
-        for policy in RUNGS if ON_GPU else ("full", "none"):
+        for policy in EXACT_PRESETS if ON_GPU else ("full", "none"):
             layer = layer_of(kind, 0.1, policy)
             found.append(run(layer, lambda x, layer=layer: layer(x, rope()), x, dy))
     finally:
@@ -87,7 +87,7 @@ def test_rungs_have_the_same_bits_under_deterministic_algorithms(kind):
 @KIND
 def test_kept_bytes_are_the_prediction(kind):
     x = normal(BF16, B, S, D).requires_grad_()
-    for policy in RUNGS if ON_GPU else ("fast",):
+    for policy in EXACT_PRESETS if ON_GPU else ("fast",):
         (row,) = memory_report(layer_of(kind, 0.1, policy), x, rope()).layers[:1]
         tables = sum(table.nbytes for table in rope())  # the caller's own, which are not predicted
         assert row.kept_bytes == row.predicted_bytes + tables

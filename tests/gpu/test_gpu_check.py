@@ -1,9 +1,9 @@
-"""The replay check on a GPU: every rung, with dropout, finds no difference."""
+"""The replay check on a GPU: every preset, with dropout, finds no difference."""
 
 import pytest
 import torch
 from gpu_checks import DEVICE, normal
-from reference import RUNGS
+from reference import EXACT_PRESETS
 
 from fused_remat import FusedRematLayer, check_replay
 
@@ -18,6 +18,6 @@ def test_a_sound_layer_passes(dtype, norm_first):
     how = {"batch_first": True, "norm_first": norm_first, "device": DEVICE, "dtype": dtype}
     layer = FusedRematLayer(256, 4, 1024, 0.1, activation="gelu", **how)
     x = normal(dtype, 4, 256, 256).requires_grad_()
-    for layer.policy in RUNGS:
+    for layer.policy in EXACT_PRESETS:
         with check_replay():
             layer(x).float().square().mean().backward()

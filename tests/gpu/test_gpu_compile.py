@@ -3,7 +3,7 @@
 import pytest
 import torch
 from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
-from reference import RUNGS
+from reference import EXACT_PRESETS
 from torch import nn
 
 from fused_remat import FusedRematLayer
@@ -41,7 +41,7 @@ def step(call, x, model):
 
 
 @pytest.mark.composes("torch.compile", "Inductor on CUDA: eager mode's bits and bytes kept")
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_inductor(policy):
     model = encoder(policy)
     call = torch.compile(model, fullgraph=True, dynamic=True)

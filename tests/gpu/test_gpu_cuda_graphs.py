@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
-from reference import RUNGS
+from reference import EXACT_PRESETS
 from torch import nn
 
 from fused_remat import FusedRematLayer, ops
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
 ]
 B, S, D, H = sized(4, 256, 512, 8, tiny=(2, 9, 24, 3))
-RUNG = pytest.mark.parametrize("policy", RUNGS)
+PRESET = pytest.mark.parametrize("policy", EXACT_PRESETS)
 BACKEND = pytest.mark.parametrize("backend", ["triton", "eager"])
 #: How far two runs of a call may be apart in bfloat16: products and ATen's attention may take
 #: another kernel, or add in another order, while a graph is captured (as in test_gpu_layer.py).
@@ -105,7 +105,7 @@ def check_replays(function, leaves, dy, fresh=True):
 )
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @BACKEND
-@RUNG
+@PRESET
 def test_replays_are_eager_runs(policy, backend, norm_first):
     layer = layer_of(policy, backend, norm_first=norm_first)
     x, dy = data()
@@ -225,7 +225,7 @@ def check_training(graphed, other, optimizers):
 
 @pytest.mark.composes("CUDA graphs", "torch.cuda.make_graphed_callables, of a layer and of a stack")
 @BACKEND
-@RUNG
+@PRESET
 def test_make_graphed_callables_of_a_layer(policy, backend):
     layer = layer_of(policy, backend)
     other, optimizers = twins(layer)
@@ -237,9 +237,9 @@ def test_make_graphed_callables_of_a_layer(policy, backend):
 @pytest.mark.composes("CUDA graphs", "torch.cuda.make_graphed_callables, of a layer and of a stack")
 @BACKEND
 def test_make_graphed_callables_of_a_stack(backend):
-    """Layers of every rung, each a graph of its own that shares memory with the others."""
+    """Layers of every preset, each a graph of its own that shares memory with the others."""
     stack = nn.Sequential(*(layer_of(policy, backend, norm_first=i % 2 == 0)
-                            for i, policy in enumerate(RUNGS)))  # fmt: skip
+                            for i, policy in enumerate(EXACT_PRESETS)))  # fmt: skip
     other, optimizers = twins(stack)
     samples = tuple((torch.randn_like(data()[0]).requires_grad_(),) for _ in stack)
     graphed = nn.Sequential(*torch.cuda.make_graphed_callables(tuple(stack), samples))
@@ -247,7 +247,7 @@ def test_make_graphed_callables_of_a_stack(backend):
 
 
 def test_make_graphed_callables_of_a_stack_as_one():
-    stack = nn.Sequential(*map(layer_of, RUNGS))
+    stack = nn.Sequential(*map(layer_of, EXACT_PRESETS))
     other, optimizers = twins(stack)
     sample = torch.randn_like(data()[0]).requires_grad_()
     graphed = torch.cuda.make_graphed_callables(stack, (sample,))

@@ -1,11 +1,11 @@
-"""The decoder layer at real sizes on a GPU: results, bits of every rung, kept bytes."""
+"""The decoder layer at real sizes on a GPU: results, bits of every preset, kept bytes."""
 
 import copy
 
 import pytest
 import torch
 from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
-from reference import RUNGS, randomize
+from reference import EXACT_PRESETS, randomize
 from torch import nn
 
 from fused_remat import FusedRematDecoderLayer, memory_report
@@ -64,7 +64,7 @@ def test_rungs_have_the_same_bits_under_deterministic_algorithms(norm_first):
     tensors, found = data(), []
     torch.use_deterministic_algorithms(True)
     try:
-        for policy in RUNGS if ON_GPU else ("full", "none"):
+        for policy in EXACT_PRESETS if ON_GPU else ("full", "none"):
             found.append(run(layers(0.1, norm_first, policy)[1], *tensors))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -75,7 +75,7 @@ def test_rungs_have_the_same_bits_under_deterministic_algorithms(norm_first):
 @NORMS
 def test_kept_bytes_are_the_prediction(norm_first):
     tgt, memory, _ = data()
-    for policy in RUNGS if ON_GPU else ("fast",):
+    for policy in EXACT_PRESETS if ON_GPU else ("fast",):
         _, fused = layers(0.1, norm_first, policy)
         (row,) = memory_report(fused, tgt.requires_grad_(), memory.requires_grad_()).layers[:1]
         assert row.kept_bytes == row.predicted_bytes > 0

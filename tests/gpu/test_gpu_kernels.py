@@ -97,13 +97,17 @@ def test_norm_of_a_sum(case, p):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wants", ["x w b", "x", "b w"])
 @pytest.mark.parametrize("case", [c for c in NORMS if c[1] > 1], **ids)
-def test_norm_backward(kind, wants, case):
+def test_norm_backward(kind, needs_grad, case):
     x, weight, _ = norm_inputs(*case)
     rows, width = x.shape
-    dy = normal(x.dtype, width).expand(rows, width) if wants == "x" else normal(x.dtype, *x.shape)
-    add = normal(x.dtype, rows, width) if wants == "x w b" else None
+    dy = (
+        normal(x.dtype, width).expand(rows, width)
+        if needs_grad == "x"
+        else normal(x.dtype, *x.shape)
+    )
+    add = normal(x.dtype, rows, width) if needs_grad == "x w b" else None
     stats = tuple(s.float() for s in norm_fwd(NormSpec(kind=kind), x.double(), None, None)[1:])
-    marks = tuple(name in wants.split() for name in "xwb")
+    marks = tuple(name in needs_grad.split() for name in "xwb")
     given = (NormSpec(kind=kind), *double(dy, x), double(*stats), weight.double(), marks)
     exact = norm_bwd(*given, add=None if add is None else add.double())
     dx = poisoned(rows, width, x.dtype) if marks[0] else None
@@ -188,7 +192,7 @@ def test_activation(act, dtype, p):
 @pytest.mark.parametrize("act", ["silu", "gelu"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], **ids)
 @pytest.mark.parametrize("wants", ["both", "gate", "up"])
-def test_gated(act, dtype, wants):
+def test_gated(act, dtype, needs_grad):
     rows, width = sized(2051, 4104)
     gate, up, dy = (normal(dtype, rows, width) for _ in range(3))
     keep = keep_of(rows, width, 0.3)
@@ -196,11 +200,11 @@ def test_gated(act, dtype, wants):
     pointwise.gated_fwd(gate, up, act, keep, y).run()
     check_written(y)
     check_error(y, activation_fwd(act, *double(gate, up), wide(keep)))
-    dgate = poisoned(rows, width, dtype) if wants != "up" else None
-    dup = poisoned(rows, width, dtype) if wants != "gate" else None
-    given = None if wants == "up" else up
+    dgate = poisoned(rows, width, dtype) if needs_grad != "up" else None
+    dup = poisoned(rows, width, dtype) if needs_grad != "gate" else None
+    given = None if needs_grad == "up" else up
     pointwise.gated_bwd(dy, gate, given, act, keep, dgate, dup).run()
-    marks = (wants != "up", wants != "gate")
+    marks = (needs_grad != "up", needs_grad != "gate")
     exact = activation_bwd(act, *double(dy, gate, given), wide(keep), False, marks)
     for found, true in zip((dgate, dup), exact, strict=True):
         assert (found is None) == (true is None)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
-from reference import PARAM_NAMES, RUNGS
+from reference import EXACT_PRESETS, PARAM_NAMES
 from torch import nn
 
 from fused_remat import FusedRematLayer, explain, memory_report, ops
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 B, S, D, H = sized(4, 512, 1024, 8) if ON_GPU else (2, 9, 24, 3)
 NORMS = pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-RUNG = pytest.mark.parametrize("policy", RUNGS)
+PRESET = pytest.mark.parametrize("policy", EXACT_PRESETS)
 # The error may be 1.5 times PyTorch's own in the same dtype, plus this: a sixth of a rounding to
 # bfloat16 or float16; float32 sums in another order.
 FLOOR = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 1e-5}
@@ -94,7 +94,7 @@ def of_backend(layer, backend):
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @NORMS
-@RUNG
+@PRESET
 def test_matches_pytorchs_layer(dtype, norm_first, policy):
     stock, fused = layers(dtype, norm_first=norm_first, policy=policy)
     x, dy = data(dtype)
@@ -119,7 +119,7 @@ def test_padding_and_float16(norm_first, activation):
 
 
 @NORMS
-@RUNG
+@PRESET
 def test_matches_eager_with_dropout(norm_first, policy):
     """The eager backend draws the same bits; in float64 it is the truth, in bfloat16 the rule."""
     _, fused = layers(dropout=0.1, norm_first=norm_first, policy=policy)
@@ -192,9 +192,9 @@ def test_rungs_have_the_same_bits_under_deterministic_algorithms(norm_first, dro
     with deterministic():
         found = [
             run(layers(dropout=dropout, norm_first=norm_first, policy=policy)[1], x, dy)
-            for policy in RUNGS
+            for policy in EXACT_PRESETS
         ]
-    for policy, other in zip(RUNGS[1:], found[1:], strict=True):
+    for policy, other in zip(EXACT_PRESETS[1:], found[1:], strict=True):
         for name, a, b in zip(NAMES, found[0], other, strict=True):
             assert torch.equal(a, b), f"{name} of {policy}"
 
@@ -241,8 +241,8 @@ def predicted_bytes(policy, norm_first, dropout):
         "input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
         "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
     }  # fmt: skip
-    wants = (*spec.weights, "input")
-    return predict_kept_bytes(block_graph(spec), policy, shapes, wants, B, S, BF16)
+    needs_grad = (*spec.weights, "input")
+    return predict_kept_bytes(block_graph(spec), policy, shapes, needs_grad, B, S, BF16)
 
 
 def requested(what="current"):
@@ -252,7 +252,7 @@ def requested(what="current"):
 
 @pytest.mark.skipif(not ON_GPU, reason="reads the allocator of CUDA")
 @NORMS
-@RUNG
+@PRESET
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_bytes_kept_after_forward_are_the_predicted(norm_first, policy, dropout):
     _, fused = layers(dropout=dropout, norm_first=norm_first, policy=policy)

@@ -102,10 +102,10 @@ def predicted(policy, device):
     spec = nn_layer_spec(True, H, D // H, "relu")
     shapes = {"input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
               "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D)}  # fmt: skip
-    wants = ["input", *spec.weights]
+    needs_grad = ["input", *spec.weights]
     return sum(
         predict_kept_bytes(
-            block_graph(spec), policy, shapes, wants, B, S, BF16, device=device
+            block_graph(spec), policy, shapes, needs_grad, B, S, BF16, device=device
         ).values()
     )
 

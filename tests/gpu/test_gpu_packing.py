@@ -22,8 +22,8 @@ from fused_remat.steps.storage import dequantize, quantize
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fused_remat.execution import choose
-from fused_remat.formats import Packed
-from fused_remat.steps.storage import Packing
+from fused_remat.formats import Quantized
+from fused_remat.steps.storage import QuantizeCall
 from fused_remat.triton import pointwise, storage
 
 pytestmark = pytest.mark.gpu
@@ -37,9 +37,9 @@ TINY = {4096: (40, 128), 1030: (7, 130), 515: (5, 63), 1: (1, 1)}
 def packing(stored, rows, width, row0=2**32 - 3):
     """How to pack; rows about 2**32 where it is stochastic."""
     if not formats.FORMATS[stored].seeded:
-        return Packing(stored)
+        return QuantizeCall(stored)
     key = random.site_keys(torch.tensor(-7, device=DEVICE))[random.MLP]
-    return Packing(stored, random.Uniform(key, row0, rows, width))
+    return QuantizeCall(stored, random.Uniform(key, row0, rows, width))
 
 
 def parts_of(x, how):
@@ -72,10 +72,10 @@ def test_pack_and_unpack(shape, dtype, stored):
     how = packing(stored, rows, width)
     parts, exact = TRITON[quantize](x, how), parts_of(x, how)
     check_parts(parts, exact)
-    packed = Packed(stored, parts, width, dtype)
+    packed = Quantized(stored, parts, width, dtype)
     check_parts(TRITON[dequantize](packed), packed.tensor())
     y = poisoned(rows, width, dtype)
-    packed = Packed(stored, TRITON[quantize](normal(dtype, rows, width), how), width, dtype)
+    packed = Quantized(stored, TRITON[quantize](normal(dtype, rows, width), how), width, dtype)
     storage.unpack_int8(packed, y).run()
     check_written(y)
 
@@ -87,7 +87,7 @@ def test_activations_of_packed_inputs(shape, act):
     rows, width = sized(*shape, tiny=TINY[shape[0]])
     gate, up, dy = (normal(BF16, rows, width) for _ in range(3))
     keep, how = keep_of(rows, width, 0.3), packing("int8", rows, width)
-    loaded = [Packed("int8", TRITON[quantize](x, how), width, BF16) for x in (gate, up)]
+    loaded = [Quantized("int8", TRITON[quantize](x, how), width, BF16) for x in (gate, up)]
     plain = [x.tensor() for x in loaded]
     y, dx = poisoned(rows, width, BF16), poisoned(rows, width, BF16)
     pointwise.act_fwd(loaded[0], act, keep, y).run()
@@ -124,11 +124,11 @@ def test_products_pack_what_their_activation_is_of(shape, p, stored):
     bias, keep, how = normal(BF16, n), keep_of(m, n, p) if p else None, packing(stored, m, n)
     given = "gelu", x, None, (up, bias), keep
     y, (pre,), _ = TRITON[mlp_up_fwd](*given, (True,), (None,))
-    for wants in (False, True):
-        same, (found,), (parts,) = TRITON[mlp_up_fwd](*given, (wants,), (how,))
+    for needs_grad in (False, True):
+        same, (found,), (parts,) = TRITON[mlp_up_fwd](*given, (needs_grad,), (how,))
         assert torch.equal(y, same)
         assert torch.equal(y, TRITON[mlp_up_fwd](*given, (False,), (None,))[0])
-        assert (found is not None) == wants and (found is None or torch.equal(found, pre))
+        assert (found is not None) == needs_grad and (found is None or torch.equal(found, pre))
         check_parts(parts, TRITON[quantize](pre, how))
     given = "silu", x, (gate, bias), (up, None), keep
     y, pres, _ = TRITON[mlp_up_fwd](*given, (True, True), (None, None))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.random import Keep
+from fused_remat.random import DropoutMask
 from fused_remat.triton.launch import target_of
 
 TARGET = target_of(torch.device("cpu"))
@@ -34,14 +34,14 @@ def check_error(found: Tensor, exact: Tensor, dtype: torch.dtype, factor: float 
     assert error <= factor * TOLERANCE[dtype], f"relative error {error:.2e}"
 
 
-def keep_of(rows: int, width: int, p: float, row0: int = 2**32 - 3) -> Keep:
+def keep_of(rows: int, width: int, p: float, row0: int = 2**32 - 3) -> DropoutMask:
     """Dropout of one site, in rows about 2**32."""
     key = random.site_keys(torch.tensor(-7))[random.MLP]
-    return Keep(key, row0, rows, width, p, torch.float32)
+    return DropoutMask(key, row0, rows, width, p, torch.float32)
 
 
-def wide(keep: Keep | None) -> Keep | None:
+def wide(keep: DropoutMask | None) -> DropoutMask | None:
     """The same multiplier in float64, for the exact result."""
     if keep is None:
         return None
-    return Keep(keep.site_key, keep.row0, keep.rows, keep.width, keep.p, torch.float64)
+    return DropoutMask(keep.site_key, keep.row0, keep.rows, keep.width, keep.p, torch.float64)

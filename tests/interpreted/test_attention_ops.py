@@ -3,7 +3,7 @@
 import pytest
 import torch
 from poisoned import check_error
-from reference import RUNGS, pair
+from reference import EXACT_PRESETS, pair
 
 from fused_remat import explain, ops
 from fused_remat.execution import choose
@@ -52,7 +52,7 @@ def test_attention(name, policy):
     )
 
 
-@pytest.mark.parametrize("policy", RUNGS)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
 @pytest.mark.parametrize("grouped", [False, True], ids=["whole", "in groups"])
 def test_attention_block(policy, grouped, monkeypatch):
     """Rotary, head norms, shared heads, dropout of both kinds; sequences one at a time."""
@@ -93,7 +93,7 @@ def test_packed_attention_block(policy):
 
 
 def test_rebuilding_has_the_forwards_bits():
-    """Gradients of all rungs are the same bits, dropout and a mask's gradient among them."""
+    """Gradients of all presets are the same bits, dropout and a mask's gradient among them."""
     torch.use_deterministic_algorithms(True)
     try:
         found = []

@@ -90,7 +90,7 @@ def test_the_long_case_is_compared_with_what_keeps_all(rows):
 
 
 def test_one_long_sequence_on_a_gpu():
-    """Of the rungs and the stock ways, with enough time and before what matters less."""
+    """Of the presets and the stock ways, with enough time and before what matters less."""
     rig = Rig(torch.device("cpu"), torch.bfloat16, False, TARGET, ends=0.0)  # nothing is made of it
     (job,) = gpu.SECTIONS["long"].jobs(rig)
     assert job.case == {"name": "pre-norm", "width": 2048, "seq_len": 32768}

@@ -13,7 +13,7 @@ from bench.gpu.report import profile_table
 from bench.layers.subjects import Case
 from bench.layers.ways import WAYS
 from bench.measure.contest import Rig
-from fused_remat.policies import RUNGS
+from fused_remat.policies import EXACT_PRESETS
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 #: As CUDA 12 and 13, ATen and cuDNN 9 name them on Hopper.
@@ -171,7 +171,7 @@ def test_rows_of_a_profile_on_a_cpu():
     rig = Rig(torch.device("cpu"), torch.float32, True, None, 0.0)
     case = Case("float32", "pre", 0.0, 1, 5, 16, 2, causal=True, attention_dropout=0.0)
     row = profile.measure(case, rig)
-    assert list(row["ways"]) == list(profile.WAYS) == [*list(WAYS)[:2], *RUNGS]
+    assert list(row["ways"]) == list(profile.WAYS) == [*list(WAYS)[:2], *EXACT_PRESETS]
     for found in row["ways"].values():
         assert set(found["kinds_us"]) == set(kinds.KINDS) and found["launches"] > 10
         assert found["us"]["p50"] - found["busy_us"] == found["gaps_us"]

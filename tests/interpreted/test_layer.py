@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from poisoned import check_error
-from reference import PARAM_NAMES, RUNGS, pair, run
+from reference import EXACT_PRESETS, PARAM_NAMES, pair, run
 from tiers import exhaustive, pairwise
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -36,7 +36,9 @@ def check_close(found, expected, dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype, norm_first, policy", pairwise(list(TOLERANCE), [False, True], list(RUNGS)), ids=str
+    "dtype, norm_first, policy",
+    pairwise(list(TOLERANCE), [False, True], list(EXACT_PRESETS)),
+    ids=str,
 )
 def test_matches_pytorchs_layer(dtype, norm_first, policy, routes):
     stock, fused = pair(
@@ -51,8 +53,8 @@ def test_matches_pytorchs_layer(dtype, norm_first, policy, routes):
 @pytest.mark.parametrize(
     "norm_first, policy",
     [
-        *((i % 2 == 0, policy) for i, policy in enumerate(RUNGS)),
-        *(exhaustive(i % 2 == 1, policy) for i, policy in enumerate(RUNGS)),
+        *((i % 2 == 0, policy) for i, policy in enumerate(EXACT_PRESETS)),
+        *(exhaustive(i % 2 == 1, policy) for i, policy in enumerate(EXACT_PRESETS)),
     ],
 )
 def test_matches_eager_with_dropout(norm_first, policy, routes):
@@ -105,7 +107,7 @@ def test_rungs_have_the_same_bits_under_deterministic_mode(norm_first, routes):
     torch.use_deterministic_algorithms(True)
     try:
         found = []
-        for policy in RUNGS:
+        for policy in EXACT_PRESETS:
             _, fused = pair(**SIZES, dropout=0.1, norm_first=norm_first, policy=policy)
             fused.backend = "triton"
             torch.manual_seed(1)

@@ -97,12 +97,12 @@ def test_forward_of_a_sum(dtype, p):
     ),
     ids=str, indirect=["walked"],
 )  # fmt: skip
-def test_backward(kind, dtype, shape, wants, walked):
+def test_backward(kind, dtype, shape, needs_grad, walked):
     x, weight, _ = inputs(shape, dtype)
-    dy = torch.randn(shape[1]).to(dtype).expand(shape) if wants == "x" else x.flip(0) - 3
-    add = torch.randn(shape).to(dtype) if wants != "x" else None
+    dy = torch.randn(shape[1]).to(dtype).expand(shape) if needs_grad == "x" else x.flip(0) - 3
+    add = torch.randn(shape).to(dtype) if needs_grad != "x" else None
     stats = tuple(s.float() for s in exact_stats(kind, x))
-    marks = tuple(name in wants.split() for name in "xwb")
+    marks = tuple(name in needs_grad.split() for name in "xwb")
     exact = norm_bwd(
         NormSpec(kind=kind), dy.double(), x.double(), tuple(s.double() for s in stats),
         weight.double(), marks, add=None if add is None else add.double(),

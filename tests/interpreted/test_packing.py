@@ -7,11 +7,11 @@ from tiers import pairwise
 
 from fused_remat import FusedRematCausalLayer, FusedRematLayer, Policy, explain, formats, random
 from fused_remat.execution.choose import choose, ops_for
-from fused_remat.formats import Packed
+from fused_remat.formats import Quantized
 from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.fused import mlp_up_fwd
 from fused_remat.steps.operations import OPERATIONS
-from fused_remat.steps.storage import Packing, dequantize, quantize
+from fused_remat.steps.storage import QuantizeCall, dequantize, quantize
 from fused_remat.triton import pointwise, storage, tables
 from fused_remat.triton.tables import Tile
 
@@ -30,9 +30,9 @@ def seed():
 def packing(stored, rows, width, row0=2**32 - 3):
     """How to pack; rows about 2**32 where it is stochastic."""
     if not formats.FORMATS[stored].seeded:
-        return Packing(stored)
+        return QuantizeCall(stored)
     key = random.site_keys(torch.tensor(-7))[random.MLP]
-    return Packing(stored, random.Uniform(key, row0, rows, width))
+    return QuantizeCall(stored, random.Uniform(key, row0, rows, width))
 
 
 def of_many_sizes(rows, width, dtype):
@@ -46,7 +46,7 @@ def of_many_sizes(rows, width, dtype):
 
 def stored_as(x, stored="int8"):
     how = packing(stored, *x.shape)
-    return Packed(stored, formats.pack(x, stored, how.uniform), x.shape[1], x.dtype)
+    return Quantized(stored, formats.pack(x, stored, how.uniform), x.shape[1], x.dtype)
 
 
 def check_parts(found, exact):
@@ -72,7 +72,7 @@ def test_the_bits_of_the_format(shape, dtype, stored):
     for whole in wholes:
         assert (whole[:16] == 77).all() and (whole[-16:] == 77).all(), "written outside"
     check_parts(TRITON[quantize](x, how), exact)
-    packed = Packed(stored, exact, shape[1], dtype)
+    packed = Quantized(stored, exact, shape[1], dtype)
     check_parts(TRITON[dequantize](packed), packed.tensor())
     y = poisoned(*shape, dtype)
     packed = stored_as(torch.randn(shape).to(dtype), stored)
@@ -93,7 +93,7 @@ def test_the_ends_of_the_line(stored):
 def test_rows_more_than_2_31_elements_apart():
     apart = torch.empty(2**31 + 4096, dtype=torch.float16).as_strided((3, 64), (2**30, 1))
     apart.copy_(torch.randn(3, 64))
-    parts = TRITON[quantize](apart, Packing("int8"))
+    parts = TRITON[quantize](apart, QuantizeCall("int8"))
     check_parts(parts, formats.pack(apart, "int8"))
 
 
@@ -131,23 +131,23 @@ def test_activations_of_packed_inputs(shape, dtype, act):
 @pytest.mark.parametrize("which", ["gate", "up", "both"])
 @pytest.mark.parametrize("wants", ["both", "gate", "up"])
 @pytest.mark.parametrize("dtype", DTYPES, **ids)
-def test_gated_activations_of_packed_inputs(dtype, wants, which):
+def test_gated_activations_of_packed_inputs(dtype, needs_grad, which):
     shape = (33, 130)
     gate, up, dy = (torch.randn(shape).to(dtype) for _ in range(3))
     keep = keep_of(*shape, 0.3)
     packed = stored_as(gate) if which != "up" else gate, stored_as(up) if which != "gate" else up
-    plain = [x.tensor() if isinstance(x, Packed) else x for x in packed]
+    plain = [x.tensor() if isinstance(x, Quantized) else x for x in packed]
     y = poisoned(*shape, dtype)
     pointwise.gated_fwd(*packed, "silu", keep, y).run()
     check_margin(y)
     assert torch.equal(y, TRITON[activation_fwd]("silu", *plain, keep))
-    if wants == "up":
+    if needs_grad == "up":
         packed, plain = (packed[0], None), (plain[0], None)
-    dgate = poisoned(*shape, dtype) if wants != "up" else None
-    dup = poisoned(*shape, dtype) if wants != "gate" else None
+    dgate = poisoned(*shape, dtype) if needs_grad != "up" else None
+    dup = poisoned(*shape, dtype) if needs_grad != "gate" else None
     pointwise.gated_bwd(dy, *packed, "silu", keep, dgate, dup).run()
     exact = TRITON[activation_bwd](
-        "silu", dy, *plain, keep, False, (wants != "up", wants != "gate")
+        "silu", dy, *plain, keep, False, (needs_grad != "up", needs_grad != "gate")
     )
     for found, true in zip((dgate, dup), exact, strict=True):
         assert (found is None) == (true is None)
@@ -163,7 +163,7 @@ def said_of(function, *args):
 def test_formats_without_kernels_are_atens():
     x = torch.randn(5, 130)
     for stored in sorted(set(formats.FORMATS) - storage.KERNELS):
-        packed = Packed(stored, TRITON[quantize](x, Packing(stored)), 130, x.dtype)
+        packed = Quantized(stored, TRITON[quantize](x, QuantizeCall(stored)), 130, x.dtype)
         assert torch.equal(TRITON[dequantize](packed), packed.tensor())
         assert TRITON[activation_fwd]("relu", None, packed, None).shape == x.shape
         for said in (
@@ -172,7 +172,7 @@ def test_formats_without_kernels_are_atens():
         ):
             assert stored in said and f"no kernel for {stored}" in said
     packed = stored_as(x)
-    assert said_of(quantize, x, Packing("int8")) == "kernel pack_int8_fwd, int8"
+    assert said_of(quantize, x, QuantizeCall("int8")) == "kernel pack_int8_fwd, int8"
     assert said_of(dequantize, packed) == "kernel unpack_int8_fwd, int8"
     said = said_of(activation_fwd, "gelu", None, packed, None)
     assert said == "pointwise kernel, from int8"
@@ -249,16 +249,16 @@ def test_a_gated_product_packs_both(shape, dtype, tile, outputs_are_poisoned):
     assert nothing == (None, None) and empty == ((), ())
     same, pres, _ = TRITON[mlp_up_fwd](*given, (True, True), (None, None))
     assert torch.equal(y, same)
-    for wants, stored in (
+    for needs_grad, stored in (
         ((False, False), ("int8", "int8_stochastic")),
         ((True, False), (None, "int8")),
         ((False, True), ("int8_stochastic", "fp8_e4m3")),
     ):
         how = tuple([s and packing(s, m, f) for s in stored])
-        same, found, parts = TRITON[mlp_up_fwd](*given, wants, how)
+        same, found, parts = TRITON[mlp_up_fwd](*given, needs_grad, how)
         assert torch.equal(y, same), "the same bits whatever is kept"
         for i in range(2):
-            assert (found[i] is not None) == wants[i]
+            assert (found[i] is not None) == needs_grad[i]
             assert found[i] is None or torch.equal(found[i], pres[i])
             exact = how[i] and formats.pack(pres[i], how[i].stored, how[i].uniform)
             check_parts(parts[i], exact or ())

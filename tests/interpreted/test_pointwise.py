@@ -66,7 +66,7 @@ def test_activation(act, p, dtype, shape):
 @pytest.mark.parametrize("act", pointwise.PAIRS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("wants", ["both", "gate", "up"])
-def test_gated(act, dtype, wants):
+def test_gated(act, dtype, needs_grad):
     shape = SHAPES[3]
     gate, up = inputs(shape, dtype, 2)
     dy, keep = torch.randn(shape[1]).to(dtype).expand(shape), drop(shape, 0.3)
@@ -74,13 +74,13 @@ def test_gated(act, dtype, wants):
     pointwise.gated_fwd(gate, up, act, keep, y).run()
     check_margin(y)
     check_error(y, activation_fwd(act, gate.double(), up.double(), wide(keep)), dtype)
-    dgate = poisoned(*shape, dtype) if wants != "up" else None
-    dup = poisoned(*shape, dtype) if wants != "gate" else None
-    given = None if wants == "up" else up
+    dgate = poisoned(*shape, dtype) if needs_grad != "up" else None
+    dup = poisoned(*shape, dtype) if needs_grad != "gate" else None
+    given = None if needs_grad == "up" else up
     pointwise.gated_bwd(dy, gate, given, act, keep, dgate, dup).run()
     exact = activation_bwd(
         act, dy.double(), gate.double(), None if given is None else up.double(), wide(keep), False,
-        (wants != "up", wants != "gate"),
+        (needs_grad != "up", needs_grad != "gate"),
     )  # fmt: skip
     for found, true in zip((dgate, dup), exact, strict=True):
         assert (found is None) == (true is None)

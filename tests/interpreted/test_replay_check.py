@@ -17,7 +17,7 @@ def test_gradients_are_those_of_deterministic_mode(policy):
     def gradients():
         torch.manual_seed(0)
         y = layer(x)
-        assert y.grad_fn.prepared.ops.name == "triton"
+        assert y.grad_fn.execution.ops.name == "triton"
         return torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
 
     with check_replay():

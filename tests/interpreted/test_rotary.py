@@ -92,9 +92,9 @@ def test_backward_of_the_rotation(heads, dtype, interleaved, batched):
     pairwise(HEADS, DTYPES, ["x q k", "x", "q k", "k"], [False, True], [False, True]),
     ids=str,
 )
-def test_backward_of_the_norm(heads, dtype, wants, interleaved, batched):
+def test_backward_of_the_norm(heads, dtype, needs_grad, interleaved, batched):
     x, dy, call = inputs(heads, dtype, interleaved, True, batched)
-    marks = tuple(name in wants.split() for name in "xqk")
+    marks = tuple(name in needs_grad.split() for name in "xqk")
     dx = poisoned(*x.shape, dtype) if marks[0] else None
     sums = [torch.full((heads[2],), torch.nan) if mark else None for mark in marks[1:]]
     for launch in rotary.rotary_norm_bwd(dy, x, call, dx, *sums, TARGET):

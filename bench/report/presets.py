@@ -1,4 +1,4 @@
-"""The tables of rungs, read from the graphs of the encoder, decoder and transformer blocks."""
+"""The tables of presets, read from the graphs of the encoder, decoder and transformer blocks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 
 from fused_remat.formats import FORMATS, NATIVE, split_name
 from fused_remat.graph.build import block_graph
-from fused_remat.graph.graph import Graph, programs
+from fused_remat.graph.graph import Graph
 from fused_remat.graph.quantized import in_formats
-from fused_remat.policies import ALL_RUNGS, kept_names
+from fused_remat.graph.schedule import schedule
+from fused_remat.policies import ALL_PRESETS, kept_names
 from fused_remat.spec import nn_layer_spec, transformer_spec
 from fused_remat.steps.node import Node
 
@@ -39,7 +40,7 @@ def trained(graph: Graph) -> frozenset[str]:
 
 def rebuilt_nodes(graph: Graph, save: frozenset[str]) -> list[Node]:
     """What backward rebuilds where `save` is kept, unpacked or computed again."""
-    plan = programs(in_formats(graph, save), save, trained(graph), tiled=False)
+    plan = schedule(in_formats(graph, save), save, trained(graph), tiled=False)
     return [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
 
 
@@ -60,16 +61,16 @@ def in_widths(nbytes: float) -> str:
     return f"{nbytes / D:.3f}".rstrip("0").rstrip(".")
 
 
-def kept_of(graph: Graph, rung: str) -> list[str]:
-    """The input and the names that a rung keeps, in the graph's order."""
-    save = kept_names(rung, graph)
+def kept_of(graph: Graph, preset: str) -> list[str]:
+    """The input and the names that a preset keeps, in the graph's order."""
+    save = kept_names(preset, graph)
     order = {name: i for i, name in enumerate(graph.names)}
     return ["input", *sorted(save, key=lambda name: order[split_name(name)[0]])]
 
 
-def rebuilt(graph: Graph, rung: str, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> str:
+def rebuilt(graph: Graph, preset: str, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> str:
     """What backward rebuilds, as "16D² + attention"; D²·M/S is a product of the memory's tokens."""
-    nodes = rebuilt_nodes(graph, kept_names(rung, graph))
+    nodes = rebuilt_nodes(graph, kept_names(preset, graph))
     widths = graph.widths(shapes)
 
     def products(nodes: Iterable[Node]) -> int:
@@ -83,9 +84,9 @@ def rebuilt(graph: Graph, rung: str, shapes: Mapping[str, tuple[int, ...]] = SHA
     return " + ".join(parts) or "pointwise only"
 
 
-def _kept(graph: Graph, rung: str) -> tuple[str, str]:
-    """The names that a rung keeps, and their bytes at 16 bits as "6D + 4D·M/S"."""
-    widths, kept = graph.widths(SHAPES), kept_of(graph, rung)
+def _kept(graph: Graph, preset: str) -> tuple[str, str]:
+    """The names that a preset keeps, and their bytes at 16 bits as "6D + 4D·M/S"."""
+    widths, kept = graph.widths(SHAPES), kept_of(graph, preset)
     parts = []
     for source, unit in zip(graph.inputs, ("D", "D·M/S"), strict=False):
         mine = [n for n in kept if graph.source[split_name(n)[0]] == source]
@@ -96,24 +97,24 @@ def _kept(graph: Graph, rung: str) -> tuple[str, str]:
 
 def _table(pre: Graph, post: Graph) -> str:
     lines = [
-        "| rung | pre-norm keeps | bytes | rebuilds | post-norm keeps | bytes | rebuilds |",
+        "| preset | pre-norm keeps | bytes | rebuilds | post-norm keeps | bytes | rebuilds |",
         "|---|---|---|---|---|---|---|",
     ]
-    for rung in ALL_RUNGS:
-        cells = [f'`"{rung}"`' + (" (default)" if rung == "full" else "")]
+    for preset in ALL_PRESETS:
+        cells = [f'`"{preset}"`' + (" (default)" if preset == "full" else "")]
         for graph in (pre, post):
-            cells += [*_kept(graph, rung), rebuilt(graph, rung)]
+            cells += [*_kept(graph, preset), rebuilt(graph, preset)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def rung_table() -> str:
-    """The rungs of the encoder block: what each keeps and rebuilds."""
+    """The presets of the encoder block: what each keeps and rebuilds."""
     return _table(block(True), block(False))
 
 
 def decoder_rung_table() -> str:
-    """The rungs of the decoder block, besides the memory."""
+    """The presets of the decoder block, besides the memory."""
     return _table(decoder(True), decoder(False))
 
 
@@ -143,17 +144,17 @@ def transformer(placement: str, qk_norm: bool) -> Graph:
 
 
 def transformer_table() -> str:
-    """The rungs of the transformer block, kinds one below the other."""
+    """The presets of the transformer block, kinds one below the other."""
     lines = [
-        "| norms and heads | rung | keeps | bytes | rebuilds |",
+        "| norms and heads | preset | keeps | bytes | rebuilds |",
         "|---|---|---|---|---|",
     ]
     for name, (placement, qk_norm) in _TRANSFORMERS.items():
         graph = transformer(placement, qk_norm)
         widths = graph.widths(TRANSFORMER_SHAPES)
-        for rung in ALL_RUNGS:
-            names = kept_of(graph, rung)
+        for preset in ALL_PRESETS:
+            names = kept_of(graph, preset)
             kept = in_widths(sum(row_bytes(n, widths) for n in names))
-            what = rebuilt(graph, rung, TRANSFORMER_SHAPES)
-            lines.append(f'| {name} | `"{rung}"` | {", ".join(names)} | {kept}D | {what} |')
+            what = rebuilt(graph, preset, TRANSFORMER_SHAPES)
+            lines.append(f'| {name} | `"{preset}"` | {", ".join(names)} | {kept}D | {what} |')
     return "\n".join(lines)

@@ -1,1 +1,0 @@
-"""Moved: see `fused_remat.steps` and `fused_remat.triton`."""

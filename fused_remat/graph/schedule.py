@@ -1,0 +1,286 @@
+"""From a graph and a policy to straight-line programs: what to keep, rebuild, run and free, when.
+
+Backward is a demand: each node, last first, asks for activations; one that is kept is there,
+another is rebuilt from its own inputs, once, and freed after its last use. All of that is known
+before any number is, so it is worked out here once and cached; running it (`execution.executor`) is
+a loop. The kept set, the memory prediction and the tests read the same program.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from fused_remat.formats import split_name
+from fused_remat.graph.fusions import Draft, fuse
+from fused_remat.graph.graph import Graph, sizes
+from fused_remat.steps.node import Node, Shapes
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a program. `node` None: run the tile program over every tile."""
+
+    kind: str  # "compute", "backward" or "tiles"
+    node: Node | None
+    needs_grad: frozenset[str]  # backward only: what the node gives gradients of
+    free: tuple[str, ...]  # names used here for the last time
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.node.label}" if self.node is not None else self.kind
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Everything about one (graph, policy, wanted gradients) that does not depend on sizes.
+
+    Attributes:
+        kept: names kept for backward, inputs and output not counted, in graph order.
+        kept_inputs: the inputs that backward asks for.
+        keeps_output: whether backward asks for the output and the policy keeps it.
+        saved_params: params whose values backward reads again.
+        forward, backward: for a group of whole sequences; a "tiles" step runs the tile programs.
+        tile_forward, tile_backward: for a tile of tokens; empty when `tiled` is False.
+        kept_tile: those of `kept` that tiles compute; `kept_group`, the others.
+        tile_gives: group activations whose gradients the tiles deliver.
+        inexact: what backward rebuilds from something that was kept in a lossy format.
+    """
+
+    kept: tuple[str, ...]
+    kept_group: tuple[str, ...]
+    kept_tile: tuple[str, ...]
+    kept_inputs: tuple[str, ...]
+    keeps_output: bool
+    saved_params: tuple[str, ...]
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    tile_forward: tuple[Step, ...]
+    tile_backward: tuple[Step, ...]
+    tile_gives: tuple[str, ...]
+    inexact: frozenset[str]
+
+
+def _with_frees(
+    steps: list[Draft], hold: Collection[str], overwrites: bool = True
+) -> tuple[Step, ...]:
+    """Steps that free each name after its last use, except the names in `hold`.
+
+    A name that a step defines and nobody reads (a statistic, say) is freed at once. What an
+    earlier step computed and this one frees may be overwritten, if `overwrites`; what was kept or
+    given may not.
+    """
+    last: dict[str, int] = {}
+    for i, step in enumerate(steps):
+        last.update(dict.fromkeys(step.touched, i))
+    frees: dict[int, list[str]] = {}
+    for name, i in last.items():
+        if name not in hold:
+            frees.setdefault(i, []).append(name)
+    made: set[str] = set()
+    result = []
+    for i, step in enumerate(steps):
+        free, node = tuple(frees.get(i, ())), step.node
+        if step.kind == "compute" and node is not None:
+            node = node.reusing(made.intersection(free)) if overwrites else node
+            made.add(node.name)
+        result.append(Step(step.kind, node, step.needs_grad, free))
+    return tuple(result)
+
+
+def _wants_by_node(graph: Graph, needs_grad: Collection[str]) -> dict[str, frozenset[str]]:
+    """For each node that backward must run: which inputs and params it gives gradients of."""
+    reached = set(graph.inputs) & set(needs_grad)
+    result: dict[str, frozenset[str]] = {}
+    for node in graph.nodes:
+        mine = frozenset(n for n in node.inputs if n in reached)
+        mine |= frozenset(n for n in node.params if n in needs_grad)
+        if mine:
+            reached.add(node.name)
+            result[node.name] = mine
+    return result
+
+
+class _Demand:
+    """Collects a backward program for `nodes`: asking rebuilds what is neither kept nor given.
+
+    `again`: those nodes of `graph.again` whose packed inputs are kept.
+    """
+
+    def __init__(
+        self, graph: Graph, quantized_nodes: Mapping[str, Node], have: Iterable[str]
+    ) -> None:
+        self.graph, self.quantized_nodes = graph, quantized_nodes
+        self.have = set(have)
+        self.touched: set[str] = set()
+        self.rebuilt: list[Node] = []
+        self.steps: list[Draft] = []
+
+    def ask(self, name: str) -> None:
+        self.touched.add(name)
+        if name in self.have:
+            return
+        quantized_nodes = self.quantized_nodes.get(name)
+        node = (
+            quantized_nodes
+            if quantized_nodes is not None and quantized_nodes.rebuilds
+            else self.graph.producer[name]
+        )
+        for read in node.reads:
+            self.ask(read)
+        self.steps.append(_compute(node))
+        self.rebuilt.append(node)
+        self.have.update(node.makes)
+
+    def backward(self, node: Node, needs_grad: frozenset[str]) -> None:
+        quantized_nodes = self.quantized_nodes.get(node.name)
+        node = quantized_nodes if quantized_nodes is not None and quantized_nodes.undoes else node
+        asked = node.backward_reads(needs_grad)
+        for name in asked:
+            self.ask(name)
+        # Of what has just been rebuilt.
+        asked += tuple([name for name in node.transients if name in self.have])
+        self.steps.append(Draft("backward", node, needs_grad, asked))
+
+
+def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """Nodes that need whole sequences or feed one that does, and the rest, which tiles can run.
+
+    Tiles are of the first input's tokens: what has another's is the group's.
+    """
+    if not tiled:
+        return graph.nodes, ()
+    first, source = graph.inputs[0], graph.source
+    whole = [n.per_sequence or source[n.name] != first for n in graph.nodes]
+    last = max((i for i, is_whole in enumerate(whole) if is_whole), default=-1)
+    while last + 1 < len(graph.nodes) and graph.nodes[last + 1].quantizes == graph.nodes[last].name:
+        last += 1  # packed where it was made
+    return graph.nodes[: last + 1], graph.nodes[last + 1 :]
+
+
+@functools.lru_cache(maxsize=4096)
+def schedule(
+    graph: Graph,
+    save: frozenset[str],
+    needs_grad: frozenset[str],
+    tiled: bool,
+    fusions: frozenset[str] = frozenset(),
+    overwrites: bool = True,
+) -> Schedule:
+    """The programs of `graph` when `save` is kept and gradients of `needs_grad` are wanted.
+
+    `fusions` are rows of `graph.fusions.FUSIONS`: steps that the backend computes together.
+    Not `overwrites`: backward leaves what it rebuilds as it is, for who reads it after its end.
+    """
+    group_nodes, tile_nodes = _split(graph, tiled)
+    by_node = _wants_by_node(graph, needs_grad)
+    may_keep, named = set(save), {split_name(name)[0] for name in save}
+    for node in graph.nodes:
+        if not node.stats_follow or node.name in save or node.name in named:
+            may_keep.update(node.stats)
+    quantized_nodes = {
+        node.name: node for node in graph.quantized_nodes if save.issuperset(node.reads_quantized)
+    }
+    group_names = {*graph.inputs} | {n for node in group_nodes for n in (node.name, *node.stats)}
+
+    tile = _Demand(graph, quantized_nodes, may_keep | group_names)
+    for node in reversed(tile_nodes):
+        if node.name in by_node:
+            tile.backward(node, by_node[node.name])
+    outside = tuple(sorted(tile.touched & group_names))  # what tiles ask the group for
+
+    group = _Demand(graph, quantized_nodes, may_keep | {*graph.inputs})
+    if tile.steps:
+        for name in outside:
+            group.ask(name)
+        group.steps.append(Draft("tiles", None, frozenset(), outside))
+    for node in reversed(group_nodes):
+        if node.name in by_node:
+            group.backward(node, by_node[node.name])
+
+    touched = tile.touched | group.touched
+    order = [n for node in graph.nodes for n in (node.name, *node.stats)]
+    kept = tuple(n for n in order if n in may_keep and n in touched and n != "output")
+    reread = {p for node in tile.rebuilt + group.rebuilt for p in node.params}
+    for name, mine in by_node.items():
+        reread.update(graph.producer[name].rereads(mine))
+
+    group_nodes, tile_nodes = _without_unkept(group_nodes, kept), _without_unkept(tile_nodes, kept)
+    tile_reads = tuple(sorted({r for n in tile_nodes for r in n.reads} & group_names))
+    group_fwd = _forward_steps(group_nodes)
+    if tile_nodes:
+        group_fwd.append(Draft("tiles", None, frozenset(), tile_reads))
+    tile_fwd = _forward_steps(tile_nodes)
+    held, tile_held = {*kept, "output"}, {*kept, "output", *group_names}
+    gives = {n for node in tile_nodes for n in by_node.get(node.name, ()) if n in group_names}
+    return Schedule(
+        kept=kept,
+        kept_group=tuple(n for n in kept if n in group_names),
+        kept_tile=tuple(n for n in kept if n not in group_names),
+        kept_inputs=tuple(n for n in graph.inputs if n in touched),
+        keeps_output="output" in may_keep and "output" in touched,
+        saved_params=tuple(p for p in graph.params if p in reread),
+        forward=_with_frees(fuse(group_fwd, fusions, held), held),
+        backward=_with_frees(fuse(group.steps, fusions, ()), (), overwrites),
+        tile_forward=_with_frees(fuse(tile_fwd, fusions, tile_held), tile_held),
+        tile_backward=_with_frees(fuse(tile.steps, fusions, group_names), group_names, overwrites),
+        tile_gives=tuple(sorted(gives)),
+        inexact=_inexact(group.rebuilt + tile.rebuilt),
+    )
+
+
+def _without_unkept(nodes: tuple[Node, ...], kept: Collection[str]) -> tuple[Node, ...]:
+    """Without those that pack what is not kept."""
+    return tuple([node for node in nodes if not node.quantizes or node.name in kept])
+
+
+def _inexact(rebuilt: Iterable[Node]) -> frozenset[str]:
+    """What is unpacked from a lossy format, or rebuilt from that."""
+    found: set[str] = set()
+    for node in rebuilt:
+        if node.inexact or not found.isdisjoint(node.reads):
+            found.update(node.makes)
+    return frozenset(found)
+
+
+def _compute(node: Node) -> Draft:
+    return Draft("compute", node, frozenset(), (*node.reads, *node.makes))
+
+
+def _forward_steps(nodes: Iterable[Node]) -> list[Draft]:
+    return [_compute(node) for node in nodes]
+
+
+def kept_bytes(
+    graph: Graph,
+    save: frozenset[str],
+    needs_grad: frozenset[str],
+    shapes: Shapes,
+    itemsize: int,
+    input_itemsizes: Mapping[str, int] | None = None,
+) -> Mapping[str, int]:
+    """Bytes that one call keeps, by name: inputs, activations, statistics and the seed.
+
+    `shapes` maps every input, (B, S, D) or heads (B, H, S, E), and every param to its shape;
+    `itemsize` is that of the first input's dtype, `input_itemsizes` those of others where they
+    differ. Statistics are float32, or float64 in a float64 block. Attention masks and rotary tables
+    are the caller's own tensors and are not counted.
+    """
+    plan = schedule(graph, save, needs_grad, tiled=False)
+    widths = graph.widths(shapes)
+    batch, lengths = sizes(shapes[graph.inputs[0]])[0], graph.lengths(shapes)
+    stats = {s for node in graph.nodes for s in node.stats}
+    own = {node.name: node.dtype.itemsize for node in graph.nodes if node.dtype is not None}
+    low = graph.compute.itemsize if graph.compute else itemsize
+    of_input = input_itemsizes or {}
+    result = {
+        name: math.prod(shapes[name]) * of_input.get(name, itemsize) for name in plan.kept_inputs
+    }
+    for name in plan.kept + (("output",) if plan.keeps_output else ()):
+        size = own.get(name) or (itemsize if name in graph.stream else low)
+        size = max(itemsize, 4) if name in stats else size
+        result[name] = batch * lengths[name] * widths[name] * size
+    if "seed" in plan.saved_params:
+        result["seed"] = 8
+    return result
