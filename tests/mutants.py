@@ -77,15 +77,18 @@ def planted(tree: Path, mutants: list[Mutant]) -> dict[Mutant, tuple[Path, str]]
     for path, lines in texts.items():
         for name, node in parts(ast.parse("\n".join(lines))):
             places[name].append((path, node))
-    made = {}
+    made, lost = {}, []
     for m in mutants:
         at = {(path, i) for path, n in places[m.within] for i in range(n.lineno - 1, n.end_lineno)}
         hits = [(path, i) for path, i in at for _ in range(texts[path][i].count(m.before))]
         if len(hits) != 1:
-            raise SystemExit(f"{m}: found {len(hits)} times, not once: let it follow the code")
+            lost.append(f"{m.name}: {m.within}: found {len(hits)} times: {m.before}")
+            continue
         ((path, i),) = hits
         lines = [*texts[path][:i], texts[path][i].replace(m.before, m.after), *texts[path][i + 1 :]]
         made[m] = path.relative_to(tree.resolve()), "\n".join(lines)
+    if lost:
+        raise SystemExit("\n".join(["each line must be found once in the code:", *lost]))
     return made
 
 

@@ -441,7 +441,7 @@ def test_gradients_have_the_dtypes_of_what_they_are_of(norm_first, tokens, monke
     def look(step, frame):
         for name, (grad, _) in frame.grads.items():
             seen.add(name)
-            if grad.dtype != frame.run.execution.dtypes[name]:
+            if grad.dtype != frame.owner.execution.dtypes[name]:
                 wrong.append((str(step), name, grad.dtype))
 
     TRACERS.append(look)

@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 
 from fused_remat.execution.prepare import BlockCall, autocast_on
 from fused_remat.graph.schedule import schedule
-from fused_remat.steps.chunk import Chunk, Execution, Run, WeightGrad
+from fused_remat.steps.chunk import Chunk, Execution, Pass, WeightGrad
 
 _executes: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
@@ -174,15 +174,15 @@ class Deferred:
                 "fused_remat: a tensor that a weight gradient is to be computed from was modified "
                 "by an inplace operation after the backward pass that asked for the input's"
             )
-        run = Run(execution, {}, {}, self.dy, into=into)
-        frame = Chunk(run, (0, 0), (0, 0))
+        run = Pass(execution, {}, {}, self.dy, into=into)
+        chunk = Chunk(run, (0, 0), (0, 0))
         with torch.autocast(self.dy.device.type, enabled=False) if autocast_on(self.dy) else _NO:
             for name, grad in self.grads.items():
                 if name in needs_grad:
-                    frame.add_param_grad(name, grad.clone())  # it may be given again
+                    chunk.add_param_grad(name, grad.clone())  # it may be given again
             for product in self.products:
                 if product.name in needs_grad:
-                    frame.add_weight_grad(*product)
+                    chunk.add_weight_grad(*product)
         return {name: grad for name, grad in run.param_grads.items() if name not in (into or ())}
 
 

@@ -151,7 +151,7 @@ class Record:
 
         Raises: ReplayError if one bit differs from what `note` saw.
         """
-        inexact = frame.run.execution.plan.inexact
+        inexact = frame.owner.execution.plan.inexact
         for piece, value in _made(step, frame):
             # A segment's first run packs nothing; what is packed then is compared itself.
             first = step.node is not None and step.node.quantizes and piece not in self._pieces

@@ -14,39 +14,39 @@ import torch
 from torch import Tensor
 
 from fused_remat.graph.schedule import Schedule, Step
-from fused_remat.steps.chunk import TRACERS, Chunk, Execution, Observer, Run
+from fused_remat.steps.chunk import TRACERS, Chunk, Execution, Observer, Pass
 
 
-def _run_steps(steps: Sequence[Step], frame: Chunk, out: Tensor | None = None) -> None:
+def _run_steps(steps: Sequence[Step], chunk: Chunk, out: Tensor | None = None) -> None:
     """Compute activations (the output into `out`), and run nodes' backwards."""
-    if not (frame.run.observed or TRACERS):
-        _run(steps, frame, out)
+    if not (chunk.owner.observed or TRACERS):
+        _run(steps, chunk, out)
         return
     for step in steps:
         for trace in TRACERS:
-            trace(step, frame)
+            trace(step, chunk)
         with torch.profiler.record_function(f"fused_remat::{step}"):
-            _run((step,), frame, out, frame.run.watch)
+            _run((step,), chunk, out, chunk.owner.watch)
 
 
 def _run(
-    steps: Sequence[Step], frame: Chunk, out: Tensor | None, watch: Observer | None = None
+    steps: Sequence[Step], chunk: Chunk, out: Tensor | None, watch: Observer | None = None
 ) -> None:
     for step in steps:
         node = step.node
         assert node is not None
         if step.kind == "compute":
-            node.forward(frame, out if node.name == "output" else None)
+            node.forward(chunk, out if node.name == "output" else None)
             if watch is not None:
-                watch(step, frame)
+                watch(step, chunk)
         else:
-            dy, owned = frame.take_grad(node.name)
+            dy, owned = chunk.take_grad(node.name)
             assert dy is not None
-            frame.freeing = step.free
-            node.backward(frame, dy, owned, step.needs_grad)
+            chunk.freeing = step.free
+            node.backward(chunk, dy, owned, step.needs_grad)
             del dy
         if step.free:
-            frame.free(step.free)
+            chunk.free(step.free)
 
 
 def _of(x: Tensor, seqs: tuple[int, int]) -> Tensor:
@@ -62,51 +62,51 @@ def _rows(x: Tensor, seqs: tuple[int, int]) -> Tensor:
     return mine if mine.dim() == 4 else mine.reshape(-1, mine.shape[-1])
 
 
-def _frame(run: Run, seqs: tuple[int, int], inputs: Iterable[str]) -> Chunk:
+def _frame(run: Pass, seqs: tuple[int, int], inputs: Iterable[str]) -> Chunk:
     """The frame of a group, holding those of `inputs` that are there."""
-    frame = Chunk(run, seqs, (0, (seqs[1] - seqs[0]) * run.chunks.seq_len))
+    chunk = Chunk(run, seqs, (0, (seqs[1] - seqs[0]) * run.chunks.seq_len))
     for name in inputs:
         x = run.tensors.get(name)
         if x is not None:
-            frame[name] = _rows(x, seqs)
-    return frame
+            chunk[name] = _rows(x, seqs)
+    return chunk
 
 
-def forward(run: Run, out_BSD: Tensor) -> list[Tensor]:
+def forward(run: Pass, out_BSD: Tensor) -> list[Tensor]:
     """Fill `out_BSD` with the block's output; returns what the plan keeps, in frame order."""
     kept: list[Tensor] = []
     plan = run.execution.plan
     for seqs in run.chunks.groups:
-        frame = _frame(run, seqs, run.execution.shapes)
+        chunk = _frame(run, seqs, run.execution.shapes)
         target = _of(out_BSD, seqs)
         in_place = target.is_contiguous()
         if in_place:
             out = target.view(-1, target.shape[-1])
         else:
-            out = torch.empty((frame.rows, target.shape[-1]), dtype=target.dtype, device=run.device)
+            out = torch.empty((chunk.rows, target.shape[-1]), dtype=target.dtype, device=run.device)
         if plan.tile_forward:
-            _forward_tiles(frame, plan, out, kept)
+            _forward_tiles(chunk, plan, out, kept)
         else:
-            _run_steps(plan.forward, frame, out)
-            kept.extend(frame[n] for n in plan.kept_group)
+            _run_steps(plan.forward, chunk, out)
+            kept.extend(chunk[n] for n in plan.kept_group)
         if not in_place:
             target.copy_(out.view(target.shape))
     return kept
 
 
-def _forward_tiles(frame: Chunk, plan: Schedule, out: Tensor, kept: list[Tensor]) -> None:
-    run = frame.run
+def _forward_tiles(chunk: Chunk, plan: Schedule, out: Tensor, kept: list[Tensor]) -> None:
+    run = chunk.owner
     *before, _tiles = plan.forward
-    _run_steps(before, frame)
-    kept.extend(frame[n] for n in plan.kept_group)
-    for span in run.chunks.tiles(frame.rows):
-        tile = Chunk(run, frame.seqs, span, frame)
+    _run_steps(before, chunk)
+    kept.extend(chunk[n] for n in plan.kept_group)
+    for span in run.chunks.tiles(chunk.rows):
+        tile = Chunk(run, chunk.seqs, span, chunk)
         _run_steps(plan.tile_forward, tile, out[span[0] : span[1]])
         kept.extend(tile[n] for n in plan.kept_tile)
 
 
 def backward(
-    run: Run, kept: Sequence[Tensor], out_BSD: Tensor | None, dy_BSD: Tensor
+    run: Pass, kept: Sequence[Tensor], out_BSD: Tensor | None, dy_BSD: Tensor
 ) -> dict[str, Tensor]:
     """Gradients of the wanted inputs, shaped like them; the params' gradients stay in `run`.
 
@@ -117,34 +117,34 @@ def backward(
     plan = execution.plan
     grads: dict[str, Tensor] = {}
     for seqs in run.chunks.groups:
-        frame = _frame(run, seqs, plan.kept_inputs)
-        frame.update((n, next(supply)) for n in plan.kept_group)
+        chunk = _frame(run, seqs, plan.kept_inputs)
+        chunk.update((n, next(supply)) for n in plan.kept_group)
         if out_BSD is not None:
-            frame["output"] = _rows(out_BSD, seqs)
-        frame.grads["output"] = (_rows(dy_BSD, seqs), False)
+            chunk["output"] = _rows(out_BSD, seqs)
+        chunk.grads["output"] = (_rows(dy_BSD, seqs), False)
         if plan.tile_backward:
-            _backward_with_tiles(frame, plan, supply)
+            _backward_with_tiles(chunk, plan, supply)
         else:
-            _run_steps(plan.backward, frame)
+            _run_steps(plan.backward, chunk)
         for name in execution.shapes:
             if name in run.needs_grad:
-                _collect(name, frame, execution, dy_BSD, grads)
+                _collect(name, chunk, execution, dy_BSD, grads)
     return grads
 
 
-def _backward_with_tiles(frame: Chunk, plan: Schedule, supply: Iterator[Tensor]) -> None:
+def _backward_with_tiles(chunk: Chunk, plan: Schedule, supply: Iterator[Tensor]) -> None:
     at = next(i for i, step in enumerate(plan.backward) if step.kind == "tiles")
-    _run_steps(plan.backward[:at], frame)
-    _backward_tiles(frame, plan, supply)
-    frame.free(plan.backward[at].free)
-    _run_steps(plan.backward[at + 1 :], frame)
+    _run_steps(plan.backward[:at], chunk)
+    _backward_tiles(chunk, plan, supply)
+    chunk.free(plan.backward[at].free)
+    _run_steps(plan.backward[at + 1 :], chunk)
 
 
 def _collect(
-    name: str, frame: Chunk, execution: Execution, dy_BSD: Tensor, grads: dict[str, Tensor]
+    name: str, chunk: Chunk, execution: Execution, dy_BSD: Tensor, grads: dict[str, Tensor]
 ) -> None:
     """Add a group's gradient of an input to `grads`, the whole of it by name."""
-    grad, owned = frame.take_grad(name)
+    grad, owned = chunk.take_grad(name)
     assert grad is not None
     shape = execution.shapes[name]
     if owned and execution.chunks.group >= execution.chunks.batch:
@@ -152,7 +152,7 @@ def _collect(
         return
     if name not in grads:
         grads[name] = _empty_grad(shape, dy_BSD)
-    target = _of(grads[name], frame.seqs)
+    target = _of(grads[name], chunk.seqs)
     target.copy_(grad.view(target.shape))
 
 
@@ -166,18 +166,18 @@ def _empty_grad(shape: tuple[int, ...], dy: Tensor) -> Tensor:
     return torch.empty_like(dy)
 
 
-def _backward_tiles(frame: Chunk, plan: Schedule, supply: Iterator[Tensor]) -> None:
-    run = frame.run
-    dout, _ = frame.take_grad("output")
+def _backward_tiles(chunk: Chunk, plan: Schedule, supply: Iterator[Tensor]) -> None:
+    run = chunk.owner
+    dout, _ = chunk.take_grad("output")
     assert dout is not None
     buffers = {
         name: torch.empty(
-            (frame.rows, run.widths[name]), dtype=run.execution.dtypes[name], device=run.device
+            (chunk.rows, run.widths[name]), dtype=run.execution.dtypes[name], device=run.device
         )
         for name in plan.tile_gives
     }
-    for span in run.chunks.tiles(frame.rows):
-        tile = Chunk(run, frame.seqs, span, frame)
+    for span in run.chunks.tiles(chunk.rows):
+        tile = Chunk(run, chunk.seqs, span, chunk)
         tile.update((n, next(supply)) for n in plan.kept_tile)
         tile.grads["output"] = (dout[span[0] : span[1]], False)
         _run_steps(plan.tile_backward, tile)
@@ -186,4 +186,4 @@ def _backward_tiles(frame: Chunk, plan: Schedule, supply: Iterator[Tensor]) -> N
             assert grad is not None
             buffer[span[0] : span[1]].copy_(grad)
     for name, buffer in buffers.items():
-        frame.add_grad(name, buffer, owned=True)
+        chunk.add_grad(name, buffer, owned=True)

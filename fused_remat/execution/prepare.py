@@ -22,7 +22,7 @@ from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.schedule import schedule
 from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps.activation import MLPActivation
-from fused_remat.steps.chunk import Chunks, Execution, Observer, Run, WeightGrad
+from fused_remat.steps.chunk import Chunks, Execution, Observer, Pass, WeightGrad
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.operations import Operations
@@ -187,7 +187,7 @@ def forward_block(
     x = tensors[0]
     assert x is not None
     out = empty_output(call, execution.widths["output"], execution.dtypes["output"], x)
-    this = Run(execution, call.named(tensors), functions, x, watch)
+    this = Pass(execution, call.named(tensors), functions, x, watch)
     out_BSD = call.batch_major(out)
     if autocast_on(x):  # the graph says what is computed in which dtype
         with torch.autocast(x.device.type, enabled=False):
@@ -223,7 +223,7 @@ def backward_block(
     Gradients of the params in `into` are added to those tensors, in float32 (float64) throughout.
     Weight gradients that are products of two matrices go to `later`, if given, as their factors.
     """
-    this = Run(execution, call.named(tensors), functions, dy, watch, into, later)
+    this = Pass(execution, call.named(tensors), functions, dy, watch, into, later)
     dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
     if autocast_on(dy):  # backward called inside autocast, forward's or any other
         with torch.autocast(dy.device.type, enabled=False):

@@ -93,7 +93,7 @@ class _Clock:
         self._marks: list[tuple[tuple[str, str] | None, Any]] = []
         self.which = "forward"
 
-    def __call__(self, step: object, frame: Chunk) -> None:
+    def __call__(self, step: object, chunk: Chunk) -> None:
         assert isinstance(step, Step)
         self._mark((self.which, str(step)))
 

@@ -15,7 +15,7 @@ from fused_remat.execution.choose import DEFAULTS, choose, why_not
 from fused_remat.graph.schedule import Step
 from fused_remat.layers.fused_layer import DECISIONS, FusedLayer
 from fused_remat.report.step import restored
-from fused_remat.steps.chunk import TRACERS, Chunk, Run
+from fused_remat.steps.chunk import TRACERS, Chunk, Pass
 from fused_remat.steps.node import Node
 from fused_remat.steps.operations import OPERATIONS, Function, Operations
 
@@ -95,7 +95,7 @@ class _Recorder:
         self.names: dict[nn.Module, str] = {}
         self._inside: list[str] = []
         self._thread = threading.get_ident()  # others may run blocks meanwhile
-        self._blocks: dict[Run, tuple[BlockExplanation, Chunk]] = {}
+        self._blocks: dict[Pass, tuple[BlockExplanation, Chunk]] = {}
         self._steps: list[tuple[BlockExplanation, Node, list[str]]] = []
 
     def enter(self, layer: nn.Module, *_: Any) -> None:
@@ -111,19 +111,19 @@ class _Recorder:
         title = f"{type(layer).__name__}, PyTorch's own forward"
         self.found.append(BlockExplanation(name, title, reason=reason))
 
-    def trace(self, step: object, frame: Chunk) -> None:
+    def trace(self, step: object, chunk: Chunk) -> None:
         assert isinstance(step, Step)
         if step.node is None or step.kind != "compute":
             return
         if threading.get_ident() != self._thread:
             return
-        if frame.run not in self._blocks:
-            block = self._begin(frame)
-            self._blocks[frame.run] = block, frame
+        if chunk.owner not in self._blocks:
+            block = self._begin(chunk)
+            self._blocks[chunk.owner] = block, chunk
             self.found.append(block)
-        block, first = self._blocks[frame.run]
-        if frame is first or (frame.parent is first and frame.lo == 0):  # one piece for all
-            frame.ops = ops = _Noted(first.run.ops)
+        block, first = self._blocks[chunk.owner]
+        if chunk is first or (chunk.parent is first and chunk.lo == 0):  # one piece for all
+            chunk.ops = ops = _Noted(first.owner.ops)
             self._steps.append((block, step.node, ops.reasons))
 
     def finish(self) -> Explanation:
@@ -148,47 +148,47 @@ class _Recorder:
             ran[-1].kept = tuple(kept for kept in ran[-1].kept if kept != name)
             ran[-1].backward = (f"compute {name}", *ran[-1].backward)
 
-    def _begin(self, frame: Chunk) -> BlockExplanation:
-        execution = frame.run.execution
+    def _begin(self, chunk: Chunk) -> BlockExplanation:
+        execution = chunk.owner.execution
         plan, chunks = execution.plan, execution.chunks
         pieces = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
         tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
         steps: list[str] = []
         for step in plan.backward:
             for one in plan.tile_backward if step.kind == "tiles" else (step,):
-                route = _backward_route(one, frame)
+                route = _backward_route(one, chunk)
                 steps.append(f"{one} ({route})" if route else str(one))
         return BlockExplanation(
             self._inside[-1] if self._inside else "(op)",
-            f"{execution.kind}, backend {_backend(frame)}{_dtypes(frame)}, {pieces}{tiles}",
+            f"{execution.kind}, backend {_backend(chunk)}{_dtypes(chunk)}, {pieces}{tiles}",
             kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
             backward=tuple(steps),
         )
 
 
-def _backward_route(step: Step, frame: Chunk) -> str:
+def _backward_route(step: Step, chunk: Chunk) -> str:
     """What is said of a step of backward: of one that reads packed activations always."""
     node = step.node
     if node is None or not (step.kind == "backward" or node.reads_quantized):
         return ""
-    found = node.backward_choice(frame)
-    return node.says[1] if found is None else choose(found[0], frame.ops.name, found[1]).reason()
+    found = node.backward_choice(chunk)
+    return node.says[1] if found is None else choose(found[0], chunk.ops.name, found[1]).reason()
 
 
-def _backend(frame: Chunk) -> str:
+def _backend(chunk: Chunk) -> str:
     """The backend's name, and why it is not the default of the device, if it is not."""
-    x = frame.run.tensors["input"]
+    x = chunk.owner.tensors["input"]
     assert x is not None
-    compute = frame.run.execution.compute
+    compute = chunk.owner.execution.compute
     default = DEFAULTS.get(x.device.type, "eager")
-    eager = frame.ops.name == "eager"
+    eager = chunk.ops.name == "eager"
     reason = why_not(default, x.device, compute or x.dtype) if eager else None
-    return frame.ops.name + (f" ({reason})" if reason else "")
+    return chunk.ops.name + (f" ({reason})" if reason else "")
 
 
-def _dtypes(frame: Chunk) -> str:
+def _dtypes(chunk: Chunk) -> str:
     """What is computed in which dtype, where there are two."""
-    low, stream = frame.run.execution.compute, frame.run.dtype
+    low, stream = chunk.owner.execution.compute, chunk.owner.dtype
     return f", products in {str(low)[6:]}, stream in {str(stream)[6:]}" if low else ""
 
 

@@ -224,7 +224,7 @@ class MLPActivation(Node):
     """name = keep * act(up), or keep * act(gate) * up: SwiGLU with "silu", GeGLU with "gelu".
 
     `act` is a row of `ACTIVATIONS`, or `USER_FUNCTION`: any function of up that autograd can
-    differentiate, `Run.functions["activation"]`, so that graphs stay plain data. `captured` names
+    differentiate, `Pass.functions["activation"]`, so that graphs stay plain data. `captured` names
     the tensors besides up that it is differentiable in; they reach the function by themselves (a
     closure, a module's parameters), and are the block's params for their gradients' sake.
     """
@@ -254,12 +254,12 @@ class MLPActivation(Node):
             return None
         formats = {pack.x: pack.stored for pack in self.quantized}
         stored = tuple([formats.get(name, "") for name in (self.gate, self.up)])
-        return activation_bwd, (self.act, chunk.dtype_of(self.up), chunk.run.device, stored)
+        return activation_bwd, (self.act, chunk.dtype_of(self.up), chunk.owner.device, stored)
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         mask = chunk.mask(self.mask)
         if self.act == USER_FUNCTION:
-            y = user_function.forward(chunk.run.functions["activation"], chunk[self.up])
+            y = user_function.forward(chunk.owner.functions["activation"], chunk[self.up])
             chunk.put(self.name, y if mask is None else torch.mul(y, mask.tensor()).to(y.dtype))
             return
         if self.quantized:
@@ -290,7 +290,7 @@ class MLPActivation(Node):
             chunk.add_grad(self.up, dup, owned=True)
 
     def _user_backward(self, chunk: Chunk, dy: Tensor, needs_grad: Collection[str]) -> None:
-        function, captured = chunk.run.functions["activation"], {}
+        function, captured = chunk.owner.functions["activation"], {}
         for name in self.captured:
             tensor = chunk.param(name)
             if tensor is not None:

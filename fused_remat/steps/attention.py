@@ -261,7 +261,7 @@ class Attention(Node):
     def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any] | None:
         if not self.quantized:
             return None
-        samples = type(chunk)(chunk.run, chunk.seqs, (chunk.lo, chunk.lo + chunk.rows))
+        samples = type(chunk)(chunk.owner, chunk.seqs, (chunk.lo, chunk.lo + chunk.rows))
         for pack in self.quantized:
             samples.update(zip(pack.makes, pack.sample(chunk).parts, strict=True))
         for name in self.inputs:
@@ -294,7 +294,7 @@ class Attention(Node):
     def _views(self, chunk: Chunk, tensors: Mapping[str, Tensor]) -> tuple[LoadedHeads, ...]:
         """The heads in the tensors of the inputs' names, or in what is stored of them."""
         heads: list[LoadedHeads] = []
-        batch, lengths = chunk.seqs[1] - chunk.seqs[0], chunk.run.execution.lengths
+        batch, lengths = chunk.seqs[1] - chunk.seqs[0], chunk.owner.execution.lengths
         for name, counts in self.counts.items():
             x = self.load(chunk, name) if self.quantized and tensors is chunk else tensors[name]
             if isinstance(x, Quantized):
@@ -316,7 +316,7 @@ class Attention(Node):
 
     def _buffers(self, chunk: Chunk) -> dict[str, Tensor]:
         """Empty gradients of the inputs by name, for the operation to fill."""
-        lengths = chunk.run.execution.lengths
+        lengths = chunk.owner.execution.lengths
         unseen = self.cuts_keys and lengths[self.k] > lengths[self.q]
         grads = {}
         for name in self.inputs:
@@ -335,15 +335,15 @@ class Attention(Node):
         The gradient of a mask that is in `needs_grad` is added, group by group, to a buffer as
         large as the whole mask.
         """
-        run, (batch, _, q_len, _), kv_len = chunk.run, q.shape, k.shape[2]
+        owner, (batch, _, q_len, _), kv_len = chunk.owner, q.shape, k.shape[2]
         if not self.params:
             return AttentionCall(self.spec, batch, q_len, kv_len)
         mask = padding = dmask = dpadding = None
         if self.mask:
-            mask = self._of_group(chunk, run.tensors[self.mask])
+            mask = self._of_group(chunk, owner.tensors[self.mask])
             dmask = self._of_group(chunk, _mask_grad(chunk, self.mask, needs_grad))
         if self.padding:
-            padding = _rows_of_group(chunk, run.tensors[self.padding])
+            padding = _rows_of_group(chunk, owner.tensors[self.padding])
             dpadding = _rows_of_group(chunk, _mask_grad(chunk, self.padding, needs_grad))
         return AttentionCall(
             self.spec,
@@ -354,8 +354,8 @@ class Attention(Node):
             padding=padding,
             dmask=dmask,
             dpadding=dpadding,
-            mask_grad=self.mask in run.needs_grad or self.padding in run.needs_grad,
-            site_key=run.site_key(self.site) if self.spec.dropout > 0.0 else None,
+            mask_grad=self.mask in owner.needs_grad or self.padding in owner.needs_grad,
+            site_key=owner.site_key(self.site) if self.spec.dropout > 0.0 else None,
             row0=chunk.seqs[0] * self.spec.num_heads * q_len,
             lengths=_rows_of_group(chunk, chunk.param(self.lengths)),
             cu_q=chunk.param(self.cu_q),
@@ -378,9 +378,9 @@ def _mask_grad(chunk: Chunk, name: str, needs_grad: Collection[str]) -> Tensor |
     """The buffer for a mask's gradient, made when it is first asked for; None if not wanted."""
     if name not in needs_grad:
         return None
-    grads = chunk.run.param_grads
+    grads = chunk.owner.param_grads
     if name not in grads:
-        mask = chunk.run.tensors[name]
+        mask = chunk.owner.tensors[name]
         assert mask is not None
         dtype = torch.promote_types(mask.dtype, torch.float32)
         grads[name] = mask.new_zeros(mask.shape, dtype=dtype)

@@ -133,7 +133,7 @@ class WeightGrad(NamedTuple):
 Observer = Callable[["Step", "Chunk"], None]
 
 
-class Run:
+class Pass:
     """One forward or backward pass of one block call: what all its frames share.
 
     Args:
@@ -214,13 +214,13 @@ class Chunk(dict[str, Tensor]):
     put = dict.setdefault
 
     def __init__(
-        self, run: Run, seqs: tuple[int, int], span: tuple[int, int], parent: Chunk | None = None
+        self, owner: Pass, seqs: tuple[int, int], span: tuple[int, int], parent: Chunk | None = None
     ) -> None:
-        self.run, self.ops, self.seqs, self.parent = run, run.ops, seqs, parent
+        self.owner, self.ops, self.seqs, self.parent = owner, owner.ops, seqs, parent
         self.lo, hi = span
         self.rows = hi - self.lo
-        self.token0 = seqs[0] * run.chunks.seq_len + self.lo
-        self.param = run.tensors.get  # a tensor of the block that is no activation, or None
+        self.token0 = seqs[0] * owner.chunks.seq_len + self.lo
+        self.param = owner.tensors.get  # a tensor of the block that is no activation, or None
         self.masks: dict[str, random.DropoutMask] = {}
         self.grads: dict[str, tuple[Tensor, bool]] = {}
         self.freeing: tuple[str, ...] = ()  # names that the present step uses for the last time
@@ -233,20 +233,20 @@ class Chunk(dict[str, Tensor]):
     def rows_of(self, name: str) -> int:
         """How many tokens an activation has here: a tile's, or those of the group's sequences."""
         if self.parent is not None:
-            return self.run.execution.tile_rows(name, self.rows)
-        return (self.seqs[1] - self.seqs[0]) * self.run.execution.lengths[name]
+            return self.owner.execution.tile_rows(name, self.rows)
+        return (self.seqs[1] - self.seqs[0]) * self.owner.execution.lengths[name]
 
     def first_row(self, name: str) -> int:
         """The number of an activation's first token here, among all of the call."""
         if self.parent is not None:
-            return self.run.execution.tile_rows(name, self.token0)
-        return self.seqs[0] * self.run.execution.lengths[name]
+            return self.owner.execution.tile_rows(name, self.token0)
+        return self.seqs[0] * self.owner.execution.lengths[name]
 
     def empty(self, name: str) -> Tensor:
         """A new matrix like the activation `name`, which need not be there."""
-        run = self.run
-        shape = (self.rows_of(name), run.widths[name])
-        return torch.empty(shape, dtype=self.dtype_of(name), device=run.device)
+        owner = self.owner
+        shape = (self.rows_of(name), owner.widths[name])
+        return torch.empty(shape, dtype=self.dtype_of(name), device=owner.device)
 
     def last(self, name: str) -> Tensor:
         """`self[name]`, which the step will not read again: freed at once if nobody else will."""
@@ -276,7 +276,7 @@ class Chunk(dict[str, Tensor]):
 
     def dtype_of(self, name: str) -> torch.dtype:
         """That of an activation, whether or not it is there."""
-        return self.run.execution.dtypes[name]
+        return self.owner.execution.dtypes[name]
 
     def add_grad(self, name: str, grad: Tensor, owned: bool) -> None:
         """Add to the gradient of an activation; `owned`: `grad` may be overwritten from now on."""
@@ -292,15 +292,15 @@ class Chunk(dict[str, Tensor]):
 
     def take_grad(self, name: str) -> tuple[Tensor | None, bool]:
         grad, owned = self.grads.pop(name, (None, False))
-        return grad, owned and self.run.later is None  # else it may be a factor of a product
+        return grad, owned and self.owner.later is None  # else it may be a factor of a product
 
     def add_param_grad(self, name: str, grad: Tensor, part: Part | None = None) -> None:
-        have = self.run.param_grads.get(name)
+        have = self.owner.param_grads.get(name)
         if part is not None:
             self._part_of_grad(name, part, grad.shape[1:], grad.dtype).add_(grad)
             return
         if have is None:
-            self.run.param_grads[name] = grad
+            self.owner.param_grads[name] = grad
         else:
             have.add_(grad)
 
@@ -308,9 +308,9 @@ class Chunk(dict[str, Tensor]):
         self, name: str, part: Part, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
         """The rows of a parameter's gradient that are a layer's, zero at first."""
-        grads = self.run.param_grads
+        grads = self.owner.param_grads
         if name not in grads:
-            grads[name] = torch.zeros((part[2], *shape), dtype=dtype, device=self.run.device)
+            grads[name] = torch.zeros((part[2], *shape), dtype=dtype, device=self.owner.device)
         return grads[name][part[0] : part[1]]
 
     def add_weight_grad(
@@ -322,14 +322,14 @@ class Chunk(dict[str, Tensor]):
         partial: bool = False,
     ) -> None:
         """Add dy.T @ x to the gradient of a weight; `partial`: the step itself will add more."""
-        run, grads = self.run, self.run.param_grads
-        if run.later is not None:
-            run.later.append(WeightGrad(name, dy, x, part, partial))
+        owner, grads = self.owner, self.owner.param_grads
+        if owner.later is not None:
+            owner.later.append(WeightGrad(name, dy, x, part, partial))
             return
-        partial = partial or run.partial
+        partial = partial or owner.partial
         if part is not None:
             wide = torch.promote_types(x.dtype, torch.float32) if partial else x.dtype
             into = self._part_of_grad(name, part, x.shape[1:], wide)
-            self.ops[linear_dw](dy, x, into, partial, run.exact)
+            self.ops[linear_dw](dy, x, into, partial, owner.exact)
             return
-        grads[name] = self.ops[linear_dw](dy, x, grads.get(name), partial, run.exact)
+        grads[name] = self.ops[linear_dw](dy, x, grads.get(name), partial, owner.exact)

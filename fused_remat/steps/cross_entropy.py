@@ -438,7 +438,7 @@ class LinearCrossEntropy(Node):
             (high, log_sum),
             self.call(chunk),
             marks,
-            chunk.run.exact,
+            chunk.owner.exact,
         )
         if dx is not None:
             if self.parallel is not None:

@@ -198,8 +198,8 @@ class MlpBackward(Node):
         return f"{self.out.name} and {self.act.name}"
 
     def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any]:
-        run = chunk.run
-        return mlp_bwd, (self.act.act, run.execution.compute or run.dtype, run.device)
+        owner = chunk.owner
+        return mlp_bwd, (self.act.act, owner.execution.compute or owner.dtype, owner.device)
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         out, x = self.out, self.ups[0].operand(chunk)

@@ -412,9 +412,9 @@ class Linear(Node):
         """The gradient of x, to be added to."""
         grad, owned = chunk.grads.get(self.x, (None, False))
         if grad is None or not owned:
-            shape, dtype = (rows, chunk.run.widths[self.x]), chunk.dtype_of(self.x)
+            shape, dtype = (rows, chunk.owner.widths[self.x]), chunk.dtype_of(self.x)
             chunk.add_grad(
-                self.x, torch.zeros(shape, dtype=dtype, device=chunk.run.device), owned=True
+                self.x, torch.zeros(shape, dtype=dtype, device=chunk.owner.device), owned=True
             )
             grad, _ = chunk.grads[self.x]
         return grad

@@ -57,9 +57,9 @@ class DrawMask(Node):
         return widths[self.like] if self.like in widths else shapes[self.like][0]
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
-        run, width = chunk.run, chunk.run.widths[self.name]
-        dtype = torch.promote_types(run.dtype, torch.float32)
-        key = run.site_key(self.site)
+        owner, width = chunk.owner, chunk.owner.widths[self.name]
+        dtype = torch.promote_types(owner.dtype, torch.float32)
+        key = owner.site_key(self.site)
         row0, rows = chunk.first_row(self.name), chunk.rows_of(self.name)
         chunk.masks[self.name] = DropoutMask(key, row0, rows, width, self.p, dtype)
 

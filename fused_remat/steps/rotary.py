@@ -267,5 +267,5 @@ class Rotary(Node):
         param = chunk.param
         tables = param(self.cos), param(self.sin), param(self.q_weight), param(self.k_weight)
         return RotaryCall(
-            self.spec, *tables, chunk.first_row(self.x), chunk.run.execution.lengths[self.x]
+            self.spec, *tables, chunk.first_row(self.x), chunk.owner.execution.lengths[self.x]
         )

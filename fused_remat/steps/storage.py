@@ -138,9 +138,9 @@ class Quantize(Node):
         """What a routine that packs is told."""
         if not self.format.seeded:
             return QuantizeCall(self.stored)
-        rows, run = chunk.rows_of(self.x), chunk.run
-        key, row0 = run.site_key(self.site), chunk.first_row(self.x)
-        return QuantizeCall(self.stored, Uniform(key, row0, rows, run.widths[self.x]))
+        rows, owner = chunk.rows_of(self.x), chunk.owner
+        key, row0 = owner.site_key(self.site), chunk.first_row(self.x)
+        return QuantizeCall(self.stored, Uniform(key, row0, rows, owner.widths[self.x]))
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         self.put(chunk, chunk.ops[quantize](chunk[self.x], self.storage(chunk)))
@@ -153,18 +153,18 @@ class Quantize(Node):
     def kept(self, chunk: Chunk) -> Quantized:
         """The activation as it is stored."""
         parts = tuple([chunk[name] for name in self.makes])
-        return Quantized(self.stored, parts, chunk.run.widths[self.x], chunk.dtype_of(self.x))
+        return Quantized(self.stored, parts, chunk.owner.widths[self.x], chunk.dtype_of(self.x))
 
     def sample(self, chunk: Chunk) -> Quantized:
         """As `kept`, of no memory and no values: to choose a routine by where there are none."""
-        run, rows = chunk.run, chunk.rows_of(self.x)
+        owner, rows = chunk.owner, chunk.rows_of(self.x)
         parts = tuple([
-            torch.empty((1, 1), dtype=chunk.dtype_of(name), device=run.device).expand(
-                rows, run.widths[name]
+            torch.empty((1, 1), dtype=chunk.dtype_of(name), device=owner.device).expand(
+                rows, owner.widths[name]
             )
             for name in self.makes
         ])  # fmt: skip
-        return Quantized(self.stored, parts, run.widths[self.x], chunk.dtype_of(self.x))
+        return Quantized(self.stored, parts, owner.widths[self.x], chunk.dtype_of(self.x))
 
 
 @dataclass(frozen=True, kw_only=True)
