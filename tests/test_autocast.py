@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fused_remat import FusedRematLayer, explain, memory_report, ops
 from fused_remat.execution.prepare import autocast_on
 from fused_remat.graph.build import block_graph, dropout_add_graph
-from fused_remat.graph.precision import mixed
+from fused_remat.graph.precision import mixed_precision
 from fused_remat.layers import FusedRematWarning
 from fused_remat.layers.precision import precision_of, why_not
 from fused_remat.report import saved
@@ -404,8 +404,8 @@ def test_the_graph_tells_every_dtype():
     for norm_first in (True, False):
         graph = block_graph(nn_layer_spec(norm_first, H, D // H, "relu", dropout=0.1))
         assert set(graph.dtypes(BF16).values()) == {BF16, FP32}
-        low = mixed(graph, FP16)
-        assert mixed(graph, FP16) is low and low.names == graph.names
+        low = mixed_precision(graph, FP16)
+        assert mixed_precision(graph, FP16) is low and low.names == graph.names
         stream = {name for name, dtype in low.dtypes(FP32).items() if dtype == FP32}
         sums = {"mid"} if norm_first else {"sum1", "mid", "sum2"}
         stats = {stat for node in graph.nodes for stat in node.stats}
@@ -476,7 +476,7 @@ def test_evaluation_without_gradients(norm_first):
 
 def test_a_block_with_one_step_in_both_dtypes_is_refused():
     with pytest.raises(NotImplementedError, match="dropout_add cannot run in two dtypes"):
-        mixed(dropout_add_graph(0.0), BF16)
+        mixed_precision(dropout_add_graph(0.0), BF16)
 
 
 # --- what surrounds a layer

@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fused_remat import FusedRematLayer, FusedRematWarning, Policy
-from fused_remat.graph.text import builder
+from fused_remat.graph.text import block
 from fused_remat.report.allocations import SavedBytes
 
 CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)
@@ -404,15 +404,15 @@ def test_ops_draw_their_seed_in_the_graph():
     assert not torch.equal(*drawn[0])
 
 
-def test_a_graph_without_a_recipe_says_what_to_do():
+def test_a_graph_without_a_text_says_what_to_do():
     from dataclasses import replace
 
     from fused_remat.autograd import run_block
     from fused_remat.graph.build import norm_graph
     from fused_remat.spec import NormSpec
 
-    graph = replace(norm_graph(NormSpec(kind="rms_norm", eps=1e-6)), recipe="")
-    with pytest.raises(Exception, match="has no recipe: build its graph in a function marked"):
+    graph = replace(norm_graph(NormSpec(kind="rms_norm", eps=1e-6)), text="")
+    with pytest.raises(Exception, match="has no text: build it in a function marked"):
         compiled(lambda x: run_block(graph, "full", {"input": x}))(src())
 
 
@@ -423,7 +423,7 @@ def test_a_block_of_ones_own():
     from fused_remat.graph.build import block_graph
     from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec
 
-    @builder
+    @block
     def doubled_mlp(activation, p):
         branch = BranchSpec(op=MLPSpec(activation=activation, dropout=p))
         spec = BlockSpec(kind="mlp", branches=(branch,), residual=False)

@@ -29,7 +29,7 @@ from fused_remat import (
     memory_report,
     ops,
 )
-from fused_remat.autograd.operators import described
+from fused_remat.autograd.operators import parse_call
 from fused_remat.autograd.replay_check import ReplayError
 from fused_remat.graph.build import block_graph
 from fused_remat.policies import ALL_PRESETS, kept_names
@@ -467,7 +467,7 @@ class TestCompiled:
         torch._dynamo.reset()
         torch.compile(layer, backend=note)(data())
         (text,) = [a for n in graphs[0].graph.nodes for a in n.args if str(a)[:2] == '{"']
-        assert described(text).call.offload == {"qkv", "input"}
+        assert parse_call(text).call.offload == {"qkv", "input"}
 
 
 @pytest.mark.composes("FSDP2", "offload: what a layer keeps moves as without it")

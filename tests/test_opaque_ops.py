@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 from fused_remat import FusedRematLayer, Policy
 from fused_remat.autograd import function, operators
 from fused_remat.graph.build import block_graph, norm_graph
-from fused_remat.graph.text import builder, graph_of
+from fused_remat.graph.text import block, graph_of
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec, nn_layer_spec
 
@@ -132,8 +132,8 @@ def test_the_text_of_a_call_is_all_there_is_of_it(tmp_path):
 def test_a_recipe_makes_the_same_graph():
     eps, dropout = (1e-6, float("inf")), (0.0, 0.0, 0.1, 0.0)
     graph = block_graph(nn_layer_spec(True, 2, 8, "gelu", eps, dropout, masks=("mask",)))
-    assert graph_of(graph.recipe) is graph
-    assert "NormSpec(eps=inf)" in graph.recipe and "gelu', dropout=0.1" in graph.recipe
+    assert graph_of(graph.text) is graph
+    assert "NormSpec(eps=inf)" in graph.text and "gelu', dropout=0.1" in graph.text
 
 
 @pytest.mark.parametrize(
@@ -162,21 +162,21 @@ def test_builders_take_plain_numbers_and_have_names_of_their_own():
     with pytest.raises(
         ValueError, match=r"'attention_graph' is already in fused_remat\.graph\.build"
     ):
-        builder(attention_graph)
+        block(attention_graph)
 
 
 def test_numbers_that_are_not_pythons_own():
     eps = np.float32(1e-5)
     graph = norm_graph(NormSpec(eps=eps))
-    assert graph_of(graph.recipe).digest == graph.digest
-    assert norm_graph(NormSpec(eps=torch.tensor(0.5))).recipe == "norm_graph(NormSpec(eps=0.5))"
+    assert graph_of(graph.text).digest == graph.digest
+    assert norm_graph(NormSpec(eps=torch.tensor(0.5))).text == "norm_graph(NormSpec(eps=0.5))"
     module = FusedRematLayer(16, np.int64(2), 32, 0.1, layer_norm_eps=eps)
     assert module.why_not_fused(torch.zeros(5, 3, 16)) is None
     opaque(lambda: module(torch.zeros(5, 3, 16)))()
 
 
 def define(activation):
-    @builder
+    @block
     def redefined_mlp(p):
         branch = BranchSpec(op=MLPSpec(activation=activation, dropout=p))
         spec = BlockSpec(kind="mlp", branches=(branch,), residual=False)
@@ -205,7 +205,7 @@ def test_a_builder_that_is_defined_again():
     with pytest.raises(RuntimeError, match="defined again"):
         opaque(first)(x)
     assert torch.equal(compiled(x), first(x))  # what was compiled is still there
-    operators.described.cache_clear()  # as in another process
+    operators.parse_call.cache_clear()  # as in another process
     with pytest.raises(RuntimeError, match="is not what it was when this was compiled"):
         compiled(x)
     torch._dynamo.reset()

@@ -170,8 +170,8 @@ def test_specs_as_text():
     ]  # fmt: skip
     for spec in specs:
         graph = block_graph(spec)
-        assert graph_of(graph.recipe) is graph
-        assert graph.digest == graph_of(graph.recipe).digest
+        assert graph_of(graph.text) is graph
+        assert graph.digest == graph_of(graph.text).digest
 
 
 def test_the_kinds_of_blocks_are_known_beforehand():

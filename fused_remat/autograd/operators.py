@@ -54,12 +54,12 @@ from fused_remat.version import __version__
 _HARMLESS = {"activation_memory_budget": 1.0, "aggressive_recomputation": False}
 
 
-def _draws_seed(recipe: str, for_backward: bool) -> bool:
+def _draws_seed(text: str, for_backward: bool) -> bool:
     """Whether a block needs a seed.
 
     Raises: RuntimeError where the compiler would draw it again in backward.
     """
-    if not graph_of(recipe).uses_seed:
+    if not graph_of(text).uses_seed:
         return False
     matters = for_backward and torch.compiler.is_compiling()
     for name, harmless in _HARMLESS.items() if matters else ():
@@ -72,21 +72,21 @@ def _draws_seed(recipe: str, for_backward: bool) -> bool:
     return True
 
 
-def _registered(recipe: str) -> str:
+def _registered(text: str) -> str:
     """The kind of a block, whose operators exist from now on."""
-    kind = graph_of(recipe).kind
+    kind = graph_of(text).kind
     operators(kind)
     return kind
 
 
-def _keeping(recipe: str, policy: str | tuple[str, ...]) -> str:
-    """The recipe of the block that keeps what `policy` names, in its formats.
+def _keeping(text: str, policy: str | tuple[str, ...]) -> str:
+    """The text of the graph that keeps what `policy` names, in its formats.
 
     Raises: ValueError, TypeError for a policy that does not fit the block.
     """
-    graph = graph_of(recipe)
+    graph = graph_of(text)
     what = policy if isinstance(policy, str) else Policy(save=policy)
-    return in_formats(graph, kept_names(what, graph)).recipe
+    return in_formats(graph, kept_names(what, graph)).text
 
 
 def run(
@@ -99,24 +99,24 @@ def run(
 ) -> Tensor:
     """`autograd.run_block` through the operators; may be traced.
 
-    Raises: ValueError for a graph that has no recipe.
+    Raises: ValueError for a graph that no function marked `block` has built.
     """
-    if not graph.recipe:
+    if not graph.text:
         raise ValueError(
-            f"the block {graph.kind!r} has no recipe: build its graph in a function marked "
-            "fused_remat.graph.text.builder"
+            f"the graph of {graph.kind!r} has no text: build it in a function marked "
+            "fused_remat.graph.text.block"
         )
     compiling = torch.compiler.is_compiling()
-    if not compiling and graph_of(graph.recipe).digest != graph.digest:
-        raise RuntimeError(f"fused_remat: the builder of {graph.recipe} was defined again")
+    if not compiling and graph_of(graph.text).digest != graph.digest:
+        raise RuntimeError(f"fused_remat: the function that builds {graph.text} was defined again")
     names = _names_of(policy)
-    recipe = _keeping(graph.recipe, names)
+    text = _keeping(graph.text, names)
     given = {name: t for name, t in tensors.items() if t is not None}
     needs_grad = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
-    if "seed" not in given and _draws_seed(recipe, bool(needs_grad)):
+    if "seed" not in given and _draws_seed(text, bool(needs_grad)):
         given["seed"] = random.draw_seed(given["input"].device)
-    text = describe(
-        recipe,
+    call_text = serialize_call(
+        text,
         names,
         tuple(given),
         tuple([t.dtype for t in given.values()]),
@@ -127,8 +127,8 @@ def run(
         # Not for selective checkpointing, which may throw away what it is given.
         tuple(policy.offload) if compiling and not isinstance(policy, str) else (),
     )
-    operator = getattr(torch.ops.fused_remat, _registered(recipe))
-    out: Tensor = operator(list(given.values()), text)[0]
+    operator = getattr(torch.ops.fused_remat, _registered(text))
+    out: Tensor = operator(list(given.values()), call_text)[0]
     return out
 
 
@@ -199,7 +199,7 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
             FusedRematWarning,
             stacklevel=2,
         )
-    this = described(call)
+    this = parse_call(call)
     given = this.aligned(tuple(this.dtypes), tensors)
     execution = this.call.prepare(given)
     x = given[0]
@@ -233,7 +233,7 @@ def _empty_kept(this: ParsedCall, given: list[Tensor | None]) -> dict[str, Tenso
 
 
 def _fake_forward(tensors: list[Tensor], call: str) -> list[Tensor]:
-    this = described(call)
+    this = parse_call(call)
     given = this.aligned(tuple(this.dtypes), tensors)
     x = given[0]
     assert x is not None
@@ -247,7 +247,7 @@ def _fake_forward(tensors: list[Tensor], call: str) -> list[Tensor]:
 
 
 def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> list[Tensor]:
-    this = described(call)
+    this = parse_call(call)
     if this.call.offload:
         saved = _on_device(this, saved, dy.device)
     names = tuple(this.dtypes)
@@ -289,7 +289,7 @@ def _on_device(this: ParsedCall, saved: list[Tensor], device: torch.device) -> l
 
 
 def _fake_backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> list[Tensor]:
-    this = described(call)
+    this = parse_call(call)
     shapes = dict(zip(this.dtypes, _shapes(sizes), strict=True))
     return [dy.new_empty(shapes[name], dtype=this.dtypes[name]) for name in this.wanted]
 
@@ -300,7 +300,7 @@ def _no_double_backward(ctx: Any, *grads: Any) -> Any:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, ctx.call = inputs
-    this = described(ctx.call)
+    this = parse_call(ctx.call)
     named = dict(zip(this.dtypes, tensors, strict=True))
     out, *kept = output
     if "input" in this.moved(out.device):
@@ -314,7 +314,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _autograd(kind: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, None]:
-    this = described(ctx.call)
+    this = parse_call(ctx.call)
     dy = grads[0]
     if dy is None:
         return [None] * len(this.dtypes), None
@@ -401,17 +401,17 @@ def _dtype(name: str) -> torch.dtype:
 
 
 @functools.lru_cache(maxsize=4096)
-def described(text: str) -> ParsedCall:
-    """Read what `describe` wrote.
+def parse_call(call_text: str) -> ParsedCall:
+    """Read what `serialize_call` wrote.
 
     Raises: RuntimeError if the text names a graph that is another now.
     """
-    fields = json.loads(text)
+    fields = json.loads(call_text)
     graph = graph_of(fields["graph"])
     if [graph.digest, __version__] != fields["of"]:
         raise RuntimeError(
             f"fused_remat: {fields['graph']} is not what it was when this was compiled: the "
-            "builder was changed, or fused_remat was"
+            "function that builds it was changed, or fused_remat was"
         )
     call = BlockCall(
         graph=graph,
@@ -425,8 +425,8 @@ def described(text: str) -> ParsedCall:
     return ParsedCall(call, {name: _dtype(dtype) for name, dtype in fields["dtypes"].items()})
 
 
-def describe(
-    recipe: str,
+def serialize_call(
+    text: str,
     policy: str | tuple[str, ...],
     names: tuple[str, ...],
     dtypes: tuple[torch.dtype, ...],
@@ -440,11 +440,11 @@ def describe(
 
     Raises: ValueError, TypeError for a policy that does not fit the block.
     """
-    graph = graph_of(recipe)
+    graph = graph_of(text)
     what = policy if isinstance(policy, str) else Policy(save=policy, offload=offload)
     return json.dumps(
         {
-            "graph": recipe,
+            "graph": text,
             "of": [graph.digest, __version__],
             "save": sorted(kept_names(what, graph)),
             "offload": sorted(offload_of(what)),
@@ -459,5 +459,5 @@ def describe(
     )
 
 
-for _constant in (describe, _draws_seed, _keeping, _registered):
+for _constant in (serialize_call, _draws_seed, _keeping, _registered):
     vars(_constant)["_dynamo_marked_constant"] = True

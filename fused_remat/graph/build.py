@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fused_remat import random
 from fused_remat.graph.graph import Graph
-from fused_remat.graph.text import builder, part
+from fused_remat.graph.text import block, part
 from fused_remat.spec import (
     USER_FUNCTION,
     AttentionSpec,
@@ -285,7 +285,7 @@ def rotary_node(name: str, x: str, spec: AttentionSpec, role: str = "") -> Rotar
     )
 
 
-@builder
+@block
 def block_graph(spec: BlockSpec) -> Graph:
     """The graph of a block; the same object for equal specs.
 
@@ -335,7 +335,7 @@ def block_graph(spec: BlockSpec) -> Graph:
     return b.graph(spec.kind, spec.inputs)
 
 
-@builder
+@block
 def norm_graph(spec: NormSpec) -> Graph:
     """output = norm(input).
 
@@ -347,7 +347,7 @@ def norm_graph(spec: NormSpec) -> Graph:
     return b.graph("norm")
 
 
-@builder
+@block
 def dropout_add_graph(p: float) -> Graph:
     """output = residual + dropout(input).
 
@@ -359,7 +359,7 @@ def dropout_add_graph(p: float) -> Graph:
     return b.graph("dropout_add", ("input", "residual"))
 
 
-@builder
+@block
 def attention_graph(spec: AttentionSpec) -> Graph:
     """Attention over heads (B, H, S, E): the inputs are the query, "input", "key" and "value".
 
@@ -378,7 +378,7 @@ def attention_graph(spec: AttentionSpec) -> Graph:
     return b.graph("attention", inputs)
 
 
-@builder
+@block
 def rotary_graph(spec: AttentionSpec) -> Graph:
     """The rotation of a packed projection of heads.
 
@@ -396,7 +396,7 @@ def rotary_graph(spec: AttentionSpec) -> Graph:
 part(LinearCrossEntropy)
 
 
-@builder
+@block
 def linear_cross_entropy_graph(loss: LinearCrossEntropy) -> Graph:
     """The graph of a loss, which is one node; its name must be "output".
 

@@ -24,7 +24,7 @@ class Graph:
             others may be of another length (`source`).
         again: nodes that in backward rebuild or undo in place of those of their names, where
             everything they read packed is kept (`graph.quantized`).
-        recipe: what a `recipe.builder` built it from; "" if none did.
+        recipe: what a `text.builder` built it from; "" if none did.
         compute: the dtype of what is not in the stream (`graph.precision`); None for the input's.
     """
 
@@ -32,7 +32,7 @@ class Graph:
     nodes: tuple[Node, ...]
     params: tuple[str, ...]
     inputs: tuple[str, ...] = ("input",)
-    recipe: str = ""
+    text: str = ""
     compute: torch.dtype | None = None
     quantized_nodes: tuple[Node, ...] = ()
 

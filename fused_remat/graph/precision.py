@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from fused_remat.graph.graph import Graph
-from fused_remat.graph.text import builder
+from fused_remat.graph.text import block
 from fused_remat.steps.collective import CollectiveStep
 from fused_remat.steps.linear import Linear
 from fused_remat.steps.node import Node
@@ -21,23 +21,23 @@ from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add, DrawMask
 
 
-@builder
-def mixed(graph: Graph, compute: torch.dtype) -> Graph:
+@block
+def mixed_precision(graph: Graph, compute: torch.dtype) -> Graph:
     """`graph` with everything outside the residual stream in `compute`; one object for each pair.
 
     Raises: NotImplementedError if anything but norms, linear layers and sums touches the stream.
 
     >>> from fused_remat.graph.build import block_graph
     >>> from fused_remat.spec import nn_layer_spec
-    >>> graph = mixed(block_graph(nn_layer_spec(True, 4, 16, "gelu")), torch.bfloat16)
+    >>> graph = mixed_precision(block_graph(nn_layer_spec(True, 4, 16, "gelu")), torch.bfloat16)
     >>> sorted(graph.stream), graph.dtypes(torch.float32)["qkv"]
     (['input', 'mid', 'output'], torch.bfloat16)
     """
-    nodes = tuple([_mixed_node(graph, node, compute) for node in graph.nodes])
+    nodes = tuple([_in_precision(graph, node, compute) for node in graph.nodes])
     return replace(graph, nodes=nodes, compute=compute)
 
 
-def _mixed_node(graph: Graph, node: Node, compute: torch.dtype) -> Node:
+def _in_precision(graph: Graph, node: Node, compute: torch.dtype) -> Node:
     inside = node.name in graph.stream
     if isinstance(node, Norm):
         return replace(node, mixed=True, compute=None if inside else compute)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from fused_remat import random
 from fused_remat.formats import NATIVE, split_name
 from fused_remat.graph.graph import Graph
-from fused_remat.graph.text import builder
+from fused_remat.graph.text import block
 from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.attention import Attention
@@ -41,10 +41,10 @@ def in_formats(graph: Graph, save: Collection[str]) -> Graph:
     stored = tuple(sorted(name for name in save if split_name(name)[1] != NATIVE))
     if not stored:
         return graph
-    return (packed if graph.recipe else _packed_once)(graph, stored)
+    return (packed if graph.text else _packed_once)(graph, stored)
 
 
-@builder
+@block
 def packed(graph: Graph, names: tuple[str, ...]) -> Graph:
     """`in_formats` for the names that are not native, sorted; one object for each pair."""
     return _with_packs(graph, names)
@@ -80,7 +80,7 @@ def _with_packs(graph: Graph, names: tuple[str, ...]) -> Graph:
     if any(pack.params for pack in quantizes.values()) and "seed" not in params:
         params += ("seed",)
     return replace(
-        graph, nodes=tuple(nodes), params=params, quantized_nodes=tuple(quantized_nodes), recipe=""
+        graph, nodes=tuple(nodes), params=params, quantized_nodes=tuple(quantized_nodes), text=""
     )
 
 

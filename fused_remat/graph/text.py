@@ -2,7 +2,7 @@
 
     block_graph(BlockSpec(kind='encoder_prenorm', branches=(BranchSpec(op=..., ), ...)))
 
-A recipe is a call of a `builder` with plain numbers, dtypes, `part`s (dataclasses of them) and
+A recipe is a call of a `block` with plain numbers, dtypes, `part`s (dataclasses of them) and
 other graphs, and holds everything: reading it in another process makes the same graph. It is read
 as data, never evaluated.
 """
@@ -35,7 +35,7 @@ def part(cls: Part) -> Part:
     return cls
 
 
-def builder(build: Callable[..., Graph]) -> Callable[..., Graph]:
+def block(build: Callable[..., Graph]) -> Callable[..., Graph]:
     """A function whose graph a recipe can name; equal arguments, one graph.
 
     Its arguments are plain numbers, strings, dtypes, tuples of them, `part`s and graphs.
@@ -43,7 +43,7 @@ def builder(build: Callable[..., Graph]) -> Callable[..., Graph]:
     Raises: ValueError if another module has a builder of that name.
 
     >>> from fused_remat.graph.build import norm_graph
-    >>> norm_graph(spec.NormSpec(kind="rms_norm")).recipe
+    >>> norm_graph(spec.NormSpec(kind="rms_norm")).text
     "norm_graph(NormSpec(kind='rms_norm'))"
     """
     name = build.__name__
@@ -51,9 +51,9 @@ def builder(build: Callable[..., Graph]) -> Callable[..., Graph]:
     @functools.lru_cache(maxsize=1024)
     @functools.wraps(build)
     def cached(*args: Any, **kwargs: Any) -> Graph:
-        recipe = _call(name, args, kwargs)  # built from what it says: plain numbers, not numpy's
-        plain, named = _arguments(ast.parse(recipe, mode="eval").body)
-        return dataclasses.replace(build(*plain, **named), recipe=recipe)
+        text = _call(name, args, kwargs)  # built from what it says: plain numbers, not numpy's
+        plain, named = _arguments(ast.parse(text, mode="eval").body)
+        return dataclasses.replace(build(*plain, **named), text=text)
 
     @functools.wraps(build)
     def built(*args: Any, **kwargs: Any) -> Graph:
@@ -100,8 +100,8 @@ def _written(value: Any) -> str:
         return "(" + "".join([_written(v) + ", " for v in value]) + ")"
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if isinstance(value, Graph) and value.recipe:
-        return value.recipe
+    if isinstance(value, Graph) and value.text:
+        return value.text
     if hasattr(value, "item"):  # numpy's numbers, and tensors of one element
         return _written(value.item())
     if not dataclasses.is_dataclass(value) or isinstance(value, Graph):
@@ -114,14 +114,14 @@ def _written(value: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read(recipe: str) -> Graph:
-    graph = _value(ast.parse(recipe, mode="eval").body)
+def _read(text: str) -> Graph:
+    graph = _value(ast.parse(text, mode="eval").body)
     if not isinstance(graph, Graph):
-        raise ValueError(f"not the recipe of a graph: {recipe}")
+        raise ValueError(f"not the recipe of a graph: {text}")
     return graph
 
 
-def graph_of(recipe: str) -> Graph:
+def graph_of(text: str) -> Graph:
     """The graph that a recipe names.
 
     Raises: ValueError for a text that is no recipe, or names a builder that was not imported.
@@ -130,17 +130,17 @@ def graph_of(recipe: str) -> Graph:
     >>> graph_of("norm_graph(NormSpec(eps=1e-06))") is norm_graph(spec.NormSpec(eps=1e-6))
     True
     """
-    return _read(recipe)
+    return _read(text)
 
 
-def _graph_by(name: str, definition: int, recipe: str) -> Graph:
+def _graph_by(name: str, definition: int, text: str) -> Graph:
     """`graph_of`, for a builder that must be the last of its name."""
     if _DEFINITIONS[name] != definition:
         raise RuntimeError(
             f"the builder {name!r} was defined again, and what is compiled names it: give each "
             "definition a name of its own"
         )
-    return graph_of(recipe)
+    return graph_of(text)
 
 
 for _called in (graph_of, _graph_by):  # not traced by Dynamo, but called

@@ -12,7 +12,7 @@ from fused_remat.autograd.accumulate import Accumulation
 from fused_remat.autograd.function import run_block, warn_of_kept_input
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
-from fused_remat.graph.precision import mixed
+from fused_remat.graph.precision import mixed_precision
 from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.checks import (
     check_alike,
@@ -302,7 +302,7 @@ def run_layer(
     tell: as in `run_block`.
     """
     if compute is not None:
-        graph = mixed(graph, compute)
+        graph = mixed_precision(graph, compute)
     accumulation = None
     if accumulate_into is not None:
         names = frozenset(graph.params).difference(NOT_WEIGHTS)

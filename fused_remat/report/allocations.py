@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from fused_remat.autograd.offload import moved_names
 from fused_remat.graph.graph import Graph
-from fused_remat.graph.precision import mixed
+from fused_remat.graph.precision import mixed_precision
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import kept_bytes
 from fused_remat.policies import Policy, kept_names, offload_of
@@ -270,7 +270,7 @@ def predict_kept_bytes(
     graph_names = kept_names(policy, graph)
     itemsize = dtype.itemsize
     shapes = {**shapes, "input": (batch, seq_len, shapes["input"][-1])}
-    graph = in_formats(graph if compute is None else mixed(graph, compute), graph_names)
+    graph = in_formats(graph if compute is None else mixed_precision(graph, compute), graph_names)
     others = {name: given.itemsize for name, given in (input_dtypes or {}).items()}
     place = None if isinstance(policy, str) else policy.segment
     names = graph_names if place is None else frozenset()
