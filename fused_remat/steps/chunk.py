@@ -204,7 +204,7 @@ class Chunk(dict[str, Tensor]):
         "param",
         "parent",
         "rows",
-        "run",
+        "owner",
         "seqs",
         "token0",
     )  # fmt: skip
