@@ -77,7 +77,7 @@ def test_without_grad_mode_no_policy_holds_more():
 def test_activations_are_rounded_at_sites_of_their_own():
     graph = block_graph(nn_layer_spec(True, 2, 4, "gelu"))
     packed = in_formats(graph, {"qkv:int8_stochastic", "up:int8_stochastic"})
-    assert len({node.site for node in packed.nodes if node.packs}) == 2
+    assert len({node.site for node in packed.nodes if node.quantizes}) == 2
 
 
 def test_a_layer_without_biases_is_fused():

@@ -81,7 +81,7 @@ WANTS = {
 
 
 @pytest.mark.parametrize(
-    "norm_first, policy, wants", pairwise([False, True], list(EXACT_PRESETS), list(WANTS))
+    "norm_first, policy, needs_grad", pairwise([False, True], list(EXACT_PRESETS), list(WANTS))
 )
 def test_encoder_gives_the_same_bits(fusing, policy, norm_first, needs_grad):
     step = encoder_case(policy, norm_first, WANTS[needs_grad])

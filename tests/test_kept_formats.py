@@ -474,7 +474,7 @@ def test_formats_that_do_not_hold_what_backward_asks_for():
 def test_what_backward_does_not_ask_for_is_not_packed():
     graph = in_formats(block_graph(GELU), {"qkv:int8", "up:int8"})
     plan = schedule(graph, frozenset({"qkv:int8", "up:int8"}), frozenset({"fc2.bias"}), False)
-    assert plan.kept == () and all(step.node.packs == "" for step in plan.forward)
+    assert plan.kept == () and all(step.node.quantizes == "" for step in plan.forward)
 
 
 def test_equal_formats_share_one_graph():

@@ -151,7 +151,7 @@ def test_hugging_face(name):
 
 
 @pytest.mark.parametrize("trained", ["linear1", "norm2", "2.linear2", "3.", "1.norm1.bias"])
-@pytest.mark.parametrize("input_wants", [True, False])
+@pytest.mark.parametrize("input_needs_grad", [True, False])
 def test_frozen_layers(trained, input_wants):
     """An inner layer before which nothing wants a gradient is the first itself."""
     model = stack(save=("attn", "up"))

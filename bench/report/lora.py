@@ -71,7 +71,7 @@ def _rows(layers: tuple[str, ...] | None) -> list[str]:
         products = sum(n.flops(widths, of, 1) for n in nodes if not n.per_sequence)
         apart = [update for n in updated if n.name not in again for update in n.updates]
         products += sum(2 * math.prod(of[update.a]) for update in apart)
-        shown = [n.label if n.unpacks else n.name for n in nodes]
+        shown = [n.label if n.reads_quantized else n.name for n in nodes]
         cells = [
             f'`"{preset}"`', ", ".join(names), f"{sum(kept.values()) / TOKENS / 1024:.1f}",
             ", ".join([*shown, *low]) or "nothing",

@@ -50,7 +50,7 @@ class _End(NamedTuple):
 
 
 _ATTENTION = _End("proj", "proj", "dropout1", random.RESIDUAL1)
-_CROSS = _End("cross_proj", "cross_proj", "keep_cross", random.CROSS_RESIDUAL)
+_CROSS = _End("cross_proj", "cross_proj", "dropout_cross", random.CROSS_RESIDUAL)
 _MLP = _End("fc2", "down", "dropout2", random.RESIDUAL2)
 
 
@@ -110,7 +110,7 @@ class BlockBuilder:
         part: Part | None = None,
         role: str = "",
     ) -> str:
-        """name = residual + keep * (x @ weight.T + bias) of a layer, or of several side by side.
+        """name = residual + mask * (x @ weight.T + bias) of a layer, or of several side by side.
 
         `sizes`: how many columns each of several layers makes. Low-rank updates of the layers are
         in the step; where one has any, dropout and the sum with the residual are a step after it.
@@ -121,10 +121,10 @@ class BlockBuilder:
         for i, lora in enumerate(self.loras if part is None else ()):
             if lora.layer in layers:
                 low = f"lora.{i}"
-                mask = self.dropout(f"dropout.{low}", random.LORA + i, lora.dropout, x)
+                of_x = self.dropout(f"dropout.{low}", random.LORA + i, lora.dropout, x)
                 updates.append(
                     LowRank(
-                        a=f"{low}.A", b=f"{low}.B", low=low, scale=lora.scale, mask=mask,
+                        a=f"{low}.A", b=f"{low}.B", low=low, scale=lora.scale, mask=of_x,
                         columns=columns.get(lora.layer), dtype=lora.dtype,
                     )
                 )  # fmt: skip
@@ -154,7 +154,7 @@ class BlockBuilder:
         return self.linear(name, x, *columns, sizes=sizes if len(sizes) > 1 else (), role=role)
 
     def sum(self, name: str, x: str, residual: str, mask: str = "", role: str = "") -> str:
-        """name = residual + keep * x."""
+        """name = residual + mask * x."""
         return self.add(Add(name=name, x=x, residual=residual, mask=mask, role=role))
 
     def dropout(

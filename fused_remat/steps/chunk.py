@@ -201,10 +201,10 @@ class Chunk(dict[str, Tensor]):
         "lo",
         "masks",
         "ops",
+        "owner",
         "param",
         "parent",
         "rows",
-        "owner",
         "seqs",
         "token0",
     )  # fmt: skip

@@ -95,7 +95,7 @@ def test_norm_of_a_sum(case, p):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("wants", ["x w b", "x", "b w"])
+@pytest.mark.parametrize("needs_grad", ["x w b", "x", "b w"])
 @pytest.mark.parametrize("case", [c for c in NORMS if c[1] > 1], **ids)
 def test_norm_backward(kind, needs_grad, case):
     x, weight, _ = norm_inputs(*case)
@@ -191,7 +191,7 @@ def test_activation(act, dtype, p):
 
 @pytest.mark.parametrize("act", ["silu", "gelu"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], **ids)
-@pytest.mark.parametrize("wants", ["both", "gate", "up"])
+@pytest.mark.parametrize("needs_grad", ["both", "gate", "up"])
 def test_gated(act, dtype, needs_grad):
     rows, width = sized(2051, 4104)
     gate, up, dy = (normal(dtype, rows, width) for _ in range(3))

@@ -91,7 +91,7 @@ def test_forward_of_a_sum(dtype, p):
 
 # Not of width 1, whose gradient cancels to nothing.
 @pytest.mark.parametrize(
-    "kind, dtype, shape, wants, walked",
+    "kind, dtype, shape, needs_grad, walked",
     pairwise(
         list(NORMS), DTYPES, [(1, 4), *SHAPES[1:]], ["x w b", "x", "w", "b w"], WALKED
     ),

@@ -129,7 +129,7 @@ def test_activations_of_packed_inputs(shape, dtype, act):
 
 
 @pytest.mark.parametrize("which", ["gate", "up", "both"])
-@pytest.mark.parametrize("wants", ["both", "gate", "up"])
+@pytest.mark.parametrize("needs_grad", ["both", "gate", "up"])
 @pytest.mark.parametrize("dtype", DTYPES, **ids)
 def test_gated_activations_of_packed_inputs(dtype, needs_grad, which):
     shape = (33, 130)

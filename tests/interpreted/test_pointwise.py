@@ -65,7 +65,7 @@ def test_activation(act, p, dtype, shape):
 
 @pytest.mark.parametrize("act", pointwise.PAIRS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("wants", ["both", "gate", "up"])
+@pytest.mark.parametrize("needs_grad", ["both", "gate", "up"])
 def test_gated(act, dtype, needs_grad):
     shape = SHAPES[3]
     gate, up = inputs(shape, dtype, 2)

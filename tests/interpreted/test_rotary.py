@@ -88,7 +88,7 @@ def test_backward_of_the_rotation(heads, dtype, interleaved, batched):
 
 
 @pytest.mark.parametrize(
-    "heads, dtype, wants, interleaved, batched",
+    "heads, dtype, needs_grad, interleaved, batched",
     pairwise(HEADS, DTYPES, ["x q k", "x", "q k", "k"], [False, True], [False, True]),
     ids=str,
 )
