@@ -5,6 +5,15 @@ that a kernel fills is always a fresh contiguous matrix; operands are read by th
 copied only if the elements of a row are not side by side (`launch.rows_in_place`).
 """
 
+from fused_remat.triton import (
+    attention,
+    cross_entropy,
+    norm,
+    pointwise,
+    products,
+    rotary,
+    storage,
+)
 from fused_remat.triton.launch import why_not
 
 __all__ = [
