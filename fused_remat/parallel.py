@@ -25,6 +25,7 @@ from fused_remat.autograd.shards import local_shards
 from fused_remat.huggingface.head import HuggingFaceHead
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.linears import without_adapters
+from fused_remat.layers.read import parameters_of
 from fused_remat.layers.tensor_parallel import TensorParallel, VocabularyParallelLinear
 from fused_remat.spec import ParallelSpec
 
@@ -134,7 +135,7 @@ class LayerParallel(ParallelStyle):
         if not isinstance(module, FusedLayer):
             raise TypeError(f"LayerParallel divides a fused layer, got a {type(module).__name__}")
         _check_mesh(device_mesh)
-        if module._division is not None:
+        if module._tensor_parallel is not None:
             raise ValueError(f"the {type(module).__name__} is divided already")
         if module.accumulate_into is not None:
             raise ValueError(
@@ -151,7 +152,7 @@ class LayerParallel(ParallelStyle):
             where = (device_mesh, _placement(name), self.src_data_rank)
             shared.distribute(child, attribute, *where)
         parallel = _place(device_mesh, self.sequence)
-        module._division = TensorParallel(parallel, self.split, self.join, self._lengths)
+        module._tensor_parallel = TensorParallel(parallel, self.split, self.join, self._lengths)
         if self._encoder is not None:  # which would give layers nested tensors in evaluation
             self._encoder.use_nested_tensor = False
         return module
@@ -423,17 +424,12 @@ def _place(mesh: DeviceMesh, sequence: bool) -> ParallelSpec:
 
 def _parameters(layer: FusedLayer) -> Iterable[tuple[nn.Module, str, str]]:
     """The modules of a layer's parameters, their names there, and the block's names."""
-    for way, names in layer._places():
-        module: Any = layer
-        for step in way:
-            module = None if module is None else module._modules.get(step)
-        if module is None:
-            continue
+    row = layer._map
+    for path, module in row.modules(layer).items():
         if without_adapters(module) is not module:
-            raise ValueError(f"{'.'.join(way)} has low-rank updates, which are not divided")
-        for name, attribute in names:
-            if module._parameters.get(attribute) is not None:
-                yield module, attribute, name
+            raise ValueError(f"{path} has low-rank updates, which are not divided among ranks")
+    for _, module, attribute, name in parameters_of(layer, row):
+        yield module, attribute, name
 
 
 def _placement(name: str) -> Placement:

@@ -73,7 +73,7 @@ def test_a_fallback_gives_its_reason():
     odd.norm1 = nn.RMSNorm(64)
     with pytest.warns(UserWarning, match="RMSNorm"):
         (found,) = explain(odd, X)
-    assert found.reason == "its norm1 is a RMSNorm, not a LayerNorm" and not found.forward
+    assert found.reason == "norm1 is torch.nn.RMSNorm; the fused path supports torch.nn.LayerNorm" and not found.forward
     assert "not fused: its norm1" in str(found)
 
 
