@@ -147,8 +147,8 @@ def _convertible(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
         except Unsupported as reason:
             left[f"of class {type(layer).__name__} unchanged: {reason}"] += 1
     for what, count in left.items():
-        layers = "layer" if count == 1 else "layers"
-        text = f"fused_remat: convert leaves {count} {layers} {what}"
+        noun = "layer" if count == 1 else "layers"
+        text = f"fused_remat: convert leaves {count} {noun} {what}"
         warnings.warn(text, FusedRematWarning, stacklevel=3)
     return chosen
 

@@ -25,7 +25,6 @@ from fused_remat.autograd.shards import local_shards
 from fused_remat.huggingface.head import HuggingFaceHead
 from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.linears import without_adapters
-from fused_remat.layers.read import parameters_of
 from fused_remat.layers.tensor_parallel import TensorParallel, VocabularyParallelLinear
 from fused_remat.spec import ParallelSpec
 
@@ -425,11 +424,22 @@ def _place(mesh: DeviceMesh, sequence: bool) -> ParallelSpec:
 def _parameters(layer: FusedLayer) -> Iterable[tuple[nn.Module, str, str]]:
     """The modules of a layer's parameters, their names there, and the block's names."""
     row = layer._map
-    for path, module in row.modules(layer).items():
+    modules = row.modules(layer)
+    for path, module in modules.items():
         if without_adapters(module) is not module:
             raise ValueError(f"{path} has low-rank updates, which are not divided among ranks")
-    for _, module, attribute, name in parameters_of(layer, row):
-        yield module, attribute, name
+    places: list[tuple[str, str, str]] = []
+    for path, (packed, *split, output) in row.projections.items():
+        names = {"in_proj_weight": f"{packed}.weight", "in_proj_bias": f"{packed}.bias"}
+        names |= {own: f"{name}.weight" for own, name in zip(_UNPACKED, split, strict=True)}
+        places += [(path, own, name) for own, name in names.items()]
+        places += [(f"{path}.out_proj", kind, f"{output}.{kind}") for kind in ("weight", "bias")]
+    for group in (row.linears, row.norms, row.head_norms):
+        for name, path in group.items():
+            places += [(path, kind, f"{name}.{kind}") for kind in ("weight", "bias")]
+    for path, attribute, name in places:
+        if modules[path] is not None and modules[path]._parameters.get(attribute) is not None:
+            yield modules[path], attribute, name
 
 
 def _placement(name: str) -> Placement:

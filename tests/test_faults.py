@@ -241,7 +241,7 @@ def test_the_fallbacks_replay_names_what_was_moved():
     layer.linear2.weight.data = weight
     y = layer(x)
     x.data = x.data.double()
-    with pytest.raises(RuntimeError, match=r"'argument 0' again, .* is torch.float64 of"):
+    with pytest.raises(RuntimeError, match=r"'src' again, .* is torch.float64 of"):
         y.sum().backward()
 
 

@@ -22,11 +22,10 @@ from fused_remat.layers.fused_layer import (
     TRACED,
     is_traced,
     wants_grad,
-    warn,
-    warn_compiled,
 )
 from fused_remat.layers.linears import read_linear
 from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
+from fused_remat.layers.warn import warn, warn_compiled
 from fused_remat.ops.activation import has_hooks
 from fused_remat.ops.cross_entropy import linear_cross_entropy
 

@@ -14,8 +14,9 @@ from fused_remat.graph.build import block_graph
 from fused_remat.huggingface.call import example_spec
 from fused_remat.huggingface.rows import architecture_of
 from fused_remat.layers.eligibility import Reason
-from fused_remat.layers.fused_layer import FusedLayer, is_traced, wants_grad, warn
+from fused_remat.layers.fused_layer import FusedLayer, is_traced, wants_grad
 from fused_remat.layers.read import LayerCall
+from fused_remat.layers.warn import warn
 from fused_remat.spec import BlockSpec
 
 _IDLE = Reason("no gradients are wanted", quiet=True)

@@ -1,12 +1,12 @@
-"""`FusedLayer`: a layer whose forward is a block. Its options, its one door, and its warnings."""
+"""`FusedLayer`: a layer whose forward is a block, or the stock forward where a block cannot serve.
+
+`FusedLayer._call` is the one place where a call of any layer takes one of the two paths.
+"""
 
 from __future__ import annotations
 
-import sys
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -21,10 +21,15 @@ from fused_remat.graph.precision import mixed_precision
 from fused_remat.layers import fallback
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.read import LayerCall, LayerMap, read_block
-from fused_remat.layers.tensor_parallel import TensorParallel, local_call
-from fused_remat.policies import Policy, draws, kept_names
+from fused_remat.layers.tensor_parallel import TensorParallel, read_on_rank
+from fused_remat.layers.warn import (
+    user_stacklevel,
+    warn,
+    warn_compiled,
+    warn_compiled_segment,
+)
+from fused_remat.policies import Policy, kept_names
 from fused_remat.spec import BlockSpec
-from fused_remat.steps.operations import FusedRematWarning
 
 Layer = TypeVar("Layer", bound="FusedLayer")
 
@@ -120,8 +125,6 @@ class FusedLayer(nn.Module):
         new._set_options(policy, backend, accumulate_into)
         return new
 
-    # What a class of layers says of itself.
-
     @property
     def _map(self) -> LayerMap:
         """Where the layer has the parts of its block."""
@@ -142,8 +145,6 @@ class FusedLayer(nn.Module):
     def _example(self) -> Graph:
         return block_graph(self._example_spec())
 
-    # The door.
-
     def _call(self, **given: Any) -> Any:
         """`forward(**given)`: the block, or the stock forward where the fused path cannot serve."""
         compiling = torch.compiler.is_compiling()
@@ -157,7 +158,7 @@ class FusedLayer(nn.Module):
         elif parallel is None:
             call = self._read(**given)
         else:
-            call = self._read_on_rank(parallel, given)
+            call = read_on_rank(self, parallel, given)
         if isinstance(call, Reason):
             return self._fall_back(call, compiling, given)
         graph, tensors, policy = block_graph(call.spec), call.tensors, self._policy
@@ -171,9 +172,8 @@ class FusedLayer(nn.Module):
         accumulation = None
         if self._accumulate_into is not None:
             accumulation = self._accumulation(graph, compiling)
-        if call.warnings and not compiling:
-            for text in call.warnings:
-                warnings.warn(text, stacklevel=user_stacklevel())
+        for text in () if compiling else call.warnings:
+            warnings.warn(text, stacklevel=user_stacklevel())
         out = run_block(
             graph,
             policy,
@@ -195,36 +195,6 @@ class FusedLayer(nn.Module):
         """The block of a call, or why the fused path cannot serve it."""
         return read_block(self, self._map, given)
 
-    def _read_on_rank(
-        self, parallel: TensorParallel, given: Mapping[str, Any]
-    ) -> LayerCall | Reason:
-        """This rank's part of a call, whose input is replaced by this rank's tokens.
-
-        Raises: ValueError, RuntimeError for an input that cannot be divided, or is a DTensor.
-        """
-        kind, name = type(self).__name__, self._map.input
-        for value in given.values():
-            if is_dtensor(value):
-                raise RuntimeError(
-                    f"fused_remat: a tensor-parallel {kind} takes this rank's local tensor, got a "
-                    f"DTensor of shape {tuple(value.shape)}; set use_local_output=True in the plan "
-                    "of the module that makes it"
-                )
-        x = given[name]
-        if not isinstance(x, Tensor) or x.is_nested or x.dim() not in (2, 3):
-            raise ValueError(
-                f"{name} must be a tensor of 2 or 3 dimensions, got {type(x).__name__}"
-            )
-        dim = self._tokens_dim(x)
-        x = parallel.entered(x, dim)
-        call = self._read(**{**given, name: parallel.whole(x, dim)})
-        if isinstance(call, Reason):
-            return call
-        if self._accumulate_into is not None:
-            return Reason("accumulate_into is set, and gradients are DTensors")
-        local = x.unsqueeze(0) if call.unbatched else x
-        return local_call(call, local, parallel.place, draws(self._policy))
-
     def _why_not(self, **given: Any) -> str | None:
         """Why a call would not take the fused path, or None if it would."""
         parallel, name = self._tensor_parallel, self._map.input
@@ -234,8 +204,6 @@ class FusedLayer(nn.Module):
         call = TRACED if is_traced() else self._read(**given)
         return call.text if isinstance(call, Reason) else None
 
-    # Where the fused path cannot serve.
-
     def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
         """The stock forward; under checkpoint, and with a warning, where gradients are wanted."""
         if self._tensor_parallel is not None:
@@ -243,13 +211,10 @@ class FusedLayer(nn.Module):
                 f"fused_remat: a tensor-parallel {type(self).__name__} cannot run PyTorch's own "
                 f"forward, which does not know its shards: {reason.text}"
             )
-        if reason is TRACED or (compiling and reason.quiet):
-            self._refuse_to_accumulate(TRACED.text)
-            return self.stock.forward(self, **given)
-        wanted = not reason.quiet and wants_grad(*given.values(), *self.parameters())
-        if wanted:
+        if reason is TRACED or not reason.quiet:
             self._refuse_to_accumulate(reason.text)
-        if compiling:
+        wanted = not reason.quiet and wants_grad(*given.values(), *self.parameters())
+        if compiling or reason is TRACED:
             if wanted:
                 warn_compiled(type(self).__name__, reason.text)
             return self.stock.forward(self, **given)
@@ -285,8 +250,6 @@ class FusedLayer(nn.Module):
                     "fused_remat.parallel.tensor_parallel_plan"
                 )
 
-    # Gradients that are accumulated, and segments.
-
     def _accumulation(self, graph: Graph, compiling: bool) -> accumulate.Accumulation:
         self._refuse_to_accumulate(
             "the call is compiled" if compiling else accumulate.why_not_engine(self)
@@ -318,64 +281,6 @@ class FusedLayer(nn.Module):
 
     def _warn_of_kept_input(self, reason: str) -> None:
         warn(self, f"runs outside its segment, and keeps its input: {reason}")
-
-
-_warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-_LEAF = (
-    "; under DeepSpeed ZeRO-3, deepspeed.utils.set_z3_leaf_modules(model, [type(layer)]) before "
-    "deepspeed.initialize makes it gather the layer as a whole"
-)
-
-
-def warn(layer: nn.Module, message: str) -> None:
-    """Warn, at the user's line, that `layer` does `message`; once for each layer and message."""
-    seen = _warned.setdefault(layer, set())
-    if message in seen:
-        return
-    # ZeRO-3 gathers by hooks on the modules inside a layer, unless that is a leaf module.
-    is_leaf = getattr(layer, "_z3_leaf", False)
-    hint = _LEAF if not is_leaf and accumulate.sharded_by(layer) == "ZeRO-3" else ""
-    text = f"fused_remat: {type(layer).__name__} {message}{hint}"
-    warnings.warn(text, FusedRematWarning, stacklevel=user_stacklevel())
-    seen.add(message)
-
-
-def user_stacklevel() -> int:
-    """The `stacklevel` for the caller's warning of the nearest frame that is the user's.
-
-    Frames of this package and of torch are skipped, however many they are.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    level = 1
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("fused_remat", "torch"):
-            return level
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def warn_compiled(layer: str, reason: str) -> None:
-    """Warn while compiling. What PyTorch's forward keeps is then the compiler's choice."""
-    warnings.warn(
-        f"fused_remat: {layer}, compiled, runs PyTorch's own forward and saves no memory: {reason}",
-        FusedRematWarning,
-        stacklevel=2,
-    )
-
-
-def warn_compiled_segment(layer: str) -> None:
-    """Warn while compiling that a layer inside a segment keeps its input."""
-    warnings.warn(
-        f"fused_remat: {layer}, compiled, keeps its input: segments work in eager mode only",
-        FusedRematWarning,
-        stacklevel=2,
-    )
-
-
-# Not traced by the compiler, but called.
-warn_compiled_segment._dynamo_marked_constant = True  # type: ignore[attr-defined]
-warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_traced() -> bool:

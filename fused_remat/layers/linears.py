@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from fused_remat.autograd.shards import is_dtensor
 from fused_remat.layers.eligibility import (
     Unsupported,
     check_foreign_module,
@@ -78,53 +76,6 @@ def read_linear(module: Any, path: str) -> Linear:
     if weight is None:
         raise Unsupported(f"{path} has no weight")
     return weight.t() if is_conv1d else weight, bias, ()
-
-
-def read_projections(
-    modules: Mapping[str, Any], path: str, names: tuple[str, ...], width: int
-) -> dict[str, Tensor | None]:
-    """The weights of the `nn.MultiheadAttention` at `path` by the block's names.
-
-    `names`: of the packed projection, of q, k and v, and of the output. `width`: of the input.
-    """
-    attn = modules[path]
-    check_module(attn, path, nn.MultiheadAttention)
-    if attn.embed_dim != width:
-        raise Unsupported(f"{path} has embed_dim {attn.embed_dim} and the input width {width}")
-    if width % attn.num_heads:
-        raise Unsupported(f"{path} has {attn.num_heads} heads, which do not divide {width}")
-    packed, *split, output = names
-    if not attn._qkv_same_embed_dim and not attn.kdim == attn.vdim == width:
-        raise Unsupported(f"{path} has kdim {attn.kdim} and vdim {attn.vdim}, expected {width}")
-    if attn.bias_k is not None or attn.add_zero_attn:
-        raise Unsupported(f"{path} has add_bias_kv or add_zero_attn")
-    found: dict[str, Tensor | None] = {}
-    if attn._qkv_same_embed_dim:
-        found[f"{packed}.weight"] = tensor_of(attn, "in_proj_weight")
-    else:
-        for letter, name in zip("qkv", split, strict=True):
-            found[f"{name}.weight"] = tensor_of(attn, f"{letter}_proj_weight")
-    # PyTorch reads the output's weight and does not call it: an adapter on it does not act.
-    proj = modules[f"{path}.out_proj"]
-    if type(proj) is not NonDynamicallyQuantizableLinear:
-        proj = without_adapters(proj)
-    if type(proj) is not NonDynamicallyQuantizableLinear:
-        raise Unsupported(
-            f"{path}.out_proj is {qualified(type(proj))}; the fused path supports PyTorch's own"
-        )
-    weight, bias = affine_of(proj)
-    found[f"{output}.weight"] = weight
-    for name, tensor in found.items():
-        if tensor is None:
-            raise Unsupported(f"{path} has no {name}")
-    found[f"{output}.bias"] = bias
-    bias = tensor_of(attn, "in_proj_bias")
-    if bias is not None and bias.shape != (3 * width,):
-        raise Unsupported(f"{path}.in_proj_bias has shape {tuple(bias.shape)}")
-    found[f"{packed}.bias"] = bias
-    if attn._qkv_same_embed_dim or is_dtensor(bias):
-        return found
-    return split_biases(found)
 
 
 def affine_of(module: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -6,7 +6,7 @@ other parameters between two calls, and nobody tells the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,26 +19,13 @@ from fused_remat.layers.eligibility import (
     check_foreign_module,
     check_global_hooks,
     check_input,
-    check_module,
     check_weights,
-    qualified,
 )
-from fused_remat.layers.linears import (
-    active_module,
-    affine_of,
-    read_dropout,
-    read_linear,
-    read_projections,
-    update_tensors,
-)
+from fused_remat.layers.linears import read_dropout, read_linear, update_tensors
+from fused_remat.layers.modules import read_head_norms, read_norms, read_projections
 from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.spec import BlockSpec, LoraSpec
-from fused_remat.steps.norm import NORMS
 from fused_remat.steps.user_function import Function
-
-#: Kinds of norms by the classes of torch.nn that compute them.
-_NORM_KINDS = {row.module: kind for kind, row in NORMS.items()}
-_AFFINE = ("weight", "bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,8 +202,8 @@ def _read(layer: Any, row: LayerMap, given: Mapping[str, Any]) -> LayerCall:
         weights[f"{name}.weight"], weights[f"{name}.bias"] = weight, bias
         if found:
             updates[name] = found
-    kind, eps = _read_norms(row, modules, x.shape[-1], weights)
-    head_eps = _read_head_norms(row, modules, weights) if row.head_norms else []
+    kind, eps = read_norms(row, modules, x.shape[-1], weights)
+    head_eps = read_head_norms(row, modules, weights) if row.head_norms else []
     dropout = {name: read_dropout(modules[path], path) for name, path in row.dropouts.items()}
     loras: tuple[LoraSpec, ...] = ()
     if updates:
@@ -238,84 +225,3 @@ def _check_forwards(layer: Any, row: LayerMap, modules: Mapping[str, Any]) -> No
             raise Unsupported(f"{kind.__name__}.{name} is overridden")
     for path, name in row.containers.items():
         check_foreign_module(modules[path], path, row.package, name)
-
-
-def _read_norms(
-    row: LayerMap, modules: Mapping[str, Any], width: int, weights: dict[str, Tensor | None]
-) -> tuple[str, list[float]]:
-    """The kind of the norms over the width, and the eps of each; adds to `weights`."""
-    kinds = (NORMS[row.norm].module,) if row.norm else tuple(_NORM_KINDS)
-    eps, first, first_path = [], None, ""
-    for name, path in row.norms.items():
-        norm, found = _read_norm(modules[path], path, row, kinds)
-        if first is None:
-            first, first_path = type(norm), path
-        elif type(norm) is not first:
-            raise Unsupported(
-                f"{first_path} is {qualified(first)} and {path} is {qualified(type(norm))}; the "
-                "fused path supports norms of one class"
-            )
-        shape = norm.__dict__.get("normalized_shape", (width,))
-        if shape != (width,):
-            raise Unsupported(f"{path} is over {tuple(shape)}; the fused path supports {(width,)}")
-        eps.append(found)
-        weights[f"{name}.weight"], weights[f"{name}.bias"] = affine_of(norm)
-    return row.norm or _NORM_KINDS[first], eps  # type: ignore[index]
-
-
-def _read_head_norms(
-    row: LayerMap, modules: Mapping[str, Any], weights: dict[str, Tensor | None]
-) -> list[float]:
-    """The eps of the norms of query and key heads; adds to `weights`."""
-    eps = []
-    for name, path in row.head_norms.items():
-        norm, found = _read_norm(modules[path], path, row, (nn.RMSNorm,))
-        weight, _ = affine_of(norm)
-        if weight is None:
-            raise Unsupported(f"{path} has no weight")
-        weights[f"{name}.weight"] = weight
-        eps.append(found)
-    return eps
-
-
-def _read_norm(
-    norm: Any, path: str, row: LayerMap, kinds: tuple[type, ...]
-) -> tuple[nn.Module, float]:
-    """The norm that acts at `path`, and its eps."""
-    if type(norm) not in kinds:
-        norm = active_module(norm, path)
-    if row.norm_class:
-        check_foreign_module(norm, path, row.package, row.norm_class)
-    else:
-        check_module(norm, path, *kinds)
-    state = norm.__dict__
-    eps = state.get("variance_epsilon", state.get("eps"))
-    if eps is None:
-        raise Unsupported(f"{path} has no eps")
-    return norm, float(eps)
-
-
-def parameters_of(layer: nn.Module, row: LayerMap) -> Iterator[tuple[str, nn.Module, str, str]]:
-    """The parameters that a layer's block reads: path, module, attribute, and the block's name.
-
-    >>> from fused_remat.layers.torch_nn import ENCODER
-    >>> rows = parameters_of(nn.TransformerEncoderLayer(8, 2), ENCODER)
-    >>> [(path, attribute, name) for path, _, attribute, name in rows][:2]
-    [('self_attn', 'in_proj_weight', 'qkv.weight'), ('self_attn', 'in_proj_bias', 'qkv.bias')]
-    """
-    places: list[tuple[str, str, str]] = []
-    modules = row.modules(layer)
-    for path, (packed, *split, output) in row.projections.items():
-        places.append((path, "in_proj_weight", f"{packed}.weight"))
-        for letter, name in zip("qkv", split, strict=True):
-            places.append((path, f"{letter}_proj_weight", f"{name}.weight"))
-        places.append((path, "in_proj_bias", f"{packed}.bias"))
-        places += [(f"{path}.out_proj", kind, f"{output}.{kind}") for kind in _AFFINE]
-    for group in (row.linears, row.norms, row.head_norms):
-        places += [
-            (path, kind, f"{name}.{kind}") for name, path in group.items() for kind in _AFFINE
-        ]
-    for path, attribute, name in places:
-        module = modules[path]
-        if module is not None and module._parameters.get(attribute) is not None:
-            yield path, module, attribute, name

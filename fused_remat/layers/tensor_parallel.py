@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,15 @@ from torch import Tensor, nn
 
 from fused_remat import random
 from fused_remat.autograd.shards import is_dtensor, local_shards
+from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.linears import split_biases
 from fused_remat.layers.read import LayerCall
+from fused_remat.policies import draws
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps import collective
+
+if TYPE_CHECKING:
+    from fused_remat.layers.fused_layer import FusedLayer
 
 #: Parameters that all ranks have, and whose gradient each rank computes for its own heads.
 _OF_HEADS = ("q_norm.weight", "k_norm.weight", "qkv.bias", "cross.bias")
@@ -122,7 +127,36 @@ def _all(x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
     return collective.gather(rows, place.group, place.size, x.shape[0], shape)
 
 
-def local_call(call: LayerCall, x: Tensor, place: ParallelSpec, seeded: bool) -> LayerCall:
+def read_on_rank(
+    layer: FusedLayer, parallel: TensorParallel, given: Mapping[str, Any]
+) -> LayerCall | Reason:
+    """This rank's part of a call, whose input is replaced by this rank's tokens.
+
+    Raises: ValueError, RuntimeError for an input that cannot be divided, or is a DTensor.
+    """
+    kind, name = type(layer).__name__, layer._map.input
+    for value in given.values():
+        if is_dtensor(value):
+            raise RuntimeError(
+                f"fused_remat: a tensor-parallel {kind} takes this rank's local tensor, got a "
+                f"DTensor of shape {tuple(value.shape)}; set use_local_output=True in the plan "
+                "of the module that makes it"
+            )
+    x = given[name]
+    if not isinstance(x, Tensor) or x.is_nested or x.dim() not in (2, 3):
+        raise ValueError(f"{name} must be a tensor of 2 or 3 dimensions, got {type(x).__name__}")
+    dim = layer._tokens_dim(x)
+    x = parallel.entered(x, dim)
+    call = layer._read(**{**given, name: parallel.whole(x, dim)})
+    if isinstance(call, Reason):
+        return call
+    if layer._accumulate_into is not None:
+        return Reason("accumulate_into is set, and gradients are DTensors")
+    local = x.unsqueeze(0) if call.unbatched else x
+    return _local_call(call, local, parallel.place, draws(layer._policy))
+
+
+def _local_call(call: LayerCall, x: Tensor, place: ParallelSpec, seeded: bool) -> LayerCall:
     """This rank's part of a call that was read by whole shapes; `x` is its own input.
 
     `seeded`: the policy draws random numbers.

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fused_remat.layers.activation import read_activation
 from fused_remat.layers.eligibility import (
     PLAIN,
     Reason,
     Unsupported,
     check_dropout,
     qualified,
-    read_activation,
 )
 from fused_remat.layers.fused_layer import DECISIONS, FusedLayer, wants_grad
 from fused_remat.layers.precision import CASTABLE
@@ -30,7 +30,43 @@ _NESTED = Reason("src is a nested tensor", quiet=True)
 _COMPUTED = {1: "relu", 2: "gelu"}
 
 
-class FusedRematLayer(FusedLayer, nn.TransformerEncoderLayer):
+class _TorchLayer(FusedLayer):
+    """The constructor that both layers of `torch.nn` have, with the options of a fused layer."""
+
+    self_attn: nn.MultiheadAttention
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: str | Policy = "full",
+        backend: str = "auto",
+        accumulate_into: str | None = None,
+    ) -> None:
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
+            batch_first, norm_first, bias, device, dtype,
+        )  # fmt: skip
+        self._set_options(policy, backend, accumulate_into)
+
+    def _heads(self) -> dict[str, int]:
+        return {"heads": int(self.self_attn.num_heads)}
+
+    def _tokens_dim(self, x: Tensor) -> int:
+        return 0 if x.dim() == 2 or not self.self_attn.batch_first else 1
+
+
+class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
     """A transformer encoder layer that keeps its input and rebuilds what backward needs.
 
     Same constructor, parameters, `state_dict`, initialisation and forward as
@@ -73,30 +109,6 @@ class FusedRematLayer(FusedLayer, nn.TransformerEncoderLayer):
 
     stock = nn.TransformerEncoderLayer
 
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        policy: str | Policy = "full",
-        backend: str = "auto",
-        accumulate_into: str | None = None,
-    ) -> None:
-        super().__init__(
-            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
-            batch_first, norm_first, bias, device, dtype,
-        )  # fmt: skip
-        self._set_options(policy, backend, accumulate_into)
-
     def forward(
         self,
         src: Tensor,
@@ -106,11 +118,9 @@ class FusedRematLayer(FusedLayer, nn.TransformerEncoderLayer):
     ) -> Tensor:
         """As `nn.TransformerEncoderLayer.forward`: masks are bool (True = excluded) or float."""
         out: Tensor = self._call(
-            src=src,
-            src_mask=src_mask,
-            src_key_padding_mask=src_key_padding_mask,
+            src=src, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask,
             is_causal=is_causal,
-        )
+        )  # fmt: skip
         return out
 
     def why_not_fused(
@@ -129,24 +139,16 @@ class FusedRematLayer(FusedLayer, nn.TransformerEncoderLayer):
         'norm1 is torch.nn.RMSNorm; the fused path supports torch.nn.LayerNorm'
         """
         return self._why_not(
-            src=src,
-            src_mask=src_mask,
-            src_key_padding_mask=src_key_padding_mask,
+            src=src, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask,
             is_causal=is_causal,
-        )
+        )  # fmt: skip
 
     @property
     def _map(self) -> LayerMap:
         return ENCODER
 
-    def _heads(self) -> dict[str, int]:
-        return {"heads": int(self.self_attn.num_heads)}
-
     def _example_spec(self) -> BlockSpec:
         return nn_layer_spec(self.norm_first, 1, 1, "relu")
-
-    def _tokens_dim(self, x: Tensor) -> int:
-        return _tokens_dim(self, x)
 
     def _read(self, **given: Any) -> LayerCall | Reason:
         """The block of a call; `_EXACT` or `_NESTED` where PyTorch's own kernel is asked first."""
@@ -193,7 +195,7 @@ class FusedRematLayer(FusedLayer, nn.TransformerEncoderLayer):
         return _padded(self.forward, src)
 
 
-class FusedRematDecoderLayer(FusedLayer, nn.TransformerDecoderLayer):
+class FusedRematDecoderLayer(_TorchLayer, nn.TransformerDecoderLayer):
     """A transformer decoder layer that keeps its inputs and rebuilds what backward needs.
 
     Same constructor, parameters, `state_dict`, initialisation and forward as
@@ -224,30 +226,6 @@ class FusedRematDecoderLayer(FusedLayer, nn.TransformerDecoderLayer):
     """
 
     stock = nn.TransformerDecoderLayer
-
-    def __init__(
-        self,
-        d_model: int,
-        nhead: int,
-        dim_feedforward: int = 2048,
-        dropout: float = 0.1,
-        activation: str | Callable[[Tensor], Tensor] = F.relu,
-        layer_norm_eps: float = 1e-5,
-        batch_first: bool = False,
-        norm_first: bool = False,
-        bias: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        policy: str | Policy = "full",
-        backend: str = "auto",
-        accumulate_into: str | None = None,
-    ) -> None:
-        super().__init__(
-            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
-            batch_first, norm_first, bias, device, dtype,
-        )  # fmt: skip
-        self._set_options(policy, backend, accumulate_into)
 
     def forward(
         self,
@@ -298,18 +276,8 @@ class FusedRematDecoderLayer(FusedLayer, nn.TransformerDecoderLayer):
     def _map(self) -> LayerMap:
         return DECODER
 
-    def _heads(self) -> dict[str, int]:
-        return {"heads": int(self.self_attn.num_heads)}
-
     def _example_spec(self) -> BlockSpec:
         return nn_layer_spec(self.norm_first, 1, 1, "relu", (1e-5,) * 3)
-
-    def _tokens_dim(self, x: Tensor) -> int:
-        return _tokens_dim(self, x)
-
-
-def _tokens_dim(layer: Any, x: Tensor) -> int:
-    return 0 if x.dim() == 2 or not layer.self_attn.batch_first else 1
 
 
 def _padded(forward: Callable[..., Tensor], src: Tensor) -> Tensor:
@@ -325,7 +293,7 @@ def _padded(forward: Callable[..., Tensor], src: Tensor) -> Tensor:
 
 
 def _describe(parts: Parts, given: Mapping[str, Any]) -> LayerCall:
-    """A call of either layer, of its parts and arguments."""
+    """The block of a call of either layer."""
     layer, x, name = parts.layer, parts.x, parts.row.input
     attn = parts.modules["self_attn"]
     decodes = "memory" in given
