@@ -160,7 +160,7 @@ def test_what_the_update_reads_is_gone_when_backward_is_through_with_it():
     rebuilt = {step.node.name for step in plan.backward if step.kind == "compute"}
     for i, layer in enumerate(BLOCKS["split"].linears):
         owner = {"q": "qkv", "k": "qkv", "v": "qkv", "fc1": "up"}.get(layer, layer)
-        assert freed[f"keep.lora.{i}"] == f"backward {owner}"
+        assert freed[f"dropout.lora.{i}"] == f"backward {owner}"
         # What a rebuild has computed serves backward; what is not rebuilt, backward computes.
         assert freed.get(f"lora.{i}") == (f"backward {owner}" if owner in rebuilt else None)
     in_forward = {name: str(step) for step in plan.forward for name in step.free}
@@ -304,6 +304,15 @@ def test_other_adapters_run_under_ordinary_rebuild(targets, config, reason):
         found = grads(fused, x)
     for a, b in zip(found, grads(stock, x), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_an_adapter_around_an_adapter_is_not_passed_over():
+    stock, inner = (
+        adapted(nn.TransformerEncoderLayer(8, 2, 16, 0.0).double(), ["linear1"]) for _ in range(2)
+    )
+    stock.linear1.base_layer = inner.linear1
+    fused = FusedRematLayer.from_layer(stock)
+    assert fused.why_not_fused(normal(5, 2, 8)) == "linear1.base_layer has adapters itself"
 
 
 def test_an_adapter_of_out_proj_does_not_act():

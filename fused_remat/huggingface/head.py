@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fused_remat.layers.eligibility import Reason, Unsupported
+from fused_remat.layers.eligibility import Reason, Unsupported, is_readable, qualified
 from fused_remat.layers.fused_layer import (
     DECISIONS,
     TRACED,
@@ -163,6 +163,8 @@ class HuggingFaceHead(nn.Module):
         weight, bias, updates = read_linear(head, path)
         if updates:
             raise Unsupported(f"{path} has low-rank updates")
+        if not is_readable(weight):
+            raise Unsupported(f"{path}.weight is {qualified(type(weight))}")
         return weight, bias
 
     def _with_fused_loss(self, given: dict[str, Any], weight: Tensor, bias: Tensor | None) -> Any:

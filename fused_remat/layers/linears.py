@@ -65,7 +65,7 @@ def read_linear(module: Any, path: str) -> Linear:
         module = active_module(module, path)
         if _is(module, _LORA):
             check_foreign_module(module, path, *_LORA)
-            base, base_bias, _ = read_linear(module._modules["base_layer"], f"{path}.base_layer")
+            base, base_bias = _plain(module._modules["base_layer"], f"{path}.base_layer")
             return base, base_bias, _updates(module, path, base.dtype)
     is_conv1d = not is_linear and _is(module, _CONV1D)
     if is_conv1d:
@@ -76,6 +76,14 @@ def read_linear(module: Any, path: str) -> Linear:
     if weight is None:
         raise Unsupported(f"{path} has no weight")
     return weight.t() if is_conv1d else weight, bias, ()
+
+
+def _plain(module: Any, path: str) -> tuple[Tensor, Tensor | None]:
+    """The weight and bias of a layer that may not have adapters."""
+    weight, bias, updates = read_linear(module, path)
+    if updates:
+        raise Unsupported(f"{path} has adapters itself")
+    return weight, bias
 
 
 def affine_of(module: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -207,8 +215,8 @@ def _update(module: Any, name: str, called: str, dtype: torch.dtype) -> Update:
     if variant is not None or module.use_dora.get(name):
         kind = "DoRA" if variant is None else qualified(type(variant))
         raise Unsupported(f"{called} is {kind}; the fused path supports plain LoRA")
-    a, a_bias, _ = read_linear(module.lora_A._modules[name], f"A of {called}")
-    b, b_bias, _ = read_linear(module.lora_B._modules[name], f"B of {called}")
+    a, a_bias = _plain(module.lora_A._modules[name], f"A of {called}")
+    b, b_bias = _plain(module.lora_B._modules[name], f"B of {called}")
     if a_bias is not None or b_bias is not None:
         raise Unsupported(f"{called} has a bias")
     if a.dtype != b.dtype:

@@ -1,7 +1,7 @@
 """Reads the block that a layer computes: `LayerMap` says where its parts are, `read_block` reads.
 
-Everything is read at every call, through the layer's submodules: they may be swapped, get hooks or
-other parameters between two calls, and nobody tells the layer.
+Everything is read at every call, through the submodules: between two calls they may be swapped, or
+get hooks or other parameters, and the layer does not learn of it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class LayerMap:
 
 @dataclass
 class Parts:
-    """What the reader finds in a layer before `LayerMap.describe` has the arguments' turn.
+    """What the reader found in a layer, for `LayerMap.describe`.
 
     Attributes:
         layer, row, modules: the layer, how its class is described, its submodules by path.
