@@ -152,7 +152,7 @@ def test_hugging_face(name):
 
 @pytest.mark.parametrize("trained", ["linear1", "norm2", "2.linear2", "3.", "1.norm1.bias"])
 @pytest.mark.parametrize("input_needs_grad", [True, False])
-def test_frozen_layers(trained, input_wants):
+def test_frozen_layers(trained, input_needs_grad):
     """An inner layer before which nothing wants a gradient is the first itself."""
     model = stack(save=("attn", "up"))
     for name, p in model.named_parameters():
@@ -160,14 +160,14 @@ def test_frozen_layers(trained, input_wants):
     results = []
     for made in (model, full(model)):
         mine = [p for p in made.parameters() if p.requires_grad]
-        x = X.clone().requires_grad_(input_wants)
+        x = X.clone().requires_grad_(input_needs_grad)
         torch.manual_seed(1)
         y = made(x)
-        results.append([y, *grads_of(y, [*([x] if input_wants else []), *mine])])
+        results.append([y, *grads_of(y, [*([x] if input_needs_grad else []), *mine])])
         if made is model:
             assert sum(keeps_input(y)) == 1
     assert_same_bits(*results)
-    x = X.clone().requires_grad_(input_wants)
+    x = X.clone().requires_grad_(input_needs_grad)
     report = memory_report(model, x)
     assert report.predicted_bytes == report.kept_bytes
 

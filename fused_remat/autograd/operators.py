@@ -29,22 +29,17 @@ from torch import Tensor
 from fused_remat import random
 from fused_remat.autograd import replay_check
 from fused_remat.autograd.offload import fetched, hold, moved_names, start_out
+from fused_remat.autograd.partial import round_vectors
 from fused_remat.autograd.replay_check import check_unchanged
-from fused_remat.execution.prepare import (
-    BlockCall,
-    backward_block,
-    empty_output,
-    forward_block,
-    prepare,
-    round_vectors,
-)
+from fused_remat.execution import executor
+from fused_remat.execution.prepare import BlockCall, Execution, prepare
 from fused_remat.graph.graph import Graph, sizes
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import Schedule, schedule
 from fused_remat.graph.text import graph_of
-from fused_remat.policies import Policy, kept_names, offload_of
+from fused_remat.policies import Policy, kept_names
 from fused_remat.spec import KINDS
-from fused_remat.steps.chunk import Execution
+from fused_remat.steps.chunk import Pass
 from fused_remat.steps.operations import FusedRematWarning
 from fused_remat.version import __version__
 
@@ -207,7 +202,8 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     moved = this.moved(x.device)
     # The input may be overwritten once the operator is done: its copy is made meanwhile.
     inputs, leaving = start_out([x]) if "input" in moved else ([], None)
-    out, pieces = forward_block(this.call, execution, given)
+    named = execution.named(given)
+    out, pieces = executor.forward(Pass(execution, named, {}, x), execution, x)
     joined = _joined(this.plan.kept, execution, pieces) or _empty_kept(this, given)
     if leaving is not None:
         leaving.settle()
@@ -238,7 +234,7 @@ def _fake_forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     x = given[0]
     assert x is not None
     dtype = this.call.graph.dtypes(x.dtype)["output"]
-    out = empty_output(this.call, _matrices(this, given)["output"][1], dtype, x)
+    out = executor.empty_output(this.call, _matrices(this, given)["output"][1], dtype, x)
     moved, kept = this.moved(x.device), _empty_kept(this, given)
     for name in moved.intersection(kept):
         kept[name] = torch.empty_like(kept[name], device="cpu")
@@ -263,7 +259,8 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     check_unchanged(this.saved, was, dtypes, saved[:count], dy)
     tensors = this.aligned(this.saved, saved[:count])
     pieces = _split(execution, whole)
-    grads = backward_block(this.call, execution, tensors, out, pieces, dy)
+    running = Pass(execution, execution.named(tensors), {}, dy)
+    grads = executor.backward(running, execution, pieces, out, dy)
     if dtype.itemsize == 2:
         round_vectors(grads, dtype, [this.dtypes.get(name) for name in this.call.graph.tensors])
     named = dict(zip(this.call.graph.tensors, grads, strict=True))
@@ -447,7 +444,7 @@ def serialize_call(
             "graph": text,
             "of": [graph.digest, __version__],
             "save": sorted(kept_names(what, graph)),
-            "offload": sorted(offload_of(what)),
+            "offload": sorted(() if isinstance(what, str) else what.offload),
             "wants": sorted(needs_grad),
             "backend": backend,
             "seq_first": seq_first,

@@ -31,8 +31,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
-from fused_remat.steps.chunk import Chunk, Execution
+from fused_remat.steps.chunk import Chunk
 from fused_remat.steps.operations import FusedRematWarning
 
 #: Whether calls are checked: set by `check_replay`, and at import by FUSED_REMAT_CHECK.
@@ -130,7 +131,11 @@ class Record:
     def __init__(
         self, execution: Execution, names: Sequence[str], tensors: Sequence[Tensor | None]
     ) -> None:
-        self.execution, self.names, self.caller = execution, names, _caller(execution.kind)
+        self.execution, self.names, self.caller = (
+            execution,
+            names,
+            _caller(execution.call.graph.kind),
+        )
         self.tensors = [None if t is None else t.detach().clone() for t in tensors]
         self._output: Tensor | None = None
         self._pieces: dict[_Piece, Tensor] = {}
@@ -151,7 +156,9 @@ class Record:
 
         Raises: ReplayError if one bit differs from what `note` saw.
         """
-        inexact = frame.owner.execution.plan.inexact
+        execution = frame.owner.execution
+        assert isinstance(execution, Execution)
+        inexact = execution.plan.inexact
         for piece, value in _made(step, frame):
             # A segment's first run packs nothing; what is packed then is compared itself.
             first = step.node is not None and step.node.quantizes and piece not in self._pieces

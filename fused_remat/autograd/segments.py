@@ -26,9 +26,9 @@ from torch.autograd.function import BackwardCFunction
 
 from fused_remat.autograd.offload import in_checkpoint
 from fused_remat.autograd.replay_check import check_unchanged
-from fused_remat.execution.prepare import BlockCall, Functions, forward_block
-from fused_remat.policies import Policy
-from fused_remat.steps.chunk import Execution
+from fused_remat.execution import executor
+from fused_remat.execution.prepare import Execution
+from fused_remat.steps.chunk import Pass
 
 
 @dataclass(eq=False)
@@ -36,14 +36,13 @@ class Segment:
     """What a block's place in a segment adds to its autograd node.
 
     Attributes:
-        call, prepared: the block, keeping what its policy names: how it is run again.
+        execution: the block, keeping what its policy names: how it is run again.
         input_kept: whether it kept its own first input.
         why_kept: why an "inner" block did, if that is worth a warning; else "".
         made: the version and the storage of its output, as forward left it.
         replayed: once it was run again, what that gave; until its backward has taken it.
     """
 
-    call: BlockCall
     execution: Execution
     input_kept: bool
     why_kept: str = ""
@@ -71,38 +70,29 @@ class Replayed:
 
     task: int
     saved: Sequence[Tensor]
-    call: BlockCall
     execution: Execution
     input: Tensor
     output: Tensor | None
     kept: Sequence[Tensor]
 
 
-def segment_of(policy: str | Policy) -> str | None:
-    """The place in a segment that a policy gives: "first", "inner" or None.
-
-    >>> segment_of("full"), segment_of(Policy(segment="inner"))
-    (None, 'inner')
-    """
-    return None if isinstance(policy, str) else policy.segment
-
-
-def begin(place: str, call: BlockCall, execution: Execution, x: Tensor, node_type: type) -> Segment:
+def begin(place: str, execution: Execution, x: Tensor, node_type: type) -> Segment:
     """For a call whose first input is `x`; `node_type`: of the autograd nodes of blocks."""
     # A checkpoint's replay gives blocks leaves as inputs, and expects them to save as many tensors.
     if place == "first" or in_checkpoint():
-        return Segment(call, execution, input_kept=True)
+        return Segment(execution, input_kept=True)
     why = _why_not_linked(x, node_type)
     # Without a gradient, nothing before it is kept: it is the first itself. A block that runs in a
     # backward pass is run by a checkpoint.
     told = why is not None and x.requires_grad and _task() == -1
-    return Segment(call, execution, input_kept=why is not None, why_kept=why if told else "")  # type: ignore[arg-type]
+    return Segment(execution, input_kept=why is not None, why_kept=why if told else "")  # type: ignore[arg-type]
 
 
 def _why_not_linked(x: Tensor, node_type: type) -> str | None:
     """Why `x` is not what a block of a segment would give, run again; None if it is."""
     node = x.grad_fn
-    before: Segment | None = getattr(node, "segment", None) if isinstance(node, node_type) else None
+    extras: Any = getattr(node, "extras", None) if isinstance(node, node_type) else None
+    before: Segment | None = None if extras is None else extras.segment
     if before is None:
         made = "is a leaf" if node is None else f"was made by {node.name()}"
         return f"its input {made}, not by a layer of the segment"
@@ -131,10 +121,10 @@ def input_of(ctx: Any) -> Tensor:
     nodes: list[tuple[Any, Replayed | None]] = []
     while not (kept or before):
         node = node.next_functions[0][0]
-        kept, before = node.segment.input_kept, node.segment.now()
+        kept, before = node.extras.segment.input_kept, node.extras.segment.now()
         nodes.append((node, before))
     # Not all of them may be run by this pass: torch.autograd.grad asks for parts.
-    at_end = functools.partial(_forget, [node.segment for node, _ in nodes], _task())
+    at_end = functools.partial(_forget, [node.extras.segment for node, _ in nodes], _task())
     torch.autograd.Variable._execution_engine.queue_callback(at_end)
     x: Tensor | None = None
     with torch.no_grad():
@@ -156,25 +146,26 @@ def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
 
     `before`: it was already, in this pass, for another block that has its output as input.
     """
-    segment: Segment = node.segment
+    extras, execution = node.extras, node.execution
+    segment: Segment = extras.segment
     saved = node.saved_tensors if before is None else before.saved
-    if node.offloaded is not None and before is None:
-        saved = node.offloaded.returned(saved)
-    count = len(node.execution.given)
+    if extras.offloaded is not None and before is None:
+        saved = extras.offloaded.returned(saved)
+    count = len(execution.given)
     if x is None:
         x = saved[0] if before is None else before.input
     tensors = (x, *saved[1:count])
-    check_unchanged(node.call.graph.tensors, node.execution.given, node.dtypes, tensors, x)
+    check_unchanged(execution.call.graph.tensors, execution.given, node.dtypes, tensors, x)
     watch = None
-    if node.record is not None:
-        node.record.compare_given(tensors)
-        watch = node.record.compare
-    functions: Functions = node.functions
-    call, execution = segment.call, segment.execution
-    out, kept = forward_block(call, execution, tensors, functions, watch)
-    keeps = out if execution.plan.keeps_output else None
-    merged = list(_merged(node.execution, saved[count + 1 :], execution, kept))
-    segment.replayed = Replayed(_task(), saved, call, execution, x, keeps, merged)
+    if extras.record is not None:
+        extras.record.compare_given(tensors)
+        watch = extras.record.compare
+    whole = segment.execution
+    this = Pass(whole, whole.named(tensors), node.functions, x, watch)
+    out, kept = executor.forward(this, whole, x)
+    keeps = out if whole.plan.keeps_output else None
+    merged = list(_merged(execution, saved[count + 1 :], whole, kept))
+    segment.replayed = Replayed(_task(), saved, whole, x, keeps, merged)
     return out
 
 

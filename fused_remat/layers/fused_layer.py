@@ -168,7 +168,7 @@ class FusedLayer(nn.Module):
         return Policy(offload=policy.offload)
 
     def _warn_of_kept_input(self, reason: str) -> None:
-        warn_once(self, f"{_KEEPS_INPUT}: {reason}", stacklevel=11)
+        warn_once(self, f"{_KEEPS_INPUT}: {reason}", stacklevel=10)
 
     def _refuse_dtensors(self, given: Iterable[Any]) -> None:
         """Raise RuntimeError if a DTensor meets plain parameters: PyTorch would, less clearly."""
