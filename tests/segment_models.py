@@ -97,7 +97,7 @@ def segments_of(y):
     while nodes:
         node = nodes.pop()
         if node is not None and node not in found:
-            found[node] = getattr(node, "segment", None)
+            found[node] = getattr(getattr(node, "extras", None), "segment", None)
             nodes += [next_node for next_node, _ in node.next_functions]
     return [segment for segment in found.values() if segment is not None]
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_remat import FusedRematLayer, explain, memory_report, ops
-from fused_remat.execution.prepare import autocast_on
+from fused_remat.execution.executor import autocast_on
+from fused_remat.execution.observe import TRACERS
 from fused_remat.graph.build import block_graph, dropout_add_graph
 from fused_remat.graph.precision import mixed_precision
 from fused_remat.layers import FusedRematWarning
@@ -22,7 +23,6 @@ from fused_remat.layers.precision import precision_of, why_not_autocast
 from fused_remat.report import saved
 from fused_remat.report.allocations import SavedBytes, measure_allocations, predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
-from fused_remat.steps.chunk import TRACERS
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])

@@ -80,7 +80,7 @@ def test_sound_layers_pass_with_the_same_gradients(which, norm_first):
     def gradients():
         torch.manual_seed(1)
         y = layer(x, mask)
-        assert (y.grad_fn.record is not None) == replay_check.ON
+        assert (y.grad_fn.extras is not None) == replay_check.ON
         return torch.autograd.grad(y.float().square().sum(), [x, mask, *layer.parameters()])
 
     with in_pieces(4):
@@ -288,7 +288,7 @@ def test_one_bit_of_a_backends_rebuild_is_named(which, monkeypatch):
 
 def test_off_there_is_nothing_and_contexts_nest():
     layer, x = layer_of(), inputs()
-    assert not replay_check.ON and layer(x).grad_fn.record is None
+    assert not replay_check.ON and layer(x).grad_fn.extras is None
     with check_replay():
         with check_replay():
             assert replay_check.ON
@@ -296,7 +296,7 @@ def test_off_there_is_nothing_and_contexts_nest():
         with torch.no_grad():
             assert layer(x).grad_fn is None
     assert not replay_check.ON
-    assert y.grad_fn.record is not None and layer(x).grad_fn.record is None
+    assert y.grad_fn.extras.record is not None and layer(x).grad_fn.extras is None
 
 
 def test_nan_and_no_values_are_no_difference():

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,19 +222,17 @@ def nested(layer, x):
 def test_an_ordinary_backward_is_never_taken_for_a_part(way, defer, monkeypatch):
     stock, layer = make("lean")
     x = X.clone().requires_grad_()
-    asked, found = [], []
-    original = partial.asked
+    passes = []
+    original = partial._asks_all
 
     def note(ctx):
-        found.append(original(ctx))
-        asked.append(ctx.call.needs_grad)
-        return found[-1]
+        passes.append(original(ctx))
+        return passes[-1]
 
-    monkeypatch.setattr(partial, "asked", note)
+    monkeypatch.setattr(partial, "_asks_all", note)
     with defer_weight_gradients() if defer else contextlib.nullcontext():
         way(layer, x).sum().backward(retain_graph=way is not nonreentrant)
-    parts = [a for a, b in zip(found, asked, strict=True) if a != b]
-    assert parts == ([frozenset({"input"})] if way is nested else [])
+    assert passes and all(passes) == (way is not nested)
     for _ in range(2 if way is shared else 1):
         stock.zero_grad()
     (stock(stock(X)) if way is shared else stock(X)).sum().backward()
@@ -243,13 +242,13 @@ def test_an_ordinary_backward_is_never_taken_for_a_part(way, defer, monkeypatch)
 
 def test_what_cannot_be_told_is_everything():
     class Unknown:  # compiled autograd's; nor is any pass running
-        call = partial.BlockCall(None, frozenset(), frozenset({"input", "weight"}), "auto")
+        execution = SimpleNamespace(needs_grad=frozenset({"input", "weight"}))
 
-    assert partial.asked(Unknown()) is Unknown.call.needs_grad
+    assert partial.asked(Unknown()) is Unknown.execution.needs_grad
     _, layer = make("full")
     node = layer(X.clone().requires_grad_()).grad_fn
-    node = node if hasattr(node, "call") else node.next_functions[0][0]
-    assert partial.asked(node) == node.call.needs_grad
+    node = node if hasattr(node, "execution") else node.next_functions[0][0]
+    assert partial.asked(node) == node.execution.needs_grad
 
 
 # --- split in two, as the zero-bubble schedules do it
@@ -311,7 +310,9 @@ def test_two_passes_give_what_one_does(policy):
 
 
 def blocks_of(groups):
-    return [node for group in groups for node in group["intermediates"] if hasattr(node, "call")]
+    return [
+        node for group in groups for node in group["intermediates"] if hasattr(node, "execution")
+    ]
 
 
 @pytest.mark.parametrize("policy", ["full", "none"])
@@ -436,7 +437,7 @@ def test_nothing_is_held_by_other_passes():
 
 def test_nothing_that_is_held_is_written_over():
     y, _, _ = causal("full", qk_norm=False)
-    call = y.grad_fn.call
+    call = y.grad_fn.execution.call
     in_place = lambda plan: [s for s in plan.backward if getattr(s.node, "in_place", False)]  # noqa: E731
     assert in_place(schedule(call.graph, call.save, call.needs_grad, tiled=False))
     assert not in_place(

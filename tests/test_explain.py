@@ -136,6 +136,6 @@ def test_nothing_is_left_behind():
         explain(model, X[..., :5])
     assert not model._forward_pre_hooks
     from fused_remat.autograd.function import OBSERVERS
-    from fused_remat.steps.chunk import TRACERS
+    from fused_remat.execution.observe import TRACERS
 
     assert not OBSERVERS and not TRACERS

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fused_remat import FusedRematLayer
-from fused_remat.autograd import function, operators
+from fused_remat.autograd import operators, partial
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -40,19 +40,19 @@ def test_the_bits_that_autograd_gives(
     layer = layer_of(dtype, norm_first=norm_first)
     found = grads_of(layer, dtype)
     assert {g.dtype for g in found.values()} == {dtype}
-    monkeypatch.setattr(function, "round_vectors", lambda *given: None)
+    monkeypatch.setattr(partial, "round_vectors", lambda *given: None)
     assert equal(found, grads_of(layer, dtype))
 
 
 def test_autograd_rounds_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[Tensor | None]] = []
-    rounds = function.round_vectors
+    rounds = partial.round_vectors
 
     def spy(grads: list[Tensor | None], *given: Any) -> None:
         rounds(grads, *given)
         seen.append(grads)
 
-    monkeypatch.setattr(function, "round_vectors", spy)
+    monkeypatch.setattr(partial, "round_vectors", spy)
     grads_of(layer_of(torch.bfloat16), torch.bfloat16)
     (grads,) = seen
     assert [g.dtype for g in grads if g is not None and g.dim() == 1] == 8 * [torch.bfloat16]
@@ -66,7 +66,7 @@ def test_what_autograd_takes_in_float32_stays_so(monkeypatch: pytest.MonkeyPatch
     found = grads_of(layer, torch.bfloat16)
     assert found["linear1.bias"].dtype is found["norm2.weight"].dtype is torch.float32
     assert found["norm2.bias"].dtype is torch.bfloat16
-    monkeypatch.setattr(function, "round_vectors", lambda *given: None)
+    monkeypatch.setattr(partial, "round_vectors", lambda *given: None)
     assert equal(found, grads_of(layer, torch.bfloat16))
 
 
@@ -97,14 +97,14 @@ def test_parameters_that_are_no_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
         return list(torch.autograd.grad(loss, list(wide.values())))
 
     found = grads()
-    monkeypatch.setattr(function, "round_vectors", lambda *given: None)
+    monkeypatch.setattr(partial, "round_vectors", lambda *given: None)
     assert all(map(torch.equal, found, grads()))
 
 
 def test_weights_of_other_dtypes_than_the_input() -> None:
     """Only gradients that are taken in the input's dtype are rounded together."""
     grads: list[Tensor | None] = [torch.ones(3) / 3, torch.ones(3) / 3, torch.ones(3).double()]
-    function.round_vectors(grads, LOW[0], [LOW[1], LOW[0], LOW[0]])
+    partial.round_vectors(grads, LOW[0], [LOW[1], LOW[0], LOW[0]])
     assert [g.dtype for g in grads if g is not None] == [torch.float32, LOW[0], torch.float64]
 
 

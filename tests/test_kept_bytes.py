@@ -192,14 +192,14 @@ def test_attention_in_blocks_never_holds_all_scores(name):
 
 def test_a_changed_rung_is_the_next_calls(monkeypatch):
     layer, x = FusedRematLayer(D, H, 4 * D, policy="lean", dropout=0.0), torch.randn(5, 2, D)
-    before = layer(x).grad_fn.call.save
+    before = layer(x).grad_fn.execution.call.save
     row = frozenset({"attn", "qkv"})
     assert before != row
     monkeypatch.setitem(policies.EXACT_PRESETS["lean"], "encoder_postnorm", row)
-    assert layer(x).grad_fn.call.save == row
+    assert layer(x).grad_fn.execution.call.save == row
     monkeypatch.setitem(policies.ALL_PRESETS, "mine", {})
     layer.policy = "mine"
-    assert layer(x).grad_fn.call.save == frozenset()
+    assert layer(x).grad_fn.execution.call.save == frozenset()
     monkeypatch.delitem(policies.ALL_PRESETS, "mine")
     with pytest.raises(ValueError, match="unknown policy 'mine'"):
         layer(x)

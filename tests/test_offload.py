@@ -190,9 +190,9 @@ def test_host_copies_go_with_the_graph():
 def _hosts(y, mover):
     found, node = [], y.grad_fn
     while node is not None:
-        if hasattr(node, "offloaded"):
+        if getattr(node, "extras", None) is not None:
             saved = node.saved_tensors
-            found += [saved[place] for place in node.offloaded.places]
+            found += [saved[place] for place in node.extras.offloaded.places]
         node = node.next_functions[0][0] if node.next_functions else None
     return found
 

@@ -21,11 +21,11 @@ from tiers import pairwise
 
 from fused_remat import Policy, explain
 from fused_remat.autograd import run_block
+from fused_remat.execution.observe import TRACERS
 from fused_remat.graph.build import BlockBuilder, rotary_node
 from fused_remat.graph.schedule import kept_bytes, schedule
 from fused_remat.report.allocations import SavedBytes, measure_allocations
 from fused_remat.spec import AttentionSpec, RotarySpec
-from fused_remat.steps.chunk import TRACERS
 from fused_remat.steps.rotary import Rotary
 
 heads = every_heads

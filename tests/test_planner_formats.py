@@ -188,7 +188,7 @@ def test_seconds_are_of_backward_and_of_packing():
         FusedRematLayer(32, 4, 160, 0.0, batch_first=True)(torch.randn(2, 8, 32))
     finally:
         OBSERVERS.remove(given.append)
-    (call, _, tensors, *_, functions) = given[0]
+    call, tensors, functions = given[0].call, given[0].tensors, given[0].functions
     example = Example(call, tuple(None if t is None else t.detach() for t in tensors), functions)
     taken = {("forward", "compute up"): 1.0, ("forward", "compute up:int8"): 10.0}
     taken |= {("backward", "compute act from up:int8"): 100.0, ("backward", "backward act"): 1e3}

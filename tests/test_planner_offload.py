@@ -55,7 +55,7 @@ def test_options_cost_what_nothing_hides():
         convert(layer)(data())
     finally:
         OBSERVERS.remove(given.append)
-    (call, _, tensors, *_, functions) = given[0]
+    call, tensors, functions = given[0].call, given[0].tensors, given[0].functions
     example = Example(call, tuple(None if t is None else t.detach() for t in tensors), functions)
     base, up = options_for(example, lambda *_: {("backward", "x"): 2.0}, [(), ("up",)])
     up = dataclasses.replace(up, seconds=0.5)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fused_remat import FusedRematCausalLayer, FusedRematLayer, Policy
-from fused_remat.autograd.function import OBSERVERS, BlockRun
+from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.layers.fused_layer import FusedLayer
 
 TOKENS = 192

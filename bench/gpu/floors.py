@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from bench.layers.subjects import Subject
 from bench.measure.contest import UNITS
-from fused_remat.autograd.function import OBSERVERS, BlockRun
+from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.graph.schedule import schedule
 from fused_remat.planner.calibration import Example, Sizer, steps_of
 from fused_remat.policies import EXACT_PRESETS, kept_names

@@ -1,55 +1,164 @@
-"""Runs a block's programs over groups of sequences and tiles of tokens.
+"""Forward and backward of a block: the schedule's steps, run over groups of sequences and tiles.
 
-Tokens of different sequences never meet, so a block is run group by group (whole sequences), and
-within a group what follows attention runs tile by tile (tokens): no transient is ever larger than
-a group, none of the MLP's larger than a tile. Forward and backward use the same groups and tiles
-in every policy, which is why a rebuilt activation equals the forward's bit for bit.
+Tokens of different sequences never meet, so a block is computed group by group (whole sequences).
+Within a group, what follows attention is computed tile by tile (tokens). No transient is larger
+than a group, and none of the MLP's larger than a tile. Forward and backward use the same groups and
+tiles in every policy, which is why a rebuilt activation equals the forward's bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from fused_remat.graph.schedule import Schedule, Step
-from fused_remat.steps.chunk import TRACERS, Chunk, Execution, Observer, Pass
+from fused_remat.execution.observe import TRACERS
+from fused_remat.execution.prepare import BlockCall, Execution
+from fused_remat.graph.graph import sizes
+from fused_remat.graph.schedule import Step
+from fused_remat.steps.chunk import Chunk, Pass
+
+#: A chunk and the steps that run on it.
+BackwardPiece = tuple[Chunk, Collection[Step]]
+#: With the rows of the output that they compute, and the names that are kept then.
+ForwardPiece = tuple[Chunk, Collection[Step], Tensor, tuple[str, ...]]
 
 
-def _run_steps(steps: Sequence[Step], chunk: Chunk, out: Tensor | None = None) -> None:
-    """Compute activations (the output into `out`), and run nodes' backwards."""
-    if not (chunk.owner.observed or TRACERS):
-        _run(steps, chunk, out)
-        return
-    for step in steps:
-        for trace in TRACERS:
-            trace(step, chunk)
-        with torch.profiler.record_function(f"fused_remat::{step}"):
-            _run((step,), chunk, out, chunk.owner.watch)
+def forward(this: Pass, execution: Execution, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The block's output, and what the schedule keeps, in the order of computation.
+
+    The output is shaped like the first input `x` (of heads: side by side, (B, S, H*E)) except for
+    its width. Neither it nor what is kept shares memory with the inputs.
+    """
+    out = empty_output(execution.call, execution.widths["output"], execution.dtypes["output"], x)
+    kept: list[Tensor] = []
+    observed = _is_observed(this)
+    with autocast_off(x):
+        for chunk, steps, rows, keeps in _forward_pieces(this, execution, out):
+            for step in steps:
+                node = step.node
+                assert node is not None
+                if observed:
+                    _observed_forward(this, step, chunk, rows)
+                else:
+                    node.forward(chunk, rows if node.name == "output" else None)
+                if step.free:
+                    chunk.free(step.free)
+            kept.extend([chunk[name] for name in keeps])
+    return out, kept
 
 
-def _run(
-    steps: Sequence[Step], chunk: Chunk, out: Tensor | None, watch: Observer | None = None
-) -> None:
-    for step in steps:
-        node = step.node
-        assert node is not None
-        if step.kind == "compute":
-            node.forward(chunk, out if node.name == "output" else None)
-            if watch is not None:
-                watch(step, chunk)
-        else:
-            dy, owned = chunk.take_grad(node.name)
-            assert dy is not None
-            chunk.freeing = step.free
-            node.backward(chunk, dy, owned, step.needs_grad)
-            del dy
-        if step.free:
-            chunk.free(step.free)
+def _forward_pieces(this: Pass, execution: Execution, out: Tensor) -> Iterator[ForwardPiece]:
+    """Each group, and after a group's own steps each of its tiles."""
+    plan, chunks = execution.plan, execution.chunks
+    out_BSD = out.transpose(0, 1) if execution.call.seq_first else out
+    for seqs in chunks.groups:
+        group, target = _group(this, seqs, execution.shapes), _of_group(out_BSD, seqs)
+        is_view = target.is_contiguous()
+        shape = (group.rows, target.shape[-1])
+        rows = target.view(shape) if is_view else target.new_empty(shape)
+        yield group, plan.group_forward, rows, plan.kept_group
+        for lo, hi in chunks.tiles(group.rows) if plan.tile_forward else ():
+            tile = Chunk(this, seqs, (lo, hi), group)
+            yield tile, plan.tile_forward, rows[lo:hi], plan.kept_tile
+        if not is_view:
+            target.copy_(rows.view(target.shape))
 
 
-def _of(x: Tensor, seqs: tuple[int, int]) -> Tensor:
+def backward(
+    this: Pass, execution: Execution, kept: Sequence[Tensor], out: Tensor | None, dy: Tensor
+) -> list[Tensor | None]:
+    """Gradients of the call's tensors in its order; None where not asked for, and of `this.sink`.
+
+    `kept` is what `forward` returned; `out` the output, if the schedule keeps it.
+    """
+    grads: dict[str, Tensor] = {}
+    observed = _is_observed(this)
+    with autocast_off(dy):  # backward may be called inside autocast
+        for chunk, steps in _backward_pieces(this, execution, kept, out, dy, grads):
+            for step in steps:
+                node = step.node
+                assert node is not None
+                if observed:
+                    _observed_backward(this, step, chunk)
+                elif step.kind == "backward":
+                    grad, owned = chunk.take_grad(node.name)
+                    chunk.freeing = step.free
+                    node.backward(chunk, grad, owned, step.needs_grad)
+                    del grad
+                else:
+                    node.forward(chunk)
+                if step.free:
+                    chunk.free(step.free)
+    for name in execution.call.graph.inputs if execution.call.seq_first else ():
+        if name in grads:
+            grads[name] = grads[name].transpose(0, 1)
+    grads.update(this.param_grads)
+    for name in this.sink or ():
+        del grads[name]
+    return [grads.pop(name, None) for name in execution.call.graph.tensors]
+
+
+def _backward_pieces(
+    this: Pass,
+    execution: Execution,
+    kept: Sequence[Tensor],
+    out: Tensor | None,
+    dy: Tensor,
+    grads: dict[str, Tensor],
+) -> Iterator[BackwardPiece]:
+    """Each group up to its tiles, its tiles, and the rest of it; `grads` takes the inputs'."""
+    plan, chunks, supply = execution.plan, execution.chunks, iter(kept)
+    seq_first = execution.call.seq_first
+    dy_BSD, out_BSD = (t.transpose(0, 1) if seq_first and t is not None else t for t in (dy, out))
+    assert dy_BSD is not None
+    for seqs in chunks.groups:
+        group = _group(this, seqs, plan.kept_inputs)
+        group.update([(name, next(supply)) for name in plan.kept_group])
+        if out_BSD is not None:
+            group["output"] = _rows(out_BSD, seqs)
+        group.grads["output"] = (_rows(dy_BSD, seqs), False)
+        yield group, plan.backward_before
+        if plan.tile_backward:
+            yield from _backward_tiles(this, execution, group, supply)
+            group.free(plan.freed_by_tiles)
+            yield group, plan.backward_after
+        for name, shape in execution.shapes.items():
+            if name in execution.needs_grad:
+                _collect(name, shape, group, chunks.group >= chunks.batch, dy_BSD, grads)
+
+
+def _backward_tiles(
+    this: Pass, execution: Execution, group: Chunk, supply: Iterator[Tensor]
+) -> Iterator[BackwardPiece]:
+    """A group's tiles, whose gradients of the group's activations are put together."""
+    plan, (dout, _) = execution.plan, group.take_grad("output")
+    buffers = {name: group.empty(name) for name in plan.tile_gives}
+    for lo, hi in execution.chunks.tiles(group.rows):
+        tile = Chunk(this, group.seqs, (lo, hi), group)
+        tile.update([(name, next(supply)) for name in plan.kept_tile])
+        tile.grads["output"] = (dout[lo:hi], False)
+        yield tile, plan.tile_backward
+        for name, buffer in buffers.items():
+            buffer[lo:hi].copy_(tile.take_grad(name)[0])
+    for name, buffer in buffers.items():
+        group.add_grad(name, buffer, owned=True)
+
+
+def _group(this: Pass, seqs: tuple[int, int], inputs: Iterable[str]) -> Chunk:
+    """The chunk of a group of sequences, holding those of `inputs` that are there."""
+    group = Chunk(this, seqs, (0, (seqs[1] - seqs[0]) * this.chunks.seq_len))
+    for name in inputs:
+        x = this.tensors.get(name)
+        if x is not None:
+            group[name] = _rows(x, seqs)
+    return group
+
+
+def _of_group(x: Tensor, seqs: tuple[int, int]) -> Tensor:
     return x if seqs[1] - seqs[0] == x.shape[0] else x[seqs[0] : seqs[1]]
 
 
@@ -58,101 +167,26 @@ def _rows(x: Tensor, seqs: tuple[int, int]) -> Tensor:
 
     Of heads (B, H, S, E), the group's heads.
     """
-    mine = _of(x, seqs)
+    mine = _of_group(x, seqs)
     return mine if mine.dim() == 4 else mine.reshape(-1, mine.shape[-1])
 
 
-def _frame(run: Pass, seqs: tuple[int, int], inputs: Iterable[str]) -> Chunk:
-    """The frame of a group, holding those of `inputs` that are there."""
-    chunk = Chunk(run, seqs, (0, (seqs[1] - seqs[0]) * run.chunks.seq_len))
-    for name in inputs:
-        x = run.tensors.get(name)
-        if x is not None:
-            chunk[name] = _rows(x, seqs)
-    return chunk
-
-
-def forward(run: Pass, out_BSD: Tensor) -> list[Tensor]:
-    """Fill `out_BSD` with the block's output; returns what the plan keeps, in frame order."""
-    kept: list[Tensor] = []
-    plan = run.execution.plan
-    for seqs in run.chunks.groups:
-        chunk = _frame(run, seqs, run.execution.shapes)
-        target = _of(out_BSD, seqs)
-        in_place = target.is_contiguous()
-        if in_place:
-            out = target.view(-1, target.shape[-1])
-        else:
-            out = torch.empty((chunk.rows, target.shape[-1]), dtype=target.dtype, device=run.device)
-        if plan.tile_forward:
-            _forward_tiles(chunk, plan, out, kept)
-        else:
-            _run_steps(plan.forward, chunk, out)
-            kept.extend(chunk[n] for n in plan.kept_group)
-        if not in_place:
-            target.copy_(out.view(target.shape))
-    return kept
-
-
-def _forward_tiles(chunk: Chunk, plan: Schedule, out: Tensor, kept: list[Tensor]) -> None:
-    run = chunk.owner
-    *before, _tiles = plan.forward
-    _run_steps(before, chunk)
-    kept.extend(chunk[n] for n in plan.kept_group)
-    for span in run.chunks.tiles(chunk.rows):
-        tile = Chunk(run, chunk.seqs, span, chunk)
-        _run_steps(plan.tile_forward, tile, out[span[0] : span[1]])
-        kept.extend(tile[n] for n in plan.kept_tile)
-
-
-def backward(
-    run: Pass, kept: Sequence[Tensor], out_BSD: Tensor | None, dy_BSD: Tensor
-) -> dict[str, Tensor]:
-    """Gradients of the wanted inputs, shaped like them; the params' gradients stay in `run`.
-
-    `kept` is what `forward` returned; `out_BSD` the output, if the plan keeps it.
-    """
-    supply = iter(kept)
-    execution = run.execution
-    plan = execution.plan
-    grads: dict[str, Tensor] = {}
-    for seqs in run.chunks.groups:
-        chunk = _frame(run, seqs, plan.kept_inputs)
-        chunk.update((n, next(supply)) for n in plan.kept_group)
-        if out_BSD is not None:
-            chunk["output"] = _rows(out_BSD, seqs)
-        chunk.grads["output"] = (_rows(dy_BSD, seqs), False)
-        if plan.tile_backward:
-            _backward_with_tiles(chunk, plan, supply)
-        else:
-            _run_steps(plan.backward, chunk)
-        for name in execution.shapes:
-            if name in run.needs_grad:
-                _collect(name, chunk, execution, dy_BSD, grads)
-    return grads
-
-
-def _backward_with_tiles(chunk: Chunk, plan: Schedule, supply: Iterator[Tensor]) -> None:
-    at = next(i for i, step in enumerate(plan.backward) if step.kind == "tiles")
-    _run_steps(plan.backward[:at], chunk)
-    _backward_tiles(chunk, plan, supply)
-    chunk.free(plan.backward[at].free)
-    _run_steps(plan.backward[at + 1 :], chunk)
-
-
 def _collect(
-    name: str, chunk: Chunk, execution: Execution, dy_BSD: Tensor, grads: dict[str, Tensor]
+    name: str,
+    shape: tuple[int, ...],
+    group: Chunk,
+    is_whole: bool,
+    dy: Tensor,
+    grads: dict[str, Tensor],
 ) -> None:
-    """Add a group's gradient of an input to `grads`, the whole of it by name."""
-    grad, owned = chunk.take_grad(name)
-    assert grad is not None
-    shape = execution.shapes[name]
-    if owned and execution.chunks.group >= execution.chunks.batch:
+    """Put a group's gradient of an input into `grads`; `is_whole`: there is one group."""
+    grad, owned = group.take_grad(name)
+    if owned and is_whole:
         grads[name] = grad.view(shape)
         return
     if name not in grads:
-        grads[name] = _empty_grad(shape, dy_BSD)
-    target = _of(grads[name], chunk.seqs)
+        grads[name] = _empty_grad(shape, dy)
+    target = _of_group(grads[name], group.seqs)
     target.copy_(grad.view(target.shape))
 
 
@@ -166,24 +200,65 @@ def _empty_grad(shape: tuple[int, ...], dy: Tensor) -> Tensor:
     return torch.empty_like(dy)
 
 
-def _backward_tiles(chunk: Chunk, plan: Schedule, supply: Iterator[Tensor]) -> None:
-    run = chunk.owner
-    dout, _ = chunk.take_grad("output")
-    assert dout is not None
-    buffers = {
-        name: torch.empty(
-            (chunk.rows, run.widths[name]), dtype=run.execution.dtypes[name], device=run.device
-        )
-        for name in plan.tile_gives
-    }
-    for span in run.chunks.tiles(chunk.rows):
-        tile = Chunk(run, chunk.seqs, span, chunk)
-        tile.update((n, next(supply)) for n in plan.kept_tile)
-        tile.grads["output"] = (dout[span[0] : span[1]], False)
-        _run_steps(plan.tile_backward, tile)
-        for name, buffer in buffers.items():
-            grad, _ = tile.take_grad(name)
-            assert grad is not None
-            buffer[span[0] : span[1]].copy_(grad)
-    for name, buffer in buffers.items():
-        chunk.add_grad(name, buffer, owned=True)
+def empty_output(call: BlockCall, width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
+    """An uninitialised output of `width` and `dtype` for the first input `x`."""
+    if x.dim() == 4:
+        return x.new_empty((*sizes(x.shape), width), dtype=dtype)
+    if width != x.shape[-1]:
+        return x.new_empty((*x.shape[:-1], width), dtype=dtype)
+    layout = torch.preserve_format if call.preserve_strides else torch.contiguous_format
+    return torch.empty_like(x, dtype=dtype, memory_format=layout)
+
+
+# --- what an observed pass does besides
+
+
+def _is_observed(this: Pass) -> bool:
+    return bool(TRACERS) or this.watch is not None or torch._C._autograd._profiler_enabled()
+
+
+def _observed_forward(this: Pass, step: Step, chunk: Chunk, rows: Tensor | None) -> None:
+    assert step.node is not None
+    for trace in TRACERS:
+        trace(step, chunk)
+    with torch.profiler.record_function(f"fused_remat::{step}"):
+        step.node.forward(chunk, rows if step.node.name == "output" else None)
+        if this.watch is not None:
+            this.watch(step, chunk)
+
+
+def _observed_backward(this: Pass, step: Step, chunk: Chunk) -> None:
+    if step.kind != "backward":
+        _observed_forward(this, step, chunk, None)
+        return
+    assert step.node is not None
+    for trace in TRACERS:
+        trace(step, chunk)
+    with torch.profiler.record_function(f"fused_remat::{step}"):
+        grad, owned = chunk.take_grad(step.node.name)
+        chunk.freeing = step.free
+        step.node.backward(chunk, grad, owned, step.needs_grad)
+
+
+# --- autocast
+
+
+def autocast_on(x: Tensor) -> bool:
+    """Whether autocast is on for tensors on the device of `x`.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     autocast_on(torch.ones(1)), autocast_on(torch.ones(1, device="meta"))
+    (True, False)
+    """
+    if (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled():  # not of all others
+        return False
+    kind = x.device.type
+    return torch._C._is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+_ALREADY_OFF = contextlib.nullcontext()
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager[None]:
+    """The graph says what is computed in which dtype."""
+    return torch.autocast(x.device.type, enabled=False) if autocast_on(x) else _ALREADY_OFF

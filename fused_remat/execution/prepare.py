@@ -1,50 +1,44 @@
-"""A call of a block as plain functions: `forward_block` and `backward_block`.
+"""What a call of a block is, and what is worked out about it once, from shapes alone.
 
-They are functions of tensors, a hashable `BlockCall` (what to compute) and what was worked out
-from it (`Execution`): `autograd/function.py` wraps them in a Function, `autograd/operators.py` in
-operators. Neither reads a module: what backward needs is saved from what forward read.
+A `BlockCall` says what to compute, without tensors. An `Execution` adds everything that follows
+from shapes, dtypes and the device: operations, pieces, schedule, widths. Both are cached, and read
+no value of any tensor.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from fused_remat.autograd.accumulate import Accumulation
-from fused_remat.execution import executor
 from fused_remat.execution.choose import has_faster, ops_for
 from fused_remat.graph.graph import Graph, sizes
-from fused_remat.graph.schedule import schedule
+from fused_remat.graph.schedule import Schedule, schedule
 from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps.activation import MLPActivation
-from fused_remat.steps.chunk import Chunks, Execution, Observer, Pass, WeightGrad
+from fused_remat.steps.chunk import Chunks, Layout
 from fused_remat.steps.fused import linear_norm_fwd, mlp_bwd, mlp_up_fwd
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.operations import Operations
 
-Functions = Mapping[str, Callable[[Tensor], Tensor]]
 Shapes = Sequence[torch.Size | None]
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What to compute, without tensors: the graph, what to keep, what gradients are wanted.
+    """What to compute, without tensors.
 
     Attributes:
         graph: the block; its `tensors` name what a call passes, inputs first.
         save: names that the policy keeps.
-        wants: inputs and params whose gradients are wanted.
+        needs_grad: inputs and params whose gradients are asked for.
         backend: a registered name or "auto".
         seq_first: the inputs are (S, B, D) rather than (B, S, D).
         preserve_strides: the output keeps a dense input's strides; else it is contiguous.
-        accumulation: whose gradients backward adds to buffers instead of returning them.
-        offload: names, without formats, of what waits for backward on the host; whoever saves what
-            is kept moves it.
+        offload: names, without formats, of what is copied to the host until backward.
     """
 
     graph: Graph
@@ -53,23 +47,20 @@ class BlockCall:
     backend: str
     seq_first: bool = False
     preserve_strides: bool = True
-    accumulation: Accumulation | None = None
     offload: frozenset[str] = frozenset()
 
     def prepare(self, tensors: Sequence[Tensor | None], fused: bool = True) -> Execution:
-        """Chunks, programs, widths and dtypes for these tensors, of which no value is read.
+        """The execution for these tensors.
 
-        Not `fused`: forward and backward take one routine for a step, as in deterministic mode.
+        `fused=False`: each step is an operation of its own, as under deterministic algorithms, so
+        that forward and backward of every policy run the same ones.
         """
         x = tensors[0]
         assert x is not None
         return prepare(self, x, [None if t is None else t.shape for t in tensors], fused)
 
-    def batch_major(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1) if self.seq_first else x
-
     def named_shapes(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-        """Shapes by name, of those that are there, the inputs' batch first."""
+        """The shapes of the tensors that are there, by name; the inputs' batch first."""
         named: dict[str, tuple[int, ...]] = {
             name: shape
             for name, shape in zip(self.graph.tensors, shapes, strict=True)
@@ -80,13 +71,50 @@ class BlockCall:
             named[name] = (batch, seq_len, width)
         return named
 
+
+@dataclass(frozen=True, eq=False)
+class Execution(Layout):
+    """A call with everything that follows from the shapes and dtypes of its tensors.
+
+    Attributes:
+        call: what is computed.
+        plan: the schedule of forward and backward.
+        casts: the dtypes that params are converted to before a pass; usually empty.
+        shapes: of the inputs, batch first.
+        given: shapes of all tensors of the call, in its order, as they were given.
+        rereads: for each tensor of the call, whether backward reads its values again.
+        fusions: rows of `graph.fusions.FUSIONS` that the schedule uses.
+    """
+
+    call: BlockCall
+    plan: Schedule
+    casts: Mapping[str, torch.dtype]
+    shapes: Mapping[str, tuple[int, ...]]
+    given: tuple[torch.Size | None, ...]
+    rereads: tuple[bool, ...]
+    fusions: frozenset[str]
+
     def named(self, tensors: Sequence[Tensor | None]) -> Mapping[str, Tensor | None]:
-        """Tensors by name, the inputs batch first."""
-        named = dict(zip(self.graph.tensors, tensors, strict=True))
-        for name in self.graph.inputs if self.seq_first else ():
+        """Tensors by name, the inputs batch first and params in the dtypes that steps read."""
+        graph = self.call.graph
+        named = dict(zip(graph.tensors, tensors, strict=True))
+        for name in graph.inputs if self.call.seq_first else ():
             x = named[name]
-            named[name] = None if x is None else self.batch_major(x)
+            named[name] = None if x is None else x.transpose(0, 1)
+        for name, dtype in self.casts.items():
+            param = named[name]
+            named[name] = None if param is None else param.to(dtype)
         return named
+
+    def pieces(self) -> Iterator[tuple[str, int]]:
+        """The name and the number of tokens of every kept piece, in the order of computation."""
+        plan, chunks = self.plan, self.chunks
+        for first, last in chunks.groups:
+            count = last - first
+            yield from ((name, count * self.lengths[name]) for name in plan.kept_group)
+            if plan.kept_tile:
+                for lo, hi in chunks.tiles(count * chunks.seq_len):
+                    yield from ((name, self.tile_rows(name, hi - lo)) for name in plan.kept_tile)
 
 
 def prepare(
@@ -96,15 +124,14 @@ def prepare(
     fused: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Execution:
-    """`call.prepare` for tensors of `shapes`, the first of the device of `like`, and of its dtype
-    if that is not given."""
+    """The execution for tensors of `shapes` on the device of `like`; the first of `dtype`, or of
+    the dtype of `like`."""
     dtype = dtype or like.dtype
-    compute = call.graph.compute or dtype
-    ops, device = ops_for(call.backend, like, compute), like.device
+    ops = ops_for(call.backend, like, call.graph.compute or dtype)
     # Under deterministic algorithms every policy takes the same operation for a step.
     fuses = fused and not torch.are_deterministic_algorithms_enabled()
-    tokens = ops.chunk_tokens(device)
-    return _prepare(call, ops, tokens, device, fuses, dtype, tuple(shapes))
+    tokens = ops.chunk_tokens(like.device)
+    return _prepare(call, ops, tokens, like.device, fuses, dtype, tuple(shapes))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -131,13 +158,13 @@ def _prepare(
     return Execution(
         ops=ops,
         chunks=chunks,
-        plan=plan,
-        kind=graph.kind,
         needs_grad=call.needs_grad,
         widths=widths,
         lengths=lengths,
         dtypes=graph.dtypes(dtype),
         compute=graph.compute,
+        call=call,
+        plan=plan,
         casts=graph.casts,
         shapes={name: named[name] for name in graph.inputs},
         given=shapes,
@@ -153,8 +180,8 @@ def _fusions(
     dtype: torch.dtype,
     device: torch.device,
 ) -> frozenset[str]:
-    """Rows of `graph.fusions.FUSIONS` that an operation of the backend's own serves here, with the
-    name of the activation where there is one: products in `dtype`."""
+    """Rows of `graph.fusions.FUSIONS` for which the backend has an operation of its own, with the
+    name of the activation where there is one; products are in `dtype`."""
     acts = {
         node.act
         for node in graph.nodes
@@ -170,107 +197,3 @@ def _fusions(
     if norms and all(has_faster(ops, linear_norm_fwd, (k, dtype, device, n)) for k, n in norms):
         found.add("linear_norm")
     return frozenset(found)
-
-
-def forward_block(
-    call: BlockCall,
-    execution: Execution,
-    tensors: Sequence[Tensor | None],
-    functions: Functions = MappingProxyType({}),
-    watch: Observer | None = None,
-) -> tuple[Tensor, list[Tensor]]:
-    """The output, and what backward keeps besides it and `tensors`.
-
-    The output is shaped like the first input (heads: side by side, (B, S, H*E)) but for its width.
-    Neither it nor what is kept shares memory with the inputs.
-    """
-    x = tensors[0]
-    assert x is not None
-    out = empty_output(call, execution.widths["output"], execution.dtypes["output"], x)
-    this = Pass(execution, call.named(tensors), functions, x, watch)
-    out_BSD = call.batch_major(out)
-    if autocast_on(x):  # the graph says what is computed in which dtype
-        with torch.autocast(x.device.type, enabled=False):
-            return out, executor.forward(this, out_BSD)
-    return out, executor.forward(this, out_BSD)
-
-
-def empty_output(call: BlockCall, width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Uninitialised, for the output of `width` and `dtype` for the first input `x`."""
-    if x.dim() == 4:
-        return x.new_empty((*sizes(x.shape), width), dtype=dtype)
-    if width != x.shape[-1]:
-        return x.new_empty((*x.shape[:-1], width), dtype=dtype)
-    layout = torch.preserve_format if call.preserve_strides else torch.contiguous_format
-    return torch.empty_like(x, dtype=dtype, memory_format=layout)
-
-
-def backward_block(
-    call: BlockCall,
-    execution: Execution,
-    tensors: Sequence[Tensor | None],
-    out: Tensor | None,
-    kept: Sequence[Tensor],
-    dy: Tensor,
-    functions: Functions = MappingProxyType({}),
-    watch: Observer | None = None,
-    into: Mapping[str, Tensor] | None = None,
-    later: list[WeightGrad] | None = None,
-) -> list[Tensor | None]:
-    """Gradients of every tensor, None where not wanted and of what is in `into`.
-
-    Of `tensors`, those may be None that the plan does not read; so may `out`, the output.
-    Gradients of the params in `into` are added to those tensors, in float32 (float64) throughout.
-    Weight gradients that are products of two matrices go to `later`, if given, as their factors.
-    """
-    this = Pass(execution, call.named(tensors), functions, dy, watch, into, later)
-    dy_BSD, out_BSD = call.batch_major(dy), None if out is None else call.batch_major(out)
-    if autocast_on(dy):  # backward called inside autocast, forward's or any other
-        with torch.autocast(dy.device.type, enabled=False):
-            found = executor.backward(this, kept, out_BSD, dy_BSD)
-    else:
-        found = executor.backward(this, kept, out_BSD, dy_BSD)
-    for name in call.graph.inputs if call.seq_first else ():
-        if name in found:
-            found[name] = call.batch_major(found[name])
-    found.update(this.param_grads)
-    if into is not None:
-        found = {name: grad for name, grad in found.items() if name not in into}
-    return [found.pop(name, None) for name in call.graph.tensors]
-
-
-def round_vectors(
-    grads: list[Tensor | None], low: torch.dtype, dtypes: Sequence[torch.dtype | None]
-) -> None:
-    """Round gradients of biases and norms, summed in float32, to `low`: all in one kernel.
-
-    Those that `dtypes` asks in `low`, one for each of `grads`. Autograd would round each in a
-    kernel of its own; matrices are left to it, for it frees one before it makes the next.
-
-    >>> grads = [torch.ones(2), torch.ones(3), None, torch.ones(2, 2)]
-    >>> round_vectors(grads, torch.half, [torch.half, None, torch.half, torch.half])
-    >>> [g if g is None else g.dtype for g in grads]
-    [torch.float16, torch.float32, None, torch.float32]
-    """
-    wide: dict[int, Tensor] = {}
-    for place, (grad, dtype) in enumerate(zip(grads, dtypes, strict=True)):
-        if dtype is low and grad is not None and grad.dtype is torch.float32 and grad.dim() == 1:
-            wide[place] = grad
-    if wide:
-        rounded = [torch.empty_like(grad, dtype=low) for grad in wide.values()]
-        torch._foreach_copy_(rounded, list(wide.values()))
-        for place, grad in zip(wide, rounded, strict=True):
-            grads[place] = grad
-
-
-def autocast_on(x: Tensor) -> bool:
-    """Whether autocast is on for tensors on the device of `x`.
-
-    >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     autocast_on(torch.ones(1)), autocast_on(torch.ones(1, device="meta"))
-    (True, False)
-    """
-    if (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled():  # not of all others
-        return False
-    kind = x.device.type
-    return torch._C._is_autocast_available(kind) and torch.is_autocast_enabled(kind)

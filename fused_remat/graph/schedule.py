@@ -32,6 +32,9 @@ class Step:
         return f"{self.kind} {self.node.label}" if self.node is not None else self.kind
 
 
+_TILES = Step("tiles", None, frozenset(), ())
+
+
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """Everything about one (graph, policy, wanted gradients) that does not depend on sizes.
@@ -60,6 +63,29 @@ class Schedule:
     tile_backward: tuple[Step, ...]
     tile_gives: tuple[str, ...]
     inexact: frozenset[str]
+
+    # As the executor runs it: a group's steps up to its tiles, and after them.
+
+    @functools.cached_property
+    def group_forward(self) -> tuple[Step, ...]:
+        return self.forward[:-1] if self.tile_forward else self.forward
+
+    @functools.cached_property
+    def _tiles(self) -> int:
+        """The place of the "tiles" step in backward; after the last where there is none."""
+        return [step.kind for step in (*self.backward, _TILES)].index("tiles")
+
+    @functools.cached_property
+    def backward_before(self) -> tuple[Step, ...]:
+        return self.backward[: self._tiles]
+
+    @functools.cached_property
+    def freed_by_tiles(self) -> tuple[str, ...]:
+        return self.backward[self._tiles].free
+
+    @functools.cached_property
+    def backward_after(self) -> tuple[Step, ...]:
+        return self.backward[self._tiles + 1 :]
 
 
 def _with_frees(

@@ -183,7 +183,7 @@ class FusedLayer(nn.Module):
             preserve_strides=call.spec.branches[-1].placement != "post",
             functions=call.functions,
             accumulation=accumulation,
-            tell=self._warn_of_kept_input,
+            warn_of_input=self._warn_of_kept_input,
         )
         if call.unbatched:
             out = out.squeeze(0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_remat.execution.prepare import autocast_on
+from fused_remat.execution.executor import autocast_on
 
 #: What autocast converts, on CPU and CUDA.
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)

@@ -316,7 +316,7 @@ def run_layer(
         preserve_strides=preserve_strides,
         functions=functions,
         accumulation=accumulation,
-        tell=tell,
+        warn_of_input=tell,
     )
 
 

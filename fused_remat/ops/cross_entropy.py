@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused_remat.autograd.shards import is_dtensor, local_shards
-from fused_remat.execution.prepare import autocast_on
+from fused_remat.execution.executor import autocast_on
 from fused_remat.graph.build import linear_cross_entropy_graph
 from fused_remat.ops.checks import check_alike, check_shape, run_tokens
 from fused_remat.spec import ParallelSpec

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.execution.prepare import BlockCall, Functions, backward_block, forward_block
+from fused_remat.execution import executor
+from fused_remat.execution.observe import TRACERS, Functions
+from fused_remat.execution.prepare import BlockCall, Execution
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import Schedule, Step, schedule
-from fused_remat.steps.chunk import TRACERS, Chunk, Execution
+from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.node import Node
 
 _ROUNDS = 3
@@ -41,7 +43,7 @@ class Example:
     def keeping(self, save: Iterable[str]) -> BlockCall:
         names = frozenset(save)
         graph = in_formats(self.call.graph, names)
-        return dataclasses.replace(self.call, graph=graph, save=names, accumulation=None)
+        return dataclasses.replace(self.call, graph=graph, save=names)
 
     def prepare(self, save: Iterable[str]) -> Execution:
         return self.keeping(save).prepare(self.tensors)
@@ -62,20 +64,21 @@ class Example:
         """Of equal keys, one is as good as the other."""
         given = tuple(None if t is None else (t.shape, t.dtype, t.stride()) for t in self.tensors)
         functions = tuple(sorted(self.functions.items(), key=lambda named: named[0]))
-        return dataclasses.replace(self.call, accumulation=None), given, functions
+        return self.call, given, functions
 
     def run(self, save: Iterable[str], between: Callable[[], None] = lambda: None) -> None:
         """Forward, `between`, backward, of random gradients."""
-        call, execution = self.keeping(save), self.prepare(save)
+        execution = self.prepare(save)
         with torch.no_grad():
-            out, kept = forward_block(call, execution, self.tensors, self.functions)
+            this = Pass(execution, execution.named(self.tensors), self.functions, self.input)
+            out, kept = executor.forward(this, execution, self.input)
             dy = torch.randn_like(out)
             again = [t if r else None for t, r in zip(self.tensors, execution.rereads, strict=True)]
             saved = out if execution.plan.keeps_output else None
             del out
             between()
-            grads = backward_block(call, execution, again, saved, kept, dy, self.functions)
-            del grads
+            this = Pass(execution, execution.named(again), self.functions, dy)
+            executor.backward(this, execution, kept, saved, dy)
 
 
 def steps_of(plan: Schedule, which: str) -> list[Step]:
@@ -93,8 +96,7 @@ class _Clock:
         self._marks: list[tuple[tuple[str, str] | None, Any]] = []
         self.which = "forward"
 
-    def __call__(self, step: object, chunk: Chunk) -> None:
-        assert isinstance(step, Step)
+    def __call__(self, step: Step, chunk: Chunk) -> None:
         self._mark((self.which, str(step)))
 
     def between(self) -> None:

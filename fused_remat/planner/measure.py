@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fused_remat.autograd.function import BlockRun, is_block
+from fused_remat.autograd.function import is_block
+from fused_remat.execution.observe import BlockRun
 from fused_remat.layers import FusedLayer
 from fused_remat.planner.calibration import Example
 from fused_remat.planner.chain import Moment
@@ -78,14 +79,14 @@ class _Capture:
     def __call__(self, layer: int, invocation: BlockRun) -> None:
         if layer < 0:
             return
-        call, _, tensors, output, *_ = invocation
+        call, tensors = invocation.call, invocation.tensors
         x = tensors[0]
         assert x is not None
         given = tuple(None if t is None else t.detach() for t in tensors)
         example = Example(call, given, invocation.functions)
         example = self._examples.setdefault(example.key, example)
         follows = is_block(x.grad_fn) and StorageWeakRef(x.untyped_storage()) == self._last
-        self._last = StorageWeakRef(output.untyped_storage())
+        self._last = StorageWeakRef(invocation.output.untyped_storage())
         measured = MeasuredCall(
             self._layers[layer][0], call.graph.kind, self._layers[layer][1], example, follows
         )

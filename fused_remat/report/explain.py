@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fused_remat.autograd.function import OBSERVERS, BlockRun
 from fused_remat.execution.choose import DEFAULTS, choose, why_not
+from fused_remat.execution.observe import OBSERVERS, TRACERS, BlockRun
+from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.layers.fused_layer import DECISIONS, FusedLayer
 from fused_remat.report.step import restored
-from fused_remat.steps.chunk import TRACERS, Chunk, Pass
+from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.node import Node
 from fused_remat.steps.operations import OPERATIONS, Function, Operations
 
@@ -111,8 +112,7 @@ class _Recorder:
         title = f"{type(layer).__name__}, PyTorch's own forward"
         self.found.append(BlockExplanation(name, title, reason=reason))
 
-    def trace(self, step: object, chunk: Chunk) -> None:
-        assert isinstance(step, Step)
+    def trace(self, step: Step, chunk: Chunk) -> None:
         if step.node is None or step.kind != "compute":
             return
         if threading.get_ident() != self._thread:
@@ -150,7 +150,8 @@ class _Recorder:
 
     def _begin(self, chunk: Chunk) -> BlockExplanation:
         execution = chunk.owner.execution
-        plan, chunks = execution.plan, execution.chunks
+        assert isinstance(execution, Execution)
+        plan, chunks, kind = execution.plan, execution.chunks, execution.call.graph.kind
         pieces = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
         tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
         steps: list[str] = []
@@ -160,7 +161,7 @@ class _Recorder:
                 steps.append(f"{one} ({route})" if route else str(one))
         return BlockExplanation(
             self._inside[-1] if self._inside else "(op)",
-            f"{execution.kind}, backend {_backend(chunk)}{_dtypes(chunk)}, {pieces}{tiles}",
+            f"{kind}, backend {_backend(chunk)}{_dtypes(chunk)}, {pieces}{tiles}",
             kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
             backward=tuple(steps),
         )

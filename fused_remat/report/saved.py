@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fused_remat.autograd.function import OBSERVERS, BlockRun
+from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.graph.schedule import kept_bytes
 
 #: Name of what non-reentrant `torch.utils.checkpoint` holds: the arguments of what it wraps.
@@ -208,9 +208,9 @@ def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
 
 def _block_tensors(invocation: BlockRun) -> Iterator[tuple[str, Tensor]]:
     """What a block saves, by name; of an activation, each of its pieces."""
-    call, execution, tensors, output, kept, saves, offloaded, _ = invocation
+    execution, _, tensors, output, kept, saves, offloaded = invocation
     yield from offloaded
-    for name, t, saved in zip(call.graph.tensors, tensors, saves, strict=True):
+    for name, t, saved in zip(execution.call.graph.tensors, tensors, saves, strict=True):
         if t is not None and saved:
             yield name, t
     if execution.plan.keeps_output:
@@ -219,7 +219,7 @@ def _block_tensors(invocation: BlockRun) -> Iterator[tuple[str, Tensor]]:
 
 
 def _predicted(invocation: BlockRun) -> Mapping[str, int]:
-    call, execution, tensors, *_ = invocation
+    call, execution, tensors = invocation.call, invocation.execution, invocation.tensors
     given = {n: t for n, t in zip(call.graph.tensors, tensors, strict=True) if t is not None}
     shapes = {name: tuple(t.shape) for name, t in given.items()} | {**execution.shapes}
     sizes = {name: given[name].element_size() for name in call.graph.inputs}

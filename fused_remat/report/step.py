@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from fused_remat.autograd.function import OBSERVERS, BlockRun
+from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.layers import FusedLayer
 from fused_remat.report.allocations import AllocationTrace, Span
 from fused_remat.report.saved import Saved, SavedRecord

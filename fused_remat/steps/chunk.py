@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from torch import Tensor
 from fused_remat import random
 from fused_remat.steps.linear import Part, linear_dw
 from fused_remat.steps.operations import Operations
-
-if TYPE_CHECKING:
-    from fused_remat.graph.schedule import Schedule, Step
 
 
 @dataclass(frozen=True)
@@ -66,57 +63,31 @@ class Chunks:
 
 
 @dataclass(frozen=True, eq=False)
-class Execution:
-    """What forward and backward of one call share, worked out from shapes alone.
+class Layout:
+    """Shapes, dtypes and operations of one call, as its steps see them.
 
     Attributes:
-        ops, chunks, plan: what computes, in which pieces, by which programs.
-        kind: the block's name, for explanations.
-        wants: inputs and params whose gradients are wanted.
+        ops: the operations of the backend that serves.
+        chunks: the pieces in which the call is computed.
+        needs_grad: inputs and params whose gradients are asked for.
         widths: elements per token of every activation and statistic.
         lengths: tokens of a sequence of every input, activation and statistic.
         dtypes: of every input, activation and statistic.
-        compute: the dtype of what is not in the residual stream; None for the input's.
-        casts: the dtypes that params are converted to before a pass; usually empty.
-        shapes: of the inputs, batch first.
-        given: shapes of all tensors of the call, in its order, as they were given.
-        rereads: of all tensors of the call, whether backward reads their values again.
-        fusions: rows of `graph.fusions.FUSIONS` that the programs use.
+        compute: under autocast, the dtype outside the residual stream; None for the input's.
     """
 
     ops: Operations
     chunks: Chunks
-    plan: Schedule
-    kind: str
     needs_grad: frozenset[str]
     widths: Mapping[str, int]
     lengths: Mapping[str, int]
     dtypes: Mapping[str, torch.dtype]
     compute: torch.dtype | None
-    casts: Mapping[str, torch.dtype]
-    shapes: Mapping[str, tuple[int, ...]]
-    given: tuple[torch.Size | None, ...]
-    rereads: tuple[bool, ...]
-    fusions: frozenset[str]
-
-    def pieces(self) -> Iterator[tuple[str, int]]:
-        """The name and the number of tokens of every piece kept, in the order of their making."""
-        plan, chunks = self.plan, self.chunks
-        for first, last in chunks.groups:
-            count = last - first
-            yield from ((name, count * self.lengths[name]) for name in plan.kept_group)
-            if plan.kept_tile:
-                for lo, hi in chunks.tiles(count * chunks.seq_len):
-                    yield from ((name, self.tile_rows(name, hi - lo)) for name in plan.kept_tile)
 
     def tile_rows(self, name: str, rows: int) -> int:
         """The tokens that an activation of tiles has, of a tile of `rows` tokens of the input."""
         length, seq_len = self.lengths[name], self.chunks.seq_len
         return rows if length == seq_len else rows * length // seq_len
-
-
-#: Called with each step before it runs, and its frame; for explanations. Usually empty.
-TRACERS: list[Callable[[object, Chunk], None]] = []
 
 
 class WeightGrad(NamedTuple):
@@ -129,48 +100,42 @@ class WeightGrad(NamedTuple):
     partial: bool
 
 
-#: Sees a step that computes once it has, and its frame.
-Observer = Callable[["Step", "Chunk"], None]
-
-
 class Pass:
-    """One forward or backward pass of one block call: what all its frames share.
+    """One forward or backward pass of one call: what all its chunks share.
 
     Args:
-        prepared: what was worked out about the call.
+        execution: shapes, dtypes and operations of the call.
         tensors: the block's inputs, batch first, and params by name; absent or None where the
             block has none, or where backward does not read it.
         functions: the caller's own functions by name.
         like: a tensor with the dtype and device of the block's input.
-        watch: called after every step that computes; for the replay check.
-        into: buffers of params, to which their gradients are added.
-        later: where weight gradients go as their factors, instead of being computed.
+        watch: called after every step that computes an activation, with the step and its chunk.
+        sink: by param, buffers that gradients are added to, in float32 (float64) throughout.
+        deferred: takes the two factors of each weight gradient in place of their product.
     """
 
     def __init__(
         self,
-        execution: Execution,
+        execution: Layout,
         tensors: Mapping[str, Tensor | None],
         functions: Mapping[str, Callable[[Tensor], Tensor]],
         like: Tensor,
-        watch: Observer | None = None,
-        into: Mapping[str, Tensor] | None = None,
-        later: list[WeightGrad] | None = None,
+        watch: Callable[[Any, Chunk], None] | None = None,
+        sink: Mapping[str, Tensor] | None = None,
+        deferred: list[WeightGrad] | None = None,
     ) -> None:
-        if execution.casts:
-            tensors = _cast(tensors, execution.casts)
         self.execution, self.tensors, self.functions = execution, tensors, functions
         self.ops, self.chunks = execution.ops, execution.chunks
         self.needs_grad, self.widths = execution.needs_grad, execution.widths
         self.dtype, self.device = like.dtype, like.device
         self.partial = self.chunks.partial
-        self.exact = into is not None
-        self.param_grads: dict[str, Tensor] = {} if into is None else dict(into)
-        self.watch, self.later = watch, later
-        self.observed: bool = watch is not None or torch._C._autograd._profiler_enabled()
+        self.exact = sink is not None
+        self.param_grads: dict[str, Tensor] = {} if sink is None else dict(sink)
+        self.watch, self.sink, self.deferred = watch, sink, deferred
         self._site_keys: dict[int, tuple[Tensor, ...]] = {}
 
     def site_key(self, site: int) -> Tensor:
+        """The random key of a dropout site."""
         index = site % random.NUM_SITES
         keys = self._site_keys.get(site - index)
         if keys is None:
@@ -178,14 +143,6 @@ class Pass:
             assert seed is not None
             keys = self._site_keys[site - index] = random.site_keys(seed, site - index)
         return keys[index]
-
-
-def _cast(
-    tensors: Mapping[str, Tensor | None], dtypes: Mapping[str, torch.dtype]
-) -> Mapping[str, Tensor | None]:
-    """`tensors` with those in `dtypes` converted, for the time of one pass: no copy is kept."""
-    given = {name: t for name in dtypes if (t := tensors.get(name)) is not None}
-    return {**tensors, **{name: t.to(dtypes[name]) for name, t in given.items()}}
 
 
 class Chunk(dict[str, Tensor]):
@@ -290,9 +247,10 @@ class Chunk(dict[str, Tensor]):
         else:
             self.grads[name] = (have[0] + grad, True)
 
-    def take_grad(self, name: str) -> tuple[Tensor | None, bool]:
-        grad, owned = self.grads.pop(name, (None, False))
-        return grad, owned and self.owner.later is None  # else it may be a factor of a product
+    def take_grad(self, name: str) -> tuple[Tensor, bool]:
+        """The gradient of an activation, and whether it may be overwritten; it is gone then."""
+        grad, owned = self.grads.pop(name)
+        return grad, owned and self.owner.deferred is None  # else it may be a factor of a product
 
     def add_param_grad(self, name: str, grad: Tensor, part: Part | None = None) -> None:
         have = self.owner.param_grads.get(name)
@@ -323,8 +281,8 @@ class Chunk(dict[str, Tensor]):
     ) -> None:
         """Add dy.T @ x to the gradient of a weight; `partial`: the step itself will add more."""
         owner, grads = self.owner, self.owner.param_grads
-        if owner.later is not None:
-            owner.later.append(WeightGrad(name, dy, x, part, partial))
+        if owner.deferred is not None:
+            owner.deferred.append(WeightGrad(name, dy, x, part, partial))
             return
         partial = partial or owner.partial
         if part is not None:

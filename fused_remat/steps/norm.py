@@ -270,7 +270,9 @@ class Norm(Node):
         if not (marks[0] or marks[1]):
             chunk.add_param_grad(self.bias, chunk.ops[bias_grad](dy))
             return
-        prior, _ = chunk.take_grad(self.x)  # the residual's gradient, added in the same pass
+        prior, _ = chunk.grads.pop(
+            self.x, (None, False)
+        )  # the residual's gradient, added in the same pass
         stats = tuple([chunk[stat] for stat in self.stats])
         dx, dweight, dbias = chunk.ops[norm_bwd](
             self.spec, dy, chunk[self.x], stats, chunk.param(self.weight), marks, add=prior

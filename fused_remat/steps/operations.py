@@ -19,8 +19,11 @@ described: an implementation makes a tensor of it, or draws the same bits where 
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -33,6 +36,19 @@ Says = str | Callable[..., str]
 
 class FusedRematWarning(UserWarning):
     """A slower implementation serves than was asked for; the message says which, and why."""
+
+
+def warn(message: str, category: type[Warning] = FusedRematWarning) -> None:
+    """Warn at the line of the user's code that called: the first outside of this package and
+    PyTorch."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _room(frame) in ("fused_remat", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"fused_remat: {message}", category, stacklevel=level)
+
+
+def _room(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from reference import EXACT_PRESETS, PARAM_NAMES
 from torch import nn
 
 from fused_remat import FusedRematLayer, explain, memory_report, ops
-from fused_remat.execution.prepare import round_vectors
+from fused_remat.autograd.partial import round_vectors
 from fused_remat.graph.build import block_graph
 from fused_remat.report.allocations import measure_allocations, predict_kept_bytes
 from fused_remat.spec import nn_layer_spec

@@ -136,7 +136,7 @@ def test_bytes_on_the_device_are_the_predicted(policy):
 def test_copies_are_in_pinned_memory():
     node = stack(POLICIES["input and qkv"])(normal(BF16, B, S, D).requires_grad_()).grad_fn
     for _ in range(LAYERS):
-        hosts = [node.saved_tensors[place] for place in node.offloaded.places]
+        hosts = [node.saved_tensors[place] for place in node.extras.offloaded.places]
         assert len(hosts) == 2 and all(host.is_pinned() for host in hosts)
         node = node.next_functions[0][0]
 
@@ -185,7 +185,7 @@ def test_captured_in_a_cuda_graph():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = model(x)
-        assert y.grad_fn.offloaded is None
+        assert y.grad_fn.extras.offloaded is None
         found = torch.autograd.grad(y.float().square().mean(), x)[0]
     graph.replay()
     torch.cuda.synchronize()

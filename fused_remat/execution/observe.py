@@ -1,0 +1,48 @@
+"""Who is told what blocks do: reports, explanations, tests. The lists are usually empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from fused_remat.execution.prepare import BlockCall, Execution
+from fused_remat.graph.schedule import Step
+from fused_remat.steps.chunk import Chunk
+
+Functions = Mapping[str, Callable[[Tensor], Tensor]]
+
+
+class BlockRun(NamedTuple):
+    """A call that keeps something for backward.
+
+    Attributes:
+        execution, functions: what is computed, and the caller's own functions.
+        tensors, output: of the call.
+        kept: what is kept besides `tensors` and `output`, piece by piece.
+        saves: for each of `tensors`, whether it is kept.
+        offloaded: by name, what of it is kept on the host.
+    """
+
+    execution: Execution
+    functions: Functions
+    tensors: Sequence[Tensor | None]
+    output: Tensor
+    kept: Sequence[Tensor]
+    saves: Sequence[bool]
+    offloaded: Sequence[tuple[str, Tensor]]
+
+    @property
+    def call(self) -> BlockCall:
+        return self.execution.call
+
+
+#: Called when a block is about to save what it keeps.
+OBSERVERS: list[Callable[[BlockRun], None]] = []
+
+#: Called with each step before it runs, and its chunk.
+TRACERS: list[Callable[[Step, Chunk], None]] = []
+
+#: Called with each layer that does not take the fused path, and why.
+DECISIONS: list[Callable[[nn.Module, Any], None]] = []
