@@ -1,4 +1,4 @@
-"""Swap the layers of an existing model for fused ones, in place, and back."""
+"""Replaces the layers of an existing model by fused ones, in place, and back."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ from fused_remat.policies import Policy
 
 Model = TypeVar("Model", bound=nn.Module)
 
-#: Layer types of torch.nn that can be swapped, and what for. Those of transformers are the rows of
-#: `huggingface.rows`.
+#: Layer classes of torch.nn and the fused ones; those of transformers are in `huggingface.rows`.
 LAYERS: dict[type[nn.Module], type[FusedLayer]] = {
     nn.TransformerEncoderLayer: FusedRematLayer,
     nn.TransformerDecoderLayer: FusedRematDecoderLayer,
@@ -41,13 +40,13 @@ _STOCK = {fused: stock for stock, fused in LAYERS.items()}
 
 
 def _is_known(stock: type[nn.Module]) -> bool:
-    """Whether a layer class can be swapped."""
+    """Whether there is a fused class for a layer class."""
     known = rows.architecture_of(stock) is not None and stock not in FUSED.values()
     return stock in LAYERS or known
 
 
 def _class_for(stock: type[nn.Module]) -> type[FusedLayer] | None:
-    """What a layer class is swapped for."""
+    """The fused class for a layer class."""
     return LAYERS.get(stock) or fused_class(stock)
 
 
@@ -70,16 +69,21 @@ def convert(
     The layer objects stay the same (only their class changes), and with them parameters,
     optimizer state, train/eval mode, hooks and references held elsewhere. Eligible are layers
     whose type is exactly `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`, as in
-    `nn.Transformer`, or one of transformers' that there is a row for (docs/huggingface.md), which
-    keep their class's name; one with something that the block has no place for is left as it was,
-    with a `FusedRematWarning`. `every=k` takes every k-th of them, the first included.
-    `accumulate_into`: as in `FusedRematLayer`, of every layer. `loss`: a causal language model of
-    transformers computes its loss by `ops.cross_entropy`, without whole logits, where a call
-    trains and has labels; `logits` of what it returns is None then.
+    `nn.Transformer`, or one of the classes of transformers in docs/huggingface.md; these keep the
+    name of their class. A layer with a feature that a block does not have stays unchanged, with a
+    `FusedRematWarning`.
 
-    Raises: ValueError if there is no such layer (the message lists what there is), or with `loss`
-        no such model, for an unknown policy, backend or accumulate_into, or if `every` is not a
-        positive int.
+    Args:
+        model: changed in place.
+        policy, backend, accumulate_into: of every layer, as in `FusedRematLayer`.
+        every: convert every k-th eligible layer, the first included.
+        loss: a causal language model of transformers computes its loss by
+            `ops.linear_cross_entropy`, without whole logits, where a call trains and has labels;
+            the `logits` of the output are then None.
+
+    Raises: ValueError if there is no eligible layer (the message lists the supported ones), or with
+        `loss` no such model; for an unknown policy, backend or accumulate_into, or if `every` is
+        not a positive int.
 
     >>> import torch
     >>> layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
@@ -119,24 +123,24 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     found = [module for module in model.modules() if head_class(type(module)) is not None]
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no language model whose loss to convert (looked for "
-            f"{supported_heads()})"
+            f"loss=True: {type(model).__name__} has no language model whose loss can be converted; "
+            f"supported: {supported_heads()}"
         )
     return found
 
 
 def _nothing_found(model: nn.Module) -> str:
-    wanted = ", ".join(t.__name__ for t in LAYERS)
-    fused = sum(1 for _ in _fused_layers(model))
-    already = f"; {fused} are fused already, see set_policy" if fused else ""
+    supported = ", ".join(f"torch.nn.{kind.__name__}" for kind in LAYERS)
+    count = sum(1 for _ in _fused_layers(model))
+    already = f"; {count} are fused already, see set_policy" if count else ""
     return (
-        f"{type(model).__name__} has no layer to convert (looked for {wanted} of torch.nn; in "
-        f"transformers, the layers of {rows.supported()}{already})"
+        f"{type(model).__name__} has no layer to convert; supported: {supported}, and in "
+        f"transformers the layers of {rows.supported()}{already}"
     )
 
 
 def _convertible(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Those of `layers` that the block has everything for; warns of the others."""
+    """Those of `layers` that a block can compute; warns of the others."""
     chosen, left = [], Counter[str]()
     for layer in layers:
         row = rows.architecture_of(type(layer))
@@ -154,7 +158,7 @@ def _convertible(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
 
 
 def _stock_of(layer: nn.Module) -> type[nn.Module] | None:
-    """The class that `convert` found; None if it is not convert's own that it has now."""
+    """The class that `convert` replaced; None for a layer that `convert` did not make."""
     if isinstance(layer, HuggingFaceLayer):
         return layer.stock if FUSED.get(layer.stock) is type(layer) else None
     if isinstance(layer, HuggingFaceHead):
@@ -171,7 +175,7 @@ def _revert_one(layer: nn.Module) -> None:
 def revert(model: Model) -> Model:
     """Undo `convert`: every fused layer becomes the stock layer again, in place.
 
-    Layers of a subclass of a fused one are left as they are.
+    Layers of a subclass of a fused class stay unchanged.
 
     >>> model = convert(nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4), 2))
     >>> type(revert(model).layers[0]).__name__

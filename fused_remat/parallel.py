@@ -5,9 +5,9 @@
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["data"])
 
-Each rank has some heads and some of the MLP's hidden units: parameters become DTensors, and the
-fused path runs on their local shards. With `sequence`, the residual stream between the first layer
-and the last is divided by tokens too, and so is what layers keep of it.
+Each rank computes some of the heads and some of the MLP's hidden units. Parameters become DTensors,
+and the fused path runs on their local shards. With `sequence`, the residual stream between the
+first layer and the last is divided by tokens too, and so is what layers keep of it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fused_remat.layers.linears import without_adapters
 from fused_remat.layers.tensor_parallel import TensorParallel, VocabularyParallelLinear
 from fused_remat.spec import ParallelSpec
 
-#: Linear layers whose outputs are divided, by the blocks' names, and those whose inputs are.
+#: Linear layers whose outputs are divided, by the block's names, and those whose inputs are.
 _COLUMNS = ("q", "k", "v", "gate", "fc1", "cross_q", "cross_k", "cross_v")
 _ROWS = ("proj", "cross_proj", "fc2")
 _UNPACKED = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class _Shared:
-    """Parameters that several modules of a model have: they go on sharing what these become."""
+    """Parameters that several modules of a model share: they share the DTensors as well."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -43,7 +43,7 @@ class _Shared:
             for name, p in module._parameters.items():
                 if p is not None:
                     holders.setdefault(p, []).append((module, name))
-        # Those alone: it would hold all others, whole, until all of the model is divided.
+        # Only shared ones: others would stay in memory, whole, until the whole model is divided.
         self._holders = {p: found for p, found in holders.items() if len(found) > 1}
         self._made: list[Any] = []
 
@@ -51,7 +51,7 @@ class _Shared:
         return p in self._holders
 
     def is_made(self, p: Any) -> bool:
-        """Whether `p` is what another module's parameter became."""
+        """Whether `p` is the DTensor that replaced a shared parameter."""
         return any(p is made for made in self._made)
 
     def distribute(
@@ -62,16 +62,16 @@ class _Shared:
         placement: Placement,
         src: int | None,
     ) -> None:
-        """Make a parameter a DTensor, in all modules that have it.
+        """Make a parameter a DTensor, in all modules that share it.
 
-        Raises: ValueError if another module has made it one that is placed otherwise.
+        Raises: ValueError if it is one already, with another placement.
         """
         p: Any = module._parameters[attribute]
         if self.is_made(p):
             if p.placements != (placement,):
                 raise ValueError(
-                    f"a parameter {tuple(p.shape)} that modules share would be {placement} in one "
-                    f"and {p.placements[0]} in another"
+                    f"modules share a parameter of shape {tuple(p.shape)}, which would be "
+                    f"{placement} in one and {p.placements[0]} in another"
                 )
             return
         whole = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=src)
@@ -85,24 +85,25 @@ class _Shared:
 class LayerParallel(ParallelStyle):
     """Divides a whole fused layer: a `ParallelStyle` for `parallelize_module`.
 
-    q, k, v, gate and up (linear1) are divided by rows, proj and down (linear2) by columns, norms
-    and their biases are on every rank. `nn.MultiheadAttention`'s packed `in_proj_weight` becomes
-    `q_proj_weight`, `k_proj_weight`, `v_proj_weight`, its own names of unpacked ones, since no
-    DTensor has a rank's heads of a packed one; `pack_attention` undoes it in a full state dict.
+    q, k, v, gate and up (linear1) are divided by rows, proj and down (linear2) by columns; norms
+    are on every rank. The packed `in_proj_weight` of `nn.MultiheadAttention` becomes
+    `q_proj_weight`, `k_proj_weight` and `v_proj_weight`, PyTorch's names of separate ones, since a
+    DTensor cannot hold a rank's heads of a packed weight; `pack_attention` undoes it in a full
+    state dict.
 
     Args:
         sequence: the layer's input and output are this rank's tokens, S / ranks of each sequence,
-            in order; norms, residual sums, and what is kept of them, too.
+            in order, and so are norms, residual sums and what is kept of them.
         split, join: with `sequence`, the input is whole on every rank and divided first; the
-            output is made whole on every rank, where what follows computes the same on all.
-        src_data_rank: whose parameters are everybody's, None: each rank's are the same already.
+            output is made whole on every rank.
+        src_data_rank: the rank whose parameters all ranks get; None where they are equal already.
 
     A call that the fused path cannot serve raises RuntimeError: PyTorch's own forward does not know
-    the shards. Compiled, the layer runs outside of the compiled graph. Dropout of what is divided
-    draws on each rank; of what is not, all draw the first rank's. `accumulate_into`, low-rank
-    updates and activation functions without a row are refused.
+    the shards. Compiled, the layer runs outside the compiled graph. Each rank draws the dropout of
+    what is divided; for what is not, all ranks draw the same. `accumulate_into`, low-rank updates
+    and activation functions without a row are not supported.
 
-    Raises (when applied): TypeError for a module that is no fused layer; ValueError for heads or
+    Raises (when applied): TypeError for a module that is not a fused layer; ValueError for heads or
         widths that cannot be divided evenly, packed projections (GPT-2), adapters, and parameters
         that are DTensors already (divide before `fully_shard`).
     Source: Shoeybi et al. 2019 (arXiv 1909.08053), Korthikanti et al. 2022 (arXiv 2205.05198).
@@ -121,7 +122,7 @@ class LayerParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         if (split or join) and not sequence:
-            raise ValueError("split and join are of sequence=True")
+            raise ValueError("split and join need sequence=True")
         self.sequence, self.split, self.join = sequence, split, join
         self.src_data_rank, self._shared = src_data_rank, _Shared()
         self._encoder: nn.TransformerEncoder | None = None
@@ -132,14 +133,14 @@ class LayerParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, FusedLayer):
-            raise TypeError(f"LayerParallel divides a fused layer, got a {type(module).__name__}")
+            raise TypeError(f"LayerParallel takes a fused layer, got a {type(module).__name__}")
         _check_mesh(device_mesh)
         if module._tensor_parallel is not None:
-            raise ValueError(f"the {type(module).__name__} is divided already")
+            raise ValueError(f"the {type(module).__name__} is divided among ranks already")
         if module.accumulate_into is not None:
             raise ValueError(
-                f"accumulate_into={module.accumulate_into!r}: a divided layer's gradients are "
-                "DTensors, which autograd adds up"
+                f"accumulate_into={module.accumulate_into!r}: the gradients of a divided layer are "
+                "DTensors, which only autograd adds; set it to None"
             )
         found = list(_parameters(module))
         shared = self._shared
@@ -152,17 +153,17 @@ class LayerParallel(ParallelStyle):
             shared.distribute(child, attribute, *where)
         parallel = _place(device_mesh, self.sequence)
         module._tensor_parallel = TensorParallel(parallel, self.split, self.join, self._lengths)
-        if self._encoder is not None:  # which would give layers nested tensors in evaluation
+        if self._encoder is not None:  # it would hand nested tensors to layers in evaluation
             self._encoder.use_nested_tensor = False
         return module
 
 
 class VocabularyParallel(ParallelStyle):
-    """Divides an `nn.Linear` head's rows, a vocabulary's: a `ParallelStyle`.
+    """Divides the rows of an `nn.Linear` head, one for each word: a `ParallelStyle`.
 
     `ops.linear_cross_entropy(hidden, head.weight, labels)` then computes the loss with this rank's
-    logits alone, and sums three numbers a token over ranks; hidden (..., D) is whole on every rank.
-    Called, the head makes all logits on every rank.
+    logits alone, and sums three numbers per token over ranks; hidden (..., D) is whole on every
+    rank. A call of the head makes all logits on every rank.
 
     Raises (when applied): TypeError for another module; ValueError for a vocabulary that cannot be
         divided evenly.
@@ -177,13 +178,13 @@ class VocabularyParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is not nn.Linear:
-            raise TypeError(f"VocabularyParallel divides an nn.Linear, got {type(module).__name__}")
+            raise TypeError(f"VocabularyParallel takes an nn.Linear, got a {type(module).__name__}")
         _check_mesh(device_mesh)
         size = device_mesh.size()
         if module.out_features % size:
             raise ValueError(
                 f"a vocabulary of {module.out_features} cannot be divided evenly among {size} "
-                "ranks: pad it"
+                "ranks; pad it"
             )
         for attribute in ("weight", "bias"):
             if module._parameters[attribute] is not None:
@@ -194,10 +195,10 @@ class VocabularyParallel(ParallelStyle):
 
 
 class _Whole(ParallelStyle):
-    """A module that computes the same on every rank; its parameters are DTensors as all others.
+    """A module that computes the same on every rank; its parameters are DTensors like all others.
 
-    So optimizers and `clip_grad_norm_`, which take no mixture, take all of a model. Its forward has
-    the local tensors in their place; compiled, DTensors.
+    Optimizers and `clip_grad_norm_`, which take no mixture, then take the whole model. Its forward
+    sees the local tensors; compiled, DTensors.
     """
 
     def __init__(self) -> None:
@@ -241,8 +242,8 @@ class _Whole(ParallelStyle):
         return module
 
 
-class _DividedEmbedding(ParallelStyle):
-    """An `nn.Embedding` whose rows are divided, as those of the head that shares its weight."""
+class _ParallelEmbedding(ParallelStyle):
+    """An `nn.Embedding` whose rows are divided, like those of the head that shares its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,25 +272,25 @@ def _as_local(out: Any) -> Any:
     return out.redistribute(placements=[Replicate()]).to_local()
 
 
-_Style = LayerParallel | VocabularyParallel | _Whole | _DividedEmbedding
+_Style = LayerParallel | VocabularyParallel | _Whole | _ParallelEmbedding
 
 
 def tensor_parallel_plan(
     model: nn.Module, *, sequence: bool = False, head: str | None = None
 ) -> dict[str, ParallelStyle]:
-    """The plan for `parallelize_module`: all of `model`, its fused layers divided.
+    """The plan for `parallelize_module`: all of `model`, with its fused layers divided.
 
     With `sequence`, the first of the layers in one container (`layers.0`) divides its input by
-    tokens, and the last makes its output whole, so that nothing else of the model changes: what is
-    around them computes the same on every rank, by parameters that are DTensors too, whole. Where
-    it draws random numbers, dropout say, ranks need the same seed. The head is divided
-    (`VocabularyParallel`) where `convert(loss=True)` has made the loss ours, and an `nn.Linear`
-    named `head`, whose loss is to be `ops.cross_entropy`; with it the embedding, if they
-    share a weight.
+    tokens, and the last makes its output whole. The modules around them compute the same on every
+    rank, with whole parameters that are DTensors too. Where these draw random numbers, for dropout
+    say, ranks need the same seed. A head is divided (`VocabularyParallel`) where
+    `convert(loss=True)` computes its loss, and so is an `nn.Linear` named `head`, whose loss has to
+    be `ops.linear_cross_entropy`; an embedding that shares its weight is divided with it.
 
     Raises: AttributeError for a `head` that is not there; ValueError for a model without fused
-        layers; with `sequence`, for a module with parameters between the layers of a container,
-        whose gradients would be one rank's, and for a layer that is there twice; for an nn.RNNBase.
+        layers and for an nn.RNNBase; with `sequence`, for a module with parameters between the
+        layers of a container, whose gradients would be those of one rank's tokens, and for a layer
+        that is in the container twice.
 
     >>> from fused_remat import FusedRematCausalLayer
     >>> model = nn.Sequential(*(FusedRematCausalLayer(16, 2, 32) for _ in range(2)))
@@ -306,7 +307,7 @@ def tensor_parallel_plan(
     if isinstance(model, FusedLayer):
         plan[""] = LayerParallel(sequence=sequence, split=sequence, join=sequence)
     if not plan:
-        raise ValueError(f"{type(model).__name__} has no fused layer: convert(model) makes them")
+        raise ValueError(f"{type(model).__name__} has no fused layer; call convert(model) first")
     heads = _heads_of(model, head)
     rows = {head.weight for head in heads.values()}
     plan.update({name: VocabularyParallel() for name in heads})
@@ -316,9 +317,12 @@ def tensor_parallel_plan(
         if not own or any(name == at or name.startswith(f"{at}.") or not at for at in done):
             continue
         if isinstance(module, nn.RNNBase):
-            raise ValueError(f"{name} is a {type(module).__name__}, which keeps its weights twice")
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, which holds every weight twice, and cannot "
+                "hold DTensors"
+            )
         if any(p in rows for p in own) and isinstance(module, nn.Embedding):
-            plan[name] = _DividedEmbedding()
+            plan[name] = _ParallelEmbedding()
         else:
             plan[name] = _Whole()
         if isinstance(module, nn.MultiheadAttention):
@@ -330,15 +334,15 @@ def tensor_parallel_plan(
 
 
 def _layers_plan(prefix: str, container: nn.Module, sequence: bool) -> dict[str, LayerParallel]:
-    """Of the fused layers that are children of `container`.
+    """The plan of the fused layers that are children of `container`.
 
-    Raises: ValueError for what would not see whole sequences, or see them twice.
+    Raises: ValueError for modules that would not see whole sequences, or see them twice.
     """
     children = [(name, child) for name, child in container._modules.items() if child is not None]
     at = [i for i, (_, child) in enumerate(children) if isinstance(child, FusedLayer)]
     found: dict[str, LayerParallel] = {}
     if len({children[i][1] for i in at}) < len(at) and sequence:
-        raise ValueError(f"{prefix[:-1] or 'the model'} has one layer twice: sequence=False")
+        raise ValueError(f"{prefix[:-1] or 'the model'} has one layer twice; use sequence=False")
     lengths: set[int] = set()
     for i, (name, child) in enumerate(children):
         if isinstance(child, FusedLayer):
@@ -348,13 +352,13 @@ def _layers_plan(prefix: str, container: nn.Module, sequence: bool) -> dict[str,
         elif sequence and at and at[0] < i < at[-1] and any(True for _ in child.parameters()):
             raise ValueError(
                 f"{prefix}{name}, a {type(child).__name__} between fused layers, would have the "
-                "gradients of one rank's tokens: sequence=False, or a container of its own"
+                "gradients of one rank's tokens; use sequence=False or another container"
             )
     return found
 
 
 def _heads_of(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
-    """The heads whose loss is ours, by name, and the one called `head`."""
+    """The heads whose loss this library computes, by name, and the one called `head`."""
     found: dict[str, nn.Module] = {}
     if head is not None:
         try:
@@ -371,11 +375,11 @@ def _heads_of(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
 
 
 def pack_attention(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A full state dict of divided `nn.Transformer*` layers, by the stock layers' names.
+    """A full state dict of divided `nn.Transformer*` layers, with the stock layers' names.
 
     `q_proj_weight`, `k_proj_weight` and `v_proj_weight` of an attention become `in_proj_weight`.
 
-    Raises: ValueError for DTensors: take a full state dict.
+    Raises: ValueError for DTensors; it needs a full state dict.
 
     >>> parts = {f"self_attn.{name}_proj_weight": torch.ones(2, 2) for name in "qkv"}
     >>> {name: tuple(t.shape) for name, t in pack_attention(parts).items()}
@@ -389,13 +393,13 @@ def pack_attention(state: Mapping[str, Any]) -> dict[str, Any]:
         elif last == _UNPACKED[0]:
             parts = [state[f"{prefix}.{part}"] for part in _UNPACKED]
             if any(isinstance(part, DTensor) for part in parts):
-                raise ValueError(f"{name} is a DTensor: pack_attention takes a full state dict")
+                raise ValueError(f"{name} is a DTensor; pack_attention takes a full state dict")
             packed[f"{prefix}.in_proj_weight"] = torch.cat(parts)
     return packed
 
 
 def unpack_attention(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of stock `nn.Transformer*` layers, by the names of divided ones.
+    """A state dict of stock `nn.Transformer*` layers, with the names of divided ones.
 
     >>> list(unpack_attention({"self_attn.in_proj_weight": torch.ones(6, 2)}))
     ['self_attn.q_proj_weight', 'self_attn.k_proj_weight', 'self_attn.v_proj_weight']
@@ -413,7 +417,7 @@ def unpack_attention(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_mesh(mesh: DeviceMesh) -> None:
     if mesh.ndim != 1:
-        raise ValueError(f"expected one dimension of a mesh, as mesh['tensor'], got {mesh}")
+        raise ValueError(f"expected a mesh of one dimension, such as mesh['tensor'], got {mesh}")
 
 
 def _place(mesh: DeviceMesh, sequence: bool) -> ParallelSpec:
@@ -456,12 +460,16 @@ def _check_sizes(
     for module, attribute, name in found:
         p: Any = module._parameters[attribute]
         if isinstance(p, DTensor) and not shared.is_made(p):
-            raise ValueError(f"{name} of the {kind} is a DTensor already: divide it first")
+            raise ValueError(
+                f"{name} of the {kind} is a DTensor already; divide before fully_shard"
+            )
         if attribute == "in_proj_weight" and shared.is_shared(p):
-            raise ValueError(f"{name} of the {kind} is another module's, too: not to be unpacked")
+            raise ValueError(
+                f"{name} of the {kind} is shared with another module, and cannot be split"
+            )
         packed = name == "qkv.weight" and not isinstance(module, nn.MultiheadAttention)
         if packed:
-            raise ValueError(f"the {kind} packs q, k and v in one weight, which cannot be divided")
+            raise ValueError(f"the {kind} has one weight for q, k and v, which cannot be divided")
         placement = _placement(name)
         dim = placement.dim if isinstance(placement, Shard) else None
         if dim is not None and p.shape[dim] % size:
@@ -475,7 +483,7 @@ def _check_sizes(
 
 
 def _unpack(attention: nn.MultiheadAttention) -> None:
-    """Weights of q, k and v of their own, as `nn.MultiheadAttention` has them for other widths."""
+    """Replaces the packed weight by three, as `nn.MultiheadAttention` has them for other widths."""
     packed = attention.in_proj_weight
     if packed is None:
         return

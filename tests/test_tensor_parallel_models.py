@@ -254,7 +254,7 @@ def errors():
     def divided(layer, **kwargs):
         return parallelize_module(layer, mesh, LayerParallel(**kwargs))
 
-    with pytest.raises(TypeError, match="fused layer, got a Linear"):
+    with pytest.raises(TypeError, match="takes a fused layer, got a Linear"):
         divided(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="3 heads cannot be divided evenly among 2"):
         divided(FusedRematLayer(6, 3, 12))
@@ -263,7 +263,7 @@ def errors():
     with pytest.raises(ValueError, match="accumulate_into='grad'"):
         divided(FusedRematLayer(D, H, 12, accumulate_into="grad"))
     layer = divided(encoder(dropout=0.0))
-    with pytest.raises(ValueError, match="divided already"):
+    with pytest.raises(ValueError, match="divided among ranks already"):
         divided(layer)
     x = torch.randn(B, S, D)
     mask = torch.zeros(S, S, requires_grad=True)
@@ -308,7 +308,7 @@ def errors():
     a, b = causal(), causal()
     with pytest.raises(ValueError, match="the model has one layer twice"):
         tensor_parallel_plan(nn.Sequential(a, b, a), sequence=True)
-    with pytest.raises(ValueError, match="is a GRU, which keeps its weights twice"):
+    with pytest.raises(ValueError, match="is a GRU, which holds every weight twice"):
         tensor_parallel_plan(nn.ModuleList([a, nn.GRU(D, D)]))
     layers = nn.Sequential(causal(), causal(), causal())
     parallelize_module(layers, mesh, tensor_parallel_plan(layers, sequence=True))

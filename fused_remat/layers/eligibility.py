@@ -98,16 +98,20 @@ def check_module(module: Any, path: str, *kinds: type) -> None:
         raise Unsupported(f"{path}.forward was replaced")
 
 
-def check_foreign_module(module: Any, path: str, package: str, name: str) -> None:
+def check_foreign_module(
+    module: Any, path: str, package: str, name: str, decorates: bool = False
+) -> None:
     """Raise `Unsupported` unless calling `module` runs what `package` wrote for its class `name`.
 
+    `decorates`: the package has decorators on its forwards; else one says that it was patched.
     Hooks by which transformers records outputs are allowed.
     """
     kind = type(module)
     if (kind.__module__, kind.__qualname__) != (package, name):
         raise _wrong_class(module, path, f"{package}.{name}")
-    state, forward = module.__dict__, kind.forward  # a patched one says where the patch is from
-    if "forward" in state or forward.__module__ != package or hasattr(forward, "__wrapped__"):
+    state, forward = module.__dict__, kind.forward  # whose module is that of the patch
+    wrapped = not decorates and hasattr(forward, "__wrapped__")
+    if "forward" in state or forward.__module__ != package or wrapped:
         raise Unsupported(f"{path}.forward was replaced")
     if state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
         raise Unsupported(f"{path} has hooks")

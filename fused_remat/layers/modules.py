@@ -123,7 +123,7 @@ def _read_norm(
     if type(norm) not in kinds:
         norm = active_module(norm, path)
     if row.norm_class:
-        check_foreign_module(norm, path, row.package, row.norm_class)
+        check_foreign_module(norm, path, row.package, row.norm_class, decorates=True)
     else:
         check_module(norm, path, *kinds)
     state = norm.__dict__

@@ -1,4 +1,4 @@
-"""The layer of language models in ordinary operations: what `FusedRematCausalLayer` computes."""
+"""The layer of language models in ordinary operations, which `FusedRematCausalLayer` stands for."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class CausalLayer(nn.Module):
         key_lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """As `FusedRematCausalLayer.forward`, rope in two."""
+        """As `FusedRematCausalLayer.forward`, with the tables of `rope` one by one."""
         masks = (attn_mask, key_padding_mask, key_lengths, cu_seqlens)
         layer: Any = self
         post, sandwich = self.placement == "post", self.placement == "sandwich"
@@ -183,7 +183,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def _mask(layer: Any, x: Tensor, masks: tuple[Tensor | None, ...]) -> Tensor:
-    """All masks in one that broadcasts to (B, H, S, S), added to the scores; reads no value."""
+    """All masks as one that is added to the scores, of shape (B, H, S, S); no value is read."""
     attn_mask, padding, lengths, cu = masks
     place = torch.arange(x.shape[1], device=x.device)
     before = place[:, None] - place  # how far before the query the key is
@@ -213,7 +213,7 @@ def _mask(layer: Any, x: Tensor, masks: tuple[Tensor | None, ...]) -> Tensor:
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, p: float, mask: Tensor, softcap: float) -> Tensor:
-    """Attention with a mask (added); rows whose keys are all excluded are 0."""
+    """Attention with a mask that is added; rows whose keys are all excluded are 0."""
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     if not softcap:

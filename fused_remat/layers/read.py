@@ -224,4 +224,4 @@ def _check_forwards(layer: Any, row: LayerMap, modules: Mapping[str, Any]) -> No
         if getattr(kind, name) is not method or name in layer.__dict__:
             raise Unsupported(f"{kind.__name__}.{name} is overridden")
     for path, name in row.containers.items():
-        check_foreign_module(modules[path], path, row.package, name)
+        check_foreign_module(modules[path], path, row.package, name, decorates=True)
