@@ -171,11 +171,7 @@ def check_dropout(*probabilities: float) -> None:
 
 
 def is_readable(param: Tensor) -> bool:
-    """Whether a block may read a parameter: a plain one, or a DTensor, of which it reads a shard.
-
-    >>> is_readable(nn.Parameter(torch.ones(1)))
-    True
-    """
+    """Whether a block may read a parameter: a plain one, or a DTensor of which it reads a shard."""
     return type(param) in PLAIN or is_dtensor(param)
 
 

@@ -87,11 +87,7 @@ def _plain(module: Any, path: str) -> tuple[Tensor, Tensor | None]:
 
 
 def affine_of(module: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The weight and bias of a module: parameters, or the tensors that replaced them.
-
-    >>> affine_of(nn.LayerNorm(2, elementwise_affine=False))
-    (None, None)
-    """
+    """The weight and bias of a module: parameters, or the tensors that replaced them."""
     own = module._parameters.get
     weight, bias = own("weight"), own("bias")
     return (
@@ -111,24 +107,14 @@ def tensor_of(module: Any, name: str) -> Tensor | None:
 
 
 def without_adapters(module: Any) -> Any:
-    """`module`, or the layer that PEFT's LoRA is around.
-
-    >>> layer = nn.Linear(4, 2)
-    >>> without_adapters(layer) is layer
-    True
-    """
+    """`module`, or the layer that PEFT's LoRA is around."""
     while isinstance(module, nn.Module) and _is(module, _LORA):
         module = module._modules["base_layer"]
     return module
 
 
 def active_module(module: Any, path: str) -> Any:
-    """`module`, or the one that acts in its place now if PEFT trains a copy (modules_to_save).
-
-    >>> norm = nn.LayerNorm(4)
-    >>> active_module(norm, "norm1") is norm
-    True
-    """
+    """`module`, or the one that acts in its place now if PEFT trains a copy (modules_to_save)."""
     if not isinstance(module, nn.Module) or not _is(module, _SAVED):
         return module
     check_foreign_module(module, path, *_SAVED)

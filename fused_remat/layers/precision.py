@@ -40,12 +40,7 @@ class Precision:
 
 
 def low_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of autocast on the device of `x`; None if it is off.
-
-    >>> with torch.autocast("cpu", torch.bfloat16):
-    ...     low_dtype(torch.zeros(1))
-    torch.bfloat16
-    """
+    """The dtype of autocast on the device of `x`; None if it is off."""
     return torch.get_autocast_dtype(x.device.type) if autocast_on(x) else None
 
 
