@@ -116,7 +116,7 @@ class HuggingFaceLayer(FusedLayer):
         return Reason(f"{why}{hint}")
 
     def _without_idle_cache(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments, without a cache that nobody reads.
+        """The arguments, without a cache that is neither read nor filled.
 
         Models hand their layers an empty cache by default, also in training. It is dropped then,
         with transformers' own warning, as under its gradient checkpointing. One that holds tokens

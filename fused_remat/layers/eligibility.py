@@ -1,8 +1,8 @@
 """What the fused path supports. A check that fails raises `Unsupported` with the reason.
 
-The fused path reads parameters instead of calling submodules. It serves a layer only where nobody
-could tell: submodules of exactly the known classes, without hooks, parametrizations or overrides.
-Bad input is a reason too: the stock forward then raises its own error.
+The fused path reads parameters instead of calling submodules. It serves a layer only where that
+makes no difference: submodules of exactly the known classes, without hooks, parametrizations or
+overrides. Bad input is a reason too: the stock forward then raises its own error.
 """
 
 from __future__ import annotations
