@@ -60,8 +60,9 @@ def read_projections(
     if type(proj) is not NonDynamicallyQuantizableLinear:
         proj = without_adapters(proj)
     if type(proj) is not NonDynamicallyQuantizableLinear:
+        supported = qualified(NonDynamicallyQuantizableLinear)
         raise Unsupported(
-            f"{path}.out_proj is {qualified(type(proj))}; the fused path supports PyTorch's own"
+            f"{path}.out_proj is {qualified(type(proj))}; the fused path supports {supported}"
         )
     weight, bias = affine_of(proj)
     found[f"{output}.weight"] = weight
