@@ -95,7 +95,7 @@ def train(model, steps=6):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        # Masked: PyTorch's inference kernel, which `fastpath.off` of others switches, rounds apart.
+        # Masked: PyTorch's inference kernel, which other threads switch off, rounds differently.
         mask = torch.zeros(7, 7, dtype=x.dtype)
         with torch.no_grad():
             for layer in model.eval():
@@ -130,7 +130,7 @@ def test_models_in_threads_train_as_alone():
     *got, of_checked = together(*(lambda m=m: train(m) for m in models), checked)
     assert got == expected
     assert of_checked == expected[0]
-    assert torch.backends.mha.get_fastpath_enabled() and fallback._running == 0
+    assert torch.backends.mha.get_fastpath_enabled() and fallback._count == 0
     for layer in models[rows.index(("hooks", "full", torch.float32))]:
         assert len(layer.seen) == 2 * 6 * 2  # training and evaluation, alone and in a thread
 
@@ -176,26 +176,6 @@ def test_random_numbers_of_another_thread_are_left_alone(monkeypatch):
 def slowly(t):
     time.sleep(1e-4)
     return F.leaky_relu(t)
-
-
-@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
-def test_hooks_that_look_fire_once_while_another_thread_draws():
-    model = model_of("fused", "full")
-    seen = []
-
-    def look(*_):
-        time.sleep(1e-4)
-        seen.append(1)
-
-    for layer in model:
-        layer.linear1.register_forward_hook(look)
-
-    def steps():
-        for _ in range(20):
-            model(torch.ones(3, 7, D)).sum().backward()
-
-    while_another_draws(steps)
-    assert len(seen) == 20 * len(model)
 
 
 @torch.library.custom_op("fused_remat_tests::noisy", mutates_args=())

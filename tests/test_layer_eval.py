@@ -16,6 +16,7 @@ from torch import nn
 from fused_remat import FusedRematWarning
 from fused_remat.layers import fallback
 from fused_remat.layers.encoder_call import tensors_of
+from fused_remat.layers.encoder_layer import is_exact
 
 X = torch.randn(3, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -136,7 +137,7 @@ def test_eval_is_right_where_the_stock_layer_is_not(name):
     stock, fused = (m.eval() for m in layers)
     expected = oracle(stock, **masks)
     if torch.__version__.startswith("2.13"):
-        assert error(stock, expected, **masks) > 1e-5, "mended in PyTorch: see layers/fastpath.py"
+        assert error(stock, expected, **masks) > 1e-5, "mended in PyTorch: see layers/fallback.py"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert error(fused, expected, **masks) < 1e-12
@@ -232,7 +233,7 @@ def test_quantize_dynamic():
         if torch.__version__.startswith("2.13"):
             with pytest.raises(AttributeError):
                 layers[0](x)
-        with fallback.off():
+        with fallback.without_inference_kernels():
             expected = layers[0](x)
         got = layers[1](x)
         full = stock(x)
@@ -313,8 +314,8 @@ def test_no_grad_in_training_mode_drops_and_is_fused():
     _, fused = make(dropout=0.5)
     fused.train()
     plain = make()[1]
-    assert fallback.is_exact(plain, tensors_of(plain))
-    assert not fallback.is_exact(plain.train(), tensors_of(plain))
+    assert is_exact(plain, tensors_of(plain))
+    assert not is_exact(plain.train(), tensors_of(plain))
     with torch.no_grad():
         torch.manual_seed(0)
         a = fused(X)
@@ -350,12 +351,12 @@ def test_the_switch_and_threads():
     inside, leave = threading.Event(), threading.Event()
 
     def other():
-        with fallback.off():
+        with fallback.without_inference_kernels():
             inside.set()
             leave.wait(10)
 
     thread = threading.Thread(target=other)
-    with fallback.off():
+    with fallback.without_inference_kernels():
         thread.start()
         assert inside.wait(10)
     assert not torch.backends.mha.get_fastpath_enabled()

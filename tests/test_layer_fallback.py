@@ -7,6 +7,7 @@ import pytest
 import torch
 from reference import X, make, pair, run
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematWarning
 
@@ -49,7 +50,7 @@ def with_hook(*layers):
 
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 def test_the_fallback_replays_what_the_first_run_read():
-    """Parameters passed by functional_call, modes, and buffers that a forward updates."""
+    """Parameters passed by functional_call, and training flags."""
     stock, fused = make()
     with_hook(stock, fused)
     params = {n: (2 * p).detach().requires_grad_() for n, p in fused.named_parameters()}
@@ -70,14 +71,23 @@ def test_the_fallback_replays_what_the_first_run_read():
         assert not any(m.training for m in layer.modules())
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_buffers_are_updated_as_under_pytorchs_checkpoint():
+    """Again in backward: the gradients are those that torch.utils.checkpoint gives, bit for bit."""
     stock, fused = make()
     torch.manual_seed(0)
     for layer in (stock, fused):
         nn.utils.parametrizations.spectral_norm(layer.linear1)
     fused.load_state_dict(stock.state_dict())
+    stock_checkpointed = lambda x: checkpoint(stock, x, use_reentrant=False)  # noqa: E731
     for _ in range(2):
-        for a, b in zip(run(fused, X), run(stock, X), strict=True):
-            assert torch.equal(a, b)
+        found = []
+        for forward, layer in ((stock_checkpointed, stock), (fused, fused)):
+            x = X.clone().requires_grad_()
+            y = forward(x)
+            found.append([y, *torch.autograd.grad(y.sum(), [x, *layer.parameters()])])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     for a, b in zip(fused.state_dict().values(), stock.state_dict().values(), strict=True):
         assert torch.equal(a, b)
 
@@ -92,6 +102,18 @@ def test_the_fallback_raises_when_a_parameter_or_the_input_changed():
         with torch.no_grad():
             (x if change == "x" else fused.get_parameter(change)).mul_(3.0)
         with pytest.raises(RuntimeError, match="inplace"):
+            y.backward()
+
+
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_the_fallback_raises_when_a_parameter_became_another_tensor():
+    """Cast or resized through `.data`, which has no version."""
+    for change in (torch.Tensor.float, lambda p: p[:1].clone()):
+        _, fused = make()
+        with_hook(fused)
+        y = fused(X).sum()
+        fused.norm1.weight.data = change(fused.norm1.weight.data)
+        with pytest.raises(RuntimeError, match=r"'norm1\.weight' again"):
             y.backward()
 
 

@@ -187,7 +187,7 @@ class HuggingFaceLayer(FusedLayer):
             rebuild = functools.partial(self.stock.forward, self, **rest)
             return self._gradient_checkpointing_func(rebuild, given["hidden_states"])  # type: ignore[operator]
         warn_once(self, f"its own forward under torch.utils.checkpoint: {reason}")
-        return checkpointed(self, forward, *given.values())
+        return checkpointed(self, functools.partial(self.stock.forward, self), given)
 
     @property
     def _checkpoints(self) -> bool:

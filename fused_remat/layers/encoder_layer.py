@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
-from fused_remat.layers import encoder_call, fallback
+from fused_remat.layers import eligibility, encoder_call
 from fused_remat.layers.fused_layer import DropInLayer, wants_grad
 from fused_remat.layers.read import LayerCall, Place
+from fused_remat.ops.activation import activation_name
 from fused_remat.policies import Policy
 from fused_remat.spec import nn_layer_spec
 
@@ -137,7 +138,7 @@ class FusedRematLayer(DropInLayer, nn.TransformerEncoderLayer):
             and mask is None
             and padding is None
             and not wants_grad(src, *params.values())
-            and fallback.is_exact(self, params)
+            and is_exact(self, params)
         ):
             return _EXACT
         if getattr(src, "is_nested", False):
@@ -157,4 +158,42 @@ class FusedRematLayer(DropInLayer, nn.TransformerEncoderLayer):
             or any(m is not None for m in masks[:2])
         ):
             return nn.TransformerEncoderLayer.forward(self, src, *masks)  # which raises
-        return fallback.padded(self.forward, src)
+        return padded(self.forward, src)
+
+
+#: What the kernel computes for `layer.activation_relu_or_gelu`; at 0 it is not used.
+_COMPUTED = {1: "relu", 2: "gelu"}
+
+
+def is_exact(layer: nn.TransformerEncoderLayer, params: Mapping[str, Tensor | None]) -> bool:
+    """Whether the kernel computes what the layer says, in eval and without masks.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, activation=nn.GELU(approximate="tanh"))
+    >>> is_exact(layer.eval(), {})
+    False
+    """
+    if layer.training or eligibility.why_not_module(layer) is not None:
+        return False
+    flag = layer.activation_relu_or_gelu
+    if flag and _COMPUTED.get(flag) != activation_name(layer.activation):
+        return False
+    # It crashes on a missing bias or norm weight, unless all are missing.
+    return None not in params.values() and not any(eligibility.dropout_ps(layer))
+
+
+def padded(forward: Callable[..., Tensor], src: Tensor) -> Tensor:
+    """`forward` on a strided nested tensor, as one padded batch; nested again.
+
+    >>> src = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    >>> out = padded(lambda x, src_key_padding_mask: x + src_key_padding_mask.sum(), src)
+    >>> [tuple(rows.shape) for rows in out.unbind()], out[0][0, 0].item()
+    ([(2, 4), (3, 4)], 2.0)
+    """
+    lengths = [len(sequence) for sequence in src.unbind()]
+    x = src.to_padded_tensor(0.0)
+    positions = torch.arange(x.shape[1], device=src.device)
+    excluded = positions >= torch.tensor(lengths, device=src.device).unsqueeze(1)
+    out = forward(x, src_key_padding_mask=excluded)
+    rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
+    nested: Tensor = torch.nested.as_nested_tensor(rows)
+    return nested

@@ -375,7 +375,7 @@ class DropInLayer(FusedLayer):
 
     def _unfused(self, *args: Any) -> Tensor:
         """PyTorch's forward through the submodules, also in eval."""
-        with fallback.off():
+        with fallback.without_inference_kernels():
             return super().forward(*args)  # type: ignore[no-any-return]
 
     def _fallback(self, reason: str, *args: Any) -> Tensor:
@@ -387,7 +387,8 @@ class DropInLayer(FusedLayer):
             out = self._unfused(*args)
             warn_once(self, f"PyTorch's own forward: {reason}", stacklevel=7)
         else:
-            out = checkpointed(self, self._unfused, *args)
+            given = {f"argument {i}": value for i, value in enumerate(args)}
+            out = checkpointed(self, lambda **given: self._unfused(*given.values()), given)
             warn_once(
                 self, f"PyTorch's own forward under torch.utils.checkpoint: {reason}", stacklevel=7
             )
