@@ -283,7 +283,7 @@ def test_what_cannot_be_called_again_falls_back_with_the_reason(activation, reas
         layer(torch.randn(4, 5, D)).sum().backward()
     assert layer.linear1.weight.grad is not None
     if isinstance(activation, Counter):
-        assert activation.calls == 1
+        assert activation.calls == 2  # as under torch.utils.checkpoint: once more in backward
 
 
 def test_the_probe_draws_nothing_from_torchs_generator():

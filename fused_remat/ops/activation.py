@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fused_remat.execution.executor import autocast_off
 from fused_remat.graph.build import captured_params
 from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps import activation as activations
@@ -138,7 +139,7 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
 def _tried(fn: Function, x: Tensor) -> Recallable | str:
     before, watch = _generator_state(x.device), _Watch()
     try:
-        with _without_autocast(x), torch.enable_grad(), _unseen(), watch:
+        with autocast_off(x), torch.enable_grad(), _unseen(), watch:
             y = fn(x.clone())  # it may work in place
     except Exception as error:
         return f"fails on an input of shape {tuple(x.shape)} ({error})"
@@ -156,7 +157,7 @@ def _tried(fn: Function, x: Tensor) -> Recallable | str:
     captured = tuple(t for t in leaves(y) if t is not x)
     del x, y  # what the call itself made is freed with them; what is left existed before
     watched = watch.alive()
-    if any(_changed(reference, version) for reference, version in watched):
+    if _modified(watched):
         return "changes a tensor that it captured"
     return Recallable(_guarded(fn, watched), captured)
 
@@ -194,19 +195,19 @@ class _Watch(TorchDispatchMode):
         return list(first.values())
 
 
-def _changed(reference: weakref.ref[Tensor], version: int) -> bool:
-    t = reference()
-    return t is not None and t._version != version
+def _modified(watched: list[tuple[weakref.ref[Tensor], int]]) -> list[tuple[int, int]]:
+    """Versions, then and now, of tensors that were changed in place since they were read."""
+    now = [(reference(), version) for reference, version in watched]
+    return [(v, t._version) for t, v in now if t is not None and t._version != v]
 
 
 def _guarded(fn: Function, watched: list[tuple[weakref.ref[Tensor], int]]) -> Function:
     def call(x: Tensor) -> Tensor:
-        for reference, version in watched:
-            if _changed(reference, version):
-                raise RuntimeError(
-                    "a tensor that the activation function captured has been modified by an "
-                    f"inplace operation: it was at version {version}; it is {reference()}"
-                )
+        for version, now in _modified(watched):
+            raise RuntimeError(
+                "a tensor that the activation function captured has been modified by an inplace "
+                f"operation: it was at version {version} and is at version {now}"
+            )
         return fn(x)
 
     return call
@@ -267,12 +268,6 @@ def _unseen() -> Any:
         return nullcontext()
     # Detached: a saved output that its own hook returns is never freed.
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t)
-
-
-def _without_autocast(x: Tensor) -> Any:
-    kind = x.device.type  # "meta" has no autocast to switch off
-    available = torch._C._is_autocast_available(kind)
-    return torch.autocast(kind, enabled=False) if available else nullcontext()
 
 
 def _generator_state(device: torch.device) -> Any:

@@ -194,18 +194,11 @@ def causal_block(
     """
     _check_stream(x, weights)
     kv_heads = nhead if kv_heads is None else kv_heads
-    check_heads(nhead, kv_heads, "nhead and kv_heads")
-    packed, q = weights.get("qkv.weight"), weights.get("q.weight")
-    if (packed is None) == (q is None):
-        raise ValueError("weights must have either qkv.weight, or q.weight, k.weight and v.weight")
-    if packed is not None:
-        head_dim = _head_dim(x, "qkv.weight", packed, nhead + 2 * kv_heads)
-    else:
-        head_dim = _head_dim(x, "q.weight", q, nhead)
+    head_dim = _head_dim(x, weights, nhead, kv_heads)
     tensors = _inputs(x, nhead, seed, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
     q_norm, k_norm = weights.get("q_norm.weight"), weights.get("k_norm.weight")
     tensors |= rotary_tensors(x, head_dim, rope, q_norm, k_norm)
-    qk_eps = eps if qk_norm_eps is None else qk_norm_eps
+    qk_norm_eps = eps if qk_norm_eps is None else qk_norm_eps
     p = check_p("dropout_p", dropout_p)
     p_attention = p if attention_dropout_p is None else attention_dropout_p
     spec = transformer_spec(
@@ -221,10 +214,10 @@ def causal_block(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         **score_fields(head_dim, is_causal, options),
-        projection="split" if packed is None else "packed",
+        projection="split" if weights.get("qkv.weight") is None else "packed",
         rotary=rope is not None,
         interleaved=bool(rope_interleaved),
-        qk_norm_eps=None if q_norm is None else float(qk_eps),
+        qk_norm_eps=None if q_norm is None else float(qk_norm_eps),
         masks=masks_given(tensors),
     )
     tensors |= _weights(x, weights, spec, lora)
@@ -292,8 +285,7 @@ def attention_block(
         raise TypeError("qkv_weight and proj_weight must be Tensors, got None")
     _check_stream(x, weights, argument_name)
     kv_heads = nhead if kv_heads is None else kv_heads
-    check_heads(nhead, kv_heads, "nhead and kv_heads")
-    head_dim = _head_dim(x, "qkv_weight", qkv_weight, nhead + 2 * kv_heads)
+    head_dim = _head_dim(x, weights, nhead, kv_heads, argument_name)
     tensors = _inputs(x, nhead, seed, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
     heads = rotary_tensors(x, head_dim, rope, q_norm_weight, k_norm_weight)
     spec = AttentionSpec(
@@ -326,15 +318,30 @@ def _check_stream(
         raise ValueError(f"x has shape {tuple(x.shape)}, expected (B, S, D)")
 
 
-def _head_dim(x: Tensor, name: str, weight: Tensor | None, heads: int) -> int:
-    """E, from the rows of a projection to `heads` heads; ValueError for rows that do not fit."""
+def _head_dim(
+    x: Tensor,
+    weights: Mapping[str, Tensor | None],
+    nhead: int,
+    kv_heads: int,
+    shown: Callable[[str], str] = str,
+) -> int:
+    """E, from the rows of the packed projection, or of the one that makes the queries.
+
+    Raises: TypeError, ValueError for numbers of heads, and for rows that do not fit them.
+    """
+    check_heads(nhead, kv_heads, "nhead and kv_heads")
+    packed, q = weights.get("qkv.weight"), weights.get("q.weight")
+    if (packed is None) == (q is None):
+        raise ValueError("weights must have either qkv.weight, or q.weight, k.weight and v.weight")
+    name, heads = ("q.weight", nhead) if packed is None else ("qkv.weight", nhead + 2 * kv_heads)
+    weight = weights[name]
     assert weight is not None
-    check_shape(name, weight, (f"{heads}·E", x.shape[-1]), {"x": x})
+    check_shape(shown(name), weight, (f"{heads}·E", x.shape[-1]), {"x": x})
     rows = weight.shape[0]
     if rows % heads or not rows:
         raise ValueError(
-            f"{name} has shape {tuple(weight.shape)}, expected rows in multiples of {heads} heads "
-            f"to go with x of shape {tuple(x.shape)}"
+            f"{shown(name)} has shape {tuple(weight.shape)}, expected rows in multiples of {heads} "
+            f"heads to go with x of shape {tuple(x.shape)}"
         )
     return rows // heads
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -29,18 +30,12 @@ def lists_attention_options(op: Op) -> Op:
     0.0
     """
     signature = inspect.signature(op)
-    defaults = {name: field.default for name, field in AttentionSpec.__dataclass_fields__.items()}
-    shown = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=annotation.__forward_arg__,
-            default=None if name == "scale" else defaults[name],
-        )
-        for name, annotation in AttentionOptions.__annotations__.items()
-    ]
     parameters = [p for p in signature.parameters.values() if p.name != "options"]
-    op.__signature__ = signature.replace(parameters=parameters + shown)  # type: ignore[attr-defined]
+    for name, annotation in AttentionOptions.__annotations__.items():
+        default = None if name == "scale" else AttentionSpec.__dataclass_fields__[name].default
+        kind, shown = inspect.Parameter.KEYWORD_ONLY, annotation.__forward_arg__
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=shown))
+    op.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return op
 
 
@@ -62,9 +57,6 @@ def run_tokens(
     out = run_block(graph, policy, {**tensors, **inputs}, backend=backend, functions=functions)
     shape = tensors["input"].shape  # type: ignore[union-attr]
     return out if len(shape) == 3 else out.view(*shape[:-1], out.shape[-1])
-
-
-# --- tensors
 
 
 def check_tensor(
@@ -97,19 +89,28 @@ def check_alike(tensors: Mapping[str, Tensor | None]) -> None:
 
 
 def check_shape(
-    name: str, t: Tensor | None, expected: Sequence[int | str], given: Mapping[str, Tensor]
+    name: str,
+    t: Tensor | None,
+    expected: Sequence[int | str],
+    given: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
     """Raise ValueError unless `t` is None or of the `expected` shape; a str fits any size.
 
-    `given`: what the expected shape follows from.
+    `given`: the tensors that the expected shape follows from.
     """
     if t is None:
         return
     sizes = zip(t.shape, expected, strict=False)
     if t.dim() != len(expected) or any(not isinstance(e, str) and e != size for size, e in sizes):
-        wanted = ", ".join(map(str, expected)) + ("," if len(expected) == 1 else "")
         of = " and ".join(f"{name} of shape {tuple(t.shape)}" for name, t in given.items())
-        raise ValueError(f"{name} has shape {tuple(t.shape)}, expected ({wanted}) to go with {of}")
+        raise ValueError(
+            f"{name} has shape {tuple(t.shape)}, expected {_shown(expected)}"
+            f"{' to go with ' if given else ''}{of}"
+        )
+
+
+def _shown(shape: Sequence[int | str]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
 def hidden_width(
@@ -119,11 +120,11 @@ def hidden_width(
 
     Raises: ValueError if there is no fc1.weight, or it is no matrix.
     """
-    fc1, expected = weights.get("fc1.weight"), ("F", x.shape[-1])
+    name, fc1, expected = shown("fc1.weight"), weights.get("fc1.weight"), ("F", x.shape[-1])
     if fc1 is None:
-        raise ValueError(f"{shown('fc1.weight')} is missing, expected shape (F, {x.shape[-1]})")
+        raise ValueError(f"{name} is missing, expected shape {_shown(expected)}")
     if fc1.dim() != 2:
-        check_shape(shown("fc1.weight"), fc1, expected, {"x": x})
+        check_shape(name, fc1, expected, {"x": x})
     return fc1.shape[0]
 
 
@@ -147,8 +148,7 @@ def check_weights(
         for name, shape in shapes.items():
             key, weight = shown(f"{name}.weight"), weights.get(f"{name}.weight")
             if weight is None:
-                wanted = ", ".join(map(str, shape))
-                raise ValueError(f"{key} is missing, expected shape ({wanted})")
+                raise ValueError(f"{key} is missing, expected shape {_shown(shape)}")
             check_shape(key, weight, shape, given)
             given = given if len(given) > 1 else {**given, key: weight}
             bias = weights.get(f"{name}.bias")
@@ -162,9 +162,6 @@ def check_weights(
 def argument_name(name: str) -> str:
     """What ops that take weights one by one call one: "fc1_weight" for "fc1.weight"."""
     return name.replace(".", "_")
-
-
-# --- numbers
 
 
 def check_heads(nhead: int, kv_heads: int, of: str) -> None:
@@ -214,8 +211,6 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor | Non
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
-# --- masks and lengths of attention
-
 #: The tensor that says of each of `spec.MASKS` that a call passes it.
 _GIVEN = {"mask": "mask", "padding": "padding", "lengths": "lengths", "cu_seqlens": "cu_q"}
 
@@ -248,9 +243,7 @@ def padding_of(mask: Tensor | None, grid: Grid, x: Tensor) -> Tensor | None:
     """
     if mask is not None:
         check_tensor("key_padding_mask", mask, (torch.bool, x.dtype, torch.float32), x)
-        wanted = (grid[0], grid[3])
-        if tuple(mask.shape) != wanted:
-            raise ValueError(f"key_padding_mask has shape {tuple(mask.shape)}, expected {wanted}")
+        check_shape("key_padding_mask", mask, (grid[0], grid[3]))
     return mask
 
 
@@ -298,8 +291,7 @@ def lengths_of(
 
 def _check_lengths(lengths: Tensor, batch: int, kv_len: int, x: Tensor) -> None:
     check_tensor("key_lengths", lengths, (torch.int32, torch.int64), x)
-    if tuple(lengths.shape) != (batch,):
-        raise ValueError(f"key_lengths has shape {tuple(lengths.shape)}, expected ({batch},)")
+    check_shape("key_lengths", lengths, (batch,))
     for b, value in enumerate(lengths.tolist() if _is_known(lengths) else []):
         if not 0 <= value <= kv_len:
             raise ValueError(
