@@ -12,7 +12,7 @@ from torch import nn
 
 from fused_remat.execution.choose import check_name
 from fused_remat.huggingface import rows
-from fused_remat.huggingface.eligibility import why_not_convertible
+from fused_remat.huggingface.call import check_convertible
 from fused_remat.huggingface.head import (
     FUSED_HEADS,
     HuggingFaceHead,
@@ -26,6 +26,7 @@ from fused_remat.layers import (
     FusedRematLayer,
     FusedRematWarning,
 )
+from fused_remat.layers.eligibility import Unsupported
 from fused_remat.policies import Policy
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -139,13 +140,15 @@ def _convertible(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     chosen, left = [], Counter[str]()
     for layer in layers:
         row = rows.architecture_of(type(layer))
-        reason = None if row is None else why_not_convertible(layer, row)
-        if reason is None:
+        try:
+            if row is not None:
+                check_convertible(layer, row)
             chosen.append(layer)
-        else:
-            left[f"{type(layer).__name__} as it was: {reason}"] += 1
-    for reason, count in left.items():
-        text = f"convert leaves {count} × {reason}"
+        except Unsupported as reason:
+            left[f"of class {type(layer).__name__} unchanged: {reason}"] += 1
+    for what, count in left.items():
+        noun = "layer" if count == 1 else "layers"
+        text = f"fused_remat: convert leaves {count} {noun} {what}"
         warnings.warn(text, FusedRematWarning, stacklevel=3)
     return chosen
 

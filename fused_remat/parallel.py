@@ -134,7 +134,7 @@ class LayerParallel(ParallelStyle):
         if not isinstance(module, FusedLayer):
             raise TypeError(f"LayerParallel divides a fused layer, got a {type(module).__name__}")
         _check_mesh(device_mesh)
-        if module._division is not None:
+        if module._tensor_parallel is not None:
             raise ValueError(f"the {type(module).__name__} is divided already")
         if module.accumulate_into is not None:
             raise ValueError(
@@ -151,7 +151,7 @@ class LayerParallel(ParallelStyle):
             where = (device_mesh, _placement(name), self.src_data_rank)
             shared.distribute(child, attribute, *where)
         parallel = _place(device_mesh, self.sequence)
-        module._division = TensorParallel(parallel, self.split, self.join, self._lengths)
+        module._tensor_parallel = TensorParallel(parallel, self.split, self.join, self._lengths)
         if self._encoder is not None:  # which would give layers nested tensors in evaluation
             self._encoder.use_nested_tensor = False
         return module
@@ -423,17 +423,23 @@ def _place(mesh: DeviceMesh, sequence: bool) -> ParallelSpec:
 
 def _parameters(layer: FusedLayer) -> Iterable[tuple[nn.Module, str, str]]:
     """The modules of a layer's parameters, their names there, and the block's names."""
-    for way, names in layer._places():
-        module: Any = layer
-        for step in way:
-            module = None if module is None else module._modules.get(step)
-        if module is None:
-            continue
+    row = layer._map
+    modules = row.modules(layer)
+    for path, module in modules.items():
         if without_adapters(module) is not module:
-            raise ValueError(f"{'.'.join(way)} has low-rank updates, which are not divided")
-        for name, attribute in names:
-            if module._parameters.get(attribute) is not None:
-                yield module, attribute, name
+            raise ValueError(f"{path} has low-rank updates, which are not divided among ranks")
+    places: list[tuple[str, str, str]] = []
+    for path, (packed, *split, output) in row.projections.items():
+        names = {"in_proj_weight": f"{packed}.weight", "in_proj_bias": f"{packed}.bias"}
+        names |= {own: f"{name}.weight" for own, name in zip(_UNPACKED, split, strict=True)}
+        places += [(path, own, name) for own, name in names.items()]
+        places += [(f"{path}.out_proj", kind, f"{output}.{kind}") for kind in ("weight", "bias")]
+    for group in (row.linears, row.norms, row.head_norms):
+        for name, path in group.items():
+            places += [(path, kind, f"{name}.{kind}") for kind in ("weight", "bias")]
+    for path, attribute, name in places:
+        if modules[path] is not None and modules[path]._parameters.get(attribute) is not None:
+            yield modules[path], attribute, name
 
 
 def _placement(name: str) -> Placement:

@@ -188,7 +188,7 @@ def test_dtypes_on_cuda(src, low, norm_first, stream, weights):
     with FakeTensorMode(), torch.device("cuda"):
         x = torch.empty(2, 5, 24, dtype=src)
         params = {"norm1.weight": torch.empty(24, dtype=weights), "norm1.bias": None}
-        assert why_not_autocast(x, params, low) is None
+        assert why_not_autocast(x, "src", params, low) is None
         assert precision_of(x, params, low, norm_first).stream == stream
 
 
@@ -556,7 +556,7 @@ def test_what_autocast_does_not_convert_falls_back_with_a_reason():
         assert "leaves fc1.weight torch.float64" in fused.why_not_fused(x)
         assert "but qkv.weight is not" in fused.why_not_fused(x.double())
     meta = torch.empty(1, device="meta")
-    assert "on meta is on" in why_not_autocast(meta, {}, BF16)
+    assert "on meta is on" in why_not_autocast(meta, "src", {}, BF16)
 
 
 def test_ops_work_in_the_dtype_of_their_input():

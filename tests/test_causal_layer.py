@@ -1,6 +1,7 @@
 """`FusedRematCausalLayer`: the block, the same in ordinary PyTorch, and when which of them runs."""
 
 import copy
+import functools
 import itertools
 import pickle
 import warnings
@@ -25,6 +26,7 @@ from fused_remat import (
 )
 from fused_remat.convert import set_policy
 from fused_remat.graph.build import block_graph
+from fused_remat.layers.causal import read_call
 from fused_remat.report.allocations import SavedBytes, measure_allocations, predict_kept_bytes
 
 LLAMA = {"kv_heads": 2, "head_dim": BLOCK.head_dim}
@@ -118,7 +120,7 @@ def test_the_layer_is_the_block_and_the_same_in_ordinary_operations(kind, given)
         leaves,
     )  # fmt: skip
     ours = results(lambda: layer(x, rope, mask, padding), leaves)
-    ordinary = results(lambda: layer._unfused(x, cos, sin, mask, padding), leaves)
+    ordinary = results(lambda: layer.stock.forward(layer, x, cos, sin, mask, padding), leaves)
     for a, b, e in zip(ours, ordinary, expected, strict=True):
         torch.testing.assert_close(a, e)
         torch.testing.assert_close(b, e)
@@ -133,9 +135,9 @@ def test_errors_are_no_larger_than_pytorchs(kind, dtype):
     dy = normal(*x.shape, seed=9, dtype=dtype).detach()
     wide = x.detach().double().requires_grad_()
     ours = results(lambda: layer(x, (cos, sin)), [x, *own(layer)], dy)
-    peer = results(lambda: layer._unfused(x, cos, sin), [x, *own(layer)], dy)
+    peer = results(lambda: layer.stock.forward(layer, x, cos, sin), [x, *own(layer)], dy)
     truth = results(
-        lambda: exact._unfused(wide, cos, sin), [wide, *own(exact)], dy.double()
+        lambda: exact.stock.forward(exact, wide, cos, sin), [wide, *own(exact)], dy.double()
     )  # in float64, of tables in float32
     check_errors(ours, peer, truth, dtype)
 
@@ -150,14 +152,16 @@ def test_autocast(kind, given):
     x, (cos, sin) = src(given, seq=37), tables("whole", 37, torch.float32)
     wide = x.detach().double().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        peer = results(lambda: layer._unfused(x, cos, sin), [x, *own(layer)])
+        peer = results(lambda: layer.stock.forward(layer, x, cos, sin), [x, *own(layer)])
         dy = normal(*x.shape, seed=99, dtype=peer[0].dtype).detach()
         assert layer.why_not_fused(x, (cos, sin)) is None
         runs = []
         for layer.policy in EXACT_PRESETS:
             with in_pieces(40):
                 runs.append(results(lambda: layer(x, (cos, sin)), [x, *own(layer)], dy))
-    truth = results(lambda: exact._unfused(wide, cos, sin), [wide, *own(exact)], dy.double())
+    truth = results(
+        lambda: exact.stock.forward(exact, wide, cos, sin), [wide, *own(exact)], dy.double()
+    )
     check_errors(runs[0], peer, truth, torch.bfloat16)
     for other in runs[1:]:
         assert_bits(other, runs[0])
@@ -206,7 +210,7 @@ def test_kept_bytes_are_predicted_and_rise_from_rung_to_rung(kind, rotates):
     rope = tables("whole", 30, torch.float32) if rotates else None
     totals = []
     for layer.policy in EXACT_PRESETS:
-        call = layer._choose(x, *(rope or (None, None)))
+        call = read_call(layer, x, *(rope or (None, None)))
         shapes = {n: tuple(t.shape) for n, t in call.tensors.items() if t is not None}
         needs_grad = [n for n, t in call.tensors.items() if t is not None and t.requires_grad]
         predicted = predict_kept_bytes(
@@ -294,7 +298,9 @@ def test_lora_on_its_linear_layers_is_in_the_block():
     peft.inject_adapter_in_model(config, layer)
     assert layer.why_not_fused(x, rope) is None and len(own(layer)) == 8
     ours = step(layer, layer, x, rope)
-    for a, b in zip(ours, step(layer._unfused, layer, x, *rope), strict=True):
+    for a, b in zip(
+        ours, step(functools.partial(layer.stock.forward, layer), layer, x, *rope), strict=True
+    ):
         assert (a - b).norm() <= 1e-5 * b.norm()  # a hundred roundings to float32
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -321,9 +327,9 @@ def another_norm(layer):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (hooked, "its down has hooks"),
-        (replaced, "its down is a Doubled, not a Linear"),
-        (another_norm, "its norms differ in kind or eps"),
+        (hooked, "down has hooks"),
+        (replaced, "down is test_causal_layer.Doubled; the fused path supports torch.nn.Linear"),
+        (another_norm, "norm1 is torch.nn.RMSNorm and norm2 is torch.nn.LayerNorm"),
         (lambda layer: layer.q.register_parameter("bias", nn.Parameter(torch.ones(1).double())),
          r"q.bias has shape \(1,\), expected \(24,\)"),
         (lambda layer: layer.k.float(), "x is torch.float64 on cpu but k.weight is torch.float32"),
@@ -341,7 +347,9 @@ def test_what_the_block_cannot_serve_runs_the_submodules(change, reason, policy)
     under = "" if policy == "none" else " under torch.utils.checkpoint"
     with pytest.warns(FusedRematWarning, match=f"own forward{under}: {reason}"):
         got = step(layer, layer, x)
-    for a, b in zip(got, step(layer._unfused, layer, x), strict=True):
+    for a, b in zip(
+        got, step(functools.partial(layer.stock.forward, layer), layer, x), strict=True
+    ):
         torch.testing.assert_close(a, b)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -419,12 +419,14 @@ def _two_heads(layer):
 
 #: A change of the layer, by the reason that it gives.
 FALLBACKS = {
-    "its multihead_attn has hooks": lambda layer: layer.multihead_attn.register_forward_hook(
+    "multihead_attn has hooks": lambda layer: layer.multihead_attn.register_forward_hook(
         lambda *_: None
     ),
-    "its norm3 is a RMSNorm": _change(norm3=lambda _: nn.RMSNorm(D, dtype=torch.float64)),
-    "_mha_block is overridden": _change(_mha_block=_doubled),
-    "its multihead_attn differs from self_attn": _change(multihead_attn=_two_heads),
+    "norm3 is torch.nn.RMSNorm; the fused path supports": _change(
+        norm3=lambda _: nn.RMSNorm(D, dtype=torch.float64)
+    ),
+    "FusedRematDecoderLayer._mha_block is overridden": _change(_mha_block=_doubled),
+    "multihead_attn differs from self_attn in num_heads": _change(multihead_attn=_two_heads),
 }
 
 

@@ -80,7 +80,7 @@ def test_resharding(two_processes, wrap, reshard):
 @pytest.mark.parametrize("policy", ["full", "none"])
 def test_per_linear(two_processes, policy):
     for warned in two_processes.run(as_one_process, per_linear, policy, fused=False):
-        assert len(warned) == 2 and all("linear1 is a FSDPLinear" in text for text in warned)
+        assert len(warned) == 2 and all("FSDPLinear; the fused path" in text for text in warned)
 
 
 @pytest.mark.composes("FSDP2", "frozen parameters")

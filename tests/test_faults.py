@@ -172,8 +172,8 @@ def test_what_backward_reads_again_must_not_have_been_moved(policy, norm_first):
         for change, now in CHANGES.values():
             loss = forward()
             block = block_of(loss)
-            names = dict(zip(map(id, block_tensors(block, layer, leaves)), block.execution.call.graph.tensors,
-                             strict=True))  # fmt: skip
+            given = block_tensors(block, layer, leaves)
+            names = dict(zip(map(id, given), block.execution.call.graph.tensors, strict=True))
             name, was, data = names[id(leaf)], tuple(leaf.shape), leaf.data
             again = block.execution.rereads[block.execution.call.graph.tensors.index(name)]
             leaf.data = change(data)
@@ -241,7 +241,7 @@ def test_the_fallbacks_replay_names_what_was_moved():
     layer.linear2.weight.data = weight
     y = layer(x)
     x.data = x.data.double()
-    with pytest.raises(RuntimeError, match=r"'argument 0' again, .* is torch.float64 of"):
+    with pytest.raises(RuntimeError, match=r"'src' again, .* is torch.float64 of"):
         y.sum().backward()
 
 

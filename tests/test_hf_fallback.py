@@ -65,7 +65,7 @@ def test_a_cache_with_tokens_takes_part(model, calls, training):
     expected = step(model, {**IDS, "past_key_values": prefix(model)})
     convert(model)
     filled = prefix(model)
-    why = "its cache holds tokens" if training else "fills a cache in evaluation"
+    why = "the cache holds tokens" if training else "the call fills a cache in evaluation"
     with pytest.warns(FusedRematWarning, match=why):
         got = step(model, {**IDS, "past_key_values": filled})
     assert not calls and filled.get_seq_length() == 15
@@ -84,22 +84,29 @@ def test_an_unsupported_architecture():
 @pytest.mark.parametrize(
     "name, differences, reason",
     [
-        ("gpt2", {"add_cross_attention": True}, "it has cross-attention"),
-        ("gpt2", {"reorder_and_upcast_attn": True}, "it has reorder_and_upcast_attn"),
-        ("bert", {"is_decoder": True, "add_cross_attention": True}, "it has cross-attention"),
-        ("llama", {"hidden_act": "relu2"}, "its activation is ReLUSquaredActivation"),
+        ("gpt2", {"add_cross_attention": True}, "the layer has cross-attention"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "the layer has reorder_and_upcast_attn"),
+        (
+            "bert",
+            {"is_decoder": True, "add_cross_attention": True},
+            "the layer has cross-attention",
+        ),
+        ("llama", {"hidden_act": "relu2"}, "the activation mlp.act_fn is .*ReLUSquaredActivation"),
     ],
 )
 def test_an_unsupported_feature_leaves_the_layer(name, differences, reason):
     model = build(name, **differences)
-    with pytest.warns(FusedRematWarning, match=f"convert leaves 2 × .* as it was: {reason}"):
+    said = f"convert leaves 2 layers of class .* unchanged: {reason}"
+    with pytest.warns(FusedRematWarning, match=said):
         convert(model)
     assert not fused_layers(model)
 
 
 def test_layers_of_an_older_transformers_are_left(model, monkeypatch):
     monkeypatch.setattr("transformers.__version__", "5.16.3")  # by name: it replaces its module
-    with pytest.warns(FusedRematWarning, match="transformers is 5.16.3, older than 5.17"):
+    with pytest.warns(
+        FusedRematWarning, match="transformers is 5.16.3; FusedRemat supports 5.17 and later"
+    ):
         convert(model)
     assert not fused_layers(model)
 
@@ -108,7 +115,7 @@ def test_a_layer_with_a_forward_of_its_own_is_left(model, calls):
     expected = step(model, IDS)
     layer = model.model.layers[0]
     layer.forward = layer.forward
-    with pytest.warns(FusedRematWarning, match="its forward was replaced"):
+    with pytest.warns(FusedRematWarning, match="LlamaDecoderLayer.forward was replaced"):
         convert(model)
     assert fused_layers(model) == [model.model.layers[1]]
     close(step(model, IDS), expected)
@@ -123,7 +130,7 @@ def test_a_class_whose_forward_was_patched(model, calls, monkeypatch, converted)
     stock, seen = transformers.models.llama.modeling_llama.LlamaDecoderLayer, []
     inner = stock.forward
     monkeypatch.setattr(stock, "forward", lambda *a, **k: seen.append(1) or inner(*a, **k))
-    with pytest.warns(FusedRematWarning, match="its forward was replaced"):
+    with pytest.warns(FusedRematWarning, match="LlamaDecoderLayer.forward was replaced"):
         got = step(model if converted else convert(model), IDS)
     assert seen and not calls
     close(got, expected)
@@ -144,9 +151,13 @@ def replaced_forward(layer):
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (wrapped_norm, "its input_layernorm is a Sequential, not a LlamaRMSNorm"),
-        (hooked_linear, "its mlp.up_proj has hooks"),
-        (replaced_forward, "its self_attn has a replaced forward"),
+        (
+            wrapped_norm,
+            "input_layernorm is torch.nn.Sequential; the fused path supports "
+            "transformers.models.llama.modeling_llama.LlamaRMSNorm",
+        ),
+        (hooked_linear, "mlp.up_proj has hooks"),
+        (replaced_forward, "self_attn.forward was replaced"),
     ],
 )
 @pytest.mark.parametrize("policy", ["full", "none"])
@@ -155,7 +166,9 @@ def test_where_the_block_cannot_stand_in(model, calls, change, reason, policy):
     expected = step(model, IDS)
     change(model.model.layers[0])
     assert model.model.layers[0].why_not_fused(torch.zeros(1, 2, 32), use_cache=True) == reason
-    with pytest.warns(FusedRematWarning, match=f"LlamaDecoderLayer runs its own forward.*{reason}"):
+    with pytest.warns(
+        FusedRematWarning, match=f"LlamaDecoderLayer runs transformers' own forward.*{reason}"
+    ):
         got = step(model, IDS)
     assert len(calls) == 3
     close(dict(zip(expected, got.values(), strict=True)), expected)
@@ -170,10 +183,10 @@ def test_where_the_block_cannot_stand_in(model, calls, change, reason, policy):
         ),
         (
             {"attention_mask": torch.ones(2, 3, 12, 12, dtype=torch.bool)},
-            "attention_mask is for 3 heads, and it has 4",
+            "attention_mask is for 3 heads, and the layer has 4",
         ),
-        ({"position_bias": torch.zeros(1)}, "it is called with position_bias"),
-        ({"position_embeddings": None}, "position_embeddings is a NoneType"),
+        ({"position_bias": torch.zeros(1)}, "the call passes position_bias"),
+        ({"position_embeddings": None}, "position_embeddings is NoneType"),
         ({"hidden_states": torch.zeros(2, 12, 32)}, "cos is torch.float64 beside torch.float32"),
         ({"hidden_states": torch.zeros(12, 32)}, "hidden_states has shape (12, 32)"),
     ],

@@ -163,7 +163,7 @@ def test_bounds_and_windows_of_flash_attention():
     tables = (torch.ones(1, S, 8, dtype=torch.float64),) * 2
     call = {"position_embeddings": tables, "position_ids": positions}
     layer = model.model.layers[0]
-    assert layer.why_not_fused(x, **call) == "its sequences are packed without cu_seq_lens"
+    assert layer.why_not_fused(x, **call) == "sequences are packed without cu_seq_lens"
     model.config._attn_implementation_internal = "flex_attention"
     assert layer.why_not_fused(x, **call).startswith("the attention implementation is 'flex_att")
 

@@ -267,10 +267,10 @@ def errors():
         divided(layer)
     x = torch.randn(B, S, D)
     mask = torch.zeros(S, S, requires_grad=True)
-    with pytest.raises(RuntimeError, match="mask wants a gradient"):
+    with pytest.raises(RuntimeError, match="mask requires a gradient"):
         layer(x, src_mask=mask)
     layer.norm1.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="its norm1 has hooks"):
+    with pytest.raises(RuntimeError, match="norm1 has hooks"):
         layer(x)
     with pytest.raises(ValueError, match="5 tokens of a sequence cannot be divided evenly"):
         divided(encoder(dropout=0.0), sequence=True, split=True)(x[:, :5])
@@ -280,13 +280,13 @@ def errors():
     whole = distribute_tensor(x, mesh, [Replicate()])
     for layer in (encoder(dropout=0.0), causal()):
         with pytest.raises(
-            RuntimeError, match="not divided over ranks is given a DTensor of shape"
+            RuntimeError, match=r"is a DTensor of shape .* is not divided over ranks"
         ):
             layer(whole)
     with pytest.raises(AttributeError, match="head='nohead'"):
         tensor_parallel_plan(nn.Sequential(encoder(dropout=0.0)), head="nohead")
     unknown = encoder(dropout=0.0, activation=lambda t: t.relu() ** 2)
-    with pytest.raises(RuntimeError, match="its activation function has no row"):
+    with pytest.raises(RuntimeError, match="the activation function has no row"):
         divided(unknown)(x)
     alone = causal()
     for p in ("weight", "bias"):

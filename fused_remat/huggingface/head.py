@@ -1,8 +1,8 @@
 """Language models of transformers whose loss is computed without whole logits.
 
-A model class is swapped as a layer's is: same object, same name. Where a call trains and has
-labels, the head's product and the loss are `ops.cross_entropy`, and `logits` of what is
-returned is None; every other call, generation and evaluation among them, is transformers' own.
+A model's class is swapped as a layer's is: same object, same name. Where a call trains and has
+labels, the head's product and the loss are `ops.linear_cross_entropy`, and the `logits` of the
+output are None. Every other call, generation and evaluation among them, is transformers' own.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fused_remat.layers.eligibility import Reason, Unsupported, is_readable, qualified
 from fused_remat.layers.fused_layer import (
     DECISIONS,
     TRACED,
     is_traced,
     wants_grad,
-    warn_compiled,
-    warn_once,
 )
-from fused_remat.layers.linears import LinearParts, read_linear
+from fused_remat.layers.linears import read_linear
 from fused_remat.layers.tensor_parallel import VocabularyParallelLinear
+from fused_remat.layers.warn import warn, warn_compiled
 from fused_remat.ops.activation import has_hooks
 from fused_remat.ops.cross_entropy import linear_cross_entropy
 
@@ -77,11 +77,9 @@ HEADS: dict[tuple[str, str], Head] = {
     )
 }
 
-_IDLE = "the model does not train"
-_UNFIT = "its arguments do not fit"  # of which the stock forward complains
-_UNLABELLED = "it has no labels"
-#: Why a call has nothing that the fused loss could have saved it.
-_QUIET = (_IDLE, TRACED, _UNFIT, _UNLABELLED)
+_IDLE = Reason("the model does not train", quiet=True)
+_UNFIT = Reason("its arguments do not fit", quiet=True)  # of which the stock forward complains
+_UNLABELLED = Reason("it has no labels", quiet=True)
 
 
 class HuggingFaceHead(nn.Module):
@@ -106,102 +104,95 @@ class HuggingFaceHead(nn.Module):
         # By its stock class: this one's name is that of the stock one.
         return (_new, (self.stock,), *reduced[2:])
 
-    def _serve(self, *args: Any, **kwargs: Any) -> Any:
-        reason = self._why_not(args, kwargs)
-        if reason is None:
-            return self._fused(args, kwargs)
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward(*args, **kwargs)`: with the fused loss, or transformers' own."""
+        call = self._read(args, kwargs)
+        if not isinstance(call, Reason):
+            return self._with_fused_loss(*call)
         for observe in DECISIONS:
-            observe(self, reason)
-        if reason not in _QUIET:
-            self._warn(reason)
+            observe(self, call.text)
+        if not call.quiet and torch.compiler.is_compiling():
+            warn_compiled(type(self).__name__, call.text)
+        elif not call.quiet:
+            warn(self, f"runs its own head and loss, with whole logits: {call.text}")
         return self.stock.forward(self, *args, **kwargs)
 
-    def _warn(self, reason: str) -> None:
-        if torch.compiler.is_compiling():
-            warn_compiled(type(self).__name__, reason)
-        else:
-            warn_once(self, f"its own head and loss, with whole logits: {reason}", stacklevel=7)
-
-    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name, those of **kwargs among them."""
-        bound = self.signature.bind(self, *args, **kwargs).arguments
-        extra = bound.pop("kwargs", {})
-        return {**dict(list(bound.items())[1:]), **extra}
-
-    def _why_not(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-        """Why transformers' own loss serves a call, or None."""
+    def _read(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Tensor, Tensor | None] | Reason:
+        """The arguments by name, the head's weight and bias; or why transformers' loss serves."""
         if not self.training or not wants_grad(*self.parameters()):
             return _IDLE
         if is_traced():
             return TRACED
         try:
-            given = self._named(args, kwargs)
+            bound = self.signature.bind(self, *args, **kwargs).arguments
         except TypeError:
             return _UNFIT
+        extra = bound.pop("kwargs", {})
+        given = {**dict(list(bound.items())[1:]), **extra}
         if not isinstance(given.get("labels"), Tensor):
             return _UNLABELLED
-        keeps = given.get("logits_to_keep", 0)
-        if not isinstance(keeps, int) or keeps != 0:
-            return "it is asked for a part of the logits"
-        if given.get("return_dict") is False or not getattr(self.config, "return_dict", True):
-            return "it is asked for a tuple"
-        if given.get("shift_labels") is not None:
-            return "it has shift_labels"
-        return self._why_not_loss() or _why_not_head(self._modules.get(self.row.head))
+        try:
+            self._check(given)
+            return given, *self._head()
+        except Unsupported as reason:
+            return Reason(str(reason))
 
-    def _why_not_loss(self) -> str | None:
+    def _check(self, given: Mapping[str, Any]) -> None:
+        """Raise `Unsupported` for a call or a loss that needs whole logits."""
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        loss = self.loss_function
-        name = getattr(loss, "__name__", type(loss).__name__)
-        return None if loss is ForCausalLMLoss else f"its loss is {name}"
+        keeps = given.get("logits_to_keep", 0)
+        if not isinstance(keeps, int) or keeps != 0:
+            raise Unsupported("the call asks for a part of the logits")
+        if given.get("return_dict") is False or not getattr(self.config, "return_dict", True):
+            raise Unsupported("the call asks for a tuple")
+        if given.get("shift_labels") is not None:
+            raise Unsupported("the call passes shift_labels")
+        if self.loss_function is not ForCausalLMLoss:
+            name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
+            raise Unsupported(f"the loss function is {name}")
 
-    def _fused(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _head(self) -> tuple[Tensor, Tensor | None]:
+        """The weight and bias of the head."""
+        path = self.row.head
+        head: Any = self._modules.get(path)
+        if type(head) is VocabularyParallelLinear and not has_hooks(head):
+            return head.weight, head.bias
+        weight, bias, updates = read_linear(head, path)
+        if updates:
+            raise Unsupported(f"{path} has low-rank updates")
+        if not is_readable(weight):
+            raise Unsupported(f"{path}.weight is {qualified(type(weight))}")
+        return weight, bias
+
+    def _with_fused_loss(self, given: dict[str, Any], weight: Tensor, bias: Tensor | None) -> Any:
+        """What the stock forward returns, without logits."""
         from transformers import modeling_outputs
 
-        given = self._named(args, kwargs)
         labels = given.pop("labels")
         given.pop("logits_to_keep", None)
         body: Any = self._modules[self.row.body]
         outputs = body(**given)
-        loss = self._loss(outputs[0], labels, given)
-        made = getattr(modeling_outputs, self.row.output)
-        rest = {name: getattr(outputs, name, None) for name in self.row.fields}
-        return made(loss=loss, past_key_values=outputs.past_key_values, **rest)
-
-    def _loss(self, hidden: Tensor, labels: Tensor, given: Mapping[str, Any]) -> Tensor:
-        """transformers' ForCausalLMLoss of the head's logits."""
-        parts = _parts(self._modules[self.row.head])
-        assert isinstance(parts, LinearParts)
-        count = given.get("num_items_in_batch")
+        hidden, count = outputs[0], given.get("num_items_in_batch")
         softcap = getattr(self.config, self.row.softcap) if self.row.softcap else None
         loss = linear_cross_entropy(
             hidden,
-            parts.weight,
+            weight,
             labels.to(hidden.device),
-            parts.bias,
+            bias,
             ignore_index=given.get("ignore_index", -100),
             softcap=float(softcap or 0.0),
             reduction="mean" if count is None else "sum",
             shift=True,
             backend=self.loss_backend,
         )
-        if count is None:
-            return loss
-        return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
-
-
-def _parts(head: Any) -> LinearParts | str:
-    if type(head) is VocabularyParallelLinear and not has_hooks(head):
-        return LinearParts(head.weight, head.bias)
-    return read_linear(head)
-
-
-def _why_not_head(head: Any) -> str | None:
-    parts = _parts(head)
-    if isinstance(parts, str):
-        return f"its head {parts}"
-    return "its head has low-rank updates" if parts.updates else None
+        if count is not None:
+            loss = loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
+        made = getattr(modeling_outputs, self.row.output)
+        rest = {name: getattr(outputs, name, None) for name in self.row.fields}
+        return made(loss=loss, past_key_values=outputs.past_key_values, **rest)
 
 
 #: By the stock class.
@@ -209,7 +200,7 @@ FUSED_HEADS: dict[type[nn.Module], type[HuggingFaceHead]] = {}
 
 
 def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
-    """The class that stands in for a model class of transformers, one object each; None for others.
+    """The class that stands in for a model class of transformers; None where there is none.
 
     >>> head_class(nn.Linear) is None
     True
@@ -233,7 +224,7 @@ def head_class(stock: type[nn.Module]) -> type[HuggingFaceHead] | None:
 
 
 def supported_heads() -> str:
-    """The model classes that there are, as messages list them.
+    """The names of the supported model classes, for messages.
 
     >>> "LlamaForCausalLM" in supported_heads()
     True
@@ -244,7 +235,7 @@ def supported_heads() -> str:
 def _forward(stock: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(stock.forward)
     def forward(self: HuggingFaceHead, *args: Any, **kwargs: Any) -> Any:
-        return self._serve(*args, **kwargs)
+        return self._call(*args, **kwargs)
 
     return forward
 

@@ -1,7 +1,7 @@
 """The mask that transformers hands to a layer, as a block takes it.
 
-What it is depends on the attention implementation of the model's config. What None means, too:
-"sdpa" is then causal if the module is, as flash attention, "eager" has no mask at all.
+Its form depends on the attention implementation in the model's config, and so does the meaning of
+None: "sdpa" and flash attention are then causal if the module is, and "eager" has no mask at all.
 """
 
 from __future__ import annotations
@@ -14,58 +14,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fused_remat.layers.eligibility import PLAIN, Unsupported, qualified
+from fused_remat.layers.read import Parts
+
 _SDPA = F.scaled_dot_product_attention
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
 class Masks:
-    """What an `AttentionSpec` has of masks, and their tensors by the block's names."""
+    """What an `AttentionSpec` says of masks, and their tensors by the block's names."""
 
     kinds: tuple[str, ...] = ()
     window: tuple[int, int] = (-1, -1)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def why_not(self, nhead: int) -> str | None:
-        """Why a layer of so many heads cannot take them."""
-        mask = self.tensors.get("mask")
-        if mask is None or mask.shape[1] in (1, nhead):
-            return None
-        return f"attention_mask is for {mask.shape[1]} heads, and it has {nhead}"
 
-
-def masks_of(
-    attention: Any,
-    given: Mapping[str, Any],
-    x: Tensor,
-    window: int | None = None,
-    low: torch.dtype | None = None,
-) -> Masks | str:
-    """The masks of a call with the arguments `given`, or why the fused path cannot take them.
+def read_masks(
+    attention: Any, given: Mapping[str, Any], parts: Parts, window: int | None, heads: int
+) -> Masks:
+    """The masks of a call with the arguments `given` to an attention of so many `heads`.
 
     No mask's values are read: on a GPU that would wait for the device. `window` is the module's
-    sliding window, which is in the masks of "sdpa" and "eager" already; `low` the dtype of
-    autocast, None if it is off.
+    sliding window, which the masks of "sdpa" and "eager" have already.
     """
     how = attention.config._attn_implementation
     mask = given.get("attention_mask")
     if _is_replaced(how):
-        return f"the attention function {how!r} was replaced"
+        raise Unsupported(f"the attention function {how!r} was replaced")
     if how is not None and how.startswith("flash_attention_"):
-        return _flash(attention, given, x, window)
+        return _flash(attention, given, parts.x, window)
     if how not in ("sdpa", "eager"):
-        return f"the attention implementation is {how!r}, not sdpa, eager or flash attention"
+        raise Unsupported(
+            f"the attention implementation is {how!r}; the fused path supports sdpa, eager and "
+            "flash attention"
+        )
     if mask is None:
         causal = how == "sdpa" and _is_causal(attention, given)
         return Masks(window=(-1, 0 if causal else -1))
-    reason = _why_not(mask, how, x, low)
-    return reason or Masks(("mask",), tensors={"mask": mask})
+    _check_mask(mask, how, parts, heads)
+    return Masks(("mask",), tensors={"mask": mask})
 
 
 def _is_replaced(how: str | None) -> bool:
-    """Whether somebody has put another function in the place of transformers' own.
+    """Whether another function is in the place of transformers' own.
 
-    Sequence parallelism does so (DeepSpeed's in the table of names, PyTorch's under SDPA's name).
+    Sequence parallelism replaces it: DeepSpeed in the table of names, PyTorch under SDPA's name.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -78,11 +71,11 @@ def _is_replaced(how: str | None) -> bool:
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-def _flash(attention: Any, given: Mapping[str, Any], x: Tensor, window: int | None) -> Masks | str:
+def _flash(attention: Any, given: Mapping[str, Any], x: Tensor, window: int | None) -> Masks:
     """As flash attention has it: padding as (B, S), packed sequences by bounds, a real window.
 
-    What it gives where a query is padding is another thing: zeros there, attention to the other
-    tokens here. Nobody reads it.
+    Where a query is padding it gives zeros, and a block attends to the other tokens. Nobody reads
+    those rows.
     """
     batch, seq_len = x.shape[:2]
     causal = _is_causal(attention, given)
@@ -90,21 +83,21 @@ def _flash(attention: Any, given: Mapping[str, Any], x: Tensor, window: int | No
     limits = (left, 0 if causal else left)
     mask = given.get("attention_mask")
     if mask is not None:
-        if type(mask) not in _PLAIN or tuple(mask.shape) != (batch, seq_len):
-            return f"attention_mask is no tensor of shape {(batch, seq_len)}"
+        if type(mask) not in PLAIN or tuple(mask.shape) != (batch, seq_len):
+            raise Unsupported(f"attention_mask is not a tensor of shape {(batch, seq_len)}")
         return Masks(("padding",), limits, {"padding": mask.eq(0)})
     if all(given.get(name) is not None for name in _VARLEN):
         bounds = {"cu_q": given["cu_seq_lens_q"], "cu_k": given["cu_seq_lens_k"]}
-        if batch != 1 or any(type(t) not in _PLAIN or t.dim() != 1 for t in bounds.values()):
-            return "cu_seq_lens are not of packed sequences in a batch of 1"
+        if batch != 1 or any(type(t) not in PLAIN or t.dim() != 1 for t in bounds.values()):
+            raise Unsupported("cu_seq_lens are not those of packed sequences in a batch of 1")
         return Masks(("cu_seqlens",), limits, bounds)
     positions = given.get("position_ids")
     if batch == 1 and seq_len > 1 and isinstance(positions, Tensor):
         if torch.compiler.is_compiling():
-            return "whether its sequences are packed depends on the values of position_ids"
+            raise Unsupported("the values of position_ids say whether sequences are packed")
         # As transformers does there, in every layer; on a GPU it waits for the device.
         if not bool((positions.diff(dim=-1) == 1).all()):
-            return "its sequences are packed without cu_seq_lens"
+            raise Unsupported("sequences are packed without cu_seq_lens")
     return Masks((), limits)
 
 
@@ -113,16 +106,21 @@ def _is_causal(attention: Any, given: Mapping[str, Any]) -> bool:
     return bool(getattr(attention, "is_causal", True) if asked is None else asked)
 
 
-def _why_not(mask: Any, how: str, x: Tensor, low: torch.dtype | None) -> str | None:
-    if type(mask) not in _PLAIN:
-        return f"attention_mask is a {type(mask).__name__}"
+def _check_mask(mask: Any, how: str, parts: Parts, heads: int) -> None:
+    x = parts.x
+    if type(mask) not in PLAIN:
+        raise Unsupported(f"attention_mask is {qualified(type(mask))}, expected torch.Tensor")
     batch, seq_len = x.shape[:2]
     shape = tuple(mask.shape)
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[2:] != (seq_len, seq_len):
-        return f"attention_mask has shape {shape}, expected {(batch, 1, seq_len, seq_len)}"
+        expected = (batch, 1, seq_len, seq_len)
+        raise Unsupported(f"attention_mask has shape {shape}, expected {expected}")
+    if shape[1] not in (1, heads):
+        raise Unsupported(f"attention_mask is for {shape[1]} heads, and the layer has {heads}")
     if mask.dtype == torch.bool and how == "eager":
-        return "attention_mask is bool, which eager attention adds to the scores as a number"
-    if mask.dtype not in (torch.bool, x.dtype, torch.float32, low) or mask.device != x.device:
-        expected = f"bool or {x.dtype} on {x.device}"
-        return f"attention_mask is {mask.dtype} on {mask.device}, expected {expected}"
-    return None
+        raise Unsupported("attention_mask is bool, which eager attention adds to the scores")
+    if mask.dtype not in (torch.bool, x.dtype, torch.float32, parts.low) or mask.device != x.device:
+        raise Unsupported(
+            f"attention_mask is {mask.dtype} on {mask.device}, expected bool or {x.dtype} on "
+            f"{x.device}"
+        )

@@ -1,80 +1,15 @@
-"""Where the layers of each architecture have what a block needs. A new architecture is a new row.
+"""Where the layers of each architecture of transformers have the parts of their block.
 
-Classes are known by name, so that nothing of transformers is imported; the numbers of a layer are
-read from its modules at every call.
+A new architecture is a new row. Classes are known by name, so that nothing of transformers is
+imported; the numbers of a layer are read from its modules at every call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A layer class, and the places of its parts: paths from the layer, by the block's names.
-
-    Attributes:
-        name: of the architecture.
-        package, layer: the module and the name of the layer's class.
-        containers: modules whose forward the block stands in for, and their classes' names.
-        attention: the one of these that attends; it has `scaling`, `is_causal`, `config`.
-        linears, norms, head_norms: of "q", "fc1", "norm1", "q_norm", ... by the block's names.
-        norm, norm_class: "layer_norm" is `nn.LayerNorm`; else the class's name in `package`.
-        offset: added to the norms' weights.
-        placement, rotary: of the norms; whether heads are rotated.
-        activation: the path of the MLP's.
-        head_dim: the attribute of attention that has it.
-        p_attention: the attribute of attention that is a probability, or a dropout module.
-        dropouts: "p_residual1", "p_residual2": paths of dropout modules.
-        softcap, window: attributes of attention (the window's may be its config's), "" for none.
-        excluded: (path, attribute, what it means): a true one is not served.
-    """
-
-    name: str
-    package: str
-    layer: str
-    containers: Mapping[str, str]
-    attention: str
-    linears: Mapping[str, str]
-    norms: Mapping[str, str]
-    activation: str
-    norm: str = "rms_norm"
-    norm_class: str = ""
-    head_norms: Mapping[str, str] = field(default_factory=dict)
-    offset: float = 0.0
-    placement: str = "pre"
-    rotary: bool = False
-    head_dim: str = "head_dim"
-    p_attention: str = "attention_dropout"
-    dropouts: Mapping[str, str] = field(default_factory=dict)
-    softcap: str = ""
-    window: str = ""
-    excluded: tuple[tuple[str, str, str], ...] = ()
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """The module and the name of the layer's class."""
-        return self.package, self.layer
-
-    @property
-    def gated(self) -> bool:
-        return "gate" in self.linears
-
-
-def at(layer: nn.Module, path: str) -> Any:
-    """The submodule at `path`, None if there is none; the layer itself at "".
-
-    >>> at(nn.Sequential(nn.ReLU()), "0"), at(nn.ReLU(), "mlp.up") is None
-    (ReLU(), True)
-    """
-    module: Any = layer
-    for step in path.split(".") if path else ():
-        module = None if module is None else module._modules.get(step)
-    return module
+from fused_remat.huggingface.call import describe
+from fused_remat.layers.read import LayerMap
 
 
 def _package(name: str) -> str:
@@ -100,10 +35,14 @@ _SANDWICH = {
 _HEAD_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
 
 
-def _llama(name: str, prefix: str = "", **differences: Any) -> Architecture:
+_NUMBERS = {"head_dim": "head_dim", "dropout": "attention_dropout"}
+
+
+def _llama(name: str, prefix: str = "", **differences: Any) -> LayerMap:
     """Llama's layer, or one like it whose classes' names begin with `prefix`."""
     prefix = prefix or name
     row: dict[str, Any] = {
+        "describe": describe,
         "name": name,
         "package": _package(prefix.lower()),
         "layer": f"{prefix}DecoderLayer",
@@ -111,15 +50,18 @@ def _llama(name: str, prefix: str = "", **differences: Any) -> Architecture:
         "attention": "self_attn",
         "linears": _LLAMA_LINEARS,
         "norms": _PRE,
+        "norm": "rms_norm",
         "norm_class": f"{prefix}RMSNorm",
         "activation": "mlp.act_fn",
         "rotary": True,
+        "numbers": _NUMBERS,
     }
-    return Architecture(**(row | differences))
+    return LayerMap(**(row | differences))
 
 
-def _bert(prefix: str) -> Architecture:
-    return Architecture(
+def _bert(prefix: str) -> LayerMap:
+    return LayerMap(
+        describe=describe,
         name="BERT" if prefix == "Bert" else "RoBERTa",
         package=_package(prefix.lower()),
         layer=f"{prefix}Layer",
@@ -143,28 +85,29 @@ def _bert(prefix: str) -> Architecture:
         norm="layer_norm",
         placement="post",
         activation="intermediate.intermediate_act_fn",
-        head_dim="attention_head_size",
-        p_attention="dropout",
-        dropouts={"p_residual1": "attention.output.dropout", "p_residual2": "output.dropout"},
+        numbers={"head_dim": "attention_head_size", "dropout": "dropout"},
+        dropouts={"residual1": "attention.output.dropout", "residual2": "output.dropout"},
         excluded=(("", "add_cross_attention", "cross-attention"),),
     )
 
 
-_SLIDING = {"window": "sliding_window"}
+_SLIDING: dict[str, Any] = {"numbers": {**_NUMBERS, "window": "sliding_window"}}
+_CAPPED: dict[str, Any] = {"numbers": {**_SLIDING["numbers"], "softcap": "attn_logit_softcapping"}}
 _GEMMA: dict[str, Any] = {"norms": _SANDWICH, "placement": "sandwich", "offset": 1.0, **_SLIDING}
 
 #: By the module and the name of the layer's class.
-ARCHITECTURES: dict[tuple[str, str], Architecture] = {
-    row.key: row
+ARCHITECTURES: dict[tuple[str, str], LayerMap] = {
+    (row.package, row.layer): row
     for row in (
         _llama("Llama"),
         _llama("Mistral", **_SLIDING),
         _llama("Qwen2", **_SLIDING),
         _llama("Qwen3", head_norms=_HEAD_NORMS, **_SLIDING),
         _llama("SmolLM3", **_SLIDING),
-        _llama("Gemma-2", "Gemma2", softcap="attn_logit_softcapping", **_GEMMA),
+        _llama("Gemma-2", "Gemma2", **_GEMMA | _CAPPED),
         _llama("Gemma-3", "Gemma3", head_norms=_HEAD_NORMS, **_GEMMA),
-        Architecture(
+        LayerMap(
+            describe=describe,
             name="GPT-2",
             package=_package("gpt2"),
             layer="GPT2Block",
@@ -179,8 +122,8 @@ ARCHITECTURES: dict[tuple[str, str], Architecture] = {
             norms={"norm1": "ln_1", "norm2": "ln_2"},
             norm="layer_norm",
             activation="mlp.act",
-            p_attention="attn_dropout",
-            dropouts={"p_residual1": "attn.resid_dropout", "p_residual2": "mlp.dropout"},
+            numbers={"head_dim": "head_dim", "dropout": "attn_dropout"},
+            dropouts={"residual1": "attn.resid_dropout", "residual2": "mlp.dropout"},
             excluded=(
                 ("", "crossattention", "cross-attention"),
                 ("attn", "reorder_and_upcast_attn", "reorder_and_upcast_attn"),
@@ -188,7 +131,8 @@ ARCHITECTURES: dict[tuple[str, str], Architecture] = {
         ),
         _bert("Bert"),
         _bert("Roberta"),
-        Architecture(
+        LayerMap(
+            describe=describe,
             name="ViT",
             package=_package("vit"),
             layer="ViTLayer",
@@ -205,36 +149,26 @@ ARCHITECTURES: dict[tuple[str, str], Architecture] = {
             norms={"norm1": "layernorm_before", "norm2": "layernorm_after"},
             norm="layer_norm",
             activation="mlp.activation_fn",
-            dropouts={"p_residual1": "dropout", "p_residual2": "dropout"},
+            numbers=_NUMBERS,
+            dropouts={"residual1": "dropout", "residual2": "dropout"},
         ),
     )
 }
 
 
-def architecture_of(cls: type) -> Architecture | None:
-    """The row of a layer class; None if it has none.
+def architecture_of(cls: type) -> LayerMap | None:
+    """The row of a layer class; None without one.
 
-    >>> architecture_of(nn.Linear) is None
+    >>> architecture_of(str) is None
     True
     """
     return ARCHITECTURES.get((cls.__module__, cls.__qualname__))
 
 
 def supported() -> str:
-    """The architectures that there are, as messages list them.
+    """The names of the supported architectures, for messages.
 
     >>> supported()
     'Llama, Mistral, Qwen2, Qwen3, SmolLM3, Gemma-2, Gemma-3, GPT-2, BERT, RoBERTa, ViT'
     """
     return ", ".join(row.name for row in ARCHITECTURES.values())
-
-
-#: Activation classes of transformers by the names of `steps.activation`.
-ACTIVATIONS = {
-    "GELUActivation": "gelu",
-    "NewGELUActivation": "gelu_tanh",
-    "FastGELUActivation": "gelu_tanh",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "SiLUActivation": "silu",
-}

@@ -1,9 +1,8 @@
-"""Drop-in `nn.Module`s: parameters, state, argument checks, and when to fall back."""
+"""Drop-in modules whose forward is a block; PyTorch's own forward where a block cannot serve."""
 
 from fused_remat.layers.causal import FusedRematCausalLayer
-from fused_remat.layers.decoder_layer import FusedRematDecoderLayer
-from fused_remat.layers.encoder_layer import FusedRematLayer
 from fused_remat.layers.fused_layer import FusedLayer
+from fused_remat.layers.torch_nn import FusedRematDecoderLayer, FusedRematLayer
 from fused_remat.steps.operations import FusedRematWarning
 
 __all__ = [

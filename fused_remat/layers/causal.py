@@ -2,53 +2,35 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fused_remat.graph.build import block_graph
-from fused_remat.graph.graph import Graph
-from fused_remat.layers import eligibility
-from fused_remat.layers.fused_layer import DropInLayer
-from fused_remat.layers.linears import (
-    LinearParts,
-    block_tensors,
-    is_readable,
-    read_linear,
-    tensor_of,
-    unwrapped,
-)
+from fused_remat.layers.eligibility import Reason
+from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.plain_causal import CausalLayer, check_window
-from fused_remat.layers.precision import low_dtype, precision_of, why_not_autocast
-from fused_remat.layers.read import LayerCall, Place, in_module
-from fused_remat.ops.activation import ActivationLike, has_hooks
+from fused_remat.layers.read import LayerCall, LayerMap, Parts, read_block
+from fused_remat.ops.activation import ActivationLike
 from fused_remat.ops.checks import check_p, lengths_of, mask_of, masks_given, padding_of
 from fused_remat.ops.pieces import rotary_tensors
 from fused_remat.policies import Policy
-from fused_remat.spec import (
-    AttentionOptions,
-    BlockSpec,
-    LoraSpec,
-    score_fields,
-    transformer_spec,
-)
-from fused_remat.steps.norm import NORMS
+from fused_remat.spec import AttentionOptions, BlockSpec, score_fields, transformer_spec
 
 
-class FusedRematCausalLayer(DropInLayer, CausalLayer):
-    """A layer of a language model, Llama's by default, that rebuilds what backward asks for.
+class FusedRematCausalLayer(FusedLayer, CausalLayer):
+    """A layer of a language model, Llama's by default, that rebuilds what backward needs.
 
     h = x + proj(attention(rotary(q, k), v)), h + down(act(gate(norm2(h))) * up(norm2(h))), with
     q, k, v linear layers of norm1(x).
 
     Submodules are `nn.Linear` (q, k, v, proj, gate, up, down) and `nn.RMSNorm` or `nn.LayerNorm`
     (norm1, norm2, with qk_norm q_norm and k_norm, with "sandwich" post1 and post2). Linear ones may
-    be PEFT's LoRA on `nn.Linear`. Where a submodule is of another kind or has hooks, and where a
-    call is exported, transformed or traced, the same is computed by calling the submodules in
-    ordinary PyTorch; in training under non-reentrant checkpoint, with one `FusedRematWarning`.
+    be PEFT's LoRA on `nn.Linear`. Where a submodule is of another class or has hooks, and where a
+    call is exported, transformed or traced, the layer calls its submodules in ordinary PyTorch; in
+    training under `torch.utils.checkpoint`, with one `FusedRematWarning`.
 
     Args:
         d_model, nhead, dim_feedforward, dropout: as in `nn.TransformerEncoderLayer`.
@@ -119,9 +101,7 @@ class FusedRematCausalLayer(DropInLayer, CausalLayer):
             attention_dropout=attention_dropout, is_causal=is_causal,
             rope_interleaved=rope_interleaved, placement=placement, device=device, dtype=dtype,
         )  # fmt: skip
-        self.policy = policy
-        self.backend = backend
-        self.accumulate_into = accumulate_into
+        self._set_options(policy, backend, accumulate_into)
 
     def forward(  # type: ignore[override]  # that of the base takes the tables one by one
         self,
@@ -140,7 +120,11 @@ class FusedRematCausalLayer(DropInLayer, CausalLayer):
         key_lengths, cu_seqlens: of padded and of packed sequences, as in `ops.attention`.
         """
         cos, sin = _tables(rope)
-        return self._serve(x, cos, sin, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
+        out: Tensor = self._call(
+            x=x, cos=cos, sin=sin, attn_mask=attn_mask, key_padding_mask=key_padding_mask,
+            key_lengths=key_lengths, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        return out
 
     def why_not_fused(
         self,
@@ -156,27 +140,30 @@ class FusedRematCausalLayer(DropInLayer, CausalLayer):
         >>> layer = FusedRematCausalLayer(16, 2, 32)
         >>> layer.up = torch.nn.Bilinear(2, 3, 4)
         >>> layer.why_not_fused(torch.zeros(1, 5, 16))
-        'its up is a Bilinear, not a Linear'
+        'up is torch.nn.Bilinear; the fused path supports torch.nn.Linear'
         """
         cos, sin = _tables(rope)
-        return self._why_not(x, cos, sin, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
+        return self._why_not(
+            x=x, cos=cos, sin=sin, attn_mask=attn_mask, key_padding_mask=key_padding_mask,
+            key_lengths=key_lengths, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
 
-    def _example(self) -> Graph:
-        spec = transformer_spec(
+    @property
+    def _map(self) -> LayerMap:
+        return map_of(self)
+
+    def _example_spec(self) -> BlockSpec:
+        return transformer_spec(
             "rms_norm", 1e-6, "relu", placement=self.placement, gated=self.gate is not None,
             num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0, projection="split", rotary=True,
             qk_norm_eps=None if self.q_norm is None else 1e-6,
         )  # fmt: skip
-        return block_graph(spec)
-
-    def _places(self) -> tuple[Place, ...]:
-        return PLACES
 
     def _heads(self) -> dict[str, int]:
         return {"heads": self.nhead, "key and value heads": self.kv_heads}
 
-    def _choose(self, *args: Any) -> LayerCall | str:
-        return call_of(self, *args)
+    def _read(self, **given: Any) -> LayerCall | Reason:
+        return read_call(self, **given)
 
 
 def _tables(rope: Any) -> tuple[Any, Any]:
@@ -187,22 +174,12 @@ def _tables(rope: Any) -> tuple[Any, Any]:
     return rope[0], rope[1]
 
 
-#: The block's names of the linear layers, and the layer's own.
-_LINEARS = {
-    "q": "q", "k": "k", "v": "v", "proj": "proj", "gate": "gate", "fc1": "up", "fc2": "down",
-}  # fmt: skip
-_NORMS = ("norm1", "norm2", "post1", "post2", "q_norm", "k_norm")
-#: Where a layer may have its block's weights.
-PLACES = (
-    *(in_module(name, own) for name, own in _LINEARS.items()),
-    *(in_module(name, name) for name in _NORMS),
-)
-_KINDS = {row.module: kind for kind, row in NORMS.items()}
-_FORWARDS: dict[Any, Any] = {module: module.forward for module in _KINDS}
-_PLAIN = (Tensor, nn.Parameter)
+def map_of(layer: Any) -> LayerMap:
+    """How a `CausalLayer` is laid out: it may have a gate, norms after, and norms of heads."""
+    return _MAPS[layer.gate is not None, layer.placement == "sandwich", layer.q_norm is not None]
 
 
-def call_of(
+def read_call(
     layer: Any,
     x: Tensor,
     cos: Tensor | None = None,
@@ -211,53 +188,11 @@ def call_of(
     key_padding_mask: Tensor | None = None,
     key_lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-) -> LayerCall | str:
-    """The block that serves this call of a `CausalLayer`, or why the fused path cannot.
+) -> LayerCall | Reason:
+    """The block of a call of a `CausalLayer`, or why the fused path cannot serve it.
 
     Raises: TypeError, ValueError, RuntimeError for inputs that do not fit.
-
-    >>> import torch
-    >>> from fused_remat.layers.plain_causal import CausalLayer
-    >>> call_of(CausalLayer(8, 2, 16), torch.zeros(1, 3, 8)).spec.linears
-    ('q', 'k', 'v', 'proj', 'gate', 'fc1', 'fc2')
     """
-    inputs = inputs_of(layer, x, cos, sin, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
-    reason = eligibility.why_not_context(x, "x") or eligibility.why_not_global_hooks()
-    if reason is not None:
-        return reason
-    if type(x) not in _PLAIN:
-        return f"x is a {type(x).__name__}"
-    linears = _linears(layer)
-    if isinstance(linears, str):
-        return linears
-    norms = _norms(layer)
-    if isinstance(norms, str):
-        return norms
-    kind, eps, qk_eps, affine = norms
-    low = low_dtype(x)
-    weights, loras = block_tensors(linears, x.dtype if low is None else None)
-    params = {**weights, **affine}
-    spec = _spec(layer, kind, eps, qk_eps, inputs, loras)
-    reason = why_not_weights(x, params, spec, low, "x")
-    if reason is not None:
-        return reason
-    precision = None
-    if low is not None:
-        precision = precision_of(x, params, low, layer.placement != "post")
-    return LayerCall(spec, {**params, **inputs}, {}, False, False, precision)
-
-
-def inputs_of(
-    layer: Any,
-    x: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> dict[str, Tensor | None]:
-    """What a call is given, by the block's names, checked."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
     if x.dim() != 3 or x.shape[-1] != layer.d_model or not x.is_floating_point():
@@ -266,88 +201,36 @@ def inputs_of(
         )
     grid = (x.shape[0], layer.nhead, x.shape[1], x.shape[1])
     rope = None if cos is None and sin is None else (cos, sin)
-    return {
-        "input": x,
+    inputs = {
+        "x": x,
         **rotary_tensors(x, layer.head_dim, rope, None, None),
         "mask": mask_of(attn_mask, grid, x),
         "padding": padding_of(key_padding_mask, grid, x),
         **lengths_of(key_lengths, cu_seqlens, None, grid, x, "cu_seqlens"),
     }
+    return read_block(layer, map_of(layer), inputs)
 
 
-def _linears(layer: Any) -> dict[str, LinearParts] | str:
-    """The linear layers by the block's names, or why one of them cannot be read."""
-    found = {}
-    for name, own in _LINEARS.items():
-        if own == "gate" and layer.gate is None:
-            continue
-        parts = read_linear(layer._modules.get(own))
-        if isinstance(parts, str):
-            return f"its {own} {parts}"
-        found[name] = parts
-    return found
+def _describe(parts: Parts, inputs: Mapping[str, Tensor | None]) -> LayerCall:
+    """A call of a layer of these parts.
 
-
-def _norms(layer: Any) -> tuple[str, float, float, dict[str, Tensor | None]] | str:
-    """The kind and eps of the norms, the eps of the heads', and their tensors; or why not."""
-    names = ["norm1", "norm2", *(["post1", "post2"] if layer.placement == "sandwich" else [])]
-    heads = ["q_norm", "k_norm"] if layer.q_norm is not None else []
-    eps: dict[str, set[Any]] = {"": set(), "heads": set()}
-    kinds, affine = set(), {}
-    for name in names + heads:
-        norm: Any = unwrapped(layer._modules.get(name))
-        if isinstance(norm, str):
-            return f"its {name} {norm}"
-        kind = type(norm)
-        if kind not in _KINDS or (name in heads and kind is not nn.RMSNorm):
-            return f"its {name} is a {kind.__name__}, not a norm that a block has there"
-        if has_hooks(norm):
-            return f"its {name} has hooks"
-        if "forward" in norm.__dict__ or kind.forward is not _FORWARDS[kind]:
-            return f"its {name}.forward was replaced"
-        width = (layer.head_dim if name in heads else layer.d_model,)
-        if tuple(norm.normalized_shape) != width:
-            return f"its {name} is over {tuple(norm.normalized_shape)}, not {width}"
-        eps["heads" if name in heads else ""].add(norm.eps)
-        kinds |= set() if name in heads else {kind}
-        affine[f"{name}.weight"], bias = tensor_of(norm, "weight"), tensor_of(norm, "bias")
-        if name not in heads:
-            affine[f"{name}.bias"] = bias
-    if len(kinds) > 1 or any(len(found) > 1 or None in found for found in eps.values()):
-        return "its norms differ in kind or eps, or have no eps"
-    if any(affine[f"{name}.weight"] is None for name in heads):
-        return "its q_norm or k_norm has no weight"
-    (block_eps,) = eps[""]
-    (head_eps,) = eps["heads"] or (block_eps,)
-    return _KINDS[kinds.pop()], float(block_eps), float(head_eps), affine
-
-
-def _spec(
-    layer: Any,
-    norm: str,
-    eps: float,
-    qk_eps: float,
-    inputs: Mapping[str, Tensor | None],
-    loras: tuple[LoraSpec, ...],
-) -> BlockSpec:
-    """What a call computes.
-
-    Raises: ValueError for what the layer was set to and no layer has.
+    Raises: ValueError for attributes that were set to values that no layer has.
     """
+    layer = parts.layer
     p = check_p("dropout", layer.dropout) if layer.training else 0.0
     p_attention = check_p("attention_dropout", layer.attention_dropout)
-    check_window(layer.window)  # -1 would be none to a block
+    check_window(layer.window)  # -1 would mean no window to a block
     options: AttentionOptions = {"softcap": float(layer.softcap)}
     if layer.window is not None:
         options["window"] = (layer.window, layer.window)
-    return transformer_spec(
-        norm,
-        eps,
+    spec = transformer_spec(
+        parts.norm,
+        parts.one_eps(),
         layer.activation,
         placement=layer.placement,
         gated=layer.gate is not None,
         dropout=(p_attention if layer.training else 0.0, p, p, p),
-        loras=loras,
+        loras=parts.loras,
         num_heads=layer.nhead,
         num_kv_heads=layer.kv_heads,
         head_dim=layer.head_dim,
@@ -355,77 +238,28 @@ def _spec(
         projection="split",
         rotary="cos" in inputs,
         interleaved=layer.rope_interleaved,
-        qk_norm_eps=None if layer.q_norm is None else qk_eps,
+        qk_norm_eps=parts.one_head_eps(),
         masks=masks_given(inputs),
+    )
+    tensors = {**parts.weights, **inputs}
+    tensors["input"] = tensors.pop("x")
+    return LayerCall(spec, tensors)
+
+
+def _layer_map(gated: bool, sandwich: bool, normed_heads: bool) -> LayerMap:
+    linears = {"q": "q", "k": "k", "v": "v", "proj": "proj"}
+    norms = ("norm1", "post1", "norm2", "post2") if sandwich else ("norm1", "norm2")
+    heads = ("q_norm", "k_norm") if normed_heads else ()
+    return LayerMap(
+        package=CausalLayer.__module__,
+        layer=CausalLayer.__qualname__,
+        describe=_describe,
+        input="x",
+        linears={**linears, **({"gate": "gate"} if gated else {}), "fc1": "up", "fc2": "down"},
+        norms={name: name for name in norms},
+        head_norms={name: name for name in heads},
     )
 
 
-def why_not_weights(
-    x: Tensor,
-    tensors: Mapping[str, Tensor | None],
-    spec: BlockSpec,
-    low: torch.dtype | None,
-    called: str,
-) -> str | None:
-    """Why a block of `spec` cannot take `x`, (B, S, D), with these weights of a layer.
-
-    `low` is autocast's dtype, None if it is off; `called`, what the layer calls `x`.
-
-    >>> from fused_remat.spec import nn_layer_spec
-    >>> spec = nn_layer_spec(True, 1, 8, "gelu")
-    >>> widths = {"qkv": (24, 8), "proj": (8, 8), "fc1": (32, 8), "fc2": (8, 30)}
-    >>> weights = {f"{name}.weight": torch.zeros(shape) for name, shape in widths.items()}
-    >>> why_not_weights(torch.zeros(1, 3, 8), weights, spec, None, "x")
-    'fc2.weight has shape (8, 30), expected (8, 32)'
-    """
-    compiling = torch.compiler.is_compiling()  # Dynamo would see through a cache, and say so
-    names = spec.weights if compiling else _weights_of(spec)
-    given = {name: tensors.get(name) for name in names}
-    for name, p in given.items():
-        if p is None:
-            continue
-        if type(p) not in _PLAIN and not is_readable(p):
-            return f"{name} is a {type(p).__name__}"
-        wide = low is not None or (name.startswith("lora") and p.dtype == torch.float32)
-        if (p.dtype is not x.dtype and not wide) or p.device != x.device:
-            return f"{called} is {x.dtype} on {x.device} but {name} is {p.dtype} on {p.device}"
-    reason = None if low is None else why_not_autocast(x, given, low)
-    if reason is not None:
-        return reason.replace("src", called)
-    shapes = tuple([None if p is None else p.shape for p in given.values()])
-    why_not = _why_not_shapes.__wrapped__ if compiling else _why_not_shapes
-    return why_not(x.shape[-1], names, shapes, spec)
-
-
-@functools.lru_cache(maxsize=1024)
-def _weights_of(spec: BlockSpec) -> tuple[str, ...]:
-    return spec.weights
-
-
-@functools.lru_cache(maxsize=1024)
-def _why_not_shapes(
-    width: int,
-    names: tuple[str, ...],
-    shapes: tuple[torch.Size | None, ...],
-    spec: BlockSpec,
-) -> str | None:
-    given = dict(zip(names, shapes, strict=True))
-    fc1 = given["fc1.weight"]
-    assert fc1 is not None
-    linears = spec.linear_shapes(width, fc1[0])
-    expected: dict[str, tuple[int, ...]] = {}
-    for name, shape in linears.items():
-        expected |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    for name in spec.norms:
-        expected |= {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-    expected |= {f"{name}_norm.weight": (spec.attention.head_dim,) for name in "qk"}
-    for name, wanted in expected.items():
-        found = given.get(name)
-        if found is not None and tuple(found) != wanted:
-            return f"{name} has shape {tuple(found)}, expected {wanted}"
-    for i, lora in enumerate(spec.loras):
-        a, b = given[f"lora.{i}.A"], given[f"lora.{i}.B"]
-        out, columns = linears[lora.layer]
-        if a is None or b is None or (*a, *b) != (a[0], columns, out, a[0]):
-            return f"an adapter of its {lora.layer} has matrices that do not fit"
-    return None
+#: By whether the MLP is gated, norms are before and after, and heads are normed.
+_MAPS = {key: _layer_map(*key) for key in itertools.product((False, True), repeat=3)}

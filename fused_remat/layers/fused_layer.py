@@ -1,43 +1,66 @@
-"""What fused layers share: their options, warnings, and who is told of decisions."""
+"""`FusedLayer`: a layer whose forward is a block, or the stock forward where a block cannot serve.
+
+`FusedLayer._call` is the one place where a call of any layer takes one of the two paths.
+"""
 
 from __future__ import annotations
 
-import functools
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fused_remat.autograd import accumulate
+from fused_remat.autograd import accumulate, run_block
 from fused_remat.autograd.shards import is_dtensor
 from fused_remat.execution.choose import check_name
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
-from fused_remat.layers import fallback, tensor_parallel
-from fused_remat.layers.fallback import checkpointed
-from fused_remat.layers.read import LayerCall, Place, batched
-from fused_remat.layers.tensor_parallel import TensorParallel, stand_in
-from fused_remat.ops.blocks import run_layer
-from fused_remat.policies import Policy, draws, kept_names
-from fused_remat.steps.operations import FusedRematWarning
+from fused_remat.graph.precision import mixed_precision
+from fused_remat.layers import fallback
+from fused_remat.layers.eligibility import Reason
+from fused_remat.layers.read import LayerCall, LayerMap, read_block
+from fused_remat.layers.tensor_parallel import TensorParallel, read_on_rank
+from fused_remat.layers.warn import (
+    user_stacklevel,
+    warn,
+    warn_compiled,
+    warn_compiled_segment,
+)
+from fused_remat.policies import Policy, kept_names
+from fused_remat.spec import BlockSpec
+
+Layer = TypeVar("Layer", bound="FusedLayer")
+
+TRACED = Reason("the call is exported, transformed or traced", quiet=True)
+#: Called with the layer and the reason when a call does not take the fused path; usually empty.
+DECISIONS: list[Callable[[nn.Module, str], None]] = []
 
 
 class FusedLayer(nn.Module):
-    """A layer whose forward is a block; mixed in before the class that it stands in for."""
+    """A layer whose forward is a block. Mixed in before the class that it stands in for.
 
-    # Class attributes serve layers unpickled, or re-classed, from the stock one.
+    A subclass has a `forward` that hands its arguments to `_call` by name, and says in `_map` how
+    its class is laid out.
+
+    Attributes:
+        stock: the class that it stands in for.
+    """
+
+    stock: ClassVar[type[nn.Module]]
+    #: Whose forward runs where the fused path does not, in warnings.
+    _owner: ClassVar[str] = "PyTorch's"
+    # Class attributes serve layers that were unpickled or re-classed from the stock one.
     _policy: str | Policy = "full"
     _backend: str = "auto"
     _accumulate_into: str | None = None
     #: How the layer is divided among ranks (`fused_remat.parallel`); None if it is not.
-    _division: TensorParallel | None = None
+    _tensor_parallel: TensorParallel | None = None
 
     @property
     def policy(self) -> str | Policy:
-        """What the layer keeps; may be set at any time, for the calls from then on."""
+        """What the layer keeps for backward; it may be set at any time, for later calls."""
         return self._policy
 
     @policy.setter
@@ -47,7 +70,7 @@ class FusedLayer(nn.Module):
 
     @property
     def backend(self) -> str:
-        """Who does the arithmetic: "auto" or a registered name."""
+        """What computes the layer: "auto" or a registered name."""
         return self._backend
 
     @backend.setter
@@ -63,218 +86,13 @@ class FusedLayer(nn.Module):
     def accumulate_into(self, target: str | None) -> None:
         self._accumulate_into = accumulate.check_target(target)
 
+    def _set_options(self, policy: str | Policy, backend: str, accumulate_into: str | None) -> None:
+        self.policy, self.backend, self.accumulate_into = policy, backend, accumulate_into
+
     def extra_repr(self) -> str:
         shown = f"policy={self._policy!r}, backend={self._backend!r}"
         target = self._accumulate_into
         return shown if target is None else f"{shown}, accumulate_into={target!r}"
-
-    def _example(self) -> Graph:
-        """A graph with the kind and the names of this layer's."""
-        raise NotImplementedError
-
-    def _places(self) -> tuple[Place, ...]:
-        """Where the layer has its block's weights."""
-        raise NotImplementedError
-
-    def _heads(self) -> dict[str, int]:
-        """How many heads its attentions have, by what they are called."""
-        raise NotImplementedError
-
-    def _fused(self, call: LayerCall) -> Tensor:
-        if self._accumulate_into is not None:
-            compiled = "the call is compiled" if torch.compiler.is_compiling() else None
-            self._refuse_to_accumulate(compiled or accumulate.why_not_engine(self))
-        compute, tensors = None, call.tensors
-        if call.precision is not None:
-            x = tensors["input"]
-            assert x is not None
-            tensors = {**tensors, "input": x.to(call.precision.stream)}
-            compute = call.precision.compute
-        out = run_layer(
-            block_graph(call.spec),
-            tensors,
-            policy=self._policy_now(),
-            backend=self._backend,
-            seq_first=call.seq_first,
-            preserve_strides=call.spec.branches[-1].placement != "post",
-            functions=call.functions,
-            accumulate_into=self._accumulate_into,
-            compute=compute,
-            tell=self._warn_of_kept_input,
-        )
-        return out.squeeze(0) if call.unbatched else out
-
-    def _divided(
-        self,
-        choose: Callable[[Mapping[str, Any]], LayerCall | str],
-        inputs: Mapping[str, Tensor],
-        dim: int,
-    ) -> Tensor:
-        """A call of a layer that is divided among ranks.
-
-        `choose` is given what stands for `inputs`, the block's by name, of which "input" has its
-        tokens in dimension `dim`.
-
-        Raises: RuntimeError where the block cannot serve it: nothing else knows its shards.
-        """
-        division = self._division
-        assert division is not None
-        x, name = inputs["input"], type(self).__name__
-        for given in inputs.values():
-            if is_dtensor(given):
-                raise RuntimeError(
-                    f"fused_remat: a tensor-parallel {name} takes this rank's local tensor, got a "
-                    f"DTensor of shape {tuple(given.shape)}: use_local_output=True in the plan of "
-                    "what makes it"
-                )
-        x = division.entered(x, dim)
-        named = {**inputs, "input": x}
-        call = choose(self._stand_ins(named, dim, divided=True))
-        if self._accumulate_into is not None:
-            call = "accumulate_into: gradients belong to DTensors"
-        if isinstance(call, str):
-            raise RuntimeError(f"fused_remat: a tensor-parallel {name} cannot run: {call}")
-        local = {name: batched(t, call.unbatched) for name, t in named.items()}
-        seeded = draws(self._policy)
-        out = self._fused(tensor_parallel.local_call(call, local, division.parallel, seeded))
-        return tensor_parallel.join_tokens(out, dim, division.parallel) if division.joins else out
-
-    def _stand_ins(
-        self, inputs: Mapping[str, Any], dim: int, divided: bool = False
-    ) -> dict[str, Any]:
-        """What a call of a divided layer is chosen by: inputs of whole sequences.
-
-        `divided`: "input" is this rank's tokens, though forward's may be whole.
-        """
-        division = self._division
-        assert division is not None
-        if division.splits and not tensor_parallel:
-            return dict(inputs)
-        return {**inputs, "input": stand_in(inputs["input"], dim, division.parallel)}
-
-    def _policy_now(self) -> str | Policy:
-        """The policy of a call: without a segment where what runs a layer again may be gone."""
-        policy = self._policy
-        if isinstance(policy, str) or policy.segment is None:
-            return policy
-        compiling = torch.compiler.is_compiling()
-        sharded_by = None if compiling else accumulate.sharded_by(self)
-        if not compiling and sharded_by is None:
-            return policy
-        if policy.segment == "inner" and compiling:
-            warn_compiled_segment(type(self).__name__)
-        elif policy.segment == "inner":
-            warn_once(self, f"{_KEEPS_INPUT}: {sharded_by} {_FREES}", stacklevel=8)
-        return Policy(offload=policy.offload)
-
-    def _warn_of_kept_input(self, reason: str) -> None:
-        warn_once(self, f"{_KEEPS_INPUT}: {reason}", stacklevel=10)
-
-    def _refuse_dtensors(self, given: Iterable[Any]) -> None:
-        """Raise RuntimeError if a DTensor meets plain parameters: PyTorch would, less clearly."""
-        for value in filter(is_dtensor, given):
-            if not any(map(is_dtensor, self.parameters())):
-                raise RuntimeError(
-                    f"fused_remat: a {type(self).__name__} that is not divided over ranks is given "
-                    f"a DTensor of shape {tuple(value.shape)}: use to_local() or full_tensor(), or "
-                    "divide the layer with fused_remat.parallel.tensor_parallel_plan"
-                )
-
-    def _refuse_to_accumulate(self, reason: str | None) -> None:
-        """Raise RuntimeError if gradients were to be accumulated, and `reason` forbids it."""
-        target = self._accumulate_into
-        if target is not None and reason is not None and wants_grad(*self.parameters()):
-            raise accumulate.refusal(target, reason)
-
-
-_KEEPS_INPUT = "outside its segment, and keeps its input"
-_FREES = "manages its parameters, and frees them before the next layer's backward"
-_LEAF = (
-    "; under DeepSpeed ZeRO-3, deepspeed.utils.set_z3_leaf_modules(model, [type(layer)]) before "
-    "deepspeed.initialize makes it gather the layer as a whole"
-)
-
-TRACED = "the call is exported, transformed or traced"
-
-#: Called with the layer and the reason when a call does not take the fused path; usually empty.
-DECISIONS: list[Callable[[nn.Module, str], None]] = []
-
-_warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-
-
-def warn_once(layer: nn.Module, message: str, stacklevel: int = 6) -> None:
-    """Warn of a fallback, once for each layer and reason."""
-    seen = _warned.setdefault(layer, set())
-    if message not in seen:
-        hint = _LEAF if _is_gathered_in_parts(layer) else ""
-        text = f"{type(layer).__name__} runs {message}{hint}"
-        warnings.warn(text, FusedRematWarning, stacklevel=stacklevel)
-        seen.add(message)
-
-
-def _is_gathered_in_parts(layer: nn.Module) -> bool:
-    """Whether ZeRO-3 gathers parameters by hooks on modules inside `layer`."""
-    leaf = getattr(layer, "_z3_leaf", False)
-    return not leaf and accumulate.sharded_by(layer) == "ZeRO-3"
-
-
-def warn_compiled(layer: str, reason: str) -> None:
-    """The same while compiling; what PyTorch's forward keeps is then the compiler's choice."""
-    warnings.warn(
-        f"{layer}, compiled, runs PyTorch's own forward and saves no memory: {reason}",
-        FusedRematWarning,
-        stacklevel=2,
-    )
-
-
-def warn_compiled_segment(layer: str) -> None:
-    """While compiling: what stays and what goes is in the graph that the compiler has."""
-    warnings.warn(
-        f"{layer}, compiled, keeps its input: segments are eager mode's",
-        FusedRematWarning,
-        stacklevel=2,
-    )
-
-
-warn_compiled_segment._dynamo_marked_constant = True  # type: ignore[attr-defined]
-warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # not traced, but called
-
-
-def is_traced() -> bool:
-    """Whether the call is exported, transformed or traced: PyTorch's own forward serves those."""
-    return (
-        torch.compiler.is_exporting()
-        or torch._C._are_functorch_transforms_active()
-        or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    )
-
-
-def wants_grad(*values: Any) -> bool:
-    """Whether autograd watches one of `values`."""
-    return torch.is_grad_enabled() and any(
-        isinstance(value, Tensor) and value.requires_grad for value in values
-    )
-
-
-Layer = TypeVar("Layer", bound="DropInLayer")
-
-
-class DropInLayer(FusedLayer):
-    """A layer of `torch.nn` whose forward is a block; mixed in before the stock class.
-
-    A subclass has `_choose` and `_example`, and a `forward` that calls `_serve`.
-
-    Attributes:
-        stock: the class of `torch.nn` that it stands in for.
-    """
-
-    stock: ClassVar[type[nn.Module]]
-    #: Pairs of masks that PyTorch wants of one dtype, as (name, index in forward), (name, index).
-    _mask_pairs: ClassVar[tuple[tuple[tuple[str, int], tuple[str, int]], ...]] = ()
-    #: What `_choose` says where PyTorch's own forward is what is wanted.
-    _quiet: ClassVar[tuple[str, ...]] = ()
-    #: The block's inputs, the first arguments of forward.
-    _inputs: ClassVar[tuple[str, ...]] = ("input",)
 
     @classmethod
     def from_layer(
@@ -304,111 +122,178 @@ class DropInLayer(FusedLayer):
             k: dict(v) if type(v) is dict else v.copy() if hasattr(v, "copy") else v
             for k, v in layer.__dict__.items()
         }
-        new.policy = policy
-        new.backend = backend
-        new.accumulate_into = accumulate_into
+        new._set_options(policy, backend, accumulate_into)
         return new
 
-    def _choose(self, *args: Any) -> LayerCall | str:
-        """The block that serves a call of forward, or why none does."""
+    @property
+    def _map(self) -> LayerMap:
+        """Where the layer has the parts of its block."""
         raise NotImplementedError
 
-    def _why_not(self, *args: Any) -> str | None:
-        """Why this call of `forward` would not take the fused path, or None if it would."""
-        if is_traced():
-            return TRACED
-        if self._division is None:
-            call = self._choose(*args)
-        else:
-            inputs, dim = self._divided_inputs(args)
-            call = self._choose_by(args, self._stand_ins(inputs, dim))
-        return call if isinstance(call, str) else None
+    def _example_spec(self) -> BlockSpec:
+        """A spec whose graph has the kind and the names of the layer's."""
+        raise NotImplementedError
 
-    def _serve(self, *args: Any) -> Tensor:
-        """`forward(*args)`: the block, or PyTorch's own forward."""
-        if self._division is not None:
-            return self._serve_divided(*args)
-        if is_traced():
-            self._refuse_to_accumulate(TRACED)
-            return super().forward(*args)  # type: ignore[no-any-return]
-        call = self._choose(*args)
-        if isinstance(call, LayerCall):
-            if not torch.compiler.is_compiling():
-                _warn_mismatch(self._mask_pairs, args)
-            return self._fused(call)
-        if torch.compiler.is_compiling():
-            if call not in self._quiet and wants_grad(*args, *self.parameters()):
-                warn_compiled(type(self).__name__, call)
-            return super().forward(*args)  # type: ignore[no-any-return]
-        self._refuse_dtensors(args)
-        for observe in DECISIONS:
-            observe(self, call)
-        return self._quietly(call, *args) if call in self._quiet else self._fallback(call, *args)
+    def _heads(self) -> dict[str, int]:
+        """How many heads the attentions have, by what they are called."""
+        raise NotImplementedError
 
-    def _serve_divided(self, *args: Any) -> Tensor:
-        """`_serve` of a layer that is divided among ranks."""
-        if torch.compiler.is_compiling():
+    def _tokens_dim(self, x: Tensor) -> int:
+        """The dimension of the input that has the tokens of a sequence."""
+        return 1
+
+    def _example(self) -> Graph:
+        return block_graph(self._example_spec())
+
+    def _call(self, **given: Any) -> Any:
+        """`forward(**given)`: the block, or the stock forward where the fused path cannot serve."""
+        compiling = torch.compiler.is_compiling()
+        parallel = self._tensor_parallel
+        if parallel is not None and compiling:
             from fused_remat.autograd import graph_break
 
-            return graph_break.eagerly(self._serve_divided, *args)  # type: ignore[no-any-return]
+            return graph_break.eagerly(self._call, **given)
         if is_traced():
-            raise RuntimeError(f"fused_remat: a tensor-parallel layer cannot run: {TRACED}")
-        inputs, dim = self._divided_inputs(args)
-        return self._divided(functools.partial(self._choose_by, args), inputs, dim)
-
-    def _divided_inputs(self, args: tuple[Any, ...]) -> tuple[dict[str, Any], int]:
-        """The block's inputs by name, and the dimension that the tokens are in."""
-        x, attn = args[0], getattr(self, "self_attn", None)
-        if not isinstance(x, Tensor) or x.is_nested or x.dim() not in (2, 3):
-            raise ValueError(f"expected a Tensor of 2 or 3 dimensions, got {_shown(x)}")
-        dim = 0 if x.dim() == 2 or not getattr(attn, "batch_first", True) else 1
-        return dict(zip(self._inputs, args, strict=False)), dim
-
-    def _choose_by(self, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> LayerCall | str:
-        """`_choose(*args)` with `inputs` in the place of the first."""
-        names = self._inputs
-        return self._choose(*[inputs[name] for name in names], *args[len(names) :])
-
-    def _quietly(self, reason: str, *args: Any) -> Tensor:
-        """What serves a call that `_choose` gave one of `_quiet` for."""
-        raise NotImplementedError
-
-    def _unfused(self, *args: Any) -> Tensor:
-        """PyTorch's forward through the submodules, also in eval."""
-        with fallback.without_inference_kernels():
-            return super().forward(*args)  # type: ignore[no-any-return]
-
-    def _fallback(self, reason: str, *args: Any) -> Tensor:
-        """The same, under checkpoint where gradients are wanted, and with a warning then."""
-        if not wants_grad(*args, *self.parameters()):
-            return self._unfused(*args)
-        self._refuse_to_accumulate(reason)
-        if self._policy == "none":
-            out = self._unfused(*args)
-            warn_once(self, f"PyTorch's own forward: {reason}", stacklevel=7)
+            call: LayerCall | Reason = TRACED
+        elif parallel is None:
+            call = self._read(**given)
         else:
-            given = {f"argument {i}": value for i, value in enumerate(args)}
-            out = checkpointed(self, lambda **given: self._unfused(*given.values()), given)
-            warn_once(
-                self, f"PyTorch's own forward under torch.utils.checkpoint: {reason}", stacklevel=7
-            )
+            call = read_on_rank(self, parallel, given)
+        if isinstance(call, Reason):
+            return self._fall_back(call, compiling, given)
+        graph, tensors, policy = block_graph(call.spec), call.tensors, self._policy
+        if call.precision is not None:
+            x: Any = tensors["input"]
+            tensors = {**tensors, "input": x.to(call.precision.stream)}
+            if call.precision.compute is not None:
+                graph = mixed_precision(graph, call.precision.compute)
+        if not isinstance(policy, str) and policy.segment is not None:
+            policy = self._policy_of_segment(policy, compiling)
+        accumulation = None
+        if self._accumulate_into is not None:
+            accumulation = self._accumulation(graph, compiling)
+        for text in () if compiling else call.warnings:
+            warnings.warn(text, stacklevel=user_stacklevel())
+        out = run_block(
+            graph,
+            policy,
+            tensors,
+            backend=self._backend,
+            seq_first=call.seq_first,
+            preserve_strides=call.spec.branches[-1].placement != "post",
+            functions=call.functions,
+            accumulation=accumulation,
+            warn_of_input=self._warn_of_kept_input,
+        )
+        if call.unbatched:
+            out = out.squeeze(0)
+        if parallel is not None and parallel.joins:
+            out = parallel.joined(out, self._tokens_dim(out))
         return out
 
+    def _read(self, **given: Any) -> LayerCall | Reason:
+        """The block of a call, or why the fused path cannot serve it."""
+        return read_block(self, self._map, given)
 
-def _shown(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return "a nested one" if value.is_nested else f"shape {tuple(value.shape)}"
+    def _why_not(self, **given: Any) -> str | None:
+        """Why a call would not take the fused path, or None if it would."""
+        parallel, name = self._tensor_parallel, self._map.input
+        if parallel is not None and not parallel.splits and isinstance(given.get(name), Tensor):
+            x = given[name]
+            given = {**given, name: parallel.whole(x, self._tokens_dim(x))}
+        call = TRACED if is_traced() else self._read(**given)
+        return call.text if isinstance(call, Reason) else None
 
-
-def _warn_mismatch(
-    pairs: tuple[tuple[tuple[str, int], tuple[str, int]], ...], args: tuple[Any, ...]
-) -> None:
-    for (name, i), (other, j) in pairs:
-        mask, padding = args[i], args[j]
-        if mask is not None and padding is not None and mask.dtype != padding.dtype:
-            warnings.warn(
-                f"Support for mismatched {other} ({padding.dtype}) and {name} "
-                f"({mask.dtype}) is deprecated. Use same type for both instead.",
-                stacklevel=6,
+    def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
+        """The stock forward; under checkpoint, and with a warning, where gradients are wanted."""
+        if self._tensor_parallel is not None:
+            raise RuntimeError(
+                f"fused_remat: a tensor-parallel {type(self).__name__} cannot run PyTorch's own "
+                f"forward, which does not know its shards: {reason.text}"
             )
+        if reason is TRACED or not reason.quiet:
+            self._refuse_to_accumulate(reason.text)
+        wanted = not reason.quiet and wants_grad(*given.values(), *self.parameters())
+        if compiling or reason is TRACED:
+            if wanted:
+                warn_compiled(type(self).__name__, reason.text)
+            return self.stock.forward(self, **given)
+        self._refuse_dtensors(given)
+        for observe in DECISIONS:
+            observe(self, reason.text)
+        return self._checkpointed(reason, given) if wanted else self._stock_forward(**given)
+
+    def _stock_forward(self, **given: Any) -> Any:
+        """The stock forward through the submodules, in evaluation too."""
+        with fallback.without_inference_kernels():
+            return self.stock.forward(self, **given)
+
+    def _checkpointed(self, reason: Reason, given: Mapping[str, Any]) -> Any:
+        """The stock forward under checkpoint, unless the policy keeps everything."""
+        own = f"runs {self._owner} own forward"
+        if self._policy == "none":
+            out = self._stock_forward(**given)
+            warn(self, f"{own}: {reason.text}")
+        else:
+            out = fallback.checkpointed(self, self._stock_forward, given)
+            warn(self, f"{own} under torch.utils.checkpoint: {reason.text}")
+        return out
+
+    def _refuse_dtensors(self, given: Mapping[str, Any]) -> None:
+        """Raise RuntimeError if a DTensor meets plain parameters: PyTorch would, less clearly."""
+        for name, value in given.items():
+            if is_dtensor(value) and not any(map(is_dtensor, self.parameters())):
+                raise RuntimeError(
+                    f"fused_remat: {name} is a DTensor of shape {tuple(value.shape)}, and this "
+                    f"{type(self).__name__} is not divided over ranks; use to_local() or "
+                    "full_tensor(), or divide the layer with "
+                    "fused_remat.parallel.tensor_parallel_plan"
+                )
+
+    def _accumulation(self, graph: Graph, compiling: bool) -> accumulate.Accumulation:
+        self._refuse_to_accumulate(
+            "the call is compiled" if compiling else accumulate.why_not_engine(self)
+        )
+        names = frozenset([name for name in graph.params if "." in name])  # no mask has a dot
+        return accumulate.Accumulation(str(self._accumulate_into), names)
+
+    def _refuse_to_accumulate(self, reason: str | None) -> None:
+        """Raise RuntimeError if gradients were to be accumulated, and `reason` forbids it."""
+        target = self._accumulate_into
+        if target is not None and reason is not None and wants_grad(*self.parameters()):
+            raise accumulate.refusal(target, reason)
+
+    def _policy_of_segment(self, policy: Policy, compiling: bool) -> Policy:
+        """`policy`, without its segment where the layers before may be gone in backward."""
+        if compiling:
+            if policy.segment == "inner":
+                warn_compiled_segment(type(self).__name__)
+            return Policy(offload=policy.offload)
+        sharded_by = accumulate.sharded_by(self)
+        if sharded_by is None:
+            return policy
+        if policy.segment == "inner":
+            self._warn_of_kept_input(
+                f"{sharded_by} manages its parameters, and frees them before the next layer's "
+                "backward"
+            )
+        return Policy(offload=policy.offload)
+
+    def _warn_of_kept_input(self, reason: str) -> None:
+        warn(self, f"runs outside its segment, and keeps its input: {reason}")
+
+
+def is_traced() -> bool:
+    """Whether the call is exported, transformed or traced: the stock forward serves those."""
+    return (
+        torch.compiler.is_exporting()
+        or torch._C._are_functorch_transforms_active()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    )
+
+
+def wants_grad(*values: Any) -> bool:
+    """Whether grad mode is on and one of `values` is a tensor that requires a gradient."""
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in values
+    )

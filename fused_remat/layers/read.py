@@ -1,149 +1,227 @@
-"""A call of a layer as a block: its description, its tensors, its own functions."""
+"""Reads the block that a layer computes: `LayerMap` says where its parts are, `read_block` reads.
+
+Everything is read at every call, through the submodules: between two calls they may be swapped, or
+get hooks or other parameters, and the layer does not learn of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from fused_remat.layers.linears import (
-    Update,
-    read_linear,
-    tensor_of,
-    update_tensors,
-    without_adapters,
+from fused_remat.layers.eligibility import (
+    Reason,
+    Unsupported,
+    check_foreign_module,
+    check_global_hooks,
+    check_input,
+    check_weights,
 )
-from fused_remat.layers.precision import CASTABLE, Precision
+from fused_remat.layers.linears import read_dropout, read_linear, update_tensors
+from fused_remat.layers.modules import read_head_norms, read_norms, read_projections
+from fused_remat.layers.precision import Precision, low_dtype, precision_of
 from fused_remat.spec import BlockSpec, LoraSpec
 from fused_remat.steps.user_function import Function
 
 
-@dataclass(frozen=True)
-class LayerCall:
-    """What a block takes.
+@dataclass(frozen=True, kw_only=True)
+class LayerMap:
+    """Where the layers of a class have the parts of their block. Paths lead from the layer.
 
     Attributes:
-        spec: what it computes.
+        package, layer: the module and the name of the class.
+        describe: makes a `LayerCall` of the parts and the arguments of a call.
+        name: of the architecture, as messages list it.
+        input, dims: what forward calls the tensor that it computes with, and the numbers of
+            dimensions that it may have.
+        methods: those of the class that the block stands for, by name.
+        containers: paths of modules whose forward the block stands for, and the names of their
+            classes in `package`.
+        attention: the path of the module that attends.
+        projections: paths of `nn.MultiheadAttention`s, and the block's names of the packed
+            projection, of q, k and v, and of the output projection.
+        linears, norms, head_norms: paths by the block's names "fc1", "norm1", "q_norm", ...
+        norm, norm_class: a row of `NORMS`, "" for any of them; the name of the norms' class in
+            `package`, "" for torch.nn's.
+        offset: added to the norms' weights.
+        placement: of the norms, "pre", "post" or "sandwich".
+        rotary: whether heads are rotated.
+        activation: the path of the MLP's activation function.
+        dropouts: paths of dropout modules by what `describe` calls them.
+        numbers: attributes of the attention by the fields that they give: "head_dim", "dropout",
+            "softcap", "window".
+        excluded: (path, attribute, what it means): layers where it is true are not supported.
+        steps: by the path of every module, that of its parent and its name there; parents first.
+    """
+
+    package: str
+    layer: str
+    describe: Callable[[Parts, Mapping[str, Any]], LayerCall]
+    name: str = ""
+    input: str = "hidden_states"
+    dims: tuple[int, ...] = (3,)
+    methods: Mapping[str, Any] = field(default_factory=dict)
+    containers: Mapping[str, str] = field(default_factory=dict)
+    attention: str = ""
+    projections: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    linears: Mapping[str, str] = field(default_factory=dict)
+    norms: Mapping[str, str] = field(default_factory=dict)
+    head_norms: Mapping[str, str] = field(default_factory=dict)
+    norm: str = ""
+    norm_class: str = ""
+    offset: float = 0.0
+    placement: str = "pre"
+    rotary: bool = False
+    activation: str = ""
+    dropouts: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    excluded: tuple[tuple[str, str, str], ...] = ()
+    steps: Mapping[str, tuple[str, str]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        paths = [self.attention, self.activation.rpartition(".")[0]]
+        paths += [*self.containers, *self.projections, *(row[0] for row in self.excluded)]
+        paths += [f"{path}.out_proj" for path in self.projections]
+        for group in (self.linears, self.norms, self.head_norms, self.dropouts):
+            paths += group.values()
+        steps: dict[str, tuple[str, str]] = {}
+        for names in [path.split(".") for path in paths if path]:
+            for end in range(1, len(names) + 1):
+                steps[".".join(names[:end])] = ".".join(names[: end - 1]), names[end - 1]
+        object.__setattr__(self, "steps", steps)
+
+    def modules(self, layer: nn.Module) -> dict[str, Any]:
+        """The submodules of `layer` by their paths, None where there is none; itself at ""."""
+        found: dict[str, Any] = {"": layer}
+        for path, (parent, name) in self.steps.items():
+            holder = found[parent]
+            found[path] = None if holder is None else holder._modules.get(name)
+        return found
+
+
+@dataclass
+class Parts:
+    """What the reader found in a layer, for `LayerMap.describe`.
+
+    Attributes:
+        layer, row, modules: the layer, how its class is described, its submodules by path.
+        x, low: the input of the call; the dtype of autocast, None if it is off.
+        weights, loras: tensors by the block's names, and the numbers of low-rank updates.
+        norm, eps, head_eps: the kind of the norms; the eps of each, and of those of the heads.
+        dropout: probabilities that apply now, by the names in `LayerMap.dropouts`.
+    """
+
+    layer: Any
+    row: LayerMap
+    modules: Mapping[str, Any]
+    x: Tensor
+    low: torch.dtype | None
+    weights: dict[str, Tensor | None]
+    loras: tuple[LoraSpec, ...]
+    norm: str
+    eps: list[float]
+    head_eps: list[float]
+    dropout: Mapping[str, float]
+
+    def precision(self, norm_first: bool) -> Precision:
+        """The dtypes of the call, under autocast."""
+        assert self.low is not None
+        return precision_of(self.x, self.weights, self.low, norm_first)
+
+    def one_eps(self) -> float:
+        """The eps of all norms over the width."""
+        return _one_of(self.eps, "norms")
+
+    def one_head_eps(self) -> float | None:
+        """The eps of the norms of heads; None without any."""
+        return _one_of(self.head_eps, "norms of heads") if self.head_eps else None
+
+
+def _one_of(values: list[float], what: str) -> float:
+    first = values[0]
+    if values.count(first) < len(values):
+        raise Unsupported(f"the {what} differ in eps: {sorted(set(values))}")
+    return first
+
+
+@dataclass
+class LayerCall:
+    """A call of a layer as a block.
+
+    Attributes:
+        spec: what the block computes.
         tensors: by the block's names, inputs and all.
-        functions: the caller's own activation function, if any.
+        functions: the user's own activation function, if any.
         seq_first, unbatched: the inputs are (S, B, D), or (S, D) given as (1, S, D).
         precision: the dtypes under autocast, None if it is off.
+        warnings: what PyTorch's own forward would warn of.
     """
 
     spec: BlockSpec
     tensors: Mapping[str, Tensor | None]
-    functions: Mapping[str, Function]
-    seq_first: bool
-    unbatched: bool
+    functions: Mapping[str, Function] = field(default_factory=dict)
+    seq_first: bool = False
+    unbatched: bool = False
     precision: Precision | None = None
+    warnings: tuple[str, ...] = ()
 
 
-def batched(tensor: Tensor | None, unbatched: bool) -> Tensor | None:
-    """`tensor`, of a batch of one if the call has no batch."""
-    return tensor.unsqueeze(0) if unbatched and tensor is not None else tensor
+def read_block(layer: nn.Module, row: LayerMap, given: Mapping[str, Any]) -> LayerCall | Reason:
+    """The block that computes `layer.forward(**given)`, or why the fused path cannot serve it.
 
-
-#: What no adapter is around.
-_STOCK = frozenset(
-    (nn.Linear, nn.LayerNorm, nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
-)
-#: Where a layer has its block's tensors: the way to a module, and (the block's name, attribute).
-Place = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
-
-
-def in_attention(module: str, qkv: str, proj: str) -> tuple[Place, Place]:
-    """The tensors of an `nn.MultiheadAttention` by the block's names `qkv` and `proj`."""
-    packed = (f"{qkv}.weight", "in_proj_weight"), (f"{qkv}.bias", "in_proj_bias")
-    return ((module,), packed), in_module(proj, module, "out_proj")
-
-
-def in_split_attention(
-    module: str, qkv: str, proj: str, layers: Sequence[str]
-) -> tuple[Place, ...]:
-    """The same of one whose q, k and v, by the block's names `layers`, have their own weights."""
-    names = [f"{layer}.weight" for layer in layers]
-    weights = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-    split = (*zip(names, weights, strict=True), (f"{qkv}.bias", "in_proj_bias"))
-    return ((module,), split), in_module(proj, module, "out_proj")
-
-
-#: Biases of packed projections, by the layers that have parts of them.
-_PACKED_BIASES = {"qkv.bias": ("q", "k", "v"), "cross.bias": ("cross_q", "cross_k", "cross_v")}
-
-
-def with_own_biases(
-    tensors: Mapping[str, Tensor | None], size: int = 1, rank: int = 0
-) -> dict[str, Tensor | None]:
-    """`tensors` with biases of packed projections as those of q, k and v: a rank's part of each.
-
-    >>> list(with_own_biases({"qkv.bias": torch.arange(12)}, 2, 1)["k.bias"])
-    [tensor(6), tensor(7)]
+    >>> from fused_remat.layers.torch_nn import ENCODER
+    >>> layer, given = nn.TransformerEncoderLayer(8, 2), {
+    ...     "src": torch.zeros(3, 2, 8), "src_mask": None, "src_key_padding_mask": None,
+    ...     "is_causal": False}
+    >>> read_block(layer, ENCODER, given).spec.kind
+    'encoder_postnorm'
     """
-    found = dict(tensors)
-    for packed, layers in _PACKED_BIASES.items():
-        whole = found.pop(packed, None)
-        if whole is not None:
-            parts = whole.view(3, size, -1)[:, rank].unbind()
-            names = [f"{layer}.bias" for layer in layers]
-            found.update(zip(names, parts, strict=True))
-    return found
+    try:
+        return _read(layer, row, given)
+    except Unsupported as reason:
+        return Reason(str(reason))
 
 
-def in_module(name: str, *way: str) -> Place:
-    """The weight and bias of a module by the block's `name`.
+def _read(layer: Any, row: LayerMap, given: Mapping[str, Any]) -> LayerCall:
+    x = given[row.input]
+    check_input(x, row.input, row.dims)
+    check_global_hooks()
+    modules = row.modules(layer)
+    _check_forwards(layer, row, modules)
+    low = low_dtype(x)
+    weights: dict[str, Tensor | None] = {}
+    updates = {}
+    for path, names in row.projections.items():
+        weights |= read_projections(modules, path, names, x.shape[-1])
+    for name, path in row.linears.items():
+        weight, bias, found = read_linear(modules[path], path)
+        weights[f"{name}.weight"], weights[f"{name}.bias"] = weight, bias
+        if found:
+            updates[name] = found
+    kind, eps = read_norms(row, modules, x.shape[-1], weights)
+    head_eps = read_head_norms(row, modules, weights) if row.head_norms else []
+    dropout = {name: read_dropout(modules[path], path) for name, path in row.dropouts.items()}
+    loras: tuple[LoraSpec, ...] = ()
+    if updates:
+        matrices, loras = update_tensors(updates, x.dtype if low is None else None)
+        weights |= matrices
+    parts = Parts(layer, row, modules, x, low, weights, loras, kind, eps, head_eps, dropout)
+    call = row.describe(parts, given)
+    check_weights(x, row.input, weights, call.spec, low)
+    if low is not None and call.precision is None:
+        call.precision = parts.precision(call.spec.norm_first)
+    return call
 
-    >>> in_module("fc1", "linear1")
-    (('linear1',), (('fc1.weight', 'weight'), ('fc1.bias', 'bias')))
-    """
-    return way, tuple((f"{name}.{kind}", kind) for kind in ("weight", "bias"))
 
-
-def tensors_at(layer: Any, places: Iterable[Place]) -> dict[str, Tensor | None]:
-    """The tensors at `places` by the block's names, read through the submodules at every call."""
-    found: dict[str, Tensor | None] = {}
-    for way, names in places:
-        module = layer
-        for step in way:
-            module = None if module is None else module._modules.get(step)
-            if type(module) not in _STOCK:
-                module = without_adapters(module)
-        if module is None:
-            found.update((name, None) for name, _ in names)
-            continue
-        own = module._parameters.get
-        for name, attribute in names:
-            found[name] = t if (t := own(attribute)) is not None else tensor_of(module, attribute)
-    return found
-
-
-Adapters = tuple[dict[str, Tensor | None], tuple[LoraSpec, ...]]
-
-
-def adapters_of(layer: nn.Module, x: Tensor, low: torch.dtype | None) -> Adapters | str:
-    """The tensors of PEFT's adapters on a layer of `torch.nn` and their numbers, or why not.
-
-    `low`: the dtype of autocast, None if it is off.
-
-    >>> adapters_of(nn.TransformerEncoderLayer(8, 2), torch.zeros(3, 2, 8), None)
-    ({}, ())
-    """
-    child = layer._modules.get
-    if type(child("linear1")) is nn.Linear and type(child("linear2")) is nn.Linear:
-        return {}, ()  # this runs at every call
-    updates: dict[str, tuple[Update, ...]] = {}
-    for name, linear in (("fc1", "linear1"), ("fc2", "linear2")):
-        parts = read_linear(child(linear))
-        if isinstance(parts, str):
-            return f"its {linear} {parts}"
-        updates[name] = parts.updates
-    for name, mine in updates.items():
-        for a in [update.a for update in mine]:
-            fits = a.dtype in ((x.dtype, torch.float32) if low is None else CASTABLE)
-            if not fits or a.device != x.device:
-                where = f"is {a.dtype} on {a.device} beside {x.dtype} on {x.device}"
-                return f"an adapter of {name} {where}"
-    return update_tensors(updates, x.dtype if low is None else None)
+def _check_forwards(layer: Any, row: LayerMap, modules: Mapping[str, Any]) -> None:
+    """Raise `Unsupported` if a method or forward that the block stands for was replaced."""
+    kind = type(layer)
+    for name, method in row.methods.items():
+        if getattr(kind, name) is not method or name in layer.__dict__:
+            raise Unsupported(f"{kind.__name__}.{name} is overridden")
+    for path, name in row.containers.items():
+        check_foreign_module(modules[path], path, row.package, name)

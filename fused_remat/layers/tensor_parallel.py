@@ -1,15 +1,14 @@
-"""Calls of a layer that is divided among ranks: its tokens, and what a call of it changes.
+"""Calls of a layer that is divided among ranks: this rank's tokens, heads and shards.
 
-A divided layer's parameters are DTensors of a tensor-parallel mesh (`fused_remat.parallel`). A call
-is chosen by their whole shapes, as any layer's, and then made this rank's: its heads, its shards,
-its masks' heads.
+The parameters of such a layer are DTensors of a tensor-parallel mesh (`fused_remat.parallel`). A
+call is read by their whole shapes, as that of any layer, and then reduced to this rank's part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +16,17 @@ from torch import Tensor, nn
 
 from fused_remat import random
 from fused_remat.autograd.shards import is_dtensor, local_shards
-from fused_remat.layers.read import LayerCall, with_own_biases
+from fused_remat.layers.eligibility import Reason
+from fused_remat.layers.linears import split_biases
+from fused_remat.layers.read import LayerCall
+from fused_remat.policies import draws
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps import collective
 
-#: Of what all ranks have, what each computes a part of the gradient of: its heads' part.
+if TYPE_CHECKING:
+    from fused_remat.layers.fused_layer import FusedLayer
+
+#: Parameters that all ranks have, and whose gradient each rank computes for its own heads.
 _OF_HEADS = ("q_norm.weight", "k_norm.weight", "qkv.bias", "cross.bias")
 
 
@@ -30,14 +35,14 @@ class TensorParallel:
     """How a layer is divided among ranks.
 
     Attributes:
-        parallel: the rank's place.
-        splits: its input is whole on every rank, and divided by tokens first.
-        joins: its output is made whole on every rank.
+        place: the rank's place.
+        splits: the input is whole on every rank, and divided by tokens first.
+        joins: the output is made whole on every rank.
         lengths: of the layers between a split and a join: the tokens of a sequence that a rank had
-            after the split, of all calls. None where nobody splits for the layer.
+            after the split, of all calls. None where no layer splits for this one.
     """
 
-    parallel: ParallelSpec
+    place: ParallelSpec
     splits: bool = False
     joins: bool = False
     lengths: set[int] | None = None
@@ -49,155 +54,171 @@ class TensorParallel:
             first layer has not divided.
         """
         if self.splits:
-            x = split_tokens(x, dim, self.parallel)
+            count, size = x.shape[dim], self.place.size
+            if count % size:
+                raise ValueError(
+                    f"sequence parallel: {count} tokens of a sequence cannot be divided evenly "
+                    f"among {size} ranks; pad the sequences"
+                )
+            x = Split.apply(x, dim, self.place)
             if self.lengths is not None:
                 self.lengths.add(x.shape[dim])
         elif self.lengths is not None and x.shape[dim] not in self.lengths:
             raise RuntimeError(
                 f"fused_remat: a layer with sequence parallel got {x.shape[dim]} tokens of a "
                 f"sequence, and the first layer of its container has left {sorted(self.lengths)} "
-                "to a rank: layers are called one after the other, none left out"
+                "to a rank; call the layers one after the other, and leave none out"
             )
         return x
+
+    def whole(self, x: Tensor, dim: int) -> Tensor:
+        """A tensor of whole sequences in the place of this rank's tokens; it takes no memory.
+
+        A call is read by it: masks and tables are of whole sequences.
+        """
+        if not self.place.sequence or x.dim() <= dim:
+            return x
+        shape = list(x.shape)
+        shape[dim] *= self.place.size
+        return x.detach().new_empty(()).expand(shape)
+
+    def joined(self, x: Tensor, dim: int) -> Tensor:
+        """The tokens of all ranks, on every rank."""
+        out: Tensor = Join.apply(x, dim, self.place)
+        return out
 
 
 class Split(torch.autograd.Function):
     """This rank's tokens of what every rank has whole, whose gradient is made whole again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, parallel: ParallelSpec) -> Tensor:
-        ctx.dim, ctx.parallel = dim, parallel
-        return _own(x, dim, parallel)
+    def forward(ctx: Any, x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
+        ctx.dim, ctx.place = dim, place
+        return _own(x, dim, place)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _all(dy, ctx.dim, ctx.parallel), None, None
+        return _all(dy, ctx.dim, ctx.place), None, None
 
 
 class Join(torch.autograd.Function):
-    """The tokens of all ranks, of which every rank then computes the same."""
+    """The tokens of all ranks, with which every rank then computes the same."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, parallel: ParallelSpec) -> Tensor:
-        ctx.dim, ctx.parallel = dim, parallel
-        return _all(x, dim, parallel)
+    def forward(ctx: Any, x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
+        ctx.dim, ctx.place = dim, place
+        return _all(x, dim, place)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _own(dy, ctx.dim, ctx.parallel), None, None
+        return _own(dy, ctx.dim, ctx.place), None, None
 
 
-def _own(x: Tensor, dim: int, parallel: ParallelSpec) -> Tensor:
-    count = x.shape[dim] // parallel.size
-    return x.narrow(dim, parallel.rank * count, count).contiguous()
+def _own(x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
+    count = x.shape[dim] // place.size
+    return x.narrow(dim, place.rank * count, count).contiguous()
 
 
-def _all(x: Tensor, dim: int, parallel: ParallelSpec) -> Tensor:
+def _all(x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
     if dim == 0:
-        rows, shape = x.reshape(x.shape[0], -1), (parallel.size * x.shape[0], *x.shape[1:])
-        return collective.gather(rows, parallel.group, parallel.size, 1, shape)
-    rows, shape = x.reshape(-1, x.shape[-1]), (x.shape[0], parallel.size * x.shape[1], x.shape[-1])
-    return collective.gather(rows, parallel.group, parallel.size, x.shape[0], shape)
+        rows, shape = x.reshape(x.shape[0], -1), (place.size * x.shape[0], *x.shape[1:])
+        return collective.gather(rows, place.group, place.size, 1, shape)
+    rows, shape = x.reshape(-1, x.shape[-1]), (x.shape[0], place.size * x.shape[1], x.shape[-1])
+    return collective.gather(rows, place.group, place.size, x.shape[0], shape)
 
 
-def split_tokens(x: Tensor, dim: int, parallel: ParallelSpec) -> Tensor:
-    """This rank's tokens of x, which every rank has whole.
+def read_on_rank(
+    layer: FusedLayer, parallel: TensorParallel, given: Mapping[str, Any]
+) -> LayerCall | Reason:
+    """This rank's part of a call, whose input is replaced by this rank's tokens.
 
-    Raises: ValueError where the ranks' shares would differ.
+    Raises: ValueError, RuntimeError for an input that cannot be divided, or is a DTensor.
     """
-    if x.shape[dim] % parallel.size:
-        raise ValueError(
-            f"sequence parallel: {x.shape[dim]} tokens of a sequence cannot be divided evenly "
-            f"among {parallel.size} ranks: pad the sequences"
-        )
-    out: Tensor = Split.apply(x, dim, parallel)
-    return out
+    kind, name = type(layer).__name__, layer._map.input
+    for value in given.values():
+        if is_dtensor(value):
+            raise RuntimeError(
+                f"fused_remat: a tensor-parallel {kind} takes this rank's local tensor, got a "
+                f"DTensor of shape {tuple(value.shape)}; set use_local_output=True in the plan "
+                "of the module that makes it"
+            )
+    x = given[name]
+    if not isinstance(x, Tensor) or x.is_nested or x.dim() not in (2, 3):
+        raise ValueError(f"{name} must be a tensor of 2 or 3 dimensions, got {type(x).__name__}")
+    dim = layer._tokens_dim(x)
+    x = parallel.entered(x, dim)
+    call = layer._read(**{**given, name: parallel.whole(x, dim)})
+    if isinstance(call, Reason):
+        return call
+    if layer._accumulate_into is not None:
+        return Reason("accumulate_into is set, and gradients are DTensors")
+    local = x.unsqueeze(0) if call.unbatched else x
+    return _local_call(call, local, parallel.place, draws(layer._policy))
 
 
-def join_tokens(x: Tensor, dim: int, parallel: ParallelSpec) -> Tensor:
-    """The tokens of all ranks, on every rank."""
-    out: Tensor = Join.apply(x, dim, parallel)
-    return out
+def _local_call(call: LayerCall, x: Tensor, place: ParallelSpec, seeded: bool) -> LayerCall:
+    """This rank's part of a call that was read by whole shapes; `x` is its own input.
 
-
-def stand_in(x: Any, dim: int, parallel: ParallelSpec) -> Any:
-    """In the place of this rank's tokens, what a call is chosen by: whole sequences, no memory."""
-    if not isinstance(x, Tensor) or not parallel.sequence or x.dim() <= dim:
-        return x
-    shape = list(x.shape)
-    shape[dim] *= parallel.size
-    return x.detach().new_empty(()).expand(shape)
-
-
-def local_call(
-    call: LayerCall,
-    inputs: Mapping[str, Tensor | None],
-    parallel: ParallelSpec,
-    seeded: bool = False,
-) -> LayerCall:
-    """This rank's part of a call that was chosen by whole shapes; `inputs`: the real ones.
-
-    `seeded`: its policy draws random numbers.
+    `seeded`: the policy draws random numbers.
 
     Raises: RuntimeError for what is not divided.
     """
     reason = _why_not(call)
     if reason is not None:
         raise RuntimeError(f"fused_remat: a tensor-parallel layer cannot run: {reason}")
-    tensors = {**call.tensors, **inputs}
-    tensors = {**tensors, **_shards(tensors, parallel)}
+    tensors = {**call.tensors, "input": x}
+    tensors = {**tensors, **_shards(tensors, place)}
     attention = call.spec.attention
     if attention.projection == "split":
-        tensors = with_own_biases(tensors, parallel.size, parallel.rank)
+        tensors = split_biases(tensors, place.size, place.rank)
     for name in ("mask", "memory_mask"):
-        tensors[name] = _own_heads(tensors.get(name), attention.num_heads, parallel)
-    spec = call.spec.on_rank(parallel)
-    if not parallel.sequence and (seeded or spec.drops):  # alike where it is not divided
-        seed = random.draw_seed(tensors["input"].device)  # type: ignore[union-attr]
-        tensors["seed"] = collective.first_ranks(seed, parallel.group)
+        tensors[name] = _own_heads(tensors.get(name), attention.num_heads, place)
+    spec = call.spec.on_rank(place)
+    if not place.sequence and (seeded or spec.drops):  # ranks draw alike for what they share
+        tensors["seed"] = collective.first_ranks(random.draw_seed(x.device), place.group)
     return replace(call, spec=spec, tensors=tensors)
 
 
 def _why_not(call: LayerCall) -> str | None:
     if call.functions:
-        return "its activation function has no row: it might mix what is divided among ranks"
+        return "the activation function has no row, and may mix what is divided among ranks"
     if call.spec.loras:
-        return "its low-rank updates are not divided among ranks"
+        return "low-rank updates are not divided among ranks"
     for name in ("mask", "padding", "memory_mask", "memory_padding"):
         mask = call.tensors.get(name)
         if mask is not None and mask.requires_grad:
-            return f"{name} wants a gradient, of which each rank would have its heads' part"
+            return f"{name} requires a gradient, of which each rank would have its heads' part"
     return None
 
 
-def _shards(tensors: Mapping[str, Tensor | None], parallel: ParallelSpec) -> dict[str, Tensor]:
+def _shards(tensors: Mapping[str, Tensor | None], place: ParallelSpec) -> dict[str, Tensor]:
     """The local tensors of those that are DTensors, by name."""
     named: dict[str, Any] = {name: t for name, t in tensors.items() if is_dtensor(t)}
     summed = []
     for name, t in named.items():
         if len(t.placements) != 1:
             raise RuntimeError(
-                f"fused_remat: {name} is sharded on {t.device_mesh}: FSDP gathers it in the hooks "
-                "of its module, so call that and not its forward"
+                f"fused_remat: {name} is sharded on {t.device_mesh}; FSDP gathers it in the hooks "
+                "of its module, so call the module and not its forward"
             )
-        summed.append(t.placements[0].is_replicate() and (parallel.sequence or name in _OF_HEADS))
-    return dict(zip(named, local_shards(parallel.group, summed, named.values()), strict=True))
+        summed.append(t.placements[0].is_replicate() and (place.sequence or name in _OF_HEADS))
+    return dict(zip(named, local_shards(place.group, summed, named.values()), strict=True))
 
 
-def _own_heads(mask: Tensor | None, nhead: int, parallel: ParallelSpec) -> Tensor | None:
+def _own_heads(mask: Tensor | None, nhead: int, place: ParallelSpec) -> Tensor | None:
     """This rank's heads of a mask (B*H, S_q, S_k) or (B, H, S_q, S_k); others are all heads'."""
     if mask is None or mask.dim() < 3 or (mask.dim() == 4 and mask.shape[1] == 1):
         return mask
-    count = nhead // parallel.size
+    count = nhead // place.size
     heads = mask.view(-1, nhead, *mask.shape[-2:]) if mask.dim() == 3 else mask
-    own = heads.narrow(1, parallel.rank * count, count)
+    own = heads.narrow(1, place.rank * count, count)
     return own.reshape(-1, *mask.shape[1:]) if mask.dim() == 3 else own
 
 
 class VocabularyParallelLinear(nn.Linear):
-    """`nn.Linear` whose weight and bias are DTensors, rows divided; every rank gets all logits.
+    """`nn.Linear` whose weight and bias are DTensors divided by rows; every rank gets all logits.
 
-    The loss does not call it: `ops.linear_cross_entropy(hidden, head.weight, ...)` has none whole.
+    `ops.linear_cross_entropy(hidden, head.weight, ...)` does not call it: no whole logits are made.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -211,7 +232,7 @@ class VocabularyParallelLinear(nn.Linear):
 
 
 class _SharedInput(torch.autograd.Function):
-    """What every rank has whole, and computes a part of the gradient of."""
+    """The identity of a tensor that every rank has whole; gradients are summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:

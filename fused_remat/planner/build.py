@@ -187,7 +187,7 @@ def measure_chain(
         layers = stack.enter_context(_converted(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.random.fork_rng(cuda))
-        if any(layer._division is not None for layer in layers.values()):
+        if any(layer._tensor_parallel is not None for layer in layers.values()):
             raise ValueError(
                 f"{type(model).__name__} is divided among ranks: steps are timed on one, which "
                 "would wait for the others; see `python -m fused_remat scale`"

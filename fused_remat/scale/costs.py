@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from fused_remat.execution.prepare import BlockCall
 from fused_remat.graph.build import block_graph, linear_cross_entropy_graph
 from fused_remat.graph.graph import Graph
-from fused_remat.layers.causal import call_of
+from fused_remat.layers.causal import read_call
+from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.plain_causal import CausalLayer
 from fused_remat.planner.calibration import Example, calibrate
 from fused_remat.scale.layout import Layout, layer_module, parameters_of, tables_of
@@ -224,9 +225,9 @@ def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.
     """
     whole = torch.empty(batch, seq, model.d_model, device="meta", dtype=dtype)
     tables = tables_of(model, seq, dtype)
-    call = call_of(layer_module(model, seq, dtype), whole, *tables)
-    if isinstance(call, str):
-        raise ValueError(f"a layer of {model.name} is not fused: {call}")
+    call = read_call(layer_module(model, seq, dtype), whole, *tables)
+    if isinstance(call, Reason):
+        raise ValueError(f"a layer of {model.name} is not fused: {call.text}")
     spec, tensors = call.spec, dict(call.tensors)
     tensor = layout.mesh.tensor
     if tensor > 1:

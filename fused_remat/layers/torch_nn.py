@@ -1,0 +1,469 @@
+"""`FusedRematLayer` and `FusedRematDecoderLayer`, drop-ins for the two layers of `torch.nn`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fused_remat.layers.activation import read_activation
+from fused_remat.layers.eligibility import (
+    PLAIN,
+    Reason,
+    Unsupported,
+    check_dropout,
+    qualified,
+)
+from fused_remat.layers.fused_layer import DECISIONS, FusedLayer, wants_grad
+from fused_remat.layers.precision import CASTABLE
+from fused_remat.layers.read import LayerCall, LayerMap, Parts, read_block
+from fused_remat.ops.activation import activation_name
+from fused_remat.policies import Policy
+from fused_remat.spec import BlockSpec, nn_layer_spec
+
+_EXACT = Reason("evaluation without gradients is PyTorch's own where that is exact", quiet=True)
+_NESTED = Reason("src is a nested tensor", quiet=True)
+#: What PyTorch's inference kernel computes for `layer.activation_relu_or_gelu`; at 0 it is not run.
+_COMPUTED = {1: "relu", 2: "gelu"}
+
+
+class _TorchLayer(FusedLayer):
+    """The constructor that both layers of `torch.nn` have, with the options of a fused layer."""
+
+    self_attn: nn.MultiheadAttention
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Callable[[Tensor], Tensor] = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        policy: str | Policy = "full",
+        backend: str = "auto",
+        accumulate_into: str | None = None,
+    ) -> None:
+        super().__init__(
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps,
+            batch_first, norm_first, bias, device, dtype,
+        )  # fmt: skip
+        self._set_options(policy, backend, accumulate_into)
+
+    def _heads(self) -> dict[str, int]:
+        return {"heads": int(self.self_attn.num_heads)}
+
+    def _tokens_dim(self, x: Tensor) -> int:
+        return 0 if x.dim() == 2 or not self.self_attn.batch_first else 1
+
+
+class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
+    """A transformer encoder layer that keeps its input and rebuilds what backward needs.
+
+    Same constructor, parameters, `state_dict`, initialisation and forward as
+    `nn.TransformerEncoderLayer`. Calls that the fused path cannot serve run PyTorch's own forward,
+    under `torch.utils.checkpoint` when training, with one `FusedRematWarning` that says why.
+    In evaluation without gradients and masks, a plain layer runs PyTorch's inference kernel.
+
+    Args:
+        policy: what to keep between forward and backward: a preset ("full", "lean", "balanced",
+            "fast", "none": fewest bytes first; "balanced8", "fast8": partly in 8 bits) or a
+            `Policy`.
+        backend: "auto" (by device) or a registered name.
+        accumulate_into: "main_grad" or "grad": backward adds weight gradients to that attribute of
+            every parameter, in float32 and unrounded, and returns none to autograd (see below).
+        (all others): as `nn.TransformerEncoderLayer`.
+
+    Shapes: src (S, B, D), (B, S, D) if `batch_first`, or (S, D); returns the same, in src.dtype;
+        under autocast in the dtype that the stock layer gives.
+    Units: bytes kept per token at 16 bits, F = 4·D, pre-norm: full 2·D, lean 4·D, balanced 6·D,
+        balanced8 11.44·D, fast 12·D, fast8 13.44·D, none 20·D, plus statistics (16 bytes, and
+        4·nhead where `attn` is kept).
+        Under autocast, float32 src: 4·D, 6·D, 10·D, 16·D, 24·D.
+    Accumulation: `main_grad` is yours to set, shaped like its parameter, in float32 (float64 for
+        float64); so is `grad`, or None, with `param.grad_dtype` set likewise. Hooks on parameters,
+        DDP, FSDP, parameters that are no leaves, calls that do not take the fused path and
+        create_graph=True raise RuntimeError; gradients that `torch.autograd.grad` asks for are
+        returned as ever. An exception in backward leaves what was added until then.
+    Raises: ValueError for an unknown policy, activation name, backend or accumulate_into; for bad
+        arguments and inputs, what `nn.TransformerEncoderLayer` raises; RuntimeError in backward
+        when a tensor that backward needs was changed in place, and for double backward.
+    Source: Vaswani et al. 2017; Chen et al. 2016 (recompute); Korthikanti et al. 2022 (selective).
+
+    >>> import torch
+    >>> layer = FusedRematLayer(64, 4, 256, batch_first=True, norm_first=True, policy="lean")
+    >>> x = torch.randn(2, 16, 64, requires_grad=True)
+    >>> layer(x).sum().backward()
+    >>> x.grad.shape
+    torch.Size([2, 16, 64])
+    """
+
+    stock = nn.TransformerEncoderLayer
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As `nn.TransformerEncoderLayer.forward`: masks are bool (True = excluded) or float."""
+        out: Tensor = self._call(
+            src=src, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask,
+            is_causal=is_causal,
+        )  # fmt: skip
+        return out
+
+    def why_not_fused(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> str | None:
+        """Why this call of `forward` would not take the fused path, or None if it would.
+
+        >>> import torch
+        >>> layer = FusedRematLayer(16, 2, 32)
+        >>> layer.norm1 = nn.RMSNorm(16)
+        >>> layer.why_not_fused(torch.zeros(5, 3, 16))
+        'norm1 is torch.nn.RMSNorm; the fused path supports torch.nn.LayerNorm'
+        """
+        return self._why_not(
+            src=src, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask,
+            is_causal=is_causal,
+        )  # fmt: skip
+
+    @property
+    def _map(self) -> LayerMap:
+        return ENCODER
+
+    def _example_spec(self) -> BlockSpec:
+        return nn_layer_spec(self.norm_first, 1, 1, "relu")
+
+    def _read(self, **given: Any) -> LayerCall | Reason:
+        """The block of a call; `_EXACT` or `_NESTED` where PyTorch's own kernel is asked first."""
+        src = given["src"]
+        nested = isinstance(src, Tensor) and src.is_nested
+        call = _NESTED if nested else read_block(self, ENCODER, given)
+        masked = given["src_mask"] is not None or given["src_key_padding_mask"] is not None
+        if self.training or masked or self._tensor_parallel is not None:
+            return call
+        if wants_grad(src, *self.parameters()):
+            return call
+        if nested:  # whether it is exact does not depend on the number of tokens
+            sequences = src.unbind()
+            if not sequences:
+                return call
+            given = {**given, "src": sequences[0].unsqueeze(0)}
+            return _EXACT if self._is_exact(read_block(self, ENCODER, given)) else call
+        return _EXACT if self._is_exact(call) else call
+
+    def _is_exact(self, call: LayerCall | Reason) -> bool:
+        """Whether PyTorch's inference kernel computes what the layer says; in eval, without masks.
+
+        It ignores adapters, dropout and the activation where `activation_relu_or_gelu` is stale.
+        It crashes on a missing bias or norm weight, unless all are missing.
+        """
+        if isinstance(call, Reason) or call.spec.drops:
+            return False
+        flag = self.activation_relu_or_gelu
+        if flag and _COMPUTED.get(flag) != activation_name(self.activation):
+            return False
+        if any(call.tensors.get(name) is None for name in call.spec.weights):
+            return False
+        return type(self.linear1) is nn.Linear and type(self.linear2) is nn.Linear
+
+    def _fall_back(self, reason: Reason, compiling: bool, given: Mapping[str, Any]) -> Any:
+        if compiling or reason not in (_EXACT, _NESTED):
+            return super()._fall_back(reason, compiling, given)
+        for observe in DECISIONS:
+            observe(self, reason.text)
+        masked = given["src_mask"] is not None or given["src_key_padding_mask"] is not None
+        src = given["src"]
+        if reason is _EXACT or self.training or src.layout is not torch.strided or masked:
+            return self.stock.forward(self, **given)  # which raises for most nested tensors
+        return _padded(self.forward, src)
+
+
+class FusedRematDecoderLayer(_TorchLayer, nn.TransformerDecoderLayer):
+    """A transformer decoder layer that keeps its inputs and rebuilds what backward needs.
+
+    Same constructor, parameters, `state_dict`, initialisation and forward as
+    `nn.TransformerDecoderLayer`. Calls that the fused path cannot serve run PyTorch's own forward,
+    under `torch.utils.checkpoint` when training, with one `FusedRematWarning` that says why.
+
+    Args:
+        policy, backend, accumulate_into: as in `FusedRematLayer`.
+        (all others): as `nn.TransformerDecoderLayer`.
+
+    Shapes: tgt (S, B, D) and memory (M, B, D); (B, S, D) and (B, M, D) if `batch_first`; or (S, D)
+        and (M, D). Returns a tensor like tgt, under autocast in the dtype that the stock layer
+        gives.
+    Units: bytes kept per token of tgt at 16 bits, F = 4·D: pre-norm full 2·D, lean 6·D, balanced
+        10·D, fast 18·D, none 26·D; post-norm 2·D, 4·D, 8·D, 20·D, 28·D; of memory 4·D per token
+        from "fast" on; plus statistics (24 bytes, 4·nhead for each of `attn` and `cross` that is
+        kept), and the memory itself, which all layers of a model share.
+    Raises: as `FusedRematLayer`; for bad arguments and inputs, what `nn.TransformerDecoderLayer`
+        raises.
+    Source: Vaswani et al. 2017; Chen et al. 2016 (recompute); Korthikanti et al. 2022 (selective).
+
+    >>> import torch
+    >>> layer = FusedRematDecoderLayer(64, 4, 256, batch_first=True, policy="lean")
+    >>> tgt, memory = torch.randn(2, 16, 64), torch.randn(2, 9, 64, requires_grad=True)
+    >>> layer(tgt, memory).sum().backward()
+    >>> memory.grad.shape
+    torch.Size([2, 9, 64])
+    """
+
+    stock = nn.TransformerDecoderLayer
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """As `nn.TransformerDecoderLayer.forward`: masks are bool (True = excluded) or float."""
+        out: Tensor = self._call(
+            tgt=tgt, memory=memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask, tgt_is_causal=tgt_is_causal,
+            memory_is_causal=memory_is_causal,
+        )  # fmt: skip
+        return out
+
+    def why_not_fused(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> str | None:
+        """Why this call of `forward` would not take the fused path, or None if it would.
+
+        >>> import torch
+        >>> layer = FusedRematDecoderLayer(16, 2, 32)
+        >>> layer.why_not_fused(torch.zeros(5, 3, 16), torch.zeros(7, 3, 16).half())
+        'memory is torch.float16, tgt torch.float32'
+        """
+        return self._why_not(
+            tgt=tgt, memory=memory, tgt_mask=tgt_mask, memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask, tgt_is_causal=tgt_is_causal,
+            memory_is_causal=memory_is_causal,
+        )  # fmt: skip
+
+    @property
+    def _map(self) -> LayerMap:
+        return DECODER
+
+    def _example_spec(self) -> BlockSpec:
+        return nn_layer_spec(self.norm_first, 1, 1, "relu", (1e-5,) * 3)
+
+
+def _padded(forward: Callable[..., Tensor], src: Tensor) -> Tensor:
+    """`forward` on a strided nested tensor, as one padded batch; the result is nested again."""
+    lengths = [len(sequence) for sequence in src.unbind()]
+    x = src.to_padded_tensor(0.0)
+    positions = torch.arange(x.shape[1], device=src.device)
+    excluded = positions >= torch.tensor(lengths, device=src.device).unsqueeze(1)
+    out = forward(x, src_key_padding_mask=excluded)
+    rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
+    nested: Tensor = torch.nested.as_nested_tensor(rows)
+    return nested
+
+
+def _describe(parts: Parts, given: Mapping[str, Any]) -> LayerCall:
+    """The block of a call of either layer."""
+    layer, x, name = parts.layer, parts.x, parts.row.input
+    attn = parts.modules["self_attn"]
+    decodes = "memory" in given
+    unbatched = x.dim() == 2
+    seq_first = not unbatched and not attn.batch_first
+    hint = "tgt_is_causal" if decodes else "is_causal"
+    causal, masks, warnings = _masks(parts, given, name, hint, x)
+    inputs: dict[str, Tensor | None] = {"input": x, **masks}
+    memory_causal = False
+    memory_masks: dict[str, Tensor | None] = {}
+    dropout = parts.dropout
+    ps = [float(attn.dropout) if attn.training else 0.0, dropout["dropout1"]]
+    if decodes:
+        cross = parts.modules["multihead_attn"]
+        _check_alike(cross, attn)
+        _check_memory(parts, given["memory"], attn.batch_first)
+        memory_causal, memory_masks, more = _masks(
+            parts, given, "memory", "memory_is_causal", given["memory"]
+        )
+        warnings += more
+        inputs["memory"] = given["memory"]
+        inputs |= {f"memory_{key}": mask for key, mask in memory_masks.items()}
+        ps += [float(cross.dropout) if cross.training else 0.0, dropout["dropout2"]]
+    ps += [dropout["dropout"], dropout["dropout3" if decodes else "dropout2"]]
+    check_dropout(*ps[::2])
+    if unbatched:
+        for key in ("input", "memory", "padding", "memory_padding"):
+            t = inputs.get(key)
+            if t is not None:
+                inputs[key] = t.unsqueeze(0)
+    fc1 = parts.weights["fc1.weight"]
+    assert fc1 is not None
+    precision = None if parts.low is None else parts.precision(layer.norm_first)
+    activation, captured, functions = read_activation(
+        layer.activation, x, fc1.shape[0], seq_first, precision
+    )
+    spec = nn_layer_spec(
+        bool(layer.norm_first),
+        int(attn.num_heads),
+        int(attn.embed_dim // attn.num_heads),
+        activation,
+        tuple(parts.eps),
+        tuple(ps),
+        causal=causal,
+        masks=tuple([key for key, mask in masks.items() if mask is not None]),
+        memory_causal=memory_causal,
+        memory_masks=tuple([key for key, mask in memory_masks.items() if mask is not None]),
+        projection="packed" if attn._qkv_same_embed_dim else "split",
+        captured=len(captured),
+        loras=parts.loras,
+    )
+    tensors = {**parts.weights, **captured, **inputs}
+    return LayerCall(spec, tensors, functions, seq_first, unbatched, precision, tuple(warnings))
+
+
+def _masks(
+    parts: Parts, given: Mapping[str, Any], name: str, hint: str, keys: Tensor
+) -> tuple[bool, dict[str, Tensor | None], list[str]]:
+    """Whether an attention is causal, its masks by the block's names, and PyTorch's warnings.
+
+    `name` begins the arguments' names, and `keys` is what the input attends to.
+    """
+    mask_name, padding_name = f"{name}_mask", f"{name}_key_padding_mask"
+    mask, padding, is_causal = given[mask_name], given[padding_name], bool(given[hint])
+    if is_causal and mask is None:
+        raise Unsupported(f"{hint}=True needs a {mask_name}")
+    if mask is None and padding is None:
+        return False, {"mask": None, "padding": None}, []
+    x, attn = parts.x, parts.modules["self_attn"]
+    for called, m in ((mask_name, mask), (padding_name, padding)):
+        if m is not None:
+            _check_mask(called, m, parts)
+    causal = is_causal and padding is None  # as in PyTorch: the hint stands for the mask
+    if x.dim() == 2:  # one sequence, whatever batch_first
+        batch, q_len, kv_len = 1, x.shape[0], keys.shape[0]
+    else:
+        batch, q_len = x.shape[:2] if attn.batch_first else x.shape[1::-1]
+        kv_len = keys.shape[1 if attn.batch_first else 0]
+    if mask is not None and (not causal or mask.dim() not in (2, 3)):
+        grid = (q_len, kv_len)
+        per_head = (batch * attn.num_heads, *grid)
+        if tuple(mask.shape) not in (grid, per_head):
+            shape = tuple(mask.shape)
+            raise Unsupported(f"{mask_name} has shape {shape}, expected {grid} or {per_head}")
+    warnings = []
+    if padding is not None:
+        expected = (batch, kv_len) if x.dim() == 3 else (kv_len,)
+        if tuple(padding.shape) != expected:
+            shape = tuple(padding.shape)
+            raise Unsupported(f"{padding_name} has shape {shape}, expected {expected}")
+        if mask is not None and mask.dtype != padding.dtype:
+            warnings.append(  # PyTorch's own words
+                f"Support for mismatched {padding_name} ({padding.dtype}) and {mask_name} "
+                f"({mask.dtype}) is deprecated. Use same type for both instead."
+            )
+    return causal, {"mask": None if causal else mask, "padding": padding}, warnings
+
+
+def _check_mask(name: str, mask: Any, parts: Parts) -> None:
+    x = parts.x
+    if type(mask) not in PLAIN:
+        raise Unsupported(
+            f"{name} is {qualified(type(mask))}; the fused path supports torch.Tensor"
+        )
+    if mask.dtype not in (torch.bool, x.dtype, torch.float32, parts.low):
+        raise Unsupported(f"{name} is {mask.dtype}, expected bool, {x.dtype} or torch.float32")
+    if mask.device != x.device:
+        raise Unsupported(f"{name} is on {mask.device}, {parts.row.input} on {x.device}")
+
+
+def _check_alike(cross: Any, attn: Any) -> None:
+    """Raise `Unsupported` unless both attentions of a decoder layer are laid out alike."""
+    for what in ("num_heads", "batch_first", "_qkv_same_embed_dim"):
+        if getattr(cross, what) != getattr(attn, what):
+            raise Unsupported(f"multihead_attn differs from self_attn in {what}")
+
+
+def _check_memory(parts: Parts, memory: Any, batch_first: bool) -> None:
+    """Raise `Unsupported` unless the block can attend from its input to `memory`."""
+    tgt = parts.x
+    if type(memory) not in PLAIN or memory.is_nested:
+        kind = "a nested tensor" if isinstance(memory, Tensor) else qualified(type(memory))
+        raise Unsupported(f"memory is {kind}; the fused path supports plain tensors")
+    if memory.device != tgt.device:
+        raise Unsupported(f"memory is on {memory.device}, tgt on {tgt.device}")
+    castable = parts.low is not None and tgt.dtype in CASTABLE and memory.dtype in CASTABLE
+    if memory.dtype is not tgt.dtype and not castable:
+        raise Unsupported(f"memory is {memory.dtype}, tgt {tgt.dtype}")
+    shape, other = memory.shape, tgt.shape
+    fits = len(shape) == len(other) and shape[-1] == other[-1]
+    if len(other) == 3:
+        batch = 0 if batch_first else 1
+        fits = fits and shape[batch] == other[batch] and shape[1 - batch] > 0
+    if not fits or (len(other) == 2 and shape[0] == 0):
+        raise Unsupported(
+            f"memory has shape {tuple(shape)} and tgt {tuple(other)}; expected one batch size and "
+            "width, and at least one token"
+        )
+
+
+def _methods(stock: type[nn.Module], *names: str) -> dict[str, Any]:
+    return {name: getattr(stock, name) for name in names}
+
+
+_SELF = {"self_attn": ("qkv", "q", "k", "v", "proj")}
+_CROSS = {"multihead_attn": ("cross", "cross_q", "cross_k", "cross_v", "cross_proj")}
+_PACKAGE = "torch.nn.modules.transformer"
+ENCODER = LayerMap(
+    package=_PACKAGE,
+    layer="TransformerEncoderLayer",
+    describe=_describe,
+    input="src",
+    dims=(2, 3),
+    methods=_methods(nn.TransformerEncoderLayer, "_sa_block", "_ff_block"),
+    projections=_SELF,
+    linears={"fc1": "linear1", "fc2": "linear2"},
+    norms={"norm1": "norm1", "norm2": "norm2"},
+    norm="layer_norm",
+    dropouts={name: name for name in ("dropout", "dropout1", "dropout2")},
+)
+DECODER = LayerMap(
+    package=_PACKAGE,
+    layer="TransformerDecoderLayer",
+    describe=_describe,
+    input="tgt",
+    dims=(2, 3),
+    methods=_methods(nn.TransformerDecoderLayer, "_sa_block", "_mha_block", "_ff_block"),
+    projections={**_SELF, **_CROSS},
+    linears={"fc1": "linear1", "fc2": "linear2"},
+    norms={name: name for name in ("norm1", "norm2", "norm3")},
+    norm="layer_norm",
+    dropouts={name: name for name in ("dropout", "dropout1", "dropout2", "dropout3")},
+)

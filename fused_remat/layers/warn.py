@@ -1,0 +1,70 @@
+"""Warnings of layers: once for each layer and message, at the user's line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from types import FrameType
+
+from torch import nn
+
+from fused_remat.autograd.accumulate import sharded_by
+from fused_remat.steps.operations import FusedRematWarning
+
+_warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_LEAF = (
+    "; under DeepSpeed ZeRO-3, deepspeed.utils.set_z3_leaf_modules(model, [type(layer)]) before "
+    "deepspeed.initialize makes it gather the layer as a whole"
+)
+
+
+def warn(layer: nn.Module, message: str) -> None:
+    """Warn, at the user's line, that `layer` does `message`; once for each layer and message."""
+    seen = _warned.setdefault(layer, set())
+    if message in seen:
+        return
+    # ZeRO-3 gathers by hooks on the modules inside a layer, unless that is a leaf module.
+    is_leaf = getattr(layer, "_z3_leaf", False)
+    hint = _LEAF if not is_leaf and sharded_by(layer) == "ZeRO-3" else ""
+    text = f"fused_remat: {type(layer).__name__} {message}{hint}"
+    warnings.warn(text, FusedRematWarning, stacklevel=user_stacklevel())
+    seen.add(message)
+
+
+def user_stacklevel() -> int:
+    """The `stacklevel` for the caller's warning of the nearest frame that is the user's.
+
+    Frames of this package and of torch are skipped, however many they are.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("fused_remat", "torch"):
+            return level
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def warn_compiled(layer: str, reason: str) -> None:
+    """Warn while compiling. What PyTorch's forward keeps is then the compiler's choice."""
+    warnings.warn(
+        f"fused_remat: {layer}, compiled, runs PyTorch's own forward and saves no memory: {reason}",
+        FusedRematWarning,
+        stacklevel=2,
+    )
+
+
+def warn_compiled_segment(layer: str) -> None:
+    """Warn while compiling that a layer inside a segment keeps its input."""
+    warnings.warn(
+        f"fused_remat: {layer}, compiled, keeps its input: segments work in eager mode only",
+        FusedRematWarning,
+        stacklevel=2,
+    )
+
+
+# Not traced by the compiler, but called.
+warn_compiled_segment._dynamo_marked_constant = True  # type: ignore[attr-defined]
+warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
