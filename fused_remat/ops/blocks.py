@@ -9,11 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from fused_remat.autograd import run_block
-from fused_remat.autograd.accumulate import Accumulation
-from fused_remat.autograd.function import warn_of_kept_input
 from fused_remat.graph.build import block_graph
-from fused_remat.graph.graph import Graph
-from fused_remat.graph.precision import mixed_precision
 from fused_remat.ops.activation import ActivationLike, resolve_activation
 from fused_remat.ops.checks import (
     argument_name,
@@ -338,7 +334,7 @@ def _head_dim(
     assert weight is not None
     check_shape(shown(name), weight, (f"{heads}·E", x.shape[-1]), {"x": x})
     rows = weight.shape[0]
-    if rows % heads or not rows:
+    if rows % heads:
         raise ValueError(
             f"{shown(name)} has shape {tuple(weight.shape)}, expected rows in multiples of {heads} "
             f"heads to go with x of shape {tuple(x.shape)}"
@@ -375,7 +371,8 @@ def _lora_specs(given: Sequence[Update], p: float, x: Tensor) -> tuple[LoraSpec,
     p, specs = check_p("lora_dropout_p", p), []
     for update in given:
         if not isinstance(update, tuple) or len(update) != 4:
-            raise TypeError(f"lora takes (layer, A, B, scale), got {update!r}")
+            size = f" of {len(update)}" if isinstance(update, tuple) else ""
+            raise TypeError(f"lora takes (layer, A, B, scale), got {type(update).__name__}{size}")
         layer, a, b, scale = update
         for name, matrix in (("A", a), ("B", b)):
             check_tensor(f"{name} of {layer}", matrix, (x.dtype, torch.float32), x)
@@ -412,49 +409,3 @@ def _weights(
         check_shape(f"B of {layer}", b, (out, a.shape[0]), {"A": a, f"{layer}.weight": weight})
     matrices = [matrix for _, a, b, _ in lora for matrix in (a, b)]
     return {**weights, **dict(zip(lora_params(len(lora)), matrices, strict=True))}
-
-
-#: Names of the params that are no weights, in any block of a layer.
-NOT_WEIGHTS = (
-    "mask", "padding", "memory_mask", "memory_padding", "seed", "cos", "sin", "lengths", "cu_q",
-    "cu_k",
-)  # fmt: skip
-
-
-def run_layer(
-    graph: Graph,
-    tensors: Mapping[str, Tensor | None],
-    *,
-    policy: str | Policy = "full",
-    backend: str = "auto",
-    seq_first: bool = False,
-    preserve_strides: bool = True,
-    functions: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-    accumulate_into: str | None = None,
-    compute: torch.dtype | None = None,
-    tell: Callable[[str], None] = warn_of_kept_input,
-) -> Tensor:
-    """Run a layer's block on `tensors`, by the names of `graph.tensors`.
-
-    Shapes: inputs (B, S, D), or (S, B, D) if `seq_first`; masks (S, S), (B*H, S, S) or four
-        dimensions, paddings (B, S).
-    compute: the dtype outside the residual stream (`graph.precision`); None for the input's.
-    tell: as in `run_block`.
-    """
-    if compute is not None:
-        graph = mixed_precision(graph, compute)
-    accumulation = None
-    if accumulate_into is not None:
-        names = frozenset(graph.params).difference(NOT_WEIGHTS)
-        accumulation = Accumulation(accumulate_into, names)
-    return run_block(
-        graph,
-        policy,
-        tensors,
-        backend=backend,
-        seq_first=seq_first,
-        preserve_strides=preserve_strides,
-        functions=functions,
-        accumulation=accumulation,
-        warn_of_input=tell,
-    )
