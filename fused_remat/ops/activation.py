@@ -178,7 +178,7 @@ class _Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.drew = f"draws random numbers: it calls {func}"
         elif func.namespace not in ("aten", "prims", "prim"):  # may call what no mode sees
-            self.drew = f"may draw random numbers: it calls {func}, which is not PyTorch's"
+            self.drew = f"may draw random numbers: it calls {func}, an operator outside of PyTorch"
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
                 source = t if t._base is None else t._base
