@@ -154,23 +154,26 @@ def while_another_draws(steps):
     return together(draw, stepping)[0]
 
 
-def test_random_numbers_of_another_thread_are_left_alone(monkeypatch):
-    """The activation function is tried before every call, and draws none itself."""
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_a_thread_that_draws_costs_fallbacks_and_neither_results_nor_its_numbers(monkeypatch):
+    """The activation function is tried before every call, and the generator changes meanwhile."""
     decided = []
     monkeypatch.setattr(fused_layer, "DECISIONS", [lambda layer, why: decided.append(why)])
     model, x = model_of("fused", "full"), torch.randn(3, 7, D)
     for layer in model:
         layer.activation = slowly
-
-    def steps():
-        for _ in range(30):
-            model(x)
-
-    torch.manual_seed(0)
-    drawn = while_another_draws(steps)
+    expected = model(x)
     assert decided == []
+    got = []
+    torch.manual_seed(0)
+    drawn = while_another_draws(lambda: got.extend(model(x) for _ in range(30)))
     torch.manual_seed(0)
     assert drawn == [torch.rand(()).item() for _ in drawn]
+    assert decided and all("another thread drew" in why for why in decided)
+    for y in got:
+        torch.testing.assert_close(y, expected)
+    decided.clear()
+    assert torch.equal(model(x), expected) and decided == []
 
 
 def slowly(t):
@@ -203,7 +206,7 @@ def test_an_idle_thread_hides_no_randomness(idle_thread):
     layer = model_of("fused", "full")[0]
     x = torch.randn(3, 7, D)
     layer.activation = torch.ops.fused_remat_tests.noisy
-    assert "draws random numbers" in layer.why_not_fused(x)
+    assert "may draw random numbers: it calls fused_remat_tests.noisy" in layer.why_not_fused(x)
 
     def reseeds(t):  # no operator draws
         torch.manual_seed(7)

@@ -228,7 +228,11 @@ def test_what_does_not_fit_is_refused():
         ),
         ([("q", a, b[:, :2], 1.0)], ValueError, r"B of q has shape \(16, 2\), expected \(16, 3\)"),
         ([("q", a.half(), b, 1.0)], RuntimeError, "A of q is torch.float16"),
-        ([("q", a.float(), b, 1.0)], RuntimeError, "A of q is torch.float32, B torch.float64"),
+        (
+            [("q", a.float(), b, 1.0)],
+            RuntimeError,
+            "A of q is torch.float32 and B is torch.float64",
+        ),
         ([("q", a, None, 1.0)], TypeError, "B of q must be a Tensor, got NoneType"),
         ([("q", a, b)], TypeError, r"lora takes \(layer, A, B, scale\)"),
     ]

@@ -148,11 +148,27 @@ def test_capturing_something_else_in_backward_raises():
         y.sum().backward()
 
 
+def reseeding(t):
+    torch.manual_seed(torch.initial_seed() + 1)  # no operator
+    return t.relu()
+
+
+def with_its_own_generator(t, generator=torch.Generator()):  # noqa: B008
+    return t + torch.rand(t.shape, generator=generator)  # torch's own stays as it is
+
+
+@torch.library.custom_op("fused_remat_tests::own_relu", mutates_args=())
+def own_relu(t: torch.Tensor) -> torch.Tensor:
+    return t.relu()
+
+
 @pytest.mark.parametrize(
     ("activation", "message"),
     [
-        (F.dropout, "draws random numbers"),
-        (lambda t: t + torch.randn(()), "draws random numbers"),
+        (F.dropout, r"draws random numbers: it calls aten\."),
+        (lambda t: t + torch.randn(()), r"draws random numbers: it calls aten\.randn"),
+        (with_its_own_generator, r"draws random numbers: it calls aten\.rand"),
+        (own_relu, r"may draw random numbers: it calls fused_remat_tests\.own_relu"),
         (lambda t: t[..., :4], "changes the shape"),
         (lambda t: t.sum(-1, keepdim=True), "changes the shape"),
         (lambda t: t.float(), "changes the shape or dtype"),
@@ -166,6 +182,12 @@ def test_activations_that_cannot_be_rebuilt_are_refused(activation, message):
     with pytest.raises(ValueError, match=message):
         mlp(activation)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_activation_that_seeds_the_generator_is_refused():
+    torch.rand(())
+    with pytest.raises(ValueError, match="draws random numbers, or another thread drew some"):
+        mlp(reseeding)
 
 
 def test_an_activation_whose_shape_changes_later_raises():

@@ -142,8 +142,8 @@ def _merged(x, tensors):
         ((2, 5, D), {"norm1.weight": (7,)}, ["(7,)", "(8,)"]),
         ((2, 5, D), {"norm2.bias": (1,)}, ["(1,)", "(8,)"]),
         ((2, 5, D), {"fc3.weight": (D, D)}, ["unknown weights ['fc3.weight']", "fc1.bias"]),
-        ((2, 5, D), {"fc1.weight": None}, ["no fc1.weight"]),
-        ((2, 5, D), {"proj.weight": None}, ["no proj.weight", "(8, 8)"]),
+        ((2, 5, D), {"fc1.weight": None}, ["fc1.weight is missing", "(F, 8)"]),
+        ((2, 5, D), {"proj.weight": None}, ["proj.weight is missing", "(8, 8)"]),
     ],
 )
 def test_weights_that_do_not_fit_an_encoder_block_raise(x, changes, shapes):

@@ -242,7 +242,7 @@ def test_rope_takes_two_tensors(rope):
 
 def test_tables_of_two_dtypes_raise():
     x = torch.zeros(2, SEQ, 48, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"sin is torch\.bfloat16, cos torch\.float32"):
+    with pytest.raises(RuntimeError, match=r"sin is torch\.bfloat16 and cos torch\.float32"):
         ops.rotary(x, ONE, ZERO.bfloat16(), 4, 2)
 
 

@@ -1,46 +1,86 @@
 """Activation functions as callers give them: by name, as a function, or as a module.
 
-A function without a row in `steps.activation` is called again in backward. It has to compute
-the same then; what can be found out about that is found out here, by calling it once.
+Backward calls a function that has no row in `steps.activation` again, so it has to compute the same
+then. `prepare` calls it once beforehand to find out what can be known about that.
 """
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fused_remat.ops.draws import Draws, is_ours
+from fused_remat.execution.executor import autocast_off
+from fused_remat.graph.build import captured_params
+from fused_remat.spec import USER_FUNCTION
 from fused_remat.steps import activation as activations
 from fused_remat.steps.user_function import Function, leaves
 
 ActivationLike = str | Callable[[Tensor], Tensor]
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether any forward or backward hook is registered on `module` itself.
+class Activation(NamedTuple):
+    """An activation as a block takes it.
 
-    >>> has_hooks(nn.Linear(2, 2))
-    False
+    Attributes:
+        name: a row of `steps.activation.ACTIVATIONS`, or `USER_FUNCTION`.
+        captured: the leaves requiring grad that a function reads, by the block's names.
+        functions: the function, if it has no row.
     """
-    state = module.__dict__
-    return bool(
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-    )
+
+    name: str
+    captured: dict[str, Tensor]
+    functions: dict[str, Function]
+
+
+def resolve_activation(
+    activation: ActivationLike, x: Tensor, shape: tuple[int, ...], names_only: str = ""
+) -> Activation:
+    """`activation` for a block of `x`; a function without a row is tried on zeros of `shape`.
+
+    `names_only`: what takes activations with a row only, for the message.
+
+    Raises: ValueError for an unknown name, a function that backward cannot call again, and one
+        without a row where `names_only`; TypeError for what is neither a string nor callable.
+    """
+    if isinstance(activation, str):
+        if activation not in activations.ACTIVATIONS:
+            valid = ", ".join(activations.ACTIVATIONS)
+            raise ValueError(f"unknown activation {activation!r}; valid: {valid}, or a function")
+        return Activation(activation, {}, {})
+    if not callable(activation):
+        raise TypeError(f"activation must be a name or a function, got {activation!r}")
+    name = activation_name(activation)
+    if name is not None:
+        return Activation(name, {}, {})
+    if names_only:
+        valid = ", ".join(activations.ACTIVATIONS)
+        raise ValueError(
+            f"{names_only} takes the name of an activation, got {activation!r}; valid: {valid}"
+        )
+    token = x.new_zeros(shape)
+    if torch.compiler.is_compiling():
+        from fused_remat.autograd import graph_break
+
+        found = graph_break.eagerly(prepare, activation, token)
+    else:
+        found = prepare(activation, token)
+    if isinstance(found, str):
+        raise ValueError(f"backward cannot call this activation function again: it {found}")
+    names = captured_params(len(found.captured))
+    captured = dict(zip(names, found.captured, strict=True))
+    return Activation(USER_FUNCTION, captured, {"activation": found.fn})
 
 
 def activation_name(activation: Any) -> str | None:
-    """The backend's name of a function, or of a module without hooks; None if it has none.
+    """The row of a function, or of a module without hooks, in `ACTIVATIONS`; None if it has none.
 
     >>> activation_name(nn.GELU(approximate="tanh")), activation_name(torch.sin)
     ('gelu_tanh', None)
@@ -48,6 +88,12 @@ def activation_name(activation: Any) -> str | None:
     if isinstance(activation, nn.Module) and has_hooks(activation):
         return None
     return activations.activation_name(activation)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether any forward or backward hook is registered on `module` itself."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(module.__dict__[table] for table in tables)
 
 
 @dataclass(frozen=True)
@@ -59,18 +105,24 @@ class Recallable:
 
 
 def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> Recallable | str:
-    """`activation` as backward can call it again, or why it cannot be: a phrase with a verb.
+    """`activation` as backward can call it again, or why it cannot: a phrase that has a verb.
 
-    It is called once, on `x`, as the block will call it: outside autocast, or inside one to the
-    dtype `autocast`, and then its result is rounded to that of `x`. Torch's generators are put
-    back. A module is called with the parameters and attributes of now. The function returned raises
-    RuntimeError when a tensor that it read, and that was there before, was changed in place since.
+    It is called once, on `x`, as the block will call it: outside of autocast, or inside autocast to
+    the dtype `autocast`, and then its result is rounded to the dtype of `x`. What it draws is put
+    back into torch's generator. A module is called with the parameters and attributes that it has
+    now. The function returned raises RuntimeError if a tensor that the activation read, and that
+    existed before, was changed in place since.
+
+    A function counts as random if it called an operator that draws random numbers, an operator from
+    outside of PyTorch, which may, or if torch's generator changed while it ran. Threads share the
+    generator: if another one draws at that moment, this call falls back without need, and its
+    results are right all the same.
 
     >>> w = torch.full((3,), 0.1, requires_grad=True)
     >>> prepare(lambda x: torch.where(x > 0, x, w * x), torch.zeros(2, 3)).captured
     (tensor([0.1000, 0.1000, 0.1000], requires_grad=True),)
-    >>> prepare(lambda x: torch.dropout(x, 0.5, True), torch.zeros(2, 3))
-    'draws random numbers'
+    >>> prepare(lambda x: x + torch.rand_like(x), torch.zeros(2, 3))
+    'draws random numbers: it calls aten.rand_like.default'
     """
     fn = activation
     if isinstance(activation, nn.Module):
@@ -81,64 +133,60 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
         fn = _with_state_of_now(activation)
     if autocast is not None:
         fn = _under_autocast(fn, x.device.type, autocast)
-    return _try(fn, x.detach().requires_grad_())
+    return _tried(fn, x.detach().requires_grad_())
 
 
-def _try(fn: Function, x: Tensor) -> Recallable | str:
-    device, start = x.device, time.perf_counter()
-    before, reads = _generator_state(device), _Reads()
+def _tried(fn: Function, x: Tensor) -> Recallable | str:
+    before, watch = _generator_state(x.device), _Watch()
     try:
-        with _without_autocast(x), torch.enable_grad(), _unseen(), reads:
+        with autocast_off(x), torch.enable_grad(), _unseen(), watch:
             y = fn(x.clone())  # it may work in place
     except Exception as error:
         return f"fails on an input of shape {tuple(x.shape)} ({error})"
     finally:
-        elapsed = time.perf_counter() - start
-        if before is None:
-            drew = reads.drew
-        elif drew := not torch.equal(before, _torch_state(device)):
-            drew = is_ours(reads, lambda: _torch_state(device), torch.equal, elapsed)
-        if drew and before is not None:
-            _set_generator_state(device, before)
-    if drew:
-        return "draws random numbers"
+        changed = before is not None and not torch.equal(before, _generator_state(x.device))
+        # If nothing here drew, another thread may have, and its numbers must not come again.
+        if changed and watch.drew:
+            _set_generator_state(x.device, before)
+    if watch.drew:
+        return watch.drew
+    if changed:
+        return "draws random numbers, or another thread drew some at the same time"
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         return "changes the shape or dtype of its input"
     captured = tuple(t for t in leaves(y) if t is not x)
-    del x, y  # what the call itself made goes with them; what is left was there before
-    watched = reads.alive()
-    if any(_changed(reference, version) for reference, version in watched):
+    del x, y  # what the call itself made is freed with them; what is left existed before
+    watched = watch.alive()
+    if _modified(watched):
         return "changes a tensor that it captured"
     return Recallable(_guarded(fn, watched), captured)
 
 
-def _under_autocast(fn: Function, device_type: str, dtype: torch.dtype) -> Function:
-    # Without autocast's cache: it would hold copies of what `fn` captured, made without gradients.
-    def call(x: Tensor) -> Tensor:
-        with torch.autocast(device_type, dtype, cache_enabled=False):
-            y = fn(x)
-        wide = isinstance(y, Tensor) and y.is_floating_point()
-        return y.to(x.dtype) if wide else y  # what takes it next would round it
+class _Watch(TorchDispatchMode):
+    """Notes what the operators of this thread read, and whether one may draw random numbers.
 
-    return call
-
-
-class _Reads(Draws):
-    """Notes every tensor that an operator is given, and its version, too."""
+    Attributes:
+        drew: "", or what makes the function random, as a phrase.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.drew = ""
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drew = f"draws random numbers: it calls {func}"
+        elif func.namespace not in ("aten", "prims", "prim"):  # may call what no mode sees
+            self.drew = f"may draw random numbers: it calls {func}, an operator outside of PyTorch"
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
                 source = t if t._base is None else t._base
                 self._seen.append((weakref.ref(source), source._version))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
     def alive(self) -> list[tuple[weakref.ref[Tensor], int]]:
-        """What still exists, each once, with the version at which it was first read."""
+        """The tensors that still exist, each once, with their versions at the first reading."""
         first: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         for reference, version in self._seen:
             t = reference()
@@ -147,20 +195,31 @@ class _Reads(Draws):
         return list(first.values())
 
 
-def _changed(reference: weakref.ref[Tensor], version: int) -> bool:
-    t = reference()
-    return t is not None and t._version != version
+def _modified(watched: list[tuple[weakref.ref[Tensor], int]]) -> list[tuple[int, int]]:
+    """Versions, then and now, of tensors that were changed in place since they were read."""
+    now = [(reference(), version) for reference, version in watched]
+    return [(v, t._version) for t, v in now if t is not None and t._version != v]
 
 
 def _guarded(fn: Function, watched: list[tuple[weakref.ref[Tensor], int]]) -> Function:
     def call(x: Tensor) -> Tensor:
-        for reference, version in watched:
-            if _changed(reference, version):
-                raise RuntimeError(
-                    "a tensor that the activation function captured has been modified by an "
-                    f"inplace operation: it was at version {version}; it is {reference()}"
-                )
+        for version, now in _modified(watched):
+            raise RuntimeError(
+                "a tensor that the activation function captured has been modified by an inplace "
+                f"operation: it was at version {version} and is at version {now}"
+            )
         return fn(x)
+
+    return call
+
+
+def _under_autocast(fn: Function, device_type: str, dtype: torch.dtype) -> Function:
+    # Without autocast's cache: it would hold copies of what `fn` captured, made without gradients.
+    def call(x: Tensor) -> Tensor:
+        with torch.autocast(device_type, dtype, cache_enabled=False):
+            y = fn(x)
+        wide = isinstance(y, Tensor) and y.is_floating_point()
+        return y.to(x.dtype) if wide else y  # the product that takes it next would round it
 
     return call
 
@@ -211,22 +270,12 @@ def _unseen() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t)
 
 
-def _without_autocast(x: Tensor) -> Any:
-    kind = x.device.type  # "meta" has no autocast to switch off
-    available = torch._C._is_autocast_available(kind)
-    return torch.autocast(kind, enabled=False) if available else nullcontext()
-
-
-def _generator_state(device: torch.device) -> Tensor | None:
-    """None while a CUDA graph is captured, when PyTorch refuses to say."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
-    return _torch_state(device)
-
-
-def _torch_state(device: torch.device) -> Tensor:
-    """That of torch's default generator for `device`."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+def _generator_state(device: torch.device) -> Any:
+    """That of torch's default generator; None while a CUDA graph is captured, which forbids it."""
+    if device.type != "cuda":
+        return torch.get_rng_state()
+    capturing = torch.cuda.is_current_stream_capturing()
+    return None if capturing else torch.cuda.get_rng_state(device)
 
 
 def _set_generator_state(device: torch.device, state: Tensor) -> None:

@@ -1,25 +1,25 @@
-"""What the functional ops share: checks of what they are given, and tokens of any shape."""
+"""Checks of the arguments of ops, and what ops make of them: masks, lengths, seeds, tokens."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fused_remat.autograd import run_block
-from fused_remat.graph.build import captured_params
 from fused_remat.graph.graph import Graph
-from fused_remat.ops.activation import ActivationLike, Recallable, activation_name, prepare
 from fused_remat.policies import Policy
-from fused_remat.spec import USER_FUNCTION, AttentionOptions, AttentionSpec, BlockSpec
-from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.spec import AttentionOptions, AttentionSpec, BlockSpec, MLPSpec
 from fused_remat.steps.attention_rows import bounds
 from fused_remat.steps.norm import NORMS
+from fused_remat.steps.user_function import Function
 
 Op = TypeVar("Op", bound=Callable[..., Any])
+Grid = tuple[int, int, int, int]  # (B, H, S_q, S_k)
 
 
 def lists_attention_options(op: Op) -> Op:
@@ -30,78 +30,148 @@ def lists_attention_options(op: Op) -> Op:
     0.0
     """
     signature = inspect.signature(op)
-    defaults = {name: field.default for name, field in AttentionSpec.__dataclass_fields__.items()}
-    shown = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=annotation.__forward_arg__,
-            default=None if name == "scale" else defaults[name],
-        )
-        for name, annotation in AttentionOptions.__annotations__.items()
-    ]
     parameters = [p for p in signature.parameters.values() if p.name != "options"]
-    op.__signature__ = signature.replace(parameters=parameters + shown)  # type: ignore[attr-defined]
+    for name, annotation in AttentionOptions.__annotations__.items():
+        default = None if name == "scale" else AttentionSpec.__dataclass_fields__[name].default
+        kind, shown = inspect.Parameter.KEYWORD_ONLY, annotation.__forward_arg__
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=shown))
+    op.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return op
 
 
-def check_shape(
-    name: str, tensor: Tensor | None, expected: tuple[int | str, ...], x_name: str, x: Tensor
-) -> None:
-    """Raise ValueError unless `tensor` is None or of the `expected` shape; a str fits any size.
+def run_tokens(
+    graph: Graph,
+    tensors: Mapping[str, Tensor | None],
+    functions: Mapping[str, Function],
+    policy: str | Policy,
+    backend: str,
+) -> Tensor:
+    """Run a block that works token by token on inputs (..., D), all of one shape but for widths."""
+    inputs = {}
+    for name in graph.inputs:
+        x = tensors[name]
+        assert x is not None
+        if x.dim() < 1:
+            raise ValueError("expected an input of at least one dimension, got shape ()")
+        inputs[name] = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
+    out = run_block(graph, policy, {**tensors, **inputs}, backend=backend, functions=functions)
+    shape = tensors["input"].shape  # type: ignore[union-attr]
+    return out if len(shape) == 3 else out.view(*shape[:-1], out.shape[-1])
 
-    >>> check_shape("weight", torch.zeros(3), (4,), "x", torch.zeros(2, 4))
-    Traceback (most recent call last):
-    ValueError: weight has shape (3,), expected (4,) to go with x of shape (2, 4)
-    """
-    if tensor is None:
-        return
-    got = tuple(tensor.shape)
-    fits = len(got) == len(expected) and all(
-        isinstance(e, str) or g == e for g, e in zip(got, expected, strict=True)
-    )
-    if not fits:
-        wanted = ", ".join(map(str, expected)) + ("," if len(expected) == 1 else "")
-        raise ValueError(
-            f"{name} has shape {got}, expected ({wanted}) to go with {x_name} of shape "
-            f"{tuple(x.shape)}"
+
+def check_tensor(
+    name: str, t: object, dtypes: Sequence[torch.dtype], x: Tensor, why: str = ""
+) -> None:
+    """Raise TypeError unless `t` is a Tensor, RuntimeError unless it has one of `dtypes` and the
+    device of `x`; `why` ends the message."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}")
+    if t.dtype not in dtypes or t.device != x.device:
+        wanted = " or ".join(dict.fromkeys(map(str, dtypes)))
+        raise RuntimeError(
+            f"{name} is {t.dtype} on {t.device}, expected {wanted} on {x.device}{why}"
         )
 
 
-def check_alike(x: Tensor, tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise unless every tensor has the floating dtype and the device of `x`.
+def check_alike(tensors: Mapping[str, Tensor | None]) -> None:
+    """Raise unless the tensors have the floating dtype and the device of the first.
 
     Raises: TypeError for what is not a Tensor, RuntimeError for another dtype or device.
     """
+    (first, x), *others = tensors.items()
     if not isinstance(x, Tensor):
-        raise TypeError(f"expected a Tensor, got {type(x).__name__}")
+        raise TypeError(f"{first} must be a Tensor, got {type(x).__name__}")
     if not x.is_floating_point():
-        raise RuntimeError(f"expected a floating dtype, got {x.dtype}")
-    for name, t in tensors.items():
-        if t is None:
-            continue
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
-        if t.dtype != x.dtype or t.device != x.device:
-            raise RuntimeError(
-                f"{name} is {t.dtype} on {t.device}, the input {x.dtype} on {x.device}"
-            )
+        raise RuntimeError(f"{first} is {x.dtype}, expected a floating dtype")
+    for name, t in others:
+        if t is not None:
+            check_tensor(name, t, (x.dtype,), x, f", as {first}")
+
+
+def check_shape(
+    name: str,
+    t: Tensor | None,
+    expected: Sequence[int | str],
+    given: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
+    """Raise ValueError unless `t` is None or of the `expected` shape; a str fits any size.
+
+    `given`: the tensors that the expected shape follows from.
+    """
+    if t is None:
+        return
+    sizes = zip(t.shape, expected, strict=False)
+    if t.dim() != len(expected) or any(not isinstance(e, str) and e != size for size, e in sizes):
+        of = " and ".join(f"{name} of shape {tuple(t.shape)}" for name, t in given.items())
+        raise ValueError(
+            f"{name} has shape {tuple(t.shape)}, expected {_shown(expected)}"
+            f"{' to go with ' if given else ''}{of}"
+        )
+
+
+def _shown(shape: Sequence[int | str]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def hidden_width(
+    x: Tensor, weights: Mapping[str, Tensor | None], shown: Callable[[str], str] = str
+) -> int:
+    """F of an MLP's weights by name; `shown` is what the caller calls them.
+
+    Raises: ValueError if there is no fc1.weight, or it is no matrix.
+    """
+    name, fc1, expected = shown("fc1.weight"), weights.get("fc1.weight"), ("F", x.shape[-1])
+    if fc1 is None:
+        raise ValueError(f"{name} is missing, expected shape {_shown(expected)}")
+    if fc1.dim() != 2:
+        check_shape(name, fc1, expected, {"x": x})
+    return fc1.shape[0]
+
+
+def check_weights(
+    x: Tensor,
+    weights: Mapping[str, Tensor | None],
+    spec: BlockSpec,
+    shown: Callable[[str], str] = str,
+) -> None:
+    """Raise ValueError unless `weights` has those of the block `spec`, and they fit `x` (..., D).
+
+    `shown`: what the caller calls them.
+    """
+    width = x.shape[-1]
+    for branch in spec.branches:
+        hidden = hidden_width(x, weights, shown) if isinstance(branch.op, MLPSpec) else 0
+        shapes: dict[str, tuple[int | str, int]] = {**branch.op.linear_shapes(width, hidden)}
+        if not spec.residual:
+            shapes["fc2"] = ("Dout", hidden)
+        given = {"x": x}
+        for name, shape in shapes.items():
+            key, weight = shown(f"{name}.weight"), weights.get(f"{name}.weight")
+            if weight is None:
+                raise ValueError(f"{key} is missing, expected shape {_shown(shape)}")
+            check_shape(key, weight, shape, given)
+            given = given if len(given) > 1 else {**given, key: weight}
+            bias = weights.get(f"{name}.bias")
+            check_shape(shown(f"{name}.bias"), bias, weight.shape[:1], {key: weight})
+    for name in spec.norms:
+        for kind in ("weight", "bias"):
+            key = f"{name}.{kind}"
+            check_shape(shown(key), weights.get(key), (width,), {"x": x})
+
+
+def argument_name(name: str) -> str:
+    """What ops that take weights one by one call one: "fc1_weight" for "fc1.weight"."""
+    return name.replace(".", "_")
 
 
 def check_heads(nhead: int, kv_heads: int, of: str) -> None:
-    """Raise TypeError or ValueError unless `kv_heads` divides `nhead`; `of` says whose they are.
-
-    >>> check_heads(4, 3, "nhead and kv_heads")
-    Traceback (most recent call last):
-    ValueError: the number of key heads must divide that of query heads, got 4 and 3 of nhead and \
-kv_heads
-    """
+    """Raise TypeError or ValueError unless `kv_heads` divides `nhead`; `of` says whose they are."""
     if not isinstance(nhead, int) or not isinstance(kv_heads, int):
-        raise TypeError(f"numbers of heads are ints, got {nhead!r} and {kv_heads!r}")
+        raise TypeError(f"numbers of heads must be ints, got {nhead!r} and {kv_heads!r}")
     if kv_heads < 1 or nhead < 1 or nhead % kv_heads:
         raise ValueError(
-            f"the number of key heads must divide that of query heads, got {nhead} and {kv_heads} "
-            f"of {of}"
+            f"the number of key heads must divide the number of query heads, got {nhead} and "
+            f"{kv_heads} of {of}"
         )
 
 
@@ -112,40 +182,8 @@ def check_norm_kind(norm: str) -> str:
     return norm
 
 
-def check_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str) -> None:
-    """Raise ValueError for an unknown norm or weights that do not fit `x` (..., D)."""
-    check_norm_kind(norm)
-    check_alike(x, {"norm_weight": weight, "norm_bias": bias})
-    for name, t in (("norm_weight", weight), ("norm_bias", bias)):
-        check_shape(name, t, tuple(x.shape[-1:]), "x", x)
-
-
-def check_weights(x: Tensor, weights: Mapping[str, Tensor | None], spec: BlockSpec) -> None:
-    """Raise ValueError unless `weights` are those of the block `spec` of `x` (B, S, D)."""
-    valid = set(spec.weights)
-    unknown = sorted(set(weights) - valid)
-    if unknown:
-        raise ValueError(f"unknown weights {unknown}; valid: {', '.join(sorted(valid))}")
-    width, fc1 = x.shape[-1], weights.get("fc1.weight")
-    if fc1 is None:  # which says how wide the others are
-        raise ValueError(f"weights has no fc1.weight, expected one of shape (F, {width})")
-    for name, shape in spec.linear_shapes(width, fc1.shape[0]).items():
-        weight = weights.get(f"{name}.weight")
-        if weight is None:
-            raise ValueError(f"weights has no {name}.weight, expected one of shape {shape}")
-        check_shape(f"{name}.weight", weight, shape, "x", x)
-        check_shape(f"{name}.bias", weights.get(f"{name}.bias"), shape[:1], "x", x)
-    for name in spec.norms:
-        for kind in ("weight", "bias"):
-            check_shape(f"{name}.{kind}", weights.get(f"{name}.{kind}"), (width,), "x", x)
-
-
 def check_p(name: str, p: float) -> float:
-    """`p` as a float, if it is a probability; else ValueError.
-
-    >>> check_p("dropout_p", 0)
-    0.0
-    """
+    """`p` as a float, if it is a probability; else ValueError."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"{name} must be between 0 and 1, got {p}")
     return float(p)
@@ -154,17 +192,14 @@ def check_p(name: str, p: float) -> float:
 def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor | None:
     """`seed` as an int64 tensor () on `device`.
 
-    Raises: TypeError, ValueError for what is no such tensor and no int of 64 bits.
-
-    >>> seed_tensor(3, torch.device("cpu"))
-    tensor(3)
+    Raises: TypeError, ValueError for what is neither such a tensor nor an int of 64 bits.
     """
     if seed is None:
         return None
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.dim() != 0 or seed.device != device:
             raise ValueError(
-                f"seed must be an int64 tensor () on {device}, got {seed.dtype} "
+                f"seed must be an int64 tensor of shape () on {device}, got {seed.dtype} "
                 f"{tuple(seed.shape)} on {seed.device}"
             )
         return seed
@@ -176,89 +211,23 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor | Non
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
-def resolve_activation(
-    activation: ActivationLike, x: Tensor, shape: tuple[int, ...]
-) -> tuple[str, dict[str, Tensor], dict[str, Callable[[Tensor], Tensor]]]:
-    """The name of an activation, what it captures by name, and the function if it has no name.
-
-    `shape`: of a tensor to try a function on, like those that the block will give it.
-
-    Raises: ValueError for an unknown name, and for a function that cannot be rebuilt; TypeError
-        for what is neither a string nor callable.
-    """
-    if isinstance(activation, str):
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"unknown activation {activation!r}; valid: {', '.join(ACTIVATIONS)}, or a function"
-            )
-        return activation, {}, {}
-    if not callable(activation):
-        raise TypeError(f"activation must be a name or a function, got {activation!r}")
-    name = activation_name(activation)
-    if name is not None:
-        return name, {}, {}
-    found = _prepared(activation, x.new_zeros(shape))
-    if isinstance(found, str):
-        raise ValueError(f"cannot rebuild with this activation: it {found}")
-    names = captured_params(len(found.captured))
-    return USER_FUNCTION, dict(zip(names, found.captured, strict=True)), {"activation": found.fn}
-
-
-def _prepared(activation: Callable[[Tensor], Tensor], x: Tensor) -> Recallable | str:
-    if torch.compiler.is_compiling():
-        from fused_remat.autograd import graph_break
-
-        return graph_break.eagerly(prepare, activation, x)  # type: ignore[no-any-return]
-    return prepare(activation, x)
-
-
-def run_tokens(
-    graph: Graph,
-    policy: str | Policy,
-    backend: str,
-    tensors: Mapping[str, Tensor | None],
-    functions: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
-) -> Tensor:
-    """Run a block that works token by token on inputs (..., D), all of one shape but for widths."""
-    inputs = {}
-    for name in graph.inputs:
-        x = tensors[name]
-        assert x is not None
-        if x.dim() < 1:
-            raise ValueError("expected an input of at least one dimension, got shape ()")
-        inputs[name] = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
-    out = run_block(
-        graph,
-        policy,
-        {**tensors, **inputs},
-        backend=backend,
-        functions=functions,
-    )
-    shape = tensors["input"].shape  # type: ignore[union-attr]
-    return out if len(shape) == 3 else out.view(*shape[:-1], out.shape[-1])
-
-
 #: The tensor that says of each of `spec.MASKS` that a call passes it.
 _GIVEN = {"mask": "mask", "padding": "padding", "lengths": "lengths", "cu_seqlens": "cu_q"}
 
 
 def masks_given(tensors: Mapping[str, Tensor | None]) -> tuple[str, ...]:
-    """The masks among a block's tensors, as `AttentionSpec.masks` has them.
-
-    >>> masks_given({"mask": None, "padding": torch.zeros(2, 3), "cu_q": torch.zeros(2)})
-    ('padding', 'cu_seqlens')
-    """
+    """The masks among a block's tensors, as `AttentionSpec.masks` has them."""
     return tuple([name for name, key in _GIVEN.items() if tensors.get(key) is not None])
 
 
-def mask_of(mask: Tensor | None, grid: tuple[int, int, int, int], x: Tensor) -> Tensor | None:
-    """`mask` with four dimensions, or (S_q, S_k), if it broadcasts to `grid` (B, H, S_q, S_k).
+def mask_of(mask: Tensor | None, grid: Grid, x: Tensor) -> Tensor | None:
+    """`mask` with four dimensions, or (S_q, S_k), if it broadcasts to `grid`.
 
-    Raises: ValueError for another shape; TypeError, RuntimeError for another kind.
+    Raises: ValueError for another shape; TypeError, RuntimeError for another type, dtype or device.
     """
     if mask is None:
         return None
-    _check_kind("attn_mask", mask, x)
+    check_tensor("attn_mask", mask, (torch.bool, x.dtype, torch.float32), x)
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     if len(shape) != 4 or any(m not in (1, g) for m, g in zip(shape, grid, strict=True)):
         raise ValueError(
@@ -267,102 +236,77 @@ def mask_of(mask: Tensor | None, grid: tuple[int, int, int, int], x: Tensor) -> 
     return mask if mask.dim() == 2 else mask.view(shape)
 
 
-def padding_of(mask: Tensor | None, grid: tuple[int, int, int, int], x: Tensor) -> Tensor | None:
+def padding_of(mask: Tensor | None, grid: Grid, x: Tensor) -> Tensor | None:
     """`mask` if it is (B, S_k).
 
-    Raises: ValueError for another shape; TypeError, RuntimeError for another kind.
+    Raises: ValueError for another shape; TypeError, RuntimeError for another type, dtype or device.
     """
-    if mask is None:
-        return None
-    _check_kind("key_padding_mask", mask, x)
-    if tuple(mask.shape) != (grid[0], grid[3]):
-        raise ValueError(
-            f"key_padding_mask has shape {tuple(mask.shape)}, expected {(grid[0], grid[3])}"
-        )
+    if mask is not None:
+        check_tensor("key_padding_mask", mask, (torch.bool, x.dtype, torch.float32), x)
+        check_shape("key_padding_mask", mask, (grid[0], grid[3]))
     return mask
-
-
-def _check_kind(name: str, mask: Tensor, x: Tensor) -> None:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a Tensor or None, got {type(mask).__name__}")
-    if mask.dtype not in (torch.bool, x.dtype, torch.float32) or mask.device != x.device:
-        raise RuntimeError(
-            f"{name} is {mask.dtype} on {mask.device}, expected bool, {x.dtype} or torch.float32 "
-            f"on {x.device}"
-        )
 
 
 def lengths_of(
     key_lengths: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
-    grid: tuple[int, int, int, int],
+    grid: Grid,
     x: Tensor,
     name: str = "cu_seqlens_q",
 ) -> dict[str, Tensor]:
     """Key lengths (B,), or the bounds of packed sequences (N + 1,), by the blocks' names.
 
-    `cu_k` None is as `cu_q`, which the caller knows as `name`. Values are checked on CPU only: on a
-    GPU that would wait for the device; while compiling they are not known.
+    The caller knows `cu_q` as `name`; `cu_k` None is as `cu_q`. Values are checked on a CPU only: a
+    GPU would have to be waited for, and while compiling they are not known.
 
-    Raises: ValueError for shapes or values that do not fit `grid` (B, H, S_q, S_k), or for lengths
-        of both kinds; TypeError, RuntimeError for another kind.
+    Raises: ValueError for shapes or values that do not fit, or for lengths of both kinds;
+        TypeError, RuntimeError for another type, dtype or device.
     """
-    if key_lengths is not None and (cu_q is not None or cu_k is not None):
-        raise ValueError(f"key_lengths is for padded sequences, {name} for packed ones: not both")
+    batch, _, q_len, kv_len = grid
     if key_lengths is not None:
-        return {"lengths": _key_lengths(key_lengths, grid, x)}
-    if cu_q is None and cu_k is None:
-        return {}
+        if cu_q is not None or cu_k is not None:
+            raise ValueError(
+                f"key_lengths is for padded sequences and {name} for packed ones: not both"
+            )
+        _check_lengths(key_lengths, batch, kv_len, x)
+        return {"lengths": key_lengths}
     if cu_q is None:
-        raise ValueError(f"cu_seqlens_k needs {name} beside it")
-    if grid[0] != 1:
-        raise ValueError(f"{name} needs all sequences in a batch of 1, got a batch of {grid[0]}")
-    if cu_k is None and grid[2] != grid[3]:
+        if cu_k is not None:
+            raise ValueError(f"cu_seqlens_k needs {name} beside it")
+        return {}
+    if batch != 1:
+        raise ValueError(f"{name} needs all sequences in a batch of 1, got a batch of {batch}")
+    if cu_k is None and q_len != kv_len:
         raise ValueError(
-            f"cu_seqlens_k is needed where keys are not as many as queries: {grid[3]}, {grid[2]}"
+            f"cu_seqlens_k is needed if there are not as many keys as queries: {kv_len}, {q_len}"
         )
-    _check_bounds(name, cu_q, grid[2], x)
+    _check_bounds(name, cu_q, q_len, x)
     if cu_k is None:
         return {"cu_q": cu_q, "cu_k": cu_q}
-    _check_bounds("cu_seqlens_k", cu_k, grid[3], x)
-    if cu_q.shape != cu_k.shape:
-        raise ValueError(
-            f"{name} has shape {tuple(cu_q.shape)}, cu_seqlens_k {tuple(cu_k.shape)}, expected "
-            f"bounds of as many sequences"
-        )
+    _check_bounds("cu_seqlens_k", cu_k, kv_len, x)
+    check_shape("cu_seqlens_k", cu_k, cu_q.shape, {name: cu_q})
     return {"cu_q": cu_q, "cu_k": cu_k}
 
 
-def _key_lengths(lengths: Tensor, grid: tuple[int, int, int, int], x: Tensor) -> Tensor:
-    _check_integers("key_lengths", lengths, x)
-    if tuple(lengths.shape) != (grid[0],):
-        raise ValueError(f"key_lengths has shape {tuple(lengths.shape)}, expected ({grid[0]},)")
-    values = lengths.tolist() if _known(lengths) else []
-    for b, value in enumerate(values):
-        if not 0 <= value <= grid[3]:
+def _check_lengths(lengths: Tensor, batch: int, kv_len: int, x: Tensor) -> None:
+    check_tensor("key_lengths", lengths, (torch.int32, torch.int64), x)
+    check_shape("key_lengths", lengths, (batch,))
+    for b, value in enumerate(lengths.tolist() if _is_known(lengths) else []):
+        if not 0 <= value <= kv_len:
             raise ValueError(
-                f"key_lengths[{b}] is {value}, expected 0 to {grid[3]}, the keys there are"
+                f"key_lengths[{b}] is {value}, expected 0 to {kv_len}, the number of keys"
             )
-    return lengths
 
 
 def _check_bounds(name: str, cu: Tensor, tokens: int, x: Tensor) -> None:
-    _check_integers(name, cu, x)
+    check_tensor(name, cu, (torch.int32, torch.int64), x)
     if cu.dim() != 1 or cu.shape[0] < 1:
         raise ValueError(f"{name} has shape {tuple(cu.shape)}, expected (N + 1,) for N sequences")
-    if _known(cu):
+    if _is_known(cu):
         bounds(cu, tokens, name)
 
 
-def _known(t: Tensor) -> bool:
+def _is_known(t: Tensor) -> bool:
+    """Whether reading the values of `t` waits for no device and breaks no compiled graph."""
     return t.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _check_integers(name: str, t: Tensor, x: Tensor) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
-    if t.dtype not in (torch.int32, torch.int64) or t.device != x.device:
-        raise RuntimeError(
-            f"{name} is {t.dtype} on {t.device}, expected torch.int32 or torch.int64 on {x.device}"
-        )

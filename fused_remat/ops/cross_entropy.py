@@ -1,9 +1,8 @@
-"""The loss of a language model's head as a function: logits are never whole."""
+"""The loss of a language model's head as a function; the logits never exist as a whole."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from torch import Tensor
 from fused_remat.autograd.shards import is_dtensor, local_shards
 from fused_remat.execution.executor import autocast_on
 from fused_remat.graph.build import linear_cross_entropy_graph
-from fused_remat.ops.checks import check_alike, check_shape, run_tokens
+from fused_remat.ops.checks import check_alike, check_shape, check_tensor, run_tokens
 from fused_remat.spec import ParallelSpec
 from fused_remat.steps.cross_entropy import CrossEntropyCall, LinearCrossEntropy, check_targets
 
-_REDUCTIONS = ("mean", "sum", "none")
 #: What autocast converts.
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,16 +37,16 @@ def linear_cross_entropy(
 ) -> Tensor:
     """cross_entropy(cap(hidden @ weight.T + bias), target) + z_loss · logsumexp².
 
-    Logits are never whole. As `F.cross_entropy` of logits in float32, which is how Hugging Face
-    computes it: the mean is over tokens that are not ignored, NaN where there is none; ignored ones
-    are 0 in "none"; label smoothing spreads over the vocabulary. Hugging Face's
-    `num_items_in_batch` is reduction="sum", divided by it.
+    As `F.cross_entropy` of logits in float32, which is how Hugging Face computes it: the mean is
+    over tokens that are not ignored, NaN if there is none; ignored tokens are 0 in "none"; label
+    smoothing is over the whole vocabulary. Hugging Face's `num_items_in_batch` is reduction="sum",
+    divided by it. Blocks of logits are computed one at a time.
 
     Shapes: hidden (..., D), weight (V, D), target (...), bias (V,); returns (), or (...) for
-        "none", in float32, or float64 for float64, whatever else the dtype.
-    target: int64, a row of weight for each token, or `ignore_index`. `shift`: of each token in
-        place of the next one's, along the last dimension, as language models have it: the first is
-        not predicted, and the last predicts nothing.
+        "none", in float64 for float64 and in float32 for all other dtypes.
+    target: int64, a row of weight for each token, or `ignore_index`. `shift`: each token predicts
+        the next one along the last dimension, as in language models: the first token is not
+        predicted, and the last predicts nothing.
     softcap: cap(z) = softcap · tanh(z / softcap), as in Gemma 2; 0 for none.
     chunk: about how many logits to hold at a time; None for 2²⁰ on a CPU, 2²⁶ elsewhere.
     Autocast: hidden, weight and bias are rounded to its dtype, as `F.linear` would.
@@ -72,7 +70,7 @@ def linear_cross_entropy(
     parallel = None
     if is_dtensor(weight):
         parallel, weight, bias = _own_columns(weight, bias)
-    hidden, weight, bias = _operands(hidden, weight, bias, target)
+    hidden = _checked(hidden, weight, bias, target)
     if parallel is not None:
         whole = CrossEntropyCall(target.reshape(-1), ignore_index, 0.0, 0.0, 0.0, 0)
         check_targets(whole, len(weight) * parallel.size)
@@ -92,7 +90,8 @@ def linear_cross_entropy(
         parallel=parallel,
     )
     tensors = {"input": hidden, "head.weight": weight, "head.bias": bias, "target": target}
-    loss = run_tokens(linear_cross_entropy_graph(node), "full", backend, tensors).squeeze(-1)
+    graph = linear_cross_entropy_graph(node)
+    loss = run_tokens(graph, tensors, {}, "full", backend).squeeze(-1)
     if reduction == "none":
         return loss
     total = loss.sum()
@@ -101,13 +100,13 @@ def linear_cross_entropy(
 
 def _own_columns(weight: Any, bias: Any) -> tuple[ParallelSpec, Tensor, Tensor | None]:
     """The rank's place among those that share a vocabulary, and its rows of weight and bias."""
-    given = [weight] if bias is None else [weight, bias]
-    for name, t in zip(("weight", "bias"), given, strict=False):
+    given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    for name, t in given.items():
         if not is_dtensor(t) or len(t.placements) != 1 or not t.placements[0].is_shard(0):
             shown = f"{t.placements} on {t.device_mesh}" if is_dtensor(t) else "a plain Tensor"
             raise ValueError(
-                f"a vocabulary divided among ranks has weight and bias as DTensors, (Shard(dim=0),)"
-                f" on one dimension of a mesh; {name} is {shown}"
+                "a vocabulary divided among ranks takes weight and bias as DTensors, "
+                f"(Shard(dim=0),) on one dimension of a mesh; {name} is {shown}"
             )
     mesh = weight.device_mesh
     size, rank = mesh.size(), mesh.get_local_rank()
@@ -116,17 +115,18 @@ def _own_columns(weight: Any, bias: Any) -> tuple[ParallelSpec, Tensor, Tensor |
             f"a vocabulary of {weight.shape[0]} cannot be divided evenly among {size} ranks: pad it"
         )
     group = mesh.get_group().group_name
-    shards = local_shards(group, (False,) * len(given), given)
+    shards = local_shards(group, (False,) * len(given), list(given.values()))
     place = ParallelSpec(group=group, size=size, rank=rank, sequence=False)
-    return place, shards[0], shards[1] if len(given) > 1 else None
+    return place, shards[0], None if bias is None else shards[1]
 
 
 def _check_options(
     label_smoothing: float, z_loss: float, softcap: float, reduction: str, chunk: int | None
 ) -> None:
-    if reduction not in _REDUCTIONS:
-        valid = ", ".join(map(repr, _REDUCTIONS))
-        raise ValueError(f"{reduction!r} is not a valid value for reduction; valid: {valid}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(
+            f"{reduction!r} is not a valid value for reduction; valid: 'mean', 'sum', 'none'"
+        )
     if not 0.0 <= label_smoothing <= 1.0:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     for name, value in (("z_loss", z_loss), ("softcap", softcap)):
@@ -136,53 +136,24 @@ def _check_options(
         raise ValueError(f"chunk must be a positive number of logits or None, got {chunk!r}")
 
 
-def _operands(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """hidden, in the dtype that products take, weight and bias, once everything fits."""
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight must be a Tensor, got {type(weight).__name__}")
-    check_alike(hidden, {})
-    low = torch.get_autocast_dtype(hidden.device.type) if autocast_on(hidden) else None
-    if low is None or hidden.dtype not in _CASTABLE:
-        check_alike(hidden, {"weight": weight, "bias": bias})
-    else:
-        _check_castable(hidden, {"weight": weight, "bias": bias}, low)
+def _checked(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
+    """`hidden` in the dtype that products take, once everything fits it."""
+    check_alike({"hidden": hidden})
+    dtypes: tuple[torch.dtype, ...] = (hidden.dtype,)
+    why = ", as hidden"
+    if autocast_on(hidden) and hidden.dtype in _CASTABLE:
+        low = torch.get_autocast_dtype(hidden.device.type)
+        dtypes, why = _CASTABLE, f", which autocast converts to {low}"
         hidden = hidden.to(low)  # weights are rounded block by block: no copy of the head is made
+    check_tensor("weight", weight, dtypes, hidden, why)
+    if bias is not None:
+        check_tensor("bias", bias, dtypes, hidden, why)
     if hidden.dim() < 1:
-        raise ValueError("expected hidden of at least one dimension, got shape ()")
-    check_shape("weight", weight, ("V", hidden.shape[-1]), "hidden", hidden)
+        raise ValueError("hidden must have at least one dimension, got shape ()")
+    check_shape("weight", weight, ("V", hidden.shape[-1]), {"hidden": hidden})
     if weight.shape[0] < 1:
         raise ValueError(f"weight must have a row for each class, got shape {tuple(weight.shape)}")
-    check_shape("bias", bias, (weight.shape[0],), "weight", weight)
-    _check_target(target, hidden)
-    return hidden, weight, bias
-
-
-def _check_castable(hidden: Tensor, params: Mapping[str, Tensor | None], low: torch.dtype) -> None:
-    """Raise unless autocast converts all of `params` to `low`, where `hidden` is."""
-    for name, t in params.items():
-        if t is None:
-            continue
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a Tensor or None, got {type(t).__name__}")
-        if t.dtype not in _CASTABLE or t.device != hidden.device:
-            raise RuntimeError(
-                f"{name} is {t.dtype} on {t.device}, which autocast to {low} does not convert for "
-                f"hidden on {hidden.device}"
-            )
-
-
-def _check_target(target: Tensor, hidden: Tensor) -> None:
-    if not isinstance(target, Tensor):
-        raise TypeError(f"target must be a Tensor, got {type(target).__name__}")
-    if target.dtype != torch.int64 or target.device != hidden.device:
-        raise RuntimeError(
-            f"target must be class indices, {torch.int64} on {hidden.device}, got {target.dtype} "
-            f"on {target.device}"
-        )
-    if target.shape != hidden.shape[:-1]:
-        raise ValueError(
-            f"target has shape {tuple(target.shape)}, expected {tuple(hidden.shape[:-1])} to go "
-            f"with hidden of shape {tuple(hidden.shape)}"
-        )
+    check_shape("bias", bias, weight.shape[:1], {"weight": weight})
+    check_tensor("target", target, (torch.int64,), hidden, ": class indices")
+    check_shape("target", target, hidden.shape[:-1], {"hidden": hidden})
+    return hidden

@@ -1,4 +1,4 @@
-"""MLPs as functions: plain, gated, and with their norm and residual."""
+"""Pieces of blocks as functions: MLPs, norms, dropout with its sum, rotary embedding."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ from torch import Tensor
 
 from fused_remat.autograd import run_block
 from fused_remat.graph.build import block_graph, dropout_add_graph, norm_graph, rotary_graph
-from fused_remat.ops.activation import ActivationLike
+from fused_remat.graph.graph import Graph
+from fused_remat.ops.activation import ActivationLike, resolve_activation
 from fused_remat.ops.checks import (
+    argument_name,
     check_alike,
     check_heads,
-    check_norm,
+    check_norm_kind,
     check_p,
     check_shape,
-    resolve_activation,
+    check_tensor,
+    check_weights,
+    hidden_width,
     run_tokens,
     seed_tensor,
 )
 from fused_remat.policies import Policy
 from fused_remat.spec import AttentionSpec, BlockSpec, BranchSpec, MLPSpec, NormSpec, RotarySpec
+from fused_remat.steps.user_function import Function
 
 
 def mlp(
@@ -42,11 +47,12 @@ def mlp(
 
     Shapes: x (..., D), fc1_weight (F, D), fc1_bias (F,), fc2_weight (Dout, F), fc2_bias (Dout,);
         returns (..., Dout) in x.dtype. Biases may be None.
-    activation: a name ("relu", "gelu", "gelu_tanh", "silu", "tanh"), or any function that maps
-        (tokens, F) to the same shape, each token by itself, without random numbers; tensors that
-        it captures get their gradients.
-    Units: bytes kept = the input (policy "none": and F a token); FLOPs = 4·D·F a token forward,
-        and 2·D·F more in backward than the unfused MLP's ("none": none more).
+    activation: a name ("relu", "gelu", "gelu_tanh", "silu", "tanh"), or any function from
+        (tokens, F) to the same shape that treats each token by itself, draws no random numbers and
+        calls PyTorch's operators only; tensors that it captures get their gradients.
+    seed: of dropout: an int, an int64 tensor () on x's device, or None to draw one.
+    Units: bytes kept = the input (policy "none": and F elements a token); FLOPs = 4·D·F a token
+        forward, and 2·D·F more in backward than the unfused MLP's ("none": none more).
     Raises: ValueError for shapes that do not fit, an unknown activation or policy, dropout_p
         outside [0, 1]; RuntimeError for mixed dtypes or devices.
     Source: Vaswani et al. 2017.
@@ -59,14 +65,10 @@ def mlp(
     (torch.Size([2, 5, 8]), torch.Size([32, 8]))
     """
     weights = {
-        "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
-        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias,
+        "fc1.weight": fc1_weight, "fc1.bias": fc1_bias,
+        "fc2.weight": fc2_weight, "fc2.bias": fc2_bias,
     }  # fmt: skip
-    width = _check(x, weights)
-    name, captured, functions = resolve_activation(activation, x, (2, width))
-    p = check_p("dropout_p", dropout_p)
-    branch = BranchSpec(op=MLPSpec(activation=name, captured=len(captured), dropout=p))
-    return _run(branch, x, {**_named(weights), **captured}, functions, policy, seed, backend)
+    return run_tokens(*_mlp(x, weights, activation, dropout_p, seed), policy, backend)
 
 
 def gated_mlp(
@@ -86,12 +88,12 @@ def gated_mlp(
 ) -> Tensor:
     """dropout(act(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T, biases added if given.
 
-    "silu" is SwiGLU, "gelu" GeGLU, "relu" ReGLU; "gelu_tanh" and "tanh" work too.
+    The activation has a name (as in `mlp`): "silu" makes it SwiGLU, "gelu" GeGLU, "relu" ReGLU.
 
     Shapes: x (..., D), gate_weight and up_weight (F, D), down_weight (Dout, F), gate_bias and
         up_bias (F,), down_bias (Dout,); returns (..., Dout) in x.dtype.
-    Units: bytes kept = the input (policy "none": and 2·F a token); FLOPs = 6·D·F a token forward,
-        and 4·D·F more in backward than the unfused MLP's ("none": none more).
+    Units: bytes kept = the input (policy "none": and 2·F elements a token); FLOPs = 6·D·F a token
+        forward, and 4·D·F more in backward than the unfused MLP's ("none": none more).
     Raises: as `mlp`.
     Source: Shazeer 2020.
 
@@ -102,16 +104,11 @@ def gated_mlp(
     torch.Size([3, 8])
     """
     weights = {
-        "gate_weight": gate_weight, "gate_bias": gate_bias, "fc1_weight": up_weight,
-        "fc1_bias": up_bias, "fc2_weight": down_weight, "fc2_bias": down_bias,
+        "gate.weight": gate_weight, "gate.bias": gate_bias, "fc1.weight": up_weight,
+        "fc1.bias": up_bias, "fc2.weight": down_weight, "fc2.bias": down_bias,
     }  # fmt: skip
-    width = _check(x, weights, {"fc1": "up", "fc2": "down"})
-    name, _, functions = resolve_activation(activation, x, (2, width))
-    if functions:
-        raise ValueError(f"a gated MLP takes the name of an activation, got {activation!r}")
-    p = check_p("dropout_p", dropout_p)
-    branch = BranchSpec(op=MLPSpec(activation=name, gated=True, dropout=p))
-    return _run(branch, x, _named(weights), {}, policy, seed, backend)
+    given = _mlp(x, weights, activation, dropout_p, seed, shown=_gated_name)
+    return run_tokens(*given, policy, backend)
 
 
 def mlp_block(
@@ -136,14 +133,14 @@ def mlp_block(
 ) -> Tensor:
     """x + dropout(mlp(norm(x))): the second half of a pre-norm transformer block.
 
-    With `gate_weight` the MLP is gated: act(gate) * fc1, as `gated_mlp`.
+    With `gate_weight` the MLP is gated, act(gate) * fc1, as in `gated_mlp`.
 
     Shapes: x (..., D), norm_weight and norm_bias (D,) or None, fc1_weight and gate_weight (F, D),
         fc2_weight (D, F), biases (F,), (D,) or None; returns (..., D) in x.dtype.
     norm: "layer_norm" or "rms_norm" (a bias is added there too, if given).
-    activation: as in `mlp`; a name where gated.
-    Units: bytes kept = the input and the norm's statistics (policy "none": and F a token, 2·F
-        gated).
+    activation, seed: as in `mlp`; a gated MLP takes a name.
+    Units: bytes kept = the input and the norm's statistics (policy "none": and F elements a token,
+        2·F if gated).
     Raises: as `mlp`.
     Source: Vaswani et al. 2017; pre-norm after Xiong et al. 2020.
 
@@ -154,73 +151,17 @@ def mlp_block(
     torch.Size([2, 5, 8])
     """
     weights = {
-        "fc1_weight": fc1_weight, "fc1_bias": fc1_bias,
-        "fc2_weight": fc2_weight, "fc2_bias": fc2_bias,
+        "fc1.weight": fc1_weight, "fc1.bias": fc1_bias,
+        "fc2.weight": fc2_weight, "fc2.bias": fc2_bias,
+        "norm.weight": norm_weight, "norm.bias": norm_bias,
     }  # fmt: skip
-    gated = gate_weight is not None
-    if gated:
-        weights |= {"gate_weight": gate_weight, "gate_bias": gate_bias}
+    if gate_weight is not None:
+        weights |= {"gate.weight": gate_weight, "gate.bias": gate_bias}
     elif gate_bias is not None:
-        raise ValueError("gate_bias without gate_weight")
-    width = _check(x, weights)
-    check_shape("fc2_weight", fc2_weight, (x.shape[-1], width), "x", x)
-    check_norm(x, norm_weight, norm_bias, norm)
-    name, captured, functions = resolve_activation(activation, x, (2, width))
-    if functions and gated:
-        raise ValueError(f"a gated MLP takes the name of an activation, got {activation!r}")
-    p = check_p("dropout_p", dropout_p)
-    branch = BranchSpec(
-        op=MLPSpec(activation=name, gated=gated, captured=len(captured), dropout=p),
-        norm=NormSpec(kind=norm, eps=float(eps)),
-        dropout=check_p("residual_dropout_p", residual_dropout_p),
-    )
-    named = {**_named(weights), "norm.weight": norm_weight, "norm.bias": norm_bias, **captured}
-    return _run(branch, x, named, functions, policy, seed, backend)
-
-
-def _check(
-    x: Tensor, weights: Mapping[str, Tensor | None], shown: Mapping[str, str] | None = None
-) -> int:
-    """Check shapes and dtypes of an MLP's weights; returns F. `shown`: the caller's names."""
-    names = {"fc1": "fc1", "fc2": "fc2", "gate": "gate"} | dict(shown or {})
-    called = {f"{names[k.split('_')[0]]}_{k.split('_')[1]}": t for k, t in weights.items()}
-    check_alike(x, called)
-    fc1, fc2 = weights["fc1_weight"], weights["fc2_weight"]
-    gate = weights.get("gate_weight", fc1)
-    if fc1 is None or fc2 is None or gate is None or x.dim() < 1:
-        raise ValueError("x must have at least one dimension and the weights must be given")
-    first, second = (f"{names[n]}_weight" for n in ("fc1", "fc2"))
-    check_shape(first, fc1, ("F", x.shape[-1]), "x", x)
-    width = fc1.shape[0]
-    check_shape(second, fc2, ("Dout", width), first, fc1)
-    check_shape(f"{names['fc1']}_bias", weights["fc1_bias"], (width,), first, fc1)
-    check_shape(f"{names['fc2']}_bias", weights["fc2_bias"], (fc2.shape[0],), second, fc2)
-    if "gate_weight" in weights:
-        check_shape("gate_weight", gate, tuple(fc1.shape), first, fc1)
-        check_shape("gate_bias", weights["gate_bias"], (width,), "gate_weight", gate)
-    return width
-
-
-def _named(weights: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """The graph's names: "fc1_weight" is "fc1.weight"."""
-    return {name.replace("_", "."): t for name, t in weights.items()}
-
-
-def _run(
-    branch: BranchSpec,
-    x: Tensor,
-    tensors: Mapping[str, Tensor | None],
-    functions: Mapping[str, Callable[[Tensor], Tensor]],
-    policy: str | Policy,
-    seed: int | Tensor | None,
-    backend: str,
-) -> Tensor:
-    given = {**tensors, "input": x, "seed": seed_tensor(seed, x.device)}
-    assert isinstance(branch.op, MLPSpec)
-    block = branch.norm is not None
-    kind = f"{'gated_' if branch.op.gated else ''}mlp{'_block' if block else ''}"
-    graph = block_graph(BlockSpec(kind=kind, branches=(branch,), residual=block))
-    return run_tokens(graph, policy, backend, given, functions)
+        raise ValueError("gate_bias is given without gate_weight")
+    spec = NormSpec(kind=check_norm_kind(norm), eps=float(eps))
+    given = _mlp(x, weights, activation, dropout_p, seed, spec, residual_dropout_p)
+    return run_tokens(*given, policy, backend)
 
 
 def layer_norm(
@@ -242,7 +183,7 @@ def layer_norm(
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=0.0)
     tensor([[-1.,  1.]])
     """
-    return _norm("layer_norm", x, weight, bias, eps, policy, backend)
+    return run_tokens(*_norm("layer_norm", x, weight, bias, eps), policy, backend)
 
 
 def rms_norm(
@@ -265,25 +206,9 @@ def rms_norm(
     >>> rms_norm(torch.tensor([[3.0, 3.0]]), eps=0.0)
     tensor([[1., 1.]])
     """
-    check_alike(x, {})
+    check_alike({"x": x})
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
-    return _norm("rms_norm", x, weight, None, eps, policy, backend)
-
-
-def _norm(
-    kind: str,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    policy: str | Policy,
-    backend: str,
-) -> Tensor:
-    check_alike(x, {"weight": weight, "bias": bias})
-    for name, t in (("weight", weight), ("bias", bias)):
-        check_shape(name, t, tuple(x.shape[-1:]), "x", x)
-    tensors = {"input": x, "norm.weight": weight, "norm.bias": bias}
-    return run_tokens(norm_graph(NormSpec(kind=kind, eps=float(eps))), policy, backend, tensors)
+    return run_tokens(*_norm("rms_norm", x, weight, None, eps), policy, backend)
 
 
 def dropout_add(
@@ -305,13 +230,10 @@ def dropout_add(
     >>> dropout_add(torch.ones(4), torch.zeros(4), p=0.5, seed=0)
     tensor([0., 0., 0., 2.])
     """
-    check_alike(x, {"residual": residual})
-    if x.shape != residual.shape:
-        raise ValueError(
-            f"residual has shape {tuple(residual.shape)}, expected x's {tuple(x.shape)}"
-        )
+    check_alike({"x": x, "residual": residual})
+    check_shape("residual", residual, x.shape, {"x": x})
     tensors = {"input": x, "residual": residual, "seed": seed_tensor(seed, x.device)}
-    return run_tokens(dropout_add_graph(check_p("p", p)), policy, backend, tensors)
+    return run_tokens(dropout_add_graph(check_p("p", p)), tensors, {}, policy, backend)
 
 
 def rotary(
@@ -332,16 +254,16 @@ def rotary(
 
     Shapes: qkv (B, S, (H + 2·Hkv)·E), the query heads first, then the key heads, then the value
         heads, which stay as they are; returns the same in qkv.dtype. cos and sin (S, R/2) or
-        (B, S, R/2), of qkv's dtype or float32, constants; both None: nothing is rotated. The
-        first R elements of a head are, R <= E. Hkv is `kv_heads`, or H.
+        (B, S, R/2), of qkv's dtype or float32; they rotate the first R elements of each head,
+        R <= E. Both None: nothing is rotated. Hkv is `kv_heads`, or H.
     interleaved: (x1, x2) are neighbours, elements 2i and 2i + 1 (GPT-J); else i and i + R/2
         (GPT-NeoX, and LLaMA in Hugging Face's layout).
-    q_norm_weight, k_norm_weight: (E,) of an RMSNorm of each query and key head, with `eps`, before
-        it is rotated (Qwen3); both or neither.
+    q_norm_weight, k_norm_weight: (E,) of an RMSNorm with `eps` of each query and key head before
+        the rotation (Qwen3); both or neither.
     Arithmetic is float32 (float64 for float64), rounded once.
     Units: bytes kept = none, or qkv where heads are normed.
     Raises: ValueError for shapes that do not fit or nothing to do; RuntimeError for mixed dtypes or
-        devices, and for tables that require a gradient, which they cannot be given.
+        devices, and for tables that require a gradient: they get none.
     Source: Su et al. 2021; heads normed as in Dehghani et al. 2023.
 
     >>> angle = torch.tensor([[0.0], [torch.pi / 2]])
@@ -350,7 +272,7 @@ def rotary(
     tensor([[[ 3.,  4.,  3.,  4.,  3.,  4.],
              [-4.,  3., -4.,  3.,  3.,  4.]]])
     """
-    check_alike(qkv, {})
+    check_alike({"qkv": qkv})
     kv_heads = nhead if kv_heads is None else kv_heads
     check_heads(nhead, kv_heads, "nhead and kv_heads")
     heads = nhead + 2 * kv_heads
@@ -359,15 +281,67 @@ def rotary(
             f"qkv has shape {tuple(qkv.shape)}, expected (B, S, {heads}·E): {nhead} query, "
             f"{kv_heads} key and {kv_heads} value heads"
         )
+    head_dim = qkv.shape[-1] // heads
     rope = None if cos is None and sin is None else (cos, sin)
-    tensors = rotary_tensors(qkv, qkv.shape[-1] // heads, rope, q_norm_weight, k_norm_weight)
+    tensors = rotary_tensors(qkv, head_dim, rope, q_norm_weight, k_norm_weight)
     if not tensors:
         raise ValueError("nothing to do: neither cos and sin nor q_norm_weight and k_norm_weight")
     spec = AttentionSpec(
-        num_heads=nhead, num_kv_heads=kv_heads, head_dim=qkv.shape[-1] // heads, scale=1.0,
+        num_heads=nhead, num_kv_heads=kv_heads, head_dim=head_dim, scale=1.0,
         **rotary_fields(tensors, interleaved, eps),
     )  # fmt: skip
     return run_block(rotary_graph(spec), policy, {"input": qkv, **tensors}, backend=backend)
+
+
+# --- what they run
+
+#: A graph, its tensors by name, and the caller's functions.
+Given = tuple[Graph, dict[str, Tensor | None], Mapping[str, Function]]
+
+
+def _mlp(
+    x: Tensor,
+    weights: Mapping[str, Tensor | None],
+    activation: ActivationLike,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    norm: NormSpec | None = None,
+    residual_dropout_p: float = 0.0,
+    shown: Callable[[str], str] = argument_name,
+) -> Given:
+    """An MLP, gated if `weights` has a gate, and with `norm` and a residual if that is given.
+
+    `shown`: what the caller calls the weights.
+    """
+    check_alike({"x": x, **{shown(name): t for name, t in weights.items()}})
+    if x.dim() < 1:
+        raise ValueError("x must have at least one dimension, got shape ()")
+    gated = "gate.weight" in weights
+    hidden = hidden_width(x, weights, shown)
+    act = resolve_activation(activation, x, (2, hidden), "a gated MLP" if gated else "")
+    p = check_p("dropout_p", dropout_p)
+    branch = BranchSpec(
+        op=MLPSpec(activation=act.name, gated=gated, captured=len(act.captured), dropout=p),
+        norm=norm,
+        dropout=check_p("residual_dropout_p", residual_dropout_p),
+    )
+    kind = f"{'gated_' if gated else ''}mlp{'_block' if norm else ''}"
+    spec = BlockSpec(kind=kind, branches=(branch,), residual=norm is not None)
+    check_weights(x, weights, spec, shown)
+    tensors = {**weights, **act.captured, "input": x, "seed": seed_tensor(seed, x.device)}
+    return block_graph(spec), tensors, act.functions
+
+
+def _gated_name(name: str) -> str:
+    return argument_name(name).replace("fc1", "up").replace("fc2", "down")
+
+
+def _norm(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Given:
+    check_alike({"x": x, "weight": weight, "bias": bias})
+    for name, t in (("weight", weight), ("bias", bias)):
+        check_shape(name, t, x.shape[-1:], {"x": x})
+    tensors = {"input": x, "norm.weight": weight, "norm.bias": bias}
+    return norm_graph(NormSpec(kind=kind, eps=float(eps))), tensors, {}
 
 
 def rotary_tensors(
@@ -383,34 +357,26 @@ def rotary_tensors(
     """
     found: dict[str, Tensor] = {}
     if rope is not None:
-        if (
-            not isinstance(rope, tuple | list)
-            or [isinstance(t, Tensor) for t in rope] != [True] * 2
-        ):
-            raise TypeError(f"rope takes two Tensors, (cos, sin), got {_types(rope)}")
-        for name, table in zip(("cos", "sin"), rope, strict=True):
-            assert table is not None
-            found[name] = _checked_table(name, table, x, head_dim)
-        check_shape("sin", found["sin"], tuple(found["cos"].shape), "cos", found["cos"])
-        if found["sin"].dtype != found["cos"].dtype:
-            raise RuntimeError(f"sin is {found['sin'].dtype}, cos {found['cos'].dtype}")
+        given = rope if isinstance(rope, tuple | list) else (rope,)
+        cos, sin = given if len(given) == 2 else (None, None)
+        if not isinstance(cos, Tensor) or not isinstance(sin, Tensor):
+            types = ", ".join(type(t).__name__ for t in given)
+            raise TypeError(f"rope takes two Tensors, (cos, sin), got {types}")
+        found = {"cos": _table("cos", cos, x, head_dim), "sin": _table("sin", sin, x, head_dim)}
+        check_shape("sin", found["sin"], found["cos"].shape, {"cos": found["cos"]})
+        if sin.dtype != cos.dtype:
+            raise RuntimeError(f"sin is {sin.dtype} and cos {cos.dtype}: both must have one dtype")
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_norm_weight and k_norm_weight go together, got one of them")
-    check_alike(x, {"q_norm_weight": q_weight, "k_norm_weight": k_weight})
+    check_alike({"x": x, "q_norm_weight": q_weight, "k_norm_weight": k_weight})
     for name, weight in (("q_norm", q_weight), ("k_norm", k_weight)):
         if weight is not None:
-            check_shape(f"{name}_weight", weight, (head_dim,), "x", x)
+            check_shape(f"{name}_weight", weight, (head_dim,), {"x": x})
             found[f"{name}.weight"] = weight
     return found
 
 
-def _types(rope: object) -> str:
-    if isinstance(rope, tuple | list):
-        return f"({', '.join(type(t).__name__ for t in rope)})"
-    return type(rope).__name__
-
-
-def _checked_table(name: str, table: Tensor, x: Tensor, head_dim: int) -> Tensor:
+def _table(name: str, table: Tensor, x: Tensor, head_dim: int) -> Tensor:
     """The table, without a batch dimension of one."""
     batch, seq_len = x.shape[:2]
     shape = tuple(table.shape)
@@ -421,18 +387,17 @@ def _checked_table(name: str, table: Tensor, x: Tensor, head_dim: int) -> Tensor
             f"with R at most {head_dim}, the width of a head, to go with x of shape "
             f"{tuple(x.shape)}"
         )
-    if table.dtype not in (x.dtype, torch.float32) or table.device != x.device:
-        raise RuntimeError(
-            f"{name} is {table.dtype} on {table.device}, expected {x.dtype} or float32 on "
-            f"{x.device}, as the input"
-        )
+    check_tensor(name, table, (x.dtype, torch.float32), x)
     if table.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{name} requires a gradient, and rotary tables are given none")
+        raise RuntimeError(
+            f"{name} requires a gradient, and rotary tables get none: detach it, or call without "
+            "gradients"
+        )
     return table[0] if table.dim() == 3 and table.shape[0] == 1 else table
 
 
 def rotary_fields(tensors: Mapping[str, Tensor], interleaved: bool, eps: float) -> dict[str, Any]:
-    """What an `AttentionSpec` says of the tensors that `rotary_tensors` found: nothing, or more."""
+    """What an `AttentionSpec` says of the tensors that `rotary_tensors` found."""
     fields: dict[str, Any] = {}
     if "cos" in tensors:
         fields["rotary"] = RotarySpec(interleaved=bool(interleaved))
