@@ -1,4 +1,4 @@
-"""`scale`: what a model takes on a mesh of devices, on paper, and how long a step is there."""
+"""`scale`: estimates memory and time of a training step on a mesh of devices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from typing import Any
 
 import torch
 
-from fused_remat.cli.outputs import CommandError
-from fused_remat.planner.options import bytes_of
+from fused_remat.cli.options import (
+    DTYPES,
+    CommandError,
+    add_dtype,
+    add_sizes,
+    add_training,
+    check_sizes,
+    new_parser,
+)
 from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS
-from fused_remat.report.report import aligned, human
+from fused_remat.report.units import aligned, bytes_of, human, milliseconds
 from fused_remat.scale.costs import FILE_KEYS, HARDWARE, Costs, Figure, of_file, of_this_machine
 from fused_remat.scale.estimate import (
     BASELINES,
@@ -27,27 +34,31 @@ from fused_remat.scale.estimate import (
     smallest_mesh,
 )
 from fused_remat.scale.layout import Layout, mesh_of, padded
-from fused_remat.scale.memory import OPTIMIZERS, Setup
+from fused_remat.scale.memory import Setup
 from fused_remat.scale.shapes import LARGE, MODELS
 
+_DESCRIPTION = """\
+Estimates a training step on a mesh of devices: memory of each device by part, which policies
+fit, what the planner would choose, and the time of the step. The estimate follows from the
+graphs of the layers and the rates of the hardware; each rate is printed with its source.
+"""
 _EXAMPLES = """
 examples:
   python -m fused_remat scale --model llama3-70b --mesh 8x8
   python -m fused_remat scale --model llama3-405b --mesh 64x8 --batch 2 --policy lean
-  python -m fused_remat scale --model llama3-8b --mesh 8 --batch 4 --hardware h200 --devices
+  python -m fused_remat scale --model llama3-8b --mesh 8 --batch 4 --hardware h200 --fewest-devices
   python -m fused_remat scale --model gpt3-175b --mesh 32x8 --seq 2048 --batch 8 --json
 
-Nothing is allocated and nothing is run. The exit status is 1 if no policy fits.
+No model is allocated or run. The exit status is 1 if no policy fits.
 """
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LANGUAGE = {n: m for n, m in (MODELS | LARGE).items() if m.causal and m.vocab}
-#: Options of a rate: the keys of a costs file that they replace.
+#: Options for rates, with the keys of a costs file that they override.
 _RATES = {
-    "peak_tflops": ("peak_tflops", "what the maker states; MFU is of it"),
-    "tflops": ("products_tflops", "of large products, and of attention"),
+    "peak_tflops": ("peak_tflops", "TFLOP/s that the maker states; MFU is relative to it"),
+    "tflops": ("products_tflops", "TFLOP/s of large products and of attention"),
     "bandwidth": ("bandwidth_GBps", "GB/s of a device's memory"),
-    "link_GBps": ("link_GBps", "that a device sends within a node"),
-    "network_GBps": ("network_GBps", "that a device sends to other nodes"),
+    "link_GBps": ("link_GBps", "GB/s that a device sends within its node"),
+    "network_GBps": ("network_GBps", "GB/s that a device sends to other nodes"),
 }
 
 
@@ -57,55 +68,62 @@ def _positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a positive number is expected, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
     return value
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fused_remat scale",
-        description="Says what a training step takes on every device of a mesh, by part, what "
-        "fits, what the planner would keep, and how long a step is, from the graphs of the layers "
-        "and the rates of the hardware. Every rate is printed with where it is from.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Read the command line."""
+    parser = new_parser("scale", _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
     add("--model", required=True, help=f"one of {', '.join(_LANGUAGE)}")
-    add("--mesh", required=True, metavar="DATAxTENSOR",
-        help="8x8: 8 data-parallel (FSDP2) by 8 tensor-parallel ranks; 8: 8x1")  # fmt: skip
-    add("--seq", type=int, help="tokens of a sequence (default: what the model is for)")
-    add("--batch", type=int, default=1,
-        help="sequences of each data-parallel rank at a time (default: 1)")  # fmt: skip
-    add("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
-        help="divide the residual stream by tokens among tensor-parallel ranks")  # fmt: skip
+    add(
+        "--mesh", required=True, metavar="DATAxTENSOR",
+        help="8x8: 8 data-parallel (FSDP2) by 8 tensor-parallel ranks; 8 is the same as 8x1",
+    )  # fmt: skip
+    group = parser.add_argument_group("the training step")
+    add = group.add_argument
+    add_sizes(group)
+    add(
+        "--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
+        help="divide the residual stream by tokens among tensor-parallel ranks (default: yes)",
+    )  # fmt: skip
     add("--policy", default="all", help=f"all (default), or one of {', '.join(ALL_PRESETS)}")
-    add("--offload", default="", metavar="NAMES", help="kept names that wait in the host's memory")
-    add("--loss", choices=("fused", "whole"), default="fused",
-        help="a block of logits at a time, or all at once (default: fused)")  # fmt: skip
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: adamw)")
-    add("--accumulates", action="store_true", help="gradients are there all along")
-    add("--dtype", choices=_DTYPES, default="bf16", help="of what is computed (default: bf16)")
-    add("--param-dtype", choices=_DTYPES, default="fp32",
-        help="of weights, gradients and states as they are held (default: fp32)")  # fmt: skip
+    add("--offload", default="", metavar="NAMES",
+        help="names to keep in the host's memory, such as attn,mid")  # fmt: skip
+    add(
+        "--loss", choices=("fused", "whole"), default="fused",
+        help="compute logits block by block, or all at once (default: fused)",
+    )  # fmt: skip
+    add_training(group)
+    add_dtype(group, "--dtype", "activations", "bf16", "bf16")
+    add_dtype(group, "--param-dtype", "weights, gradients and optimizer states", "fp32", "fp32")
     group = parser.add_argument_group("the hardware")
-    group.add_argument("--hardware", choices=(*HARDWARE, "here"), default="h100",
-        help="(default: h100); here: this machine, measured now")  # fmt: skip
-    group.add_argument("--device-memory", help="(default: the hardware's) 80GiB, 141GB")
-    group.add_argument("--costs", type=Path, metavar="FILE",
-        help=f"rates: of `bench kernels`, or JSON with {', '.join(FILE_KEYS)}")  # fmt: skip
+    add = group.add_argument
+    add(
+        "--hardware", choices=(*HARDWARE, "here"), default="h100",
+        help="kind of device; here: this machine, measured now (default: h100)",
+    )  # fmt: skip
+    add("--device-memory", help="memory of a device, such as 80GiB (default: the hardware's)")
+    add(
+        "--costs", type=Path, metavar="FILE",
+        help=f"a result of `bench kernels` with rates, or JSON with {', '.join(FILE_KEYS)}",
+    )  # fmt: skip
     for option, (_, what) in _RATES.items():
-        group.add_argument(f"--{option.replace('_', '-')}", type=_positive, help=what)
-    add("--devices", action="store_true", help="also the fewest devices on which it fits")
-    add("--json", action="store_true", help="the same as JSON")
+        add(f"--{option.replace('_', '-')}", type=_positive, help=what)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--fewest-devices", "--devices", dest="devices", action="store_true",
+        help="also find the smallest mesh on which the model fits",
+    )  # fmt: skip
+    group.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the estimate; 1 if no policy fits.
 
-    Raises: CommandError for a model, mesh, size or file that cannot be.
+    Raises: CommandError for a wrong model, mesh, size or file.
     """
     args = parse(arguments)
     found, more = _estimated(args)
@@ -115,12 +133,14 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(lines(found, more)))
     if any(map(found.fits, found.rows.keys() - set(BASELINES))):
         return 0
-    print(f"python -m fused_remat scale: nothing fits into {human(found.memory)}", file=sys.stderr)
+    print(
+        f"python -m fused_remat scale: no policy fits into {human(found.memory)}", file=sys.stderr
+    )
     return 1
 
 
 def printed(args: argparse.Namespace) -> Iterator[str]:
-    """The lines that a command line prints without --json. Raises: as `main`."""
+    """The lines that the command prints without --json. Raises: as `main`."""
     return lines(*_estimated(args))
 
 
@@ -137,17 +157,13 @@ def _estimated(args: argparse.Namespace) -> tuple[Estimate, dict[str, Any]]:
 def _setup(args: argparse.Namespace) -> Setup:
     if args.model not in _LANGUAGE:
         raise CommandError(f"--model is one of {', '.join(_LANGUAGE)}, got {args.model!r}")
-    model = _LANGUAGE[args.model]
-    seq = model.seq_len if args.seq is None else args.seq
-    for name, value in (("batch", args.batch), ("seq", seq)):
-        if value < 1:
-            raise CommandError(f"--{name} must be at least 1, got {value}")
-    layout = Layout(mesh_of(args.mesh), args.sequence_parallel)
-    model = padded(model, layout.mesh)
+    check_sizes(args, "batch", "seq")
+    model, layout = _LANGUAGE[args.model], Layout(mesh_of(args.mesh), args.sequence_parallel)
     offload = tuple(name.strip() for name in args.offload.split(",") if name.strip())
     return Setup(
-        model, layout, args.batch, seq, _DTYPES[args.dtype], _DTYPES[args.param_dtype],
-        args.optimizer, args.loss == "fused", offload, args.accumulates,
+        padded(model, layout.mesh), layout, args.batch or 1, args.seq or model.seq_len,
+        DTYPES[args.dtype], DTYPES[args.param_dtype], args.optimizer, args.loss == "fused",
+        offload, args.accumulates,
     )  # fmt: skip
 
 
@@ -163,7 +179,7 @@ def _costs(args: argparse.Namespace) -> Costs:
     here = args.hardware == "here"
     costs = HARDWARE["h100" if here else args.hardware]
     if here:
-        costs = of_this_machine(_DTYPES[args.dtype], costs)
+        costs = of_this_machine(DTYPES[args.dtype], costs)
     if args.costs is not None:
         costs = of_file(args.costs, costs)
     given = {}
@@ -172,8 +188,12 @@ def _costs(args: argparse.Namespace) -> Costs:
         if value is not None:
             name, unit = FILE_KEYS[key]
             given[name] = Figure(value * unit, f"--{option.replace('_', '-')}")
-    if args.dtype == "fp32" and costs.name in HARDWARE and "products" not in given:
-        raise CommandError("no rate of float32 products is known: give --tflops and --peak-tflops")
+    single = DTYPES[args.dtype] is torch.float32
+    if single and costs.name in HARDWARE and "products" not in given:
+        raise CommandError(
+            f"the rate of float32 products on {costs.name} is unknown; give --tflops and "
+            "--peak-tflops"
+        )
     return costs.with_figures(given)
 
 
@@ -189,8 +209,8 @@ def _memory(args: argparse.Namespace, costs: Costs) -> int:
 
 
 def _limits(found: Estimate, policies: tuple[str, ...], devices: bool) -> dict[str, Any]:
-    """The largest batch of every policy, the longest sequence of that which holds most, and the
-    smallest mesh."""
+    """The largest batch of every policy, the longest sequence of the policy with the largest batch,
+    and the smallest mesh."""
     setup, costs, memory = found.setup, found.costs, found.memory
     names = [name for name in found.rows if name != PLANNER]
     batches = {name: largest_batch(setup, costs, memory, name) for name in names}
@@ -203,7 +223,7 @@ def _limits(found: Estimate, policies: tuple[str, ...], devices: bool) -> dict[s
 
 
 def as_data(found: Estimate, more: Mapping[str, Any]) -> dict[str, Any]:
-    """All that is printed, as plain data; bytes and seconds."""
+    """Everything that is printed, as plain data in bytes and seconds."""
     setup = found.setup
     rows = {
         name: dataclasses.asdict(row)
@@ -237,50 +257,52 @@ def as_data(found: Estimate, more: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lines(found: Estimate, more: Mapping[str, Any]) -> Iterator[str]:
-    """What is printed."""
-    setup = found.setup
-    mesh, name = setup.layout.mesh, {v: k for k, v in _DTYPES.items()}
-    divided = ", stream divided by tokens" if setup.layout.stream > 1 else ""
+    """The lines to print."""
+    yield from _head(found.setup, found)
+    yield ""
+    yield from aligned(list(_table(found, more)))
+    yield ""
+    if PLANNER in found.rows:
+        yield f"the planner would choose: {found.rows[PLANNER].policy}"
+    else:
+        yield "the planner finds no policies that fit"
+    policy, tokens = more["longest"]
+    longest = f"{tokens} tokens ({policy})" if tokens else "none"
+    yield f"longest sequence that fits at batch {found.setup.batch}: {longest}"
+    if more["devices"]:
+        smallest = more["smallest"]
+        shown = f"{smallest[0]} ({smallest[1]})" if smallest else "none"
+        yield f"smallest mesh on which it fits, with the same batch per data-parallel rank: {shown}"
+    yield ""
+    presets = [preset for preset in found.rows if preset in ALL_PRESETS]
+    yield from _parts(found, PLANNER if PLANNER in found.rows and len(presets) > 1 else presets[0])
+    yield "\nrates"
+    for what, figure in found.costs.figures.items():
+        if what != "memory":
+            yield f"  {what.replace('_', ' ')}: {_rate(what, figure.value)} ({figure})"
+
+
+def _head(setup: Setup, found: Estimate) -> Iterator[str]:
+    """The model, the mesh and the step."""
+    mesh, names = setup.layout.mesh, {dtype: name for name, dtype in reversed(DTYPES.items())}
+    divided = ", residual stream divided by tokens" if setup.layout.stream > 1 else ""
     yield (
         f"{setup.model.name}: {setup.parameters.count() / 1e9:.2f} B parameters on {mesh.devices} "
         f"devices of {human(found.memory)} ({found.costs.name}): {mesh.data} data-parallel (FSDP2) "
         f"× {mesh.tensor} tensor-parallel{divided}"
     )
     yield (
-        f"{setup.batch} × {setup.seq} tokens a data-parallel rank, "
-        f"computed in {name[setup.dtype]}, held in {name[setup.param_dtype]}, {setup.optimizer}, "
+        f"{setup.batch} × {setup.seq} tokens per data-parallel rank, activations in "
+        f"{names[setup.dtype]}, weights in {names[setup.param_dtype]}, {setup.optimizer}, "
         f"{'fused loss' if setup.fused_loss else 'whole logits'}"
     )
     whole = _LANGUAGE[setup.model.name].vocab
     if setup.model.vocab != whole:
-        yield f"vocabulary padded from {whole} to {setup.model.vocab} rows, to divide it evenly"
-    yield ""
-    yield from aligned(list(_table(found, more)))
-    presets = [preset for preset in found.rows if preset in ALL_PRESETS]
-    shown = PLANNER if PLANNER in found.rows and len(presets) > 1 else presets[0]
-    yield ""
-    if PLANNER in found.rows:
-        yield f"the planner would keep: {found.rows[PLANNER].policy}"
-    else:
-        yield "the planner finds nothing that fits"
-    policy, tokens = more["longest"]
-    longest = f"{tokens} tokens ({policy})" if tokens else "nothing fits"
-    yield f"longest sequence that fits, batch {setup.batch}: {longest}"
-    if more["devices"]:
-        smallest = more["smallest"]
-        shown_mesh = f"{smallest[0]} ({smallest[1]})" if smallest else "none"
-        yield f"smallest mesh on which it fits, of so many sequences a rank: {shown_mesh}"
-    yield ""
-    yield from _parts(found, shown)
-    yield ""
-    yield "rates"
-    for what, figure in found.costs.figures.items():
-        if what != "memory":
-            yield f"  {what.replace('_', ' ')}: {_rate(what, figure.value)} ({figure})"
+        yield f"vocabulary padded from {whole} to {setup.model.vocab} to divide it evenly"
 
 
 def _table(found: Estimate, more: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A row for every policy."""
+    """The table with a row for every policy."""
     hosts = ["on the host"] if found.setup.offload else []
     yield ["policy", "kept", *hosts, "peak", "fits", "batch", "rebuilt", "collectives", "step",
            "tokens/s", "MFU"]  # fmt: skip
@@ -298,13 +320,13 @@ def _table(found: Estimate, more: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _parts(found: Estimate, name: str) -> Iterator[str]:
     row = found.rows[name]
-    yield f"a device's memory at its peak ({name}): from the graphs and shapes, not measured"
+    yield f"memory of a device at its peak ({name}), computed from graphs and shapes, not measured"
     yield from aligned([["  " + what, human(nbytes)] for what, nbytes in row.memory.items()])
     if row.hosted:
-        yield f"  in the host's memory besides: {human(row.hosted)}"
+        yield f"  additionally in the host's memory: {human(row.hosted)}"
     yield ""
-    yield f"a step's time ({name}): estimated at the rates below"
-    yield from aligned([["  " + what, f"{1e3 * s:.1f} ms"] for what, s in row.seconds.items()])
+    yield f"time of a step ({name}), estimated from the rates below"
+    yield from aligned([["  " + what, milliseconds(s)] for what, s in row.seconds.items()])
 
 
 def _rate(what: str, value: float) -> str:
