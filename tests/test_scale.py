@@ -239,12 +239,12 @@ def test_nothing_that_fits_is_1(capsys):
         and "no policy fits into 10.0 MiB" in error
         and "planner finds no policies that fit" in text
     )
-    assert "longest sequence that fits at batch 1: none" in text
+    assert "longest sequence that fits at batch 1: nothing fits" in text
 
 
 def test_one_policy_shows_its_own_parts_and_what_is_on_the_host(capsys):
     _, text, _ = said(capsys, *SMALL, "--policy", "lean", "--offload", "attn")
-    assert "at its peak (lean)" in text and "time (lean)" in text
+    assert "at its peak (lean)" in text and "time of a step (lean)" in text
     header, *rows = text.split("\n\n")[1].splitlines()
     hosted = {row.split()[0]: row[header.index("on the host") - 2 :].split()[0] for row in rows}
     assert "on the host" in header and hosted["eager"] == "0" != hosted["lean"]

@@ -33,9 +33,9 @@ def new_parser(command: str, description: str, epilog: str) -> argparse.Argument
     )
 
 
-def add_sizes(group: Any) -> None:
-    """--batch and --seq."""
-    group.add_argument("--batch", type=int, help="number of sequences (default: 1)")
+def add_sizes(group: Any, batch: str = "sequences in a step") -> None:
+    """--batch, which `batch` describes, and --seq."""
+    group.add_argument("--batch", type=int, help=f"{batch} (default: 1)")
     group.add_argument(
         "--seq", type=int, help="tokens per sequence (default: the model's usual length)"
     )

@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     group = parser.add_argument_group("the training step")
     add = group.add_argument
-    add_sizes(group)
+    add_sizes(group, "sequences per data-parallel rank in a step")
     add(
         "--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
         help="divide the residual stream by tokens among tensor-parallel ranks (default: yes)",
@@ -267,11 +267,11 @@ def lines(found: Estimate, more: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield "the planner finds no policies that fit"
     policy, tokens = more["longest"]
-    longest = f"{tokens} tokens ({policy})" if tokens else "none"
+    longest = f"{tokens} tokens, with policy {policy!r}" if tokens else "nothing fits"
     yield f"longest sequence that fits at batch {found.setup.batch}: {longest}"
     if more["devices"]:
         smallest = more["smallest"]
-        shown = f"{smallest[0]} ({smallest[1]})" if smallest else "none"
+        shown = f"{smallest[0]}, with policy {smallest[1]!r}" if smallest else "nothing fits"
         yield f"smallest mesh on which it fits, with the same batch per data-parallel rank: {shown}"
     yield ""
     presets = [preset for preset in found.rows if preset in ALL_PRESETS]

@@ -152,13 +152,7 @@ def packable(graph: Graph) -> frozenset[str]:
 
 
 def preset_of(graph: Graph, save: Iterable[str]) -> str:
-    """The first preset that keeps exactly these names, or "".
-
-    >>> from fused_remat.graph.build import block_graph
-    >>> from fused_remat.spec import nn_layer_spec
-    >>> preset_of(block_graph(nn_layer_spec(True, 4, 16, "gelu")), {"attn"})
-    'lean'
-    """
+    """The first preset that keeps exactly these names, or ""."""
     wanted = frozenset(save)
     return next((name for name in ALL_PRESETS if kept_names(name, graph) == wanted), "")
 

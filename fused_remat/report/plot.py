@@ -26,11 +26,7 @@ def new_figure(caller: str, width: float, height: float) -> Any:
 
 
 def axis_unit(largest: int) -> tuple[int, str]:
-    """The bytes in one unit of an axis that reaches `largest` bytes, and the unit's name.
-
-    >>> axis_unit(3 * 2**20), axis_unit(5 * 2**30)
-    ((1048576, 'MiB'), (1073741824, 'GiB'))
-    """
+    """The bytes in one unit of an axis that reaches `largest` bytes, and the unit's name."""
     units = ((2**30, "GiB"), (2**20, "MiB"))
     return next((unit for unit in units if largest >= 2 * unit[0]), (2**10, "KiB"))
 

@@ -82,15 +82,6 @@ class SavedRecord:
         layer: index of the layer that is running, set by the caller; -1 outside the layers.
         predicted: bytes that the graphs of fused blocks predict, by layer and name, including
             offloaded ones.
-
-    >>> x = torch.randn(8, 4, requires_grad=True)
-    >>> record = SavedRecord(inputs=[x])
-    >>> with record:
-    ...     y = (x * x).exp()
-    >>> for saved in record.named([y]):
-    ...     print(saved.name, saved.nbytes, saved.is_input)
-    MulBackward0.other 128 True
-    ExpBackward0.result 128 False
     """
 
     def __init__(self, exclude: Iterable[Tensor] = (), inputs: Iterable[Tensor] = ()) -> None:

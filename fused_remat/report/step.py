@@ -70,11 +70,6 @@ def run_step(
         accumulates: whether gradients of an earlier step exist and are added to. If not, there are
             no gradients at the start.
         on_block: called for every fused block that keeps something for backward.
-
-    >>> layer = nn.Linear(4, 4)
-    >>> step = run_step(layer, [layer], (torch.randn(2, 4),), {})
-    >>> [(saved.name, saved.nbytes) for saved in step.saved]
-    [('AddmmBackward0.mat1', 32)]
     """
     with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
         if any(t.grad_fn is not None for t in tensors_in([args, kwargs])):
@@ -164,11 +159,7 @@ def losses_of(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested lists, tuples, mappings and dataclasses.
-
-    >>> [t.item() for t in tensors_in({"a": torch.tensor(1), "b": [(torch.tensor(2),), "c"]})]
-    [1, 2]
-    """
+    """Tensors in nested lists, tuples, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -189,14 +180,7 @@ def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
 
 @contextlib.contextmanager
 def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Restore random state, training modes, buffers and `.grad` afterwards, also after an error.
-
-    >>> norm, x = nn.BatchNorm1d(2), torch.ones(3, 2)
-    >>> with restored(norm, [x], x.device):
-    ...     _ = norm(x)
-    >>> norm.running_mean
-    tensor([0., 0.])
-    """
+    """Restore random state, training modes, buffers and `.grad` afterwards, also after an error."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(m, n, b, b.detach().clone()) for m in model.modules()
                for n, b in m._buffers.items() if b is not None]  # fmt: skip
@@ -323,12 +307,7 @@ class _Watch:
 
 
 def choose_layers(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.Module]:
-    """The modules to watch, by name; see `memory_report`.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
-    >>> list(choose_layers(model, None)), list(choose_layers(model, ["1.*"]))
-    (['0', '1'], ['1.0', '1.1'])
-    """
+    """The modules to watch, by name; see `layers` of `memory_report`."""
     modules = dict(model.named_modules())
     opaque = {n: why for n, m in modules.items() if (why := _why_opaque(m)) is not None}
     if patterns is None:

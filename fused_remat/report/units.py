@@ -49,11 +49,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def run_name(names: Sequence[str]) -> str:
-    """The name of one table row that stands for several equal layers.
-
-    >>> run_name(["layers.0"]), run_name(["layers.0", "layers.1", "layers.2"])
-    ('layers.0', 'layers.0 … layers.2 (3×)')
-    """
+    """The name of one table row for several equal layers: "layers.0 … layers.2 (3×)"."""
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)}×)"
 
 

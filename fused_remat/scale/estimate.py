@@ -327,11 +327,7 @@ def peak_of(setup: Setup, costs: Costs, policy: str) -> int:
 
 
 def largest(fits: Callable[[int], bool], most: int = 1 << 20) -> int:
-    """The largest n up to `most` that fits, given that all smaller ones do; 0 if 1 does not fit.
-
-    >>> largest(lambda n: n * n <= 1000)
-    31
-    """
+    """The largest n up to `most` that fits, given that all smaller ones do; 0 if 1 does not fit."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high

@@ -91,12 +91,7 @@ def check(model: Model, layout: Layout, seq: int) -> None:
 
 
 def padded(model: Model, mesh: Mesh) -> Model:
-    """The model with its vocabulary padded so that tensor-parallel ranks divide it evenly.
-
-    >>> from fused_remat.scale.shapes import LARGE
-    >>> padded(LARGE["gpt3-175b"], Mesh(1, 8)).vocab
-    50264
-    """
+    """The model with its vocabulary padded so that tensor-parallel ranks divide it evenly."""
     return dataclasses.replace(model, vocab=-(-model.vocab // mesh.tensor) * mesh.tensor)
 
 
@@ -146,12 +141,7 @@ class Parameters:
     layers: int
 
     def count(self) -> int:
-        """Number of elements in the whole model.
-
-        >>> from fused_remat.scale.shapes import LARGE
-        >>> parameters_of(LARGE["llama3-70b"], 8192).count()
-        70553706496
-        """
+        """Number of elements in the whole model."""
         root, layer = (sum(math.prod(p.shape) for p in of) for of in (self.root, self.layer))
         return root + self.layers * layer
 
