@@ -135,10 +135,10 @@ def test_policy_and_backend_are_those_of_forward():
     loss = forward()
     node = block_of(loss)
     layer.policy, layer.backend = "none", "eager"
-    assert node.call.save == frozenset() and node.call.backend == "auto"
+    assert node.execution.call.save == frozenset() and node.execution.call.backend == "auto"
     got = torch.autograd.grad(loss, leaves)
     node = block_of(forward())
-    assert {"attn", "up"} <= node.call.save and node.call.backend == "eager"
+    assert {"attn", "up"} <= node.execution.call.save and node.execution.call.backend == "eager"
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
@@ -172,10 +172,10 @@ def test_what_backward_reads_again_must_not_have_been_moved(policy, norm_first):
         for change, now in CHANGES.values():
             loss = forward()
             block = block_of(loss)
-            names = dict(zip(map(id, block_tensors(block, layer, leaves)), block.call.graph.tensors,
+            names = dict(zip(map(id, block_tensors(block, layer, leaves)), block.execution.call.graph.tensors,
                              strict=True))  # fmt: skip
             name, was, data = names[id(leaf)], tuple(leaf.shape), leaf.data
-            again = block.execution.rereads[block.call.graph.tensors.index(name)]
+            again = block.execution.rereads[block.execution.call.graph.tensors.index(name)]
             leaf.data = change(data)
             message = (
                 f"{name!r} again, which was torch.float32 of shape .*{was[-1]},?. on cpu .*{now}"
@@ -204,7 +204,7 @@ def block_tensors(block, layer, leaves):
         prefix = "in_proj_" if name == "qkv" else ""
         for kind in ("weight", "bias"):
             found[f"{name}.{kind}"] = getattr(module, prefix + kind)
-    return [found.get(name) for name in block.call.graph.tensors]
+    return [found.get(name) for name in block.execution.call.graph.tensors]
 
 
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")

@@ -160,7 +160,7 @@ def test_what_the_update_reads_is_gone_when_backward_is_through_with_it():
     rebuilt = {step.node.name for step in plan.backward if step.kind == "compute"}
     for i, layer in enumerate(BLOCKS["split"].linears):
         owner = {"q": "qkv", "k": "qkv", "v": "qkv", "fc1": "up"}.get(layer, layer)
-        assert freed[f"keep.lora.{i}"] == f"backward {owner}"
+        assert freed[f"dropout.lora.{i}"] == f"backward {owner}"
         # What a rebuild has computed serves backward; what is not rebuilt, backward computes.
         assert freed.get(f"lora.{i}") == (f"backward {owner}" if owner in rebuilt else None)
     in_forward = {name: str(step) for step in plan.forward for name in step.free}

@@ -247,7 +247,7 @@ def test_the_text_is_readable():
     assert str(operator) == "fused_remat.norm.default"
     fields = json.loads(args[1])
     assert fields["graph"] == "norm_graph(NormSpec(kind='rms_norm', eps=0.001))"
-    assert fields["wants"] == ["input", "norm.weight"]
+    assert fields["needs_grad"] == ["input", "norm.weight"]
     assert fields["dtypes"] == {"input": "float64", "norm.weight": "float64"}
 
 

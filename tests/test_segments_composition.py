@@ -322,7 +322,7 @@ def test_ops():
     assert keeps_input(y) == [True, False, False, False]
     found = grads_of(y, [x, up, down])
     assert_same_bits(found, grads_of(forward(x, [None] * 4), [x, up, down]))
-    with pytest.warns(FusedRematWarning, match="inside a segment keeps its input: its input is a"):
+    with pytest.warns(FusedRematWarning, match="inside a segment keeps its input: the input is a"):
         forward(x, ["inner"])
 
 

@@ -1,10 +1,10 @@
-"""Weight gradients added straight into a buffer of each parameter, unrounded: when, and when not.
+"""Weight gradients added to a buffer of each parameter in float32, instead of by autograd.
 
-Autograd rounds a gradient to its parameter's dtype and adds it with a pass of its own. A layer told
-to accumulate hands its block the buffers instead, to add float32 partial sums to as they are made,
-and gives autograd nothing for those parameters. What autograd would do besides adding (hooks,
-communication of data parallelism, returning gradients to `torch.autograd.grad`) does not happen
-then, so every case in which something is to happen is refused, or left to autograd.
+Autograd rounds a gradient to its parameter's dtype, then adds it. With `accumulate_into`, backward
+adds float32 partial sums to `param.main_grad` or `param.grad` and returns no gradient for those
+parameters. What autograd would do besides adding does not happen then (hooks, communication of data
+parallelism, returning gradients to `torch.autograd.grad`), so those cases raise, or are left to
+autograd.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
-"""Offload: what blocks keep under some names waits for backward in the host's pinned memory.
+"""Offload: copies selected saved activations to pinned host memory until backward needs them.
 
-`Policy(offload={"qkv", "input"})` names them. After a block's forward a side stream, one for each
-device, copies them out, while the compute stream runs the next block; they leave the device at the
-end of that one's forward, so the last block's stay. When a block's backward begins, those of the
-block that ran before it are brought back on the side stream: one layer ahead. What nobody has
-started is fetched then.
+`Policy(offload={"qkv", "input"})` selects them. After a block's forward, a side stream copies them
+out while the compute stream runs the next block; the device's memory is freed at the end of that
+block's forward, so the last block's stay. When a block's backward begins, those of the block that
+ran before it are copied back on the side stream, one layer ahead. What was not started by then is
+fetched when it is needed.
 
-Autograd holds the copies on the host (`save_for_backward`): it frees them when it would free the
-activations, and hooks on saved tensors see them, for whose sake the host waits until they are made.
-Who reads `grad_fn.saved_tensors` has to wait for the device. In place of a tensor that the caller
-can change it also holds one without memory that shares its version counter: changing an offloaded
-input in place raises, as it does without offload.
+Autograd holds the copies on the host (`save_for_backward`), and frees them when it would free the
+activations. Where hooks on saved tensors read them, the host waits for the copies; a caller that
+reads `grad_fn.saved_tensors` has to synchronize itself. For a tensor that the caller can change,
+autograd also holds one without memory that shares its version counter: changing an offloaded input
+in place raises, as it does without offload.
 
-Which block ran before is noted in each thread, by weak references: nothing is held that its graph
-does not hold. Blocks that the present backward pass does not run are passed over.
+Which block ran before is noted per thread, by weak references. Blocks that the present backward
+pass does not run are passed over.
 
-Nothing moves on a CPU, whose memory it would stay in; under a checkpoint around the block, which
-keeps nothing itself and whose replay is read at once; and while a CUDA graph is captured.
-`TRANSFERS` has who copies, by type of device.
+Nothing moves on a CPU, inside `torch.utils.checkpoint`, or while a CUDA graph is captured.
+`TRANSFERS` maps a device type to its copies.
 """
 
 from __future__ import annotations
@@ -71,10 +70,10 @@ class InFlight:
 
 
 class Transfer(Protocol):
-    """Who copies between a device and the host."""
+    """Copies between a device and the host."""
 
     def is_able(self, device: torch.device) -> bool:
-        """Whether anything can move now."""
+        """Whether anything can be copied now."""
 
     def out(self, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
         """Start copying to the host: the host's tensors, and `tensors` in flight."""
@@ -148,16 +147,12 @@ class CudaTransfer:
         return CudaCopies(tensors, stream, done)
 
 
-#: Who copies, by type of device; on others nothing moves.
+#: Copies by device type; on others nothing moves.
 TRANSFERS: dict[str, Transfer] = {"cuda": CudaTransfer()}
 
 
 def transfer_for(device: torch.device) -> Transfer | None:
-    """Who copies what is offloaded from `device`; None if nobody does, and it stays.
-
-    >>> transfer_for(torch.device("cpu")) is None
-    True
-    """
+    """The copies of a device; None where nothing moves."""
     return TRANSFERS.get(device.type)
 
 
@@ -167,9 +162,9 @@ _task = torch._C._current_graph_task_id
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def _left(mover: Transfer, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
-    """`mover.out(tensors)`, waited for where a hook on saved tensors will read what was copied."""
-    hosts, copies = mover.out(tensors)
+def _left(transfer: Transfer, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
+    """`transfer.out(tensors)`, waited for where a hook on saved tensors will read the copies."""
+    hosts, copies = transfer.out(tensors)
     if _hooks(True) is not None:
         copies.synchronize()
     return hosts, copies
@@ -185,21 +180,21 @@ def in_checkpoint() -> bool:
 
 
 class OffloadRecord:
-    """What one call of a block has moved, and where it is now.
+    """The copies of one call of a block.
 
     Args:
-        mover, device: who copies, from where.
+        transfer, device: what copies, from where.
         node: the call's autograd node.
-        places: of what has moved, in the list of what the call saves.
-        hosts: the copies, which autograd holds.
-        leaving: the same on the device, until the copies are made.
+        places: of the copied tensors, in the list of what the call saves.
+        hosts: the copies on the host, which autograd holds.
+        leaving: the same on the device, until the copies are done.
         markers: how many saved tensors at the end stand for tensors of the caller.
         before: the call that ran before, in the same thread on the same device.
     """
 
     def __init__(
         self,
-        mover: Transfer,
+        transfer: Transfer,
         device: torch.device,
         node: Any,
         places: Sequence[int],
@@ -208,7 +203,7 @@ class OffloadRecord:
         markers: int,
         before: weakref.ref[OffloadRecord] | None,
     ) -> None:
-        self._mover, self._device, self.places, self._markers = mover, device, places, markers
+        self._transfer, self._device, self.places, self._markers = transfer, device, places, markers
         self._node, self._before = weakref.ref(node), before
         self._hosts = [weakref.ref(host) for host in hosts]
         # At most one: appending and popping are atomic, and backward may run in several threads.
@@ -227,7 +222,7 @@ class OffloadRecord:
         found = list(saved[: len(saved) - self._markers])
         hosts: list[Any] = [saved[place] for place in self.places]
         # Before those of the block before: the copies are made in the order of their start.
-        mine = self._still_there(hosts) or self._mover.back(hosts, self._device)
+        mine = self._still_there(hosts) or self._transfer.back(hosts, self._device)
         self._start_before()
         for place, t in zip(self.places, mine.settle(), strict=True):
             found[place] = t
@@ -258,7 +253,7 @@ class OffloadRecord:
         hosts = [host for ref in self._hosts if (host := ref()) is not None]
         if self._leaving or self._coming or len(hosts) < len(self._hosts):
             return
-        self._coming.append((hosts, self._mover.back(hosts, self._device)))
+        self._coming.append((hosts, self._transfer.back(hosts, self._device)))
         # A pass may end before it comes to this block. (One that raises leaves it there until the
         # graph goes, or another pass comes.)
         at_end = functools.partial(_forget, weakref.ref(self))
@@ -320,19 +315,24 @@ def move(
         if t is not None and is_offloaded(name, offload) and _is_movable(t)
     ]
     leaving: list[Any] = [saves[place] for place in places]
-    mover = transfer_for(leaving[0].device) if leaving else None
-    if mover is None or _task() != -1 or in_checkpoint() or not mover.is_able(leaving[0].device):
+    transfer = transfer_for(leaving[0].device) if leaving else None
+    if (
+        transfer is None
+        or _task() != -1
+        or in_checkpoint()
+        or not transfer.is_able(leaving[0].device)
+    ):
         return None, saves
     device = leaving[0].device
     markers = [_marker(saves[i]) for i in places if names[i] in callers]  # type: ignore[arg-type]
-    hosts, copies = _left(mover, leaving)
+    hosts, copies = _left(transfer, leaving)
     for place, host in zip(places, hosts, strict=True):
         saves[place] = host
     last = _LAST.calls.get(device)
     before = None if last is None else last()
     if before is not None:
         before.release()
-    moved = OffloadRecord(mover, device, node, places, hosts, copies, len(markers), last)
+    moved = OffloadRecord(transfer, device, node, places, hosts, copies, len(markers), last)
     _LAST.calls[device] = weakref.ref(moved)
     return moved, [*saves, *markers]
 
@@ -375,18 +375,18 @@ def moved_names(
 
 
 def start_out(tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
-    """Start copying from a device that has a mover, for an operator.
+    """Start copying from a device that has a transfer, for an operator.
 
     Raises: RuntimeError while a CUDA graph is captured.
     """
-    mover = transfer_for(tensors[0].device)
-    assert mover is not None
-    if not mover.is_able(tensors[0].device):
+    transfer = transfer_for(tensors[0].device)
+    assert transfer is not None
+    if not transfer.is_able(tensors[0].device):
         raise RuntimeError(
             "fused_remat: a compiled block with Policy(offload=...) moves tensors to the host, "
             "which a CUDA graph cannot hold; capture it without offload"
         )
-    return _left(mover, tensors)
+    return _left(transfer, tensors)
 
 
 def hold(copies: InFlight | None, device: torch.device) -> None:
@@ -400,5 +400,5 @@ def hold(copies: InFlight | None, device: torch.device) -> None:
 
 def fetched(hosts: list[Tensor], device: torch.device) -> list[Tensor]:
     """What an operator finds on the host, on the device."""
-    mover = transfer_for(device) if hosts else None
-    return [] if mover is None else mover.back(hosts, device).settle()
+    transfer = transfer_for(device) if hosts else None
+    return [] if transfer is None else transfer.back(hosts, device).settle()

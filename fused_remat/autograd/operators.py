@@ -1,24 +1,22 @@
-"""Blocks as opaque ops, for what looks at operators: `torch.compile`, selective checkpointing.
+"""Blocks as operators, for what looks at operators: `torch.compile`, selective checkpointing.
 
-Seen through, a block's autograd Function would be traced, and what it keeps decided anew by the
-compiler. So each kind of block is an operator, `torch.ops.fused_remat.<kind>` (`encoder_prenorm`,
-`mlp`, `attention`, ...), with one for its backward, and around them `run`:
+The compiler would trace a block's autograd Function and decide anew what is kept. So each kind of
+block is an operator of its own, `torch.ops.fused_remat.<kind>` (`encoder_prenorm`, `mlp`,
+`attention`, ...), with another one for its backward:
 
     <kind>(Tensor[] tensors, str call) -> Tensor[]            the output, then what is kept
     <kind>_backward(Tensor[] saved, SymInt[] sizes, Tensor dy, str call) -> Tensor[]
 
-`call` says everything else as text (`serialize`), so that a compiled program holds no object.
-They run the same two functions as eager mode; only what is kept is one tensor per name rather than
-pieces, since an operator returns a fixed number of tensors. What is offloaded they return on the
-host, an offloaded input last, and backward's brings it back at its beginning: it is given what its
-own block keeps, so nothing comes a layer ahead.
+`call` is text that says everything else, so that a compiled program refers to no object. Both run
+the executor's two functions, as eager mode does. An operator returns a fixed number of tensors, so
+what is kept is one tensor per name rather than pieces. What is offloaded is returned on the host,
+an offloaded input last, and brought back when the backward operator begins.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,10 +38,158 @@ from fused_remat.graph.text import graph_of
 from fused_remat.policies import Policy, kept_names
 from fused_remat.spec import KINDS
 from fused_remat.steps.chunk import Pass
-from fused_remat.steps.operations import FusedRematWarning
+from fused_remat.steps.operations import warn
 from fused_remat.version import __version__
 
-# --- what Dynamo does not trace, but calls: constants in, constants out, checked while compiling
+
+def run(
+    graph: Graph,
+    policy: str | Policy,
+    tensors: Mapping[str, Tensor | None],
+    backend: str,
+    seq_first: bool,
+    preserve_strides: bool,
+) -> Tensor:
+    """`autograd.run_block` through the operators; Dynamo may trace it.
+
+    Raises: ValueError for a graph that no function marked `graph.text.block` has built.
+    """
+    if not graph.text:
+        raise ValueError(
+            f"the graph of {graph.kind!r} has no text: build it in a function marked "
+            "fused_remat.graph.text.block"
+        )
+    compiling = torch.compiler.is_compiling()
+    if not compiling and graph_of(graph.text).digest != graph.digest:
+        raise RuntimeError(
+            f"fused_remat: the function that builds {graph.text} was defined again: give each "
+            "definition a name of its own"
+        )
+    names = _names_of(policy)
+    text = _text_with_formats(graph.text, names)
+    given = {name: t for name, t in tensors.items() if t is not None}
+    needs_grad = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
+    if "seed" not in given and _draws_seed(text, bool(needs_grad)):
+        given["seed"] = random.draw_seed(given["input"].device)
+    # Selective checkpointing may drop what it is given: nothing is offloaded there.
+    offload = tuple(policy.offload) if compiling and not isinstance(policy, str) else ()
+    dtypes = tuple([t.dtype for t in given.values()])
+    call = _serialize_call(
+        text, names, tuple(given), dtypes, tuple(needs_grad), backend, seq_first, preserve_strides,
+        offload,
+    )  # fmt: skip
+    operator = getattr(torch.ops.fused_remat, _registered(text))
+    out: Tensor = operator(list(given.values()), call)[0]
+    return out
+
+
+def _names_of(policy: str | Policy) -> str | tuple[str, ...]:
+    """A preset, or names. Segments exist in eager mode only: here their blocks keep inputs."""
+    if isinstance(policy, str):
+        return policy
+    return tuple(policy.save) if policy.segment is None else ()
+
+
+# --- a call as text. Dynamo does not trace these functions, it calls them while compiling:
+# constants in, constants out.
+
+
+@dataclass(frozen=True)
+class ParsedCall:
+    """The text of a call, parsed.
+
+    Attributes:
+        call: what is computed.
+        dtypes: of the tensors given, by name, in the order in which they are given.
+    """
+
+    call: BlockCall
+    dtypes: Mapping[str, torch.dtype]
+
+    @functools.cached_property
+    def plan(self) -> Schedule:
+        return schedule(self.call.graph, self.call.save, self.call.needs_grad, tiled=False)
+
+    @functools.cached_property
+    def saved(self) -> tuple[str, ...]:
+        """Those of the given tensors that backward reads again."""
+        rereads = {*self.plan.kept_inputs, *self.plan.saved_params}
+        return tuple(name for name in self.dtypes if name in rereads)
+
+    @functools.cached_property
+    def asked(self) -> tuple[str, ...]:
+        """Those of the given tensors that need a gradient."""
+        return tuple(name for name in self.dtypes if name in self.call.needs_grad)
+
+    def moved(self, device: torch.device) -> frozenset[str]:
+        """The kept names, and the input, that are returned on the host instead of `device`."""
+        names = (*self.plan.kept, *(n for n in self.saved if n in self.call.graph.inputs))
+        return moved_names(self.call.offload, names, device)
+
+    def aligned(self, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
+        """`values`, of `names`, in the order of the graph's tensors; None for the others."""
+        named = dict(zip(names, values, strict=True))
+        return [named.get(name) for name in self.call.graph.tensors]
+
+
+def _serialize_call(
+    text: str,
+    policy: str | tuple[str, ...],
+    names: tuple[str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    needs_grad: tuple[str, ...],
+    backend: str,
+    seq_first: bool,
+    preserve_strides: bool,
+    offload: tuple[str, ...],
+) -> str:
+    """A call as text: `text` is the graph's, `names` and `dtypes` those of the tensors given.
+
+    It holds a digest of the graph and the version, so that a compiler's cache on disk does not
+    outlive either. Raises: ValueError, TypeError for a policy that does not fit the block.
+    """
+    graph = graph_of(text)
+    what = policy if isinstance(policy, str) else Policy(save=policy, offload=offload)
+    fields = {
+        "graph": text,
+        "of": [graph.digest, __version__],
+        "save": sorted(kept_names(what, graph)),
+        "offload": sorted(offload),
+        "needs_grad": sorted(needs_grad),
+        "backend": backend,
+        "seq_first": seq_first,
+        "preserve_strides": preserve_strides,
+        "dtypes": {n: str(d).removeprefix("torch.") for n, d in zip(names, dtypes, strict=True)},
+    }
+    return json.dumps(fields)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_call(text: str) -> ParsedCall:
+    """Read what `_serialize_call` wrote.
+
+    Raises: RuntimeError if the text names a graph that has changed since.
+    """
+    fields = json.loads(text)
+    graph = graph_of(fields["graph"])
+    if [graph.digest, __version__] != fields["of"]:
+        raise RuntimeError(
+            f"fused_remat: {fields['graph']} is not what it was when this was compiled: the "
+            "function that builds it was changed, or fused_remat was; compile again"
+        )
+    call = BlockCall(
+        graph=graph,
+        save=frozenset(fields["save"]),
+        needs_grad=frozenset(fields["needs_grad"]),
+        backend=fields["backend"],
+        seq_first=fields["seq_first"],
+        preserve_strides=fields["preserve_strides"],
+        offload=frozenset(fields["offload"]),
+    )
+    return ParsedCall(
+        call, {name: getattr(torch, dtype) for name, dtype in fields["dtypes"].items()}
+    )
+
 
 #: Settings of the compiler under which it rebuilds no more than it must.
 _HARMLESS = {"activation_memory_budget": 1.0, "aggressive_recomputation": False}
@@ -62,7 +208,7 @@ def _draws_seed(text: str, for_backward: bool) -> bool:
         if value != harmless:
             raise RuntimeError(
                 f"fused_remat: torch.compile with {name} = {value}: dropout would be drawn again "
-                f"in backward, and gradients be wrong; set it to {harmless}, or pass seed="
+                f"in backward, and gradients would be wrong; set it to {harmless}, or pass seed="
             )
     return True
 
@@ -74,8 +220,8 @@ def _registered(text: str) -> str:
     return kind
 
 
-def _keeping(text: str, policy: str | tuple[str, ...]) -> str:
-    """The text of the graph that keeps what `policy` names, in its formats.
+def _text_with_formats(text: str, policy: str | tuple[str, ...]) -> str:
+    """The text of the graph that keeps what `policy` names, in its storage formats.
 
     Raises: ValueError, TypeError for a policy that does not fit the block.
     """
@@ -84,61 +230,15 @@ def _keeping(text: str, policy: str | tuple[str, ...]) -> str:
     return in_formats(graph, kept_names(what, graph)).text
 
 
-def run(
-    graph: Graph,
-    policy: str | Policy,
-    tensors: Mapping[str, Tensor | None],
-    backend: str,
-    seq_first: bool,
-    preserve_strides: bool,
-) -> Tensor:
-    """`autograd.run_block` through the operators; may be traced.
-
-    Raises: ValueError for a graph that no function marked `block` has built.
-    """
-    if not graph.text:
-        raise ValueError(
-            f"the graph of {graph.kind!r} has no text: build it in a function marked "
-            "fused_remat.graph.text.block"
-        )
-    compiling = torch.compiler.is_compiling()
-    if not compiling and graph_of(graph.text).digest != graph.digest:
-        raise RuntimeError(f"fused_remat: the function that builds {graph.text} was defined again")
-    names = _names_of(policy)
-    text = _keeping(graph.text, names)
-    given = {name: t for name, t in tensors.items() if t is not None}
-    needs_grad = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
-    if "seed" not in given and _draws_seed(text, bool(needs_grad)):
-        given["seed"] = random.draw_seed(given["input"].device)
-    call_text = serialize_call(
-        text,
-        names,
-        tuple(given),
-        tuple([t.dtype for t in given.values()]),
-        tuple(needs_grad),
-        backend,
-        seq_first,
-        preserve_strides,
-        # Not for selective checkpointing, which may throw away what it is given.
-        tuple(policy.offload) if compiling and not isinstance(policy, str) else (),
-    )
-    operator = getattr(torch.ops.fused_remat, _registered(text))
-    out: Tensor = operator(list(given.values()), call_text)[0]
-    return out
+for _constant in (_serialize_call, _draws_seed, _text_with_formats, _registered):
+    vars(_constant)["_dynamo_marked_constant"] = True
 
 
-def _names_of(policy: str | Policy) -> str | tuple[str, ...]:
-    """A preset or names; in a segment, which is eager mode's alone, the block keeps its input."""
-    if isinstance(policy, str):
-        return policy
-    return tuple(policy.save) if policy.segment is None else ()
-
-
-# --- what is kept: pieces, as blocks make and take them, and one tensor per name
+# --- what is kept: pieces, as the executor returns and takes them, and one tensor per name
 
 
 def _joined(names: Sequence[str], execution: Execution, pieces: list[Tensor]) -> dict[str, Tensor]:
-    """Pieces joined: a matrix (tokens, width) for each of `names`."""
+    """The pieces joined: a matrix (tokens, width) for each of `names`."""
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     pieces.reverse()
     for name, rows in execution.pieces():
@@ -188,11 +288,9 @@ def _matrices(this: ParsedCall, given: list[Tensor | None]) -> dict[str, tuple[i
 
 def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     if replay_check.ON:
-        warnings.warn(
-            "fused_remat: the replay check does not see blocks that run as operators, under "
-            "torch.compile and selective checkpointing: try it without those",
-            FusedRematWarning,
-            stacklevel=2,
+        warn(
+            "the replay check does not see blocks that run as operators, under torch.compile and "
+            "selective checkpointing: try it without those"
         )
     this = parse_call(call)
     given = this.aligned(tuple(this.dtypes), tensors)
@@ -200,24 +298,18 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     x = given[0]
     assert x is not None
     moved = this.moved(x.device)
-    # The input may be overwritten once the operator is done: its copy is made meanwhile.
+    # The input may be overwritten once the operator is done: it is copied while the block runs.
     inputs, leaving = start_out([x]) if "input" in moved else ([], None)
-    named = execution.named(given)
-    out, pieces = executor.forward(Pass(execution, named, {}, x), execution, x)
+    out, pieces = executor.forward(Pass(execution, execution.named(given), {}, x), execution, x)
     joined = _joined(this.plan.kept, execution, pieces) or _empty_kept(this, given)
     if leaving is not None:
         leaving.settle()
     if this.call.offload:
-        _to_host(joined, moved, x.device)
+        names = [name for name in joined if name in moved]
+        hosts, copies = start_out([joined[name] for name in names]) if names else ([], None)
+        joined.update(zip(names, hosts, strict=True))
+        hold(copies, x.device)
     return [out, *joined.values(), *inputs]
-
-
-def _to_host(joined: dict[str, Tensor], moved: frozenset[str], device: torch.device) -> None:
-    """Put copies on the host in the place of what moves there."""
-    names = [name for name in joined if name in moved]
-    hosts, copies = start_out([joined[name] for name in names]) if names else ([], None)
-    joined.update(zip(names, hosts, strict=True))
-    hold(copies, device)
 
 
 def _empty_kept(this: ParsedCall, given: list[Tensor | None]) -> dict[str, Tensor]:
@@ -249,23 +341,21 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     names = tuple(this.dtypes)
     shapes = dict(zip(names, _shapes(sizes), strict=True))
     dtype = this.dtypes[this.call.graph.inputs[0]]
-    given = this.aligned(names, list(shapes.values()))
-    execution = prepare(this.call, dy, given, dtype=dtype)
+    execution = prepare(this.call, dy, this.aligned(names, list(shapes.values())), dtype=dtype)
     count = len(this.saved)
     out = saved[count] if this.plan.keeps_output else None
     whole = dict(zip(this.plan.kept, saved[count + this.plan.keeps_output :], strict=True))
     was = [shapes[name] for name in this.saved]
     dtypes = [this.dtypes[name] for name in this.saved]
     check_unchanged(this.saved, was, dtypes, saved[:count], dy)
-    tensors = this.aligned(this.saved, saved[:count])
+    tensors = execution.named(this.aligned(this.saved, saved[:count]))
     pieces = _split(execution, whole)
-    running = Pass(execution, execution.named(tensors), {}, dy)
-    grads = executor.backward(running, execution, pieces, out, dy)
+    grads = executor.backward(Pass(execution, tensors, {}, dy), execution, pieces, out, dy)
     if dtype.itemsize == 2:
         round_vectors(grads, dtype, [this.dtypes.get(name) for name in this.call.graph.tensors])
     named = dict(zip(this.call.graph.tensors, grads, strict=True))
     result = []
-    for name in this.wanted:
+    for name in this.asked:
         grad, dtype = named[name], this.dtypes[name]
         if grad is None:  # of an empty input, or without influence
             result.append(dy.new_zeros(shapes[name], dtype=dtype))
@@ -288,7 +378,7 @@ def _on_device(this: ParsedCall, saved: list[Tensor], device: torch.device) -> l
 def _fake_backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> list[Tensor]:
     this = parse_call(call)
     shapes = dict(zip(this.dtypes, _shapes(sizes), strict=True))
-    return [dy.new_empty(shapes[name], dtype=this.dtypes[name]) for name in this.wanted]
+    return [dy.new_empty(shapes[name], dtype=this.dtypes[name]) for name in this.asked]
 
 
 def _no_double_backward(ctx: Any, *grads: Any) -> Any:
@@ -317,7 +407,7 @@ def _autograd(kind: str, ctx: Any, grads: list[Tensor | None]) -> tuple[Any, Non
         return [None] * len(this.dtypes), None
     op = operators(kind)[1]
     made = op(list(ctx.saved_tensors), ctx.sizes, dy, ctx.call)
-    named = dict(zip(this.wanted, made, strict=True))
+    named = dict(zip(this.asked, made, strict=True))
     return [named.get(name) for name in this.dtypes], None
 
 
@@ -326,9 +416,6 @@ def operators(kind: str) -> tuple[Any, Any]:
     """The two operators of a kind of block, registered at the first call.
 
     Raises: ValueError for a kind that is no name for an operator.
-
-    >>> operators("encoder_prenorm")[0]._opoverload
-    <OpOverload(op='fused_remat.encoder_prenorm', overload='default')>
     """
     if not kind.isidentifier() or kind.endswith("_backward"):
         raise ValueError(f"a block's kind is the name of an operator, got {kind!r}")
@@ -353,108 +440,3 @@ def operators(kind: str) -> tuple[Any, Any]:
 
 for _kind in KINDS:
     operators(_kind)
-
-
-@dataclass(frozen=True)
-class ParsedCall:
-    """The text of a call, read.
-
-    Attributes:
-        call: what is computed.
-        dtypes: of the tensors given, by name, in the order in which they are given.
-    """
-
-    call: BlockCall
-    dtypes: Mapping[str, torch.dtype]
-
-    @functools.cached_property
-    def plan(self) -> Schedule:
-        return schedule(self.call.graph, self.call.save, self.call.needs_grad, tiled=False)
-
-    @functools.cached_property
-    def saved(self) -> tuple[str, ...]:
-        """Those of the given tensors that backward reads again."""
-        rereads = {*self.plan.kept_inputs, *self.plan.saved_params}
-        return tuple(name for name in self.dtypes if name in rereads)
-
-    @functools.cached_property
-    def wanted(self) -> tuple[str, ...]:
-        return tuple(name for name in self.dtypes if name in self.call.needs_grad)
-
-    def moved(self, device: torch.device) -> frozenset[str]:
-        """What of it is returned on the host instead of `device`: kept names, and the input."""
-        names = (*self.plan.kept, *(n for n in self.saved if n in self.call.graph.inputs))
-        return moved_names(self.call.offload, names, device)
-
-    def aligned(self, names: Sequence[str], values: Sequence[Any]) -> list[Any]:
-        """`values`, of `names`, in the order of the graph's tensors; None for the others."""
-        named = dict(zip(names, values, strict=True))
-        return [named.get(name) for name in self.call.graph.tensors]
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-@functools.lru_cache(maxsize=4096)
-def parse_call(call_text: str) -> ParsedCall:
-    """Read what `serialize_call` wrote.
-
-    Raises: RuntimeError if the text names a graph that is another now.
-    """
-    fields = json.loads(call_text)
-    graph = graph_of(fields["graph"])
-    if [graph.digest, __version__] != fields["of"]:
-        raise RuntimeError(
-            f"fused_remat: {fields['graph']} is not what it was when this was compiled: the "
-            "function that builds it was changed, or fused_remat was"
-        )
-    call = BlockCall(
-        graph=graph,
-        save=frozenset(fields["save"]),
-        needs_grad=frozenset(fields["wants"]),
-        backend=fields["backend"],
-        seq_first=fields["seq_first"],
-        preserve_strides=fields["preserve_strides"],
-        offload=frozenset(fields["offload"]),
-    )
-    return ParsedCall(call, {name: _dtype(dtype) for name, dtype in fields["dtypes"].items()})
-
-
-def serialize_call(
-    text: str,
-    policy: str | tuple[str, ...],
-    names: tuple[str, ...],
-    dtypes: tuple[torch.dtype, ...],
-    needs_grad: tuple[str, ...],
-    backend: str,
-    seq_first: bool,
-    preserve_strides: bool,
-    offload: tuple[str, ...] = (),
-) -> str:
-    """The text of a call; `names` and `dtypes` are those of the tensors given.
-
-    Raises: ValueError, TypeError for a policy that does not fit the block.
-    """
-    graph = graph_of(text)
-    what = policy if isinstance(policy, str) else Policy(save=policy, offload=offload)
-    return json.dumps(
-        {
-            "graph": text,
-            "of": [graph.digest, __version__],
-            "save": sorted(kept_names(what, graph)),
-            "offload": sorted(() if isinstance(what, str) else what.offload),
-            "wants": sorted(needs_grad),
-            "backend": backend,
-            "seq_first": seq_first,
-            "preserve_strides": preserve_strides,
-            "dtypes": {
-                n: str(d).removeprefix("torch.") for n, d in zip(names, dtypes, strict=True)
-            },
-        }
-    )
-
-
-for _constant in (serialize_call, _draws_seed, _keeping, _registered):
-    vars(_constant)["_dynamo_marked_constant"] = True

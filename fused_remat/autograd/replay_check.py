@@ -1,17 +1,15 @@
 """The replay check: does backward rebuild, bit for bit, what forward computed?
 
-The first thing to try when a loss looks wrong. With it on, every block that keeps something for
-backward keeps a copy of everything. Its backward compares what it reads again with the copies, runs
-the whole forward once more and compares every activation, and compares those that the policy's own
-program rebuilds as it rebuilds them. A difference means: a tensor was changed behind autograd's
-back (`.data`, numpy memory), an activation function is impure, a kernel is not deterministic, or a
-hook on saved tensors loses bits.
+The first thing to try when a loss looks wrong. Every block copies everything that its forward reads
+and computes. Its backward compares what it reads again, runs the whole forward once more and
+compares every activation, and compares what the policy's schedule rebuilds. A difference means that
+a tensor was changed behind autograd's back (`.data`, numpy memory), an activation function is
+impure, a kernel is not deterministic, or a hook on saved tensors loses bits.
 
-It takes the memory of a policy that keeps everything, and the time of a second forward. Routines
-are those of `torch.use_deterministic_algorithms(True)`: no fusions. It waits for the device at
-every activation, so it is off while a CUDA graph is captured (with a warning). It does not see
-blocks that run as operators (`torch.compile`, selective checkpointing; with a warning), nor calls
-that PyTorch's own forward serves.
+It takes the memory of keeping everything and the time of a second forward, and runs the operations
+of deterministic mode (no fusions). It waits for the device at every activation, so it is off while
+a CUDA graph is captured. It does not see blocks that run as operators (`torch.compile`, selective
+checkpointing), nor calls that PyTorch's own forward serves. In the first two cases it warns.
 """
 
 from __future__ import annotations
@@ -21,20 +19,20 @@ import math
 import os
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
 from fused_remat.steps.chunk import Chunk
-from fused_remat.steps.operations import FusedRematWarning
+from fused_remat.steps.operations import warn
 
 #: Whether calls are checked: set by `check_replay`, and at import by FUSED_REMAT_CHECK.
 ON: bool = os.environ.get("FUSED_REMAT_CHECK", "").lower() not in ("", "0", "false", "no", "off")
@@ -48,7 +46,7 @@ _inside = 0
 
 
 class ReplayError(RuntimeError):
-    """Backward did not rebuild, or reread, what forward computed; the message says what and where.
+    """Backward found other values than forward computed; the message says which, and where.
 
     >>> issubclass(ReplayError, RuntimeError)
     True
@@ -61,7 +59,7 @@ class ReplayError(RuntimeError):
 def check_replay() -> Iterator[None]:
     """Check the fused blocks that are called inside, in any thread; backward may run outside.
 
-    FUSED_REMAT_CHECK=1 in the environment, read when `fused_remat` is imported, checks everything.
+    To check everything, set FUSED_REMAT_CHECK=1 before `fused_remat` is imported.
 
     Raises: ReplayError in backward, naming the layer or op, the activation, the first element that
         differs, and both values.
@@ -91,14 +89,13 @@ def check_replay() -> Iterator[None]:
 def record_of(
     execution: Execution, names: Sequence[str], tensors: Sequence[Tensor | None]
 ) -> Record | None:
-    """A record of a call that begins; None where there are no values to compare, or none yet."""
+    """A record for a call that begins; None for tensors without values, or captured ones."""
     x = tensors[0]
     assert x is not None
     if x.device.type == "meta" or isinstance(x, torch._subclasses.FakeTensor):
         return None
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        message = "fused_remat: the replay check is off while a CUDA graph is captured"
-        warnings.warn(message, FusedRematWarning, stacklevel=2)
+        warn("the replay check is off while a CUDA graph is captured")
         return None
     return Record(execution, names, tensors)
 
@@ -110,7 +107,7 @@ def _count(change: int) -> None:
 
 
 class _Piece(NamedTuple):
-    """An activation in one frame: its group of sequences, and its tokens of that group."""
+    """An activation in one chunk: its group of sequences, and its tokens of that group."""
 
     name: str
     seqs: tuple[int, int]
@@ -122,7 +119,7 @@ class Record:
     """Copies of everything that one call of a block reads and computes, to compare with.
 
     Args:
-        prepared, names, tensors: of the call; `names` those of `tensors`.
+        execution, names, tensors: of the call; `names` those of `tensors`.
 
     Attributes:
         tensors: copies of what the call was given.
@@ -160,7 +157,7 @@ class Record:
         assert isinstance(execution, Execution)
         inexact = execution.plan.inexact
         for piece, value in _made(step, frame):
-            # A segment's first run packs nothing; what is packed then is compared itself.
+            # A segment's first run quantizes nothing: there the activation itself is compared.
             first = step.node is not None and step.node.quantizes and piece not in self._pieces
             if piece.name not in inexact and not first:
                 self._compare_piece(piece, value, "rebuilt")
@@ -193,17 +190,15 @@ class Record:
             self._compare_piece(piece, value, "kept")
 
     def _kept_pieces(self) -> Iterator[_Piece]:
-        """What `run.forward` returns, in order."""
+        """What `executor.forward` returns, in order."""
         plan, chunks = self.execution.plan, self.execution.chunks
-        lengths = self.execution.lengths
         for seqs in chunks.groups:
             count = seqs[1] - seqs[0]
-            yield from (_Piece(name, seqs, 0, count * lengths[name]) for name in plan.kept_group)
-            if plan.tile_forward:
-                for lo, hi in chunks.tiles(count * chunks.seq_len):
-                    rows = [self.execution.tile_rows(name, hi - lo) for name in plan.kept_tile]
-                    pairs = zip(plan.kept_tile, rows, strict=True)
-                    yield from (_Piece(name, seqs, lo, count) for name, count in pairs)
+            for name in plan.kept_group:
+                yield _Piece(name, seqs, 0, count * self.execution.lengths[name])
+            for lo, hi in chunks.tiles(count * chunks.seq_len) if plan.tile_forward else ():
+                for name in plan.kept_tile:
+                    yield _Piece(name, seqs, lo, self.execution.tile_rows(name, hi - lo))
 
     def _compare_piece(self, piece: _Piece, value: Tensor, as_what: str) -> None:
         found = _difference(self._pieces[piece], value)
@@ -233,7 +228,7 @@ class Record:
 
 
 def _made(step: Step, frame: Chunk) -> Iterator[tuple[_Piece, Tensor]]:
-    """The activations, statistics and dropout multipliers that a step has put into the frame."""
+    """The activations, statistics and dropout multipliers that a step has put into its chunk."""
     assert step.node is not None
     for name in step.node.makes:
         keep = frame.masks.get(name)
@@ -260,17 +255,13 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def _difference(before: Tensor, now: Tensor) -> _Difference | None:
-    """How the bits of two tensors of one shape and dtype differ; None: they are the same.
-
-    >>> _difference(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 2.5]]))
-    _Difference(index=(0, 1), before='2', now='2.5', count=1, numel=2)
-    """
+    """How the bits of two tensors of one shape and dtype differ; None: they are the same."""
     a, b = _bits(before), _bits(now)
     if torch.equal(a, b):
         return None
     differs = (a != b).flatten()
     flat = int(differs.to(torch.uint8).argmax())
-    index = _unravel(flat, tuple(before.shape))
+    index = _unravel(flat, before.shape)
     shown = [_shown(t[index]) for t in (before, now)]
     if shown[0] == shown[1]:  # NaNs, say
         shown = [
@@ -289,19 +280,11 @@ def _shown(element: Tensor) -> str:
     )
 
 
-def _unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        flat, i = divmod(flat, size)
-        index.append(i)
-    return tuple(reversed(index))
+def _unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(int, np.unravel_index(flat, shape)))
 
 
 def _index(index: tuple[int, ...]) -> str:
-    """
-    >>> _index((3, 0)), _index(())
-    ('index 3, 0', 'its only element')
-    """
     return "index " + ", ".join(map(str, index)) if index else "its only element"
 
 
@@ -321,10 +304,10 @@ def _tokens(piece: _Piece, value: Tensor, found: _Difference, seq_len: int) -> s
 
 
 def _caller(kind: str) -> str:
-    """Who called the block: the layer's qualified name, or the op's kind and the caller's line.
+    """The caller of the block: a layer's qualified name, or an op's kind and the caller's line.
 
-    Found by walking out through the frames that called: the first module met is the layer, and the
-    last one that contains it gives the path.
+    Of the calling frames, the innermost module is the layer, and the outermost one that contains it
+    gives the path.
     """
     modules: list[nn.Module] = []
     is_layer, site = False, ""
@@ -347,12 +330,7 @@ def _caller(kind: str) -> str:
 
 
 def _qualified(modules: Sequence[nn.Module]) -> str:
-    """The first module's class, and its path in the last one that contains it.
-
-    >>> inner = nn.ReLU()
-    >>> _qualified([inner, nn.Sequential(nn.Sequential(inner))])
-    '0.0 (ReLU)'
-    """
+    """The first module's class, and its path in the last one that contains it."""
     inner = modules[0]
     for outer in reversed(modules[1:]):
         for path, module in outer.named_modules():
@@ -373,13 +351,8 @@ def check_unchanged(
     Autograd sees changes in place, but not `p.data = ...`, which is how a module is moved and cast.
     `shapes` and `dtypes` are those of forward, whose device is that of `dy`; `tensors`, of which
     there may be more, are None where backward does not read them.
-
-    >>> w = torch.ones(2, 3)
-    >>> check_unchanged(["w"], [w.shape], [w.dtype], [w.half()], torch.ones(1))
-    Traceback (most recent call last):
-    RuntimeError: fused_remat: backward reads 'w' again, which was torch.float32 of shape (2, 3)...
     """
-    # This runs in every backward: of what tells devices apart, what is read fastest.
+    # This runs in every backward, so devices are compared in the cheapest way.
     is_cpu, index = dy.is_cpu, dy.get_device()
     for i, (t, shape, dtype) in enumerate(zip(tensors, shapes, dtypes)):  # noqa: B905
         if t is not None and (
@@ -388,7 +361,7 @@ def check_unchanged(
             or (not t.is_cpu if is_cpu else t.get_device() != index)
         ):
             alike = t.dtype is dtype and t.shape == shape
-            # A number may be elsewhere, and what the caller's own function captured.
+            # A scalar may be on another device, and what the user's own function captured.
             if not (alike and (t.dim() == 0 or names[i].startswith("activation."))):
                 raise changed(names[i], (tuple(shape or ()), dtype, dy.device), t)
 

@@ -1,13 +1,13 @@
 """Segments: runs of blocks of which only the first keeps its input; sublinear memory in depth.
 
-A block whose policy has a segment keeps from forward what every policy keeps, statistics and the
-seed; the "first" of a segment its input too. When backward reaches the last block, its input is
-asked for and not there: the blocks before it are run forward again, from the first's input, and
-each keeps from then on what its policy names, so that its own backward has less to rebuild. It is
-the graph's rule one level up: a block's input is an activation that the block before it computes.
+In a segment, blocks keep statistics and the seed from forward, and the first one its input. When
+backward reaches the last block, its input is missing: the blocks before it run forward again from
+the first one's input, and each then keeps what its policy names, so that its own backward rebuilds
+less. This is the graph's rule one level up: a block's input is an activation that the block before
+it computes.
 
-Which block was before is autograd's to say: the node that made the input. Where none of ours did,
-because something stands in between, the input is kept.
+The block before is the autograd node that made the input. Where no block did, because something
+stands in between, the input is kept.
 
 Source: Chen et al. 2016 (arXiv 1604.06174), with segments of blocks that rebuild themselves.
 """
@@ -33,14 +33,14 @@ from fused_remat.steps.chunk import Pass
 
 @dataclass(eq=False)
 class Segment:
-    """What a block's place in a segment adds to its autograd node.
+    """A block's place in a segment, noted on its autograd node.
 
     Attributes:
-        execution: the block, keeping what its policy names: how it is run again.
+        execution: of running the block again, when it keeps what its policy names.
         input_kept: whether it kept its own first input.
         why_kept: why an "inner" block did, if that is worth a warning; else "".
         made: the version and the storage of its output, as forward left it.
-        replayed: once it was run again, what that gave; until its backward has taken it.
+        replayed: what running it again gave, until its backward has taken it.
     """
 
     execution: Execution
@@ -60,12 +60,12 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """A block that was run again: as if its forward had kept this.
+    """What a block that was run again keeps.
 
     Attributes:
-        task: the backward pass. Another one runs it again: tensors may have changed since.
-        saved: the node's own saved tensors. Hooks unpack them once in a pass: checkpoint's raise
-            the second time, and those that offload would fetch them again.
+        task: the backward pass. In another pass the block runs once more: tensors may have changed.
+        saved: the node's own saved tensors, unpacked once in a pass: checkpoint's hooks raise the
+            second time, and hooks that offload would fetch them again.
     """
 
     task: int
@@ -77,32 +77,32 @@ class Replayed:
 
 
 def begin(place: str, execution: Execution, x: Tensor, node_type: type) -> Segment:
-    """For a call whose first input is `x`; `node_type`: of the autograd nodes of blocks."""
-    # A checkpoint's replay gives blocks leaves as inputs, and expects them to save as many tensors.
+    """The place of a call whose first input is `x`; `node_type` is that of blocks' nodes."""
+    # In a checkpoint's replay inputs are leaves, and as many tensors must be saved as in forward.
     if place == "first" or in_checkpoint():
         return Segment(execution, input_kept=True)
     why = _why_not_linked(x, node_type)
-    # Without a gradient, nothing before it is kept: it is the first itself. A block that runs in a
-    # backward pass is run by a checkpoint.
+    # An input without a gradient has nothing before it that could be run again; a block that runs
+    # inside a backward pass is run by a checkpoint. Neither is worth a warning.
     told = why is not None and x.requires_grad and _task() == -1
     return Segment(execution, input_kept=why is not None, why_kept=why if told else "")  # type: ignore[arg-type]
 
 
 def _why_not_linked(x: Tensor, node_type: type) -> str | None:
-    """Why `x` is not what a block of a segment would give, run again; None if it is."""
+    """Why running the block before again would not give `x`; None if it would."""
     node = x.grad_fn
     extras: Any = getattr(node, "extras", None) if isinstance(node, node_type) else None
     before: Segment | None = None if extras is None else extras.segment
     if before is None:
         made = "is a leaf" if node is None else f"was made by {node.name()}"
-        return f"its input {made}, not by a layer of the segment"
+        return f"the input {made}, not by a layer of the segment"
     if before.made != _state(x):  # without autograd, which would have made another node
-        return "its input was changed in place after the layer before made it"
+        return "the input was changed in place after the layer before made it"
     return None
 
 
 def _state(x: Tensor) -> tuple[int, int]:
-    """Another one once `x` was changed in place, or given another's memory by `x.data = ...`."""
+    """Differs once `x` was changed in place, or given other memory by `x.data = ...`."""
     return x._version, x.untyped_storage()._cdata
 
 
@@ -110,10 +110,10 @@ _task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def input_of(ctx: Any) -> Tensor:
-    """The first input of a block that did not keep it: those before it run again, without autograd.
+    """The first input of a block that did not keep it: the blocks before it run again.
 
-    Raises: RuntimeError, PyTorch's own, if backward has freed what they need, or a tensor that they
-        read was changed in place; under compiled autograd, which takes from them what they saved.
+    Raises: RuntimeError, PyTorch's own, if backward has freed what they need or a tensor that they
+        read was changed in place; and under compiled autograd, where they have no saved tensors.
     """
     if not isinstance(ctx, BackwardCFunction):
         raise RuntimeError("fused_remat: segments do not run under compiled autograd")
@@ -123,7 +123,7 @@ def input_of(ctx: Any) -> Tensor:
         node = node.next_functions[0][0]
         kept, before = node.extras.segment.input_kept, node.extras.segment.now()
         nodes.append((node, before))
-    # Not all of them may be run by this pass: torch.autograd.grad asks for parts.
+    # torch.autograd.grad may not run all of them in this pass.
     at_end = functools.partial(_forget, [node.extras.segment for node, _ in nodes], _task())
     torch.autograd.Variable._execution_engine.queue_callback(at_end)
     x: Tensor | None = None
@@ -142,9 +142,9 @@ def _forget(segments: Sequence[Segment], task: int) -> None:
 
 
 def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
-    """Run a block again, on `x` or on the input it has; note what it keeps; return its output.
+    """Run a block again on `x`, or on the input that it has; returns its output.
 
-    `before`: it was already, in this pass, for another block that has its output as input.
+    `before`: what an earlier run gave, in this pass, for another block with the same input.
     """
     extras, execution = node.extras, node.execution
     segment: Segment = extras.segment
@@ -172,7 +172,7 @@ def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
 def _merged(
     before: Execution, old: Sequence[Tensor], execution: Execution, new: Sequence[Tensor]
 ) -> Iterator[Tensor]:
-    """`new`, but for what was kept all along, which is the same bits."""
+    """`new`, with what was kept since forward in place of its equals."""
     had: dict[str, list[Tensor]] = defaultdict(list)
     for (name, _), t in zip(before.pieces(), old, strict=True):
         had[name].append(t)

@@ -1,10 +1,11 @@
-"""Frames above an operation and above a Triton launch, Python calls of a step, compiled kernels.
+"""Frames down to an operation and to a Triton launch, Python calls of a step, compiled kernels.
 
 `TRITON_INTERPRET=1 python frames.py` prints them as JSON.
 
 A depth is the number of frames from the library's outermost one (the layer's `forward`; in
-backward, what autograd calls) to the one that calls the operation, both counted. Frames of PyTorch
-and Triton are left out, and those of comprehensions, which Python has only up to 3.11.
+backward, what autograd calls) to the one that calls ATen, both counted. Frames of PyTorch and
+Triton are left out, and those of comprehensions, which Python has only up to 3.11. "operation" is
+the depth of a row of the operation table, without its private helpers.
 
 No kernel runs: a launch is noted where Triton takes it, `InterpretedFunction.run`, and its key is
 that by which Triton's `JITFunction` looks for a compiled kernel, for an sm_90. Tiles are those that
@@ -26,6 +27,7 @@ from drawn_layers import PRESETS
 from torch import Tensor, nn
 
 from fused_remat import FusedRematCausalLayer, convert
+from fused_remat.steps.operations import OPERATIONS
 
 BATCH, SEQ, WIDTH, HEADS = 2, 16, 64, 4
 #: Of these sequences a block is computed in tiles.
@@ -132,18 +134,22 @@ def on_launch(note: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> N
 
 
 def passes(name: str, seq: int) -> dict[str, dict[str, int]]:
-    """Of each pass of a training step the Python calls and the largest depth of any operation, of
-    a linear product, and, in a step on the triton backend, of a launch.
+    """Of each pass of a training step the Python calls, and the largest depth of a call of ATen, of
+    an operation, of a linear product, and, in a step on the triton backend, of a launch.
     """
     layer, inputs = make(name, policy="balanced", backend="eager")
     given, dy = inputs(BATCH, seq), torch.randn(BATCH, seq, WIDTH)
-    forward, backward = ({"any": 0, "product": 0, "launch": 0, "calls": 0} for _ in range(2))
+    names = ("any", "operation", "product", "launch", "calls")
+    forward, backward = (dict.fromkeys(names, 0) for _ in range(2))
+    operations = {run.__code__ for run in OPERATIONS}
     now = forward
 
     def reached(what: str, frame: FrameType) -> None:
         now[what] = max(now[what], depth(frame))
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code in operations:
+            reached("operation", frame)
         now["calls"] += event == "call" and frame.f_code.co_name not in _COMPREHENSIONS
         if event == "c_call" and is_operation(arg):
             reached("any", frame)

@@ -55,6 +55,13 @@ def test_no_more_frames_and_no_more_calls(name, now):
         assert not {what: found[what] for what in compared if found[what] > before[what]}, before
 
 
+@pytest.mark.parametrize("name", FRAMES)
+def test_few_frames_stand_between_a_layer_and_an_operation(name, now):
+    forward, backward = now["frames"][name]["forward"], now["frames"][name]["backward"]
+    assert forward["operation"] <= 7 and forward["launch"] <= 9
+    assert backward["operation"] <= 5 and backward["launch"] <= 6
+
+
 @pytest.mark.parametrize("name", COMPILES)
 @pytest.mark.skipif(versions() != VERSIONS, reason="recorded with other versions")
 def test_no_kernel_compiles_more_often(name, now):
