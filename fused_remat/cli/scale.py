@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ from fused_remat.cli.options import (
 )
 from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS
 from fused_remat.report.units import aligned, bytes_of, human, milliseconds
-from fused_remat.scale.costs import FILE_KEYS, HARDWARE, Costs, Figure, of_file, of_this_machine
+from fused_remat.scale.costs import (
+    FILE_KEYS,
+    HARDWARE,
+    Costs,
+    Figure,
+    of_file,
+    of_this_machine,
+    rate_text,
+)
 from fused_remat.scale.estimate import (
     BASELINES,
     PLANNER,
@@ -33,7 +42,7 @@ from fused_remat.scale.estimate import (
     largest_seq,
     smallest_mesh,
 )
-from fused_remat.scale.layout import Layout, mesh_of, padded
+from fused_remat.scale.layout import Layout, Mesh, mesh_of, padded
 from fused_remat.scale.memory import Setup
 from fused_remat.scale.shapes import LARGE, MODELS
 
@@ -60,6 +69,24 @@ _RATES = {
     "link_GBps": ("link_GBps", "GB/s that a device sends within its node"),
     "network_GBps": ("network_GBps", "GB/s that a device sends to other nodes"),
 }
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest steps that fit.
+
+    Attributes:
+        batches: the largest batch of every policy.
+        policy, seq: the policy with the largest batch, and the longest sequence with it.
+        searched: whether the smallest mesh was searched.
+        smallest: the smallest mesh and its policy; None if nothing fits.
+    """
+
+    batches: Mapping[str, int]
+    policy: str
+    seq: int
+    searched: bool
+    smallest: tuple[Mesh, str] | None
 
 
 def _positive(text: str) -> float:
@@ -126,11 +153,11 @@ def main(arguments: Sequence[str]) -> int:
     Raises: CommandError for a wrong model, mesh, size or file.
     """
     args = parse(arguments)
-    found, more = _estimated(args)
+    found, limits = _estimated(args)
     if args.json:
-        print(json.dumps(as_data(found, more), indent=1))
+        print(json.dumps(as_data(found, limits), indent=1))
     else:
-        print("\n".join(lines(found, more)))
+        print("\n".join(lines(found, limits)))
     if any(map(found.fits, found.rows.keys() - set(BASELINES))):
         return 0
     print(
@@ -144,7 +171,7 @@ def printed(args: argparse.Namespace) -> Iterator[str]:
     return lines(*_estimated(args))
 
 
-def _estimated(args: argparse.Namespace) -> tuple[Estimate, dict[str, Any]]:
+def _estimated(args: argparse.Namespace) -> tuple[Estimate, Limits]:
     try:
         setup, costs = _setup(args), _costs(args)
         policies = _policies(args.policy)
@@ -208,21 +235,19 @@ def _memory(args: argparse.Namespace, costs: Costs) -> int:
         raise CommandError(f"--device-memory: {error}") from error
 
 
-def _limits(found: Estimate, policies: tuple[str, ...], devices: bool) -> dict[str, Any]:
-    """The largest batch of every policy, the longest sequence of the policy with the largest batch,
-    and the smallest mesh."""
+def _limits(found: Estimate, policies: tuple[str, ...], devices: bool) -> Limits:
     setup, costs, memory = found.setup, found.costs, found.memory
     names = [name for name in found.rows if name != PLANNER]
     batches = {name: largest_batch(setup, costs, memory, name) for name in names}
     best = max(policies, key=lambda name: (batches[name], -found.rows[name].step))
     stream = setup.layout.stream
     multiple = stream if 1024 % stream else 1024
-    longest = best, largest_seq(setup, costs, memory, best, multiple)
+    longest = largest_seq(setup, costs, memory, best, multiple)
     smallest = smallest_mesh(setup, costs, memory, policies) if devices else None
-    return {"batches": batches, "longest": longest, "devices": devices, "smallest": smallest}
+    return Limits(batches, best, longest, devices, smallest)
 
 
-def as_data(found: Estimate, more: Mapping[str, Any]) -> dict[str, Any]:
+def as_data(found: Estimate, limits: Limits) -> dict[str, Any]:
     """Everything that is printed, as plain data in bytes and seconds."""
     setup = found.setup
     rows = {
@@ -233,11 +258,11 @@ def as_data(found: Estimate, more: Mapping[str, Any]) -> dict[str, Any]:
             "step": row.step,
             "tokens_per_second": found.tokens_per_second(name),
             "mfu": found.mfu(name),
-            "largest_batch": more["batches"].get(name),
+            "largest_batch": limits.batches.get(name),
         }
         for name, row in found.rows.items()
     }
-    mesh, smallest = setup.layout.mesh, more["smallest"]
+    mesh, smallest = setup.layout.mesh, limits.smallest
     return {
         "model": setup.model.name,
         "parameters": setup.parameters.count(),
@@ -246,31 +271,29 @@ def as_data(found: Estimate, more: Mapping[str, Any]) -> dict[str, Any]:
         "seq": setup.seq,
         "device_memory": found.memory,
         "rows": rows,
-        "largest_seq": {"policy": more["longest"][0], "seq": more["longest"][1]},
+        "largest_seq": {"policy": limits.policy, "seq": limits.seq},
         "smallest_mesh": smallest and {"mesh": str(smallest[0]), "policy": smallest[1]},
         "hardware": found.costs.name,
-        "costs": {
-            name: {"value": figure.value, "source": figure.source, "measured": figure.measured}
-            for name, figure in found.costs.figures.items()
-        },
+        "costs": {name: dataclasses.asdict(figure) for name, figure in found.costs.figures.items()},
     }
 
 
-def lines(found: Estimate, more: Mapping[str, Any]) -> Iterator[str]:
+def lines(found: Estimate, limits: Limits) -> Iterator[str]:
     """The lines to print."""
     yield from _head(found.setup, found)
     yield ""
-    yield from aligned(list(_table(found, more)))
+    yield from aligned(list(_table(found, limits)))
     yield ""
     if PLANNER in found.rows:
         yield f"the planner would choose: {found.rows[PLANNER].policy}"
     else:
         yield "the planner finds no policies that fit"
-    policy, tokens = more["longest"]
-    longest = f"{tokens} tokens, with policy {policy!r}" if tokens else "nothing fits"
+    longest = (
+        f"{limits.seq} tokens, with policy {limits.policy!r}" if limits.seq else "nothing fits"
+    )
     yield f"longest sequence that fits at batch {found.setup.batch}: {longest}"
-    if more["devices"]:
-        smallest = more["smallest"]
+    if limits.searched:
+        smallest = limits.smallest
         shown = f"{smallest[0]}, with policy {smallest[1]!r}" if smallest else "nothing fits"
         yield f"smallest mesh on which it fits, with the same batch per data-parallel rank: {shown}"
     yield ""
@@ -279,7 +302,7 @@ def lines(found: Estimate, more: Mapping[str, Any]) -> Iterator[str]:
     yield "\nrates"
     for what, figure in found.costs.figures.items():
         if what != "memory":
-            yield f"  {what.replace('_', ' ')}: {_rate(what, figure.value)} ({figure})"
+            yield f"  {what.replace('_', ' ')}: {rate_text(what, figure.value)} ({figure})"
 
 
 def _head(setup: Setup, found: Estimate) -> Iterator[str]:
@@ -301,14 +324,14 @@ def _head(setup: Setup, found: Estimate) -> Iterator[str]:
         yield f"vocabulary padded from {whole} to {setup.model.vocab} to divide it evenly"
 
 
-def _table(found: Estimate, more: Mapping[str, Any]) -> Iterator[list[str]]:
+def _table(found: Estimate, limits: Limits) -> Iterator[list[str]]:
     """The table with a row for every policy."""
     hosts = ["on the host"] if found.setup.offload else []
     yield ["policy", "kept", *hosts, "peak", "fits", "batch", "rebuilt", "collectives", "step",
            "tokens/s", "MFU"]  # fmt: skip
     for name, row in found.rows.items():
         forward, backward, _ = row.collectives
-        batch = more["batches"].get(name)
+        batch = limits.batches.get(name)
         yield [
             name, human(row.kept), *[human(row.hosted) for _ in hosts], human(row.peak),
             "yes" if found.fits(name) else "no",
@@ -327,11 +350,3 @@ def _parts(found: Estimate, name: str) -> Iterator[str]:
     yield ""
     yield f"time of a step ({name}), estimated from the rates below"
     yield from aligned([["  " + what, milliseconds(s)] for what, s in row.seconds.items()])
-
-
-def _rate(what: str, value: float) -> str:
-    if what == "overhead":
-        return f"{1e6 * value:.3g} µs"
-    if what in ("bandwidth", "link", "network", "host"):
-        return f"{value / 1e9:.4g} GB/s"
-    return f"{value / 1e12:.4g} TFLOP/s"

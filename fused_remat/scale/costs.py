@@ -141,6 +141,12 @@ FILE_KEYS: dict[str, tuple[str, float]] = {
 }
 
 
+def rate_text(name: str, value: float) -> str:
+    """A figure of `Costs` with its unit."""
+    unit = next(unit for field, unit in FILE_KEYS.values() if field == name)
+    return f"{value / unit:.4g} { {1e12: 'TFLOP/s', 1e9: 'GB/s', 1e-6: 'µs'}[unit] }"
+
+
 def of_file(path: Path, base: Costs) -> Costs:
     """`base` with the rates of a file: a result of `bench kernels`, or keys of `FILE_KEYS`.
 
