@@ -13,7 +13,7 @@ from torch import nn
 
 from fused_remat import MemoryReport, Plan
 from fused_remat.cli import COMMANDS, main, plan, report, scale, target
-from fused_remat.cli.options import CommandError
+from fused_remat.cli.options import DTYPES, CommandError
 from fused_remat.scale import models
 from fused_remat.scale.shapes import MODELS
 
@@ -97,6 +97,21 @@ def test_help_teaches_with_examples_that_parse(capsys):
     for name, rest in found:
         if name in PARSERS:
             PARSERS[name](rest.split())
+
+
+@pytest.mark.parametrize(
+    ("parse", "others"), [(plan.parse, ["gpt2"]), (scale.parse, ["--model", "gpt2", "--mesh", "1"])]
+)
+def test_old_names_of_options_and_of_dtypes_still_work(parse, others):
+    for name in ("--accumulates", "--accumulate-gradients"):
+        assert parse([*others, name]).accumulates
+    for name in ("bf16", "bfloat16"):
+        assert DTYPES[parse([*others, "--dtype", name]).dtype] is torch.bfloat16
+
+
+def test_the_smallest_mesh_has_two_names():
+    for name in ("--devices", "--fewest-devices"):
+        assert scale.parse(["--model", "gpt2", "--mesh", "1", name]).devices
 
 
 @pytest.mark.parametrize(("arguments", "what"), [((), "missing"), (("run",), "'run'")])

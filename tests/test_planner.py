@@ -428,6 +428,11 @@ def test_fit_measures_all_options_of_the_size_that_does_not_fit_alone(monkeypatc
     assert len(measured) == len(set(measured))
 
 
+def test_fit_has_no_other_arguments():
+    with pytest.raises(TypeError, match="fit has no argument 'method'"):
+        fit(encoder(layers=1), lambda size: torch.randn(size, 16, 32), "1GiB", method="greedy")
+
+
 def test_fit_stops_where_batches_do_not_grow():
     x = torch.randn(8, 16, 32)
     with pytest.raises(ValueError, match=r"is no larger than make_batch\(8\), which fits"):

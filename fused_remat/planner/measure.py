@@ -77,6 +77,117 @@ class MeasuredStep:
     resting: dict[str, int]
 
 
+def measure_step(
+    model: nn.Module,
+    layers: dict[str, FusedLayer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[[Any], Tensor] | None,
+    accumulates: bool,
+    timed: bool,
+) -> MeasuredStep:
+    """Run the step a few times to measure its calls, its memory and, if `timed`, its time."""
+    modules: list[nn.Module] = list(layers.values())
+    capture = _Capture(layers)
+    with base_policies(layers):
+        first = run_step(model, modules, args, kwargs, loss, accumulates, capture)
+        resting = _resting(model, [args, kwargs], accumulates, capture.examples())
+        step = run_step(model, modules, args, kwargs, loss, accumulates)
+        if first.calls != step.calls:
+            changed = [n for n, a, b in zip(layers, first.calls, step.calls, strict=True) if a != b]
+            raise ValueError(
+                f"{', '.join(map(repr, changed))} was not called as often in one step as in the "
+                "next; a plan needs layers that run in every step, so turn off layer dropping"
+            )
+        seconds = time_step(model, args, kwargs, loss) if timed else 0.0
+    calls, index = _kept_calls(capture, step)
+    kept = sum(saved.nbytes for saved in step.saved)
+    return MeasuredStep(calls, tuple(_moments(step, index)), kept, seconds, resting)
+
+
+def time_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    rounds: int = _ROUNDS,
+) -> float:
+    """Seconds of a forward and backward of the model as it is: the median after one warm-up."""
+    device = device_of(model, [args, kwargs])
+    inputs = list(tensors_in([args, kwargs]))
+    targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad and t.is_leaf]
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+
+    def once() -> float:
+        wait(device)
+        begin = time.perf_counter()
+        output = model(*args, **kwargs)
+        sums = losses_of(output, loss)
+        if sums and targets:
+            torch.autograd.grad(sums, targets, allow_unused=True)
+        wait(device)
+        return time.perf_counter() - begin
+
+    with torch.enable_grad(), restored(model, inputs, device):
+        return statistics.median([once() for _ in range(rounds + 1)][1:])
+
+
+def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
+    """Predict (state, update): bytes of an optimizer's state after its first step, and the most
+    bytes that a step takes besides parameters, gradients and state.
+
+    A copy of the optimizer steps on fake tensors of the same sizes; the optimizer itself is not
+    touched.
+
+    Raises: ValueError if no copy can be made from its parameter groups and it has no state yet.
+
+    >>> layer = torch.nn.Linear(64, 64, bias=False)
+    >>> predict_optimizer(torch.optim.AdamW(layer.parameters()))[0] == 2 * 64 * 64 * 4 + 4
+    True
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake = type(optimizer)(_fake_groups(optimizer))  # type: ignore[call-arg]
+            for group in fake.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.empty_like(p)
+            fake.step()
+            with _Live() as live:
+                fake.step()
+        return max(state_bytes(optimizer), state_bytes(fake)), live.most
+    except Exception as error:
+        have = state_bytes(optimizer)
+        if have:
+            return have, 0
+        raise ValueError(
+            f"cannot predict the state of {type(optimizer).__name__} before its first step "
+            f"({type(error).__name__}: {error}); call its step() once before planning"
+        ) from error
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the tensors in an optimizer's current state."""
+    storages = [
+        t.untyped_storage() for t in tree_iter(dict(optimizer.state)) if isinstance(t, Tensor)
+    ]
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+
+@contextlib.contextmanager
+def base_policies(layers: dict[str, FusedLayer]) -> Iterator[None]:
+    """Within this context every layer keeps its inputs alone."""
+    before = {name: layer.policy for name, layer in layers.items()}
+    try:
+        for layer in layers.values():
+            layer.policy = "full"
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.policy = before[name]
+
+
 class _Capture:
     """Collects the calls of fused layers while a step runs."""
 
@@ -104,47 +215,6 @@ class _Capture:
             self._layers[layer][0], call.graph.kind, self._layers[layer][1], example, follows
         )
         self.found.append((layer, measured))
-
-
-@contextlib.contextmanager
-def base_policies(layers: dict[str, FusedLayer]) -> Iterator[None]:
-    """Within this context every layer keeps its inputs alone."""
-    before = {name: layer.policy for name, layer in layers.items()}
-    try:
-        for layer in layers.values():
-            layer.policy = "full"
-        yield
-    finally:
-        for name, layer in layers.items():
-            layer.policy = before[name]
-
-
-def measure_step(
-    model: nn.Module,
-    layers: dict[str, FusedLayer],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Callable[[Any], Tensor] | None,
-    accumulates: bool,
-    timed: bool,
-) -> MeasuredStep:
-    """Run the step a few times to measure its calls, its memory and, if `timed`, its time."""
-    modules: list[nn.Module] = list(layers.values())
-    capture = _Capture(layers)
-    with base_policies(layers):
-        first = run_step(model, modules, args, kwargs, loss, accumulates, capture)
-        resting = _resting(model, [args, kwargs], accumulates, capture.examples())
-        step = run_step(model, modules, args, kwargs, loss, accumulates)
-        if first.calls != step.calls:
-            changed = [n for n, a, b in zip(layers, first.calls, step.calls, strict=True) if a != b]
-            raise ValueError(
-                f"{', '.join(map(repr, changed))} was not called as often in one step as in the "
-                "next; a plan needs layers that run in every step, so turn off layer dropping"
-            )
-        seconds = time_step(model, args, kwargs, loss) if timed else 0.0
-    calls, index = _kept_calls(capture, step)
-    kept = sum(saved.nbytes for saved in step.saved)
-    return MeasuredStep(calls, tuple(_moments(step, index)), kept, seconds, resting)
 
 
 def _kept_calls(
@@ -220,76 +290,6 @@ def _buffer(p: Tensor) -> Tensor:
     """A tensor of the size and dtype of the buffer that a parameter's gradient is added to."""
     main_grad = getattr(p, "main_grad", None)
     return main_grad if isinstance(main_grad, Tensor) else p
-
-
-def time_step(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Callable[[Any], Tensor] | None = None,
-    rounds: int = _ROUNDS,
-) -> float:
-    """Seconds of a forward and backward of the model as it is: the median after one warm-up."""
-    device = device_of(model, [args, kwargs])
-    inputs = list(tensors_in([args, kwargs]))
-    targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad and t.is_leaf]
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
-
-    def once() -> float:
-        wait(device)
-        begin = time.perf_counter()
-        output = model(*args, **kwargs)
-        sums = losses_of(output, loss)
-        if sums and targets:
-            torch.autograd.grad(sums, targets, allow_unused=True)
-        wait(device)
-        return time.perf_counter() - begin
-
-    with torch.enable_grad(), restored(model, inputs, device):
-        return statistics.median([once() for _ in range(rounds + 1)][1:])
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the tensors in an optimizer's current state."""
-    storages = [
-        t.untyped_storage() for t in tree_iter(dict(optimizer.state)) if isinstance(t, Tensor)
-    ]
-    return sum({s._cdata: s.nbytes() for s in storages}.values())
-
-
-def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
-    """Predict (state, update): bytes of an optimizer's state after its first step, and the most
-    bytes that a step takes besides parameters, gradients and state.
-
-    A copy of the optimizer steps on fake tensors of the same sizes; the optimizer itself is not
-    touched.
-
-    Raises: ValueError if no copy can be made from its parameter groups and it has no state yet.
-
-    >>> layer = torch.nn.Linear(64, 64, bias=False)
-    >>> predict_optimizer(torch.optim.AdamW(layer.parameters()))[0] == 2 * 64 * 64 * 4 + 4
-    True
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
-
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            fake = type(optimizer)(_fake_groups(optimizer))  # type: ignore[call-arg]
-            for group in fake.param_groups:
-                for p in group["params"]:
-                    p.grad = torch.empty_like(p)
-            fake.step()
-            with _Live() as live:
-                fake.step()
-        return max(state_bytes(optimizer), state_bytes(fake)), live.most
-    except Exception as error:
-        have = state_bytes(optimizer)
-        if have:
-            return have, 0
-        raise ValueError(
-            f"cannot predict the state of {type(optimizer).__name__} before its first step "
-            f"({type(error).__name__}: {error}); call its step() once before planning"
-        ) from error
 
 
 def _fake_groups(optimizer: Optimizer) -> list[dict[str, Any]]:

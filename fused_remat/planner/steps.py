@@ -66,6 +66,21 @@ class Levels:
         return max(self.before[alive], self.after[alive])
 
 
+def steps(chain: Chain) -> list[Step]:
+    """All steps in order of their last call; shared layers have one option a step, no segments."""
+    bounds, tied = levels(chain), {i for calls in shared(chain).values() for i in calls}
+    found: list[Step] = []
+    for i in range(len(chain.calls)):
+        found += _alone(chain, bounds, i, i in tied)
+        found += _segments(chain, bounds, i, tied)
+    return sorted(found, key=lambda step: step.last)
+
+
+def start(chain: Chain) -> int:
+    """Most bytes of the moments that no choice changes, above the resting ones."""
+    return max(levels(chain).between(0), chain.update)
+
+
 def levels(chain: Chain) -> Levels:
     """The moments, sorted by the steps that they bound.
 
@@ -109,31 +124,6 @@ def shared(chain: Chain) -> dict[str, list[int]]:
 def ticks(seconds: float) -> int:
     """Seconds as a whole number of `TICKS`."""
     return round(seconds * TICKS)
-
-
-def _step(first: int, last: int, grows: int, ways: list[Way]) -> Step:
-    """A step with those ways that no other way beats in both bytes and time."""
-    best: list[Way] = []
-    for way in sorted(ways):
-        if not best or way.ticks < best[-1].ticks:
-            best.append(way)
-    needs, times = (np.array([way[i] for way in best], dtype=np.int64) for i in (0, 1))
-    return Step(first, last, grows, tuple(best), needs, times)
-
-
-def start(chain: Chain) -> int:
-    """Most bytes of the moments that no choice changes, above the resting ones."""
-    return max(levels(chain).between(0), chain.update)
-
-
-def steps(chain: Chain) -> list[Step]:
-    """All steps in order of their last call; shared layers have one option a step, no segments."""
-    bounds, tied = levels(chain), {i for calls in shared(chain).values() for i in calls}
-    found: list[Step] = []
-    for i in range(len(chain.calls)):
-        found += _alone(chain, bounds, i, i in tied)
-        found += _segments(chain, bounds, i, tied)
-    return sorted(found, key=lambda step: step.last)
 
 
 def _alone(chain: Chain, bounds: Levels, i: int, tied: bool) -> Iterator[Step]:
@@ -231,3 +221,13 @@ def _undominated(paths: list[_Replay]) -> list[_Replay]:
         if not any(all(map(le, other[:4], path[:4])) for other in best):
             best.append(path)
     return best
+
+
+def _step(first: int, last: int, grows: int, ways: list[Way]) -> Step:
+    """A step with those ways that no other way beats in both bytes and time."""
+    best: list[Way] = []
+    for way in sorted(ways):
+        if not best or way.ticks < best[-1].ticks:
+            best.append(way)
+    needs, times = (np.array([way[i] for way in best], dtype=np.int64) for i in (0, 1))
+    return Step(first, last, grows, tuple(best), needs, times)
