@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,30 +98,11 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         output        ATen's addmm
       backward: rebuild mid, rebuild norm2, rebuild up, rebuild act, backward output, ...
     """
-    recorder = _Recorder()
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, FusedLayer):
-            recorder.names[module] = name or type(module).__name__
-            handles += [
-                module.register_forward_pre_hook(recorder.enter),
-                module.register_forward_hook(recorder.leave, always_call=True),
-            ]
     tensors = [t for t in tree_leaves((inputs, kwargs)) if isinstance(t, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    TRACERS.append(recorder.trace)
-    DECISIONS.append(recorder.decided)
-    OBSERVERS.append(recorder.kept)
-    try:
-        with restored(model, tensors, device):
-            model(*inputs, **kwargs)
-    finally:
-        TRACERS.remove(recorder.trace)
-        DECISIONS.remove(recorder.decided)
-        OBSERVERS.remove(recorder.kept)
-        for handle in handles:
-            handle.remove()
-    return recorder.finish()
+    with _Recorder(model) as recorder, restored(model, tensors, device):
+        model(*inputs, **kwargs)
+    return recorder.explanation()
 
 
 class _Noted(Operations):
@@ -140,85 +122,102 @@ class _Noted(Operations):
 
 
 class _Recorder:
-    """Observes one run of a model, and collects an explanation of every call."""
+    """Observes one run of a model in this thread, and collects an explanation of every call."""
 
-    def __init__(self) -> None:
-        self.found = Explanation()
-        self.names: dict[nn.Module, str] = {}
-        self._inside: list[str] = []
-        self._thread = threading.get_ident()  # other threads may run blocks too
-        self._blocks: dict[Pass, tuple[BlockExplanation, Chunk]] = {}
+    def __init__(self, model: nn.Module) -> None:
+        layers = [(n, m) for n, m in model.named_modules() if isinstance(m, FusedLayer)]
+        self._names: dict[nn.Module, str] = {m: n or type(m).__name__ for n, m in layers}
+        self._found = Explanation()
+        self._inside: list[str] = []  # names of the layers that are running
+        self._blocks: dict[Pass, tuple[BlockExplanation, Chunk]] = {}  # with its first chunk
         self._steps: list[tuple[BlockExplanation, Node, list[str]]] = []
+        self._thread = threading.get_ident()
+        self._exit = contextlib.ExitStack()
 
-    def enter(self, layer: nn.Module, *_: Any) -> None:
-        self._inside.append(self.names[layer])
+    def __enter__(self) -> _Recorder:
+        lists: list[tuple[list[Any], Any]] = [
+            (TRACERS, self._trace), (DECISIONS, self._decided), (OBSERVERS, self._kept)
+        ]  # fmt: skip
+        for observers, observer in lists:
+            observers.append(observer)
+            self._exit.callback(observers.remove, observer)
+        for layer in self._names:
+            enter = layer.register_forward_pre_hook(self._enter)
+            leave = layer.register_forward_hook(self._leave, always_call=True)
+            self._exit.callback(enter.remove)
+            self._exit.callback(leave.remove)
+        return self
 
-    def leave(self, *_: Any) -> None:
-        self._inside.pop()
+    def __exit__(self, *error: Any) -> None:
+        self._exit.close()
 
-    def decided(self, layer: nn.Module, reason: str) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        name = self.names.get(layer, type(layer).__name__)
-        title = f"{type(layer).__name__}, PyTorch's own forward"
-        self.found.append(BlockExplanation(name, title, reason=reason))
-
-    def trace(self, step: Step, chunk: Chunk) -> None:
-        if step.node is None or step.kind != "compute":
-            return
-        if threading.get_ident() != self._thread:
-            return
-        if chunk.owner not in self._blocks:
-            block = self._begin(chunk)
-            self._blocks[chunk.owner] = block, chunk
-            self.found.append(block)
-        block, first = self._blocks[chunk.owner]
-        if chunk is first or (chunk.parent is first and chunk.lo == 0):  # one piece for all
-            chunk.ops = ops = _Noted(first.owner.ops)
-            self._steps.append((block, step.node, ops.reasons))
-
-    def finish(self) -> Explanation:
+    def explanation(self) -> Explanation:
         """The explanations, with the implementations that the steps reported while running."""
         for block, node, reasons in self._steps:
             said = filter(None, ("; ".join(dict.fromkeys(reasons)), node.says[0]))
             names = [name for name in node.makes if "." not in name]
             block.forward += zip(names, [", ".join(said)] * len(names), strict=True)
-        return self.found
+        return self._found
 
-    def kept(self, invocation: BlockRun) -> None:
+    def _enter(self, layer: nn.Module, *_: Any) -> None:
+        self._inside.append(self._names[layer])
+
+    def _leave(self, *_: Any) -> None:
+        self._inside.pop()
+
+    def _decided(self, layer: nn.Module, reason: str) -> None:
+        if threading.get_ident() == self._thread:
+            kind = type(layer).__name__
+            title = f"{kind}, PyTorch's own forward"
+            self._found.append(BlockExplanation(self._names.get(layer, kind), title, reason=reason))
+
+    def _trace(self, step: Step, chunk: Chunk) -> None:
+        if step.node is None or step.kind != "compute" or threading.get_ident() != self._thread:
+            return
+        if chunk.owner not in self._blocks:
+            block = _explained(chunk, self._inside[-1] if self._inside else "(op)")
+            self._blocks[chunk.owner] = block, chunk
+            self._found.append(block)
+        block, first = self._blocks[chunk.owner]
+        if chunk is first or (chunk.parent is first and chunk.lo == 0):  # one piece for all
+            chunk.ops = ops = _Noted(first.owner.ops)
+            self._steps.append((block, step.node, ops.reasons))
+
+    def _kept(self, run: BlockRun) -> None:
         """Note what a block offloads, and that a block inside a segment drops its input."""
-        if threading.get_ident() != self._thread:
+        mine = [b for p, (b, _) in self._blocks.items() if p.execution is run.execution]
+        if not mine or threading.get_ident() != self._thread:
             return
-        ran = [b for run, (b, _) in self._blocks.items() if run.execution is invocation.execution]
-        if ran:
-            ran[-1].offloaded = tuple(dict.fromkeys(name for name, _ in invocation.offloaded))
-        if invocation.saves[0]:
-            return
-        name = invocation.call.graph.inputs[0]
-        if ran and name in ran[-1].kept:
-            ran[-1].kept = tuple(kept for kept in ran[-1].kept if kept != name)
-            ran[-1].backward = (f"compute {name}", *ran[-1].backward)
-
-    def _begin(self, chunk: Chunk) -> BlockExplanation:
-        execution = chunk.owner.execution
-        assert isinstance(execution, Execution)
-        plan, chunks, kind = execution.plan, execution.chunks, execution.call.graph.kind
-        pieces = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
-        tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
-        steps: list[str] = []
-        for step in plan.backward:
-            for one in plan.tile_backward if step.kind == "tiles" else (step,):
-                route = _backward_route(one, chunk)
-                steps.append(f"{one} ({route})" if route else str(one))
-        return BlockExplanation(
-            self._inside[-1] if self._inside else "(op)",
-            f"{kind}, backend {_backend(chunk)}{_dtypes(chunk)}, {pieces}{tiles}",
-            kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
-            backward=tuple(steps),
-        )
+        block, name = mine[-1], run.call.graph.inputs[0]
+        block.offloaded = tuple(dict.fromkeys(name for name, _ in run.offloaded))
+        if not run.saves[0] and name in block.kept:
+            block.kept = tuple(kept for kept in block.kept if kept != name)
+            block.backward = (f"compute {name}", *block.backward)
 
 
-def _backward_route(step: Step, chunk: Chunk) -> str:
+def _explained(chunk: Chunk, name: str) -> BlockExplanation:
+    """The explanation of the call that a chunk belongs to, but for the steps of its forward."""
+    execution = chunk.owner.execution
+    assert isinstance(execution, Execution)
+    plan, chunks, kind = execution.plan, execution.chunks, execution.call.graph.kind
+    pieces = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
+    tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
+    low, stream = execution.compute, chunk.owner.dtype
+    dtypes = f", products in {str(low)[6:]}, stream in {str(stream)[6:]}" if low else ""
+    steps: list[str] = []
+    for step in plan.backward:
+        for one in plan.tile_backward if step.kind == "tiles" else (step,):
+            implementation = _backward_implementation(one, chunk)
+            steps.append(f"{one} ({implementation})" if implementation else str(one))
+    return BlockExplanation(
+        name,
+        f"{kind}, backend {_backend(chunk)}{dtypes}, {pieces}{tiles}",
+        kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
+        backward=tuple(steps),
+    )
+
+
+def _backward_implementation(step: Step, chunk: Chunk) -> str:
     """What runs a step of backward; also of a rebuild that reads quantized activations."""
     node = step.node
     if node is None or not (step.kind == "backward" or node.reads_quantized):
@@ -229,16 +228,10 @@ def _backward_route(step: Step, chunk: Chunk) -> str:
 
 def _backend(chunk: Chunk) -> str:
     """The backend's name and, if it is not the device's default, why."""
-    x = chunk.owner.tensors["input"]
+    x, compute = chunk.owner.tensors["input"], chunk.owner.execution.compute
     assert x is not None
-    compute = chunk.owner.execution.compute
     default = DEFAULTS.get(x.device.type, "eager")
-    eager = chunk.ops.name == "eager"
-    reason = why_not(default, x.device, compute or x.dtype) if eager else None
+    reason = None
+    if chunk.ops.name == "eager":
+        reason = why_not(default, x.device, compute or x.dtype)
     return chunk.ops.name + (f" ({reason})" if reason else "")
-
-
-def _dtypes(chunk: Chunk) -> str:
-    """The dtypes of products and of the residual stream where they differ."""
-    low, stream = chunk.owner.execution.compute, chunk.owner.dtype
-    return f", products in {str(low)[6:]}, stream in {str(stream)[6:]}" if low else ""
