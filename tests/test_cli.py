@@ -212,7 +212,7 @@ def test_report_draws(capsys):
         (("no_such_module:step",), "No module named 'no_such_module'"),
         (("mine_for_cli:nothing",), "its functions: step, with_loss"),
         (("mine_for_cli:number",), "no function 'number'"),
-        (("mine_for_cli:one",), "got a value of type Linear"),
+        (("mine_for_cli:one",), "got a value of type torch.nn.modules.linear.Linear"),
         (("mine_for_cli:no_model",), "got a value of type str: gpt2"),
         (("mine_for_cli:no_inputs",), "got a value of type NoneType"),
         (("mine_for_cli:no_loss",), "got a value of type float: 0.5"),

@@ -471,7 +471,7 @@ def test_predicted_optimizer_state_is_what_it_comes_to():
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"budget": "six"}, ValueError, "cannot read the budget 'six'"),
+        ({"budget": "six"}, ValueError, "cannot read 'six' as an amount of memory"),
         ({"budget": 1.5}, ValueError, r"in \(0, 1\], got 1.5"),
         ({"budget": 0}, ValueError, "at least 1 byte and .* got 0"),
         ({"budget": 10**30}, ValueError, r"less than 2\*\*63 bytes, got 1000"),

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
+from fused_remat.scale.memory import OPTIMIZERS
+
 #: Dtypes by the names that the options accept.
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
 }  # fmt: skip
-OPTIMIZERS = ("adamw", "sgd", "none")
 _PICTURES = (".png", ".svg", ".pdf")
 
 

@@ -177,7 +177,7 @@ def _estimated(args: argparse.Namespace) -> tuple[Estimate, Limits]:
         policies = _policies(args.policy)
         found = estimate(setup, costs, _memory(args, costs), policies)
         return found, _limits(found, policies, args.devices)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise CommandError(str(error)) from error
 
 
@@ -208,7 +208,10 @@ def _costs(args: argparse.Namespace) -> Costs:
     if here:
         costs = of_this_machine(DTYPES[args.dtype], costs)
     if args.costs is not None:
-        costs = of_file(args.costs, costs)
+        try:
+            costs = of_file(args.costs, costs)
+        except OSError as error:
+            raise CommandError(f"--costs: cannot read the file: {error}") from error
     given = {}
     for option, (key, _) in _RATES.items():
         value = getattr(args, option)

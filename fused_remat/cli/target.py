@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import os
 import pkgutil
+import re
 import sys
 import sysconfig
 import traceback
@@ -131,14 +132,12 @@ def _device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dty
     Raises: CommandError for a device of another kind, or one that this machine does not have.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    try:
-        device = torch.device(args.device or ("cuda" if count else "cpu"))
-    except RuntimeError as error:
-        raise CommandError(f"--device {args.device!r} is not a device: {error}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise CommandError(f"--device is cpu or cuda, got {args.device!r}")
+    name = args.device or ("cuda" if count else "cpu")
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", name):
+        raise CommandError(f"--device is cpu, cuda, or cuda:1 and so on; got {name!r}")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise CommandError(f"--device {args.device!r}: this machine has {count} CUDA devices")
+        raise CommandError(f"--device {name!r}: this machine has {count} CUDA devices")
     return device, DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
 
 
@@ -268,4 +267,6 @@ def _returned(target: str, value: Any) -> tuple[nn.Module, Any, Callable[[Any], 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {', '.join(type(v).__name__ for v in value) or 'nothing'}"
-    return f"a value of type {type(value).__name__}: {str(value)[:80]}"
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"a value of type {module}{kind.__qualname__}: {str(value)[:80]}"

@@ -109,7 +109,7 @@ def _read(text: str, device: torch.device | str) -> int:
         return int(device_memory(device) * float(percent[1]) / 100)
     if amount is None:
         raise ValueError(
-            f"cannot read the budget {text!r}; examples: '6GiB', '500 MB', '6442450944' (bytes), "
-            "'80%' (of the device's memory)"
+            f"cannot read {text!r} as an amount of memory; examples: '6GiB', '500 MB', "
+            "'6442450944' (bytes), '80%' (of the device's memory)"
         )
     return int(float(amount[1]) * _UNITS[(amount[2] or "").lower()])

@@ -155,7 +155,10 @@ def of_file(path: Path, base: Costs) -> Costs:
 
     Raises: ValueError if the file has no rates, OSError if it cannot be read.
     """
-    data = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     if "results" in data:
