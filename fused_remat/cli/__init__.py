@@ -63,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(name, given[1:])
     except CommandError as error:
-        if sys.flags.dev_mode:
+        if sys.flags.dev_mode and error.status == 2:
             raise
         print(f"python -m fused_remat {name}: error: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except torch.OutOfMemoryError as error:
         print(f"python -m fused_remat {name}: out of memory: {error}", file=sys.stderr)
         return 1

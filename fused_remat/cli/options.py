@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fused_remat.report.units import bytes_of
 from fused_remat.scale.memory import OPTIMIZERS
 
 #: Dtypes by the names that the options accept.
@@ -22,6 +23,14 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 class CommandError(Exception):
     """A command that cannot be carried out; the message says why, with the value."""
+
+    status = 2  # exit status
+
+
+class NothingFits(CommandError):
+    """No plan or policy fits into the memory."""
+
+    status = 1
 
 
 def new_parser(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -48,6 +57,14 @@ def add_dtype(group: Any, option: str, what: str, default: str | None, shown: st
         option, choices=DTYPES, default=default, metavar="DTYPE",
         help=f"dtype of {what}: {', '.join(DTYPES)} (default: {shown})",
     )  # fmt: skip
+
+
+def memory_of(option: str, text: str, device: torch.device | str = "cpu") -> int:
+    """The bytes that an option gives as text. Raises: CommandError if it cannot be read."""
+    try:
+        return bytes_of(text, device)
+    except (ValueError, NotImplementedError) as error:
+        raise CommandError(f"{option}: {error}") from error
 
 
 def check_sizes(args: argparse.Namespace, *names: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from fused_remat.cli import target
 from fused_remat.cli.options import (
-    CommandError,
+    NothingFits,
     add_outputs,
     add_training,
     check_outputs,
+    memory_of,
     new_parser,
     write_outputs,
 )
@@ -23,7 +24,7 @@ from fused_remat.cli.report import fuse
 from fused_remat.planner import BudgetError, Plan, plan
 from fused_remat.planner.solve import METHODS
 from fused_remat.report.step import device_of
-from fused_remat.report.units import aligned, bytes_of, human, milliseconds
+from fused_remat.report.units import aligned, human, milliseconds
 
 _DESCRIPTION = """\
 Measures a training step and chooses what every layer keeps, so that the step is fastest within
@@ -47,61 +48,37 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("plan", _DESCRIPTION, target.HELP + _EXAMPLES)
     target.add_target(parser)
     group = parser.add_argument_group("what to choose")
-    add = group.add_argument
+    add, flag = group.add_argument, functools.partial(group.add_argument, action="store_true")
+    limit = "limit on the peak memory of the step, including parameters and optimizer"
     add(
-        "--budget",
-        help="limit on the peak memory of the step, including parameters and optimizer: 6GiB, "
-        "500MB, or 80%% of the device's memory (default: no limit; prints the frontier)",
+        "--budget", help=f"{limit}: 6GiB, 500MB, or 80%% of the device's memory (default: no limit)"
     )
-    add(
-        "--method",
-        choices=METHODS,
-        default="optimal",
-        help="how to choose: exactly, or by a simpler rule (default: optimal)",
-    )
-    add(
-        "--costs",
-        choices=("measured", "analytic"),
-        default="measured",
-        help="time the steps of the layers, or compute their time from FLOPs and bytes "
-        "(default: measured)",
-    )
+    method = "how to choose: exactly, or by a simpler rule (default: optimal)"
+    add("--method", choices=METHODS, default="optimal", help=method)
+    costs = "cost of the layers' steps: timed, or from FLOPs and bytes (default: measured)"
+    add("--costs", choices=("measured", "analytic"), default="measured", help=costs)
     add_training(group)
-    add(
-        "--no-segments",
-        action="store_true",
-        help="exclude segments, in which several layers keep a single input",
-    )
-    add(
-        "--lossy",
-        action="store_true",
-        help="allow 8-bit storage of some activations, which rounds gradients",
-    )
-    add(
-        "--offload",
-        action="store_true",
-        help="allow some activations to wait in the host's memory (CUDA devices only)",
-    )
-    add("--compare", action="store_true", help="also compare all methods at this budget")
-    add(
-        "--frontier",
-        action="store_true",
-        help="also print the fastest step for each peak, from the least possible one",
-    )
+    flag("--no-segments", help="exclude segments, in which several layers keep a single input")
+    flag("--lossy", help="allow 8-bit storage of some activations, which rounds gradients")
+    flag("--offload", help="allow some activations to wait in the host's memory (CUDA only)")
+    flag("--compare", help="also compare all methods at this budget")
+    flag("--frontier", help="also print the fastest step for each peak (always without --budget)")
     add_outputs(parser)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the plan; 1 if there is none within the budget.
+    """Print the plan.
 
-    Raises: CommandError for a wrong target, budget or path, or an error in the step.
+    Raises: NothingFits if no plan is within the budget; CommandError for a wrong target, budget or
+        path, or an error in the step.
     """
     args = parse(arguments)
     check_outputs(args)
     found = target.load(args)
     fuse(found.model, None)
-    budget = _budget(args.budget, device_of(found.model, [found.args, found.kwargs]))
+    device = device_of(found.model, [found.args, found.kwargs])
+    budget = None if args.budget is None else memory_of("--budget", args.budget, device)
     print(found.title, flush=True)
     with target.user_errors(f"planning a step of {args.target!r} failed"):
         fastest = plan(
@@ -116,28 +93,20 @@ def main(arguments: Sequence[str]) -> int:
             offload=args.offload,
             **found.kwargs,
         )
-    chosen, failure = None, None
+    chosen, failure = None, ""
     try:
         chosen = fastest.within(budget, args.method)
         print(f"\n{chosen}")
     except BudgetError as error:
-        failure = error
+        failure = str(error)
     if args.compare:
         print(f"\n{comparison(fastest, budget)}")
     if args.frontier or budget is None:
         print(f"\n{frontier(fastest)}")
     if chosen is None:
-        print(f"python -m fused_remat plan: {failure}", file=sys.stderr)
-        return 1
+        raise NothingFits(failure)
     write_outputs(args, chosen)
     return 0
-
-
-def _budget(text: str | None, device: torch.device) -> int | None:
-    try:
-        return None if text is None else bytes_of(text, device)
-    except (ValueError, NotImplementedError) as error:
-        raise CommandError(f"--budget: {error}") from error
 
 
 def optimizer_of(name: str, model: nn.Module) -> Optimizer | None:

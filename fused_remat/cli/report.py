@@ -60,19 +60,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     target.add_target(parser)
     group = parser.add_argument_group("what the layers keep")
     either = group.add_mutually_exclusive_group()
-    either.add_argument(
-        "--policy",
-        type=policy_of,
-        metavar="POLICY",
-        help=f"{', '.join(EXACT_PRESETS)}; with 8-bit storage: {', '.join(LOSSY_PRESETS)}; or "
-        f"names, such as names:attn,qkv:int8 (formats: {', '.join(FORMATS)}). Default: full; "
-        "layers that are fused already keep their policies",
+    policies = (
+        f"{', '.join(EXACT_PRESETS)}; with 8-bit storage: {', '.join(LOSSY_PRESETS)}; or names: "
+        f"names:attn,qkv:int8 (formats: {', '.join(FORMATS)}). Default: full; layers that are "
+        "fused already keep their policies"
     )
-    either.add_argument(
-        "--stock",
-        action="store_true",
-        help="use plain PyTorch layers; leave the model of a function as it is",
-    )
+    either.add_argument("--policy", type=policy_of, metavar="POLICY", help=policies)
+    stock = "use plain PyTorch layers; leave the model of a function as it is"
+    either.add_argument("--stock", action="store_true", help=stock)
     add_outputs(parser)
     return parser.parse_args(arguments)
 

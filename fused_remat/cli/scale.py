@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +16,16 @@ import torch
 from fused_remat.cli.options import (
     DTYPES,
     CommandError,
+    NothingFits,
     add_dtype,
     add_sizes,
     add_training,
     check_sizes,
+    memory_of,
     new_parser,
 )
 from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS
-from fused_remat.report.units import aligned, bytes_of, human, milliseconds
+from fused_remat.report.units import aligned, device_memory, human, milliseconds
 from fused_remat.scale.costs import (
     FILE_KEYS,
     HARDWARE,
@@ -104,53 +106,42 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("scale", _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
     add("--model", required=True, help=f"one of {', '.join(_LANGUAGE)}")
-    add(
-        "--mesh", required=True, metavar="DATAxTENSOR",
-        help="8x8: 8 data-parallel (FSDP2) by 8 tensor-parallel ranks; 8 is the same as 8x1",
-    )  # fmt: skip
+    mesh = "8x8: 8 data-parallel (FSDP2) by 8 tensor-parallel ranks; 8 is the same as 8x1"
+    add("--mesh", required=True, metavar="DATAxTENSOR", help=mesh)
     group = parser.add_argument_group("the training step")
     add = group.add_argument
     add_sizes(group, "sequences per data-parallel rank in a step")
-    add(
-        "--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
-        help="divide the residual stream by tokens among tensor-parallel ranks (default: yes)",
-    )  # fmt: skip
+    divide = "divide the residual stream by tokens among tensor-parallel ranks (default: yes)"
+    add("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True, help=divide)
     add("--policy", default="all", help=f"all (default), or one of {', '.join(ALL_PRESETS)}")
-    add("--offload", default="", metavar="NAMES",
-        help="names to keep in the host's memory, such as attn,mid")  # fmt: skip
-    add(
-        "--loss", choices=("fused", "whole"), default="fused",
-        help="compute logits block by block, or all at once (default: fused)",
-    )  # fmt: skip
+    hosted = "names to keep in the host's memory, such as attn,mid"
+    add("--offload", default="", metavar="NAMES", help=hosted)
+    logits = "compute logits block by block, or all at once (default: fused)"
+    add("--loss", choices=("fused", "whole"), default="fused", help=logits)
     add_training(group)
     add_dtype(group, "--dtype", "activations", "bf16", "bf16")
     add_dtype(group, "--param-dtype", "weights, gradients and optimizer states", "fp32", "fp32")
     group = parser.add_argument_group("the hardware")
     add = group.add_argument
-    add(
-        "--hardware", choices=(*HARDWARE, "here"), default="h100",
-        help="kind of device; here: this machine, measured now (default: h100)",
-    )  # fmt: skip
+    device = "kind of device; here: this machine, measured now (default: h100)"
+    add("--hardware", choices=(*HARDWARE, "here"), default="h100", help=device)
     add("--device-memory", help="memory of a device, such as 80GiB (default: the hardware's)")
-    add(
-        "--costs", type=Path, metavar="FILE",
-        help=f"a result of `bench kernels` with rates, or JSON with {', '.join(FILE_KEYS)}",
-    )  # fmt: skip
+    rates = f"a result of `bench kernels` with rates, or JSON with {', '.join(FILE_KEYS)}"
+    add("--costs", type=Path, metavar="FILE", help=rates)
     for option, (_, what) in _RATES.items():
         add(f"--{option.replace('_', '-')}", type=_positive, help=what)
     group = parser.add_argument_group("output")
-    group.add_argument(
-        "--fewest-devices", "--devices", dest="devices", action="store_true",
-        help="also find the smallest mesh on which the model fits",
-    )  # fmt: skip
-    group.add_argument("--json", action="store_true", help="print JSON")
+    flag = functools.partial(group.add_argument, action="store_true")
+    fewest = "also find the smallest mesh on which the model fits"
+    flag("--fewest-devices", "--devices", dest="devices", help=fewest)
+    flag("--json", help="print JSON")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the estimate; 1 if no policy fits.
+    """Print the estimate.
 
-    Raises: CommandError for a wrong model, mesh, size or file.
+    Raises: NothingFits if no policy fits; CommandError for a wrong model, mesh, size or file.
     """
     args = parse(arguments)
     found, limits = _estimated(args)
@@ -158,12 +149,9 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(as_data(found, limits), indent=1))
     else:
         print("\n".join(lines(found, limits)))
-    if any(map(found.fits, found.rows.keys() - set(BASELINES))):
-        return 0
-    print(
-        f"python -m fused_remat scale: no policy fits into {human(found.memory)}", file=sys.stderr
-    )
-    return 1
+    if not any(map(found.fits, found.rows.keys() - set(BASELINES))):
+        raise NothingFits(f"no policy fits into {human(found.memory)}")
+    return 0
 
 
 def printed(args: argparse.Namespace) -> Iterator[str]:
@@ -228,14 +216,9 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 
 def _memory(args: argparse.Namespace, costs: Costs) -> int:
-    if args.device_memory is None:
-        if args.hardware == "here":
-            return bytes_of("100%")
-        return int(costs.memory.value)
-    try:
-        return bytes_of(args.device_memory)
-    except (ValueError, TypeError) as error:
-        raise CommandError(f"--device-memory: {error}") from error
+    if args.device_memory is not None:
+        return memory_of("--device-memory", args.device_memory)
+    return device_memory("cpu") if args.hardware == "here" else int(costs.memory.value)
 
 
 def _limits(found: Estimate, policies: tuple[str, ...], devices: bool) -> Limits:
