@@ -13,7 +13,7 @@ from torch import nn
 
 from fused_remat import MemoryReport, Plan
 from fused_remat.cli import COMMANDS, main, plan, report, scale, target
-from fused_remat.cli.outputs import CommandError
+from fused_remat.cli.options import DTYPES, CommandError
 from fused_remat.scale import models
 from fused_remat.scale.shapes import MODELS
 
@@ -99,6 +99,21 @@ def test_help_teaches_with_examples_that_parse(capsys):
             PARSERS[name](rest.split())
 
 
+@pytest.mark.parametrize(
+    ("parse", "others"), [(plan.parse, ["gpt2"]), (scale.parse, ["--model", "gpt2", "--mesh", "1"])]
+)
+def test_old_names_of_options_and_of_dtypes_still_work(parse, others):
+    for name in ("--accumulates", "--accumulate-gradients"):
+        assert parse([*others, name]).accumulates
+    for name in ("bf16", "bfloat16"):
+        assert DTYPES[parse([*others, "--dtype", name]).dtype] is torch.bfloat16
+
+
+def test_the_smallest_mesh_has_two_names():
+    for name in ("--devices", "--fewest-devices"):
+        assert scale.parse(["--model", "gpt2", "--mesh", "1", name]).devices
+
+
 @pytest.mark.parametrize(("arguments", "what"), [((), "missing"), (("run",), "'run'")])
 def test_an_unknown_command_lists_the_known(capsys, arguments, what):
     status, _, error = said(capsys, *arguments)
@@ -113,7 +128,7 @@ def test_the_module_and_the_installed_command_are_the_same():
     assert done.returncode == 0, done.stdout + done.stderr
     for section in ("devices", "versions", "backends", "attention", "replay check", "missing"):
         assert re.search(f"^{section}", done.stdout, re.MULTILINE), section
-    assert done.stdout.rstrip().endswith("all right")
+    assert done.stdout.rstrip().endswith("result: ok")
     assert 'fused-remat = "fused_remat.cli:main"' in (ROOT / "pyproject.toml").read_text()
 
 
@@ -134,7 +149,7 @@ def test_doctor_is_1_where_the_fused_path_is_not_taken(capsys):
         status, text, _ = said(capsys, "doctor")
     finally:
         hook.remove()
-    assert status == 1 and "FAIL" in text and "not fused: " in text and "wrong" in text
+    assert status == 1 and "FAIL" in text and "not fused: " in text and "result: failed" in text
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -197,19 +212,19 @@ def test_report_draws(capsys):
         (("no_such_module:step",), "No module named 'no_such_module'"),
         (("mine_for_cli:nothing",), "its functions: step, with_loss"),
         (("mine_for_cli:number",), "no function 'number'"),
-        (("mine_for_cli:one",), "got a Linear"),
-        (("mine_for_cli:no_model",), "got a str: gpt2"),
-        (("mine_for_cli:no_inputs",), "got a NoneType"),
-        (("mine_for_cli:no_loss",), "got a float: 0.5"),
+        (("mine_for_cli:one",), "got a value of type torch.nn.modules.linear.Linear"),
+        (("mine_for_cli:no_model",), "got a value of type str: gpt2"),
+        (("mine_for_cli:no_inputs",), "got a value of type NoneType"),
+        (("mine_for_cli:no_loss",), "got a value of type float: 0.5"),
         (("mine_for_cli:raises",), "RuntimeError: boom (mine_for_cli.py, line"),
         (("mine_for_cli:bad_loss",), "ZeroDivisionError: division by zero (mine_for_cli.py, line"),
-        (("mine_for_cli:numbered",), "by the names of arguments, got 1"),
+        (("mine_for_cli:numbered",), "must be names, got 1"),
         (("broken_for_cli:step",), "NameError: name 'undefined' is not defined"),
         (("mine_for_cli:linear",), "no layer to convert"),
         (("mine_for_cli:wants_seq",), "give --seq"),
         (("mine_for_cli:wants_more", "--seq", 4), "requires 'heads'"),
         (("mine_for_cli:step", "--dtype", "float16"), "no parameter 'dtype'"),
-        (("mine_for_cli:step", "--layers", 2), "--layers is for shapes"),
+        (("mine_for_cli:step", "--layers", 2), "--layers is for built-in models"),
         (("mine_for_cli:step", "--batch", 0), "--batch must be at least 1, got 0"),
         (("mine_for_cli:step", "--policy", "names:gate"), "'gate'"),
         (("vit-l", "--device", "meta"), "'meta'"),
@@ -239,7 +254,7 @@ def test_an_unknown_policy_lists_the_rungs(capsys):
 
 def test_a_shape_that_cannot_fit_is_not_built():
     huge = dataclasses.replace(target.MODELS["vit-l"], layers=10**6)
-    with pytest.raises(CommandError, match=r"vit-l of 1000000 layers has .* give --layers"):
+    with pytest.raises(CommandError, match=r"vit-l with 1000000 layers has .* with --layers"):
         target._check_room(huge, 197, torch.float32, torch.device("cpu"))
 
 
@@ -285,10 +300,10 @@ def test_plan_without_a_budget_shows_the_frontier_and_too_small_a_one_why(capsys
     status, text, _ = said(capsys, *step)
     assert status == 0 and "budget any" in text and "frontier" in text
     status, text, error = said(capsys, *step, "--budget", "10kB", "--compare")
-    assert status == 1 and "the least possible is" in error and "Traceback" not in error
-    assert text.count("none within it: needs") == 4
+    assert status == 1 and "the least possible peak is" in error and "Traceback" not in error
+    assert text.count("no plan within the budget: needs") == 4
     for budget in ("much", "0.8", "101%", f"{2**63}"):
         status, _, error = said(capsys, *step, "--budget", budget)
         assert status == 2 and f" '{budget}'" in error
     status, _, error = said(capsys, "plan", "mine_for_cli:frozen", "--costs", "analytic")
-    assert status == 2 and "do its parameters require gradients" in error
+    assert status == 2 and "check that its parameters require gradients" in error

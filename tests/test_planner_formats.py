@@ -217,6 +217,6 @@ def test_bad_arguments():
         plan(encoder(), torch.randn(2, 8, 32), lossy="int8")
     with pytest.raises(ValueError, match="unknown format 'int9'"):
         plan(encoder(), torch.randn(2, 8, 32), options=[Policy({"up": "int9"})])
-    with pytest.raises(BudgetError, match="the policies have"):
+    with pytest.raises(BudgetError, match="the peak of the policies is"):
         convert(model := encoder())
         plan(model, torch.randn(2, 8, 32), budget=1000, method="manual", policies={"*": "fast8"})

@@ -10,7 +10,7 @@ from torch import nn
 
 from fused_remat import Plan, Policy, convert, memory_report, plan
 from fused_remat.autograd.function import OBSERVERS
-from fused_remat.cli.outputs import CommandError
+from fused_remat.cli.options import CommandError
 from fused_remat.cli.plan import main
 from fused_remat.planner import BudgetError
 from fused_remat.planner import chain as chains
@@ -157,16 +157,16 @@ def test_a_plan_applied_keeps_what_it_says(free):
 
 
 def test_bad_arguments(capsys):
-    with pytest.raises(ValueError, match="offload=True on cpu: nothing moves there"):
+    with pytest.raises(ValueError, match=r"offload=True on cpu: .* nothing can be moved"):
         plan(encoder(), data(), offload=True)
     with pytest.raises(TypeError, match="offload= is True or False, got 'input'"):
         plan(encoder(), data(), offload="input")
     given = Policy(offload={"input"})
-    with pytest.raises(ValueError, match=r"offload=\{'input'\}.*by offload=True"):
+    with pytest.raises(ValueError, match=r"offload=\{'input'\}.*with offload=True"):
         plan(encoder(), data(), options=["full", given])
-    with pytest.raises(ValueError, match=r"offload=\{'input'\}.*by offload=True"):
+    with pytest.raises(ValueError, match=r"offload=\{'input'\}.*with offload=True"):
         plan(encoder(), data(), method="manual", policies={"*": given})
-    with pytest.raises(ValueError, match="no link to the host to be measured on cpu"):
+    with pytest.raises(ValueError, match="only CUDA devices have a link to the host, not cpu"):
         Calibration(torch.device("cpu"), 1.0, 1.0).host_link()
 
 

@@ -334,13 +334,13 @@ def test_calls_of_one_layer_have_the_same_options():
     chain = called_twice("a", "a")
     one, two = chain.calls
     other = Call(two.layer, two.kind, two.options[:2], two.forward_seconds, two.input, two.linked)
-    with pytest.raises(ValueError, match="the calls of a have different options"):
+    with pytest.raises(ValueError, match="the calls of layer 'a' have different options"):
         optimal(Chain((one, other), chain.moments, {}, 1.0), None)
 
 
 def test_moment_with_other_calls_alive_is_refused():
     chain = equal_layers(2)
-    with pytest.raises(ValueError, match="call 0 has a moment with 2 calls alive"):
+    with pytest.raises(ValueError, match="call 0 has a moment with 2 calls alive; expected 1"):
         optimal(Chain(chain.calls, (Moment(0, True, 1, 2, 2),), {}, 1.0), None)
 
 

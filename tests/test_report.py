@@ -272,7 +272,7 @@ def test_spans_of_a_trace():
         (None, 0, 4000, 4000), ("a", 4000, 12000, 8000), ("b", 8000, 8000, 4000)
     ]  # fmt: skip
     del y
-    with pytest.raises(NotImplementedError, match="not meta"):
+    with pytest.raises(NotImplementedError, match="not on meta"):
         AllocationTrace("meta")
 
 

@@ -69,7 +69,7 @@ def test_outputs_without_numbers():
 
     with pytest.raises(TypeError, match="returned dict without a floating-point tensor"):
         memory_report(Argmax(), data())
-    with pytest.raises(TypeError, match=r"takes an nn\.Module, got function"):
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got function"):
         memory_report(lambda x: x, data())
 
 
@@ -147,7 +147,7 @@ def test_what_is_compiled_is_one_layer(how):
         assert (first.name, first.calls) == (name, 1)
         assert first.kept_bytes >= 2 * TOKENS * D * 4 and first.backward_peak > 0
     assert mlp._compiled_call_impl is call
-    with pytest.raises(ValueError, match="a compiled module, whose submodules"):
+    with pytest.raises(ValueError, match="a compiled module, which does not call its submodules"):
         memory_report(model, data(), layers=["0.1" if how == "in place" else "*_orig_mod.1"])
 
 

@@ -13,10 +13,11 @@ from fused_remat.planner.chain import Choice
 from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.report.allocations import predict_kept_bytes
 from fused_remat.scale import HARDWARE, Layout, Mesh, Setup, estimate, smallest_mesh
-from fused_remat.scale.costs import kept_by_eager, of_file
+from fused_remat.scale.costs import of_file
 from fused_remat.scale.estimate import PLANNER, largest_batch, peak_of, way_of
+from fused_remat.scale.layer import kept_by_eager, passes
 from fused_remat.scale.layout import mesh_of, parameters_of, sharded
-from fused_remat.scale.memory import chain_of, passes, state_bytes, weight_bytes
+from fused_remat.scale.memory import chain_of, state_bytes, weight_bytes
 from fused_remat.scale.shapes import LARGE, MODELS
 from fused_remat.scale.time import link_of
 
@@ -233,13 +234,17 @@ def test_the_command_as_json(capsys):
 
 def test_nothing_that_fits_is_1(capsys):
     status, text, error = said(capsys, *SMALL, "--policy", "full", "--device-memory", "10MiB")
-    assert status == 1 and "nothing fits into 10.0 MiB" in error and "planner finds nothing" in text
-    assert "longest sequence that fits, batch 1: nothing fits" in text
+    assert (
+        status == 1
+        and "no policy fits into 10.0 MiB" in error
+        and "planner finds no policies that fit" in text
+    )
+    assert "longest sequence that fits at batch 1: nothing fits" in text
 
 
 def test_one_policy_shows_its_own_parts_and_what_is_on_the_host(capsys):
     _, text, _ = said(capsys, *SMALL, "--policy", "lean", "--offload", "attn")
-    assert "at its peak (lean)" in text and "time (lean)" in text
+    assert "at its peak (lean)" in text and "time of a step (lean)" in text
     header, *rows = text.split("\n\n")[1].splitlines()
     hosted = {row.split()[0]: row[header.index("on the host") - 2 :].split()[0] for row in rows}
     assert "on the host" in header and hosted["eager"] == "0" != hosted["lean"]
@@ -254,15 +259,15 @@ def test_one_policy_shows_its_own_parts_and_what_is_on_the_host(capsys):
         (("--model", "vit-l"), "got 'vit-l'"),
         (("--mesh", "2x4"), "9 query heads, which 4 tensor-parallel ranks"),
         (("--mesh", "0x3"), "got '0x3'"),
-        (("--mesh", "2x3x4"), "pipeline stages are not modelled); got '2x3x4'"),
+        (("--mesh", "2x3x4"), "pipeline stages are not supported); got '2x3x4'"),
         (("--batch", "-1"), "--batch must be at least 1, got -1"),
         (("--seq", "0"), "--seq must be at least 1, got 0"),
-        (("--seq", "100"), "100 tokens of a sequence cannot be divided evenly among 3"),
+        (("--seq", "100"), "cannot divide 100 tokens evenly among 3"),
         (("--policy", "leaner"), "got 'leaner'"),
         (("--offload", "attn,qkw"), "'qkw'"),
         (
             ("--offload", "attn,mid", "--policy", "full"),
-            "'attn', 'mid' to offload is kept by 'full'",
+            "cannot offload 'attn', 'mid': not kept by 'full'",
         ),
         (("--device-memory", "lots"), "'lots'"),
         (("--dtype", "fp32"), "give --tflops"),
@@ -277,7 +282,7 @@ def test_what_cannot_be_is_said_with_the_value(capsys, arguments, what):
 def test_a_rate_is_positive(capsys):
     with pytest.raises(SystemExit):
         scale.parse(["--model", "gpt2", "--mesh", "1", "--tflops", "-3"])
-    assert "positive number is expected, got '-3'" in capsys.readouterr().err
+    assert "expected a positive number, got '-3'" in capsys.readouterr().err
 
 
 def test_a_mesh_is_written_in_one_or_two():

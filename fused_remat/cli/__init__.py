@@ -1,24 +1,24 @@
-"""The command line, `python -m fused_remat`: what works here, what a model keeps, what to keep."""
+"""The command line `python -m fused_remat`: doctor, report, plan and scale."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from fused_remat.cli.outputs import CommandError
+from fused_remat.cli.options import CommandError
 
 _USAGE = """\
 usage: python -m fused_remat {doctor,report,plan,scale} ...
 
 Train transformers in a fraction of the activation memory.
 
-  doctor   what there is on this machine, what runs on it, and whether it computes right
-  report   what each layer of a model keeps for backward, by name, and its peaks
-  plan     what each layer should keep, so that a step is fastest within a memory budget
-  scale    what a large model takes on a mesh of devices, and what fits, on paper
+  doctor   shows devices, packages and backends, and checks a small training step on each device
+  report   shows what each layer of a model keeps for backward, by name, and peak memory
+  plan     chooses what each layer keeps, so that a step is fastest within a memory budget
+  scale    estimates memory and time of a large model on many devices, without running it
 
 examples:
   python -m fused_remat doctor
@@ -27,49 +27,17 @@ examples:
   python -m fused_remat plan mine:training_step --budget 80%
   python -m fused_remat scale --model llama3-70b --mesh 8x8
 
-python -m fused_remat COMMAND --help says more."""
+For the options of a command: python -m fused_remat COMMAND --help"""
 
-
-def _doctor(arguments: Sequence[str]) -> int:
-    from fused_remat.cli.doctor import main
-
-    return main(arguments)
-
-
-def _report(arguments: Sequence[str]) -> int:
-    from fused_remat.cli.report import main
-
-    return main(arguments)
-
-
-def _plan(arguments: Sequence[str]) -> int:
-    from fused_remat.cli.plan import main
-
-    return main(arguments)
-
-
-def _scale(arguments: Sequence[str]) -> int:
-    from fused_remat.cli.scale import main
-
-    return main(arguments)
-
-
-#: Command -> what runs it; its module is loaded only when it is asked for.
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "doctor": _doctor,
-    "report": _report,
-    "plan": _plan,
-    "scale": _scale,
-}
+COMMANDS = ("doctor", "report", "plan", "scale")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first argument names; returns the exit status.
 
-    0: done; 1: no plan within the budget, nothing that fits, out of memory, or a step that
-    `doctor` finds wrong; 2: a command line that means nothing, or a target that raises. 1 and 2
-    have a message on stderr, but for `doctor`; Python's development mode (-X dev) shows the
-    traceback of 2.
+    0: done. 1: no plan within the budget, nothing that fits, out of memory, or a wrong result in
+    `doctor`. 2: a wrong command line, or an error in the user's function. Errors are printed to
+    stderr; Python's development mode (-X dev) shows the traceback of status 2.
 
     >>> main(["--help"])  # doctest: +ELLIPSIS
     usage: python -m fused_remat {doctor,report,plan,scale} ...
@@ -90,15 +58,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what = f"unknown command {name!r}" if name else "a command is missing"
         print(f"{_USAGE}\n\nerror: {what}; valid: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    # Read when the profiler, which counts bytes on CPU, is first used: it logs its starts.
+    # Silences the profiler that measures bytes on the CPU; read when it is first used.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
-        return COMMANDS[name](given[1:])
+        return _run(name, given[1:])
     except CommandError as error:
-        if sys.flags.dev_mode:
+        if sys.flags.dev_mode and error.status == 2:
             raise
         print(f"python -m fused_remat {name}: error: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except torch.OutOfMemoryError as error:
         print(f"python -m fused_remat {name}: out of memory: {error}", file=sys.stderr)
         return 1
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    """Run a command; only its own modules are imported."""
+    if name == "doctor":
+        from fused_remat.cli.doctor import main as run
+    elif name == "report":
+        from fused_remat.cli.report import main as run
+    elif name == "plan":
+        from fused_remat.cli.plan import main as run
+    else:
+        from fused_remat.cli.scale import main as run
+    return run(arguments)

@@ -1,8 +1,7 @@
-"""`doctor`: what there is on this machine, what runs on it, and whether it computes right."""
+"""`doctor`: shows devices, packages and backends, and checks a small step on each device."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -10,20 +9,26 @@ from typing import Any
 
 from fused_remat.autograd import replay_check
 from fused_remat.cli import machine, tiny_step
-from fused_remat.report.report import human
+from fused_remat.cli.options import new_parser
+from fused_remat.report.units import aligned, human
 from fused_remat.version import __version__
 
+_DESCRIPTION = """\
+Lists devices and packages. For each device and dtype, shows which backend and attention
+implementation run and why no faster one does, and compares the gradients of a small
+FusedRematLayer with those of torch.nn.TransformerEncoderLayer.
+"""
 _EXAMPLES = """
 examples:
   python -m fused_remat doctor
   python -m fused_remat doctor --json > machine.json     # for a bug report
 
-The exit status is 1 if a step is wrong or raises, on any device.
+The exit status is 1 if a step raises an error or computes wrong gradients on any device.
 """
 
 
 def examine() -> dict[str, Any]:
-    """All that `doctor` says, as plain data."""
+    """Everything that `doctor` prints, as plain data."""
     devices, versions, compilers = machine.devices(), machine.versions(), machine.compilers()
     steps = [tiny_step.examine(d["device"], dtype) for d in devices for dtype in tiny_step.DTYPES]
     return {
@@ -39,16 +44,9 @@ def examine() -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what was found; 1 if a step is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fused_remat doctor",
-        description="Says what devices and packages there are, which backend and which attention "
-        "each device and dtype gets and why not a faster one, and runs a small step of a "
-        "FusedRematLayer on each, whose gradients are compared with the stock layer's.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    """Print the findings; 1 if a step is wrong."""
+    parser = new_parser("doctor", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
     found = examine()
     print(json.dumps(found, indent=1) if args.json else "\n".join(_lines(found)))
@@ -56,34 +54,26 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    yield f"fused_remat {found['fused_remat']}"
-    yield "\ndevices"
-    yield from _indented([[d["device"], d["name"], _facts(d)] for d in found["devices"]])
-    yield "\nversions"
-    yield from _indented([[n, v or "not installed"] for n, v in found["versions"].items()])
-    yield '\nbackends that "auto" chooses'
-    yield from _indented([_backend(step) for step in found["steps"]])
-    yield "\nattention, of heads of 64 without masks"
-    yield from _attention(found["steps"])
-    yield "\ntorch.compile (looked for, not tried)"
+    check = found["replay_check"]
+    value = "not set" if check["environment"] is None else repr(check["environment"])
     reasons = found["compile"].items()
-    yield from _indented([[kind, f"no: {why}" if why else "yes"] for kind, why in reasons])
-    yield "\nreplay check"
-    yield f"  {_replay(found['replay_check'])}"
-    yield "\na small step: its gradients beside the stock layer's in float64"
-    yield from _indented([_step(step) for step in found["steps"]])
-    yield "\nmissing"
-    rows = [[row["what"], row["for"], row["get"]] for row in found["missing"]]
-    yield from _indented(rows or [["nothing"]])
-    yield "\nall right" if found["ok"] else "\nwrong: see the steps above"
-
-
-def _indented(rows: list[list[str]]) -> Iterator[str]:
-    """Columns side by side, all to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield ("  " + "  ".join(cells)).rstrip()
+    missing = [[row["what"], row["for"], row["get"]] for row in found["missing"]]
+    yield f"fused_remat {found['fused_remat']}"
+    for title, rows in (
+        ("devices", [[d["device"], d["name"], _facts(d)] for d in found["devices"]]),
+        ("versions", [[n, v or "not installed"] for n, v in found["versions"].items()]),
+        ('backends that "auto" chooses', [_backend(step) for step in found["steps"]]),
+        ("attention, with heads of width 64 and no masks", _attention(found["steps"])),
+        ("torch.compile (its requirements; nothing was compiled)",
+         [[kind, f"no: {why}" if why else "yes"] for kind, why in reasons]),
+        ("replay check", [[f"{'on' if check['on'] else 'off'} (FUSED_REMAT_CHECK is {value})"]]),
+        ("gradients of a small step, compared with the stock layer in float64",
+         [_step(step) for step in found["steps"]]),
+        ("missing", missing or [["nothing"]]),
+    ):  # fmt: skip
+        yield f"\n{title}"
+        yield from (f"  {line}" for line in aligned(rows, left=len(rows[0])))
+    yield "\nresult: ok" if found["ok"] else "\nresult: failed; see the small steps above"
 
 
 def _facts(device: dict[str, Any]) -> str:
@@ -98,27 +88,21 @@ def _backend(step: dict[str, Any]) -> list[str]:
     return [step["device"], step["dtype"], step["backend"], why_not]
 
 
-def _attention(steps: list[dict[str, Any]]) -> Iterator[str]:
-    """One row for the dtypes of a device that take the same route."""
+def _attention(steps: list[dict[str, Any]]) -> list[list[str]]:
+    """One row for all dtypes of a device with the same implementation."""
     routes: dict[tuple[str, str, str], list[str]] = {}
     for step in steps:
         for key, shown in (("attention", "no dropout"), ("attention_dropout", "dropout")):
-            route = step[key] or "not known"
+            route = step[key] or "unknown"
             routes.setdefault((step["device"], shown, route), []).append(step["dtype"])
-    yield from _indented(
-        [[device, ", ".join(dtypes), shown, route]
-         for (device, shown, route), dtypes in routes.items()]
-    )  # fmt: skip
-
-
-def _replay(found: dict[str, Any]) -> str:
-    given = found["environment"]
-    value = "not set" if given is None else repr(given)
-    return f"{'on' if found['on'] else 'off'} (FUSED_REMAT_CHECK is {value})"
+    return [
+        [device, ", ".join(dtypes), shown, route]
+        for (device, shown, route), dtypes in routes.items()
+    ]
 
 
 def _step(step: dict[str, Any]) -> list[str]:
     if step["error"] is not None:
         return [step["device"], step["dtype"], "FAIL", step["error"]]
-    shown = f"{step['difference']:.1e} apart (the stock layer in this dtype: {step['stock']:.1e})"
-    return [step["device"], step["dtype"], "ok" if step["ok"] else "WRONG", shown]
+    errors = f"error {step['difference']:.1e} (stock layer in this dtype: {step['stock']:.1e})"
+    return [step["device"], step["dtype"], "ok" if step["ok"] else "WRONG", errors]

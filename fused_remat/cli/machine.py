@@ -1,4 +1,4 @@
-"""What there is on this machine: devices, versions, compilers; what is missing, and what for."""
+"""This machine: devices, versions, compilers, and what is missing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from fused_remat.planner.options import device_memory
+from fused_remat.report.units import device_memory
 
-#: Package -> what for, and how to get it; None for what cannot be missing.
+#: Packages, with their use and how to install them; None for those that are always installed.
 PACKAGES: dict[str, tuple[str, str] | None] = {
     "torch": None,
     "triton": ("kernels for NVIDIA GPUs", "pip install triton (Linux)"),
@@ -28,25 +28,23 @@ PACKAGES: dict[str, tuple[str, str] | None] = {
 
 
 def devices() -> list[dict[str, Any]]:
-    """The CPU, and every CUDA device."""
+    """The CPU and all CUDA devices."""
     cpu = {
         "device": "cpu",
         "name": _cpu_name(),
         "threads": torch.get_num_threads(),
         "memory_bytes": device_memory("cpu"),
     }
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [cpu, *(_cuda(index) for index in range(count))]
-
-
-def _cuda(index: int) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(index)
-    return {
-        "device": f"cuda:{index}",
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_bytes": properties.total_memory,
-    }
+    found: list[dict[str, Any]] = [cpu]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        found.append({
+            "device": f"cuda:{index}",
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_bytes": properties.total_memory,
+        })  # fmt: skip
+    return found
 
 
 def _cpu_name() -> str:
@@ -57,7 +55,7 @@ def _cpu_name() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and the packages that are, or can be, used; None where not installed."""
+    """Versions of Python and of the packages that can be used; None if not installed."""
     return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
 
 
@@ -65,17 +63,17 @@ def _version(package: str) -> str | None:
     if importlib.util.find_spec(package) is None:
         return None
     if package == "torch":
-        return str(torch.__version__)  # with what it was built for
+        return str(torch.__version__)  # including the CUDA version that it was built for
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+        return "unknown version"
 
 
 def compilers() -> dict[str, str | None]:
-    """Device type -> why `torch.compile` cannot generate code for it; None where it can.
+    """For each device type, why `torch.compile` cannot generate code for it, or None if it can.
 
-    Looks for what is needed, and compiles nothing.
+    Only looks for the requirements; compiles nothing.
     """
     found = {"cpu": _why_not_compiled("CXX", ("clang++" if sys.platform == "darwin" else "g++",))}
     if torch.cuda.is_available():
@@ -89,14 +87,14 @@ def _why_not_compiled(variable: str, names: tuple[str, ...]) -> str | None:
     given = os.environ.get(variable)
     wanted = (given,) if given else names
     if not any(shutil.which(name.split()[0]) for name in wanted):
-        return f"no compiler: looked for {', '.join(wanted)}, which {variable} can change"
+        return f"no compiler: {', '.join(wanted)} not found; set {variable} to use another"
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        return "no Python.h: the headers of this Python are not installed"
+        return "no Python.h: Python's headers are not installed"
     return None
 
 
 def missing(found: dict[str, str | None], compiled: dict[str, str | None]) -> list[dict[str, str]]:
-    """What is not there, of `versions()` and `compilers()`: what for, and how to get it."""
+    """What `versions()` and `compilers()` did not find, with its use and how to install it."""
     rows = [
         {"what": name, "for": row[0], "get": row[1]}
         for name, row in PACKAGES.items()

@@ -1,4 +1,4 @@
-"""`report`: what each layer of a model keeps for backward, by name, and its peaks."""
+"""`report`: shows what each layer of a model keeps for backward, by name, and peak memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ from collections.abc import Sequence
 from torch import nn
 
 from fused_remat.cli import target
-from fused_remat.cli.outputs import CommandError, add_outputs, check_outputs, write_outputs
+from fused_remat.cli.options import (
+    CommandError,
+    add_outputs,
+    check_outputs,
+    new_parser,
+    write_outputs,
+)
 from fused_remat.convert import convert, set_policy
 from fused_remat.formats import FORMATS
 from fused_remat.layers import FusedLayer
 from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS, LOSSY_PRESETS, Policy
 from fused_remat.report import memory_report
 
+_DESCRIPTION = """\
+Runs one training step of a model. Prints what each layer keeps between forward and backward,
+by name, as measured and as predicted, and peak memory (fused_remat.memory_report).
+"""
 _EXAMPLES = """
 examples:
   python -m fused_remat report gpt2 --layers 2 --seq 256
@@ -26,7 +36,7 @@ examples:
 
 
 def policy_of(text: str) -> str | Policy:
-    """A preset, or "names:" and names with commas between, each with a format or without.
+    """Read a policy: a preset, or "names:" and comma-separated names, which may have formats.
 
     >>> policy_of("lean"), sorted(policy_of("names:attn,qkv:int8").save)
     ('lean', ['attn', 'qkv:int8'])
@@ -45,29 +55,19 @@ def policy_of(text: str) -> str | Policy:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fused_remat report",
-        description="Runs a step of a model and prints what each layer keeps between forward and "
-        "backward, by name, as measured and as predicted, and the peaks (fused_remat."
-        "memory_report).",
-        epilog=target.HELP + _EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Read the command line."""
+    parser = new_parser("report", _DESCRIPTION, target.HELP + _EXAMPLES)
     target.add_target(parser)
-    group = parser.add_argument_group("what its layers keep")
+    group = parser.add_argument_group("what the layers keep")
     either = group.add_mutually_exclusive_group()
-    either.add_argument(
-        "--policy",
-        type=policy_of,
-        metavar="POLICY",
-        help=f"{', '.join(EXACT_PRESETS)}; in 8 bits: {', '.join(LOSSY_PRESETS)}; or "
+    policies = (
+        f"{', '.join(EXACT_PRESETS)}; with 8-bit storage: {', '.join(LOSSY_PRESETS)}; or names: "
         f"names:attn,qkv:int8 (formats: {', '.join(FORMATS)}). Default: full; layers that are "
-        "already fused keep theirs",
+        "fused already keep their policies"
     )
-    either.add_argument(
-        "--stock", action="store_true", help="ordinary layers; a function's model as it is"
-    )
+    either.add_argument("--policy", type=policy_of, metavar="POLICY", help=policies)
+    stock = "use plain PyTorch layers; leave the model of a function as it is"
+    either.add_argument("--stock", action="store_true", help=stock)
     add_outputs(parser)
     return parser.parse_args(arguments)
 
@@ -75,14 +75,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Print the report.
 
-    Raises: CommandError for a target, policy or path that cannot be, or a step that raises.
+    Raises: CommandError for a wrong target, policy or path, or an error in the step.
     """
     args = parse(arguments)
     check_outputs(args)
     found = target.load(args, args.stock)
     if not args.stock:
         fuse(found.model, args.policy)
-    with target.told(f"a step of {args.target!r} cannot be run"):
+    with target.user_errors(f"running a step of {args.target!r} failed"):
         report = memory_report(found.model, *found.args, loss=found.loss, **found.kwargs)
     print(f"{found.title}\n\n{report}")
     write_outputs(args, report)
@@ -90,9 +90,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def fuse(model: nn.Module, policy: str | Policy | None) -> None:
-    """Convert a model that has no fused layer; set the policy, if there is one.
+    """Convert a model that has no fused layers, and set the policy if one is given.
 
-    Raises: CommandError if there is nothing to convert, or a layer has not the policy's names.
+    Raises: CommandError if no layer can be converted, or a layer lacks the policy's names.
     """
     try:
         if not any(isinstance(m, FusedLayer) for m in model.modules()):

@@ -1,22 +1,40 @@
-"""`scale`: what a model takes on a mesh of devices, on paper, and how long a step is there."""
+"""`scale`: estimates memory and time of a training step on a mesh of devices."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fused_remat.cli.outputs import CommandError
-from fused_remat.planner.options import bytes_of
+from fused_remat.cli.options import (
+    DTYPES,
+    CommandError,
+    NothingFits,
+    add_dtype,
+    add_sizes,
+    add_training,
+    check_sizes,
+    memory_of,
+    new_parser,
+)
 from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS
-from fused_remat.report.report import aligned, human
-from fused_remat.scale.costs import FILE_KEYS, HARDWARE, Costs, Figure, of_file, of_this_machine
+from fused_remat.report.units import aligned, device_memory, human, milliseconds
+from fused_remat.scale.costs import (
+    FILE_KEYS,
+    HARDWARE,
+    Costs,
+    Figure,
+    of_file,
+    of_this_machine,
+    rate_text,
+)
 from fused_remat.scale.estimate import (
     BASELINES,
     PLANNER,
@@ -26,29 +44,51 @@ from fused_remat.scale.estimate import (
     largest_seq,
     smallest_mesh,
 )
-from fused_remat.scale.layout import Layout, mesh_of, padded
-from fused_remat.scale.memory import OPTIMIZERS, Setup
+from fused_remat.scale.layout import Layout, Mesh, mesh_of, padded
+from fused_remat.scale.memory import Setup
 from fused_remat.scale.shapes import LARGE, MODELS
 
+_DESCRIPTION = """\
+Estimates a training step on a mesh of devices: memory of each device by part, which policies
+fit, what the planner would choose, and the time of the step. The estimate follows from the
+graphs of the layers and the rates of the hardware; each rate is printed with its source.
+"""
 _EXAMPLES = """
 examples:
   python -m fused_remat scale --model llama3-70b --mesh 8x8
   python -m fused_remat scale --model llama3-405b --mesh 64x8 --batch 2 --policy lean
-  python -m fused_remat scale --model llama3-8b --mesh 8 --batch 4 --hardware h200 --devices
+  python -m fused_remat scale --model llama3-8b --mesh 8 --batch 4 --hardware h200 --fewest-devices
   python -m fused_remat scale --model gpt3-175b --mesh 32x8 --seq 2048 --batch 8 --json
 
-Nothing is allocated and nothing is run. The exit status is 1 if no policy fits.
+No model is allocated or run. The exit status is 1 if no policy fits.
 """
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LANGUAGE = {n: m for n, m in (MODELS | LARGE).items() if m.causal and m.vocab}
-#: Options of a rate: the keys of a costs file that they replace.
+#: Options for rates, with the keys of a costs file that they override.
 _RATES = {
-    "peak_tflops": ("peak_tflops", "what the maker states; MFU is of it"),
-    "tflops": ("products_tflops", "of large products, and of attention"),
+    "peak_tflops": ("peak_tflops", "TFLOP/s that the maker states; MFU is relative to it"),
+    "tflops": ("products_tflops", "TFLOP/s of large products and of attention"),
     "bandwidth": ("bandwidth_GBps", "GB/s of a device's memory"),
-    "link_GBps": ("link_GBps", "that a device sends within a node"),
-    "network_GBps": ("network_GBps", "that a device sends to other nodes"),
+    "link_GBps": ("link_GBps", "GB/s that a device sends within its node"),
+    "network_GBps": ("network_GBps", "GB/s that a device sends to other nodes"),
 }
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest steps that fit.
+
+    Attributes:
+        batches: the largest batch of every policy.
+        policy, seq: the policy with the largest batch, and the longest sequence with it.
+        searched: whether the smallest mesh was searched.
+        smallest: the smallest mesh and its policy; None if nothing fits.
+    """
+
+    batches: Mapping[str, int]
+    policy: str
+    seq: int
+    searched: bool
+    smallest: tuple[Mesh, str] | None
 
 
 def _positive(text: str) -> float:
@@ -57,97 +97,88 @@ def _positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"a positive number is expected, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
     return value
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fused_remat scale",
-        description="Says what a training step takes on every device of a mesh, by part, what "
-        "fits, what the planner would keep, and how long a step is, from the graphs of the layers "
-        "and the rates of the hardware. Every rate is printed with where it is from.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Read the command line."""
+    parser = new_parser("scale", _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
     add("--model", required=True, help=f"one of {', '.join(_LANGUAGE)}")
-    add("--mesh", required=True, metavar="DATAxTENSOR",
-        help="8x8: 8 data-parallel (FSDP2) by 8 tensor-parallel ranks; 8: 8x1")  # fmt: skip
-    add("--seq", type=int, help="tokens of a sequence (default: what the model is for)")
-    add("--batch", type=int, default=1,
-        help="sequences of each data-parallel rank at a time (default: 1)")  # fmt: skip
-    add("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
-        help="divide the residual stream by tokens among tensor-parallel ranks")  # fmt: skip
+    mesh = "8x8: 8 data-parallel (FSDP2) by 8 tensor-parallel ranks; 8 is the same as 8x1"
+    add("--mesh", required=True, metavar="DATAxTENSOR", help=mesh)
+    group = parser.add_argument_group("the training step")
+    add = group.add_argument
+    add_sizes(group, "sequences per data-parallel rank in a step")
+    divide = "divide the residual stream by tokens among tensor-parallel ranks (default: yes)"
+    add("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True, help=divide)
     add("--policy", default="all", help=f"all (default), or one of {', '.join(ALL_PRESETS)}")
-    add("--offload", default="", metavar="NAMES", help="kept names that wait in the host's memory")
-    add("--loss", choices=("fused", "whole"), default="fused",
-        help="a block of logits at a time, or all at once (default: fused)")  # fmt: skip
-    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: adamw)")
-    add("--accumulates", action="store_true", help="gradients are there all along")
-    add("--dtype", choices=_DTYPES, default="bf16", help="of what is computed (default: bf16)")
-    add("--param-dtype", choices=_DTYPES, default="fp32",
-        help="of weights, gradients and states as they are held (default: fp32)")  # fmt: skip
+    hosted = "names to keep in the host's memory, such as attn,mid"
+    add("--offload", default="", metavar="NAMES", help=hosted)
+    logits = "compute logits block by block, or all at once (default: fused)"
+    add("--loss", choices=("fused", "whole"), default="fused", help=logits)
+    add_training(group)
+    add_dtype(group, "--dtype", "activations", "bf16", "bf16")
+    add_dtype(group, "--param-dtype", "weights, gradients and optimizer states", "fp32", "fp32")
     group = parser.add_argument_group("the hardware")
-    group.add_argument("--hardware", choices=(*HARDWARE, "here"), default="h100",
-        help="(default: h100); here: this machine, measured now")  # fmt: skip
-    group.add_argument("--device-memory", help="(default: the hardware's) 80GiB, 141GB")
-    group.add_argument("--costs", type=Path, metavar="FILE",
-        help=f"rates: of `bench kernels`, or JSON with {', '.join(FILE_KEYS)}")  # fmt: skip
+    add = group.add_argument
+    device = "kind of device; here: this machine, measured now (default: h100)"
+    add("--hardware", choices=(*HARDWARE, "here"), default="h100", help=device)
+    add("--device-memory", help="memory of a device, such as 80GiB (default: the hardware's)")
+    rates = f"a result of `bench kernels` with rates, or JSON with {', '.join(FILE_KEYS)}"
+    add("--costs", type=Path, metavar="FILE", help=rates)
     for option, (_, what) in _RATES.items():
-        group.add_argument(f"--{option.replace('_', '-')}", type=_positive, help=what)
-    add("--devices", action="store_true", help="also the fewest devices on which it fits")
-    add("--json", action="store_true", help="the same as JSON")
+        add(f"--{option.replace('_', '-')}", type=_positive, help=what)
+    group = parser.add_argument_group("output")
+    flag = functools.partial(group.add_argument, action="store_true")
+    fewest = "also find the smallest mesh on which the model fits"
+    flag("--fewest-devices", "--devices", dest="devices", help=fewest)
+    flag("--json", help="print JSON")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the estimate; 1 if no policy fits.
+    """Print the estimate.
 
-    Raises: CommandError for a model, mesh, size or file that cannot be.
+    Raises: NothingFits if no policy fits; CommandError for a wrong model, mesh, size or file.
     """
     args = parse(arguments)
-    found, more = _estimated(args)
+    found, limits = _estimated(args)
     if args.json:
-        print(json.dumps(as_data(found, more), indent=1))
+        print(json.dumps(as_data(found, limits), indent=1))
     else:
-        print("\n".join(lines(found, more)))
-    if any(map(found.fits, found.rows.keys() - set(BASELINES))):
-        return 0
-    print(f"python -m fused_remat scale: nothing fits into {human(found.memory)}", file=sys.stderr)
-    return 1
+        print("\n".join(lines(found, limits)))
+    if not any(map(found.fits, found.rows.keys() - set(BASELINES))):
+        raise NothingFits(f"no policy fits into {human(found.memory)}")
+    return 0
 
 
 def printed(args: argparse.Namespace) -> Iterator[str]:
-    """The lines that a command line prints without --json. Raises: as `main`."""
+    """The lines that the command prints without --json. Raises: as `main`."""
     return lines(*_estimated(args))
 
 
-def _estimated(args: argparse.Namespace) -> tuple[Estimate, dict[str, Any]]:
+def _estimated(args: argparse.Namespace) -> tuple[Estimate, Limits]:
     try:
         setup, costs = _setup(args), _costs(args)
         policies = _policies(args.policy)
         found = estimate(setup, costs, _memory(args, costs), policies)
         return found, _limits(found, policies, args.devices)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise CommandError(str(error)) from error
 
 
 def _setup(args: argparse.Namespace) -> Setup:
     if args.model not in _LANGUAGE:
         raise CommandError(f"--model is one of {', '.join(_LANGUAGE)}, got {args.model!r}")
-    model = _LANGUAGE[args.model]
-    seq = model.seq_len if args.seq is None else args.seq
-    for name, value in (("batch", args.batch), ("seq", seq)):
-        if value < 1:
-            raise CommandError(f"--{name} must be at least 1, got {value}")
-    layout = Layout(mesh_of(args.mesh), args.sequence_parallel)
-    model = padded(model, layout.mesh)
+    check_sizes(args, "batch", "seq")
+    model, layout = _LANGUAGE[args.model], Layout(mesh_of(args.mesh), args.sequence_parallel)
     offload = tuple(name.strip() for name in args.offload.split(",") if name.strip())
     return Setup(
-        model, layout, args.batch, seq, _DTYPES[args.dtype], _DTYPES[args.param_dtype],
-        args.optimizer, args.loss == "fused", offload, args.accumulates,
+        padded(model, layout.mesh), layout, args.batch or 1, args.seq or model.seq_len,
+        DTYPES[args.dtype], DTYPES[args.param_dtype], args.optimizer, args.loss == "fused",
+        offload, args.accumulates,
     )  # fmt: skip
 
 
@@ -163,47 +194,47 @@ def _costs(args: argparse.Namespace) -> Costs:
     here = args.hardware == "here"
     costs = HARDWARE["h100" if here else args.hardware]
     if here:
-        costs = of_this_machine(_DTYPES[args.dtype], costs)
+        costs = of_this_machine(DTYPES[args.dtype], costs)
     if args.costs is not None:
-        costs = of_file(args.costs, costs)
+        try:
+            costs = of_file(args.costs, costs)
+        except OSError as error:
+            raise CommandError(f"--costs: cannot read the file: {error}") from error
     given = {}
     for option, (key, _) in _RATES.items():
         value = getattr(args, option)
         if value is not None:
             name, unit = FILE_KEYS[key]
             given[name] = Figure(value * unit, f"--{option.replace('_', '-')}")
-    if args.dtype == "fp32" and costs.name in HARDWARE and "products" not in given:
-        raise CommandError("no rate of float32 products is known: give --tflops and --peak-tflops")
+    single = DTYPES[args.dtype] is torch.float32
+    if single and costs.name in HARDWARE and "products" not in given:
+        raise CommandError(
+            f"the rate of float32 products on {costs.name} is unknown; give --tflops and "
+            "--peak-tflops"
+        )
     return costs.with_figures(given)
 
 
 def _memory(args: argparse.Namespace, costs: Costs) -> int:
-    if args.device_memory is None:
-        if args.hardware == "here":
-            return bytes_of("100%")
-        return int(costs.memory.value)
-    try:
-        return bytes_of(args.device_memory)
-    except (ValueError, TypeError) as error:
-        raise CommandError(f"--device-memory: {error}") from error
+    if args.device_memory is not None:
+        return memory_of("--device-memory", args.device_memory)
+    return device_memory("cpu") if args.hardware == "here" else int(costs.memory.value)
 
 
-def _limits(found: Estimate, policies: tuple[str, ...], devices: bool) -> dict[str, Any]:
-    """The largest batch of every policy, the longest sequence of that which holds most, and the
-    smallest mesh."""
+def _limits(found: Estimate, policies: tuple[str, ...], devices: bool) -> Limits:
     setup, costs, memory = found.setup, found.costs, found.memory
     names = [name for name in found.rows if name != PLANNER]
     batches = {name: largest_batch(setup, costs, memory, name) for name in names}
     best = max(policies, key=lambda name: (batches[name], -found.rows[name].step))
     stream = setup.layout.stream
     multiple = stream if 1024 % stream else 1024
-    longest = best, largest_seq(setup, costs, memory, best, multiple)
+    longest = largest_seq(setup, costs, memory, best, multiple)
     smallest = smallest_mesh(setup, costs, memory, policies) if devices else None
-    return {"batches": batches, "longest": longest, "devices": devices, "smallest": smallest}
+    return Limits(batches, best, longest, devices, smallest)
 
 
-def as_data(found: Estimate, more: Mapping[str, Any]) -> dict[str, Any]:
-    """All that is printed, as plain data; bytes and seconds."""
+def as_data(found: Estimate, limits: Limits) -> dict[str, Any]:
+    """Everything that is printed, as plain data in bytes and seconds."""
     setup = found.setup
     rows = {
         name: dataclasses.asdict(row)
@@ -213,11 +244,11 @@ def as_data(found: Estimate, more: Mapping[str, Any]) -> dict[str, Any]:
             "step": row.step,
             "tokens_per_second": found.tokens_per_second(name),
             "mfu": found.mfu(name),
-            "largest_batch": more["batches"].get(name),
+            "largest_batch": limits.batches.get(name),
         }
         for name, row in found.rows.items()
     }
-    mesh, smallest = setup.layout.mesh, more["smallest"]
+    mesh, smallest = setup.layout.mesh, limits.smallest
     return {
         "model": setup.model.name,
         "parameters": setup.parameters.count(),
@@ -226,67 +257,67 @@ def as_data(found: Estimate, more: Mapping[str, Any]) -> dict[str, Any]:
         "seq": setup.seq,
         "device_memory": found.memory,
         "rows": rows,
-        "largest_seq": {"policy": more["longest"][0], "seq": more["longest"][1]},
+        "largest_seq": {"policy": limits.policy, "seq": limits.seq},
         "smallest_mesh": smallest and {"mesh": str(smallest[0]), "policy": smallest[1]},
         "hardware": found.costs.name,
-        "costs": {
-            name: {"value": figure.value, "source": figure.source, "measured": figure.measured}
-            for name, figure in found.costs.figures.items()
-        },
+        "costs": {name: dataclasses.asdict(figure) for name, figure in found.costs.figures.items()},
     }
 
 
-def lines(found: Estimate, more: Mapping[str, Any]) -> Iterator[str]:
-    """What is printed."""
-    setup = found.setup
-    mesh, name = setup.layout.mesh, {v: k for k, v in _DTYPES.items()}
-    divided = ", stream divided by tokens" if setup.layout.stream > 1 else ""
+def lines(found: Estimate, limits: Limits) -> Iterator[str]:
+    """The lines to print."""
+    yield from _head(found.setup, found)
+    yield ""
+    yield from aligned(list(_table(found, limits)))
+    yield ""
+    if PLANNER in found.rows:
+        yield f"the planner would choose: {found.rows[PLANNER].policy}"
+    else:
+        yield "the planner finds no policies that fit"
+    longest = (
+        f"{limits.seq} tokens, with policy {limits.policy!r}" if limits.seq else "nothing fits"
+    )
+    yield f"longest sequence that fits at batch {found.setup.batch}: {longest}"
+    if limits.searched:
+        smallest = limits.smallest
+        shown = f"{smallest[0]}, with policy {smallest[1]!r}" if smallest else "nothing fits"
+        yield f"smallest mesh on which it fits, with the same batch per data-parallel rank: {shown}"
+    yield ""
+    presets = [preset for preset in found.rows if preset in ALL_PRESETS]
+    yield from _parts(found, PLANNER if PLANNER in found.rows and len(presets) > 1 else presets[0])
+    yield "\nrates"
+    for what, figure in found.costs.figures.items():
+        if what != "memory":
+            yield f"  {what.replace('_', ' ')}: {rate_text(what, figure.value)} ({figure})"
+
+
+def _head(setup: Setup, found: Estimate) -> Iterator[str]:
+    """The model, the mesh and the step."""
+    mesh, names = setup.layout.mesh, {dtype: name for name, dtype in reversed(DTYPES.items())}
+    divided = ", residual stream divided by tokens" if setup.layout.stream > 1 else ""
     yield (
         f"{setup.model.name}: {setup.parameters.count() / 1e9:.2f} B parameters on {mesh.devices} "
         f"devices of {human(found.memory)} ({found.costs.name}): {mesh.data} data-parallel (FSDP2) "
         f"× {mesh.tensor} tensor-parallel{divided}"
     )
     yield (
-        f"{setup.batch} × {setup.seq} tokens a data-parallel rank, "
-        f"computed in {name[setup.dtype]}, held in {name[setup.param_dtype]}, {setup.optimizer}, "
+        f"{setup.batch} × {setup.seq} tokens per data-parallel rank, activations in "
+        f"{names[setup.dtype]}, weights in {names[setup.param_dtype]}, {setup.optimizer}, "
         f"{'fused loss' if setup.fused_loss else 'whole logits'}"
     )
     whole = _LANGUAGE[setup.model.name].vocab
     if setup.model.vocab != whole:
-        yield f"vocabulary padded from {whole} to {setup.model.vocab} rows, to divide it evenly"
-    yield ""
-    yield from aligned(list(_table(found, more)))
-    presets = [preset for preset in found.rows if preset in ALL_PRESETS]
-    shown = PLANNER if PLANNER in found.rows and len(presets) > 1 else presets[0]
-    yield ""
-    if PLANNER in found.rows:
-        yield f"the planner would keep: {found.rows[PLANNER].policy}"
-    else:
-        yield "the planner finds nothing that fits"
-    policy, tokens = more["longest"]
-    longest = f"{tokens} tokens ({policy})" if tokens else "nothing fits"
-    yield f"longest sequence that fits, batch {setup.batch}: {longest}"
-    if more["devices"]:
-        smallest = more["smallest"]
-        shown_mesh = f"{smallest[0]} ({smallest[1]})" if smallest else "none"
-        yield f"smallest mesh on which it fits, of so many sequences a rank: {shown_mesh}"
-    yield ""
-    yield from _parts(found, shown)
-    yield ""
-    yield "rates"
-    for what, figure in found.costs.figures.items():
-        if what != "memory":
-            yield f"  {what.replace('_', ' ')}: {_rate(what, figure.value)} ({figure})"
+        yield f"vocabulary padded from {whole} to {setup.model.vocab} to divide it evenly"
 
 
-def _table(found: Estimate, more: Mapping[str, Any]) -> Iterator[list[str]]:
-    """A row for every policy."""
+def _table(found: Estimate, limits: Limits) -> Iterator[list[str]]:
+    """The table with a row for every policy."""
     hosts = ["on the host"] if found.setup.offload else []
     yield ["policy", "kept", *hosts, "peak", "fits", "batch", "rebuilt", "collectives", "step",
            "tokens/s", "MFU"]  # fmt: skip
     for name, row in found.rows.items():
         forward, backward, _ = row.collectives
-        batch = more["batches"].get(name)
+        batch = limits.batches.get(name)
         yield [
             name, human(row.kept), *[human(row.hosted) for _ in hosts], human(row.peak),
             "yes" if found.fits(name) else "no",
@@ -298,18 +329,10 @@ def _table(found: Estimate, more: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _parts(found: Estimate, name: str) -> Iterator[str]:
     row = found.rows[name]
-    yield f"a device's memory at its peak ({name}): from the graphs and shapes, not measured"
+    yield f"memory of a device at its peak ({name}), computed from graphs and shapes, not measured"
     yield from aligned([["  " + what, human(nbytes)] for what, nbytes in row.memory.items()])
     if row.hosted:
-        yield f"  in the host's memory besides: {human(row.hosted)}"
+        yield f"  additionally in the host's memory: {human(row.hosted)}"
     yield ""
-    yield f"a step's time ({name}): estimated at the rates below"
-    yield from aligned([["  " + what, f"{1e3 * s:.1f} ms"] for what, s in row.seconds.items()])
-
-
-def _rate(what: str, value: float) -> str:
-    if what == "overhead":
-        return f"{1e6 * value:.3g} µs"
-    if what in ("bandwidth", "link", "network", "host"):
-        return f"{value / 1e9:.4g} GB/s"
-    return f"{value / 1e12:.4g} TFLOP/s"
+    yield f"time of a step ({name}), estimated from the rates below"
+    yield from aligned([["  " + what, milliseconds(s)] for what, s in row.seconds.items()])

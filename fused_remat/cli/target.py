@@ -1,4 +1,4 @@
-"""TARGET, of `report` and `plan`: a built-in shape or a user's function, and its options."""
+"""TARGET of `report` and `plan`, a built-in model or a user's function, with its options."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import os
 import pkgutil
+import re
 import sys
 import sysconfig
 import traceback
@@ -19,16 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.cli.outputs import CommandError
-from fused_remat.planner.options import device_memory
-from fused_remat.report.report import human
+from fused_remat.cli.options import DTYPES, CommandError, add_dtype, add_sizes, check_sizes
+from fused_remat.report.units import device_memory, human
 from fused_remat.scale.models import build
 from fused_remat.scale.shapes import MODELS, Model
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: What a user's function may be given.
-_NAMED = ("batch", "seq", "device", "dtype")
-#: Where files lie that a user did not write.
+#: Parameters that a user's function may have.
+_PARAMETERS = ("batch", "seq", "device", "dtype")
+#: Where files lie that the user did not write.
 _NOT_THE_USERS = (
     "<frozen ",
     str(Path(__file__).parents[1]),
@@ -37,21 +36,22 @@ _NOT_THE_USERS = (
 )
 
 HELP = f"""\
-TARGET is the name of a shape: {", ".join(MODELS)}
+TARGET is a built-in model: {", ".join(MODELS)}
   Built of this package's layers with random weights, from embedding to loss; nothing is downloaded.
-  gpt2 is causal with learned positions; bert-base has post-norm layers, and a head that predicts a
-  word for every token; vit-l takes patches, and predicts a class from the mean of its tokens.
-  Language models compute their loss without whole logits (ops.linear_cross_entropy).
-  On a CPU a whole model takes minutes: give --layers 2 --seq 256.
+  gpt2 is causal with learned positions; bert-base has post-norm layers and predicts a token at
+  every position; vit-l takes patches and predicts a class from the mean of its tokens.
+  Language models compute their loss with ops.linear_cross_entropy, without storing all logits.
+  On a CPU a whole model takes minutes; --layers 2 --seq 256 makes it small.
 
-or module:function, of a module that can be imported from the current folder.
-  The function is called by those of batch, seq (int), device (torch.device) and dtype (torch.dtype)
-  that its parameters name; what no option gives is left to its defaults, if it has some. It returns
-  (model, inputs) or (model, inputs, loss):
-    model    an nn.Module in training mode, on its device;
-    inputs   a tensor, a tuple or list of arguments, or a dict of keyword arguments of the model;
-    loss     a function of the model's output, for backward (for models of transformers with labels:
-             lambda output: output.loss); else the sum of the output's floats.
+or module:function, with a module that can be imported from the current folder.
+  The function may have the parameters batch, seq (int), device (torch.device) and dtype
+  (torch.dtype), and gets those that it has. A parameter without an option on the command line
+  keeps its default. It returns (model, inputs) or (model, inputs, loss):
+    model    a torch.nn.Module in training mode, on its device
+    inputs   a tensor, a tuple or list of arguments, or a dict of keyword arguments of the model
+    loss     a function of the model's output that backward starts from (for a model of
+             transformers with labels: lambda output: output.loss); by default the sum of the
+             output's floating-point tensors
   For example, in mine.py, as mine:training_step:
 
     def training_step(batch, seq=128, device="cpu"):
@@ -63,10 +63,55 @@ python -X dev -m fused_remat ... shows the traceback of an error.
 """
 
 
+@dataclass(frozen=True)
+class Target:
+    """A model with the inputs of a training step.
+
+    Attributes:
+        title: one line that describes it.
+        loss: function of the model's output; None for the sum.
+    """
+
+    title: str
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[[Any], Tensor] | None
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """TARGET and its options."""
+    parser.add_argument("target", metavar="TARGET", help="a model; see below")
+    group = parser.add_argument_group("options of the model")
+    add_sizes(group)
+    add = group.add_argument
+    add("--layers", type=int, help="layers of a built-in model (default: all of them)")
+    add("--dropout", type=float, help="dropout of a built-in model (default: 0)")
+    add("--device", help="cpu, cuda or cuda:1 (default: cuda if there is one)")
+    add_dtype(group, "--dtype", "the parameters", None, "bf16 on cuda, fp32 on cpu")
+
+
+def load(args: argparse.Namespace, stock: bool = False) -> Target:
+    """The target that the arguments describe; `stock`: a built-in model has plain PyTorch layers.
+
+    Raises: CommandError for a wrong option or function.
+    """
+    check_sizes(args, "batch", "seq", "layers")
+    if args.target in MODELS:
+        return _built_in(args, stock)
+    if ":" not in args.target:
+        raise CommandError(
+            f"TARGET is {', '.join(MODELS)}, or module:function; got {args.target!r}"
+        )
+    return _users(args)
+
+
 @contextlib.contextmanager
-def told(what: str) -> Iterator[None]:
-    """What raises within ends the command with a message: `what`, the error, and the last line of
-    it that is the user's, if one is. Out of memory is left as it is."""
+def user_errors(what: str) -> Iterator[None]:
+    """Turn an error of the user's code into a CommandError with the user's own line of code.
+
+    Out-of-memory errors pass through.
+    """
     try:
         yield
     except (CommandError, torch.OutOfMemoryError):
@@ -81,78 +126,24 @@ def told(what: str) -> Iterator[None]:
         raise CommandError(message) from error
 
 
-@dataclass(frozen=True)
-class Target:
-    """A model with a training step's inputs.
+def _device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    """The requested device and dtype, or the defaults.
 
-    Attributes:
-        title: what it is, in a line.
-        loss: of the model's output; None for its sum.
+    Raises: CommandError for a device of another kind, or one that this machine does not have.
     """
-
-    title: str
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss: Callable[[Any], Tensor] | None
-
-
-def add_target(parser: argparse.ArgumentParser) -> None:
-    """TARGET and the options that say what it is to be."""
-    parser.add_argument("target", metavar="TARGET", help="see below")
-    group = parser.add_argument_group("what TARGET is to be")
-    group.add_argument("--batch", type=int, help="sequences (default: 1)")
-    group.add_argument("--seq", type=int, help="tokens of each (default: what the model is for)")
-    group.add_argument("--layers", type=int, help="of a shape (default: the model's)")
-    group.add_argument("--dropout", type=float, help="of a shape (default: 0)")
-    group.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
-    group.add_argument(
-        "--dtype", choices=DTYPES, help="of parameters (default: bfloat16 on cuda, else float32)"
-    )
-
-
-def load(args: argparse.Namespace, stock: bool = False) -> Target:
-    """The target that the arguments describe; `stock`: a shape of ordinary layers.
-
-    Raises: CommandError for options and functions that do not fit.
-    """
-    for name in ("batch", "seq", "layers"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise CommandError(f"--{name} must be at least 1, got {value}")
-    if args.target in MODELS:
-        return _built_in(args, stock)
-    if ":" not in args.target:
-        shapes = ", ".join(MODELS)
-        raise CommandError(f"TARGET is one of {shapes}, or module:function, got {args.target!r}")
-    return _users(args)
-
-
-def device_of(args: argparse.Namespace) -> torch.device:
-    """The device that is asked for, or the best there is.
-
-    Raises: CommandError for another kind, or one that is not there.
-    """
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    try:
-        device = torch.device(args.device or ("cuda" if there else "cpu"))
-    except RuntimeError as error:
-        raise CommandError(f"--device {args.device!r} is no device: {error}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise CommandError(f"--device is cpu or cuda, got {args.device!r}")
-    if device.type == "cuda" and (device.index or 0) >= there:
-        raise CommandError(f"--device {args.device!r}: this machine has {there} CUDA devices")
-    return device
-
-
-def dtype_of(args: argparse.Namespace, device: torch.device) -> torch.dtype:
-    """The dtype that is asked for: by default float32 on a CPU, bfloat16 on a GPU."""
-    return DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = args.device or ("cuda" if count else "cpu")
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", name):
+        raise CommandError(f"--device is cpu, cuda, or cuda:1 and so on; got {name!r}")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise CommandError(f"--device {name!r}: this machine has {count} CUDA devices")
+    return device, DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
 
 
 def _built_in(args: argparse.Namespace, stock: bool) -> Target:
-    shape, device = MODELS[args.target], device_of(args)
-    dtype, dropout = dtype_of(args, device), args.dropout or 0.0
+    shape, dropout = MODELS[args.target], args.dropout or 0.0
+    device, dtype = _device_and_dtype(args)
     if not 0.0 <= dropout < 1.0:
         raise CommandError(f"--dropout must be in [0, 1), got {dropout}")
     batch, seq, whole = args.batch or 1, args.seq or shape.seq_len, shape.layers
@@ -167,7 +158,7 @@ def _built_in(args: argparse.Namespace, stock: bool) -> Target:
 
 
 def _check_room(shape: Model, seq: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Before anything is allocated: parameters and gradients have to fit."""
+    """Raises: CommandError if parameters and gradients do not fit; called before allocation."""
 
     def count(layers: int) -> int:
         small = dataclasses.replace(shape, layers=layers)
@@ -178,8 +169,9 @@ def _check_room(shape: Model, seq: int, dtype: torch.dtype, device: torch.device
     needs, has = 2 * total * dtype.itemsize, device_memory(device)
     if needs > has:
         raise CommandError(
-            f"{shape.name} of {shape.layers} layers has {total / 1e6:,.1f} M parameters: with "
-            f"their gradients {human(needs)}, and {device} has {human(has)}; give --layers"
+            f"{shape.name} with {shape.layers} layers has {total / 1e6:,.1f} M parameters, which "
+            f"take {human(needs)} with their gradients; {device} has {human(has)}. Use fewer "
+            "layers with --layers"
         )
 
 
@@ -190,89 +182,91 @@ def _parameters(model: nn.Module) -> str:
 def _users(args: argparse.Namespace) -> Target:
     for name in ("layers", "dropout"):
         if getattr(args, name) is not None:
-            raise CommandError(f"--{name} is for shapes, not for {args.target!r}")
+            raise CommandError(f"--{name} is for built-in models, not for {args.target!r}")
     function = _find(args.target)
     given_to_it = _arguments(function, args)
-    with told(f"{args.target!r} raises"):
+    with user_errors(f"calling {args.target!r} failed"):
         value = function(**given_to_it)
     model, inputs, loss = _returned(args.target, value)
-    if isinstance(inputs, Mapping):
-        given: tuple[tuple[Any, ...], dict[str, Any]] = (), dict(inputs)
-    else:
-        given = (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
     title = f"{args.target}: {type(model).__name__}, {_parameters(model)}"
-    return Target(title, model, *given, loss)
+    if isinstance(inputs, Mapping):
+        return Target(title, model, (), dict(inputs), loss)
+    given = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    return Target(title, model, given, {}, loss)
 
 
 def _find(target: str) -> Callable[..., Any]:
-    """The function; its module may lie in the current folder."""
+    """The function; its module may be in the current folder."""
     module_name, _, name = target.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with told(f"cannot import {module_name!r} of {target!r}"):
+    with user_errors(f"importing {module_name!r} failed"):
         module = pkgutil.resolve_name(f"{module_name}:")
     function = getattr(module, name, None)
     if not callable(function):
         known = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
         raise CommandError(
-            f"{module_name!r} has no function {name!r}; its functions: {', '.join(known) or 'none'}"
+            f"module {module_name!r} has no function {name!r}; "
+            f"its functions: {', '.join(known) or 'none'}"
         )
     found: Callable[..., Any] = function
     return found
 
 
 def _arguments(function: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Those that the function names, and that are given or have no default."""
-    with told(f"{args.target!r} does not say its parameters"):
+    """The arguments for a user's function: those that are given, or that have no default."""
+    with user_errors(f"cannot read the parameters of {args.target!r}"):
         signature = inspect.signature(function)
     parameters = {
         name: p
         for name, p in signature.parameters.items()
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
-    device = device_of(args)
-    defaults = {"batch": 1, "seq": None, "device": device, "dtype": dtype_of(args, device)}
+    required = [name for name, p in parameters.items() if p.default is p.empty]
+    device, dtype = _device_and_dtype(args)
+    values = {"batch": args.batch or 1, "seq": args.seq, "device": device, "dtype": dtype}
     found = {}
-    for name in _NAMED:
-        given = getattr(args, name)
-        if given is not None and name not in parameters:
-            raise CommandError(f"--{name} is given, and {args.target!r} has no parameter {name!r}")
-        if name in parameters and (given is not None or _is_required(parameters[name])):
-            found[name] = given if name in ("batch", "seq") and given else defaults[name]
+    for name in _PARAMETERS:
+        given = getattr(args, name) is not None
+        if given and name not in parameters:
+            raise CommandError(
+                f"{args.target!r} has no parameter {name!r}, so --{name} has no effect"
+            )
+        if name in required or given:
+            found[name] = values[name]
     if "seq" in found and found["seq"] is None:
-        raise CommandError(f"{args.target!r} has a parameter 'seq' without a default: give --seq")
-    unknown = [n for n, p in parameters.items() if n not in _NAMED and _is_required(p)]
+        raise CommandError(f"parameter 'seq' of {args.target!r} has no default; give --seq")
+    unknown = [name for name in required if name not in _PARAMETERS]
     if unknown:
         raise CommandError(
-            f"{args.target!r} is called by batch, seq, device and dtype, and requires "
-            f"{', '.join(map(repr, unknown))}"
+            f"{args.target!r} requires {', '.join(map(repr, unknown))}; only batch, seq, device "
+            "and dtype can be given"
         )
     return found
 
 
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty
-
-
 def _returned(target: str, value: Any) -> tuple[nn.Module, Any, Callable[[Any], Tensor] | None]:
-    wanted = f"{target!r} has to return (model, inputs) or (model, inputs, loss)"
+    wanted = f"{target!r} must return (model, inputs) or (model, inputs, loss)"
     if not isinstance(value, tuple) or len(value) not in (2, 3):
         raise CommandError(f"{wanted}, got {_shown(value)}")
-    model, inputs = value[:2]
-    loss = value[2] if len(value) == 3 else None
+    model, inputs, loss = (*value, None)[:3]
     if not isinstance(model, nn.Module):
-        raise CommandError(f"{wanted}, its model an nn.Module, got {_shown(model)}")
+        raise CommandError(f"{wanted} with a torch.nn.Module as model, got {_shown(model)}")
     if not isinstance(inputs, (Tensor, tuple, list, Mapping)):
-        raise CommandError(f"{wanted}, its inputs a tensor, tuple or dict, got {_shown(inputs)}")
+        raise CommandError(
+            f"{wanted} with a tensor, tuple, list or dict as inputs, got {_shown(inputs)}"
+        )
     if isinstance(inputs, Mapping) and not all(isinstance(name, str) for name in inputs):
         names = ", ".join(map(repr, inputs))
-        raise CommandError(f"{wanted}, a dict of inputs by the names of arguments, got {names}")
+        raise CommandError(f"{wanted}; the keys of a dict of inputs must be names, got {names}")
     if loss is not None and not callable(loss):
-        raise CommandError(f"{wanted}, its loss a function, got {_shown(loss)}")
+        raise CommandError(f"{wanted} with a function as loss, got {_shown(loss)}")
     return model, inputs, loss
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {', '.join(type(v).__name__ for v in value) or 'nothing'}"
-    return f"a {type(value).__name__}: {str(value)[:80]}"
+    kind = type(value)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"a value of type {module}{kind.__qualname__}: {str(value)[:80]}"

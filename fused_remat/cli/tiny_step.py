@@ -1,4 +1,4 @@
-"""One small training step on a device: which backend and attention it takes, and is it right?"""
+"""One small training step on a device: its backend, its attention, and whether it is correct."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SIZES: dict[str, Any] = {
 
 
 def examine(device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What a `FusedRematLayer` does there: backend, routes of attention, and a step's gradients.
+    """Run a `FusedRematLayer` on a device; returns its backend, attention and gradient errors.
 
-    "why_not" has, of every other backend that cannot serve, the reason. "error" says why a step
-    raised or did not take the fused path, else None. "difference" is that of the gradients from the
-    stock layer's in float64, "stock" the same of the stock layer in `dtype`: "ok" is no more than
-    twice that, and an eps.
+    "why_not" has the reason for every backend that cannot run. "error" says why the step raised or
+    did not take the fused path, or is None. "difference" is the relative error of the gradients
+    against the stock layer in float64, "stock" that of the stock layer in `dtype`. "ok" means that
+    the first is at most twice the second plus the dtype's eps.
 
     >>> found = examine("cpu", torch.float32)
     >>> found["backend"], found["error"], found["ok"]
@@ -35,13 +35,13 @@ def examine(device: str, dtype: torch.dtype) -> dict[str, Any]:
     unknown = ("attention", "attention_dropout", "difference", "stock", "error")
     row |= dict.fromkeys(unknown)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FusedRematWarning)  # the reasons are in what is returned
+        warnings.simplefilter("ignore", FusedRematWarning)  # the result has the reasons
         row |= _backends(device, dtype)
         try:
             row["attention"] = attention(device, dtype, 0.0)
             row["attention_dropout"] = attention(device, dtype, 0.1)
             row["difference"], row["stock"] = differences(device, dtype)
-        except Exception as error:  # whatever it is, it is what the doctor was asked for
+        except Exception as error:  # any error is a finding
             row["error"] = f"{type(error).__name__}: {error}"
     return row | {"ok": _is_ok(row["difference"], row["stock"], dtype)}
 
@@ -64,7 +64,7 @@ def _backends(device: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def attention(device: str, dtype: torch.dtype, dropout: float) -> str:
-    """The routine that attention takes, of heads of 64 without masks.
+    """The implementation that attention uses, with heads of width 64 and no masks.
 
     Raises: RuntimeError if the layer does not take the fused path.
     """
@@ -76,13 +76,13 @@ def attention(device: str, dtype: torch.dtype, dropout: float) -> str:
 
 
 def _input(device: str, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(0)  # the process's own random state stays
+    generator = torch.Generator().manual_seed(0)  # leaves the global random state alone
     return torch.randn(2, 64, _SIZES["d_model"], generator=generator).to(device, dtype)
 
 
 def differences(device: str, dtype: torch.dtype) -> tuple[float, float]:
-    """|g − g'| / |g'| of the gradients of the input and all parameters, g' of the stock layer in
-    float64: with g of the fused layer, and of the stock layer in `dtype`."""
+    """Relative errors |g − g'| / |g'| of the gradients of input and parameters: of the fused layer,
+    and of the stock layer in `dtype`. g' are those of the stock layer in float64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         stock = nn.TransformerEncoderLayer(**_SIZES, dropout=0.0).to(device, dtype)
@@ -90,13 +90,13 @@ def differences(device: str, dtype: torch.dtype) -> tuple[float, float]:
     fused.load_state_dict(stock.state_dict())
     x = _input(device, dtype)
     ours, theirs = _gradients(fused, x), _gradients(stock, x)
-    exact = _gradients(stock.double(), x.double())  # of the weights as they were rounded
+    exact = _gradients(stock.double(), x.double())  # with the rounded weights
     return _apart(ours, exact), _apart(theirs, exact)
 
 
 def _gradients(layer: nn.Module, x: Tensor) -> list[Tensor]:
     x = x.detach().requires_grad_()
-    loss = (layer(x) * x.detach().flip(1)).sum()  # a sum alone has hardly a gradient behind a norm
+    loss = (layer(x) * x.detach().flip(1)).sum()  # a plain sum has almost no gradient behind a norm
     return list(torch.autograd.grad(loss, [x, *layer.parameters()]))
 
 

@@ -1,12 +1,12 @@
-"""What the steps of a block cost: timed one by one on the device, or from FLOPs and bytes.
+"""Seconds of each step of a block: timed on the device, or computed from FLOPs and bytes.
 
-Two answers to one question (seconds of each step at given shapes), so that one can be held against
-the other: a plan's `steps` shows both.
+A plan's `steps` shows both, so that they can be compared.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -26,21 +26,165 @@ from fused_remat.graph.schedule import Schedule, Step, schedule
 from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.node import Node
 
-_ROUNDS = 3
+_ROUNDS = 3  # of which the median counts
 
-#: Seconds of each step of a pass, by pass ("forward", "backward") and step ("compute qkv").
+#: Seconds of the steps of a call, by pass ("forward", "backward") and step ("compute qkv").
 Seconds = Mapping[tuple[str, str], float]
+
+_CALIBRATIONS: dict[tuple[object, ...], Calibration] = {}
+
+
+def calibrate(device: torch.device | str = "cpu", again: bool = False) -> Calibration:
+    """Measure what a device does in a second; the result is cached for the life of the process.
+
+    Measured at once: a large copy and the smallest operation. Measured on request: a large product
+    of each dtype, for `plan(..., costs="analytic")`, and the steps of the layers' graphs at the
+    shapes of a call, for `costs="measured"`. The cache has one entry for each number of threads,
+    precision of float32 products and deterministic mode. Pass the result as `costs` to use the
+    same measurements again. Run nothing else meanwhile.
+
+    Args:
+        device: "cpu" or a CUDA device.
+        again: whether to measure again instead of using the cache.
+    Raises: NotImplementedError for any other device.
+
+    >>> calibrate("cpu") is calibrate("cpu")
+    True
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"steps are timed on cpu and cuda, not on {device}")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (device, torch.get_num_threads(), torch.get_float32_matmul_precision(),
+           torch.are_deterministic_algorithms_enabled())  # fmt: skip
+    if again or key not in _CALIBRATIONS:
+        large = torch.empty(1 << (28 if device.type == "cuda" else 24), device=device)
+        into, small = torch.empty_like(large), torch.ones(1, device=device)
+        seconds = _best(lambda: into.copy_(large), device)
+        overhead = _best(lambda: [small + small for _ in range(100)], device) / 100
+        _CALIBRATIONS[key] = Calibration(device, 2.0 * large.nbytes / seconds, overhead)
+    return _CALIBRATIONS[key]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of one step of a layer that keeps its inputs alone.
+
+    Attributes:
+        layer: the first layer of its kind.
+        which, step: the pass ("forward" or "backward") and the step's name in `explain`
+            ("compute qkv").
+        measured: timed on the device; None if it was not timed or runs as part of another step.
+        analytic: computed from FLOPs and bytes.
+    """
+
+    layer: str
+    which: str
+    step: str
+    measured: float | None
+    analytic: float
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """Bandwidth between a device and pinned host memory.
+
+    Attributes:
+        out, back: bytes per second from the device and to the device.
+    """
+
+    out: float
+    back: float
+
+    def exposed(self, nbytes: int, forward: float, backward: float) -> float:
+        """Seconds that a layer waits for copies of its `nbytes`.
+
+        Each copy runs while one equal layer computes, which takes `forward` or `backward` seconds,
+        so the layers share the link.
+
+        >>> HostLink(out=10.0, back=20.0).exposed(100, forward=8.0, backward=7.0)
+        2.0
+        """
+        return max(0.0, nbytes / self.out - forward) + max(0.0, nbytes / self.back - backward)
+
+
+@dataclass
+class Calibration:
+    """Measured rates of a device, and the times of steps on it; made by `calibrate`.
+
+    Attributes:
+        device: the device.
+        bandwidth: bytes read and written per second in a large copy.
+        overhead: seconds of the smallest operation.
+        flops: FLOP/s of a large product, by dtype, for the dtypes measured so far.
+        link: link between a CUDA device and the host; None until `host_link` measures it.
+    """
+
+    device: torch.device
+    bandwidth: float
+    overhead: float
+    flops: dict[torch.dtype, float] = field(default_factory=dict)
+    link: HostLink | None = None
+    _steps: dict[Any, dict[tuple[str, str], float]] = field(default_factory=dict, repr=False)
+
+    def measured(self, example: Example, save: Iterable[str] = ()) -> Seconds:
+        """Seconds of every step of both passes, timed now or taken from an earlier equal call."""
+        found = self._steps.setdefault(example.key, {})
+        plan = example.prepare(save).plan
+        needed = {(w, str(s)) for w in ("forward", "backward") for s in steps_of(plan, w)}
+        if not needed <= found.keys():
+            for label, seconds in _timed(example, save).items():
+                found.setdefault(label, seconds)
+        return {label: found[label] for label in needed if label in found}
+
+    def analytic(self, example: Example, save: Iterable[str] = ()) -> Seconds:
+        """Seconds of every step: FLOPs or bytes over the measured rates, whichever is longer."""
+        call, shapes = example.keeping(save), example.shapes
+        plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
+        sizer = Sizer(call, shapes, example.input.dtype)
+        seconds = {}
+        for which in ("forward", "backward"):
+            for step in steps_of(plan, which):
+                flops, nbytes = sizer.work(step)
+                compute = flops / self.rate(sizer.compute)
+                seconds[which, str(step)] = max(compute, nbytes / self.bandwidth) + self.overhead
+        return seconds
+
+    def host_link(self) -> HostLink:
+        """The link to the host, measured once with copies of pinned memory.
+
+        Raises: ValueError if the device is not a CUDA device.
+        """
+        if self.link is None:
+            if self.device.type != "cuda":
+                raise ValueError(f"only CUDA devices have a link to the host, not {self.device}")
+            self.link = _measured_link(self.device)
+        return self.link
+
+    def compare(self, layer: str, example: Example, timed: bool = True) -> Iterator[StepCost]:
+        """Costs of every step of a call of `layer`; only analytic ones if not `timed`."""
+        measured = self.measured(example) if timed else {}
+        for (which, step), seconds in self.analytic(example).items():
+            yield StepCost(layer, which, step, measured.get((which, step)), seconds)
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """FLOP/s of a large product in `dtype`, measured at the first request."""
+        if dtype not in self.flops:
+            self.flops[dtype] = _product_rate(self.device, dtype)
+        return self.flops[dtype]
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One call of a block, to be run again on its own: its tensors, without autograd."""
+    """One call of a block with its tensors, which can be run again by itself without autograd."""
 
     call: BlockCall
     tensors: tuple[Tensor | None, ...]
     functions: Functions
 
     def keeping(self, save: Iterable[str]) -> BlockCall:
+        """The call with a policy that keeps the names `save`."""
         names = frozenset(save)
         graph = in_formats(self.call.graph, names)
         return dataclasses.replace(self.call, graph=graph, save=names)
@@ -56,18 +200,18 @@ class Example:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """By name, the inputs' batch first."""
+        """Shapes of inputs and parameters by name."""
         return self.call.named_shapes([None if t is None else t.shape for t in self.tensors])
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Of equal keys, one is as good as the other."""
+        """Identifies equal calls, which take equal memory and time."""
         given = tuple(None if t is None else (t.shape, t.dtype, t.stride()) for t in self.tensors)
         functions = tuple(sorted(self.functions.items(), key=lambda named: named[0]))
         return self.call, given, functions
 
     def run(self, save: Iterable[str], between: Callable[[], None] = lambda: None) -> None:
-        """Forward, `between`, backward, of random gradients."""
+        """Run forward, then `between`, then backward from a random gradient."""
         execution = self.prepare(save)
         with torch.no_grad():
             this = Pass(execution, execution.named(self.tensors), self.functions, self.input)
@@ -82,14 +226,55 @@ class Example:
 
 
 def steps_of(plan: Schedule, which: str) -> list[Step]:
-    """The steps of a pass; those of tiles in the place where they run."""
+    """The steps of a pass in order, including those that run once per tile."""
     outer = plan.forward if which == "forward" else plan.backward
     inner = plan.tile_forward if which == "forward" else plan.tile_backward
     return [s for step in outer for s in (inner if step.kind == "tiles" else (step,))]
 
 
+class Sizer:
+    """FLOPs and bytes of the steps of a call, from what their nodes declare."""
+
+    def __init__(
+        self, call: BlockCall, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
+        graph = call.graph
+        self.compute = graph.compute or dtype
+        self._shapes, self._widths = shapes, graph.widths(shapes)
+        self._dtypes, self._lengths = graph.dtypes(dtype), graph.lengths(shapes)
+        self._batch = sizes(shapes[graph.inputs[0]])[0]
+
+    def work(self, step: Step) -> tuple[float, float]:
+        """FLOPs of products, and bytes read and written."""
+        node = step.node
+        assert node is not None
+        tokens = self._batch * self._lengths[node.name]
+        flops = float(tokens * node.flops(self._widths, self._shapes, self._lengths[node.name]))
+        moved = self._bytes(node)
+        if step.kind == "backward":
+            return flops * _products(node, step.needs_grad), 2.0 * moved
+        return flops, moved
+
+    def _bytes(self, node: Node) -> float:
+        reads = [n for n in node.reads if n not in node.masks]  # dropout masks are drawn, not read
+        names = [n for n in (*reads, node.name) if n in self._dtypes]
+        rows = sum(self._batch * self._lengths[n] * self._widths[n] * self._dtypes[n].itemsize
+                   for n in names)  # fmt: skip
+        weights = sum(torch.Size(self._shapes[p]).numel() for p in node.params if p in self._shapes)
+        return float(rows + weights * self.compute.itemsize)
+
+
+def _products(node: Node, needs_grad: Iterable[str]) -> float:
+    """Products in backward for one in forward: one for each gradient that is needed; attention has
+    five in backward for two in forward."""
+    if node.per_sequence:
+        return 2.5
+    wanted = set(needs_grad)
+    return float(bool(wanted & set(node.inputs)) + bool(wanted & set(node.params)))
+
+
 class _Clock:
-    """Notes when steps begin; on a CUDA device by events, read once all is done."""
+    """Records when steps begin; on a CUDA device with events, which are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -116,17 +301,17 @@ class _Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         totals: dict[tuple[str, str], float] = defaultdict(float)
-        for (label, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+        cuda = self._device.type == "cuda"
+        for (label, begin), (_, end) in itertools.pairwise(self._marks):
             if label is not None:
-                cuda = self._device.type == "cuda"
                 totals[label] += begin.elapsed_time(end) * 1e-3 if cuda else end - begin
         return dict(totals)
 
 
 def _timed(example: Example, save: Iterable[str]) -> dict[tuple[str, str], float]:
-    """Seconds of every step, over all groups and tiles: the median of a few rounds."""
+    """Seconds of every step, summed over groups and tiles: the median of a few rounds."""
     rounds = []
-    for _ in range(_ROUNDS + 1):  # the first warms up
+    for _ in range(_ROUNDS + 1):  # the first round warms up
         clock = _Clock(example.input.device)
         TRACERS.append(clock)
         try:
@@ -138,163 +323,15 @@ def _timed(example: Example, save: Iterable[str]) -> dict[tuple[str, str], float
     return {label: statistics.median(r[label] for r in rounds[1:]) for label in labels}
 
 
-@dataclass(frozen=True)
-class StepCost:
-    """Seconds of one step of a layer's block that keeps its inputs alone.
-
-    Attributes:
-        layer: the first one of its kind.
-        which, step: the pass ("forward", "backward"), and as `explain` names it ("compute qkv").
-        measured: None if it was not timed, or runs together with another step.
-        analytic: from FLOPs and bytes.
-    """
-
-    layer: str
-    which: str
-    step: str
-    measured: float | None
-    analytic: float
-
-
-@dataclass(frozen=True)
-class HostLink:
-    """How fast pinned host memory is reached.
-
-    Attributes:
-        out, back: bytes per second, from the device and to it.
-    """
-
-    out: float
-    back: float
-
-    def exposed(self, nbytes: int, forward: float, backward: float) -> float:
-        """Seconds that a layer waits for copies of its `nbytes`.
-
-        They are made while another layer like it computes: `forward` seconds for the way out,
-        `backward` for the way back. So each layer that offloads takes its own share of the link.
-
-        >>> HostLink(out=10.0, back=20.0).exposed(100, forward=8.0, backward=7.0)
-        2.0
-        """
-        return max(0.0, nbytes / self.out - forward) + max(0.0, nbytes / self.back - backward)
-
-
-@dataclass
-class Calibration:
-    """What a device does in a second, and what steps took on it; made by `calibrate`.
-
-    Attributes:
-        device: as torch names it.
-        bandwidth: bytes read and written per second, in a large copy.
-        flops: of a large product, per second, by dtype.
-        overhead: seconds of the smallest operation.
-        link: between a CUDA device and the host; None until it is asked for.
-    """
-
-    device: torch.device
-    bandwidth: float
-    overhead: float
-    flops: dict[torch.dtype, float] = field(default_factory=dict)
-    link: HostLink | None = None
-    _steps: dict[Any, dict[tuple[str, str], float]] = field(default_factory=dict, repr=False)
-
-    def measured(self, example: Example, save: Iterable[str] = ()) -> Seconds:
-        """Seconds of every step of both passes, timed now or taken from an equal call before."""
-        found = self._steps.setdefault(example.key, {})
-        plan = example.prepare(save).plan
-        needed = {(w, str(s)) for w in ("forward", "backward") for s in steps_of(plan, w)}
-        if not needed <= found.keys():
-            for label, seconds in _timed(example, save).items():
-                found.setdefault(label, seconds)
-        return {label: found[label] for label in needed if label in found}
-
-    def analytic(self, example: Example, save: Iterable[str] = ()) -> Seconds:
-        """The same from FLOPs and bytes over the ceilings: whichever takes longer, per step."""
-        call, shapes = example.keeping(save), example.shapes
-        plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
-        sizer = Sizer(call, shapes, example.input.dtype)
-        seconds = {}
-        for which in ("forward", "backward"):
-            for step in steps_of(plan, which):
-                flops, nbytes = sizer.work(step)
-                compute = flops / self.rate(sizer.compute)
-                seconds[which, str(step)] = max(compute, nbytes / self.bandwidth) + self.overhead
-        return seconds
-
-    def host_link(self) -> HostLink:
-        """The link to the host: measured once, by copies of pinned memory.
-
-        Raises: ValueError on a device that nothing is offloaded from, and has none.
-        """
-        if self.link is None:
-            if self.device.type != "cuda":
-                raise ValueError(f"there is no link to the host to be measured on {self.device}")
-            self.link = _measured_link(self.device)
-        return self.link
-
-    def compare(self, layer: str, example: Example, timed: bool = True) -> Iterator[StepCost]:
-        """Both answers for every step of a call of `layer`; only the analytic if not `timed`."""
-        measured = self.measured(example) if timed else {}
-        for (which, step), seconds in self.analytic(example).items():
-            yield StepCost(layer, which, step, measured.get((which, step)), seconds)
-
-    def rate(self, dtype: torch.dtype) -> float:
-        """FLOP/s of a large product in `dtype`, measured when it is first asked for."""
-        if dtype not in self.flops:
-            self.flops[dtype] = _product_rate(self.device, dtype)
-        return self.flops[dtype]
-
-
-class Sizer:
-    """FLOPs and bytes of a step, from what its node declares."""
-
-    def __init__(
-        self, call: BlockCall, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-    ) -> None:
-        graph = call.graph
-        self.compute = graph.compute or dtype
-        self._shapes, self._widths = shapes, graph.widths(shapes)
-        self._dtypes, self._lengths = graph.dtypes(dtype), graph.lengths(shapes)
-        self._batch = sizes(shapes[graph.inputs[0]])[0]
-
-    def work(self, step: Step) -> tuple[float, float]:
-        node = step.node
-        assert node is not None
-        tokens = self._batch * self._lengths[node.name]
-        flops = float(tokens * node.flops(self._widths, self._shapes, self._lengths[node.name]))
-        moved = self._bytes(node)
-        if step.kind == "backward":
-            return flops * _products(node, step.needs_grad), 2.0 * moved
-        return flops, moved
-
-    def _bytes(self, node: Node) -> float:
-        reads = [n for n in node.reads if n not in node.masks]  # masks are drawn, not read
-        names = [n for n in (*reads, node.name) if n in self._dtypes]
-        rows = sum(self._batch * self._lengths[n] * self._widths[n] * self._dtypes[n].itemsize
-                   for n in names)  # fmt: skip
-        weights = sum(torch.Size(self._shapes[p]).numel() for p in node.params if p in self._shapes)
-        return float(rows + weights * self.compute.itemsize)
-
-
-def _products(node: Node, needs_grad: Iterable[str]) -> float:
-    """Backward's products for one of forward's: of the input, of the weight; attention has five
-    for its two."""
-    if node.per_sequence:
-        return 2.5
-    wanted = set(needs_grad)
-    return float(bool(wanted & set(node.inputs)) + bool(wanted & set(node.params)))
-
-
 def _best(run: Callable[[], Any], device: torch.device, rounds: int = 5) -> float:
-    """Seconds of a run, the fastest of a few."""
+    """Seconds of the fastest of a few runs, after a warm-up."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
 
     def once() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(device)
         begin = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait(device)
         return time.perf_counter() - begin
 
     once()
@@ -314,39 +351,3 @@ def _measured_link(device: torch.device) -> HostLink:
     out = _best(lambda: host.copy_(here, non_blocking=True), device)
     back = _best(lambda: here.copy_(host, non_blocking=True), device)
     return HostLink(here.nbytes / out, here.nbytes / back)
-
-
-_CALIBRATIONS: dict[tuple[object, ...], Calibration] = {}
-
-
-def calibrate(device: torch.device | str = "cpu", again: bool = False) -> Calibration:
-    """The calibration of a device: its ceilings, and the times of steps as they are asked for.
-
-    Ceilings (a large copy, the smallest operation, a large product of each dtype that is met) serve
-    `plan(..., costs="analytic")`; the steps of the layers' graphs, timed at the shapes of a call,
-    `costs="measured"`. Both are cached for the life of the process, for each number of threads,
-    precision of float32 products and deterministic mode; pass the result as `costs` to take the
-    same ones again. Run it with nothing beside it.
-
-    Args:
-        device: "cpu" or a CUDA device.
-        again: forget what was measured.
-    Raises: NotImplementedError for another device.
-
-    >>> calibrate("cpu") is calibrate("cpu")
-    True
-    """
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"steps are timed on cpu and cuda, not {device}")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    key = (device, torch.get_num_threads(), torch.get_float32_matmul_precision(),
-           torch.are_deterministic_algorithms_enabled())  # fmt: skip
-    if again or key not in _CALIBRATIONS:
-        large = torch.empty(1 << (28 if device.type == "cuda" else 24), device=device)
-        into, small = torch.empty_like(large), torch.ones(1, device=device)
-        seconds = _best(lambda: into.copy_(large), device)
-        overhead = _best(lambda: [small + small for _ in range(100)], device) / 100
-        _CALIBRATIONS[key] = Calibration(device, 2.0 * large.nbytes / seconds, overhead)
-    return _CALIBRATIONS[key]

@@ -1,17 +1,14 @@
-"""A training step as numbers: what each layer may keep, and what that does to memory and time.
+"""A training step as plain numbers: the options of every layer, and their memory and time.
 
-A step was measured once, with every layer keeping its inputs alone (its first option). Any other
-choice shifts those levels by what it keeps more or less, between forward and backward of the layer;
-what happens outside the layers is as it was measured. No torch here: `solve.py` searches these
-numbers, a Plan keeps them, tests make their own.
-
-Memory at one moment is what all layers before it keep, and what its own layer takes:
+One step was measured with every layer keeping its inputs alone (its first option, the base).
+Another choice shifts the measured levels by what a layer keeps more or less, from the layer's
+forward to its backward; what happens outside the layers stays as measured:
 
     peak = max over moments m of  peak_m + sum(kept_j - base_j for j alive in m) + own_m
 
-A segment is a run of calls of which only the first keeps its first input; all keep what the base
-keeps besides. When backward reaches its last call, those before it are run forward again, and
-keep from then on what their options say; the last has its input by then, and rebuilds the rest.
+A segment is a run of calls of which only the first keeps its first input; each keeps whatever else
+its base keeps. When backward reaches the last call, the calls before it run forward again and then
+keep what their options say. The last call has its input by then, and rebuilds the rest.
 """
 
 from __future__ import annotations
@@ -23,20 +20,20 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Option:
-    """What one call of a layer may keep. A call's first option is what was measured in the step.
+    """What one call of a layer may keep. The first option of a call was measured in the step.
 
     Attributes:
-        save: the names, as in `Policy(save=...)`; sorted.
+        save: names as in `Policy(save=...)`, sorted.
         kept: bytes kept from forward to backward: inputs, names, statistics, seed.
-        forward: most bytes at a time in forward, above those at its beginning.
-        backward: the same of backward, at whose beginning what is kept is there already.
-        seconds: time of backward, its rebuilds in it, of packing in forward, and of copies between
-            device and host that nothing hides.
-        offload: the names that wait on the host, as in `Policy(offload=...)`; sorted. Such options
-            are not in segments.
-        moved: bytes that wait there, and are not in `kept`; a call's options never move less than
-            those before them.
-        preset: the preset that keeps these names in the call's block, "" if none does.
+        forward, backward: most bytes during the pass, above those at its beginning. What is kept
+            is allocated before backward begins.
+        seconds: time of backward with its rebuilds, of quantizing in forward, and of copies between
+            device and host that no computation hides.
+        offload: names that wait on the host, as in `Policy(offload=...)`, sorted. Options that
+            offload are not part of segments.
+        moved: bytes that wait on the host, which `kept` does not include; it never decreases along
+            the options of a call.
+        preset: the preset that keeps these names in the call's block, or "".
     """
 
     save: tuple[str, ...]
@@ -54,12 +51,13 @@ class Call:
     """One call of a layer.
 
     Attributes:
-        layer: its qualified name; calls of equal name are one layer's, and have one option.
-        kind: of its block ("encoder_prenorm"), for tables.
-        options: at least one; the first, which keeps nothing that is not kept by all, is the base.
-        forward_seconds: of one forward.
-        input: bytes of its first input, which is in every option's `kept` but where offloaded.
-        linked: whether its first input is the output of the call before, and held by nobody else.
+        layer: the layer's qualified name; all calls of one layer have the same option.
+        kind: kind of its block ("encoder_prenorm"), for tables.
+        options: at least one; the first, the base, keeps only what every option keeps.
+        forward_seconds: time of one forward.
+        input: bytes of its first input, which `kept` of every option includes unless offloaded.
+        linked: whether its first input is the output of the preceding call and nothing else holds
+            that tensor.
     """
 
     layer: str
@@ -76,15 +74,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Moment:
-    """A stretch of the measured step: in one call's forward or backward, or in none (call -1).
+    """A span of the measured step: within one call's forward or backward, or outside (call -1).
 
     Attributes:
-        call, backward: which.
-        level: bytes at its beginning, above what rests.
-        peak: the most bytes in it, above what rests.
-        alive: how many calls, from the first, keep their activations in it; a call counts in its
-            own backward and not in its own forward.
-        gradients: bytes of parameters whose gradients are there at its end; they are in the levels.
+        call, backward: index of the call, and whether it is in backward.
+        level, peak: bytes at the beginning and at most, above the resting bytes.
+        alive: number of calls, from the first, whose activations are kept during it; a call counts
+            in its own backward but not in its own forward.
+        gradients: bytes of parameters whose gradients exist at its end; the levels include them.
     """
 
     call: int
@@ -97,7 +94,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Choice:
-    """An option for every call, by index, and disjoint runs [first, last) of calls as segments.
+    """The index of an option for every call, and disjoint segments [first, last) of calls.
 
     A segment has at least two calls; all but the first are linked.
     """
@@ -113,10 +110,10 @@ class Chain:
     Attributes:
         calls: in order of their forward.
         moments: in order of time.
-        resting: bytes that are there all the time, by what they are ("parameters", ...).
-        seconds: of the step that was measured, every call with its first option.
-        update: most bytes at a time in the optimizer's step, above what rests.
-        kept: bytes kept between forward and backward in that step, in all of the model.
+        resting: bytes allocated during the whole step, by what they hold ("parameters", ...).
+        seconds: time of the measured step, in which every call has its first option.
+        update: most bytes during the optimizer's step, above the resting bytes.
+        kept: bytes kept between forward and backward in that step, in the whole model.
     """
 
     calls: tuple[Call, ...]
@@ -133,15 +130,15 @@ class Chain:
 
 @dataclass(frozen=True)
 class Event:
-    """A stretch of the predicted step, in bytes; what rests is in them.
+    """A span of the predicted step, in bytes that include the resting ones.
 
     Attributes:
-        call: the call's index, -1 outside.
+        call: index of the call, -1 outside the calls.
         what: "forward", "replay" (of a call in a segment), "backward" or "update".
-        level, peak: at its beginning, and at most.
-        gradients: of them, those of parameters, at its end.
-        kept: of them, what layers keep, and what was kept again by replays.
-        aside: of them, what is set aside for copies between device and host.
+        level, peak: bytes at the beginning and at most.
+        gradients: the part that gradients of parameters take, at its end.
+        kept: the part that layers keep, including what replays keep again.
+        aside: the part reserved for copies between device and host.
     """
 
     call: int
@@ -163,56 +160,48 @@ def kept(chain: Chain, choice: Choice) -> tuple[int, ...]:
 
 
 def kept_in_all(chain: Chain, choice: Choice) -> int:
-    """Bytes kept from forward to backward, in all of the model."""
+    """Bytes kept from forward to backward in the whole model."""
     base = sum(call.base.kept for call in chain.calls)
     return chain.kept + sum(kept(chain, choice)) - base
 
 
-def ways(chain: Chain) -> tuple[Chain, ...]:
-    """The chain without the options that offload; with those that move inputs; with all.
+def offload_levels(chain: Chain) -> tuple[Chain, ...]:
+    """The chain without options that offload; with those that offload inputs; with all of them.
 
-    What is in transit then rests. What a method chooses in any of them is a choice of `chain`.
+    Room for the copies in transit counts as resting bytes. A choice in any of these chains is a
+    choice in `chain`.
     """
     moving = [option for call in chain.calls for option in call.options if option.offload]
     inputs = [option.moved for option in moving if option.offload == ("input",)]
     levels = sorted({0, max(inputs, default=0), max((o.moved for o in moving), default=0)})
-    return tuple(_moving_at_most(chain, level) for level in levels)
-
-
-def _moving_at_most(chain: Chain, level: int) -> Chain:
-    calls = tuple(
-        replace(call, options=tuple(o for o in call.options if o.moved <= level))
-        for call in chain.calls
-    )
-    resting = {**chain.resting, "in transit": 2 * level} if level else chain.resting
-    return replace(chain, calls=calls, resting=resting)
-
-
-def _aside(chain: Chain, choice: Choice) -> int:
-    """What copies between device and host read or write: of one call, and of the next one."""
-    chosen = zip(chain.calls, choice.options, strict=True)
-    return 2 * max((call.options[o].moved for call, o in chosen), default=0)
+    found = []
+    for level in levels:
+        calls = tuple(
+            replace(call, options=tuple(o for o in call.options if o.moved <= level))
+            for call in chain.calls
+        )
+        resting = {**chain.resting, "in transit": 2 * level} if level else chain.resting
+        found.append(replace(chain, calls=calls, resting=resting))
+    return tuple(found)
 
 
 def timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
-    """The step as it would be with `choice`."""
-    aside = _aside(chain, choice)
-    for event in _timeline(chain, choice):
-        yield (
-            replace(event, level=event.level + aside, peak=event.peak + aside, aside=aside)
-            if aside
-            else event
-        )
+    """The predicted step with `choice`, span by span."""
+    chosen = zip(chain.calls, choice.options, strict=True)
+    # The buffers of two copies at a time: of one call, and of the next.
+    aside = 2 * max((call.options[o].moved for call, o in chosen), default=0)
+    for e in _timeline(chain, choice):
+        yield replace(e, level=e.level + aside, peak=e.peak + aside, aside=aside) if aside else e
 
 
 def _timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
-    """The same without what is set aside."""
+    """The same without the room for copies."""
     shift, total = [0], [0]
     for call, bytes_kept in zip(chain.calls, kept(chain, choice), strict=True):
         shift.append(shift[-1] + bytes_kept - call.base.kept)
         total.append(total[-1] + bytes_kept)
     of = {i: segment for segment in choice.segments for i in range(*segment)}
-    waiting = set(choice.segments)  # for their replay
+    waiting = set(choice.segments)  # segments that have not been replayed yet
     for m in chain.moments:
         at, held = chain.rests + shift[m.alive], total[m.alive]
         what, more, again = "backward" if m.backward else "forward", 0, 0
@@ -230,7 +219,7 @@ def _timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
                 again = _replayed(chain, choice, segment, m.call)
                 more = mine.backward - call.base.backward
         elif m.backward and m.alive < of.get(m.alive - 1, (0, 0))[1]:
-            # Between the backwards of a segment, what was replayed for those to come is there.
+            # Between the backwards of a segment, what replays made for the others is allocated.
             again = _replayed(chain, choice, of[m.alive - 1], m.alive - 1)
         at, held = at + again, held + again
         yield Event(m.call, what, at + m.level, at + m.peak + more, m.gradients, held)
@@ -239,7 +228,7 @@ def _timeline(chain: Chain, choice: Choice) -> Iterator[Event]:
 
 
 def _more(chain: Chain, choice: Choice, i: int) -> int:
-    """What a call keeps once it was replayed, above what it keeps in a segment until then."""
+    """Bytes that a replayed call keeps, above what it keeps in a segment before the replay."""
     call = chain.calls[i]
     return call.options[choice.options[i]].kept - call.base.kept
 
@@ -247,7 +236,7 @@ def _more(chain: Chain, choice: Choice, i: int) -> int:
 def _replay(
     chain: Chain, choice: Choice, segment: tuple[int, int], level: int, gradients: int, held: int
 ) -> Iterator[Event]:
-    """All calls of a segment but its last run forward again; each makes the input of the next."""
+    """All calls of a segment but the last run forward again; each makes the next one's input."""
     for i in range(segment[0], segment[1] - 1):
         call = chain.calls[i]
         top = level + call.options[choice.options[i]].forward
@@ -257,7 +246,7 @@ def _replay(
 
 
 def _replayed(chain: Chain, choice: Choice, segment: tuple[int, int] | None, i: int) -> int:
-    """What the replay of call i's segment has made and is there still in the backward of i."""
+    """Bytes that the replay of call i's segment made and that live in the backward of call i."""
     if segment is None:
         return 0
     mine = _more(chain, choice, i) if i < segment[1] - 1 else 0
@@ -266,12 +255,12 @@ def _replayed(chain: Chain, choice: Choice, segment: tuple[int, int] | None, i: 
 
 
 def peak(chain: Chain, choice: Choice) -> int:
-    """The most bytes at a time in the whole step, with what rests."""
+    """Most bytes during the whole step, including the resting ones."""
     return max(event.peak for event in timeline(chain, choice))
 
 
 def seconds(chain: Chain, choice: Choice) -> float:
-    """Time of the whole step."""
+    """Time of the whole step; the optimizer's is not part of it."""
     terms = [chain.seconds]
     of = {i: segment for segment in choice.segments for i in range(*segment)}
     for i, call in enumerate(chain.calls):
@@ -280,4 +269,4 @@ def seconds(chain: Chain, choice: Choice) -> float:
             terms += [mine.seconds, -call.base.seconds]
         elif i != of[i][1] - 1:
             terms += [call.forward_seconds, mine.seconds, -call.base.seconds]
-    return math.fsum(terms)  # equal sets of terms, equal sums
+    return math.fsum(terms)  # exact, so equal terms in another order give an equal sum

@@ -1,7 +1,8 @@
-"""`fit`: the largest batch, or sequence, that a memory budget holds."""
+"""`fit`: the largest batch or sequence whose training step fits into a memory budget."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,28 +11,27 @@ import torch
 from torch import nn
 
 from fused_remat.planner import chain as chains
-from fused_remat.planner.build import measure_chain, plan
+from fused_remat.planner.build import Request, measure_chain, plan
 from fused_remat.planner.calibration import Calibration
-from fused_remat.planner.measure import device_of
-from fused_remat.planner.options import Budget, BudgetError, bytes_of, predict_optimizer
+from fused_remat.planner.measure import predict_optimizer
 from fused_remat.planner.plan import Plan
-from fused_remat.planner.solve import least_peak
-from fused_remat.report.report import human
-from fused_remat.report.step import tensors_in
+from fused_remat.planner.solve import BudgetError, least_peak
+from fused_remat.report.step import device_of, tensors_in
+from fused_remat.report.units import Budget, bytes_of, human
 
-_GROWTH = 4  # at most so many times what is known to fit
+_GROWTH = 4  # the next size is at most this many times one that fits
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What `fit` found.
+    """The result of `fit`.
 
     Attributes:
         size: the largest argument of `make_batch` that fits.
-        plan: the fastest plan for it within the memory.
-        tried: by size, the peak in bytes of a step with every layer keeping its input alone; the
-            least possible one of sizes for which that is too much. None where the device ran out
-            of memory.
+        plan: the fastest plan for that size within the memory.
+        tried: peak in bytes of each size that was tried: of a step with every layer keeping its
+            input alone or, where that is too much, the least possible peak. None where the device
+            ran out of memory.
     """
 
     size: int
@@ -52,20 +52,22 @@ def fit(
     """Find the largest batch (or sequence) whose step fits into a memory budget, and its plan.
 
     Args:
-        model: as of `plan`.
-        make_batch: size -> the model's inputs: a tensor, a tuple of arguments, or a mapping of
-            keyword arguments. The size is whatever it makes of it: sequences, or tokens of one.
-        memory: as `plan`'s budget.
+        model: as in `plan`.
+        make_batch: function from a size to the model's inputs: a tensor, a tuple of arguments, or a
+            mapping of keyword arguments. It decides what the size counts, such as sequences or
+            tokens.
+        memory: as the budget of `plan`.
         multiple: sizes are multiples of this.
-        most: no larger size.
-        costs: as of `plan`, for the plan that is returned.
-        options: as of `plan`: optimizer, loss, accumulates, segments, options, lossy, offload.
-    Units: bytes. Sizes are tried on the device, each a step with every layer keeping its input
-        alone; larger and larger ones until one does not fit. Whatever else layers can keep is
-        measured of the next size only, and of those after it while it makes them fit.
+        most: largest size to try.
+        costs: as in `plan`, for the plan that is returned.
+        options: further arguments of `plan`: optimizer, loss, accumulates, segments, options,
+            lossy, offload.
+    Units: bytes. Each size is tried with one step on the device, every layer keeping its input
+        alone, growing until one does not fit. All options, which take longer to measure, are
+        measured for the sizes after that, as long as they make them fit.
     Raises: BudgetError if the smallest size does not fit; ValueError if `multiple` or `most` is not
-        positive, or batches do not grow with their size and there is no `most`; TypeError for an
-        argument that `plan` does not have.
+        positive, or if batches do not grow with the size and there is no `most`; TypeError for an
+        unknown option.
 
     >>> layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     >>> model = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
@@ -75,18 +77,21 @@ def fit(
     """
     for name, value in (("multiple", multiple), ("most", most)):
         if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} is a positive int, got {value!r}")
+            raise ValueError(f"{name}= is a positive int, got {value!r}")
     if most is not None and most < multiple:
-        raise ValueError(f"most ({most}) is below multiple ({multiple})")
-    limit = bytes_of(memory, device_of(model, []))
-    search = _Search(model, make_batch, multiple, options)
+        raise ValueError(f"most={most} is less than multiple={multiple}, so no size is allowed")
+    unknown = options.keys() - {field.name for field in dataclasses.fields(Request)}
+    if unknown:
+        raise TypeError(f"fit has no argument {', '.join(map(repr, sorted(unknown)))}")
+    limit = bytes_of(memory, device_of(model))
+    search = _Search(model, make_batch, multiple, Request("analytic", **options))
     most = None if most is None else most // multiple
     while True:
         count = search.largest(limit, most)
         args, kwargs = _arguments(make_batch(count * multiple))
         try:
             found = plan(model, *args, budget=limit, costs=costs, **options, **kwargs)
-        except torch.OutOfMemoryError:  # what a layer can keep, a call of its own for each
+        except torch.OutOfMemoryError:  # while measuring the options of a layer
             if count == 1:
                 raise
             torch.cuda.empty_cache()
@@ -96,36 +101,29 @@ def fit(
 
 
 class _Search:
-    """Peaks by size, in multiples: of keeping inputs alone, and the least of all options."""
+    """Peaks by size, counted in multiples: with inputs kept alone, and the least of all options."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        make_batch: Callable[[int], Any],
-        multiple: int,
-        options: Mapping[str, Any],
+        self, model: nn.Module, make_batch: Callable[[int], Any], multiple: int, request: Request
     ) -> None:
         self._model, self._make_batch, self._multiple = model, make_batch, multiple
-        optimizer = options.get("optimizer")
-        update = None if optimizer is None else predict_optimizer(optimizer)
-        every = {**options, "update": update}
-        self._measured: list[tuple[dict[str, Any], dict[int, int | None]]] = [
-            ({**every, "options": ()}, {}), (every, {})
-        ]  # fmt: skip
-        self._elements: dict[int, int] = {}  # of the batches
+        optimizer = request.optimizer
+        self._update = None if optimizer is None else predict_optimizer(optimizer)
+        self._base = dataclasses.replace(request, options=()), dict[int, int | None]()
+        self._all = request, dict[int, int | None]()
+        self._elements: dict[int, int] = {}  # number of elements of the batches
 
     def tried(self) -> dict[int, int | None]:
-        """What is known of each size."""
-        (_, base), (_, least) = self._measured
-        return {n * self._multiple: p for n, p in (base | least).items()}
+        """The peak of each size that was tried."""
+        return {n * self._multiple: p for n, p in (self._base[1] | self._all[1]).items()}
 
     def largest(self, limit: int, most: int | None) -> int:
-        """With inputs alone, then what more can be with all options: they take long to measure."""
+        """The largest number of multiples that fits: with inputs alone, then with all options."""
         fits = 0
-        for given, peaks in self._measured:
-            fits = self._grown(fits, limit, most, given, peaks)
+        for request, peaks in (self._base, self._all):
+            fits = self._grown(fits, limit, most, request, peaks)
         if not fits:
-            raise self._too_small(limit, self._measured[-1][1][1])
+            raise self._too_small(limit, self._all[1][1])
         return fits
 
     def _grown(
@@ -133,20 +131,21 @@ class _Search:
         fits: int,
         limit: int,
         most: int | None,
-        options: Mapping[str, Any],
+        request: Request,
         peaks: dict[int, int | None],
     ) -> int:
-        """Grow by what the last two peaks say, at most fourfold; then close in."""
+        """Grow by extrapolation from the last two peaks, at most fourfold; then close in."""
         fails = None if most is None else most + 1
         size = fits + 1
         while fails is None or fails - fits > 1:
-            peak = peaks[size] if size in peaks else self._peak(size, options)
+            peak = peaks[size] if size in peaks else self._peak(size, request)
             peaks[size] = peak
             if peak is not None and peak <= limit:
                 if fails is None and fits and self._elements[size] <= self._elements[fits]:
                     raise ValueError(
                         f"make_batch({size * self._multiple}) is no larger than "
-                        f"make_batch({fits * self._multiple}), which fits: give most="
+                        f"make_batch({fits * self._multiple}), which fits; give most= to end the "
+                        "search"
                     )
                 fits = size
             else:
@@ -165,15 +164,15 @@ class _Search:
                 guess = n0 + (limit - p0) * (n1 - n0) // (p1 - p0)
         else:
             guess = fits + 1
-        if fails is not None and guess >= fails:  # the guess was tried, or beyond what fails
+        if fails is not None and guess >= fails:  # known not to fit
             guess = fails - 1
         return max(fits + 1, min(guess, _GROWTH * fits))
 
-    def _peak(self, size: int, options: Mapping[str, Any]) -> int | None:
+    def _peak(self, size: int, request: Request) -> int | None:
         args, kwargs = _arguments(self._make_batch(size * self._multiple))
         self._elements[size] = sum(t.numel() for t in tensors_in([args, kwargs]))
         try:
-            chain, _ = measure_chain(self._model, args, kwargs, "analytic", timed=False, **options)
+            chain, _ = measure_chain(self._model, args, kwargs, request, False, self._update)
             return chains.peak(chain, least_peak(chain))
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
@@ -181,21 +180,15 @@ class _Search:
 
     def _too_small(self, limit: int, peak: int | None) -> BudgetError:
         what = "more than the device has" if peak is None else f"{human(peak)} ({peak} bytes)"
-        return BudgetError(
+        message = (
             f"not even a size of {self._multiple} fits into {human(limit)} ({limit} bytes): the "
-            f"least possible peak is {what}",
-            limit,
-            peak or limit + 1,
-            {},
+            f"least possible peak is {what}"
         )
+        return BudgetError(message, limit, peak or limit + 1, {})
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as arguments of the model.
-
-    >>> _arguments({"x": 1}), _arguments((1, 2)), _arguments(1)
-    (((), {'x': 1}), ((1, 2), {}), ((1,), {}))
-    """
+    """A batch as positional and keyword arguments of the model."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})

@@ -1,4 +1,7 @@
-"""A step of a model, measured with every fused layer keeping its inputs alone: a plan's base."""
+"""Measures a training step with every fused layer keeping its inputs alone: the base of a plan.
+
+Predicts the memory of the optimizer's step as well.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,14 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from fused_remat.autograd.function import is_block
 from fused_remat.execution.observe import BlockRun
 from fused_remat.layers import FusedLayer
 from fused_remat.planner.calibration import Example
 from fused_remat.planner.chain import Moment
-from fused_remat.report.step import Step, losses_of, run_step, tensors_in
-from fused_remat.report.step import restored as restored_after
+from fused_remat.report.step import (
+    Step,
+    device_of,
+    losses_of,
+    restored,
+    run_step,
+    tensors_in,
+)
 
 _ROUNDS = 3
 
@@ -31,10 +44,10 @@ class MeasuredCall:
     """A call of a fused layer.
 
     Attributes:
-        layer, kind: the layer's qualified name, the kind of its block.
-        names: that the layer's policy takes.
-        example: to run it alone; calls with equal tensors and graphs share one.
-        follows: whether its first input is the output of the call before.
+        layer, kind: the layer's qualified name and the kind of its block.
+        names: names that the layer's policy accepts.
+        example: the call to run on its own; calls with equal tensors and graphs share one.
+        follows: whether its first input is the output of the preceding call.
     """
 
     layer: str
@@ -46,15 +59,15 @@ class MeasuredCall:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What one step was seen to do.
+    """One measured step.
 
     Attributes:
-        calls: of fused layers, in order; those whose activations an outer checkpoint drops, or that
-            backward does not come to, are not among them.
+        calls: calls of fused layers in order, without those whose activations an outer checkpoint
+            drops or that backward does not reach.
         moments: in order of time.
-        kept: bytes kept between forward and backward, in all of the model.
-        seconds: of forward and backward.
-        resting: bytes that are there all the time, by what they are.
+        kept: bytes kept between forward and backward, in the whole model.
+        seconds: time of forward and backward.
+        resting: bytes that are allocated during the whole step, by what they hold.
     """
 
     calls: tuple[MeasuredCall, ...]
@@ -64,8 +77,119 @@ class MeasuredStep:
     resting: dict[str, int]
 
 
+def measure_step(
+    model: nn.Module,
+    layers: dict[str, FusedLayer],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[[Any], Tensor] | None,
+    accumulates: bool,
+    timed: bool,
+) -> MeasuredStep:
+    """Run the step a few times to measure its calls, its memory and, if `timed`, its time."""
+    modules: list[nn.Module] = list(layers.values())
+    capture = _Capture(layers)
+    with base_policies(layers):
+        first = run_step(model, modules, args, kwargs, loss, accumulates, capture)
+        resting = _resting(model, [args, kwargs], accumulates, capture.examples())
+        step = run_step(model, modules, args, kwargs, loss, accumulates)
+        if first.calls != step.calls:
+            changed = [n for n, a, b in zip(layers, first.calls, step.calls, strict=True) if a != b]
+            raise ValueError(
+                f"{', '.join(map(repr, changed))} was not called as often in one step as in the "
+                "next; a plan needs layers that run in every step, so turn off layer dropping"
+            )
+        seconds = time_step(model, args, kwargs, loss) if timed else 0.0
+    calls, index = _kept_calls(capture, step)
+    kept = sum(saved.nbytes for saved in step.saved)
+    return MeasuredStep(calls, tuple(_moments(step, index)), kept, seconds, resting)
+
+
+def time_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    rounds: int = _ROUNDS,
+) -> float:
+    """Seconds of a forward and backward of the model as it is: the median after one warm-up."""
+    device = device_of(model, [args, kwargs])
+    inputs = list(tensors_in([args, kwargs]))
+    targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad and t.is_leaf]
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+
+    def once() -> float:
+        wait(device)
+        begin = time.perf_counter()
+        output = model(*args, **kwargs)
+        sums = losses_of(output, loss)
+        if sums and targets:
+            torch.autograd.grad(sums, targets, allow_unused=True)
+        wait(device)
+        return time.perf_counter() - begin
+
+    with torch.enable_grad(), restored(model, inputs, device):
+        return statistics.median([once() for _ in range(rounds + 1)][1:])
+
+
+def predict_optimizer(optimizer: Optimizer) -> tuple[int, int]:
+    """Predict (state, update): bytes of an optimizer's state after its first step, and the most
+    bytes that a step takes besides parameters, gradients and state.
+
+    A copy of the optimizer steps on fake tensors of the same sizes; the optimizer itself is not
+    touched.
+
+    Raises: ValueError if no copy can be made from its parameter groups and it has no state yet.
+
+    >>> layer = torch.nn.Linear(64, 64, bias=False)
+    >>> predict_optimizer(torch.optim.AdamW(layer.parameters()))[0] == 2 * 64 * 64 * 4 + 4
+    True
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake = type(optimizer)(_fake_groups(optimizer))  # type: ignore[call-arg]
+            for group in fake.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.empty_like(p)
+            fake.step()
+            with _Live() as live:
+                fake.step()
+        return max(state_bytes(optimizer), state_bytes(fake)), live.most
+    except Exception as error:
+        have = state_bytes(optimizer)
+        if have:
+            return have, 0
+        raise ValueError(
+            f"cannot predict the state of {type(optimizer).__name__} before its first step "
+            f"({type(error).__name__}: {error}); call its step() once before planning"
+        ) from error
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the tensors in an optimizer's current state."""
+    storages = [
+        t.untyped_storage() for t in tree_iter(dict(optimizer.state)) if isinstance(t, Tensor)
+    ]
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+
+@contextlib.contextmanager
+def base_policies(layers: dict[str, FusedLayer]) -> Iterator[None]:
+    """Within this context every layer keeps its inputs alone."""
+    before = {name: layer.policy for name, layer in layers.items()}
+    try:
+        for layer in layers.values():
+            layer.policy = "full"
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.policy = before[name]
+
+
 class _Capture:
-    """Collects the calls of layers while a step runs."""
+    """Collects the calls of fused layers while a step runs."""
 
     def __init__(self, layers: dict[str, FusedLayer]) -> None:
         self._layers = [(name, layer._example().names) for name, layer in layers.items()]
@@ -93,57 +217,10 @@ class _Capture:
         self.found.append((layer, measured))
 
 
-def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
-    """The first device that is not the CPU, of parameters, buffers and inputs."""
-    tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
-    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-
-
-@contextlib.contextmanager
-def base_policies(layers: dict[str, FusedLayer]) -> Iterator[None]:
-    """Every layer keeps its inputs alone, for the time of the block."""
-    before = {name: layer.policy for name, layer in layers.items()}
-    try:
-        for layer in layers.values():
-            layer.policy = "full"
-        yield
-    finally:
-        for name, layer in layers.items():
-            layer.policy = before[name]
-
-
-def measure_step(
-    model: nn.Module,
-    layers: dict[str, FusedLayer],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Callable[[Any], Tensor] | None,
-    accumulates: bool,
-    timed: bool,
-) -> MeasuredStep:
-    """Run the step a few times: to see its calls, its memory and, if `timed`, its time."""
-    modules: list[nn.Module] = list(layers.values())
-    capture = _Capture(layers)
-    with base_policies(layers):
-        first = run_step(model, modules, args, kwargs, loss, accumulates, capture)
-        resting = _resting(model, [args, kwargs], accumulates, capture.examples())
-        step = run_step(model, modules, args, kwargs, loss, accumulates)
-        if first.calls != step.calls:
-            changed = [n for n, a, b in zip(layers, first.calls, step.calls, strict=True) if a != b]
-            raise ValueError(
-                f"{', '.join(map(repr, changed))} was not called as often in one step as in the "
-                "next: a plan is for layers that run in every step (turn off what drops them)"
-            )
-        seconds = time_step(model, args, kwargs, loss) if timed else 0.0
-    calls, index = _kept_calls(capture, step)
-    kept = sum(saved.nbytes for saved in step.saved)
-    return MeasuredStep(calls, tuple(_moments(step, index)), kept, seconds, resting)
-
-
 def _kept_calls(
     capture: _Capture, step: Step
 ) -> tuple[tuple[MeasuredCall, ...], dict[tuple[int, int], int]]:
-    """Those whose activations autograd holds; where each is, by (layer, count of its calls)."""
+    """The calls whose activations autograd holds, and their indices by (layer, its call)."""
     calls: list[MeasuredCall] = []
     index: dict[tuple[int, int], int] = {}
     count: dict[int, int] = {}
@@ -156,7 +233,7 @@ def _kept_calls(
         count[layer] = count.get(layer, 0) + 1
         held = layer in step.predicted and times[layer] == step.calls[layer]
         if not held or (layer, count[layer]) not in reached:
-            # A checkpoint is around it, other calls keep nothing, or the loss does not need it.
+            # A checkpoint wraps it, another call keeps nothing, or the loss does not need it.
             skipped = True
             continue
         follows = call.follows and not skipped and layer in alone
@@ -167,7 +244,7 @@ def _kept_calls(
 
 
 def _moments(step: Step, index: dict[tuple[int, int], int]) -> Iterator[Moment]:
-    """The spans of a step, by call."""
+    """The spans of a step as moments of its calls."""
     alive = 0
     for span, ready in zip(step.spans, step.ready, strict=True):
         which, layer, count = span.label or ("forward", -1, 0)
@@ -182,12 +259,12 @@ def _moments(step: Step, index: dict[tuple[int, int], int]) -> Iterator[Moment]:
 def _resting(
     model: nn.Module, inputs: Any, accumulates: bool, examples: list[Example]
 ) -> dict[str, int]:
-    """What is on the device all the time; of what else a CUDA device holds, not our examples."""
+    """Bytes on the device during the whole step; our own examples do not count."""
     device = device_of(model, inputs)
     counted: dict[int, int] = {}
 
     def new(tensors: Iterable[Tensor]) -> int:
-        """Bytes of storages on the device that were not counted yet."""
+        """Bytes of the storages on the device that were not counted before."""
         storages = [t.untyped_storage() for t in tensors if t.device.type == device.type]
         found = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in counted}
         counted.update(found)
@@ -210,37 +287,46 @@ def _resting(
 
 
 def _buffer(p: Tensor) -> Tensor:
-    """A tensor like the one that the gradient of a parameter is added to."""
+    """A tensor of the size and dtype of the buffer that a parameter's gradient is added to."""
     main_grad = getattr(p, "main_grad", None)
     return main_grad if isinstance(main_grad, Tensor) else p
 
 
-def time_step(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Callable[[Any], Tensor] | None = None,
-    rounds: int = _ROUNDS,
-) -> float:
-    """Seconds of a forward and backward as the model is: the median of a few, after one."""
-    device = device_of(model, [args, kwargs])
-    inputs = list(tensors_in([args, kwargs]))
-    targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad and t.is_leaf]
-
-    def once() -> float:
-        _synchronize(device)
-        begin = time.perf_counter()
-        output = model(*args, **kwargs)
-        sums = losses_of(output, loss)
-        if sums and targets:
-            torch.autograd.grad(sums, targets, allow_unused=True)
-        _synchronize(device)
-        return time.perf_counter() - begin
-
-    with torch.enable_grad(), restored_after(model, inputs, device):
-        return statistics.median([once() for _ in range(rounds + 1)][1:])
+def _fake_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [
+        {**{k: v for k, v in group.items() if k != "params"},
+         "params": [torch.nn.Parameter(torch.empty_like(p)) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]  # fmt: skip
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+class _Live(TorchDispatchMode):
+    """Counts the bytes of live storages that operators returned, and the most at any moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {
+            id(t.untyped_storage()) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)
+        }
+        for t in tree_iter(result):
+            if isinstance(t, Tensor):
+                self._add(t.untyped_storage(), given)
+        return result
+
+    def _add(self, storage: Any, given: set[int]) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known or id(storage) in given:
+            return
+        self._known.add(key)
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._free, key, nbytes)
+
+    def _free(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes

@@ -1,9 +1,10 @@
-"""`Plan`: what each layer keeps, and what a step is predicted to take; `plan` is in `build.py`."""
+"""`Plan`: a policy for each layer and the predicted memory and time; `build.py` makes it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,10 +18,9 @@ from fused_remat.layers import FusedLayer
 from fused_remat.planner import chain as chains
 from fused_remat.planner.calibration import StepCost
 from fused_remat.planner.chain import Call, Chain, Choice, Event, Moment, Option
-from fused_remat.planner.options import Budget, bytes_of
 from fused_remat.planner.solve import METHODS, choose, frontier_of, parts_of
 from fused_remat.policies import Policy
-from fused_remat.report.report import aligned, human
+from fused_remat.report.units import Budget, aligned, bytes_of, human, milliseconds, run_name
 
 Model = TypeVar("Model", bound=nn.Module)
 _FORMAT = 1
@@ -28,15 +28,15 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a plan says of one layer.
+    """The plan of one layer.
 
     Attributes:
-        name, kind: qualified name; the kind of its block.
-        policy: to be set.
+        name, kind: qualified name of the layer, and the kind of its block.
+        policy: the policy to set.
         label: the policy as text: a preset's name where it is one.
-        kept_bytes: from forward to backward, over all its calls.
-        rebuild_seconds: in backward, above what keeping everything useful takes; a segment's
-            replay included.
+        kept_bytes: bytes kept from forward to backward, over all calls.
+        rebuild_seconds: time of backward above that of keeping everything useful, including the
+            replay of a segment.
     """
 
     name: str
@@ -58,17 +58,17 @@ class Point:
 
 @dataclass(frozen=True, eq=True)
 class Plan:
-    """A policy for every fused layer of a model, and what a step with them takes; made by `plan`.
+    """A policy for every fused layer of a model, and the memory and time of a step; see `plan`.
 
     Bytes and seconds are predictions for the inputs and the device that `plan` was given. Prints as
     `table()`.
 
     Attributes:
-        model, device: the model's class; the device's name.
-        method, costs: by which it was chosen, and from which costs.
-        budget: bytes that the peak had to stay within; None for any.
-        chain, choice: the measured step, and what was chosen in it (`fused_remat.planner.chain`).
-        steps: what each step of each kind of layer costs, by FLOPs and bytes and, unless costs are
+        model, device: the model's class and the device's name.
+        method, costs: the method that chose the policies, and the costs that it used.
+        budget: limit on the peak in bytes; None for no limit.
+        chain, choice: the measured step, and the choice within it (`fused_remat.planner.chain`).
+        steps: costs of each step of each kind of layer: from FLOPs and bytes and, unless costs are
             "analytic", timed.
     """
 
@@ -83,42 +83,42 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes at a time in a step: parameters, buffers, inputs, gradients, optimizer
-        state, what is kept, and transients."""
+        """Most bytes during a step: parameters, buffers, inputs, gradients, optimizer state, kept
+        activations and transients."""
         return chains.peak(self.chain, self.choice)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes kept from forward to backward in all of the model, as `memory_report` counts."""
+        """Bytes kept from forward to backward in the whole model, as `memory_report` counts."""
         return chains.kept_in_all(self.chain, self.choice)
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward."""
+        """Time of forward and backward."""
         return chains.seconds(self.chain, self.choice)
 
     @functools.cached_property
     def layers(self) -> tuple[LayerPlan, ...]:
-        """One for each layer that was planned, in order of its first call."""
+        """The plans of the layers in order of their first calls."""
         return tuple(_layers(self.chain, self.choice))
 
     @property
     def policies(self) -> dict[str, Policy]:
-        """By the layers' qualified names."""
+        """The policies by the layers' qualified names."""
         return {layer.name: layer.policy for layer in self.layers}
 
     @property
     def parts(self) -> dict[str, int]:
-        """What the peak is made of, in bytes: "kept" is of the layers, "at work" all the rest."""
+        """Parts of the peak, in bytes: "kept" by the layers, "at work" for everything temporary."""
         return parts_of(self.chain, self.choice)
 
     def timeline(self) -> list[Event]:
-        """The predicted step, stretch by stretch."""
+        """The predicted step, span by span."""
         return list(chains.timeline(self.chain, self.choice))
 
     @functools.cached_property
     def frontier(self) -> tuple[Point, ...]:
-        """From the least possible peak to the fastest: what this model could have been given."""
+        """The fastest steps for every budget, from the least possible peak to no limit."""
         return tuple(
             Point(
                 chains.peak(self.chain, choice),
@@ -129,9 +129,9 @@ class Plan:
         )
 
     def within(self, budget: Budget | None, method: str = "optimal") -> Plan:
-        """Another plan from the same measurements, for another budget or by another method.
+        """Another plan from the same measurements, for another budget or with another method.
 
-        Raises: as `plan`; ValueError for "manual", whose options are not in the measurements.
+        Raises: as `plan`; ValueError for "manual", whose options were not measured.
         """
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; valid here: {', '.join(METHODS)}")
@@ -140,9 +140,10 @@ class Plan:
         return dataclasses.replace(self, method=method, budget=limit, choice=choice)
 
     def apply(self, model: Model) -> Model:
-        """Set the policies in `model`, converting it if nothing in it is fused yet; returns it.
+        """Set the policies in `model`, which is converted if it has no fused layer; returns it.
 
-        Raises: ValueError if it has not the layers that the plan is for.
+        Raises: ValueError if it lacks layers that the plan is for, or a layer rejects its policy;
+            then no policy changes.
         """
         found = {n: m for n, m in model.named_modules() if isinstance(m, FusedLayer)}
         if not found:
@@ -165,23 +166,22 @@ class Plan:
         return model
 
     def table(self) -> str:
-        """The plan as text; equal layers that follow each other are one row."""
+        """The plan as text; consecutive equal layers share one row."""
         rows = [["", "policy", "kept", "rebuild"]]
-        for group in _folded(self.layers):
-            first, last = group[0], group[-1]
-            many = f"{first.name} … {last.name} ({len(group)}×)"
-            name = first.name if len(group) == 1 else many
-            time = f"{1e3 * first.rebuild_seconds:.2f} ms"
-            rows.append([f"{name} {first.kind}", first.label, human(first.kept_bytes), time])
+        without_name = functools.partial(dataclasses.replace, name="")
+        for row, equal in itertools.groupby(self.layers, key=without_name):
+            name = run_name([layer.name for layer in equal])
+            time = milliseconds(row.rebuild_seconds, 2)
+            rows.append([f"{name} {row.kind}", row.label, human(row.kept_bytes), time])
         within = "any" if self.budget is None else human(self.budget)
         parts = ", ".join(f"{name} {human(n)}" for name, n in self.parts.items())
         lines = [
             f"{self.model} on {self.device}: {self.method}, costs {self.costs}, budget {within}",
             *aligned(rows),
-            f"kept: {human(self.kept_bytes)} in all of the model",
+            f"kept: {human(self.kept_bytes)} in the whole model",
             f"peak: {human(self.peak_bytes)} ({parts})",
-            f"step: {1e3 * self.seconds:.1f} ms (every layer keeping its input alone: "
-            f"{1e3 * self.chain.seconds:.1f} ms)",
+            f"step: {milliseconds(self.seconds)} (every layer keeping its input alone: "
+            f"{milliseconds(self.chain.seconds)})",
         ]
         return "\n".join(lines)
 
@@ -200,14 +200,14 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan of which `text` is the JSON.
+        """The plan that `to_json` wrote.
 
-        Raises: ValueError if it is none, or of another version's format.
+        Raises: ValueError if the text is not a plan, or a plan in the format of another version.
         """
         given = json.loads(text)
         names = {f.name for f in dataclasses.fields(cls)} | {"format"}
         if not isinstance(given, dict) or given.keys() != names or given.pop("format") != _FORMAT:
-            raise ValueError(f"not the JSON of a plan of format {_FORMAT}")
+            raise ValueError(f"the text is not the JSON of a plan in format {_FORMAT}")
         options = tuple(given["choice"]["options"])
         segments = tuple((first, last) for first, last in given["choice"]["segments"])
         read = {
@@ -218,9 +218,9 @@ class Plan:
         return cls(**(given | read))
 
     def plot(self, path: str | Path) -> None:
-        """Draw to `path` (.png, .svg, .pdf) memory over the step, and the frontier with this plan.
+        """Draw memory over the step, and this plan on the frontier, to `path` (.png, .svg, .pdf).
 
-        No window is opened and no setting of matplotlib's changed.
+        No window opens, and matplotlib's settings stay as they are.
 
         Raises: ImportError without matplotlib (`pip install "fused-remat[bench]"`).
         """
@@ -264,18 +264,6 @@ def _label(option: Option, segment: str | None) -> str:
     if option.offload:
         shown = f"{shown}, offload {', '.join(option.offload)}"
     return shown if segment is None else f"{shown} ({segment} of segment)"
-
-
-def _folded(layers: tuple[LayerPlan, ...]) -> Iterator[list[LayerPlan]]:
-    """Runs of layers that differ in their names only."""
-    group: list[LayerPlan] = []
-    for layer in layers:
-        if group and dataclasses.replace(layer, name=group[0].name) != group[0]:
-            yield group
-            group = []
-        group.append(layer)
-    if group:
-        yield group
 
 
 def _written(chain: Chain) -> dict[str, Any]:

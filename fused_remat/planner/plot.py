@@ -1,21 +1,20 @@
-"""A plan as a picture: memory over its step, and where it lies on the frontier."""
+"""Draws a plan: memory over its step, and its place on the frontier."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fused_remat.planner.chain import Event
-from fused_remat.planner.options import BudgetError
-from fused_remat.planner.solve import METHODS, parts_at
+from fused_remat.planner.solve import METHODS, BudgetError, parts_at
+from fused_remat.report.plot import axis_unit, new_figure
 
 if TYPE_CHECKING:
     from fused_remat.planner.plan import Plan
 
-# Okabe and Ito's palette, told apart by the colour-blind too.
-#: What a stretch's bytes are, from below, and their colours; whatever else rests is in "others".
+#: Parts of a span's memory from bottom to top; other resting bytes are in "others". The colors are
+#: of Okabe and Ito's palette, which color-blind readers can tell apart.
 PARTS = {
     "parameters": "#999999",
     "optimizer state": "#E69F00",
@@ -27,38 +26,25 @@ PARTS = {
 _NAMES = {"kept": "kept by layers"}
 _SHADES = {"forward": "#F7F7F7", "replay": "#F6DCE9", "backward": "#EAF1F7", "update": "#FBF1D9"}
 _BUDGET = "#D55E00"
-#: Relative to the span of an axis: what a point's label may be off it, and room at the edges.
-_ROOM = 0.12
+_ROOM = 0.12  # at the edges of an axis, relative to its length
 
 
 def plot(plan: Plan, path: str | Path) -> None:
     """See `Plan.plot`."""
-    try:
-        from matplotlib.figure import Figure  # not pyplot: no window, no global state
-    except ImportError as error:
-        raise ImportError('Plan.plot needs matplotlib: pip install "fused-remat[bench]"') from error
-    figure = Figure(figsize=(12.0, 4.8), layout="constrained")
+    figure = new_figure("Plan.plot", 12.0, 4.8)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    scale = _unit(max(plan.peak_bytes, plan.budget or 0, *(p.peak_bytes for p in plan.frontier)))
-    _step(left, plan, *scale)
-    _frontier(right, plan, *scale)
-    shown = "costs " + plan.costs
-    figure.suptitle(f"{plan.model} on {plan.device}: {plan.method}, {shown}", fontsize=10)
+    peaks = [point.peak_bytes for point in plan.frontier]
+    scale, unit = axis_unit(max(plan.peak_bytes, plan.budget or 0, *peaks))
+    _step(left, plan, scale, unit)
+    _frontier(right, plan, scale, unit)
+    figure.suptitle(
+        f"{plan.model} on {plan.device}: {plan.method}, costs {plan.costs}", fontsize=10
+    )
     figure.savefig(path, dpi=150)
 
 
-def _unit(largest: int) -> tuple[int, str]:
-    """What the bytes of an axis are divided by, and its name.
-
-    >>> _unit(3 * 2**20), _unit(5 * 2**30)
-    ((1048576, 'MiB'), (1073741824, 'GiB'))
-    """
-    units = ((2**30, "GiB"), (2**20, "MiB"))
-    return next((unit for unit in units if largest >= 2 * unit[0]), (2**10, "KiB"))
-
-
 def _step(axes: Any, plan: Plan, scale: int, unit: str) -> None:
-    """Memory over the step, a column of equal width for each stretch: its most bytes."""
+    """Memory over the step: the most bytes of each span, in columns of equal width."""
     events = plan.timeline()
     columns = [_parts(plan, event) for event in events]
     peak = max(range(len(events)), key=lambda i: events[i].peak)
@@ -81,8 +67,8 @@ def _step(axes: Any, plan: Plan, scale: int, unit: str) -> None:
     if plan.budget is not None:
         label = f"budget {plan.budget / scale:,.1f} {unit}"
         axes.axhline(plan.budget / scale, color=_BUDGET, linestyle="--", linewidth=1, label=label)
-    axes.set_xlabel("the step's stretches, in order")
-    axes.set_ylabel(f"most bytes in a stretch, {unit}")
+    axes.set_xlabel("spans of the step, in order")
+    axes.set_ylabel(f"peak of a span, {unit}")
     axes.set_xticks([])
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
@@ -91,7 +77,7 @@ def _step(axes: Any, plan: Plan, scale: int, unit: str) -> None:
 
 
 def _parts(plan: Plan, event: Event) -> dict[str, int]:
-    """The bytes of a stretch by the names of `PARTS`."""
+    """The bytes of a span by the names of `PARTS`."""
     found: dict[str, int] = {}
     for name, nbytes in parts_at(plan.chain, event).items():
         known = name if name in PARTS else "others"
@@ -100,31 +86,25 @@ def _parts(plan: Plan, event: Event) -> dict[str, int]:
 
 
 def _phases(axes: Any, events: list[Event]) -> None:
-    """Shades behind the columns, and the name of each phase above its first stretch."""
+    """Shades behind the columns, and the name of each phase above its first span."""
     named: set[str] = set()
-    for what, first, last in _runs(events):
+    first = 0
+    for what, group in itertools.groupby(events, key=lambda event: event.what):
+        last = first + len(list(group))
         axes.axvspan(first, last, color=_SHADES[what], zorder=0, linewidth=0)
         if what not in named:
-            # The update is the last column alone: its name ends there.
+            # The update is the last column alone, so its name ends there.
             x, ha = (last, "right") if what == "update" else (first, "left")
             axes.text(x, 1.0, what, transform=axes.get_xaxis_transform(), fontsize=7.5,
                       color="0.35", ha=ha, va="bottom")  # fmt: skip
         named.add(what)
-
-
-def _runs(events: list[Event]) -> Iterator[tuple[str, int, int]]:
-    """Stretches of one kind that follow each other: the kind, [first, last)."""
-    at = 0
-    for what, group in itertools.groupby(events, key=lambda event: event.what):
-        count = len(list(group))
-        yield what, at, at + count
-        at += count
+        first = last
 
 
 def _frontier(axes: Any, plan: Plan, scale: int, unit: str) -> None:
-    """Seconds against peak: the least for every budget, this plan, and simpler rules' plans."""
+    """Time over peak: the frontier, this plan, and the plans of the other methods."""
     points = _points(plan)
-    best = [plan.within(peak) for peak, _ in points]  # between the frontier's points, too
+    best = [plan.within(peak) for peak, _ in points]  # between the points of the frontier
     line = sorted(
         {(p.peak_bytes, p.seconds) for p in plan.frontier}
         | {(p.peak_bytes, p.seconds) for p in best}
@@ -153,7 +133,7 @@ def _frontier(axes: Any, plan: Plan, scale: int, unit: str) -> None:
 
 
 def _points(plan: Plan) -> dict[tuple[int, float], list[str]]:
-    """The plan's method first, then all others that stay within the budget, by (peak, seconds)."""
+    """Methods by (peak, seconds): the plan's own first, then all others within the budget."""
     found = {(plan.peak_bytes, plan.seconds): [plan.method]}
     for method in METHODS:
         if method != plan.method:

@@ -1,4 +1,4 @@
-"""Choices for a chain by simple rules: what people do without a search."""
+"""Choices for a chain by simple rules, to compare the exact search with."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fused_remat.planner.steps import shared
 
 
 def greedy(chain: Chain, budget: int | None) -> Choice | None:
-    """From all base options on, always the change that saves most seconds per byte that fits.
+    """Start from the base options and repeat the change that fits and saves most time per byte.
 
-    If the base options do not fit, they do so in segments of 2 calls, or 3, and so on; None if in
-    none. A change is of the option of a call, of all calls of a shared layer, or of the `save` of
-    a segment, which keeps nothing more from forward to backward. Those that keep nothing more are
-    the first, that which saves most seconds before the others.
+    If the base options do not fit, start from segments of 2 calls, of 3, and so on; None if none
+    fit. A change is a new option of a call or of all calls of a shared layer, or a new `save` of
+    the replayed calls in a segment, which keeps no more bytes from forward to backward. Changes
+    without more bytes come first, in order of time saved.
 
-    Raises: ValueError when the calls of one layer have different options.
+    Raises: ValueError if the calls of one layer have different options.
     """
     longest = max((last - first for first, last in _runs(chain)), default=0)
     begins = (_in_segments(chain, length) for length in range(1, max(longest, 1) + 1))
@@ -29,12 +29,12 @@ def greedy(chain: Chain, budget: int | None) -> Choice | None:
 
 
 def uniform(chain: Chain, budget: int | None) -> Choice | None:
-    """Every k-th call keeps its base, the first included; the others keep their fastest option.
+    """Every k-th call, from the first, has its base option; the others have their fastest.
 
-    The largest k that fits: from none that keeps its base to all; None if that does not fit
-    either. A shared layer is as its first call.
+    The largest k that fits, which begins with no base options at all; None if all base options do
+    not fit. All calls of a shared layer follow its first.
 
-    Raises: ValueError when the calls of one layer have different options.
+    Raises: ValueError if the calls of one layer have different options.
     """
     n, units = len(chain.calls), _units(chain)
     fastest = {i: _fastest(chain, calls) for calls in units for i in calls}
@@ -47,12 +47,12 @@ def uniform(chain: Chain, budget: int | None) -> Choice | None:
 
 
 def sqrt(chain: Chain) -> Choice:
-    """Every run of n linked calls in segments of ceil(√n), which then keep their fastest `save`.
+    """Cut every run of n linked calls into segments of ceil(√n), with their fastest `save`.
 
-    Calls that are left alone, or have no `save` in common, keep their base. The peak may be above
-    any budget.
+    Calls outside segments, and those without a common `save`, have their base option. The budget
+    is not considered.
 
-    Raises: ValueError when the calls of one layer have different options.
+    Raises: ValueError if the calls of one layer have different options.
     Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174).
     """
     options: dict[int, int] = {}
@@ -72,7 +72,7 @@ def _fits(chain: Chain, choice: Choice, budget: int | None) -> bool:
 
 
 def _with(choice: Choice, options: Mapping[int, int]) -> Choice:
-    """The choice, with other options for some calls."""
+    """The choice with these options of some calls."""
     return replace(choice, options=tuple(options.get(i, o) for i, o in enumerate(choice.options)))
 
 
@@ -89,13 +89,13 @@ def _cost(chain: Chain, options: Mapping[int, int]) -> tuple[float, int]:
 
 
 def _fastest(chain: Chain, calls: list[int]) -> int:
-    """The option that is the fastest for these calls; of those that keep least."""
+    """The fastest option for these calls; among equally fast ones, that which keeps least."""
     number = len(chain.calls[calls[0]].options)
     return min(range(number), key=lambda o: _cost(chain, {i: o for i in calls}))
 
 
 def _runs(chain: Chain) -> list[tuple[int, int]]:
-    """The longest runs of calls that could be one segment; a single call is a run too."""
+    """The longest runs of calls that could be one segment, including single calls."""
     alone = {i for calls in shared(chain).values() for i in calls}
     firsts = [
         i
@@ -106,7 +106,7 @@ def _runs(chain: Chain) -> list[tuple[int, int]]:
 
 
 def _cut(run: tuple[int, int], length: int) -> Iterator[tuple[int, int]]:
-    """A run in segments of equal length; no segment of a single call."""
+    """A run cut into segments of equal length, without segments of a single call."""
     for first in range(run[0], run[1], length):
         last = min(first + length, run[1])
         if last - first > 1:
@@ -114,7 +114,7 @@ def _cut(run: tuple[int, int], length: int) -> Iterator[tuple[int, int]]:
 
 
 def _saves(chain: Chain, segment: tuple[int, int]) -> Iterator[dict[int, int]]:
-    """The options, of one `save` each time, that all calls of a segment but its last can have."""
+    """Options for all calls of a segment but the last, for each `save` that all of them have."""
     calls = range(segment[0], segment[1] - 1)
     for save in dict.fromkeys(option.save for option in chain.calls[segment[0]].options):
         options = {i: o for i in calls if (o := _having(chain, i, save)) is not None}
@@ -123,21 +123,21 @@ def _saves(chain: Chain, segment: tuple[int, int]) -> Iterator[dict[int, int]]:
 
 
 def _having(chain: Chain, i: int, save: tuple[str, ...]) -> int | None:
-    """The fastest option of a call with this `save`."""
+    """The fastest option of a call with this `save`, without offload."""
     options = enumerate(chain.calls[i].options)
     mine = [o for o, option in options if option.save == save and not option.offload]
     return min(mine, key=lambda o: _cost(chain, {i: o}), default=None)
 
 
 def _in_segments(chain: Chain, length: int) -> Choice:
-    """All base options, in segments of equal length where that is one `save`."""
+    """All base options, in segments of equal length where the calls have one `save`."""
     cut = [segment for run in _runs(chain) for segment in _cut(run, length)]
     equal = [(a, b) for a, b in cut if len({c.base.save for c in chain.calls[a : b - 1]}) == 1]
     return Choice((0,) * len(chain.calls), tuple(equal))
 
 
 def _changes(chain: Chain, choice: Choice) -> Iterator[tuple[int, float, dict[int, int]]]:
-    """All that can be changed at once: bytes kept more, seconds saved, and the options."""
+    """Every single change: additional bytes kept, seconds saved, and the new options."""
     inside = {i for segment in choice.segments for i in range(*segment)}
     moves = [
         ({i: o for i in calls}, False)
@@ -153,7 +153,7 @@ def _changes(chain: Chain, choice: Choice) -> Iterator[tuple[int, float, dict[in
 
 
 def _improved(chain: Chain, choice: Choice, budget: int | None) -> Choice | None:
-    """The choice after the best change that saves time and fits."""
+    """The choice after the best change that saves time and fits, or None."""
     changes = [change for change in _changes(chain, choice) if change[1] > 0]
     free = sorted((c for c in changes if c[0] <= 0), key=lambda c: -c[1])
     paid = sorted((c for c in changes if c[0] > 0), key=lambda c: -c[1] / c[0])

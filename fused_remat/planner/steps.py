@@ -1,8 +1,8 @@
-"""A chain as a graph, whose paths are its choices.
+"""A chain as a graph whose paths are its choices.
 
-A step of a path takes one call with an option, or a segment. With x bytes kept by the calls before
-it (more than measured, so that the base is 0), it never takes more than x + need bytes, and leaves
-x + grows. So neither depends on the budget, and the steps are made once.
+A step of a path is one call with an option, or one segment. If the calls before it keep x bytes
+more than measured, the step needs at most x + need bytes, and x + grows are kept after it. Neither
+number depends on the budget, so the steps are computed once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fused_remat.planner.chain import Chain
 
 Numbers = NDArray[np.int64]
 
-TICKS = 1e15  # in a second: whole numbers add up to the same sum in any order, so ties are ties
-NEVER = -(1 << 60)  # bytes of a moment that there is not
+TICKS = 1e15  # per second: sums of whole numbers do not depend on their order, so ties are exact
+NEVER = -(1 << 60)  # bytes of a moment that does not exist
 
 
 class Way(NamedTuple):
-    """One of the ways to take a step: its bytes above those kept before, its time, its options."""
+    """One way to take a step: bytes above those kept before it, time, and options."""
 
     need: int
     ticks: int
@@ -33,9 +33,9 @@ class Way(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The calls [first, last) at once, a segment if they are two or more.
+    """The calls [first, last) as one step: a segment if there are two or more.
 
-    Its ways need more and more bytes, are faster and faster, and leave the same.
+    Each of its ways needs more bytes and less time than the one before; all grow by the same.
     """
 
     first: int
@@ -48,12 +48,12 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Levels:
-    """Most bytes of the measured moments, above what rests.
+    """Most bytes of the measured moments, above the resting ones.
 
     Attributes:
         forward, backward: by call.
-        replay: level at the beginning of the backward, by call.
-        before, after: outside of the calls, in forward and in backward, by the calls alive.
+        replay: bytes at the beginning of the backward, by call.
+        before, after: outside the calls, in forward and in backward, by the number of calls alive.
     """
 
     forward: list[int]
@@ -66,11 +66,26 @@ class Levels:
         return max(self.before[alive], self.after[alive])
 
 
-def levels(chain: Chain) -> Levels:
-    """The moments by what they bound.
+def steps(chain: Chain) -> list[Step]:
+    """All steps in order of their last call; shared layers have one option a step, no segments."""
+    bounds, tied = levels(chain), {i for calls in shared(chain).values() for i in calls}
+    found: list[Step] = []
+    for i in range(len(chain.calls)):
+        found += _alone(chain, bounds, i, i in tied)
+        found += _segments(chain, bounds, i, tied)
+    return sorted(found, key=lambda step: step.last)
 
-    Raises: ValueError when a call's moment has other calls alive than those before it, and in
-        backward itself: no prefix of a path says what such a moment takes.
+
+def start(chain: Chain) -> int:
+    """Most bytes of the moments that no choice changes, above the resting ones."""
+    return max(levels(chain).between(0), chain.update)
+
+
+def levels(chain: Chain) -> Levels:
+    """The moments, sorted by the steps that they bound.
+
+    Raises: ValueError if the calls alive in a call's moment are not those before it (and, in
+        backward, itself): the memory of such a moment does not follow from the path so far.
     """
     n = len(chain.calls)
     found = Levels(*([NEVER] * (n + outside) for outside in (0, 0, 0, 1, 1)))
@@ -80,7 +95,10 @@ def levels(chain: Chain) -> Levels:
         elif m.alive == m.call + m.backward:
             bound, at = (found.backward if m.backward else found.forward), m.call
         else:
-            raise ValueError(f"call {m.call} has a moment with {m.alive} calls alive")
+            raise ValueError(
+                f"call {m.call} has a moment with {m.alive} calls alive; expected "
+                f"{m.call + m.backward}"
+            )
         bound[at] = max(bound[at], m.peak)
         if m.call >= 0 and m.backward and found.replay[at] == NEVER:
             found.replay[at] = m.level
@@ -90,7 +108,7 @@ def levels(chain: Chain) -> Levels:
 def shared(chain: Chain) -> dict[str, list[int]]:
     """The calls of every layer that is called more than once.
 
-    Raises: ValueError when the calls of a layer have different options.
+    Raises: ValueError if the calls of one layer have different options.
     """
     times = Counter(call.layer for call in chain.calls)
     calls: dict[str, list[int]] = {}
@@ -99,46 +117,17 @@ def shared(chain: Chain) -> dict[str, list[int]]:
             calls.setdefault(call.layer, []).append(i)
     for layer, mine in calls.items():
         if len({tuple(o.save for o in chain.calls[i].options) for i in mine}) > 1:
-            raise ValueError(f"the calls of {layer} have different options")
+            raise ValueError(f"the calls of layer {layer!r} have different options")
     return calls
 
 
 def ticks(seconds: float) -> int:
-    """Seconds as a whole number of `TICKS`.
-
-    >>> ticks(0.25)
-    250000000000000
-    """
+    """Seconds as a whole number of `TICKS`."""
     return round(seconds * TICKS)
 
 
-def _step(first: int, last: int, grows: int, ways: list[Way]) -> Step:
-    """Keeps those ways that no other one beats in bytes and in time."""
-    best: list[Way] = []
-    for way in sorted(ways):
-        if not best or way.ticks < best[-1].ticks:
-            best.append(way)
-    needs, times = (np.array([way[i] for way in best], dtype=np.int64) for i in (0, 1))
-    return Step(first, last, grows, tuple(best), needs, times)
-
-
-def start(chain: Chain) -> int:
-    """Most bytes of what no choice changes, above what rests."""
-    return max(levels(chain).between(0), chain.update)
-
-
-def steps(chain: Chain) -> list[Step]:
-    """All steps, by their last call; a shared layer's take one option each, and no segment."""
-    bounds, tied = levels(chain), {i for calls in shared(chain).values() for i in calls}
-    found: list[Step] = []
-    for i in range(len(chain.calls)):
-        found += _alone(chain, bounds, i, i in tied)
-        found += _segments(chain, bounds, i, tied)
-    return sorted(found, key=lambda step: step.last)
-
-
 def _alone(chain: Chain, bounds: Levels, i: int, tied: bool) -> Iterator[Step]:
-    """Call i with any option: one step for those that keep as much."""
+    """Call i by itself: one step for all options that keep equally many bytes."""
     base = chain.calls[i].base
     ways: dict[tuple[int, int], list[Way]] = {}
     for o, mine in enumerate(chain.calls[i].options):
@@ -155,12 +144,12 @@ def _alone(chain: Chain, bounds: Levels, i: int, tied: bool) -> Iterator[Step]:
 
 
 class _Replay(NamedTuple):
-    """The first calls of a segment with one `save`: bytes above those kept before, and time.
+    """The replayed calls of a segment, all with one `save`: bytes above those kept before it, time.
 
     Attributes:
-        kept: more than they kept until the replay.
-        backward: most in their backwards, and between those.
-        replay: most in their replay, with all inputs of the chain up to there in it.
+        kept: bytes that they keep more than before the replay.
+        backward: most bytes in their backwards and in between.
+        replay: most bytes in their replay, including all inputs of the chain so far.
     """
 
     kept: int
@@ -171,7 +160,7 @@ class _Replay(NamedTuple):
 
 
 def _segments(chain: Chain, bounds: Levels, first: int, tied: set[int]) -> Iterator[Step]:
-    """The segments that begin at a call."""
+    """The segments that begin at a call, as steps."""
     inputs = [0, *np.cumsum([call.input for call in chain.calls]).tolist()]
     replays = {o.save: [_Replay(0, NEVER, NEVER, 0, ())] for o in chain.calls[first].options
                if not o.offload}  # fmt: skip
@@ -179,7 +168,7 @@ def _segments(chain: Chain, bounds: Levels, first: int, tied: set[int]) -> Itera
     for end in range(first + 1, len(chain.calls)):
         if not chain.calls[end].linked or not tied.isdisjoint((first, end)):
             return
-        # Call `end` is the last of the segment, the one before it the last that is replayed.
+        # Call `end` is the last one of the segment, and call `end - 1` the last one replayed.
         replays = {
             save: more
             for save, before in replays.items()
@@ -210,7 +199,7 @@ def _segments(chain: Chain, bounds: Levels, first: int, tied: set[int]) -> Itera
 def _extended(
     chain: Chain, bounds: Levels, i: int, inputs: int, save: tuple[str, ...], before: list[_Replay]
 ) -> list[_Replay]:
-    """Call i is replayed too, with any option that has this `save`."""
+    """The paths extended by call i, which is replayed with any option that has this `save`."""
     base, found = chain.calls[i].base, []
     for o, mine in enumerate(chain.calls[i].options):
         if mine.save != save or mine.offload:
@@ -226,9 +215,19 @@ def _extended(
 
 
 def _undominated(paths: list[_Replay]) -> list[_Replay]:
-    """Without those that another beats in everything; one is left where a `save` is one option."""
+    """The paths that no other path beats in every respect."""
     best: list[_Replay] = []
     for path in sorted(paths):
         if not any(all(map(le, other[:4], path[:4])) for other in best):
             best.append(path)
     return best
+
+
+def _step(first: int, last: int, grows: int, ways: list[Way]) -> Step:
+    """A step with those ways that no other way beats in both bytes and time."""
+    best: list[Way] = []
+    for way in sorted(ways):
+        if not best or way.ticks < best[-1].ticks:
+            best.append(way)
+    needs, times = (np.array([way[i] for way in best], dtype=np.int64) for i in (0, 1))
+    return Step(first, last, grows, tuple(best), needs, times)

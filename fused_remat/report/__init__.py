@@ -1,4 +1,4 @@
-"""What each layer of a model keeps for backward, by name, and what a step takes at its peak."""
+"""Reports what each layer of a model keeps for backward, and the peak memory of a step."""
 
 from fused_remat.report.report import Activation, LayerMemory, MemoryReport, memory_report
 

@@ -1,20 +1,20 @@
-"""What a model keeps for backward and what a step takes at its peak: measured, and predicted.
+"""Bytes that autograd saves, bytes that torch allocates, and the prediction of what a block keeps.
 
-Measured on any model, so that the same number can be had of a stock layer.
+The measurements work on any model, so a fused layer and a stock layer can be compared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import DeviceType, ProfilerActivity, profile, record_function
 
 from fused_remat.autograd.offload import moved_names
 from fused_remat.graph.graph import Graph
@@ -25,15 +25,15 @@ from fused_remat.policies import Policy, kept_names, offload_of
 
 
 class SavedBytes:
-    """Context manager: bytes that autograd saves for backward, each storage counted once.
+    """Context manager that counts the bytes autograd saves for backward, each storage once.
 
     Args:
-        exclude: tensors whose storages do not count: parameters, and the caller's own masks.
+        exclude: tensors whose storages do not count, such as parameters and the caller's masks.
 
     >>> x = torch.randn(8, 4, requires_grad=True)
     >>> with SavedBytes() as saved:
     ...     y = (x * x).exp()
-    >>> saved.total  # x, and exp's result
+    >>> saved.total  # x, and the result of exp
     256
     """
 
@@ -46,23 +46,19 @@ class SavedBytes:
         pointer = t.untyped_storage().data_ptr()
         if pointer not in self._exclude:
             self._storages.setdefault(pointer, t.detach())
-        return t.detach()  # a saved output that its own hook returns is never freed
+        return t.detach()  # an output that its own hook returned would never be freed
 
     @property
     def total(self) -> int:
+        """Bytes saved so far."""
         return sum(t.untyped_storage().nbytes() for t in self._storages.values())
 
     def __enter__(self) -> SavedBytes:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
 
 
 @dataclass(frozen=True)
@@ -71,20 +67,35 @@ class Allocations:
 
     Attributes:
         peak: the largest amount at any moment.
-        net: what was still allocated at the end, the function's result included.
+        net: what was still allocated at the end, including the function's result.
     """
 
     peak: int
     net: int
 
 
+def measure_allocations(fn: Callable[[], Any], device: torch.device | str = "cpu") -> Allocations:
+    """Run `fn()` and measure what it allocates on `device`, as `AllocationTrace` does.
+
+    Raises: NotImplementedError if the device is neither the CPU nor a CUDA device.
+
+    >>> measure_allocations(lambda: torch.zeros(256) + torch.zeros(256))
+    Allocations(peak=3072, net=1024)
+    """
+    with AllocationTrace(device) as trace:
+        result = fn()
+    del result
+    (span,) = trace.spans
+    return Allocations(span.peak, span.end)
+
+
 @dataclass(frozen=True)
 class Span:
-    """Allocation from one mark to the next, in bytes above those of the trace's beginning.
+    """Allocation between two marks, in bytes above what was allocated when the trace began.
 
     Attributes:
-        label: of the mark at its beginning; None for the trace's own.
-        start, peak, end: at the mark, at most, and at the next mark.
+        label: label of the mark at the span's beginning; None for the first span.
+        start, peak, end: bytes at the beginning, the most at any moment, and bytes at the end.
     """
 
     label: Any
@@ -93,20 +104,23 @@ class Span:
     end: int
 
 
-#: Held while a trace runs: torch has one profiler, and one peak, in a process.
+#: Held during a trace: a process has one torch profiler and one peak counter per device.
 _TRACING = threading.RLock()
 
 
 class AllocationTrace:
-    """Context manager: what torch's allocator for a device hands out, in spans between marks.
+    """Context manager that measures what torch allocates on a device, in spans between marks.
+
+    On the CPU it reads the profiler's memory events; on a CUDA device it reads the allocator's
+    statistics and resets the peak. Traces in other threads wait.
 
     Args:
-        device: the CPU (read from the profiler's memory events) or a CUDA device (from the
-            allocator's statistics, whose peak is reset). Traces in other threads wait.
-        collect: free cyclic garbage first. Else nothing does until the end.
+        device: the CPU or a CUDA device.
+        collect: whether to free cyclic garbage at the start. If not, garbage collection is off
+            during the trace.
 
     Attributes:
-        spans: after the end, one for each mark, and one before them.
+        spans: after the trace, one span before the first mark and one for each mark.
 
     Raises: NotImplementedError for any other device.
 
@@ -122,116 +136,91 @@ class AllocationTrace:
 
     def __init__(self, device: torch.device | str = "cpu", collect: bool = True) -> None:
         self.device = torch.device(device)
-        self._collect, self._collects = collect, False
-        self.spans: list[Span] = []
-        self._label: Any = None
-        self._labels: list[Any] = []
         if self.device.type not in ("cpu", "cuda"):
             raise NotImplementedError(
-                f"allocations are measured on cpu and cuda, not {self.device}"
+                f"allocations are measured on cpu and cuda, not on {self.device}"
             )
+        self.spans: list[Span] = []
+        self._collect = collect
+        self._labels: list[Any] = [None]
 
     def mark(self, label: Any) -> None:
-        """End a span here and begin the next."""
-        if self.device.type == "cpu":
-            self._labels.append(label)
+        """End the current span and begin one with this label."""
+        if self.device.type == "cuda":
+            self._end_cuda_span()
+        else:
             with record_function(self._MARK):
                 pass
-        else:
-            self._end_span()
-            self._label = label
+        self._labels.append(label)
 
     def __enter__(self) -> AllocationTrace:
-        _TRACING.acquire()
-        try:
-            self._begin()
-        except BaseException:
-            self._release()
-            raise
-        return self
-
-    def _begin(self) -> None:
-        # Cyclic garbage of before must not be freed, and counted, in between.
-        if self._collect:
-            gc.collect()
-        else:
-            self._collects = gc.isenabled()
-            gc.disable()
-        if self.device.type == "cpu":
-            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-            self._profile.__enter__()
-        else:
-            torch.cuda.synchronize(self.device)
-            self._before = torch.cuda.memory_allocated(self.device)
-            self._start = 0
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def _release(self) -> None:
-        if self._collects:
-            gc.enable()
-        _TRACING.release()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_TRACING)
+            stack.enter_context(_no_garbage_between(self._collect))
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-                self._end_span()
+                self._before, self._start = torch.cuda.memory_allocated(self.device), 0
+                torch.cuda.reset_peak_memory_stats(self.device)
+            else:
+                self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+                self._profile.__enter__()
+            self._held = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with self._held:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+                self._end_cuda_span()
                 return
-            self._profile.__exit__(kind, error, trace)
-            if kind is None:
+            self._profile.__exit__(*error)
+            if error[0] is None:
                 self._read_profile()
             del self._profile
-        finally:
-            self._release()
 
-    def _end_span(self) -> None:
+    def _end_cuda_span(self) -> None:
         end = torch.cuda.memory_allocated(self.device) - self._before
         peak = torch.cuda.max_memory_allocated(self.device) - self._before
-        self.spans.append(Span(self._label, self._start, peak, end))
+        self.spans.append(Span(self._labels[-1], self._start, peak, end))
         self._start = end
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def _read_profile(self) -> None:
         results: Any = self._profile.profiler
-        events = [
-            (event.start_ns(), event.nbytes() if event.name() == "[memory]" else None)
-            for event in results.kineto_results.events()
-            if event.name() == self._MARK
-            or (event.name() == "[memory]" and event.device_type() == torch.profiler.DeviceType.CPU)
-        ]
+        events: list[
+            tuple[int, int | None]
+        ] = []  # (time, bytes allocated or freed), with None for a mark
+        for event in results.kineto_results.events():
+            if event.name() == self._MARK:
+                events.append((event.start_ns(), None))
+            elif event.name() == "[memory]" and event.device_type() == DeviceType.CPU:
+                events.append((event.start_ns(), event.nbytes()))
         labels = iter(self._labels)
         start = level = peak = 0
         for _, nbytes in sorted(events, key=lambda event: event[0]):
             if nbytes is None:
-                self.spans.append(Span(self._label, start, peak, level))
-                self._label, start, peak = next(labels), level, level
+                self.spans.append(Span(next(labels), start, peak, level))
+                start = peak = level
             else:
                 level += nbytes
                 peak = max(peak, level)
-        self.spans.append(Span(self._label, start, peak, level))
+        self.spans.append(Span(next(labels), start, peak, level))
 
 
-def measure_allocations(fn: Callable[[], Any], device: torch.device | str = "cpu") -> Allocations:
-    """Run `fn()` and count what torch's allocator for `device` hands out and takes back.
-
-    On CPU from the profiler's memory events; on CUDA from the allocator's statistics. The result
-    of `fn` is alive when `net` is read.
-
-    Raises: NotImplementedError for a device that is neither CPU nor CUDA.
-
-    >>> measure_allocations(lambda: torch.zeros(256) + torch.zeros(256))
-    Allocations(peak=3072, net=1024)
-    """
-    with AllocationTrace(device) as trace:
-        result = fn()
-    del result
-    (span,) = trace.spans
-    return Allocations(span.peak, span.end)
+@contextlib.contextmanager
+def _no_garbage_between(collect: bool) -> Iterator[None]:
+    """Cyclic garbage from before is freed first, or kept until the end: never freed in between."""
+    if collect:
+        gc.collect()
+        yield
+        return
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def predict_kept_bytes(
@@ -246,17 +235,18 @@ def predict_kept_bytes(
     input_dtypes: Mapping[str, torch.dtype] | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, int]:
-    """Bytes that one call of a block keeps, by name, worked out from the graph alone.
+    """Bytes that one call of a block keeps for backward, by name, computed from its graph alone.
 
     Args:
-        graph, policy: the block and what it keeps.
-        shapes: the shape of "input" (its width last), of other inputs (whole) and of every param.
-        wants: "input" and the params whose gradients are wanted.
-        dtype: of the input; under autocast, of the residual stream.
-        compute: what autocast computes products in; None without autocast.
-        input_dtypes: of other inputs ("memory") that are not in `dtype`.
-        device: where the block runs. What the policy offloads is not kept on a CUDA device; on a
-            CPU, whose memory it would stay in, nothing moves and all of it counts.
+        graph, policy: the block and its policy.
+        shapes: the shape of "input" (its last dimension is the width), of every other input
+            (whole) and of every parameter.
+        needs_grad: "input" and the parameters that need a gradient, by name.
+        dtype: dtype of the input; under autocast, of the residual stream.
+        compute: dtype in which autocast computes products; None without autocast.
+        input_dtypes: dtypes of other inputs ("memory") that differ from `dtype`.
+        device: where the block runs. Offloaded activations leave a CUDA device and do not count;
+            on the CPU nothing moves, so they count.
 
     >>> from fused_remat.graph.build import block_graph
     >>> from fused_remat.spec import nn_layer_spec
@@ -267,15 +257,14 @@ def predict_kept_bytes(
     ...                    batch=1, seq_len=10, dtype=torch.float32)["input"]
     320
     """
-    graph_names = kept_names(policy, graph)
-    itemsize = dtype.itemsize
+    save = kept_names(policy, graph)
     shapes = {**shapes, "input": (batch, seq_len, shapes["input"][-1])}
-    graph = in_formats(graph if compute is None else mixed_precision(graph, compute), graph_names)
+    graph = in_formats(graph if compute is None else mixed_precision(graph, compute), save)
     others = {name: given.itemsize for name, given in (input_dtypes or {}).items()}
-    place = None if isinstance(policy, str) else policy.segment
-    names = graph_names if place is None else frozenset()
-    kept = dict(kept_bytes(graph, names, frozenset(needs_grad), shapes, itemsize, others))
-    if place == "inner":
+    segment = None if isinstance(policy, str) else policy.segment
+    names = save if segment is None else frozenset()  # a segment keeps its first input alone
+    kept = dict(kept_bytes(graph, names, frozenset(needs_grad), shapes, dtype.itemsize, others))
+    if segment == "inner":
         kept.pop(graph.inputs[0], None)
     for name in moved_names(offload_of(policy), tuple(kept), torch.device(device)):
         del kept[name]

@@ -1,7 +1,8 @@
-"""What a model's fused blocks run in each step, what they keep, and why."""
+"""`explain`: what each fused block of a model runs, keeps and rebuilds, and why."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,17 +24,17 @@ from fused_remat.steps.operations import OPERATIONS, Function, Operations
 
 @dataclass
 class BlockExplanation:
-    """One call of a fused block, or of a layer that did not take the fused path.
+    """One call of a fused block, or of a layer that ran outside the fused path.
 
     Attributes:
-        name: the layer's qualified name, or "(op)" for a functional op outside any layer.
-        title: what it is, and in which pieces it runs.
+        name: qualified name of the layer, or "(op)" for a functional op outside any layer.
+        title: the kind of block, its backend, and the pieces it works in.
         kept: names kept for backward.
-        forward: (name, routine) of every step of the first piece.
-        backward: every step: "compute x" rebuilds x, "backward x" undoes it. Inside a segment,
-            "compute input" runs the blocks before this one again.
+        forward: (name, implementation) of every step of the first piece.
+        backward: every step; "compute x" rebuilds x, "backward x" computes its gradients. Inside a
+            segment, "compute input" runs the preceding blocks again.
         reason: why the fused path did not run, or "".
-        offloaded: those of the kept names that wait for backward in the host's memory.
+        offloaded: the kept names that wait in the host's memory.
     """
 
     name: str
@@ -53,10 +54,9 @@ class BlockExplanation:
             lines.append(f"  offloads to the host: {', '.join(self.offloaded)}")
         width = max((len(name) for name, _ in self.forward), default=0)
         lines.append("  forward:")
-        lines += [
-            f"    {name:<{width}}  {'kept  ' if name in self.kept else '      '}{routine}"
-            for name, routine in self.forward
-        ]
+        for name, implementation in self.forward:
+            kept = "kept" if name in self.kept else ""
+            lines.append(f"    {name:<{width}}  {kept:<6}{implementation}")
         if self.backward:
             shown = [step.replace("compute ", "rebuild ") for step in self.backward]
             lines.append("  backward: " + ", ".join(shown))
@@ -64,7 +64,7 @@ class BlockExplanation:
 
 
 class Explanation(list[BlockExplanation]):
-    """All calls, in order; prints as text."""
+    """All calls in order; prints as text."""
 
     def __str__(self) -> str:
         return "\n".join(str(block) for block in self)
@@ -72,133 +72,13 @@ class Explanation(list[BlockExplanation]):
     __repr__ = __str__
 
 
-class _Noted(Operations):
-    """A backend's operations; notes what serves each one that is called, and why."""
-
-    def __init__(self, ops: Operations) -> None:
-        super().__init__(ops.name, ops.chunk_tokens, ops.__getitem__)
-        self.reasons: list[str] = []
-
-    def __getitem__(self, function: Function) -> Function:  # type: ignore[override]
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            chosen = choose(function, self.name, OPERATIONS[function].key(*args, **kwargs))
-            self.reasons.append(chosen.reason(*args, **kwargs))
-            return self.serve(function)(*args, **kwargs)
-
-        return noted
-
-
-class _Recorder:
-    """Collects what TRACERS say while a model runs, and why layers do not take the fused path."""
-
-    def __init__(self) -> None:
-        self.found = Explanation()
-        self.names: dict[nn.Module, str] = {}
-        self._inside: list[str] = []
-        self._thread = threading.get_ident()  # others may run blocks meanwhile
-        self._blocks: dict[Pass, tuple[BlockExplanation, Chunk]] = {}
-        self._steps: list[tuple[BlockExplanation, Node, list[str]]] = []
-
-    def enter(self, layer: nn.Module, *_: Any) -> None:
-        self._inside.append(self.names[layer])
-
-    def leave(self, *_: Any) -> None:
-        self._inside.pop()
-
-    def decided(self, layer: nn.Module, reason: str) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        name = self.names.get(layer, type(layer).__name__)
-        title = f"{type(layer).__name__}, PyTorch's own forward"
-        self.found.append(BlockExplanation(name, title, reason=reason))
-
-    def trace(self, step: Step, chunk: Chunk) -> None:
-        if step.node is None or step.kind != "compute":
-            return
-        if threading.get_ident() != self._thread:
-            return
-        if chunk.owner not in self._blocks:
-            block = self._begin(chunk)
-            self._blocks[chunk.owner] = block, chunk
-            self.found.append(block)
-        block, first = self._blocks[chunk.owner]
-        if chunk is first or (chunk.parent is first and chunk.lo == 0):  # one piece for all
-            chunk.ops = ops = _Noted(first.owner.ops)
-            self._steps.append((block, step.node, ops.reasons))
-
-    def finish(self) -> Explanation:
-        """What was found, with what the steps have said while they ran."""
-        for block, node, reasons in self._steps:
-            said = filter(None, ("; ".join(dict.fromkeys(reasons)), node.says[0]))
-            names = [name for name in node.makes if "." not in name]
-            block.forward += zip(names, [", ".join(said)] * len(names), strict=True)
-        return self.found
-
-    def kept(self, invocation: BlockRun) -> None:
-        """The block that has run keeps something; its input not if it is inside a segment."""
-        if threading.get_ident() != self._thread:
-            return
-        ran = [b for run, (b, _) in self._blocks.items() if run.execution is invocation.execution]
-        if ran:
-            ran[-1].offloaded = tuple(dict.fromkeys(name for name, _ in invocation.offloaded))
-        if invocation.saves[0]:
-            return
-        name = invocation.call.graph.inputs[0]
-        if ran and name in ran[-1].kept:
-            ran[-1].kept = tuple(kept for kept in ran[-1].kept if kept != name)
-            ran[-1].backward = (f"compute {name}", *ran[-1].backward)
-
-    def _begin(self, chunk: Chunk) -> BlockExplanation:
-        execution = chunk.owner.execution
-        assert isinstance(execution, Execution)
-        plan, chunks, kind = execution.plan, execution.chunks, execution.call.graph.kind
-        pieces = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
-        tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
-        steps: list[str] = []
-        for step in plan.backward:
-            for one in plan.tile_backward if step.kind == "tiles" else (step,):
-                route = _backward_route(one, chunk)
-                steps.append(f"{one} ({route})" if route else str(one))
-        return BlockExplanation(
-            self._inside[-1] if self._inside else "(op)",
-            f"{kind}, backend {_backend(chunk)}{_dtypes(chunk)}, {pieces}{tiles}",
-            kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
-            backward=tuple(steps),
-        )
-
-
-def _backward_route(step: Step, chunk: Chunk) -> str:
-    """What is said of a step of backward: of one that reads packed activations always."""
-    node = step.node
-    if node is None or not (step.kind == "backward" or node.reads_quantized):
-        return ""
-    found = node.backward_choice(chunk)
-    return node.says[1] if found is None else choose(found[0], chunk.ops.name, found[1]).reason()
-
-
-def _backend(chunk: Chunk) -> str:
-    """The backend's name, and why it is not the default of the device, if it is not."""
-    x = chunk.owner.tensors["input"]
-    assert x is not None
-    compute = chunk.owner.execution.compute
-    default = DEFAULTS.get(x.device.type, "eager")
-    eager = chunk.ops.name == "eager"
-    reason = why_not(default, x.device, compute or x.dtype) if eager else None
-    return chunk.ops.name + (f" ({reason})" if reason else "")
-
-
-def _dtypes(chunk: Chunk) -> str:
-    """What is computed in which dtype, where there are two."""
-    low, stream = chunk.owner.execution.compute, chunk.owner.dtype
-    return f", products in {str(low)[6:]}, stream in {str(stream)[6:]}" if low else ""
-
-
 def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
-    """Run `model(*inputs, **kwargs)` once and say what each fused block in it does, and why.
+    """Run `model(*inputs, **kwargs)` once and explain what each fused block in it does, and why.
 
-    For every call: what is kept, which routine runs each step of the forward and why a faster one
-    cannot, and what backward rebuilds; for a fused layer off the fused path, the reason.
-    Torch's random state, buffers and `.grad` are put back. Print the result.
+    For every call: what is kept for backward, which implementation runs each step of the forward
+    pass and why no faster one does, and what backward rebuilds. For a fused layer that does not
+    take the fused path: the reason. Print the result. Torch's random state, buffers and `.grad`
+    are restored afterwards.
 
     Raises: whatever the model raises.
 
@@ -218,27 +98,140 @@ def explain(model: nn.Module, *inputs: Any, **kwargs: Any) -> Explanation:
         output        ATen's addmm
       backward: rebuild mid, rebuild norm2, rebuild up, rebuild act, backward output, ...
     """
-    recorder = _Recorder()
-    handles = []
-    for name, module in model.named_modules():
-        if isinstance(module, FusedLayer):
-            recorder.names[module] = name or type(module).__name__
-            handles += [
-                module.register_forward_pre_hook(recorder.enter),
-                module.register_forward_hook(recorder.leave, always_call=True),
-            ]
     tensors = [t for t in tree_leaves((inputs, kwargs)) if isinstance(t, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    TRACERS.append(recorder.trace)
-    DECISIONS.append(recorder.decided)
-    OBSERVERS.append(recorder.kept)
-    try:
-        with restored(model, tensors, device):
-            model(*inputs, **kwargs)
-    finally:
-        TRACERS.remove(recorder.trace)
-        DECISIONS.remove(recorder.decided)
-        OBSERVERS.remove(recorder.kept)
-        for handle in handles:
-            handle.remove()
-    return recorder.finish()
+    with _Recorder(model) as recorder, restored(model, tensors, device):
+        model(*inputs, **kwargs)
+    return recorder.explanation()
+
+
+class _Noted(Operations):
+    """A backend's operations that record which implementation ran for each call, and why."""
+
+    def __init__(self, ops: Operations) -> None:
+        super().__init__(ops.name, ops.chunk_tokens, ops.__getitem__)
+        self.reasons: list[str] = []
+
+    def __getitem__(self, function: Function) -> Function:  # type: ignore[override]
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            chosen = choose(function, self.name, OPERATIONS[function].key(*args, **kwargs))
+            self.reasons.append(chosen.reason(*args, **kwargs))
+            return self.serve(function)(*args, **kwargs)
+
+        return noted
+
+
+class _Recorder:
+    """Observes one run of a model in this thread, and collects an explanation of every call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = [(n, m) for n, m in model.named_modules() if isinstance(m, FusedLayer)]
+        self._names: dict[nn.Module, str] = {m: n or type(m).__name__ for n, m in layers}
+        self._found = Explanation()
+        self._inside: list[str] = []  # names of the layers that are running
+        self._blocks: dict[Pass, tuple[BlockExplanation, Chunk]] = {}  # with its first chunk
+        self._steps: list[tuple[BlockExplanation, Node, list[str]]] = []
+        self._thread = threading.get_ident()
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> _Recorder:
+        lists: list[tuple[list[Any], Any]] = [
+            (TRACERS, self._trace), (DECISIONS, self._decided), (OBSERVERS, self._kept)
+        ]  # fmt: skip
+        for observers, observer in lists:
+            observers.append(observer)
+            self._exit.callback(observers.remove, observer)
+        for layer in self._names:
+            enter = layer.register_forward_pre_hook(self._enter)
+            leave = layer.register_forward_hook(self._leave, always_call=True)
+            self._exit.callback(enter.remove)
+            self._exit.callback(leave.remove)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._exit.close()
+
+    def explanation(self) -> Explanation:
+        """The explanations, with the implementations that the steps reported while running."""
+        for block, node, reasons in self._steps:
+            said = filter(None, ("; ".join(dict.fromkeys(reasons)), node.says[0]))
+            names = [name for name in node.makes if "." not in name]
+            block.forward += zip(names, [", ".join(said)] * len(names), strict=True)
+        return self._found
+
+    def _enter(self, layer: nn.Module, *_: Any) -> None:
+        self._inside.append(self._names[layer])
+
+    def _leave(self, *_: Any) -> None:
+        self._inside.pop()
+
+    def _decided(self, layer: nn.Module, reason: str) -> None:
+        if threading.get_ident() == self._thread:
+            kind = type(layer).__name__
+            title = f"{kind}, PyTorch's own forward"
+            self._found.append(BlockExplanation(self._names.get(layer, kind), title, reason=reason))
+
+    def _trace(self, step: Step, chunk: Chunk) -> None:
+        if step.node is None or step.kind != "compute" or threading.get_ident() != self._thread:
+            return
+        if chunk.owner not in self._blocks:
+            block = _explained(chunk, self._inside[-1] if self._inside else "(op)")
+            self._blocks[chunk.owner] = block, chunk
+            self._found.append(block)
+        block, first = self._blocks[chunk.owner]
+        if chunk is first or (chunk.parent is first and chunk.lo == 0):  # one piece for all
+            chunk.ops = ops = _Noted(first.owner.ops)
+            self._steps.append((block, step.node, ops.reasons))
+
+    def _kept(self, run: BlockRun) -> None:
+        """Note what a block offloads, and that a block inside a segment drops its input."""
+        mine = [b for p, (b, _) in self._blocks.items() if p.execution is run.execution]
+        if not mine or threading.get_ident() != self._thread:
+            return
+        block, name = mine[-1], run.call.graph.inputs[0]
+        block.offloaded = tuple(dict.fromkeys(name for name, _ in run.offloaded))
+        if not run.saves[0] and name in block.kept:
+            block.kept = tuple(kept for kept in block.kept if kept != name)
+            block.backward = (f"compute {name}", *block.backward)
+
+
+def _explained(chunk: Chunk, name: str) -> BlockExplanation:
+    """The explanation of the call that a chunk belongs to, but for the steps of its forward."""
+    execution = chunk.owner.execution
+    assert isinstance(execution, Execution)
+    plan, chunks, kind = execution.plan, execution.chunks, execution.call.graph.kind
+    pieces = f"{-(-chunks.batch // chunks.group)} × {chunks.group} sequences"
+    tiles = f", then tiles of {chunks.tile} tokens" if chunks.tiled else ""
+    low, stream = execution.compute, chunk.owner.dtype
+    dtypes = f", products in {str(low)[6:]}, stream in {str(stream)[6:]}" if low else ""
+    steps: list[str] = []
+    for step in plan.backward:
+        for one in plan.tile_backward if step.kind == "tiles" else (step,):
+            implementation = _backward_implementation(one, chunk)
+            steps.append(f"{one} ({implementation})" if implementation else str(one))
+    return BlockExplanation(
+        name,
+        f"{kind}, backend {_backend(chunk)}{dtypes}, {pieces}{tiles}",
+        kept=plan.kept_inputs + plan.kept + (("output",) if plan.keeps_output else ()),
+        backward=tuple(steps),
+    )
+
+
+def _backward_implementation(step: Step, chunk: Chunk) -> str:
+    """What runs a step of backward; also of a rebuild that reads quantized activations."""
+    node = step.node
+    if node is None or not (step.kind == "backward" or node.reads_quantized):
+        return ""
+    found = node.backward_choice(chunk)
+    return node.says[1] if found is None else choose(found[0], chunk.ops.name, found[1]).reason()
+
+
+def _backend(chunk: Chunk) -> str:
+    """The backend's name and, if it is not the device's default, why."""
+    x, compute = chunk.owner.tensors["input"], chunk.owner.execution.compute
+    assert x is not None
+    default = DEFAULTS.get(x.device.type, "eager")
+    reason = None
+    if chunk.ops.name == "eager":
+        reason = why_not(default, x.device, compute or x.dtype)
+    return chunk.ops.name + (f" ({reason})" if reason else "")

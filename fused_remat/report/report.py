@@ -1,8 +1,9 @@
-"""`memory_report`: what every layer of a model keeps for backward, by name, and its peaks."""
+"""`memory_report`: what each layer of a model keeps for backward, by name, and its peak memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,29 +16,29 @@ from fused_remat.layers import FusedLayer
 from fused_remat.policies import Policy
 from fused_remat.report.saved import Saved
 from fused_remat.report.step import Step, choose_layers, run_step, tensors_in
+from fused_remat.report.units import aligned, human, run_name
 
 _OTHER = "(other)"
 _MODEL = "(model)"
 _OFFLOAD = " offload "
-_SUM_BYTES = 1024  # what the sum of the outputs may take, outside the model
+_SUM_BYTES = 1024  # below this, memory outside the layers is that of summing the outputs
 
 
 @dataclass(frozen=True)
 class Activation:
-    """Storages of one name that a layer keeps.
+    """The storages of one name that a layer keeps.
 
     Attributes:
-        name: in a fused block's graph ("input", "qkv", "attn.lse", "seed"), or autograd's
+        name: the name in a fused block's graph ("input", "qkv", "attn.lse", "seed") or in autograd
             ("AddmmBackward0.mat1"); "checkpoint" for what `torch.utils.checkpoint` holds; "saved"
-            where autograd tells no name.
-        shape: of the tensors that were saved, None if in pieces; the bytes are their storages',
-            of which they may be parts.
-        dtype: "float32", say.
-        count: how many storages.
-        is_input: whether the caller passed it to the model, and so holds it anyway.
-        bytes: as measured.
-        predicted: from the block's graph; None if not of a fused block.
-        offloaded: whether it waits in the host's memory; its bytes are then there.
+            where autograd gives no name.
+        shape: of the saved tensor, which may be part of its storage; None if it is in pieces.
+        dtype: such as "float32".
+        count: number of storages.
+        is_input: whether the caller passed it to the model, and therefore holds it anyway.
+        bytes: measured size of the storages.
+        predicted: bytes predicted from the block's graph; None outside fused blocks.
+        offloaded: whether it waits in the host's memory; then `bytes` are there.
     """
 
     name: str
@@ -52,18 +53,19 @@ class Activation:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """A layer, over all its calls, or "(other)": what is outside any.
+    """One layer, over all its calls, or "(other)": everything outside the layers.
 
     Attributes:
-        name, kind, policy: qualified name, class name, and of a fused layer its policy.
+        name, kind, policy: qualified name, class name, and the policy of a fused layer.
         calls: how often it was called.
-        kept_bytes: as measured; a storage that two layers keep counts in the first.
-        predicted_bytes: what its fused blocks keep by their graphs; None if none ran.
-        forward_peak, backward_peak: bytes above what was held when the pass reached the layer;
-            the largest of its calls. Its kept bytes are in the first, gradients in the second.
-        activations: what the kept bytes are, and the offloaded ones.
-        offloaded_bytes: as measured, in the host's memory; they are not among the kept ones, nor
-            among the predicted ones.
+        kept_bytes: measured bytes on the device; a storage that two layers keep counts in the
+            first.
+        predicted_bytes: what its fused blocks keep according to their graphs; None if none ran.
+        forward_peak, backward_peak: most bytes above what was allocated when the pass reached the
+            layer, over all its calls. Kept bytes count in forward, gradients in backward.
+        activations: what the kept and the offloaded bytes consist of.
+        offloaded_bytes: measured bytes in the host's memory; they count neither as kept nor as
+            predicted.
     """
 
     name: str
@@ -80,14 +82,15 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What `memory_report` found; prints as a table.
+    """The result of `memory_report`; prints as a table.
 
     Attributes:
-        model: its class name.
-        layers: in the model's order; last "(other)", if anything is outside the layers.
-        peak_bytes: of forward and backward together, above what was allocated before (parameters,
-            buffers, inputs); new gradients of all parameters and inputs included.
-        tokens: in the first input, None if it has no two dimensions or looks like an image.
+        model: class name of the model.
+        layers: in the model's order; "(other)" comes last if something is outside the layers.
+        peak_bytes: most bytes during forward and backward above what was allocated before
+            (parameters, buffers, inputs); new gradients of parameters and inputs count.
+        tokens: number of tokens in the first input; None if it has fewer than two dimensions or
+            looks like an image.
     """
 
     model: str
@@ -102,34 +105,34 @@ class MemoryReport:
 
     @property
     def predicted_bytes(self) -> int | None:
-        """What all fused blocks keep by their graphs; None if none ran."""
+        """Bytes that all fused blocks keep according to their graphs; None if none ran."""
         known = [p for p in (layer.predicted_bytes for layer in self.layers) if p is not None]
         return sum(known) if known else None
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes that wait for backward in the host's memory, of all layers."""
+        """Bytes that wait for backward in the host's memory, over all layers."""
         return sum(layer.offloaded_bytes for layer in self.layers)
 
     def table(self, activations: bool = True) -> str:
-        """The report as text; equal layers that follow each other are one row, each as shown.
+        """The report as text; consecutive equal layers share one row.
 
         Args:
-            activations: below every layer what it keeps, unless an equal layer is above.
+            activations: whether to list what each layer keeps below its row. Layers that keep the
+                same are listed once.
         """
         predicts = self.predicted_bytes is not None
         heads = ["", "kept", *["predicted"] * predicts, *["per token"] * bool(self.tokens)]
         rows = [[*heads, "forward peak", "backward peak"]]
         shown: set[LayerMemory] = set()
-        for group in _folded(self.layers):
-            layer = group[0]
-            listed = activations and _sameness(layer) not in shown
-            shown.add(_sameness(layer))
+        for kept, equal in itertools.groupby(self.layers, key=_without_name):
+            group = list(equal)
             peaks = [max(g.forward_peak for g in group), max(g.backward_peak for g in group)]
-            cells = self._cells(layer.kept_bytes, layer.predicted_bytes)
+            cells = self._cells(kept.kept_bytes, kept.predicted_bytes)
             rows.append([_title(group), *cells, *map(human, peaks)])
-            for a in layer.activations if listed else ():
+            for a in kept.activations if activations and kept not in shown else ():
                 rows.append([_describe(a), *self._cells(a.bytes, a.predicted), "", ""])
+            shown.add(kept)
         cells = self._cells(self.kept_bytes, self.predicted_bytes)
         rows.append(["total", *cells, "", ""])
         lines = [self.model, *aligned(rows)]
@@ -140,11 +143,11 @@ class MemoryReport:
         return "\n".join(lines)
 
     def _offloaded(self) -> list[str]:
-        """What is said of offload, where a layer's policy asks for it or something has moved."""
+        """The line on offloading, if something was offloaded or a policy asks for it."""
         if self.offloaded_bytes:
-            return [f"offloaded to host: {human(self.offloaded_bytes)}, not among what is kept"]
+            return [f"offloaded to host: {human(self.offloaded_bytes)}, not counted as kept"]
         asked = any(_OFFLOAD in (layer.policy or "") for layer in self.layers)
-        return ["offloaded to host: nothing; on a CPU nothing moves"] if asked else []
+        return ["offloaded to host: nothing; on the CPU nothing moves"] if asked else []
 
     def _cells(self, kept: int, predicted: int | None) -> list[str]:
         cells = [human(kept)]
@@ -177,7 +180,7 @@ class MemoryReport:
 
     @classmethod
     def from_json(cls, text: str) -> MemoryReport:
-        """The report of which `text` is the JSON."""
+        """The report that `to_json` wrote."""
         given = json.loads(text)
         layers = []
         for layer in given["layers"]:
@@ -188,10 +191,10 @@ class MemoryReport:
         return cls(given["model"], tuple(layers), given["peak_bytes"], given["tokens"])
 
     def plot(self, path: str | Path) -> None:
-        """Draw to `path` (.png, .svg, .pdf) a bar per layer, stacked by activation.
+        """Draw one bar per layer, stacked by activation, to `path` (.png, .svg or .pdf).
 
-        Ticks are what the fused blocks predict, triangles the peaks of both passes. No window is
-        opened and no setting of matplotlib's changed.
+        Vertical ticks mark predicted bytes, triangles the peaks of both passes. No window opens,
+        and matplotlib's settings stay as they are.
 
         Raises: ImportError without matplotlib (`pip install "fused-remat[bench]"`).
         """
@@ -207,28 +210,29 @@ def memory_report(
     loss: Callable[[Any], Tensor] | None = None,
     **kwargs: Any,
 ) -> MemoryReport:
-    """Run `model(*inputs, **kwargs)` and a backward, and report what is kept in between, by layer.
+    """Run one forward and backward of a model and report what each layer keeps in between.
 
-    Of any model, fused or not. Backward is of the sum of all floating-point tensors in the output,
-    to parameters and inputs that require a gradient; without any such there is none and nothing is
-    kept. Afterwards random state, train/eval modes, buffers, hooks and every `.grad` are as before,
-    also if the model raises; optimizers that step in backward do not. The model's own hooks run.
+    Works on any model, fused or not. Backward starts from the sum of all floating-point tensors in
+    the output and computes the gradients of the parameters and inputs that require one; without
+    any, nothing is kept. Random state, train/eval modes, buffers, hooks and every `.grad` are
+    restored, also if the model raises. Optimizers that step in backward do not run; the model's
+    own hooks do.
 
     Args:
-        model, inputs, kwargs: what to call, and with what; in the modes that the model is in.
-        layers: names of submodules or shell patterns (`"layers.*"`); of nested ones that match, the
-            outermost. By default all transformer layers (this package's and `torch.nn`'s); in other
-            models what stands in `nn.ModuleList` and `nn.Sequential`; else the children.
-        loss: of the model's output, for backward, in place of the sum; what it keeps counts.
+        model, inputs, kwargs: the model, in the mode to measure, and its arguments.
+        layers: names of submodules or shell patterns (`"layers.*"`); of nested matches, the
+            outermost. By default all transformer layers (this package's and `torch.nn`'s); without
+            any, the members of `nn.ModuleList` and `nn.Sequential`; else the children.
+        loss: function of the model's output that replaces the sum; what it keeps counts.
 
-    Units: bytes. Kept are storages that autograd saves, each once; parameters and buffers do not
-        count, masks and inputs do (and a fused block predicts 0 for its masks). Peaks: on CPU from
-        the profiler, which must not be running already; on CUDA from the allocator, whose peak
-        statistics are reset, and of the first such device.
+    Units: bytes. Kept bytes are the storages that autograd saves, each once; parameters and buffers
+        do not count, inputs and masks do (a fused block predicts 0 for its masks). Peaks come from
+        torch's profiler on the CPU, which must not be running already, and from the allocator of
+        the first CUDA device, whose peak statistics are reset.
     Raises: TypeError if the output has no floating-point tensor; ValueError if a pattern matches
-        nothing or what is inside a fused or compiled layer, or for lazy parameters;
-        NotImplementedError on a device that is neither CPU nor CUDA; RuntimeError, PyTorch's own,
-        for reentrant checkpoint.
+        nothing or a module inside a fused or compiled layer, or if parameters are lazy;
+        NotImplementedError on a device that is neither CPU nor CUDA; PyTorch's RuntimeError for
+        reentrant checkpoints.
     Source: after `jax.ad_checkpoint.print_saved_residuals`.
 
     >>> import torch
@@ -245,9 +249,12 @@ def memory_report(
     True
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"memory_report takes an nn.Module, got {type(model).__name__}")
+        raise TypeError(f"memory_report takes a torch.nn.Module, got {type(model).__name__}")
     if any(nn.parameter.is_lazy(t) for t in (*model.parameters(), *model.buffers())):
-        raise ValueError("the model has lazy parameters: call it once before memory_report")
+        raise ValueError(
+            "the model has lazy parameters, whose sizes are unknown; call the model once before "
+            "memory_report"
+        )
     chosen = choose_layers(model, layers)
     step = run_step(model, list(chosen.values()), inputs, kwargs, loss)
     rows = [
@@ -282,7 +289,7 @@ def _layer(index: int, name: str, module: nn.Module | None, step: Step) -> Layer
 
 
 def _activations(saved: list[Saved], predicted: dict[str, int], calls: int) -> Iterator[Activation]:
-    """Merged: of a fused block by name; of others those of equal name, shape and dtype."""
+    """Storages of a fused block merged by name; others by name, shape and dtype."""
     groups: dict[tuple[Any, ...], list[Saved]] = {}
     for s in saved:
         key = (s.name,) if s.fused else (s.name, s.shape, s.dtype, s.is_input)
@@ -302,7 +309,7 @@ def _activations(saved: list[Saved], predicted: dict[str, int], calls: int) -> I
         )
     measured = {s.name for s in saved if s.fused}
     for name, nbytes in predicted.items():
-        if name not in measured:  # counted in an earlier layer
+        if name not in measured:  # the storage counts in an earlier layer
             yield Activation(name, None, "", 0, False, 0, nbytes)
 
 
@@ -316,7 +323,7 @@ def _policy(policy: str | Policy) -> str:
 
 
 def _tokens(inputs: Iterator[Tensor]) -> int | None:
-    """Of (B, S) integers or (B, S, D) or (B, D) numbers; images (B, C, H, W) have none."""
+    """Tokens of integers (B, S), or of floats (B, S, D) or (B, D); None for images (B, C, H, W)."""
     first = next(inputs, None)
     if first is None or first.is_nested or first.dim() < 2 or not first.numel():
         return None
@@ -325,27 +332,15 @@ def _tokens(inputs: Iterator[Tensor]) -> int | None:
     return first.numel() // first.shape[-1] if first.dim() <= 3 else None
 
 
-def _folded(layers: Iterable[LayerMemory]) -> Iterator[list[LayerMemory]]:
-    """Runs of layers that differ in name and peaks only."""
-    group: list[LayerMemory] = []
-    for layer in layers:
-        same = group and _sameness(layer) == _sameness(group[0])
-        if group and not same:
-            yield group
-            group = []
-        group.append(layer)
-    if group:
-        yield group
-
-
-def _sameness(layer: LayerMemory) -> LayerMemory:
+def _without_name(layer: LayerMemory) -> LayerMemory:
+    """What equal layers have in common: everything but their names and peaks."""
     return dataclasses.replace(layer, name="", forward_peak=0, backward_peak=0)
 
 
 def _title(group: list[LayerMemory]) -> str:
     layer = group[0]
-    name = layer.name if len(group) == 1 else f"{layer.name} … {group[-1].name} ({len(group)}×)"
     called = f"called {layer.calls}×" if layer.calls != 1 and layer.kind else ""
+    name = run_name([layer.name for layer in group])
     return " ".join(filter(None, (name, layer.kind, layer.policy, called)))
 
 
@@ -356,25 +351,3 @@ def _describe(a: Activation) -> str:
     many = f", {a.count} of them" if a.count > 1 and a.shape is not None else ""
     where = " on the host" * a.offloaded
     return f"  {a.name} {shape} {a.dtype}{many}{where}{' *' * a.is_input}"
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    """Columns side by side, the first to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    ]
-
-
-def human(nbytes: float) -> str:
-    """Bytes to three digits.
-
-    >>> human(12), human(1536), human(3 * 2**20), human(-(2**31))
-    ('12 B', '1.5 KiB', '3.0 MiB', '-2.0 GiB')
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:,.1f} GiB"

@@ -1,6 +1,6 @@
-"""What autograd saves while a model runs: by layer and by name, each storage counted once.
+"""Records what autograd saves while a model runs, by layer and by name, each storage once.
 
-Storages are held weakly: what is recorded here is freed when it would be without a record.
+Storages are referenced weakly, so a record does not delay freeing any memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.graph.schedule import kept_bytes
 
-#: Name of what non-reentrant `torch.utils.checkpoint` holds: the arguments of what it wraps.
+#: Name for what non-reentrant `torch.utils.checkpoint` saves: the arguments of what it wraps.
 CHECKPOINT = "checkpoint"
 _UNNAMED = "saved"
 
@@ -31,13 +31,13 @@ class Saved:
     """One storage that autograd saved.
 
     Attributes:
-        layer: the index of the layer that was running, -1 outside any.
-        name: of a fused block's graph, or of autograd's, as "AddmmBackward0.mat1".
-        fused: whether it is of a fused block's graph.
-        shape, dtype: of the tensor that was saved first; no shape if it is nested.
-        nbytes: of the storage.
-        is_input: whether it was passed to the model.
-        offloaded: whether it is a copy on the host of what was on the device.
+        layer: index of the layer that was running; -1 outside the layers.
+        name: its name in a fused block's graph, or in autograd's ("AddmmBackward0.mat1").
+        fused: whether a fused block saved it.
+        shape, dtype: those of the tensor that was saved first; the shape is None if it is nested.
+        nbytes: size of the storage.
+        is_input: whether the caller passed it to the model.
+        offloaded: whether it is a copy in the host's memory.
         by: indices of all layers that saved it.
     """
 
@@ -54,7 +54,7 @@ class Saved:
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """A tensor as it is packed: found again in the graph by its identity."""
+    """A packed tensor. The graph holds this object, which identifies the saved storages."""
 
     tensor: Tensor
     order: int
@@ -63,7 +63,7 @@ class _Held:
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A call of a fused block: the names of what it saves, and the bytes that it should keep."""
+    """A call of a fused block: names of what it saves, and the bytes its graph predicts."""
 
     names: dict[StorageWeakRef, str]
     offloaded: frozenset[StorageWeakRef]
@@ -72,25 +72,16 @@ class _Block:
 
 
 class SavedRecord:
-    """Context manager around a forward: records what is saved in it.
+    """Context manager around a forward pass that records what autograd saves.
 
     Args:
         exclude: tensors whose storages do not count: parameters and buffers.
-        inputs: tensors to be marked as passed by the caller.
+        inputs: tensors that the caller passes to the model; they are marked.
 
     Attributes:
-        layer: the index of the layer that runs; the caller sets it. -1 is none.
-        predicted: by layer, then by name, the bytes that its fused blocks' graphs ask for, those
-            that are offloaded included.
-
-    >>> x = torch.randn(8, 4, requires_grad=True)
-    >>> record = SavedRecord(inputs=[x])
-    >>> with record:
-    ...     y = (x * x).exp()
-    >>> for saved in record.named([y]):
-    ...     print(saved.name, saved.nbytes, saved.is_input)
-    MulBackward0.other 128 True
-    ExpBackward0.result 128 False
+        layer: index of the layer that is running, set by the caller; -1 outside the layers.
+        predicted: bytes that the graphs of fused blocks predict, by layer and name, including
+            offloaded ones.
     """
 
     def __init__(self, exclude: Iterable[Tensor] = (), inputs: Iterable[Tensor] = ()) -> None:
@@ -101,14 +92,14 @@ class SavedRecord:
         self._saved: dict[StorageWeakRef, Saved] = {}
         self._order = itertools.count()
         self._block: _Block | None = None
-        self._thread = threading.get_ident()  # hooks on saved tensors are its alone
+        self._thread = threading.get_ident()  # saved-tensor hooks apply to this thread alone
         pack: Callable[[Tensor], _Held] = self._pack
-        if "torch._dynamo" in sys.modules:  # else nothing can be compiled, and it is slow to load
+        if "torch._dynamo" in sys.modules:  # slow to import; without it nothing is compiled
             pack = torch.compiler.disable(pack)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     def __enter__(self) -> SavedRecord:
-        self._hooks.__enter__()  # may raise: hooks can be disabled
+        self._hooks.__enter__()  # raises if saved-tensor hooks are disabled
         OBSERVERS.append(self._observe)
         return self
 
@@ -118,14 +109,14 @@ class SavedRecord:
         self._block = None
 
     def claim(self, tensors: Iterable[Tensor]) -> None:
-        """Count to the layer that begins what a checkpoint around it has saved of its inputs."""
+        """Attribute inputs that a checkpoint around the current layer saved to that layer."""
         for key in (key for t in tensors for key in _storages(t)):
             saved = self._saved.get(key)
             if saved is not None and saved.layer == -1 and saved.name == CHECKPOINT:
                 saved.layer = self.layer
 
     def named(self, outputs: Iterable[Tensor]) -> list[Saved]:
-        """What is still held, in order, named after the graph that made `outputs`."""
+        """The storages that are still alive, in order, named after the graph of `outputs`."""
         names = sorted(_names(outputs), key=lambda name: name[0].order)
         for held, name in names:
             for saved in held.saved:
@@ -133,16 +124,16 @@ class SavedRecord:
                     saved.name = name
         return [saved for key, saved in self._saved.items() if not key.expired()]
 
-    def _observe(self, invocation: BlockRun) -> None:
+    def _observe(self, run: BlockRun) -> None:
         if threading.get_ident() != self._thread:
             return
-        names = {key: name for name, t in _block_tensors(invocation) for key in _storages(t)}
-        hosts = frozenset(key for _, t in invocation.offloaded for key in _storages(t))
-        self._block = _Block(names, hosts, _predicted(invocation))
+        names = {key: name for name, t in _block_tensors(run) for key in _storages(t)}
+        hosts = frozenset(key for _, t in run.offloaded for key in _storages(t))
+        self._block = _Block(names, hosts, _predicted(run))
 
     def _pack(self, t: Tensor) -> _Held:
         held = _Held(t, next(self._order))
-        name_else = CHECKPOINT if _saving_module() == "torch.utils.checkpoint" else _UNNAMED
+        unfused = CHECKPOINT if _saving_module() == "torch.utils.checkpoint" else _UNNAMED
         for key, nbytes in _storages(t).items():
             name = self._fused_name(key)
             if key in self._exclude or not nbytes:
@@ -150,7 +141,7 @@ class SavedRecord:
             saved = self._saved.get(key)
             if saved is None:
                 saved = self._saved[key] = Saved(
-                    self.layer, name or name_else, name is not None,
+                    self.layer, name or unfused, name is not None,
                     None if t.is_nested else tuple(t.shape), t.dtype, nbytes, key in self._inputs,
                     self._block is not None and key in self._block.offloaded,
                 )  # fmt: skip
@@ -159,9 +150,10 @@ class SavedRecord:
         return held
 
     def _fused_name(self, key: StorageWeakRef) -> str | None:
-        """The block's name of what is saved now; counts what the block predicts, once.
+        """The name in the current block of what is being saved, or None.
 
-        Not earlier: of a block under a checkpoint nothing is saved.
+        The first saved tensor counts the block's prediction: a block under a checkpoint saves
+        nothing, so its prediction must not count.
         """
         block = self._block
         if block is None or key not in block.names:
@@ -175,10 +167,10 @@ class SavedRecord:
 
 
 def _saving_module() -> str:
-    """Name of the module that runs what saves a tensor; called by `SavedRecord._pack`."""
+    """Name of the module whose code saves a tensor; called by `SavedRecord._pack`."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals["__name__"].startswith("torch._dynamo"):
-        frame = frame.f_back  # torch.compiler.disable's
+        frame = frame.f_back  # frames of torch.compiler.disable
     return str(frame.f_globals["__name__"])
 
 
@@ -187,18 +179,18 @@ def _unpack(held: _Held) -> Tensor:
 
 
 def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
-    """The storages of `t` and their bytes; several for sparse tensors and wrapper subclasses."""
+    """Storages of `t` with their bytes; sparse tensors and wrapper subclasses have several."""
     if is_traceable_wrapper_subclass(t):
         inner, _ = t.__tensor_flatten__()
         held = [getattr(t, name) for name in inner]
-        parts = [part for part in held if isinstance(part, Tensor)]  # a DTensor has its mesh
+        parts = [part for part in held if isinstance(part, Tensor)]  # a DTensor also holds a mesh
     elif t.layout is torch.sparse_coo:
         parts = [t._indices(), t._values()]
     elif t.layout in (torch.sparse_csr, torch.sparse_bsr):
         parts = [t.crow_indices(), t.col_indices(), t.values()]
     elif t.layout in (torch.sparse_csc, torch.sparse_bsc):
         parts = [t.ccol_indices(), t.row_indices(), t.values()]
-    elif t.layout is not torch.strided:  # mkldnn: opaque
+    elif t.layout is not torch.strided:  # mkldnn tensors are opaque
         return {}
     else:
         storage = t.untyped_storage()
@@ -206,9 +198,9 @@ def _storages(t: Tensor) -> dict[StorageWeakRef, int]:
     return {key: nbytes for part in parts for key, nbytes in _storages(part).items()}
 
 
-def _block_tensors(invocation: BlockRun) -> Iterator[tuple[str, Tensor]]:
-    """What a block saves, by name; of an activation, each of its pieces."""
-    execution, _, tensors, output, kept, saves, offloaded = invocation
+def _block_tensors(run: BlockRun) -> Iterator[tuple[str, Tensor]]:
+    """What a block saves, by name; an activation in pieces occurs once for each piece."""
+    execution, _, tensors, output, kept, saves, offloaded = run
     yield from offloaded
     for name, t, saved in zip(execution.call.graph.tensors, tensors, saves, strict=True):
         if t is not None and saved:
@@ -218,25 +210,26 @@ def _block_tensors(invocation: BlockRun) -> Iterator[tuple[str, Tensor]]:
     yield from zip((name for name, _ in execution.pieces()), kept, strict=True)
 
 
-def _predicted(invocation: BlockRun) -> Mapping[str, int]:
-    call, execution, tensors = invocation.call, invocation.execution, invocation.tensors
+def _predicted(run: BlockRun) -> Mapping[str, int]:
+    """Bytes that the block's graph predicts it keeps, by name."""
+    call, execution, tensors = run.call, run.execution, run.tensors
     given = {n: t for n, t in zip(call.graph.tensors, tensors, strict=True) if t is not None}
     shapes = {name: tuple(t.shape) for name, t in given.items()} | {**execution.shapes}
     sizes = {name: given[name].element_size() for name in call.graph.inputs}
     first = call.graph.inputs[0]
     kept = dict(kept_bytes(call.graph, call.save, call.needs_grad, shapes, sizes[first], sizes))
-    for name, saved in zip(call.graph.tensors, invocation.saves, strict=True):
+    for name, saved in zip(call.graph.tensors, run.saves, strict=True):
         if not saved:
             kept.pop(name, None)
-        elif name in given and name in (*call.graph.inputs, "seed"):  # in a segment always
+        elif name in given and name in (*call.graph.inputs, "seed"):  # a segment always keeps them
             kept.setdefault(name, given[name].numel() * given[name].element_size())
     return kept
 
 
 def _names(outputs: Iterable[Tensor]) -> Iterator[tuple[_Held, str]]:
-    """What `SavedRecord` packed, and autograd's names of it, walking back from `outputs`.
+    """What `SavedRecord` packed, with autograd's names for it, walking back from `outputs`.
 
-    Nothing is unpacked: what other hooks packed (a checkpoint's, say) is left alone.
+    Nothing is unpacked, so the hooks of a checkpoint or of the user do not run.
     """
     waiting = [t.grad_fn for t in outputs]
     seen: set[Any] = {None}

@@ -1,10 +1,11 @@
-"""One forward and backward of a model, watched layer by layer, after which it is as before."""
+"""Runs one forward and backward of a model, observes it layer by layer, and restores the model."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,21 +24,25 @@ from fused_remat.report.saved import Saved, SavedRecord
 _LAYERS = (FusedLayer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 _FORWARD, _BACKWARD = "forward", "backward"
-_OUTSIDE = (-1, 0)  # the place of what is in no layer
+_OUTSIDE = (-1, 0)  # the place of what runs outside all layers
+
+#: Called with the index of the running layer, -1 outside the layers, and the run of its block.
+OnBlock = Callable[[int, BlockRun], None]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What was measured; layers are indices into those that were watched, -1 outside them.
+    """What was observed. Layers are indices into those that were watched, -1 outside them.
 
     Attributes:
-        saved, predicted: as `SavedRecord` has them.
-        calls: by layer.
-        peaks: by pass ("forward" or "backward") and layer.
-        peak: of the whole step, above what was allocated before.
-        spans: stretches of the step, in order; labels are None at first, then (pass, layer, how
-            often the layer was called by then).
-        ready: for each span, bytes of parameters whose gradients were there at its end.
+        saved, predicted: as in `SavedRecord`.
+        calls: how often each layer was called.
+        peaks: by pass ("forward" or "backward") and layer, the most bytes above what was allocated
+            when one of the layer's calls began.
+        peak: the most bytes in the whole step, above what was allocated before it.
+        spans: the step in consecutive spans. The first label is None; the others are (pass, layer,
+            number of the layer's call).
+        ready: for each span, bytes of parameters whose gradients existed at its end.
     """
 
     saved: list[Saved]
@@ -49,12 +54,112 @@ class Step:
     ready: list[int]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested lists, tuples, mappings and dataclasses.
+def run_step(
+    model: nn.Module,
+    layers: list[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    accumulates: bool = False,
+    on_block: OnBlock | None = None,
+) -> Step:
+    """Run `model(*args, **kwargs)` and backward from the sum of its output, watching `layers`.
 
-    >>> [t.item() for t in tensors_in({"a": torch.tensor(1), "b": [(torch.tensor(2),), "c"]})]
-    [1, 2]
+    Args:
+        loss: function of the model's output that replaces the sum.
+        accumulates: whether gradients of an earlier step exist and are added to. If not, there are
+            no gradients at the start.
+        on_block: called for every fused block that keeps something for backward.
     """
+    with torch.inference_mode(False), torch.enable_grad(), contextlib.ExitStack() as stack:
+        if any(t.grad_fn is not None for t in tensors_in([args, kwargs])):
+            args, kwargs = tree_map(_detached, (args, kwargs))
+        inputs = list(tensors_in([args, kwargs]))
+        targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
+        device = device_of(model, inputs)
+        record = SavedRecord([*model.parameters(), *model.buffers()], inputs)
+        stack.enter_context(restored(model, inputs, device))
+        if accumulates:
+            for t in targets:
+                t.grad = torch.zeros_like(t)
+                if isinstance(getattr(t, "main_grad", None), Tensor):
+                    t.main_grad = torch.zeros_like(t.main_grad)  # type: ignore[attr-defined]
+        trace = stack.enter_context(AllocationTrace(device))
+        watch = stack.enter_context(_Watch(layers, record, trace))
+        if on_block is not None:
+            tell = on_block
+
+            def observe(run: BlockRun) -> None:
+                tell(record.layer, run)
+
+            OBSERVERS.append(observe)
+            stack.callback(OBSERVERS.remove, observe)
+        with record:
+            output = model(*args, **kwargs)
+            sums = losses_of(output, loss)
+        del output
+        saved = record.named(sums)
+        # Gradients that exist from the start never become ready, and blocks do not accumulate
+        # into parameters that have hooks.
+        trained = [p for p in model.parameters() if p.requires_grad]
+        watch.backward(() if accumulates else trained)
+        if sums and targets and accumulates:
+            torch.autograd.backward(sums, inputs=targets)
+        elif sums and targets:
+            grads = torch.autograd.grad(sums, targets, allow_unused=True)
+            del grads
+    peak = max(span.peak for span in trace.spans)
+    peaks = _peaks(trace.spans)
+    return Step(saved, record.predicted, watch.calls, peaks, peak, trace.spans, watch.ready())
+
+
+def _detached(value: Any) -> Any:
+    """An intermediate result becomes a leaf, so that backward ends there."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
+
+
+def _peaks(spans: list[Span]) -> dict[tuple[str, int], int]:
+    """`Step.peaks`, from the spans."""
+    peaks: dict[tuple[str, int], int] = {}
+    place, base = None, 0
+    for span in spans:
+        if span.label != place:
+            place, base = span.label, span.start
+        which, layer = place[:2] if place is not None else (_FORWARD, -1)
+        peaks[which, layer] = max(peaks.get((which, layer), 0), span.peak - base)
+    return peaks
+
+
+def losses_of(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
+    """The scalars that backward starts from: the loss, or the sums of the output's tensors.
+
+    Raises: TypeError or ValueError if `loss` does not return a scalar with a gradient; TypeError if
+        there is no loss and no floating-point tensor in the output.
+    """
+    if loss is None:
+        found = [t for t in tensors_in(output) if t.is_floating_point()]
+        if not found:
+            raise TypeError(
+                f"the model returned {type(output).__name__} without a floating-point tensor; "
+                "backward needs one in the output (in tensors, lists, tuples, mappings or "
+                "dataclasses)"
+            )
+        return [t.sum() for t in found if t.requires_grad]
+    value = loss(output)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"loss= must return a tensor, got {type(value).__name__}")
+    if value.numel() != 1 or not value.requires_grad:
+        raise ValueError(
+            "loss= must return a scalar that requires a gradient, got a tensor of shape "
+            f"{tuple(value.shape)} with requires_grad={value.requires_grad}"
+        )
+    return [value]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in nested lists, tuples, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -67,91 +172,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, entry.name, None))
 
 
-def choose_layers(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.Module]:
-    """The modules to watch by name; see `memory_report`.
-
-    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
-    >>> list(choose_layers(model, None)), list(choose_layers(model, ["1.*"]))
-    (['0', '1'], ['1.0', '1.1'])
-    """
-    modules = dict(model.named_modules())
-    if patterns is None:
-        chosen = _default_layers(model, modules)
-    else:
-        chosen = _matching(list(modules), patterns)
-    outermost: list[str] = []
-    for name in modules:  # parents come before their children
-        if name in chosen and not any(_is_within(name, other) for other in outermost):
-            outermost.append(name)
-    for name in outermost:
-        for other, module in modules.items():
-            why = _why_opaque(module)
-            if why is not None and other != name and _is_within(name, other):
-                raise ValueError(
-                    f"{name!r} is inside {other!r}, a {why}, whose submodules are not called; "
-                    f"its activations are in the row of {other!r}"
-                )
-    return {name: modules[name] for name in outermost}
-
-
-def _default_layers(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
-    opaque = [name for name, module in modules.items() if _why_opaque(module) is not None]
-    found = _repeated(model, modules)
-    return {next((o for o in opaque if _is_within(name, o)), name) for name in found}
-
-
-def _why_opaque(module: nn.Module) -> str | None:
-    """What `module` is, if hooks on its submodules would not be called, or change what it does."""
-    if isinstance(module, FusedLayer):
-        return "fused layer"
-    if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-        return "compiled module"  # torch.compile's class is slow to import
-    return None
-
-
-def _repeated(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
-    callable_ = {name for name, module in modules.items() if _has_forward(module)}
-    found = {name for name, module in modules.items() if isinstance(module, _LAYERS)}
-    if not found:
-        found = callable_ & {
-            name
-            for name in modules
-            if name and isinstance(modules[name.rpartition(".")[0]], _CONTAINERS)
-        }
-    return found or callable_ & {name for name, _ in model.named_children()} or {""}
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return getattr(type(module), "forward", None) is not nn.Module.forward
-
-
-def _matching(names: list[str], patterns: Iterable[str]) -> set[str]:
-    if isinstance(patterns, str):
-        patterns = [patterns]
-    found: set[str] = set()
-    for pattern in patterns:
-        mine = {n for n in names if n == pattern or (n and fnmatch.fnmatchcase(n, pattern))}
-        if not mine:
-            shown = ", ".join(repr(n) for n in names if n) or "none"
-            raise ValueError(f"no module matches {pattern!r}; modules: {shown}")
-        found |= mine
-    return found
-
-
-def _is_within(name: str, other: str) -> bool:
-    return name == other or not other or name.startswith(other + ".")
+def device_of(model: nn.Module, inputs: Any = ()) -> torch.device:
+    """The first device other than the CPU, of parameters, buffers and inputs; else the CPU."""
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
+    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
 
 
 @contextlib.contextmanager
 def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Random state, modes, buffers and `.grad` are afterwards as before, whatever happens inside.
-
-    >>> norm, x = nn.BatchNorm1d(2), torch.ones(3, 2)
-    >>> with restored(norm, [x], x.device):
-    ...     _ = norm(x)
-    >>> norm.running_mean
-    tensor([0., 0.])
-    """
+    """Restore random state, training modes, buffers and `.grad` afterwards, also after an error."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(m, n, b, b.detach().clone()) for m in model.modules()
                for n, b in m._buffers.items() if b is not None]  # fmt: skip
@@ -178,23 +207,22 @@ def restored(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -
 
 
 class _Watch:
-    """Hooks on the chosen layers: tell a record who runs, and a trace when."""
+    """Hooks on the layers that tell the record which layer runs, and mark the trace."""
 
     def __init__(self, layers: list[nn.Module], record: SavedRecord, trace: AllocationTrace):
         self.calls = [0] * len(layers)
         self._layers, self._record, self._trace = layers, record, trace
-        self._stack = [_OUTSIDE]
-        self._pass = _FORWARD
-        self._running = _OUTSIDE
+        self._stack = [_OUTSIDE]  # places of the calls that are running: (layer, its call)
+        self._pass, self._running = _FORWARD, _OUTSIDE
         self._handles: list[RemovableHandle] = []
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._marks = 0
-        self._arrived: list[tuple[int, int]] = []
+        self._ready: list[tuple[int, int]] = []  # (span, bytes) of gradients that became ready
 
     def __enter__(self) -> _Watch:
         try:
             for i, layer in enumerate(self._layers):
-                self._attach(layer, self._before(i))
+                self._attach(layer, functools.partial(self._before, i))
         except Exception:  # a scripted module takes no hooks
             self.__exit__()
             raise
@@ -226,20 +254,21 @@ class _Watch:
         self._compiled.append((layer, compiled))
         layer._compiled_call_impl = call
 
-    def backward(self, parameters: Iterable[Tensor] = ()) -> None:
-        """The forward is over; note when gradients of `parameters` come."""
+    def backward(self, parameters: Iterable[Tensor]) -> None:
+        """Backward begins; note when the gradients of `parameters` become ready."""
         self._pass = _BACKWARD
         self._mark(_OUTSIDE)
-        for p in parameters:
-            self._handles.append(p.register_hook(self._arrives(p.nbytes)))
 
-    def _arrives(self, nbytes: int) -> Callable[[Tensor], None]:
-        return lambda _: self._arrived.append((self._marks, nbytes))
+        def hook(nbytes: int, _: Tensor) -> None:
+            self._ready.append((self._marks, nbytes))
+
+        for p in parameters:
+            self._handles.append(p.register_hook(functools.partial(hook, p.nbytes)))
 
     def ready(self) -> list[int]:
-        """By span, bytes of gradients that were there at its end."""
+        """For each span, bytes of gradients that existed at its end."""
         totals = [0] * (self._marks + 1)
-        for span, nbytes in self._arrived:
+        for span, nbytes in self._ready:
             totals[span] += nbytes
         return list(itertools.accumulate(totals))
 
@@ -248,22 +277,23 @@ class _Watch:
         self._marks += 1
         self._trace.mark((self._pass, *place))
 
-    def _before(self, layer: int) -> Any:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._pass is not _FORWARD:  # a checkpoint runs the layer again
-                return
-            self.calls[layer] += 1
-            place = (layer, self.calls[layer])
-            self._stack.append(place)
-            given = list(tensors_in([args, kwargs]))
-            self._record.layer = layer
-            self._record.claim(given)
-            for t in given:
-                if t.grad_fn is not None:  # runs after all of the layer's own nodes
-                    self._handles.append(t.register_hook(lambda _: self._left(place)))
-            self._mark(place)
+    def _before(self, layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._pass is not _FORWARD:  # a checkpoint runs the layer again in backward
+            return
+        self.calls[layer] += 1
+        place = (layer, self.calls[layer])
+        self._stack.append(place)
+        given = list(tensors_in([args, kwargs]))
+        self._record.layer = layer
+        self._record.claim(given)
+        for t in given:
+            if t.grad_fn is not None:  # its hook runs after all of the layer's own nodes
+                self._handles.append(t.register_hook(lambda _: self._left(place)))
+        self._mark(place)
 
-        return before
+    def _left(self, place: tuple[int, int]) -> None:
+        if self._running == place:
+            self._mark(_OUTSIDE)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._pass is not _FORWARD or len(self._stack) == 1:
@@ -275,132 +305,68 @@ class _Watch:
         self._record.layer = self._stack[-1][0]
         self._mark(self._stack[-1])
 
-    def _left(self, place: tuple[int, int]) -> None:
-        if self._running == place:
-            self._mark(_OUTSIDE)
+
+def choose_layers(model: nn.Module, patterns: Iterable[str] | None) -> dict[str, nn.Module]:
+    """The modules to watch, by name; see `layers` of `memory_report`."""
+    modules = dict(model.named_modules())
+    opaque = {n: why for n, m in modules.items() if (why := _why_opaque(m)) is not None}
+    if patterns is None:
+        found = _repeated(model, modules)
+        chosen = {next((o for o in opaque if _is_within(name, o)), name) for name in found}
+    else:
+        chosen = _matching(list(modules), patterns)
+    outermost: list[str] = []
+    for name in modules:  # parents come before their children
+        if name in chosen and not any(_is_within(name, other) for other in outermost):
+            outermost.append(name)
+    for name in outermost:
+        for other, why in opaque.items():
+            if other != name and _is_within(name, other):
+                raise ValueError(
+                    f"{name!r} is inside {other!r}, {why}, which does not call its submodules; "
+                    f"choose {other!r} to see its activations"
+                )
+    return {name: modules[name] for name in outermost}
 
 
-def _peaks(spans: list[Span]) -> dict[tuple[str, int], int]:
-    """For each pass and layer, the peak above what was held when one of its calls began."""
-    peaks: dict[tuple[str, int], int] = {}
-    place, base = None, 0
-    for span in spans:
-        if span.label != place:
-            place, base = span.label, span.start
-        which, layer = place[:2] if place is not None else (_FORWARD, -1)
-        peaks[which, layer] = max(peaks.get((which, layer), 0), span.peak - base)
-    return peaks
+def _why_opaque(module: nn.Module) -> str | None:
+    """What `module` is, if hooks on its submodules do not run or change what it does."""
+    if isinstance(module, FusedLayer):
+        return "a fused layer"
+    if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+        return "a compiled module"  # by name: torch.compile's class is slow to import
+    return None
 
 
-def _device(tensors: Iterable[Tensor]) -> torch.device:
-    return next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+def _repeated(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[str]:
+    """Transformer layers; without any, what stands in containers; else the model's children."""
+    found = {name for name, module in modules.items() if isinstance(module, _LAYERS)}
+    if found:
+        return found
+    callable_ = {
+        name
+        for name, module in modules.items()
+        if getattr(type(module), "forward", None) is not nn.Module.forward
+    }
+    contained = {
+        name
+        for name in modules
+        if name and isinstance(modules[name.rpartition(".")[0]], _CONTAINERS)
+    }
+    children = {name for name, _ in model.named_children()}
+    return callable_ & contained or callable_ & children or {""}
 
 
-def _detached(value: Any) -> Any:
-    """An intermediate result as a leaf, so that backward ends there."""
-    if isinstance(value, Tensor) and value.grad_fn is not None:
-        return value.detach().requires_grad_()
-    return value
+def _matching(names: list[str], patterns: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        mine = {n for n in names if n == pattern or (n and fnmatch.fnmatchcase(n, pattern))}
+        if not mine:
+            shown = ", ".join(repr(n) for n in names if n) or "none"
+            raise ValueError(f"no module matches {pattern!r}; modules: {shown}")
+        found |= mine
+    return found
 
 
-#: Called with the index of the layer that runs, -1 outside, and what its block does.
-OnBlock = Callable[[int, BlockRun], None]
-
-
-def run_step(
-    model: nn.Module,
-    layers: list[nn.Module],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Callable[[Any], Tensor] | None = None,
-    accumulates: bool = False,
-    on_block: OnBlock | None = None,
-) -> Step:
-    """Run `model(*args, **kwargs)` and the backward of its sum, watching `layers`.
-
-    Args:
-        loss: of the model's output, in place of the sum.
-        accumulates: gradients are added to those of a step before, which are there from the start;
-            else there are none before.
-
-    >>> layer = nn.Linear(4, 4)
-    >>> step = run_step(layer, [layer], (torch.randn(2, 4),), {})
-    >>> [(saved.name, saved.nbytes) for saved in step.saved]
-    [('AddmmBackward0.mat1', 32)]
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        if any(t.grad_fn is not None for t in tensors_in([args, kwargs])):
-            args, kwargs = tree_map(_detached, (args, kwargs))
-        inputs = list(tensors_in([args, kwargs]))
-        state = [*model.parameters(), *model.buffers()]
-        targets = [t for t in (*model.parameters(), *inputs) if t.requires_grad]
-        device = _device([*state, *inputs])
-        record, trace = SavedRecord(state, inputs), AllocationTrace(device)
-        with restored(model, inputs, device), contextlib.ExitStack() as stack:
-            if accumulates:
-                for t in targets:
-                    t.grad = torch.zeros_like(t)
-                    if isinstance(getattr(t, "main_grad", None), Tensor):
-                        t.main_grad = torch.zeros_like(t.main_grad)  # type: ignore[attr-defined]
-            stack.enter_context(trace)
-            watch = stack.enter_context(_Watch(layers, record, trace))
-            if on_block is not None:
-                stack.enter_context(_telling(on_block, record))
-            with record:
-                output = model(*args, **kwargs)
-                sums = losses_of(output, loss)
-            del output
-            saved = record.named(sums)
-            # Gradients that are there from the start do not come; blocks refuse to add to those of
-            # parameters with hooks.
-            watch.backward(
-                () if accumulates else [p for p in model.parameters() if p.requires_grad]
-            )
-            if sums and targets and accumulates:
-                torch.autograd.backward(sums, inputs=targets)
-            elif sums and targets:
-                grads = torch.autograd.grad(sums, targets, allow_unused=True)
-                del grads
-        peak = max(span.peak for span in trace.spans)
-        peaks = _peaks(trace.spans)
-        return Step(saved, record.predicted, watch.calls, peaks, peak, trace.spans, watch.ready())
-
-
-@contextlib.contextmanager
-def _telling(on_block: OnBlock, record: SavedRecord) -> Iterator[None]:
-    def observe(invocation: BlockRun) -> None:
-        on_block(record.layer, invocation)
-
-    OBSERVERS.append(observe)
-    try:
-        yield
-    finally:
-        OBSERVERS.remove(observe)
-
-
-def losses_of(output: Any, loss: Callable[[Any], Tensor] | None) -> list[Tensor]:
-    """What backward begins at: the loss, or the sums of the output.
-
-    Raises: TypeError or ValueError if the loss is not one.
-    """
-    if loss is None:
-        return sums_of(output)
-    value = loss(output)
-    if not isinstance(value, Tensor):
-        raise TypeError(f"loss= returns a tensor, got {type(value).__name__}")
-    if value.numel() != 1 or not value.requires_grad:
-        shape = tuple(value.shape)
-        grad = "a" if value.requires_grad else "no"
-        raise ValueError(f"loss= returns a scalar, got one of shape {shape} with {grad} gradient")
-    return [value]
-
-
-def sums_of(output: Any) -> list[Tensor]:
-    """Sums of the floating-point tensors that have a gradient."""
-    found = [t for t in tensors_in(output) if t.is_floating_point()]
-    if not found:
-        raise TypeError(
-            f"the model returned {type(output).__name__} without a floating-point tensor in it "
-            "(searched: tensors, lists, tuples, mappings, dataclasses)"
-        )
-    return [t.sum() for t in found if t.requires_grad]
+def _is_within(name: str, other: str) -> bool:
+    return name == other or not other or name.startswith(other + ".")

@@ -1,4 +1,4 @@
-"""A training step on a mesh of devices, on paper: what fits, and how long it takes."""
+"""Estimates memory and time of a training step on a mesh of devices, without running it."""
 
 from fused_remat.scale.costs import HARDWARE, Costs, Figure
 from fused_remat.scale.estimate import Estimate, estimate, smallest_mesh

@@ -1,10 +1,10 @@
-"""A step on a mesh: its memory and time for every policy, the planner's choice, and what fits."""
+"""Memory and time of a step on a mesh: for each policy, the planner's choice, and what fits."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fused_remat.formats import split_name
@@ -12,8 +12,9 @@ from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Choice, Option
 from fused_remat.planner.options import costed_options, kept_by_name
 from fused_remat.planner.solve import optimal
-from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS, is_offloaded, kept_names
-from fused_remat.scale.costs import Costs, kept_by_eager
+from fused_remat.policies import EXACT_PRESETS, is_offloaded, kept_names
+from fused_remat.scale.costs import Costs
+from fused_remat.scale.layer import kept_by_eager, passes, sizes_of
 from fused_remat.scale.layout import (
     Layout,
     Mesh,
@@ -23,35 +24,30 @@ from fused_remat.scale.layout import (
     padded,
     sharded,
 )
-from fused_remat.scale.memory import (
-    Setup,
-    chain_of,
-    loss_bytes,
-    parts_at_peak,
-    passes,
-)
-from fused_remat.scale.time import KINDS, Work, link_of, pricer, sizes_of, works
+from fused_remat.scale.memory import Setup, chain_of, loss_bytes, parts_at_peak
+from fused_remat.scale.time import KINDS, Work, link_of, pricer, works
 
-#: PyTorch without us: everything that autograd saves, or `torch.utils.checkpoint` of each layer.
+#: Rows for plain PyTorch: autograd saves everything, or `torch.utils.checkpoint` wraps each layer.
 BASELINES = ("eager", "checkpoint")
-#: Names of what is estimated besides presets.
+#: The row of the planner's choice.
 PLANNER = "planner"
-#: Bytes of an optimizer's step read and written, in units of the parameters' bytes.
+#: Bytes that an optimizer's step reads and writes, in units of the parameters' bytes.
 _UPDATE = {"adamw": 7, "sgd": 3, "none": 0}
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a policy comes to on one device.
+    """Memory and time of one device with a policy.
 
     Attributes:
-        policy: its name; of the planner's, what it chose.
-        kept: bytes that all layers keep; `hosted`, of them, those that wait in the host's memory.
-        memory: bytes at the step's peak by part; their sum is the peak.
-        seconds: of a step by part; their sum is the step's.
-        collectives: a layer's calls to its tensor-parallel group: forward, backward, and of the
-            latter those that rebuild.
-        rebuilt: FLOPs rebuilt, of those of a step without rebuilding.
+        policy: the policy's name, or the planner's choice.
+        kept: bytes that all layers keep.
+        hosted: the part of them that waits in the host's memory.
+        memory: parts of the memory at the step's peak, in bytes; their sum is the peak.
+        seconds: parts of the step's time; their sum is the step's time.
+        collectives: tensor-parallel collectives of a layer: in forward, in backward, and those of
+            backward that rebuild.
+        rebuilt: FLOPs of rebuilding, relative to those of a step without it.
     """
 
     policy: str
@@ -73,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Way:
-    """What a layer may do: what it keeps as the planner's option, and its steps."""
+    """One way to run a layer: the planner's option, bytes on the host, and the layer's steps."""
 
     label: str
     option: Option
@@ -86,12 +82,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A setup on a kind of device.
+    """A training step on devices of one kind.
 
     Attributes:
-        rows: by name: the baselines, the presets that were asked for, and the planner's choice,
-            which is missing where nothing fits.
-        flops: of the model in a step of all devices, nothing rebuilt.
+        setup, costs: the step and the rates of the devices.
+        memory: bytes of a device.
+        rows: the baselines, the requested presets and the planner's choice by name; the planner's
+            is missing if nothing fits.
+        flops: FLOPs of the model in a step of all devices, without rebuilding.
     """
 
     setup: Setup
@@ -104,11 +102,11 @@ class Estimate:
         return self.rows[name].peak <= self.memory
 
     def tokens_per_second(self, name: str) -> float:
-        """Of all devices."""
+        """Tokens per second of all devices together."""
         return self.setup.tokens * self.setup.layout.mesh.data / self.rows[name].step
 
     def mfu(self, name: str) -> float:
-        """Model FLOPs of a step over what the devices' peak would do in its time."""
+        """Model FLOPs utilization: FLOPs of the model over those of the devices' peak rate."""
         peak = self.costs.peak.value * self.setup.layout.mesh.devices
         return self.flops / (self.rows[name].step * peak)
 
@@ -116,10 +114,12 @@ class Estimate:
 def estimate(
     setup: Setup, costs: Costs, memory: int, policies: Sequence[str] = tuple(EXACT_PRESETS)
 ) -> Estimate:
-    """Memory and time of a step for every policy of `policies`, the baselines and the planner's.
+    """Estimate memory and time of a step for the baselines, `policies` and the planner's choice.
 
-    Raises: ValueError for a mesh that does not divide the model, or a name to offload that none
-        of `policies` keeps.
+    Args:
+        memory: bytes of a device.
+    Raises: ValueError if the mesh does not divide the model, or none of `policies` keeps a name
+        that is to be offloaded.
 
     >>> from fused_remat.scale.shapes import LARGE
     >>> from fused_remat.scale.costs import HARDWARE
@@ -150,13 +150,13 @@ def _check_names(setup: Setup, policies: Sequence[str]) -> None:
     unknown = [name for name in setup.offload if name not in valid]
     if unknown:
         raise ValueError(
-            f"no activation {', '.join(map(repr, unknown))} to offload is kept by "
-            f"{', '.join(map(repr, policies))}; kept: {', '.join(valid)}"
+            f"cannot offload {', '.join(map(repr, unknown))}: not kept by "
+            f"{', '.join(map(repr, policies))}; kept names: {', '.join(valid)}"
         )
 
 
 def way_of(setup: Setup, costs: Costs, name: str) -> Way:
-    """A layer's way of a preset or a baseline."""
+    """The way of a preset or a baseline to run a layer."""
     graph, layout = setup.example.call.graph, setup.layout
     preset = {"eager": "none", "checkpoint": "full"}.get(name, name)
     save = kept_names(preset, graph)
@@ -171,14 +171,14 @@ def way_of(setup: Setup, costs: Costs, name: str) -> Way:
         made.option, kept=stream if name == "checkpoint" else eager, forward=eager + stream,
         backward=again + backward,
     )  # fmt: skip
-    if name == "eager":  # what it reads in backward is there
+    if name == "eager":  # keeps all that backward reads
         found = tuple(w for w in made.works if not w.rebuilt)
         made = dataclasses.replace(made, works=found)
     return dataclasses.replace(made, option=option, hosted=0)
 
 
 def way(setup: Setup, costs: Costs, save: Iterable[str], label: str) -> Way:
-    """A layer's way of keeping `save`, of which `setup.offload` waits in the host's memory."""
+    """The way that keeps `save`, with `setup.offload` of it in the host's memory."""
     example, names = setup.example, frozenset(save)
     kept = kept_by_name(example, names)
     found, most = tuple(works(example, names, costs, setup.layout)), passes(example, names)
@@ -193,36 +193,29 @@ def way(setup: Setup, costs: Costs, save: Iterable[str], label: str) -> Way:
 
 
 def planned(setup: Setup, costs: Costs, memory: int) -> tuple[list[Way], Choice] | None:
-    """What the planner's exact search chooses within `memory`: ways, and one for every layer.
+    """The ways that the planner may choose, and its exact choice; None if nothing fits `memory`.
 
-    Its options are the planner's: all sets of names that no other beats in bytes and time.
+    The ways are the planner's options: all sets of names that no other beats in bytes and time.
     """
     graph, layout = setup.example.call.graph, setup.layout
     found = costed_options(setup.example, pricer(costs, layout), graph.names)
-    ways = [way(setup, costs, option.save, _label(setup, option.save)) for option in found]
-    options = [_exposed(setup, costs, w) for w in ways]
+    ways, options = [], []
+    for o in found:
+        made = way(setup, costs, o.save, o.preset or f"names:{','.join(o.save)}")
+        # Backward lasts as long as the longest of what runs side by side.
+        copies = made.hosted / costs.host.value
+        seconds = max(made.option.seconds, communication(setup, costs)[1], copies)
+        ways.append(made)
+        options.append(dataclasses.replace(made.option, seconds=seconds))
     chain = chain_of(setup, options, ways[0].seconds("forward"))
     choice = optimal(chain, memory)
     return None if choice is None else (ways, choice)
 
 
-def _exposed(setup: Setup, costs: Costs, way: Way) -> Option:
-    """The option with the time of its backward as it is seen: what is not hidden by computing."""
-    seconds = way.option.seconds
-    hidden = max(seconds, communication(setup, costs)[1], way.hosted / costs.host.value)
-    return dataclasses.replace(way.option, seconds=hidden)
-
-
-def _label(setup: Setup, save: tuple[str, ...]) -> str:
-    graph = setup.example.call.graph
-    presets = {kept_names(preset, graph): preset for preset in reversed(ALL_PRESETS)}
-    return presets.get(frozenset(save), f"names:{','.join(save)}")
-
-
 def communication(setup: Setup, costs: Costs) -> tuple[float, float]:
     """Seconds of FSDP2's collectives of a layer, in forward and in backward.
 
-    Gathered in the dtype that is computed in, gradients reduced in the parameters'.
+    Weights are gathered in `setup.dtype`, gradients are reduced in `setup.param_dtype`.
     """
     data, count = setup.layout.mesh.data, gathered(setup.parameters.layer, setup.layout)
     share = (data - 1) / data / link_of(costs, setup.layout, "data")
@@ -231,7 +224,7 @@ def communication(setup: Setup, costs: Costs) -> tuple[float, float]:
 
 
 def row_of(setup: Setup, costs: Costs, ways: Sequence[Way], choice: Choice) -> Row:
-    """Memory and time when the layers have these of the ways."""
+    """The row of a choice among `ways` for the layers."""
     options = [way.option for way in ways]
     chain = chain_of(setup, options)
     count = Counter(choice.options)
@@ -252,20 +245,18 @@ def row_of(setup: Setup, costs: Costs, ways: Sequence[Way], choice: Choice) -> R
 
 
 def _collectives(chosen: list[tuple[Way, int]], layers: int) -> tuple[float, float, float]:
-    def mean(counts: Callable[[Work], bool]) -> float:
-        found = sum(n * sum(map(counts, way.works)) for way, n in chosen)
-        return found / layers
-
+    """`Row.collectives`: means over the layers."""
+    works = [(w, n) for way, n in chosen for w in way.works if w.collective]
     return (
-        mean(lambda w: bool(w.collective) and w.which == "forward"),
-        mean(lambda w: bool(w.collective) and w.which == "backward"),
-        mean(lambda w: bool(w.collective) and w.rebuilt),
+        sum(n for w, n in works if w.which == "forward") / layers,
+        sum(n for w, n in works if w.which == "backward") / layers,
+        sum(n for w, n in works if w.rebuilt) / layers,
     )
 
 
 def step_seconds(setup: Setup, costs: Costs, chosen: list[tuple[Way, int]]) -> dict[str, float]:
-    """A step's time by part. Collectives of tensor-parallel groups are waited for; FSDP2's, and
-    what goes to the host, run beside a layer's steps, and what is longer than these is seen."""
+    """Parts of a step's time. Tensor-parallel collectives are waited for. FSDP2's collectives and
+    copies to the host overlap a layer's steps; only what takes longer than these counts."""
     parts = dict.fromkeys((*KINDS[:3], "rebuilding", KINDS[3]), 0.0)
     gather = communication(setup, costs)
     seen = hosted = 0.0
@@ -284,14 +275,17 @@ def step_seconds(setup: Setup, costs: Costs, chosen: list[tuple[Way, int]]) -> d
 
 
 def _head_flops(setup: Setup) -> float:
-    """Of one product of the head, all tensor-parallel ranks' together."""
+    """FLOPs of one product of the head, over all tensor-parallel ranks."""
     return 2.0 * setup.tokens * setup.model.vocab * setup.model.d_model
 
 
 def _ends(setup: Setup, costs: Costs) -> float:
-    """The head's products (one more in backward if its logits are not kept), the embedding, the
-    last norm, the root's collectives, the ends of a divided stream, and the sums over a divided
-    vocabulary: of the gradient of what the head reads, and of the rows of a tied embedding."""
+    """Seconds of embedding, last norm and loss.
+
+    They are the head's products (one more in backward if logits are not kept), pointwise work, the
+    root's collectives, gathering and scattering a divided stream, and sums over a divided
+    vocabulary: of the gradient of the head's input, and of the rows of a tied embedding.
+    """
     tensor, mesh = setup.layout.mesh.tensor, setup.layout.mesh
     ranks = tensor if divides_head(setup.parameters, setup.layout) else 1
     products = 3 + setup.fused_loss
@@ -309,6 +303,7 @@ def _ends(setup: Setup, costs: Costs) -> float:
 
 
 def _update(setup: Setup, costs: Costs) -> float:
+    """Seconds of the optimizer's step."""
     p = setup.parameters
     count = setup.model.layers * sharded(p.layer, setup.layout) + sharded(p.root, setup.layout)
     nbytes = _UPDATE[setup.optimizer] * count * setup.param_dtype.itemsize
@@ -316,7 +311,7 @@ def _update(setup: Setup, costs: Costs) -> float:
 
 
 def model_flops(setup: Setup, costs: Costs) -> float:
-    """Of a step of all devices, nothing rebuilt: backward is twice a forward."""
+    """FLOPs of a step of all devices without rebuilding; backward has twice those of forward."""
     forward = sum(
         w.flops for w in works(setup.example, (), costs, setup.layout) if w.which == "forward"
     )
@@ -326,17 +321,13 @@ def model_flops(setup: Setup, costs: Costs) -> float:
 
 
 def peak_of(setup: Setup, costs: Costs, policy: str) -> int:
-    """Bytes at the peak of a step when every layer has this policy, or baseline."""
+    """Bytes at the peak of a step in which every layer has this policy or baseline."""
     option = way_of(setup, costs, policy).option
     return chains.peak(chain_of(setup, [option]), Choice((0,) * setup.model.layers))
 
 
 def largest(fits: Callable[[int], bool], most: int = 1 << 20) -> int:
-    """The largest n up to `most` that fits, where all smaller ones do; 0 if 1 does not.
-
-    >>> largest(lambda n: n * n <= 1000)
-    31
-    """
+    """The largest n up to `most` that fits, given that all smaller ones do; 0 if 1 does not fit."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
@@ -348,14 +339,14 @@ def largest(fits: Callable[[int], bool], most: int = 1 << 20) -> int:
 
 
 def largest_batch(setup: Setup, costs: Costs, memory: int, policy: str) -> int:
-    """Sequences of a data-parallel rank that fit, of `setup.seq` tokens; 0 if none does."""
+    """The most sequences of `setup.seq` tokens per data-parallel rank that fit; 0 if none do."""
     return largest(
         lambda n: peak_of(dataclasses.replace(setup, batch=n), costs, policy) <= memory, 1 << 12
     )
 
 
 def largest_seq(setup: Setup, costs: Costs, memory: int, policy: str, multiple: int = 1024) -> int:
-    """Tokens of a sequence that fit, in multiples, at `setup.batch`; 0 if not one multiple does."""
+    """The most tokens per sequence that fit at `setup.batch`, in multiples; 0 if none do."""
     found = largest(
         lambda n: peak_of(dataclasses.replace(setup, seq=n * multiple), costs, policy) <= memory,
         1 << 12,
@@ -366,13 +357,14 @@ def largest_seq(setup: Setup, costs: Costs, memory: int, policy: str, multiple: 
 def smallest_mesh(
     setup: Setup, costs: Costs, memory: int, policies: Sequence[str], most: int = 1 << 14
 ) -> tuple[Mesh, str] | None:
-    """The fewest devices, in powers of two, on which a policy fits, and the fastest that does.
+    """The mesh with the fewest devices, a power of two, on which a policy fits, and the policy.
 
-    Tensor-parallel groups are within a node; `setup.batch` is of each data-parallel rank.
+    Of several, those with the most tokens per second. A tensor-parallel group is within a node;
+    `setup.batch` is that of each data-parallel rank.
     """
     devices = 1
     while devices <= most:
-        best: tuple[float, Mesh, str] | None = None
+        found: list[tuple[float, Mesh, str]] = []
         for mesh in _meshes(setup, devices, costs.node):
             model, layout = padded(setup.model, mesh), Layout(mesh, setup.layout.sequence)
             there = dataclasses.replace(setup, model=model, layout=layout)
@@ -380,31 +372,20 @@ def smallest_mesh(
                 if peak_of(there, costs, policy) <= memory:
                     chosen = [(way_of(there, costs, policy), there.model.layers)]
                     seconds = sum(step_seconds(there, costs, chosen).values())
-                    rate = there.tokens * mesh.data / seconds
-                    best = max(best, (rate, mesh, policy), key=_rate) if best else (
-                        rate, mesh, policy
-                    )  # fmt: skip
-        if best is not None:
-            return best[1], best[2]
+                    found.append((there.tokens * mesh.data / seconds, mesh, policy))
+        if found:
+            _, mesh, policy = max(found, key=lambda one: one[0])
+            return mesh, policy
         devices *= 2
     return None
 
 
-def _rate(found: tuple[float, Mesh, str]) -> float:
-    return found[0]
-
-
-def _meshes(setup: Setup, devices: int, node: int) -> list[Mesh]:
-    """Those of so many devices whose tensor-parallel groups divide the model, in a node."""
-    found = []
-    tensor = 1
-    while tensor <= min(devices, node):
+def _meshes(setup: Setup, devices: int, node: int) -> Iterator[Mesh]:
+    """Meshes of so many devices whose tensor-parallel groups fit in a node and divide the model."""
+    for tensor in (1 << i for i in range(min(devices, node).bit_length())):
         mesh = Mesh(devices // tensor, tensor)
         try:
-            layout = Layout(mesh, setup.layout.sequence)
-            check(setup.model, layout, setup.seq)
-            found.append(mesh)
+            check(setup.model, Layout(mesh, setup.layout.sequence), setup.seq)
         except ValueError:
-            pass
-        tensor *= 2
-    return found
+            continue
+        yield mesh

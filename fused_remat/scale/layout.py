@@ -1,8 +1,8 @@
-"""Who holds what: a model's parameters, divided among the devices of a mesh.
+"""A model's parameters, divided among the devices of a mesh.
 
-As `fused_remat.parallel` and FSDP2's `fully_shard` divide them: tensor parallel first (`q`, `k`,
-`v`, `gate` and `up` by rows, `proj` and `down` by columns, the head by its vocabulary), then every
-local shard by rows among the data-parallel ranks.
+They are divided as `fused_remat.parallel` and FSDP2's `fully_shard` do it: first among the ranks of
+tensor parallelism (`q`, `k`, `v`, `gate` and `up` by rows, `proj` and `down` by columns, the head
+by its vocabulary), then every local shard by rows among the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from fused_remat.scale import models
 from fused_remat.scale.shapes import Model
 
-#: The dimension of a layer's weights, and biases, that is divided among tensor-parallel ranks.
+#: Linear layers whose weights are divided by rows (with their biases), and by columns.
 _ROWS, _COLUMNS = ("q", "k", "v", "gate", "up"), ("proj", "down")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices in a grid: `data` (FSDP2) by `tensor` (tensor parallel)."""
+    """A grid of devices: `data` ranks (FSDP2) by `tensor` ranks (tensor parallel)."""
 
     data: int
     tensor: int
@@ -41,9 +41,9 @@ class Mesh:
 
 
 def mesh_of(text: str) -> Mesh:
-    """A mesh as it is written: "8x4" is 8 data-parallel by 4 tensor-parallel ranks, "8" is "8x1".
+    """Read a mesh: "8x4" is 8 data-parallel by 4 tensor-parallel ranks, "8" is the same as "8x1".
 
-    Raises: ValueError for other text, with it.
+    Raises: ValueError for any other text.
 
     >>> mesh_of("8x4").devices, mesh_of("16")
     (32, Mesh(data=16, tensor=1))
@@ -51,22 +51,22 @@ def mesh_of(text: str) -> Mesh:
     sizes = re.fullmatch(r"([1-9][0-9]*)(?:x([1-9][0-9]*))?", text.strip())
     if sizes is None:
         raise ValueError(
-            f"a mesh is DATAxTENSOR, as 8x8, or DATA alone, each at least 1 (pipeline stages are "
-            f"not modelled); got {text!r}"
+            "a mesh is DATAxTENSOR, such as 8x8, or DATA alone, each at least 1 (pipeline stages "
+            f"are not supported); got {text!r}"
         )
     return Mesh(int(sizes[1]), int(sizes[2] or 1))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, and whether the residual stream is divided by tokens among its tensor ranks."""
+    """A mesh, and whether its tensor-parallel ranks divide the residual stream by tokens."""
 
     mesh: Mesh
     sequence: bool = True
 
     @property
     def stream(self) -> int:
-        """Among how many ranks the tokens of the residual stream are divided."""
+        """Number of ranks that divide the tokens of the residual stream."""
         return self.mesh.tensor if self.sequence else 1
 
 
@@ -85,23 +85,18 @@ def check(model: Model, layout: Layout, seq: int) -> None:
             )
     if seq % layout.stream:
         raise ValueError(
-            f"sequence parallel: {seq} tokens of a sequence cannot be divided evenly among "
-            f"{layout.stream} ranks"
+            f"sequence parallelism cannot divide {seq} tokens evenly among {layout.stream} ranks; "
+            "choose another sequence length, or turn sequence parallelism off"
         )
 
 
 def padded(model: Model, mesh: Mesh) -> Model:
-    """The model with rows added to its vocabulary until tensor-parallel ranks divide it evenly.
-
-    >>> from fused_remat.scale.shapes import LARGE
-    >>> padded(LARGE["gpt3-175b"], Mesh(1, 8)).vocab
-    50264
-    """
+    """The model with its vocabulary padded so that tensor-parallel ranks divide it evenly."""
     return dataclasses.replace(model, vocab=-(-model.vocab // mesh.tensor) * mesh.tensor)
 
 
 def rows_of(count: int, ranks: int, rank: int) -> int:
-    """Rows that a rank has of `count`, as `torch.chunk` divides them: the last may have fewer.
+    """Rows of one rank when `torch.chunk` divides `count` rows; the last ranks may have fewer.
 
     >>> [rows_of(10, 4, rank) for rank in range(4)]
     [3, 3, 3, 1]
@@ -115,9 +110,9 @@ class Parameter:
     """A parameter, and how it is divided.
 
     Attributes:
-        name: in its layer ("q.weight"), or in the model.
-        shape: whole.
-        split: the dimension that is divided among tensor-parallel ranks; None: each has all of it.
+        name: its name in the layer ("q.weight"), or in the model.
+        shape: the undivided shape.
+        split: the dimension that tensor-parallel ranks divide; None if each has all of it.
     """
 
     name: str
@@ -125,59 +120,50 @@ class Parameter:
     split: int | None
 
     def gathered(self, layout: Layout) -> tuple[int, ...]:
-        """What a tensor-parallel rank computes with: its shard, gathered over data ranks."""
+        """The shape that a tensor-parallel rank computes with, gathered over data ranks."""
         sizes = list(self.shape)
         if self.split is not None:
             sizes[self.split] //= layout.mesh.tensor
         return tuple(sizes)
 
     def shard(self, layout: Layout, data_rank: int = 0) -> tuple[int, ...]:
-        """What a rank holds between steps: its rows of `gathered`."""
+        """The shape that a rank holds between steps: its rows of `gathered`."""
         first, *rest = self.gathered(layout)
         return (rows_of(first, layout.mesh.data, data_rank), *rest)
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one layer, of which there are `layers` equal ones; and of the rest: the root."""
+    """The parameters of one of `layers` equal layers, and those of the root: everything else."""
 
     layer: tuple[Parameter, ...]
     root: tuple[Parameter, ...]
     layers: int
 
     def count(self) -> int:
-        """Of the whole model.
-
-        >>> from fused_remat.scale.shapes import LARGE
-        >>> parameters_of(LARGE["llama3-70b"], 8192).count()
-        70553706496
-        """
-        return elements(self.root) + self.layers * elements(self.layer)
-
-
-def elements(parameters: tuple[Parameter, ...]) -> int:
-    """Numbers in whole parameters."""
-    return sum(math.prod(p.shape) for p in parameters)
+        """Number of elements in the whole model."""
+        root, layer = (sum(math.prod(p.shape) for p in of) for of in (self.root, self.layer))
+        return root + self.layers * layer
 
 
 def gathered(parameters: tuple[Parameter, ...], layout: Layout) -> int:
-    """Numbers in one tensor rank's, gathered over data ranks."""
+    """Number of elements of one tensor-parallel rank, gathered over data-parallel ranks."""
     return sum(math.prod(p.gathered(layout)) for p in parameters)
 
 
 def sharded(parameters: tuple[Parameter, ...], layout: Layout, data_rank: int = 0) -> int:
-    """Numbers in one device's shards; those of data rank 0 are the largest."""
+    """Number of elements in one device's shards; those of data-parallel rank 0 are the largest."""
     return sum(math.prod(p.shard(layout, data_rank)) for p in parameters)
 
 
 @functools.lru_cache(maxsize=64)
 def on_meta(model: Model, seq: int, dtype: torch.dtype) -> models.LanguageModel:
-    """The model with one of its layers, without memory.
+    """The model with one layer, on the "meta" device.
 
-    Raises: ValueError for a model that is no causal language model.
+    Raises: ValueError if it is not a causal language model.
     """
     if not model.causal or not model.vocab:
-        raise ValueError(f"{model.name} is no causal language model, which is what is modelled")
+        raise ValueError(f"only causal language models are supported, and {model.name} is not one")
     one = dataclasses.replace(model, layers=1)
     made, _ = models.build(one, 1, seq, device="meta", dtype=dtype)
     assert isinstance(made, models.LanguageModel)
@@ -186,7 +172,7 @@ def on_meta(model: Model, seq: int, dtype: torch.dtype) -> models.LanguageModel:
 
 @functools.lru_cache(maxsize=64)
 def parameters_of(model: Model, seq: int) -> Parameters:
-    """Those of a model for sequences of `seq` tokens (learned positions may be more for longer)."""
+    """Parameters of a model for sequences of `seq` tokens, on which learned positions depend."""
     made = on_meta(model, seq, torch.bfloat16)
     prefix = "layers.0."
     found = {name: tuple(p.shape) for name, p in made.named_parameters()}
@@ -206,7 +192,7 @@ def _split(name: str) -> int | None:
 
 
 def _root(model: Model, found: dict[str, tuple[int, ...]], prefix: str) -> Iterator[Parameter]:
-    """The head is divided by its vocabulary, and with it the embedding, if they share a weight."""
+    """The head is divided by its vocabulary; so is the embedding if they share their weight."""
     divided = "embed.weight" if model.tied else "head.weight"
     for name, shape in found.items():
         if not name.startswith(prefix):
@@ -214,16 +200,16 @@ def _root(model: Model, found: dict[str, tuple[int, ...]], prefix: str) -> Itera
 
 
 def divides_head(parameters: Parameters, layout: Layout) -> bool:
-    """Whether the loss is of a divided vocabulary.
+    """Whether tensor-parallel ranks divide the vocabulary of the head.
 
-    Raises: ValueError for a vocabulary that cannot be divided evenly.
+    Raises: ValueError if they do not divide it evenly.
     """
     split = [p for p in parameters.root if p.split is not None]
     for p in split:
         if p.shape[0] % layout.mesh.tensor:
             raise ValueError(
-                f"a vocabulary of {p.shape[0]} cannot be divided evenly among "
-                f"{layout.mesh.tensor} tensor-parallel ranks: pad it"
+                f"{layout.mesh.tensor} tensor-parallel ranks cannot divide a vocabulary of "
+                f"{p.shape[0]} evenly; pad it"
             )
     return bool(split) and layout.mesh.tensor > 1
 
@@ -234,6 +220,6 @@ def layer_module(model: Model, seq: int, dtype: torch.dtype) -> nn.Module:
 
 
 def tables_of(model: Model, seq: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """The rotary tables of `on_meta`, or None twice."""
+    """The rotary tables (cos, sin) of `on_meta`, or (None, None)."""
     made: Any = on_meta(model, seq, dtype)
     return made.cos, made.sin

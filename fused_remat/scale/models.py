@@ -1,4 +1,4 @@
-"""Models of the sizes in `shapes`, from embedding to loss; random weights."""
+"""Builds models of the sizes in `shapes`, from embedding to loss, with random weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fused_remat.layers import FusedRematCausalLayer, FusedRematLayer
 from fused_remat.layers.plain_causal import CausalLayer
 from fused_remat.scale.shapes import Model
 
-#: Of a vision model: numbers in a patch (16 × 16 pixels of 3 colors), and classes.
+#: Vision models: numbers per patch (16 × 16 pixels of 3 colors), and classes.
 PATCH, CLASSES = 768, 1000
 
 
 class LanguageModel(nn.Module):
-    """A language model that returns its loss: causal, or BERT's kind, which sees all tokens.
+    """A language model that returns its loss: causal, or bidirectional like BERT.
 
     Shapes: tokens, targets (B, S) int64; returns ().
     """
@@ -68,7 +68,7 @@ class LanguageModel(nn.Module):
 
 
 class ImageClassifier(nn.Module):
-    """A vision transformer that returns its loss, of the mean over the tokens.
+    """A vision transformer that classifies the mean of its tokens and returns its loss.
 
     Shapes: patches (B, S, 768), labels (B,) int64; returns ().
     """
@@ -91,7 +91,7 @@ class ImageClassifier(nn.Module):
 
 
 def _layers(shape: Model, dropout: float, stock: bool, where: dict[str, Any]) -> nn.ModuleList:
-    """Causal ones are pre-norm, BERT's post-norm, a vision model's pre-norm."""
+    """The layers: pre-norm, but post-norm in a bidirectional language model."""
     sizes = (shape.d_model, shape.nhead, shape.d_ff, dropout, shape.activation)
     if shape.causal:
         causal = CausalLayer if stock else FusedRematCausalLayer
@@ -126,9 +126,9 @@ def build(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """A model and its random inputs, (tokens, targets) or (patches, labels); it returns the loss.
+    """A model that returns its loss, and random inputs: (tokens, targets) or (patches, labels).
 
-    `stock`: of ordinary layers, and of a language model the loss from whole logits.
+    `stock`: use plain PyTorch layers and, in a language model, compute the loss from whole logits.
 
     >>> import dataclasses
     >>> from fused_remat.scale.shapes import MODELS

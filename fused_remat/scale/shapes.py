@@ -1,4 +1,4 @@
-"""Shapes of real models: what `report` and `plan` build, and at which kernels are timed."""
+"""Sizes of published models: `report` and `plan` build them, benchmarks use their shapes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Model:
-    """What the sizes of a model follow from; from its published configuration.
+    """Sizes of a model, from its published configuration.
 
     Attributes:
-        d_ff: width of the feed-forward's hidden half.
+        d_ff: hidden width of the MLP.
         norm: "layer_norm" or "rms_norm".
-        gated: whether the feed-forward multiplies by act(gate).
-        bias: of the feed-forward's linears.
-        seq_len: tokens that it is usually trained or run with.
-        rope: whether queries and keys are rotated.
-        vocab: tokens that its head predicts; 0 for none.
-        layers: how many.
-        qkv_bias: of the linears of queries, keys and values.
-        tied: whether the head's weight is the embedding's.
-        qk_norm: whether each query and key head is normed.
+        gated: whether the MLP multiplies by act(gate).
+        bias: whether the linear layers of the MLP have biases.
+        seq_len: usual sequence length.
+        rope: whether queries and keys have rotary embeddings.
+        vocab: size of the vocabulary; 0 for a vision model.
+        layers: number of layers.
+        qkv_bias: whether the linear layers of queries, keys and values have biases.
+        tied: whether the head shares the embedding's weight.
+        qk_norm: whether query and key heads are normalized.
     """
 
     name: str
@@ -52,7 +52,7 @@ def _plain(
     seq_len: int,
     vocab: int = 0,
 ) -> Model:
-    """Heads of 64, a feed-forward of 4·D, LayerNorm, biases."""
+    """A model with heads of width 64, an MLP of width 4·D, LayerNorm and biases."""
     heads = d_model // 64
     return Model(
         name, d_model, heads, heads, 64, 4 * d_model, "layer_norm", activation, False, True,
@@ -72,14 +72,14 @@ def _llama(
     qkv_bias: bool = False,
     tied: bool = True,
 ) -> Model:
-    """RMSNorm, rotated and shared heads, SwiGLU, no biases in the feed-forward."""
+    """A model with RMSNorm, rotary embeddings, shared key heads and SwiGLU without biases."""
     return Model(
         name, d_model, nhead, kv_heads, d_model // nhead, d_ff, "rms_norm", "silu", True, False,
         True, seq_len, True, vocab, layers, qkv_bias, tied,
     )  # fmt: skip
 
 
-#: By name, as their papers and model cards give them.
+#: Models by name, with the sizes of their papers and model cards.
 MODELS: dict[str, Model] = {
     model.name: model
     for model in (
@@ -92,7 +92,7 @@ MODELS: dict[str, Model] = {
     )
 }
 
-#: By name, as published: too large for one device, so on paper only (`scale`), besides `MODELS`.
+#: Models that are too large for one device, for `scale` alone, by name.
 LARGE: dict[str, Model] = {
     model.name: model
     for model in (

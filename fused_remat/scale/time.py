@@ -1,9 +1,8 @@
-"""How long a rank's layer takes, step by step of its graph, and what it says to other ranks.
+"""Time of a rank's layer, step by step of its graph, and what it sends to other ranks.
 
-The steps are those of `graph.schedule.schedule` for what the policy keeps: so a preset's rebuilds,
-and the collectives in them, are counted and not assumed. A step takes its FLOPs over the rate of
-products (or of attention) or its bytes over the bandwidth, whichever is longer, as in
-`Calibration.analytic`; a collective what it sends, over the link.
+The steps are those of the layer's schedule under a policy, so the rebuilds of a preset count, with
+their collectives. A step takes its FLOPs over a rate or its bytes over the bandwidth, whichever is
+longer, as in `Calibration.analytic`; a collective takes its bytes over the link.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from fused_remat.graph.schedule import Step, schedule
+from fused_remat.graph.schedule import schedule
 from fused_remat.planner.calibration import Example, Seconds, Sizer, steps_of
 from fused_remat.scale.costs import Costs
+from fused_remat.scale.layer import sizes_of
 from fused_remat.scale.layout import Layout
 from fused_remat.steps.collective import CollectiveStep
 
-#: What a step is mostly: of `Work.kind`.
+#: Kinds of steps (`Work.kind`).
 KINDS = ("products", "attention", "pointwise", "tensor parallel")
 
 
@@ -26,13 +26,13 @@ class Work:
     """One step of a layer on one device.
 
     Attributes:
-        which, step: the pass, and the step as `explain` names it ("compute qkv").
+        which, step: the pass, and the step's name in `explain` ("compute qkv").
         kind: one of `KINDS`.
-        rebuilt: whether backward computes again what forward has.
-        flops: of products.
-        sent: bytes that the device sends to others of its tensor-parallel group.
+        rebuilt: whether backward repeats a computation of forward.
+        flops: FLOPs of products.
+        sent: bytes that the device sends within its tensor-parallel group.
         collective: "all-gather", "reduce-scatter", "all-reduce", or "".
-        seconds: estimated.
+        seconds: estimated time.
     """
 
     which: str
@@ -45,17 +45,8 @@ class Work:
     seconds: float
 
 
-def collective_of(step: Step) -> str:
-    """What a step says to the other ranks of a tensor-parallel group; "" for nothing."""
-    return (
-        step.node.communication[step.kind == "backward"]
-        if isinstance(step.node, CollectiveStep)
-        else ""
-    )
-
-
 def sent_by(collective: str, nbytes: int, ranks: int) -> float:
-    """Bytes that a device sends in a ring, of a matrix that is `nbytes` where it is whole.
+    """Bytes that a device sends in a ring, for a matrix of `nbytes` when gathered.
 
     >>> sent_by("all-gather", 800, 8), sent_by("all-reduce", 800, 8), sent_by("", 800, 8)
     (700.0, 1400.0, 0.0)
@@ -67,8 +58,8 @@ def sent_by(collective: str, nbytes: int, ranks: int) -> float:
 def link_of(costs: Costs, layout: Layout, group: str) -> float:
     """Bytes per second that a device sends in a ring of the "tensor" or the "data" group.
 
-    Tensor-parallel ranks are neighbours. Of a data group that spans nodes, those ranks that are in
-    one node share what it sends to the next, each over the network device of its own.
+    Tensor-parallel ranks are neighbors. In a data group that spans nodes, the ranks of one node
+    share what the node sends, each over its own network device.
     """
     mesh = layout.mesh
     if group == "tensor":
@@ -82,7 +73,7 @@ def link_of(costs: Costs, layout: Layout, group: str) -> float:
 
 
 def works(example: Example, save: Iterable[str], costs: Costs, layout: Layout) -> Iterator[Work]:
-    """Every step of both passes of a rank's layer that keeps `save`."""
+    """All steps of both passes of a rank's layer that keeps `save`."""
     call = example.keeping(save)
     plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
     sizer = Sizer(call, example.shapes, example.input.dtype)
@@ -93,46 +84,27 @@ def works(example: Example, save: Iterable[str], costs: Costs, layout: Layout) -
             node = step.node
             assert node is not None
             flops, moved = sizer.work(step)
-            collective, sent = collective_of(step), 0.0
+            collective, sent = "", 0.0
             if isinstance(node, CollectiveStep):
+                collective = node.communication[step.kind == "backward"]
                 whole = max(bytes_of[node.name], bytes_of[node.x])
                 sent = sent_by(collective, whole, layout.mesh.tensor)
                 kind, seconds = "tensor parallel", sent / link
             else:
-                kind = _kind(node.per_sequence, flops)
-                rate = _rate(costs, kind, step)
-                seconds = max(flops / rate, moved / costs.bandwidth.value)
+                products = "attention" if node.per_sequence else "products"
+                kind = products if flops else "pointwise"
+                rate = costs.products
+                if kind == "attention":
+                    backward = step.kind == "backward"
+                    rate = costs.attention_backward if backward else costs.attention_forward
+                seconds = max(flops / rate.value, moved / costs.bandwidth.value)
             rebuilt = which == "backward" and step.kind == "compute"
             seconds += costs.overhead.value if collective or kind != KINDS[3] else 0.0
             yield Work(which, str(step), kind, rebuilt, flops, sent, collective, seconds)
 
 
-def sizes_of(example: Example, save: Iterable[str] = ()) -> dict[str, int]:
-    """Bytes of every input, activation and statistic of a rank's call."""
-    graph, shapes = example.keeping(save).graph, example.shapes
-    widths, lengths = graph.widths(shapes), graph.lengths(shapes)
-    dtypes, batch = graph.dtypes(example.input.dtype), shapes[graph.inputs[0]][0]
-    return {
-        name: batch * lengths[name] * width * dtypes[name].itemsize
-        for name, width in widths.items()
-    }
-
-
-def _kind(per_sequence: bool, flops: float) -> str:
-    if not flops:
-        return "pointwise"
-    return "attention" if per_sequence else "products"
-
-
-def _rate(costs: Costs, kind: str, step: Step) -> float:
-    if kind != "attention":
-        return costs.products.value
-    backward = step.kind == "backward"
-    return (costs.attention_backward if backward else costs.attention_forward).value
-
-
 def pricer(costs: Costs, layout: Layout) -> Callable[[Example, Iterable[str]], Seconds]:
-    """`works` as the planner takes costs: seconds by pass and step."""
+    """The costs that the planner takes: the seconds of `works` by pass and step."""
 
     def seconds(example: Example, save: Iterable[str]) -> Seconds:
         return {(w.which, w.step): w.seconds for w in works(example, save, costs, layout)}

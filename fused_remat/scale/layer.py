@@ -1,0 +1,202 @@
+"""One rank's layer: its call on tensors without memory, and the bytes that it keeps and uses."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_remat.execution.prepare import BlockCall
+from fused_remat.graph.build import block_graph, linear_cross_entropy_graph
+from fused_remat.graph.graph import Graph
+from fused_remat.graph.schedule import schedule
+from fused_remat.layers.causal import read_call
+from fused_remat.layers.eligibility import Reason
+from fused_remat.layers.plain_causal import CausalLayer
+from fused_remat.planner.calibration import Example, steps_of
+from fused_remat.scale.layout import Layout, layer_module, parameters_of, tables_of
+from fused_remat.scale.shapes import Model
+from fused_remat.spec import ParallelSpec
+from fused_remat.steps.cross_entropy import LinearCrossEntropy
+
+#: Names in a layer whose names in its block differ.
+_NAMES = {"up": "fc1", "down": "fc2"}
+
+
+@functools.lru_cache(maxsize=256)
+def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.dtype) -> Example:
+    """A rank's call of a layer, on "meta" tensors: its heads, its shards, its tokens of the stream.
+
+    The graph is that of `FusedRematCausalLayer`, divided as `parallelize_module` divides it.
+
+    Raises: ValueError if the layer does not take the fused path.
+
+    >>> from fused_remat.scale.shapes import LARGE
+    >>> from fused_remat.scale.layout import Mesh
+    >>> layout = Layout(Mesh(1, 8))
+    >>> example = example_of(LARGE["llama3-70b"], layout, 1, 8192, torch.bfloat16)
+    >>> tuple(example.shapes["input"]), tuple(example.shapes["q.weight"])
+    ((1, 1024, 8192), (1024, 8192))
+    """
+    whole = torch.empty(batch, seq, model.d_model, device="meta", dtype=dtype)
+    tables = tables_of(model, seq, dtype)
+    call = read_call(layer_module(model, seq, dtype), whole, *tables)
+    if isinstance(call, Reason):
+        raise ValueError(f"a layer of {model.name} does not take the fused path: {call}")
+    spec, tensors = call.spec, dict(call.tensors)
+    tensor = layout.mesh.tensor
+    if tensor > 1:
+        place = ParallelSpec(group="on paper", size=tensor, rank=0, sequence=layout.sequence)
+        spec = spec.on_rank(place)
+        tensors["input"] = whole[:, : seq // layout.stream].contiguous()
+        tensors |= _shards(model, layout, seq, dtype)
+    graph = block_graph(spec)
+    given = tuple(tensors.get(name) for name in graph.tensors)
+    named = zip(graph.tensors, given, strict=True)
+    given_too = ("cos", "sin")
+    needs_grad = frozenset(name for name, t in named if t is not None and name not in given_too)
+    return Example(BlockCall(graph, frozenset(), needs_grad, "eager"), given, {})
+
+
+def _shards(model: Model, layout: Layout, seq: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    shards = {}
+    for p in parameters_of(model, seq).layer:
+        module, _, kind = p.name.rpartition(".")
+        name = f"{_NAMES.get(module, module)}.{kind}"
+        shards[name] = torch.empty(p.gathered(layout), device="meta", dtype=dtype)
+    return shards
+
+
+def loss_graph() -> Graph:
+    """The graph of `ops.linear_cross_entropy`."""
+    node = LinearCrossEntropy(
+        name="output", x="input", weight="head.weight", bias="head.bias", target="target"
+    )
+    return linear_cross_entropy_graph(node)
+
+
+def sizes_of(example: Example, save: Iterable[str] = ()) -> dict[str, int]:
+    """Bytes of every input, activation and statistic of a rank's call."""
+    graph, shapes = example.keeping(save).graph, example.shapes
+    widths, lengths = graph.widths(shapes), graph.lengths(shapes)
+    dtypes, batch = graph.dtypes(example.input.dtype), shapes[graph.inputs[0]][0]
+    return {
+        name: batch * lengths[name] * width * dtypes[name].itemsize
+        for name, width in widths.items()
+    }
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Most bytes of a layer's activations and their gradients during each pass.
+
+    Attributes:
+        forward: includes what is kept and the output.
+        backward: includes the gradient of the output.
+    """
+
+    forward: int
+    backward: int
+
+
+def passes(example: Example, save: Iterable[str]) -> Passes:
+    """An upper bound for a rank's layer that keeps `save`: all tokens at once."""
+    call = example.keeping(save)
+    plan = schedule(call.graph, call.save, call.needs_grad, tiled=False)
+    nbytes = sizes_of(example, call.save)
+    most = {}
+    for which in ("forward", "backward"):
+        values: set[str] = set()
+        grads = {"output"} if which == "backward" else set()
+        most[which] = 0
+        for step in steps_of(plan, which):
+            node = step.node
+            assert node is not None
+            if step.kind == "compute":
+                values.update(node.makes)
+            else:
+                grads.update(step.needs_grad.intersection(node.inputs))
+            now = sum(nbytes[n] for n in values) + sum(nbytes[n] for n in grads)
+            most[which] = max(most[which], now)
+            grads.discard(node.name if step.kind == "backward" else "")
+            values.difference_update(step.free)
+    return Passes(most["forward"], most["backward"])
+
+
+@functools.lru_cache(maxsize=256)
+def kept_by_eager(model: Model, layout: Layout, seq: int, dtype: torch.dtype) -> int:
+    """Bytes that autograd saves of a rank's plain layer for one sequence, including its input.
+
+    Each storage counts once. The layer is divided as PyTorch's tensor parallelism does it: inputs
+    of linear layers are gathered, and saved whole. `nn.LayerNorm` stands for an RMSNorm, which on
+    CPUs consists of operations that keep more than its GPU kernel.
+
+    >>> from fused_remat.scale.shapes import LARGE
+    >>> from fused_remat.scale.layout import Mesh
+    >>> whole = kept_by_eager(LARGE["llama3-70b"], Layout(Mesh(1, 1)), 8192, torch.bfloat16)
+    >>> whole / 8192 / 8192  # bytes a token and width
+    40.53...
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
+    tensor = layout.mesh.tensor
+    with FakeTensorMode():
+        layer = CausalLayer(
+            model.d_model, model.nhead // tensor, model.d_ff // tensor, 0.0, model.activation,
+            kv_heads=model.kv_heads // tensor, head_dim=model.head_dim, norm=model.norm,
+            gated=model.gated, bias=model.bias, qkv_bias=model.qkv_bias, qk_norm=model.qk_norm,
+            dtype=dtype,
+        )  # fmt: skip
+        for name, norm in list(layer.named_children()):
+            if isinstance(norm, nn.RMSNorm):
+                wide = list(norm.normalized_shape)
+                setattr(layer, name, nn.LayerNorm(wide, bias=False, dtype=dtype))
+        mine = seq // layout.stream
+        if tensor > 1:
+            parts: Any = layer
+            parts.norm1, parts.norm2 = _With(parts.norm1, seq), _With(parts.norm2, seq)
+            parts.proj, parts.down = _With(parts.proj, mine), _With(parts.down, mine)
+        x = torch.empty(1, mine, model.d_model, dtype=dtype, requires_grad=True)
+        half = model.head_dim // 2
+        tables = [torch.empty(seq, half) for _ in range(2)] if model.rope else []
+        theirs = {t.untyped_storage()._cdata for t in (*layer.parameters(), *tables)}
+        found: dict[int, Tensor] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            if t.untyped_storage()._cdata not in theirs:
+                found[t.untyped_storage()._cdata] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = layer(x, *tables)
+        del out
+        return sum(t.untyped_storage().nbytes() for t in found.values())
+
+
+class _Tokens(torch.autograd.Function):
+    """A tensor like x with another number of tokens, as a collective makes it. Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: int) -> Tensor:
+        ctx.tokens = x.shape[1]
+        return x.new_empty(x.shape[0], tokens, x.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy.new_empty(dy.shape[0], ctx.tokens, dy.shape[2]), None
+
+
+class _With(nn.Module):
+    """A module whose output has another number of tokens."""
+
+    def __init__(self, module: nn.Module, tokens: int) -> None:
+        super().__init__()
+        self.module, self.tokens = module, tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Tokens.apply(self.module(x), self.tokens)
+        return y
