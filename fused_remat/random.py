@@ -33,8 +33,8 @@ ATTENTION, RESIDUAL1, MLP, RESIDUAL2, CROSS_ATTENTION, CROSS_RESIDUAL = range(6)
 NUM_SITES = 8
 #: The first site of the inputs of low-rank updates, one each.
 LORA = 8
-#: The first site of activations that are kept stochastically rounded, one each.
-PACKING = 1 << 16
+#: The first site of kept activations that are rounded stochastically, one site each.
+ROUNDING = 1 << 16
 
 GOLDEN64 = 0x9E3779B97F4A7C15
 GOLDEN32 = 0x9E3779B9

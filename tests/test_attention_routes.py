@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fused_remat.execution.choose import choose
 from fused_remat.steps import attention_library
 from fused_remat.steps.attention import attention_fwd
-from fused_remat.steps.attention_library import attention_key
+from fused_remat.steps.attention_call import attention_key
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 

@@ -434,12 +434,14 @@ def test_a_row_that_does_not_fit_is_told(monkeypatch):
     with pytest.raises(ValueError, match="'one part' has block=64: its pack must return a tuple"):
         encoder(Policy(save={"up": "one part"}))(source())
     for name in ("", "native", "a:b"):
-        with pytest.raises(ValueError, match="a format's name is not empty"):
+        with pytest.raises(ValueError, match="invalid name of a format"):
             FORMATS[name] = row
 
 
 def test_a_row_is_not_replaced(monkeypatch):
-    with pytest.raises(ValueError, match="another format 'int8': give this one a new name"):
+    with pytest.raises(
+        ValueError, match="another format is or was named 'int8': give this one a new name"
+    ):
         FORMATS.update(int8=FORMATS["sign"])
     FORMATS["int8"] = FORMATS["int8"]
     policy = Policy(save={"up": "int8"})
@@ -461,12 +463,12 @@ def test_segments_under_the_replay_check():
 
 def test_formats_that_do_not_hold_what_backward_asks_for():
     with pytest.raises(
-        ValueError, match="'sign' keeps signs alone, for the input of a ReLU; 'act'"
+        ValueError, match=r"'sign' keeps signs only, .*of a ReLU; backward of 'act' needs"
     ):
         encoder(Policy(save={"up": "sign"}))(source())
-    with pytest.raises(ValueError, match=r"'sign' keeps signs alone.*'attn' needs the values"):
+    with pytest.raises(ValueError, match=r"'sign' keeps signs only.*'attn' needs the values"):
         encoder(Policy(save={"qkv": "sign"}))(source())
-    with pytest.raises(ValueError, match="the output is the caller's tensor"):
+    with pytest.raises(ValueError, match="cannot be kept as 'int8': it is the caller's"):
         q = torch.randn(1, 2, 8, 4, requires_grad=True)
         ops.attention(q, q, q, policy=Policy(save={"output": "int8"}))
 

@@ -15,7 +15,7 @@ from fused_remat import FusedRematDecoderLayer, FusedRematLayer, ops
 from fused_remat.graph.fusions import MlpBackward, MlpUp
 from fused_remat.graph.schedule import kept_bytes, schedule
 from fused_remat.report.allocations import SavedBytes, measure_allocations
-from fused_remat.steps import linear
+from fused_remat.steps import low_rank
 from fused_remat.steps.operations import FusedRematWarning
 
 BLOCKS = {
@@ -75,7 +75,7 @@ def test_encoder_block_as_in_plain_pytorch(norm_first):
 @pytest.mark.parametrize("rows", [4096, 2], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_float32_adapters_beside_bfloat16(p, rows, monkeypatch):
-    monkeypatch.setattr(linear, "_ROWS", rows)
+    monkeypatch.setattr(low_rank, "_ROWS", rows)
     # Of so many tokens that an error is no accident of a few roundings.
     block, low = BLOCKS["split"], torch.bfloat16
     # Two on one layer: rounded after each here, once in PyTorch's sum.
@@ -160,7 +160,7 @@ def test_what_the_update_reads_is_gone_when_backward_is_through_with_it():
     rebuilt = {step.node.name for step in plan.backward if step.kind == "compute"}
     for i, layer in enumerate(BLOCKS["split"].linears):
         owner = {"q": "qkv", "k": "qkv", "v": "qkv", "fc1": "up"}.get(layer, layer)
-        assert freed[f"keep.lora.{i}"] == f"backward {owner}"
+        assert freed[f"dropout.lora.{i}"] == f"backward {owner}"
         # What a rebuild has computed serves backward; what is not rebuilt, backward computes.
         assert freed.get(f"lora.{i}") == (f"backward {owner}" if owner in rebuilt else None)
     in_forward = {name: str(step) for step in plan.forward for name in step.free}
@@ -341,7 +341,7 @@ def test_pieces_of_an_update_are_summed_in_float32(monkeypatch):
     truth = grads(exact, x.detach().double().requires_grad_())[2]
     errors = []
     for rows in (4096, 8):
-        monkeypatch.setattr(linear, "_ROWS", rows)
+        monkeypatch.setattr(low_rank, "_ROWS", rows)
         with torch.autocast("cpu", torch.bfloat16):
             found = grads(fused, x)[2]  # of A
         errors.append((found.double() - truth).norm())

@@ -78,8 +78,13 @@ def test_parameters_that_are_not_the_operations():
     def other(grad):
         return grad.sum(0)
 
-    with pytest.raises(TypeError, match="other takes"):
+    expected = r"other\(grad\) cannot implement bias_grad: its parameters must be \(dy\)"
+    with pytest.raises(TypeError, match=expected):
         faster(bias_grad, "mine", says="")(other)
+
+
+def test_an_implementation_has_the_operations_docstring(mine):
+    assert OPERATIONS[norm_fwd].faster["mine"].run.__doc__ == norm_fwd.__doc__
 
 
 def test_an_option_that_library_kernels_do_not_know_is_refused():

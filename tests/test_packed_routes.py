@@ -70,7 +70,7 @@ class Attend(nn.Module):
         return ops.attention(q, k, v, **self.options)
 
 
-FLASH, PACKED = "ATen's flash kernel for CPUs", "packed sequences, one at a time: "
+FLASH, PACKED = "ATen's flash kernel for CPUs", "variable-length sequences, one at a time: "
 BLOCKS = "blocks of query rows: causal beside a mask or key lengths, or with S_q other than S_k"
 
 

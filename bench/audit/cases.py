@@ -120,9 +120,9 @@ def packing_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     x, y, z = (_meta(dtype, ROWS, 4096) for _ in range(3))
     for stored in sorted(storage.KERNELS):
         packing, parts = _codes(x, stored)
-        yield Case(f"pack_{stored}_fwd", storage.pack_int8(x, packing, parts), True, False)
+        yield Case(f"pack_{stored}_fwd", storage.quantize_int8(x, packing, parts), True, False)
     packed, keep = Quantized("int8", parts, 4096, dtype), _keep(4096)
-    yield Case("unpack_int8_fwd", storage.unpack_int8(packed, y), True, False)
+    yield Case("unpack_int8_fwd", storage.dequantize_int8(packed, y), True, False)
     for name, launch in (
         ("act_fwd gelu", pointwise.act_fwd(packed, "gelu", keep, z)),
         ("act_bwd gelu", pointwise.act_bwd(x, packed, "gelu", keep, z)),

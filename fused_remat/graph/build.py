@@ -33,7 +33,8 @@ from fused_remat.steps.collective import (
     ReduceScatterSequences,
 )
 from fused_remat.steps.cross_entropy import LinearCrossEntropy
-from fused_remat.steps.linear import Linear, LowRank, Part
+from fused_remat.steps.linear import Linear, Part
+from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add, DrawMask

@@ -16,7 +16,7 @@ from fused_remat.ops.activation import ActivationLike, Recallable, activation_na
 from fused_remat.policies import Policy
 from fused_remat.spec import USER_FUNCTION, AttentionOptions, AttentionSpec, BlockSpec
 from fused_remat.steps.activation import ACTIVATIONS
-from fused_remat.steps.attention_rows import bounds
+from fused_remat.steps.attention_call import bounds
 from fused_remat.steps.norm import NORMS
 
 Op = TypeVar("Op", bound=Callable[..., Any])

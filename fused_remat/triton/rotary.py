@@ -10,7 +10,7 @@ from torch import Tensor
 from fused_remat.kernels.rotary import rotary_fwd_kernel, rotary_norm_bwd_kernel
 from fused_remat.steps import rotary
 from fused_remat.steps.operations import faster
-from fused_remat.steps.rotary import RotaryCall, eps_of, norm_weights, width_of
+from fused_remat.steps.rotary import RotaryCall
 from fused_remat.triton.launch import (
     Launch,
     Target,
@@ -89,8 +89,8 @@ def rotary_fwd(
     """y, which may be x, = x with its query and key heads normed and rotated; `back`: rotated by
     the opposite angles."""
     values = y is not x
-    width, rotated = width_of(x, call), call.rotated
-    x, (q_weight, k_weight) = rows_in_place(x), map(in_place, norm_weights(call))
+    width, rotated = call.width(x), call.rotated
+    x, (q_weight, k_weight) = rows_in_place(x), map(in_place, call.norm_weights())
     lanes = cdiv(width, 2) if values or q_weight is not None else rotated // 2
     pairs = _FWD_PAIRS.get(family(target), _FWD_PAIRS_ELSEWHERE)
     blocks = _blocks(call, lanes, pairs)
@@ -99,7 +99,7 @@ def rotary_fwd(
     args = (
         x, cos, sin, q_weight, k_weight, y, stride_of(x), stride_cb, stride_cs, stride_of(y),
         _place(call), call.seq_len, x.shape[0], call.spec.num_heads, call.spec.num_kv_heads,
-        groups, eps_of(call),
+        groups, call.eps,
     )  # fmt: skip
     constants = {"E": width, "R": rotated, "LANES": lanes, "INTERLEAVED": _interleaved(call),
                  "BACK": back, **blocks}  # fmt: skip
@@ -118,7 +118,7 @@ def rotary_norm_bwd(
 ) -> list[Launch]:
     """dx, which may be dy, and the norms' weight gradients (float32), those that are given."""
     values = dx is not None and dx is not dy
-    tokens, width = x.shape[0], width_of(x, call)
+    tokens, width = x.shape[0], call.width(x)
     dy, x = rows_in_place(dy), rows_in_place(x)
     blocks = _blocks(call, cdiv(width, 2), _BWD_PAIRS)
     block_m = blocks["BLOCK_M"]
@@ -131,9 +131,9 @@ def rotary_norm_bwd(
     parts = None if like is None else like.new_empty((summed * programs, width))
     cos, sin, stride_cb, stride_cs = _tables(call)
     args = (
-        dy, x, cos, sin, *map(in_place, norm_weights(call)), dx, parts,
+        dy, x, cos, sin, *map(in_place, call.norm_weights()), dx, parts,
         stride_of(dy), stride_of(x), stride_cb, stride_cs, stride_of(dx), _place(call),
-        call.seq_len, strip, tokens, call.spec.num_heads, call.spec.num_kv_heads, eps_of(call),
+        call.seq_len, strip, tokens, call.spec.num_heads, call.spec.num_kv_heads, call.eps,
     )  # fmt: skip
     constants = {"E": width, "R": call.rotated, "INTERLEAVED": _interleaved(call), **blocks}
     grid = (groups, programs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fused_remat.steps.attention_rows import AttentionCall, AttentionKey
+from fused_remat.steps.attention_call import AttentionCall, AttentionKey
 from fused_remat.triton.launch import Target, cdiv
 
 

@@ -10,7 +10,7 @@ import torch
 from attention_cases import attention_call, normal
 
 from fused_remat.execution.choose import ops_for
-from fused_remat.formats import Quantized, QuantizedHeads, pack
+from fused_remat.formats import Quantized, QuantizedHeads, quantize
 from fused_remat.random import Uniform, site_keys
 from fused_remat.steps.attention import attention_bwd, attention_fwd
 
@@ -29,7 +29,7 @@ def heads_of(batch, nhead, kv, tokens, width, dtype):
     """q, k, v in one packed matrix, and the same in memory."""
     x = normal(batch * tokens, (nhead + 2 * kv) * width, dtype)
     uniform = Uniform(site_keys(torch.tensor(0))[0], 0, *x.shape)
-    packed = Quantized("int8", pack(x, "int8", uniform), x.shape[1], dtype)
+    packed = Quantized("int8", quantize(x, "int8", uniform), x.shape[1], dtype)
     columns = [0, nhead * width, (nhead + kv) * width]
     found = [
         QuantizedHeads(packed, batch, first, count, width)

@@ -46,7 +46,7 @@ def of_many_sizes(rows, width, dtype):
 
 def stored_as(x, stored="int8"):
     how = packing(stored, *x.shape)
-    return Quantized(stored, formats.pack(x, stored, how.uniform), x.shape[1], x.dtype)
+    return Quantized(stored, formats.quantize(x, stored, how.uniform), x.shape[1], x.dtype)
 
 
 def check_parts(found, exact):
@@ -65,9 +65,9 @@ def surrounded(parts):
 @pytest.mark.parametrize("shape", SHAPES, **ids)
 def test_the_bits_of_the_format(shape, dtype, stored):
     x, how = of_many_sizes(*shape, dtype), packing(stored, *shape)
-    exact = formats.pack(x, stored, how.uniform)
+    exact = formats.quantize(x, stored, how.uniform)
     wholes, parts = surrounded(exact)
-    storage.pack_int8(x, how, tuple(parts)).run()
+    storage.quantize_int8(x, how, tuple(parts)).run()
     check_parts(parts, exact)
     for whole in wholes:
         assert (whole[:16] == 77).all() and (whole[-16:] == 77).all(), "written outside"
@@ -76,7 +76,7 @@ def test_the_bits_of_the_format(shape, dtype, stored):
     check_parts(TRITON[dequantize](packed), packed.tensor())
     y = poisoned(*shape, dtype)
     packed = stored_as(torch.randn(shape).to(dtype), stored)
-    storage.unpack_int8(packed, y).run()
+    storage.dequantize_int8(packed, y).run()
     check_margin(y)
     assert torch.equal(y, packed.tensor())
 
@@ -87,14 +87,14 @@ def test_the_ends_of_the_line(stored):
     levels = torch.arange(256.0).view(2, 128) - 128.0
     x = torch.cat([levels * 1e-37, levels / 128 * 3.4e38, (levels + 0.4375), levels * 1e-31])
     how = packing(stored, *x.shape)
-    check_parts(TRITON[quantize](x, how), formats.pack(x, stored, how.uniform))
+    check_parts(TRITON[quantize](x, how), formats.quantize(x, stored, how.uniform))
 
 
 def test_rows_more_than_2_31_elements_apart():
     apart = torch.empty(2**31 + 4096, dtype=torch.float16).as_strided((3, 64), (2**30, 1))
     apart.copy_(torch.randn(3, 64))
     parts = TRITON[quantize](apart, QuantizeCall("int8"))
-    check_parts(parts, formats.pack(apart, "int8"))
+    check_parts(parts, formats.quantize(apart, "int8"))
 
 
 def test_stochastic_rounding_is_right_on_average():
@@ -237,7 +237,7 @@ def test_a_product_packs_what_its_activation_is_of(product, stored, tile, output
         same, (found,), (parts,) = TRITON[mlp_up_fwd](*given, (wants_pre,), (how,))
         assert torch.equal(y, same), "the same bits whatever is kept"
         assert (found is not None) == wants_pre and (found is None or torch.equal(found, pre))
-        check_parts(parts, formats.pack(pre, stored, how.uniform))
+        check_parts(parts, formats.quantize(pre, stored, how.uniform))
 
 
 @pytest.mark.parametrize("shape, dtype", PRODUCTS, **ids)
@@ -260,7 +260,7 @@ def test_a_gated_product_packs_both(shape, dtype, tile, outputs_are_poisoned):
         for i in range(2):
             assert (found[i] is not None) == needs_grad[i]
             assert found[i] is None or torch.equal(found[i], pres[i])
-            exact = how[i] and formats.pack(pres[i], how[i].stored, how[i].uniform)
+            exact = how[i] and formats.quantize(pres[i], how[i].stored, how[i].uniform)
             check_parts(parts[i], exact or ())
 
 
@@ -271,7 +271,7 @@ def test_what_is_not_finite(tile):
     _, (pre,), (parts,) = TRITON[mlp_up_fwd](
         "relu", x, None, (weight, bias), None, (True,), (packing("int8", 20, 130),)
     )
-    check_parts(parts, formats.pack(pre, "int8"))
+    check_parts(parts, formats.quantize(pre, "int8"))
     assert parts[1].isnan().sum() == 3 + 19
 
 
