@@ -1,4 +1,4 @@
-"""Pointwise steps by `kernels.pointwise`: matrices (M, N), rows any distance apart."""
+"""Pointwise operations in kernels (`kernels.pointwise`), on matrices (M, N) of any row stride."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fused_remat.triton.launch import (
 )
 from fused_remat.triton.storage import operand, strides
 
-#: Activation -> its forward and backward on tiles. A new activation is a new row.
+#: Activation -> its forward and backward for a tile. A new activation is a new row.
 PAIRS: dict[str, tuple[Any, Any]] = {
     "relu": (activations.relu_fwd, activations.relu_bwd),
     "gelu": (activations.gelu_fwd, activations.gelu_bwd),
@@ -40,18 +40,16 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "tanh": (activations.tanh_fwd, activations.tanh_bwd),
 }
 
-_TILE = 4096  # elements a program
+_TILE = 4096  # elements of a program
 
 
 def _over(
-    y: Tensor, kernel: Any, args: tuple[Any, ...], packed: bool = False, **constants: Any
+    y: Tensor, kernel: Any, args: tuple[Any, ...], *inputs: Loaded | None, **constants: Any
 ) -> Launch:
-    """A launch over tiles of `y`, all of whose rows and columns the kernel's args describe.
-
-    `packed`: a tile is of one block of what it loads.
-    """
+    """A launch over tiles of `y`. Where an input is quantized, a tile is as wide as a block."""
     rows, width = y.shape
-    block_n = BLOCK if packed else min(power_of_2(width), 1024)
+    quantized = any(isinstance(x, Quantized) for x in inputs)
+    block_n = BLOCK if quantized else min(power_of_2(width), 1024)
     block_m = _TILE // block_n
     grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
@@ -66,41 +64,36 @@ def _tail(y: Tensor, mask: DropoutMask | None) -> tuple[Any, ...]:
 def dropout_add_fwd(
     x: Tensor, residual: Tensor | None, mask: DropoutMask | None, y: Tensor
 ) -> Launch:
-    """y = residual + keep * x."""
+    """y = residual + mask * x."""
     x, residual = rows_in_place(x), None if residual is None else rows_in_place(residual)
     args = (x, residual, dropout_of(mask)[0], y, stride_of(x), stride_of(residual), stride_of(y))
     return _over(y, dropout_add_fwd_kernel, args + _tail(y, mask))
 
 
 def act_fwd(x: Loaded, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
-    """y = keep * act(x)."""
+    """y = mask * act(x)."""
     given = operand(x)
     args = (*given, dropout_of(mask)[0], y, *strides(given), stride_of(y))
-    packed = isinstance(x, Quantized)
-    return _over(y, act_fwd_kernel, args + _tail(y, mask), packed, ACT=PAIRS[act][0])
+    return _over(y, act_fwd_kernel, args + _tail(y, mask), x, ACT=PAIRS[act][0])
 
 
 def act_bwd(
     dy: Tensor, x: Loaded, act: str, mask: DropoutMask | None, dx: Tensor, y: Tensor | None = None
 ) -> Launch:
-    """dx = keep * dy * act'(x); y = keep * act(x) if given."""
+    """dx = mask * dy * act'(x); y = mask * act(x) if given."""
     dy, given = rows_in_place(dy), operand(x)
     args = (
         dy, *given, dropout_of(mask)[0], dx, y, stride_of(dy), *strides(given), stride_of(dx),
         stride_of(y),
     )  # fmt: skip
-    packed = isinstance(x, Quantized)
-    return _over(dx, act_bwd_kernel, args + _tail(dx, mask), packed, ACT=PAIRS[act][1])
+    return _over(dx, act_bwd_kernel, args + _tail(dx, mask), x, ACT=PAIRS[act][1])
 
 
 def gated_fwd(gate: Loaded, up: Loaded, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
-    """y = keep * act(gate) * up."""
+    """y = mask * act(gate) * up."""
     gates, ups = operand(gate), operand(up)
-    args = (
-        *gates, *ups, dropout_of(mask)[0], y, *strides(gates), *strides(ups), stride_of(y)
-    )  # fmt: skip
-    packed = isinstance(gate, Quantized) or isinstance(up, Quantized)
-    return _over(y, gated_fwd_kernel, args + _tail(y, mask), packed, ACT=PAIRS[act][0])
+    args = (*gates, *ups, dropout_of(mask)[0], y, *strides(gates), *strides(ups), stride_of(y))
+    return _over(y, gated_fwd_kernel, args + _tail(y, mask), gate, up, ACT=PAIRS[act][0])
 
 
 def gated_bwd(
@@ -112,14 +105,13 @@ def gated_bwd(
     dgate: Tensor | None,
     dup: Tensor | None,
 ) -> Launch:
-    """dgate (if `up` is given) and dup (if it is) of `gated_fwd`."""
+    """The gradients dgate and dup of `gated_fwd`, those that are given; dgate needs `up`."""
     dy, gates, ups = rows_in_place(dy), operand(gate), operand(up)
     args = (
         dy, *gates, *ups, dropout_of(mask)[0], dgate, dup, stride_of(dy), *strides(gates),
         *strides(ups), stride_of(dgate), stride_of(dup),
     )  # fmt: skip
-    packed = isinstance(gate, Quantized) or isinstance(up, Quantized)
-    return _over(dy, gated_bwd_kernel, args + _tail(dy, mask), packed, ACT=PAIRS[act][1])
+    return _over(dy, gated_bwd_kernel, args + _tail(dy, mask), gate, up, ACT=PAIRS[act][1])
 
 
 @faster(residual_add, "triton", says="pointwise kernel")
@@ -137,7 +129,7 @@ def dropout_triton(x, mask, dtype=None):
 
 
 def why_not(key: tuple[Any, ...]) -> str | None:
-    """Why the kernels do not compute an activation."""
+    """Why the kernels cannot compute an activation; None if they can."""
     act, _, _, formats = key
     if act not in PAIRS:
         return f"{act} has no row in fused_remat.triton.pointwise.PAIRS"

@@ -26,7 +26,7 @@ _ROWS = 64  # rows of a program, which processes one block of each
 def why_not(*formats: str) -> str | None:
     """Why kernels cannot process activations in these formats ("" is native); None if they can."""
     unknown = [name for name in formats if name and name not in KERNELS]
-    return f"no kernel for {unknown[0]}" if unknown else None
+    return f"there is no kernel for {unknown[0]}" if unknown else None
 
 
 def operand(x: Loaded | None) -> Operand:
