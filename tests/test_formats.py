@@ -189,15 +189,15 @@ def test_a_policy_of_formats():
         (
             {"qkv": "int4"},
             ValueError,
-            "unknown format 'int4' of 'qkv'; valid formats: native, int8",
+            "unknown format 'int4' for 'qkv'; valid formats: native, int8",
         ),
         ({"qkv:int4"}, ValueError, "unknown format 'int4'"),
         ({"qkv": 8}, TypeError, "got 'qkv': 8"),
         ({8: "int8"}, TypeError, "got 8: 'int8'"),
-        (["qkv", "qkv:int8"], ValueError, "'qkv' is named in two formats: 'native', 'int8'"),
-        ({"qkv:int8": "native"}, ValueError, "'qkv' is named in two formats: 'int8', 'native'"),
-        ({"qkv:int8": "int4"}, ValueError, "unknown format 'int4' of 'qkv'"),
-        ({"qkv:"}, ValueError, "unknown format '' of 'qkv'"),
+        (["qkv", "qkv:int8"], ValueError, "'qkv' in two formats: 'native' and 'int8'"),
+        ({"qkv:int8": "native"}, ValueError, "'qkv' in two formats: 'int8' and 'native'"),
+        ({"qkv:int8": "int4"}, ValueError, "unknown format 'int4' for 'qkv'"),
+        ({"qkv:"}, ValueError, "unknown format '' for 'qkv'"),
     ],
 )
 def test_bad_formats(save, error, message):

@@ -446,7 +446,7 @@ def test_a_row_is_not_replaced(monkeypatch):
     FORMATS["int8"] = FORMATS["int8"]
     policy = Policy(save={"up": "int8"})
     monkeypatch.delitem(FORMATS, "int8")
-    with pytest.raises(ValueError, match="unknown format 'int8' of 'up'; valid formats: native"):
+    with pytest.raises(ValueError, match="unknown format 'int8' for 'up'; valid formats: native"):
         encoder().policy = policy
 
 

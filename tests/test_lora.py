@@ -220,7 +220,11 @@ def test_what_does_not_fit_is_refused():
     x, w = normal(2, 5, block.d), block.weights()
     a, b = torch.zeros(3, block.d).double(), torch.zeros(16, 3).double()
     cases = [
-        ([("qkv", a, b, 1.0)], ValueError, "no layer 'qkv' to update; valid: q, k, v, proj"),
+        (
+            [("qkv", a, b, 1.0)],
+            ValueError,
+            "no layer 'qkv' to update; valid: q, k, v, proj",
+        ),
         (
             [("q", a[:, :4], b, 1.0)],
             ValueError,

@@ -49,11 +49,6 @@ class RotaryCall:
         return 0 if self.cos is None else 2 * self.cos.shape[-1]
 
     @property
-    def interleaved(self) -> bool:
-        """Whether a pair is elements 2i and 2i + 1 of a head, not i and i + R/2."""
-        return self.spec.rotary is not None and self.spec.rotary.interleaved
-
-    @property
     def eps(self) -> float:
         """Of the norms of heads; 0 if there are none."""
         return self.spec.head_norm.eps if self.spec.head_norm else 0.0
@@ -160,7 +155,7 @@ def _normed(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
 
 def _pairs(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
     """Views of the first and the second elements of all pairs, (T, heads, R/2)."""
-    if call.interleaved:
+    if call.spec.rotary is not None and call.spec.rotary.interleaved:
         return heads[..., 0 : call.rotated : 2], heads[..., 1 : call.rotated : 2]
     half = call.rotated // 2
     return heads.narrow(-1, 0, half), heads.narrow(-1, half, half)

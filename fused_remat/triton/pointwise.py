@@ -48,8 +48,7 @@ def _over(
 ) -> Launch:
     """A launch over tiles of `y`. Where an input is quantized, a tile is as wide as a block."""
     rows, width = y.shape
-    quantized = any(isinstance(x, Quantized) for x in inputs)
-    block_n = BLOCK if quantized else min(power_of_2(width), 1024)
+    block_n = BLOCK if Quantized in map(type, inputs) else min(power_of_2(width), 1024)
     block_m = _TILE // block_n
     grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}

@@ -45,7 +45,7 @@ def _place(call: RotaryCall) -> int:
 
 
 def _tables(call: RotaryCall) -> tuple[Any, ...]:
-    """cos and sin from the first token's sequence on, and their strides of sequence and position."""
+    """cos and sin from the first token's sequence on; their strides of sequence and position."""
     cos, sin = call.cos, call.sin
     if cos is None or sin is None:
         return None, None, 0, 0
@@ -74,6 +74,10 @@ def _groups(call: RotaryCall, block_h: int, values: bool) -> tuple[int, int]:
     return of_queries, of_queries + (2 if values else 1) * of_keys
 
 
+def _interleaved(call: RotaryCall) -> bool:
+    return call.spec.rotary is not None and call.spec.rotary.interleaved
+
+
 def rotary_fwd(
     x: Tensor, call: RotaryCall, y: Tensor, target: Target, back: bool = False
 ) -> Launch:
@@ -94,7 +98,7 @@ def rotary_fwd(
         _place(call), call.seq_len, x.shape[0], call.spec.num_heads, call.spec.num_kv_heads,
         groups, call.eps,
     )  # fmt: skip
-    constants = {"E": width, "R": rotated, "LANES": lanes, "INTERLEAVED": call.interleaved,
+    constants = {"E": width, "R": rotated, "LANES": lanes, "INTERLEAVED": _interleaved(call),
                  "BACK": back, **blocks}  # fmt: skip
     grid = (cdiv(x.shape[0], blocks["BLOCK_M"]) * groups,)
     return Launch(rotary_fwd_kernel, grid, args, constants, device=y.device)
@@ -128,7 +132,7 @@ def rotary_norm_bwd(
         stride_of(dy), stride_of(x), stride_cb, stride_cs, stride_of(dx), _place(call),
         call.seq_len, strip, tokens, call.spec.num_heads, call.spec.num_kv_heads, call.eps,
     )  # fmt: skip
-    constants = {"E": width, "R": call.rotated, "INTERLEAVED": call.interleaved, **blocks}
+    constants = {"E": width, "R": call.rotated, "INTERLEAVED": _interleaved(call), **blocks}
     grid = (groups, programs)
     launches = [Launch(rotary_norm_bwd_kernel, grid, args, constants, device=x.device)]
     if parts is not None:
