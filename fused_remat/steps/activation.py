@@ -257,7 +257,7 @@ class MLPActivation(Node):
     def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any] | None:
         if not self.quantized:
             return None
-        formats = {pack.x: pack.stored for pack in self.quantized}
+        formats = {quantize.x: quantize.stored for quantize in self.quantized}
         stored = tuple([formats.get(name, "") for name in (self.gate, self.up)])
         return activation_bwd, (self.act, chunk.dtype_of(self.up), chunk.owner.device, stored)
 

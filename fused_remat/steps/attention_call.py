@@ -198,7 +198,7 @@ def attention_key(
     """The key of forward and of backward, which choose alike. `k` matters only if quantized."""
     mask, padding, device = call.mask, call.padding, q.device
     quantized: tuple[tuple[str, int, int] | None, ...] = ()
-    if isinstance(q, QuantizedHeads) or isinstance(v, QuantizedHeads):
+    if QuantizedHeads in (type(q), type(k), type(v)):
         quantized = tuple([
             (x.whole.stored, x.width, x.first) if isinstance(x, QuantizedHeads) else None
             for x in (q, k, v)

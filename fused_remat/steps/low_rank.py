@@ -82,15 +82,15 @@ class LowRank:
     ) -> Tensor | None:
         """Add the gradient of B; return that of (mask * x) @ A.T, or None if nothing needs it."""
         dtype, parts = self.dtype or dy.dtype, []
-        asked = linear.x in needs_grad or self.a in needs_grad
+        needs_low = linear.x in needs_grad or self.a in needs_grad
         low = self._product(chunk, linear) if self.b in needs_grad else None
         for rows, _ in _pieces(dy, dy.dtype != dtype):
             mine = self._columns(dy[rows]).to(dtype)
             if low is not None:
                 chunk.add_weight_grad(self.b, mine, low[rows] * self.scale)
-            if asked:
+            if needs_low:
                 parts.append(chunk.ops[linear_dx](mine, chunk.param(self.b)).mul_(self.scale))
-        if not asked:
+        if not needs_low:
             return None
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LOW = (torch.bfloat16, torch.float16)
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 Stats = tuple[Tensor, ...]
-#: dx, dweight, dbias; None for one that is not asked for.
+#: dx, dweight, dbias; None for a gradient that is not needed.
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 

@@ -395,21 +395,11 @@ class Problem:
     bounds_k: Tensor | None = None
 
     @property
-    def left(self) -> int:
-        return self._reach(self.call.spec.window[0])
-
-    @property
-    def right(self) -> int:
-        return self._reach(self.call.spec.window[1])
-
-    def _reach(self, window: int) -> int:
-        """A side of the window, limited to the number of positions so that sums fit 32 bits."""
-        places = self.call.q_len + self.call.kv_len
-        return min(window, places) if window >= 0 else places
-
-    @property
     def interval(self) -> tuple[int, int, int]:
-        return self.call.offset, self.left, self.right
+        """offset, left and right, with sides of at most all positions, so that sums fit 32 bits."""
+        (left, right), most = self.call.spec.window, self.call.q_len + self.call.kv_len
+        left = min(left, most) if left >= 0 else most
+        return self.call.offset, left, min(right, most) if right >= 0 else most
 
     @property
     def in_rows(self) -> bool:
@@ -452,11 +442,8 @@ class Problem:
 
 def scores_of(spec: AttentionSpec) -> Scores:
     """The options of the scores as kernels take them: None for an option that is not set."""
-    given = {name: getattr(spec, name) for name in Scores._fields}
-    return Scores(**{
-        name: value if name == "scale" or name in spec.options else None
-        for name, value in given.items()
-    })  # fmt: skip
+    given = {name for name in Scores._fields if name == "scale" or name in spec.options}
+    return Scores(**{n: getattr(spec, n) if n in given else None for n in Scores._fields})
 
 
 def prepare(
@@ -469,10 +456,11 @@ def prepare(
     launches: list[Launch] = []
     bounds_q = bounds_k = shift = None
     if call.cu_q is not None:
-        bounds_q, launch = _bounds(call, problem.left, problem.right, False)
+        _, left, right = problem.interval
+        bounds_q, launch = _bounds(call, left, right, by_keys=False)
         launches.append(launch)
         if backward:
-            bounds_k, launch = _bounds(call, problem.left, problem.right, True)
+            bounds_k, launch = _bounds(call, left, right, by_keys=True)
             launches.append(launch)
     masks = [m for m in (call.mask, call.padding) if m is not None]
     if any(m.is_floating_point() for m in masks):
@@ -507,6 +495,7 @@ def _bounds(call: AttentionCall, left: int, right: int, by_keys: bool) -> tuple[
 
 
 def _masks(call: AttentionCall, shift: Tensor | None = None) -> Masks:
+    """The masks as kernels take them, with `shift` for rows that are far from 0."""
     mask = padding = None
     mask_strides: MaskStrides = (0,) * 4
     padding_strides: MaskStrides = (0,) * 2

@@ -330,7 +330,7 @@ def _says_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
 def mlp_up_fwd_triton(act, x, gate, up, mask, kept, storages):
     y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
     kernel = "linear" if gate is None else "gated_mlp_fwd"
-    made = [_made(kernel, y, *asked) for asked in zip(kept, storages, strict=True)]
+    made = [_made(kernel, y, *how) for how in zip(kept, storages, strict=True)]
     pres, quantized = zip(*made, strict=True)
     if gate is None:
         given = x, up[0], up[1], None, mask, act, pres[0], y, target
