@@ -28,33 +28,6 @@ if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
 
 
-def says(
-    key: AttentionKey, q: Tensor | None = None, v: Tensor | None = None, call: Any = None
-) -> str:
-    """What serves in ATen, and why nothing faster does: of a key, or of a call's arguments."""
-    if key.varlen:
-        said = "variable-length sequences, one at a time"
-        if q is None or v is None:
-            return said
-        found: dict[str, None] = {}
-        for rows, keys, one in call.varlen_sequences(*call.bounds()):
-            q_one, v_one = q[:, :, rows], v[:, :, keys]
-            found[says(attention_key(q_one, v_one, one), q_one, v_one, one)] = None
-        return f"{said}: {'; '.join(found) or 'none'}"
-    if q is None or v is None:
-        why = why_not(key, key.widths, key.dtype, key.device)
-    else:
-        why = why_not_call(q, v, call)
-    said = f"blocks of query rows: {why}" if why else attention_library.says(key)
-    return f"{said}; heads dequantized first" if key.quantized else said
-
-
-def as_heads(x: Tensor, call: AttentionCall) -> Tensor:
-    """A view of (B*S_q, H*E) as (B, H, S_q, E)."""
-    width = x.shape[1] // call.spec.num_heads  # not -1, since there may be no rows
-    return x.view(call.batch, call.q_len, call.spec.num_heads, width).transpose(1, 2)
-
-
 @operation(
     key=lambda q, k, v, call, out=None: attention_key(q, v, call),
     says=lambda key, q=None, k=None, v=None, call=None, out=None: says(key, q, v, call),
@@ -124,11 +97,6 @@ def attention_bwd(
         attention_rows.backward(do[part], q[part], k[part], v[part], o[part], one, mine)
 
 
-def _outside(bounds: list[int]) -> tuple[slice, slice]:
-    """The tokens of no sequence: those before the first and after the last."""
-    return slice(0, bounds[0]), slice(bounds[-1], None)
-
-
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor) -> Tensor:
     """`attention_fwd` of variable-length sequences; lse (H, S_q) is +inf for a token of none."""
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -166,6 +134,38 @@ def _varlen_backward(
         for grad, own in zip(grads, (bounds[0], bounds[1], bounds[1]), strict=True):
             for part in _outside(own):
                 grad[:, :, part] = 0.0
+
+
+def _outside(bounds: list[int]) -> tuple[slice, slice]:
+    """The tokens of no sequence: those before the first and after the last."""
+    return slice(0, bounds[0]), slice(bounds[-1], None)
+
+
+def as_heads(x: Tensor, call: AttentionCall) -> Tensor:
+    """A view of (B*S_q, H*E) as (B, H, S_q, E)."""
+    width = x.shape[1] // call.spec.num_heads  # not -1, since there may be no rows
+    return x.view(call.batch, call.q_len, call.spec.num_heads, width).transpose(1, 2)
+
+
+def says(
+    key: AttentionKey, q: Tensor | None = None, v: Tensor | None = None, call: Any = None
+) -> str:
+    """What serves in ATen, and why nothing faster does: of a key, or of a call's arguments."""
+    if key.varlen:
+        said = "variable-length sequences, one at a time"
+        if q is None or v is None:
+            return said
+        found: dict[str, None] = {}
+        for rows, keys, one in call.varlen_sequences(*call.bounds()):
+            q_one, v_one = q[:, :, rows], v[:, :, keys]
+            found[says(attention_key(q_one, v_one, one), q_one, v_one, one)] = None
+        return f"{said}: {'; '.join(found) or 'none'}"
+    if q is None or v is None:
+        why = why_not(key, key.widths, key.dtype, key.device)
+    else:
+        why = why_not_call(q, v, call)
+    said = f"blocks of query rows: {why}" if why else attention_library.says(key)
+    return f"{said}; heads dequantized first" if key.quantized else said
 
 
 @dataclass(frozen=True, kw_only=True)

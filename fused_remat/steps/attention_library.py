@@ -80,39 +80,11 @@ def why_not_call(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     return f"a mask has a row that is finite and below {_FAR_ROW:g} everywhere"
 
 
-def _why_not_cuda(
-    call: AttentionCall | AttentionKey, width: int, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    multiple = 16 // dtype.itemsize
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"PyTorch has no fused kernel for {dtype}"
-    if width % multiple or width > 256:
-        return f"head dim {width} is not a multiple of {multiple} up to 256"
-    if call.limited and torch.version.hip is not None:
-        return "a mask, on an AMD GPU"
-    if not call.limited:
-        found = _kernel_of(call, width, dtype, device)
-        return None if found else "PyTorch would take its unfused kernel"
-    if torch.are_deterministic_algorithms_enabled():
-        return "with a mask, PyTorch's kernel may add gradients in any order"
-    if not torch.backends.cuda.mem_efficient_sdp_enabled():
-        return "PyTorch's kernel that takes a mask is switched off"
-    return None
-
-
 def says(key: AttentionKey) -> str:
     """Which kernel runs, for `explain`."""
     if key.device.type == "cpu":
         return "ATen's flash kernel for CPUs"
     return f"ATen's {_kernel_of(key, key.widths[0], key.dtype, key.device)} kernel"
-
-
-def _kernel_of(
-    call: AttentionCall | AttentionKey, width: int, dtype: torch.dtype, device: torch.device
-) -> str:
-    row = torch.empty((1, 1, 1, width), dtype=dtype, device=device)
-    q = row.expand(call.batch, call.spec.num_heads, call.q_len, -1)
-    return kernel(q, call.kv_len, call.spec, call.limited)
 
 
 def kernel(q: Tensor, kv_len: int, spec: AttentionSpec, masked: bool) -> str:
@@ -132,58 +104,6 @@ def kernel(q: Tensor, kv_len: int, spec: AttentionSpec, masked: bool) -> str:
         except RuntimeError:  # all suitable kernels are switched off
             return ""
     return _KERNELS.get(choice, "")
-
-
-def _has_far_row(call: AttentionCall, dtype: torch.dtype) -> bool:
-    masks = [m for m in (call.mask, call.padding) if m is not None and m.dtype != torch.bool]
-    if not masks:
-        return False
-    merged = _merged_mask(call, dtype)
-    assert merged is not None
-    top = merged.amax(-1)
-    return bool(((top < _FAR_ROW) & (top > -torch.inf)).any())
-
-
-def _additive(mask: Tensor, dtype: torch.dtype, true_attends: bool) -> Tensor:
-    if mask.dtype == torch.bool:
-        excluded = mask.logical_not() if true_attends else mask
-        return torch.zeros_like(mask, dtype=dtype).masked_fill_(excluded, -torch.inf)
-    return mask.to(dtype)
-
-
-def _merged_mask(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
-    """Both masks as one additive tensor that broadcasts to (B, H, S_q, S_k).
-
-    In at least float32, which the kernels accept for 16-bit dtypes too.
-    """
-    dtype = torch.promote_types(dtype, torch.float32)
-    attend = call.spec.true_means == "attend"
-    mask = None if call.mask is None else _additive(call.mask, dtype, attend)
-    if call.padding is None:
-        return mask
-    padding = _additive(call.padding, dtype, False)[:, None, None, :]
-    return padding if mask is None else mask + padding
-
-
-def _shared(x: Tensor, call: AttentionCall) -> tuple[Tensor, ...]:
-    """(B, H, ...) as one view (B, Hkv, ...) for each member of the groups of query heads."""
-    group = call.spec.num_heads // call.spec.num_kv_heads
-    if x.shape[1] == 1:
-        return (x,) * group
-    return tuple(x.unflatten(1, (call.spec.num_kv_heads, group)).unbind(2))
-
-
-def _rows_in_place(*heads: Tensor) -> Sequence[Tensor]:
-    """`heads` with contiguous rows, which the kernels assume."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in heads]
-
-
-def _masks(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """The merged mask for each member of the groups of query heads."""
-    mask = _merged_mask(call, dtype) if call.masked else None
-    if mask is None or mask.dim() == 2:
-        return (mask,) * (call.spec.num_heads // call.spec.num_kv_heads)
-    return _shared(mask, call)
 
 
 def forward(
@@ -215,18 +135,6 @@ def forward(
     outs, lses = zip(*made, strict=True)
     lse = torch.stack(lses, 2).flatten(1, 2)
     return torch.stack(outs, 2).permute(0, 3, 1, 2, 4), lse
-
-
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """attn (B, H, S_q, E) and lse (B, H, S_q), of as many key heads as query heads."""
-    if q.is_cuda:
-        return cuda_forward(q, k, v, call, mask)
-    made: tuple[Tensor, Tensor] = _FLASH_CPU(
-        q, k, v, 0.0, call.spec.window[1] == 0, attn_mask=mask, scale=call.spec.scale
-    )
-    return made
 
 
 def backward(
@@ -264,6 +172,18 @@ def backward(
     dv.copy_(sums[1])
 
 
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """attn (B, H, S_q, E) and lse (B, H, S_q), of as many key heads as query heads."""
+    if q.is_cuda:
+        return cuda_forward(q, k, v, call, mask)
+    made: tuple[Tensor, Tensor] = _FLASH_CPU(
+        q, k, v, 0.0, call.spec.window[1] == 0, attn_mask=mask, scale=call.spec.scale
+    )
+    return made
+
+
 def _flash_grads(
     do: Tensor,
     q: Tensor,
@@ -280,30 +200,6 @@ def _flash_grads(
         do, q, k, v, o, lse, 0.0, call.spec.window[1] == 0, attn_mask=mask, scale=call.spec.scale
     )
     return grads
-
-
-def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The additive mask (B, H, S_q, S_k) as the efficient kernel takes it; the rows without a key.
-
-    A row whose maximum is far from 0 is shifted to a maximum of 0, which changes no probability:
-    beside a mask value of -1e9 the kernel's logsumexp would lose the scores. Other rows are not
-    shifted, since that would round a 16-bit mask. A row that sees no key is made to see all.
-    """
-    if mask is None:
-        return None, None
-    top = mask.amax(-1, keepdim=True)
-    nothing = top == -torch.inf
-    shift = top.masked_fill(top.abs() <= _FAR, 0.0).masked_fill(nothing, 0.0)
-    shifted = (mask - shift).masked_fill(nothing, 0.0).to(q.dtype)
-    shape = (*q.shape[:3], k.shape[2])
-    wide = shifted.expand(*shifted.shape[:-1], shape[-1])
-    padded = F.pad(wide, (0, -shape[-1] % _MASK_ROWS))
-    return padded.narrow(-1, 0, shape[-1]).expand(shape), nothing
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x, contiguous. Not `x.contiguous()`, which fails for fake CUDA tensors without CUDA."""
-    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
 def cuda_forward(
@@ -366,3 +262,107 @@ def cuda_backward(
         scale=scale,
     )  # fmt: skip
     return dq, dk, dv
+
+
+def _why_not_cuda(
+    call: AttentionCall | AttentionKey, width: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    multiple = 16 // dtype.itemsize
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"PyTorch has no fused kernel for {dtype}"
+    if width % multiple or width > 256:
+        return f"head dim {width} is not a multiple of {multiple} up to 256"
+    if call.limited and torch.version.hip is not None:
+        return "a mask, on an AMD GPU"
+    if not call.limited:
+        found = _kernel_of(call, width, dtype, device)
+        return None if found else "PyTorch would take its unfused kernel"
+    if torch.are_deterministic_algorithms_enabled():
+        return "with a mask, PyTorch's kernel may add gradients in any order"
+    if not torch.backends.cuda.mem_efficient_sdp_enabled():
+        return "PyTorch's kernel that takes a mask is switched off"
+    return None
+
+
+def _kernel_of(
+    call: AttentionCall | AttentionKey, width: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    row = torch.empty((1, 1, 1, width), dtype=dtype, device=device)
+    q = row.expand(call.batch, call.spec.num_heads, call.q_len, -1)
+    return kernel(q, call.kv_len, call.spec, call.limited)
+
+
+def _has_far_row(call: AttentionCall, dtype: torch.dtype) -> bool:
+    masks = [m for m in (call.mask, call.padding) if m is not None and m.dtype != torch.bool]
+    if not masks:
+        return False
+    merged = _merged_mask(call, dtype)
+    assert merged is not None
+    top = merged.amax(-1)
+    return bool(((top < _FAR_ROW) & (top > -torch.inf)).any())
+
+
+def _additive(mask: Tensor, dtype: torch.dtype, true_attends: bool) -> Tensor:
+    if mask.dtype == torch.bool:
+        excluded = mask.logical_not() if true_attends else mask
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(excluded, -torch.inf)
+    return mask.to(dtype)
+
+
+def _merged_mask(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
+    """Both masks as one additive tensor that broadcasts to (B, H, S_q, S_k).
+
+    In at least float32, which the kernels accept for 16-bit dtypes too.
+    """
+    dtype = torch.promote_types(dtype, torch.float32)
+    attend = call.spec.true_means == "attend"
+    mask = None if call.mask is None else _additive(call.mask, dtype, attend)
+    if call.padding is None:
+        return mask
+    padding = _additive(call.padding, dtype, False)[:, None, None, :]
+    return padding if mask is None else mask + padding
+
+
+def _shared(x: Tensor, call: AttentionCall) -> tuple[Tensor, ...]:
+    """(B, H, ...) as one view (B, Hkv, ...) for each member of the groups of query heads."""
+    group = call.spec.num_heads // call.spec.num_kv_heads
+    if x.shape[1] == 1:
+        return (x,) * group
+    return tuple(x.unflatten(1, (call.spec.num_kv_heads, group)).unbind(2))
+
+
+def _rows_in_place(*heads: Tensor) -> Sequence[Tensor]:
+    """`heads` with contiguous rows, which the kernels assume."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in heads]
+
+
+def _masks(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """The merged mask for each member of the groups of query heads."""
+    mask = _merged_mask(call, dtype) if call.masked else None
+    if mask is None or mask.dim() == 2:
+        return (mask,) * (call.spec.num_heads // call.spec.num_kv_heads)
+    return _shared(mask, call)
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The additive mask (B, H, S_q, S_k) as the efficient kernel takes it; the rows without a key.
+
+    A row whose maximum is far from 0 is shifted to a maximum of 0, which changes no probability:
+    beside a mask value of -1e9 the kernel's logsumexp would lose the scores. Other rows are not
+    shifted, since that would round a 16-bit mask. A row that sees no key is made to see all.
+    """
+    if mask is None:
+        return None, None
+    top = mask.amax(-1, keepdim=True)
+    nothing = top == -torch.inf
+    shift = top.masked_fill(top.abs() <= _FAR, 0.0).masked_fill(nothing, 0.0)
+    shifted = (mask - shift).masked_fill(nothing, 0.0).to(q.dtype)
+    shape = (*q.shape[:3], k.shape[2])
+    wide = shifted.expand(*shifted.shape[:-1], shape[-1])
+    padded = F.pad(wide, (0, -shape[-1] % _MASK_ROWS))
+    return padded.narrow(-1, 0, shape[-1]).expand(shape), nothing
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x, contiguous. Not `x.contiguous()`, which fails for fake CUDA tensors without CUDA."""
+    return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)

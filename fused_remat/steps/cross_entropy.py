@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
 
 Span = tuple[int, int]
+# Larger blocks read the weights fewer times, and need more memory.
+_CPU_LOGITS = 1 << 20
+_DEVICE_LOGITS = 1 << 26
 
 
 @dataclass(eq=False, slots=True)
@@ -54,128 +57,6 @@ class CrossEntropyCall:
     logits: int
     group: str = ""
     classes: int = 0
-
-
-# Larger blocks read the weights fewer times, and need more memory.
-_CPU_LOGITS = 1 << 20
-_DEVICE_LOGITS = 1 << 26
-
-
-def block_of(tokens: int, vocab: int, call: CrossEntropyCall, device: torch.device) -> Span:
-    """Tokens and columns of a block: about square, which moves the fewest bytes."""
-    limit = call.logits or (_CPU_LOGITS if device.type == "cpu" else _DEVICE_LOGITS)
-    rows = min(tokens, max(math.isqrt(limit), limit // vocab))
-    columns = max(1, limit // max(rows, 1))
-    if columns >= 64:
-        columns -= columns % 64
-    return max(rows, 1), min(vocab, columns)
-
-
-def spans(size: int, step: int) -> Iterator[Span]:
-    """Start and stop of the parts of `size`, each of `step`; the last may be shorter."""
-    for first in range(0, size, step):
-        yield first, min(first + step, size)
-
-
-def _is_read(target: Tensor) -> bool:
-    """Whether values may be read: without waiting for a device, and not of a fake tensor."""
-    return target.device.type == "cpu" and type(target) is Tensor
-
-
-def check_targets(call: CrossEntropyCall, vocab: int) -> None:
-    """Check that every target is a column.
-
-    Raises: IndexError; on a device, which is not waited for, the device asserts instead.
-    """
-    target = call.target
-    if call.group:  # checked by who divided the columns
-        return
-    wrong = ((target < 0) | (target >= vocab)) & (target != call.ignore_index)
-    if not _is_read(target):
-        torch._assert_async(
-            ~wrong.any(), "fused_remat: a target of a cross-entropy is out of bounds"
-        )
-    elif bool(wrong.any()):
-        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
-
-
-@dataclass(frozen=True, eq=False)
-class _Tokens:
-    """The n tokens that are processed: those that count, if reading the targets needs no wait.
-
-    Attributes:
-        x: (T, D), of all tokens.
-        rows: the numbers of the processed tokens; None for all tokens.
-        target: their targets.
-        used: (n, 1), which of them count; None if all do.
-    """
-
-    x: Tensor
-    rows: Tensor | None
-    target: Tensor
-    used: Tensor | None
-
-    @classmethod
-    def of(cls, x: Tensor, call: CrossEntropyCall) -> _Tokens:
-        used = call.target != call.ignore_index
-        if not _is_read(call.target):
-            return cls(x, None, call.target, used[:, None])
-        if bool(used.all()):
-            return cls(x, None, call.target, None)
-        rows = used.nonzero()[:, 0]
-        return cls(x, rows, call.target[rows], None)
-
-    def taken(self, t: Tensor, lo: int, hi: int) -> Tensor:
-        """`t` of the processed tokens from lo to hi."""
-        return t[lo:hi] if self.rows is None else t[self.rows[lo:hi]]
-
-    def whole(self, t: Tensor) -> Tensor:
-        """`t` for all T tokens, with zeros for those that do not count."""
-        if self.used is not None:
-            return t.masked_fill_(~self.used, 0)
-        if self.rows is None:
-            return t
-        return t.new_zeros((len(self.x), t.shape[1])).index_copy_(0, self.rows, t)
-
-
-@dataclass(frozen=True, eq=False)
-class _Columns:
-    """A block of columns: its weights in the dtype of products, and the number of the first."""
-
-    weight: Tensor
-    bias: Tensor | None
-    first: int
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, span: Span, x: Tensor, wide: bool) -> _Columns:
-        """Rounded to the dtype of `x`; then, if `wide`, converted to float32."""
-        parts = [None if t is None else t[slice(*span)].to(x.dtype) for t in (weight, bias)]
-        if wide:
-            parts = [None if t is None else t.float() for t in parts]
-        assert parts[0] is not None
-        return cls(parts[0], parts[1], span[0])
-
-    def logits(self, x: Tensor, softcap: float) -> Tensor:
-        """The logits of the tokens `x`, in at least float32."""
-        z = product(x.to(self.weight.dtype), self.weight.t())
-        if self.bias is not None:
-            z.add_(self.bias)
-        return z.div_(softcap).tanh_().mul_(softcap) if softcap else z
-
-    def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets' columns within the block, (n, 1), and whether they are in it."""
-        at = (target - self.first)[:, None]
-        inside = (at >= 0) & (at < len(self.weight))
-        return at.clamp_(0, len(self.weight) - 1), inside
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in at least float32; rounded to 16 bits before only where ATen has no other product."""
-    if a.dtype.itemsize > 2:
-        return torch.mm(a, b)
-    if a.device.type == "cuda" and torch.version.hip is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b).float()
 
 
 def _key(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
@@ -225,101 +106,6 @@ def cross_entropy_fwd(
     loss, *stats = losses(highs, sums, picked, total, vocab, call)
     loss, high, log_sum = (tokens.whole(t) for t in (loss, *stats))
     return loss if out is None else out.copy_(loss), high, log_sum
-
-
-def losses(
-    highs: Tensor, sums: Tensor, picked: Tensor, total: Tensor, vocab: int, call: CrossEntropyCall
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses and the two statistics, (n, 1), from those of the blocks of columns.
-
-    `highs` and `sums` (n, blocks) are max and sum(exp(logits - max)) of each block; `picked` is the
-    target's logit, `total` the sum of all logits, (n, 1).
-    """
-    high = highs.amax(1, keepdim=True)
-    log_sum = (sums * torch.exp(highs - high)).sum(1, keepdim=True).log_()
-    if call.group:
-        high, log_sum, picked, total = _of_all_ranks(high, log_sum, picked, total, call.group)
-    # Not lse - picked, which is all rounding where the target has nearly all of the mass.
-    loss = (high - picked).add_(log_sum)
-    if call.label_smoothing:
-        spread = (high - total / (call.classes or vocab)).add_(log_sum)
-        loss.lerp_(spread, call.label_smoothing)
-    if call.z_loss:
-        loss.add_((high + log_sum).square_(), alpha=call.z_loss)
-    return loss, high, log_sum
-
-
-def _of_all_ranks(
-    high: Tensor, log_sum: Tensor, picked: Tensor, total: Tensor, group: str
-) -> tuple[Tensor, ...]:
-    """`high`, `log_sum`, `picked` and `total` over the columns of all ranks."""
-    top = collective.total(high, group, largest=True)
-    sums = torch.stack((torch.exp(log_sum + (high - top)), picked, total))
-    exps, picked, total = collective.total(sums, group, owned=True).unbind()
-    return top, exps.log(), picked, total
-
-
-@dataclass(frozen=True, eq=False)
-class Slopes:
-    """Factors of a logit's gradient: softmax * `mass` + `spread`, and + `target` at the target."""
-
-    mass: Tensor
-    spread: Tensor
-    target: Tensor
-
-    @classmethod
-    def of(
-        cls, dy: Tensor, stats: tuple[Tensor, Tensor], vocab: int, call: CrossEntropyCall
-    ) -> Slopes:
-        """From `dy` (n, 1), the gradient of the losses; without the soft-cap's derivative."""
-        mass = dy if not call.z_loss else dy * (1 + 2 * call.z_loss * (stats[0] + stats[1]))
-        share = call.label_smoothing
-        return cls(mass, dy * (-share / (call.classes or vocab)), dy * (share - 1))
-
-
-def _dlogits_(
-    z: Tensor,
-    stats: tuple[Tensor, Tensor],
-    slopes: Slopes,
-    at: Tensor,
-    inside: Tensor,
-    call: CrossEntropyCall,
-) -> Tensor:
-    """Replace z, logits after the soft-cap, by the gradient of the logits before it."""
-    cap = 1 - (z / call.softcap).square_() if call.softcap else None
-    z.sub_(stats[0]).sub_(stats[1]).exp_().mul_(slopes.mass)
-    if call.label_smoothing:
-        z.add_(slopes.spread)
-    z.scatter_add_(1, at, torch.where(inside, slopes.target, 0))
-    return z if cap is None else z.mul_(cap)
-
-
-def add_product(into: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """into += a @ b, or into = a @ b if it is the first."""
-    if a.dtype != into.dtype:
-        into.copy_(product(a, b)) if first else into.add_(product(a, b))
-    elif first:
-        torch.mm(a, b, out=into)
-    else:
-        torch.addmm(into, a, b, out=into)  # not addmm_: FLOP counters miss it
-
-
-def new_dweight(weight: Tensor, exact: bool) -> Tensor:
-    """An uninitialised gradient of `weight`; if `exact`, in at least float32."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return torch.empty(weight.shape, dtype=wide if exact else weight.dtype, device=weight.device)
-
-
-def sum_in(dweight: Tensor, dtype: torch.dtype, terms: int) -> Tensor:
-    """The tensor in which `terms` products of operands in `dtype` are summed for a part of dweight.
-
-    That is `dweight` itself unless the sum would be rounded to 16 bits term by term.
-    """
-    alone = terms <= 1 and dweight.dtype == dtype
-    if alone or dweight.dtype.itemsize > 2:
-        return dweight.zero_() if terms == 0 else dweight
-    made = torch.empty if terms else torch.zeros
-    return made(dweight.shape, dtype=torch.float32, device=dweight.device)
 
 
 @operation(key=lambda dy, x, weight, *_: _key(x, weight), says=_says)
@@ -462,3 +248,215 @@ class LinearCrossEntropy(Node):
             group=parallel.group,
             classes=count * parallel.size,
         )
+
+
+def block_of(tokens: int, vocab: int, call: CrossEntropyCall, device: torch.device) -> Span:
+    """Tokens and columns of a block: about square, which moves the fewest bytes."""
+    limit = call.logits or (_CPU_LOGITS if device.type == "cpu" else _DEVICE_LOGITS)
+    rows = min(tokens, max(math.isqrt(limit), limit // vocab))
+    columns = max(1, limit // max(rows, 1))
+    if columns >= 64:
+        columns -= columns % 64
+    return max(rows, 1), min(vocab, columns)
+
+
+def spans(size: int, step: int) -> Iterator[Span]:
+    """Start and stop of the parts of `size`, each of `step`; the last may be shorter."""
+    for first in range(0, size, step):
+        yield first, min(first + step, size)
+
+
+def check_targets(call: CrossEntropyCall, vocab: int) -> None:
+    """Check that every target is a column.
+
+    Raises: IndexError; on a device, which is not waited for, the device asserts instead.
+    """
+    target = call.target
+    if call.group:  # checked by who divided the columns
+        return
+    wrong = ((target < 0) | (target >= vocab)) & (target != call.ignore_index)
+    if not _is_read(target):
+        torch._assert_async(
+            ~wrong.any(), "fused_remat: a target of a cross-entropy is out of bounds"
+        )
+    elif bool(wrong.any()):
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
+
+
+def losses(
+    highs: Tensor, sums: Tensor, picked: Tensor, total: Tensor, vocab: int, call: CrossEntropyCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses and the two statistics, (n, 1), from those of the blocks of columns.
+
+    `highs` and `sums` (n, blocks) are max and sum(exp(logits - max)) of each block; `picked` is the
+    target's logit, `total` the sum of all logits, (n, 1).
+    """
+    high = highs.amax(1, keepdim=True)
+    log_sum = (sums * torch.exp(highs - high)).sum(1, keepdim=True).log_()
+    if call.group:
+        high, log_sum, picked, total = _of_all_ranks(high, log_sum, picked, total, call.group)
+    # Not lse - picked, which is all rounding where the target has nearly all of the mass.
+    loss = (high - picked).add_(log_sum)
+    if call.label_smoothing:
+        spread = (high - total / (call.classes or vocab)).add_(log_sum)
+        loss.lerp_(spread, call.label_smoothing)
+    if call.z_loss:
+        loss.add_((high + log_sum).square_(), alpha=call.z_loss)
+    return loss, high, log_sum
+
+
+def _of_all_ranks(
+    high: Tensor, log_sum: Tensor, picked: Tensor, total: Tensor, group: str
+) -> tuple[Tensor, ...]:
+    """`high`, `log_sum`, `picked` and `total` over the columns of all ranks."""
+    top = collective.total(high, group, largest=True)
+    sums = torch.stack((torch.exp(log_sum + (high - top)), picked, total))
+    exps, picked, total = collective.total(sums, group, owned=True).unbind()
+    return top, exps.log(), picked, total
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """Factors of a logit's gradient: softmax * `mass` + `spread`, and + `target` at the target."""
+
+    mass: Tensor
+    spread: Tensor
+    target: Tensor
+
+    @classmethod
+    def of(
+        cls, dy: Tensor, stats: tuple[Tensor, Tensor], vocab: int, call: CrossEntropyCall
+    ) -> Slopes:
+        """From `dy` (n, 1), the gradient of the losses; without the soft-cap's derivative."""
+        mass = dy if not call.z_loss else dy * (1 + 2 * call.z_loss * (stats[0] + stats[1]))
+        share = call.label_smoothing
+        return cls(mass, dy * (-share / (call.classes or vocab)), dy * (share - 1))
+
+
+def _dlogits_(
+    z: Tensor,
+    stats: tuple[Tensor, Tensor],
+    slopes: Slopes,
+    at: Tensor,
+    inside: Tensor,
+    call: CrossEntropyCall,
+) -> Tensor:
+    """Replace z, logits after the soft-cap, by the gradient of the logits before it."""
+    cap = 1 - (z / call.softcap).square_() if call.softcap else None
+    z.sub_(stats[0]).sub_(stats[1]).exp_().mul_(slopes.mass)
+    if call.label_smoothing:
+        z.add_(slopes.spread)
+    z.scatter_add_(1, at, torch.where(inside, slopes.target, 0))
+    return z if cap is None else z.mul_(cap)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tokens:
+    """The n tokens that are processed: those that count, if reading the targets needs no wait.
+
+    Attributes:
+        x: (T, D), of all tokens.
+        rows: the numbers of the processed tokens; None for all tokens.
+        target: their targets.
+        used: (n, 1), which of them count; None if all do.
+    """
+
+    x: Tensor
+    rows: Tensor | None
+    target: Tensor
+    used: Tensor | None
+
+    @classmethod
+    def of(cls, x: Tensor, call: CrossEntropyCall) -> _Tokens:
+        used = call.target != call.ignore_index
+        if not _is_read(call.target):
+            return cls(x, None, call.target, used[:, None])
+        if bool(used.all()):
+            return cls(x, None, call.target, None)
+        rows = used.nonzero()[:, 0]
+        return cls(x, rows, call.target[rows], None)
+
+    def taken(self, t: Tensor, lo: int, hi: int) -> Tensor:
+        """`t` of the processed tokens from lo to hi."""
+        return t[lo:hi] if self.rows is None else t[self.rows[lo:hi]]
+
+    def whole(self, t: Tensor) -> Tensor:
+        """`t` for all T tokens, with zeros for those that do not count."""
+        if self.used is not None:
+            return t.masked_fill_(~self.used, 0)
+        if self.rows is None:
+            return t
+        return t.new_zeros((len(self.x), t.shape[1])).index_copy_(0, self.rows, t)
+
+
+def _is_read(target: Tensor) -> bool:
+    """Whether values may be read: without waiting for a device, and not of a fake tensor."""
+    return target.device.type == "cpu" and type(target) is Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """A block of columns: its weights in the dtype of products, and the number of the first."""
+
+    weight: Tensor
+    bias: Tensor | None
+    first: int
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, span: Span, x: Tensor, wide: bool) -> _Columns:
+        """Rounded to the dtype of `x`; then, if `wide`, converted to float32."""
+        parts = [None if t is None else t[slice(*span)].to(x.dtype) for t in (weight, bias)]
+        if wide:
+            parts = [None if t is None else t.float() for t in parts]
+        assert parts[0] is not None
+        return cls(parts[0], parts[1], span[0])
+
+    def logits(self, x: Tensor, softcap: float) -> Tensor:
+        """The logits of the tokens `x`, in at least float32."""
+        z = product(x.to(self.weight.dtype), self.weight.t())
+        if self.bias is not None:
+            z.add_(self.bias)
+        return z.div_(softcap).tanh_().mul_(softcap) if softcap else z
+
+    def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The targets' columns within the block, (n, 1), and whether they are in it."""
+        at = (target - self.first)[:, None]
+        inside = (at >= 0) & (at < len(self.weight))
+        return at.clamp_(0, len(self.weight) - 1), inside
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in at least float32; rounded to 16 bits before only where ATen has no other product."""
+    if a.dtype.itemsize > 2:
+        return torch.mm(a, b)
+    if a.device.type == "cuda" and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b).float()
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """into += a @ b, or into = a @ b if it is the first."""
+    if a.dtype != into.dtype:
+        into.copy_(product(a, b)) if first else into.add_(product(a, b))
+    elif first:
+        torch.mm(a, b, out=into)
+    else:
+        torch.addmm(into, a, b, out=into)  # not addmm_: FLOP counters miss it
+
+
+def new_dweight(weight: Tensor, exact: bool) -> Tensor:
+    """An uninitialised gradient of `weight`; if `exact`, in at least float32."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.empty(weight.shape, dtype=wide if exact else weight.dtype, device=weight.device)
+
+
+def sum_in(dweight: Tensor, dtype: torch.dtype, terms: int) -> Tensor:
+    """The tensor in which `terms` products of operands in `dtype` are summed for a part of dweight.
+
+    That is `dweight` itself unless the sum would be rounded to 16 bits term by term.
+    """
+    alone = terms <= 1 and dweight.dtype == dtype
+    if alone or dweight.dtype.itemsize > 2:
+        return dweight.zero_() if terms == 0 else dweight
+    made = torch.empty if terms else torch.zeros
+    return made(dweight.shape, dtype=torch.float32, device=dweight.device)

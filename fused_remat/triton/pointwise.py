@@ -39,25 +39,59 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "silu": (activations.silu_fwd, activations.silu_bwd),
     "tanh": (activations.tanh_fwd, activations.tanh_bwd),
 }
-
 _TILE = 4096  # elements of a program
 
 
-def _over(
-    y: Tensor, kernel: Any, args: tuple[Any, ...], *inputs: Loaded | None, **constants: Any
-) -> Launch:
-    """A launch over tiles of `y`. Where an input is quantized, a tile is as wide as a block."""
-    rows, width = y.shape
-    block_n = BLOCK if Quantized in map(type, inputs) else min(power_of_2(width), 1024)
-    block_m = _TILE // block_n
-    grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
-    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
-    return Launch(kernel, grid, args, constants, num_warps=8, device=y.device)
+def why_not(key: tuple[Any, ...]) -> str | None:
+    """Why the kernels cannot compute an activation; None if they can."""
+    act, _, _, formats = key
+    if act not in PAIRS:
+        return f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
+    return storage.why_not(*formats)
 
 
-def _tail(y: Tensor, mask: DropoutMask | None) -> tuple[Any, ...]:
-    _, row0, threshold, scale = dropout_of(mask)
-    return row0, *y.shape, threshold, scale
+def _says(key: tuple[Any, ...], *_: Any) -> str:
+    formats = " and ".join(dict.fromkeys(filter(None, key[3])))
+    return f"pointwise kernel{formats and f', from {formats}'}"
+
+
+@faster(activation_fwd, "triton", why_not=why_not, says=_says)
+def activation_fwd_triton(act, gate, up, mask):
+    y = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    launch = act_fwd(up, act, mask, y) if gate is None else gated_fwd(gate, up, act, mask, y)
+    launch.run()
+    return y
+
+
+@faster(activation_bwd, "triton", why_not=why_not, says=_says)
+def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True)):
+    first = dy if owned and dy.is_contiguous() else None
+    if gate is None:
+        dx = torch.empty(up.shape, dtype=up.dtype, device=up.device) if first is None else first
+        act_bwd(dy, up, act, mask, dx).run()
+        return None, dx
+    shape, dtype, device = gate.shape, gate.dtype, gate.device
+    dup = torch.empty(shape, dtype=dtype, device=device) if needs_grad[1] else None
+    dgate = None
+    if needs_grad[0]:
+        dgate = torch.empty(shape, dtype=dtype, device=device) if first is None else first
+    if dgate is not None or dup is not None:
+        gated_bwd(dy, gate, up, act, mask, dgate, dup).run()
+    return dgate, dup
+
+
+@faster(residual_add, "triton", says="pointwise kernel")
+def residual_add_triton(x, residual, mask, out=None):
+    y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
+    dropout_add_fwd(x, residual, mask, y).run()
+    return y
+
+
+@faster(dropout, "triton", says="pointwise kernel")
+def dropout_triton(x, mask, dtype=None):
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    dropout_add_fwd(x, None, mask, y).run()
+    return y
 
 
 def dropout_add_fwd(
@@ -113,53 +147,18 @@ def gated_bwd(
     return _over(dy, gated_bwd_kernel, args + _tail(dy, mask), gate, up, ACT=PAIRS[act][1])
 
 
-@faster(residual_add, "triton", says="pointwise kernel")
-def residual_add_triton(x, residual, mask, out=None):
-    y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
-    dropout_add_fwd(x, residual, mask, y).run()
-    return y
+def _over(
+    y: Tensor, kernel: Any, args: tuple[Any, ...], *inputs: Loaded | None, **constants: Any
+) -> Launch:
+    """A launch over tiles of `y`. Where an input is quantized, a tile is as wide as a block."""
+    rows, width = y.shape
+    block_n = BLOCK if Quantized in map(type, inputs) else min(power_of_2(width), 1024)
+    block_m = _TILE // block_n
+    grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    return Launch(kernel, grid, args, constants, num_warps=8, device=y.device)
 
 
-@faster(dropout, "triton", says="pointwise kernel")
-def dropout_triton(x, mask, dtype=None):
-    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    dropout_add_fwd(x, None, mask, y).run()
-    return y
-
-
-def why_not(key: tuple[Any, ...]) -> str | None:
-    """Why the kernels cannot compute an activation; None if they can."""
-    act, _, _, formats = key
-    if act not in PAIRS:
-        return f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
-    return storage.why_not(*formats)
-
-
-def _says(key: tuple[Any, ...], *_: Any) -> str:
-    formats = " and ".join(dict.fromkeys(filter(None, key[3])))
-    return f"pointwise kernel{formats and f', from {formats}'}"
-
-
-@faster(activation_fwd, "triton", why_not=why_not, says=_says)
-def activation_fwd_triton(act, gate, up, mask):
-    y = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-    launch = act_fwd(up, act, mask, y) if gate is None else gated_fwd(gate, up, act, mask, y)
-    launch.run()
-    return y
-
-
-@faster(activation_bwd, "triton", why_not=why_not, says=_says)
-def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True)):
-    first = dy if owned and dy.is_contiguous() else None
-    if gate is None:
-        dx = torch.empty(up.shape, dtype=up.dtype, device=up.device) if first is None else first
-        act_bwd(dy, up, act, mask, dx).run()
-        return None, dx
-    shape, dtype, device = gate.shape, gate.dtype, gate.device
-    dup = torch.empty(shape, dtype=dtype, device=device) if needs_grad[1] else None
-    dgate = None
-    if needs_grad[0]:
-        dgate = torch.empty(shape, dtype=dtype, device=device) if first is None else first
-    if dgate is not None or dup is not None:
-        gated_bwd(dy, gate, up, act, mask, dgate, dup).run()
-    return dgate, dup
+def _tail(y: Tensor, mask: DropoutMask | None) -> tuple[Any, ...]:
+    _, row0, threshold, scale = dropout_of(mask)
+    return row0, *y.shape, threshold, scale

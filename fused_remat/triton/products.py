@@ -1,7 +1,7 @@
 """Products with fused ends, in kernels (`kernels.linear`, `kernels.mlp`).
 
 x (M, K) and dy (M, D) are activations; weights are as in `nn.Linear`. A launch takes its tile from
-the tables unless one is given. First the launches, then the operations that use them.
+the tables unless one is given. First the operations, then their launches.
 """
 
 from __future__ import annotations
@@ -44,86 +44,154 @@ from fused_remat.triton.pointwise import PAIRS, dropout_add_fwd
 from fused_remat.triton.storage import Codes, codes_of, new_parts
 from fused_remat.triton.tables import Tile, ends_in_kernel, mlp_bwd_in_one, tile_for
 
-
-def can_describe(x: Tensor) -> bool:
-    """Whether x allows a tensor descriptor: address and row stride are multiples of 16 bytes."""
-    step = x.stride(0) * x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and step % 16 == 0
-    return aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1] > 0
-
-
 #: A matrix or None, and the rows and columns of its tile.
 _Tiled = tuple[Tensor | None, int, int]
 
 
-def described(target: Target, *matrices: _Tiled) -> tuple[tuple[Any, ...], tuple[int, ...], bool]:
-    """Matrices as a kernel takes them, their row strides, and whether they are tensor descriptors.
+def _says_linear(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+    _, device, ends = key
+    if not ends:
+        return "ATen's addmm: nothing follows that could be fused"
+    if ends_in_kernel(target_of(device)):
+        return "kernel linear_fwd, dropout and residual in its end"
+    return "ATen's addmm, then kernel dropout_add_fwd"
 
-    They are descriptors if the target has them and every matrix allows one; else tensors.
+
+@faster(linear.linear_fwd, "triton", says=_says_linear)
+def linear_fwd_triton(x, weight, bias, residual=None, mask=None, out=None):
+    if residual is None and mask is None:
+        if out is None:
+            return F.linear(x, weight, bias)
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
+    target = target_of(x.device)
+    if ends_in_kernel(target):
+        y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
+        linear_fwd(x, weight, bias, residual, mask, None, None, y, target).run()
+        return y
+    z = F.linear(x, weight, bias)
+    y = z if out is None else out
+    dropout_add_fwd(z, residual, mask, y).run()
+    return y
+
+
+def _why_not_dw(key: tuple[Any, ...]) -> str | None:
+    dtype, device, wide = key
+    cuda = device.type == "cuda" and torch.version.hip is None
+    return None if wide and dtype.itemsize == 2 and cuda else ""
+
+
+@faster(linear.linear_dw, "triton", why_not=_why_not_dw, says="ATen's mm, not rounded to 16 bits")
+def linear_dw_triton(dy, x, into, partial, exact=False):
+    dw = torch.mm(dy.t(), x, out_dtype=torch.float32)
+    return dw if into is None else into.add_(dw)
+
+
+def _why_not_mlp(key: tuple[Any, ...]) -> str | None:
+    act, dtype, *_ = key
+    if dtype.itemsize > 2 and not INTERPRETED:
+        return f"products in {str(dtype)[6:]} are ATen's"
+    return None if act in PAIRS else f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
+
+
+def _says_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
+    late = storage.why_not(*key[3])
+    said = "one kernel: product and activation"
+    return said if late is None else f"{said}; then quantized by ATen: {late}"
+
+
+@faster(fused.mlp_up_fwd, "triton", why_not=_why_not_mlp, says=_says_mlp_up)
+def mlp_up_fwd_triton(act, x, gate, up, mask, kept, storages):
+    y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
+    kernel = "linear" if gate is None else "gated_mlp_fwd"
+    made = [_made(kernel, y, *how) for how in zip(kept, storages, strict=True)]
+    pres, quantized = zip(*made, strict=True)
+    if gate is None:
+        given = x, up[0], up[1], None, mask, act, pres[0], y, target
+        launch = linear_fwd(*given, quantized=quantized[0])
+    else:
+        weights = gate[0], gate[1], up[0], up[1]
+        launch = gated_mlp_fwd(x, *weights, mask, act, y, target, pres=pres, quantized=quantized)
+    launch.run()
+    parts = [_parts_of(*pair) for pair in zip(made, storages, strict=True)]
+    return y, tuple([p if k else None for p, k in zip(pres, kept, strict=True)]), tuple(parts)
+
+
+def _made(
+    kernel: str, y: Tensor, kept: bool, call: QuantizeCall | None
+) -> tuple[Tensor | None, Codes | None]:
+    """What a product that ends in y also fills: its result, and the codes and steps of that.
+
+    The result is also filled if it is to be quantized and the product's end cannot do that.
     """
-    tensors = [None if x is None else rows_in_place(x) for x, _, _ in matrices]
-    strides = tuple(map(stride_of, tensors))
-    if not (target.has_tma and all(x is None or can_describe(x) for x in tensors)):
-        return tuple(tensors), strides, False
-    described = tuple(
-        None if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
-        for x, (_, rows, columns) in zip(tensors, matrices, strict=True)
-    )
-    return described, strides, True
+    quantized = None
+    known = call is not None and storage.why_not(call.stored) is None
+    if call is not None and known and can_quantize(kernel, target_of(y.device), *y.shape):
+        quantized = call, new_parts(y, call)
+    whole = kept or (call is not None and quantized is None)
+    return torch.empty_like(y) if whole else None, quantized
 
 
-def end_of(tile: Tile, *matrices: Tensor | None) -> list[_Tiled]:
-    """The matrices that a tile's end reads and writes, in as many parts as the end has."""
-    return [(x, tile.block_m, tile.block_n // tile.parts) for x in matrices]
+def _parts_of(made: tuple[Tensor | None, Codes | None], call: QuantizeCall | None) -> Parts:
+    """Codes and steps from `_made`, computed in another pass if the product's end did not."""
+    pre, quantized = made
+    if call is None:
+        return ()
+    if quantized is not None:
+        return quantized[1]
+    assert pre is not None
+    run = quantize if storage.why_not(call.stored) else storage.quantize_triton
+    return run(pre, call)
 
 
-def launch_over(
-    kernel: Any,
-    target: Target,
-    tile: Tile,
-    y: Tensor,
-    args: tuple[Any, ...],
-    tma: bool,
-    depths: tuple[int, ...],
-    persistent: bool = True,
-    shape: tuple[int, int] | None = None,
-    **constants: Any,
-) -> Launch:
-    """A launch over tiles of `y`; or of `shape`, with operands like `y`.
-
-    `depths`: the lengths that the products sum over.
-    """
-    rows, columns = shape or y.shape
-    tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
-    fast = y.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    constants |= {
-        "PRECISION": "tf32" if fast else "ieee",
-        "TMA": tma,
-        "EVEN": all(depth % tile.block_k == 0 for depth in depths),
-        "GROUP_M": tile.group,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-    }
-    programs = min(tiles, target.sms * (8 // tile.warps)) if persistent else tiles
-    return Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, y.device)
+def _says_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
+    if mlp_bwd_in_one(target_of(key[2])):
+        return "one kernel: both products of a tile; what is rebuilt is not written"
+    return "ATen's addmm rebuilds; then one kernel: a product and the activation's backward"
 
 
-def can_quantize(kernel: str, target: Target, rows: int, columns: int) -> bool:
-    """Whether a product's tile has whole blocks of a format, so that its end can quantize them."""
-    return tile_for(kernel, target, rows, columns).block_n % BLOCK == 0
+@faster(fused.mlp_bwd, "triton", why_not=_why_not_mlp, says=_says_mlp_bwd)
+def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
+    target = target_of(x.device)
+    dup = x.new_empty((x.shape[0], up[0].shape[0]))
+    if not mlp_bwd_in_one(target):
+        dgate, pre = None if gate is None else F.linear(x, *gate), F.linear(x, *up)
+        y = pre if needs_act else None  # in place, like dgate
+        linear_act_bwd(dy, down, dgate, pre, mask, act, y, dgate, dup, target).run()
+        return y, dgate, dup
+    y = torch.empty_like(dup) if needs_act else None
+    if gate is None:
+        mlp_bwd(x, (up,), dy, down, mask, act, y, (dup,), target).run()
+        return y, None, dup
+    dgate = torch.empty_like(dup)
+    mlp_bwd(x, (gate, up), dy, down, mask, act, y, (dgate, dup), target).run()
+    return y, dgate, dup
 
 
-def _parts(tile: Tile, *quantized: Codes | None) -> tuple[Tile, dict[str, Any]]:
-    """The tile with the parts in which its end is computed, and these as constants.
+def _why_not_norm(key: tuple[Any, ...]) -> str | None:
+    width = key[3]
+    if width > norms.FWD_WIDTH:
+        return f"rows of {width} elements do not fit a tile of {norms.FWD_WIDTH}"
+    return norms.why_not(key)
 
-    If the end quantizes, a block is a whole number of parts, and there are twice as many parts,
-    since quantizing needs registers. Neither changes an element's bits.
-    """
-    if all(codes is None for codes in quantized):
-        return tile, {"PARTS": tile.parts, "IN_BLOCK": 1}
-    tile = replace(tile, parts=min(8, max(2 * tile.parts, tile.block_n // BLOCK)))
-    return tile, {"PARTS": tile.parts, "IN_BLOCK": BLOCK * tile.parts // tile.block_n}
+
+@faster(
+    fused.linear_norm_fwd, "triton", why_not=_why_not_norm,
+    says="ATen's addmm, then kernel norm_fwd: dropout, residual and norm",
+)  # fmt: skip
+def linear_norm_fwd_triton(x, weight, bias, residual, mask, spec, norm_weight, norm_bias, out=None):
+    product = F.linear(x, weight, bias)
+    # The sum replaces the product: each program reads a whole tile before it writes it.
+    total = product
+    if residual.dtype is not product.dtype:
+        total = torch.empty(product.shape, dtype=residual.dtype, device=product.device)
+    y = torch.empty_like(total) if out is None else out
+    stats = norms.new_stats(spec.kind, total)
+    norms.norm_fwd(
+        spec, product, residual, mask, norm_weight, norm_bias, total, y, stats, False
+    ).run()
+    return (total, y, *stats)
 
 
 def linear_fwd(
@@ -273,147 +341,78 @@ def mlp_bwd(
     return launch_over(kernel, target, tile, dups[0], args, tma, (k, d), False, **constants)
 
 
-def _says_linear(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
-    _, device, ends = key
-    if not ends:
-        return "ATen's addmm: nothing follows that could be fused"
-    if ends_in_kernel(target_of(device)):
-        return "kernel linear_fwd, dropout and residual in its end"
-    return "ATen's addmm, then kernel dropout_add_fwd"
+def can_quantize(kernel: str, target: Target, rows: int, columns: int) -> bool:
+    """Whether a product's tile has whole blocks of a format, so that its end can quantize them."""
+    return tile_for(kernel, target, rows, columns).block_n % BLOCK == 0
 
 
-@faster(linear.linear_fwd, "triton", says=_says_linear)
-def linear_fwd_triton(x, weight, bias, residual=None, mask=None, out=None):
-    if residual is None and mask is None:
-        if out is None:
-            return F.linear(x, weight, bias)
-        if bias is None:
-            return torch.mm(x, weight.t(), out=out)
-        return torch.addmm(bias, x, weight.t(), out=out)
-    target = target_of(x.device)
-    if ends_in_kernel(target):
-        y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
-        linear_fwd(x, weight, bias, residual, mask, None, None, y, target).run()
-        return y
-    z = F.linear(x, weight, bias)
-    y = z if out is None else out
-    dropout_add_fwd(z, residual, mask, y).run()
-    return y
+def _parts(tile: Tile, *quantized: Codes | None) -> tuple[Tile, dict[str, Any]]:
+    """The tile with the parts in which its end is computed, and these as constants.
 
-
-def _why_not_dw(key: tuple[Any, ...]) -> str | None:
-    dtype, device, wide = key
-    cuda = device.type == "cuda" and torch.version.hip is None
-    return None if wide and dtype.itemsize == 2 and cuda else ""
-
-
-@faster(linear.linear_dw, "triton", why_not=_why_not_dw, says="ATen's mm, not rounded to 16 bits")
-def linear_dw_triton(dy, x, into, partial, exact=False):
-    dw = torch.mm(dy.t(), x, out_dtype=torch.float32)
-    return dw if into is None else into.add_(dw)
-
-
-def _why_not_mlp(key: tuple[Any, ...]) -> str | None:
-    act, dtype, *_ = key
-    if dtype.itemsize > 2 and not INTERPRETED:
-        return f"products in {str(dtype)[6:]} are ATen's"
-    return None if act in PAIRS else f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
-
-
-def _says_mlp_up(key: tuple[Any, ...], *_: Any) -> str:
-    late = storage.why_not(*key[3])
-    said = "one kernel: product and activation"
-    return said if late is None else f"{said}; then quantized by ATen: {late}"
-
-
-@faster(fused.mlp_up_fwd, "triton", why_not=_why_not_mlp, says=_says_mlp_up)
-def mlp_up_fwd_triton(act, x, gate, up, mask, kept, storages):
-    y, target = x.new_empty((x.shape[0], up[0].shape[0])), target_of(x.device)
-    kernel = "linear" if gate is None else "gated_mlp_fwd"
-    made = [_made(kernel, y, *how) for how in zip(kept, storages, strict=True)]
-    pres, quantized = zip(*made, strict=True)
-    if gate is None:
-        given = x, up[0], up[1], None, mask, act, pres[0], y, target
-        launch = linear_fwd(*given, quantized=quantized[0])
-    else:
-        weights = gate[0], gate[1], up[0], up[1]
-        launch = gated_mlp_fwd(x, *weights, mask, act, y, target, pres=pres, quantized=quantized)
-    launch.run()
-    parts = [_parts_of(*pair) for pair in zip(made, storages, strict=True)]
-    return y, tuple([p if k else None for p, k in zip(pres, kept, strict=True)]), tuple(parts)
-
-
-def _made(
-    kernel: str, y: Tensor, kept: bool, call: QuantizeCall | None
-) -> tuple[Tensor | None, Codes | None]:
-    """What a product that ends in y also fills: its result, and the codes and steps of that.
-
-    The result is also filled if it is to be quantized and the product's end cannot do that.
+    If the end quantizes, a block is a whole number of parts, and there are twice as many parts,
+    since quantizing needs registers. Neither changes an element's bits.
     """
-    quantized = None
-    known = call is not None and storage.why_not(call.stored) is None
-    if call is not None and known and can_quantize(kernel, target_of(y.device), *y.shape):
-        quantized = call, new_parts(y, call)
-    whole = kept or (call is not None and quantized is None)
-    return torch.empty_like(y) if whole else None, quantized
+    if all(codes is None for codes in quantized):
+        return tile, {"PARTS": tile.parts, "IN_BLOCK": 1}
+    tile = replace(tile, parts=min(8, max(2 * tile.parts, tile.block_n // BLOCK)))
+    return tile, {"PARTS": tile.parts, "IN_BLOCK": BLOCK * tile.parts // tile.block_n}
 
 
-def _parts_of(made: tuple[Tensor | None, Codes | None], call: QuantizeCall | None) -> Parts:
-    """Codes and steps from `_made`, computed in another pass if the product's end did not."""
-    pre, quantized = made
-    if call is None:
-        return ()
-    if quantized is not None:
-        return quantized[1]
-    assert pre is not None
-    run = quantize if storage.why_not(call.stored) else storage.quantize_triton
-    return run(pre, call)
+def launch_over(
+    kernel: Any,
+    target: Target,
+    tile: Tile,
+    y: Tensor,
+    args: tuple[Any, ...],
+    tma: bool,
+    depths: tuple[int, ...],
+    persistent: bool = True,
+    shape: tuple[int, int] | None = None,
+    **constants: Any,
+) -> Launch:
+    """A launch over tiles of `y`; or of `shape`, with operands like `y`.
+
+    `depths`: the lengths that the products sum over.
+    """
+    rows, columns = shape or y.shape
+    tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
+    fast = y.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    constants |= {
+        "PRECISION": "tf32" if fast else "ieee",
+        "TMA": tma,
+        "EVEN": all(depth % tile.block_k == 0 for depth in depths),
+        "GROUP_M": tile.group,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+    }
+    programs = min(tiles, target.sms * (8 // tile.warps)) if persistent else tiles
+    return Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, y.device)
 
 
-def _says_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
-    if mlp_bwd_in_one(target_of(key[2])):
-        return "one kernel: both products of a tile; what is rebuilt is not written"
-    return "ATen's addmm rebuilds; then one kernel: a product and the activation's backward"
+def described(target: Target, *matrices: _Tiled) -> tuple[tuple[Any, ...], tuple[int, ...], bool]:
+    """Matrices as a kernel takes them, their row strides, and whether they are tensor descriptors.
+
+    They are descriptors if the target has them and every matrix allows one; else tensors.
+    """
+    tensors = [None if x is None else rows_in_place(x) for x, _, _ in matrices]
+    strides = tuple(map(stride_of, tensors))
+    if not (target.has_tma and all(x is None or can_describe(x) for x in tensors)):
+        return tuple(tensors), strides, False
+    described = tuple(
+        None if x is None else TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+        for x, (_, rows, columns) in zip(tensors, matrices, strict=True)
+    )
+    return described, strides, True
 
 
-@faster(fused.mlp_bwd, "triton", why_not=_why_not_mlp, says=_says_mlp_bwd)
-def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
-    target = target_of(x.device)
-    dup = x.new_empty((x.shape[0], up[0].shape[0]))
-    if not mlp_bwd_in_one(target):
-        dgate, pre = None if gate is None else F.linear(x, *gate), F.linear(x, *up)
-        y = pre if needs_act else None  # in place, like dgate
-        linear_act_bwd(dy, down, dgate, pre, mask, act, y, dgate, dup, target).run()
-        return y, dgate, dup
-    y = torch.empty_like(dup) if needs_act else None
-    if gate is None:
-        mlp_bwd(x, (up,), dy, down, mask, act, y, (dup,), target).run()
-        return y, None, dup
-    dgate = torch.empty_like(dup)
-    mlp_bwd(x, (gate, up), dy, down, mask, act, y, (dgate, dup), target).run()
-    return y, dgate, dup
+def end_of(tile: Tile, *matrices: Tensor | None) -> list[_Tiled]:
+    """The matrices that a tile's end reads and writes, in as many parts as the end has."""
+    return [(x, tile.block_m, tile.block_n // tile.parts) for x in matrices]
 
 
-def _why_not_norm(key: tuple[Any, ...]) -> str | None:
-    width = key[3]
-    if width > norms.FWD_WIDTH:
-        return f"rows of {width} elements do not fit a tile of {norms.FWD_WIDTH}"
-    return norms.why_not(key)
-
-
-@faster(
-    fused.linear_norm_fwd, "triton", why_not=_why_not_norm,
-    says="ATen's addmm, then kernel norm_fwd: dropout, residual and norm",
-)  # fmt: skip
-def linear_norm_fwd_triton(x, weight, bias, residual, mask, spec, norm_weight, norm_bias, out=None):
-    product = F.linear(x, weight, bias)
-    # The sum replaces the product: each program reads a whole tile before it writes it.
-    total = product
-    if residual.dtype is not product.dtype:
-        total = torch.empty(product.shape, dtype=residual.dtype, device=product.device)
-    y = torch.empty_like(total) if out is None else out
-    stats = norms.new_stats(spec.kind, total)
-    norms.norm_fwd(
-        spec, product, residual, mask, norm_weight, norm_bias, total, y, stats, False
-    ).run()
-    return (total, y, *stats)
+def can_describe(x: Tensor) -> bool:
+    """Whether x allows a tensor descriptor: address and row stride are multiples of 16 bytes."""
+    step = x.stride(0) * x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and step % 16 == 0
+    return aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1] > 0

@@ -39,43 +39,31 @@ def _why_not(key: tuple[Any, ...]) -> str | None:
     return None if few else "the number of tokens does not fit 32 bits"
 
 
-def _place(call: RotaryCall) -> int:
-    """The position of the first token in its sequence."""
-    return call.token0 % max(call.seq_len, 1)
+@faster(rotary.rotary_fwd, "triton", why_not=_why_not, says="kernel rotary_fwd")
+def rotary_fwd_triton(x, call, out=None):
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    rotary_fwd(x, call, y, target_of(x.device)).run()
+    return y
 
 
-def _tables(call: RotaryCall) -> tuple[Any, ...]:
-    """cos and sin from the first token's sequence on; their strides of sequence and position."""
-    cos, sin = call.cos, call.sin
-    if cos is None or sin is None:
-        return None, None, 0, 0
-    if cos.dim() == 3:
-        first = call.token0 // max(call.seq_len, 1)
-        cos, sin = cos[first:], sin[first:]
-    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
-
-
-def _blocks(call: RotaryCall, lanes: int, pairs: int) -> dict[str, int]:
-    """A program's tokens, its heads, which share rows of the tables, and its pairs of a head."""
-    block_p = power_of_2(lanes)
-    fits = [n for n in (8, 4) if call.spec.num_heads % n == 0]
-    block_h = min(
-        fits[0] if fits else min(8, power_of_2(call.spec.num_heads)), max(1, pairs // block_p)
+@faster(rotary.rotary_bwd, "triton", why_not=_why_not, says="kernel rotary_norm_bwd")
+def rotary_bwd_triton(dy, x, call, needs_grad, owned):
+    dx, target = None, target_of(dy.device)
+    if needs_grad[0]:
+        in_place = owned and dy.is_contiguous()
+        dx = dy if in_place else torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+    if x is None:
+        assert dx is not None
+        rotary_fwd(dy, call, dx, target, back=True).run()
+        return dx, None, None
+    dq_weight, dk_weight = (
+        torch.empty(weight.shape, dtype=torch.float32, device=dy.device) if wanted else None
+        for weight, wanted in zip((call.q_weight, call.k_weight), needs_grad[1:], strict=True)
+        if weight is not None
     )
-    block_m = max(1, pairs // (block_p * block_h))
-    return {"BLOCK_M": block_m, "BLOCK_H": block_h, "BLOCK_P": block_p}
-
-
-def _groups(call: RotaryCall, block_h: int, values: bool) -> tuple[int, int]:
-    """The number of groups of query heads, and of all heads that a launch covers."""
-    of_queries, of_keys = cdiv(call.spec.num_heads, block_h), cdiv(call.spec.num_kv_heads, block_h)
-    return of_queries, of_queries + (2 if values else 1) * of_keys
-
-
-def _interleaved(call: RotaryCall) -> bool:
-    return call.spec.rotary is not None and call.spec.rotary.interleaved
+    for launch in rotary_norm_bwd(dy, x, call, dx, dq_weight, dk_weight, target):
+        launch.run()
+    return dx, dq_weight, dk_weight
 
 
 def rotary_fwd(
@@ -142,28 +130,40 @@ def rotary_norm_bwd(
     return launches
 
 
-@faster(rotary.rotary_fwd, "triton", why_not=_why_not, says="kernel rotary_fwd")
-def rotary_fwd_triton(x, call, out=None):
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    rotary_fwd(x, call, y, target_of(x.device)).run()
-    return y
+def _place(call: RotaryCall) -> int:
+    """The position of the first token in its sequence."""
+    return call.token0 % max(call.seq_len, 1)
 
 
-@faster(rotary.rotary_bwd, "triton", why_not=_why_not, says="kernel rotary_norm_bwd")
-def rotary_bwd_triton(dy, x, call, needs_grad, owned):
-    dx, target = None, target_of(dy.device)
-    if needs_grad[0]:
-        in_place = owned and dy.is_contiguous()
-        dx = dy if in_place else torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
-    if x is None:
-        assert dx is not None
-        rotary_fwd(dy, call, dx, target, back=True).run()
-        return dx, None, None
-    dq_weight, dk_weight = (
-        torch.empty(weight.shape, dtype=torch.float32, device=dy.device) if wanted else None
-        for weight, wanted in zip((call.q_weight, call.k_weight), needs_grad[1:], strict=True)
-        if weight is not None
+def _tables(call: RotaryCall) -> tuple[Any, ...]:
+    """cos and sin from the first token's sequence on; their strides of sequence and position."""
+    cos, sin = call.cos, call.sin
+    if cos is None or sin is None:
+        return None, None, 0, 0
+    if cos.dim() == 3:
+        first = call.token0 // max(call.seq_len, 1)
+        cos, sin = cos[first:], sin[first:]
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
+
+
+def _blocks(call: RotaryCall, lanes: int, pairs: int) -> dict[str, int]:
+    """A program's tokens, its heads, which share rows of the tables, and its pairs of a head."""
+    block_p = power_of_2(lanes)
+    fits = [n for n in (8, 4) if call.spec.num_heads % n == 0]
+    block_h = min(
+        fits[0] if fits else min(8, power_of_2(call.spec.num_heads)), max(1, pairs // block_p)
     )
-    for launch in rotary_norm_bwd(dy, x, call, dx, dq_weight, dk_weight, target):
-        launch.run()
-    return dx, dq_weight, dk_weight
+    block_m = max(1, pairs // (block_p * block_h))
+    return {"BLOCK_M": block_m, "BLOCK_H": block_h, "BLOCK_P": block_p}
+
+
+def _groups(call: RotaryCall, block_h: int, values: bool) -> tuple[int, int]:
+    """The number of groups of query heads, and of all heads that a launch covers."""
+    of_queries, of_keys = cdiv(call.spec.num_heads, block_h), cdiv(call.spec.num_kv_heads, block_h)
+    return of_queries, of_queries + (2 if values else 1) * of_keys
+
+
+def _interleaved(call: RotaryCall) -> bool:
+    return call.spec.rotary is not None and call.spec.rotary.interleaved

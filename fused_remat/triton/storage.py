@@ -13,13 +13,10 @@ from fused_remat.triton.launch import Launch, cdiv, rows_in_place, stride_of
 
 #: Formats that kernels quantize and dequantize; they differ only in rounding.
 KERNELS = frozenset({"int8", "int8_stochastic"})
-
 #: A matrix or its codes; and the codes' steps, None for a matrix.
 Operand = tuple[Tensor | None, Tensor | None]
-
 #: How an activation is quantized, and the codes and steps that a kernel fills.
 Codes = tuple[QuantizeCall, Parts]
-
 _ROWS = 64  # rows of a program, which processes one block of each
 
 
@@ -27,6 +24,47 @@ def why_not(*formats: str) -> str | None:
     """Why kernels cannot process activations in these formats ("" is native); None if they can."""
     unknown = [name for name in formats if name and name not in KERNELS]
     return f"there is no kernel for {unknown[0]}" if unknown else None
+
+
+@faster(quantize, "triton", why_not=why_not, says=lambda key, *_: f"kernel pack_int8_fwd, {key}")
+def quantize_triton(x, storage):
+    parts = new_parts(x, storage)
+    quantize_int8(x, storage, parts).run()
+    return parts
+
+
+@faster(
+    dequantize, "triton", why_not=why_not, says=lambda key, *_: f"kernel unpack_int8_fwd, {key}"
+)
+def dequantize_triton(x):
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dequantize_int8(x, y).run()
+    return y
+
+
+def dequantized(x: Quantized) -> Tensor:
+    """`dequantize`, by the kernel if the format has one."""
+    return dequantize_triton(x) if why_not(x.stored) is None else dequantize(x)
+
+
+def quantize_int8(x: Tensor, storage: QuantizeCall, parts: Parts) -> Launch:
+    """Fill `parts` with the codes and steps of x."""
+    x, (codes, step), (key, row0) = rows_in_place(x), parts, site_of(storage)
+    args = (x, key, codes, step, stride_of(x), row0, *x.shape)
+    return _over_blocks(pack_int8_fwd_kernel, args, x)
+
+
+def dequantize_int8(x: Quantized, y: Tensor) -> Launch:
+    """Fill y with the values of x."""
+    codes, step = x.parts
+    args = (codes, step, y, *map(stride_of, (codes, step, y)), *y.shape)
+    return _over_blocks(unpack_int8_fwd_kernel, args, y)
+
+
+def _over_blocks(kernel: object, args: tuple[object, ...], x: Tensor) -> Launch:
+    grid = (cdiv(x.shape[0], _ROWS) * cdiv(x.shape[1], BLOCK),)
+    constants = {"BLOCK_M": _ROWS, "BLOCK_N": BLOCK}
+    return Launch(kernel, grid, args, constants, num_warps=8, device=x.device)
 
 
 def operand(x: Loaded | None) -> Operand:
@@ -41,11 +79,6 @@ def strides(given: Operand) -> tuple[int, int | None]:
     """The row strides of an operand: None for absent steps, so that the kernel has no argument."""
     x, step = given
     return stride_of(x), None if step is None else step.stride(0)
-
-
-def dequantized(x: Quantized) -> Tensor:
-    """`dequantize`, by the kernel if the format has one."""
-    return dequantize_triton(x) if why_not(x.stored) is None else dequantize(x)
 
 
 def new_parts(x: Tensor, storage: QuantizeCall) -> Parts:
@@ -73,39 +106,3 @@ def codes_of(
         return None, None, None, None
     (key, row0), (codes, step) = site_of(codes_and_call[0]), codes_and_call[1]
     return key, codes, step, row0
-
-
-def quantize_int8(x: Tensor, storage: QuantizeCall, parts: Parts) -> Launch:
-    """Fill `parts` with the codes and steps of x."""
-    x, (codes, step), (key, row0) = rows_in_place(x), parts, site_of(storage)
-    args = (x, key, codes, step, stride_of(x), row0, *x.shape)
-    return _over_blocks(pack_int8_fwd_kernel, args, x)
-
-
-def dequantize_int8(x: Quantized, y: Tensor) -> Launch:
-    """Fill y with the values of x."""
-    codes, step = x.parts
-    args = (codes, step, y, *map(stride_of, (codes, step, y)), *y.shape)
-    return _over_blocks(unpack_int8_fwd_kernel, args, y)
-
-
-def _over_blocks(kernel: object, args: tuple[object, ...], x: Tensor) -> Launch:
-    grid = (cdiv(x.shape[0], _ROWS) * cdiv(x.shape[1], BLOCK),)
-    constants = {"BLOCK_M": _ROWS, "BLOCK_N": BLOCK}
-    return Launch(kernel, grid, args, constants, num_warps=8, device=x.device)
-
-
-@faster(quantize, "triton", why_not=why_not, says=lambda key, *_: f"kernel pack_int8_fwd, {key}")
-def quantize_triton(x, storage):
-    parts = new_parts(x, storage)
-    quantize_int8(x, storage, parts).run()
-    return parts
-
-
-@faster(
-    dequantize, "triton", why_not=why_not, says=lambda key, *_: f"kernel unpack_int8_fwd, {key}"
-)
-def dequantize_triton(x):
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dequantize_int8(x, y).run()
-    return y
