@@ -109,11 +109,9 @@ def _graph_by(name: str, definition: int, text: str) -> Graph:
 for _called in (graph_of, _graph_by):  # Dynamo calls them without tracing
     vars(_called)["_dynamo_marked_constant"] = True
 
-for _spec in (
-    spec.NormSpec, spec.RotarySpec, spec.AttentionSpec, spec.MLPSpec, spec.BranchSpec,
-    spec.LoraSpec, spec.ParallelSpec, spec.BlockSpec,
-):  # fmt: skip
-    register_dataclass(_spec)
+for _spec in vars(spec).values():
+    if dataclasses.is_dataclass(_spec) and isinstance(_spec, type):
+        register_dataclass(_spec)
 
 
 # Dynamo traces the writing of a text, and takes its numbers as constants with guards. Hence

@@ -44,7 +44,7 @@ def why_not(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Why the kernels cannot serve a call; None if they can, unless `why_not_call` has a reason.
+    """Why the kernels cannot serve a call; None if they can. `why_not_call` also checks values.
 
     `widths`: of a head in q and k, and in v.
     """
@@ -71,7 +71,7 @@ def why_not(
 
 
 def why_not_call(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
-    """As `why_not`, with the reason that the masks' values give on a CPU."""
+    """As `why_not`; on a CPU, the values of float masks may be another reason."""
     why = why_not(call, (q.shape[3], v.shape[3]), q.dtype, q.device)
     if why or not (
         call.masked and q.is_cpu and _has_far_row(call.with_lengths_as_padding(), q.dtype)
