@@ -1,4 +1,4 @@
-"""Blocks that keep activations packed: forward's bits, gradients' errors, bytes, composition."""
+"""Blocks that keep quantized activations: bits of forward, errors of gradients, bytes, uses."""
 
 import copy
 import pickle
@@ -102,7 +102,7 @@ def every_name(layer, stored):
 @pytest.mark.parametrize("which", LAYERS)
 @pytest.mark.parametrize("tokens", [16, 512])
 def test_the_forward_is_that_of_every_policy(which, tokens, monkeypatch):
-    """Whatever is packed, in one piece and in tiles; and gradients are close to the exact ones."""
+    """Whatever is quantized, as a whole and in tiles; and gradients are close to the exact ones."""
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     make, args = LAYERS[which]
     exact = step(make("none"), None, *args)
@@ -243,7 +243,7 @@ def test_a_rungs_bytes():
 
 
 def test_nothing_is_unpacked_whole_for_an_activation(monkeypatch):
-    """Backward of the MLP from int8 takes no more than from what is kept as it is."""
+    """Backward of the MLP from int8 needs no more memory than from native activations."""
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 4096)
     monkeypatch.setattr(formats, "_CACHED", 1 << 14)
     x = torch.randn(4, 512, D, requires_grad=True)

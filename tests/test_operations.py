@@ -1,4 +1,4 @@
-"""Operations: what is registered for a backend, which implementation serves, and what is said."""
+"""Operations: registering implementations, choosing one, and what `explain` prints of it."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from fused_remat.steps.operations import OPERATIONS, faster
 
 @pytest.fixture
 def mine(monkeypatch):
-    """A backend "mine" that computes RMSNorm itself, and the calls of that."""
+    """The calls of a backend "mine" that implements RMSNorm."""
     calls = []
 
     def why_not(key):

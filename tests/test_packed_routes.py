@@ -1,4 +1,4 @@
-"""How packed sequences and key lengths run on the eager backend: routes, statistics, transients."""
+"""Variable-length sequences and key lengths on the eager backend: kernels, statistics, memory."""
 
 import pytest
 import torch
