@@ -25,7 +25,7 @@ FUSED = (mlp_up_fwd, mlp_bwd, linear_norm_fwd)
 
 @pytest.fixture
 def fusing(monkeypatch):
-    """Names of the fused operations that run on the backend "fusing", which computes as eager does."""
+    """Names of the fused operations that run on the backend "fusing", a copy of eager."""
     called = set()
 
     def noting(function):

@@ -234,12 +234,8 @@ class BlockBuilder:
         if spec.rotary or spec.head_norm:
             role = "" if spec.head_norm else "heads"
             heads = self.add(rotary_node("rotated", heads, spec, role))
-        return self.add(
-            Attention(
-                name="attn", q=heads, k=heads, v=heads, spec=spec, role="attention",
-                site=self.site(random.ATTENTION), **mask_names(spec),
-            )
-        )  # fmt: skip
+        site = self.site(random.ATTENTION)
+        return self.add(attention_node("attn", heads, heads, heads, spec, site))
 
     def _cross_attention(self, spec: AttentionSpec, x: str) -> str:
         """Attention whose queries are projected from x, keys and values from `spec.keys`."""
@@ -251,12 +247,8 @@ class BlockBuilder:
             (_, first), _, (_, end) = spec.columns.values()
             query = self.linear("query", x, "cross", part=(0, first, end), role="heads")
             keys_values = self.linear("kv", keys, "cross", part=(first, end, end), role="heads")
-        return self.add(
-            Attention(
-                name="cross", q=query, k=keys_values, v=keys_values, spec=spec, role="attention",
-                site=self.site(random.CROSS_ATTENTION), **mask_names(spec, f"{spec.keys}_"),
-            )
-        )  # fmt: skip
+        site, masks = self.site(random.CROSS_ATTENTION), f"{spec.keys}_"
+        return self.add(attention_node("cross", query, keys_values, keys_values, spec, site, masks))
 
     def mlp(self, spec: MLPSpec, x: str) -> str:
         """The MLP up to its activation: everything but the last linear layer."""
@@ -273,10 +265,14 @@ class BlockBuilder:
         )  # fmt: skip
 
 
-def mask_names(spec: AttentionSpec, prefix: str = "") -> dict[str, Any]:
-    """Names of the tensors that attention reads besides q, k and v, by the node's fields."""
-    names = {name: prefix + name for name in spec.masks if name != "cu_seqlens"}
-    return {**names, "cu_q": "cu_q", "cu_k": "cu_k"} if "cu_seqlens" in spec.masks else names
+def attention_node(
+    name: str, q: str, k: str, v: str, spec: AttentionSpec, site: int, prefix: str = ""
+) -> Attention:
+    """The step of attention alone; names of its masks begin with `prefix`."""
+    masks: dict[str, Any] = {m: prefix + m for m in spec.masks if m != "cu_seqlens"}
+    if "cu_seqlens" in spec.masks:
+        masks |= {"cu_q": "cu_q", "cu_k": "cu_k"}
+    return Attention(name=name, q=q, k=k, v=v, spec=spec, site=site, role="attention", **masks)
 
 
 def rotary_node(name: str, x: str, spec: AttentionSpec, role: str = "") -> Rotary:
@@ -359,10 +355,7 @@ def dropout_add_graph(p: float) -> Graph:
 def attention_graph(spec: AttentionSpec) -> Graph:
     """output = attention of the queries "input" to "key" and "value", all heads (B, H, S, E)."""
     b, inputs = BlockBuilder(), ("input", "key", "value")
-    q, k, v = inputs
-    masks = mask_names(spec)
-    site = random.ATTENTION
-    b.add(Attention(name="output", q=q, k=k, v=v, spec=spec, role="attention", site=site, **masks))
+    b.add(attention_node("output", *inputs, spec, random.ATTENTION))
     return b.graph("attention", inputs)
 
 
