@@ -55,7 +55,7 @@ _MOVED: dict[str, dict[str, str]] = {
         "kept_bytes": "graph.schedule.kept_bytes",
         "programs": "graph.schedule.schedule",
     },
-    "blocks.recipe": {"builder": "graph.text.block", "part": "graph.text.part"},
+    "blocks.recipe": {"builder": "graph.text.block", "part": "graph.text.register_dataclass"},
     "blocks.sketch": {
         "Sketch": "graph.build.BlockBuilder",
         "linear_params": "spec.linear_params",

@@ -1,10 +1,9 @@
-"""What a block keeps between forward and backward: a preset, or any set of names and formats.
+"""What a block keeps between forward and backward: a preset, or a `Policy` of names and formats.
 
-Data only. A preset ("preset") is one row of `PRESETS`: the roles of the activations that it keeps.
-The names are those that the block's graph declares, as "qkv" where one is kept as it is, and
-"qkv:int8" where it is kept in one of `fused_remat.formats.FORMATS`. Statistics (norm means and
-rstd, attention's logsumexp beside a kept `attn`) and the dropout seed are kept whenever backward
-needs them, in every policy.
+A preset is a row of `PRESETS`, which lists the roles of the activations that it keeps. Names are
+those of the block's graph: "qkv" for an activation that is kept as it is, "qkv:int8" for one in a
+storage format (`fused_remat.formats.FORMATS`). Every policy also keeps statistics (a norm's mean
+and rstd, attention's logsumexp beside a kept `attn`) and the dropout seed if backward needs them.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ from typing import Protocol
 
 from fused_remat.formats import FORMATS, NATIVE, split_name
 
-#: Preset -> the roles (`graph.build`) of the activations that it keeps besides the block's inputs;
-#: of several rows, the first of which the block has anything. A role that a block does not have
-#: adds nothing; "last normed" is the last of "normed".
+#: Preset -> roles (`graph.build`) of the activations that it keeps besides the block's inputs. Of
+#: several rows, the first applies that names any activation of the block. A role that the block
+#: does not have adds nothing; "last normed" is the last activation of the role "normed".
 #:
-#: Backward of a norm after a branch asks for what it norms ("normed"). From "fast" on, what
-#: attention reads is kept ("heads"): rotated heads, since rotating back asks for nothing; where
-#: heads are normed first, the projection, which backward of that norm asks for. In 8 bits is what
-#: only attention, norms of heads and activations read; what a weight gradient or a norm of the
-#: stream reads is kept as it is.
+#: Backward of a norm after a branch reads its input ("normed"). From "fast" on, presets keep what
+#: attention reads ("heads"): rotated heads, since rotating back reads nothing; or the projection,
+#: where heads are normed and backward of that norm reads it. Only what attention, norms of heads
+#: and activations read is kept in 8 bits; what weight gradients and other norms read is not.
 PRESETS: dict[str, tuple[tuple[str, ...], ...]] = {
     "full": ((),),
     "lean": (("last normed",), ("attention",)),
@@ -35,8 +33,8 @@ PRESETS: dict[str, tuple[tuple[str, ...], ...]] = {
     "fast8": (("attention", "stream", "normed", "heads:int8", "hidden:int8"),),
 }
 
-#: Preset -> kind of block -> names kept: a user's own rows, which win over `PRESETS`. The presets
-#: that keep anything in 8 bits are apart, in `LOSSY_PRESETS`: they are chosen by name only.
+#: Preset -> kind of block -> names kept: a user's own rows, which take precedence over `PRESETS`.
+#: Presets with 8-bit formats are in `LOSSY_PRESETS`: they apply only if they are named.
 EXACT_PRESETS: dict[str, dict[str, frozenset[str]]] = {}
 LOSSY_PRESETS: dict[str, dict[str, frozenset[str]]] = {}
 for _name, _rows in PRESETS.items():
@@ -47,7 +45,7 @@ ALL_PRESETS = EXACT_PRESETS | LOSSY_PRESETS
 
 
 def __getattr__(name: str) -> dict[str, dict[str, frozenset[str]]]:
-    """Names of an earlier version, for one more."""
+    """Names of an earlier version, which still work for one version."""
     now = {"RUNGS": "EXACT_PRESETS", "LOSSY_RUNGS": "LOSSY_PRESETS", "ALL_RUNGS": "ALL_PRESETS"}
     if name not in now:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -57,37 +55,35 @@ def __getattr__(name: str) -> dict[str, dict[str, frozenset[str]]]:
     return globals()[now[name]]  # type: ignore[no-any-return]
 
 
-#: Where in a segment a block is (`fused_remat.autograd.segments`).
+#: The places of a block in a segment (`fused_remat.autograd.segments`).
 SEGMENT_PLACES = ("first", "inner")
 
 
 @dataclass(frozen=True, init=False)
 class Policy:
-    """The set of activations that a block keeps; every other one is rebuilt in backward.
+    """The activations that a block keeps; backward rebuilds all others.
 
     Args:
-        save: names of activations, such as `{"attn", "qkv"}`, kept as they are; or a mapping of
-            names to formats, "native" or a row of `fused_remat.formats.FORMATS`; a name with a
-            format may also be written "qkv:int8". The empty set is the preset "full".
-        segment: the block's place in a segment of blocks that follow each other directly, or None.
-            "first" keeps its input, "inner" not even that; when backward reaches the segment it is
-            run forward again, and only from then on are the names of `save` kept
-            (`fused_remat.autograd.segments`). `plan` makes segments; in eager mode only.
-        offload: those of the names in `save`, without formats, and "input", that on a CUDA device
-            wait for backward in the host's pinned memory (`autograd.offload`); "input" is the
-            block's first input, which every policy keeps. In a segment only the first's "input".
-            On a CPU, whose memory that is, nothing moves.
+        save: names of activations that are kept as they are, such as `{"attn", "qkv"}`; or a
+            mapping of names to formats, "native" or a row of `fused_remat.formats.FORMATS`. A name
+            may include its format, as "qkv:int8". The empty set is the preset "full".
+        segment: the block's place in a segment of consecutive blocks, or None. "first" keeps its
+            input, "inner" nothing. When backward reaches the segment, its forward runs again, and
+            from then on the names in `save` are kept (`fused_remat.autograd.segments`). `plan`
+            makes segments. In eager mode only.
+        offload: names from `save`, without formats, or "input" for the block's first input, that
+            are moved to the host's pinned memory until backward (`autograd.offload`). In a segment
+            only "input" of the first block. On a CPU nothing is moved.
 
     Raises:
-        TypeError: `save` or `offload` is a string or not an iterable of strings, or a format is no
-            string.
-        ValueError: another `segment`, or a format that is none; one name in two formats; a name in
-            `offload` that the policy does not keep from forward to backward; (when a
-            block takes the policy) a name that the block does not have, or a format that does not
-            hold what backward asks for. The message lists the valid ones.
+        TypeError: if `save` or `offload` is no iterable of strings, or a format is no string.
+        ValueError: for an unknown `segment` or format, a name in two formats, a name in `offload`
+            that is not kept from forward to backward; and, when a block takes the policy, for a
+            name that the block does not have, or a format that does not hold what backward needs.
+            The message lists the valid values.
 
     Attributes:
-        save: the names; with the format where that is not "native", as "qkv:int8".
+        save: the names; those with a format other than "native" include it, as "qkv:int8".
 
     >>> from fused_remat import FusedRematLayer, Policy
     >>> layer = FusedRematLayer(64, 4, 256, policy=Policy(save={"attn", "qkv"}))
@@ -111,20 +107,18 @@ class Policy:
         offload: Iterable[str] = (),
     ) -> None:
         if isinstance(save, str) or not isinstance(save, Iterable):
-            raise TypeError(f"Policy(save=...) takes a set of names, got {save!r}")
+            raise TypeError(f"Policy(save=...) must be a set of names, got {save!r}")
         names = _written(save)
         if segment not in (None, *SEGMENT_PLACES):
-            raise ValueError(
-                f"Policy(segment=...) takes {', '.join(map(repr, SEGMENT_PLACES))} or None, "
-                f"got {segment!r}"
-            )
+            places = ", ".join(map(repr, SEGMENT_PLACES))
+            raise ValueError(f"Policy(segment=...) must be {places} or None, got {segment!r}")
         object.__setattr__(self, "save", names)
         object.__setattr__(self, "segment", segment)
         object.__setattr__(self, "offload", _offloaded(offload, self.formats, segment))
 
     @property
     def formats(self) -> dict[str, str]:
-        """The format of every name kept."""
+        """The format of each name."""
         return dict(sorted(map(split_name, self.save)))
 
     def __repr__(self) -> str:
@@ -140,17 +134,14 @@ class Policy:
 
 
 def _written(save: Iterable[str] | Mapping[str, str]) -> frozenset[str]:
-    """Names as `Policy.save` has them.
-
-    Raises: TypeError, ValueError as `Policy` does.
-    """
+    """Names as in `Policy.save`. Raises: TypeError and ValueError, as `Policy`."""
     pairs: list[tuple[str, str]] = []
     for name in save:
         stored = save[name] if isinstance(save, Mapping) else NATIVE
         if not isinstance(name, str) or not isinstance(stored, str):
             what = f"{name!r}: {stored!r}" if isinstance(save, Mapping) else repr(name)
             takes = "names and formats" if isinstance(save, Mapping) else "names"
-            raise TypeError(f"Policy(save=...) takes {takes} (str), got {what}")
+            raise TypeError(f"Policy(save=...) must contain {takes} (str), got {what}")
         base, colon, written = name.partition(":")
         pairs += [(base, written)] if colon else []
         pairs += [(base, stored)] if isinstance(save, Mapping) or not colon else []
@@ -158,42 +149,40 @@ def _written(save: Iterable[str] | Mapping[str, str]) -> frozenset[str]:
     for base, stored in pairs:
         _check_format(base, stored)
         if formats.setdefault(base, stored) != stored:
-            raise ValueError(f"{base!r} is named in two formats: {formats[base]!r}, {stored!r}")
+            both = f"{formats[base]!r} and {stored!r}"
+            raise ValueError(f"Policy(save=...) has {base!r} in two formats: {both}")
     return frozenset(n if stored == NATIVE else f"{n}:{stored}" for n, stored in formats.items())
 
 
 def _offloaded(offload: Iterable[str], kept: Iterable[str], segment: str | None) -> frozenset[str]:
-    """Names as `Policy.offload` has them, of a policy that keeps `kept` besides the input.
-
-    Raises: TypeError, ValueError as `Policy` does.
-    """
+    """Names as in `Policy.offload`, of a policy that keeps `kept`. Raises as `_written`."""
     if isinstance(offload, str) or not isinstance(offload, Iterable):
-        raise TypeError(f"Policy(offload=...) takes a set of names, got {offload!r}")
+        raise TypeError(f"Policy(offload=...) must be a set of names, got {offload!r}")
     names = tuple(offload)
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"Policy(offload=...) takes names (str), got {name!r}")
+            raise TypeError(f"Policy(offload=...) must contain names (str), got {name!r}")
     valid = {"input", *kept} if segment is None else {"input"} if segment == "first" else set()
     unknown = sorted(set(names) - valid)
     if unknown:
-        where = "" if segment is None else f" in a block that is {segment!r} in its segment"
+        where = "" if segment is None else f" with segment={segment!r}"
+        keeps = ", ".join(map(repr, sorted(valid))) or "nothing"
         raise ValueError(
             f"Policy(offload=...) names {', '.join(map(repr, unknown))}, which the policy does not "
-            f"keep from forward to backward{where}; it keeps: "
-            f"{', '.join(map(repr, sorted(valid))) or 'nothing'}"
+            f"keep from forward to backward{where}; it keeps: {keeps}"
         )
     return frozenset(names)
 
 
 def _check_format(name: str, stored: str) -> None:
-    """Raises: ValueError if `stored`, the format of `name`, is none."""
+    """Raises: ValueError if `stored`, the format of `name`, is unknown."""
     if stored not in (NATIVE, *FORMATS):
         valid = ", ".join((NATIVE, *FORMATS))
-        raise ValueError(f"unknown format {stored!r} of {name!r}; valid formats: {valid}")
+        raise ValueError(f"unknown format {stored!r} for {name!r}; valid formats: {valid}")
 
 
-class Kinded(Protocol):
-    """What presets ask of a graph: its kind, the names that may be kept, and their roles."""
+class KeepableGraph(Protocol):
+    """What presets need of a graph: its kind, the names that may be kept, and their roles."""
 
     @property
     def kind(self) -> str: ...
@@ -206,14 +195,14 @@ class Kinded(Protocol):
 
 
 def kept_names(
-    policy: str | Policy, graph: Kinded, valid: Iterable[str] | None = None
+    policy: str | Policy, graph: KeepableGraph, valid: Iterable[str] | None = None
 ) -> frozenset[str]:
-    """The names that `policy` keeps in a block, as `Policy.save`; of `valid`, if it is given.
+    """The names that `policy` keeps in a block, as in `Policy.save`; only of `valid`, if given.
 
     Raises:
-        ValueError: an unknown preset, or a name that the block does not have; the message lists
+        ValueError: for an unknown preset, or a name that the block does not have. The message lists
             the valid ones.
-        TypeError: `policy` is neither a string nor a Policy.
+        TypeError: if `policy` is neither a string nor a Policy.
 
     >>> from fused_remat.graph.build import block_graph
     >>> from fused_remat.spec import nn_layer_spec
@@ -230,7 +219,7 @@ def kept_names(
     if not isinstance(policy, Policy):
         known = ", ".join(ALL_PRESETS)
         raise TypeError(f"policy must be a preset ({known}) or a Policy, got {policy!r}")
-    for name, stored in policy.formats.items():  # unpickled, it may name one that is not there
+    for name, stored in policy.formats.items():  # an unpickled policy may have an unknown one
         _check_format(name, stored)
     unknown = sorted(set(policy.formats).difference(names))
     if unknown:
@@ -244,44 +233,28 @@ def kept_names(
 def _by_roles(
     rows: tuple[tuple[str, ...], ...], roles: Mapping[str, tuple[str, ...]]
 ) -> frozenset[str]:
-    """The names that the first row with any gives, as `Policy.save` has them."""
-    kept: frozenset[str] = frozenset()
+    """The names that the first row with any name gives, as in `Policy.save`."""
     for row in rows:
-        asked = [role.partition(":")[::2] for role in row]
-        kept = frozenset(
-            f"{name}:{stored}" if stored else name
-            for role, stored in asked
-            for name in roles.get(role, ())
-        )
+        kept = []
+        for role, colon, stored in [entry.partition(":") for entry in row]:
+            kept += [f"{name}{colon}{stored}" for name in roles.get(role, ())]
         if kept:
-            break
-    return kept
+            return frozenset(kept)
+    return frozenset()
 
 
 def draws(policy: str | Policy) -> bool:
-    """Whether a format of the policy draws random numbers.
-
-    >>> draws("fast8"), draws(Policy(save={"up": "int8_stochastic"}))
-    (False, True)
-    """
+    """Whether a format of the policy draws random numbers."""
     return not isinstance(policy, str) and any(
         FORMATS[stored].seeded for stored in policy.formats.values() if stored != NATIVE
     )
 
 
 def offload_of(policy: str | Policy) -> frozenset[str]:
-    """The names that a policy offloads, without formats; a preset offloads none.
-
-    >>> offload_of("fast"), offload_of(Policy(offload={"input"}))
-    (frozenset(), frozenset({'input'}))
-    """
+    """The names that a policy offloads, without formats. A preset offloads none."""
     return frozenset() if isinstance(policy, str) else policy.offload
 
 
 def is_offloaded(name: str, offload: Collection[str]) -> bool:
-    """Whether what is kept under `name` moves with those in `offload`: its codes and scales, too.
-
-    >>> [is_offloaded(name, {"qkv"}) for name in ("qkv", "qkv:int8", "qkv:int8.scale", "attn")]
-    [True, True, True, False]
-    """
+    """Whether `offload` has the activation of a kept name, which may be one of codes or scales."""
     return split_name(name)[0] in offload

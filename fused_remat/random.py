@@ -1,7 +1,7 @@
-"""The dropout generator: one definition, the same bits in every backend.
+"""The random numbers of dropout and of stochastic rounding: the same bits in every backend.
 
-Masks are never stored. Whether element (row, col) at a dropout site survives is a function of
-(seed, site, row, col) alone:
+Masks are never stored. Whether the element (row, col) of a dropout site survives is a function of
+(seed, site, row, col) only:
 
     site_key = mix64(seed + GOLDEN64 * (site + 1))                        64-bit, wrapping
     row_key  = mix64(site_key + GOLDEN64 * (row + 1))                     64-bit, wrapping
@@ -10,12 +10,12 @@ Masks are never stored. Whether element (row, col) at a dropout site survives is
     x = (x ^ (x >> 16)) * MUL32                                           logical shift
     the element survives  iff  (x & 0x7fffffff) < round((1 - p) * 2**31)
 
-`mix64` is SplitMix64's finaliser (Steele, Lea, Flood 2014). Rows are 64-bit, so a tensor may hold
-more than 2**32 elements; columns are below 2**31. For a token-wise site, row = b * S + s (whatever
-the memory layout) and col = channel; for attention, row = (b * H + h) * S_q + q and col = key.
-Test vectors: `tests/test_random.py`.
+`mix64` is SplitMix64's finaliser (Steele, Lea, Flood 2014). Rows have 64 bits, so a tensor may hold
+more than 2**32 elements; columns are below 2**31. At a site of tokens, row = b * S + s, whatever
+the memory layout, and col is the channel; in attention, row = (b * H + h) * S_q + q, and col is the
+key. `tests/test_random.py` has test vectors.
 
-The seed is an int64 *device tensor*, so that drawing it never waits for the device.
+The seed is an int64 tensor on the device, so that drawing it never waits for the device.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-#: Dropout sites of a transformer block: a new one goes to the end, the numbers are for good.
+#: Dropout sites of a transformer block. The numbers must not change; add a new site at the end.
 ATTENTION, RESIDUAL1, MLP, RESIDUAL2, CROSS_ATTENTION, CROSS_RESIDUAL = range(6)
-#: Keys are made for so many sites at once.
+#: For how many sites keys are computed at once.
 NUM_SITES = 8
-#: The first site of the inputs of low-rank updates, one each.
+#: The first site of the inputs of low-rank updates, one site each.
 LORA = 8
-#: The first site of activations that are kept stochastically rounded, one each.
-PACKING = 1 << 16
+#: The first site of kept activations that are rounded stochastically, one site each.
+ROUNDING = 1 << 16
 
 GOLDEN64 = 0x9E3779B97F4A7C15
 GOLDEN32 = 0x9E3779B9
@@ -43,9 +43,9 @@ MIX64_MUL1 = 0xBF58476D1CE4E5B9
 MIX64_MUL2 = 0x94D049BB133111EB
 
 
-# Elements that one pass of the generator covers on a CPU: the temporaries stay in cache.
+# Elements that are hashed at a time on a CPU: temporaries stay in cache.
 _CACHED = 1 << 18
-# Up to this many elements on a CPU, numpy's smaller cost per call wins.
+# Up to this many elements on a CPU, numpy is faster, since its calls cost less.
 _SMALL = 1 << 14
 
 
@@ -68,34 +68,25 @@ _ONE32, _SIXTEEN = np.uint32(1), np.uint32(16)
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """One int64 seed, shape (), from torch's default generator for `device`; no host sync.
-
-    >>> _ = torch.manual_seed(0)
-    >>> draw_seed(torch.device("cpu")).dtype
-    torch.int64
-    """
+    """An int64 seed (), drawn from torch's default generator of `device` without waiting for it."""
     seed = torch.empty((), dtype=torch.int64, device=device)
-    if torch.compiler.is_compiling():  # Dynamo takes the operator, not the method
+    if torch.compiler.is_compiling():  # Dynamo supports the operator, not the method
         return torch.ops.aten.random_.default(seed)  # type: ignore[no-any-return]
     return seed.random_()
 
 
 def threshold(p: float) -> int:
-    """An element survives if its 31-bit hash is below this.
-
-    >>> threshold(1.0), threshold(0.5) == 2**30
-    (0, True)
-    """
+    """An element survives if its 31-bit hash is below this."""
     return min(round((1.0 - p) * 2**31), 2**31 - 1)
 
 
 def scale(p: float) -> float:
-    """What survivors are multiplied by: 1 / (1 - p), and 0 at p = 1, where none survives."""
+    """The factor of survivors: 1 / (1 - p); 0 at p = 1, where none survives."""
     return 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
 
 
 def _mix64(z: Tensor) -> Tensor:
-    # torch's >> is arithmetic on int64: mask what a logical shift would have cleared.
+    # torch's >> is an arithmetic shift: mask the bits that a logical shift would clear.
     z = (z ^ ((z >> 30).bitwise_and_((1 << 34) - 1))).mul_(_MUL1_S)
     z = z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_MUL2_S)
     return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
@@ -106,7 +97,7 @@ def _is_small(key: Tensor, elements: int) -> bool:
 
 
 def site_keys(seed: Tensor, first: int = 0) -> tuple[Tensor, ...]:
-    """The keys of NUM_SITES sites from `first` on, int64 tensors (), from `seed`, one such.
+    """The keys of the NUM_SITES sites from `first` on; they and `seed` are int64 tensors ().
 
     >>> site_keys(torch.tensor(0))[ATTENTION].item()
     -2152535657050944081
@@ -130,13 +121,13 @@ def keep_scale(
     col0: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Dropout's multiplier for rows x columns: `scale(p)` where the element survives, else 0.
+    """The dropout mask of rows x columns: `scale(p)` where an element survives, else 0.
 
-    The rows are `row0 + h * head_stride + i` for h < `heads`, i < `rows`, in that order; the
-    columns `col0` to `col0 + width`. `out`, if given, is a contiguous tensor in `dtype` of as many
-    elements as the result, which is written there.
+    Rows are `row0 + h * head_stride + i` for h < `heads` and i < `rows`, in this order; columns are
+    `col0` to `col0 + width`. `out`, if given, is a contiguous tensor in `dtype` with as many
+    elements as the result, and receives it.
 
-    Shapes: site_key () int64; returns (heads * rows, width) in `dtype` (float32 or float64) on the
+    Shapes: site_key () int64; returns (heads * rows, width) in `dtype`, float32 or float64, on the
         device of the key.
     Source: the definition at the top of this module.
 
@@ -168,10 +159,10 @@ def keep_scale(
 
 
 class DropoutMask:
-    """Dropout's multiplier at one site: what `keep_scale` needs, and the tensor once asked for.
+    """The dropout mask of one site, as the arguments of `keep_scale`, which makes the tensor.
 
     Attributes:
-        site_key, row0, rows, width, p, dtype: the arguments of `keep_scale`.
+        site_key, row0, rows, width, p, dtype: those arguments.
 
     >>> DropoutMask(site_keys(torch.tensor(0))[MLP], 0, 1, 4, 0.5, torch.float32).tensor()
     tensor([[2., 0., 2., 0.]])
@@ -187,11 +178,11 @@ class DropoutMask:
         self._tensor: Tensor | None = None
 
     def of_rows(self, first: int, rows: int) -> DropoutMask:
-        """That of `rows` rows from the row `first` of these on."""
+        """The mask of `rows` rows, from row `first` of this mask on."""
         return DropoutMask(self.site_key, self.row0 + first, rows, self.width, self.p, self.dtype)
 
     def tensor(self) -> Tensor:
-        """The multiplier, (rows, width), computed once and held as long as this object."""
+        """The mask (rows, width): 0, or `scale(p)`. Computed once, and kept by this object."""
         if self._tensor is None:
             key, dtype = self.site_key, self.dtype
             self._tensor = keep_scale(key, self.row0, self.rows, self.width, self.p, dtype)
@@ -199,12 +190,12 @@ class DropoutMask:
 
 
 class Uniform:
-    """Numbers in [0, 1), a multiple of 2**-24 for each element of a site.
+    """Uniform random numbers in [0, 1) for the elements of a site, multiples of 2**-24.
 
-    Bits 7 to 30 of the hash whose bits 0 to 30 decide about dropout.
+    They are bits 7 to 30 of the hash whose bits 0 to 30 decide about dropout.
 
     Attributes:
-        site_key, row0, rows, width: as of `keep_scale`.
+        site_key, row0, rows, width: as in `keep_scale`.
 
     >>> Uniform(site_keys(torch.tensor(0))[MLP], 0, 1, 3).tensor()
     tensor([[0.2664, 0.5182, 0.1148]])
@@ -216,11 +207,11 @@ class Uniform:
         self.site_key, self.row0, self.rows, self.width = site_key, row0, rows, width
 
     def of_rows(self, first: int, rows: int) -> Uniform:
-        """Those of `rows` rows from the row `first` of these on."""
+        """The numbers of `rows` rows, from row `first` of these on."""
         return Uniform(self.site_key, self.row0 + first, rows, self.width)
 
     def tensor(self) -> Tensor:
-        """All of them, (rows, width) float32."""
+        """The numbers (rows, width), float32."""
         device = self.site_key.device
         steps = torch.arange(self.row0 + 1, self.row0 + self.rows + 1, device=device)
         row_keys = _mix64(steps.mul_(_GOLDEN64_S).add_(self.site_key))
@@ -232,7 +223,7 @@ class Uniform:
 
 
 def _halves(row_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """What the columns of each row are mixed with, (rows, 1) int32."""
+    """k0 and k1 | 1 of each row, (rows, 1) int32."""
     low, high = row_keys.to(torch.int32), (row_keys >> 32).to(torch.int32)
     return low[:, None], high.bitwise_or_(1)[:, None]
 
@@ -240,7 +231,7 @@ def _halves(row_keys: Tensor) -> tuple[Tensor, Tensor]:
 def _survivors(
     row_keys: Tensor, columns: Tensor, p: float, one: int | None, hashed: Tensor
 ) -> None:
-    """Fill `hashed` (int32) with 0, or `one` for survivors; None: the bits of `scale(p)`."""
+    """Fill `hashed` (int32) with `one` for survivors (None: the bits of `scale(p)`), else 0."""
     total, width = hashed.shape
     one = _bits(scale(p)) if one is None else one
     k0, k1 = _halves(row_keys)
@@ -251,7 +242,7 @@ def _survivors(
         rows = slice(start, start + step)
         x = torch.bitwise_xor(columns, k0[rows], out=hashed[rows]).mul_(k1[rows])
         y = torch.bitwise_right_shift(x, 16, out=shifted[: x.shape[0]]).bitwise_and_(0xFFFF)
-        # (hash - threshold) >> 31 is all ones exactly for survivors: no comparison, no bool tensor.
+        # (hash - threshold) >> 31 is all ones for survivors, and 0 for others: no bool tensor.
         x.bitwise_xor_(y).mul_(MUL32).bitwise_and_(0x7FFFFFFF).sub_(threshold(p))
         x.bitwise_right_shift_(31).bitwise_and_(one)
 
@@ -282,7 +273,7 @@ def _keep_scale_numpy(
     return torch.from_numpy((x < limit) * factor)
 
 
-# What depends on sizes alone, for the small calls: at most _SMALL elements each.
+# What depends on sizes only is cached for small calls: at most _SMALL elements each.
 
 
 @functools.lru_cache(maxsize=256)

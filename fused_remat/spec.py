@@ -1,14 +1,14 @@
-"""What a transformer block computes, as plain data: the one description that every block has.
+"""Descriptions of transformer blocks as plain data.
 
     BlockSpec
     ├── branches: what is added to the residual stream, one after the other
-    │   └── BranchSpec: AttentionSpec (RotarySpec, head norms) or MLPSpec; its NormSpec and dropout
+    │   └── BranchSpec: AttentionSpec (RotarySpec, head norm) or MLPSpec; NormSpec; dropout
     ├── loras: LoraSpec, low-rank updates of linear layers
     └── parallel: ParallelSpec, a rank's place in a tensor-parallel group
 
-`graph.build.block_graph` makes the block's graph of it. All specs are immutable and hashable: equal
-specs share one graph. They hold plain values only, so that a compiled program can name a block
-(`graph.text`).
+`graph.build.block_graph` builds the graph of a BlockSpec; equal specs share one graph. Specs are
+immutable, hashable, and hold plain values only, so that a compiled program can name a block by its
+spec (`graph.text`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,20 @@ from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 
-#: The activation of a branch whose activation is the caller's own function.
+#: The name of an activation that is a user's own function.
 USER_FUNCTION = "custom"
+#: The masks of `AttentionSpec.masks`, in the order in which a spec names them.
+MASKS = ("mask", "padding", "lengths", "cu_seqlens")
+# Fields of an `AttentionSpec` that say where q, k, v and the masks come from.
+_NOT_OF_SCORES = ("masks", "rotary", "head_norm", "projection", "keys")
 
 P = ParamSpec("P")
 Spec = TypeVar("Spec")
+
+
+def _check(name: str, value: str, *valid: str) -> None:
+    if value not in valid:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, valid))}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +41,9 @@ class NormSpec:
     """A norm over the width.
 
     Attributes:
-        kind: a row of `steps.norm.NORMS`: "layer_norm" or "rms_norm".
+        kind: a row of `steps.norm.NORMS`, such as "layer_norm" or "rms_norm".
         eps: added to the variance.
-        offset: added to the weight in float32 (1 for Gemma, whose weights are around 0).
+        offset: added to the weight in float32 (1 for Gemma, whose weights are close to 0).
     """
 
     kind: str = "layer_norm"
@@ -47,7 +56,7 @@ class RotarySpec:
     """Rotary position embedding of query and key heads.
 
     Attributes:
-        interleaved: pairs are elements 2i and 2i + 1 of a head; else i and i + R/2.
+        interleaved: whether a pair is elements 2i and 2i + 1 of a head, not i and i + R/2.
     """
 
     interleaved: bool = False
@@ -57,26 +66,26 @@ class RotarySpec:
 class AttentionSpec:
     """Attention with its projections: proj(softmax(scores + masks) @ v).
 
-    scores = scale * q @ k.T, or softcap * tanh(scale * q @ k.T / softcap) where `softcap` is not 0.
+    scores = scale * q @ k.T, or softcap * tanh(scale * q @ k.T / softcap) if `softcap` is not 0.
 
     Attributes:
-        num_heads, num_kv_heads, head_dim: query heads share key and value heads in groups of
-            num_heads / num_kv_heads.
+        num_heads, num_kv_heads, head_dim: groups of num_heads / num_kv_heads query heads share a
+            key and a value head.
         scale: of the scores, usually head_dim ** -0.5.
         window: how many keys before and after its own position a query sees; -1 for no limit.
             Causal is (-1, 0).
-        align: which query and key are at one position: the last ones ("end") or the first ones
-            ("start"), where their numbers differ.
-        softcap: limit of the scores, 0 for none.
-        dropout: of the probabilities.
+        align: whether the last query and key ("end") or the first ones ("start") have the same
+            position, where their numbers differ.
+        softcap: limit of the scores; 0 for none.
+        dropout: probability, of attention's probabilities.
         masks: those of `MASKS` that a call passes.
-        true_means: whether a key takes part where a bool "mask" is True ("attend", as in
-            `scaled_dot_product_attention`) or is excluded ("exclude", as in `nn.Transformer`).
-        rotary: rotation of query and key heads; None for none.
-        head_norm: norm of query and key heads before they are rotated; None for none.
+        true_means: whether a query sees a key where a bool "mask" is True ("attend", as in
+            `scaled_dot_product_attention`) or does not ("exclude", as in `nn.Transformer`).
+        rotary: rotation of query and key heads, or None.
+        head_norm: norm of query and key heads before the rotation, or None.
         projection: whether q, k and v have one weight ("packed") or three ("split").
-        keys: the block's input that keys and values are made of: "input", or another one, to which
-            the attention is then called "cross".
+        keys: the block's input from which keys and values are projected. With any but "input" this
+            is cross attention.
     """
 
     num_heads: int
@@ -96,42 +105,40 @@ class AttentionSpec:
 
     @functools.cached_property
     def options(self) -> tuple[str, ...]:
-        """Names of the options of the scores and the probabilities that are not the default."""
+        """Names of the options of scores and probabilities that do not have their defaults."""
         rows = [row for row in fields(self) if row.default is not MISSING]
         given = [row.name for row in rows if getattr(self, row.name) != row.default]
         return tuple([name for name in given if name not in _NOT_OF_SCORES])
 
     def __post_init__(self) -> None:
-        for name, value, valid in (
-            ("align", self.align, ("start", "end")),
-            ("true_means", self.true_means, ("attend", "exclude")),
-            ("projection", self.projection, ("packed", "split")),
-        ):
-            if value not in valid:
-                raise ValueError(f"{name} must be {' or '.join(map(repr, valid))}, got {value!r}")
+        _check("align", self.align, "start", "end")
+        _check("true_means", self.true_means, "attend", "exclude")
+        _check("projection", self.projection, "packed", "split")
         for mask in self.masks:
             if mask not in MASKS:
-                raise ValueError(f"masks takes some of {', '.join(MASKS)}, got {mask!r}")
+                raise ValueError(f"masks must be some of {', '.join(MASKS)}, got {mask!r}")
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}"
             )
         if self.head_norm is not None and self.head_norm.kind != "rms_norm":
-            raise ValueError(f"heads are normed by rms_norm, got {self.head_norm.kind!r}")
+            raise ValueError(f"head_norm must be 'rms_norm', got {self.head_norm.kind!r}")
         if self.keys != "input" and (self.rotary is not None or self.head_norm is not None):
-            raise ValueError("attention to another input neither norms nor rotates its heads")
+            raise ValueError("cross attention supports neither rotary nor head_norm")
         if min(self.window) < -1:
-            raise ValueError(f"window takes counts of keys, or -1 for no limit, got {self.window}")
+            raise ValueError(
+                f"window must be numbers of keys, or -1 for no limit, got {self.window}"
+            )
         if self.softcap < 0.0:
             raise ValueError(f"softcap must be positive, or 0 for none, got {self.softcap}")
         if self.align == "start" and self.window not in ((-1, -1), (-1, 0)):
             raise ValueError(
-                f"with align='start', window is (-1, -1) or (-1, 0), got {self.window}"
+                f"with align='start', window must be (-1, -1) or (-1, 0), got {self.window}"
             )
 
     @property
     def columns(self) -> dict[str, tuple[int, int]]:
-        """The columns, first and end, of q, k and v in the packed projection, by their layers."""
+        """Start and stop of the columns of q, k and v in the packed projection, by layer name."""
         prefix = "" if self.keys == "input" else "cross_"
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         ends = (0, heads, heads + kv_heads, heads + 2 * kv_heads)
@@ -145,7 +152,7 @@ class AttentionSpec:
 
     @property
     def heads_kind(self) -> str:
-        """What the kind of a block says of its heads: they are rotated, or normed first."""
+        """The part of a block's kind that names the norm or the rotation of its heads."""
         return "qk_norm_" if self.head_norm else "rotary_" if self.rotary else ""
 
     def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
@@ -158,7 +165,7 @@ class AttentionSpec:
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What functions take by keyword of `AttentionSpec`; a `scale` of None is head_dim ** -0.5."""
+    """Keywords of functions that set fields of `AttentionSpec`. `scale=None`: head_dim ** -0.5."""
 
     window: tuple[int, int]
     scale: float | None
@@ -168,10 +175,7 @@ class AttentionOptions(TypedDict, total=False):
 def score_fields(head_dim: int, is_causal: bool, options: AttentionOptions) -> dict[str, Any]:
     """The fields of an `AttentionSpec` for heads `head_dim` wide, from a function's arguments.
 
-    Raises: TypeError for an unknown option, or a window that is none.
-
-    >>> score_fields(16, True, {"softcap": 30.0})
-    {'softcap': 30.0, 'scale': 0.25, 'window': (-1, 0)}
+    Raises: TypeError for an unknown option, or a `window` that is not two ints.
     """
     valid = AttentionOptions.__annotations__
     for name in options:
@@ -182,18 +186,12 @@ def score_fields(head_dim: int, is_causal: bool, options: AttentionOptions) -> d
             )
     window, scale = options.get("window", (-1, -1)), options.get("scale")
     if not isinstance(window, tuple) or [type(w) for w in window] != [int, int]:
-        raise TypeError(f"window takes two ints, (left, right), got {window!r}")
+        raise TypeError(f"window must be two ints, (left, right), got {window!r}")
     return {
         **{name: float(n) if isinstance(n, int) else n for name, n in options.items()},
         "scale": float(max(head_dim, 1)) ** -0.5 if scale is None else float(scale),
         "window": (window[0], 0 if is_causal else window[1]),
     }
-
-
-# Fields of an `AttentionSpec` that say where q, k, v and the masks come from.
-_NOT_OF_SCORES = ("masks", "rotary", "head_norm", "projection", "keys")
-#: The masks of `AttentionSpec.masks`, in the order in which a spec names them.
-MASKS = ("mask", "padding", "lengths", "cu_seqlens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,9 +201,9 @@ class MLPSpec:
     Attributes:
         activation: a row of `steps.activation.ACTIVATIONS`, or `USER_FUNCTION`.
         gated: whether there is a gate.
-        dropout: of what the activation gives.
-        captured: how many tensors the caller's function captures.
-        whole: the caller's function is given all tokens at once; else it is applied to tiles.
+        dropout: probability, after the activation.
+        captured: how many tensors a user's function captures.
+        whole: whether a user's function gets all tokens at once, not tiles of them.
     """
 
     activation: str
@@ -216,7 +214,7 @@ class MLPSpec:
 
     def __post_init__(self) -> None:
         if self.gated and self.activation == USER_FUNCTION:
-            raise ValueError("a gated MLP takes the name of an activation, not a function")
+            raise ValueError("a gated MLP needs the name of an activation, not a function")
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -224,7 +222,7 @@ class MLPSpec:
         return ("gate", "fc1", "fc2") if self.gated else ("fc1", "fc2")
 
     def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
-        """(out, in) of every linear layer of a block of `width`, of an MLP `hidden` wide."""
+        """(out, in) of every linear layer, where the block is `width` and the MLP `hidden` wide."""
         return {
             name: (width, hidden) if name == "fc2" else (hidden, width) for name in self.linears
         }
@@ -236,12 +234,12 @@ class BranchSpec:
 
     Attributes:
         op: what the branch computes.
-        norm: None for none.
-        placement: of the norm: before the branch ("pre"), after the sum ("post"), or before the
-            branch and before the sum ("sandwich").
-        dropout: of what is added.
-        parallel: reads the stream that the branch before it read, instead of the sum after that
-            one; without a norm of its own, what that branch's norm made of it.
+        norm: the norm, or None.
+        placement: of the norm: before the branch ("pre"), after the sum ("post"), or both before
+            the branch and before the sum ("sandwich").
+        dropout: probability, of what is added.
+        parallel: whether the branch reads what the branch before it read, instead of the sum after
+            that branch. Without a norm of its own, it reads the result of that branch's norm.
     """
 
     op: AttentionSpec | MLPSpec
@@ -251,14 +249,11 @@ class BranchSpec:
     parallel: bool = False
 
     def __post_init__(self) -> None:
-        if self.placement not in ("pre", "post", "sandwich"):
-            raise ValueError(
-                f"placement must be 'pre', 'post' or 'sandwich', got {self.placement!r}"
-            )
+        _check("placement", self.placement, "pre", "post", "sandwich")
         if self.placement != "pre" and self.norm is None:
             raise ValueError(f"placement {self.placement!r} needs a norm")
         if self.placement == "post" and self.parallel:
-            raise ValueError("a parallel branch is normed before it is computed, not after the sum")
+            raise ValueError("a parallel branch must have placement 'pre' or 'sandwich'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,10 +261,10 @@ class LoraSpec:
     """A low-rank update of a linear layer: + scale * B(A(dropout(x))).
 
     Attributes:
-        layer: the name of the layer's weights: "qkv", "q", "proj", "gate", "fc1", "fc2", ...
-        scale, dropout: of the update, and of its input.
-        dtype: of A and B and of the product between them, where it is not the block's (PEFT holds
-            adapters in float32 beside a model in 16 bits).
+        layer: the layer's name: "qkv", "q", "proj", "gate", "fc1", "fc2", ...
+        scale, dropout: the factor of the update, and the dropout probability of its input.
+        dtype: of A, B and the product between them; None for the block's. (PEFT keeps adapters in
+            float32 beside a model in 16 bits.)
     """
 
     layer: str
@@ -284,8 +279,8 @@ class ParallelSpec:
 
     Attributes:
         group: the name of the process group.
-        size, rank: of the group, and this process's in it.
-        sequence: whether the residual stream is divided among the ranks by tokens.
+        size, rank: the number of ranks in the group, and the rank of this process.
+        sequence: whether the ranks divide the residual stream by tokens.
     """
 
     group: str
@@ -300,12 +295,12 @@ class BlockSpec:
 
     Attributes:
         kind: names the block in operators, messages and `policies.EXACT_PRESETS`.
-        branches: in order of computation.
-        inputs: names of the inputs; the first is the stream, others are read by attention.
-        residual: False for a branch alone, whose result is the output.
+        branches: in the order of computation.
+        inputs: names of the inputs. The first is the stream; attention reads the others.
+        residual: whether branches are added to the stream; else the one branch is the output.
         loras: low-rank updates; the matrices of the i-th are "lora.i.A" and "lora.i.B".
-        parallel: None for a block that one rank computes. Else heads and hidden units are the
-            rank's own, and so are the numbers of heads.
+        parallel: the ranks that divide heads and hidden units, or None. The spec's numbers of heads
+            are those of one rank.
     """
 
     kind: str
@@ -320,14 +315,16 @@ class BlockSpec:
             raise ValueError("a block has at least one branch")
         for branch in self.branches:
             if isinstance(branch.op, AttentionSpec) and branch.op.keys not in self.inputs:
-                raise ValueError(f"keys are made of {branch.op.keys!r}, no input: {self.inputs}")
+                raise ValueError(
+                    f"keys={branch.op.keys!r} is no input of the block: {', '.join(self.inputs)}"
+                )
         if not self.residual and (len(self.branches) > 1 or self.branches[0].placement != "pre"):
-            raise ValueError("without a residual, a block is one branch, normed before it")
+            raise ValueError("without a residual, a block has one branch, with placement 'pre'")
         if self.loras and self.parallel is not None:
-            raise ValueError("low-rank updates are not divided among ranks")
+            raise ValueError("low-rank updates cannot be divided among ranks")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Strings have another hash in another process.
+        # Hashes of strings differ between processes.
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     def __hash__(self) -> int:
@@ -347,12 +344,12 @@ class BlockSpec:
 
     @property
     def norm_first(self) -> bool:
-        """Whether a branch ends with the sum, not with a norm of it."""
+        """Whether branches end with the sum, not with a norm of the sum."""
         return self.branches[-1].placement != "post"
 
     @property
     def drops(self) -> bool:
-        """Whether any dropout probability is not 0."""
+        """Whether there is any dropout."""
         return any(b.dropout > 0.0 or b.op.dropout > 0.0 for b in self.branches)
 
     @property
@@ -372,7 +369,7 @@ class BlockSpec:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Names of all weights and biases, those of low-rank updates included."""
+        """Names of all weights and biases, including those of low-rank updates."""
         names = linear_params(*self.linears, *self.norms)
         ops = [branch.op for branch in self.branches]
         if any(isinstance(op, AttentionSpec) and op.head_norm is not None for op in ops):
@@ -380,35 +377,32 @@ class BlockSpec:
         return names + lora_params(len(self.loras))
 
     def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
-        """(out, in) of every linear layer of a block of `width` whose MLP is `hidden` wide.
-
-        >>> nn_layer_spec(True, 4, 8, "gelu").linear_shapes(32, 64)["qkv"]
-        (96, 32)
-        """
+        """(out, in) of every linear layer of a block of `width` whose MLP is `hidden` wide."""
         shapes: dict[str, tuple[int, int]] = {}
         for branch in self.branches:
             shapes.update(branch.op.linear_shapes(width, hidden))
         return shapes
 
     def on_rank(self, parallel: ParallelSpec) -> BlockSpec:
-        """The block as one rank of a tensor-parallel group has it: with its share of the heads."""
-
-        def own(op: AttentionSpec | MLPSpec) -> AttentionSpec | MLPSpec:
-            if isinstance(op, MLPSpec):
-                return op
-            if op.num_kv_heads % parallel.size:
-                raise ValueError(f"{op.num_kv_heads} key heads among {parallel.size} ranks")
-            heads, kv_heads = (n // parallel.size for n in (op.num_heads, op.num_kv_heads))
-            return replace(op, num_heads=heads, num_kv_heads=kv_heads)
-
-        branches = tuple([replace(branch, op=own(branch.op)) for branch in self.branches])
-        return replace(self, branches=branches, parallel=parallel)
+        """The block of one rank of a tensor-parallel group, with the rank's heads."""
+        branches, size = [], parallel.size
+        for branch in self.branches:
+            op = branch.op
+            if isinstance(op, AttentionSpec):
+                if op.num_kv_heads % size:
+                    raise ValueError(
+                        f"{op.num_kv_heads} key heads cannot be divided among {size} ranks"
+                    )
+                heads, kv_heads = op.num_heads // size, op.num_kv_heads // size
+                branch = replace(branch, op=replace(op, num_heads=heads, num_kv_heads=kv_heads))
+            branches.append(branch)
+        return replace(self, branches=tuple(branches), parallel=parallel)
 
 
 _PLACEMENTS = ("prenorm", "postnorm", "sandwich")
 _HEADS = ("", "rotary_", "qk_norm_")
-#: The kinds of blocks that this library makes. Their operators exist before any graph does, for
-#: programs that another process has compiled.
+#: The kinds of blocks that this library builds. Their operators are registered at import, for
+#: programs that another process compiled.
 KINDS = (
     *(f"{layer}_{placement}" for layer in ("encoder", "decoder") for placement in _PLACEMENTS[:2]),
     *(f"{heads}transformer_{placement}" for heads in _HEADS for placement in _PLACEMENTS),
@@ -419,27 +413,19 @@ KINDS = (
 
 
 def linear_params(*names: str) -> tuple[str, ...]:
-    """The weight and bias of each layer.
-
-    >>> linear_params("fc1")
-    ('fc1.weight', 'fc1.bias')
-    """
+    """Names of the weight and the bias of each layer."""
     return tuple([f"{name}.{kind}" for name in names for kind in ("weight", "bias")])
 
 
 def lora_params(count: int) -> tuple[str, ...]:
-    """Names of the matrices of `count` updates: A (rank, in), B (out, rank).
-
-    >>> lora_params(1)
-    ('lora.0.A', 'lora.0.B')
-    """
+    """Names of the matrices A (rank, in) and B (out, rank) of `count` low-rank updates."""
     return tuple([f"lora.{i}.{matrix}" for i in range(count) for matrix in "AB"])
 
 
 def cached(build: Callable[P, Spec]) -> Callable[P, Spec]:
-    """`build`, which makes a spec of plain values, with a cache; the compiler traces through it.
+    """`build`, which makes a spec from plain values, with a cache that the compiler traces past.
 
-    A layer describes its block anew at every call, and its description is seldom new.
+    A layer describes its block at every call, and the description seldom changes.
     """
     known = functools.lru_cache(maxsize=1024)(build)
 
@@ -470,15 +456,17 @@ def nn_layer_spec(
     captured: int = 0,
     loras: tuple[LoraSpec, ...] = (),
 ) -> BlockSpec:
-    """The block of an `nn.TransformerEncoderLayer`, or of a decoder layer if it has three norms.
+    """The block of an `nn.TransformerEncoderLayer`, or of a decoder layer if there are three norms.
 
     Args:
-        norm_first, num_heads, head_dim, activation: the layer's.
-        eps: of its norms, two or three.
-        dropout: probabilities in the order in which they apply: attention, what it adds, the same
-            of the attention to the memory, the MLP, what it adds; or one number for all.
-        causal, masks: of the attention to the input; `memory_causal`, `memory_masks`: to "memory".
-        captured: as in `MLPSpec`; true_means, projection: as in `AttentionSpec`.
+        norm_first, num_heads, head_dim, activation: of the layer.
+        eps: of its two or three norms.
+        dropout: one probability, or those of attention, of what it adds, the same two of the
+            attention to "memory" in a decoder, of the MLP, and of what it adds.
+        causal, masks: of the attention to the input.
+        memory_causal, memory_masks: of the attention to "memory".
+        captured: as in `MLPSpec`.
+        true_means, projection: as in `AttentionSpec`.
 
     >>> nn_layer_spec(True, 4, 16, "gelu", (1e-5,) * 3).kind
     'decoder_prenorm'
@@ -532,9 +520,9 @@ def transformer_spec(
     Args:
         norm, eps, offset, placement: of the norms of both branches.
         activation, gated: of the MLP.
-        dropout: of attention's probabilities, of what attention adds, in the MLP, of what it adds.
-        rotary, interleaved: whether query and key heads are rotated, and as `RotarySpec` has it.
-        qk_norm_eps: of an RMSNorm of query and key heads before that; None for none.
+        dropout: probabilities of attention, of what attention adds, of the MLP, of what it adds.
+        rotary, interleaved: whether query and key heads are rotated, and `RotarySpec.interleaved`.
+        qk_norm_eps: of an RMSNorm of query and key heads before the rotation; None for no norm.
         attention: other fields of `AttentionSpec`.
 
     Raises: ValueError for an unknown placement.

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fused_remat.spec import AttentionSpec
-from fused_remat.steps.attention_rows import AttentionCall
+from fused_remat.steps.attention_call import AttentionCall
 
 OF_SPEC = ("softcap", "true_means", "align")
 

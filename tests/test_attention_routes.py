@@ -1,4 +1,4 @@
-"""Who computes attention for CUDA tensors, as far as this can be told without a GPU."""
+"""Which kernels serve attention on CUDA, as far as that can be tested without a GPU."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fused_remat.execution.choose import choose
 from fused_remat.steps import attention_library
 from fused_remat.steps.attention import attention_fwd
-from fused_remat.steps.attention_library import attention_key
+from fused_remat.steps.attention_call import attention_key
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 def route(monkeypatch, dtype=torch.bfloat16, heads=(4, 4), width=64, s=(64, 64), **options):
-    """What is said of the triton backend on an H200, with tensors that have no memory."""
+    """What the triton backend would run on an H200, for tensors without memory."""
     from fused_remat.triton import attention
     from fused_remat.triton.launch import Target
 
@@ -76,7 +76,7 @@ def test_what_neither_serves_falls_back_and_says_why(name, monkeypatch):
 
 
 def test_the_library_is_asked_for_nothing_else(monkeypatch):
-    """ATen is only asked what it would take where it may be taken: asking makes tensors."""
+    """ATen's choice is queried only where its kernels can serve, since a query makes tensors."""
     seen = SimpleNamespace(count=0)
 
     def count(*_):

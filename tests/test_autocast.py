@@ -475,7 +475,7 @@ def test_evaluation_without_gradients(norm_first):
 
 
 def test_a_block_with_one_step_in_both_dtypes_is_refused():
-    with pytest.raises(NotImplementedError, match="dropout_add cannot run in two dtypes"):
+    with pytest.raises(NotImplementedError, match="dropout_add cannot run under autocast"):
         mixed_precision(dropout_add_graph(0.0), BF16)
 
 

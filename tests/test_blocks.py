@@ -1,4 +1,4 @@
-"""The heart: what a graph's programs keep, rebuild and free, read off the programs themselves."""
+"""Schedules: what they keep, rebuild and free, read from their steps."""
 
 import copy
 import itertools
@@ -60,7 +60,7 @@ def test_frozen_weights_ask_for_less():
 @pytest.mark.parametrize("graph", [PRE, POST], ids=["pre", "post"])
 @pytest.mark.parametrize("tiled", [True, False])
 def test_every_use_is_defined_and_everything_is_freed(graph, tiled):
-    """For every subset of names: a step reads what is there, and at the end nothing is left."""
+    """For every subset of names: steps read names that exist, and at the end none is left."""
     subsets = itertools.chain.from_iterable(
         itertools.combinations(graph.names, n) for n in range(len(graph.names) + 1)
     )

@@ -247,7 +247,7 @@ def test_an_unknown_policy_lists_the_rungs(capsys):
     assert "'leaner'; valid: full, lean" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["report", "gpt2", "--policy", "names:attn,qkv:int4"])
-    assert "unknown format 'int4' of 'qkv'; valid formats: native" in capsys.readouterr().err
+    assert "unknown format 'int4' for 'qkv'; valid formats: native" in capsys.readouterr().err
     for text in ("balanced8, fast8", "names:attn,qkv:int8", "formats: int8"):
         assert text in " ".join(help_of("report", capsys).split())
 

@@ -1,4 +1,4 @@
-"""ATen's CUDA attention kernels as far as this can be told without a GPU: calls, shapes, masks."""
+"""ATen's CUDA attention kernels, as far as can be tested without a GPU: calls, shapes, masks."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from fused_remat.steps import attention_library
 
 
 def why_not(q, call):
-    """Why no kernel on CUDA devices serves."""
+    """Why no CUDA kernel can serve."""
     return attention_library._why_not_cuda(call, q.shape[3], q.dtype, q.device)
 
 
@@ -43,7 +43,7 @@ def test_kernels_are_called_as_their_schemas_say(name, dtype, monkeypatch):
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
 def test_backward_gives_kernels_dense_lse_and_output(name, monkeypatch):
-    """They take both by their own idea of strides; heads that share a key head are slices."""
+    """They ignore the strides of both; heads that share a key head are slices."""
     seen = []
 
     def backward(do, q, k, v, *rest, **_):

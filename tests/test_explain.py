@@ -33,7 +33,7 @@ def test_it_says_what_is_kept_and_what_is_rebuilt():
     ("kwargs", "call", "reason"),
     [
         ({"dropout": 0.1}, {}, "dropout draws"),
-        ({}, {"src_mask": torch.zeros(16, 16, requires_grad=True)}, "a mask wants a gradient"),
+        ({}, {"src_mask": torch.zeros(16, 16, requires_grad=True)}, "a mask requires a gradient"),
         ({}, {"src_mask": torch.full((16, 16), -1e9)}, "finite and below"),
     ],
 )
@@ -56,16 +56,17 @@ def test_pieces_are_said(monkeypatch):
 
 def test_steps_that_pack_and_unpack_are_said():
     (found,) = explain(layer(policy="fast8"), X)
-    assert dict(found.forward)["up:int8"] == "packed as int8, eager, a few rows at a time"
+    assert dict(found.forward)["up:int8"] == "quantized to int8, eager, a few rows at a time"
     assert {"qkv:int8", "qkv:int8.scale"} <= set(found.kept) and "qkv" not in found.kept
     text = str(found)
-    assert "up:int8   kept  packed as int8" in text
+    assert "up:int8   kept  quantized to int8" in text
     assert (
-        "backward attn from qkv:int8 (ATen's flash kernel for CPUs; heads unpacked first)" in text
+        "backward attn from qkv:int8 (ATen's flash kernel for CPUs; heads dequantized first)"
+        in text
     )
     assert "backward act from up:int8 (pointwise, eager, from int8 a few rows at a time)" in text
     text = str(explain(layer(policy=Policy(save={"qkv": "int8"})), X))
-    assert "rebuild qkv from qkv:int8 (int8 unpacked whole, eager, a few rows at a time)" in text
+    assert "rebuild qkv from qkv:int8 (int8 dequantized whole, eager, a few rows at a time)" in text
 
 
 def test_a_fallback_gives_its_reason():

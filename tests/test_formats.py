@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fused_remat import Policy, formats, random
-from fused_remat.formats import BLOCK, FORMATS, LEVELS, OFFSET, Quantized, pack
+from fused_remat.formats import BLOCK, FORMATS, LEVELS, OFFSET, Quantized, quantize
 from fused_remat.graph.build import block_graph
 from fused_remat.policies import kept_names
 from fused_remat.spec import nn_layer_spec
@@ -16,13 +16,13 @@ WIDTHS = [1, 63, 128, 200, 1000]
 
 
 def uniform(x, seed=0):
-    key = random.site_keys(torch.tensor(seed), random.PACKING)[0]
+    key = random.site_keys(torch.tensor(seed), random.ROUNDING)[0]
     return random.Uniform(key, 0, *x.shape)
 
 
 def through(x, stored, seed=0):
     """`x` as it comes back."""
-    return Quantized(stored, pack(x, stored, uniform(x, seed)), x.shape[1], x.dtype).tensor()
+    return Quantized(stored, quantize(x, stored, uniform(x, seed)), x.shape[1], x.dtype).tensor()
 
 
 def sample(rows, width, dtype=torch.float32, seed=0):
@@ -87,7 +87,7 @@ def test_what_is_not_finite_makes_its_block_nan_and_no_other(stored, value):
     assert back[1, mine].isnan().all()
     back[1, mine] = clean[1, mine]
     assert torch.equal(back, clean)
-    codes = pack(x, stored, uniform(x))[0].float()
+    codes = quantize(x, stored, uniform(x))[0].float()
     assert codes[1, 2 * BLOCK + 2] == 0  # the same bits every time
 
 
@@ -145,7 +145,7 @@ def test_signs_are_relus_derivative(width):
 @pytest.mark.parametrize("width", WIDTHS)
 def test_bytes_are_those_of_the_parts(stored, dtype, width):
     x = sample(5, width, dtype)
-    parts = pack(x, stored, uniform(x))
+    parts = quantize(x, stored, uniform(x))
     said = FORMATS[stored].nbytes(5, width, dtype.itemsize)
     assert sum(part.untyped_storage().nbytes() for part in parts) == said
 
@@ -153,10 +153,10 @@ def test_bytes_are_those_of_the_parts(stored, dtype, width):
 @pytest.mark.parametrize("stored", FORMATS)
 def test_packing_a_few_rows_at_a_time_changes_nothing(stored, monkeypatch):
     x = sample(50, 300)
-    whole = pack(x, stored, uniform(x))
+    whole = quantize(x, stored, uniform(x))
     back = through(x, stored)
     monkeypatch.setattr(formats, "_CACHED", 900)
-    for a, b in zip(whole, pack(x.t().contiguous().t(), stored, uniform(x)), strict=True):
+    for a, b in zip(whole, quantize(x.t().contiguous().t(), stored, uniform(x)), strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert torch.equal(through(x, stored), back)
 
@@ -189,15 +189,15 @@ def test_a_policy_of_formats():
         (
             {"qkv": "int4"},
             ValueError,
-            "unknown format 'int4' of 'qkv'; valid formats: native, int8",
+            "unknown format 'int4' for 'qkv'; valid formats: native, int8",
         ),
         ({"qkv:int4"}, ValueError, "unknown format 'int4'"),
         ({"qkv": 8}, TypeError, "got 'qkv': 8"),
         ({8: "int8"}, TypeError, "got 8: 'int8'"),
-        (["qkv", "qkv:int8"], ValueError, "'qkv' is named in two formats: 'native', 'int8'"),
-        ({"qkv:int8": "native"}, ValueError, "'qkv' is named in two formats: 'int8', 'native'"),
-        ({"qkv:int8": "int4"}, ValueError, "unknown format 'int4' of 'qkv'"),
-        ({"qkv:"}, ValueError, "unknown format '' of 'qkv'"),
+        (["qkv", "qkv:int8"], ValueError, "'qkv' in two formats: 'native' and 'int8'"),
+        ({"qkv:int8": "native"}, ValueError, "'qkv' in two formats: 'int8' and 'native'"),
+        ({"qkv:int8": "int4"}, ValueError, "unknown format 'int4' for 'qkv'"),
+        ({"qkv:"}, ValueError, "unknown format '' for 'qkv'"),
     ],
 )
 def test_bad_formats(save, error, message):
@@ -211,5 +211,5 @@ def test_an_unknown_name_is_told_without_its_format():
 
 
 def test_a_seeded_format_needs_random_numbers():
-    with pytest.raises(ValueError, match="'int8_stochastic' is rounded stochastically"):
-        pack(torch.ones(1, 4), "int8_stochastic")
+    with pytest.raises(ValueError, match="'int8_stochastic' rounds stochastically"):
+        quantize(torch.ones(1, 4), "int8_stochastic")

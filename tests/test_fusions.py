@@ -1,4 +1,4 @@
-"""Fused steps against single ones: the same bits, where the fused routine is the single ones."""
+"""Fused steps have the bits of single steps, where the operation runs those one by one."""
 
 import itertools
 
@@ -25,7 +25,7 @@ FUSED = (mlp_up_fwd, mlp_bwd, linear_norm_fwd)
 
 @pytest.fixture
 def fusing(monkeypatch):
-    """Names of the operations of several steps that the backend "fusing" is asked for; eager's."""
+    """Names of the fused operations that run on the backend "fusing", a copy of eager."""
     called = set()
 
     def noting(function):
@@ -213,7 +213,7 @@ def test_no_fusion_changes_what_is_kept_or_reads_what_is_not_there(gated, save):
 
 
 def check_reads(steps, have, must_make):
-    """Every step reads what is there by then, and what is kept is made."""
+    """Every step reads names that exist by then, and all kept names are made."""
     made = set(have)
     for step in steps:
         if step.node is None:

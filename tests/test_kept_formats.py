@@ -1,4 +1,4 @@
-"""Blocks that keep activations packed: forward's bits, gradients' errors, bytes, composition."""
+"""Blocks that keep quantized activations: bits of forward, errors of gradients, bytes, uses."""
 
 import copy
 import pickle
@@ -102,7 +102,7 @@ def every_name(layer, stored):
 @pytest.mark.parametrize("which", LAYERS)
 @pytest.mark.parametrize("tokens", [16, 512])
 def test_the_forward_is_that_of_every_policy(which, tokens, monkeypatch):
-    """Whatever is packed, in one piece and in tiles; and gradients are close to the exact ones."""
+    """Whatever is quantized, as a whole and in tiles; and gradients are close to the exact ones."""
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
     make, args = LAYERS[which]
     exact = step(make("none"), None, *args)
@@ -243,7 +243,7 @@ def test_a_rungs_bytes():
 
 
 def test_nothing_is_unpacked_whole_for_an_activation(monkeypatch):
-    """Backward of the MLP from int8 takes no more than from what is kept as it is."""
+    """Backward of the MLP from int8 needs no more memory than from native activations."""
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 4096)
     monkeypatch.setattr(formats, "_CACHED", 1 << 14)
     x = torch.randn(4, 512, D, requires_grad=True)
@@ -434,17 +434,19 @@ def test_a_row_that_does_not_fit_is_told(monkeypatch):
     with pytest.raises(ValueError, match="'one part' has block=64: its pack must return a tuple"):
         encoder(Policy(save={"up": "one part"}))(source())
     for name in ("", "native", "a:b"):
-        with pytest.raises(ValueError, match="a format's name is not empty"):
+        with pytest.raises(ValueError, match="invalid name of a format"):
             FORMATS[name] = row
 
 
 def test_a_row_is_not_replaced(monkeypatch):
-    with pytest.raises(ValueError, match="another format 'int8': give this one a new name"):
+    with pytest.raises(
+        ValueError, match="another format is or was named 'int8': give this one a new name"
+    ):
         FORMATS.update(int8=FORMATS["sign"])
     FORMATS["int8"] = FORMATS["int8"]
     policy = Policy(save={"up": "int8"})
     monkeypatch.delitem(FORMATS, "int8")
-    with pytest.raises(ValueError, match="unknown format 'int8' of 'up'; valid formats: native"):
+    with pytest.raises(ValueError, match="unknown format 'int8' for 'up'; valid formats: native"):
         encoder().policy = policy
 
 
@@ -461,12 +463,12 @@ def test_segments_under_the_replay_check():
 
 def test_formats_that_do_not_hold_what_backward_asks_for():
     with pytest.raises(
-        ValueError, match="'sign' keeps signs alone, for the input of a ReLU; 'act'"
+        ValueError, match=r"'sign' keeps signs only, .*of a ReLU; backward of 'act' needs"
     ):
         encoder(Policy(save={"up": "sign"}))(source())
-    with pytest.raises(ValueError, match=r"'sign' keeps signs alone.*'attn' needs the values"):
+    with pytest.raises(ValueError, match=r"'sign' keeps signs only.*'attn' needs the values"):
         encoder(Policy(save={"qkv": "sign"}))(source())
-    with pytest.raises(ValueError, match="the output is the caller's tensor"):
+    with pytest.raises(ValueError, match="cannot be kept as 'int8': it is the caller's"):
         q = torch.randn(1, 2, 8, 4, requires_grad=True)
         ops.attention(q, q, q, policy=Policy(save={"output": "int8"}))
 

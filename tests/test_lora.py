@@ -15,7 +15,7 @@ from fused_remat import FusedRematDecoderLayer, FusedRematLayer, ops
 from fused_remat.graph.fusions import MlpBackward, MlpUp
 from fused_remat.graph.schedule import kept_bytes, schedule
 from fused_remat.report.allocations import SavedBytes, measure_allocations
-from fused_remat.steps import linear
+from fused_remat.steps import low_rank
 from fused_remat.steps.operations import FusedRematWarning
 
 BLOCKS = {
@@ -75,7 +75,7 @@ def test_encoder_block_as_in_plain_pytorch(norm_first):
 @pytest.mark.parametrize("rows", [4096, 2], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_float32_adapters_beside_bfloat16(p, rows, monkeypatch):
-    monkeypatch.setattr(linear, "_ROWS", rows)
+    monkeypatch.setattr(low_rank, "_ROWS", rows)
     # Of so many tokens that an error is no accident of a few roundings.
     block, low = BLOCKS["split"], torch.bfloat16
     # Two on one layer: rounded after each here, once in PyTorch's sum.
@@ -220,7 +220,11 @@ def test_what_does_not_fit_is_refused():
     x, w = normal(2, 5, block.d), block.weights()
     a, b = torch.zeros(3, block.d).double(), torch.zeros(16, 3).double()
     cases = [
-        ([("qkv", a, b, 1.0)], ValueError, "no layer 'qkv' to update; valid: q, k, v, proj"),
+        (
+            [("qkv", a, b, 1.0)],
+            ValueError,
+            "no layer 'qkv' to update; valid: q, k, v, proj",
+        ),
         (
             [("q", a[:, :4], b, 1.0)],
             ValueError,
@@ -362,7 +366,7 @@ def test_pieces_of_an_update_are_summed_in_float32(monkeypatch):
     truth = grads(exact, x.detach().double().requires_grad_())[2]
     errors = []
     for rows in (4096, 8):
-        monkeypatch.setattr(linear, "_ROWS", rows)
+        monkeypatch.setattr(low_rank, "_ROWS", rows)
         with torch.autocast("cpu", torch.bfloat16):
             found = grads(fused, x)[2]  # of A
         errors.append((found.double() - truth).norm())

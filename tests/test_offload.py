@@ -421,13 +421,13 @@ def test_policies():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"offload": "input"}, TypeError, "takes a set of names, got 'input'"),
-        ({"offload": 3}, TypeError, "takes a set of names, got 3"),
-        ({"offload": {3}}, TypeError, "takes names .str., got 3"),
+        ({"offload": "input"}, TypeError, "must be a set of names, got 'input'"),
+        ({"offload": 3}, TypeError, "must be a set of names, got 3"),
+        ({"offload": {3}}, TypeError, "must contain names .str., got 3"),
         ({"offload": {"qkv"}}, ValueError, "names 'qkv', which the policy does not keep"),
         ({"save": {"qkv": "int8"}, "offload": {"qkv:int8"}}, ValueError, "'qkv:int8'.*'qkv'"),
         ({"offload": {"memory"}}, ValueError, "names 'memory'.*it keeps: 'input'"),
-        ({"segment": "inner", "offload": {"input"}}, ValueError, "'inner' in its segment.*nothing"),
+        ({"segment": "inner", "offload": {"input"}}, ValueError, "segment='inner'.*nothing"),
         ({"save": {"attn"}, "segment": "first", "offload": {"attn"}}, ValueError, "names 'attn'"),
     ],
 )

@@ -126,10 +126,10 @@ def test_the_text_of_a_call_is_all_there_is_of_it(tmp_path):
     subprocess.run(command, env=os.environ | threads, check=True)
 
 
-# --- recipes
+# --- graphs as text
 
 
-def test_a_recipe_makes_the_same_graph():
+def test_a_text_makes_the_same_graph():
     eps, dropout = (1e-6, float("inf")), (0.0, 0.0, 0.1, 0.0)
     graph = block_graph(nn_layer_spec(True, 2, 8, "gelu", eps, dropout, masks=("mask",)))
     assert graph_of(graph.text) is graph
@@ -147,13 +147,13 @@ def test_a_recipe_makes_the_same_graph():
         "[1, 2]",
     ],
 )
-def test_a_recipe_is_data_and_never_evaluated(text):
-    with pytest.raises(ValueError, match=r"no builder or part|not a recipe|not the recipe"):
+def test_a_text_is_data_and_never_evaluated(text):
+    with pytest.raises(ValueError, match=r"no graph function or dataclass|not the text of a graph"):
         graph_of(text)
 
 
 def test_builders_take_plain_numbers_and_have_names_of_their_own():
-    with pytest.raises(TypeError, match="plain numbers and parts, got object"):
+    with pytest.raises(TypeError, match="plain numbers or registered dataclasses, got"):
         norm_graph(object())
 
     def attention_graph():

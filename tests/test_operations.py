@@ -1,4 +1,4 @@
-"""Operations: what is registered for a backend, which implementation serves, and what is said."""
+"""Operations: registering implementations, choosing one, and what `explain` prints of it."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from fused_remat.steps.operations import OPERATIONS, faster
 
 @pytest.fixture
 def mine(monkeypatch):
-    """A backend "mine" that computes RMSNorm itself, and the calls of that."""
+    """The calls of a backend "mine" that implements RMSNorm."""
     calls = []
 
     def why_not(key):
@@ -78,8 +78,13 @@ def test_parameters_that_are_not_the_operations():
     def other(grad):
         return grad.sum(0)
 
-    with pytest.raises(TypeError, match="other takes"):
+    expected = r"other\(grad\) cannot implement bias_grad: its parameters must be \(dy\)"
+    with pytest.raises(TypeError, match=expected):
         faster(bias_grad, "mine", says="")(other)
+
+
+def test_an_implementation_has_the_operations_docstring(mine):
+    assert OPERATIONS[norm_fwd].faster["mine"].run.__doc__ == norm_fwd.__doc__
 
 
 def test_an_option_that_library_kernels_do_not_know_is_refused():

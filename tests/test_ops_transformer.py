@@ -159,10 +159,14 @@ A, B = torch.ones(3, 12), torch.ones(16, 3)
         ({"dropout_p": 1.5}, ValueError, r"dropout_p must be between 0 and 1, got 1\.5"),
         ({"attention_dropout_p": -1}, ValueError, "attention_dropout_p .* got -1"),
         ({"softcap": -1.0}, ValueError, "softcap"),
-        ({"window": (1,)}, TypeError, "window takes two ints"),
+        ({"window": (1,)}, TypeError, "window must be two ints"),
         ({"rope": (A, A)}, ValueError, r"\(3, 12\), expected \(5, R/2\)"),
         ({"lora": [("q", A, B)]}, TypeError, r"lora takes \(layer, A, B, scale\)"),
-        ({"lora": [("w", A, B, 1.0)]}, ValueError, "no layer 'w' to update; valid: q, k, v"),
+        (
+            {"lora": [("w", A, B, 1.0)]},
+            ValueError,
+            "no layer 'w' to update; valid: q, k, v",
+        ),
         (
             {"lora": [("k", A, B, 1.0)]},
             ValueError,

@@ -1,4 +1,4 @@
-"""How packed sequences and key lengths run on the eager backend: routes, statistics, transients."""
+"""Variable-length sequences and key lengths on the eager backend: kernels, statistics, memory."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ class Attend(nn.Module):
         return ops.attention(q, k, v, **self.options)
 
 
-FLASH, PACKED = "ATen's flash kernel for CPUs", "packed sequences, one at a time: "
+FLASH, PACKED = "ATen's flash kernel for CPUs", "variable-length sequences, one at a time: "
 BLOCKS = "blocks of query rows: causal beside a mask or key lengths, or with S_q other than S_k"
 
 

@@ -1,4 +1,4 @@
-"""The dropout generator: test vectors, rates, independence, and that both paths give one answer."""
+"""The dropout generator: test vectors, rates, independence, and equal bits on both paths."""
 
 import itertools
 

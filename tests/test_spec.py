@@ -182,11 +182,11 @@ def test_the_kinds_of_blocks_are_known_beforehand():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: BranchSpec(op=MLP, placement="mid"), "placement must be 'pre', 'post' or 'sand"),
+        (lambda: BranchSpec(op=MLP, placement="mid"), "placement must be 'pre' or 'post' or 'sand"),
         (lambda: block_graph(BlockSpec(kind="two", branches=(BranchSpec(op=MLP),) * 2)),
          "two steps of a block make 'up'"),
         (lambda: block_graph(nn_layer_spec(True, 2, 4, "gelu", loras=UPDATE)),
-         "no layer 'k' to update; valid: qkv, proj, fc1, fc2"),
+         "no layer 'k' for a low-rank update; valid: qkv, proj, fc1, fc2"),
         (lambda: BlockSpec(kind="mlp", branches=(BranchSpec(op=MLP),)).attention, "no attention"),
         (lambda: replace(ATTENTION, align="start", window=(1, 0)), "align='start'"),
     ],
@@ -205,18 +205,30 @@ CROSS = replace(ATTENTION, keys="memory", window=(-1, -1))
         (lambda: replace(ATTENTION, align="middle"), "align must be 'start' or 'end'"),
         (lambda: replace(ATTENTION, true_means="keep"), "true_means must be"),
         (lambda: replace(ATTENTION, projection="both"), "projection must be"),
-        (lambda: replace(ATTENTION, masks=("foo",)), "masks takes some of mask, padding"),
+        (lambda: replace(ATTENTION, masks=("foo",)), "masks must be some of mask, padding"),
         (lambda: replace(ATTENTION, num_kv_heads=3), "num_kv_heads must divide num_heads"),
-        (lambda: replace(ATTENTION, head_norm=NORM), "heads are normed by rms_norm"),
-        (lambda: replace(CROSS, head_norm=RMS), "neither norms nor rotates"),
-        (lambda: MLPSpec(activation=USER_FUNCTION, gated=True), "takes the name of an activation"),
+        (lambda: replace(ATTENTION, head_norm=NORM), "head_norm must be 'rms_norm'"),
+        (lambda: replace(CROSS, head_norm=RMS), "neither rotary nor head_norm"),
+        (lambda: MLPSpec(activation=USER_FUNCTION, gated=True), "needs the name of an activation"),
         (lambda: BranchSpec(op=MLP, placement="sandwich"), "placement 'sandwich' needs a norm"),
-        (lambda: BranchSpec(op=MLP, norm=NORM, placement="post", parallel=True), "parallel branch"),
+        (
+            lambda: BranchSpec(op=MLP, norm=NORM, placement="post", parallel=True),
+            "parallel branch must have",
+        ),
         (lambda: BlockSpec(kind="none", branches=()), "at least one branch"),
-        (lambda: BlockSpec(kind="cross", branches=(BranchSpec(op=CROSS),)), "no input"),
-        (lambda: replace(parallel(None), residual=False), "one branch, normed before it"),
-        (lambda: nn_layer_spec(True, 2, 4, "gelu", loras=UPDATE).on_rank(PLACE), "not divided"),
-        (lambda: nn_layer_spec(True, 3, 4, "gelu").on_rank(PLACE), "3 key heads among 2 ranks"),
+        (
+            lambda: BlockSpec(kind="cross", branches=(BranchSpec(op=CROSS),)),
+            "is no input of the block",
+        ),
+        (lambda: replace(parallel(None), residual=False), "one branch, with placement 'pre'"),
+        (
+            lambda: nn_layer_spec(True, 2, 4, "gelu", loras=UPDATE).on_rank(PLACE),
+            "cannot be divided",
+        ),
+        (
+            lambda: nn_layer_spec(True, 3, 4, "gelu").on_rank(PLACE),
+            "3 key heads cannot be divided among 2 ranks",
+        ),
     ],
 )
 def test_what_no_block_computes_is_refused(make, message):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fused_remat.formats import FORMATS, Quantized, QuantizedHeads
 from fused_remat.spec import AttentionSpec
-from fused_remat.steps.attention_rows import AttentionCall
+from fused_remat.steps.attention_call import AttentionCall
 from fused_remat.triton import attention
 from fused_remat.triton.launch import Launch, Target
 

@@ -19,8 +19,8 @@ from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
 from fused_remat.steps.norm import NORMS
 from fused_remat.steps.rotary import RotaryCall
 from fused_remat.steps.storage import QuantizeCall
+from fused_remat.triton import cross_entropy, pointwise, products, rotary, storage, tables
 from fused_remat.triton import norm as norms
-from fused_remat.triton import pointwise, products, rotary, storage, tables
 from fused_remat.triton.launch import Launch, Target
 
 ROWS = 8192
@@ -120,9 +120,9 @@ def packing_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     x, y, z = (_meta(dtype, ROWS, 4096) for _ in range(3))
     for stored in sorted(storage.KERNELS):
         packing, parts = _codes(x, stored)
-        yield Case(f"pack_{stored}_fwd", storage.pack_int8(x, packing, parts), True, False)
+        yield Case(f"pack_{stored}_fwd", storage.quantize_int8(x, packing, parts), True, False)
     packed, keep = Quantized("int8", parts, 4096, dtype), _keep(4096)
-    yield Case("unpack_int8_fwd", storage.unpack_int8(packed, y), True, False)
+    yield Case("unpack_int8_fwd", storage.dequantize_int8(packed, y), True, False)
     for name, launch in (
         ("act_fwd gelu", pointwise.act_fwd(packed, "gelu", keep, z)),
         ("act_bwd gelu", pointwise.act_bwd(x, packed, "gelu", keep, z)),
@@ -286,7 +286,7 @@ class _Products:
         return launches | {
             name: products.gated_mlp_fwd(
                 *given, keep, "silu", self.y, self.at, tile,
-                packed=(_codes(self.y, stored), _codes(self.y, stored)),
+                quantized=(_codes(self.y, stored), _codes(self.y, stored)),
             )
             for name, keep, stored in (
                 ("silu int8", None, "int8"),
@@ -313,18 +313,18 @@ class _Products:
 
     def mlp_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
         """`mlp_bwd` by activation and dropout."""
-        given = self.x, self.up, self.bias, self.dy, self.down
+        given = self.x, ((self.up, self.bias),), self.dy, self.down
         return {
-            name: products.mlp_bwd(*given, keep, act, self.y, self.pre, self.at, tile)
+            name: products.mlp_bwd(*given, keep, act, self.y, (self.pre,), self.at, tile)
             for name, act, keep in self._acts("gelu")
         }
 
     def gated_mlp_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
         """`gated_mlp_bwd` by activation and dropout."""
-        given = self.x, self.up, self.bias, self.up, self.bias, self.dy, self.down
-        made = self.y, self.pre, self.other
+        given = self.x, ((self.up, self.bias),) * 2, self.dy, self.down
+        dups = self.pre, self.other
         return {
-            name: products.gated_mlp_bwd(*given, keep, act, *made, self.at, tile)
+            name: products.mlp_bwd(*given, keep, act, self.y, dups, self.at, tile)
             for name, act, keep in self._acts("silu")
         }
 
@@ -332,7 +332,7 @@ class _Products:
         """The loss of a head as wide as the MLP: plain, and with all options."""
         rows = _meta(torch.float32, -(-self.up.shape[0] // tile.block_n), ROWS)
         return {
-            name: products.cross_entropy_fwd(
+            name: cross_entropy.cross_entropy_fwd(
                 self.x, self.up, bias, self.labels, softcap, 0, rows, rows, totals, self.column,
                 self.at, tile,
             )
@@ -345,7 +345,7 @@ class _Products:
         """The gradient of its logits."""
         one = self.column
         return {
-            name: products.cross_entropy_bwd(
+            name: cross_entropy.cross_entropy_bwd(
                 self.x, self.up, bias, self.labels, softcap, 8192, (one, one), (one, spread, one),
                 self.y, self.at, tile,
             )

@@ -206,7 +206,7 @@ def triton(p: Attention) -> Ways:
 def kernel(p: Attention) -> Ways:
     """Our Triton kernels by themselves, whatever the library would take."""
     from bench.kernels.attention_launches import Kernels
-    from fused_remat.steps.attention_library import attention_key
+    from fused_remat.steps.attention_call import attention_key
     from fused_remat.triton.attention import why_not
 
     q, _, v = p.sets[0].values()

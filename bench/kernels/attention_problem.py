@@ -21,7 +21,7 @@ from bench.measure.contest import P, Results, Rig, Work
 from fused_remat import random
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention import attention_bwd, attention_fwd
-from fused_remat.steps.attention_rows import AttentionCall
+from fused_remat.steps.attention_call import AttentionCall
 
 WINDOW, BLOCK = 1024, 128  # keys; at most half, and a quarter, of a sequence
 SEED = 7  # of dropout, where the mask is known

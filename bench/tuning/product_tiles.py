@@ -21,7 +21,7 @@ from bench.tuning.products import (
     product_of,
     sizes_of,
 )
-from fused_remat.triton import products, tables
+from fused_remat.triton import cross_entropy, products, tables
 from fused_remat.triton.launch import Launch, cdiv
 from fused_remat.triton.tables import Tile
 
@@ -89,8 +89,9 @@ class _MlpBwd(Tiled):
     outputs, products = ("act", "dup"), 2
 
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        given = self.m.xs[index], *self.m.up, self.m.dys[index], self.down, None, "gelu"
-        return products.mlp_bwd(*given, *out.values(), self.at, tile)
+        given = self.m.xs[index], (self.m.up,), self.m.dys[index], self.down, None, "gelu"
+        act, dup = out.values()
+        return products.mlp_bwd(*given, act, (dup,), self.at, tile)
 
     def truth(self) -> Results:
         return gelu_gradients(self.m.exact_dact(), self.m.exact_pre())
@@ -101,8 +102,9 @@ class _GatedMlpBwd(Tiled):
 
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
         m = self.m
-        given = m.xs[index], *m.gate, *m.up, m.dys[index], self.down, None, "silu"
-        return products.gated_mlp_bwd(*given, *out.values(), self.at, tile)
+        given = m.xs[index], (m.gate, m.up), m.dys[index], self.down, None, "silu"
+        act, *dups = out.values()
+        return products.mlp_bwd(*given, act, tuple(dups), self.at, tile)
 
     def truth(self) -> Results:
         m = self.m
@@ -156,7 +158,7 @@ class _CrossEntropyBwd(Tiled):
             self.stats.append((high, logits.logsumexp(1) - high))
 
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        return products.cross_entropy_bwd(
+        return cross_entropy.cross_entropy_bwd(
             self.m.xs[index], *self.m.up, self.labels, 0.0, 0, self.stats[index], self.slopes,
             out["dlogits"], self.at, tile,
         )  # fmt: skip
@@ -175,7 +177,7 @@ class _CrossEntropyFwd(_CrossEntropyBwd):
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
         picked = out["picked"]
         highs = picked.new_empty((cdiv(self.m.f, tile.block_n), self.m.tokens))
-        return products.cross_entropy_fwd(
+        return cross_entropy.cross_entropy_fwd(
             self.m.xs[index], *self.m.up, self.labels, 0.0, 0, highs, torch.empty_like(highs), None,
             picked, self.at, tile,
         )  # fmt: skip

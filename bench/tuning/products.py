@@ -245,8 +245,8 @@ def mlp_bwd(m: Mlp) -> Contest:
         return gelu_gradients(dact, pre) | {"product": pre - m.up[1].double(), "dact": dact}
 
     def one_kernel(index: int) -> Launch:
-        given = m.xs[index], *m.up, m.dys[index], down, None, "gelu"
-        return products.mlp_bwd(*given, made[0]["act"], made[0]["dup"], m.rig.target)
+        given = m.xs[index], (m.up,), m.dys[index], down, None, "gelu"
+        return products.mlp_bwd(*given, made[0]["act"], (made[0]["dup"],), m.rig.target)
 
     def after_product(index: int) -> Results:
         given = m.dys[index], down, None, m.pre(index), None, "gelu"
@@ -293,8 +293,9 @@ def gated_mlp_bwd(m: Mlp) -> Contest:
         return gated_gradients(dact, gate, up) | products | {"dact": dact}
 
     def one_kernel(index: int) -> Launch:
-        given = m.xs[index], *m.gate, *m.up, m.dys[index], down, None, "silu"
-        return products.gated_mlp_bwd(*given, *made[0].values(), m.rig.target)
+        given = m.xs[index], (m.gate, m.up), m.dys[index], down, None, "silu"
+        act, *dups = made[0].values()
+        return products.mlp_bwd(*given, act, tuple(dups), m.rig.target)
 
     def after_products(index: int) -> Results:
         given = m.dys[index], down, m.pre(index, m.gate), m.pre(index), None, "silu"

@@ -1,8 +1,8 @@
-"""From the description of a block to its graph: `block_graph(spec)`.
+"""Graphs of blocks: `block_graph(spec)`, graphs of single operations, and their `BlockBuilder`.
 
-Every activation gets a name and, where presets ask for it, a role: "attention" for attention's
-result, "heads" for what attention reads, "stream" for sums inside the residual stream, "normed" for
-what a norm after a branch reads, "hidden" for what the MLP's activation reads.
+Every activation has a name, and a role if presets (`policies.PRESETS`) refer to it: "attention" for
+attention's result, "heads" for what attention reads, "stream" for sums inside the residual stream,
+"normed" for what a norm after a branch reads, "hidden" for what the MLP's activation reads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fused_remat import random
 from fused_remat.graph.graph import Graph
-from fused_remat.graph.text import block, part
+from fused_remat.graph.text import block, register_dataclass
 from fused_remat.spec import (
     USER_FUNCTION,
     AttentionSpec,
@@ -33,7 +33,8 @@ from fused_remat.steps.collective import (
     ReduceScatterSequences,
 )
 from fused_remat.steps.cross_entropy import LinearCrossEntropy
-from fused_remat.steps.linear import Linear, LowRank, Part
+from fused_remat.steps.linear import Linear, Part
+from fused_remat.steps.low_rank import LowRank
 from fused_remat.steps.node import Node
 from fused_remat.steps.norm import Norm
 from fused_remat.steps.residual import Add, DrawMask
@@ -41,10 +42,10 @@ from fused_remat.steps.rotary import Rotary
 
 
 class _End(NamedTuple):
-    """How a branch ends: its last linear layer, and the dropout of what it adds."""
+    """The end of a branch: its last linear layer, and the dropout of what it adds."""
 
-    layer: str  # of the weights
-    name: str  # of what the layer makes where the branch does not end with the sum
+    layer: str  # names the layer's weights
+    name: str  # of the layer's result, if that is not added to the stream at once
     mask: str
     site: int
 
@@ -55,15 +56,16 @@ _MLP = _End("fc2", "down", "dropout2", random.RESIDUAL2)
 
 
 def captured_params(count: int) -> tuple[str, ...]:
-    """Names of the tensors that a caller's own activation function captures."""
+    """Names of the tensors that a user's activation function captures."""
     return tuple([f"activation.{i}" for i in range(count)])
 
 
 class BlockBuilder:
-    """Collects the nodes of a block; methods add steps, and return the name of what they make.
+    """Builds the graph of a block: each method adds steps, and returns the name of the result.
 
-    `loras` are updates of linear layers, added wherever such a layer is; `parallel` divides
-    branches among ranks.
+    Args:
+        loras: low-rank updates; each is added with the linear layer that it updates.
+        parallel: the ranks among which branches are divided, or None.
 
     >>> b = BlockBuilder()
     >>> x = b.norm("norm", "input", NormSpec(kind="rms_norm"))
@@ -80,22 +82,22 @@ class BlockBuilder:
         self.loras, self.parallel = loras, parallel
 
     def add(self, node: Node) -> str:
-        """Add any node.
+        """Add a node.
 
-        Raises: ValueError if there is one of its name.
+        Raises: ValueError if another node has its name.
         """
         if any(node.name == other.name for other in self.nodes):
-            raise ValueError(f"two steps of a block make {node.name!r}: names must be unique")
+            raise ValueError(f"two steps of a block make {node.name!r}: their names must differ")
         self.nodes.append(node)
         return node.name
 
     def graph(self, kind: str, inputs: tuple[str, ...] = ("input",)) -> Graph:
-        """The graph of what was added; the last step must make "output"."""
+        """The graph of the steps so far, the last of which must make "output"."""
         params = dict.fromkeys(name for node in self.nodes for name in node.params if name)
         return Graph(kind, tuple(self.nodes), tuple(params), inputs)
 
     def norm(self, name: str, x: str, spec: NormSpec, weights: str = "", role: str = "") -> str:
-        """name = norm(x), with the weight and bias of the layer `weights`, or of `name`."""
+        """name = norm(x), with the weight and bias of the layer `weights` (by default `name`)."""
         weight, bias = linear_params(weights or name)
         return self.add(Norm(name=name, x=x, weight=weight, bias=bias, spec=spec, role=role))
 
@@ -110,27 +112,17 @@ class BlockBuilder:
         part: Part | None = None,
         role: str = "",
     ) -> str:
-        """name = residual + mask * (x @ weight.T + bias) of a layer, or of several side by side.
+        """name = residual + mask * (x @ weight.T + bias), of one layer or of several side by side.
 
-        `sizes`: how many columns each of several layers makes. Low-rank updates of the layers are
-        in the step; where one has any, dropout and the sum with the residual are a step after it.
+        `sizes`: output columns of each of several layers. The step includes low-rank updates of the
+        layers; then dropout and the sum with the residual are a step after it.
         """
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        columns = dict(zip(layers, zip([0, *ends], ends, strict=False), strict=False))
-        updates = []
-        for i, lora in enumerate(self.loras if part is None else ()):
-            if lora.layer in layers:
-                low = f"lora.{i}"
-                of_x = self.dropout(f"dropout.{low}", random.LORA + i, lora.dropout, x)
-                updates.append(
-                    LowRank(
-                        a=f"{low}.A", b=f"{low}.B", low=low, scale=lora.scale, mask=of_x,
-                        columns=columns.get(lora.layer), dtype=lora.dtype,
-                    )
-                )  # fmt: skip
+        updates = [] if part is not None else self._updates(x, layers, sizes)
         separate = bool(updates and residual)
         if updates and mask and not separate:
-            raise ValueError(f"dropout after the updated layers {layers} needs a residual")
+            raise ValueError(
+                f"dropout after layers with low-rank updates ({', '.join(layers)}) needs a residual"
+            )
         params = [linear_params(layer) for layer in layers]
         node = Linear(
             name=layers[0] if separate else name,
@@ -147,8 +139,24 @@ class BlockBuilder:
         made = self.add(node)
         return self.sum(name, made, residual, mask, role) if separate else made
 
+    def _updates(self, x: str, layers: tuple[str, ...], sizes: tuple[int, ...]) -> list[LowRank]:
+        """The low-rank updates of the layers."""
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        columns = dict(zip(layers, zip([0, *ends], ends, strict=False), strict=False))
+        updates = []
+        for i, lora in enumerate(self.loras):
+            if lora.layer in layers:
+                low = f"lora.{i}"
+                mask = self.dropout(f"dropout.{low}", random.LORA + i, lora.dropout, x)
+                update = LowRank(
+                    a=f"{low}.A", b=f"{low}.B", low=low, scale=lora.scale, mask=mask,
+                    columns=columns.get(lora.layer), dtype=lora.dtype,
+                )  # fmt: skip
+                updates.append(update)
+        return updates
+
     def projections(self, name: str, x: str, spec: AttentionSpec, names: str, role: str) -> str:
-        """`linear` of those of q, k and v in `names`, in a weight each."""
+        """`linear` of those of q, k and v that are in `names`, each with a weight of its own."""
         columns = {layer: c for layer, c in spec.columns.items() if layer[-1] in names}
         sizes = tuple([stop - start for start, stop in columns.values()])
         return self.linear(name, x, *columns, sizes=sizes if len(sizes) > 1 else (), role=role)
@@ -160,16 +168,16 @@ class BlockBuilder:
     def dropout(
         self, name: str, site: int, p: float, like: str, of: str = "input", divided: bool = False
     ) -> str:
-        """The multiplier of a dropout site, as wide as `like`; "" and no node at p = 0.
+        """The mask of a dropout site, as wide as `like` and with the tokens of `of`.
 
-        `of`: whose tokens it has. `divided`: ranks have elements of their own.
+        At p = 0 it is "", and there is no step. `divided`: each rank has its own elements.
         """
         if p == 0.0:
             return ""
         return self.add(DrawMask(name=name, site=self.site(site, divided), p=p, like=like, of=of))
 
     def site(self, site: int, divided: bool = True) -> int:
-        """A dropout site, or this rank's own where its elements are `divided` among ranks."""
+        """A dropout site, or this rank's own site if its elements are `divided` among ranks."""
         parallel = self.parallel
         if parallel is None or not (divided or parallel.sequence):
             return site
@@ -178,12 +186,12 @@ class BlockBuilder:
     def gather(self, x: str, in_order: bool, whole: bool = False) -> str:
         """What a branch reads of x: x itself, or the tokens of all ranks.
 
-        `in_order`: of whole sequences, for attention. `whole`: every rank has all of x anyway.
+        `in_order`: the tokens of sequences stay in order. `whole`: every rank has all of x already.
         """
         if self.parallel is None:
             return x
         name = f"{x}.all"
-        for node in self.nodes:  # of a branch that reads the same
+        for node in self.nodes:  # another branch may have gathered the same
             ordered = node.per_sequence or not (in_order and self.parallel.sequence)
             if node.name == name and ordered:
                 return name
@@ -202,7 +210,7 @@ class BlockBuilder:
         in_order: bool = False,
         role: str = "",
     ) -> str:
-        """`linear` at the end of a branch, where the ranks' parts are summed."""
+        """`linear` at the end of a branch, with the sum over ranks."""
         if self.parallel is None:
             return self.linear(name, x, weights, residual=residual, mask=mask, role=role)
         weight, bias = linear_params(weights)
@@ -214,7 +222,7 @@ class BlockBuilder:
         return self.sum(name, made, residual, mask, role) if residual else name
 
     def attention(self, spec: AttentionSpec, x: str) -> str:
-        """The heads that attention makes of x: projected, rotated, attended, side by side."""
+        """Attention to x with its projections of q, k and v, and rotation; heads side by side."""
         if spec.keys != "input":
             return self._cross_attention(spec, x)
         read = self.gather(x, in_order=True)
@@ -226,15 +234,11 @@ class BlockBuilder:
         if spec.rotary or spec.head_norm:
             role = "" if spec.head_norm else "heads"
             heads = self.add(rotary_node("rotated", heads, spec, role))
-        return self.add(
-            Attention(
-                name="attn", q=heads, k=heads, v=heads, spec=spec, role="attention",
-                site=self.site(random.ATTENTION), **mask_names(spec),
-            )
-        )  # fmt: skip
+        site = self.site(random.ATTENTION)
+        return self.add(attention_node("attn", heads, heads, heads, spec, site))
 
     def _cross_attention(self, spec: AttentionSpec, x: str) -> str:
-        """Of queries made of x to keys and values made of the input `spec.keys`."""
+        """Attention whose queries are projected from x, keys and values from `spec.keys`."""
         x, keys = self.gather(x, in_order=True), self.gather(spec.keys, in_order=True, whole=True)
         if spec.projection == "split":
             query = self.projections("query", x, spec, "q", "heads")
@@ -243,15 +247,11 @@ class BlockBuilder:
             (_, first), _, (_, end) = spec.columns.values()
             query = self.linear("query", x, "cross", part=(0, first, end), role="heads")
             keys_values = self.linear("kv", keys, "cross", part=(first, end, end), role="heads")
-        return self.add(
-            Attention(
-                name="cross", q=query, k=keys_values, v=keys_values, spec=spec, role="attention",
-                site=self.site(random.CROSS_ATTENTION), **mask_names(spec, f"{spec.keys}_"),
-            )
-        )  # fmt: skip
+        site, masks = self.site(random.CROSS_ATTENTION), f"{spec.keys}_"
+        return self.add(attention_node("cross", query, keys_values, keys_values, spec, site, masks))
 
     def mlp(self, spec: MLPSpec, x: str) -> str:
-        """The MLP's activation: everything but its last linear layer."""
+        """The MLP up to its activation: everything but the last linear layer."""
         x = self.gather(x, in_order=False)
         gate = self.linear("gate", x, "gate", role="hidden") if spec.gated else ""
         up = self.linear("up", x, "fc1", role="hidden")
@@ -265,19 +265,18 @@ class BlockBuilder:
         )  # fmt: skip
 
 
-def mask_names(spec: AttentionSpec, prefix: str = "") -> dict[str, Any]:
-    """The tensors that attention reads besides q, k and v, by the node's fields.
-
-    >>> spec = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=8, scale=1.0, masks=("padding",))
-    >>> mask_names(spec, "memory_")
-    {'padding': 'memory_padding'}
-    """
-    names = {name: prefix + name for name in spec.masks if name != "cu_seqlens"}
-    return {**names, "cu_q": "cu_q", "cu_k": "cu_k"} if "cu_seqlens" in spec.masks else names
+def attention_node(
+    name: str, q: str, k: str, v: str, spec: AttentionSpec, site: int, prefix: str = ""
+) -> Attention:
+    """The step of attention alone; names of its masks begin with `prefix`."""
+    masks: dict[str, Any] = {m: prefix + m for m in spec.masks if m != "cu_seqlens"}
+    if "cu_seqlens" in spec.masks:
+        masks |= {"cu_q": "cu_q", "cu_k": "cu_k"}
+    return Attention(name=name, q=q, k=k, v=v, spec=spec, site=site, role="attention", **masks)
 
 
 def rotary_node(name: str, x: str, spec: AttentionSpec, role: str = "") -> Rotary:
-    """The step that norms and rotates the query and key heads of a packed projection."""
+    """The step that norms and rotates the query and key heads of the projection x."""
     cos, sin = ("cos", "sin") if spec.rotary else ("", "")
     q_weight, k_weight = ("q_norm.weight", "k_norm.weight") if spec.head_norm else ("", "")
     return Rotary(
@@ -287,22 +286,23 @@ def rotary_node(name: str, x: str, spec: AttentionSpec, role: str = "") -> Rotar
 
 @block
 def block_graph(spec: BlockSpec) -> Graph:
-    """The graph of a block; the same object for equal specs.
+    """The graph of a block. Equal specs give the same object.
 
-    Raises: ValueError for a low-rank update of a layer that is not there, and for branches that
-        would make activations of one name.
+    Raises: ValueError for a low-rank update of a layer that the block does not have, and for
+        branches that would give two activations one name.
 
     >>> from fused_remat.spec import nn_layer_spec
     >>> block_graph(nn_layer_spec(True, 4, 16, "gelu")).names
     ('norm1', 'qkv', 'attn', 'mid', 'norm2', 'up', 'act')
     """
-    valid_layers = [name for name in spec.linears if name != "cross"]  # of which steps have parts
+    layers = [name for name in spec.linears if name != "cross"]  # two steps share its weight
     for lora in spec.loras:
-        if lora.layer not in valid_layers:
-            valid = ", ".join(valid_layers)
-            raise ValueError(f"no layer {lora.layer!r} to update; valid: {valid}")
+        if lora.layer not in layers:
+            raise ValueError(
+                f"no layer {lora.layer!r} for a low-rank update; valid: {', '.join(layers)}"
+            )
     b, n = BlockBuilder(spec.loras, spec.parallel), len(spec.branches)
-    stream = before = read = spec.inputs[0]  # `before`: the stream that the branch before read
+    stream = before = read = spec.inputs[0]  # `before`: what the last branch read
     for i, branch in enumerate(spec.branches, 1):
         number = str(i) if n > 1 else ""
         after = "output" if i == n else "mid" if n == 2 else f"mid{i}"
@@ -337,11 +337,7 @@ def block_graph(spec: BlockSpec) -> Graph:
 
 @block
 def norm_graph(spec: NormSpec) -> Graph:
-    """output = norm(input).
-
-    >>> norm_graph(NormSpec(kind="rms_norm")).nodes[0].stats
-    ('output.rstd',)
-    """
+    """output = norm(input)."""
     b = BlockBuilder()
     b.norm("output", "input", spec, "norm")
     return b.graph("norm")
@@ -349,11 +345,7 @@ def norm_graph(spec: NormSpec) -> Graph:
 
 @block
 def dropout_add_graph(p: float) -> Graph:
-    """output = residual + dropout(input).
-
-    >>> [node.name for node in dropout_add_graph(0.1).nodes]
-    ['dropout1', 'output']
-    """
+    """output = residual + dropout(input)."""
     b = BlockBuilder()
     b.sum("output", "input", "residual", b.dropout("dropout1", random.RESIDUAL1, p, "input"))
     return b.graph("dropout_add", ("input", "residual"))
@@ -361,50 +353,26 @@ def dropout_add_graph(p: float) -> Graph:
 
 @block
 def attention_graph(spec: AttentionSpec) -> Graph:
-    """Attention over heads (B, H, S, E): the inputs are the query, "input", "key" and "value".
-
-    >>> spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, scale=0.125)
-    >>> attention_graph(spec).inputs
-    ('input', 'key', 'value')
-    """
-    b = BlockBuilder()
-    inputs = ("input", "key", "value")
-    b.add(
-        Attention(
-            name="output", q=inputs[0], k=inputs[1], v=inputs[2], spec=spec, role="attention",
-            site=random.ATTENTION, **mask_names(spec),
-        )
-    )  # fmt: skip
+    """output = attention of the queries "input" to "key" and "value", all heads (B, H, S, E)."""
+    b, inputs = BlockBuilder(), ("input", "key", "value")
+    b.add(attention_node("output", *inputs, spec, random.ATTENTION))
     return b.graph("attention", inputs)
 
 
 @block
 def rotary_graph(spec: AttentionSpec) -> Graph:
-    """The rotation of a packed projection of heads.
-
-    >>> from fused_remat.spec import RotarySpec
-    >>> rotary = RotarySpec()
-    >>> spec = AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64, scale=1.0, rotary=rotary)
-    >>> rotary_graph(spec).names  # backward rotates back, and reads no activation
-    ()
-    """
+    """output = a packed projection with its query and key heads normed and rotated."""
     b = BlockBuilder()
     b.add(rotary_node("output", "input", spec))
     return b.graph("rotary")
 
 
-part(LinearCrossEntropy)
+register_dataclass(LinearCrossEntropy)
 
 
 @block
 def linear_cross_entropy_graph(loss: LinearCrossEntropy) -> Graph:
-    """The graph of a loss, which is one node; its name must be "output".
-
-    >>> node = LinearCrossEntropy(
-    ...     name="output", x="input", weight="head.weight", bias="head.bias", target="target")
-    >>> linear_cross_entropy_graph(node).nodes[0].stats
-    ('output.max', 'output.log_sum')
-    """
+    """The graph of a loss, a single node whose name must be "output"."""
     b = BlockBuilder()
     b.add(loss)
     return b.graph("linear_cross_entropy")

@@ -1,8 +1,8 @@
-"""Steps of a program that one operation computes: rows of `FUSIONS`.
+"""Fusions: rewriting a program so that one operation computes several of its steps.
 
-A fusion rewrites a program once it is known what is kept, rebuilt and asked for: where the steps
-stand that a routine covers, and nobody else reads what the routine does not write, one step takes
-their place. What a policy keeps, and what backward asks for, stay as they are.
+A fusion applies after it is known what is kept, rebuilt and needed. Where a program has the steps
+that a fused operation covers, and no other step reads what the operation does not write, one step
+replaces them. A fusion changes neither what a policy keeps nor what backward reads.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fused_remat.steps.storage import Quantize
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A step before it is known what it frees.
+    """A step of a program, before it is known what it frees.
 
     Attributes:
         kind: "compute", "backward" or "tiles".
-        node: whose step it is; None for "tiles".
-        wants: of a backward step, what it gives gradients of.
-        touched: every name that it uses or makes.
+        node: the node that the step runs; None for "tiles".
+        needs_grad: of a backward step, the inputs and params that it computes gradients of.
+        touched: all names that it reads or makes.
     """
 
     kind: str
@@ -43,27 +43,30 @@ def _users(steps: Steps, name: str) -> list[Draft]:
 
 
 def _computes(steps: Steps, name: str) -> Draft | None:
-    """The step that computes `name` by itself."""
+    """The unfused step that computes `name`."""
     for step in steps:
         if step.kind == "compute" and step.node is not None and step.node.name == name:
             return step
     return None
 
 
-def _packs(steps: Steps, name: str) -> Draft | None:
-    """The step that packs `name` by itself."""
+def _quantizes(steps: Steps, name: str) -> Draft | None:
+    """The unfused step that quantizes `name`."""
     return next((s for s in steps if s.node is not None and s.node.quantizes == name), None)
 
 
 def _alike(steps: Sequence[Draft | None]) -> bool:
-    """Whether each step computes a linear layer of one input that ends in nothing else."""
+    """Whether all steps compute a plain linear layer, and all layers have the same input."""
     nodes = [step.node for step in steps if step is not None and isinstance(step.node, Linear)]
     plain = len(nodes) == len(steps) and all(node.plain for node in nodes)
     return plain and len({node.x for node in nodes}) == 1
 
 
 def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[str]) -> list[Draft]:
-    """`steps` with `node`'s in place of the last of `old`, which it covers, and without `gone`."""
+    """`steps` with one step of `node` in place of the steps `old`, at the place of the last.
+
+    `gone`: names that the new step does not write.
+    """
     last = max(old, key=steps.index)
     touched = dict.fromkeys(name for step in old for name in step.touched if name not in gone)
     new = Draft(last.kind, node, old[-1].needs_grad, tuple(touched))
@@ -71,7 +74,7 @@ def _replaced(steps: Steps, old: Sequence[Draft], node: Node, gone: Collection[s
 
 
 def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """compute up, compute act -> compute act; also with a gate, and with what packs either."""
+    """compute up, compute act -> compute act; also with a gate, and with quantizing of both."""
     for step in steps:
         node = step.node
         if step.kind != "compute" or not isinstance(node, MLPActivation):
@@ -79,28 +82,28 @@ def linear_act(steps: Steps, fusions: Collection[str], held: Collection[str]) ->
         sources = [_computes(steps, name) for name in node.inputs]
         if f"linear_act {node.act}" not in fusions or not _alike(sources):
             continue
-        packing = [_packs(steps, name) for name in node.inputs]
-        old = [s for s in (*sources, *packing, step) if s is not None]
+        quantizing = [_quantizes(steps, name) for name in node.inputs]
+        old = [s for s in (*sources, *quantizing, step) if s is not None]
         at = steps.index(step)
         others = {n: [u for u in _users(steps, n) if u not in old] for n in node.inputs}
         used = [name for name in node.inputs if name in held or others[name]]
         if any(steps.index(user) < at for name in used for user in others[name]):
-            continue  # wanted before the activation is
-        layers = [s.node for s in sources if s is not None and isinstance(s.node, Linear)]
-        quantizes = [
-            s.node if s is not None and isinstance(s.node, Quantize) else None for s in packing
-        ]
+            continue  # a product is read before the activation is computed
+        nodes = [None if s is None else s.node for s in quantizing]
         new = MlpUp(
-            name=node.name, ups=tuple(layers), act=node,
-            kept=tuple([name in used for name in node.inputs]), packed=tuple(quantizes),
-        )  # fmt: skip
+            name=node.name,
+            ups=tuple([s.node for s in sources if s is not None and isinstance(s.node, Linear)]),
+            act=node,
+            kept=tuple([name in used for name in node.inputs]),
+            quantizers=tuple([n if isinstance(n, Quantize) else None for n in nodes]),
+        )
         steps = _replaced(steps, old, new, set(node.inputs) - set(used))
         return linear_act(steps, fusions, held)
     return list(steps)
 
 
 def linear_norm(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """compute sum (a linear layer and a residual), compute norm -> both in one step."""
+    """compute sum (a linear layer with a residual), compute norm -> compute norm."""
     for step in steps:
         node = step.node
         if step.kind != "compute" or not isinstance(node, Norm) or "linear_norm" not in fusions:
@@ -108,19 +111,19 @@ def linear_norm(steps: Steps, fusions: Collection[str], held: Collection[str]) -
         source = _computes(steps, node.x)
         if source is None or not isinstance(source.node, Linear) or not source.node.residual:
             continue
-        packing = _packs(steps, node.x)
-        pack = None if packing is None else packing.node
-        if [user for user in _users(steps, node.x) if user is not packing][1] is not step:
-            continue  # somebody reads the sum before the norm does
-        assert pack is None or isinstance(pack, Quantize)
-        new = LinearNorm(name=node.name, linear=source.node, norm=node, pack=pack)
-        old = [s for s in (source, packing, step) if s is not None]
+        quantizing = _quantizes(steps, node.x)
+        quantizer = None if quantizing is None else quantizing.node
+        if [user for user in _users(steps, node.x) if user is not quantizing][1] is not step:
+            continue  # another step reads the sum before the norm does
+        assert quantizer is None or isinstance(quantizer, Quantize)
+        new = LinearNorm(name=node.name, linear=source.node, norm=node, quantizer=quantizer)
+        old = [s for s in (source, quantizing, step) if s is not None]
         return linear_norm(_replaced(steps, old, new, ()), fusions, held)
     return list(steps)
 
 
 def mlp_bwd(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """compute up and act, backward out and act -> one backward step; also with a gate."""
+    """compute up and act, backward out and act -> backward out; also with a gate."""
     for step in steps:
         node = step.node
         if step.kind != "backward" or not isinstance(node, MLPActivation):
@@ -137,7 +140,7 @@ def mlp_bwd(steps: Steps, fusions: Collection[str], held: Collection[str]) -> li
             continue  # the activation is kept
         old = [s for s in (*ups, act, step, out) if s is not None]
         if any(s not in old for name in (*node.inputs, node.name) for s in _users(steps, name)):
-            continue  # somebody else reads what would not be written
+            continue  # another step reads what would not be written
         layers = tuple(s.node for s in ups if s is not None and isinstance(s.node, Linear))
         new = MlpBackward(name=layer.name, ups=layers, act=node, out=layer)
         steps = _replaced(steps, old, new, {*node.inputs, node.name})
@@ -146,10 +149,10 @@ def mlp_bwd(steps: Steps, fusions: Collection[str], held: Collection[str]) -> li
 
 
 def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
-    """The linear layer whose backward gives all of the gradient of `name`, its input.
+    """The backward step of the linear layer that computes the whole gradient of `name`, its input.
 
-    None also if a node that this layer gives another gradient to runs before `taker`, which is
-    when the layer's backward would run.
+    The fused step runs at the place of `taker`. None if a step between the two reads a gradient
+    that the layer's backward computes.
     """
     givers = [s for s in steps if s.kind == "backward" and name in s.needs_grad]
     if len(givers) != 1:
@@ -166,8 +169,9 @@ def _only_source(steps: Steps, taker: Draft, name: str) -> Draft | None:
     return givers[0]
 
 
-#: Name -> rewriting; applied in this order. Those of an activation are asked for by both names,
-#: "mlp_bwd gelu". `held`: names that outlive the program.
+#: Name -> rewrite(steps, fusions, held), applied in this order. `fusions` names those to apply; a
+#: fusion of an activation is named with it, as "mlp_bwd gelu". `held`: names that outlive the
+#: program.
 FUSIONS: dict[str, Callable[[Steps, Collection[str], Collection[str]], list[Draft]]] = {
     "mlp_bwd": mlp_bwd,
     "linear_act": linear_act,
@@ -176,7 +180,7 @@ FUSIONS: dict[str, Callable[[Steps, Collection[str], Collection[str]], list[Draf
 
 
 def fuse(steps: Steps, fusions: Collection[str], held: Collection[str]) -> list[Draft]:
-    """`steps`, rewritten by those of `FUSIONS` that `fusions` names."""
+    """`steps`, rewritten by the rows of `FUSIONS` that `fusions` names."""
     if fusions:
         for rewrite in FUSIONS.values():
             steps = rewrite(steps, fusions, held)

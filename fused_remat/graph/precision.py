@@ -1,9 +1,9 @@
-"""A block in two dtypes, as under autocast: the residual stream as it is, all else in a lower one.
+"""A block in two dtypes, as under autocast: the residual stream in one, all else in a lower one.
 
-In the stream are the block's inputs and output, sums of a residual and what is used as one
-(`Graph.stream`). Products take operands and weights rounded to the lower dtype and round their
-result to it; norms and sums of a residual compute in float32. Backward mirrors that: a gradient is
-rounded before a product takes it, and added up in the stream's dtype where it is the stream's.
+The stream (`Graph.stream`) is the block's inputs and output, sums with a residual, and what is used
+as a residual. Products round operands and weights to the lower dtype, and their result too; norms
+and sums with a residual compute in float32. Backward mirrors that: a gradient is rounded before a
+product, and gradients of the stream are summed in the stream's dtype.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from fused_remat.steps.residual import Add, DrawMask
 
 @block
 def mixed_precision(graph: Graph, compute: torch.dtype) -> Graph:
-    """`graph` with everything outside the residual stream in `compute`; one object for each pair.
+    """`graph` with all that is outside the residual stream in `compute`.
 
-    Raises: NotImplementedError if anything but norms, linear layers and sums touches the stream.
+    Equal arguments give the same object.
+
+    Raises: NotImplementedError if a step other than a norm, linear layer, sum or collective reads
+        or writes the stream.
 
     >>> from fused_remat.graph.build import block_graph
     >>> from fused_remat.spec import nn_layer_spec
@@ -50,4 +53,7 @@ def _in_precision(graph: Graph, node: Node, compute: torch.dtype) -> Node:
         return replace(node, compute=compute)
     if isinstance(node, DrawMask) or not graph.stream.intersection((node.name, *node.inputs)):
         return node
-    raise NotImplementedError(f"{graph.kind} cannot run in two dtypes: {node.name} is one step")
+    raise NotImplementedError(
+        f"{graph.kind} cannot run under autocast: the step {node.name!r} "
+        f"({type(node).__name__}) has no rule for two dtypes"
+    )

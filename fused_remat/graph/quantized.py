@@ -1,8 +1,8 @@
-"""A graph that keeps some of its names in a storage format (`fused_remat.formats`).
+"""A graph that keeps some activations in a storage format (`fused_remat.formats`).
 
-Forward is the graph's own, with a `Quantize` step after each named activation. No step of forward
-reads the quantized copy, so a format never changes an output. In backward (`Graph.quantized_nodes`)
-the activation is dequantized, and steps that can load quantized elements read those directly.
+Forward has a `Quantize` step after each of them. No other step of forward reads the quantized copy,
+so a format never changes an output. In backward (`Graph.quantized_nodes`) steps that can load
+quantized elements read them directly, and a `Dequantize` step serves the others.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fused_remat.steps.storage import Dequantize, Quantize
 
 
 def in_formats(graph: Graph, save: Collection[str]) -> Graph:
-    """`graph`, for keeping the names in `save`, of which "x:format" are packed.
+    """`graph` for a policy that keeps `save`, where "x:format" names a format.
 
-    The same object for equal formats; `graph` itself where all are native.
+    Equal formats give the same object; without formats that is `graph` itself.
 
-    Raises: ValueError for a format that does not hold what backward asks of an activation: that of
-        the output, which is the caller's tensor, and signs of anything but a ReLU's input.
+    Raises: ValueError for a format of the output, which is the caller's tensor; and for a format
+        that keeps signs only, of anything but a ReLU's input.
 
     >>> from fused_remat.graph.build import block_graph
     >>> from fused_remat.spec import nn_layer_spec
@@ -41,43 +41,43 @@ def in_formats(graph: Graph, save: Collection[str]) -> Graph:
     stored = tuple(sorted(name for name in save if split_name(name)[1] != NATIVE))
     if not stored:
         return graph
-    return (packed if graph.text else _packed_once)(graph, stored)
+    return (quantized if graph.text else _quantized_once)(graph, stored)
 
 
 @block
-def packed(graph: Graph, names: tuple[str, ...]) -> Graph:
-    """`in_formats` for the names that are not native, sorted; one object for each pair."""
-    return _with_packs(graph, names)
+def quantized(graph: Graph, names: tuple[str, ...]) -> Graph:
+    """`graph` with the sorted `names`, as "x:format", quantized; equal arguments, one object."""
+    return _quantized(graph, names)
 
 
 @functools.lru_cache(maxsize=1024)
-def _packed_once(graph: Graph, names: tuple[str, ...]) -> Graph:
-    return _with_packs(graph, names)
+def _quantized_once(graph: Graph, names: tuple[str, ...]) -> Graph:
+    return _quantized(graph, names)
 
 
-def _with_packs(graph: Graph, names: tuple[str, ...]) -> Graph:
-    valid = graph.names
-    quantizes = {}
+def _quantized(graph: Graph, names: tuple[str, ...]) -> Graph:
+    valid, quantizes = graph.names, {}
     for name in names:
         x, stored = split_name(name)
         if x == "output":
             raise ValueError(
-                f"the output is the caller's tensor and kept as it is, not as {stored!r}"
+                f"the output cannot be kept as {stored!r}: it is the caller's tensor; keep it "
+                "without a format"
             )
-        quantizes[x] = Quantize(name=name, x=x, site=random.PACKING + valid.index(x))
+        quantizes[x] = Quantize(name=name, x=x, site=random.ROUNDING + valid.index(x))
     nodes = []
     for node in graph.nodes:
         nodes += [node, quantizes[node.name]] if node.name in quantizes else [node]
     quantized_nodes: list[Node] = [
-        Dequantize(name=pack.x, quantized=(pack,))
-        for pack in quantizes.values()
-        if not pack.format.signs
+        Dequantize(name=x, quantized=(quantize,))
+        for x, quantize in quantizes.items()
+        if not quantize.format.signs
     ]
     for node in graph.nodes:
         loaded = _loading(node, [quantizes[x] for x in node.inputs if x in quantizes])
         quantized_nodes += [] if loaded is None else [loaded]
     params = graph.params
-    if any(pack.params for pack in quantizes.values()) and "seed" not in params:
+    if any(quantize.params for quantize in quantizes.values()) and "seed" not in params:
         params += ("seed",)
     return replace(
         graph, nodes=tuple(nodes), params=params, quantized_nodes=tuple(quantized_nodes), text=""
@@ -85,19 +85,20 @@ def _with_packs(graph: Graph, names: tuple[str, ...]) -> Graph:
 
 
 def _loading(node: Node, quantizes: list[Quantize]) -> Node | None:
-    """The node that loads these inputs packed in place of `node`; None where it cannot.
+    """`node` reading these inputs as they are stored; None if it cannot.
 
-    Raises: ValueError for signs that are not all that the node's backward needs.
+    Raises: ValueError if one of them is kept as signs, and the node's backward needs values.
     """
-    signs = [pack for pack in quantizes if pack.format.signs]
+    signs = [quantize for quantize in quantizes if quantize.format.signs]
     relu = isinstance(node, MLPActivation) and node.act == "relu" and not node.gate
     if signs and not relu:
         raise ValueError(
-            f"the format {signs[0].stored!r} keeps signs alone, for the input of a ReLU; "
-            f"{node.name!r} needs the values of {signs[0].x!r}"
+            f"the format {signs[0].stored!r} keeps signs only, which is enough for the input of a "
+            f"ReLU; backward of {node.name!r} needs the values of {signs[0].x!r}: choose another "
+            "format for it"
         )
     if isinstance(node, MLPActivation):
         loads = node.act != USER_FUNCTION
-    else:  # keys that no query sees are cut off, of what is in memory
+    else:  # keys that no query sees are cut off, which needs heads in memory
         loads = isinstance(node, Attention) and not node.cuts_keys
     return replace(node, quantized=tuple(quantizes)) if quantizes and loads else None

@@ -1,10 +1,9 @@
-"""Graphs as text: a program that was compiled or saved names a block by its graph's recipe.
+"""Graphs as text, by which a compiled or saved program refers to the graph of a block:
 
     block_graph(BlockSpec(kind='encoder_prenorm', branches=(BranchSpec(op=..., ), ...)))
 
-A recipe is a call of a `block` with plain numbers, dtypes, `part`s (dataclasses of them) and
-other graphs, and holds everything: reading it in another process makes the same graph. It is read
-as data, never evaluated.
+The text is the call that built the graph. Reading it in another process builds the same graph. It
+is parsed as data and never evaluated.
 """
 
 from __future__ import annotations
@@ -21,26 +20,20 @@ import torch
 from fused_remat import spec
 from fused_remat.graph.graph import Graph
 
-Part = TypeVar("Part", bound=type)
+Class = TypeVar("Class", bound=type)
 
-#: What a recipe may call, by name.
+#: What a text may call, by name; and how often each name was defined (a notebook reruns cells).
 _CALLABLES: dict[str, Callable[..., Any]] = {}
-#: How often each name was defined: a notebook's cell may be run again.
 _DEFINITIONS: dict[str, int] = {}
 
 
-def part(cls: Part) -> Part:
-    """A dataclass of plain numbers that recipes may contain."""
-    _register(cls)
-    return cls
-
-
 def block(build: Callable[..., Graph]) -> Callable[..., Graph]:
-    """A function whose graph a recipe can name; equal arguments, one graph.
+    """Mark a function that builds a graph, so that a text can name the graph.
 
-    Its arguments are plain numbers, strings, dtypes, tuples of them, `part`s and graphs.
+    Equal arguments give the same graph. Arguments are plain numbers, strings, dtypes, tuples of
+    these, dataclasses marked by `register_dataclass`, and graphs.
 
-    Raises: ValueError if another module has a builder of that name.
+    Raises: ValueError if a function of another module has the same name.
 
     >>> from fused_remat.graph.build import norm_graph
     >>> norm_graph(spec.NormSpec(kind="rms_norm")).text
@@ -51,7 +44,7 @@ def block(build: Callable[..., Graph]) -> Callable[..., Graph]:
     @functools.lru_cache(maxsize=1024)
     @functools.wraps(build)
     def cached(*args: Any, **kwargs: Any) -> Graph:
-        text = _call(name, args, kwargs)  # built from what it says: plain numbers, not numpy's
+        text = _call(name, args, kwargs)  # built from the text: plain numbers, not numpy's
         plain, named = _arguments(ast.parse(text, mode="eval").body)
         return dataclasses.replace(build(*plain, **named), text=text)
 
@@ -65,20 +58,64 @@ def block(build: Callable[..., Graph]) -> Callable[..., Graph]:
     return built
 
 
+def register_dataclass(cls: Class) -> Class:
+    """Let texts contain instances of a dataclass whose fields are plain data."""
+    _register(cls)
+    return cls
+
+
 def _register(made: Callable[..., Any]) -> int:
-    """Let recipes call `made`; returns which definition of its name it is."""
+    """Let texts call `made`; return the number of definitions of its name."""
     name = made.__name__
     known = _CALLABLES.setdefault(name, made)
     if known.__module__ != made.__module__:
-        raise ValueError(f"a builder or part named {name!r} is already in {known.__module__}")
+        raise ValueError(f"{name!r} is already in {known.__module__}: choose another name")
     _CALLABLES[name] = made
     _DEFINITIONS[name] = _DEFINITIONS.get(name, 0) + 1
-    _read.cache_clear()  # of what an earlier definition made
+    _read.cache_clear()  # graphs of an earlier definition
     return _DEFINITIONS[name]
 
 
-# Dynamo traces what writes a recipe, and takes the numbers as constants with guards: hence
-# `operator.index` and `__float__`, which give it a number where it holds a symbol.
+def graph_of(text: str) -> Graph:
+    """The graph that a text names.
+
+    Raises: ValueError for a text that names no graph, or a function that was not imported.
+
+    >>> from fused_remat.graph.build import norm_graph
+    >>> graph_of("norm_graph(NormSpec(eps=1e-06))") is norm_graph(spec.NormSpec(eps=1e-6))
+    True
+    """
+    return _read(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(text: str) -> Graph:
+    graph = _value(ast.parse(text, mode="eval").body)
+    if not isinstance(graph, Graph):
+        raise ValueError(f"not the text of a graph: {text}")
+    return graph
+
+
+def _graph_by(name: str, definition: int, text: str) -> Graph:
+    """`graph_of`, if the last definition of `name` is the given one."""
+    if _DEFINITIONS[name] != definition:
+        raise RuntimeError(
+            f"{name!r} was defined again, and compiled code refers to it by name: give each "
+            "definition a name of its own"
+        )
+    return graph_of(text)
+
+
+for _called in (graph_of, _graph_by):  # Dynamo calls them without tracing
+    vars(_called)["_dynamo_marked_constant"] = True
+
+for _spec in vars(spec).values():
+    if dataclasses.is_dataclass(_spec) and isinstance(_spec, type):
+        register_dataclass(_spec)
+
+
+# Dynamo traces the writing of a text, and takes its numbers as constants with guards. Hence
+# `operator.index` and `__float__`: they give it a number where it holds a symbol.
 
 
 def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -105,52 +142,15 @@ def _written(value: Any) -> str:
     if hasattr(value, "item"):  # numpy's numbers, and tensors of one element
         return _written(value.item())
     if not dataclasses.is_dataclass(value) or isinstance(value, Graph):
-        raise TypeError(f"a recipe holds plain numbers and parts, got {type(value).__name__}")
+        raise TypeError(
+            f"arguments of a graph are plain numbers or registered dataclasses, got {type(value)}"
+        )
     cls, names = type(value), [field.name for field in dataclasses.fields(value)]
     given = {name: getattr(value, name) for name in names}
-    # A default is the class's attribute; a field without one has none.
+    # A field's default is the class's attribute; a field without one has none.
     named = {name: now for name, now in given.items() if now != getattr(cls, name, ...)}
     return _call(cls.__name__, (), named)
 
-
-@functools.lru_cache(maxsize=1024)
-def _read(text: str) -> Graph:
-    graph = _value(ast.parse(text, mode="eval").body)
-    if not isinstance(graph, Graph):
-        raise ValueError(f"not the recipe of a graph: {text}")
-    return graph
-
-
-def graph_of(text: str) -> Graph:
-    """The graph that a recipe names.
-
-    Raises: ValueError for a text that is no recipe, or names a builder that was not imported.
-
-    >>> from fused_remat.graph.build import norm_graph
-    >>> graph_of("norm_graph(NormSpec(eps=1e-06))") is norm_graph(spec.NormSpec(eps=1e-6))
-    True
-    """
-    return _read(text)
-
-
-def _graph_by(name: str, definition: int, text: str) -> Graph:
-    """`graph_of`, for a builder that must be the last of its name."""
-    if _DEFINITIONS[name] != definition:
-        raise RuntimeError(
-            f"the builder {name!r} was defined again, and what is compiled names it: give each "
-            "definition a name of its own"
-        )
-    return graph_of(text)
-
-
-for _called in (graph_of, _graph_by):  # not traced by Dynamo, but called
-    vars(_called)["_dynamo_marked_constant"] = True
-
-for _spec in (
-    spec.NormSpec, spec.RotarySpec, spec.AttentionSpec, spec.MLPSpec, spec.BranchSpec,
-    spec.LoraSpec, spec.ParallelSpec, spec.BlockSpec,
-):  # fmt: skip
-    part(_spec)
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
@@ -176,9 +176,9 @@ def _value(node: ast.expr) -> Any:
         case ast.Call(func=ast.Name(id=name)):
             if name not in _CALLABLES:
                 raise ValueError(
-                    f"no builder or part {name!r}: import its module; a text of an earlier "
-                    "version of fused_remat is compiled again"
+                    f"no graph function or dataclass {name!r}: import the module that defines it; "
+                    "if an earlier version of fused_remat wrote the text, compile again"
                 )
             args, kwargs = _arguments(node)
             return _CALLABLES[name](*args, **kwargs)
-    raise ValueError(f"not a recipe: {ast.unparse(node)}")
+    raise ValueError(f"not the text of a graph: {ast.unparse(node)}")

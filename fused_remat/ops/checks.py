@@ -14,7 +14,7 @@ from fused_remat.autograd import run_block
 from fused_remat.graph.graph import Graph
 from fused_remat.policies import Policy
 from fused_remat.spec import AttentionOptions, AttentionSpec, BlockSpec, MLPSpec
-from fused_remat.steps.attention_rows import bounds
+from fused_remat.steps.attention_call import bounds
 from fused_remat.steps.norm import NORMS
 from fused_remat.steps.user_function import Function
 

@@ -46,7 +46,7 @@ def example_of(model: Model, layout: Layout, batch: int, seq: int, dtype: torch.
     tables = tables_of(model, seq, dtype)
     call = read_call(layer_module(model, seq, dtype), whole, *tables)
     if isinstance(call, Reason):
-        raise ValueError(f"a layer of {model.name} does not take the fused path: {call}")
+        raise ValueError(f"a layer of {model.name} does not take the fused path: {call.text}")
     spec, tensors = call.spec, dict(call.tensors)
     tensor = layout.mesh.tensor
     if tensor > 1:

@@ -1,8 +1,7 @@
-"""Activations of an MLP: the operations, the step, and a row for each function.
+"""Activations of an MLP: the table of functions, two operations, and the step.
 
-A row is `name: Activation(fwd, bwd, functions, modules)`. `fwd(x)` returns a new tensor;
-`bwd(dy, x, out)` returns dy * act'(x), written to `out` when it is not None (`out` may be `dy`
-itself). `functions` and `modules` are the callables and module types that mean this activation.
+A new activation is a row of `ACTIVATIONS`. A user's own function needs no row:
+`steps.user_function` runs it, and in backward runs it again under autograd.
 """
 
 from __future__ import annotations
@@ -33,7 +32,14 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation function, its derivative, and the objects that stand for it elsewhere."""
+    """An activation function: a row of `ACTIVATIONS`.
+
+    Attributes:
+        fwd: fwd(x) returns act(x), a new tensor.
+        bwd: bwd(dy, x, out) returns dy * act'(x), written to `out` unless that is None. `out` may
+            be `dy` itself.
+        functions, modules: the callables and module classes that a model may use for this function.
+    """
 
     fwd: Callable[[Tensor], Tensor]
     bwd: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -42,7 +48,7 @@ class Activation:
 
 
 def _into(op: Any, dy: Tensor, out: Tensor | None, *args: object, **kwargs: object) -> Tensor:
-    """Call an ATen backward op, writing to `out` if given (some ops have no such overload)."""
+    """Call an ATen backward op that writes to `out`, if given; some ops lack such an overload."""
     result: Tensor
     if out is not None and hasattr(op, "grad_input"):
         result = op.grad_input(dy, *args, **kwargs, grad_input=out)
@@ -84,7 +90,7 @@ _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def activation_name(activation: Any) -> str | None:
-    """The name of the row that a function or module stands for, or None.
+    """The name of the row of `ACTIVATIONS` that a function or module computes, or None.
 
     >>> activation_name(nn.GELU(approximate="tanh")), activation_name(torch.sin)
     ('gelu_tanh', None)
@@ -106,48 +112,29 @@ def activation_name(activation: Any) -> str | None:
     return None
 
 
-def _empty(x: Loaded) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _parts(x: Loaded | None, *beside: Loaded | None) -> Iterator[tuple[slice, list[Any]]]:
-    """The rows of each, a few at a time: nothing that is packed is unpacked whole."""
-    packed = next(y for y in (x, *beside) if isinstance(y, Quantized))
-    for first, last in packed.spans():
-        yield (
-            slice(first, last),
-            [None if y is None
-             else y.rows(first, last) if isinstance(y, Quantized) else y[first:last]
-             for y in (x, *beside)],
-        )  # fmt: skip
-
-
-def says_pointwise(formats: tuple[str, ...]) -> str:
-    """What a pointwise step in ATen does, of inputs in these formats."""
-    packed = " and ".join(dict.fromkeys(filter(None, formats)))
-    return f"pointwise, eager{packed and f', from {packed} a few rows at a time'}"
-
-
-def activation_key(act: str, *given: Loaded | None) -> tuple[Any, ...]:
+def _key(act: str, gate: Loaded | None, up: Loaded | None) -> tuple[Any, ...]:
     """The function, dtype, device and formats of the inputs."""
-    x = next(y for y in given if y is not None)
-    return act, x.dtype, x.device, tuple([format_of(y) for y in given])
+    x = up if gate is None else gate
+    assert x is not None
+    return act, x.dtype, x.device, (format_of(gate), format_of(up))
 
 
-@operation(
-    key=lambda act, gate, up, mask: activation_key(act, gate, up),
-    says=lambda key, *_: says_pointwise(key[3]),
-)
+def _says(key: tuple[Any, ...], *_: Any) -> str:
+    formats = " and ".join(dict.fromkeys(filter(None, key[3])))
+    return f"pointwise, eager{formats and f', from {formats} a few rows at a time'}"
+
+
+@operation(key=lambda act, gate, up, mask: _key(act, gate, up), says=_says)
 def activation_fwd(act: str, gate: Loaded | None, up: Loaded, mask: DropoutMask | None) -> Tensor:
-    """mask * act(up), or mask * act(gate) * up: `act` is a row of `ACTIVATIONS`.
+    """mask * act(up), or mask * act(gate) * up, where `act` is a row of `ACTIVATIONS`.
 
-    What is packed is unpacked where it is read, each element rounded to its dtype, so that results
-    are those of unpacking first.
+    Quantized inputs are dequantized as they are read, and each element is rounded to its dtype: the
+    result is the same as if they had been dequantized before.
     """
     function = ACTIVATIONS[act].fwd
     if isinstance(gate, Quantized) or isinstance(up, Quantized):
-        y = _empty(up)
-        for rows, (g, u) in _parts(gate, up):
+        y = _empty_like(up)
+        for rows, g, u in _pieces(gate, up):
             if g is None:
                 y[rows].copy_(function(u))
             else:
@@ -157,10 +144,7 @@ def activation_fwd(act: str, gate: Loaded | None, up: Loaded, mask: DropoutMask 
     return y if mask is None else y.mul_(mask.tensor())
 
 
-@operation(
-    key=lambda act, dy, gate, up, *_: activation_key(act, gate, up),
-    says=lambda key, *_: says_pointwise(key[3]),
-)
+@operation(key=lambda act, dy, gate, up, *_: _key(act, gate, up), says=_says)
 def activation_bwd(
     act: str,
     dy: Tensor,
@@ -170,17 +154,17 @@ def activation_bwd(
     owned: bool,
     needs_grad: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of `activation_fwd` in gate and up: those that `needs_grad` marks, else None.
+    """The gradients of gate and up; one that `needs_grad` does not mark is None.
 
-    up is not read, and may be None, where the gate's gradient is not wanted; may overwrite dy when
-    `owned`.
+    `up` is read only for the gradient of a gate, or where there is none; else it may be None. dy
+    may be overwritten if `owned`.
     """
     row = ACTIVATIONS[act]
     if mask is not None:
         dy = dy.mul_(mask.tensor()) if owned else torch.mul(dy, mask.tensor()).to(dy.dtype)
         owned = True
     if isinstance(gate, Quantized) or isinstance(up, Quantized):
-        return _packed_bwd(row, dy, gate, up, owned, needs_grad)
+        return _quantized_bwd(row, dy, gate, up, owned, needs_grad)
     if gate is None:
         assert up is not None
         return None, row.bwd(dy, up, dy if owned else None)
@@ -192,7 +176,7 @@ def activation_bwd(
     return row.bwd(dy, gate, dy), dup
 
 
-def _packed_bwd(
+def _quantized_bwd(
     row: Activation,
     dy: Tensor,
     gate: Loaded | None,
@@ -200,11 +184,12 @@ def _packed_bwd(
     owned: bool,
     needs_grad: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
+    """`activation_bwd` after dropout, where gate or up is quantized."""
     like = up if gate is None else gate
     assert like is not None
-    dgate = dy if owned or (gate is not None and not needs_grad[0]) else _empty(like)
-    dup = _empty(like) if gate is not None and needs_grad[1] else None
-    for rows, (g, u) in _parts(gate, up):
+    dgate = dy if owned or (gate is not None and not needs_grad[0]) else _empty_like(like)
+    dup = _empty_like(like) if gate is not None and needs_grad[1] else None
+    for rows, g, u in _pieces(gate, up):
         part = dy[rows]
         if g is None:
             row.bwd(part, u, dgate[rows])
@@ -219,14 +204,34 @@ def _packed_bwd(
     return dgate if needs_grad[0] else None, dup
 
 
+def _empty_like(x: Loaded) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _pieces(gate: Loaded | None, up: Loaded | None) -> Iterator[tuple[slice, Any, Any]]:
+    """A few rows of both at a time, dequantized: no quantized input is dequantized as a whole."""
+    quantized = next(x for x in (gate, up) if isinstance(x, Quantized))
+    for first, last in quantized.spans():
+        made: list[Any] = []
+        for x in (gate, up):
+            if isinstance(x, Quantized):
+                made.append(x.rows(first, last))
+            else:
+                made.append(None if x is None else x[first:last])
+        yield slice(first, last), made[0], made[1]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MLPActivation(Node):
-    """name = keep * act(up), or keep * act(gate) * up: SwiGLU with "silu", GeGLU with "gelu".
+    """name = mask * act(up), or mask * act(gate) * up: SwiGLU with "silu", GeGLU with "gelu".
 
-    `act` is a row of `ACTIVATIONS`, or `USER_FUNCTION`: any function of up that autograd can
-    differentiate, `Pass.functions["activation"]`, so that graphs stay plain data. `captured` names
-    the tensors besides up that it is differentiable in; they reach the function by themselves (a
-    closure, a module's parameters), and are the block's params for their gradients' sake.
+    Attributes:
+        act: a row of `ACTIVATIONS`; or `USER_FUNCTION` for the function that a call passes as
+            `Pass.functions["activation"]`, so that graphs stay plain data. Autograd must be able to
+            differentiate it.
+        captured: names of the other tensors that a user's function is differentiable in. The
+            function reads them by itself (a closure, a module's parameters); they are params of the
+            block so that they get gradients.
     """
 
     gate: Input = ""
@@ -239,7 +244,7 @@ class MLPActivation(Node):
     def says(self) -> tuple[str, str]:
         if self.act != USER_FUNCTION:
             return "", ""
-        return "the caller's function; in backward again, under autograd", ""
+        return "the caller's function; it runs again in backward, under autograd", ""
 
     def needs(self, needs_grad: Collection[str]) -> tuple[str, ...]:
         if not self.gate:
@@ -252,7 +257,7 @@ class MLPActivation(Node):
     def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any] | None:
         if not self.quantized:
             return None
-        formats = {pack.x: pack.stored for pack in self.quantized}
+        formats = {quantize.x: quantize.stored for quantize in self.quantized}
         stored = tuple([formats.get(name, "") for name in (self.gate, self.up)])
         return activation_bwd, (self.act, chunk.dtype_of(self.up), chunk.owner.device, stored)
 
@@ -262,15 +267,9 @@ class MLPActivation(Node):
             y = user_function.forward(chunk.owner.functions["activation"], chunk[self.up])
             chunk.put(self.name, y if mask is None else torch.mul(y, mask.tensor()).to(y.dtype))
             return
-        if self.quantized:
-            gate = self.load(chunk, self.gate) if self.gate else None
-            chunk.put(
-                self.name,
-                chunk.ops[activation_fwd](self.act, gate, self.load(chunk, self.up), mask),
-            )
-            return
-        gate = chunk[self.gate] if self.gate else None
-        chunk.put(self.name, chunk.ops[activation_fwd](self.act, gate, chunk[self.up], mask))
+        load = functools.partial(self.load, chunk) if self.quantized else chunk.__getitem__
+        gate = load(self.gate) if self.gate else None
+        chunk.put(self.name, chunk.ops[activation_fwd](self.act, gate, load(self.up), mask))
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         mask = chunk.mask(self.mask)

@@ -1,14 +1,14 @@
-"""The steps of a block whose heads and MLP are divided among the ranks of a tensor-parallel group.
+"""Communication between the ranks of a tensor-parallel group: the steps, and the collectives.
 
-Each rank has some of the heads and some of the MLP's hidden units: its shards of the weights. Two
-steps join the ranks: `AllGather` before a branch collects the tokens of all ranks, `ReduceScatter`
-after it sums what the ranks computed. They are steps like others, named, kept, rebuilt and freed by
-the same rules: a preset that keeps the sum after a branch needs no communication to rebuild it.
+Each rank has some of the heads and of the MLP's hidden units: its shards of the weights.
+`AllGather` before a branch collects the tokens of all ranks, and `ReduceScatter` after it sums the
+ranks' results. They follow the rules of all steps, so a preset that keeps the sum after a branch
+needs no communication in backward's rebuild.
 
-With `sequence`, the residual stream, its norms and what a block keeps of them are divided by tokens
-(Korthikanti et al. 2022, arXiv 2205.05198): gathering and reducing are an all-gather and a
-reduce-scatter. Without, every rank has the whole stream: gathering is nothing, and its backward an
-all-reduce; reducing is an all-reduce (Shoeybi et al. 2019, arXiv 1909.08053).
+With `ParallelSpec.sequence`, the residual stream and its norms are divided by tokens, and the steps
+are an all-gather and a reduce-scatter (Korthikanti et al. 2022, arXiv 2205.05198). Without it every
+rank has the whole stream: forward of `AllGather` does nothing and its backward is an all-reduce;
+`ReduceScatter` is an all-reduce (Shoeybi et al. 2019, arXiv 1909.08053).
 """
 
 from __future__ import annotations
@@ -30,33 +30,29 @@ if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
 
 
-#: Between the dropout sites of two ranks: each draws on its own for what is divided.
+#: Difference between the dropout sites of two ranks, which draw different masks of divided parts.
 SITES_OF_A_RANK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveStep(Node):
-    """A step that talks to the other ranks: what both have.
-
-    Attributes:
-        parallel: the rank's place.
-    """
+    """A step that communicates with the other ranks of `parallel`."""
 
     x: Input
     parallel: ParallelSpec
 
     @property
     def communication(self) -> tuple[str, str]:
-        """What it says in forward and in backward; "" for nothing."""
+        """The collectives of forward and of backward; "" for none."""
         raise NotImplementedError
 
     @property
     def says(self) -> tuple[str, str]:
         forward, backward = self.communication
-        return forward or "nothing: every rank has it", backward
+        return forward or "nothing: every rank has all tokens", backward
 
     def _batch(self, chunk: Chunk) -> int:
-        """The number of sequences whose rows are to stay together; 1 where rows are tokens."""
+        """The number of sequences whose rows stay together; 1 if the order of tokens is free."""
         return chunk.seqs[1] - chunk.seqs[0] if self.per_sequence else 1
 
     def _gather(self, chunk: Chunk, x: Tensor) -> Tensor:
@@ -68,8 +64,10 @@ class CollectiveStep(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class AllGather(CollectiveStep):
-    """name = x of all ranks, whose gradients are summed over ranks. Its rows are tokens in any
-    order, as an MLP takes them."""
+    """name = the tokens x of all ranks, in any order: enough for an MLP.
+
+    Backward sums the gradients over ranks.
+    """
 
     keepable: ClassVar[bool] = False
 
@@ -94,14 +92,14 @@ class AllGather(CollectiveStep):
 
 @dataclass(frozen=True, kw_only=True)
 class AllGatherSequences(AllGather):
-    """`AllGather` whose rows are the tokens of whole sequences in order, as attention needs."""
+    """`AllGather` that keeps the tokens of each sequence in order, which attention needs."""
 
     per_sequence: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatter(CollectiveStep):
-    """name = the sum of x over ranks, of this rank's tokens, + bias."""
+    """name = the sum of x over ranks for this rank's tokens, + bias."""
 
     bias: Param
 
@@ -131,12 +129,12 @@ class ReduceScatter(CollectiveStep):
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterSequences(ReduceScatter):
-    """`ReduceScatter` of rows that are the tokens of whole sequences in order."""
+    """`ReduceScatter` of sequences whose tokens are in order."""
 
     per_sequence: ClassVar[bool] = True
 
 
-# Their names since torch 2.13, and before.
+# Their names since torch 2.13, and their names before.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or getattr(
     dist, "all_gather_into_tensor", None
 )  # type: ignore[assignment]
@@ -146,20 +144,16 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def in_context_parallel() -> bool:
-    """Whether torch's `context_parallel` has put its ring in the place of attention.
-
-    >>> in_context_parallel()
-    False
-    """
+    """Whether torch's `context_parallel` has replaced `scaled_dot_product_attention`."""
     module = F.scaled_dot_product_attention.__module__ or ""
     return module.startswith("torch.distributed.tensor.experimental")
 
 
-vars(in_context_parallel)["_dynamo_marked_constant"] = True  # not traced, but called
+vars(in_context_parallel)["_dynamo_marked_constant"] = True  # Dynamo calls it without tracing
 
 
 def _group(name: str) -> Any:
-    """The process group. Not cached: names are used again once all groups were destroyed."""
+    """The process group. Not cached: a name is reused after all groups have been destroyed."""
     c10d: Any = dist.distributed_c10d
     return c10d._resolve_process_group(name)
 
@@ -167,13 +161,13 @@ def _group(name: str) -> Any:
 def gather(
     x: Tensor, group: str, size: int, batch: int = 1, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """The rows of all ranks: of each of `batch` sequences, the first rank's first.
+    """The rows of all ranks; within each of `batch` sequences, ordered by rank.
 
     Shapes: x (batch * S, W); returns (batch * size * S, W), or those elements in `shape`.
     """
     x = x.contiguous()
     shape = (size * x.shape[0], x.shape[1]) if shape is None else shape
-    out = x.new_empty(shape)  # returned as it is: no view, which FSDP2 warns of
+    out = x.new_empty(shape)  # not a view, since FSDP2 warns of views
     _all_gather(out.view(size * x.shape[0], x.shape[1]), x, group=_group(group))
     if batch == 1 or x.numel() == 0:
         return out
@@ -182,7 +176,7 @@ def gather(
 
 
 def scatter_sum(x: Tensor, group: str, size: int, batch: int = 1) -> Tensor:
-    """This rank's rows of the sum over ranks; `gather` undoes the choice of rows.
+    """This rank's rows of the sum over ranks: those that it contributes to `gather`.
 
     Shapes: x (batch * size * S, W); returns (batch * S, W).
     """
@@ -195,14 +189,14 @@ def scatter_sum(x: Tensor, group: str, size: int, batch: int = 1) -> Tensor:
 
 
 def total(x: Tensor, group: str, owned: bool = False, largest: bool = False) -> Tensor:
-    """The sum over ranks (the maximum, if `largest`); in place if x is `owned` and contiguous."""
+    """The sum over ranks, or the maximum if `largest`; in place if x is `owned` and contiguous."""
     y = x.contiguous() if owned else x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(y, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=_group(group))
     return y
 
 
 def first_ranks(x: Tensor, group: str) -> Tensor:
-    """x of the group's first rank."""
+    """A copy of the x of the group's first rank."""
     y = x.clone()
     dist.broadcast(y, group=_group(group), group_src=0)
     return y

@@ -1,10 +1,11 @@
-"""Cross-entropy over the logits of a linear layer in ATen: a block of logits at a time.
+"""Cross-entropy over the logits of a linear layer: two operations and the step.
 
-A block is some tokens by some columns of the vocabulary, columns in the outer loop: a block of
-dweight is complete, and rounded, before the next begins, and only dx, (T, D), is summed in float32
-as a whole. The other way round, dweight would be, which is as large as the vocabulary.
+Logits are computed a block at a time: some tokens by some columns of the vocabulary. Columns are
+the outer loop, so a block of dweight is complete, and rounded, before the next one begins, and only
+dx (T, D) is summed in float32 as a whole. With tokens outside, all of dweight would be, which is as
+large as the vocabulary.
 
-Logits are float32 (float64 for float64). On a CPU, tokens whose target is ignored cost nothing.
+Logits are float32 (float64 for float64). On a CPU, tokens with an ignored target cost nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
 
 Span = tuple[int, int]
+# Larger blocks read the weights fewer times, and need more memory.
+_CPU_LOGITS = 1 << 20
+_DEVICE_LOGITS = 1 << 26
 
 
 @dataclass(eq=False, slots=True)
@@ -34,14 +38,15 @@ class CrossEntropyCall:
     """Targets and options of a cross-entropy over the logits of T tokens.
 
     Attributes:
-        target: (T,) int64, a column each, or `ignore_index`: such a token's loss is 0.
-        label_smoothing: this share of each target is spread over all columns.
-        z_loss: times logsumexp² is added to each token's loss.
+        target: (T,) int64, the column of each token's target; the loss is 0 where it is
+            `ignore_index`.
+        label_smoothing: the share of each target that is spread over all columns.
+        z_loss: the factor of logsumexp², which is added to each token's loss.
         softcap: logits become softcap * tanh(logits / softcap); 0 for none.
-        logits: about how many to hold at a time; 0 for what suits the device.
-        group: of ranks among which the columns are divided, "" for none; then targets are columns
-            of this rank's, or a negative number other than `ignore_index`, of another's.
-        classes: columns of all ranks; 0: those that there are.
+        logits: about how many logits to hold at a time; 0 for a number that suits the device.
+        group: of the ranks among which the columns are divided; "" for none. A target is then a
+            column of this rank, or a negative number, not `ignore_index`, for another rank's.
+        classes: the number of columns of all ranks; 0 for those of the weight.
     """
 
     target: Tensor
@@ -52,136 +57,6 @@ class CrossEntropyCall:
     logits: int
     group: str = ""
     classes: int = 0
-
-
-# Larger blocks read the weights fewer times, and have larger transients.
-_CPU_LOGITS = 1 << 20
-_DEVICE_LOGITS = 1 << 26
-
-
-def block_of(tokens: int, vocab: int, call: CrossEntropyCall, device: torch.device) -> Span:
-    """Tokens and columns of a block: about square, which moves the fewest bytes for its products.
-
-    >>> call = CrossEntropyCall(torch.zeros(0), -100, 0.0, 0.0, 0.0, logits=1 << 20)
-    >>> block_of(4096, 50000, call, torch.device("cpu"))
-    (1024, 1024)
-    >>> block_of(64, 50000, call, torch.device("cpu"))
-    (64, 16384)
-    """
-    limit = call.logits or (_CPU_LOGITS if device.type == "cpu" else _DEVICE_LOGITS)
-    rows = min(tokens, max(math.isqrt(limit), limit // vocab))
-    columns = max(1, limit // max(rows, 1))
-    if columns >= 64:
-        columns -= columns % 64
-    return max(rows, 1), min(vocab, columns)
-
-
-def spans(size: int, step: int) -> Iterator[Span]:
-    """First and last + 1 of each part of `step`.
-
-    >>> list(spans(5, 2))
-    [(0, 2), (2, 4), (4, 5)]
-    """
-    for first in range(0, size, step):
-        yield first, min(first + step, size)
-
-
-def _is_read(target: Tensor) -> bool:
-    """Whether its values may be looked at: no device is waited for, and they are no fakes."""
-    return target.device.type == "cpu" and type(target) is Tensor
-
-
-def check_targets(call: CrossEntropyCall, vocab: int) -> None:
-    """Raise IndexError for a target that is no column; where that would wait, the device does."""
-    target = call.target
-    if call.group:  # whoever divided the columns did
-        return
-    wrong = ((target < 0) | (target >= vocab)) & (target != call.ignore_index)
-    if not _is_read(target):
-        torch._assert_async(
-            ~wrong.any(), "fused_remat: a target of a cross-entropy is out of bounds"
-        )
-    elif bool(wrong.any()):
-        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
-
-
-@dataclass(frozen=True, eq=False)
-class _Tokens:
-    """The tokens that count.
-
-    Attributes:
-        x: (T, D) of all tokens.
-        rows: of those that count, or None if that is not known without waiting, or all do.
-        target: of those.
-        used: which of them count, (n, 1), where `rows` does not say it.
-    """
-
-    x: Tensor
-    rows: Tensor | None
-    target: Tensor
-    used: Tensor | None
-
-    @classmethod
-    def of(cls, x: Tensor, call: CrossEntropyCall) -> _Tokens:
-        used = call.target != call.ignore_index
-        if not _is_read(call.target):
-            return cls(x, None, call.target, used[:, None])
-        if bool(used.all()):
-            return cls(x, None, call.target, None)
-        rows = used.nonzero()[:, 0]
-        return cls(x, rows, call.target[rows], None)
-
-    def taken(self, t: Tensor, lo: int, hi: int) -> Tensor:
-        """Rows lo to hi of those of `t` that count."""
-        return t[lo:hi] if self.rows is None else t[self.rows[lo:hi]]
-
-    def whole(self, t: Tensor) -> Tensor:
-        """All tokens' rows again, zeros for those that do not count."""
-        if self.used is not None:
-            return t.masked_fill_(~self.used, 0)
-        if self.rows is None:
-            return t
-        return t.new_zeros((len(self.x), t.shape[1])).index_copy_(0, self.rows, t)
-
-
-@dataclass(frozen=True, eq=False)
-class _Columns:
-    """A block of columns: weights as products take them, `first` the number of the first."""
-
-    weight: Tensor
-    bias: Tensor | None
-    first: int
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, span: Span, x: Tensor, wide: bool) -> _Columns:
-        """In the dtype of `x`, or rounded to it and `wide`: then in float32."""
-        parts = [None if t is None else t[slice(*span)].to(x.dtype) for t in (weight, bias)]
-        if wide:
-            parts = [None if t is None else t.float() for t in parts]
-        assert parts[0] is not None
-        return cls(parts[0], parts[1], span[0])
-
-    def logits(self, x: Tensor, softcap: float) -> Tensor:
-        """float32, of the tokens `x`."""
-        z = product(x.to(self.weight.dtype), self.weight.t())
-        if self.bias is not None:
-            z.add_(self.bias)
-        return z.div_(softcap).tanh_().mul_(softcap) if softcap else z
-
-    def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The targets' columns in the block, (n, 1), and whether they are in it."""
-        at = (target - self.first)[:, None]
-        inside = (at >= 0) & (at < len(self.weight))
-        return at.clamp_(0, len(self.weight) - 1), inside
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32, or float64; rounded before only where the device's products are."""
-    if a.dtype.itemsize > 2:
-        return torch.mm(a, b)
-    if a.device.type == "cuda" and torch.version.hip is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b).float()
 
 
 def _key(x: Tensor, weight: Tensor) -> tuple[Any, ...]:
@@ -200,13 +75,13 @@ def cross_entropy_fwd(
     call: CrossEntropyCall,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each token whose logits are x @ weight.T + bias, their maximum, and
-    log(sum(exp(logits - maximum))): each (T, 1), float32, or float64 for float64.
+    """The loss of each token whose logits are x @ weight.T + bias, and two statistics.
 
-    Logits are made a block at a time. Weight and bias may be of another dtype than x, and are then
-    rounded to it. Statistics of ignored tokens are 0.
+    These are the logits' maximum and log(sum(exp(logits - maximum))). All are (T, 1), in float32
+    (float64 for float64). A weight and a bias of another dtype than x are rounded to that of x.
+    Statistics of ignored tokens are 0.
 
-    Raises: IndexError for a target out of range, on CPU; elsewhere the device asserts.
+    Raises: IndexError on a CPU for a target out of range; on other devices, the device asserts.
     """
     check_targets(call, len(weight))
     tokens, wide = _Tokens.of(x, call), linear.widens(x)
@@ -224,105 +99,13 @@ def cross_entropy_fwd(
             picked[lo:hi] += torch.where(inside, z.gather(1, at), 0)
             if call.label_smoothing:
                 total[lo:hi] += z.sum(1, keepdim=True)
-            # The least number where a whole row is -inf: no exp(-inf + inf).
+            # A whole row may be -inf: without the clamp, exp(-inf + inf) would be NaN.
             high = torch.amax(z, 1, keepdim=True).clamp_(min=torch.finfo(z.dtype).min)
             highs[lo:hi, i : i + 1] = high
             sums[lo:hi, i : i + 1] = z.sub_(high).exp_().sum(1, keepdim=True)
     loss, *stats = losses(highs, sums, picked, total, vocab, call)
     loss, high, log_sum = (tokens.whole(t) for t in (loss, *stats))
     return loss if out is None else out.copy_(loss), high, log_sum
-
-
-def losses(
-    highs: Tensor, sums: Tensor, picked: Tensor, total: Tensor, vocab: int, call: CrossEntropyCall
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses and statistics, (n, 1), from those of blocks of columns.
-
-    `highs` and `sums`, (n, blocks), are max and sum(exp(logits - max)) of each; `picked` is the
-    target's logit, `total` the sum of all.
-    """
-    high = highs.amax(1, keepdim=True)
-    log_sum = (sums * torch.exp(highs - high)).sum(1, keepdim=True).log_()
-    if call.group:
-        high, log_sum, picked, total = _of_all_ranks(high, log_sum, picked, total, call.group)
-    # Not lse - picked: where the target has nearly all of the mass, that would be all rounding.
-    loss = (high - picked).add_(log_sum)
-    if call.label_smoothing:
-        spread = (high - total / (call.classes or vocab)).add_(log_sum)
-        loss.lerp_(spread, call.label_smoothing)
-    if call.z_loss:
-        loss.add_((high + log_sum).square_(), alpha=call.z_loss)
-    return loss, high, log_sum
-
-
-def _of_all_ranks(
-    high: Tensor, log_sum: Tensor, picked: Tensor, total: Tensor, group: str
-) -> tuple[Tensor, ...]:
-    """`high`, `log_sum`, `picked` and `total` over the columns of all ranks."""
-    top = collective.total(high, group, largest=True)
-    sums = torch.stack((torch.exp(log_sum + (high - top)), picked, total))
-    exps, picked, total = collective.total(sums, group, owned=True).unbind()
-    return top, exps.log(), picked, total
-
-
-@dataclass(frozen=True, eq=False)
-class Slopes:
-    """The gradient of a token's logits is softmax * `mass` + `spread`, and `target` more at it."""
-
-    mass: Tensor
-    spread: Tensor
-    target: Tensor
-
-    @classmethod
-    def of(
-        cls, dy: Tensor, stats: tuple[Tensor, Tensor], vocab: int, call: CrossEntropyCall
-    ) -> Slopes:
-        """From that of the losses, (n, 1), before the soft-cap's."""
-        mass = dy if not call.z_loss else dy * (1 + 2 * call.z_loss * (stats[0] + stats[1]))
-        share = call.label_smoothing
-        return cls(mass, dy * (-share / (call.classes or vocab)), dy * (share - 1))
-
-
-def _dlogits_(
-    z: Tensor,
-    stats: tuple[Tensor, Tensor],
-    slopes: Slopes,
-    at: Tensor,
-    inside: Tensor,
-    call: CrossEntropyCall,
-) -> Tensor:
-    """The gradient of logits before the soft-cap, in place of those after it."""
-    cap = 1 - (z / call.softcap).square_() if call.softcap else None
-    z.sub_(stats[0]).sub_(stats[1]).exp_().mul_(slopes.mass)
-    if call.label_smoothing:
-        z.add_(slopes.spread)
-    z.scatter_add_(1, at, torch.where(inside, slopes.target, 0))
-    return z if cap is None else z.mul_(cap)
-
-
-def add_product(into: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """into += a @ b, or = where it is the first."""
-    if a.dtype != into.dtype:
-        into.copy_(product(a, b)) if first else into.add_(product(a, b))
-    elif first:
-        torch.mm(a, b, out=into)
-    else:
-        torch.addmm(into, a, b, out=into)  # not addmm_: FLOP counters miss it
-
-
-def new_dweight(weight: Tensor, exact: bool) -> Tensor:
-    """Uninitialised, for the gradient of `weight`; `exact`: of float32 at least."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    return torch.empty(weight.shape, dtype=wide if exact else weight.dtype, device=weight.device)
-
-
-def sum_in(dweight: Tensor, dtype: torch.dtype, terms: int) -> Tensor:
-    """What a part of dweight is summed in, from products of operands in `dtype`: it, if it may."""
-    alone = terms <= 1 and dweight.dtype == dtype
-    if alone or dweight.dtype.itemsize > 2:
-        return dweight.zero_() if terms == 0 else dweight
-    made = torch.empty if terms else torch.zeros
-    return made(dweight.shape, dtype=torch.float32, device=dweight.device)
 
 
 @operation(key=lambda dy, x, weight, *_: _key(x, weight), says=_says)
@@ -336,18 +119,18 @@ def cross_entropy_bwd(
     needs_grad: tuple[bool, ...],
     exact: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias: those that `needs_grad` marks, else None, summed in float32.
+    """dx, dweight and dbias, summed in float32; one that `needs_grad` does not mark is None.
 
-    dweight is of the dtype of weight; `exact`: of float32 at least, and not rounded.
+    dweight has the dtype of weight; if `exact`, it has at least float32 and is not rounded.
     """
     tokens, wide = _Tokens.of(x, call), linear.widens(x)
     count, vocab = len(tokens.target), len(weight)
     dy = tokens.taken(dy, 0, count).to(stats[0].dtype)
-    if tokens.used is not None:  # a mean over no token at all hands out infinities
+    if tokens.used is not None:  # dy is infinite for a mean over no token
         dy = torch.where(tokens.used, dy, 0)
     high, log_sum = (tokens.taken(s, 0, count) for s in stats)
     slopes = Slopes.of(dy, (high, log_sum), vocab, call)
-    if tokens.used is not None:  # they have no statistics: exp(z) could be infinite, times 0
+    if tokens.used is not None:  # without statistics exp(z) could be infinite, and inf * 0 is NaN
         high = high.masked_fill(~tokens.used, math.inf)
     rows, columns = block_of(count, vocab, call, x.device)
     dx = high.new_empty((count, x.shape[1])) if needs_grad[0] else None
@@ -377,15 +160,15 @@ def cross_entropy_bwd(
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCrossEntropy(Node):
-    """name = the loss of each token whose logits are x @ weight.T + bias, one element wide.
+    """name = the loss of each token whose logits are x @ weight.T + bias: one element per token.
 
-    Logits are made again in backward, a block at a time, from x and two statistics: their maximum
-    and log(sum(exp(logits - maximum))). The blocks are the operation's, over all tokens.
+    Backward computes the logits again, a block at a time, from x and two statistics: their maximum
+    and log(sum(exp(logits - maximum))). The operation forms the blocks, over all tokens.
 
     Attributes:
         weight, bias, target: names of the params; `target` holds a column for each token.
-        ignore_index, label_smoothing, z_loss, softcap, logits: as `CrossEntropyCall`'s.
-        parallel: of a vocabulary divided among ranks, as many rows of weight and bias on each.
+        ignore_index, label_smoothing, z_loss, softcap, logits: as in `CrossEntropyCall`.
+        parallel: the ranks among which the vocabulary is divided evenly; None for one rank.
     """
 
     x: Input
@@ -425,20 +208,12 @@ class LinearCrossEntropy(Node):
             chunk.put(name, value)
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
-        names = (self.x, self.weight, self.bias)
-        weight, bias = chunk.param(self.weight), chunk.param(self.bias)
+        x, weight, bias = chunk[self.x], chunk.param(self.weight), chunk.param(self.bias)
         assert weight is not None
-        high, log_sum = (chunk[stat] for stat in self.stats)
-        marks = tuple([name in needs_grad for name in names])
+        stats = chunk[self.stats[0]], chunk[self.stats[1]]
+        marks = self.x in needs_grad, self.weight in needs_grad, self.bias in needs_grad
         dx, dweight, dbias = chunk.ops[cross_entropy_bwd](
-            dy,
-            chunk[self.x],
-            weight,
-            bias,
-            (high, log_sum),
-            self.call(chunk),
-            marks,
-            chunk.owner.exact,
+            dy, x, weight, bias, stats, self.call(chunk), marks, chunk.owner.exact
         )
         if dx is not None:
             if self.parallel is not None:
@@ -450,9 +225,9 @@ class LinearCrossEntropy(Node):
             chunk.add_param_grad(self.bias, dbias)
 
     def call(self, chunk: Chunk) -> CrossEntropyCall:
-        """The targets of the frame's tokens, and the options."""
-        target = chunk.param(self.target)
-        assert target is not None
+        """The call for the chunk's tokens, of this rank's columns."""
+        target, weight, parallel = chunk.param(self.target), chunk.param(self.weight), self.parallel
+        assert target is not None and weight is not None
         call = CrossEntropyCall(
             target.reshape(-1)[chunk.token0 : chunk.token0 + chunk.rows],
             self.ignore_index,
@@ -461,15 +236,9 @@ class LinearCrossEntropy(Node):
             self.softcap,
             self.logits,
         )
-        return call if self.parallel is None else self._own(chunk, call, self.parallel)
-
-    def _own(
-        self, chunk: Chunk, call: CrossEntropyCall, parallel: ParallelSpec
-    ) -> CrossEntropyCall:
-        """The call of this rank's columns; whoever divided the vocabulary checked the targets."""
-        weight = chunk.param(self.weight)
-        assert weight is not None
-        count = len(weight)
+        if parallel is None:
+            return call
+        count = weight.shape[0]
         at = call.target - parallel.rank * count
         at = at.masked_fill((at < 0) | (at >= count), -1)
         return replace(
@@ -479,3 +248,215 @@ class LinearCrossEntropy(Node):
             group=parallel.group,
             classes=count * parallel.size,
         )
+
+
+def block_of(tokens: int, vocab: int, call: CrossEntropyCall, device: torch.device) -> Span:
+    """Tokens and columns of a block: about square, which moves the fewest bytes."""
+    limit = call.logits or (_CPU_LOGITS if device.type == "cpu" else _DEVICE_LOGITS)
+    rows = min(tokens, max(math.isqrt(limit), limit // vocab))
+    columns = max(1, limit // max(rows, 1))
+    if columns >= 64:
+        columns -= columns % 64
+    return max(rows, 1), min(vocab, columns)
+
+
+def spans(size: int, step: int) -> Iterator[Span]:
+    """Start and stop of the parts of `size`, each of `step`; the last may be shorter."""
+    for first in range(0, size, step):
+        yield first, min(first + step, size)
+
+
+def check_targets(call: CrossEntropyCall, vocab: int) -> None:
+    """Check that every target is a column.
+
+    Raises: IndexError; on a device, which is not waited for, the device asserts instead.
+    """
+    target = call.target
+    if call.group:  # checked by who divided the columns
+        return
+    wrong = ((target < 0) | (target >= vocab)) & (target != call.ignore_index)
+    if not _is_read(target):
+        torch._assert_async(
+            ~wrong.any(), "fused_remat: a target of a cross-entropy is out of bounds"
+        )
+    elif bool(wrong.any()):
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
+
+
+def losses(
+    highs: Tensor, sums: Tensor, picked: Tensor, total: Tensor, vocab: int, call: CrossEntropyCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses and the two statistics, (n, 1), from those of the blocks of columns.
+
+    `highs` and `sums` (n, blocks) are max and sum(exp(logits - max)) of each block; `picked` is the
+    target's logit, `total` the sum of all logits, (n, 1).
+    """
+    high = highs.amax(1, keepdim=True)
+    log_sum = (sums * torch.exp(highs - high)).sum(1, keepdim=True).log_()
+    if call.group:
+        high, log_sum, picked, total = _of_all_ranks(high, log_sum, picked, total, call.group)
+    # Not lse - picked, which is all rounding where the target has nearly all of the mass.
+    loss = (high - picked).add_(log_sum)
+    if call.label_smoothing:
+        spread = (high - total / (call.classes or vocab)).add_(log_sum)
+        loss.lerp_(spread, call.label_smoothing)
+    if call.z_loss:
+        loss.add_((high + log_sum).square_(), alpha=call.z_loss)
+    return loss, high, log_sum
+
+
+def _of_all_ranks(
+    high: Tensor, log_sum: Tensor, picked: Tensor, total: Tensor, group: str
+) -> tuple[Tensor, ...]:
+    """`high`, `log_sum`, `picked` and `total` over the columns of all ranks."""
+    top = collective.total(high, group, largest=True)
+    sums = torch.stack((torch.exp(log_sum + (high - top)), picked, total))
+    exps, picked, total = collective.total(sums, group, owned=True).unbind()
+    return top, exps.log(), picked, total
+
+
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """Factors of a logit's gradient: softmax * `mass` + `spread`, and + `target` at the target."""
+
+    mass: Tensor
+    spread: Tensor
+    target: Tensor
+
+    @classmethod
+    def of(
+        cls, dy: Tensor, stats: tuple[Tensor, Tensor], vocab: int, call: CrossEntropyCall
+    ) -> Slopes:
+        """From `dy` (n, 1), the gradient of the losses; without the soft-cap's derivative."""
+        mass = dy if not call.z_loss else dy * (1 + 2 * call.z_loss * (stats[0] + stats[1]))
+        share = call.label_smoothing
+        return cls(mass, dy * (-share / (call.classes or vocab)), dy * (share - 1))
+
+
+def _dlogits_(
+    z: Tensor,
+    stats: tuple[Tensor, Tensor],
+    slopes: Slopes,
+    at: Tensor,
+    inside: Tensor,
+    call: CrossEntropyCall,
+) -> Tensor:
+    """Replace z, logits after the soft-cap, by the gradient of the logits before it."""
+    cap = 1 - (z / call.softcap).square_() if call.softcap else None
+    z.sub_(stats[0]).sub_(stats[1]).exp_().mul_(slopes.mass)
+    if call.label_smoothing:
+        z.add_(slopes.spread)
+    z.scatter_add_(1, at, torch.where(inside, slopes.target, 0))
+    return z if cap is None else z.mul_(cap)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tokens:
+    """The n tokens that are processed: those that count, if reading the targets needs no wait.
+
+    Attributes:
+        x: (T, D), of all tokens.
+        rows: the numbers of the processed tokens; None for all tokens.
+        target: their targets.
+        used: (n, 1), which of them count; None if all do.
+    """
+
+    x: Tensor
+    rows: Tensor | None
+    target: Tensor
+    used: Tensor | None
+
+    @classmethod
+    def of(cls, x: Tensor, call: CrossEntropyCall) -> _Tokens:
+        used = call.target != call.ignore_index
+        if not _is_read(call.target):
+            return cls(x, None, call.target, used[:, None])
+        if bool(used.all()):
+            return cls(x, None, call.target, None)
+        rows = used.nonzero()[:, 0]
+        return cls(x, rows, call.target[rows], None)
+
+    def taken(self, t: Tensor, lo: int, hi: int) -> Tensor:
+        """`t` of the processed tokens from lo to hi."""
+        return t[lo:hi] if self.rows is None else t[self.rows[lo:hi]]
+
+    def whole(self, t: Tensor) -> Tensor:
+        """`t` for all T tokens, with zeros for those that do not count."""
+        if self.used is not None:
+            return t.masked_fill_(~self.used, 0)
+        if self.rows is None:
+            return t
+        return t.new_zeros((len(self.x), t.shape[1])).index_copy_(0, self.rows, t)
+
+
+def _is_read(target: Tensor) -> bool:
+    """Whether values may be read: without waiting for a device, and not of a fake tensor."""
+    return target.device.type == "cpu" and type(target) is Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """A block of columns: its weights in the dtype of products, and the number of the first."""
+
+    weight: Tensor
+    bias: Tensor | None
+    first: int
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, span: Span, x: Tensor, wide: bool) -> _Columns:
+        """Rounded to the dtype of `x`; then, if `wide`, converted to float32."""
+        parts = [None if t is None else t[slice(*span)].to(x.dtype) for t in (weight, bias)]
+        if wide:
+            parts = [None if t is None else t.float() for t in parts]
+        assert parts[0] is not None
+        return cls(parts[0], parts[1], span[0])
+
+    def logits(self, x: Tensor, softcap: float) -> Tensor:
+        """The logits of the tokens `x`, in at least float32."""
+        z = product(x.to(self.weight.dtype), self.weight.t())
+        if self.bias is not None:
+            z.add_(self.bias)
+        return z.div_(softcap).tanh_().mul_(softcap) if softcap else z
+
+    def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The targets' columns within the block, (n, 1), and whether they are in it."""
+        at = (target - self.first)[:, None]
+        inside = (at >= 0) & (at < len(self.weight))
+        return at.clamp_(0, len(self.weight) - 1), inside
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in at least float32; rounded to 16 bits before only where ATen has no other product."""
+    if a.dtype.itemsize > 2:
+        return torch.mm(a, b)
+    if a.device.type == "cuda" and torch.version.hip is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b).float()
+
+
+def add_product(into: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """into += a @ b, or into = a @ b if it is the first."""
+    if a.dtype != into.dtype:
+        into.copy_(product(a, b)) if first else into.add_(product(a, b))
+    elif first:
+        torch.mm(a, b, out=into)
+    else:
+        torch.addmm(into, a, b, out=into)  # not addmm_: FLOP counters miss it
+
+
+def new_dweight(weight: Tensor, exact: bool) -> Tensor:
+    """An uninitialised gradient of `weight`; if `exact`, in at least float32."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.empty(weight.shape, dtype=wide if exact else weight.dtype, device=weight.device)
+
+
+def sum_in(dweight: Tensor, dtype: torch.dtype, terms: int) -> Tensor:
+    """The tensor in which `terms` products of operands in `dtype` are summed for a part of dweight.
+
+    That is `dweight` itself unless the sum would be rounded to 16 bits term by term.
+    """
+    alone = terms <= 1 and dweight.dtype == dtype
+    if alone or dweight.dtype.itemsize > 2:
+        return dweight.zero_() if terms == 0 else dweight
+    made = torch.empty if terms else torch.zeros
+    return made(dweight.shape, dtype=torch.float32, device=dweight.device)

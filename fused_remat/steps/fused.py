@@ -1,6 +1,7 @@
-"""Operations of several steps at once: the body of each is those steps, one after the other; nodes.
+"""Operations that fuse several steps, and their nodes.
 
-`graph.fusions` has them computed in one where a backend has a faster implementation.
+The body of each operation runs the steps one after the other. `graph.fusions` uses an operation
+where a backend has a faster implementation of it.
 """
 
 from __future__ import annotations
@@ -27,14 +28,9 @@ if TYPE_CHECKING:
     from fused_remat.steps.chunk import Chunk
 
 
-def mlp_key(act: str, x: Tensor) -> tuple[Any, ...]:
-    """Of `mlp_up_fwd` and `mlp_bwd`."""
-    return act, x.dtype, x.device
-
-
 @operation(
     key=lambda act, x, gate, up, mask, kept, storages: (
-        *mlp_key(act, x), tuple(map(format_of, storages))
+        act, x.dtype, x.device, tuple(map(format_of, storages))
     ),
     says="step by step",
 )  # fmt: skip
@@ -47,10 +43,10 @@ def mlp_up_fwd(
     kept: tuple[bool, ...],
     storages: tuple[QuantizeCall | None, ...],
 ) -> tuple[Tensor, tuple[Tensor | None, ...], tuple[Parts, ...]]:
-    """mask * act(up(x)), or mask * act(gate(x)) * up(x); the products that are `kept`, else None;
-    and packed, those that have a packing.
+    """y = mask * act(up(x)), or mask * act(gate(x)) * up(x); the products; their quantized parts.
 
-    `kept` and `storages` are of gate(x), if there is a gate, and of up(x).
+    `kept` and `storages` have an entry for gate(x), if there is a gate, and one for up(x): whether
+    the product is returned (else None), and how it is quantized (None: no parts).
     """
     made = [linear_fwd(x, *affine) for affine in (gate, up) if affine is not None]
     pairs = zip(made, storages, strict=True)
@@ -59,9 +55,7 @@ def mlp_up_fwd(
     return activation_fwd(act, made[0] if gate else None, made[-1], mask), pres, parts
 
 
-@operation(
-    key=lambda act, dy, x, gate, up, down, mask, needs_act: mlp_key(act, x), says="step by step"
-)
+@operation(key=lambda act, dy, x, *_, **__: (act, x.dtype, x.device), says="step by step")
 def mlp_bwd(
     act: str,
     dy: Tensor,
@@ -72,8 +66,10 @@ def mlp_bwd(
     mask: DropoutMask | None,
     needs_act: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """What `mlp_up_fwd` makes of x, if it is needed, and the gradients of gate(x), None without a
-    gate, and of up(x): from dy (T, D), that of the MLP, whose last weight is `down`."""
+    """y of `mlp_up_fwd` if `needs_act`, and the gradients of gate(x), if any, and of up(x).
+
+    dy (T, D) is the gradient of the MLP's last layer, whose weight is `down`.
+    """
     g, u = None if gate is None else linear_fwd(x, *gate), linear_fwd(x, *up)
     y = activation_fwd(act, g, u, mask) if needs_act else None
     dgate, dup = activation_bwd(act, linear_dx(dy, down), g, u, mask, owned=True)
@@ -98,9 +94,9 @@ def linear_norm_fwd(
     norm_bias: Tensor | None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """sum = residual + mask * (x @ weight.T + bias), norm(sum) (into `out`), its statistics.
+    """total = residual + mask * (x @ weight.T + bias), norm(total) (in `out`), and its statistics.
 
-    The sum is of the dtype of the residual, which may be another than that of x.
+    The sum has the dtype of the residual, which may differ from that of x.
     """
     if residual.dtype is x.dtype:
         total = linear_fwd(x, weight, bias, residual, mask)
@@ -111,21 +107,24 @@ def linear_norm_fwd(
 
 @dataclass(frozen=True, kw_only=True)
 class MlpUp(Node):
-    """act(up(x)), or act(gate(x)) * up(x); what the layers give is made if somebody else reads it.
+    """name = act(up(x)), or act(gate(x)) * up(x), in one step.
 
-    `ups` is the layer, or the gate's and the other one's; `kept`: whether what each gives is made;
-    `packed`: by which it is packed.
+    Attributes:
+        ups: the layer `up`; or the layers `gate` and `up`.
+        act: the activation.
+        kept: for each layer, whether another step reads its result, so that it is written.
+        quantizers: for each layer, the step that quantizes its result, or None.
     """
 
     ups: tuple[Linear, ...]
     act: MLPActivation
     kept: tuple[bool, ...]
-    packed: tuple[Quantize | None, ...]
+    quantizers: tuple[Quantize | None, ...]
 
     @functools.cached_property
     def makes(self) -> tuple[str, ...]:
         names = [up.name for up, kept in zip(self.ups, self.kept, strict=True) if kept]
-        parts = [name for pack in self.packed if pack is not None for name in pack.makes]
+        parts = [name for step in self.quantizers if step is not None for name in step.makes]
         return (*names, *parts, self.name)
 
     @property
@@ -134,34 +133,39 @@ class MlpUp(Node):
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         act, (*gates, up) = self.act, [layer.affine(chunk) for layer in self.ups]
-        storages = tuple([None if pack is None else pack.storage(chunk) for pack in self.packed])
+        storages = tuple(
+            [None if step is None else step.storage(chunk) for step in self.quantizers]
+        )
         y, pres, parts = chunk.ops[mlp_up_fwd](
             act.act, self.ups[0].operand(chunk), gates[0] if gates else None, up,
             chunk.mask(act.mask), self.kept, storages,
         )  # fmt: skip
-        for layer, pre, pack, codes in zip(self.ups, pres, self.packed, parts, strict=True):
+        for layer, pre in zip(self.ups, pres, strict=True):
             if pre is not None:
                 chunk.put(layer.name, pre)
-            if pack is not None:
-                pack.put(chunk, codes)
+        for step, codes in zip(self.quantizers, parts, strict=True):
+            if step is not None:
+                step.put(chunk, codes)
         chunk.put(self.name, y)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearNorm(Node):
-    """A residual sum that ends a linear layer, and its norm; both are made, and the sum packed.
+    """name = the norm of a linear layer's result and a residual, in one step with that sum.
 
-    `pack`: by which it is packed; None if it is not.
+    Attributes:
+        linear, norm: the two steps.
+        quantizer: the step that quantizes the sum, or None.
     """
 
     linear: Linear
     norm: Norm
-    pack: Quantize | None
+    quantizer: Quantize | None
 
     @functools.cached_property
     def makes(self) -> tuple[str, ...]:
-        packed = self.pack.makes if self.pack else ()
-        return (self.linear.name, *packed, self.name, *self.norm.stats)
+        parts = self.quantizer.makes if self.quantizer else ()
+        return (self.linear.name, *parts, self.name, *self.norm.stats)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -175,8 +179,8 @@ class LinearNorm(Node):
             norm.spec, chunk.param(norm.weight), chunk.param(norm.bias), norm.target(residual, out),
         )  # fmt: skip
         chunk.put(linear.name, total)
-        if self.pack is not None:
-            self.pack.forward(chunk)
+        if self.quantizer is not None:
+            self.quantizer.forward(chunk)
         chunk.put(self.name, y)
         for stat, value in zip(norm.stats, stats, strict=True):
             chunk.put(stat, value)
@@ -184,9 +188,12 @@ class LinearNorm(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class MlpBackward(Node):
-    """Backward of out(act(ups(x))), which rebuilds ups(x) without ever writing it.
+    """Backward of out(act(ups(x))), which rebuilds the results of `ups` without writing them.
 
-    `ups` is the pre-activation's layer, or the gate's and the other one's. `name` is that of `out`.
+    Attributes:
+        name: that of `out`.
+        ups: the layer `up`; or the layers `gate` and `up`.
+        act, out: the activation, and the MLP's last layer.
     """
 
     ups: tuple[Linear, ...]

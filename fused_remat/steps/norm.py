@@ -1,10 +1,7 @@
-"""Norms over the width: the operations, the step, and a row each in `NORMS`.
+"""Norms over the width: the table of their kinds, two operations, and the step.
 
-    fwd(x, weight, bias, eps, stats) -> (y, *stats); `stats`, those of x, where they were kept
-    bwd(dy, x, stats, weight, needs_grad) -> (dx, dweight, dbias), those marked, else None
-
-Statistics are float32 (float64 for float64) whatever the dtype of x, and so is what is summed over
-tokens for dweight and dbias.
+Statistics, and the sums over tokens for the weight's and the bias's gradients, are float32 (float64
+for float64) whatever the dtype of x.
 """
 
 from __future__ import annotations
@@ -27,6 +24,9 @@ if TYPE_CHECKING:
 
 _LOW = (torch.bfloat16, torch.float16)
 _LAYER_NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
+Stats = tuple[Tensor, ...]
+#: dx, dweight, dbias; None for a gradient that is not needed.
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,17 @@ class NormRow:
     """A norm over the last dimension and its gradients: a row of `NORMS`.
 
     Attributes:
-        stats: names of the statistics that it keeps, a float per token each. Kernels know "mean"
-            and "rstd", the factor.
-        module: the class of modules that it stands for, built and read as `nn.LayerNorm` is.
-        says: what its forward runs.
+        fwd: fwd(x, weight, bias, eps, stats) returns (y, *stats). The argument `stats` holds the
+            statistics of x where they were kept, else None.
+        bwd: bwd(dy, x, stats, weight, needs_grad) returns (dx, dweight, dbias); one that
+            `needs_grad` does not mark is None.
+        stats: names of the statistics, one number per token each. Kernels know "mean" and "rstd".
+        module: the `torch.nn` class, which is built and read like `nn.LayerNorm`.
+        says: what forward runs, for `explain`.
     """
 
     fwd: Callable[..., tuple[Tensor, ...]]
-    bwd: Callable[..., tuple[Tensor | None, Tensor | None, Tensor | None]]
+    bwd: Callable[..., Grads]
     stats: tuple[str, ...]
     module: type[nn.Module]
     says: str
@@ -54,18 +57,14 @@ def _wide(t: Tensor | None, fill: float, x: Tensor) -> Tensor:
 
 
 def _widens(x: Tensor, *affine: Tensor | None) -> bool:
-    """Whether ATen cannot norm x beside these: low precision and wider, not on CPU."""
+    """Whether a parameter has another dtype than x, which ATen's norm accepts on a CPU only."""
     return any(t is not None and t.dtype is not x.dtype for t in affine)
 
 
 def layer_norm_fwd(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    stats: tuple[Tensor, ...] | None = None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, stats: Stats | None = None
 ) -> tuple[Tensor, ...]:
-    """(x - mean) * rstd * weight + bias, mean, rstd; ATen's, which computes them again."""
+    """(x - mean) * rstd * weight + bias, mean, rstd. ATen computes statistics again if given."""
     if x.dtype in _LOW:
         if x.device.type == "cpu":
             # Beside a low-precision affine, ATen's statistics are low precision too.
@@ -78,9 +77,9 @@ def layer_norm_fwd(
 
 
 def layer_norm_bwd(
-    dy: Tensor, x: Tensor, stats: tuple[Tensor, ...], weight: Tensor | None, needs_grad: Any
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Ba, Kiros, Hinton 2016; ATen's own backward."""
+    dy: Tensor, x: Tensor, stats: Stats, weight: Tensor | None, needs_grad: Any
+) -> Grads:
+    """ATen's own backward. Source: Ba, Kiros, Hinton 2016 (arXiv 1607.06450)."""
     dtype = x.dtype
     if dtype in _LOW and (needs_grad[1] or needs_grad[2] or _widens(x, weight)):
         # ATen sums over tokens in the dtype of x on a CPU, and rounds to it on CUDA.
@@ -101,13 +100,9 @@ def layer_norm_bwd(
 
 
 def rms_norm_fwd(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    stats: tuple[Tensor, ...] | None = None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, stats: Stats | None = None
 ) -> tuple[Tensor, ...]:
-    """x * rstd * weight and rstd = (mean(x**2) + eps) ** -0.5; `bias`, if any, is added."""
+    """x * rstd * weight + bias, and rstd = (mean(x**2) + eps) ** -0.5."""
     wide = x.float() if x.dtype in _LOW else x
     if stats is None:
         y = wide.square()
@@ -124,10 +119,10 @@ def rms_norm_fwd(
 
 
 def rms_norm_bwd(
-    dy: Tensor, x: Tensor, stats: tuple[Tensor, ...], weight: Tensor | None, needs_grad: Any
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dweight = sum(dy * x * rstd) over tokens, and with c = -rstd**3 * ((dy * x) @ weight) / D,
-    dx = dy * weight * rstd + x * c; one matrix is made."""
+    dy: Tensor, x: Tensor, stats: Stats, weight: Tensor | None, needs_grad: Any
+) -> Grads:
+    """dweight = sum(dy * x * rstd) over tokens; dx = dy * weight * rstd + x * c, where
+    c = -rstd**3 * ((dy * x) @ weight) / D. One matrix is allocated."""
     (rstd,) = stats
     wide, x_wide = dy.to(rstd.dtype), x.to(rstd.dtype)
     dbias = wide.sum(0) if needs_grad[2] else None
@@ -136,8 +131,8 @@ def rms_norm_bwd(
     product = wide * x_wide
     scale = x_wide.new_ones(x.shape[1]) if weight is None else weight.to(rstd.dtype)
     c = torch.mv(product, scale)[:, None].div_(-x.shape[1])
-    c.mul_(rstd).mul_(rstd).mul_(rstd)  # not by rstd**3, which leaves float32 long before c does
-    # Not rstd.T @ product, which adds up one token after another and rounds more.
+    c.mul_(rstd).mul_(rstd).mul_(rstd)  # rstd**3 leaves float32's range long before c does
+    # Not rstd.T @ product, which adds the tokens one by one and rounds more.
     dweight = product.mul_(rstd).sum(0) if needs_grad[1] else None
     if not needs_grad[0]:
         return None, dweight, dbias
@@ -145,7 +140,8 @@ def rms_norm_bwd(
     return dx.to(x.dtype), dweight, dbias
 
 
-#: Norms by `NormSpec.kind`. A new norm is a new row, and for kernels one of `kernels.norms.KINDS`.
+#: Norms by `NormSpec.kind`. A new norm is a new row; for kernels, also add a row to
+#: `kernels.norms.KINDS`.
 NORMS: dict[str, NormRow] = {
     "layer_norm": NormRow(
         layer_norm_fwd, layer_norm_bwd, ("mean", "rstd"), nn.LayerNorm, "ATen's native_layer_norm"
@@ -157,7 +153,7 @@ NORMS: dict[str, NormRow] = {
 
 
 def shifted(weight: Tensor | None, offset: float) -> Tensor | None:
-    """weight + offset, in at least float32 (16 bits near 1 hold fewer of a small weight)."""
+    """weight + offset, in at least float32: near 1, 16 bits would round a small weight away."""
     if weight is None or offset == 0.0:
         return weight
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
@@ -173,12 +169,13 @@ def norm_fwd(
     weight: Tensor | None,
     bias: Tensor | None,
     out: Tensor | None = None,
-    stats: tuple[Tensor, ...] | None = None,
+    stats: Stats | None = None,
 ) -> tuple[Tensor, ...]:
-    """y (T, D) and the statistics of the norm, (T, 1) in float32 (float64 for float64).
+    """The norm y (T, D) of x, and its statistics, each (T, 1) in float32 (float64 for float64).
 
-    `out` may be of a lower dtype than x; weight and bias may be float32 whatever x is. `stats`,
-    where given, are those of x, and may be taken instead of computed again.
+    `out` may have a lower dtype than x. The weight and the bias may be float32 whatever the dtype
+    of x. `stats`, if given, are the statistics of x; an implementation may use them or compute them
+    again.
     """
     if spec.offset:
         weight = shifted(weight, spec.offset)
@@ -194,14 +191,14 @@ def norm_bwd(
     spec: NormSpec,
     dy: Tensor,
     x: Tensor,
-    stats: tuple[Tensor, ...],
+    stats: Stats,
     weight: Tensor | None,
     needs_grad: tuple[bool, ...],
     add: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx + `add`, dweight, dbias: those that `needs_grad` marks, else None.
+) -> Grads:
+    """dx + `add`, dweight and dbias; one that `needs_grad` does not mark is None.
 
-    dy may be of a lower dtype than x.
+    dy may have a lower dtype than x.
     """
     if spec.offset:
         weight = shifted(weight, spec.offset)
@@ -217,8 +214,9 @@ def norm_bwd(
 class Norm(Node):
     """A norm over the width: (x - mean) * rstd * weight + bias, or x * rstd * weight.
 
-    Under autocast its arithmetic is float32, rounded to `compute`, or to the dtype of x. `mixed`:
-    whether that is so.
+    Attributes:
+        mixed: whether the step runs under autocast: then it computes in float32, and rounds the
+            result to `compute`, or to the dtype of x if that is None.
     """
 
     x: Input
@@ -246,23 +244,20 @@ class Norm(Node):
         return (self.weight,) if self.needs(needs_grad) else ()
 
     def target(self, like: Tensor, out: Tensor | None) -> Tensor | None:
-        """Where the norm of a tensor `like` goes: `out`, or None for a new one of its dtype."""
+        """A result of the right dtype: `out` if given, or None for a new one of `like`'s dtype."""
         if out is not None or self.compute is None or self.compute == like.dtype:
             return out
         return torch.empty(like.shape, dtype=self.compute, device=like.device)
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         stats, x = None, chunk[self.x]
-        if self.stats[0] in chunk:  # a rebuild, and they were kept
+        if self.stats[0] in chunk:  # this is a rebuild, and the statistics were kept
             stats = tuple([chunk[stat] for stat in self.stats])
         if self.compute is not None:
             out = self.target(x, out)
         affine = chunk.param(self.weight), chunk.param(self.bias)
         made = chunk.ops[norm_fwd](self.spec, x, *affine, out, stats)
-        if stats is not None:
-            chunk.put(self.name, made[0])
-            return
-        for name, value in zip(self.makes, made, strict=True):
+        for name, value in zip(self.makes, made, strict=True):  # statistics that were kept stay
             chunk.put(name, value)
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
@@ -270,9 +265,8 @@ class Norm(Node):
         if not (marks[0] or marks[1]):
             chunk.add_param_grad(self.bias, chunk.ops[bias_grad](dy))
             return
-        prior, _ = chunk.grads.pop(
-            self.x, (None, False)
-        )  # the residual's gradient, added in the same pass
+        # The residual's gradient, if there is one, is added by the operation.
+        prior, _ = chunk.grads.pop(self.x, (None, False))
         stats = tuple([chunk[stat] for stat in self.stats])
         dx, dweight, dbias = chunk.ops[norm_bwd](
             self.spec, dy, chunk[self.x], stats, chunk.param(self.weight), marks, add=prior

@@ -1,8 +1,8 @@
 """Operations: the arithmetic of a block's steps, on matrices (tokens, width).
 
-An operation is a plain function. Its docstring is the contract and its body is ATen's, for every
-device and dtype. `faster` registers another implementation of it for a backend; which one serves
-is decided in `execution.choose` alone.
+An operation is a plain function. Its docstring is the contract; its body runs ATen operations and
+works on every device and in every dtype. `faster` registers another implementation for a backend.
+`execution.choose` decides which implementation runs.
 
     @operation(key=lambda x, weight: (x.dtype, x.device, x.shape[1]), says="ATen's addmm")
     def linear_fwd(x, weight): ...
@@ -10,10 +10,10 @@ is decided in `execution.choose` alone.
     @faster(linear_fwd, "triton", says="kernel linear_fwd", why_not=too_wide)
     def linear_fwd_triton(x, weight): ...
 
-Contract of all: T tokens, D and F widths; results in the dtype of `x`; the same bits for the same
-shapes and values, every time. `out`, where given, is a contiguous matrix for the result. Weights
-and biases are None where the block has none. A `mask` is dropout's multiplier at one site,
-described: an implementation makes a tensor of it, or draws the same bits where it needs them.
+Contract of all operations: T is the number of tokens, D and F are widths. Results have the dtype
+of `x`, and equal inputs give equal bits. `out`, if given, is a contiguous matrix that receives the
+result. A weight or bias is None where the block has none. A `mask` describes the dropout multiplier
+of one site: an implementation makes a tensor of it, or draws the same bits where it needs them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
-#: A phrase for `explain`, or a function of the key, and of the arguments where there are any.
+#: What `explain` prints: a phrase, or a function of the key that also accepts the arguments.
 Says = str | Callable[..., str]
 
 
 class FusedRematWarning(UserWarning):
-    """A slower implementation serves than was asked for; the message says which, and why."""
+    """Warns that a slower implementation was used than requested, and why."""
 
 
 def warn(message: str, category: type[Warning] = FusedRematWarning) -> None:
@@ -53,13 +53,13 @@ def _room(frame: FrameType) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Faster:
-    """An implementation for one backend.
+    """An implementation of an operation for one backend.
 
     Attributes:
-        run: with the operation's parameters, by name; their types need not be said again.
-        why_not: given a key, why it cannot serve, "" for a reason not worth telling; None if it
-            can.
-        says: what it runs.
+        run: the function. Its parameters have the operation's names; annotations are optional.
+        why_not: given a key, the reason why it cannot run: None if it can, "" for a reason that
+            `explain` does not print.
+        says: what it runs, for `explain`.
     """
 
     run: Function
@@ -69,15 +69,16 @@ class Faster:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """What there is of an operation.
+    """An operation and its implementations.
 
     Attributes:
         run: the operation itself.
-        key: given its arguments, all that a choice may depend on, hashable: dtypes, widths,
-            options, device, layout, formats, global switches. Never values, nor what is kept:
-            forward and what rebuilds it choose alike.
-        says: what its body runs.
-        faster: other implementations, by backend.
+        key: a function of the arguments that returns all that the choice of an implementation may
+            depend on, hashable: dtypes, widths, options, device, layout, formats, global switches.
+            It must not depend on values or on the policy, so that forward and the rebuild in
+            backward choose the same implementation.
+        says: what the body runs, for `explain`.
+        faster: the other implementations, by backend.
     """
 
     run: Function
@@ -91,7 +92,7 @@ OPERATIONS: dict[Function, Operation] = {}
 
 
 def operation(*, key: Callable[..., Any], says: Says) -> Callable[[F], F]:
-    """Registers a function as an operation, and returns it as it is; see `Operation`."""
+    """Register a function as an operation (see `Operation`), and return it unchanged."""
 
     def register(run: F) -> F:
         OPERATIONS[run] = Operation(run, key, says)
@@ -107,33 +108,41 @@ def faster(
     says: Says,
     why_not: Callable[[Any], str | None] = lambda key: None,
 ) -> Callable[[Function], F]:
-    """Registers an implementation of the operation `function` for a backend; see `Faster`.
+    """Register an implementation of the operation `function` for a backend (see `Faster`).
 
-    Before the backend is first asked for that operation. Raises: TypeError if its parameters are
-    not the operation's.
+    Call this before the backend first runs the operation. An implementation without a docstring
+    takes the operation's.
+
+    Raises: TypeError if the parameters or their defaults differ from the operation's.
     """
     expected = _parameters(function)
 
     def register(run: Function) -> F:
         if _parameters(run) != expected:
-            raise TypeError(f"{run.__name__} takes {_parameters(run)}, not {expected}")
+            raise TypeError(
+                f"{run.__name__}({_parameters(run)}) cannot implement {function.__name__}: its "
+                f"parameters must be ({expected})"
+            )
+        run.__doc__ = run.__doc__ or function.__doc__
         OPERATIONS[function].faster[backend] = Faster(run, why_not, says)
         return cast(F, run)
 
     return register
 
 
-def _parameters(function: Function) -> dict[str, Any]:
-    return {p.name: p.default for p in inspect.signature(function).parameters.values()}
+def _parameters(function: Function) -> str:
+    """Names and defaults, as in a signature."""
+    named = inspect.signature(function).parameters.values()
+    return ", ".join([p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in named])
 
 
 class Operations(dict[Function, Function]):
-    """What serves each operation on one backend: `ops[norm_fwd]` is called as `norm_fwd` is.
+    """The implementations of one backend: `ops[norm_fwd]` is called like `norm_fwd`.
 
     Attributes:
-        name: the backend's.
-        chunk_tokens: about how many tokens it works on at a time on a device.
-        serve: gives what serves an operation that is asked for the first time.
+        name: the backend's name.
+        chunk_tokens: given a device, about how many tokens the backend processes at a time.
+        serve: returns the implementation of an operation on its first use.
     """
 
     def __init__(
@@ -149,7 +158,7 @@ class Operations(dict[Function, Function]):
         self[function] = served = self.serve(function)
         return served
 
-    __eq__ = object.__eq__  # one table a backend
+    __eq__ = object.__eq__  # there is one table per backend
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     if TYPE_CHECKING:

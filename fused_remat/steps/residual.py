@@ -1,4 +1,4 @@
-"""The residual sum, dropout, and the multipliers of dropout sites."""
+"""The residual sum and dropout: two operations, and the steps that draw a mask and that add."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def residual_add(
     x: Tensor, residual: Tensor, mask: DropoutMask | None, out: Tensor | None = None
 ) -> Tensor:
-    """residual + mask * x, rounded once, in the dtype of the residual."""
+    """residual + mask * x, rounded once to the dtype of the residual."""
     if mask is None:
         return torch.add(x, residual, out=out)
     y = torch.addcmul(residual.to(mask.dtype), x, mask.tensor())
@@ -30,22 +30,25 @@ def residual_add(
 
 @operation(key=lambda x, *_: (x.dtype, x.device), says="pointwise, eager")
 def dropout(x: Tensor, mask: DropoutMask, dtype: torch.dtype | None = None) -> Tensor:
-    """mask * x, a new tensor, in `dtype` or that of x."""
+    """mask * x as a new tensor, in `dtype` or in that of x."""
     return torch.mul(x, mask.tensor()).to(dtype or x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawMask(Node):
-    """A dropout site's multiplier: 0 or 1/(1-p) for each element, a function of the seed alone.
+    """The mask of a dropout site: 0 or 1/(1-p) for each element, a function of the seed alone.
 
-    `like` has its width: a param, by its first dimension, or an activation. `of`: whose tokens.
+    Attributes:
+        site, p: the number of the site (`fused_remat.random`), and the dropout probability.
+        like: an activation as wide as the mask, or a param with as many rows as the mask is wide.
+        of: the input or activation whose tokens the mask has.
     """
 
     site: int
     p: float
     like: str
     of: str = "input"
-    says: ClassVar[tuple[str, str]] = ("the counter-based generator, from the seed", "")
+    says: ClassVar[tuple[str, str]] = ("drawn from the seed by the counter-based generator", "")
     keepable: ClassVar[bool] = False
     params: ClassVar[tuple[str, ...]] = ("seed",)
 
@@ -66,7 +69,7 @@ class DrawMask(Node):
 
 @dataclass(frozen=True, kw_only=True)
 class Add(Node):
-    """name = residual + keep * x; `keep` may be absent ("")."""
+    """name = residual + mask * x; `mask` is "" for no dropout."""
 
     x: Input
     residual: Input
@@ -76,12 +79,8 @@ class Add(Node):
         return self.masks if self.x in needs_grad else ()
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
-        chunk.put(
-            self.name,
-            chunk.ops[residual_add](
-                chunk[self.x], chunk[self.residual], chunk.mask(self.mask), out
-            ),
-        )
+        x, residual, mask = chunk[self.x], chunk[self.residual], chunk.mask(self.mask)
+        chunk.put(self.name, chunk.ops[residual_add](x, residual, mask, out))
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         dx: Tensor | None = None

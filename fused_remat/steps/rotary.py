@@ -1,6 +1,6 @@
-"""Rotary position embedding and the RMSNorm of query and key heads, in a packed projection.
+"""Rotary position embedding, and RMSNorm, of the query and key heads of a packed projection.
 
-Arithmetic is float32 (float64 for float64), rounded once at the end.
+The arithmetic is float32 (float64 for float64), and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 class RotaryCall:
     """Tables and weights of one rotary step over consecutive tokens.
 
-    Token t of the whole call is (b, s) = divmod(t, seq_len), and the first one here is `token0`.
-
     Attributes:
         spec: the heads, and how they are rotated and normed.
-        cos, sin: (S, R/2) or (B, S, R/2), float32 or the dtype of what is rotated, or both None:
-            nothing is rotated. The first R elements of a head are; R is at most its width.
-        q_weight, k_weight: (E,) of the norms of query and key heads (`AttentionSpec.head_norm`),
-            or both None: nothing is normed.
+        cos, sin: (S, R/2) or (B, S, R/2), in float32 or the dtype of the heads. The first R
+            elements of a head are rotated; R is at most its width E. Both None: no rotation.
+        q_weight, k_weight: (E,), weights of the norms of query and key heads
+            (`AttentionSpec.head_norm`). Both None: no norm.
+        token0, seq_len: the number of the first token in the call, and the tokens of a sequence:
+            token t of the call is (b, s) = divmod(t, seq_len).
     """
 
     spec: AttentionSpec
@@ -48,29 +48,38 @@ class RotaryCall:
         """R, how many elements of a head are rotated."""
         return 0 if self.cos is None else 2 * self.cos.shape[-1]
 
+    @property
+    def eps(self) -> float:
+        """Of the norms of heads; 0 if there are none."""
+        return self.spec.head_norm.eps if self.spec.head_norm else 0.0
 
-def width_of(x: Tensor, call: RotaryCall) -> int:
-    """E, the width of a head of x."""
-    return x.shape[1] // (call.spec.num_heads + 2 * call.spec.num_kv_heads)
+    def width(self, x: Tensor) -> int:
+        """E, the width of a head of x."""
+        return x.shape[1] // (self.spec.num_heads + 2 * self.spec.num_kv_heads)
+
+    def norm_weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """The norms' weights, with the offset of the spec; None without norms."""
+        offset = self.spec.head_norm.offset if self.spec.head_norm else 0.0
+        return shifted(self.q_weight, offset), shifted(self.k_weight, offset)
 
 
 def _key(x: Tensor, call: RotaryCall) -> tuple[Any, ...]:
-    few = x.shape[0] + call.seq_len < 2**31  # 32 bits count the tokens
-    return x.dtype, x.device, width_of(x, call), few
+    """Dtype, device, width of a head, and whether 32 bits can count the tokens."""
+    return x.dtype, x.device, call.width(x), x.shape[0] + call.seq_len < 2**31
 
 
 @operation(key=lambda x, call, *_: _key(x, call), says="pointwise, eager")
 def rotary_fwd(x: Tensor, call: RotaryCall, out: Tensor | None = None) -> Tensor:
-    """x (T, (H + 2·Hkv)·E) with its query and key heads normed and rotated; values as they are.
+    """x (T, (H + 2·Hkv)·E) with its query and key heads normed and rotated; values are copied.
 
-    With RMSNorm, if it has weights, n = x * rstd * weight, else n = x, and of each pair of n
-    y1 = n1 * cos - n2 * sin, y2 = n2 * cos + n1 * sin. `out` may be x.
+    n = x * rstd * weight with norms, else n = x. A pair (n1, n2) of elements becomes
+    (n1 * cos - n2 * sin, n2 * cos + n1 * sin). `out` may be x.
     """
     return _forward(x, call, out)
 
 
 def _forward(x: Tensor, call: RotaryCall, out: Tensor | None, back: bool = False) -> Tensor:
-    """`rotary_fwd`; `back`: by the opposite angles, the inverse without norms."""
+    """`rotary_fwd`; with `back`, by the opposite angles: the inverse if there are no norms."""
     y = x.new_empty(x.shape) if out is None else out
     (source, values), (target, copied) = _split(x, call), _split(y, call)
     if y is not x:
@@ -84,22 +93,15 @@ def _forward(x: Tensor, call: RotaryCall, out: Tensor | None, back: bool = False
     return y
 
 
-@operation(
-    key=lambda dy, x, call, *_: _key(dy, call),
-    says="pointwise, eager",
-)
+@operation(key=lambda dy, x, call, *_: _key(dy, call), says="pointwise, eager")
 def rotary_bwd(
-    dy: Tensor,
-    x: Tensor | None,
-    call: RotaryCall,
-    needs_grad: tuple[bool, ...],
-    owned: bool,
+    dy: Tensor, x: Tensor | None, call: RotaryCall, needs_grad: tuple[bool, ...], owned: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx and the weights' gradients, those that `needs_grad` marks, else None.
+    """dx and the gradients of both weights; one that `needs_grad` does not mark is None.
 
     With n = x * rstd, g = dy rotated back and w the weight: dw = sum(g * n) over tokens and heads,
-    dx = rstd * (g * w - n * mean(g * w * n)). x only where there are weights; may overwrite dy when
-    `owned`.
+    dx = rstd * (g * w - n * mean(g * w * n)). x is read only if there are norms. dy may be
+    overwritten if `owned`.
     """
     if call.q_weight is None:
         return _forward(dy, call, dy if owned else None, back=True), None, None
@@ -126,7 +128,7 @@ def rotary_bwd(
 
 
 def _split(x: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
-    """Query and key heads (T, H + Hkv, E), and value heads (T, Hkv, E), as views."""
+    """Views of the query and key heads (T, H + Hkv, E), and of the value heads (T, Hkv, E)."""
     first = call.spec.num_heads + call.spec.num_kv_heads
     count, (rows, width) = first + call.spec.num_kv_heads, x.shape
     heads = x.view(rows, count, width // count)
@@ -138,32 +140,21 @@ def _by_kind(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
 
 
 def _scale(heads: Tensor, call: RotaryCall) -> None:
-    """Multiply by the norms' weights."""
-    for part, weight in zip(_by_kind(heads, call), norm_weights(call), strict=True):
+    """Multiply by the norms' weights in place."""
+    for part, weight in zip(_by_kind(heads, call), call.norm_weights(), strict=True):
         assert weight is not None
         part.mul_(weight)
-
-
-def norm_weights(call: RotaryCall) -> tuple[Tensor | None, Tensor | None]:
-    """The norms' weights, with the offset of the spec; None where nothing is normed."""
-    offset = call.spec.head_norm.offset if call.spec.head_norm else 0.0
-    return shifted(call.q_weight, offset), shifted(call.k_weight, offset)
-
-
-def eps_of(call: RotaryCall) -> float:
-    """That of the norms of heads; any number where there are none."""
-    return call.spec.head_norm.eps if call.spec.head_norm else 0.0
 
 
 def _normed(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
     """heads * rstd and rstd = (mean(heads**2) + eps) ** -0.5, over the width of a head."""
     wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    rstd = wide.square().mean(-1, keepdim=True).add_(eps_of(call)).rsqrt_()
+    rstd = wide.square().mean(-1, keepdim=True).add_(call.eps).rsqrt_()
     return wide * rstd, rstd
 
 
 def _pairs(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
-    """The first and the second member of each pair, (T, heads, R/2), as views."""
+    """Views of the first and the second elements of all pairs, (T, heads, R/2)."""
     if call.spec.rotary is not None and call.spec.rotary.interleaved:
         return heads[..., 0 : call.rotated : 2], heads[..., 1 : call.rotated : 2]
     half = call.rotated // 2
@@ -171,7 +162,7 @@ def _pairs(heads: Tensor, call: RotaryCall) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(heads: Tensor, call: RotaryCall, back: bool, out: Tensor) -> None:
-    """The rotated pairs of heads into those of `out`, which may be `heads`."""
+    """Write the rotated pairs of `heads` to `out`, which may be `heads`."""
     if not call.rotated:
         return
     dtype = torch.promote_types(heads.dtype, torch.float32)
@@ -179,7 +170,7 @@ def _rotate(heads: Tensor, call: RotaryCall, back: bool, out: Tensor) -> None:
     assert cos is not None and sin is not None
     rows, seq_len = heads.shape[0], call.seq_len
     if cos.dim() == 2 and rows > seq_len and call.token0 % seq_len == rows % seq_len == 0:
-        # Whole sequences, each with the same rows of the tables.
+        # Whole sequences, which share the rows of the tables.
         sizes = (rows // seq_len, seq_len, *heads.shape[1:])
         heads, out = heads.view(sizes), out.view(sizes)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -187,18 +178,18 @@ def _rotate(heads: Tensor, call: RotaryCall, back: bool, out: Tensor) -> None:
         cos, sin = _of_tokens(cos, call, rows), _of_tokens(sin, call, rows)
     (x1, x2), (y1, y2) = _pairs(heads, call), _pairs(out, call)
     x1, x2, cos, sin = (t if t.dtype is dtype else t.to(dtype) for t in (x1, x2, cos, sin))
-    sign = 1.0 if back else -1.0  # of what is added to the first; the other's is the opposite
+    sign = 1.0 if back else -1.0  # of the term added to y1; that of y2 has the opposite sign
     if out.dtype is not dtype:
         y1.copy_((x1 * cos).add_(x2 * sin, alpha=sign))
         y2.copy_((x2 * cos).sub_(x1 * sin, alpha=sign))
         return
-    cross = x1 * sin  # before y1, which may be x1
+    cross = x1 * sin  # before y1 is written, which may be x1
     torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=sign)
     torch.mul(x2, cos, out=y2).sub_(cross, alpha=sign)
 
 
 def _of_tokens(table: Tensor, call: RotaryCall, rows: int) -> Tensor:
-    """The table's rows of the call's tokens, (T, 1, R/2): a view where they lie in order."""
+    """The rows (T, 1, R/2) of a table for the call's tokens: a view if they are consecutive."""
     if table.dim() == 3:
         flat = table.reshape(-1, table.shape[-1])
         return flat[call.token0 : call.token0 + rows, None]
@@ -211,17 +202,17 @@ def _of_tokens(table: Tensor, call: RotaryCall, rows: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary(Node):
-    """name = x with its query and key heads normed (RMSNorm, if they have weights), then rotated.
+    """name = x with its query and key heads normed (RMSNorm), then rotated.
 
-    Backward of a rotation alone is the rotation back, and asks for nothing; that of the norm asks
-    for x, from which it computes the statistics again.
+    Backward of a rotation rotates back and reads no activation. Backward of the norm reads x, and
+    computes the statistics again.
 
     Attributes:
         x: the packed projection: query heads, key heads, value heads.
-        spec: of the attention that reads them.
+        spec: the attention that reads the heads.
         cos, sin: names of the tables, both "" for no rotation.
         q_weight, k_weight: names of the norms' weights, both "" for no norm.
-        in_place: written over x (`in_place`).
+        in_place: whether the result is written over x (`reusing`).
     """
 
     x: Input
@@ -247,9 +238,8 @@ class Rotary(Node):
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
         x = chunk[self.x]
-        chunk.put(
-            self.name, chunk.ops[rotary_fwd](x, self.call(chunk), x if self.in_place else out)
-        )
+        out = x if self.in_place else out
+        chunk.put(self.name, chunk.ops[rotary_fwd](x, self.call(chunk), out))
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         x = chunk[self.x] if self.q_weight else None
@@ -263,9 +253,7 @@ class Rotary(Node):
             chunk.add_param_grad(self.k_weight, dk_weight)
 
     def call(self, chunk: Chunk) -> RotaryCall:
-        """The tables and weights for the frame's tokens."""
-        param = chunk.param
-        tables = param(self.cos), param(self.sin), param(self.q_weight), param(self.k_weight)
-        return RotaryCall(
-            self.spec, *tables, chunk.first_row(self.x), chunk.owner.execution.lengths[self.x]
-        )
+        """The tables and weights for the chunk's tokens."""
+        param, seq_len = chunk.param, chunk.owner.execution.lengths[self.x]
+        given = param(self.cos), param(self.sin), param(self.q_weight), param(self.k_weight)
+        return RotaryCall(self.spec, *given, chunk.first_row(self.x), seq_len)

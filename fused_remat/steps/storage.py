@@ -1,6 +1,6 @@
-"""Storage formats of kept activations: quantize and dequantize, as operations and as steps.
+"""Storage of kept activations: quantize and dequantize, as operations and as steps.
 
-`graph.quantized` puts the steps into a graph.
+`fused_remat.formats` defines the formats; `graph.quantized` adds the steps to a graph.
 """
 
 from __future__ import annotations
@@ -13,17 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from fused_remat.formats import (
-    FORMATS,
-    Format,
-    Loaded,
-    LoadedHeads,
-    Parts,
-    Quantized,
-    QuantizedHeads,
-    pack,
-    split_name,
-)
+from fused_remat import formats
+from fused_remat.formats import Format, Loaded, LoadedHeads, Parts, Quantized, QuantizedHeads
 from fused_remat.random import Uniform
 from fused_remat.steps.node import Node, Shapes
 from fused_remat.steps.operations import operation
@@ -38,7 +29,7 @@ class QuantizeCall:
 
     Attributes:
         stored: a row of `formats.FORMATS`.
-        uniform: random numbers for each element, where the format is rounded stochastically.
+        uniform: a random number for each element, if the format rounds stochastically.
     """
 
     stored: str
@@ -46,39 +37,39 @@ class QuantizeCall:
 
 
 def format_of(x: Loaded | QuantizeCall | None) -> str:
-    """The format of what is stored; "" for a tensor, or None."""
+    """The format of a quantized activation or of a call; "" for a tensor or None."""
     return x.stored if isinstance(x, Quantized | QuantizeCall) else ""
 
 
 @operation(
     key=lambda x, storage: storage.stored,
-    says=lambda key, *_, **__: f"packed as {key}, eager, a few rows at a time",
+    says=lambda key, *_, **__: f"quantized to {key}, eager, a few rows at a time",
 )
 def quantize(x: Tensor, storage: QuantizeCall) -> Parts:
-    """x as it is to be stored: codes, and scales if the format has them; new tensors."""
-    return pack(x, storage.stored, storage.uniform)
+    """The codes of x, and the scales if the format has blocks, as new tensors."""
+    return formats.quantize(x, storage.stored, storage.uniform)
 
 
 @operation(
     key=lambda x: x.stored,
-    says=lambda key, *_, **__: f"{key} unpacked whole, eager, a few rows at a time",
+    says=lambda key, *_, **__: f"{key} dequantized whole, eager, a few rows at a time",
 )
 def dequantize(x: Quantized) -> Tensor:
-    """The whole of x, a new matrix in its dtype."""
+    """x as a new matrix in its dtype."""
     return x.tensor()
 
 
-def heads_in_memory(
-    *heads: LoadedHeads, unpack: Callable[[Quantized], Tensor] = dequantize
+def dequantized_heads(
+    *heads: LoadedHeads, run: Callable[[Quantized], Tensor] = dequantize
 ) -> tuple[Tensor, ...]:
-    """Heads in memory; what lies in one packed matrix, in one."""
+    """Heads as tensors. `run` dequantizes each matrix once; heads of one matrix are its views."""
     matrices: dict[int, Tensor] = {}
     found = []
     for x in heads:
         if isinstance(x, QuantizedHeads):
             matrix = matrices.get(id(x.whole))
             if matrix is None:
-                matrix = matrices[id(x.whole)] = unpack(x.whole)
+                matrix = matrices[id(x.whole)] = run(x.whole)
             x = x.of(matrix)
         found.append(x)
     return tuple(found)
@@ -86,9 +77,12 @@ def heads_in_memory(
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize(Node):
-    """name = codes of the activation `x` in a format; the scales, if it has any, are a statistic.
+    """name = the codes of the activation `x`; scales, if the format has any, are a statistic.
 
-    `name` is "x:format". `site` is that of stochastic rounding.
+    Attributes:
+        name: "x:format".
+        x: the activation.
+        site: the random site of stochastic rounding.
     """
 
     x: str
@@ -98,11 +92,11 @@ class Quantize(Node):
 
     @property
     def stored(self) -> str:
-        return split_name(self.name)[1]
+        return formats.split_name(self.name)[1]
 
     @property
     def format(self) -> Format:
-        return FORMATS[self.stored]
+        return formats.FORMATS[self.stored]
 
     @property
     def quantizes(self) -> str:
@@ -118,7 +112,7 @@ class Quantize(Node):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        return (self.x,)  # not an input: no gradient goes this way
+        return (self.x,)  # not an input: no gradient passes through this step
 
     @property
     def follows(self) -> str:
@@ -135,7 +129,7 @@ class Quantize(Node):
         return self.format.scale_width(width)
 
     def storage(self, chunk: Chunk) -> QuantizeCall:
-        """What a routine that packs is told."""
+        """How the chunk's rows are quantized."""
         if not self.format.seeded:
             return QuantizeCall(self.stored)
         rows, owner = chunk.rows_of(self.x), chunk.owner
@@ -146,30 +140,27 @@ class Quantize(Node):
         self.put(chunk, chunk.ops[quantize](chunk[self.x], self.storage(chunk)))
 
     def put(self, chunk: Chunk, parts: Iterable[Tensor]) -> None:
-        """Put what a routine has packed into the frame."""
+        """Put codes and scales into the chunk."""
         for name, part in zip(self.makes, parts, strict=True):
             chunk.put(name, part)
 
     def kept(self, chunk: Chunk) -> Quantized:
-        """The activation as it is stored."""
+        """The activation in its format."""
         parts = tuple([chunk[name] for name in self.makes])
         return Quantized(self.stored, parts, chunk.owner.widths[self.x], chunk.dtype_of(self.x))
 
     def sample(self, chunk: Chunk) -> Quantized:
-        """As `kept`, of no memory and no values: to choose a routine by where there are none."""
-        owner, rows = chunk.owner, chunk.rows_of(self.x)
-        parts = tuple([
-            torch.empty((1, 1), dtype=chunk.dtype_of(name), device=owner.device).expand(
-                rows, owner.widths[name]
-            )
-            for name in self.makes
-        ])  # fmt: skip
-        return Quantized(self.stored, parts, owner.widths[self.x], chunk.dtype_of(self.x))
+        """Like `kept`, but of unset values and almost no memory: to choose an implementation by."""
+        owner, parts = chunk.owner, []
+        for name in self.makes:
+            one = torch.empty((1, 1), dtype=chunk.dtype_of(name), device=owner.device)
+            parts.append(one.expand(chunk.rows_of(self.x), owner.widths[name]))
+        return Quantized(self.stored, tuple(parts), owner.widths[self.x], chunk.dtype_of(self.x))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dequantize(Node):
-    """The activation `name` from what the one in `quantized` has stored, whole."""
+    """The activation `name`, dequantized as a whole from the one step in `quantized`."""
 
     undoes: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""A caller's own function as an activation: run in forward, and under autograd in backward."""
+"""A user's own activation function: it runs in forward, and again under autograd in backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 def leaves(y: Tensor) -> list[Tensor]:
-    """The leaf tensors that require grad and that `y` was computed from, in order of discovery.
+    """The leaf tensors that require gradients and that `y` was computed from.
 
     >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
@@ -37,10 +37,10 @@ def leaves(y: Tensor) -> list[Tensor]:
 
 @contextmanager
 def hooks_off(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Take off the tensors' hooks (`Tensor.register_hook`), and put them back afterwards.
+    """Disable the tensors' hooks (`Tensor.register_hook`) in the context.
 
-    Around an inner backward that yields pieces of their gradients: the outer one runs the hooks,
-    once, on the whole.
+    For a nested backward that computes parts of their gradients: the outer backward runs the hooks
+    once, on the whole gradient.
 
     >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
@@ -64,14 +64,14 @@ def hooks_off(tensors: Iterable[Tensor]) -> Iterator[None]:
 def _checked(y: Tensor, x: Tensor) -> Tensor:
     if y.shape != x.shape or y.dtype != x.dtype:
         raise ValueError(
-            f"the activation function must keep shape and dtype: it made {tuple(y.shape)} "
-            f"{y.dtype} of {tuple(x.shape)} {x.dtype}"
+            f"the activation function must keep shape and dtype; it returned {tuple(y.shape)} "
+            f"{y.dtype} for {tuple(x.shape)} {x.dtype}"
         )
     return y
 
 
 def forward(function: Function, x: Tensor) -> Tensor:
-    """function(x), of a copy: it may work in place, and x may be kept."""
+    """function(x), called with a copy: the function may work in place, and x may be kept."""
     with torch.no_grad():
         return _checked(function(x.clone()), x)
 
@@ -79,34 +79,37 @@ def forward(function: Function, x: Tensor) -> Tensor:
 def backward(
     function: Function, dy: Tensor, x: Tensor, captured: Mapping[str, Tensor], wanted: list[str]
 ) -> tuple[tuple[Tensor, bool] | None, dict[str, Tensor]]:
-    """The gradients in x, with whether it may be overwritten, None where "" is not in `wanted`; and
-    of those of the captured tensors that are, by name.
+    """The gradient of x, and those of captured tensors by name, of the names in `wanted`.
 
-    Raises: RuntimeError where the function reads other tensors than are captured.
+    "" in `wanted` is x. Its gradient comes with whether it may be overwritten; it is None if not
+    wanted.
+
+    Raises: RuntimeError if the function reads a differentiable tensor that is not captured.
     """
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         y = _checked(function(x.clone()), x)
-    # By edge: a saved tensor comes back from hooks as another object.
+    # Compared by edge: hooks return a saved tensor as another object.
     known = {torch.autograd.graph.get_gradient_edge(t) for t in (x, *captured.values())
              if t.requires_grad}  # fmt: skip
     stray = [t for t in leaves(y) if torch.autograd.graph.get_gradient_edge(t) not in known]
     if stray:
         raise RuntimeError(
-            "fused_remat: the activation function reads a tensor in backward that it did not "
-            f"read in forward, of shape {tuple(stray[0].shape)}"
+            "fused_remat: in backward, the activation function read a tensor of shape "
+            f"{tuple(stray[0].shape)} that it did not read in forward; it must read the same "
+            "tensors both times"
         )
     sources = {n: t for n, t in {"": x, **captured}.items() if n in wanted}
     grads: tuple[Tensor | None, ...] = (None,) * len(sources)
     if y.requires_grad:
-        # Kept for the next piece: what the function captured may have a graph of its own.
+        # The graph is retained for the next tile: captured tensors may have a graph of their own.
         with hooks_off(captured.values()):
             grads = torch.autograd.grad(
                 y, list(sources.values()), dy, retain_graph=True, allow_unused=True
             )
     found = dict(zip(sources, grads, strict=True))
     dx = found.pop("", None)
-    # A sum over pieces in float32; a copy, it may be expanded.
+    # Tiles are summed in float32. Copied, since autograd may return an expanded tensor.
     params = {
         name: grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
         for name, grad in found.items()
@@ -116,5 +119,5 @@ def backward(
         return None, params
     if dx is None:
         return (torch.zeros_like(x), True), params
-    # It may be dy itself, or a view of it.
+    # dx may be dy itself, or a view of it.
     return (dx, dx is not dy and dx._base is None and 0 not in dx.stride()), params

@@ -1,8 +1,8 @@
-"""Triton kernels where they save a pass or a product's end; importing this registers them.
+"""Implementations of operations by Triton kernels; importing this package registers them.
 
-Plain products are `torch.mm`; attention is ATen's where the tables say so, else our own. A result
-that a kernel fills is always a fresh contiguous matrix; operands are read by their strides, and
-copied only if the elements of a row are not side by side (`launch.rows_in_place`).
+Plain products are `torch.mm`. Attention runs ATen's kernels where the tables say so, else ours. A
+kernel fills a new contiguous matrix. It reads operands by their strides; they are copied only if
+their rows are not contiguous (`launch.rows_in_place`).
 """
 
 from fused_remat.triton import (

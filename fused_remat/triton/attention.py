@@ -1,4 +1,7 @@
-"""Attention by `kernels.attention`: heads of any strides, every mask, packed sequences, dropout."""
+"""Attention in kernels (`kernels.attention`): heads of any strides, all masks, variable lengths.
+
+First the choice and the two operations, then the launches of forward and backward, then masks.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,10 @@ from fused_remat.random import scale as dropout_scale
 from fused_remat.random import threshold
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps import attention, attention_library
-from fused_remat.steps.attention import Heads, as_heads
-from fused_remat.steps.attention_library import attention_key
-from fused_remat.steps.attention_rows import AttentionCall, AttentionKey
+from fused_remat.steps.attention import as_heads
+from fused_remat.steps.attention_call import AttentionCall, AttentionKey, Heads, attention_key
 from fused_remat.steps.operations import faster
-from fused_remat.steps.storage import heads_in_memory
+from fused_remat.steps.storage import dequantized_heads
 from fused_remat.triton import storage
 from fused_remat.triton.launch import INTERPRETED, Launch, Target, cdiv, power_of_2, target_of
 from fused_remat.triton.tables import (
@@ -42,14 +44,19 @@ from fused_remat.triton.tables import (
     why_own_attention,
 )
 
-#: Options of `AttentionSpec` that the kernels know.
+#: Options of `AttentionSpec` that the kernels support.
 _KNOWN = frozenset({"window", "align", "dropout", "true_means", *Scores._fields})
 #: The widest head that fits into a tile.
 MAX_WIDTH = 256
-# Rows of a tile of the sums delta.
+# Rows of a tile that sums delta = rowsum(dout * out).
 _DELTA_ROWS = 64
 #: q, k, v, dout, lse, delta.
 Given = tuple[LoadedHeads, LoadedHeads, LoadedHeads, Tensor, Tensor, Tensor]
+# A mask that adds more than this to a whole row is shifted to add 0: scores would lose digits.
+_FAR = 128.0
+# Tiles of the kernels that read masks alone.
+_TILE = 64
+MaskStrides = tuple[int, ...]
 
 
 def why_not(key: AttentionKey) -> str | None:
@@ -59,128 +66,81 @@ def why_not(key: AttentionKey) -> str | None:
     if unknown:
         return f"they have no {unknown[0]}"
     if max(widths) > MAX_WIDTH:
-        return f"a head of {max(widths)} elements is wider than {MAX_WIDTH}"
+        return f"a head has {max(widths)} elements, more than {MAX_WIDTH}"
     if key.dtype == torch.float32 and not INTERPRETED:
-        return "in float32 a product is three TF32 ones, and no tile of that fits the registers"
+        return "float32 products are three TF32 products each, and no tile of them fits registers"
     if not spec.scale >= 0.0:
         return f"the scale {spec.scale} is negative"
     if 0 in (key.kv_len, *widths):
-        return "there are no keys, or nothing in them"
+        return "there are no keys, or heads of width 0"
     return None
 
 
 def _why(key: AttentionKey) -> str | None:
-    """Why the kernels here are taken rather than ATen's; None if ATen's are."""
+    """Why these kernels are chosen over ATen's; None if ATen's are chosen."""
     why = why_own_attention(target_of(key.device), key)
     return why or attention_library.why_not(key, key.widths, key.dtype, key.device)
 
 
-def _reads(packed: tuple[str, int, int] | None) -> bool:
-    """Whether kernels read heads as they are; packed ones else are to be unpacked first.
+def _why_not_fwd(key: AttentionKey) -> str | None:
+    return "" if _why(key) is None else why_not(key)
 
-    They unpack int8 heads of one block or two: what is wider does not fit the registers.
+
+def _why_not_bwd(key: AttentionKey) -> str | None:
+    """As in forward, unless a kernel can dequantize the heads that ATen's attention reads."""
+    formats = [stored for stored, *_ in filter(None, key.quantized)]
+    dequantizes = formats and storage.why_not(*formats) is None
+    return None if dequantizes else _why_not_fwd(key)
+
+
+def _says(key: AttentionKey, *_: Any, **__: Any) -> str:
+    if _why_not_fwd(key) is not None:
+        return attention.says(key)
+    said = f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {_why(key)}"
+    if not key.quantized:
+        return said
+    as_loaded = all(map(_reads, key.quantized))
+    return f"{said}, heads dequantized {'as they are loaded' if as_loaded else 'first'}"
+
+
+@faster(attention.attention_fwd, "triton", why_not=_why_not_fwd, says=_says)
+def attention_fwd_triton(q, k, v, call, out=None):
+    if out is None:
+        shape = (call.batch * call.q_len, call.spec.num_heads * v.shape[-1])
+        out = torch.empty(shape, dtype=q.dtype, device=q.device)
+    rows = (call.batch, call.spec.num_heads, call.q_len)
+    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    for launch in forward(q, k, v, call, out, lse, target_of(q.device)):
+        launch.run()
+    return out, lse
+
+
+@faster(attention.attention_bwd, "triton", why_not=_why_not_bwd, says=_says)
+def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
+    by_aten = False
+    if any(isinstance(x, QuantizedHeads) for x in (q, k, v)):
+        key = attention_key(q, v, call, k)
+        by_aten = _why_not_fwd(key) is not None
+        if by_aten or not all(map(_reads, key.quantized)):
+            q, k, v = dequantized_heads(q, k, v, run=storage.dequantized)
+    if by_aten:
+        attention.attention_bwd(dattn, q, k, v, attn, lse, call, grads)
+        return
+    launches = backward(dattn, q, k, v, attn, lse, call, grads, target_of(q.device))
+    for launch in launches:
+        launch.run()
+
+
+def _reads(quantized: tuple[str, int, int] | None) -> bool:
+    """Whether kernels can load these heads, an entry of `AttentionKey.quantized`.
+
+    Kernels dequantize int8 heads of one or two blocks; wider ones do not fit the registers.
     """
-    if packed is None:
+    if quantized is None:
         return True
-    stored, width, first = packed
+    stored, width, first = quantized
     whole_blocks = width in (BLOCK, 2 * BLOCK) and first % BLOCK == 0
     return storage.why_not(stored) is None and whole_blocks
-
-
-def reads(x: LoadedHeads) -> bool:
-    """As `_reads`, of heads."""
-    return isinstance(x, Tensor) or _reads((x.whole.stored, x.width, x.first))
-
-
-def _heads_in_place(x: Tensor) -> Tensor:
-    """`x` (B, H, S, E), if the elements of a row lie side by side, as kernels want them."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _strides(x: LoadedHeads, like: Tensor | None = None) -> Strides:
-    """Of batch, head and row; and what unpacks codes, to the dtype of `like`."""
-    if isinstance(x, Tensor):
-        batch, head, row, _ = x.stride()
-        return Strides(batch, head, row)
-    codes, step = x.whole.parts
-    per_batch, per_row, _ = step.unflatten(0, (x.batch, -1)).stride()
-    batch, head, row, _ = x.of(codes).stride()
-    return Strides(batch, head, row, step, like, per_batch, per_row, x.first)
-
-
-def _elements(x: LoadedHeads) -> Tensor:
-    """Heads in memory, or the codes of packed ones."""
-    return x if isinstance(x, Tensor) else x.of(x.whole.parts[0])
-
-
-def _can_describe(x: Tensor) -> bool:
-    """Whether a tensor descriptor can hold x: aligned, and apart by multiples of 16 bytes."""
-    apart = [s for n, s in zip(x.shape[:3], x.stride(), strict=False) if n > 1]
-    steps = all(s > 0 and s * x.element_size() % 16 == 0 for s in apart)
-    return steps and x.data_ptr() % 16 == 0
-
-
-def _described(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """`x` as blocks (1, 1, rows, width)."""
-    strides = [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
-
-
-def _operands(
-    problem: Problem,
-    tile: AttentionTile,
-    by_query: tuple[LoadedHeads, ...],
-    by_key: tuple[LoadedHeads, ...],
-    like: Tensor | None = None,
-) -> tuple[list[Any], list[Strides], bool]:
-    """Heads as a kernel takes them, their strides, and whether they are tensor descriptors.
-
-    Packed ones are their codes, which are unpacked to the dtype of `like`.
-    """
-    heads = [*by_query, *by_key]
-    strides = [_strides(x, like) for x in heads]
-    by_descriptors = family(problem.target) in ATTENTION_BY_DESCRIPTORS
-    in_memory = [x for x in heads if isinstance(x, Tensor)]
-    if not by_descriptors or problem.in_rows or not all(map(_can_describe, in_memory)):
-        return list(map(_elements, heads)), strides, False
-    rows = [tile.block_m] * len(by_query) + [tile.block_n] * len(by_key)
-    described = [
-        _described(x, n, _padded(x.shape[-1])) if isinstance(x, Tensor) else _elements(x)
-        for x, n in zip(heads, rows, strict=True)
-    ]
-    return list(described), strides, True
-
-
-def _padded(width: int) -> int:
-    return max(16, power_of_2(width))
-
-
-def _constants(
-    problem: Problem, tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bool
-) -> dict[str, Any]:
-    (e, v), (block_e, block_v) = widths, map(_padded, widths)
-    return {
-        "PARTIAL": partial,
-        "KEEPS": problem.keeps,
-        "TMA": tma,
-        "EVEN_E": e == block_e,
-        "EVEN_V": v == block_v,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_E": block_e,
-        "BLOCK_V": block_v,
-    }
-
-
-def _sizes(problem: Problem, widths: tuple[int, int]) -> tuple[int, ...]:
-    call = problem.call
-    return (
-        call.spec.num_heads,
-        call.spec.num_heads // call.spec.num_kv_heads,
-        call.q_len,
-        call.kv_len,
-        *widths,
-    )
 
 
 def forward(
@@ -193,7 +153,7 @@ def forward(
     target: Target,
     tile: AttentionTile | None = None,
 ) -> Iterator[Launch]:
-    """Fills out (B*S_q, H*V) and lse (B, H, S_q) float32."""
+    """The launches that fill out (B*S_q, H*V) and lse (B, H, S_q), float32."""
     q, k, v = map(_heads_in_place, (q, k, v))
     widths = (q.shape[-1], v.shape[-1])
     tile = tile or attention_tile("fwd", target, max(widths), call)
@@ -230,7 +190,10 @@ def backward(
     target: Target,
     tiles: tuple[AttentionTile, AttentionTile] | None = None,
 ) -> Iterator[Launch]:
-    """Fills `grads` if given, adds to call.dmask and call.dpadding; `tiles` of dk, dv and of dq."""
+    """The launches that fill `grads`, if given, and add to call.dmask and call.dpadding.
+
+    `tiles`: for dk and dv, and for dq.
+    """
     q, k, v = (_heads_in_place(x) if isinstance(x, Tensor) else x for x in (q, k, v))
     dout = _heads_in_place(as_heads(dattn, call))
     widths = (q.shape[-1], v.shape[-1])
@@ -246,15 +209,15 @@ def backward(
     )  # fmt: skip
     yield from launches
     heads = (q, k, v, dout, lse, delta)
-    unpacks = not all(isinstance(x, Tensor) for x in (q, k, v))
+    quantized = not all(isinstance(x, Tensor) for x in (q, k, v))
     if grads is not None:
         tiles = tiles or (
-            attention_tile("dkdv", target, max(widths), call, unpacks),
-            attention_tile("dq", target, max(widths), call, unpacks),
+            attention_tile("dkdv", target, max(widths), call, quantized),
+            attention_tile("dq", target, max(widths), call, quantized),
         )
         yield from _gradients(problem, heads, grads[1:], tiles[0], by_keys=True)
         yield from _gradients(problem, heads, grads[:1], tiles[1], by_keys=False)
-    tile = attention_tile("mask", target, max(widths), call, unpacks)
+    tile = attention_tile("mask", target, max(widths), call, quantized)
     if call.dmask is not None:
         dmask = call.dmask if call.dmask.dim() == 4 else call.dmask[None, None]
         yield _mask_grad(problem, heads, dmask, tile)
@@ -269,7 +232,7 @@ def _gradients(
     tile: AttentionTile,
     by_keys: bool,
 ) -> Iterator[Launch]:
-    """dk and dv by blocks of keys, or dq by tiles of queries."""
+    """The launches of dk and dv, a program per block of keys; or of dq, a program per tile."""
     call, (q, k, v, dout, lse, delta) = problem.call, heads
     widths = (q.shape[-1], v.shape[-1])
     blocks, blocks_strides, launches = lists(problem, tile, by_keys)
@@ -294,7 +257,7 @@ def _gradients(
 
 
 def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTile) -> Launch:
-    """dmask (b, h, m, n), each size 1 or that of the scores, is added to."""
+    """The launch that adds to dmask (b, h, m, n); each size is 1 or that of the scores."""
     call, (q, k, v, dout, lse, delta) = problem.call, heads
     widths = (q.shape[-1], v.shape[-1])
     blocks = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
@@ -309,7 +272,7 @@ def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTil
         *_sizes(problem, widths)[1:], *problem.scalars(),
     )  # fmt: skip
     constants = {
-        "KEEPS": problem.keeps,
+        "KEEPS": problem.true_attends,
         "OVER_ROWS": over[2],
         "OVER_COLS": over[3],
         "BLOCK_M": tile.block_m,
@@ -323,85 +286,105 @@ def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTil
     )
 
 
-def _why_not_fwd(key: AttentionKey) -> str | None:
-    return "" if _why(key) is None else why_not(key)
+def _sizes(problem: Problem, widths: tuple[int, int]) -> tuple[int, ...]:
+    call = problem.call
+    return (
+        call.spec.num_heads,
+        call.spec.num_heads // call.spec.num_kv_heads,
+        call.q_len,
+        call.kv_len,
+        *widths,
+    )
 
 
-def _why_not_bwd(key: AttentionKey) -> str | None:
-    """As forward; but kernels unpack what ATen's attention then reads."""
-    formats = [stored for stored, *_ in filter(None, key.packed)]
-    unpacks = formats and storage.why_not(*formats) is None
-    return None if unpacks else _why_not_fwd(key)
+def _constants(
+    problem: Problem, tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bool
+) -> dict[str, Any]:
+    (e, v), (block_e, block_v) = widths, map(_padded, widths)
+    return {
+        "PARTIAL": partial,
+        "KEEPS": problem.true_attends,
+        "TMA": tma,
+        "EVEN_E": e == block_e,
+        "EVEN_V": v == block_v,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_E": block_e,
+        "BLOCK_V": block_v,
+    }
 
 
-def _says(key: AttentionKey, *_: Any, **__: Any) -> str:
-    if _why_not_fwd(key) is not None:
-        return attention.says(key)
-    said = f"kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: {_why(key)}"
-    if not key.packed:
-        return said
-    as_loaded = all(map(_reads, key.packed))
-    return f"{said}, heads unpacked {'as they are loaded' if as_loaded else 'first'}"
+def _padded(width: int) -> int:
+    return max(16, power_of_2(width))
 
 
-@faster(attention.attention_fwd, "triton", why_not=_why_not_fwd, says=_says)
-def attention_fwd_triton(q, k, v, call, out=None):
-    if out is None:
-        shape = (call.batch * call.q_len, call.spec.num_heads * v.shape[-1])
-        out = torch.empty(shape, dtype=q.dtype, device=q.device)
-    rows = (call.batch, call.spec.num_heads, call.q_len)
-    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    for launch in forward(q, k, v, call, out, lse, target_of(q.device)):
-        launch.run()
-    return out, lse
+def _operands(
+    problem: Problem,
+    tile: AttentionTile,
+    by_query: tuple[LoadedHeads, ...],
+    by_key: tuple[LoadedHeads, ...],
+    like: Tensor | None = None,
+) -> tuple[list[Any], list[Strides], bool]:
+    """Heads as a kernel takes them, their strides, and whether they are tensor descriptors.
+
+    Of quantized heads it takes the codes, and dequantizes them to the dtype of `like`.
+    """
+    heads = [*by_query, *by_key]
+    strides = [_strides(x, like) for x in heads]
+    by_descriptors = family(problem.target) in ATTENTION_BY_DESCRIPTORS
+    in_memory = [x for x in heads if isinstance(x, Tensor)]
+    if not by_descriptors or problem.in_rows or not all(map(_can_describe, in_memory)):
+        return list(map(_elements, heads)), strides, False
+    rows = [tile.block_m] * len(by_query) + [tile.block_n] * len(by_key)
+    described = [
+        _described(x, n, _padded(x.shape[-1])) if isinstance(x, Tensor) else _elements(x)
+        for x, n in zip(heads, rows, strict=True)
+    ]
+    return list(described), strides, True
 
 
-@faster(attention.attention_bwd, "triton", why_not=_why_not_bwd, says=_says)
-def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
-    packed = any(isinstance(x, QuantizedHeads) for x in (q, k, v))
-    by_aten = packed and _why_not_fwd(attention_key(q, v, call, k)) is not None
-    if packed and (by_aten or not all(map(reads, (q, k, v)))):
-        q, k, v = heads_in_memory(q, k, v, unpack=storage.unpacked)
-    if by_aten:
-        attention.attention_bwd(dattn, q, k, v, attn, lse, call, grads)
-        return
-    launches = backward(dattn, q, k, v, attn, lse, call, grads, target_of(q.device))
-    for launch in launches:
-        launch.run()
+def _heads_in_place(x: Tensor) -> Tensor:
+    """`x` (B, H, S, E) with contiguous rows, which kernels need: itself or a copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# Masks that add more than this to a whole row are shifted to add 0: scores have no digits beside.
-_FAR = 128.0
-# Tiles of the kernels that read masks alone.
-_TILE = 64
-MaskStrides = tuple[int, ...]
+def _strides(x: LoadedHeads, like: Tensor | None = None) -> Strides:
+    """Strides of batch, head and row; of codes also their steps, and `like` for the dtype."""
+    if isinstance(x, Tensor):
+        batch, head, row, _ = x.stride()
+        return Strides(batch, head, row)
+    codes, step = x.whole.parts
+    per_batch, per_row, _ = step.unflatten(0, (x.batch, -1)).stride()
+    batch, head, row, _ = x.of(codes).stride()
+    return Strides(batch, head, row, step, like, per_batch, per_row, x.first)
 
 
-def broadcast_strides(x: Tensor) -> MaskStrides:
-    """Strides that read a size of 1 as any size."""
-    return tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+def _elements(x: LoadedHeads) -> Tensor:
+    """The heads, or the codes of quantized heads."""
+    return x if isinstance(x, Tensor) else x.of(x.whole.parts[0])
 
 
-def _numbers(mask: Tensor) -> Tensor:
-    """A mask as kernels read it: floats, or the bytes of a bool."""
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+def _can_describe(x: Tensor) -> bool:
+    """Whether x allows a tensor descriptor: its address and strides are multiples of 16 bytes."""
+    apart = [s for n, s in zip(x.shape[:3], x.stride(), strict=False) if n > 1]
+    steps = all(s > 0 and s * x.element_size() % 16 == 0 for s in apart)
+    return steps and x.data_ptr() % 16 == 0
 
 
-def scores_of(spec: AttentionSpec) -> Scores:
-    """The options of the scores as kernels take them: None for one that is not set."""
-    given = {name: getattr(spec, name) for name in Scores._fields}
-    return Scores(**{
-        name: value if name == "scale" or name in spec.options else None
-        for name, value in given.items()
-    })  # fmt: skip
+def _described(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """A tensor descriptor of `x` in blocks (1, 1, rows, width)."""
+    strides = [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A call with its target: what several launches of it share.
+    """A call on a target: what its launches share.
 
     Attributes:
-        bounds_q, bounds_k: of packed sequences, the interval of every query and of every key.
+        masks: the masks as kernels take them.
+        bounds_q, bounds_k: for variable-length sequences, the interval of keys that each query
+            sees, and of queries that see each key.
     """
 
     call: AttentionCall
@@ -412,30 +395,20 @@ class Problem:
     bounds_k: Tensor | None = None
 
     @property
-    def left(self) -> int:
-        return self._reach(self.call.spec.window[0])
-
-    @property
-    def right(self) -> int:
-        return self._reach(self.call.spec.window[1])
-
-    def _reach(self, window: int) -> int:
-        """A side of the window, within the places there are: 32 bits hold sums of it."""
-        places = self.call.q_len + self.call.kv_len
-        return min(window, places) if window >= 0 else places
-
-    @property
     def interval(self) -> tuple[int, int, int]:
-        return self.call.offset, self.left, self.right
+        """offset, left and right, with sides of at most all positions, so that sums fit 32 bits."""
+        (left, right), most = self.call.spec.window, self.call.q_len + self.call.kv_len
+        left = min(left, most) if left >= 0 else most
+        return self.call.offset, left, min(right, most) if right >= 0 else most
 
     @property
     def in_rows(self) -> bool:
-        """Whether what lies beyond a sequence is not to be read, not even to be multiplied by 0."""
+        """Whether keys beyond a sequence must not be read: they may hold anything."""
         return self.call.lengths is not None or self.call.cu_q is not None
 
     @property
     def listed(self) -> tuple[int, int]:
-        """Batches and heads that what masks allow differs in."""
+        """For how many batches and heads the masks differ."""
         mask = self.call.mask
         heads = mask.shape[-3] if mask is not None and mask.dim() == 4 else 1
         batches = mask.shape[-4] if mask is not None and mask.dim() == 4 else 1
@@ -444,32 +417,69 @@ class Problem:
         return batches, heads
 
     def is_partial(self, length: int, block: int) -> bool:
-        """Whether a block may not be seen whole, of `length` keys or queries in blocks."""
-        call = self.call
+        """Whether some block of `length` keys or queries may be seen in part only."""
         limited = self.call.spec.window != (-1, -1) or self.in_rows
-        return limited or call.masked or length % block != 0
+        return limited or self.call.masked or length % block != 0
 
     def scalars(self) -> tuple[Any, ...]:
-        """What is called score, offset, left, right, row0, threshold, keep_scale."""
+        """The kernels' arguments score, offset, left, right, row0, threshold and keep_scale."""
         p = self.call.spec.dropout
         dropout = (self.call.row0, threshold(p), dropout_scale(p)) if p > 0.0 else (0, 0, 0.0)
         return (scores_of(self.call.spec), *self.interval, *dropout)
 
     @property
-    def keeps(self) -> bool:
-        """Whether a key takes part where a bool mask is True."""
+    def true_attends(self) -> bool:
+        """Whether a query sees the keys where a bool mask is True."""
         return self.call.spec.true_means == "attend"
 
     def site_key(self) -> Tensor | None:
         return self.call.site_key if self.call.spec.dropout > 0.0 else None
 
     def launch(self, kernel: Any, programs: int, args: tuple[Any, ...], **constants: Any) -> Launch:
-        """A launch of a kernel that has no tile of its own."""
+        """A launch of a kernel that has no row in the tile tables."""
         return Launch(kernel, (programs,), args, constants, 8, 2, self.device)
 
 
+def scores_of(spec: AttentionSpec) -> Scores:
+    """The options of the scores as kernels take them: None for an option that is not set."""
+    given = {name for name in Scores._fields if name == "scale" or name in spec.options}
+    return Scores(**{n: getattr(spec, n) if n in given else None for n in Scores._fields})
+
+
+def prepare(
+    q: LoadedHeads, call: AttentionCall, target: Target, backward: bool
+) -> tuple[Problem, list[Launch]]:
+    """The problem with its intervals and shifts, and the launches that fill these."""
+    if call.lengths is not None:
+        call = replace(call, lengths=call.lengths.contiguous())
+    problem = Problem(call, target, q.device, _masks(call))
+    launches: list[Launch] = []
+    bounds_q = bounds_k = shift = None
+    if call.cu_q is not None:
+        _, left, right = problem.interval
+        bounds_q, launch = _bounds(call, left, right, by_keys=False)
+        launches.append(launch)
+        if backward:
+            bounds_k, launch = _bounds(call, left, right, by_keys=True)
+            launches.append(launch)
+    masks = [m for m in (call.mask, call.padding) if m is not None]
+    if any(m.is_floating_point() for m in masks):
+        batches, heads = problem.listed
+        shift = torch.empty((batches, heads, call.q_len), dtype=torch.float32, device=q.device)
+        args = (problem.masks, bounds_q, call.lengths, shift, heads, call.q_len, call.kv_len)
+        launches.append(
+            problem.launch(
+                attention_shift_fwd_kernel, cdiv(call.q_len, _TILE) * batches * heads,
+                (*args, *problem.interval, _FAR), KEEPS=problem.true_attends, BLOCK_M=_TILE,
+                BLOCK_N=_TILE,
+            )
+        )  # fmt: skip
+    made = replace(problem, masks=_masks(call, shift), bounds_q=bounds_q, bounds_k=bounds_k)
+    return made, launches
+
+
 def _bounds(call: AttentionCall, left: int, right: int, by_keys: bool) -> tuple[Tensor, Launch]:
-    """The intervals of packed sequences, and the launch that fills them."""
+    """The intervals of variable-length sequences, and the launch that fills them."""
     assert call.cu_q is not None and call.cu_k is not None
     rows, others = (call.kv_len, call.q_len) if by_keys else (call.q_len, call.kv_len)
     bounds = torch.empty((rows, 2), dtype=torch.int32, device=call.cu_q.device)
@@ -485,6 +495,7 @@ def _bounds(call: AttentionCall, left: int, right: int, by_keys: bool) -> tuple[
 
 
 def _masks(call: AttentionCall, shift: Tensor | None = None) -> Masks:
+    """The masks as kernels take them, with `shift` for rows that are far from 0."""
     mask = padding = None
     mask_strides: MaskStrides = (0,) * 4
     padding_strides: MaskStrides = (0,) * 2
@@ -498,41 +509,13 @@ def _masks(call: AttentionCall, shift: Tensor | None = None) -> Masks:
     return Masks._make(fields)
 
 
-def prepare(
-    q: LoadedHeads, call: AttentionCall, target: Target, backward: bool
-) -> tuple[Problem, list[Launch]]:
-    """The problem with intervals and shifts, and what fills them."""
-    if call.lengths is not None:
-        call = replace(call, lengths=call.lengths.contiguous())
-    problem = Problem(call, target, q.device, _masks(call))
-    launches: list[Launch] = []
-    bounds_q = bounds_k = shift = None
-    if call.cu_q is not None:
-        bounds_q, launch = _bounds(call, problem.left, problem.right, False)
-        launches.append(launch)
-        if backward:
-            bounds_k, launch = _bounds(call, problem.left, problem.right, True)
-            launches.append(launch)
-    masks = [m for m in (call.mask, call.padding) if m is not None]
-    if any(m.is_floating_point() for m in masks):
-        batches, heads = problem.listed
-        shift = torch.empty((batches, heads, call.q_len), dtype=torch.float32, device=q.device)
-        args = (problem.masks, bounds_q, call.lengths, shift, heads, call.q_len, call.kv_len)
-        launches.append(
-            problem.launch(
-                attention_shift_fwd_kernel, cdiv(call.q_len, _TILE) * batches * heads,
-                (*args, *problem.interval, _FAR), KEEPS=problem.keeps, BLOCK_M=_TILE,
-                BLOCK_N=_TILE,
-            )
-        )  # fmt: skip
-    made = replace(problem, masks=_masks(call, shift), bounds_q=bounds_q, bounds_k=bounds_k)
-    return made, launches
-
-
 def lists(
     problem: Problem, tile: AttentionTile, by_keys: bool
 ) -> tuple[Tensor | None, MaskStrides, list[Launch]]:
-    """Which blocks are visited, if masks have a say in that; strides of batch and head."""
+    """The blocks that the masks let a kernel visit, their strides, and the launches that fill them.
+
+    Without masks there is no such list.
+    """
     call = problem.call
     if not call.masked:
         return None, (0, 0), []
@@ -545,6 +528,16 @@ def lists(
     args = (problem.masks, bounds, call.lengths, blocks, heads, call.q_len, call.kv_len)
     launch = problem.launch(
         attention_blocks_fwd_kernel, batches * heads * rows, args + problem.interval,
-        KEEPS=problem.keeps, BY_KEYS=by_keys, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        KEEPS=problem.true_attends, BY_KEYS=by_keys, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
     )  # fmt: skip
     return blocks, broadcast_strides(blocks)[:2], [launch]
+
+
+def broadcast_strides(x: Tensor) -> MaskStrides:
+    """Strides by which a dimension of size 1 is read as if it had any size."""
+    return tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True))
+
+
+def _numbers(mask: Tensor) -> Tensor:
+    """A mask as kernels read it: floats, or bytes for bool."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask

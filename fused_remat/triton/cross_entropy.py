@@ -1,8 +1,8 @@
-"""Cross-entropy over a linear layer's logits: kernels around the products, which are ATen's.
+"""Cross-entropy over a linear layer's logits, in kernels (`kernels.cross_entropy`).
 
-Forward is one kernel, or one for each block of columns where the weights are rounded first.
-Backward makes the logits' gradient a block at a time, in the dtype of x, in the order of
-`steps.cross_entropy`: two products of ATen's take it.
+Forward is one kernel, or one per block of columns if the weights are rounded first. Backward
+computes the logits' gradient a block at a time, in the dtype of x and in the order of
+`steps.cross_entropy`; ATen's products take it. First the operations, then their launches.
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_remat.kernels.cross_entropy import (
+    linear_cross_entropy_bwd_kernel,
+    linear_cross_entropy_fwd_kernel,
+)
 from fused_remat.steps import cross_entropy
 from fused_remat.steps.cross_entropy import (
     CrossEntropyCall,
@@ -25,9 +29,9 @@ from fused_remat.steps.cross_entropy import (
     sum_in,
 )
 from fused_remat.steps.operations import faster
-from fused_remat.triton import products
-from fused_remat.triton.launch import INTERPRETED, Target, cdiv, target_of
-from fused_remat.triton.tables import tile_for
+from fused_remat.triton.launch import INTERPRETED, Launch, Target, cdiv, in_place, target_of
+from fused_remat.triton.products import described, end_of, launch_over
+from fused_remat.triton.tables import Tile, tile_for
 
 
 def _why_not(key: tuple[Any, ...]) -> str | None:
@@ -35,31 +39,31 @@ def _why_not(key: tuple[Any, ...]) -> str | None:
     if dtype.itemsize > 2 and not INTERPRETED:
         return f"products in {str(dtype)[6:]} are ATen's"
     if 0 in x_shape or max(*x_shape, *weight_shape) >= 2**31:
-        return "a size is 0, or more than 32 bits count"
+        return "a size is 0, or does not fit 32 bits"
     return None
 
 
 def _part(
     weight: Tensor, bias: Tensor | None, span: tuple[int, int], x: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Columns of the vocabulary, in the dtype of x."""
-    return weight[slice(*span)].to(x.dtype), None if bias is None else bias[slice(*span)].to(
-        x.dtype
-    )
+    """Weight and bias of some columns of the vocabulary, in the dtype of x."""
+    part = None if bias is None else bias[slice(*span)].to(x.dtype)
+    return weight[slice(*span)].to(x.dtype), part
 
 
 @faster(
     cross_entropy.cross_entropy_fwd,
     "triton",
     why_not=_why_not,
-    says="kernel linear_cross_entropy_fwd; backward a kernel for each block, and ATen's products",
+    says="kernel linear_cross_entropy_fwd; backward: a kernel per block, and ATen's products",
 )
 def cross_entropy_fwd_triton(x, weight, bias, call, out=None):
     target = target_of(x.device)
     tokens, vocab = x.shape[0], weight.shape[0]
     check_targets(call, vocab)
     rows, columns = block_of(tokens, vocab, call, x.device)
-    if weight.dtype == x.dtype:  # in one, of so many tokens that what tiles write is no larger
+    # All columns at once, of so many tokens that the tiles' statistics are no larger than a block.
+    if weight.dtype == x.dtype:
         rows, columns = min(tokens, max(rows, rows * columns // cdiv(vocab, 64))), vocab
     used = (call.target != call.ignore_index)[:, None]
     made = [
@@ -90,7 +94,7 @@ def _of_rows(
         shape = (cdiv(w.shape[0], tile.block_n), tokens)
         parts = [picked.new_empty(shape) for _ in range(3 if call.label_smoothing else 2)]
         totals = parts[2] if call.label_smoothing else None
-        products.cross_entropy_fwd(
+        cross_entropy_fwd(
             x, w, b, labels, call.softcap, span[0], parts[0], parts[1], totals, picked, target, tile
         ).run()
         for have, part in zip(found, parts, strict=False):
@@ -104,19 +108,19 @@ def _of_rows(
     cross_entropy.cross_entropy_bwd,
     "triton",
     why_not=_why_not,
-    says="a kernel for each block of logits, and ATen's products",
+    says="a kernel per block of logits, and ATen's products",
 )
 def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact=False):
     target = target_of(x.device)
     (tokens, depth), vocab = x.shape, weight.shape[0]
-    # A mean over no token at all hands out infinities.
+    # dy is infinite for a mean over no token.
     dy = torch.where((call.target != call.ignore_index)[:, None], dy.float(), 0)
     slopes = Slopes.of(dy, stats, vocab, call)
     rows, columns = block_of(tokens, vocab, call, x.device)
     dx = dy.new_empty((tokens, depth)) if needs_grad[0] else None
     dweight = new_dweight(weight, exact) if needs_grad[1] else None
     dbias = dy.new_zeros(vocab) if needs_grad[2] else None
-    # Rows apart by multiples of 16 bytes, whatever the vocabulary: a tensor descriptor's.
+    # A tensor descriptor needs rows that lie multiples of 16 bytes apart, whatever the vocabulary.
     held = x.new_empty((min(rows, tokens), 8 * cdiv(columns, 8)))
     for span in spans(vocab, columns):
         w, b = _part(weight, bias, span, x)
@@ -127,7 +131,7 @@ def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact
             mass, spread, at_target = (
                 t[lo:hi, 0] for t in (slopes.mass, slopes.spread, slopes.target)
             )
-            products.cross_entropy_bwd(
+            cross_entropy_bwd(
                 x[lo:hi], w, b, call.target[lo:hi], call.softcap, span[0],
                 (stats[0][lo:hi, 0], stats[1][lo:hi, 0]),
                 (mass, spread if call.label_smoothing else None, at_target), dz, target,
@@ -141,3 +145,72 @@ def cross_entropy_bwd_triton(dy, x, weight, bias, stats, call, needs_grad, exact
         if mine is not None and dw is not None and dw is not mine:
             mine.copy_(dw)
     return None if dx is None else dx.to(x.dtype), dweight, dbias
+
+
+def cross_entropy_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    softcap: float,
+    first: int,
+    highs: Tensor,
+    sums: Tensor,
+    totals: Tensor | None,
+    picked: Tensor,
+    at: Target,
+    tile: Tile | None = None,
+) -> Launch:
+    """The launch that fills `picked` with the targets' logits and the others from each tile.
+
+    `highs`, `sums` and `totals` (tiles, M) are the maximum, sum(exp(logits - maximum)) and the sum
+    of a tile's logits x @ weightᵀ + bias; weight holds the vocabulary from row `first` on.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    tile = tile or tile_for("cross_entropy_fwd", at, m, n)
+    given, strides, tma = described(
+        at, (x, tile.block_m, tile.block_k), (weight, tile.block_n, tile.block_k)
+    )
+    args = (
+        *given, in_place(bias), in_place(target), highs, sums, totals, picked, *strides, first, m,
+        n, k, softcap,
+    )  # fmt: skip
+    return launch_over(
+        linear_cross_entropy_fwd_kernel, at, tile, x, args, tma, (k,), shape=(m, n),
+        SOFTCAP=softcap != 0.0, PARTS=tile.parts,
+    )  # fmt: skip
+
+
+def cross_entropy_bwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    softcap: float,
+    first: int,
+    stats: tuple[Tensor, Tensor],
+    slopes: tuple[Tensor, Tensor | None, Tensor],
+    dz: Tensor,
+    at: Target,
+    tile: Tile | None = None,
+) -> Launch:
+    """dz = softmax(x @ weightᵀ + bias) * mass + spread, + at_target at the targets; soft-capped.
+
+    `stats`: each row's maximum and log of the sum; `slopes`: (mass, spread, at_target).
+    """
+    tile = tile or tile_for("cross_entropy_bwd", at, *dz.shape)
+    k = weight.shape[1]
+    (x_in, w_in, out), strides, tma = described(
+        at,
+        (x, tile.block_m, tile.block_k),
+        (weight, tile.block_n, tile.block_k),
+        *end_of(tile, dz),
+    )
+    args = (
+        x_in, w_in, in_place(bias), in_place(target), *stats, *slopes, out, *strides, first,
+        *dz.shape, k, softcap,
+    )  # fmt: skip
+    return launch_over(
+        linear_cross_entropy_bwd_kernel, at, tile, dz, args, tma, (k,), SOFTCAP=softcap != 0.0,
+        PARTS=tile.parts,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A kernel launch as data: built from tensors, run, or compiled ahead of time as it would run."""
+"""A kernel launch as data: it can be run, or compiled ahead of time with the same arguments."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from fused_remat.random import DropoutMask, scale, threshold
 
-#: Whether Triton interprets kernels, on CPU tensors; it decides at import (TRITON_INTERPRET=1).
+#: Whether Triton interprets kernels, on CPU tensors. It reads TRITON_INTERPRET=1 at import.
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
 
 @dataclass(frozen=True)
 class Target:
-    """What kernels are launched on.
+    """The hardware that kernels are launched on.
 
     Attributes:
         kind: "cuda", "hip" or "interpreter".
-        arch: compute capability times ten: 90 for Hopper; 0 for "hip".
-        sms: multiprocessors; persistent kernels launch about as many programs.
+        arch: ten times the compute capability, such as 90 for Hopper; 0 for "hip".
+        sms: the number of multiprocessors; a persistent kernel launches about as many programs.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Target:
 
     @property
     def has_tma(self) -> bool:
-        """Whether tensor descriptors are hardware's."""
+        """Whether the hardware has tensor descriptors."""
         return self.arch >= 90
 
 
@@ -46,16 +46,17 @@ def _device_target(index: int) -> Target:
 
 
 def target_of(device: torch.device) -> Target:
-    """The target that tensors on `device` are computed on; three "multiprocessors" if interpreted.
+    """The target of tensors on `device`. The interpreter's has three multiprocessors.
 
-    Raises:
-        RuntimeError: no kernel can run there.
+    Raises: RuntimeError if kernels cannot run there.
     """
     if device.type == "cuda" and not INTERPRETED:
         return _device_target(torch.cuda.current_device() if device.index is None else device.index)
     if INTERPRETED:
         return Target("interpreter", 90, 3)
-    raise RuntimeError(f"Triton kernels run on CUDA devices, or interpreted; got {device}")
+    raise RuntimeError(
+        f"Triton kernels run on CUDA devices, or anywhere with TRITON_INTERPRET=1; got {device}"
+    )
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,11 @@ class Launch:
     Attributes:
         kernel: the jit function.
         grid: programs, up to three axes.
-        args: what it takes before its constexpr arguments, in order: tensors, tensor descriptors,
-            numbers; None where the call has none.
-        constants: its constexpr arguments by name.
-        num_warps, num_stages: how it is compiled.
+        args: the arguments before the constexpr ones, in order: tensors, tensor descriptors,
+            numbers; None for an argument that the call does not have.
+        constants: the constexpr arguments by name.
+        num_warps, num_stages: compiler options.
+        device: that of the tensors.
     """
 
     kernel: Any
@@ -80,7 +82,7 @@ class Launch:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def run(self) -> None:
-        """Launch it on the device of its tensors, on the current stream."""
+        """Launch on the device of the tensors, on its current stream."""
         if 0 in self.grid:
             return
         if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
@@ -93,15 +95,15 @@ class Launch:
 
 
 def rows_in_place(x: Tensor) -> Tensor:
-    """`x` (M, N), if the elements of a row lie side by side, as kernels want them; else a copy.
+    """`x` (M, N) with contiguous rows, which kernels need: itself or a copy.
 
-    Rows may lie anywhere: slices, and what is expanded over tokens, are read as they are.
+    The rows may be any distance apart, as in slices and expanded tensors.
     """
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 def in_place(x: Tensor | None) -> Tensor | None:
-    """A vector (N,), if its elements lie side by side, as kernels want them; else a copy."""
+    """`x` (N,) as a contiguous vector, which kernels need: itself or a copy."""
     return x if x is None or x.stride(0) == 1 else x.contiguous()
 
 
@@ -111,27 +113,19 @@ def stride_of(x: Tensor | None) -> int:
 
 
 def dropout_of(mask: DropoutMask | None) -> tuple[Tensor | None, int, int, float]:
-    """The site's key, the first row, threshold and scale, as kernels take them."""
+    """The site's key, first row, threshold and scale as kernels take them."""
     if mask is None:
         return None, 0, 0, 0.0
     return mask.site_key, mask.row0, threshold(mask.p), scale(mask.p)
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up.
-
-    >>> cdiv(7, 4)
-    2
-    """
+    """a / b, rounded up."""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """The least power of two that is at least `n`.
-
-    >>> power_of_2(5), power_of_2(8)
-    (8, 8)
-    """
+    """The least power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -141,16 +135,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why kernels cannot compute in `dtype` on a device, or None if they can."""
     if dtype not in _DTYPES:
-        return f"no kernels for {dtype}"
+        return f"there are no kernels for {dtype}"
     if INTERPRETED:
         if device.type != "cpu":
-            return f"Triton interprets (TRITON_INTERPRET=1), and the tensors are on {device}"
+            return f"Triton's interpreter (TRITON_INTERPRET=1) needs CPU tensors, not {device}"
         if dtype == torch.bfloat16:
-            return "Triton's interpreter multiplies the bits of bfloat16, not the numbers"
+            return "Triton's interpreter computes bfloat16 products wrongly"
         return None
     if device.type != "cuda":
-        return f"kernels run on CUDA devices, the tensors are on {device}"
+        return f"kernels run on CUDA devices, and the tensors are on {device}"
     target = target_of(device)
     if target.kind == "cuda" and target.arch < 80:
-        return f"kernels are for compute capability 8.0 and up, this is {target.arch / 10}"
+        return f"kernels need compute capability 8.0, and this GPU has {target.arch / 10}"
     return None

@@ -1,4 +1,4 @@
-"""Norms by `kernels.norms`: one row a program or more, wide rows in blocks."""
+"""Norms in kernels (`kernels.norms`): a program holds one or more rows; wide rows go in blocks."""
 
 from __future__ import annotations
 
@@ -35,22 +35,44 @@ from fused_remat.triton.launch import (
 
 #: The widest row, in elements.
 MAX_WIDTH = 1 << 16
-#: The widest that forward and backward hold in registers; wider ones are read twice.
+#: The widest rows that forward and backward hold in registers; wider ones are read twice.
 FWD_WIDTH, BWD_WIDTH = 1 << 14, 1 << 13
 _WIDE_BLOCK = 1 << 12
 
 
-def _mean_rstd(kind: str, stats: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
-    """Statistics as kernels take them."""
-    given = dict(zip(NORMS[kind].stats, stats, strict=True))
-    return given.get("mean"), given.get("rstd")
+def why_not(key: tuple[Any, ...]) -> str | None:
+    """Why the kernels cannot compute a norm; None if they can."""
+    kind, _, _, width = key
+    if kind not in KINDS:
+        return f"there is no kernel for {kind}"
+    if not 0 < width <= MAX_WIDTH:
+        return f"rows of {width} elements are not between 1 and {MAX_WIDTH}"
+    return None
 
 
-def new_stats(kind: str, x: Tensor) -> tuple[Tensor, ...]:
-    """Uninitialised statistics of x, for a kernel to fill."""
-    shape = (x.shape[0], 1)
-    stats = NORMS[kind].stats
-    return tuple([torch.empty(shape, dtype=torch.float32, device=x.device) for _ in stats])
+def _says(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
+    return "kernel norm_fwd" if key[3] <= FWD_WIDTH else "kernel norm_wide_fwd"
+
+
+@faster(norm.norm_fwd, "triton", why_not=why_not, says=_says)
+def norm_fwd_triton(spec, x, weight, bias, out=None, stats=None):
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    made = new_stats(spec.kind, x) if stats is None else stats
+    norm_fwd(spec, x, None, None, weight, bias, None, y, made, stats is not None).run()
+    return (y, *made)
+
+
+@faster(norm.norm_bwd, "triton", why_not=why_not, says="kernel norm_bwd")
+def norm_bwd_triton(spec, dy, x, stats, weight, needs_grad, add=None):
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_grad[0] else None
+    dweight, dbias = (
+        torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if wanted else None
+        for wanted in needs_grad[1:]
+    )
+    target = target_of(x.device)
+    for launch in norm_bwd(spec, dy, x, stats, weight, add, dx, dweight, dbias, target):
+        launch.run()
+    return dx, dweight, dbias
 
 
 def norm_fwd(
@@ -65,9 +87,9 @@ def norm_fwd(
     stats: tuple[Tensor, ...],
     has_stats: bool,
 ) -> Launch:
-    """y = norm(x), or total = residual + keep * x and y = norm(total); stats read if `has_stats`.
+    """y = norm(x); or total = residual + mask * x and y = norm(total), up to a width of FWD_WIDTH.
 
-    A residual only up to FWD_WIDTH.
+    `stats` is filled, or read if `has_stats`.
     """
     rows, width = y.shape
     mean, rstd = _mean_rstd(spec.kind, stats)
@@ -107,7 +129,7 @@ def norm_bwd(
     dbias: Tensor | None,
     target: Target,
 ) -> list[Launch]:
-    """dx + add, dweight and dbias (float32), those that are given."""
+    """The launches that fill dx (with + add), dweight and dbias (float32): those that are given."""
     rows, width = x.shape
     dy, x, add = rows_in_place(dy), rows_in_place(x), None if add is None else rows_in_place(add)
     mean, rstd = _mean_rstd(spec.kind, stats)
@@ -140,16 +162,6 @@ def norm_bwd(
     return [first, *_sums((dweight, dweight_parts), (dbias, dbias_parts))]
 
 
-def _parts(total: Tensor | None, programs: int) -> Tensor | None:
-    return None if total is None else total.new_empty((programs, total.shape[0]))
-
-
-def _sums(*pairs: tuple[Tensor | None, Tensor | None]) -> list[Launch]:
-    """The totals that are wanted, of parts of one shape: a launch for both."""
-    wanted = [(p, t) for t, p in pairs if t is not None and p is not None]
-    return [column_sum(*wanted[0], *wanted[1:])] if wanted else []
-
-
 def _params_bwd(
     kind: dict[str, Any],
     dy: Tensor,
@@ -176,7 +188,7 @@ def _params_bwd(
 
 
 def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> Launch:
-    """total (N,) = parts (P, N) summed over rows, float32; and of one more pair, if given."""
+    """total (N,) = the sum of parts (P, N) over rows, float32; the same for one more pair."""
     programs, width = parts.shape
     blocks = {"BLOCK_M": 32, "BLOCK_N": 64}
     grid = (cdiv(width, 64), 1 + len(others))
@@ -185,36 +197,23 @@ def column_sum(parts: Tensor, total: Tensor, *others: tuple[Tensor, Tensor]) -> 
     return Launch(column_sum_kernel, grid, args, blocks, device=total.device)
 
 
-def why_not(key: tuple[Any, ...]) -> str | None:
-    """Why the kernels do not compute a norm."""
-    kind, _, _, width = key
-    if kind not in KINDS:
-        return f"no kernel for {kind}"
-    if not 0 < width <= MAX_WIDTH:
-        return f"rows of {width} are not between 1 and {MAX_WIDTH} elements"
-    return None
+def _sums(*pairs: tuple[Tensor | None, Tensor | None]) -> list[Launch]:
+    """The launch that sums the parts of the totals that are given, parts of one shape."""
+    wanted = [(p, t) for t, p in pairs if t is not None and p is not None]
+    return [column_sum(*wanted[0], *wanted[1:])] if wanted else []
 
 
-def _says(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
-    return "kernel norm_fwd" if key[3] <= FWD_WIDTH else "kernel norm_wide_fwd"
+def _parts(total: Tensor | None, programs: int) -> Tensor | None:
+    return None if total is None else total.new_empty((programs, total.shape[0]))
 
 
-@faster(norm.norm_fwd, "triton", why_not=why_not, says=_says)
-def norm_fwd_triton(spec, x, weight, bias, out=None, stats=None):
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    made = new_stats(spec.kind, x) if stats is None else stats
-    norm_fwd(spec, x, None, None, weight, bias, None, y, made, stats is not None).run()
-    return (y, *made)
+def new_stats(kind: str, x: Tensor) -> tuple[Tensor, ...]:
+    """Uninitialised statistics of x, for a kernel to fill."""
+    shape, stats = (x.shape[0], 1), NORMS[kind].stats
+    return tuple([torch.empty(shape, dtype=torch.float32, device=x.device) for _ in stats])
 
 
-@faster(norm.norm_bwd, "triton", why_not=why_not, says="kernel norm_bwd")
-def norm_bwd_triton(spec, dy, x, stats, weight, needs_grad, add=None):
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_grad[0] else None
-    dweight, dbias = (
-        torch.empty(x.shape[1], dtype=torch.float32, device=x.device) if wanted else None
-        for wanted in needs_grad[1:]
-    )
-    target = target_of(x.device)
-    for launch in norm_bwd(spec, dy, x, stats, weight, add, dx, dweight, dbias, target):
-        launch.run()
-    return dx, dweight, dbias
+def _mean_rstd(kind: str, stats: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """The statistics as kernels take them."""
+    given = dict(zip(NORMS[kind].stats, stats, strict=True))
+    return given.get("mean"), given.get("rstd")

@@ -1,4 +1,4 @@
-"""Pointwise steps by `kernels.pointwise`: matrices (M, N), rows any distance apart."""
+"""Pointwise operations in kernels (`kernels.pointwise`), on matrices (M, N) of any row stride."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fused_remat.triton.launch import (
 )
 from fused_remat.triton.storage import operand, strides
 
-#: Activation -> its forward and backward on tiles. A new activation is a new row.
+#: Activation -> its forward and backward for a tile. A new activation is a new row.
 PAIRS: dict[str, tuple[Any, Any]] = {
     "relu": (activations.relu_fwd, activations.relu_bwd),
     "gelu": (activations.gelu_fwd, activations.gelu_bwd),
@@ -39,105 +39,11 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "silu": (activations.silu_fwd, activations.silu_bwd),
     "tanh": (activations.tanh_fwd, activations.tanh_bwd),
 }
-
-_TILE = 4096  # elements a program
-
-
-def _over(
-    y: Tensor, kernel: Any, args: tuple[Any, ...], packed: bool = False, **constants: Any
-) -> Launch:
-    """A launch over tiles of `y`, all of whose rows and columns the kernel's args describe.
-
-    `packed`: a tile is of one block of what it loads.
-    """
-    rows, width = y.shape
-    block_n = BLOCK if packed else min(power_of_2(width), 1024)
-    block_m = _TILE // block_n
-    grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
-    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
-    return Launch(kernel, grid, args, constants, num_warps=8, device=y.device)
-
-
-def _tail(y: Tensor, mask: DropoutMask | None) -> tuple[Any, ...]:
-    _, row0, threshold, scale = dropout_of(mask)
-    return row0, *y.shape, threshold, scale
-
-
-def dropout_add_fwd(
-    x: Tensor, residual: Tensor | None, mask: DropoutMask | None, y: Tensor
-) -> Launch:
-    """y = residual + keep * x."""
-    x, residual = rows_in_place(x), None if residual is None else rows_in_place(residual)
-    args = (x, residual, dropout_of(mask)[0], y, stride_of(x), stride_of(residual), stride_of(y))
-    return _over(y, dropout_add_fwd_kernel, args + _tail(y, mask))
-
-
-def act_fwd(x: Loaded, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
-    """y = keep * act(x)."""
-    given = operand(x)
-    args = (*given, dropout_of(mask)[0], y, *strides(given), stride_of(y))
-    packed = isinstance(x, Quantized)
-    return _over(y, act_fwd_kernel, args + _tail(y, mask), packed, ACT=PAIRS[act][0])
-
-
-def act_bwd(
-    dy: Tensor, x: Loaded, act: str, mask: DropoutMask | None, dx: Tensor, y: Tensor | None = None
-) -> Launch:
-    """dx = keep * dy * act'(x); y = keep * act(x) if given."""
-    dy, given = rows_in_place(dy), operand(x)
-    args = (
-        dy, *given, dropout_of(mask)[0], dx, y, stride_of(dy), *strides(given), stride_of(dx),
-        stride_of(y),
-    )  # fmt: skip
-    packed = isinstance(x, Quantized)
-    return _over(dx, act_bwd_kernel, args + _tail(dx, mask), packed, ACT=PAIRS[act][1])
-
-
-def gated_fwd(gate: Loaded, up: Loaded, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
-    """y = keep * act(gate) * up."""
-    gates, ups = operand(gate), operand(up)
-    args = (
-        *gates, *ups, dropout_of(mask)[0], y, *strides(gates), *strides(ups), stride_of(y)
-    )  # fmt: skip
-    packed = isinstance(gate, Quantized) or isinstance(up, Quantized)
-    return _over(y, gated_fwd_kernel, args + _tail(y, mask), packed, ACT=PAIRS[act][0])
-
-
-def gated_bwd(
-    dy: Tensor,
-    gate: Loaded,
-    up: Loaded | None,
-    act: str,
-    mask: DropoutMask | None,
-    dgate: Tensor | None,
-    dup: Tensor | None,
-) -> Launch:
-    """dgate (if `up` is given) and dup (if it is) of `gated_fwd`."""
-    dy, gates, ups = rows_in_place(dy), operand(gate), operand(up)
-    args = (
-        dy, *gates, *ups, dropout_of(mask)[0], dgate, dup, stride_of(dy), *strides(gates),
-        *strides(ups), stride_of(dgate), stride_of(dup),
-    )  # fmt: skip
-    packed = isinstance(gate, Quantized) or isinstance(up, Quantized)
-    return _over(dy, gated_bwd_kernel, args + _tail(dy, mask), packed, ACT=PAIRS[act][1])
-
-
-@faster(residual_add, "triton", says="pointwise kernel")
-def residual_add_triton(x, residual, mask, out=None):
-    y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
-    dropout_add_fwd(x, residual, mask, y).run()
-    return y
-
-
-@faster(dropout, "triton", says="pointwise kernel")
-def dropout_triton(x, mask, dtype=None):
-    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    dropout_add_fwd(x, None, mask, y).run()
-    return y
+_TILE = 4096  # elements of a program
 
 
 def why_not(key: tuple[Any, ...]) -> str | None:
-    """Why the kernels do not compute an activation."""
+    """Why the kernels cannot compute an activation; None if they can."""
     act, _, _, formats = key
     if act not in PAIRS:
         return f"{act} has no row in fused_remat.triton.pointwise.PAIRS"
@@ -172,3 +78,87 @@ def activation_bwd_triton(act, dy, gate, up, mask, owned, needs_grad=(True, True
     if dgate is not None or dup is not None:
         gated_bwd(dy, gate, up, act, mask, dgate, dup).run()
     return dgate, dup
+
+
+@faster(residual_add, "triton", says="pointwise kernel")
+def residual_add_triton(x, residual, mask, out=None):
+    y = torch.empty(x.shape, dtype=residual.dtype, device=x.device) if out is None else out
+    dropout_add_fwd(x, residual, mask, y).run()
+    return y
+
+
+@faster(dropout, "triton", says="pointwise kernel")
+def dropout_triton(x, mask, dtype=None):
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    dropout_add_fwd(x, None, mask, y).run()
+    return y
+
+
+def dropout_add_fwd(
+    x: Tensor, residual: Tensor | None, mask: DropoutMask | None, y: Tensor
+) -> Launch:
+    """y = residual + mask * x."""
+    x, residual = rows_in_place(x), None if residual is None else rows_in_place(residual)
+    args = (x, residual, dropout_of(mask)[0], y, stride_of(x), stride_of(residual), stride_of(y))
+    return _over(y, dropout_add_fwd_kernel, args + _tail(y, mask))
+
+
+def act_fwd(x: Loaded, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
+    """y = mask * act(x)."""
+    given = operand(x)
+    args = (*given, dropout_of(mask)[0], y, *strides(given), stride_of(y))
+    return _over(y, act_fwd_kernel, args + _tail(y, mask), x, ACT=PAIRS[act][0])
+
+
+def act_bwd(
+    dy: Tensor, x: Loaded, act: str, mask: DropoutMask | None, dx: Tensor, y: Tensor | None = None
+) -> Launch:
+    """dx = mask * dy * act'(x); y = mask * act(x) if given."""
+    dy, given = rows_in_place(dy), operand(x)
+    args = (
+        dy, *given, dropout_of(mask)[0], dx, y, stride_of(dy), *strides(given), stride_of(dx),
+        stride_of(y),
+    )  # fmt: skip
+    return _over(dx, act_bwd_kernel, args + _tail(dx, mask), x, ACT=PAIRS[act][1])
+
+
+def gated_fwd(gate: Loaded, up: Loaded, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
+    """y = mask * act(gate) * up."""
+    gates, ups = operand(gate), operand(up)
+    args = (*gates, *ups, dropout_of(mask)[0], y, *strides(gates), *strides(ups), stride_of(y))
+    return _over(y, gated_fwd_kernel, args + _tail(y, mask), gate, up, ACT=PAIRS[act][0])
+
+
+def gated_bwd(
+    dy: Tensor,
+    gate: Loaded,
+    up: Loaded | None,
+    act: str,
+    mask: DropoutMask | None,
+    dgate: Tensor | None,
+    dup: Tensor | None,
+) -> Launch:
+    """The gradients dgate and dup of `gated_fwd`, those that are given; dgate needs `up`."""
+    dy, gates, ups = rows_in_place(dy), operand(gate), operand(up)
+    args = (
+        dy, *gates, *ups, dropout_of(mask)[0], dgate, dup, stride_of(dy), *strides(gates),
+        *strides(ups), stride_of(dgate), stride_of(dup),
+    )  # fmt: skip
+    return _over(dy, gated_bwd_kernel, args + _tail(dy, mask), gate, up, ACT=PAIRS[act][1])
+
+
+def _over(
+    y: Tensor, kernel: Any, args: tuple[Any, ...], *inputs: Loaded | None, **constants: Any
+) -> Launch:
+    """A launch over tiles of `y`. Where an input is quantized, a tile is as wide as a block."""
+    rows, width = y.shape
+    block_n = BLOCK if Quantized in map(type, inputs) else min(power_of_2(width), 1024)
+    block_m = _TILE // block_n
+    grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    return Launch(kernel, grid, args, constants, num_warps=8, device=y.device)
+
+
+def _tail(y: Tensor, mask: DropoutMask | None) -> tuple[Any, ...]:
+    _, row0, threshold, scale = dropout_of(mask)
+    return row0, *y.shape, threshold, scale

@@ -1,4 +1,4 @@
-"""Rotary position embedding of heads in a packed projection, by `kernels.rotary`."""
+"""Rotary position embedding of a packed projection's heads, in kernels (`kernels.rotary`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from fused_remat.kernels.rotary import rotary_fwd_kernel, rotary_norm_bwd_kernel
 from fused_remat.steps import rotary
 from fused_remat.steps.operations import faster
-from fused_remat.steps.rotary import RotaryCall, eps_of, norm_weights, width_of
+from fused_remat.steps.rotary import RotaryCall
 from fused_remat.triton.launch import (
     Launch,
     Target,
@@ -24,10 +24,10 @@ from fused_remat.triton.launch import (
 from fused_remat.triton.norm import column_sum
 from fused_remat.triton.tables import family
 
-#: The widest head, in elements: a program holds at least one.
+#: The widest head, in elements: a program holds at least one head.
 MAX_HEAD = 1 << 11
-#: Pairs that a program of a forward holds, at least those of one head, by family of GPUs; 2048
-#: take more registers than they are given on Blackwell. A backward's also holds sums.
+# Pairs that a program of forward holds, if these are at least one head's, by family of GPUs: on
+# Blackwell, 2048 need too many registers. A program of backward also holds sums.
 _FWD_PAIRS = {"blackwell": 1024}
 _FWD_PAIRS_ELSEWHERE, _BWD_PAIRS = 2048, 1024
 
@@ -35,114 +35,8 @@ _FWD_PAIRS_ELSEWHERE, _BWD_PAIRS = 2048, 1024
 def _why_not(key: tuple[Any, ...]) -> str | None:
     *_, width, few = key
     if not 0 < width <= MAX_HEAD:
-        return f"heads are not between 1 and {MAX_HEAD} elements wide"
-    return None if few else "32 bits do not count the tokens"
-
-
-def _place(call: RotaryCall) -> int:
-    """Where in its sequence the first token is."""
-    return call.token0 % max(call.seq_len, 1)
-
-
-def _tables(call: RotaryCall) -> tuple[Any, ...]:
-    """cos and sin from the sequence of the first token on; elements from one sequence and from one
-    position to the next in both."""
-    cos, sin = call.cos, call.sin
-    if cos is None or sin is None:
-        return None, None, 0, 0
-    if cos.dim() == 3:
-        first = call.token0 // max(call.seq_len, 1)
-        cos, sin = cos[first:], sin[first:]
-    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
-
-
-def _blocks(call: RotaryCall, lanes: int, pairs: int) -> dict[str, int]:
-    """BLOCK_M tokens of BLOCK_H heads, which share a row of the tables, of BLOCK_P pairs."""
-    block_p = power_of_2(lanes)
-    fits = [n for n in (8, 4) if call.spec.num_heads % n == 0]
-    block_h = min(
-        fits[0] if fits else min(8, power_of_2(call.spec.num_heads)), max(1, pairs // block_p)
-    )
-    block_m = max(1, pairs // (block_p * block_h))
-    return {"BLOCK_M": block_m, "BLOCK_H": block_h, "BLOCK_P": block_p}
-
-
-def _groups(call: RotaryCall, block_h: int, values: bool) -> tuple[int, int]:
-    """Groups of query heads; and of all heads that a launch is over."""
-    of_queries, of_keys = cdiv(call.spec.num_heads, block_h), cdiv(call.spec.num_kv_heads, block_h)
-    return of_queries, of_queries + (2 if values else 1) * of_keys
-
-
-def _interleaved(call: RotaryCall) -> bool:
-    return call.spec.rotary is not None and call.spec.rotary.interleaved
-
-
-def rotary_fwd(
-    x: Tensor,
-    call: RotaryCall,
-    y: Tensor,
-    target: Target,
-    back: bool = False,
-) -> Launch:
-    """y, which may be x, = x with its query and key heads normed and rotated; `back`: rotated by
-    the opposite angles."""
-    values = y is not x
-    width, rotated = width_of(x, call), call.rotated
-    x, (q_weight, k_weight) = rows_in_place(x), map(in_place, norm_weights(call))
-    lanes = cdiv(width, 2) if values or q_weight is not None else rotated // 2
-    pairs = _FWD_PAIRS.get(family(target), _FWD_PAIRS_ELSEWHERE)
-    blocks = _blocks(call, lanes, pairs)
-    _, groups = _groups(call, blocks["BLOCK_H"], values)
-    cos, sin, stride_cb, stride_cs = _tables(call)
-    args = (
-        x, cos, sin, q_weight, k_weight, y, stride_of(x), stride_cb, stride_cs, stride_of(y),
-        _place(call), call.seq_len, x.shape[0], call.spec.num_heads, call.spec.num_kv_heads,
-        groups, eps_of(call),
-    )  # fmt: skip
-    constants = {"E": width, "R": rotated, "LANES": lanes, "INTERLEAVED": _interleaved(call),
-                 "BACK": back, **blocks}  # fmt: skip
-    grid = (cdiv(x.shape[0], blocks["BLOCK_M"]) * groups,)
-    return Launch(rotary_fwd_kernel, grid, args, constants, device=y.device)
-
-
-def rotary_norm_bwd(
-    dy: Tensor,
-    x: Tensor,
-    call: RotaryCall,
-    dx: Tensor | None,
-    dq_weight: Tensor | None,
-    dk_weight: Tensor | None,
-    target: Target,
-) -> list[Launch]:
-    """dx, which may be dy, and the norms' weight gradients (float32), those that are given."""
-    values = dx is not None and dx is not dy
-    tokens, width = x.shape[0], width_of(x, call)
-    dy, x = rows_in_place(dy), rows_in_place(x)
-    blocks = _blocks(call, cdiv(width, 2), _BWD_PAIRS)
-    block_m = blocks["BLOCK_M"]
-    of_queries, summed = _groups(call, blocks["BLOCK_H"], values=False)
-    groups = _groups(call, blocks["BLOCK_H"], values)[1]
-    # By the heads that are summed over: the same sums, in place or not.
-    strip = block_m * max(1, cdiv(tokens, block_m * cdiv(4 * target.sms, summed)))
-    programs = cdiv(tokens, strip)
-    like = dq_weight if dq_weight is not None else dk_weight
-    parts = None if like is None else like.new_empty((summed * programs, width))
-    cos, sin, stride_cb, stride_cs = _tables(call)
-    args = (
-        dy, x, cos, sin, *map(in_place, norm_weights(call)), dx, parts,
-        stride_of(dy), stride_of(x), stride_cb, stride_cs, stride_of(dx), _place(call),
-        call.seq_len, strip, tokens, call.spec.num_heads, call.spec.num_kv_heads, eps_of(call),
-    )  # fmt: skip
-    constants = {"E": width, "R": call.rotated, "INTERLEAVED": _interleaved(call), **blocks}
-    grid = (groups, programs)
-    launches = [Launch(rotary_norm_bwd_kernel, grid, args, constants, device=x.device)]
-    if parts is not None:
-        ends = of_queries * programs
-        sums = ((dq_weight, parts[:ends]), (dk_weight, parts[ends:]))
-        launches += [column_sum(part, total) for total, part in sums if total is not None]
-    return launches
+        return f"heads of {width} elements are not between 1 and {MAX_HEAD} wide"
+    return None if few else "the number of tokens does not fit 32 bits"
 
 
 @faster(rotary.rotary_fwd, "triton", why_not=_why_not, says="kernel rotary_fwd")
@@ -170,3 +64,106 @@ def rotary_bwd_triton(dy, x, call, needs_grad, owned):
     for launch in rotary_norm_bwd(dy, x, call, dx, dq_weight, dk_weight, target):
         launch.run()
     return dx, dq_weight, dk_weight
+
+
+def rotary_fwd(
+    x: Tensor, call: RotaryCall, y: Tensor, target: Target, back: bool = False
+) -> Launch:
+    """y = x with its query and key heads normed and rotated, by the opposite angles if `back`.
+
+    y may be x.
+    """
+    values = y is not x
+    width, rotated = call.width(x), call.rotated
+    x, (q_weight, k_weight) = rows_in_place(x), map(in_place, call.norm_weights())
+    lanes = cdiv(width, 2) if values or q_weight is not None else rotated // 2
+    pairs = _FWD_PAIRS.get(family(target), _FWD_PAIRS_ELSEWHERE)
+    blocks = _blocks(call, lanes, pairs)
+    _, groups = _groups(call, blocks["BLOCK_H"], values)
+    cos, sin, stride_cb, stride_cs = _tables(call)
+    args = (
+        x, cos, sin, q_weight, k_weight, y, stride_of(x), stride_cb, stride_cs, stride_of(y),
+        _place(call), call.seq_len, x.shape[0], call.spec.num_heads, call.spec.num_kv_heads,
+        groups, call.eps,
+    )  # fmt: skip
+    constants = {"E": width, "R": rotated, "LANES": lanes, "INTERLEAVED": _interleaved(call),
+                 "BACK": back, **blocks}  # fmt: skip
+    grid = (cdiv(x.shape[0], blocks["BLOCK_M"]) * groups,)
+    return Launch(rotary_fwd_kernel, grid, args, constants, device=y.device)
+
+
+def rotary_norm_bwd(
+    dy: Tensor,
+    x: Tensor,
+    call: RotaryCall,
+    dx: Tensor | None,
+    dq_weight: Tensor | None,
+    dk_weight: Tensor | None,
+    target: Target,
+) -> list[Launch]:
+    """The launches of dx, which may be dy, and the norm weights' gradients (float32), if given."""
+    values = dx is not None and dx is not dy
+    tokens, width = x.shape[0], call.width(x)
+    dy, x = rows_in_place(dy), rows_in_place(x)
+    blocks = _blocks(call, cdiv(width, 2), _BWD_PAIRS)
+    block_m = blocks["BLOCK_M"]
+    of_queries, summed = _groups(call, blocks["BLOCK_H"], values=False)
+    groups = _groups(call, blocks["BLOCK_H"], values)[1]
+    # From the heads that are summed over, so that sums are the same in place or not.
+    strip = block_m * max(1, cdiv(tokens, block_m * cdiv(4 * target.sms, summed)))
+    programs = cdiv(tokens, strip)
+    like = dq_weight if dq_weight is not None else dk_weight
+    parts = None if like is None else like.new_empty((summed * programs, width))
+    cos, sin, stride_cb, stride_cs = _tables(call)
+    args = (
+        dy, x, cos, sin, *map(in_place, call.norm_weights()), dx, parts,
+        stride_of(dy), stride_of(x), stride_cb, stride_cs, stride_of(dx), _place(call),
+        call.seq_len, strip, tokens, call.spec.num_heads, call.spec.num_kv_heads, call.eps,
+    )  # fmt: skip
+    constants = {"E": width, "R": call.rotated, "INTERLEAVED": _interleaved(call), **blocks}
+    grid = (groups, programs)
+    launches = [Launch(rotary_norm_bwd_kernel, grid, args, constants, device=x.device)]
+    if parts is not None:
+        ends = of_queries * programs
+        sums = ((dq_weight, parts[:ends]), (dk_weight, parts[ends:]))
+        launches += [column_sum(part, total) for total, part in sums if total is not None]
+    return launches
+
+
+def _place(call: RotaryCall) -> int:
+    """The position of the first token in its sequence."""
+    return call.token0 % max(call.seq_len, 1)
+
+
+def _tables(call: RotaryCall) -> tuple[Any, ...]:
+    """cos and sin from the first token's sequence on; their strides of sequence and position."""
+    cos, sin = call.cos, call.sin
+    if cos is None or sin is None:
+        return None, None, 0, 0
+    if cos.dim() == 3:
+        first = call.token0 // max(call.seq_len, 1)
+        cos, sin = cos[first:], sin[first:]
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin, cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
+
+
+def _blocks(call: RotaryCall, lanes: int, pairs: int) -> dict[str, int]:
+    """A program's tokens, its heads, which share rows of the tables, and its pairs of a head."""
+    block_p = power_of_2(lanes)
+    fits = [n for n in (8, 4) if call.spec.num_heads % n == 0]
+    block_h = min(
+        fits[0] if fits else min(8, power_of_2(call.spec.num_heads)), max(1, pairs // block_p)
+    )
+    block_m = max(1, pairs // (block_p * block_h))
+    return {"BLOCK_M": block_m, "BLOCK_H": block_h, "BLOCK_P": block_p}
+
+
+def _groups(call: RotaryCall, block_h: int, values: bool) -> tuple[int, int]:
+    """The number of groups of query heads, and of all heads that a launch covers."""
+    of_queries, of_keys = cdiv(call.spec.num_heads, block_h), cdiv(call.spec.num_kv_heads, block_h)
+    return of_queries, of_queries + (2 if values else 1) * of_keys
+
+
+def _interleaved(call: RotaryCall) -> bool:
+    return call.spec.rotary is not None and call.spec.rotary.interleaved

@@ -1,24 +1,27 @@
-"""Which tile a product takes, and which steps a kernel computes rather than ATen: tables.
+"""Tables of the tiles that kernels take, and of what runs in a kernel rather than in ATen.
 
-Nothing is tuned when a program runs: a row is data, and changing one is how one tunes. No row has
-been measured on hardware yet: tiles are the largest that compile without spills (`python -m bench
-audit`), routes follow from counted bytes and operations (`docs/kernels.md`).
+Nothing is tuned at run time: to tune, change a row. No row has been measured on hardware yet: tiles
+are the largest that compile without spills (`python -m bench audit`), and what runs where follows
+from counted bytes and operations (`docs/kernels.md`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fused_remat.steps.attention_rows import AttentionCall, AttentionKey
+from fused_remat.steps.attention_call import AttentionCall, AttentionKey
 from fused_remat.triton.launch import Target, cdiv
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product is cut: the tile of the output, the step along K, warps, pipeline stages.
+    """How a product is divided.
 
-    `parts`: the tile's end is computed in so many, for its registers. `group`: rows of tiles
-    that are walked together.
+    Attributes:
+        block_m, block_n, block_k: the tile of the output, and the step along K.
+        warps, stages: warps and pipeline stages.
+        parts: in how many parts the tile's end is computed, to need fewer registers.
+        group: rows of tiles that are visited together.
     """
 
     block_m: int
@@ -30,12 +33,12 @@ class Tile:
     group: int = 8
 
 
-#: GPUs by what bounds a tile: the shared memory of a multiprocessor, and the matrix instructions.
+#: GPUs by what limits a tile: shared memory of a multiprocessor, and matrix instructions.
 FAMILIES = {80: "ampere", 86: "small", 89: "small", 90: "hopper", 100: "blackwell", 120: "small"}
 
 
 def family(target: Target) -> str:
-    """The row of the tables that a target takes: an unknown GPU takes the smallest tiles.
+    """A target's row in the tables; an unknown GPU takes the smallest tiles.
 
     >>> family(Target("cuda", 90, 132)), family(Target("cuda", 75, 40))
     ('hopper', 'small')
@@ -166,32 +169,35 @@ def tile_for(kernel: str, target: Target, rows: int, columns: int) -> Tile:
     return tiles[-1]
 
 
-#: Families where `kernels.linear` computes a linear layer that ends in dropout or a residual.
-#: Elsewhere the product is ATen's and the end one pass over it, which the norm shares if one
-#: follows: that moves 4·M·N bytes more than a fused end, about what ATen's product is faster by.
+#: Families where a kernel computes a linear layer that ends in dropout or a residual. Elsewhere
+#: ATen computes the product, and one pass the end, together with a norm that follows. That moves
+#: 4·M·N bytes more than a fused end, which costs about as much as ATen's faster product saves.
 LINEAR_END_IN_KERNEL = frozenset({"interpreter"})
 #: Families where an MLP's backward computes both products of a tile in one kernel. Elsewhere ATen
-#: computes the pre-activation first, and `linear_act_bwd` ends the second product with it: there a
-#: tile that leaves room for two is too small to be fed at the speed of the tensor cores.
+#: computes the pre-activation first, and `linear_act_bwd` reads it at the end of the second
+#: product: tiles that leave room for two products are too small for the speed of the tensor cores.
 MLP_BWD_IN_ONE = frozenset({"ampere", "small", "hip", "interpreter"})
 
 
 def ends_in_kernel(target: Target) -> bool:
-    """Whether `kernels.linear` computes a linear layer that ends in dropout or a residual."""
+    """Whether a kernel computes a linear layer that ends in dropout or a residual."""
     return family(target) in LINEAR_END_IN_KERNEL
 
 
 def mlp_bwd_in_one(target: Target) -> bool:
-    """Whether `mlp_bwd` and `gated_mlp_bwd` serve, rather than `linear_act_bwd`."""
+    """Whether an MLP's backward runs `mlp_bwd` rather than `linear_act_bwd`."""
     return family(target) in MLP_BWD_IN_ONE
 
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """How attention is cut: queries by keys, warps, pipeline stages.
+    """How attention is divided.
 
-    `split`: dk and dv are a launch each. `warp_specialize`: the loop over blocks of keys that no
-    mask applies to is divided among warps.
+    Attributes:
+        block_m, block_n: queries and keys of a tile.
+        warps, stages: warps and pipeline stages.
+        split: whether dk and dv have a launch each.
+        warp_specialize: whether the loop over unmasked blocks of keys is divided among warps.
     """
 
     block_m: int
@@ -202,31 +208,31 @@ class AttentionTile:
     warp_specialize: bool = False
 
 
-#: Families whose attention kernels read through tensor descriptors. On sm_120, which has them, the
-#: operands then go through registers, and spill.
+#: Families whose attention kernels read through tensor descriptors. sm_120 has these too, but there
+#: operands then pass through registers, which spill.
 ATTENTION_BY_DESCRIPTORS = frozenset({"hopper", "blackwell", "interpreter"})
-#: Families where attention that ATen's fused kernels can serve is theirs: without a mask, and with
-#: as many key heads as query heads. A mask would have to be merged and written for them, and shared
-#: key heads are a call of theirs for each member of a group.
+#: Families where ATen's fused attention kernels run if they can serve, except for masks and shared
+#: key heads: a mask would have to be merged and written for them, and g query heads that share a
+#: key head need g calls.
 ATTENTION_BY_ATEN = frozenset({"ampere", "small", "hopper", "blackwell", "hip"})
 
 
 def why_own_attention(target: Target, key: AttentionKey) -> str | None:
-    """Why our kernels are taken for a call that ATen's could serve; None if they are not."""
+    """Why our kernels run although ATen's could serve the call; None if ATen's run."""
     if family(target) not in ATTENTION_BY_ATEN:
-        return "ATen's fused kernels are not for this target"
+        return "ATen's fused kernels are not used on this target"
     if key.mask is not None or key.padding is not None:
-        return "a mask is read as it is, and what it excludes is skipped"
+        return "a mask is read as it is, and excluded blocks are skipped"
     if key.lengths:
-        return "what lies beyond key lengths is not read"
+        return "keys beyond the key lengths are not read"
     if key.spec.num_heads != key.spec.num_kv_heads:
-        return "query heads that share a key head are one launch"
+        return "query heads that share a key head need one launch"
     return None
 
 
 _A = AttentionTile
-#: Kernel -> family -> widest head -> tiles by the call's `burdens`, the last for any more.
-#: For 16 bits.
+#: Kernel -> family -> widest head -> tiles by the call's `burdens`, where the last tile also serves
+#: higher numbers. For operands of 16 bits.
 ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
     "fwd": {
         "hopper": {
@@ -322,38 +328,18 @@ ATTENTION_TILES: dict[str, dict[str, dict[int, tuple[AttentionTile, ...]]]] = {
         },
     },
     "mask": {
-        "hopper": {
-            64: (_A(64, 32, 4, 2),),
-            128: (_A(64, 64, 8, 2),),
-            256: (_A(64, 32, 8, 2),),
-        },
-        "blackwell": {
-            64: (_A(64, 32, 4, 2),),
-            128: (_A(64, 64, 8, 2),),
-            256: (_A(64, 32, 8, 2),),
-        },
-        "ampere": {
-            64: (_A(32, 32, 4, 2),),
-            128: (_A(16, 32, 4, 2),),
-            256: (_A(16, 32, 4, 2),),
-        },
-        "small": {
-            64: (_A(16, 32, 4, 2),),
-            128: (_A(16, 32, 4, 2),),
-            256: (_A(16, 16, 4, 1),),
-        },
-        "hip": {
-            64: (_A(32, 32, 4, 1),),
-            128: (_A(32, 32, 4, 1),),
-            256: (_A(16, 32, 4, 1),),
-        },
+        "hopper": {64: (_A(64, 32, 4, 2),), 128: (_A(64, 64, 8, 2),), 256: (_A(64, 32, 8, 2),)},
+        "blackwell": {64: (_A(64, 32, 4, 2),), 128: (_A(64, 64, 8, 2),), 256: (_A(64, 32, 8, 2),)},
+        "ampere": {64: (_A(32, 32, 4, 2),), 128: (_A(16, 32, 4, 2),), 256: (_A(16, 32, 4, 2),)},
+        "small": {64: (_A(16, 32, 4, 2),), 128: (_A(16, 32, 4, 2),), 256: (_A(16, 16, 4, 1),)},
+        "hip": {64: (_A(32, 32, 4, 1),), 128: (_A(32, 32, 4, 1),), 256: (_A(16, 32, 4, 1),)},
     },
 }
 _INTERPRETED_ATTENTION = _A(16, 32, 4, 1)
 
 
 def burdens(call: AttentionCall) -> int:
-    """What takes registers besides the products: 0 for nothing, 1, or 2 for masks or two things."""
+    """How much besides the products takes registers: 0, 1, or 2 for masks or two options."""
     early = call.lengths is not None or call.cu_q is not None
     shared = call.spec.num_heads != call.spec.num_kv_heads
     things = (call.spec.dropout > 0.0, call.spec.softcap != 0.0, early, shared)
@@ -361,19 +347,15 @@ def burdens(call: AttentionCall) -> int:
 
 
 def attention_tile(
-    kernel: str,
-    target: Target,
-    width: int,
-    call: AttentionCall,
-    unpacks: bool = False,
+    kernel: str, target: Target, width: int, call: AttentionCall, quantized: bool = False
 ) -> AttentionTile:
-    """The tile of "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
+    """The tile of the kernel "fwd", "dkdv", "dq" or "mask", for heads up to `width` wide.
 
-    `unpacks`: heads are codes, which is one burden more, and two where they are a tile's columns.
+    Quantized heads add one burden, or two where they are a tile's columns.
     """
     if target.kind == "interpreter":
         return _INTERPRETED_ATTENTION
     tiles = ATTENTION_TILES[kernel][family(target)]
     fitting = tiles[next(w for w in tiles if width <= w)]
-    more = (2 if kernel == "dq" else 1) * unpacks
+    more = (2 if kernel == "dq" else 1) * quantized
     return fitting[min(burdens(call) + more, len(fitting) - 1)]

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fused_remat import FusedRematLayer, explain, ops, random
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps.attention import attention_bwd, attention_fwd
-from fused_remat.steps.attention_library import attention_key
+from fused_remat.steps.attention_call import attention_key
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -8,7 +8,8 @@ from gpu_checks import BF16, DEVICE, ON_GPU, check_error, normal, sized, target
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fused_remat import ops
-from fused_remat.triton import products, tables
+from fused_remat.triton import cross_entropy as kernels
+from fused_remat.triton import tables
 
 pytestmark = pytest.mark.gpu
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 10.0}
@@ -60,7 +61,7 @@ def test_every_tile(kernel, index):
             torch.full((-(-vocab // columns), tokens), torch.nan, device=DEVICE) for _ in range(2)
         )
         picked = torch.zeros(tokens, device=DEVICE)
-        products.cross_entropy_fwd(
+        kernels.cross_entropy_fwd(
             x, weight, None, labels, 0.0, 0, highs, sums, None, picked, target(), tiles[index]
         ).run()
         check_error(highs.amax(0), high.double())
@@ -71,7 +72,7 @@ def test_every_tile(kernel, index):
     dz = torch.full((tokens, -(-vocab // 8) * 8), torch.nan, dtype=BF16, device=DEVICE)
     one = torch.ones(tokens, device=DEVICE)
     slopes = one, None, -one
-    products.cross_entropy_bwd(
+    kernels.cross_entropy_bwd(
         x, weight, None, labels, 0.0, 0, (high, log_sum), slopes, dz[:, :vocab], target(),
         tiles[index],
     ).run()  # fmt: skip

@@ -43,13 +43,13 @@ def packing(stored, rows, width, row0=2**32 - 3):
 
 
 def parts_of(x, how):
-    """What `formats.pack` gives, on a CPU as on the device."""
-    on_device = formats.pack(x, how.stored, how.uniform)
+    """What `formats.quantize` gives, on a CPU as on the device."""
+    on_device = formats.quantize(x, how.stored, how.uniform)
     uniform = how.uniform
     if uniform is not None:
         key = uniform.site_key.cpu()
         uniform = random.Uniform(key, uniform.row0, uniform.rows, uniform.width)
-    on_cpu = tuple(part.to(DEVICE) for part in formats.pack(x.cpu(), how.stored, uniform))
+    on_cpu = tuple(part.to(DEVICE) for part in formats.quantize(x.cpu(), how.stored, uniform))
     check_parts(on_device, on_cpu)
     return on_cpu
 
@@ -76,7 +76,7 @@ def test_pack_and_unpack(shape, dtype, stored):
     check_parts(TRITON[dequantize](packed), packed.tensor())
     y = poisoned(rows, width, dtype)
     packed = Quantized(stored, TRITON[quantize](normal(dtype, rows, width), how), width, dtype)
-    storage.unpack_int8(packed, y).run()
+    storage.dequantize_int8(packed, y).run()
     check_written(y)
 
 

@@ -144,9 +144,9 @@ def test_mlp_backward(shape, dtype, route, gated):
     pres = [linear_fwd(*double(x, *w)) for w in (gate, up)]
     dact = linear_dx(*double(dy, down))
     if route == "one kernel" and gated:
-        products.gated_mlp_bwd(x, *gate, *up, dy, down, keep, "silu", y, dgate, dup, at).run()
+        products.mlp_bwd(x, (gate, up), dy, down, keep, "silu", y, (dgate, dup), at).run()
     elif route == "one kernel":
-        products.mlp_bwd(x, *up, dy, down, keep, "gelu", y, dup, at).run()
+        products.mlp_bwd(x, (up,), dy, down, keep, "gelu", y, (dup,), at).run()
     else:  # the activation takes the place of the pre-activation, as in a step
         y.copy_(pres[1])
         dgate.copy_(pres[0])

@@ -106,5 +106,5 @@ def test_explain_names_kernels_and_dtypes():
     steps = dict(block.forward)
     assert steps["norm1"] == "kernel norm_fwd, rounded to float16"
     assert "one kernel: product and activation" in steps["act"]
-    end = "ATen's addmm: a product without an end to fuse; pointwise kernel"
+    end = "ATen's addmm: nothing follows that could be fused; pointwise kernel"
     assert steps["output"] == f"{end}, added to the residual in the stream's dtype"

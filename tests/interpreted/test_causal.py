@@ -142,5 +142,5 @@ def test_the_gated_mlp_is_one_kernel_there_and_back():
     steps = dict(block.forward)
     assert "gate" not in steps and "up" not in steps  # never written
     assert steps["act"] == "one kernel: product and activation"
-    assert steps["qkv"] == "ATen's addmm: a product without an end to fuse"
+    assert steps["qkv"] == "ATen's addmm: nothing follows that could be fused"
     assert any(step.startswith("backward output and act (one kernel") for step in block.backward)

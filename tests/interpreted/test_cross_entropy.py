@@ -5,7 +5,8 @@ from poisoned import TARGET, check_error, check_margin, poisoned
 
 from fused_remat import ops
 from fused_remat.steps.cross_entropy import CrossEntropyCall, losses
-from fused_remat.triton import products, tables
+from fused_remat.triton import cross_entropy as kernels
+from fused_remat.triton import tables
 
 # M, N, K: single, odd, even sizes (tensor descriptors), more tiles than programs.
 CASES = [
@@ -43,7 +44,7 @@ def test_statistics_of_tiles(tile, dtype, shape):
     highs, sums, totals = (torch.full((tiles, m), torch.nan) for _ in range(3))
     picked = torch.full((m,), torch.nan)
     call = CrossEntropyCall(target, -100, 0.1, 0.0, 3.0, 0)
-    products.cross_entropy_fwd(
+    kernels.cross_entropy_fwd(
         x, weight, bias, target + first, 3.0, first, highs, sums, totals, picked, TARGET, tile
     ).run()
     z = 3 * torch.tanh(F.linear(x.double(), weight.double(), bias.double()) / 3)
@@ -75,7 +76,7 @@ def test_gradient_of_logits(tile, dtype, shape, softcap):
     dz, dy = poisoned(m, n, dtype), dy.float()
     slopes = dy, dy * (-0.1 / n), dy * -0.9
     stats = high.float(), log_sum
-    launch = products.cross_entropy_bwd(
+    launch = kernels.cross_entropy_bwd(
         x, weight, bias, target + 7, softcap, 7, stats, slopes, dz, TARGET, tile
     )
     launch.run()

@@ -118,8 +118,8 @@ def test_mlp_backward(tile, dtype, shape, p, gated, in_one):
             "silu", dact, *double(gate_pre, pre), wide(keep), False, (True, True)
         )
         if in_one:
-            launch = products.gated_mlp_bwd(
-                x, *gate, *up, dy, down, keep, "silu", y, dgate, dup, TARGET, tile
+            launch = products.mlp_bwd(
+                x, (gate, up), dy, down, keep, "silu", y, (dgate, dup), TARGET, tile
             )
         else:  # each result in the place of what it is made of
             y.copy_(pre)
@@ -134,7 +134,7 @@ def test_mlp_backward(tile, dtype, shape, p, gated, in_one):
         exact_y = activation_fwd("gelu", None, pre.double(), wide(keep))
         exact_dup = activation_bwd("gelu", dact, None, pre.double(), wide(keep), False)[1]
         if in_one:
-            products.mlp_bwd(x, *up, dy, down, keep, "gelu", y, dup, TARGET, tile).run()
+            products.mlp_bwd(x, (up,), dy, down, keep, "gelu", y, (dup,), TARGET, tile).run()
         else:
             y.copy_(pre)
             products.linear_act_bwd(
@@ -157,7 +157,7 @@ def test_operands_of_any_layout(how):
     else:
         x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(m, k)
     dup = poisoned(m, f, torch.float32)
-    launch = products.mlp_bwd(x, *up, dy, down, None, "relu", None, dup, TARGET)
+    launch = products.mlp_bwd(x, (up,), dy, down, None, "relu", None, (dup,), TARGET)
     assert launch.constants["TMA"] == (how == "transposed")  # after the one copy
     launch.run()
     check_margin(dup)

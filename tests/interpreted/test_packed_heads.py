@@ -1,6 +1,6 @@
-"""Attention's backward from packed heads, interpreted: the bits of unpacking them first.
+"""Attention's backward from quantized heads, interpreted: the bits of dequantizing them before.
 
-Heads of 64 and 128 elements are unpacked as they are loaded, others before.
+Heads of 64 and 128 elements are dequantized as they are loaded, others before.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import torch
 from attention_cases import attention_call, normal
 
 from fused_remat.execution.choose import ops_for
-from fused_remat.formats import Quantized, QuantizedHeads, pack
+from fused_remat.formats import Quantized, QuantizedHeads, quantize
 from fused_remat.random import Uniform, site_keys
 from fused_remat.steps.attention import attention_bwd, attention_fwd
 
@@ -26,10 +26,10 @@ CASES = {
 
 
 def heads_of(batch, nhead, kv, tokens, width, dtype):
-    """q, k, v in one packed matrix, and the same in memory."""
+    """q, k and v in one quantized matrix, and the same heads as tensors."""
     x = normal(batch * tokens, (nhead + 2 * kv) * width, dtype)
     uniform = Uniform(site_keys(torch.tensor(0))[0], 0, *x.shape)
-    packed = Quantized("int8", pack(x, "int8", uniform), x.shape[1], dtype)
+    packed = Quantized("int8", quantize(x, "int8", uniform), x.shape[1], dtype)
     columns = [0, nhead * width, (nhead + kv) * width]
     found = [
         QuantizedHeads(packed, batch, first, count, width)

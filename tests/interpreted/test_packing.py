@@ -1,4 +1,4 @@
-"""8-bit blocks in kernels: the bits of `formats.py`, packed, unpacked and loaded packed."""
+"""8-bit formats in kernels: quantizing, dequantizing and loading give the bits of `formats.py`."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def seed():
 
 
 def packing(stored, rows, width, row0=2**32 - 3):
-    """How to pack; rows about 2**32 where it is stochastic."""
+    """How to quantize; stochastic rounding gets rows around 2**32."""
     if not formats.FORMATS[stored].seeded:
         return QuantizeCall(stored)
     key = random.site_keys(torch.tensor(-7))[random.MLP]
@@ -36,7 +36,7 @@ def packing(stored, rows, width, row0=2**32 - 3):
 
 
 def of_many_sizes(rows, width, dtype):
-    """Rows of all magnitudes, rows apart, with zeros, some rows not finite or next to nothing."""
+    """Rows of all magnitudes, with a stride, zeros, and rows that are not finite or tiny."""
     x = torch.randn(rows, width + 3)[:, :width] * torch.randn(rows, 1).mul(4).exp()
     x[:, ::7] = 0.0
     if rows > 4:
@@ -46,16 +46,16 @@ def of_many_sizes(rows, width, dtype):
 
 def stored_as(x, stored="int8"):
     how = packing(stored, *x.shape)
-    return Quantized(stored, formats.pack(x, stored, how.uniform), x.shape[1], x.dtype)
+    return Quantized(stored, formats.quantize(x, stored, how.uniform), x.shape[1], x.dtype)
 
 
 def check_parts(found, exact):
-    """The same bits; a NaN is one, whatever its bits."""
+    """Equal bits; all NaNs are equal."""
     torch.testing.assert_close(found, exact, rtol=0, atol=0, equal_nan=True)
 
 
 def surrounded(parts):
-    """Parts inside larger vectors, and what `check_surrounded` sees a write beside them by."""
+    """Parts inside larger vectors, in which `check_surrounded` finds writes beside them."""
     wholes = [torch.full((p.numel() + 32,), 77, dtype=p.dtype) for p in parts]
     return wholes, [w[16:-16].view(p.shape) for w, p in zip(wholes, parts, strict=True)]
 
@@ -65,9 +65,9 @@ def surrounded(parts):
 @pytest.mark.parametrize("shape", SHAPES, **ids)
 def test_the_bits_of_the_format(shape, dtype, stored):
     x, how = of_many_sizes(*shape, dtype), packing(stored, *shape)
-    exact = formats.pack(x, stored, how.uniform)
+    exact = formats.quantize(x, stored, how.uniform)
     wholes, parts = surrounded(exact)
-    storage.pack_int8(x, how, tuple(parts)).run()
+    storage.quantize_int8(x, how, tuple(parts)).run()
     check_parts(parts, exact)
     for whole in wholes:
         assert (whole[:16] == 77).all() and (whole[-16:] == 77).all(), "written outside"
@@ -76,25 +76,25 @@ def test_the_bits_of_the_format(shape, dtype, stored):
     check_parts(TRITON[dequantize](packed), packed.tensor())
     y = poisoned(*shape, dtype)
     packed = stored_as(torch.randn(shape).to(dtype), stored)
-    storage.unpack_int8(packed, y).run()
+    storage.dequantize_int8(packed, y).run()
     check_margin(y)
     assert torch.equal(y, packed.tensor())
 
 
 @pytest.mark.parametrize("stored", sorted(storage.KERNELS))
 def test_the_ends_of_the_line(stored):
-    """Steps that are subnormal or nearly infinite, and values just beside a boundary."""
+    """Steps that are subnormal or nearly infinite, and values next to a boundary."""
     levels = torch.arange(256.0).view(2, 128) - 128.0
     x = torch.cat([levels * 1e-37, levels / 128 * 3.4e38, (levels + 0.4375), levels * 1e-31])
     how = packing(stored, *x.shape)
-    check_parts(TRITON[quantize](x, how), formats.pack(x, stored, how.uniform))
+    check_parts(TRITON[quantize](x, how), formats.quantize(x, stored, how.uniform))
 
 
 def test_rows_more_than_2_31_elements_apart():
     apart = torch.empty(2**31 + 4096, dtype=torch.float16).as_strided((3, 64), (2**30, 1))
     apart.copy_(torch.randn(3, 64))
     parts = TRITON[quantize](apart, QuantizeCall("int8"))
-    check_parts(parts, formats.pack(apart, "int8"))
+    check_parts(parts, formats.quantize(apart, "int8"))
 
 
 def test_stochastic_rounding_is_right_on_average():
@@ -111,7 +111,7 @@ def test_stochastic_rounding_is_right_on_average():
 @pytest.mark.parametrize("dtype", DTYPES, **ids)
 @pytest.mark.parametrize("shape", SHAPES[1:3], **ids)
 def test_activations_of_packed_inputs(shape, dtype, act):
-    """As if they were unpacked first, bit for bit."""
+    """The same bits as if they were dequantized before."""
     x, keep = stored_as(torch.randn(shape).to(dtype)), keep_of(*shape, 0.3)
     dy, plain = torch.randn(shape[1]).to(dtype).expand(shape), x.tensor()
     y, dx = poisoned(*shape, dtype), poisoned(*shape, dtype)
@@ -198,7 +198,7 @@ PRODUCTS = [
 
 @pytest.fixture(params=TILES)
 def tile(request, monkeypatch):
-    """Every product of an MLP's first half takes this tile."""
+    """Make all products of an MLP's first half take this tile."""
     for kernel in ("linear", "gated_mlp_fwd"):
         monkeypatch.setitem(tables.TILES[kernel], "interpreter", (TILES[request.param],))
 
@@ -209,7 +209,7 @@ def normal(dtype, *shape):
 
 @pytest.fixture
 def outputs_are_poisoned(monkeypatch):
-    """What the backend allocates is full of NaN, codes of -128, which is none."""
+    """Fill what the backend allocates with NaN, and codes with -128, which is no code."""
     empty = torch.empty
 
     def poisoned_empty(*args, **kwargs):
@@ -237,7 +237,7 @@ def test_a_product_packs_what_its_activation_is_of(product, stored, tile, output
         same, (found,), (parts,) = TRITON[mlp_up_fwd](*given, (wants_pre,), (how,))
         assert torch.equal(y, same), "the same bits whatever is kept"
         assert (found is not None) == wants_pre and (found is None or torch.equal(found, pre))
-        check_parts(parts, formats.pack(pre, stored, how.uniform))
+        check_parts(parts, formats.quantize(pre, stored, how.uniform))
 
 
 @pytest.mark.parametrize("shape, dtype", PRODUCTS, **ids)
@@ -260,7 +260,7 @@ def test_a_gated_product_packs_both(shape, dtype, tile, outputs_are_poisoned):
         for i in range(2):
             assert (found[i] is not None) == needs_grad[i]
             assert found[i] is None or torch.equal(found[i], pres[i])
-            exact = how[i] and formats.pack(pres[i], how[i].stored, how[i].uniform)
+            exact = how[i] and formats.quantize(pres[i], how[i].stored, how[i].uniform)
             check_parts(parts[i], exact or ())
 
 
@@ -271,7 +271,7 @@ def test_what_is_not_finite(tile):
     _, (pre,), (parts,) = TRITON[mlp_up_fwd](
         "relu", x, None, (weight, bias), None, (True,), (packing("int8", 20, 130),)
     )
-    check_parts(parts, formats.pack(pre, "int8"))
+    check_parts(parts, formats.quantize(pre, "int8"))
     assert parts[1].isnan().sum() == 3 + 19
 
 
@@ -300,7 +300,7 @@ def run(kind, policy, backend, dtype):
 )
 @pytest.mark.parametrize("kind", ["encoder", "causal"])
 def test_layers_that_keep_8_bits(kind, dtype, tile):
-    """Forward has the bits of every other policy; gradients are off by what codes are."""
+    """Forward has the bits of every other policy; gradients have the error of the codes."""
     y, exact = run(kind, "none", "triton", dtype)
     same, grads = run(kind, "fast8", "triton", dtype)
     assert torch.equal(y, same)
@@ -327,7 +327,7 @@ def test_explain_says_what_is_packed_where(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_a_packed_sum_is_made_by_the_same_kernel(norm_first, dtype):
-    """Whatever is packed: forward has the bits of what keeps nothing."""
+    """Whatever is quantized, forward has the bits of a policy that keeps nothing."""
     made = []
     torch.manual_seed(0)
     block = FusedRematLayer(24, 2, 40, 0.0, norm_first=norm_first, batch_first=True, dtype=dtype)

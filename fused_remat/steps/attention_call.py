@@ -1,0 +1,233 @@
+"""One attention over a group of whole sequences: sizes, masks and randomness, and its parts.
+
+Implementations receive an `AttentionCall`; the choice among them depends on an `AttentionKey`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_remat.formats import LoadedHeads, QuantizedHeads
+from fused_remat.spec import AttentionSpec
+
+#: q, k and v, or their gradients: (B, H, S_q, E), (B, Hkv, S_k, E), (B, Hkv, S_k, E).
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(eq=False, slots=True)
+class AttentionCall:
+    """Sizes, masks and randomness. With sizes only, the one mask is the spec's window.
+
+    Attributes:
+        spec: heads, scores, window, dropout probability.
+        batch, q_len, kv_len: B, S_q, S_k.
+        mask: (S_q, S_k), or broadcasts to (B, H, S_q, S_k); bool, or float, added to the scores.
+        padding: (B, S_k), over the keys; bool, True for an excluded key, or float, added.
+        dmask, dpadding: float buffers of the same shapes, to which the masks' gradients are added;
+            None if not needed.
+        mask_grad: whether backward computes a gradient of a mask. Forward knows it too, since the
+            choice of an implementation depends on it.
+        site_key, row0: dropout of the probabilities: the site's key, and the row (in the sense of
+            `fused_remat.random`) of the first (b, h, q).
+        lengths: (B,) integers or None: in sequence b, keys from lengths[b] on are excluded.
+        cu_q, cu_k: (N + 1,) integers or None: variable-length sequences. The batch is 1 and holds N
+            sequences. Queries cu_q[n] to cu_q[n + 1] see keys cu_k[n] to cu_k[n + 1] only, as if
+            those were alone. A query of no sequence sees no key. Masks, and the rows and columns of
+            dropout, are those of the whole batch: row (h, q), column k.
+        head_rows, col0: for dropout in a part of another call: rows from one head to the next (0
+            for S_q), and the column of the first key.
+    """
+
+    spec: AttentionSpec
+    batch: int
+    q_len: int
+    kv_len: int
+    mask: Tensor | None = None
+    padding: Tensor | None = None
+    dmask: Tensor | None = None
+    dpadding: Tensor | None = None
+    mask_grad: bool = False
+    site_key: Tensor | None = None
+    row0: int = 0
+    lengths: Tensor | None = None
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    head_rows: int = 0
+    col0: int = 0
+
+    @property
+    def masked(self) -> bool:
+        return self.mask is not None or self.padding is not None
+
+    @property
+    def limited(self) -> bool:
+        """Whether there are masks or key lengths."""
+        return self.lengths is not None or self.mask is not None or self.padding is not None
+
+    @property
+    def varlen(self) -> bool:
+        return self.cu_q is not None
+
+    @property
+    def offset(self) -> int:
+        """Query i is at the position of key i + offset. It sees the keys from i + offset - left to
+        i + offset + right, where (left, right) is the spec's window."""
+        return 0 if self.spec.align == "start" else self.kv_len - self.q_len
+
+    def part(self, seqs: slice, rows: slice, keys: slice, **changes: Any) -> AttentionCall:
+        """The call of some sequences, queries and keys, with other `changes`. Masks are views."""
+        for name in ("mask", "dmask"):
+            mask = getattr(self, name)
+            if mask is not None:
+                cuts = zip(mask.shape, (seqs, slice(None), rows, keys)[-mask.dim() :], strict=True)
+                changes[name] = mask[tuple([cut if n > 1 else slice(None) for n, cut in cuts])]
+        for name in ("padding", "dpadding"):
+            padding = getattr(self, name)
+            if padding is not None:
+                changes[name] = padding[seqs, keys]
+        return replace(self, **changes)
+
+    def sequence(self, b: int) -> AttentionCall:
+        """The call of sequence b alone."""
+        everything = slice(None)
+        row0 = self.row0 + b * self.spec.num_heads * self.q_len
+        return self.part(slice(b, b + 1), everything, everything, batch=1, row0=row0)
+
+    def varlen_sequences(
+        self, q_bounds: list[int], k_bounds: list[int]
+    ) -> Iterator[tuple[slice, slice, AttentionCall]]:
+        """The queries, the keys and the call of each variable-length sequence."""
+        for n in range(len(q_bounds) - 1):
+            rows, keys = slice(*q_bounds[n : n + 2]), slice(*k_bounds[n : n + 2])
+            one = self.part(
+                slice(None),
+                rows,
+                keys,
+                q_len=rows.stop - rows.start,
+                kv_len=keys.stop - keys.start,
+                row0=self.row0 + rows.start,
+                head_rows=self.q_len,
+                col0=keys.start,
+                cu_q=None,
+                cu_k=None,
+            )
+            yield rows, keys, one
+
+    def bounds(self) -> tuple[list[int], list[int]]:
+        """The values of `cu_q` and `cu_k`. On a GPU this waits for the device."""
+        assert self.cu_q is not None and self.cu_k is not None
+        q_bounds = bounds(self.cu_q, self.q_len, "cu_seqlens of the queries")
+        return q_bounds, bounds(self.cu_k, self.kv_len, "cu_seqlens of the keys")
+
+    def with_lengths_as_padding(self) -> AttentionCall:
+        """The call with its key lengths as a part of its padding mask."""
+        if self.lengths is None:
+            return self
+        beyond = torch.arange(self.kv_len, device=self.lengths.device) >= self.lengths[:, None]
+        if self.padding is None:
+            padding = beyond
+        elif self.padding.dtype == torch.bool:
+            padding = self.padding | beyond
+        else:
+            padding = self.padding.masked_fill(beyond, -torch.inf)
+        return replace(self, padding=padding, lengths=None)
+
+
+def bounds(cu: Tensor, tokens: int, name: str) -> list[int]:
+    """The values of `cu` (N + 1,): sequence n is tokens bounds[n] to bounds[n + 1] of `tokens`.
+
+    On a GPU this waits for the device.
+
+    Raises: ValueError for values that decrease or are outside 0 to `tokens`.
+    """
+    values: list[int] = cu.tolist()
+    last = 0
+    for i, value in enumerate(values):
+        if not 0 <= value <= tokens:
+            raise ValueError(
+                f"{name}[{i}] is {value}, expected 0 to {tokens}, the number of tokens"
+            )
+        if value < last:
+            raise ValueError(f"{name}[{i}] is {value}, less than {last} before it")
+        last = value
+    return values
+
+
+class AttentionKey(NamedTuple):
+    """What the choice of an implementation may depend on.
+
+    Attributes:
+        batch, q_len, kv_len: B, S_q, S_k.
+        widths: of a head in q and k, and in v.
+        mask, padding: the masks' dtypes; None without.
+        lengths, varlen: whether there are key lengths; whether sequences have variable length.
+        mask_grad: as in `AttentionCall`.
+        quantized: for q, k and v: the format, the width of a head and the first column if the heads
+            are quantized, else None; () if none of them is.
+        switches: PyTorch's switches for attention on CUDA devices; () on others.
+    """
+
+    spec: AttentionSpec
+    batch: int
+    q_len: int
+    kv_len: int
+    widths: tuple[int, int]
+    mask: torch.dtype | None
+    padding: torch.dtype | None
+    lengths: bool
+    varlen: bool
+    mask_grad: bool
+    dtype: torch.dtype
+    device: torch.device
+    quantized: tuple[tuple[str, int, int] | None, ...] = ()
+    switches: tuple[bool, ...] = ()
+
+    @property
+    def limited(self) -> bool:
+        return self.lengths or self.mask is not None or self.padding is not None
+
+
+def attention_key(
+    q: LoadedHeads, v: LoadedHeads, call: AttentionCall, k: LoadedHeads | None = None
+) -> AttentionKey:
+    """The key of forward and of backward, which choose alike. `k` matters only if quantized."""
+    mask, padding, device = call.mask, call.padding, q.device
+    quantized: tuple[tuple[str, int, int] | None, ...] = ()
+    if QuantizedHeads in (type(q), type(k), type(v)):
+        quantized = tuple([
+            (x.whole.stored, x.width, x.first) if isinstance(x, QuantizedHeads) else None
+            for x in (q, k, v)
+        ])  # fmt: skip
+    return AttentionKey(
+        call.spec,
+        call.batch,
+        call.q_len,
+        call.kv_len,
+        (q.shape[3], v.shape[3]),
+        None if mask is None else mask.dtype,
+        None if padding is None else padding.dtype,
+        call.lengths is not None,
+        call.cu_q is not None,
+        call.mask_grad,
+        q.dtype,
+        device,
+        quantized,
+        _switches() if device.type == "cuda" else (),
+    )
+
+
+def _switches() -> tuple[bool, ...]:
+    """The global switches that decide which of PyTorch's attention kernels serves on CUDA."""
+    cuda = torch.backends.cuda
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )

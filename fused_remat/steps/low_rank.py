@@ -1,0 +1,149 @@
+"""Low-rank updates of linear layers (LoRA): y += scale * (mask * x) @ A.T @ B.T.
+
+Source: Hu et al. 2021 (arXiv 2106.09685). An update is a part of the `Linear` step that it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fused_remat.random import DropoutMask
+from fused_remat.steps.linear import Linear, linear_dx, linear_fwd, says_product, widens
+from fused_remat.steps.operations import operation
+from fused_remat.steps.residual import dropout
+
+if TYPE_CHECKING:
+    from fused_remat.steps.chunk import Chunk
+
+
+@operation(key=lambda y, x, *_: (x.dtype, x.device), says=lambda key, *_, **__: says_product(*key))
+def low_rank_add(y: Tensor, x: Tensor, weight: Tensor | None, scale: float) -> None:
+    """y += scale * x @ weight.T. y may be columns of a matrix, and may have a lower dtype."""
+    assert weight is not None
+    if x.dtype == y.dtype and not widens(x):
+        torch.addmm(y, x, weight.t(), alpha=scale, out=y)
+        return
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y.add_(torch.mm(x.to(wide), weight.t().to(wide)), alpha=scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """One update. The methods take the step that it is a part of, as `linear`.
+
+    Attributes:
+        a, b: names of the matrices A (rank, in) and B (out, rank).
+        low: name of the product (mask * x) @ A.T.
+        scale: the factor of the update.
+        mask: name of the dropout mask of x, "" for none.
+        columns: start and stop of the columns of y that the update is added to; None for all.
+        dtype: of the matrices and of the product between them; None for the step's dtype.
+    """
+
+    a: str
+    b: str
+    low: str
+    scale: float
+    mask: str = ""
+    columns: tuple[int, int] | None = None
+    dtype: torch.dtype | None = None
+
+    def add_to(self, y: Tensor, chunk: Chunk, linear: Linear) -> None:
+        """Add the update to y, the result of the step, in place."""
+        low = self._product(chunk, linear)
+        for rows, _ in _pieces(y, y.dtype != low.dtype):
+            mine = self._columns(y[rows])
+            chunk.ops[low_rank_add](mine, low[rows], chunk.param(self.b), self.scale)
+        chunk.put(self.low, low)
+
+    def _columns(self, y: Tensor) -> Tensor:
+        return y if self.columns is None else y[:, slice(*self.columns)]
+
+    def _product(self, chunk: Chunk, linear: Linear) -> Tensor:
+        """(mask * x) @ A.T, computed unless the chunk has it."""
+        if self.low in chunk:
+            return chunk[self.low]
+        x, mask, weight = chunk[linear.x], chunk.mask(self.mask), chunk.param(self.a)
+        assert weight is not None
+        dtype = self.dtype or linear.compute or x.dtype
+        low = x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
+        for rows, mine in _pieces(x, x.dtype != dtype, mask):
+            operand = _dropped(chunk, x[rows], mine, dtype)
+            chunk.ops[linear_fwd](operand, weight, None, out=low[rows])
+        return low
+
+    def backward_b(
+        self, chunk: Chunk, linear: Linear, dy: Tensor, needs_grad: Collection[str]
+    ) -> Tensor | None:
+        """Add the gradient of B; return that of (mask * x) @ A.T, or None if nothing needs it."""
+        dtype, parts = self.dtype or dy.dtype, []
+        needs_low = linear.x in needs_grad or self.a in needs_grad
+        low = self._product(chunk, linear) if self.b in needs_grad else None
+        for rows, _ in _pieces(dy, dy.dtype != dtype):
+            mine = self._columns(dy[rows]).to(dtype)
+            if low is not None:
+                chunk.add_weight_grad(self.b, mine, low[rows] * self.scale)
+            if needs_low:
+                parts.append(chunk.ops[linear_dx](mine, chunk.param(self.b)).mul_(self.scale))
+        if not needs_low:
+            return None
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def backward_a(
+        self, chunk: Chunk, linear: Linear, dlow: Tensor, needs_grad: Collection[str]
+    ) -> None:
+        """Add the gradients of A and of x, given `dlow`, the gradient of (mask * x) @ A.T."""
+        mask, weight = chunk.mask(self.mask), chunk.param(self.a)
+        dx = _sum_of_grads(chunk, linear.x, dlow.shape[0]) if linear.x in needs_grad else None
+        x = chunk[linear.x] if self.a in needs_grad else None
+        for rows, mine in _pieces(dlow, chunk.dtype_of(linear.x) != dlow.dtype, mask):
+            if x is not None:
+                operand = _dropped(chunk, x[rows], mine, dlow.dtype)
+                cut = rows.stop - rows.start < dlow.shape[0]
+                chunk.add_weight_grad(self.a, dlow[rows], operand, partial=cut)
+                del operand
+            if dx is None:
+                continue
+            if mine is None and dx.dtype == dlow.dtype:
+                chunk.ops[linear_dx](dlow[rows], weight, into=dx[rows])
+            else:
+                part = chunk.ops[linear_dx](dlow[rows], weight)
+                dx[rows].add_(part if mine is None else chunk.ops[dropout](part, mine))
+
+
+def _sum_of_grads(chunk: Chunk, name: str, rows: int) -> Tensor:
+    """The gradient of an activation so far, as a tensor that may be added to in place."""
+    grad, owned = chunk.grads.get(name, (None, False))
+    if grad is None or not owned:
+        shape, dtype = (rows, chunk.owner.widths[name]), chunk.dtype_of(name)
+        zeros = torch.zeros(shape, dtype=dtype, device=chunk.owner.device)
+        chunk.add_grad(name, zeros, owned=True)
+        grad, _ = chunk.grads[name]
+    return grad
+
+
+#: How many tokens are converted at a time where an update has another dtype than the block.
+_ROWS = 4096
+
+
+def _pieces(
+    x: Tensor, converts: bool, mask: DropoutMask | None = None
+) -> Iterator[tuple[slice, DropoutMask | None]]:
+    """Rows of x and their part of the mask: `_ROWS` at a time if they are converted, else all.
+
+    The part is a new object, so that the tensor which it makes is freed with the piece.
+    """
+    rows = x.shape[0]
+    step = _ROWS if converts else max(rows, 1)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        yield slice(start, stop), None if mask is None else mask.of_rows(start, stop - start)
+
+
+def _dropped(chunk: Chunk, x: Tensor, mask: DropoutMask | None, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if mask is None else chunk.ops[dropout](x, mask, dtype)
