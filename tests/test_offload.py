@@ -500,14 +500,14 @@ def both_ways(wrap):
 def test_report_explanation_and_prediction(policy):
     model = stack(policy, layers=3, dropout=0.0)
     here = memory_report(model, data())
-    assert "offloaded to host: nothing; on a CPU nothing moves" in here.table()
+    assert "offloaded to host: nothing; on the CPU nothing moves" in here.table()
     assert here.offloaded_bytes == 0 and here.kept_bytes == here.predicted_bytes
     assert not explain(model, data())[0].offloaded
     with moving():
         report, told = memory_report(model, data()), explain(model, data())[0]
     assert 0 < report.kept_bytes == report.predicted_bytes < here.kept_bytes
     assert report.kept_bytes + report.offloaded_bytes == here.kept_bytes
-    assert "not among what is kept" in report.table() and " on the host" in report.table()
+    assert "not counted as kept" in report.table() and " on the host" in report.table()
     assert "offload {" in report.table() and "  offloads to the host: " in str(told)
     assert type(report).from_json(report.to_json()) == report
     shapes = {"input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),

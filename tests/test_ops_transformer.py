@@ -152,7 +152,7 @@ A, B = torch.ones(3, 12), torch.ones(16, 3)
         ({"x": torch.zeros(5, 12)}, ValueError, r"\(5, 12\), expected \(B, S, D\)"),
         ({"weights": [A]}, TypeError, "weights must map names to tensors, got list"),
         ({"kv_heads": 3}, ValueError, "got 4 and 3"),
-        ({"placement": "both"}, ValueError, "'pre', 'post' or 'sandwich', got 'both'"),
+        ({"placement": "both"}, ValueError, "'pre' or 'post' or 'sandwich', got 'both'"),
         ({"norm": "batch_norm"}, ValueError, "'layer_norm', 'rms_norm', got 'batch_norm'"),
         ({"activation": "sigmoid"}, ValueError, "unknown activation 'sigmoid'; valid: relu"),
         ({"activation": torch.sin}, ValueError, "takes the name of an activation"),

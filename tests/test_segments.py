@@ -502,7 +502,7 @@ def test_changes_after_use():
 
 
 def test_errors_and_repr():
-    with pytest.raises(ValueError, match=r"segment=.* takes 'first', 'inner' or None, got 'x'"):
+    with pytest.raises(ValueError, match=r"segment=.* must be 'first', 'inner' or None, got 'x'"):
         Policy(segment="x")
     assert repr(Policy({"b", "a"}, "inner")) == "Policy(save={'a', 'b'}, segment='inner')"
     assert repr(Policy(segment="first")) == "Policy(segment='first')"

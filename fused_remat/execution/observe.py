@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -45,4 +45,4 @@ OBSERVERS: list[Callable[[BlockRun], None]] = []
 TRACERS: list[Callable[[Step, Chunk], None]] = []
 
 #: Called with each layer that does not take the fused path, and why.
-DECISIONS: list[Callable[[nn.Module, Any], None]] = []
+DECISIONS: list[Callable[[nn.Module, str], None]] = []

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fused_remat.execution.observe import DECISIONS
 from fused_remat.layers.eligibility import Reason, Unsupported, is_readable, qualified
 from fused_remat.layers.fused_layer import (
-    DECISIONS,
     TRACED,
     is_traced,
     wants_grad,

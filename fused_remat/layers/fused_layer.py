@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fused_remat.autograd import accumulate, run_block
 from fused_remat.autograd.shards import is_dtensor
 from fused_remat.execution.choose import check_name
+from fused_remat.execution.observe import DECISIONS
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.precision import mixed_precision
@@ -22,20 +23,14 @@ from fused_remat.layers import fallback
 from fused_remat.layers.eligibility import Reason
 from fused_remat.layers.read import LayerCall, LayerMap, read_block
 from fused_remat.layers.tensor_parallel import TensorParallel, read_on_rank
-from fused_remat.layers.warn import (
-    user_stacklevel,
-    warn,
-    warn_compiled,
-    warn_compiled_segment,
-)
+from fused_remat.layers.warn import warn, warn_compiled, warn_compiled_segment
 from fused_remat.policies import Policy, kept_names
 from fused_remat.spec import BlockSpec
+from fused_remat.steps.operations import user_stacklevel
 
 Layer = TypeVar("Layer", bound="FusedLayer")
 
 TRACED = Reason("the call is exported, transformed or traced", quiet=True)
-#: Called with the layer and the reason when a call does not take the fused path; usually empty.
-DECISIONS: list[Callable[[nn.Module, str], None]] = []
 
 
 class FusedLayer(nn.Module):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fused_remat.execution.observe import DECISIONS
 from fused_remat.layers.activation import read_activation
 from fused_remat.layers.eligibility import (
     PLAIN,
@@ -17,7 +18,7 @@ from fused_remat.layers.eligibility import (
     check_dropout,
     qualified,
 )
-from fused_remat.layers.fused_layer import DECISIONS, FusedLayer, wants_grad
+from fused_remat.layers.fused_layer import FusedLayer, wants_grad
 from fused_remat.layers.precision import CASTABLE
 from fused_remat.layers.read import LayerCall, LayerMap, Parts, read_block
 from fused_remat.ops.activation import activation_name

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
-from types import FrameType
 
 from torch import nn
 
 from fused_remat.autograd.accumulate import sharded_by
-from fused_remat.steps.operations import FusedRematWarning
+from fused_remat.steps.operations import FusedRematWarning, user_stacklevel
 
 _warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 _LEAF = (
@@ -30,21 +28,6 @@ def warn(layer: nn.Module, message: str) -> None:
     text = f"fused_remat: {type(layer).__name__} {message}{hint}"
     warnings.warn(text, FusedRematWarning, stacklevel=user_stacklevel())
     seen.add(message)
-
-
-def user_stacklevel() -> int:
-    """The `stacklevel` for the caller's warning of the nearest frame that is the user's.
-
-    Frames of this package and of torch are skipped, however many they are.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    level = 1
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("fused_remat", "torch"):
-            return level
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def warn_compiled(layer: str, reason: str) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fused_remat.execution.choose import DEFAULTS, choose, why_not
-from fused_remat.execution.observe import OBSERVERS, TRACERS, BlockRun
+from fused_remat.execution.observe import DECISIONS, OBSERVERS, TRACERS, BlockRun
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
-from fused_remat.layers.fused_layer import DECISIONS, FusedLayer
+from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.report.step import restored
 from fused_remat.steps.chunk import Chunk, Pass
 from fused_remat.steps.node import Node

@@ -38,17 +38,24 @@ class FusedRematWarning(UserWarning):
     """Warns that a slower implementation was used than requested, and why."""
 
 
-def warn(message: str, category: type[Warning] = FusedRematWarning) -> None:
-    """Warn at the line of the user's code that called: the first outside of this package and
-    PyTorch."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and _room(frame) in ("fused_remat", "torch"):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(f"fused_remat: {message}", category, stacklevel=level)
+def warn(message: str) -> None:
+    """Warn at the user's line."""
+    warnings.warn(f"fused_remat: {message}", FusedRematWarning, stacklevel=user_stacklevel())
 
 
-def _room(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+def user_stacklevel() -> int:
+    """The `stacklevel` with which the caller's warning names the nearest line of the user's.
+
+    Frames of this package and of torch are skipped, however many they are.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("fused_remat", "torch"):
+            return level
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 @dataclass(frozen=True, eq=False)
