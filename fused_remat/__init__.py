@@ -63,8 +63,29 @@ _MOVED: dict[str, dict[str, str]] = {
     "layers.causal_layer": {"FusedRematCausalLayer": "layers.FusedRematCausalLayer"},
     "layers.decoder_layer": {"FusedRematDecoderLayer": "layers.FusedRematDecoderLayer"},
     "layers.encoder_layer": {"FusedRematLayer": "layers.FusedRematLayer"},
-    "memory": {"measure_allocations": "report.allocations.measure_allocations"},
+    "memory": {
+        "measure_allocations": "report.allocations.measure_allocations",
+        "predict_kept_bytes": "report.allocations.predict_kept_bytes",
+    },
 }
+
+
+def _with_old_keywords(found: object) -> object:
+    """A function that also takes `wants`, which is `needs_grad` now; anything else as it is."""
+    from functools import wraps
+    from inspect import signature
+    from types import FunctionType
+
+    function = getattr(found, "__wrapped__", found)  # of a cached one
+    if not isinstance(function, FunctionType) or "needs_grad" not in signature(function).parameters:
+        return found
+
+    @wraps(function)
+    def renamed(*args: object, **given: object) -> object:
+        given = {"needs_grad" if name == "wants" else name: v for name, v in given.items()}
+        return found(*args, **given)  # type: ignore[operator]
+
+    return renamed
 
 
 class _MovedFinder:
@@ -90,7 +111,7 @@ class _MovedFinder:
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
             text = f"{module.__name__}.{name} is now fused_remat.{known[name]}"
             warn(text, DeprecationWarning, stacklevel=2)
-            return resolve_name(f"fused_remat.{known[name]}")
+            return _with_old_keywords(resolve_name(f"fused_remat.{known[name]}"))
 
         known = _MOVED[module.__name__.removeprefix("fused_remat.")]
         module.__getattr__ = moved

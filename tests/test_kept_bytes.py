@@ -190,7 +190,15 @@ def test_attention_in_blocks_never_holds_all_scores(name):
     assert peak < 4 * 2048 * 2048 * 4 / 2  # half of all scores
 
 
-def test_a_changed_rung_is_the_next_calls(monkeypatch):
+@torch.no_grad()
+def test_a_group_is_freed_before_the_next_one_is_allocated():
+    layer, x = FusedRematLayer(64, 4, 256, 0.0), torch.randn(600, 4, 64)  # four groups
+    layer(x)
+    above = measure_allocations(lambda: layer(x)).peak - x.nbytes
+    assert above <= 7 * x[:, :1].nbytes  # 8 with what is left of the one before
+
+
+def test_a_changed_preset_is_the_next_calls(monkeypatch):
     layer, x = FusedRematLayer(D, H, 4 * D, policy="lean", dropout=0.0), torch.randn(5, 2, D)
     before = layer(x).grad_fn.execution.call.save
     row = frozenset({"attn", "qkv"})

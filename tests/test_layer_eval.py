@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from reference import pair
 from torch import nn
 
-from fused_remat import FusedRematWarning
+from fused_remat import FusedRematLayer, FusedRematWarning
 from fused_remat.layers import fallback
 
 X = torch.randn(3, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -374,3 +374,10 @@ def test_transformed_eval_is_pytorchs_own():
         assert torch.equal(got, stock(X))
         calls = [torch.vmap(lambda x, m=m: m(x[None])[0])(X) for m in (stock, fused)]
         assert torch.equal(*calls)
+
+
+def test_is_causal_without_a_mask_is_what_the_stock_layer_makes_of_it():
+    stock = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    layer, x = FusedRematLayer.from_layer(stock), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        assert torch.equal(layer(x, is_causal=True), stock(x, is_causal=True))

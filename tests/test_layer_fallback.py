@@ -9,7 +9,7 @@ from reference import X, make, pair, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat import FusedRematWarning
+from fused_remat import FusedRematLayer, FusedRematWarning
 
 FALLBACKS = {
     "activation": lambda m: setattr(m, "activation", nn.RReLU()),
@@ -197,3 +197,15 @@ def test_functional_call_is_served():
     )
     for a, b in zip(grads, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("policy, count", [("full", 1), ("none", 0)])
+def test_a_buffer_that_forward_updates_is_told(policy, count):
+    layer = FusedRematLayer(16, 2, 32, 0.0, batch_first=True, policy=policy)
+    nn.utils.parametrizations.spectral_norm(layer.linear1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            layer(torch.randn(2, 3, 16, requires_grad=True)).sum().backward()
+    told = [str(w.message) for w in seen if "updates buffers in forward" in str(w.message)]
+    assert len(told) == count and all("linear1.parametrizations.weight.0._u, " in t for t in told)

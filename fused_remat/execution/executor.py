@@ -48,6 +48,7 @@ def forward(this: Pass, execution: Execution, x: Tensor) -> tuple[Tensor, list[T
                 if step.free:
                     chunk.free(step.free)
             kept.extend([chunk[name] for name in keeps])
+            del chunk, rows  # freed before the next piece is allocated
     return out, kept
 
 
@@ -62,10 +63,10 @@ def _forward_pieces(this: Pass, execution: Execution, out: Tensor) -> Iterator[F
         rows = target.view(shape) if is_view else target.new_empty(shape)
         yield group, plan.group_forward, rows, plan.kept_group
         for lo, hi in chunks.tiles(group.rows) if plan.tile_forward else ():
-            tile = Chunk(this, seqs, (lo, hi), group)
-            yield tile, plan.tile_forward, rows[lo:hi], plan.kept_tile
+            yield Chunk(this, seqs, (lo, hi), group), plan.tile_forward, rows[lo:hi], plan.kept_tile
         if not is_view:
             target.copy_(rows.view(target.shape))
+        del group, rows
 
 
 def backward(
@@ -93,6 +94,7 @@ def backward(
                     node.forward(chunk)
                 if step.free:
                     chunk.free(step.free)
+            del chunk
     for name in execution.call.graph.inputs if execution.call.seq_first else ():
         if name in grads:
             grads[name] = grads[name].transpose(0, 1)
@@ -129,6 +131,7 @@ def _backward_pieces(
         for name, shape in execution.shapes.items():
             if name in execution.needs_grad:
                 _collect(name, shape, group, chunks.group >= chunks.batch, dy_BSD, grads)
+        del group
 
 
 def _backward_tiles(
@@ -144,6 +147,7 @@ def _backward_tiles(
         yield tile, plan.tile_backward
         for name, buffer in buffers.items():
             buffer[lo:hi].copy_(tile.take_grad(name)[0])
+        del tile
     for name, buffer in buffers.items():
         group.add_grad(name, buffer, owned=True)
 

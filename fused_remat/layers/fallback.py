@@ -2,8 +2,9 @@
 
 The contract is that of `torch.utils.checkpoint.checkpoint(use_reentrant=False)`: backward calls the
 submodules again, so their forward hooks fire again, buffers that a submodule or a hook updates are
-updated again, and attributes have the values of that second call. Three things that the gradients
-depend on are those of forward: the parameters, their versions, and the training flags.
+updated again, and attributes have the values of that second call. What backward computes then may
+differ from forward, and so may gradients; a buffer that forward has changed is told with a warning.
+Three things are those of forward: the parameters, their versions, and the training flags.
 """
 
 from __future__ import annotations
@@ -34,16 +35,22 @@ class _Caller(nn.Module):
         return self._forward(**given)
 
 
-def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+def checkpointed(
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    given: Mapping[str, Any],
+    tell: Callable[[str], None],
+) -> Any:
     """`forward(**given)`, a method of `layer`, under non-reentrant checkpoint.
 
-    Backward calls it again with the parameters and training flags that the layer has now.
+    Backward calls it again with the parameters and training flags that the layer has now. `tell` is
+    called with what the layer does that makes the second call another one.
 
     Raises: RuntimeError in backward if a parameter or an argument was changed in place since, or
         has another shape, dtype or device.
 
     >>> layer = nn.Linear(2, 2)
-    >>> y = checkpointed(layer, layer.forward, {"input": torch.ones(3, 2)})
+    >>> y = checkpointed(layer, layer.forward, {"input": torch.ones(3, 2)}, print)
     >>> y.sum().backward(); layer.bias.grad
     tensor([3., 3.])
     """
@@ -64,7 +71,15 @@ def checkpointed(layer: nn.Module, forward: Callable[..., Any], given: Mapping[s
         named = dict(zip(arguments, values, strict=False))
         if is_first:
             is_first = False
-            return forward(**named)
+            buffers = {n: (b, b._version) for n, b in layer.named_buffers() if not b.is_inference()}
+            out = forward(**named)
+            updated = [n for n, (b, version) in buffers.items() if b._version != version]
+            if updated:
+                tell(
+                    f"updates buffers in forward ({', '.join(updated)}); backward calls the "
+                    "submodules again, so gradients may differ from PyTorch's: use policy='none'"
+                )
+            return out
         for name, kind, value in zip((*arguments, *bound), kinds, values, strict=True):
             if kind is not None and kind != _kind(value):
                 raise changed(name, kind, value)

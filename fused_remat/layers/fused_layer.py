@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
@@ -230,7 +231,8 @@ class FusedLayer(nn.Module):
             out = self._stock_forward(**given)
             warn(self, f"{own}: {reason.text}")
         else:
-            out = fallback.checkpointed(self, self._stock_forward, given)
+            tell = functools.partial(warn, self)
+            out = fallback.checkpointed(self, self._stock_forward, given, tell)
             warn(self, f"{own} under torch.utils.checkpoint: {reason.text}")
         return out
 

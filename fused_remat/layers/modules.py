@@ -59,6 +59,8 @@ def read_projections(
     proj = modules[f"{path}.out_proj"]
     if type(proj) is not NonDynamicallyQuantizableLinear:
         proj = without_adapters(proj)
+    if proj is None:
+        raise Unsupported(f"{path}.out_proj is missing")
     if type(proj) is not NonDynamicallyQuantizableLinear:
         supported = qualified(NonDynamicallyQuantizableLinear)
         raise Unsupported(

@@ -155,11 +155,13 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         """The block of a call; `_EXACT` or `_NESTED` where PyTorch's own kernel is asked first."""
         src = given["src"]
         nested = isinstance(src, Tensor) and src.is_nested
-        call = _NESTED if nested else read_block(self, ENCODER, given)
         masked = given["src_mask"] is not None or given["src_key_padding_mask"] is not None
-        if self.training or masked or self._tensor_parallel is not None:
-            return call
-        if wants_grad(src, *self.parameters()):
+        evaluates = not (self.training or masked or self._tensor_parallel is not None)
+        evaluates = evaluates and not wants_grad(src, *self.parameters())
+        if evaluates:  # PyTorch's kernel ignores is_causal where there is no mask
+            given = {**given, "is_causal": False}
+        call = _NESTED if nested else read_block(self, ENCODER, given)
+        if not evaluates:
             return call
         if nested:  # whether it is exact does not depend on the number of tokens
             sequences = src.unbind()
@@ -400,7 +402,8 @@ def _check_mask(name: str, mask: Any, parts: Parts) -> None:
             f"{name} is {qualified(type(mask))}; the fused path supports torch.Tensor"
         )
     if mask.dtype not in (torch.bool, x.dtype, torch.float32, parts.low):
-        raise Unsupported(f"{name} is {mask.dtype}, expected bool, {x.dtype} or torch.float32")
+        expected = " or ".join(dict.fromkeys(("bool", str(x.dtype), "torch.float32")))
+        raise Unsupported(f"{name} is {mask.dtype}, expected {expected}")
     if mask.device != x.device:
         raise Unsupported(f"{name} is on {mask.device}, {parts.row.input} on {x.device}")
 
