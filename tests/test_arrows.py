@@ -47,7 +47,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 
 
 def module_name(path: Path) -> str:
-    """`graph.graph` for fused_remat/graph/graph.py, `blocks` for its __init__.py."""
+    """`graph.graph` for fused_remat/graph/graph.py, `graph` for its __init__.py."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     parts = parts[1:] if parts[0] == "fused_remat" else parts
     return ".".join(parts).removesuffix(".__init__")

@@ -345,7 +345,7 @@ def test_what_the_block_cannot_serve_runs_the_submodules(change, reason, policy)
             layer(x)
         return
     under = "" if policy == "none" else " under torch.utils.checkpoint"
-    with pytest.warns(FusedRematWarning, match=f"own forward{under}: {reason}"):
+    with pytest.warns(FusedRematWarning, match=f"unfused forward{under}: {reason}"):
         got = step(layer, layer, x)
     for a, b in zip(
         got, step(functools.partial(layer.stock.forward, layer), layer, x), strict=True

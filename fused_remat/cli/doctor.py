@@ -79,7 +79,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 def _facts(device: dict[str, Any]) -> str:
     memory = human(device["memory_bytes"])
     if "threads" in device:
-        return f"{device['threads']} threads, {memory}"
+        count = device["threads"]
+        return f"{count} thread{'' if count == 1 else 's'}, {memory}"
     return f"compute capability {device['capability']}, {memory}"
 
 

@@ -1,1 +1,1 @@
-"""Which implementation serves an operation."""
+"""A call of a block: prepared, run, and by which implementations of its operations."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 from fused_remat.steps.operations import (
     OPERATIONS,
     Function,
-    FusedRematWarning,
     Operation,
     Operations,
     Says,
+    warn,
 )
 
 # Larger pieces read the weights fewer times, and have larger transients.
@@ -197,9 +196,5 @@ def _ops_for(name: str, device: torch.device, dtype: torch.dtype, plain: bool) -
     if reason is None:
         return _table(asked)
     if name != "auto" or dtype != torch.float64:
-        warnings.warn(
-            f"fused_remat: backend {asked!r} cannot serve here, 'eager' does: {reason}",
-            FusedRematWarning,
-            stacklevel=2,
-        )
+        warn(f"backend {asked!r} cannot serve here, 'eager' does: {reason}")
     return _table("eager")

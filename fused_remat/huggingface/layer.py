@@ -33,7 +33,7 @@ class HuggingFaceLayer(FusedLayer):
     """
 
     arguments: ClassVar[tuple[str, ...]]
-    _owner = "transformers'"
+    _owner = "transformers' own"
 
     @property
     def gradient_checkpointing(self) -> bool:

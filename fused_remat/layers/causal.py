@@ -159,6 +159,8 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
             qk_norm_eps=None if self.q_norm is None else 1e-6,
         )  # fmt: skip
 
+    _owner = "its unfused"
+
     def _heads(self) -> dict[str, int]:
         return {"heads": self.nhead, "key and value heads": self.kv_heads}
 
@@ -170,7 +172,8 @@ def _tables(rope: Any) -> tuple[Any, Any]:
     if rope is None:
         return None, None
     if not isinstance(rope, tuple | list) or len(rope) != 2:
-        raise TypeError(f"rope takes two Tensors, (cos, sin), got {rope!r}")
+        shape = f" of shape {tuple(rope.shape)}" if isinstance(rope, Tensor) else ""
+        raise TypeError(f"rope takes two Tensors, (cos, sin), got {type(rope).__name__}{shape}")
     return rope[0], rope[1]
 
 

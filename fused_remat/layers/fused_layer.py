@@ -46,7 +46,7 @@ class FusedLayer(nn.Module):
 
     stock: ClassVar[type[nn.Module]]
     #: Whose forward runs where the fused path does not, in warnings.
-    _owner: ClassVar[str] = "PyTorch's"
+    _owner: ClassVar[str] = "PyTorch's own"
     # Class attributes serve layers that were unpickled or re-classed from the stock one.
     _policy: str | Policy = "full"
     _backend: str = "auto"
@@ -226,7 +226,7 @@ class FusedLayer(nn.Module):
 
     def _checkpointed(self, reason: Reason, given: Mapping[str, Any]) -> Any:
         """The stock forward under checkpoint, unless the policy keeps everything."""
-        own = f"runs {self._owner} own forward"
+        own = f"runs {self._owner} forward"
         if self._policy == "none":
             out = self._stock_forward(**given)
             warn(self, f"{own}: {reason.text}")
