@@ -285,7 +285,7 @@ def test_what_cannot_be_called_again_falls_back_with_the_reason(activation, reas
     assert sum(reason in text for text in told if updates not in text) == 1
     assert layer.linear1.weight.grad is not None
     if isinstance(activation, Counter):
-        assert len(told) == 2 and updates in told[1]
+        assert len(told) == 2 and any(updates in text for text in told)
         assert activation.calls == 2  # as under torch.utils.checkpoint: once more in backward
 
 
