@@ -34,7 +34,6 @@ from fused_remat.execution.prepare import BlockCall, Execution
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.quantized import in_formats
 from fused_remat.policies import ALL_PRESETS, Policy, kept_names
-from fused_remat.steps.chunk import Pass
 from fused_remat.steps.collective import in_context_parallel
 from fused_remat.steps.operations import warn
 
@@ -61,8 +60,7 @@ class FusedRematBlock(torch.autograd.Function):
         x = tensors[0]
         assert x is not None
         watch = None if extras is None else extras.note
-        this = Pass(execution, execution.named(tensors), functions, x, watch)
-        out, kept = executor.forward(this, execution, x)
+        out, kept = executor.forward(execution, tensors, functions, watch)
         ctx.execution, ctx.functions, ctx.accumulation = execution, functions, accumulation
         ctx.extras, ctx.deferred = extras, None
         ctx.rounds = partial.rounds(tensors) if x.dtype.itemsize == 2 else None
@@ -85,12 +83,12 @@ class FusedRematBlock(torch.autograd.Function):
         count = len(execution.given)
         if dy is None:
             return (None,) * (4 + count)
-        if partial.is_asked(ctx, dy):
+        if partial.is_rare(ctx, dy):
             return (None, None, None, None, *partial.backward(ctx, dy))
         saved = ctx.saved_tensors
         check_unchanged(execution.call.graph.tensors, execution.given, ctx.dtypes, saved, dy)
-        this = Pass(execution, execution.named(saved[:count]), ctx.functions, dy)
-        grads = executor.backward(this, execution, saved[count + 1 :], saved[count], dy)
+        tensors, out, kept = saved[:count], saved[count], saved[count + 1 :]
+        grads = executor.backward(execution, tensors, kept, out, dy, ctx.functions)
         partial.finish(ctx, dy, grads, execution.needs_grad)
         return (None, None, None, None, *grads)
 
@@ -153,8 +151,7 @@ def run_block(
     checked = replay_check.ON or replay_check.RECORDED
     if not call.needs_grad:
         execution = call.prepare(given, fused=not checked)
-        this = Pass(execution, execution.named(given), functions, x)
-        return executor.forward(this, execution, x)[0]
+        return executor.forward(execution, given, functions)[0]
     if accumulation is not None:
         accumulation.check(tensors, call.needs_grad)
     extras = None

@@ -37,7 +37,6 @@ from fused_remat.graph.schedule import Schedule, schedule
 from fused_remat.graph.text import graph_of
 from fused_remat.policies import Policy, kept_names
 from fused_remat.spec import KINDS
-from fused_remat.steps.chunk import Pass
 from fused_remat.steps.operations import warn
 from fused_remat.version import __version__
 
@@ -300,7 +299,7 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     moved = this.moved(x.device)
     # The input may be overwritten once the operator is done: it is copied while the block runs.
     inputs, leaving = start_out([x]) if "input" in moved else ([], None)
-    out, pieces = executor.forward(Pass(execution, execution.named(given), {}, x), execution, x)
+    out, pieces = executor.forward(execution, given)
     joined = _joined(this.plan.kept, execution, pieces) or _empty_kept(this, given)
     if leaving is not None:
         leaving.settle()
@@ -348,9 +347,8 @@ def _backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str) -> l
     was = [shapes[name] for name in this.saved]
     dtypes = [this.dtypes[name] for name in this.saved]
     check_unchanged(this.saved, was, dtypes, saved[:count], dy)
-    tensors = execution.named(this.aligned(this.saved, saved[:count]))
-    pieces = _split(execution, whole)
-    grads = executor.backward(Pass(execution, tensors, {}, dy), execution, pieces, out, dy)
+    tensors = this.aligned(this.saved, saved[:count])
+    grads = executor.backward(execution, tensors, _split(execution, whole), out, dy)
     if dtype.itemsize == 2:
         round_vectors(grads, dtype, [this.dtypes.get(name) for name in this.call.graph.tensors])
     named = dict(zip(this.call.graph.tensors, grads, strict=True))

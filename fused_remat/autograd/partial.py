@@ -74,7 +74,7 @@ def defer_weight_gradients() -> Iterator[None]:
             ON -= 1
 
 
-def is_asked(ctx: Any, dy: Tensor) -> bool:
+def is_rare(ctx: Any, dy: Tensor) -> bool:
     """Whether a backward pass asks for anything but all gradients of a call on the common path."""
     return (
         ctx.extras is not None
@@ -196,9 +196,9 @@ def _grads(
     sink = None if ctx.accumulation is None else _buffers(ctx, needs_grad, creates_graph)
     record = None if ctx.extras is None else ctx.extras.record
     watch = None if record is None else record.compare
-    named = execution.named(tensors)
-    this = Pass(execution, named, ctx.functions, dy, watch, sink, deferred)
-    grads = executor.backward(this, execution, kept, out, dy)
+    grads = executor.backward(
+        execution, tensors, kept, out, dy, ctx.functions, watch, sink, deferred
+    )
     if deferred is not None:
         ctx.deferred = Deferred.of(dy, execution.call, needs_grad, deferred, grads)
     return finish(ctx, dy, grads, needs_grad, sink or ())

@@ -28,7 +28,6 @@ from fused_remat.autograd.offload import in_checkpoint
 from fused_remat.autograd.replay_check import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
-from fused_remat.steps.chunk import Pass
 
 
 @dataclass(eq=False)
@@ -161,8 +160,7 @@ def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
         extras.record.compare_given(tensors)
         watch = extras.record.compare
     whole = segment.execution
-    this = Pass(whole, whole.named(tensors), node.functions, x, watch)
-    out, kept = executor.forward(this, whole, x)
+    out, kept = executor.forward(whole, tensors, node.functions, watch)
     keeps = out if whole.plan.keeps_output else None
     merged = list(_merged(execution, saved[count + 1 :], whole, kept))
     segment.replayed = Replayed(_task(), saved, whole, x, keeps, merged)

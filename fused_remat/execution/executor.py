@@ -9,30 +9,42 @@ tiles in every policy, which is why a rebuilt activation equals the forward's bi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-from fused_remat.execution.observe import TRACERS
+from fused_remat.execution.observe import TRACERS, Functions
 from fused_remat.execution.prepare import BlockCall, Execution
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.schedule import Step
-from fused_remat.steps.chunk import Chunk, Pass
+from fused_remat.steps.chunk import Chunk, Pass, WeightGrad
 
+#: Called after a step that computes an activation, with its chunk.
+Watch = Callable[[Step, Chunk], None]
+_NO_FUNCTIONS: Functions = {}
 #: A chunk and the steps that run on it.
 BackwardPiece = tuple[Chunk, Collection[Step]]
 #: With the rows of the output that they compute, and the names that are kept then.
 ForwardPiece = tuple[Chunk, Collection[Step], Tensor, tuple[str, ...]]
 
 
-def forward(this: Pass, execution: Execution, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def forward(
+    execution: Execution,
+    tensors: Sequence[Tensor | None],
+    functions: Functions = _NO_FUNCTIONS,
+    watch: Watch | None = None,
+) -> tuple[Tensor, list[Tensor]]:
     """The block's output, and what the schedule keeps, in the order of computation.
 
-    The output is shaped like the first input `x` (of heads: side by side, (B, S, H*E)) except for
-    its width. Neither it nor what is kept shares memory with the inputs.
+    The output is shaped like the first of `tensors` (of heads: side by side, (B, S, H*E)) except
+    for its width. Neither it nor what is kept shares memory with the inputs. `functions` are the
+    caller's own; `watch` is called after every step, with the step and its chunk.
     """
+    x = tensors[0]
+    assert x is not None
+    this = Pass(execution, execution.named(tensors), functions, x, watch)
     out = empty_output(execution.call, execution.widths["output"], execution.dtypes["output"], x)
     kept: list[Tensor] = []
     observed = _is_observed(this)
@@ -70,12 +82,22 @@ def _forward_pieces(this: Pass, execution: Execution, out: Tensor) -> Iterator[F
 
 
 def backward(
-    this: Pass, execution: Execution, kept: Sequence[Tensor], out: Tensor | None, dy: Tensor
+    execution: Execution,
+    tensors: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    out: Tensor | None,
+    dy: Tensor,
+    functions: Functions = _NO_FUNCTIONS,
+    watch: Watch | None = None,
+    sink: Mapping[str, Tensor] | None = None,
+    deferred: list[WeightGrad] | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of the call's tensors in its order; None where not asked for, and of `this.sink`.
+    """Gradients of the call's tensors in its order; None where not asked for, and of `sink`.
 
-    `kept` is what `forward` returned; `out` the output, if the schedule keeps it.
+    `tensors` may be None where backward does not read them; `kept` is what `forward` returned;
+    `out` the output, if the schedule keeps it. `watch`, `sink` and `deferred`: see `Pass`.
     """
+    this = Pass(execution, execution.named(tensors), functions, dy, watch, sink, deferred)
     grads: dict[str, Tensor] = {}
     observed = _is_observed(this)
     with autocast_off(dy):  # backward may be called inside autocast
@@ -99,7 +121,7 @@ def backward(
         if name in grads:
             grads[name] = grads[name].transpose(0, 1)
     grads.update(this.param_grads)
-    for name in this.sink or ():
+    for name in sink or ():
         del grads[name]
     return [grads.pop(name, None) for name in execution.call.graph.tensors]
 

@@ -60,7 +60,7 @@ class TensorParallel:
                     f"sequence parallel: {count} tokens of a sequence cannot be divided evenly "
                     f"among {size} ranks; pad the sequences"
                 )
-            x = Split.apply(x, dim, self.place)
+            x = _Tokens.apply(x, dim, self.place, False)
             if self.lengths is not None:
                 self.lengths.add(x.shape[dim])
         elif self.lengths is not None and x.shape[dim] not in self.lengths:
@@ -84,34 +84,25 @@ class TensorParallel:
 
     def joined(self, x: Tensor, dim: int) -> Tensor:
         """The tokens of all ranks, on every rank."""
-        out: Tensor = Join.apply(x, dim, self.place)
+        out: Tensor = _Tokens.apply(x, dim, self.place, True)
         return out
 
 
-class Split(torch.autograd.Function):
-    """This rank's tokens of what every rank has whole, whose gradient is made whole again."""
+class _Tokens(torch.autograd.Function):
+    """A tensor that is whole on every rank to this rank's tokens, or back if `joins`.
+
+    Each is the other's backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
-        ctx.dim, ctx.place = dim, place
-        return _own(x, dim, place)
+    def forward(ctx: Any, x: Tensor, dim: int, place: ParallelSpec, joins: bool) -> Tensor:
+        ctx.given = dim, place, joins
+        return _all(x, dim, place) if joins else _own(x, dim, place)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _all(dy, ctx.dim, ctx.place), None, None
-
-
-class Join(torch.autograd.Function):
-    """The tokens of all ranks, with which every rank then computes the same."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, place: ParallelSpec) -> Tensor:
-        ctx.dim, ctx.place = dim, place
-        return _all(x, dim, place)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return _own(dy, ctx.dim, ctx.place), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        dim, place, joins = ctx.given
+        return (_own if joins else _all)(dy, dim, place), None, None, None
 
 
 def _own(x: Tensor, dim: int, place: ParallelSpec) -> Tensor:

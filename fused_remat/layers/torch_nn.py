@@ -157,7 +157,8 @@ class FusedRematLayer(_TorchLayer, nn.TransformerEncoderLayer):
         nested = isinstance(src, Tensor) and src.is_nested
         masked = given["src_mask"] is not None or given["src_key_padding_mask"] is not None
         evaluates = not (self.training or masked or self._tensor_parallel is not None)
-        evaluates = evaluates and not wants_grad(src, *self.parameters())
+        if evaluates and torch.is_grad_enabled():  # parameters() walks the layer
+            evaluates = not wants_grad(src, *self.parameters())
         if evaluates:  # PyTorch's kernel ignores is_causal where there is no mask
             given = {**given, "is_causal": False}
         call = _NESTED if nested else read_block(self, ENCODER, given)

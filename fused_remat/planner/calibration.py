@@ -23,7 +23,7 @@ from fused_remat.execution.prepare import BlockCall, Execution
 from fused_remat.graph.graph import sizes
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import Schedule, Step, schedule
-from fused_remat.steps.chunk import Chunk, Pass
+from fused_remat.steps.chunk import Chunk
 from fused_remat.steps.node import Node
 
 _ROUNDS = 3  # of which the median counts
@@ -214,15 +214,13 @@ class Example:
         """Run forward, then `between`, then backward from a random gradient."""
         execution = self.prepare(save)
         with torch.no_grad():
-            this = Pass(execution, execution.named(self.tensors), self.functions, self.input)
-            out, kept = executor.forward(this, execution, self.input)
+            out, kept = executor.forward(execution, self.tensors, self.functions)
             dy = torch.randn_like(out)
             again = [t if r else None for t, r in zip(self.tensors, execution.rereads, strict=True)]
             saved = out if execution.plan.keeps_output else None
             del out
             between()
-            this = Pass(execution, execution.named(again), self.functions, dy)
-            executor.backward(this, execution, kept, saved, dy)
+            executor.backward(execution, again, kept, saved, dy, self.functions)
 
 
 def steps_of(plan: Schedule, which: str) -> list[Step]:

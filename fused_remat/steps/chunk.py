@@ -131,7 +131,7 @@ class Pass:
         self.partial = self.chunks.partial
         self.exact = sink is not None
         self.param_grads: dict[str, Tensor] = {} if sink is None else dict(sink)
-        self.watch, self.sink, self.deferred = watch, sink, deferred
+        self.watch, self.deferred = watch, deferred
         self._site_keys: dict[int, tuple[Tensor, ...]] = {}
 
     def site_key(self, site: int) -> Tensor:
