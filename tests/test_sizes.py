@@ -5,7 +5,8 @@ from pathlib import Path
 
 from test_arrows import FILES, ROOT
 
-WITH_ROOM = 1.15
+#: A seventh more, or a few lines of a small file, need no reason.
+ROOM, FEW = 1.15, 5
 
 
 def test_every_file_has_a_row_and_keeps_to_it():
@@ -15,5 +16,5 @@ def test_every_file_has_a_row_and_keeps_to_it():
     package = [p.relative_to(ROOT) for p in FILES if "kernels" not in p.parts]
     found = {str(p): len(Path(ROOT / p).read_text().splitlines()) for p in package}
     assert found.keys() == allowed.keys(), "one row for each file: what it holds, and why"
-    over = {p: n for p, n in found.items() if n > WITH_ROOM * allowed[p]}
+    over = {p: n for p, n in found.items() if n > max(ROOM * allowed[p], allowed[p] + FEW)}
     assert not over, "move something, or raise the row and say why"
