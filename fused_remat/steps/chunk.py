@@ -149,14 +149,13 @@ class Chunk(dict[str, Tensor]):
     """The activations of one group of sequences, or of one tile of a group, by name; and gradients.
 
     A tile has its rows of what is the group's. A dict, because steps read and write little else,
-    and a small block's time is that of its Python.
+    and a small block's time is that of its Python. Dropout masks are in it too, as `DropoutMask`.
     """
 
     __slots__ = (
         "freeing",
         "grads",
         "lo",
-        "masks",
         "ops",
         "owner",
         "param",
@@ -178,14 +177,18 @@ class Chunk(dict[str, Tensor]):
         self.rows = hi - self.lo
         self.token0 = seqs[0] * owner.chunks.seq_len + self.lo
         self.param = owner.tensors.get  # a tensor of the block that is no activation, or None
-        self.masks: dict[str, random.DropoutMask] = {}
         self.grads: dict[str, tuple[Tensor, bool]] = {}
         self.freeing: tuple[str, ...] = ()  # names that the present step uses for the last time
 
     def __missing__(self, name: str) -> Tensor:
         assert self.parent is not None, f"{name} is neither kept nor rebuilt"
-        value = self[name] = self.parent[name][self.lo : self.lo + self.rows]
-        return value
+        whole: Any = self.parent[name]
+        if isinstance(whole, random.DropoutMask):
+            value: Any = whole.of_rows(self.lo, self.rows)
+        else:
+            value = whole[self.lo : self.lo + self.rows]
+        self[name] = value
+        return value  # type: ignore[no-any-return]
 
     def rows_of(self, name: str) -> int:
         """How many tokens an activation has here: a tile's, or those of the group's sequences."""
@@ -214,22 +217,7 @@ class Chunk(dict[str, Tensor]):
 
     def mask(self, name: str) -> random.DropoutMask | None:
         """The dropout multiplier `name`; None for ""."""
-        if not name:
-            return None
-        found = self.masks.get(name)
-        if found is None:
-            assert self.parent is not None, f"{name} is not there"
-            whole = self.parent.mask(name)
-            assert whole is not None
-            found = self.masks[name] = whole.of_rows(self.lo, self.rows)
-        return found
-
-    def free(self, names: tuple[str, ...]) -> None:
-        for name in names:
-            self.pop(name, None)
-        if self.masks:
-            for name in names:
-                self.masks.pop(name, None)
+        return self[name] if name else None  # type: ignore[return-value]
 
     def dtype_of(self, name: str) -> torch.dtype:
         """That of an activation, whether or not it is there."""
