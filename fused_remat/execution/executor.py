@@ -1,9 +1,9 @@
 """Forward and backward of a block: the schedule's steps, run over groups of sequences and tiles.
 
-Tokens of different sequences never meet, so a block is computed group by group (whole sequences).
-Within a group, what follows attention is computed tile by tile (tokens). No transient is larger
-than a group, and none of the MLP's larger than a tile. Forward and backward use the same groups and
-tiles in every policy, which is why a rebuilt activation equals the forward's bit for bit.
+No step mixes sequences, so a block is computed in groups of whole sequences; within a group, what
+follows attention is computed in tiles of tokens. So no transient is larger than a group's, and none
+of the MLP's larger than a tile's. Groups and tiles are the same in forward, in backward and in
+every policy: a rebuilt activation equals the forward's bit for bit.
 """
 
 from __future__ import annotations
