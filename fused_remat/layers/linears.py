@@ -88,11 +88,10 @@ def _plain(module: Any, path: str) -> tuple[Tensor, Tensor | None]:
 
 def affine_of(module: Any) -> tuple[Tensor | None, Tensor | None]:
     """The weight and bias of a module: parameters, or the tensors that replaced them."""
-    own = module._parameters.get
-    weight, bias = own("weight"), own("bias")
+    own = module._parameters
     return (
-        tensor_of(module, "weight") if weight is None else weight,
-        tensor_of(module, "bias") if bias is None else bias,
+        own["weight"] if "weight" in own else tensor_of(module, "weight"),
+        own["bias"] if "bias" in own else tensor_of(module, "bias"),
     )
 
 
