@@ -93,7 +93,10 @@ def test_reasons_name_the_part_and_what_is_supported(change):
         (X[0, 0], "src has shape (8,); the fused path supports tensors of 2 or 3 dimensions"),
         (X.long(), "src is torch.int64; the fused path supports floating-point dtypes"),
         (X[..., :6], "self_attn has embed_dim 8 and the input width 6"),
-        (X.float(), "src is torch.float32 on cpu but qkv.weight is torch.float64 on cpu"),
+        (
+            X.float(),
+            "src is torch.float32 on cpu but self_attn.in_proj_weight is torch.float64 on cpu",
+        ),
     ],
 )
 def test_reasons_name_the_input(src, reason):

@@ -22,7 +22,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import Step
+from fused_remat.random import DropoutMask
 from fused_remat.steps.chunk import Chunk
 from fused_remat.steps.operations import warn
 
@@ -232,8 +233,8 @@ def _made(step: Step, frame: Chunk) -> Iterator[tuple[_Piece, Tensor]]:
     """The activations, statistics and dropout multipliers that a step has put into its chunk."""
     assert step.node is not None
     for name in step.node.makes:
-        keep = frame.masks.get(name)
-        value = frame[name] if keep is None else keep.tensor()
+        value: Any = frame[name]
+        value = value.tensor() if isinstance(value, DropoutMask) else value
         yield _Piece(name, frame.seqs, frame.lo, frame.rows_of(name)), value
 
 

@@ -1,9 +1,9 @@
 """Forward and backward of a block: the schedule's steps, run over groups of sequences and tiles.
 
-Tokens of different sequences never meet, so a block is computed group by group (whole sequences).
-Within a group, what follows attention is computed tile by tile (tokens). No transient is larger
-than a group, and none of the MLP's larger than a tile. Forward and backward use the same groups and
-tiles in every policy, which is why a rebuilt activation equals the forward's bit for bit.
+No step mixes sequences, so a block is computed in groups of whole sequences; within a group, what
+follows attention is computed in tiles of tokens. So no transient is larger than a group's, and none
+of the MLP's larger than a tile's. Groups and tiles are the same in forward, in backward and in
+every policy: a rebuilt activation equals the forward's bit for bit.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ def forward(
     """
     x = tensors[0]
     assert x is not None
+    if autocast_on(x):  # the graph says what is computed in which dtype
+        with autocast_off(x):
+            return forward(execution, tensors, functions, watch)
     this = Pass(execution, execution.named(tensors), functions, x, watch)
     out = empty_output(execution.call, execution.widths["output"], execution.dtypes["output"], x)
     kept: list[Tensor] = []
     observed = _is_observed(this)
-    with autocast_off(x):
-        for chunk, steps, rows, keeps in _forward_pieces(this, execution, out):
-            for step in steps:
-                node = step.node
-                assert node is not None
-                if observed:
-                    _observed_forward(this, step, chunk, rows)
-                else:
-                    node.forward(chunk, rows if node.name == "output" else None)
-                if step.free:
-                    chunk.free(step.free)
-            kept.extend([chunk[name] for name in keeps])
-            del chunk, rows  # freed before the next piece is allocated
+    for chunk, steps, rows, keeps in _forward_pieces(this, execution, out):
+        for step in steps:
+            node = step.node
+            assert node is not None
+            if observed:
+                _observed_forward(this, step, chunk, rows)
+            else:
+                node.forward(chunk, rows if node.name == "output" else None)
+            for name in step.free:
+                chunk.pop(name, None)
+        kept.extend([chunk[name] for name in keeps])
+        del chunk, rows  # freed before the next piece is allocated
     return out, kept
 
 
@@ -97,26 +99,28 @@ def backward(
     `tensors` may be None where backward does not read them; `kept` is what `forward` returned;
     `out` the output, if the schedule keeps it. `watch`, `sink` and `deferred`: see `Pass`.
     """
+    if autocast_on(dy):  # backward may be called inside autocast
+        with autocast_off(dy):
+            return backward(execution, tensors, kept, out, dy, functions, watch, sink, deferred)
     this = Pass(execution, execution.named(tensors), functions, dy, watch, sink, deferred)
     grads: dict[str, Tensor] = {}
     observed = _is_observed(this)
-    with autocast_off(dy):  # backward may be called inside autocast
-        for chunk, steps in _backward_pieces(this, execution, kept, out, dy, grads):
-            for step in steps:
-                node = step.node
-                assert node is not None
-                if observed:
-                    _observed_backward(this, step, chunk)
-                elif step.kind == "backward":
-                    grad, owned = chunk.take_grad(node.name)
-                    chunk.freeing = step.free
-                    node.backward(chunk, grad, owned, step.needs_grad)
-                    del grad
-                else:
-                    node.forward(chunk)
-                if step.free:
-                    chunk.free(step.free)
-            del chunk
+    for chunk, steps in _backward_pieces(this, execution, kept, out, dy, grads):
+        for step in steps:
+            node = step.node
+            assert node is not None
+            if observed:
+                _observed_backward(this, step, chunk)
+            elif step.kind == "backward":
+                grad, owned = chunk.take_grad(node.name)
+                chunk.freeing = step.free
+                node.backward(chunk, grad, owned, step.needs_grad)
+                del grad
+            else:
+                node.forward(chunk)
+            for name in step.free:
+                chunk.pop(name, None)
+        del chunk
     for name in execution.call.graph.inputs if execution.call.seq_first else ():
         if name in grads:
             grads[name] = grads[name].transpose(0, 1)
@@ -148,7 +152,8 @@ def _backward_pieces(
         yield group, plan.backward_before
         if plan.tile_backward:
             yield from _backward_tiles(this, execution, group, supply)
-            group.free(plan.freed_by_tiles)
+            for name in plan.freed_by_tiles:
+                group.pop(name, None)
             yield group, plan.backward_after
         for name, shape in execution.shapes.items():
             if name in execution.needs_grad:
@@ -282,9 +287,8 @@ def autocast_on(x: Tensor) -> bool:
     return torch._C._is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-_ALREADY_OFF = contextlib.nullcontext()
-
-
 def autocast_off(x: Tensor) -> AbstractContextManager[None]:
     """The graph says what is computed in which dtype."""
-    return torch.autocast(x.device.type, enabled=False) if autocast_on(x) else _ALREADY_OFF
+    if not autocast_on(x):
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)

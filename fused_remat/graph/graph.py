@@ -22,10 +22,10 @@ class Graph:
         params: names of the tensors besides the inputs, in the order in which they are passed.
         inputs: names of the inputs, which come in groups of sequences; the first is "input", and
             others may be of another length (`source`).
-        again: nodes that in backward rebuild or undo in place of those of their names, where
-            everything they read packed is kept (`graph.quantized`).
-        recipe: what a `text.builder` built it from; "" if none did.
+        text: the call of a `@block` that built it (`graph.text`); "" if none did.
         compute: the dtype of what is not in the stream (`graph.precision`); None for the input's.
+        quantized_nodes: nodes that take the places of those of their names in backward, where all
+            that they read quantized is kept (`graph.quantized`).
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Graph:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of everything that is computed: another digest, another graph."""
+        """A hash of everything that is computed: graphs that differ have different digests."""
         what = (self.kind, self.nodes, self.params, self.inputs, self.compute, self.quantized_nodes)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
 

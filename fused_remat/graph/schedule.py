@@ -1,9 +1,9 @@
-"""From a graph and a policy to straight-line programs: what to keep, rebuild, run and free, when.
+"""The schedule of a block: what is kept, and the steps of forward and backward, in order.
 
-Backward is a demand: each node, last first, asks for activations; one that is kept is there,
-another is rebuilt from its own inputs, once, and freed after its last use. All of that is known
-before any number is, so it is worked out here once and cached; running it (`execution.executor`) is
-a loop. The kept set, the memory prediction and the tests read the same program.
+Backward is driven by demand. Each node, the last one first, asks for the activations that it reads.
+Those that were kept are there; others are rebuilt from their own inputs, once, and freed after
+their last use. None of this depends on a value, so a schedule is made once and cached, and
+`execution.executor` only runs its steps. The predicted memory is read from the same schedule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fused_remat.steps.node import Node, Shapes
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a program. `node` None: run the tile program over every tile."""
+    """One step of a schedule. `node` is None where the steps of all tiles run."""
 
     kind: str  # "compute", "backward" or "tiles"
     node: Node | None
@@ -37,18 +37,18 @@ _TILES = Step("tiles", None, frozenset(), ())
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Everything about one (graph, policy, wanted gradients) that does not depend on sizes.
+    """The steps of one graph, for what is kept and which gradients are needed.
 
     Attributes:
         kept: names kept for backward, inputs and output not counted, in graph order.
         kept_inputs: the inputs that backward asks for.
         keeps_output: whether backward asks for the output and the policy keeps it.
         saved_params: params whose values backward reads again.
-        forward, backward: for a group of whole sequences; a "tiles" step runs the tile programs.
-        tile_forward, tile_backward: for a tile of tokens; empty when `tiled` is False.
-        kept_tile: those of `kept` that tiles compute; `kept_group`, the others.
-        tile_gives: group activations whose gradients the tiles deliver.
-        inexact: what backward rebuilds from something that was kept in a lossy format.
+        forward, backward: the steps of a group of sequences; at "tiles" those of its tiles run.
+        tile_forward, tile_backward: the steps of a tile of tokens; empty without tiles.
+        kept_tile, kept_group: those of `kept` that tiles compute, and the others.
+        tile_gives: activations of the group of which tiles compute gradients.
+        inexact: what backward rebuilds from an activation that was kept in a lossy format.
     """
 
     kept: tuple[str, ...]
@@ -64,7 +64,7 @@ class Schedule:
     tile_gives: tuple[str, ...]
     inexact: frozenset[str]
 
-    # As the executor runs it: a group's steps up to its tiles, and after them.
+    # A group's steps before its tiles and after them, for the executor.
 
     @functools.cached_property
     def group_forward(self) -> tuple[Step, ...]:
@@ -129,9 +129,11 @@ def _wants_by_node(graph: Graph, needs_grad: Collection[str]) -> dict[str, froze
 
 
 class _Demand:
-    """Collects a backward program for `nodes`: asking rebuilds what is neither kept nor given.
+    """Collects the steps of backward. What a step asks for and nobody has, is rebuilt before it.
 
-    `again`: those nodes of `graph.again` whose packed inputs are kept.
+    Args:
+        quantized_nodes: by name, those of `graph.quantized_nodes` whose quantized inputs are kept.
+        have: the names that are kept or given.
     """
 
     def __init__(
@@ -171,9 +173,9 @@ class _Demand:
 
 
 def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Nodes that need whole sequences or feed one that does, and the rest, which tiles can run.
+    """The nodes up to the last one that needs whole sequences, and the rest, which runs on tiles.
 
-    Tiles are of the first input's tokens: what has another's is the group's.
+    Tiles are of the first input's tokens: a node with the tokens of another is the group's.
     """
     if not tiled:
         return graph.nodes, ()
@@ -181,7 +183,7 @@ def _split(graph: Graph, tiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...
     whole = [n.per_sequence or source[n.name] != first for n in graph.nodes]
     last = max((i for i, is_whole in enumerate(whole) if is_whole), default=-1)
     while last + 1 < len(graph.nodes) and graph.nodes[last + 1].quantizes == graph.nodes[last].name:
-        last += 1  # packed where it was made
+        last += 1  # quantized where it was made
     return graph.nodes[: last + 1], graph.nodes[last + 1 :]
 
 
@@ -194,10 +196,10 @@ def schedule(
     fusions: frozenset[str] = frozenset(),
     overwrites: bool = True,
 ) -> Schedule:
-    """The programs of `graph` when `save` is kept and gradients of `needs_grad` are wanted.
+    """The schedule of `graph` where `save` is kept and gradients of `needs_grad` are needed.
 
-    `fusions` are rows of `graph.fusions.FUSIONS`: steps that the backend computes together.
-    Not `overwrites`: backward leaves what it rebuilds as it is, for who reads it after its end.
+    `fusions`: rows of `graph.fusions.FUSIONS`, steps that the backend computes together.
+    `overwrites`: whether backward may overwrite what it rebuilt.
     """
     group_nodes, tile_nodes = _split(graph, tiled)
     by_node = _wants_by_node(graph, needs_grad)
@@ -257,12 +259,12 @@ def schedule(
 
 
 def _without_unkept(nodes: tuple[Node, ...], kept: Collection[str]) -> tuple[Node, ...]:
-    """Without those that pack what is not kept."""
+    """Without those that quantize what is not kept."""
     return tuple([node for node in nodes if not node.quantizes or node.name in kept])
 
 
 def _inexact(rebuilt: Iterable[Node]) -> frozenset[str]:
-    """What is unpacked from a lossy format, or rebuilt from that."""
+    """What is dequantized from a lossy format, or rebuilt from that."""
     found: set[str] = set()
     for node in rebuilt:
         if node.inexact or not found.isdisjoint(node.reads):

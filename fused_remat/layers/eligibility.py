@@ -7,7 +7,7 @@ overrides. Bad input is a reason too: the stock forward then raises its own erro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,10 +181,11 @@ def check_weights(
     weights: Mapping[str, Tensor | None],
     spec: BlockSpec,
     low: torch.dtype | None,
+    path_of: Callable[[str], str] = str,
 ) -> None:
     """Raise `Unsupported` unless a block of `spec` can take the weights beside `x`, called `name`.
 
-    `low`: the dtype of autocast, None if it is off.
+    `low`: the dtype of autocast, None if it is off. `path_of`: what the layer calls a weight.
 
     >>> from fused_remat.spec import nn_layer_spec
     >>> spec = nn_layer_spec(True, 1, 8, "gelu")
@@ -198,13 +199,18 @@ def check_weights(
         if p is None:
             continue
         if type(p) not in PLAIN and not is_dtensor(p):
-            raise Unsupported(f"{key} is {qualified(type(p))}; the fused path supports Parameter")
+            kind = qualified(type(p))
+            raise Unsupported(
+                f"{path_of(key)} is {kind}; the fused path supports torch.nn.Parameter"
+            )
         elsewhere = not p.is_cpu if on_cpu else p.device != device
         fits = p.dtype is dtype or low is not None
         # Adapters may be float32 beside 16 bits.
         if elsewhere or not (fits or (key.startswith("lora.") and p.dtype is torch.float32)):
-            raise Unsupported(_beside(name, x, key, p))
-    reason = None if low is None else why_not_autocast(x, name, weights, low)
+            raise Unsupported(
+                f"{name} is {x.dtype} on {x.device} but {path_of(key)} is {p.dtype} on {p.device}"
+            )
+    reason = None if low is None else why_not_autocast(x, name, weights, low, path_of)
     if reason is not None:
         raise Unsupported(reason)
     fc1 = weights["fc1.weight"]
@@ -212,20 +218,19 @@ def check_weights(
     expected = _shapes(spec, x.shape[-1], fc1.shape[0])
     for key, p in weights.items():
         if p is not None and key in expected and p.shape != expected[key]:
-            raise Unsupported(f"{key} has shape {tuple(p.shape)}, expected {expected[key]}")
+            raise Unsupported(
+                f"{path_of(key)} has shape {tuple(p.shape)}, expected {expected[key]}"
+            )
     for i, lora in enumerate(spec.loras):
         a, b = weights[f"lora.{i}.A"], weights[f"lora.{i}.B"]
         out, columns = expected[f"{lora.layer}.weight"]
         assert a is not None and b is not None
         if (*a.shape, *b.shape) != (a.shape[0], columns, out, a.shape[0]):
             raise Unsupported(
-                f"an adapter of {lora.layer} has matrices {tuple(a.shape)} and {tuple(b.shape)}, "
+                f"an adapter of {path_of(lora.layer + '.weight')} has matrices {tuple(a.shape)} "
+                f"and {tuple(b.shape)}, "
                 f"expected (rank, {columns}) and ({out}, rank)"
             )
-
-
-def _beside(name: str, x: Tensor, key: str, p: Tensor) -> str:
-    return f"{name} is {x.dtype} on {x.device} but {key} is {p.dtype} on {p.device}"
 
 
 @cached

@@ -7,7 +7,7 @@ input. float64 is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -44,11 +44,13 @@ def low_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(x.device.type) if autocast_on(x) else None
 
 
-def why_not_autocast(x: Tensor, name: str, params: Params, low: torch.dtype) -> str | None:
+def why_not_autocast(
+    x: Tensor, name: str, params: Params, low: torch.dtype, path_of: Callable[[str], str] = str
+) -> str | None:
     """Why the fused path cannot take these dtypes under autocast to `low`; None if it can.
 
-    The stock layer raises for all that it does not take, other devices excepted. `name` is what
-    the layer calls `x`.
+    The stock layer raises for all that it does not take, other devices excepted. The layer calls
+    `x` `name`, and a parameter `path_of` its name here.
 
     >>> weights = {"fc1.weight": torch.zeros(3, 3).double()}
     >>> why_not_autocast(torch.zeros(2, 3), "src", weights, torch.bfloat16)
@@ -64,11 +66,12 @@ def why_not_autocast(x: Tensor, name: str, params: Params, low: torch.dtype) -> 
     if x.dtype == torch.float64:
         others = [key for key, dtype in given.items() if dtype != x.dtype]
         if others:
-            return f"{name} is {x.dtype}, which autocast leaves alone, but {others[0]} is not"
+            other = path_of(others[0])
+            return f"{name} is {x.dtype}, which autocast leaves alone, but {other} is not"
         return None
     for key, dtype in given.items():
         if dtype not in CASTABLE:
-            return f"autocast leaves {key} {dtype}, beside {name} of {x.dtype}"
+            return f"autocast leaves {path_of(key)} {dtype}, beside {name} of {x.dtype}"
     norms = {dtype for key, dtype in given.items() if key.startswith(_NORMS)}
     if kind == "cpu" and norms and norms != {torch.float32} and not norms == {x.dtype} == {low}:
         shown = ", ".join(sorted(map(str, norms)))

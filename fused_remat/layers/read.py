@@ -94,6 +94,24 @@ class LayerMap:
                 steps[".".join(names[:end])] = ".".join(names[: end - 1]), names[end - 1]
         object.__setattr__(self, "steps", steps)
 
+    def path_of(self, name: str) -> str:
+        """What the layer calls the weight or bias that the block calls `name`, for messages.
+
+        >>> from fused_remat.layers.torch_nn import ENCODER
+        >>> ENCODER.path_of("qkv.weight"), ENCODER.path_of("fc1.bias")
+        ('self_attn.in_proj_weight', 'linear1.bias')
+        """
+        layer, _, kind = name.rpartition(".")
+        for path, (packed, *split, output) in self.projections.items():
+            if layer == output:
+                return f"{path}.out_proj.{kind}"
+            if layer == packed or (layer in split and kind == "bias"):
+                return f"{path}.in_proj_{kind}"
+            if layer in split:
+                return f"{path}.{layer[-1]}_proj_weight"
+        module = {**self.linears, **self.norms, **self.head_norms}.get(layer)
+        return name if module is None else f"{module}.{kind}"
+
     def modules(self, layer: nn.Module) -> dict[str, Any]:
         """The submodules of `layer` by their paths, None where there is none; itself at ""."""
         found: dict[str, Any] = {"": layer}
@@ -211,7 +229,7 @@ def _read(layer: Any, row: LayerMap, given: Mapping[str, Any]) -> LayerCall:
         weights |= matrices
     parts = Parts(layer, row, modules, x, low, weights, loras, kind, eps, head_eps, dropout)
     call = row.describe(parts, given)
-    check_weights(x, row.input, weights, call.spec, low)
+    check_weights(x, row.input, weights, call.spec, low, row.path_of)
     if low is not None and call.precision is None:
         call.precision = parts.precision(call.spec.norm_first)
     return call

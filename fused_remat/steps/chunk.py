@@ -149,14 +149,13 @@ class Chunk(dict[str, Tensor]):
     """The activations of one group of sequences, or of one tile of a group, by name; and gradients.
 
     A tile has its rows of what is the group's. A dict, because steps read and write little else,
-    and a small block's time is that of its Python.
+    and a small block's time is that of its Python. Dropout masks are in it too, as `DropoutMask`.
     """
 
     __slots__ = (
         "freeing",
         "grads",
         "lo",
-        "masks",
         "ops",
         "owner",
         "param",
@@ -166,8 +165,8 @@ class Chunk(dict[str, Tensor]):
         "token0",
     )  # fmt: skip
 
-    #: put(name, value): a rebuild also yields the statistics again; the kept ones, equal bit for
-    #: bit, stay.
+    #: put(name, value): a rebuild computes kept statistics again. The bits are equal; the kept
+    #: ones stay.
     put = dict.setdefault
 
     def __init__(
@@ -178,14 +177,18 @@ class Chunk(dict[str, Tensor]):
         self.rows = hi - self.lo
         self.token0 = seqs[0] * owner.chunks.seq_len + self.lo
         self.param = owner.tensors.get  # a tensor of the block that is no activation, or None
-        self.masks: dict[str, random.DropoutMask] = {}
         self.grads: dict[str, tuple[Tensor, bool]] = {}
-        self.freeing: tuple[str, ...] = ()  # names that the present step uses for the last time
+        self.freeing: tuple[str, ...] = ()  # names that no step after the present one reads
 
     def __missing__(self, name: str) -> Tensor:
         assert self.parent is not None, f"{name} is neither kept nor rebuilt"
-        value = self[name] = self.parent[name][self.lo : self.lo + self.rows]
-        return value
+        whole: Any = self.parent[name]
+        if isinstance(whole, random.DropoutMask):
+            value: Any = whole.of_rows(self.lo, self.rows)
+        else:
+            value = whole[self.lo : self.lo + self.rows]
+        self[name] = value
+        return value  # type: ignore[no-any-return]
 
     def rows_of(self, name: str) -> int:
         """How many tokens an activation has here: a tile's, or those of the group's sequences."""
@@ -206,7 +209,7 @@ class Chunk(dict[str, Tensor]):
         return torch.empty(shape, dtype=self.dtype_of(name), device=owner.device)
 
     def last(self, name: str) -> Tensor:
-        """`self[name]`, which the step will not read again: freed at once if nobody else will."""
+        """`self[name]`, read for the last time by this step; freed if no later step reads it."""
         value = self[name]
         if name in self.freeing:
             del self[name]
@@ -214,29 +217,14 @@ class Chunk(dict[str, Tensor]):
 
     def mask(self, name: str) -> random.DropoutMask | None:
         """The dropout multiplier `name`; None for ""."""
-        if not name:
-            return None
-        found = self.masks.get(name)
-        if found is None:
-            assert self.parent is not None, f"{name} is not there"
-            whole = self.parent.mask(name)
-            assert whole is not None
-            found = self.masks[name] = whole.of_rows(self.lo, self.rows)
-        return found
-
-    def free(self, names: tuple[str, ...]) -> None:
-        for name in names:
-            self.pop(name, None)
-        if self.masks:
-            for name in names:
-                self.masks.pop(name, None)
+        return self[name] if name else None  # type: ignore[return-value]
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """That of an activation, whether or not it is there."""
+        """The dtype of an activation, which need not be there."""
         return self.owner.execution.dtypes[name]
 
     def add_grad(self, name: str, grad: Tensor, owned: bool) -> None:
-        """Add to the gradient of an activation; `owned`: `grad` may be overwritten from now on."""
+        """Add to the gradient of an activation. `owned`: `grad` may be overwritten later."""
         have = self.grads.get(name)
         if have is None:
             self.grads[name] = (grad, owned)
@@ -248,7 +236,7 @@ class Chunk(dict[str, Tensor]):
             self.grads[name] = (have[0] + grad, True)
 
     def take_grad(self, name: str) -> tuple[Tensor, bool]:
-        """The gradient of an activation, and whether it may be overwritten; it is gone then."""
+        """Remove and return an activation's gradient, and whether it may be overwritten."""
         grad, owned = self.grads.pop(name)
         return grad, owned and self.owner.deferred is None  # else it may be a factor of a product
 

@@ -1,9 +1,8 @@
-"""What a step of a block's graph is: it names one activation and knows how to undo itself.
+"""`Node`: one step of a block's graph. It computes one activation, and has a backward.
 
-A node declares what its activation is computed from, which tensors of the block it needs, and what
-its backward needs, given what a gradient is wanted for. Nothing here decides what is kept, when a
-thing is rebuilt or freed: that is the program's business (`graph.graph`); nothing here knows a
-device: the arithmetic is the operations'.
+A node declares which activations and which tensors of the block it reads, in forward and in
+backward. What is kept, rebuilt and freed is decided in `graph.schedule`; what runs on a device, in
+the operations that nodes call.
 
 Every activation is a matrix (tokens, width); only a block's inputs may also be heads (sequences,
 heads, tokens of a sequence, width of a head). All nodes are immutable and hold plain values.
@@ -54,15 +53,15 @@ class Node:
         role: what the activation is in a block, by which presets keep it (`policies.PRESETS`).
         compute: under autocast, the dtype of products outside the residual stream, or of a norm's
             result; None for that of what the node reads.
-        quantized: by which inputs are quantized that the node reads as they are stored. Of a node
-            of `Graph.again`, which serves where all of that is kept.
+        quantized: the steps that quantize inputs which the node reads as they are stored; only of
+            a node in `Graph.quantized_nodes`.
         keepable: whether a policy may name it.
         widens: whether it is float32 (float64 in a float64 block) whatever the input's dtype.
         per_sequence: True if it mixes the tokens of a sequence, so that it cannot run on a tile.
         per_batch: True if it may mix all tokens, so that the block must not be cut at all.
         stats_follow: True if the statistics are kept exactly when `name` is kept; False if they
             are kept whenever backward needs them.
-        undoes: of a node of `Graph.again`: whether it has a backward.
+        undoes: of a node in `Graph.quantized_nodes`: whether it has a backward.
         says: what `explain` says of forward and of backward besides the operations.
     """
 
@@ -108,12 +107,12 @@ class Node:
 
     @property
     def transients(self) -> tuple[str, ...]:
-        """What forward yields besides, which backward uses if the step has just been rebuilt."""
+        """What else forward computes, which backward uses if the step has just been rebuilt."""
         return ()
 
     @functools.cached_property
     def makes(self) -> tuple[str, ...]:
-        """What a step that computes it puts into the frame."""
+        """The names that forward puts into the chunk."""
         return (self.name, *self.stats, *self.transients)
 
     @property
@@ -132,12 +131,12 @@ class Node:
 
     @property
     def follows(self) -> str:
-        """Whose tokens it has: an input of the block or an activation."""
+        """The input of the block, or the activation, that has the same tokens."""
         return self.inputs[0] if self.inputs else "input"
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the activation, where it is not what the graph says."""
+        """The dtype of the activation, where the graph does not decide it."""
         return None
 
     # --- what is read as it is stored
@@ -149,7 +148,7 @@ class Node:
 
     @property
     def rebuilds(self) -> bool:
-        """Of a node of `Graph.again`: whether it computes its activation."""
+        """Of a node in `Graph.quantized_nodes`: whether it has a forward."""
         return not any(pack.format.signs for pack in self.quantized)
 
     @property
@@ -167,7 +166,7 @@ class Node:
         )
 
     def _stored(self, names: Iterable[str]) -> tuple[str, ...]:
-        """`names`, with what is kept of the quantized ones in their places."""
+        """`names`, with the codes and scales of the quantized ones in their places."""
         if not self.quantized:
             return tuple(names)
         quantizes = {pack.x: pack.makes for pack in self.quantized}
@@ -220,23 +219,23 @@ class Node:
         return 0
 
     def reusing(self, spare: Collection[str]) -> Node:
-        """The node to compute with where nobody reads the activations in `spare` after it.
+        """The node for a place where no later step reads the activations in `spare`.
 
-        It may write over them: they were made in the same pass, and are neither kept nor given.
+        It may overwrite them: the same pass computed them, and they are not kept.
         """
         return self
 
     def backward_choice(self, chunk: Chunk) -> tuple[Callable[..., Any], Any] | None:
-        """The operation of backward, and its key, of which `explain` says who serves it."""
+        """The operation that backward runs and its key, for `explain`."""
         return None
 
     def forward(self, chunk: Chunk, out: Tensor | None = None) -> None:
-        """Compute `name` and the statistics into the frame (into `out`, if given)."""
+        """Put `name`, computed into `out` if that is given, and the statistics into the chunk."""
         raise NotImplementedError
 
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
-        """Add the gradients of `needs_grad` to the frame, from `dy`, the gradient of `name`.
+        """Add the gradients of `needs_grad` to the chunk, from `dy`, the gradient of `name`.
 
-        `owned` says that `dy` belongs to the frame and may be overwritten.
+        `dy` may be overwritten if `owned`.
         """
         raise NotImplementedError

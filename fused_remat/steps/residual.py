@@ -64,7 +64,8 @@ class DrawMask(Node):
         dtype = torch.promote_types(owner.dtype, torch.float32)
         key = owner.site_key(self.site)
         row0, rows = chunk.first_row(self.name), chunk.rows_of(self.name)
-        chunk.masks[self.name] = DropoutMask(key, row0, rows, width, self.p, dtype)
+        mask = DropoutMask(key, row0, rows, width, self.p, dtype)
+        chunk[self.name] = mask  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
