@@ -55,7 +55,7 @@ def run(
     """
     if not graph.text:
         raise ValueError(
-            f"the graph of {graph.kind!r} has no text: build it in a function marked "
+            f"fused_remat: the graph of {graph.kind!r} has no text: build it in a function marked "
             "fused_remat.graph.text.block"
         )
     compiling = torch.compiler.is_compiling()
