@@ -331,8 +331,8 @@ REFUSED = {
     wrong_shape: r"fc2.weight has a main_grad of shape \(32, 16\), expected \(16, 32\)",
     wrong_dtype: "fc2.weight has a main_grad that is torch.bfloat16 on cpu, expected torch.float32",
     wrong_device: "fc2.weight has a main_grad that is torch.float32 on meta",
-    no_tensor: "fc2.weight has a main_grad that is no dense tensor",
-    sparse: "fc2.weight has a main_grad that is no dense tensor",
+    no_tensor: "fc2.weight has a main_grad that is not a dense tensor",
+    sparse: "fc2.weight has a main_grad that is not a dense tensor",
     requires_grad: "fc2.weight has a main_grad that requires a gradient itself",
     child_hook: "linear1 has hooks",
     parametrization: "linear1 is .*ParametrizedLinear",
@@ -418,7 +418,7 @@ def test_refused_without_grad_dtype():
     layer = make("grad", torch.bfloat16)
     layer.linear1.weight.grad_dtype = torch.bfloat16
     (x,) = micro_batches(torch.bfloat16, 1)
-    with pytest.raises(RuntimeError, match=r"fc1.weight has grad_dtype torch.bfloat16, which has"):
+    with pytest.raises(RuntimeError, match=r"fc1.weight has grad_dtype torch.bfloat16; set"):
         layer(x)
     layer.linear1.weight.grad_dtype = None  # any
     layer(x).sum().backward()

@@ -125,7 +125,7 @@ def refuses_to_accumulate():
     for layer in model:
         layer.accumulate_into = "grad"
     engine = engine_of(model, True)
-    with pytest.raises(RuntimeError, match="ZeRO-3 manages its parameters"):
+    with pytest.raises(RuntimeError, match="ZeRO-3 manages the layer's parameters"):
         loss_of(engine, "causal")
 
 

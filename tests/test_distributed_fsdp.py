@@ -293,7 +293,7 @@ def refuses_to_accumulate(wrap, *args):
     for layer in model:
         layer.accumulate_into = "grad"
     wrapped = wrap(model, *args)
-    with pytest.raises(RuntimeError, match="FSDP manages its parameters"):
+    with pytest.raises(RuntimeError, match="FSDP manages the layer's parameters"):
         wrapped(mine(batches()[0]))
 
 

@@ -9,13 +9,15 @@ autograd.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from fused_remat.autograd.offload import runs_now
 
 TARGETS = ("grad", "main_grad")
 _PLAIN = (Tensor, nn.Parameter)
@@ -42,12 +44,12 @@ def why_not_param(param: Tensor, target: str) -> str | None:
     """Why gradients cannot go straight into `param.grad` or `param.main_grad`; None if they can.
 
     >>> why_not_param(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), "main_grad")
-    'has no main_grad'
+    'has no main_grad; set it to zeros of its shape in torch.float32'
     >>> why_not_param(nn.Parameter(torch.zeros(2)) * 1, "grad")
     'is not a leaf'
     """
     if type(param) not in _PLAIN:
-        return f"is a {type(param).__name__}"
+        return f"is a {type(param).__name__}, not a plain parameter"
     if not param.is_leaf:  # functional_call, a parametrization, a view of a flat parameter
         return "is not a leaf"
     if param._backward_hooks:
@@ -57,29 +59,29 @@ def why_not_param(param: Tensor, target: str) -> str | None:
     wide = wide_dtype(param)
     buffer = getattr(param, target, None)
     if buffer is not None:
-        return _why_not_buffer(param, target, buffer, wide)
+        reason = _why_not_buffer(param, buffer, wide)
+        return None if reason is None else f"has a {target} {reason}"
     if target == "main_grad":
-        return "has no main_grad"
+        return f"has no main_grad; set it to zeros of its shape in {wide}"
     allowed = param.grad_dtype
     if allowed not in (None, wide):
-        return f"has grad_dtype {allowed}, which has to be set to {wide}"
+        return f"has grad_dtype {allowed}; set grad_dtype to {wide}"
     return None
 
 
-def _why_not_buffer(param: Tensor, target: str, buffer: Any, wide: torch.dtype) -> str | None:
+def _why_not_buffer(param: Tensor, buffer: Any, wide: torch.dtype) -> str | None:
     if type(buffer) not in _PLAIN or buffer.layout is not torch.strided:
-        return f"has a {target} that is no dense tensor"
+        return "that is not a dense tensor"
     if buffer.is_inference():
-        return f"has a {target} that is an inference tensor, which cannot be added to"
+        return "that is an inference tensor, which cannot be added to"
     if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape)):  # noqa: B905
-        return f"has a {target} that is expanded: several of its elements are one"
+        return "that is expanded: several of its elements share memory"
     if buffer.requires_grad:
-        return f"has a {target} that requires a gradient itself"
+        return "that requires a gradient itself"
     if buffer.shape != param.shape:
-        return f"has a {target} of shape {tuple(buffer.shape)}, expected {tuple(param.shape)}"
+        return f"of shape {tuple(buffer.shape)}, expected {tuple(param.shape)}"
     if buffer.dtype is not wide or buffer.device != param.device:
-        found = f"{buffer.dtype} on {buffer.device}"
-        return f"has a {target} that is {found}, expected {wide} on {param.device}"
+        return f"that is {buffer.dtype} on {buffer.device}, expected {wide} on {param.device}"
     return None
 
 
@@ -89,15 +91,17 @@ def why_not_engine(layer: nn.Module) -> str | None:
     if DistributedDataParallel._active_ddp_module is not None:
         layer.__dict__[_UNDER_DDP] = True
     if layer.__dict__.get(_UNDER_DDP, False):
-        return "it is called by DistributedDataParallel, which waits for gradients from autograd"
+        return (
+            "the layer is called by DistributedDataParallel, which waits for autograd's gradients"
+        )
     who = sharded_by(layer)
     if who is not None:
-        return f"{who} manages its parameters, and reduces the gradients that autograd has"
+        return f"{who} manages the layer's parameters, and reduces gradients from autograd"
     return None
 
 
 def sharded_by(layer: nn.Module) -> str | None:
-    """Who manages parameters of `layer`, that are there only around its own forward and backward.
+    """What manages parameters of `layer` that exist only around its own forward and backward.
 
     >>> sharded_by(nn.Linear(2, 2)) is None
     True
@@ -133,19 +137,17 @@ class Accumulation:
             if reason is not None:
                 raise refusal(self.target, f"{name} {reason}")
 
-    def buffers(
-        self, names: Sequence[str], edges: Sequence[tuple[Any, int]], creates_graph: bool
-    ) -> dict[str, Tensor]:
+    def buffers(self, edges: Iterable[tuple[str, Any]], creates_graph: bool) -> dict[str, Tensor]:
         """By name, the buffers that this backward has to add to.
 
-        `edges` are those of the autograd node that runs, one for each of `names`. Parameters are
-        left out that this pass does not accumulate: `torch.autograd.grad`, `backward(inputs=)`.
+        `edges`: names of the block's tensors, and the nodes that their gradients go to. Parameters
+        are left out that this pass does not accumulate: `torch.autograd.grad`, `backward(inputs=)`.
 
         Raises: RuntimeError as `check`, and where autograd would do more than add.
         """
         found: dict[str, Tensor] = {}
-        for name, (node, _) in zip(names, edges, strict=True):
-            if name not in self.names or node is None or not _is_accumulated(node):
+        for name, node in edges:
+            if name not in self.names or not runs_now(node):
                 continue
             param: Tensor = node.variable
             if not param.requires_grad:  # frozen since forward: autograd drops the gradient
@@ -164,27 +166,15 @@ class Accumulation:
         return {name: getattr(param, self.target) for name, param in found.items()}
 
 
-def _is_accumulated(node: Any) -> bool:
-    """Whether the backward pass that runs now is to accumulate into the leaf of `node`."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # its way to say that torch.autograd.grad asks for this leaf's gradient
-        return False
-
-
 def _has_hooks(node: Any) -> bool:
     """Whether Python hooks are registered on an AccumulateGrad node, as Horovod's are.
 
     Nothing lists them, but a handle knows the table it is in.
     """
     for register in (node.register_prehook, node.register_hook):
-        handle = register(_nothing)
+        handle = register(lambda *_: None)
         count = len(handle.hooks_dict_ref())
         handle.remove()
         if count > 1:
             return True
     return False
-
-
-def _nothing(*_: Any) -> None:
-    return None

@@ -16,7 +16,7 @@ from torch import Tensor
 from fused_remat.autograd import segments
 from fused_remat.autograd.offload import OffloadRecord, move
 from fused_remat.autograd.replay_check import Record, check_unchanged
-from fused_remat.autograd.segments import Segment
+from fused_remat.autograd.segments import Replayed, Segment
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import Execution
 from fused_remat.steps.chunk import Chunk
@@ -66,7 +66,7 @@ class Extras:
             self.record.note_output(out)
         if self.segment is None:
             return rereads
-        self.segment.note_output(out)
+        self.segment.made = segments.state_of(out)
         return (self.segment.input_kept, *(True for _ in rereads[1:]))
 
     def moved(
@@ -82,15 +82,21 @@ class Extras:
         places = () if self.offloaded is None else self.offloaded.places
         return saved, [(names[i], t) for i in places if (t := saved[i]) is not None]
 
+    def unpacked(self, node: Any, again: Replayed | None) -> Sequence[Tensor | None]:
+        """What a call saved, on the device; `again`: what running it again in this pass gave.
+
+        Read it once: each access unpacks everything.
+        """
+        if again is not None:
+            return again.saved
+        saved: Sequence[Tensor | None] = node.saved_tensors
+        return saved if self.offloaded is None else self.offloaded.returned(saved)
+
     def restored(self, ctx: Any, dy: Tensor) -> Saved:
         """What the call saved, on the device and checked."""
         segment = self.segment
         again = None if segment is None else segment.now()
-        saved: Sequence[Tensor | None]
-        # Read once: each access unpacks everything again.
-        saved = ctx.saved_tensors if again is None else again.saved
-        if self.offloaded is not None and again is None:
-            saved = self.offloaded.returned(saved)
+        saved = self.unpacked(ctx, again)
         if segment is not None and not segment.input_kept:
             x = segments.input_of(ctx) if again is None else again.input
             saved = (x, *saved[1:])

@@ -25,15 +25,13 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fused_remat.policies import is_offloaded
-
-T = TypeVar("T")
 
 #: How many blocks back the one whose backward is next is looked for.
 _LOOK_BACK = 256
@@ -124,27 +122,29 @@ class CudaTransfer:
         return not torch.cuda.is_current_stream_capturing()
 
     def out(self, tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
-        device = tensors[0].device
-        stream, side = torch.cuda.current_stream(device), _side_stream(device)
         # Of freed host memory the allocator knows which streams still copy, and lets it wait.
         hosts = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
-        side.wait_stream(stream)
-        with torch.cuda.stream(side):
-            for host, t in zip(hosts, tensors, strict=True):
-                host.copy_(t, non_blocking=True)
-            done = side.record_event()
-        return hosts, CudaCopies(tensors, stream, done)
+        return hosts, _started(tensors, hosts, tensors)
 
     def back(self, hosts: list[Tensor], device: torch.device) -> InFlight:
-        stream, side = torch.cuda.current_stream(device), _side_stream(device)
         with torch.cuda.device(device):
             tensors = [torch.empty_like(host, device=device) for host in hosts]
-        side.wait_stream(stream)  # for whom the memory was until now
-        with torch.cuda.stream(side):
-            for t, host in zip(tensors, hosts, strict=True):
-                t.copy_(host, non_blocking=True)
-            done = side.record_event()
-        return CudaCopies(tensors, stream, done)
+        return _started(hosts, tensors, tensors)
+
+
+def _started(sources: list[Tensor], targets: list[Tensor], on_device: list[Tensor]) -> CudaCopies:
+    """Start copying `sources` to `targets` once the present stream has come here.
+
+    Until then it may write `sources` on the device, or use the memory that `targets` have now.
+    """
+    device = on_device[0].device
+    stream, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(stream)
+    with torch.cuda.stream(side):
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source, non_blocking=True)
+        done = side.record_event()
+    return CudaCopies(on_device, stream, done)
 
 
 #: Copies by device type; on others nothing moves.
@@ -156,9 +156,7 @@ def transfer_for(device: torch.device) -> Transfer | None:
     return TRANSFERS.get(device.type)
 
 
-_task = torch._C._current_graph_task_id
-
-
+_task: Callable[[], int] = torch._C._current_graph_task_id
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -176,6 +174,18 @@ def in_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
+def runs_now(node: Any) -> bool:
+    """Whether the present backward pass runs `node`.
+
+    False where it returns the gradient of the leaf `node` (`torch.autograd.grad`) instead of
+    accumulating it, and where no pass of autograd's engine runs (a compiled one).
+    """
+    try:
+        return node is not None and bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
 # --- eager mode: one record for each call of a block
 
 
@@ -189,7 +199,7 @@ class OffloadRecord:
         hosts: the copies on the host, which autograd holds.
         leaving: the same on the device, until the copies are done.
         markers: how many saved tensors at the end stand for tensors of the caller.
-        before: the call that ran before, in the same thread on the same device.
+        before: returns the call that ran before, in the same thread on the same device.
     """
 
     def __init__(
@@ -201,18 +211,15 @@ class OffloadRecord:
         hosts: Sequence[Tensor],
         leaving: InFlight,
         markers: int,
-        before: weakref.ref[OffloadRecord] | None,
+        before: Reference,
     ) -> None:
         self._transfer, self._device, self.places, self._markers = transfer, device, places, markers
         self._node, self._before = weakref.ref(node), before
         self._hosts = [weakref.ref(host) for host in hosts]
-        # At most one: appending and popping are atomic, and backward may run in several threads.
-        self._leaving, self._coming = [leaving], list[tuple[list[Tensor], InFlight]]()
-
-    def release(self) -> None:
-        """Once the device comes to this point: free there what has moved."""
-        for leaving in _taken(self._leaving):
-            leaving.settle()
+        # What the device has: what has not left, or, with the copies that it was made of, what was
+        # brought back. At most one: appending and popping are atomic, and backward may run in
+        # several threads.
+        self._there: list[tuple[list[Tensor] | None, InFlight]] = [(None, leaving)]
 
     def returned(self, saved: Sequence[Tensor | None]) -> list[Tensor | None]:
         """What the call saved, on the device, given what autograd has of it.
@@ -230,66 +237,52 @@ class OffloadRecord:
 
     def _still_there(self, hosts: Sequence[Tensor]) -> InFlight | None:
         """What has not left, or was brought back for these copies."""
-        leaving = _taken(self._leaving)
-        if leaving:
-            return leaving[0]
-        for of, coming in _taken(self._coming):
-            if all(a is b for a, b in zip(of, hosts, strict=True)):
-                return coming
+        for of, copies in self._taken():
+            if of is None or all(a is b for a, b in zip(of, hosts, strict=True)):
+                return copies
         return None
 
+    def _taken(self) -> list[tuple[list[Tensor] | None, InFlight]]:
+        """What the device has, which the record has no more."""
+        try:
+            return [self._there.pop()]
+        except IndexError:
+            return []
+
     def _start_before(self) -> None:
-        reference = self._before
+        call = self._before()
         for _ in range(_LOOK_BACK):
-            call = None if reference is None else reference()
             if call is None:
                 return
-            if _runs_now(call._node()):
+            if runs_now(call._node()):
                 return call._start()
-            reference = call._before
+            call = call._before()
 
     def _start(self) -> None:
         """Start bringing back what is on the host, unless autograd or a hook has it otherwise."""
         hosts = [host for ref in self._hosts if (host := ref()) is not None]
-        if self._leaving or self._coming or len(hosts) < len(self._hosts):
+        if self._there or len(hosts) < len(self._hosts):
             return
-        self._coming.append((hosts, self._transfer.back(hosts, self._device)))
+        self._there.append((hosts, self._transfer.back(hosts, self._device)))
         # A pass may end before it comes to this block. (One that raises leaves it there until the
         # graph goes, or another pass comes.)
-        at_end = functools.partial(_forget, weakref.ref(self))
+        at_end = functools.partial(_release, weakref.ref(self))
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
 
-def _taken(slot: list[T]) -> list[T]:
-    """What is in a slot, which is empty from then on."""
-    try:
-        return [slot.pop()]
-    except IndexError:
-        return []
+#: A weak reference to a call, or to none.
+Reference = Callable[[], OffloadRecord | None]
 
 
-def _forget(reference: weakref.ref[OffloadRecord]) -> None:
-    moved = reference()
-    for _, coming in [] if moved is None else _taken(moved._coming):
-        coming.settle()
+def _release(reference: Reference) -> None:
+    """Free what the device has of a call, once the device comes to this point."""
+    record = reference()
+    for _, copies in () if record is None else record._taken():
+        copies.settle()
 
 
-def _runs_now(node: Any) -> bool:
-    """Whether the present backward pass is to run `node`."""
-    try:
-        return node is not None and bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # no pass of autograd's engine: a compiled one
-        return False
-
-
-class _Last(threading.local):
-    """The last call that moved something in this thread, by device."""
-
-    def __init__(self) -> None:
-        self.calls: dict[torch.device, weakref.ref[OffloadRecord]] = {}
-
-
-_LAST = _Last()
+#: By device, the last call that moved something in this thread.
+_LAST = threading.local()
 
 
 def move(
@@ -309,31 +302,26 @@ def move(
     Returns the record, on which `returned` is called in backward, or None if nothing moves; and
     what to save instead.
     """
-    places = [
-        i
+    found: dict[int, Tensor] = {
+        i: t
         for i, (name, t) in enumerate(zip(names, saves, strict=True))
         if t is not None and is_offloaded(name, offload) and _is_movable(t)
-    ]
-    leaving: list[Any] = [saves[place] for place in places]
-    transfer = transfer_for(leaving[0].device) if leaving else None
-    if (
-        transfer is None
-        or _task() != -1
-        or in_checkpoint()
-        or not transfer.is_able(leaving[0].device)
-    ):
+    }
+    if not found or _task() != -1 or in_checkpoint():
         return None, saves
+    places, leaving = list(found), list(found.values())
     device = leaving[0].device
-    markers = [_marker(saves[i]) for i in places if names[i] in callers]  # type: ignore[arg-type]
+    transfer = transfer_for(device)
+    if transfer is None or not transfer.is_able(device):
+        return None, saves
+    markers = [_marker(t) for i, t in found.items() if names[i] in callers]
     hosts, copies = _left(transfer, leaving)
     for place, host in zip(places, hosts, strict=True):
         saves[place] = host
-    last = _LAST.calls.get(device)
-    before = None if last is None else last()
-    if before is not None:
-        before.release()
+    last: Reference = vars(_LAST).get(str(device), lambda: None)
+    _release(last)
     moved = OffloadRecord(transfer, device, node, places, hosts, copies, len(markers), last)
-    _LAST.calls[device] = weakref.ref(moved)
+    vars(_LAST)[str(device)] = weakref.ref(moved)
     return moved, [*saves, *markers]
 
 
@@ -383,8 +371,8 @@ def start_out(tensors: list[Tensor]) -> tuple[list[Tensor], InFlight]:
     assert transfer is not None
     if not transfer.is_able(tensors[0].device):
         raise RuntimeError(
-            "fused_remat: a compiled block with Policy(offload=...) moves tensors to the host, "
-            "which a CUDA graph cannot hold; capture it without offload"
+            "fused_remat: a compiled block with Policy(offload=...) copies tensors to the host, "
+            "which a CUDA graph cannot record; capture a block without offload"
         )
     return _left(transfer, tensors)
 

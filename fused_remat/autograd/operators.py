@@ -27,7 +27,7 @@ from torch import Tensor
 from fused_remat import random
 from fused_remat.autograd import replay_check
 from fused_remat.autograd.offload import fetched, hold, moved_names, start_out
-from fused_remat.autograd.partial import round_vectors
+from fused_remat.autograd.partial import NO_DOUBLE_BACKWARD, round_vectors
 from fused_remat.autograd.replay_check import check_unchanged
 from fused_remat.execution import executor
 from fused_remat.execution.prepare import BlockCall, Execution, prepare
@@ -55,7 +55,7 @@ def run(
     """
     if not graph.text:
         raise ValueError(
-            f"the graph of {graph.kind!r} has no text: build it in a function marked "
+            f"fused_remat: the graph of {graph.kind!r} has no text: build it in a function marked "
             "fused_remat.graph.text.block"
         )
     compiling = torch.compiler.is_compiling()
@@ -64,14 +64,19 @@ def run(
             f"fused_remat: the function that builds {graph.text} was defined again: give each "
             "definition a name of its own"
         )
-    names = _names_of(policy)
+    if isinstance(policy, str):
+        names: str | tuple[str, ...] = policy
+        offload: tuple[str, ...] = ()
+    else:
+        # Segments exist in eager mode only: here their blocks keep inputs. Selective checkpointing
+        # may drop what it is given: nothing is offloaded there.
+        names = tuple(policy.save) if policy.segment is None else ()
+        offload = tuple(policy.offload) if compiling else ()
     text = _text_with_formats(graph.text, names)
     given = {name: t for name, t in tensors.items() if t is not None}
     needs_grad = [name for name, t in given.items() if torch.is_grad_enabled() and t.requires_grad]
     if "seed" not in given and _draws_seed(text, bool(needs_grad)):
         given["seed"] = random.draw_seed(given["input"].device)
-    # Selective checkpointing may drop what it is given: nothing is offloaded there.
-    offload = tuple(policy.offload) if compiling and not isinstance(policy, str) else ()
     dtypes = tuple([t.dtype for t in given.values()])
     call = _serialize_call(
         text, names, tuple(given), dtypes, tuple(needs_grad), backend, seq_first, preserve_strides,
@@ -80,13 +85,6 @@ def run(
     operator = getattr(torch.ops.fused_remat, _registered(text))
     out: Tensor = operator(list(given.values()), call)[0]
     return out
-
-
-def _names_of(policy: str | Policy) -> str | tuple[str, ...]:
-    """A preset, or names. Segments exist in eager mode only: here their blocks keep inputs."""
-    if isinstance(policy, str):
-        return policy
-    return tuple(policy.save) if policy.segment is None else ()
 
 
 # --- a call as text. Dynamo does not trace these functions, it calls them while compiling:
@@ -170,24 +168,18 @@ def parse_call(text: str) -> ParsedCall:
     Raises: RuntimeError if the text names a graph that has changed since.
     """
     fields = json.loads(text)
-    graph = graph_of(fields["graph"])
-    if [graph.digest, __version__] != fields["of"]:
+    name, of, dtypes = [fields.pop(key) for key in ("graph", "of", "dtypes")]
+    graph = graph_of(name)
+    if [graph.digest, __version__] != of:
         raise RuntimeError(
-            f"fused_remat: {fields['graph']} is not what it was when this was compiled: the "
-            "function that builds it was changed, or fused_remat was; compile again"
+            f"fused_remat: {name} is not the graph that this program was compiled with: the "
+            "function that builds it, or fused_remat itself, has changed; compile again"
         )
-    call = BlockCall(
-        graph=graph,
-        save=frozenset(fields["save"]),
-        needs_grad=frozenset(fields["needs_grad"]),
-        backend=fields["backend"],
-        seq_first=fields["seq_first"],
-        preserve_strides=fields["preserve_strides"],
-        offload=frozenset(fields["offload"]),
-    )
-    return ParsedCall(
-        call, {name: getattr(torch, dtype) for name, dtype in fields["dtypes"].items()}
-    )
+    sets: dict[str, Any] = {
+        key: frozenset(fields.pop(key)) for key in ("save", "needs_grad", "offload")
+    }
+    call = BlockCall(graph, **sets, **fields)
+    return ParsedCall(call, {name: getattr(torch, dtype) for name, dtype in dtypes.items()})
 
 
 #: Settings of the compiler under which it rebuilds no more than it must.
@@ -206,8 +198,9 @@ def _draws_seed(text: str, for_backward: bool) -> bool:
         value = getattr(torch._functorch.config, name)
         if value != harmless:
             raise RuntimeError(
-                f"fused_remat: torch.compile with {name} = {value}: dropout would be drawn again "
-                f"in backward, and gradients would be wrong; set it to {harmless}, or pass seed="
+                f"fused_remat: with torch._functorch.config.{name} = {value}, torch.compile lets "
+                "dropout be drawn again in backward, and gradients would be wrong; set it to "
+                f"{harmless}, or pass seed="
             )
     return True
 
@@ -263,12 +256,8 @@ def _split(execution: Execution, whole: Mapping[str, Tensor]) -> list[Tensor]:
 # --- the operators
 
 
-def _flat_sizes(tensors: Sequence[Tensor]) -> list[int]:
-    """Ranks and sizes of tensors in one list."""
-    return [size for t in tensors for size in (t.dim(), *t.shape)]
-
-
 def _shapes(flat: Sequence[int]) -> list[torch.Size]:
+    """Shapes from the ranks and sizes of tensors in one list."""
     shapes, at = [], 0
     while at < len(flat):
         rank = int(flat[at])
@@ -277,19 +266,11 @@ def _shapes(flat: Sequence[int]) -> list[torch.Size]:
     return shapes
 
 
-def _matrices(this: ParsedCall, given: list[Tensor | None]) -> dict[str, tuple[int, int]]:
-    """The number of tokens, and elements per token, by name; sizes may be symbols."""
-    named = this.call.named_shapes([None if t is None else t.shape for t in given])
-    batch, graph = sizes(named["input"])[0], this.call.graph
-    lengths = graph.lengths(named)
-    return {name: (batch * lengths[name], width) for name, width in graph.widths(named).items()}
-
-
 def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     if replay_check.ON:
         warn(
-            "the replay check does not see blocks that run as operators, under torch.compile and "
-            "selective checkpointing: try it without those"
+            "the replay check does not cover blocks under torch.compile or selective "
+            "checkpointing; run it without them"
         )
     this = parse_call(call)
     given = this.aligned(tuple(this.dtypes), tensors)
@@ -312,20 +293,26 @@ def _forward(tensors: list[Tensor], call: str) -> list[Tensor]:
 
 
 def _empty_kept(this: ParsedCall, given: list[Tensor | None]) -> dict[str, Tensor]:
-    """What is kept, without values, on the device."""
+    """What is kept, without values: matrices (tokens, width); sizes may be symbols."""
     graph, x = this.call.graph, given[0]
     assert x is not None
-    matrices, dtypes = _matrices(this, given), graph.dtypes(x.dtype)
-    return {name: x.new_empty(matrices[name], dtype=dtypes[name]) for name in this.plan.kept}
+    named = this.call.named_shapes([None if t is None else t.shape for t in given])
+    batch, lengths, widths = sizes(named["input"])[0], graph.lengths(named), graph.widths(named)
+    dtypes = graph.dtypes(x.dtype)
+    return {
+        name: x.new_empty((batch * lengths[name], widths[name]), dtype=dtypes[name])
+        for name in this.plan.kept
+    }
 
 
 def _fake_forward(tensors: list[Tensor], call: str) -> list[Tensor]:
     this = parse_call(call)
     given = this.aligned(tuple(this.dtypes), tensors)
-    x = given[0]
+    x, graph = given[0], this.call.graph
     assert x is not None
-    dtype = this.call.graph.dtypes(x.dtype)["output"]
-    out = executor.empty_output(this.call, _matrices(this, given)["output"][1], dtype, x)
+    named = this.call.named_shapes([None if t is None else t.shape for t in given])
+    width, dtype = graph.widths(named)["output"], graph.dtypes(x.dtype)["output"]
+    out = executor.empty_output(this.call, width, dtype, x)
     moved, kept = this.moved(x.device), _empty_kept(this, given)
     for name in moved.intersection(kept):
         kept[name] = torch.empty_like(kept[name], device="cpu")
@@ -380,7 +367,7 @@ def _fake_backward(saved: list[Tensor], sizes: list[int], dy: Tensor, call: str)
 
 
 def _no_double_backward(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("fused_remat: double backward is not supported")
+    raise RuntimeError(NO_DOUBLE_BACKWARD)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -390,7 +377,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     out, *kept = output
     if "input" in this.moved(out.device):
         named["input"] = output[-1]
-    ctx.sizes = _flat_sizes(tensors)
+    ctx.sizes = [size for t in tensors for size in (t.dim(), *t.shape)]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*kept)
     again = [named[name] for name in this.saved]
@@ -416,7 +403,10 @@ def operators(kind: str) -> tuple[Any, Any]:
     Raises: ValueError for a kind that is no name for an operator.
     """
     if not kind.isidentifier() or kind.endswith("_backward"):
-        raise ValueError(f"a block's kind is the name of an operator, got {kind!r}")
+        raise ValueError(
+            "a block's kind must be an identifier that does not end in _backward, since it names "
+            f"an operator; got {kind!r}"
+        )
     forward = torch.library.custom_op(
         f"fused_remat::{kind}",
         _forward,

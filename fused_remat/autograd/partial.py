@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from fused_remat.autograd.accumulate import Accumulation
 from fused_remat.autograd.extras import Extras, Saved
 from fused_remat.execution import executor
-from fused_remat.execution.prepare import BlockCall, Execution
+from fused_remat.execution.prepare import Execution
 from fused_remat.graph.schedule import schedule
 from fused_remat.steps.chunk import Chunk, Pass, WeightGrad
 from fused_remat.steps.operations import warn
@@ -99,26 +100,19 @@ def backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
 
 
 def _backward(ctx: Any, dy: Tensor) -> list[Tensor | None]:
-    needs_grad, keeps_graph = asked(ctx), _keeps_graph()
-    deferred: Deferred | None = ctx.deferred  # read once: other threads may take it
-    if deferred is not None and deferred.serves(dy, needs_grad) and not torch.is_grad_enabled():
-        grads = _deferred(ctx, deferred, needs_grad)
-        if not keeps_graph:
-            ctx.deferred = None
-            if ctx.extras is not None:
-                ctx.extras.record = None
-        return grads
+    needs_grad, keeps_graph, creates_graph = asked(ctx), _keeps_graph(), torch.is_grad_enabled()
     extras: Extras | None = ctx.extras
-    saved = (Extras() if extras is None else extras).restored(ctx, dy)
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            grads = _grads(ctx, saved, dy, needs_grad, creates_graph=True)
-        grads = _not_differentiable(grads)
+    deferred: Deferred | None = ctx.deferred  # read once: other threads may take it
+    if deferred is not None and deferred.serves(dy, needs_grad) and not creates_graph:
+        grads = deferred.give(ctx, needs_grad)
     else:
-        call = ctx.execution.call
-        defers = ON and keeps_graph and _asks_inputs(call, needs_grad)
-        defers = defers and not dy.is_inference()  # which has no version to know it by
-        grads = _grads(ctx, saved, dy, needs_grad, deferred=[] if defers else None)
+        saved = (extras or Extras()).restored(ctx, dy)
+        if creates_graph:
+            with torch.no_grad():
+                grads = _grads(ctx, saved, dy, needs_grad, creates_graph=True)
+            grads = _not_differentiable(grads)
+        else:
+            grads = _grads(ctx, saved, dy, needs_grad, defers=ON > 0 and keeps_graph)
     if not keeps_graph:
         ctx.deferred = None  # factors go with what autograd saved
     if extras is not None:
@@ -144,15 +138,19 @@ def asked(ctx: Any) -> frozenset[str]:
     The engine knows which nodes a pass executes: those behind a gradient that nobody asked for are
     not among them. An ordinary `backward()` executes every node that it can reach.
     """
-    execution: Execution = ctx.execution
-    needs_grad = execution.needs_grad
+    needs_grad: frozenset[str] = ctx.execution.needs_grad
     if _asks_all(ctx):
         return needs_grad
+    found = [name for name, node in _edges(ctx) if node is None or _takes(node)]
+    return needs_grad.intersection(found) or needs_grad
+
+
+def _edges(ctx: Any) -> Iterator[tuple[str, Any]]:
+    """The names of the call's tensors, and the nodes that their gradients go to."""
+    execution: Execution = ctx.execution
     given = zip(execution.call.graph.tensors, execution.given, strict=True)
     names = [name for name, shape in given if shape is not None]
-    edges = zip(names, ctx.next_functions, strict=True)
-    found = [name for name, (node, _) in edges if node is None or _takes(node)]
-    return needs_grad.intersection(found) or needs_grad
+    return ((name, node) for name, (node, _) in zip(names, ctx.next_functions, strict=True))
 
 
 def _takes(node: Any) -> bool:
@@ -160,8 +158,8 @@ def _takes(node: Any) -> bool:
     try:
         return bool(_executes(node))
     except (RuntimeError, TypeError):
-        # RuntimeError is its way to say that torch.autograd.grad asks for this leaf's gradient;
-        # whatever else it means, a gradient too many is dropped by the engine.
+        # The engine raises RuntimeError for a leaf whose gradient torch.autograd.grad returns. For
+        # whatever else it raises, it drops the gradients that it did not ask for.
         return True
 
 
@@ -174,11 +172,12 @@ def _grads(
     dy: Tensor,
     needs_grad: frozenset[str],
     creates_graph: bool = False,
-    deferred: list[WeightGrad] | None = None,
+    defers: bool = False,
 ) -> list[Tensor | None]:
     """Gradients of `needs_grad`, None for others; autograd rounds matrices to the tensors' dtypes.
 
-    They are batched if `dy` is. Those of weights go to `deferred`, if given, as their factors.
+    They are batched if `dy` is. If it `defers`, a pass for inputs alone leaves those of weights to
+    `ctx.deferred`.
     """
     unbatched, rebatch = _batching(dy)
     if rebatch is not None:
@@ -188,19 +187,24 @@ def _grads(
             for grads in zip(*each, strict=True)
         ]
     execution, tensors, out, kept = saved
-    if deferred is not None:
-        with_weights = needs_grad.union(execution.needs_grad.difference(_inputs(execution)))
-        execution, kept = _narrowed(execution, kept, with_weights, overwrites=False)
-    elif len(needs_grad) < len(execution.needs_grad):
-        execution, kept = _narrowed(execution, kept, needs_grad)
-    sink = None if ctx.accumulation is None else _buffers(ctx, needs_grad, creates_graph)
+    graph, factors, weights = execution.call.graph, None, frozenset[str]()
+    # A tensor made in inference mode has no version to know it by.
+    if defers and needs_grad.issubset(graph.inputs) and not dy.is_inference():
+        weights = execution.needs_grad.difference(graph.inputs)
+        factors = list[WeightGrad]() if weights else None
+    if factors is not None or len(needs_grad) < len(execution.needs_grad):
+        # With factors: no step may write over an activation, which may be one.
+        execution, kept = _narrowed(execution, kept, needs_grad | weights, factors is None)
+    sink = _buffers(ctx, needs_grad, creates_graph)
     record = None if ctx.extras is None else ctx.extras.record
     watch = None if record is None else record.compare
     grads = executor.backward(
-        execution, tensors, kept, out, dy, ctx.functions, watch, sink, deferred
+        execution, tensors, kept, out, dy, ctx.functions, watch, sink, factors
     )
-    if deferred is not None:
-        ctx.deferred = Deferred.of(dy, execution.call, needs_grad, deferred, grads)
+    if factors is not None:
+        made = {n: g for n in weights if (g := grads[graph.tensors.index(n)]) is not None}
+        grads = [g if n in needs_grad else None for n, g in zip(graph.tensors, grads, strict=True)]
+        ctx.deferred = Deferred(dy, dy._version, weights, factors, _versions(factors), made)
     return finish(ctx, dy, grads, needs_grad, sink or ())
 
 
@@ -273,20 +277,34 @@ def round_vectors(
 
 def _buffers(
     ctx: Any, needs_grad: frozenset[str], creates_graph: bool = False
-) -> dict[str, Tensor]:
-    """What gradients are added to; the graph's edges lead to the parameters, so none is kept."""
+) -> dict[str, Tensor] | None:
+    """What this pass adds gradients to; None for a call that does not accumulate.
+
+    The graph's edges lead to the parameters, so no parameter is kept for this.
+    """
+    accumulation: Accumulation | None = ctx.accumulation
+    if accumulation is None:
+        return None
+    found = accumulation.buffers(_edges(ctx), creates_graph)
     execution: Execution = ctx.execution
-    given = zip(execution.call.graph.tensors, execution.given, strict=True)
-    names = [name for name, shape in given if shape is not None]
-    found: dict[str, Tensor]
-    found = ctx.accumulation.buffers(names, ctx.next_functions, creates_graph)
-    if not found and ctx.accumulation.target == "main_grad" and _asks_weights(ctx, needs_grad):
+    if (
+        not found
+        and accumulation.target == "main_grad"
+        and len(needs_grad) < len(execution.needs_grad)
+        and needs_grad.isdisjoint(execution.call.graph.inputs)
+    ):
         warn(
-            "a backward pass asks a block for gradients of weights alone, as zero-bubble schedules "
-            "do; they are returned, and not added to main_grad: use the 1F1B schedule with "
-            'accumulate_into="main_grad"'
+            "a backward pass asked a block for the gradients of its weights alone, as zero-bubble "
+            "schedules do; they were returned to autograd, and not added to main_grad: use the "
+            '1F1B schedule with accumulate_into="main_grad"'
         )
     return found
+
+
+NO_DOUBLE_BACKWARD = (
+    "fused_remat: double backward is not supported: the gradients of a fused block cannot be "
+    "differentiated"
+)
 
 
 def _not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
@@ -294,11 +312,7 @@ def _not_differentiable(grads: list[Tensor | None]) -> list[Tensor | None]:
 
     Not `once_differentiable`: that leaves gradients constant, silently, when dy needs no gradient.
     """
-    message = (
-        b"fused_remat: double backward is not supported; the gradients of a fused block cannot be "
-        b"differentiated"
-    )
-    error = torch._C._functions.DelayedError(message, len(grads))
+    error = torch._C._functions.DelayedError(NO_DOUBLE_BACKWARD.encode(), len(grads))
     inputs: list[Any] = [None if g is None else g.detach().requires_grad_() for g in grads]
     return list(error(*inputs))
 
@@ -343,76 +357,35 @@ class Deferred:
     versions: Sequence[tuple[int, int]]
     grads: Mapping[str, Tensor]
 
-    @classmethod
-    def of(
-        cls,
-        dy: Tensor,
-        call: BlockCall,
-        needs_grad: frozenset[str],
-        products: Sequence[WeightGrad],
-        grads: list[Tensor | None],
-    ) -> Deferred:
-        """What a pass for `needs_grad` leaves for a later one; takes it out of its `grads`."""
-        rest, found = call.needs_grad.difference(call.graph.inputs), {}
-        for i, name in enumerate(call.graph.tensors):
-            grad = grads[i]
-            if name not in needs_grad and grad is not None:
-                found[name], grads[i] = grad, None
-        return cls(dy, dy._version, rest, products, _versions(products), found)
-
     def serves(self, dy: Tensor, needs_grad: Collection[str]) -> bool:
         """Whether these are the gradients of `needs_grad` for this `dy`."""
         same = dy is self.dy and dy._version == self.version
         return same and self.names.issuperset(needs_grad)
 
-    def give(
-        self, execution: Execution, needs_grad: Collection[str], sink: Mapping[str, Tensor] | None
-    ) -> dict[str, Tensor]:
-        """The gradients of `needs_grad`, but of those in `sink` added to what is there.
+    def give(self, ctx: Any, needs_grad: frozenset[str]) -> list[Tensor | None]:
+        """The gradients of `needs_grad`, but of those that are added to a buffer.
 
         Raises: RuntimeError if a factor was changed in place since.
         """
         if _versions(self.products) != self.versions:
             raise RuntimeError(
-                "fused_remat: a tensor that a weight gradient is to be computed from was modified "
-                "by an inplace operation after the backward pass that asked for the input's"
+                "fused_remat: defer_weight_gradients: a tensor that weight gradients are computed "
+                "from was modified by an inplace operation after the backward pass for inputs; "
+                "do not change activations or gradients until the weights' pass has run"
             )
-        this = Pass(execution, {}, {}, self.dy, sink=sink)
+        sink = _buffers(ctx, needs_grad)
+        this = Pass(ctx.execution, {}, {}, self.dy, sink=sink)
         chunk = Chunk(this, (0, 0), (0, 0))
         with executor.autocast_off(self.dy):
-            for name, grad in self.grads.items():
-                if name in needs_grad:
-                    chunk.add_param_grad(name, grad.clone())  # it may be given again
+            for name in needs_grad.intersection(self.grads):
+                chunk.add_param_grad(name, self.grads[name].clone())  # it may be given again
             for product in self.products:
                 if product.name in needs_grad:
                     chunk.add_weight_grad(*product)
-        return {name: grad for name, grad in this.param_grads.items() if name not in (sink or ())}
-
-
-def _deferred(ctx: Any, deferred: Deferred, needs_grad: frozenset[str]) -> list[Tensor | None]:
-    """Gradients of `needs_grad`, weights of which an earlier pass has left the factors."""
-    sink = None if ctx.accumulation is None else _buffers(ctx, needs_grad)
-    found = deferred.give(ctx.execution, needs_grad, sink)
-    grads = [found.get(name) for name in ctx.execution.call.graph.tensors]
-    return finish(ctx, deferred.dy, grads, needs_grad, sink or ())
+        added, tensors = sink or (), ctx.execution.call.graph.tensors
+        grads = [None if name in added else this.param_grads.get(name) for name in tensors]
+        return finish(ctx, self.dy, grads, needs_grad, added)
 
 
 def _versions(products: Sequence[WeightGrad]) -> list[tuple[int, int]]:
     return [(product.dy._version, product.x._version) for product in products]
-
-
-def _inputs(execution: Execution) -> tuple[str, ...]:
-    return execution.call.graph.inputs
-
-
-def _asks_inputs(call: BlockCall, needs_grad: frozenset[str]) -> bool:
-    """Whether a pass for `needs_grad` asks for inputs alone, of a block that has weights."""
-    inputs = call.graph.inputs
-    return needs_grad.issubset(inputs) and not call.needs_grad.issubset(inputs)
-
-
-def _asks_weights(ctx: Any, needs_grad: frozenset[str]) -> bool:
-    """Whether a pass for `needs_grad` asks for weights alone, of a block whose inputs need some."""
-    execution: Execution = ctx.execution
-    fewer = len(needs_grad) < len(execution.needs_grad)
-    return fewer and needs_grad.isdisjoint(_inputs(execution))

@@ -15,13 +15,12 @@ checkpointing), nor calls that PyTorch's own forward serves. In the first two ca
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -38,8 +37,8 @@ from fused_remat.steps.operations import warn
 #: Whether calls are checked: set by `check_replay`, and at import by FUSED_REMAT_CHECK.
 ON: bool = os.environ.get("FUSED_REMAT_CHECK", "").lower() not in ("", "0", "false", "no", "off")
 
-#: How many calls are recorded whose backward may yet come: what is called then may be a replay.
-RECORDED: int = 0
+#: The records of calls whose backward may yet come: what is called until then may be a replay.
+RECORDED: set[weakref.ref[Record]] = set()
 
 _always = ON
 _lock = threading.Lock()
@@ -101,12 +100,6 @@ def record_of(
     return Record(execution, names, tensors)
 
 
-def _count(change: int) -> None:
-    global RECORDED
-    with _lock:
-        RECORDED += change
-
-
 class _Piece(NamedTuple):
     """An activation in one chunk: its group of sequences, and its tokens of that group."""
 
@@ -129,16 +122,12 @@ class Record:
     def __init__(
         self, execution: Execution, names: Sequence[str], tensors: Sequence[Tensor | None]
     ) -> None:
-        self.execution, self.names, self.caller = (
-            execution,
-            names,
-            _caller(execution.call.graph.kind),
-        )
+        self.execution, self.names = execution, names
+        self.caller = _caller(execution.call.graph.kind)
         self.tensors = [None if t is None else t.detach().clone() for t in tensors]
         self._output: Tensor | None = None
-        self._pieces: dict[_Piece, Tensor] = {}
-        _count(1)
-        weakref.finalize(self, _count, -1)
+        self._pieces: dict[_Piece, Tensor] = {}  # in the order of computation
+        RECORDED.add(weakref.ref(self, RECORDED.discard))
 
     def note(self, step: Step, frame: Chunk) -> None:
         """Copy what a step of forward has computed."""
@@ -161,7 +150,7 @@ class Record:
             # A segment's first run quantizes nothing: there the activation itself is compared.
             first = step.node is not None and step.node.quantizes and piece not in self._pieces
             if piece.name not in inexact and not first:
-                self._compare_piece(piece, value, "rebuilt")
+                self._compare(piece.name, self._pieces[piece], value, ("forward", "rebuilt"), piece)
 
     def compare_given(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Compare the tensors of the call that backward reads again; returns all of them.
@@ -172,9 +161,7 @@ class Record:
         """
         for name, t, copy in zip(self.names, tensors, self.tensors, strict=True):
             if t is not None and copy is not None:
-                found = _difference(copy, t)
-                if found is not None:
-                    self._fail(name, _index(found.index), ("forward read", "backward"), found)
+                self._compare(name, copy, t, ("forward read", "backward"))
         given = zip(tensors, self.tensors, strict=True)
         return [copy if t is None else t for t, copy in given]
 
@@ -183,49 +170,63 @@ class Record:
 
         Raises: ReplayError if one bit differs from what forward kept.
         """
+        said = ("forward", "kept")
         if out is not None and self._output is not None:
-            found = _difference(self._output, out)
-            if found is not None:
-                self._fail("output", _index(found.index), ("forward", "kept"), found)
-        for piece, value in zip(self._kept_pieces(), kept, strict=True):
-            self._compare_piece(piece, value, "kept")
+            self._compare("output", self._output, out, said)
+        pieces: dict[str, list[_Piece]] = defaultdict(list)
+        for piece in self._pieces:
+            pieces[piece.name].append(piece)
+        for (name, _), value in zip(self.execution.pieces(), kept, strict=True):
+            piece = pieces[name].pop(0)
+            self._compare(name, self._pieces[piece], value, said, piece)
 
-    def _kept_pieces(self) -> Iterator[_Piece]:
-        """What `executor.forward` returns, in order."""
-        plan, chunks = self.execution.plan, self.execution.chunks
-        for seqs in chunks.groups:
-            count = seqs[1] - seqs[0]
-            for name in plan.kept_group:
-                yield _Piece(name, seqs, 0, count * self.execution.lengths[name])
-            for lo, hi in chunks.tiles(count * chunks.seq_len) if plan.tile_forward else ():
-                for name in plan.kept_tile:
-                    yield _Piece(name, seqs, lo, self.execution.tile_rows(name, hi - lo))
-
-    def _compare_piece(self, piece: _Piece, value: Tensor, as_what: str) -> None:
-        found = _difference(self._pieces[piece], value)
-        if found is not None:
-            where = _tokens(piece, value, found, self.execution.lengths[piece.name])
-            self._fail(piece.name, where, ("forward", as_what), found, self._part(piece))
-
-    def _part(self, piece: _Piece) -> str:
-        """Which group and tile, where there are several."""
-        chunks = self.execution.chunks
-        groups, group = -(-chunks.batch // chunks.group), piece.seqs[0] // chunks.group
-        parts = [f"group {group + 1} of {groups}"] if groups > 1 else []
-        whole = (piece.seqs[1] - piece.seqs[0]) * self.execution.lengths[piece.name]
-        if piece.rows < whole:
-            tokens = (piece.seqs[1] - piece.seqs[0]) * chunks.seq_len
-            parts.append(f"tile {piece.lo // chunks.tile + 1} of {-(-tokens // chunks.tile)}")
-        return f" in {', '.join(parts)}" if parts else ""
-
-    def _fail(
-        self, name: str, where: str, what: tuple[str, str], found: _Difference, part: str = ""
+    def _compare(
+        self,
+        name: str,
+        before: Tensor,
+        now: Tensor,
+        said: tuple[str, str],
+        piece: _Piece | None = None,
     ) -> None:
+        """Raise ReplayError if one bit differs; `said`: what the two values are called."""
+        found = _difference(before, now)
+        if found is None:
+            return
+        index = ", ".join(map(str, _unravel(found.place, before.shape)))
+        where = f"(index {index})" if index else "(its only element)"
+        if piece is not None:
+            where = self._where(piece, now, found.place)
+        total, count = before.numel(), found.elements
         raise ReplayError(
-            f"replay check: {self.caller}: {name!r} differs at ({where}){part}: "
-            f"{what[0]} {found.before}, {what[1]} {found.now} ({found.count} of {found.numel} "
-            f"element{'s' if found.numel != 1 else ''} differ{'s' if found.count == 1 else ''})"
+            f"replay check: {self.caller}: {name!r} differs at {where}: "
+            f"{said[0]} {found.before}, {said[1]} {found.now} ({count} of {total} "
+            f"element{'s' if total != 1 else ''} differ{'s' if count == 1 else ''})"
         )
+
+    def _where(self, piece: _Piece, value: Tensor, place: int) -> str:
+        """The sequence and token of an element, and which group and tile, if there are several.
+
+        `value` is a matrix of tokens, or lse: (sequences, heads, tokens).
+        """
+        (first, last), chunks = piece.seqs, self.execution.chunks
+        seq_len = self.execution.lengths[piece.name]
+        if value.dim() == 2 and value.shape[0] == piece.rows:
+            row, channel = divmod(place, value.shape[1])
+            sequence, token = divmod(piece.lo + row, seq_len)
+            named = {"sequence": first + sequence, "token": token, "channel": channel}
+        else:
+            shape = (last - first, value.numel() // piece.rows, seq_len)
+            sequence, head, token = _unravel(place, shape)
+            named = {"sequence": first + sequence, "head": head, "token": token}
+        parts = []
+        if chunks.group < chunks.batch:
+            groups = -(-chunks.batch // chunks.group)
+            parts.append(f"group {first // chunks.group + 1} of {groups}")
+        if piece.rows < (last - first) * seq_len:
+            tiles = -(-(last - first) * chunks.seq_len // chunks.tile)
+            parts.append(f"tile {piece.lo // chunks.tile + 1} of {tiles}")
+        where = ", ".join(f"{name} {i}" for name, i in named.items())
+        return f"({where}) in {', '.join(parts)}" if parts else f"({where})"
 
 
 def _made(step: Step, frame: Chunk) -> Iterator[tuple[_Piece, Tensor]]:
@@ -237,15 +238,13 @@ def _made(step: Step, frame: Chunk) -> Iterator[tuple[_Piece, Tensor]]:
         yield _Piece(name, frame.seqs, frame.lo, frame.rows_of(name)), value
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """The first element that differs, in order of the indices, and how many do."""
+class _Difference(NamedTuple):
+    """The place of the first element that differs, in order of the indices; how many differ."""
 
-    index: tuple[int, ...]
+    place: int
     before: str
     now: str
-    count: int
-    numel: int
+    elements: int
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -261,47 +260,22 @@ def _difference(before: Tensor, now: Tensor) -> _Difference | None:
     if torch.equal(a, b):
         return None
     differs = (a != b).flatten()
-    flat = int(differs.to(torch.uint8).argmax())
-    index = _unravel(flat, before.shape)
+    place = int(differs.to(torch.uint8).argmax())
+    index = _unravel(place, before.shape)
     shown = [_shown(t[index]) for t in (before, now)]
     if shown[0] == shown[1]:  # NaNs, say
-        shown = [
-            f"{s} (bits {bits[index].item():#x})" for s, bits in zip(shown, (a, b), strict=True)
-        ]
-    return _Difference(index, shown[0], shown[1], int(differs.sum()), before.numel())
+        shown = [f"{s} (bits {t[index].item():#x})" for s, t in zip(shown, (a, b), strict=True)]
+    return _Difference(place, shown[0], shown[1], int(differs.sum()))
 
 
 def _shown(element: Tensor) -> str:
     """With the digits that tell it from its neighbours."""
-    value = element.item()
-    return (
-        f"{value:.{17 if element.dtype == torch.float64 else 9}g}"
-        if isinstance(value, float)
-        else str(value)
-    )
+    value, digits = element.item(), 17 if element.dtype == torch.float64 else 9
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def _unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(int, np.unravel_index(flat, shape)))
-
-
-def _index(index: tuple[int, ...]) -> str:
-    return "index " + ", ".join(map(str, index)) if index else "its only element"
-
-
-def _tokens(piece: _Piece, value: Tensor, found: _Difference, seq_len: int) -> str:
-    """The place of an element: of a matrix of tokens, or of lse, (sequences, heads, tokens)."""
-    first, last = piece.seqs
-    if value.dim() == 2 and value.shape[0] == piece.rows:
-        row, channel = found.index
-        sequence, token = divmod(piece.lo + row, seq_len)
-        named = {"sequence": first + sequence, "token": token, "channel": channel}
-    else:
-        flat = sum(i * math.prod(value.shape[d + 1 :]) for d, i in enumerate(found.index))
-        heads = value.numel() // piece.rows
-        sequence, head, token = _unravel(flat, (last - first, heads, seq_len))
-        named = {"sequence": first + sequence, "head": head, "token": token}
-    return ", ".join(f"{name} {i}" for name, i in named.items())
 
 
 def _caller(kind: str) -> str:

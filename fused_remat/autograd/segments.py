@@ -48,9 +48,6 @@ class Segment:
     made: tuple[int, int] = (0, 0)
     replayed: Replayed | None = None
 
-    def note_output(self, out: Tensor) -> None:
-        self.made = _state(out)
-
     def now(self) -> Replayed | None:
         """What running the block again gave in this backward pass."""
         replayed = self.replayed  # read once: other threads may be in a pass of theirs
@@ -83,24 +80,24 @@ def begin(place: str, execution: Execution, x: Tensor, node_type: type) -> Segme
     why = _why_not_linked(x, node_type)
     # An input without a gradient has nothing before it that could be run again; a block that runs
     # inside a backward pass is run by a checkpoint. Neither is worth a warning.
-    told = why is not None and x.requires_grad and _task() == -1
-    return Segment(execution, input_kept=why is not None, why_kept=why if told else "")  # type: ignore[arg-type]
+    told = x.requires_grad and _task() == -1
+    return Segment(execution, input_kept=bool(why), why_kept=why if told else "")
 
 
-def _why_not_linked(x: Tensor, node_type: type) -> str | None:
-    """Why running the block before again would not give `x`; None if it would."""
+def _why_not_linked(x: Tensor, node_type: type) -> str:
+    """Why running the block before again would not give `x`; "" if it would."""
     node = x.grad_fn
     extras: Any = getattr(node, "extras", None) if isinstance(node, node_type) else None
     before: Segment | None = None if extras is None else extras.segment
     if before is None:
         made = "is a leaf" if node is None else f"was made by {node.name()}"
-        return f"the input {made}, not by a layer of the segment"
-    if before.made != _state(x):  # without autograd, which would have made another node
-        return "the input was changed in place after the layer before made it"
-    return None
+        return f"the input {made}, and is not the output of another layer of the segment"
+    if before.made != state_of(x):  # without autograd, which would have made another node
+        return "the preceding layer's output was changed in place"
+    return ""
 
 
-def _state(x: Tensor) -> tuple[int, int]:
+def state_of(x: Tensor) -> tuple[int, int]:
     """Differs once `x` was changed in place, or given other memory by `x.data = ...`."""
     return x._version, x.untyped_storage()._cdata
 
@@ -115,7 +112,9 @@ def input_of(ctx: Any) -> Tensor:
         read was changed in place; and under compiled autograd, where they have no saved tensors.
     """
     if not isinstance(ctx, BackwardCFunction):
-        raise RuntimeError("fused_remat: segments do not run under compiled autograd")
+        raise RuntimeError(
+            "fused_remat: segments do not run under compiled autograd; use policies without one"
+        )
     node, kept, before = ctx, False, None
     nodes: list[tuple[Any, Replayed | None]] = []
     while not (kept or before):
@@ -147,9 +146,7 @@ def _replay(node: Any, before: Replayed | None, x: Tensor | None) -> Tensor:
     """
     extras, execution = node.extras, node.execution
     segment: Segment = extras.segment
-    saved = node.saved_tensors if before is None else before.saved
-    if extras.offloaded is not None and before is None:
-        saved = extras.offloaded.returned(saved)
+    saved = extras.unpacked(node, before)
     count = len(execution.given)
     if x is None:
         x = saved[0] if before is None else before.input

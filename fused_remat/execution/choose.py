@@ -1,7 +1,7 @@
 """Which implementation of an operation serves, and why: decided here and nowhere else.
 
 A table of operations belongs to a backend. Where that has no faster implementation the table holds
-the operation itself, else a `Choice`, which asks once for each key.
+the operation itself, else a function that chooses once for each key.
 """
 
 from __future__ import annotations
@@ -15,20 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_remat.steps.operations import (
-    OPERATIONS,
-    Function,
-    Operation,
-    Operations,
-    Says,
-    warn,
-)
+from fused_remat.steps.operations import OPERATIONS, Function, Operations, Says, warn
 
 # Larger pieces read the weights fewer times, and have larger transients.
 _CPU_TOKENS = 512
 _DEVICE_TOKENS = 16384
-# Keys a choice remembers.
-_REMEMBERED = 4096
 
 
 def chunk_tokens(device: torch.device) -> int:
@@ -56,7 +47,7 @@ def _triton() -> Backend | str:
     try:
         from fused_remat.triton import why_not
     except (ImportError, AttributeError) as error:
-        return f"this Triton is too old or broken: {error}"
+        return f"the installed Triton is too old or broken: {error}"
     return Backend(why_not)
 
 
@@ -107,28 +98,18 @@ def choose(function: Function, backend: str, key: Any) -> Chosen:
     return Chosen(function, key, operation.says, f"; not {backend}: {why}" if why else "")
 
 
-class Choice:
-    """An operation of which a backend has an implementation of its own."""
-
-    __slots__ = ("backend", "chosen", "key", "operation")
-
-    def __init__(self, operation: Operation, backend: str) -> None:
-        self.operation, self.backend, self.key = operation, backend, operation.key
-        self.chosen: dict[Any, Function] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        key = self.key(*args, **kwargs)
-        run = self.chosen.get(key)
-        if run is None:
-            if len(self.chosen) == _REMEMBERED:
-                self.chosen.clear()
-            run = self.chosen[key] = choose(self.operation.run, self.backend, key).run
-        return run(*args, **kwargs)
-
-
 def _serve(name: str, function: Function) -> Function:
+    """What a backend's table holds for an operation."""
     operation = OPERATIONS[function]
-    return Choice(operation, name) if name in operation.faster else function
+    if name not in operation.faster:
+        return function
+    key_of = operation.key
+    chosen = functools.lru_cache(maxsize=4096)(lambda key: choose(function, name, key).run)
+
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        return chosen(key_of(*args, **kwargs))(*args, **kwargs)
+
+    return serve
 
 
 def _table(name: str) -> Operations:
@@ -196,5 +177,5 @@ def _ops_for(name: str, device: torch.device, dtype: torch.dtype, plain: bool) -
     if reason is None:
         return _table(asked)
     if name != "auto" or dtype != torch.float64:
-        warn(f"backend {asked!r} cannot serve here, 'eager' does: {reason}")
+        warn(f"'eager' runs instead of backend {asked!r} for {dtype} on {device}: {reason}")
     return _table("eager")

@@ -42,4 +42,4 @@ def test_backward_outside_of_it_and_of_a_checkpoint(norm_first):
     with check_replay():
         y = checkpoint(layer, x, use_reentrant=False)
     y.square().sum().backward()
-    assert replay_check.RECORDED == 0
+    assert not replay_check.RECORDED
