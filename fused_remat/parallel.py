@@ -311,8 +311,8 @@ def tensor_parallel_plan(
             continue
         if isinstance(module, nn.RNNBase):
             raise ValueError(
-                f"{name} is a {type(module).__name__}, which holds every weight twice, and cannot "
-                "hold DTensors"
+                f"{name} is a {type(module).__name__}, which holds every weight twice and cannot "
+                "take DTensors; plan the modules around it one by one"
             )
         shares = isinstance(module, nn.Embedding) and any(p in rows for p in own)
         plan[name] = _ParallelEmbedding() if shares else _Whole()
@@ -452,7 +452,7 @@ def _check_sizes(
         p: Any = module._parameters[attribute]
         if isinstance(p, DTensor) and not shared.is_made(p):
             raise ValueError(
-                f"{name} of the {kind} is a DTensor already; divide before fully_shard"
+                f"{name} of the {kind} is a DTensor already; apply the plan before fully_shard"
             )
         if attribute == "in_proj_weight" and shared.is_shared(p):
             raise ValueError(

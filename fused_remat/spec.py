@@ -317,11 +317,12 @@ class BlockSpec:
 
     def __post_init__(self) -> None:
         if not self.branches:
-            raise ValueError("a block has at least one branch")
+            raise ValueError("a block needs at least one branch")
         for branch in self.branches:
             if isinstance(branch.op, AttentionSpec) and branch.op.keys not in self.inputs:
                 raise ValueError(
-                    f"keys={branch.op.keys!r} is no input of the block: {', '.join(self.inputs)}"
+                    f"keys must name an input of the block ({', '.join(self.inputs)}), got "
+                    f"{branch.op.keys!r}"
                 )
         if not self.residual and (len(self.branches) > 1 or self.branches[0].placement != "pre"):
             raise ValueError("without a residual, a block has one branch, with placement 'pre'")

@@ -218,7 +218,7 @@ CROSS = replace(ATTENTION, keys="memory", window=(-1, -1))
         (lambda: BlockSpec(kind="none", branches=()), "at least one branch"),
         (
             lambda: BlockSpec(kind="cross", branches=(BranchSpec(op=CROSS),)),
-            "is no input of the block",
+            "keys must name an input of the block",
         ),
         (lambda: replace(parallel(None), residual=False), "one branch, with placement 'pre'"),
         (

@@ -57,7 +57,9 @@ class CausalLayer(nn.Module):
         if softcap < 0.0:
             raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
         if head_dim is None and d_model % nhead:
-            raise ValueError(f"nhead must divide d_model, got {nhead} and {d_model}")
+            raise ValueError(
+                f"nhead must divide d_model, got {nhead} and {d_model}; or pass head_dim"
+            )
         self.d_model, self.nhead, self.kv_heads = d_model, nhead, kv_heads
         self.head_dim = d_model // nhead if head_dim is None else head_dim
         self.dropout = check_p("dropout", dropout)

@@ -217,7 +217,9 @@ def _with_state_of_now(module: nn.Module) -> Function:
             _assign(states)
             made: Tensor = torch.func.functional_call(module, params, (x,))
             if any(_identities(vars(m)) != _identities(attributes) for m, attributes in states):
-                raise RuntimeError("the activation changes its own attributes")
+                raise RuntimeError(
+                    "the activation module changes its own attributes when it is called"
+                )
             return made
         finally:
             _assign(later)

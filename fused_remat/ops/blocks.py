@@ -390,7 +390,7 @@ def _weights(
     for layer, a, b, _ in lora:
         if layer not in spec.linears:
             raise ValueError(
-                f"lora has no layer {layer!r} to update; valid: {', '.join(spec.linears)}"
+                f"lora: there is no layer {layer!r} to update; valid: {', '.join(spec.linears)}"
             )
         weight = weights[f"{layer}.weight"]
         assert weight is not None

@@ -284,7 +284,9 @@ def rotary(
     head_dim = qkv.shape[-1] // heads
     tensors = rotary_tensors(qkv, head_dim, cos, sin, q_norm_weight, k_norm_weight)
     if not tensors:
-        raise ValueError("nothing to do: neither cos and sin nor q_norm_weight and k_norm_weight")
+        raise ValueError(
+            "rotary has nothing to do: pass cos and sin, or q_norm_weight and k_norm_weight"
+        )
     spec = AttentionSpec(
         num_heads=nhead, num_kv_heads=kv_heads, head_dim=head_dim, scale=1.0,
         **rotary_fields(tensors, interleaved, eps),
