@@ -123,8 +123,8 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     found = [module for module in model.modules() if head_class(type(module)) is not None]
     if not found:
         raise ValueError(
-            f"loss=True: {type(model).__name__} has no language model whose loss can be converted; "
-            f"supported: {supported_heads()}"
+            f"loss=True: {type(model).__name__} contains no language model whose loss can be "
+            f"computed without logits; supported: {supported_heads()}"
         )
     return found
 
@@ -132,7 +132,7 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 def _nothing_found(model: nn.Module) -> str:
     supported = ", ".join(f"torch.nn.{kind.__name__}" for kind in LAYERS)
     count = sum(1 for _ in _fused_layers(model))
-    already = f"; {count} are fused already, see set_policy" if count else ""
+    already = f"; {count} are fused already: change them with set_policy" if count else ""
     return (
         f"{type(model).__name__} has no layer to convert; supported: {supported}, and in "
         f"transformers the layers of {rows.supported()}{already}"
@@ -152,7 +152,7 @@ def _convertible(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
             left[f"of class {type(layer).__name__} unchanged: {reason}"] += 1
     for what, count in left.items():
         noun = "layer" if count == 1 else "layers"
-        text = f"fused_remat: convert leaves {count} {noun} {what}"
+        text = f"fused_remat: convert left {count} {noun} {what}"
         warnings.warn(text, FusedRematWarning, stacklevel=3)
     return chosen
 

@@ -175,7 +175,7 @@ class _Rows(dict[str, Format]):
                 "contain a colon"
             )
         if self._known.setdefault(name, row) != row:
-            raise ValueError(f"another format is or was named {name!r}: give this one a new name")
+            raise ValueError(f"{name!r} is or was the name of another format: choose a new name")
         super().__setitem__(name, row)
 
     def update(self, *others: Any, **rows: Format) -> None:
@@ -240,8 +240,8 @@ def quantize(x: Tensor, stored: str, uniform: Uniform | None = None) -> Parts:
         made = row.pack(x[first:last], drawn)
         if not isinstance(made, tuple) or len(made) != len(parts):
             raise ValueError(
-                f"the format {stored!r} has block={row.block}: its pack must return a tuple of "
-                f"{'codes and scales' if row.block else 'codes alone'}"
+                f"pack of the format {stored!r} must return a tuple of "
+                f"{'codes and scales' if row.block else 'codes alone'}, since block={row.block}"
             )
         for whole, part in zip(parts, made, strict=True):
             whole[first:last].copy_(part)

@@ -82,7 +82,20 @@ class _Shared:
             self._made.append(made)
 
 
-class LayerParallel(ParallelStyle):
+class _Style(ParallelStyle):
+    """A style whose module's parameters become DTensors, also in other modules that share them."""
+
+    def __init__(self, *, src_data_rank: int | None = 0) -> None:
+        super().__init__()
+        self.src_data_rank, self._shared = src_data_rank, _Shared()
+
+    def _distribute(
+        self, module: nn.Module, attribute: str, mesh: DeviceMesh, placement: Placement
+    ) -> None:
+        self._shared.distribute(module, attribute, mesh, placement, self.src_data_rank)
+
+
+class LayerParallel(_Style):
     """Divides a whole fused layer: a `ParallelStyle` for `parallelize_module`.
 
     q, k, v, gate and up (linear1) are divided by rows, proj and down (linear2) by columns; norms
@@ -120,11 +133,10 @@ class LayerParallel(ParallelStyle):
         join: bool = False,
         src_data_rank: int | None = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(src_data_rank=src_data_rank)
         if (split or join) and not sequence:
             raise ValueError("split and join need sequence=True")
         self.sequence, self.split, self.join = sequence, split, join
-        self.src_data_rank, self._shared = src_data_rank, _Shared()
         self._encoder: nn.TransformerEncoder | None = None
         self._lengths: set[int] | None = None
 
@@ -142,15 +154,12 @@ class LayerParallel(ParallelStyle):
                 f"accumulate_into={module.accumulate_into!r}: the gradients of a divided layer are "
                 "DTensors, which only autograd adds; set it to None"
             )
-        found = list(_parameters(module))
-        shared = self._shared
-        _check_sizes(module, found, device_mesh.size(), shared)
+        _check_sizes(module, list(_parameters(module)), device_mesh.size(), self._shared)
         for child in module.modules():
             if isinstance(child, nn.MultiheadAttention):
                 _unpack(child)
         for child, attribute, name in _parameters(module):
-            where = (device_mesh, _placement(name), self.src_data_rank)
-            shared.distribute(child, attribute, *where)
+            self._distribute(child, attribute, device_mesh, _placement(name))
         parallel = _place(device_mesh, self.sequence)
         module._tensor_parallel = TensorParallel(parallel, self.split, self.join, self._lengths)
         if self._encoder is not None:  # it would hand nested tensors to layers in evaluation
@@ -158,7 +167,7 @@ class LayerParallel(ParallelStyle):
         return module
 
 
-class VocabularyParallel(ParallelStyle):
+class VocabularyParallel(_Style):
     """Divides the rows of an `nn.Linear` head, one for each word: a `ParallelStyle`.
 
     `ops.linear_cross_entropy(hidden, head.weight, labels)` then computes the loss with this rank's
@@ -172,10 +181,6 @@ class VocabularyParallel(ParallelStyle):
     True
     """
 
-    def __init__(self, *, src_data_rank: int | None = 0) -> None:
-        super().__init__()
-        self.src_data_rank, self._shared = src_data_rank, _Shared()
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is not nn.Linear:
             raise TypeError(f"VocabularyParallel takes an nn.Linear, got a {type(module).__name__}")
@@ -188,22 +193,17 @@ class VocabularyParallel(ParallelStyle):
             )
         for attribute in ("weight", "bias"):
             if module._parameters[attribute] is not None:
-                where = (device_mesh, Shard(0), self.src_data_rank)
-                self._shared.distribute(module, attribute, *where)
+                self._distribute(module, attribute, device_mesh, Shard(0))
         module.__class__ = VocabularyParallelLinear
         return module
 
 
-class _Whole(ParallelStyle):
+class _Whole(_Style):
     """A module that computes the same on every rank; its parameters are DTensors like all others.
 
     Optimizers and `clip_grad_norm_`, which take no mixture, then take the whole model. Its forward
     sees the local tensors; compiled, DTensors.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._shared = _Shared()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_mesh(device_mesh)
@@ -212,7 +212,7 @@ class _Whole(ParallelStyle):
         for holder in holders:
             for attribute, own in holder._parameters.items():
                 if own is not None:
-                    self._shared.distribute(holder, attribute, device_mesh, Replicate(), 0)
+                    self._distribute(holder, attribute, device_mesh, Replicate())
         group = device_mesh.get_group().group_name
         before: list[tuple[nn.Module, str, Any]] = []
 
@@ -242,16 +242,12 @@ class _Whole(ParallelStyle):
         return module
 
 
-class _ParallelEmbedding(ParallelStyle):
+class _ParallelEmbedding(_Style):
     """An `nn.Embedding` whose rows are divided, like those of the head that shares its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._shared = _Shared()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_mesh(device_mesh)
-        self._shared.distribute(module, "weight", device_mesh, Shard(0), 0)
+        self._distribute(module, "weight", device_mesh, Shard(0))
         module.register_forward_pre_hook(lambda _, inputs: _as_dtensors(inputs, device_mesh))
         module.register_forward_hook(lambda _, inputs, out: _as_local(out))
         return module
@@ -270,9 +266,6 @@ def _as_local(out: Any) -> Any:
     if not isinstance(out, DTensor):
         return out
     return out.redistribute(placements=[Replicate()]).to_local()
-
-
-_Style = LayerParallel | VocabularyParallel | _Whole | _ParallelEmbedding
 
 
 def tensor_parallel_plan(
@@ -318,13 +311,11 @@ def tensor_parallel_plan(
             continue
         if isinstance(module, nn.RNNBase):
             raise ValueError(
-                f"{name} is a {type(module).__name__}, which holds every weight twice, and cannot "
-                "hold DTensors"
+                f"{name} is a {type(module).__name__}, which holds every weight twice and cannot "
+                "take DTensors; plan the modules around it one by one"
             )
-        if any(p in rows for p in own) and isinstance(module, nn.Embedding):
-            plan[name] = _ParallelEmbedding()
-        else:
-            plan[name] = _Whole()
+        shares = isinstance(module, nn.Embedding) and any(p in rows for p in own)
+        plan[name] = _ParallelEmbedding() if shares else _Whole()
         if isinstance(module, nn.MultiheadAttention):
             done.append(name)
     shared = _Shared(model)
@@ -461,14 +452,13 @@ def _check_sizes(
         p: Any = module._parameters[attribute]
         if isinstance(p, DTensor) and not shared.is_made(p):
             raise ValueError(
-                f"{name} of the {kind} is a DTensor already; divide before fully_shard"
+                f"{name} of the {kind} is a DTensor already; apply the plan before fully_shard"
             )
         if attribute == "in_proj_weight" and shared.is_shared(p):
             raise ValueError(
                 f"{name} of the {kind} is shared with another module, and cannot be split"
             )
-        packed = name == "qkv.weight" and not isinstance(module, nn.MultiheadAttention)
-        if packed:
+        if name == "qkv.weight" and not isinstance(module, nn.MultiheadAttention):
             raise ValueError(f"the {kind} has one weight for q, k and v, which cannot be divided")
         placement = _placement(name)
         dim = placement.dim if isinstance(placement, Shard) else None

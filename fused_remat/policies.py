@@ -106,8 +106,9 @@ class Policy:
         segment: str | None = None,
         offload: Iterable[str] = (),
     ) -> None:
-        if isinstance(save, str) or not isinstance(save, Iterable):
-            raise TypeError(f"Policy(save=...) must be a set of names, got {save!r}")
+        for what, given in (("save", save), ("offload", offload)):
+            if isinstance(given, str) or not isinstance(given, Iterable):
+                raise TypeError(f"Policy({what}=...) must be a set of names, got {given!r}")
         names = _written(save)
         if segment not in (None, *SEGMENT_PLACES):
             places = ", ".join(map(repr, SEGMENT_PLACES))
@@ -156,8 +157,6 @@ def _written(save: Iterable[str] | Mapping[str, str]) -> frozenset[str]:
 
 def _offloaded(offload: Iterable[str], kept: Iterable[str], segment: str | None) -> frozenset[str]:
     """Names as in `Policy.offload`, of a policy that keeps `kept`. Raises as `_written`."""
-    if isinstance(offload, str) or not isinstance(offload, Iterable):
-        raise TypeError(f"Policy(offload=...) must be a set of names, got {offload!r}")
     names = tuple(offload)
     for name in names:
         if not isinstance(name, str):

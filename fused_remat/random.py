@@ -42,7 +42,6 @@ MUL32 = 0x7FEB352D
 MIX64_MUL1 = 0xBF58476D1CE4E5B9
 MIX64_MUL2 = 0x94D049BB133111EB
 
-
 # Elements that are hashed at a time on a CPU: temporaries stay in cache.
 _CACHED = 1 << 18
 # Up to this many elements on a CPU, numpy is faster, since its calls cost less.
@@ -149,9 +148,8 @@ def keep_scale(
         steps = torch.arange(heads, device=device).mul_(head_stride)[:, None] + steps
     row_keys = _mix64(steps.view(-1).mul_(_GOLDEN64_S).add_(site_key))
     columns = torch.arange(col0, col0 + width, dtype=torch.int32, device=device)
-    _survivors(
-        row_keys, columns.mul_(_GOLDEN32_S), p, 1 if dtype != torch.float32 else None, hashed
-    )
+    one = _bits(scale(p)) if dtype == torch.float32 else 1
+    _survivors(row_keys, columns.mul_(_GOLDEN32_S), p, one, hashed)
     if dtype == torch.float32:
         return hashed.view(torch.float32)
     wide = hashed.to(dtype).mul_(scale(p))
@@ -228,14 +226,11 @@ def _halves(row_keys: Tensor) -> tuple[Tensor, Tensor]:
     return low[:, None], high.bitwise_or_(1)[:, None]
 
 
-def _survivors(
-    row_keys: Tensor, columns: Tensor, p: float, one: int | None, hashed: Tensor
-) -> None:
-    """Fill `hashed` (int32) with `one` for survivors (None: the bits of `scale(p)`), else 0."""
+def _survivors(row_keys: Tensor, columns: Tensor, p: float, one: int, hashed: Tensor) -> None:
+    """Fill `hashed` (int32) with `one` for survivors, else 0."""
     total, width = hashed.shape
-    one = _bits(scale(p)) if one is None else one
     k0, k1 = _halves(row_keys)
-    step = total if hashed.device.type != "cpu" else max(1, _CACHED // max(width, 1))
+    step = _CACHED // max(width, 1) if hashed.device.type == "cpu" else total
     step = max(1, min(step, total))
     shifted = torch.empty((step, width), dtype=torch.int32, device=hashed.device)
     for start in range(0, total, step):

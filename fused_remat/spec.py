@@ -28,10 +28,11 @@ MASKS = ("mask", "padding", "lengths", "cu_seqlens")
 _NOT_OF_SCORES = ("masks", "rotary", "head_norm", "projection", "keys")
 
 P = ParamSpec("P")
-Spec = TypeVar("Spec")
+Made = TypeVar("Made")
 
 
-def _check(name: str, value: str, *valid: str) -> None:
+def check_one_of(name: str, value: str, *valid: str) -> None:
+    """Raise ValueError unless `value` is one of `valid`."""
     if value not in valid:
         raise ValueError(f"{name} must be {' or '.join(map(repr, valid))}, got {value!r}")
 
@@ -111,18 +112,17 @@ class AttentionSpec:
         return tuple([name for name in given if name not in _NOT_OF_SCORES])
 
     def __post_init__(self) -> None:
-        _check("align", self.align, "start", "end")
-        _check("true_means", self.true_means, "attend", "exclude")
-        _check("projection", self.projection, "packed", "split")
+        check_one_of("align", self.align, "start", "end")
+        check_one_of("true_means", self.true_means, "attend", "exclude")
+        check_one_of("projection", self.projection, "packed", "split")
         for mask in self.masks:
-            if mask not in MASKS:
-                raise ValueError(f"masks must be some of {', '.join(MASKS)}, got {mask!r}")
+            check_one_of("masks", mask, *MASKS)
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}"
             )
-        if self.head_norm is not None and self.head_norm.kind != "rms_norm":
-            raise ValueError(f"head_norm must be 'rms_norm', got {self.head_norm.kind!r}")
+        if self.head_norm is not None:
+            check_one_of("head_norm", self.head_norm.kind, "rms_norm")
         if self.keys != "input" and (self.rotary is not None or self.head_norm is not None):
             raise ValueError("cross attention supports neither rotary nor head_norm")
         if min(self.window) < -1:
@@ -158,9 +158,9 @@ class AttentionSpec:
     def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
         """(out, in) of every linear layer of a block of `width`."""
         *layers, proj = self.linears
-        sizes = {name: stop - start for name, (start, stop) in self.columns.items()}
-        rows = [sizes.get(name, sum(sizes.values())) for name in layers]
-        shapes = {name: (n, width) for name, n in zip(layers, rows, strict=True)}
+        rows = {name: stop - start for name, (start, stop) in self.columns.items()}
+        whole = sum(rows.values())
+        shapes = {name: (rows.get(name, whole), width) for name in layers}
         return {**shapes, proj: (width, self.num_heads * self.head_dim)}
 
 
@@ -172,8 +172,10 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float
 
 
-def score_fields(head_dim: int, is_causal: bool, options: AttentionOptions) -> dict[str, Any]:
-    """The fields of an `AttentionSpec` for heads `head_dim` wide, from a function's arguments.
+def attention_fields(
+    num_heads: int, num_kv_heads: int, head_dim: int, is_causal: bool, options: AttentionOptions
+) -> dict[str, Any]:
+    """The fields of an `AttentionSpec` from a function's arguments.
 
     Raises: TypeError for an unknown option, or a `window` that is not two ints.
     """
@@ -188,6 +190,9 @@ def score_fields(head_dim: int, is_causal: bool, options: AttentionOptions) -> d
     if not isinstance(window, tuple) or [type(w) for w in window] != [int, int]:
         raise TypeError(f"window must be two ints, (left, right), got {window!r}")
     return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
         **{name: float(n) if isinstance(n, int) else n for name, n in options.items()},
         "scale": float(max(head_dim, 1)) ** -0.5 if scale is None else float(scale),
         "window": (window[0], 0 if is_causal else window[1]),
@@ -249,7 +254,7 @@ class BranchSpec:
     parallel: bool = False
 
     def __post_init__(self) -> None:
-        _check("placement", self.placement, "pre", "post", "sandwich")
+        check_one_of("placement", self.placement, "pre", "post", "sandwich")
         if self.placement != "pre" and self.norm is None:
             raise ValueError(f"placement {self.placement!r} needs a norm")
         if self.placement == "post" and self.parallel:
@@ -312,11 +317,12 @@ class BlockSpec:
 
     def __post_init__(self) -> None:
         if not self.branches:
-            raise ValueError("a block has at least one branch")
+            raise ValueError("a block needs at least one branch")
         for branch in self.branches:
             if isinstance(branch.op, AttentionSpec) and branch.op.keys not in self.inputs:
                 raise ValueError(
-                    f"keys={branch.op.keys!r} is no input of the block: {', '.join(self.inputs)}"
+                    f"keys must name an input of the block ({', '.join(self.inputs)}), got "
+                    f"{branch.op.keys!r}"
                 )
         if not self.residual and (len(self.branches) > 1 or self.branches[0].placement != "pre"):
             raise ValueError("without a residual, a block has one branch, with placement 'pre'")
@@ -389,13 +395,11 @@ class BlockSpec:
         for branch in self.branches:
             op = branch.op
             if isinstance(op, AttentionSpec):
-                if op.num_kv_heads % size:
-                    raise ValueError(
-                        f"{op.num_kv_heads} key heads cannot be divided among {size} ranks"
-                    )
-                heads, kv_heads = op.num_heads // size, op.num_kv_heads // size
-                branch = replace(branch, op=replace(op, num_heads=heads, num_kv_heads=kv_heads))
-            branches.append(branch)
+                kv_heads = op.num_kv_heads
+                if kv_heads % size:
+                    raise ValueError(f"{kv_heads} key heads cannot be divided among {size} ranks")
+                op = replace(op, num_heads=op.num_heads // size, num_kv_heads=kv_heads // size)
+            branches.append(replace(branch, op=op))
         return replace(self, branches=tuple(branches), parallel=parallel)
 
 
@@ -422,7 +426,7 @@ def lora_params(count: int) -> tuple[str, ...]:
     return tuple([f"lora.{i}.{matrix}" for i in range(count) for matrix in "AB"])
 
 
-def cached(build: Callable[P, Spec]) -> Callable[P, Spec]:
+def cached(build: Callable[P, Made]) -> Callable[P, Made]:
     """`build`, which makes a spec from plain values, with a cache that the compiler traces past.
 
     A layer describes its block at every call, and the description seldom changes.
@@ -430,7 +434,7 @@ def cached(build: Callable[P, Spec]) -> Callable[P, Spec]:
     known = functools.lru_cache(maxsize=1024)(build)
 
     @functools.wraps(build)
-    def built(*args: P.args, **kwargs: P.kwargs) -> Spec:
+    def built(*args: P.args, **kwargs: P.kwargs) -> Made:
         if torch.compiler.is_compiling():
             return build(*args, **kwargs)
         return known(*args, **kwargs)  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ def test_an_unsupported_architecture():
 )
 def test_an_unsupported_feature_leaves_the_layer(name, differences, reason):
     model = build(name, **differences)
-    said = f"convert leaves 2 layers of class .* unchanged: {reason}"
+    said = f"convert left 2 layers of class .* unchanged: {reason}"
     with pytest.warns(FusedRematWarning, match=said):
         convert(model)
     assert not fused_layers(model)

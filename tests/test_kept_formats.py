@@ -431,7 +431,10 @@ def test_a_row_that_does_not_fit_is_told(monkeypatch):
     one = lambda x, uniform: x.half()  # noqa: E731
     row = Format(pack=one, unpack=lambda parts, width: parts[0], dtype=torch.float16)
     monkeypatch.setitem(FORMATS, "one part", row)
-    with pytest.raises(ValueError, match="'one part' has block=64: its pack must return a tuple"):
+    with pytest.raises(
+        ValueError,
+        match="'one part' must return a tuple of codes and scales, since block=64",
+    ):
         encoder(Policy(save={"up": "one part"}))(source())
     for name in ("", "native", "a:b"):
         with pytest.raises(ValueError, match="invalid name of a format"):
@@ -440,7 +443,7 @@ def test_a_row_that_does_not_fit_is_told(monkeypatch):
 
 def test_a_row_is_not_replaced(monkeypatch):
     with pytest.raises(
-        ValueError, match="another format is or was named 'int8': give this one a new name"
+        ValueError, match="'int8' is or was the name of another format: choose a new name"
     ):
         FORMATS.update(int8=FORMATS["sign"])
     FORMATS["int8"] = FORMATS["int8"]

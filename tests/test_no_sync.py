@@ -243,12 +243,12 @@ def test_an_activation_without_a_row(backend):
 
 def test_an_activation_is_tried_while_a_graph_is_captured(monkeypatch):
     """When the generator's state cannot be read, the operators say whether they draw."""
-    monkeypatch.setattr(activation, "_generator_state", lambda device: None)
+    monkeypatch.setattr(activation, "_generator", lambda device: None)
     x = torch.ones(1, 3)
     assert "draws random numbers: it calls" in activation.prepare(lambda t: F.dropout(t, 0.5), x)
     why = activation.prepare(lambda t: t + torch.rand_like(t), x)
     assert why == "draws random numbers: it calls aten.rand_like.default"
-    assert activation.prepare(F.softsign, x).captured == ()
+    assert activation.prepare(F.softsign, x).captured == {}
 
 
 # --- packed sequences: one launch, but on the eager backend a loop over values

@@ -153,7 +153,7 @@ A, B = torch.ones(3, 12), torch.ones(16, 3)
         ({"weights": [A]}, TypeError, "weights must map names to tensors, got list"),
         ({"kv_heads": 3}, ValueError, "got 4 and 3"),
         ({"placement": "both"}, ValueError, "'pre' or 'post' or 'sandwich', got 'both'"),
-        ({"norm": "batch_norm"}, ValueError, "'layer_norm', 'rms_norm', got 'batch_norm'"),
+        ({"norm": "batch_norm"}, ValueError, "'layer_norm' or 'rms_norm', got 'batch_norm'"),
         ({"activation": "sigmoid"}, ValueError, "unknown activation 'sigmoid'; valid: relu"),
         ({"activation": torch.sin}, ValueError, "takes the name of an activation"),
         ({"dropout_p": 1.5}, ValueError, r"dropout_p must be between 0 and 1, got 1\.5"),

@@ -205,7 +205,7 @@ CROSS = replace(ATTENTION, keys="memory", window=(-1, -1))
         (lambda: replace(ATTENTION, align="middle"), "align must be 'start' or 'end'"),
         (lambda: replace(ATTENTION, true_means="keep"), "true_means must be"),
         (lambda: replace(ATTENTION, projection="both"), "projection must be"),
-        (lambda: replace(ATTENTION, masks=("foo",)), "masks must be some of mask, padding"),
+        (lambda: replace(ATTENTION, masks=("foo",)), "masks must be 'mask' or 'padding'"),
         (lambda: replace(ATTENTION, num_kv_heads=3), "num_kv_heads must divide num_heads"),
         (lambda: replace(ATTENTION, head_norm=NORM), "head_norm must be 'rms_norm'"),
         (lambda: replace(CROSS, head_norm=RMS), "neither rotary nor head_norm"),
@@ -218,7 +218,7 @@ CROSS = replace(ATTENTION, keys="memory", window=(-1, -1))
         (lambda: BlockSpec(kind="none", branches=()), "at least one branch"),
         (
             lambda: BlockSpec(kind="cross", branches=(BranchSpec(op=CROSS),)),
-            "is no input of the block",
+            "keys must name an input of the block",
         ),
         (lambda: replace(parallel(None), residual=False), "one branch, with placement 'pre'"),
         (

@@ -286,7 +286,7 @@ def errors():
     with pytest.raises(AttributeError, match="head='nohead'"):
         tensor_parallel_plan(nn.Sequential(encoder(dropout=0.0)), head="nohead")
     unknown = encoder(dropout=0.0, activation=lambda t: t.relu() ** 2)
-    with pytest.raises(RuntimeError, match="the activation function has no row"):
+    with pytest.raises(RuntimeError, match="may mix hidden units of different ranks"):
         divided(unknown)(x)
     alone = causal()
     for p in ("weight", "bias"):
@@ -313,7 +313,7 @@ def errors():
     layers = nn.Sequential(causal(), causal(), causal())
     parallelize_module(layers, mesh, tensor_parallel_plan(layers, sequence=True))
     layers(x)
-    with pytest.raises(RuntimeError, match="got 6 tokens of a sequence, and the first layer of"):
+    with pytest.raises(RuntimeError, match="got 6 tokens of a sequence, but the first layer of"):
         layers[2](layers[1](x))
     between = nn.Sequential(causal(), nn.LayerNorm(D), causal())
     with pytest.raises(ValueError, match="1, a LayerNorm between fused layers"):

@@ -41,7 +41,7 @@ def in_formats(graph: Graph, save: Collection[str]) -> Graph:
     stored = tuple(sorted(name for name in save if split_name(name)[1] != NATIVE))
     if not stored:
         return graph
-    return (quantized if graph.text else _quantized_once)(graph, stored)
+    return (quantized if graph.text else _quantized)(graph, stored)
 
 
 @block
@@ -51,10 +51,6 @@ def quantized(graph: Graph, names: tuple[str, ...]) -> Graph:
 
 
 @functools.lru_cache(maxsize=1024)
-def _quantized_once(graph: Graph, names: tuple[str, ...]) -> Graph:
-    return _quantized(graph, names)
-
-
 def _quantized(graph: Graph, names: tuple[str, ...]) -> Graph:
     valid, quantizes = graph.names, {}
     for name in names:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_remat.graph.build import captured_params
 from fused_remat.layers.eligibility import Unsupported
 from fused_remat.layers.precision import Precision
-from fused_remat.ops.activation import activation_name, prepare
-from fused_remat.spec import USER_FUNCTION
+from fused_remat.ops.activation import Activation, activation_name, prepare
 from fused_remat.steps.user_function import Function
-
-#: A name in `steps.activation` or `USER_FUNCTION`; the tensors that a user's function reads, by the
-#: names of the block; the function.
-Activation = tuple[str, Mapping[str, Tensor], Mapping[str, Function]]
 
 
 def read_activation(
@@ -40,7 +33,7 @@ def read_activation(
     """
     name = activation_name(activation)
     if name is not None:
-        return name, {}, {}
+        return Activation(name, {}, {})
     if torch.compiler.is_compiling():
         raise Unsupported("a compiled backward cannot call the activation function again")
     dtype = x.dtype if precision is None else precision.compute or precision.stream
@@ -48,10 +41,8 @@ def read_activation(
     found = prepare(activation, token, None if precision is None else precision.autocast)
     if isinstance(found, str):
         raise Unsupported(f"the activation function {found}")
-    names = captured_params(len(found.captured))
-    function = _on_matrices(found.fn, tuple(x.shape[:-1]), seq_first)
-    captured = dict(zip(names, found.captured, strict=True))
-    return USER_FUNCTION, captured, {"activation": function}
+    function = _on_matrices(found.functions["activation"], tuple(x.shape[:-1]), seq_first)
+    return found._replace(functions={"activation": function})
 
 
 def _on_matrices(function: Function, lead: tuple[int, ...], seq_first: bool) -> Function:

@@ -14,10 +14,10 @@ from fused_remat.layers.fused_layer import FusedLayer
 from fused_remat.layers.plain_causal import CausalLayer, check_window
 from fused_remat.layers.read import LayerCall, LayerMap, Parts, read_block
 from fused_remat.ops.activation import ActivationLike
-from fused_remat.ops.checks import check_p, lengths_of, mask_of, masks_given, padding_of
-from fused_remat.ops.pieces import rotary_tensors
+from fused_remat.ops.checks import check_p, masks_given, read_masks
+from fused_remat.ops.pieces import rotary_tensors, split_rope
 from fused_remat.policies import Policy
-from fused_remat.spec import AttentionOptions, BlockSpec, score_fields, transformer_spec
+from fused_remat.spec import AttentionOptions, BlockSpec, attention_fields, transformer_spec
 
 
 class FusedRematCausalLayer(FusedLayer, CausalLayer):
@@ -119,7 +119,7 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         key_padding_mask: (B, S); bool (**True is excluded**) or float; on either side.
         key_lengths, cu_seqlens: of padded and of packed sequences, as in `ops.attention`.
         """
-        cos, sin = _tables(rope)
+        cos, sin = split_rope(rope)
         out: Tensor = self._call(
             x=x, cos=cos, sin=sin, attn_mask=attn_mask, key_padding_mask=key_padding_mask,
             key_lengths=key_lengths, cu_seqlens=cu_seqlens,
@@ -142,7 +142,7 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
         >>> layer.why_not_fused(torch.zeros(1, 5, 16))
         'up is torch.nn.Bilinear; the fused path supports torch.nn.Linear'
         """
-        cos, sin = _tables(rope)
+        cos, sin = split_rope(rope)
         return self._why_not(
             x=x, cos=cos, sin=sin, attn_mask=attn_mask, key_padding_mask=key_padding_mask,
             key_lengths=key_lengths, cu_seqlens=cu_seqlens,
@@ -166,15 +166,6 @@ class FusedRematCausalLayer(FusedLayer, CausalLayer):
 
     def _read(self, **given: Any) -> LayerCall | Reason:
         return read_call(self, **given)
-
-
-def _tables(rope: Any) -> tuple[Any, Any]:
-    if rope is None:
-        return None, None
-    if not isinstance(rope, tuple | list) or len(rope) != 2:
-        shape = f" of shape {tuple(rope.shape)}" if isinstance(rope, Tensor) else ""
-        raise TypeError(f"rope takes two Tensors, (cos, sin), got {type(rope).__name__}{shape}")
-    return rope[0], rope[1]
 
 
 def map_of(layer: Any) -> LayerMap:
@@ -203,13 +194,10 @@ def read_call(
             f"x is {x.dtype} of shape {tuple(x.shape)}, expected floating (B, S, {layer.d_model})"
         )
     grid = (x.shape[0], layer.nhead, x.shape[1], x.shape[1])
-    rope = None if cos is None and sin is None else (cos, sin)
     inputs = {
         "x": x,
-        **rotary_tensors(x, layer.head_dim, rope, None, None),
-        "mask": mask_of(attn_mask, grid, x),
-        "padding": padding_of(key_padding_mask, grid, x),
-        **lengths_of(key_lengths, cu_seqlens, None, grid, x, "cu_seqlens"),
+        **rotary_tensors(x, layer.head_dim, cos, sin, None, None),
+        **read_masks(x, grid, attn_mask, key_padding_mask, key_lengths, cu_seqlens),
     }
     return read_block(layer, map_of(layer), inputs)
 
@@ -234,10 +222,7 @@ def _describe(parts: Parts, inputs: Mapping[str, Tensor | None]) -> LayerCall:
         gated=layer.gate is not None,
         dropout=(p_attention if layer.training else 0.0, p, p, p),
         loras=parts.loras,
-        num_heads=layer.nhead,
-        num_kv_heads=layer.kv_heads,
-        head_dim=layer.head_dim,
-        **score_fields(layer.head_dim, layer.is_causal, options),
+        **attention_fields(layer.nhead, layer.kv_heads, layer.head_dim, layer.is_causal, options),
         projection="split",
         rotary="cos" in inputs,
         interleaved=layer.rope_interleaved,

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from fused_remat.ops.activation import ActivationLike, activation_name
 from fused_remat.ops.checks import check_heads, check_norm_kind, check_p
+from fused_remat.spec import check_one_of
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.norm import NORMS
-
-_PLACEMENTS = ("pre", "post", "sandwich")
 
 
 class CausalLayer(nn.Module):
@@ -51,17 +50,16 @@ class CausalLayer(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = nhead if kv_heads is None else kv_heads
-        check_heads(nhead, kv_heads, "nhead and kv_heads")
+        check_heads(nhead, kv_heads)
         check_norm_kind(norm)
-        if placement not in _PLACEMENTS:
-            raise ValueError(
-                f"placement must be one of {', '.join(map(repr, _PLACEMENTS))}, got {placement!r}"
-            )
+        check_one_of("placement", placement, "pre", "post", "sandwich")
         check_window(window)
         if softcap < 0.0:
             raise ValueError(f"softcap must be positive, or 0 for none, got {softcap}")
         if head_dim is None and d_model % nhead:
-            raise ValueError(f"nhead must divide d_model, got {nhead} and {d_model}")
+            raise ValueError(
+                f"nhead must divide d_model, got {nhead} and {d_model}; or pass head_dim"
+            )
         self.d_model, self.nhead, self.kv_heads = d_model, nhead, kv_heads
         self.head_dim = d_model // nhead if head_dim is None else head_dim
         self.dropout = check_p("dropout", dropout)

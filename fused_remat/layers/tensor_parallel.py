@@ -65,9 +65,9 @@ class TensorParallel:
                 self.lengths.add(x.shape[dim])
         elif self.lengths is not None and x.shape[dim] not in self.lengths:
             raise RuntimeError(
-                f"fused_remat: a layer with sequence parallel got {x.shape[dim]} tokens of a "
-                f"sequence, and the first layer of its container has left {sorted(self.lengths)} "
-                "to a rank; call the layers one after the other, and leave none out"
+                f"fused_remat: a sequence-parallel layer got {x.shape[dim]} tokens of a sequence, "
+                f"but the first layer of the container left {sorted(self.lengths)} tokens to each "
+                "rank; call all layers of the container, in their order"
             )
         return x
 
@@ -142,7 +142,7 @@ def read_on_rank(
     if isinstance(call, Reason):
         return call
     if layer._accumulate_into is not None:
-        return Reason("accumulate_into is set, and gradients are DTensors")
+        return Reason("accumulate_into is set, and autograd alone adds gradients that are DTensors")
     local = x.unsqueeze(0) if call.unbatched else x
     return _local_call(call, local, parallel.place, draws(layer._policy))
 
@@ -172,13 +172,16 @@ def _local_call(call: LayerCall, x: Tensor, place: ParallelSpec, seeded: bool) -
 
 def _why_not(call: LayerCall) -> str | None:
     if call.functions:
-        return "the activation function has no row, and may mix what is divided among ranks"
+        return (
+            "the activation function may mix hidden units of different ranks; use one that is "
+            "named in fused_remat.steps.activation.ACTIVATIONS"
+        )
     if call.spec.loras:
         return "low-rank updates are not divided among ranks"
     for name in ("mask", "padding", "memory_mask", "memory_padding"):
         mask = call.tensors.get(name)
         if mask is not None and mask.requires_grad:
-            return f"{name} requires a gradient, of which each rank would have its heads' part"
+            return f"{name} requires a gradient, and each rank would add that of some heads only"
     return None
 
 
@@ -189,8 +192,8 @@ def _shards(tensors: Mapping[str, Tensor | None], place: ParallelSpec) -> dict[s
     for name, t in named.items():
         if len(t.placements) != 1:
             raise RuntimeError(
-                f"fused_remat: {name} is sharded on {t.device_mesh}; FSDP gathers it in the hooks "
-                "of its module, so call the module and not its forward"
+                f"fused_remat: {name} is still sharded on {t.device_mesh}; FSDP gathers parameters "
+                "in the hooks of a module, so call the module itself, not module.forward"
             )
         summed.append(t.placements[0].is_replicate() and (place.sequence or name in _OF_HEADS))
     return dict(zip(named, local_shards(place.group, summed, named.values()), strict=True))

@@ -6,16 +6,15 @@ then. `prepare` calls it once beforehand to find out what can be known about tha
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fused_remat.execution.executor import autocast_off
 from fused_remat.graph.build import captured_params
@@ -32,12 +31,12 @@ class Activation(NamedTuple):
     Attributes:
         name: a row of `steps.activation.ACTIVATIONS`, or `USER_FUNCTION`.
         captured: the leaves requiring grad that a function reads, by the block's names.
-        functions: the function, if it has no row.
+        functions: the function, if it has no row, as backward can call it again.
     """
 
     name: str
-    captured: dict[str, Tensor]
-    functions: dict[str, Function]
+    captured: Mapping[str, Tensor]
+    functions: Mapping[str, Function]
 
 
 def resolve_activation(
@@ -66,6 +65,7 @@ def resolve_activation(
             f"{names_only} takes the name of an activation, got {activation!r}; valid: {valid}"
         )
     token = x.new_zeros(shape)
+    found: Activation | str
     if torch.compiler.is_compiling():
         from fused_remat.autograd import graph_break
 
@@ -74,9 +74,7 @@ def resolve_activation(
         found = prepare(activation, token)
     if isinstance(found, str):
         raise ValueError(f"backward cannot call this activation function again: it {found}")
-    names = captured_params(len(found.captured))
-    captured = dict(zip(names, found.captured, strict=True))
-    return Activation(USER_FUNCTION, captured, {"activation": found.fn})
+    return found
 
 
 def activation_name(activation: Any) -> str | None:
@@ -96,15 +94,7 @@ def has_hooks(module: nn.Module) -> bool:
     return any(module.__dict__[table] for table in tables)
 
 
-@dataclass(frozen=True)
-class Recallable:
-    """A function that backward can call again, and the leaves requiring grad that it captured."""
-
-    fn: Function
-    captured: tuple[Tensor, ...]
-
-
-def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> Recallable | str:
+def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> Activation | str:
     """`activation` as backward can call it again, or why it cannot: a phrase that has a verb.
 
     It is called once, on `x`, as the block will call it: outside of autocast, or inside autocast to
@@ -120,7 +110,7 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
 
     >>> w = torch.full((3,), 0.1, requires_grad=True)
     >>> prepare(lambda x: torch.where(x > 0, x, w * x), torch.zeros(2, 3)).captured
-    (tensor([0.1000, 0.1000, 0.1000], requires_grad=True),)
+    {'activation.0': tensor([0.1000, 0.1000, 0.1000], requires_grad=True)}
     >>> prepare(lambda x: x + torch.rand_like(x), torch.zeros(2, 3))
     'draws random numbers: it calls aten.rand_like.default'
     """
@@ -136,30 +126,31 @@ def prepare(activation: Any, x: Tensor, autocast: torch.dtype | None = None) -> 
     return _tried(fn, x.detach().requires_grad_())
 
 
-def _tried(fn: Function, x: Tensor) -> Recallable | str:
-    before, watch = _generator_state(x.device), _Watch()
+def _tried(fn: Function, x: Tensor) -> Activation | str:
+    generator, watch = _generator(x.device), _Watch()
+    before = None if generator is None else generator.get_state()
     try:
         with autocast_off(x), torch.enable_grad(), _unseen(), watch:
             y = fn(x.clone())  # it may work in place
     except Exception as error:
         return f"fails on an input of shape {tuple(x.shape)} ({error})"
     finally:
-        changed = before is not None and not torch.equal(before, _generator_state(x.device))
+        changed = before is not None and not torch.equal(before, generator.get_state())
         # If nothing here drew, another thread may have, and its numbers must not come again.
         if changed and watch.drew:
-            _set_generator_state(x.device, before)
+            generator.set_state(before)
     if watch.drew:
         return watch.drew
     if changed:
         return "draws random numbers, or another thread drew some at the same time"
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         return "changes the shape or dtype of its input"
-    captured = tuple(t for t in leaves(y) if t is not x)
+    captured = [t for t in leaves(y) if t is not x]
     del x, y  # what the call itself made is freed with them; what is left existed before
-    watched = watch.alive()
-    if _modified(watched):
+    if _modified(watch.versions):
         return "changes a tensor that it captured"
-    return Recallable(_guarded(fn, watched), captured)
+    named = dict(zip(captured_params(len(captured)), captured, strict=True))
+    return Activation(USER_FUNCTION, named, {"activation": _guarded(fn, watch.versions)})
 
 
 class _Watch(TorchDispatchMode):
@@ -167,12 +158,13 @@ class _Watch(TorchDispatchMode):
 
     Attributes:
         drew: "", or what makes the function random, as a phrase.
+        versions: of the tensors that still exist, when they were first read.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.drew = ""
-        self._seen: list[tuple[weakref.ref[Tensor], int]] = []
+        self.versions = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -182,28 +174,18 @@ class _Watch(TorchDispatchMode):
         for t in tree_leaves((args, kwargs)):
             if isinstance(t, Tensor):
                 source = t if t._base is None else t._base
-                self._seen.append((weakref.ref(source), source._version))
+                self.versions.setdefault(source, source._version)
         return func(*args, **(kwargs or {}))
 
-    def alive(self) -> list[tuple[weakref.ref[Tensor], int]]:
-        """The tensors that still exist, each once, with their versions at the first reading."""
-        first: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        for reference, version in self._seen:
-            t = reference()
-            if t is not None:
-                first.setdefault(id(t), (reference, version))
-        return list(first.values())
 
-
-def _modified(watched: list[tuple[weakref.ref[Tensor], int]]) -> list[tuple[int, int]]:
+def _modified(versions: Mapping[Tensor, int]) -> list[tuple[int, int]]:
     """Versions, then and now, of tensors that were changed in place since they were read."""
-    now = [(reference(), version) for reference, version in watched]
-    return [(v, t._version) for t, v in now if t is not None and t._version != v]
+    return [(then, t._version) for t, then in versions.items() if t._version != then]
 
 
-def _guarded(fn: Function, watched: list[tuple[weakref.ref[Tensor], int]]) -> Function:
+def _guarded(fn: Function, versions: Mapping[Tensor, int]) -> Function:
     def call(x: Tensor) -> Tensor:
-        for version, now in _modified(watched):
+        for version, now in _modified(versions):
             raise RuntimeError(
                 "a tensor that the activation function captured has been modified by an inplace "
                 f"operation: it was at version {version} and is at version {now}"
@@ -224,42 +206,35 @@ def _under_autocast(fn: Function, device_type: str, dtype: torch.dtype) -> Funct
     return call
 
 
-_OWN = frozenset(nn.Module().__dict__) - {"training"}
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in module.__dict__.items() if name not in _OWN}
-
-
-def _assign(module: nn.Module, attributes: dict[str, Any]) -> None:
-    for name in _attributes(module).keys() - attributes.keys():
-        del module.__dict__[name]
-    module.__dict__.update(attributes)
-
-
 def _with_state_of_now(module: nn.Module) -> Function:
     """`module` with the parameters and attributes that it and its submodules have now."""
     params: dict[str, Tensor] = dict(module.named_parameters())
-    states = [(m, _attributes(m)) for m in module.modules()]
+    states = [(m, dict(vars(m))) for m in module.modules()]
 
     def call(x: Tensor) -> Tensor:
-        later = [(m, _attributes(m)) for m, _ in states]
+        later = [(m, dict(vars(m))) for m, _ in states]
         try:
-            for m, attributes in states:
-                _assign(m, attributes)
+            _assign(states)
             made: Tensor = torch.func.functional_call(module, params, (x,))
-            if any(_differ(_attributes(m), attributes) for m, attributes in states):
-                raise RuntimeError("the activation changes its own attributes")
+            if any(_identities(vars(m)) != _identities(attributes) for m, attributes in states):
+                raise RuntimeError(
+                    "the activation module changes its own attributes when it is called"
+                )
             return made
         finally:
-            for m, attributes in later:
-                _assign(m, attributes)
+            _assign(later)
 
     return call
 
 
-def _differ(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() != b.keys() or any(a[name] is not b[name] for name in a)
+def _assign(states: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, attributes in states:
+        vars(module).clear()
+        vars(module).update(attributes)
+
+
+def _identities(attributes: Mapping[str, Any]) -> dict[str, int]:
+    return {name: id(value) for name, value in attributes.items()}
 
 
 def _unseen() -> Any:
@@ -270,16 +245,11 @@ def _unseen() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t)
 
 
-def _generator_state(device: torch.device) -> Any:
-    """That of torch's default generator; None while a CUDA graph is captured, which forbids it."""
+def _generator(device: torch.device) -> Any:
+    """torch's default generator; None while a CUDA graph is captured, which forbids reading it."""
     if device.type != "cuda":
-        return torch.get_rng_state()
-    capturing = torch.cuda.is_current_stream_capturing()
-    return None if capturing else torch.cuda.get_rng_state(device)
-
-
-def _set_generator_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return (
+        None if torch.cuda.is_current_stream_capturing() else torch.cuda.default_generators[index]
+    )

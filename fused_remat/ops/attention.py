@@ -12,15 +12,13 @@ from fused_remat.ops.checks import (
     check_heads,
     check_p,
     check_shape,
-    lengths_of,
     lists_attention_options,
-    mask_of,
     masks_given,
-    padding_of,
+    read_masks,
     seed_tensor,
 )
 from fused_remat.policies import Policy
-from fused_remat.spec import AttentionOptions, AttentionSpec, score_fields
+from fused_remat.spec import AttentionOptions, AttentionSpec, attention_fields
 
 
 @lists_attention_options
@@ -90,21 +88,15 @@ def attention(
     _check_shapes(query, key, value)
     batch, nhead, q_len, width = query.shape
     grid = (batch, nhead, q_len, key.shape[2])
-    tensors = {
-        "input": query, "key": key, "value": value,
-        "mask": mask_of(attn_mask, grid, query),
-        "padding": padding_of(key_padding_mask, grid, query),
-        "seed": seed_tensor(seed, query.device),
-        **lengths_of(key_lengths, cu_seqlens_q, cu_seqlens_k, grid, query),
-    }  # fmt: skip
+    bounds = (cu_seqlens_q, cu_seqlens_k, "cu_seqlens_q")
+    masks = read_masks(query, grid, attn_mask, key_padding_mask, key_lengths, *bounds)
     spec = AttentionSpec(
-        num_heads=nhead,
-        num_kv_heads=key.shape[1],
-        head_dim=width,
-        **score_fields(width, is_causal, options),
+        **attention_fields(nhead, key.shape[1], width, is_causal, options),
         dropout=check_p("dropout_p", dropout_p),
-        masks=masks_given(tensors),
+        masks=masks_given(masks),
     )
+    tensors = {"input": query, "key": key, "value": value, **masks}
+    tensors["seed"] = seed_tensor(seed, query.device)
     out = run_block(attention_graph(spec), policy, tensors, backend=backend)
     return out.view(batch, q_len, nhead, value.shape[-1]).transpose(1, 2)
 
@@ -117,4 +109,5 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     kv_heads, kv_len = key.shape[1:3]
     check_shape("key", key, (batch, "Hkv", "S_k", width), {"query": query})
     check_shape("value", value, (batch, kv_heads, kv_len, "Ev"), {"key": key})
-    check_heads(nhead, kv_heads, f"query {tuple(query.shape)} and key {tuple(key.shape)}")
+    names = f"H of query {tuple(query.shape)}", f"Hkv of key {tuple(key.shape)}"
+    check_heads(nhead, kv_heads, *names)

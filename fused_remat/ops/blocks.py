@@ -21,14 +21,12 @@ from fused_remat.ops.checks import (
     check_tensor,
     check_weights,
     hidden_width,
-    lengths_of,
     lists_attention_options,
-    mask_of,
     masks_given,
-    padding_of,
+    read_masks,
     seed_tensor,
 )
-from fused_remat.ops.pieces import rotary_fields, rotary_tensors
+from fused_remat.ops.pieces import rotary_fields, rotary_tensors, split_rope
 from fused_remat.policies import Policy
 from fused_remat.spec import (
     AttentionOptions,
@@ -37,11 +35,12 @@ from fused_remat.spec import (
     BranchSpec,
     LoraSpec,
     NormSpec,
+    attention_fields,
     lora_params,
     nn_layer_spec,
-    score_fields,
     transformer_spec,
 )
+from fused_remat.steps.user_function import Function
 
 #: A low-rank update: the name of a layer, A (rank, in), B (out, rank), scale.
 Update = tuple[str, Tensor, Tensor, float]
@@ -87,16 +86,13 @@ def encoder_block(
     (torch.Size([3, 5, 8]), torch.Size([16, 8]))
     """
     _check_stream(x, weights)
-    batch, seq_len, d_model = x.shape
+    *lead, d_model = x.shape
     if not isinstance(nhead, int):
         raise TypeError(f"nhead must be an int, got {nhead!r}")
     if nhead < 1 or d_model % nhead:
         raise ValueError(f"nhead must divide x's width, got {nhead} and {d_model}")
     act = resolve_activation(activation, x, (1, 2, hidden_width(x, weights)))
-    functions = dict(act.functions)
-    if functions:
-        fn = functions["activation"]
-        functions["activation"] = lambda up: fn(up.view(batch, seq_len, -1)).reshape(up.shape)
+    functions = {name: _on_batches(fn, lead) for name, fn in act.functions.items()}
     tensors = _inputs(x, nhead, seed, attn_mask, key_padding_mask)
     spec = nn_layer_spec(
         norm_first,
@@ -189,11 +185,10 @@ def causal_block(
     (torch.Size([3, 5, 8]), torch.Size([16, 8]))
     """
     _check_stream(x, weights)
-    kv_heads = nhead if kv_heads is None else kv_heads
-    head_dim = _head_dim(x, weights, nhead, kv_heads)
+    heads = _heads(x, weights, nhead, kv_heads)
     tensors = _inputs(x, nhead, seed, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
     q_norm, k_norm = weights.get("q_norm.weight"), weights.get("k_norm.weight")
-    tensors |= rotary_tensors(x, head_dim, rope, q_norm, k_norm)
+    tensors |= rotary_tensors(x, heads[2], *split_rope(rope), q_norm, k_norm)
     qk_norm_eps = eps if qk_norm_eps is None else qk_norm_eps
     p = check_p("dropout_p", dropout_p)
     p_attention = p if attention_dropout_p is None else attention_dropout_p
@@ -206,12 +201,9 @@ def causal_block(
         gated=weights.get("gate.weight") is not None,
         dropout=(check_p("attention_dropout_p", p_attention), p, p, p),
         loras=_lora_specs(lora, lora_dropout_p, x),
-        num_heads=nhead,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        **score_fields(head_dim, is_causal, options),
+        **attention_fields(*heads, is_causal, options),
         projection="split" if weights.get("qkv.weight") is None else "packed",
-        rotary=rope is not None,
+        rotary="cos" in tensors,
         interleaved=bool(rope_interleaved),
         qk_norm_eps=None if q_norm is None else float(qk_norm_eps),
         masks=masks_given(tensors),
@@ -280,26 +272,23 @@ def attention_block(
     if qkv_weight is None or proj_weight is None:
         raise TypeError("qkv_weight and proj_weight must be Tensors, got None")
     _check_stream(x, weights, argument_name)
-    kv_heads = nhead if kv_heads is None else kv_heads
-    head_dim = _head_dim(x, weights, nhead, kv_heads, argument_name)
+    heads = _heads(x, weights, nhead, kv_heads, argument_name)
     tensors = _inputs(x, nhead, seed, attn_mask, key_padding_mask, key_lengths, cu_seqlens)
-    heads = rotary_tensors(x, head_dim, rope, q_norm_weight, k_norm_weight)
+    tensors |= rotary_tensors(x, heads[2], *split_rope(rope), q_norm_weight, k_norm_weight)
     spec = AttentionSpec(
-        num_heads=nhead,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        **score_fields(head_dim, is_causal, options),
+        **attention_fields(*heads, is_causal, options),
         dropout=check_p("dropout_p", dropout_p),
         masks=masks_given(tensors),
-        **rotary_fields(heads, rope_interleaved, qk_norm_eps),
+        **rotary_fields(tensors, rope_interleaved, qk_norm_eps),
     )
-    p_residual = check_p("residual_dropout_p", residual_dropout_p)
     branch = BranchSpec(
-        op=spec, norm=NormSpec(kind=check_norm_kind(norm), eps=float(eps)), dropout=p_residual
+        op=spec,
+        norm=NormSpec(kind=check_norm_kind(norm), eps=float(eps)),
+        dropout=check_p("residual_dropout_p", residual_dropout_p),
     )
     block = BlockSpec(kind=f"{spec.heads_kind}attention_block", branches=(branch,))
     check_weights(x, weights, block, argument_name)
-    tensors |= {**weights, **heads}
+    tensors |= weights
     return run_block(block_graph(block), policy, tensors, backend=backend)
 
 
@@ -314,18 +303,24 @@ def _check_stream(
         raise ValueError(f"x has shape {tuple(x.shape)}, expected (B, S, D)")
 
 
-def _head_dim(
+def _on_batches(fn: Function, lead: Sequence[int]) -> Function:
+    """`fn`, which takes tensors (*lead, F), on matrices (tokens, F)."""
+    return lambda up: fn(up.view(*lead, -1)).reshape(up.shape)
+
+
+def _heads(
     x: Tensor,
     weights: Mapping[str, Tensor | None],
     nhead: int,
-    kv_heads: int,
+    kv_heads: int | None,
     shown: Callable[[str], str] = str,
-) -> int:
-    """E, from the rows of the packed projection, or of the one that makes the queries.
+) -> tuple[int, int, int]:
+    """H, Hkv, and E from the rows of the packed projection, or of the one that makes the queries.
 
     Raises: TypeError, ValueError for numbers of heads, and for rows that do not fit them.
     """
-    check_heads(nhead, kv_heads, "nhead and kv_heads")
+    kv_heads = nhead if kv_heads is None else kv_heads
+    check_heads(nhead, kv_heads)
     packed, q = weights.get("qkv.weight"), weights.get("q.weight")
     if (packed is None) == (q is None):
         raise ValueError("weights must have either qkv.weight, or q.weight, k.weight and v.weight")
@@ -339,7 +334,7 @@ def _head_dim(
             f"{shown(name)} has shape {tuple(weight.shape)}, expected rows in multiples of {heads} "
             f"heads to go with x of shape {tuple(x.shape)}"
         )
-    return rows // heads
+    return nhead, kv_heads, rows // heads
 
 
 def _inputs(
@@ -347,19 +342,14 @@ def _inputs(
     nhead: int,
     seed: int | Tensor | None,
     attn_mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    key_lengths: Tensor | None = None,
+    padding: Tensor | None,
+    lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> dict[str, Tensor | None]:
     """What a block takes besides weights, checked."""
     grid = (x.shape[0], nhead, x.shape[1], x.shape[1])
-    return {
-        "input": x,
-        "seed": seed_tensor(seed, x.device),
-        "mask": mask_of(attn_mask, grid, x),
-        "padding": padding_of(key_padding_mask, grid, x),
-        **lengths_of(key_lengths, cu_seqlens, None, grid, x, "cu_seqlens"),
-    }
+    masks = read_masks(x, grid, attn_mask, padding, lengths, cu_seqlens)
+    return {"input": x, "seed": seed_tensor(seed, x.device), **masks}
 
 
 def _lora_specs(given: Sequence[Update], p: float, x: Tensor) -> tuple[LoraSpec, ...]:
@@ -400,7 +390,7 @@ def _weights(
     for layer, a, b, _ in lora:
         if layer not in spec.linears:
             raise ValueError(
-                f"lora has no layer {layer!r} to update; valid: {', '.join(spec.linears)}"
+                f"lora: there is no layer {layer!r} to update; valid: {', '.join(spec.linears)}"
             )
         weight = weights[f"{layer}.weight"]
         assert weight is not None

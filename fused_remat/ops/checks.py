@@ -13,7 +13,14 @@ from torch import Tensor
 from fused_remat.autograd import run_block
 from fused_remat.graph.graph import Graph
 from fused_remat.policies import Policy
-from fused_remat.spec import AttentionOptions, AttentionSpec, BlockSpec, MLPSpec
+from fused_remat.spec import (
+    MASKS,
+    AttentionOptions,
+    AttentionSpec,
+    BlockSpec,
+    MLPSpec,
+    check_one_of,
+)
 from fused_remat.steps.attention_call import bounds
 from fused_remat.steps.norm import NORMS
 from fused_remat.steps.user_function import Function
@@ -51,8 +58,6 @@ def run_tokens(
     for name in graph.inputs:
         x = tensors[name]
         assert x is not None
-        if x.dim() < 1:
-            raise ValueError("expected an input of at least one dimension, got shape ()")
         inputs[name] = x if x.dim() == 3 else x.reshape(-1, 1, x.shape[-1])
     out = run_block(graph, policy, {**tensors, **inputs}, backend=backend, functions=functions)
     shape = tensors["input"].shape  # type: ignore[union-attr]
@@ -74,15 +79,18 @@ def check_tensor(
 
 
 def check_alike(tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise unless the tensors have the floating dtype and the device of the first.
+    """Raise unless the first is a floating tensor with a last dimension, and the others are alike.
 
-    Raises: TypeError for what is not a Tensor, RuntimeError for another dtype or device.
+    Raises: TypeError for what is not a Tensor, ValueError for a first one of no dimension,
+        RuntimeError for another dtype or device.
     """
     (first, x), *others = tensors.items()
     if not isinstance(x, Tensor):
         raise TypeError(f"{first} must be a Tensor, got {type(x).__name__}")
     if not x.is_floating_point():
         raise RuntimeError(f"{first} is {x.dtype}, expected a floating dtype")
+    if x.dim() < 1:
+        raise ValueError(f"{first} must have at least one dimension, got shape ()")
     for name, t in others:
         if t is not None:
             check_tensor(name, t, (x.dtype,), x, f", as {first}")
@@ -164,21 +172,17 @@ def argument_name(name: str) -> str:
     return name.replace(".", "_")
 
 
-def check_heads(nhead: int, kv_heads: int, of: str) -> None:
-    """Raise TypeError or ValueError unless `kv_heads` divides `nhead`; `of` says whose they are."""
+def check_heads(nhead: int, kv_heads: int, name: str = "nhead", kv_name: str = "kv_heads") -> None:
+    """Raise TypeError or ValueError unless `kv_heads` divides `nhead`; the caller has the names."""
     if not isinstance(nhead, int) or not isinstance(kv_heads, int):
-        raise TypeError(f"numbers of heads must be ints, got {nhead!r} and {kv_heads!r}")
+        raise TypeError(f"{name} and {kv_name} must be ints, got {nhead!r} and {kv_heads!r}")
     if kv_heads < 1 or nhead < 1 or nhead % kv_heads:
-        raise ValueError(
-            f"the number of key heads must divide the number of query heads, got {nhead} and "
-            f"{kv_heads} of {of}"
-        )
+        raise ValueError(f"{name} must be a multiple of {kv_name}, got {nhead} and {kv_heads}")
 
 
 def check_norm_kind(norm: str) -> str:
     """`norm`, if it is a row of `steps.norm.NORMS`; else ValueError."""
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
+    check_one_of("norm", norm, *NORMS)
     return norm
 
 
@@ -211,13 +215,35 @@ def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor | Non
     return torch.full((), seed, dtype=torch.int64, device=device)
 
 
-#: The tensor that says of each of `spec.MASKS` that a call passes it.
-_GIVEN = {"mask": "mask", "padding": "padding", "lengths": "lengths", "cu_seqlens": "cu_q"}
-
-
 def masks_given(tensors: Mapping[str, Tensor | None]) -> tuple[str, ...]:
     """The masks among a block's tensors, as `AttentionSpec.masks` has them."""
-    return tuple([name for name, key in _GIVEN.items() if tensors.get(key) is not None])
+    keys = [(name, "cu_q" if name == "cu_seqlens" else name) for name in MASKS]
+    return tuple([name for name, key in keys if tensors.get(key) is not None])
+
+
+def read_masks(
+    x: Tensor,
+    grid: Grid,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    key_lengths: Tensor | None = None,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+    name: str = "cu_seqlens",
+) -> dict[str, Tensor | None]:
+    """All that excludes keys, checked, by the blocks' names; the caller knows `cu_q` as `name`.
+
+    Raises: ValueError for shapes or values that do not fit; TypeError, RuntimeError for another
+        type, dtype or device.
+    """
+    if key_padding_mask is not None:
+        check_tensor("key_padding_mask", key_padding_mask, (torch.bool, x.dtype, torch.float32), x)
+        check_shape("key_padding_mask", key_padding_mask, (grid[0], grid[3]))
+    return {
+        "mask": mask_of(attn_mask, grid, x),
+        "padding": key_padding_mask,
+        **_lengths(key_lengths, cu_q, cu_k, grid, x, name),
+    }
 
 
 def mask_of(mask: Tensor | None, grid: Grid, x: Tensor) -> Tensor | None:
@@ -236,67 +262,49 @@ def mask_of(mask: Tensor | None, grid: Grid, x: Tensor) -> Tensor | None:
     return mask if mask.dim() == 2 else mask.view(shape)
 
 
-def padding_of(mask: Tensor | None, grid: Grid, x: Tensor) -> Tensor | None:
-    """`mask` if it is (B, S_k).
-
-    Raises: ValueError for another shape; TypeError, RuntimeError for another type, dtype or device.
-    """
-    if mask is not None:
-        check_tensor("key_padding_mask", mask, (torch.bool, x.dtype, torch.float32), x)
-        check_shape("key_padding_mask", mask, (grid[0], grid[3]))
-    return mask
-
-
-def lengths_of(
+def _lengths(
     key_lengths: Tensor | None,
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     grid: Grid,
     x: Tensor,
-    name: str = "cu_seqlens_q",
+    name: str,
 ) -> dict[str, Tensor]:
-    """Key lengths (B,), or the bounds of packed sequences (N + 1,), by the blocks' names.
+    """Key lengths (B,), or the bounds of packed sequences (N + 1,); `cu_k` None is as `cu_q`.
 
-    The caller knows `cu_q` as `name`; `cu_k` None is as `cu_q`. Values are checked on a CPU only: a
-    GPU would have to be waited for, and while compiling they are not known.
-
-    Raises: ValueError for shapes or values that do not fit, or for lengths of both kinds;
-        TypeError, RuntimeError for another type, dtype or device.
+    Values are checked on a CPU only: a GPU would have to be waited for, and while compiling they
+    are not known.
     """
     batch, _, q_len, kv_len = grid
     if key_lengths is not None:
         if cu_q is not None or cu_k is not None:
             raise ValueError(
-                f"key_lengths is for padded sequences and {name} for packed ones: not both"
+                f"key_lengths is for padded sequences, {name} for packed ones: pass one, not both"
             )
-        _check_lengths(key_lengths, batch, kv_len, x)
+        check_tensor("key_lengths", key_lengths, (torch.int32, torch.int64), x)
+        check_shape("key_lengths", key_lengths, (batch,))
+        for b, value in enumerate(key_lengths.tolist() if _is_known(key_lengths) else []):
+            if not 0 <= value <= kv_len:
+                raise ValueError(
+                    f"key_lengths[{b}] is {value}, expected 0 to {kv_len}, the number of keys"
+                )
         return {"lengths": key_lengths}
     if cu_q is None:
         if cu_k is not None:
-            raise ValueError(f"cu_seqlens_k needs {name} beside it")
+            raise ValueError(f"cu_seqlens_k is given without {name}")
         return {}
     if batch != 1:
         raise ValueError(f"{name} needs all sequences in a batch of 1, got a batch of {batch}")
-    if cu_k is None and q_len != kv_len:
-        raise ValueError(
-            f"cu_seqlens_k is needed if there are not as many keys as queries: {kv_len}, {q_len}"
-        )
     _check_bounds(name, cu_q, q_len, x)
-    if cu_k is None:
-        return {"cu_q": cu_q, "cu_k": cu_q}
-    _check_bounds("cu_seqlens_k", cu_k, kv_len, x)
-    check_shape("cu_seqlens_k", cu_k, cu_q.shape, {name: cu_q})
-    return {"cu_q": cu_q, "cu_k": cu_k}
-
-
-def _check_lengths(lengths: Tensor, batch: int, kv_len: int, x: Tensor) -> None:
-    check_tensor("key_lengths", lengths, (torch.int32, torch.int64), x)
-    check_shape("key_lengths", lengths, (batch,))
-    for b, value in enumerate(lengths.tolist() if _is_known(lengths) else []):
-        if not 0 <= value <= kv_len:
-            raise ValueError(
-                f"key_lengths[{b}] is {value}, expected 0 to {kv_len}, the number of keys"
-            )
+    if cu_k is not None:
+        _check_bounds("cu_seqlens_k", cu_k, kv_len, x)
+        check_shape("cu_seqlens_k", cu_k, cu_q.shape, {name: cu_q})
+    elif q_len != kv_len:
+        raise ValueError(
+            f"cu_seqlens_k is missing: there are {q_len} queries and {kv_len} keys, so {name} "
+            "cannot stand for both"
+        )
+    return {"cu_q": cu_q, "cu_k": cu_q if cu_k is None else cu_k}
 
 
 def _check_bounds(name: str, cu: Tensor, tokens: int, x: Tensor) -> None:

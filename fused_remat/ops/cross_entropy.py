@@ -148,8 +148,6 @@ def _checked(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
     check_tensor("weight", weight, dtypes, hidden, why)
     if bias is not None:
         check_tensor("bias", bias, dtypes, hidden, why)
-    if hidden.dim() < 1:
-        raise ValueError("hidden must have at least one dimension, got shape ()")
     check_shape("weight", weight, ("V", hidden.shape[-1]), {"hidden": hidden})
     if weight.shape[0] < 1:
         raise ValueError(f"weight must have a row for each class, got shape {tuple(weight.shape)}")

@@ -274,7 +274,7 @@ def rotary(
     """
     check_alike({"qkv": qkv})
     kv_heads = nhead if kv_heads is None else kv_heads
-    check_heads(nhead, kv_heads, "nhead and kv_heads")
+    check_heads(nhead, kv_heads)
     heads = nhead + 2 * kv_heads
     if qkv.dim() != 3 or qkv.shape[-1] % heads:
         raise ValueError(
@@ -282,10 +282,11 @@ def rotary(
             f"{kv_heads} key and {kv_heads} value heads"
         )
     head_dim = qkv.shape[-1] // heads
-    rope = None if cos is None and sin is None else (cos, sin)
-    tensors = rotary_tensors(qkv, head_dim, rope, q_norm_weight, k_norm_weight)
+    tensors = rotary_tensors(qkv, head_dim, cos, sin, q_norm_weight, k_norm_weight)
     if not tensors:
-        raise ValueError("nothing to do: neither cos and sin nor q_norm_weight and k_norm_weight")
+        raise ValueError(
+            "rotary has nothing to do: pass cos and sin, or q_norm_weight and k_norm_weight"
+        )
     spec = AttentionSpec(
         num_heads=nhead, num_kv_heads=kv_heads, head_dim=head_dim, scale=1.0,
         **rotary_fields(tensors, interleaved, eps),
@@ -314,8 +315,6 @@ def _mlp(
     `shown`: what the caller calls the weights.
     """
     check_alike({"x": x, **{shown(name): t for name, t in weights.items()}})
-    if x.dim() < 1:
-        raise ValueError("x must have at least one dimension, got shape ()")
     gated = "gate.weight" in weights
     hidden = hidden_width(x, weights, shown)
     act = resolve_activation(activation, x, (2, hidden), "a gated MLP" if gated else "")
@@ -344,10 +343,21 @@ def _norm(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps:
     return norm_graph(NormSpec(kind=kind, eps=float(eps))), tensors, {}
 
 
+def split_rope(rope: object) -> tuple[Tensor | None, Tensor | None]:
+    """cos and sin of a caller's `rope`, both None for None. Raises: TypeError for anything else."""
+    if rope is None:
+        return None, None
+    if not isinstance(rope, tuple | list) or len(rope) != 2:
+        shape = f" of shape {tuple(rope.shape)}" if isinstance(rope, Tensor) else ""
+        raise TypeError(f"rope takes two Tensors, (cos, sin), got {type(rope).__name__}{shape}")
+    return rope[0], rope[1]
+
+
 def rotary_tensors(
     x: Tensor,
     head_dim: int,
-    rope: tuple[Tensor | None, Tensor | None] | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
 ) -> dict[str, Tensor]:
@@ -356,18 +366,14 @@ def rotary_tensors(
     Raises: TypeError, ValueError, RuntimeError for what does not fit x and heads of `head_dim`.
     """
     found: dict[str, Tensor] = {}
-    if rope is not None:
-        given = rope if isinstance(rope, tuple | list) else (rope,)
-        cos, sin = given if len(given) == 2 else (None, None)
-        if not isinstance(cos, Tensor) or not isinstance(sin, Tensor):
-            types = ", ".join(type(t).__name__ for t in given)
-            raise TypeError(f"rope takes two Tensors, (cos, sin), got {types}")
-        found = {"cos": _table("cos", cos, x, head_dim), "sin": _table("sin", sin, x, head_dim)}
-        check_shape("sin", found["sin"], found["cos"].shape, {"cos": found["cos"]})
-        if sin.dtype != cos.dtype:
-            raise RuntimeError(f"sin is {sin.dtype} and cos {cos.dtype}: both must have one dtype")
+    if cos is not None or sin is not None:
+        c, s = _table("cos", cos, x, head_dim), _table("sin", sin, x, head_dim)
+        check_shape("sin", s, c.shape, {"cos": c})
+        if s.dtype != c.dtype:
+            raise RuntimeError(f"sin is {s.dtype} and cos {c.dtype}: both must have one dtype")
+        found = {"cos": c, "sin": s}
     if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_norm_weight and k_norm_weight go together, got one of them")
+        raise ValueError("q_norm_weight and k_norm_weight go together; one of them is None")
     check_alike({"x": x, "q_norm_weight": q_weight, "k_norm_weight": k_weight})
     for name, weight in (("q_norm", q_weight), ("k_norm", k_weight)):
         if weight is not None:
@@ -376,8 +382,14 @@ def rotary_tensors(
     return found
 
 
-def _table(name: str, table: Tensor, x: Tensor, head_dim: int) -> Tensor:
+def _table(name: str, table: Any, x: Tensor, head_dim: int) -> Tensor:
     """The table, without a batch dimension of one."""
+    check_tensor(name, table, (x.dtype, torch.float32), x)
+    if table.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} requires a gradient, and rotary tables get none: detach it, or call without "
+            "gradients"
+        )
     batch, seq_len = x.shape[:2]
     shape = tuple(table.shape)
     lead, width = shape[:-1], 2 * shape[-1] if shape else 0
@@ -387,16 +399,13 @@ def _table(name: str, table: Tensor, x: Tensor, head_dim: int) -> Tensor:
             f"with R at most {head_dim}, the width of a head, to go with x of shape "
             f"{tuple(x.shape)}"
         )
-    check_tensor(name, table, (x.dtype, torch.float32), x)
-    if table.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} requires a gradient, and rotary tables get none: detach it, or call without "
-            "gradients"
-        )
-    return table[0] if table.dim() == 3 and table.shape[0] == 1 else table
+    squeezed: Tensor = table[0] if table.dim() == 3 and table.shape[0] == 1 else table
+    return squeezed
 
 
-def rotary_fields(tensors: Mapping[str, Tensor], interleaved: bool, eps: float) -> dict[str, Any]:
+def rotary_fields(
+    tensors: Mapping[str, Tensor | None], interleaved: bool, eps: float
+) -> dict[str, Any]:
     """What an `AttentionSpec` says of the tensors that `rotary_tensors` found."""
     fields: dict[str, Any] = {}
     if "cos" in tensors:
