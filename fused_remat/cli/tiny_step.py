@@ -32,8 +32,8 @@ def examine(device: str, dtype: torch.dtype) -> dict[str, Any]:
     ('eager', None, True)
     """
     row: dict[str, Any] = {"device": device, "dtype": str(dtype).removeprefix("torch.")}
-    unknown = ("attention", "attention_dropout", "difference", "stock", "error")
-    row |= dict.fromkeys(unknown)
+    row |= dict.fromkeys(("attention", "attention_dropout", "difference", "stock", "error"))
+    row["ok"] = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FusedRematWarning)  # the result has the reasons
         row |= _backends(device, dtype)
@@ -41,26 +41,19 @@ def examine(device: str, dtype: torch.dtype) -> dict[str, Any]:
             row["attention"] = attention(device, dtype, 0.0)
             row["attention_dropout"] = attention(device, dtype, 0.1)
             row["difference"], row["stock"] = differences(device, dtype)
+            # A comparison with NaN is False.
+            row["ok"] = row["difference"] <= 2 * row["stock"] + torch.finfo(dtype).eps
         except Exception as error:  # any error is a finding
             row["error"] = f"{type(error).__name__}: {error}"
-    return row | {"ok": _is_ok(row["difference"], row["stock"], dtype)}
-
-
-def _is_ok(difference: float | None, stock: float | None, dtype: torch.dtype) -> bool:
-    if difference is None or stock is None:
-        return False
-    return difference <= 2 * stock + torch.finfo(dtype).eps  # False for NaN
+    return row
 
 
 def _backends(device: str, dtype: torch.dtype) -> dict[str, Any]:
     x = torch.empty(1, device=device, dtype=dtype)
     chosen = choose.ops_for("auto", x).name
-    why_not: dict[str, str] = {}
-    for name in choose.BACKENDS:
-        reason = choose.why_not(name, x.device, dtype)
-        if name != chosen and reason is not None:
-            why_not[name] = reason
-    return {"backend": chosen, "why_not": why_not}
+    others = [name for name in choose.BACKENDS if name != chosen]
+    reasons = {name: choose.why_not(name, x.device, dtype) for name in others}
+    return {"backend": chosen, "why_not": {name: why for name, why in reasons.items() if why}}
 
 
 def attention(device: str, dtype: torch.dtype, dropout: float) -> str:

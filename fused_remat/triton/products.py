@@ -28,7 +28,7 @@ from fused_remat.steps.linear import Affine
 from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import QuantizeCall, quantize
 from fused_remat.triton import norm as norms
-from fused_remat.triton import storage
+from fused_remat.triton import storage, tables
 from fused_remat.triton.launch import (
     INTERPRETED,
     Launch,
@@ -42,7 +42,7 @@ from fused_remat.triton.launch import (
 )
 from fused_remat.triton.pointwise import PAIRS, dropout_add_fwd
 from fused_remat.triton.storage import Codes, codes_of, new_parts
-from fused_remat.triton.tables import Tile, ends_in_kernel, mlp_bwd_in_one, tile_for
+from fused_remat.triton.tables import Tile, family, tile_for
 
 #: A matrix or None, and the rows and columns of its tile.
 _Tiled = tuple[Tensor | None, int, int]
@@ -52,7 +52,7 @@ def _says_linear(key: tuple[Any, ...], *_: Any, **__: Any) -> str:
     _, device, ends = key
     if not ends:
         return "ATen's addmm: nothing follows that could be fused"
-    if ends_in_kernel(target_of(device)):
+    if family(target_of(device)) in tables.LINEAR_END_IN_KERNEL:
         return "kernel linear_fwd, dropout and residual in its end"
     return "ATen's addmm, then kernel dropout_add_fwd"
 
@@ -66,7 +66,7 @@ def linear_fwd_triton(x, weight, bias, residual=None, mask=None, out=None):
             return torch.mm(x, weight.t(), out=out)
         return torch.addmm(bias, x, weight.t(), out=out)
     target = target_of(x.device)
-    if ends_in_kernel(target):
+    if family(target) in tables.LINEAR_END_IN_KERNEL:
         y = x.new_empty((x.shape[0], weight.shape[0])) if out is None else out
         linear_fwd(x, weight, bias, residual, mask, None, None, y, target).run()
         return y
@@ -146,7 +146,7 @@ def _parts_of(made: tuple[Tensor | None, Codes | None], call: QuantizeCall | Non
 
 
 def _says_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
-    if mlp_bwd_in_one(target_of(key[2])):
+    if family(target_of(key[2])) in tables.MLP_BWD_IN_ONE:
         return "one kernel: both products of a tile; what is rebuilt is not written"
     return "ATen's addmm rebuilds; then one kernel: a product and the activation's backward"
 
@@ -155,7 +155,7 @@ def _says_mlp_bwd(key: tuple[Any, ...], *_: Any) -> str:
 def mlp_bwd_triton(act, dy, x, gate, up, down, mask, needs_act):
     target = target_of(x.device)
     dup = x.new_empty((x.shape[0], up[0].shape[0]))
-    if not mlp_bwd_in_one(target):
+    if family(target) not in tables.MLP_BWD_IN_ONE:
         dgate, pre = None if gate is None else F.linear(x, *gate), F.linear(x, *up)
         y = pre if needs_act else None  # in place, like dgate
         linear_act_bwd(dy, down, dgate, pre, mask, act, y, dgate, dup, target).run()

@@ -46,14 +46,20 @@ def family(target: Target) -> str:
     return FAMILIES.get(target.arch, "small") if target.kind == "cuda" else target.kind
 
 
-_AMPERE = (Tile(128, 128, 32, 8, 4, parts=2), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4))
-_SMALL = (Tile(128, 128, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3))
-_HIP = (Tile(128, 128, 32, 8, 2), Tile(64, 64, 32, 4, 2))
-# For ends that hold several tiles at once.
-_AMPERE_PARTS = (Tile(128, 128, 32, 8, 4, parts=4), Tile(64, 64, 32, 4, 4, parts=2))
-_SMALL_PARTS = (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3, parts=2))
-_HIP_PARTS = (Tile(128, 128, 32, 8, 2, parts=4), Tile(64, 64, 32, 4, 2, parts=2))
 _INTERPRETED = (Tile(32, 32, 32, 4, 1), Tile(16, 32, 16, 4, 1, parts=2, group=2))
+# The other families' tiles of most kernels; and those for ends that hold several tiles at once.
+_OTHERS = {
+    "ampere": (Tile(128, 128, 32, 8, 4, parts=2), Tile(64, 128, 32, 4, 4), Tile(64, 64, 32, 4, 4)),
+    "small": (Tile(128, 128, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3)),
+    "hip": (Tile(128, 128, 32, 8, 2), Tile(64, 64, 32, 4, 2)),
+    "interpreter": _INTERPRETED,
+}
+_OTHERS_PARTS = {
+    "ampere": (Tile(128, 128, 32, 8, 4, parts=4), Tile(64, 64, 32, 4, 4, parts=2)),
+    "small": (Tile(128, 64, 32, 8, 3, parts=2), Tile(64, 64, 32, 4, 3, parts=2)),
+    "hip": (Tile(128, 128, 32, 8, 2, parts=4), Tile(64, 64, 32, 4, 2, parts=2)),
+    "interpreter": _INTERPRETED,
+}
 
 #: Kernel -> family -> tiles, the largest first, for operands of 16 bits. "gated_act_bwd" is
 #: `linear_act_bwd` with a gate.
@@ -70,10 +76,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             Tile(128, 128, 64, 8, 4),
             Tile(64, 64, 64, 4, 4, parts=2),
         ),
-        "ampere": _AMPERE,
-        "small": _SMALL,
-        "hip": _HIP,
-        "interpreter": _INTERPRETED,
+        **_OTHERS,
     },
     "gated_mlp_fwd": {
         "hopper": (Tile(128, 128, 64, 8, 3, parts=2), Tile(64, 64, 64, 4, 4)),
@@ -90,26 +93,17 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             Tile(64, 64, 64, 4, 4, parts=2),
         ),
         "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
-        "ampere": _AMPERE_PARTS,
-        "small": _SMALL_PARTS,
-        "hip": _HIP_PARTS,
-        "interpreter": _INTERPRETED,
+        **_OTHERS_PARTS,
     },
     "gated_act_bwd": {
         "hopper": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
         "blackwell": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
-        "ampere": _AMPERE_PARTS,
-        "small": _SMALL_PARTS,
-        "hip": _HIP_PARTS,
-        "interpreter": _INTERPRETED,
+        **_OTHERS_PARTS,
     },
     "mlp_bwd": {
         "hopper": (Tile(128, 128, 64, 8, 3, parts=4), Tile(64, 64, 64, 4, 4, parts=2)),
         "blackwell": (Tile(128, 128, 64, 8, 3, parts=8), Tile(64, 64, 64, 4, 4, parts=2)),
-        "ampere": _AMPERE_PARTS,
-        "small": _SMALL_PARTS,
-        "hip": _HIP_PARTS,
-        "interpreter": _INTERPRETED,
+        **_OTHERS_PARTS,
     },
     "gated_mlp_bwd": {
         "hopper": (Tile(128, 64, 64, 8, 4), Tile(64, 64, 64, 4, 3, parts=2)),
@@ -130,10 +124,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             Tile(128, 128, 64, 8, 4),
             Tile(64, 64, 64, 4, 4),
         ),
-        "ampere": _AMPERE,
-        "small": _SMALL,
-        "hip": _HIP,
-        "interpreter": _INTERPRETED,
+        **_OTHERS,
     },
     "cross_entropy_bwd": {
         "hopper": (
@@ -146,10 +137,7 @@ TILES: dict[str, dict[str, tuple[Tile, ...]]] = {
             Tile(128, 128, 64, 8, 4, parts=2),
             Tile(64, 64, 64, 4, 4),
         ),
-        "ampere": _AMPERE,
-        "small": _SMALL,
-        "hip": _HIP,
-        "interpreter": _INTERPRETED,
+        **_OTHERS,
     },
 }
 
@@ -177,16 +165,6 @@ LINEAR_END_IN_KERNEL = frozenset({"interpreter"})
 #: computes the pre-activation first, and `linear_act_bwd` reads it at the end of the second
 #: product: tiles that leave room for two products are too small for the speed of the tensor cores.
 MLP_BWD_IN_ONE = frozenset({"ampere", "small", "hip", "interpreter"})
-
-
-def ends_in_kernel(target: Target) -> bool:
-    """Whether a kernel computes a linear layer that ends in dropout or a residual."""
-    return family(target) in LINEAR_END_IN_KERNEL
-
-
-def mlp_bwd_in_one(target: Target) -> bool:
-    """Whether an MLP's backward runs `mlp_bwd` rather than `linear_act_bwd`."""
-    return family(target) in MLP_BWD_IN_ONE
 
 
 @dataclass(frozen=True)
