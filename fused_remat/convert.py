@@ -41,13 +41,8 @@ _STOCK = {fused: stock for stock, fused in LAYERS.items()}
 
 def _is_known(stock: type[nn.Module]) -> bool:
     """Whether there is a fused class for a layer class."""
-    known = rows.architecture_of(stock) is not None and stock not in FUSED.values()
-    return stock in LAYERS or known
-
-
-def _class_for(stock: type[nn.Module]) -> type[FusedLayer] | None:
-    """The fused class for a layer class."""
-    return LAYERS.get(stock) or fused_class(stock)
+    of_transformers = rows.architecture_of(stock) is not None and stock not in FUSED.values()
+    return stock in LAYERS or of_transformers
 
 
 def _fused_layers(model: nn.Module) -> Iterator[tuple[str, FusedLayer]]:
@@ -102,7 +97,8 @@ def convert(
     done: list[FusedLayer] = []
     try:
         for module in chosen:
-            module.__class__ = _class_for(type(module))  # type: ignore[assignment]
+            stock = type(module)
+            module.__class__ = LAYERS.get(stock) or fused_class(stock)  # type: ignore[assignment]
             assert isinstance(module, FusedLayer)
             done.append(module)
             module.policy = policy

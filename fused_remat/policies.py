@@ -135,7 +135,7 @@ class Policy:
 
 
 def _written(save: Iterable[str] | Mapping[str, str]) -> frozenset[str]:
-    """Names as in `Policy.save`. Raises: TypeError and ValueError, as `Policy`."""
+    """Names as in `Policy.save`."""
     pairs: list[tuple[str, str]] = []
     for name in save:
         stored = save[name] if isinstance(save, Mapping) else NATIVE
@@ -156,7 +156,7 @@ def _written(save: Iterable[str] | Mapping[str, str]) -> frozenset[str]:
 
 
 def _offloaded(offload: Iterable[str], kept: Iterable[str], segment: str | None) -> frozenset[str]:
-    """Names as in `Policy.offload`, of a policy that keeps `kept`. Raises as `_written`."""
+    """Names as in `Policy.offload`, of a policy that keeps `kept`."""
     names = tuple(offload)
     for name in names:
         if not isinstance(name, str):
@@ -174,7 +174,6 @@ def _offloaded(offload: Iterable[str], kept: Iterable[str], segment: str | None)
 
 
 def _check_format(name: str, stored: str) -> None:
-    """Raises: ValueError if `stored`, the format of `name`, is unknown."""
     if stored not in (NATIVE, *FORMATS):
         valid = ", ".join((NATIVE, *FORMATS))
         raise ValueError(f"unknown format {stored!r} for {name!r}; valid formats: {valid}")
@@ -202,11 +201,6 @@ def kept_names(
         ValueError: for an unknown preset, or a name that the block does not have. The message lists
             the valid ones.
         TypeError: if `policy` is neither a string nor a Policy.
-
-    >>> from fused_remat.graph.build import block_graph
-    >>> from fused_remat.spec import nn_layer_spec
-    >>> sorted(kept_names("balanced", block_graph(nn_layer_spec(True, 4, 16, "gelu"))))
-    ['attn', 'mid']
     """
     names = tuple(graph.names if valid is None else valid)
     if isinstance(policy, str):

@@ -21,7 +21,6 @@ The seed is an int64 tensor on the device, so that drawing it never waits for th
 from __future__ import annotations
 
 import functools
-import struct
 
 import numpy as np
 import torch
@@ -46,10 +45,6 @@ MIX64_MUL2 = 0x94D049BB133111EB
 _CACHED = 1 << 18
 # Up to this many elements on a CPU, numpy is faster, since its calls cost less.
 _SMALL = 1 << 14
-
-
-def _bits(value: float) -> int:
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 def _signed(value: int, bits: int) -> int:
@@ -148,7 +143,7 @@ def keep_scale(
         steps = torch.arange(heads, device=device).mul_(head_stride)[:, None] + steps
     row_keys = _mix64(steps.view(-1).mul_(_GOLDEN64_S).add_(site_key))
     columns = torch.arange(col0, col0 + width, dtype=torch.int32, device=device)
-    one = _bits(scale(p)) if dtype == torch.float32 else 1
+    one = int(np.float32(scale(p)).view(np.int32)) if dtype == torch.float32 else 1  # its bits
     _survivors(row_keys, columns.mul_(_GOLDEN32_S), p, one, hashed)
     if dtype == torch.float32:
         return hashed.view(torch.float32)

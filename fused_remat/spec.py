@@ -14,6 +14,7 @@ spec (`graph.text`).
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
@@ -267,7 +268,7 @@ class LoraSpec:
 
     Attributes:
         layer: the layer's name: "qkv", "q", "proj", "gate", "fc1", "fc2", ...
-        scale, dropout: the factor of the update, and the dropout probability of its input.
+        scale, dropout: the factor of the update; the dropout probability of its input.
         dtype: of A, B and the product between them; None for the block's. (PEFT keeps adapters in
             float32 beside a model in 16 bits.)
     """
@@ -384,10 +385,8 @@ class BlockSpec:
 
     def linear_shapes(self, width: int, hidden: int) -> dict[str, tuple[int, int]]:
         """(out, in) of every linear layer of a block of `width` whose MLP is `hidden` wide."""
-        shapes: dict[str, tuple[int, int]] = {}
-        for branch in self.branches:
-            shapes.update(branch.op.linear_shapes(width, hidden))
-        return shapes
+        shapes = [branch.op.linear_shapes(width, hidden).items() for branch in self.branches]
+        return dict(itertools.chain(*shapes))
 
     def on_rank(self, parallel: ParallelSpec) -> BlockSpec:
         """The block of one rank of a tensor-parallel group, with the rank's heads."""
@@ -471,9 +470,6 @@ def nn_layer_spec(
         memory_causal, memory_masks: of the attention to "memory".
         captured: as in `MLPSpec`.
         true_means, projection: as in `AttentionSpec`.
-
-    >>> nn_layer_spec(True, 4, 16, "gelu", (1e-5,) * 3).kind
-    'decoder_prenorm'
     """
     decodes = len(eps) == 3
     ps = dropout if isinstance(dropout, tuple) else (dropout,) * (2 * len(eps))
@@ -528,12 +524,6 @@ def transformer_spec(
         rotary, interleaved: whether query and key heads are rotated, and `RotarySpec.interleaved`.
         qk_norm_eps: of an RMSNorm of query and key heads before the rotation; None for no norm.
         attention: other fields of `AttentionSpec`.
-
-    Raises: ValueError for an unknown placement.
-
-    >>> transformer_spec("rms_norm", 1e-6, "silu", gated=True, rotary=True,
-    ...     num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, window=(-1, 0)).kind
-    'rotary_transformer_prenorm'
     """
     p_attention, p_first, p_mlp, p_second = dropout
     head_norm = None

@@ -29,14 +29,6 @@ def in_formats(graph: Graph, save: Collection[str]) -> Graph:
 
     Raises: ValueError for a format of the output, which is the caller's tensor; and for a format
         that keeps signs only, of anything but a ReLU's input.
-
-    >>> from fused_remat.graph.build import block_graph
-    >>> from fused_remat.spec import nn_layer_spec
-    >>> graph = in_formats(block_graph(nn_layer_spec(True, 4, 16, "gelu")), {"attn", "up:int8"})
-    >>> [node.name for node in graph.nodes if node.quantizes]
-    ['up:int8']
-    >>> [node.label for node in graph.quantized_nodes]
-    ['up from up:int8', 'act from up:int8']
     """
     stored = tuple(sorted(name for name in save if split_name(name)[1] != NATIVE))
     if not stored:
@@ -81,10 +73,7 @@ def _quantized(graph: Graph, names: tuple[str, ...]) -> Graph:
 
 
 def _loading(node: Node, quantizes: list[Quantize]) -> Node | None:
-    """`node` reading these inputs as they are stored; None if it cannot.
-
-    Raises: ValueError if one of them is kept as signs, and the node's backward needs values.
-    """
+    """`node` reading these inputs as they are stored; None if it cannot."""
     signs = [quantize for quantize in quantizes if quantize.format.signs]
     relu = isinstance(node, MLPActivation) and node.act == "relu" and not node.gate
     if signs and not relu:

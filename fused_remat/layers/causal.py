@@ -183,10 +183,7 @@ def read_call(
     key_lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> LayerCall | Reason:
-    """The block of a call of a `CausalLayer`, or why the fused path cannot serve it.
-
-    Raises: TypeError, ValueError, RuntimeError for inputs that do not fit.
-    """
+    """The block of a call of a `CausalLayer`, or why the fused path cannot serve it."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, got {type(x).__name__}")
     if x.dim() != 3 or x.shape[-1] != layer.d_model or not x.is_floating_point():
@@ -203,11 +200,7 @@ def read_call(
 
 
 def _describe(parts: Parts, inputs: Mapping[str, Tensor | None]) -> LayerCall:
-    """A call of a layer of these parts.
-
-    Raises: ValueError for attributes that were set to values that no layer has.
-    """
-    layer = parts.layer
+    layer = parts.layer  # its attributes may have been set since
     p = check_p("dropout", layer.dropout) if layer.training else 0.0
     p_attention = check_p("attention_dropout", layer.attention_dropout)
     check_window(layer.window)  # -1 would mean no window to a block

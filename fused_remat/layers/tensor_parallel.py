@@ -151,8 +151,6 @@ def _local_call(call: LayerCall, x: Tensor, place: ParallelSpec, seeded: bool) -
     """This rank's part of a call that was read by whole shapes; `x` is its own input.
 
     `seeded`: the policy draws random numbers.
-
-    Raises: RuntimeError for what is not divided.
     """
     reason = _why_not(call)
     if reason is not None:

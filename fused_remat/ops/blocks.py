@@ -315,10 +315,7 @@ def _heads(
     kv_heads: int | None,
     shown: Callable[[str], str] = str,
 ) -> tuple[int, int, int]:
-    """H, Hkv, and E from the rows of the packed projection, or of the one that makes the queries.
-
-    Raises: TypeError, ValueError for numbers of heads, and for rows that do not fit them.
-    """
+    """H, Hkv, and E from the rows of the packed projection, or of that of the queries."""
     kv_heads = nhead if kv_heads is None else kv_heads
     check_heads(nhead, kv_heads)
     packed, q = weights.get("qkv.weight"), weights.get("q.weight")
@@ -353,11 +350,7 @@ def _inputs(
 
 
 def _lora_specs(given: Sequence[Update], p: float, x: Tensor) -> tuple[LoraSpec, ...]:
-    """The plain numbers of updates in a block of `x`, with dropout `p` of what each reads.
-
-    Raises: TypeError for what is no update; RuntimeError for a dtype that is neither that of `x`
-        nor float32, or another device.
-    """
+    """The plain numbers of updates in a block of `x`, with dropout `p` of what each reads."""
     p, specs = check_p("lora_dropout_p", p), []
     for update in given:
         if not isinstance(update, tuple) or len(update) != 4:
@@ -378,10 +371,7 @@ def _lora_specs(given: Sequence[Update], p: float, x: Tensor) -> tuple[LoraSpec,
 def _weights(
     x: Tensor, weights: Mapping[str, Tensor | None], spec: BlockSpec, lora: Sequence[Update]
 ) -> dict[str, Tensor | None]:
-    """`weights` and the matrices of updates, by the block's names.
-
-    Raises: ValueError unless they are those of the block `spec` of `x`, and fit.
-    """
+    """`weights` and the matrices of updates by the names of the block `spec`, checked."""
     unknown = sorted(set(weights).difference(spec.weights))
     if unknown:
         valid = ", ".join(sorted(spec.weights))

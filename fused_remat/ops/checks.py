@@ -79,11 +79,8 @@ def check_tensor(
 
 
 def check_alike(tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise unless the first is a floating tensor with a last dimension, and the others are alike.
-
-    Raises: TypeError for what is not a Tensor, ValueError for a first one of no dimension,
-        RuntimeError for another dtype or device.
-    """
+    """Raise unless the first is a floating tensor of one dimension or more, and all others are
+    None or have its dtype and device."""
     (first, x), *others = tensors.items()
     if not isinstance(x, Tensor):
         raise TypeError(f"{first} must be a Tensor, got {type(x).__name__}")
@@ -124,10 +121,7 @@ def _shown(shape: Sequence[int | str]) -> str:
 def hidden_width(
     x: Tensor, weights: Mapping[str, Tensor | None], shown: Callable[[str], str] = str
 ) -> int:
-    """F of an MLP's weights by name; `shown` is what the caller calls them.
-
-    Raises: ValueError if there is no fc1.weight, or it is no matrix.
-    """
+    """F, if there is a matrix fc1.weight; `shown` is what the caller calls the weights."""
     name, fc1, expected = shown("fc1.weight"), weights.get("fc1.weight"), ("F", x.shape[-1])
     if fc1 is None:
         raise ValueError(f"{name} is missing, expected shape {_shown(expected)}")
@@ -142,10 +136,7 @@ def check_weights(
     spec: BlockSpec,
     shown: Callable[[str], str] = str,
 ) -> None:
-    """Raise ValueError unless `weights` has those of the block `spec`, and they fit `x` (..., D).
-
-    `shown`: what the caller calls them.
-    """
+    """Raise ValueError unless `weights` has those of the block `spec`, which fit `x` (..., D)."""
     width = x.shape[-1]
     for branch in spec.branches:
         hidden = hidden_width(x, weights, shown) if isinstance(branch.op, MLPSpec) else 0
@@ -194,10 +185,7 @@ def check_p(name: str, p: float) -> float:
 
 
 def seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor | None:
-    """`seed` as an int64 tensor () on `device`.
-
-    Raises: TypeError, ValueError for what is neither such a tensor nor an int of 64 bits.
-    """
+    """`seed`, such a tensor or an int of 64 bits, as an int64 tensor () on `device`."""
     if seed is None:
         return None
     if isinstance(seed, Tensor):
@@ -231,11 +219,7 @@ def read_masks(
     cu_k: Tensor | None = None,
     name: str = "cu_seqlens",
 ) -> dict[str, Tensor | None]:
-    """All that excludes keys, checked, by the blocks' names; the caller knows `cu_q` as `name`.
-
-    Raises: ValueError for shapes or values that do not fit; TypeError, RuntimeError for another
-        type, dtype or device.
-    """
+    """All that excludes keys, checked, by the blocks' names; the caller knows `cu_q` as `name`."""
     if key_padding_mask is not None:
         check_tensor("key_padding_mask", key_padding_mask, (torch.bool, x.dtype, torch.float32), x)
         check_shape("key_padding_mask", key_padding_mask, (grid[0], grid[3]))
@@ -247,10 +231,7 @@ def read_masks(
 
 
 def mask_of(mask: Tensor | None, grid: Grid, x: Tensor) -> Tensor | None:
-    """`mask` with four dimensions, or (S_q, S_k), if it broadcasts to `grid`.
-
-    Raises: ValueError for another shape; TypeError, RuntimeError for another type, dtype or device.
-    """
+    """`mask` with four dimensions, or (S_q, S_k), if it broadcasts to `grid`."""
     if mask is None:
         return None
     check_tensor("attn_mask", mask, (torch.bool, x.dtype, torch.float32), x)

@@ -361,10 +361,7 @@ def rotary_tensors(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
 ) -> dict[str, Tensor]:
-    """What a rotary step takes besides its input, by name, checked; x is (B, S, ...).
-
-    Raises: TypeError, ValueError, RuntimeError for what does not fit x and heads of `head_dim`.
-    """
+    """What a rotary step takes besides its input x (B, S, ...), by name, checked."""
     found: dict[str, Tensor] = {}
     if cos is not None or sin is not None:
         c, s = _table("cos", cos, x, head_dim), _table("sin", sin, x, head_dim)
