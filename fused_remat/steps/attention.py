@@ -41,10 +41,7 @@ def attention_fwd(
     (float64 for float64).
     """
     shape = call.batch * call.q_len, call.spec.num_heads * v.shape[-1]
-    if call.cu_q is not None:
-        out = q.new_empty(shape) if out is None else out
-        return out, _varlen_forward(q, k, v, call, out)
-    if why_not_call(q, v, call) is None:
+    if call.cu_q is None and why_not_call(q, v, call) is None:
         wide = linear.widens(q)
         rows, lse = attention_library.forward(q, k, v, call, wide)
         if out is None:
@@ -52,9 +49,10 @@ def attention_fwd(
             return attn.to(q.dtype) if wide else attn, lse
         out.view(rows.shape).copy_(rows)
         return out, lse
-    call = call.with_lengths_as_padding()
     if out is None:
         out = q.new_empty(shape)
+    if call.cu_q is not None:
+        return out, _varlen_forward(q, k, v, call, out)
     heads = as_heads(out, call)
     parts = [
         attention_rows.forward(q[part], k[part], v[part], one, heads[part])
@@ -91,7 +89,6 @@ def attention_bwd(
         if grads is not None:
             attention_library.backward(do, q, k, v, o, lse, call, grads, linear.widens(q))
         return
-    call = call.with_lengths_as_padding()
     for part, one in attention_rows.sequences(call):
         mine = None if grads is None else (grads[0][part], grads[1][part], grads[2][part])
         attention_rows.backward(do[part], q[part], k[part], v[part], o[part], one, mine)
@@ -282,10 +279,10 @@ class Attention(Node):
         for name, counts in self.counts.items():
             x = self.load(chunk, name) if self.quantized and tensors is chunk else tensors[name]
             if isinstance(x, Quantized):
-                width = x.shape[1] // sum(counts)
-                ends = [sum(counts[:i]) * width for i in range(len(counts))]
-                for first, count in zip(ends, counts, strict=True):
+                first, width = 0, x.shape[1] // sum(counts)
+                for count in counts:
                     heads.append(QuantizedHeads(x, batch, first, count, width))
+                    first += count * width
             elif x.dim() == 4:
                 heads.append(x)
             else:
@@ -303,8 +300,7 @@ class Attention(Node):
         grads = {}
         for name in self.inputs:
             x = chunk.get(name)
-            is_heads = x is not None and x.dim() == 4
-            grads[name] = _empty_heads(x) if x is not None and is_heads else chunk.empty(name)
+            grads[name] = chunk.empty(name) if x is None or x.dim() == 2 else _empty_heads(x)
             if unseen and name in (self.k, self.v):
                 grads[name].zero_()
         return grads

@@ -92,12 +92,6 @@ class AttentionCall:
                 changes[name] = padding[seqs, keys]
         return replace(self, **changes)
 
-    def sequence(self, b: int) -> AttentionCall:
-        """The call of sequence b alone."""
-        everything = slice(None)
-        row0 = self.row0 + b * self.spec.num_heads * self.q_len
-        return self.part(slice(b, b + 1), everything, everything, batch=1, row0=row0)
-
     def varlen_sequences(
         self, q_bounds: list[int], k_bounds: list[int]
     ) -> Iterator[tuple[slice, slice, AttentionCall]]:

@@ -73,11 +73,9 @@ def why_not(
 def why_not_call(q: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     """As `why_not`; on a CPU, the values of float masks may be another reason."""
     why = why_not(call, (q.shape[3], v.shape[3]), q.dtype, q.device)
-    if why or not (
-        call.masked and q.is_cpu and _has_far_row(call.with_lengths_as_padding(), q.dtype)
-    ):
-        return why
-    return f"a mask has a row that is finite and below {_FAR_ROW:g} everywhere"
+    if why is None and call.masked and q.is_cpu and _has_far_row(call, q.dtype):
+        return f"a mask has a row that is finite and below {_FAR_ROW:g} everywhere"
+    return why
 
 
 def says(key: AttentionKey) -> str:
@@ -118,7 +116,7 @@ def forward(
         q, k, v = q.float(), k.float(), v.float()
     q, k, v = _rows_in_place(q, k, v)
     if call.spec.num_heads == call.spec.num_kv_heads:
-        mask = _merged_mask(call, q.dtype) if call.masked else None
+        mask = _merged_mask(call, q.dtype)
         heads, lse = _flash(q, k, v, call, mask)
         return heads.transpose(1, 2), lse
     if call.batch == 1 and not call.masked and q.device.type == "cpu":
@@ -156,7 +154,7 @@ def backward(
     lse = lse.view(call.batch, call.spec.num_heads, call.q_len)
     dq, dk, dv = grads
     if call.spec.num_heads == call.spec.num_kv_heads:
-        mask = _merged_mask(call, q.dtype) if call.masked else None
+        mask = _merged_mask(call, q.dtype)
         made = _flash_grads(do, q, k, v, o, lse, call, mask)
         for grad, one in zip(grads, made, strict=True):
             grad.copy_(one)
@@ -293,10 +291,10 @@ def _kernel_of(
 
 
 def _has_far_row(call: AttentionCall, dtype: torch.dtype) -> bool:
-    masks = [m for m in (call.mask, call.padding) if m is not None and m.dtype != torch.bool]
-    if not masks:
+    """Whether a row of the masks is finite and below `_FAR_ROW` everywhere."""
+    if not any(m is not None and m.dtype != torch.bool for m in (call.mask, call.padding)):
         return False
-    merged = _merged_mask(call, dtype)
+    merged = _merged_mask(call.with_lengths_as_padding(), dtype)
     assert merged is not None
     top = merged.amax(-1)
     return bool(((top < _FAR_ROW) & (top > -torch.inf)).any())
@@ -310,10 +308,12 @@ def _additive(mask: Tensor, dtype: torch.dtype, true_attends: bool) -> Tensor:
 
 
 def _merged_mask(call: AttentionCall, dtype: torch.dtype) -> Tensor | None:
-    """Both masks as one additive tensor that broadcasts to (B, H, S_q, S_k).
+    """Both masks as one additive tensor that broadcasts to (B, H, S_q, S_k); None without masks.
 
     In at least float32, which the kernels accept for 16-bit dtypes too.
     """
+    if call.mask is None and call.padding is None:
+        return None
     dtype = torch.promote_types(dtype, torch.float32)
     attend = call.spec.true_means == "attend"
     mask = None if call.mask is None else _additive(call.mask, dtype, attend)
@@ -338,7 +338,7 @@ def _rows_in_place(*heads: Tensor) -> Sequence[Tensor]:
 
 def _masks(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
     """The merged mask for each member of the groups of query heads."""
-    mask = _merged_mask(call, dtype) if call.masked else None
+    mask = _merged_mask(call, dtype)
     if mask is None or mask.dim() == 2:
         return (mask,) * (call.spec.num_heads // call.spec.num_kv_heads)
     return _shared(mask, call)

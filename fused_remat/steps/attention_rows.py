@@ -25,11 +25,13 @@ _LONG = 128
 
 def sequences(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
     """Parts of the batch: long sequences one at a time, read in place, with scores in cache."""
+    call, everything = call.with_lengths_as_padding(), slice(None)
     if call.batch == 1 or call.q_len < _LONG:
-        yield slice(None), call
+        yield everything, call
         return
     for b in range(call.batch):
-        yield slice(b, b + 1), call.sequence(b)
+        one, row0 = slice(b, b + 1), call.row0 + b * call.spec.num_heads * call.q_len
+        yield one, call.part(one, everything, everything, batch=1, row0=row0)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, out: Tensor) -> Tensor:
@@ -124,8 +126,7 @@ def _exclude(grid: Tensor, call: AttentionCall, block: _Block) -> None:
     if left >= 0 and (edge := min(high, block.stop - 1 + offset - left)) > low:
         _exclude_band(grid[..., : edge - low], first - left - low, above=False)
     if call.mask is not None:
-        mask = call.mask[..., low:high] if call.mask.shape[-1] > 1 else call.mask
-        _mask(grid, _rows_of(mask, block), call.spec.true_means == "attend")
+        _mask(grid, _of_block(call.mask, block), call.spec.true_means == "attend")
     if call.padding is not None:
         _mask(grid, call.padding[:, None, None, low:high], False)
 
@@ -137,8 +138,10 @@ def _exclude_band(grid: Tensor, diagonal: int, above: bool) -> None:
     grid.masked_fill_(band, -torch.inf)
 
 
-def _rows_of(mask: Tensor, block: _Block) -> Tensor:
-    return mask[..., block.start : block.stop, :] if mask.shape[-2] > 1 else mask
+def _of_block(mask: Tensor, block: _Block) -> Tensor:
+    """The rows and keys of a block in a mask, of which dimensions of size 1 stay whole."""
+    mask = mask[..., block.keys] if mask.shape[-1] > 1 else mask
+    return mask[..., block.rows, :] if mask.shape[-2] > 1 else mask
 
 
 def _mask(grid: Tensor, mask: Tensor, true_attends: bool) -> None:
@@ -160,14 +163,12 @@ def _dropout(block: _Block, call: AttentionCall, out: Tensor) -> Tensor:
 
 
 def _add_mask_grads(dscores: Tensor, call: AttentionCall, block: _Block) -> None:
-    keys = slice(block.low, block.high)
     grid = dscores.view(call.batch, call.spec.num_heads, -1, block.high - block.low)
     if call.dmask is not None:
-        target = call.dmask[..., keys] if call.dmask.shape[-1] > 1 else call.dmask
-        target = _rows_of(target, block)
+        target = _of_block(call.dmask, block)
         target.add_(grid.sum_to_size(target.shape))
     if call.dpadding is not None:
-        call.dpadding[:, keys].add_(grid.sum((1, 2)))
+        call.dpadding[:, block.keys].add_(grid.sum((1, 2)))
 
 
 @dataclass(frozen=True)

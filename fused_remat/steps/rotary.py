@@ -63,12 +63,12 @@ class RotaryCall:
         return shifted(self.q_weight, offset), shifted(self.k_weight, offset)
 
 
-def _key(x: Tensor, call: RotaryCall) -> tuple[Any, ...]:
+def _key(x: Tensor, call: RotaryCall, *_: Any) -> tuple[Any, ...]:
     """Dtype, device, width of a head, and whether 32 bits can count the tokens."""
     return x.dtype, x.device, call.width(x), x.shape[0] + call.seq_len < 2**31
 
 
-@operation(key=lambda x, call, *_: _key(x, call), says="pointwise, eager")
+@operation(key=_key, says="pointwise, eager")
 def rotary_fwd(x: Tensor, call: RotaryCall, out: Tensor | None = None) -> Tensor:
     """x (T, (H + 2·Hkv)·E) with its query and key heads normed and rotated; values are copied.
 
@@ -244,13 +244,12 @@ class Rotary(Node):
     def backward(self, chunk: Chunk, dy: Tensor, owned: bool, needs_grad: Collection[str]) -> None:
         x = chunk[self.x] if self.q_weight else None
         marks = (self.x in needs_grad, self.q_weight in needs_grad, self.k_weight in needs_grad)
-        dx, dq_weight, dk_weight = chunk.ops[rotary_bwd](dy, x, self.call(chunk), marks, owned)
+        dx, *dweights = chunk.ops[rotary_bwd](dy, x, self.call(chunk), marks, owned)
         if dx is not None:
             chunk.add_grad(self.x, dx, owned=True)
-        if dq_weight is not None:
-            chunk.add_param_grad(self.q_weight, dq_weight)
-        if dk_weight is not None:
-            chunk.add_param_grad(self.k_weight, dk_weight)
+        for name, dweight in zip((self.q_weight, self.k_weight), dweights, strict=True):
+            if dweight is not None:
+                chunk.add_param_grad(name, dweight)
 
     def call(self, chunk: Chunk) -> RotaryCall:
         """The tables and weights for the chunk's tokens."""

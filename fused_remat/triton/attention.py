@@ -50,6 +50,8 @@ _KNOWN = frozenset({"window", "align", "dropout", "true_means", *Scores._fields}
 MAX_WIDTH = 256
 # Rows of a tile that sums delta = rowsum(dout * out).
 _DELTA_ROWS = 64
+# Rows whose intervals of variable-length sequences a program finds.
+_BOUNDS_ROWS = 128
 #: q, k, v, dout, lse, delta.
 Given = tuple[LoadedHeads, LoadedHeads, LoadedHeads, Tensor, Tensor, Tensor]
 # A mask that adds more than this to a whole row is shifted to add 0: scores would lose digits.
@@ -126,8 +128,7 @@ def attention_bwd_triton(dattn, q, k, v, attn, lse, call, grads):
     if by_aten:
         attention.attention_bwd(dattn, q, k, v, attn, lse, call, grads)
         return
-    launches = backward(dattn, q, k, v, attn, lse, call, grads, target_of(q.device))
-    for launch in launches:
+    for launch in backward(dattn, q, k, v, attn, lse, call, grads, target_of(q.device)):
         launch.run()
 
 
@@ -199,13 +200,12 @@ def backward(
     widths = (q.shape[-1], v.shape[-1])
     out = _heads_in_place(as_heads(attn, call))
     delta = torch.empty_like(lse)
-    rows, block_v = _DELTA_ROWS, _padded(widths[1])
-    programs = cdiv(call.q_len, rows) * call.batch * call.spec.num_heads
+    programs = cdiv(call.q_len, _DELTA_ROWS) * call.batch * call.spec.num_heads
     args: tuple[Any, ...] = (dout, out, delta, _strides(dout), _strides(out))
     problem, launches = prepare(q, call, target, True)
     yield problem.launch(
         attention_delta_bwd_kernel, programs, (*args, call.spec.num_heads, call.q_len, widths[1]),
-        BLOCK_M=rows, BLOCK_V=block_v,
+        BLOCK_M=_DELTA_ROWS, BLOCK_V=_padded(widths[1]),
     )  # fmt: skip
     yield from launches
     heads = (q, k, v, dout, lse, delta)
@@ -336,11 +336,11 @@ def _operands(
     if not by_descriptors or problem.in_rows or not all(map(_can_describe, in_memory)):
         return list(map(_elements, heads)), strides, False
     rows = [tile.block_m] * len(by_query) + [tile.block_n] * len(by_key)
-    described = [
+    described: list[Any] = [
         _described(x, n, _padded(x.shape[-1])) if isinstance(x, Tensor) else _elements(x)
         for x, n in zip(heads, rows, strict=True)
     ]
-    return list(described), strides, True
+    return described, strides, True
 
 
 def _heads_in_place(x: Tensor) -> Tensor:
@@ -410,8 +410,7 @@ class Problem:
     def listed(self) -> tuple[int, int]:
         """For how many batches and heads the masks differ."""
         mask = self.call.mask
-        heads = mask.shape[-3] if mask is not None and mask.dim() == 4 else 1
-        batches = mask.shape[-4] if mask is not None and mask.dim() == 4 else 1
+        batches, heads = mask.shape[:2] if mask is not None and mask.dim() == 4 else (1, 1)
         if self.call.padding is not None or self.call.lengths is not None:
             batches = self.call.batch
         return batches, heads
@@ -462,8 +461,7 @@ def prepare(
         if backward:
             bounds_k, launch = _bounds(call, left, right, by_keys=True)
             launches.append(launch)
-    masks = [m for m in (call.mask, call.padding) if m is not None]
-    if any(m.is_floating_point() for m in masks):
+    if any(m is not None and m.is_floating_point() for m in (call.mask, call.padding)):
         batches, heads = problem.listed
         shift = torch.empty((batches, heads, call.q_len), dtype=torch.float32, device=q.device)
         args = (problem.masks, bounds_q, call.lengths, shift, heads, call.q_len, call.kv_len)
@@ -486,9 +484,7 @@ def _bounds(call: AttentionCall, left: int, right: int, by_keys: bool) -> tuple[
     cu = (call.cu_k, call.cu_q) if by_keys else (call.cu_q, call.cu_k)
     window = (right, left) if by_keys else (left, right)
     args = (cu[0].contiguous(), cu[1].contiguous(), bounds, rows, others, cu[0].numel() - 1)
-    block = 128
-    grid = (cdiv(rows, block),)
-    constants = {"BLOCK_M": block}
+    grid, constants = (cdiv(rows, _BOUNDS_ROWS),), {"BLOCK_M": _BOUNDS_ROWS}
     return bounds, Launch(
         attention_bounds_fwd_kernel, grid, args + window, constants, 4, 1, bounds.device
     )
