@@ -184,7 +184,8 @@ def _too_small(chain: Chain, choice: Choice, limit: int, method: str) -> BudgetE
     """The error with the least possible peak: that of `choice`."""
     parts = dict(sorted(parts_of(chain, choice).items(), key=lambda part: -part[1]))
     top = max(chains.timeline(chain, choice), key=lambda event: event.peak)
-    where = "outside the layers" if top.call < 0 else f"of {chain.calls[top.call].layer!r}"
+    layer = chain.calls[top.call].layer if top.call >= 0 else ""  # "" if the model is the layer
+    where = "outside the layers" if top.call < 0 else f"of {layer!r}" if layer else "of the model"
     when = "the optimizer's step" if top.what == "update" else f"{top.what} {where}"
     shown = ", ".join(f"{name} {human(nbytes)}" for name, nbytes in parts.items())
     what = {"manual": "the peak of the policies is", "sqrt": "the peak of its segments is"}.get(
