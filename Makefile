@@ -49,13 +49,13 @@ mutants: $(READY)  ## plant bugs in a copy, each of which a test has to catch
 	$(HUGE) $(BIN)/python tests/mutants.py --jobs 2
 
 baseline: $(READY)  ## record what layers keep, compute, call and compile, which tests compare with
-	$(BIN)/python tests/baseline/record.py
+	$(BIN)/python tests/house/baseline/record.py
 
 check: $(READY)  ## lint, format, types, and the arrows between the rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(HUGE) $(BIN)/mypy
-	$(HUGE) $(BIN)/python -m pytest -q tests/test_arrows.py
+	$(HUGE) $(BIN)/python -m pytest -q tests/house/test_arrows.py
 
 docs: $(READY)  ## the generated parts of README.md and docs/ and the figures, from graphs, results and tests
 	$(BIN)/python -m bench report

@@ -13,7 +13,7 @@ Masks are never stored. Whether the element (row, col) of a dropout site survive
 `mix64` is SplitMix64's finaliser (Steele, Lea, Flood 2014). Rows have 64 bits, so a tensor may hold
 more than 2**32 elements; columns are below 2**31. At a site of tokens, row = b * S + s, whatever
 the memory layout, and col is the channel; in attention, row = (b * H + h) * S_q + q, and col is the
-key. `tests/test_random.py` has test vectors.
+key. `tests/graph/test_random.py` has test vectors.
 
 The seed is an int64 tensor on the device, so that drawing it never waits for the device.
 """

@@ -93,7 +93,7 @@ def four_processes():
 
 
 def _processes(world: int):
-    from distributed import Processes
+    from processes import Processes
 
     these = Processes(world)
     yield these

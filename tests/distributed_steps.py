@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from reference import randomize
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from fused_remat import FusedRematLayer, FusedRematWarning
 
@@ -109,3 +110,15 @@ def freeze(model: nn.Module, part: str) -> nn.Module:
     for name, p in model.named_parameters():
         p.requires_grad_(part not in name)
     return model
+
+
+def per_layer(model: Any, **kwargs: Any) -> Any:
+    """FSDP2 of every layer, then of the whole."""
+    for layer in model:
+        fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def root_only(model: Any, **kwargs: Any) -> Any:
+    """FSDP2 of the whole."""
+    return fully_shard(model, **kwargs)

@@ -32,17 +32,7 @@ from bench.report import (
     scale,
 )
 
-PAGES = (
-    ROOT / "README.md",
-    ROOT / "docs" / "composition.md",
-    ROOT / "docs" / "compression.md",
-    ROOT / "docs" / "design.md",
-    ROOT / "docs" / "kernels.md",
-    ROOT / "docs" / "lora.md",
-    ROOT / "docs" / "performance.md",
-    ROOT / "docs" / "planner.md",
-    ROOT / "docs" / "scale.md",
-)
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PARTS: dict[str, Callable[[], str]] = {
     "audit": audit.audit_table,
     "composition": composition.table,

@@ -1,6 +1,6 @@
 """CUDA graphs: a step captured once and replayed, with fresh dropout, gradients in static buffers.
 
-What a CPU can show of this, that nothing waits for the device: tests/test_no_sync.py.
+What a CPU can show of this, that nothing waits for the device: tests/autograd/test_no_sync.py.
 """
 
 import copy

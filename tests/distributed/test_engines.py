@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 
 from fused_remat import FusedRematLayer, convert
 
-ROOT = Path(__file__).parents[1]
-PROCESS = str(ROOT / "tests" / "engine_process.py")
+ROOT = Path(__file__).parents[2]
+PROCESS = str(ROOT / "tests" / "distributed" / "engine_process.py")
 LAYERS = 2  # of every script's model
 
 

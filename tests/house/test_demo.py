@@ -15,7 +15,7 @@ import pytest
 
 from fused_remat.policies import EXACT_PRESETS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FEWEST_BYTES_FIRST = ("full", "lean", "balanced", "fast", "none", "eager")
 
 

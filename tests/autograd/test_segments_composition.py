@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from distributed_steps import compare, encoder
+from distributed_steps import compare, encoder, per_layer, root_only
 from reference_ops import normal
 from segment_models import (
     ALL,
@@ -30,7 +30,6 @@ from segment_models import (
     warned,
 )
 from test_concurrency import together
-from test_distributed_fsdp import per_layer, root_only
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import (

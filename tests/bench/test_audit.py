@@ -16,7 +16,7 @@ from bench.audit.attention import POINTERS, PRODUCTS, case_name, launches_of, va
 from bench.report.audit import AUDIT
 from fused_remat.triton.tables import TILES, Tile
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GOOD = {"default": True, "product": True, "spills": 0, "stack": 0, "shared": 1000,
         "tensor_core": 4, "registers": 100}  # fmt: skip
 

@@ -18,7 +18,7 @@ import torch
 from bench.losses.report import verdicts
 from bench.report import losses as page
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODELS, WAYS = ("byte_lm", "smollm"), ("eager", "native", "fast8")
 
 

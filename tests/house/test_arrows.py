@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 # A room may import those after it, and itself; a room stands for everything in it. `tests/` and
 # `bench/` may import anything.

@@ -20,7 +20,7 @@ from fused_remat.graph.build import norm_graph
 from fused_remat.graph.schedule import schedule
 from fused_remat.spec import NormSpec
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = (".*", "*.egg-info", "__pycache__", "build", "dist")
 
 

@@ -27,7 +27,7 @@ def bits():
     if not (found := recorded(bits_file())):
         pytest.skip(
             f"no {bits_file()}: to compare the bits of a change on this CPU, check out the commit "
-            "before it, run `python tests/baseline/record.py --bits`, and come back"
+            "before it, run `python tests/house/baseline/record.py --bits`, and come back"
         )
     return found
 

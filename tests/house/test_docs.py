@@ -8,7 +8,7 @@ import pytest
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.steps.activation import ACTIVATIONS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
     "docs/compression.md",

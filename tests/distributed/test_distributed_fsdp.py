@@ -16,6 +16,8 @@ from distributed_steps import (
     loss_of,
     mean_over_ranks,
     mine,
+    per_layer,
+    root_only,
     train,
     whole,
 )
@@ -33,16 +35,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fused_remat import FusedRematLayer, FusedRematWarning, convert
 
 STOCK = nn.TransformerEncoderLayer
-
-
-def per_layer(model, **kwargs):
-    for layer in model:
-        fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
-
-
-def root_only(model, **kwargs):
-    return fully_shard(model, **kwargs)
 
 
 def per_linear(model, **kwargs):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # row0, M, N, p: every p; widths 1, 63, 1000; rows about and beyond 2**32; below and above the 2**14

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OPTIONS = (
     "--layers 1 --seq-len 16 --batch 2 --steps 2 --vocabulary 300 --policies lean --json found.json"
 )

@@ -17,7 +17,7 @@ from fused_remat.cli.options import DTYPES, CommandError
 from fused_remat.scale import models
 from fused_remat.scale.shapes import MODELS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PARSERS = {"report": report.parse, "plan": plan.parse, "scale": scale.parse}
 #: Parameters, as their model cards count them; of bert-base without token types, pooler and the
 #: head's transform, of vit-l without the class token.

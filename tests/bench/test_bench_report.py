@@ -25,7 +25,7 @@ from bench.report import command, eight_bits, frontier, kernels, layers, plans, 
 from bench.test_benchmarks import rows
 from fused_remat.policies import kept_names
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def ceiling(unit: str, most: float) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 from fused_remat import FusedRematWarning
 from fused_remat.autograd.function import OBSERVERS
 
-SCRIPTS = Path(__file__).parents[1] / "examples" / "engines"
+SCRIPTS = Path(__file__).parents[2] / "examples" / "engines"
 
 
 def prepare(name: str) -> None:

@@ -1,7 +1,7 @@
-"""Record the baseline from the code as it is: `python tests/baseline/record.py`; half a minute.
+"""Record the baseline from the code: `python tests/house/baseline/record.py`; half a minute.
 
 `--bits` records the bits of this CPU alone, under the settings of now. What has changed is in
-`git diff tests/baseline`.
+`git diff tests/house/baseline`.
 """
 
 from __future__ import annotations

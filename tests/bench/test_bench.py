@@ -18,7 +18,7 @@ from bench.measure import turns
 from bench.measure.turns import interleave, quantiles, rotated
 from fused_remat.policies import EXACT_PRESETS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--device", "cpu", "--sizes", "2x9x16x2", "--dtype", "float32", "--norm", "pre",
          "--rounds", "2"]  # fmt: skip
 STOCK = ["eager", "checkpoint", "checkpoint_reentrant", "selective_matmuls",

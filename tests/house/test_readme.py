@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bench.report import command, frontier
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_generated_parts_are_up_to_date():

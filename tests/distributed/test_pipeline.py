@@ -27,7 +27,7 @@ from fused_remat import (
 )
 from fused_remat.autograd.function import OBSERVERS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MICROBATCHES, LAYERS = 4, 4
 SINGLE = ("GPipe", "1F1B")
 V = ("ZBVZeroBubble", "DualPipeV")
