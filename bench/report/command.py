@@ -57,6 +57,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "layers_machine": layers.machine,
     "layers": layers.tables,
     "models": models.section,
+    "models_readme": overview.models_table,
     "profile": layers.profile,
     "targets": layers.targets,
     "planner": plans.section,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +235,27 @@ def _llama() -> str:
         f"{time['full_loss']}; with transformers' checkpointing at {peak['checkpoint']}, "
         f"{time['checkpoint']}."
     )
+
+
+def models_table() -> str:
+    """Of every model measured on a CPU: peaks and times of the main ways."""
+    shown = ("eager", "checkpoint", "full", "lean", "fast", "none", "full_loss")
+    lines = [f"| model | {' | '.join(shown)} |", "|---" * (1 + len(shown)) + "|"]
+    for path in (RESULTS / "model-cpu.json", *sorted(RESULTS.glob("*/model-cpu.json"))):
+        lines += [_model_row(row, shown) for row in rows(path)]
+    return "\n".join(lines)
+
+
+def _model_row(row: dict[str, Any], shown: Sequence[str]) -> str:
+    case, ways = row["case"], row["ways"]
+    kind = f"LoRA {case['lora']}" if case["lora"] else "all trained"
+    cells = [f"{case['model']}, {case['layers']} layers, S = {case['seq_len']}, {kind}"]
+    for way in shown:
+        found = ways.get(way, {})
+        ratio = found.get("step_ratio", {}).get("eager")
+        time = "" if ratio is None else f"<br>{ratio['p50']:.2f}×"
+        cells.append(mib(found["step_peak_bytes"]) + time if time else "")
+    return f"| {' | '.join(cells)} |"
 
 
 def _plans() -> str:
