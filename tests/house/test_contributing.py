@@ -1,4 +1,4 @@
-"""The worked changes of CONTRIBUTING.md: each diff applies to a copy, and adds what its check asks."""
+"""The worked changes of CONTRIBUTING.md: each diff applies to a copy and passes its check."""
 
 import os
 import re
