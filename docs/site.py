@@ -20,7 +20,9 @@ CONTRIBUTING = "CONTRIBUTING.md"
 PICTURES = {".png", ".svg"}
 LANGUAGES = {".py": "python", ".toml": "toml", ".txt": "text", "": "text"}
 #: A fenced block, or a link with its target and anchor.
-LINK = re.compile(r"^```.*?^```|(\]\()(?!\w+:)([^)#\s]+)(#[^)\s]*)?(?=\))", re.DOTALL | re.MULTILINE)
+LINK = re.compile(
+    r"^```.*?^```|(\]\()(?!\w+:)([^)#\s]+)(#[^)\s]*)?(?=\))", re.DOTALL | re.MULTILINE
+)
 
 
 def _path(src_uri: str) -> Path:
