@@ -326,8 +326,8 @@ def _words(kept: list[str], before: list[str]) -> str:
 
     >>> _words(["input", "attn"], ["input"])
     "+ attention's output"
-    >>> _words(["input", "up:int8"], ["input", "attn", "up"])
-    'as `"none"` without attention\'s output; in 8 bits: the MLP before its activation'
+    >>> print(_words(["input", "up:int8"], ["input", "mid", "up"]))
+    as `"none"` without the sum between attention and MLP; in 8 bits: the MLP before its activation
     """
     names = dict(map(split_name, kept))
     packed = [WORDS[name] for name, stored in names.items() if stored != NATIVE]
@@ -370,8 +370,8 @@ def status() -> str:
         "- **Ran:** all tests and every figure above, on CPUs; distributed training in two and "
         "four processes over gloo.",
         "- **Evidence for GPUs:** the tests run every Triton kernel in the interpreter, against "
-        f"float64. The compiler takes all {len(default)} default configurations for "
-        f"{', '.join(sorted(mine))} ({spilling} spill registers), and most for "
+        f"float64. The compiler accepts all {len(default)} default configurations for "
+        f"{', '.join(sorted(mine))} ({spilling} spill registers), and most of them for "
         f"{', '.join(sorted(others - mine))}.",
         "- **Not timed:** every kernel, the tables of tiles and routes, offload, CUDA graphs, "
         "NCCL. What a page says is fast on a GPU is an estimate, and it says so.",
