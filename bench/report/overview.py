@@ -249,7 +249,8 @@ def models_table() -> str:
 def _model_row(row: dict[str, Any], shown: Sequence[str]) -> str:
     case, ways = row["case"], row["ways"]
     kind = f"LoRA {case['lora']}" if case["lora"] else "all trained"
-    cells = [f"{case['model']}, {case['layers']} layers, S = {case['seq_len']}, {kind}"]
+    where = row["machine"]["cpu"]
+    cells = [f"{case['model']}, {case['layers']} layers, S = {case['seq_len']}, {kind}; {where}"]
     for way in shown:
         found = ways.get(way, {})
         ratio = found.get("step_ratio", {}).get("eager")
