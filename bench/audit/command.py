@@ -94,8 +94,8 @@ def source(launch: Launch) -> ASTSource:
         plain = param.do_not_specialize
         unaligned = plain or param.do_not_specialize_on_alignment
         signature[param.name] = found.type_of(value, (index,), plain, unaligned)
-    signature |= dict.fromkeys(launch.constants, "constexpr")
-    constants = found.constants | {(names.index(n),): v for n, v in launch.constants.items()}
+    signature |= dict.fromkeys(launch.keywords, "constexpr")
+    constants = found.constants | {(names.index(n),): v for n, v in launch.keywords.items()}
     ordered = {name: signature[name] for name in names}
     return ASTSource(launch.kernel, ordered, constants, found.attributes)
 
