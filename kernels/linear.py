@@ -108,9 +108,9 @@ def keep_part(site, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
     keep = 1.0
     if site.key_ptr is not None:
         offs_m = (row + tl.arange(0, ROWS)).to(tl.int64)
-        row_key = split_key(tl.load(site.key_ptr), site.row0 + offs_m)[:, None]
-        offs_n = (col + tl.arange(0, COLS))[None, :]
-        keep = keep_at(row_key, offs_n, site.threshold, site.scale)
+        row_key = split_key(tl.load(site.key_ptr), site.row0 + offs_m)
+        offs_n = col + tl.arange(0, COLS)
+        keep = keep_at(row_key[:, None], offs_n[None, :], site.threshold, site.scale)
     return keep
 
 

@@ -66,7 +66,8 @@ class _Signature:
         if isinstance(value, tuple):
             found = [self.type_of(v, (*at, i), plain, unaligned) for i, v in enumerate(value)]
             return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
-        if value is None or (isinstance(value, int) and value == 1 and not plain):
+        constant = value is None or isinstance(value, triton.language.constexpr)
+        if constant or (isinstance(value, int) and value == 1 and not plain):
             self.constants[at] = value
             return "constexpr"
         divisible = False

@@ -85,11 +85,7 @@ class Launch:
     @property
     def constants(self) -> dict[str, Any]:
         """Every constexpr argument by name, those in groups too."""
-        found = dict(self.keywords)
-        for name, group in self.keywords.items():
-            if isinstance(group, tuple):
-                found |= found.pop(name)._asdict()
-        return found
+        return _ungrouped(self.keywords)
 
     def run(self) -> None:
         """Launch on the device of the tensors, on its current stream."""
@@ -102,6 +98,13 @@ class Launch:
         self.kernel[self.grid](
             *self.args, **self.keywords, num_warps=self.num_warps, num_stages=self.num_stages
         )
+
+
+def _ungrouped(named: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in named.items():
+        found |= _ungrouped(value._asdict()) if hasattr(value, "_asdict") else {name: value}
+    return found
 
 
 def rows_in_place(x: Tensor) -> Tensor:

@@ -134,10 +134,10 @@ def norm_bwd(
     if width > BWD_WIDTH:
         launches = []
         if dx is not None:
-            args = (*matrices, *vectors, width)
+            wide = (*matrices, *vectors, width)
             blocks: dict[str, Any] = kind | {"BLOCK_N": _WIDE_BLOCK}
             launches = [
-                Launch(norm_wide_bwd_kernel, (rows,), args, blocks, num_warps=8, device=device)
+                Launch(norm_wide_bwd_kernel, (rows,), wide, blocks, num_warps=8, device=device)
             ]
         if dweight is not None or dbias is not None:
             launches += _params_bwd(kind, x, matrices[:2], vectors[1:], dweight, dbias, target)

@@ -134,7 +134,7 @@ triton.runtime.driver.set_active(Device())
 dtype, at = torch.bfloat16, audit_cases.target(90)
 for kernel, launch in launches_of(80, variants(dtype)["mask padding dropout"], at, dtype):
     options = dict(grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages)
-    ran = launch.kernel.warmup(*launch.args, **launch.constants, **options)
+    ran = launch.kernel.warmup(*launch.args, **launch.keywords, **options)
     assert ran.asm["ptx"] == audit.compile_ahead(launch, 90).asm["ptx"], kernel
 """
 
