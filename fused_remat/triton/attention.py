@@ -284,11 +284,11 @@ def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTil
         tuple(_strides(x, dout) for x in (q, k, v, dout)), _sizes(problem, widths),
         *problem.scalars(),
     )  # fmt: skip
-    padded = [Width(_padded(width), False, False) for width in widths]
+    of_e, of_v = (Width(_padded(width), False, False) for width in widths)
     constants = {
         "OVER_ROWS": over[2],
         "OVER_COLS": over[3],
-        "tile": KernelTile(tile.block_m, tile.block_n, *padded, True, False),
+        "tile": KernelTile(tile.block_m, tile.block_n, of_e, of_v, True, False),
     }
     grid = (counts[0] * counts[1] * counts[2] * counts[3],)
     return Launch(
