@@ -204,10 +204,10 @@ def part(x, index: tl.constexpr, PARTS: tl.constexpr):
 def pack_part(
     acc, inverse, bias_ptr, y, codes, index: tl.constexpr, row, col, M, N, tile: tl.constexpr
 ):
-    """Stores the steps of acc + bias in the block that begins with part `index`; 1 / step.
+    """1 / step of the block of acc + bias that part `index` is in; None without codes.
 
-    Within a block `inverse` stays. A block is IN_BLOCK parts: the largest magnitude of all of them,
-    rounded to the dtype of y, is known before the first is ended.
+    A block is IN_BLOCK parts. At its first one, the largest magnitude of all of them, rounded to
+    the dtype of y, gives the steps, which are stored; at the others `inverse` is returned.
     Shapes: acc (BLOCK_M, BLOCK_N) float32, whose first row is `row`, and part `index`'s first
         column `col`.
     """

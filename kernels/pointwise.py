@@ -19,9 +19,9 @@ from fused_remat.kernels.packing import load_unpacked
 class Matrix(NamedTuple):
     """A matrix (M, N): where it is, and the elements from one row to the next.
 
-    `data` is a pointer; in products also a tensor descriptor, which launches take by itself only.
-    Of a packed matrix `data` are the codes (M, N) int8, with the steps (M, cdiv(N, BLOCK)) float32
-    of `kernels.packing`, and the elements from one row of steps to the next.
+    `data` is a pointer; within the kernels of products it may be a tensor descriptor. Of a packed
+    matrix it is the codes (M, N) int8, and `step` their steps (M, cdiv(N, BLOCK)) float32, as in
+    `kernels.packing`.
     """
 
     data: Any
