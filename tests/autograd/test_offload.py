@@ -9,14 +9,11 @@ import warnings
 
 import pytest
 import torch
-from distributed_steps import batches, encoder, mine, train
 from offload_mover import LateMover, moving
 from reference import randomize
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import (
@@ -468,32 +465,6 @@ class TestCompiled:
         torch.compile(layer, backend=note)(data())
         (text,) = [a for n in graphs[0].graph.nodes for a in n.args if str(a)[:2] == '{"']
         assert parse_call(text).call.offload == {"qkv", "input"}
-
-
-@pytest.mark.composes("FSDP2", "offload: what a layer keeps moves as without it")
-@pytest.mark.composes("DDP", "offload")
-@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
-def test_two_processes(two_processes, wrap):
-    two_processes.run(both_ways, wrap)
-
-
-def both_ways(wrap):
-    """In every rank: the same losses and gradients with offload and without, bit for bit."""
-    found = []
-    for offloaded in ((), ("qkv", "input")):
-        policy = Policy(save={"attn", "qkv"}, offload=offloaded)
-        model = encoder(policy, dropout=0.0, layers=3)
-        if wrap == "FSDP2":
-            for layer in model:
-                fully_shard(layer)
-            model = fully_shard(model)
-        else:
-            model = DistributedDataParallel(model)
-        with moving() as mover:
-            losses, grads = train(model, [mine(batch) for batch in batches()])
-        assert bool(mover.backs()) == bool(offloaded)
-        found.append([*losses, *grads])
-    assert equal(*found)
 
 
 @pytest.mark.parametrize("policy", [BOTH, Policy({"qkv": "int8", "attn": "native"}, None, {"qkv"})])
