@@ -91,30 +91,6 @@ def test_sound_layers_pass_with_the_same_gradients(which, norm_first):
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.composes("Replay check", "outer checkpointing, `retain_graph`, `is_grads_batched`")
-@pytest.mark.parametrize("reentrant", [None, False, True])
-def test_sound_calls_pass_in_every_kind_of_backward(reentrant):
-    layer, x = layer_of("lean", 0.2), inputs()
-
-    def run():
-        torch.manual_seed(0)
-        if reentrant is None:
-            y = layer(x)
-            dys = torch.stack([torch.ones_like(y), y.detach()])
-            torch.autograd.grad(y.sum(), x, retain_graph=True)
-            return torch.autograd.grad(y, x, dys, is_grads_batched=True)[0]
-        y = checkpoint(layer, x, use_reentrant=reentrant)
-        grads = [x, *layer.parameters()]
-        for t in grads:
-            t.grad = None
-        y.sum().backward()
-        return torch.cat([t.grad.flatten() for t in grads])
-
-    expected = run()
-    with check_replay():
-        assert torch.equal(run(), expected)
-
-
 class Model(nn.Module):
     """Two layers at `encoder.layers`, and an op with a layer norm's weight after them."""
 

@@ -92,27 +92,6 @@ def test_gradcheck(policy, norm_first, dropout):
     assert torch.autograd.gradcheck(f, (x, mask, *params), fast_mode=True)
 
 
-@pytest.mark.parametrize("policy", EXACT_PRESETS)
-def test_retain_graph_gives_the_same_gradients_twice(policy):
-    _, fused = make(policy, dropout=0.2)
-    x = X.clone().requires_grad_()
-    y = fused(x).sum()
-    leaves = [x, *fused.parameters()]
-    first = torch.autograd.grad(y, leaves, retain_graph=True)
-    second = torch.autograd.grad(y, leaves, retain_graph=True)
-    third = torch.autograd.grad(y, leaves)
-    for a, b, c in zip(first, second, third, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
-
-
-def test_second_backward_without_retain_raises():
-    _, fused = make()
-    y = fused(X).sum()
-    y.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        y.backward()
-
-
 @pytest.mark.parametrize("loss", [lambda y: y.sum(), lambda y: y.square().sum()])
 def test_double_backward_raises(loss):
     """Also where the first gradient (of a sum) needs none itself: never a silent constant."""
@@ -132,50 +111,6 @@ def test_forward_mode_raises():
 
     with fwAD.dual_level(), pytest.raises(RuntimeError, match="jvp"):
         fused(fwAD.make_dual(X, torch.ones_like(X)))
-
-
-@pytest.mark.parametrize("policy", EXACT_PRESETS)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_is_grads_batched(policy, dropout):
-    _, fused = make(policy, dropout)
-    x = X.clone().requires_grad_()
-    y = fused(x)
-    leaves = [x, *fused.parameters()]
-    dys = torch.randn(3, *y.shape, dtype=y.dtype)
-    batched = torch.autograd.grad(y, leaves, dys, is_grads_batched=True, retain_graph=True)
-    for i, dy in enumerate(dys):
-        single = torch.autograd.grad(y, leaves, dy, retain_graph=True)
-        for a, b in zip(batched, single, strict=True):
-            assert torch.equal(a[i], b)
-
-
-def test_saved_tensors_hooks_and_save_on_cpu():
-    _, fused = make("fast", dropout=0.2)
-    plain, hooked = [], []
-    for hooks in (None, torch.autograd.graph.save_on_cpu()):
-        x = X.clone().requires_grad_()
-        torch.manual_seed(0)
-        if hooks is None:
-            y = fused(x)
-        else:
-            with hooks:
-                y = fused(x)
-        (plain if hooks is None else hooked).extend(
-            torch.autograd.grad(y.sum(), [x, *fused.parameters()])
-        )
-    assert all(torch.equal(a, b) for a, b in zip(plain, hooked, strict=True))
-
-
-def test_anomaly_and_deterministic_modes():
-    _, fused = make()
-    with torch.autograd.detect_anomaly(check_nan=True):
-        got = run(fused, X)
-    torch.use_deterministic_algorithms(True)
-    try:
-        again = run(fused, X)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
 def test_layer_applied_twice_and_tied_weights():

@@ -19,12 +19,10 @@ from segment_models import (
     grads_of,
     keeps_input,
     quiet,
-    segments_of,
     stack,
     unheeded,
     warned,
 )
-from test_concurrency import together
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -264,26 +262,3 @@ def test_ops():
     assert_same_bits(found, grads_of(forward(x, [None] * 4), [x, up, down]))
     with pytest.warns(FusedRematWarning, match="inside a segment keeps its input: the input is a"):
         forward(x, ["inner"])
-
-
-@pytest.mark.composes("Concurrency and faults", "segments in threads, of models or of one graph")
-def test_threads():
-    models = [stack(save=save, dropout=0.0) for save in ((), ("attn", "up"))]
-
-    def train(model):
-        x = X.clone().requires_grad_()
-        return [grads_of(model(x), [x, *model.parameters()]) for _ in range(5)]
-
-    alone = [train(model)[0] for model in models]
-    ways = [functools.partial(train, model) for model in models]
-    for found, one in zip(together(*ways), alone, strict=True):
-        for each in found:
-            assert_same_bits(each, one)
-    x = X.clone().requires_grad_()
-    y = models[1](x)
-    once = torch.autograd.grad(y.sum(), [x], retain_graph=True)
-    of_one = functools.partial(torch.autograd.grad, y.sum(), [x], retain_graph=True)
-    for found in together(*[lambda: [of_one() for _ in range(5)]] * 3):
-        for each in found:
-            assert_same_bits(each, once)
-    assert all(segment.replayed is None for segment in segments_of(y))
