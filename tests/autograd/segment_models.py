@@ -6,13 +6,13 @@ import warnings
 
 import pytest
 import torch
+from layer_kinds import B, D, F, H, S
 from reference import EXACT_PRESETS, randomize
 from same_bits import assert_same_bits, step
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, Policy
 
-B, S, D, H, F = 3, 6, 8, 2, 12
 ALL = ("first", "inner", "inner", "inner")
 PLACES = {
     "all": ALL,

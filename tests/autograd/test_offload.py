@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from layer_kinds import KINDS, B, D, F, H, S, layers_of
 from offload_mover import moving
 from reference import randomize
 from same_bits import assert_same_bits, step
@@ -16,8 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import (
-    FusedRematCausalLayer,
-    FusedRematDecoderLayer,
     FusedRematLayer,
     Policy,
     check_replay,
@@ -32,7 +31,6 @@ from fused_remat.policies import ALL_PRESETS, kept_names
 from fused_remat.report.allocations import SavedBytes, predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
 
-B, S, D, H, F = 3, 6, 8, 2, 12
 BOTH = Policy(save={"attn", "qkv"}, offload={"qkv", "input"})
 SPEC = nn_layer_spec(True, H, D // H, "relu")
 INPUT = Policy(offload={"input"})
@@ -60,30 +58,18 @@ def base(name):
     return name.partition(":")[0]
 
 
-KINDS = {
-    "pre-norm": lambda: FusedRematLayer(D, H, F, 0.1, batch_first=True, norm_first=True),
-    "post-norm, sequence first": lambda: FusedRematLayer(D, H, F, 0.1, activation="gelu"),
-    "decoder": lambda: FusedRematDecoderLayer(D, H, F, 0.1, batch_first=True, norm_first=True),
-    "causal": lambda: FusedRematCausalLayer(D, H, F, 0.1, kv_heads=1),
-}
-
-
 @pytest.mark.parametrize(("kind", "tokens"), [*((kind, 512) for kind in KINDS), ("pre-norm", 7)])
 def test_every_layer_and_rung_bit_for_bit(kind, tokens, monkeypatch):
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
-    torch.manual_seed(0)
-    layer, memory = randomize(KINDS[kind]()), torch.randn(B, S, D, requires_grad=True)
-    tables = torch.randn(2, S, D // H // 2).unbind()
-    args = {"decoder": (memory,), "causal": (tables,)}.get(kind, ())
-    more = (memory,) * (kind == "decoder")
+    (layer,), x, kwargs, more = layers_of(kind)
     for policy in policies(layer):
         layer.policy = Policy(save=policy.save)
-        expected = step(layer, layer, data(), *args, more=more)
+        expected = step(layer, layer, x, more=more, **kwargs)
         layer.policy = policy
         with moving() as mover:
-            assert_same_bits(step(layer, layer, data(), *args, more=more), expected)
+            assert_same_bits(step(layer, layer, x, more=more, **kwargs), expected)
         assert mover.events
-    assert_same_bits(step(layer, layer, data(), *args, more=more), expected)  # on a CPU
+    assert_same_bits(step(layer, layer, x, more=more, **kwargs), expected)  # on a CPU
 
 
 @pytest.mark.parametrize("what", ["heads", "mlp", "norm"])

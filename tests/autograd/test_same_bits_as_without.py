@@ -165,6 +165,7 @@ BACKWARDS = {
 
 
 @pytest.mark.composes("Replay check", "outer checkpointing, `retain_graph`, `is_grads_batched`")
+@pytest.mark.composes("Concurrency and faults", "one model in several threads, on the fused path")
 @pytest.mark.composes("Concurrency and faults", "segments in threads, of models or of one graph")
 @pytest.mark.composes("Concurrency and faults", "offload in threads, of models or of one graph")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")

@@ -12,8 +12,7 @@ import weakref
 
 import pytest
 import torch
-from reference import randomize
-from reference_ops import normal
+from layer_kinds import KINDS, layers_of
 from same_bits import assert_same_bits, step
 from segment_models import (
     ALL,
@@ -37,12 +36,9 @@ from segment_models import (
 )
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformer_variations import BATCH, BLOCK, SEQ, tables
 
 from fused_remat import (
-    FusedRematCausalLayer,
     FusedRematDecoderLayer,
-    FusedRematLayer,
     FusedRematWarning,
     Policy,
     convert,
@@ -62,53 +58,11 @@ def without_warnings():
 # --- gradients
 
 
-def encoders(**kwargs):
-    torch.manual_seed(0)
-    layers = nn.ModuleList(FusedRematLayer(D, H, F, **kwargs) for _ in ALL)
-    mask = torch.ones(S, S, dtype=torch.bool).triu(1)
-    padding = torch.zeros(B, S, dtype=torch.bool)
-    padding[1, 4:] = True
-    masks = {"src_mask": mask, "src_key_padding_mask": padding}
-    x = X if kwargs.get("batch_first") else X.transpose(0, 1)
-    return layers, x, () if kwargs.get("batch_first") else (masks,), []
-
-
-def decoders():
-    memory = normal(2, 5, D, seed=3, dtype=torch.float32)
-    layers = nn.ModuleList(
-        FusedRematDecoderLayer(D, H, F, 0.1, batch_first=True, norm_first=i % 2 == 0)
-        for i in range(4)
-    )
-    return layers, X[:2], ({"memory": memory},), [memory]
-
-
-def causal():
-    layers = nn.ModuleList(
-        FusedRematCausalLayer(BLOCK.d, BLOCK.nhead, BLOCK.hidden, 0.1, kv_heads=2, head_dim=6)
-        for _ in ALL
-    )
-    rope = tables("whole", dtype=torch.float32)
-    x = normal(BATCH, SEQ, BLOCK.d, seed=1, dtype=torch.float32)
-    return layers, x, ({"rope": rope},), []
-
-
-KINDS = {
-    "pre-norm": lambda: encoders(norm_first=True, batch_first=True),
-    "post-norm, sequence first, masks": encoders,
-    "own activation": lambda: encoders(activation=nn.PReLU(init=0.2), batch_first=True),
-    "decoder": decoders,
-    "causal": causal,
-}
-
-
 @pytest.mark.parametrize("tokens", [4, 512], ids=["in pieces", "whole"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_full(kind, tokens, monkeypatch):
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
-    torch.manual_seed(0)
-    layers, x, options, more = KINDS[kind]()
-    randomize(layers)
-    kwargs = dict(*options)
+    layers, x, kwargs, more = layers_of(kind, len(ALL))
 
     def forward(x):
         return functools.reduce(lambda h, layer: layer(h, **kwargs), layers, x)
@@ -118,7 +72,6 @@ def test_gradients_are_those_of_full(kind, tokens, monkeypatch):
     with SavedBytes() as saved_full:
         forward(x.detach().requires_grad_())
     names = [n for n in layers[0]._example().names if n != "output"]
-    names = [n for n in names if all(n in layer._example().names for layer in layers)]
     for save in ((), ("attn",), names[::2], names):
         place(layers, save=save)
         assert_same_bits(step(forward, layers, x, more=more), expected)
