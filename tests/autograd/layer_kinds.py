@@ -29,17 +29,15 @@ def rope(dtype):
     return {"rope": (angles.cos(), angles.sin())}
 
 
-#: The class, its options, and what a call has besides its input.
+FIRST = {"batch_first": True}
+#: The class, its options by turns, and what a call has besides its input.
 KINDS = {
-    "pre-norm": (FusedRematLayer, {"norm_first": True, "batch_first": True}, nothing),
-    "post-norm, sequence first, masks": (FusedRematLayer, {"activation": "gelu"}, masks),
-    "own activation": (
-        FusedRematLayer, {"activation": nn.PReLU(init=0.2), "batch_first": True}, nothing,
-    ),
-    "decoder": (FusedRematDecoderLayer, {"norm_first": True, "batch_first": True}, memory),
-    "decoder, post-norm": (FusedRematDecoderLayer, {"batch_first": True}, memory),
-    "causal": (FusedRematCausalLayer, {"kv_heads": 1, "qk_norm": True}, rope),
-}  # fmt: skip
+    "pre-norm": (FusedRematLayer, [{"norm_first": True, **FIRST}], nothing),
+    "post-norm, sequence first, masks": (FusedRematLayer, [{"activation": "gelu"}], masks),
+    "own activation": (FusedRematLayer, [{"activation": nn.PReLU(init=0.2), **FIRST}], nothing),
+    "decoder": (FusedRematDecoderLayer, [{"norm_first": True, **FIRST}, FIRST], memory),
+    "causal": (FusedRematCausalLayer, [{"kv_heads": 1, "qk_norm": True}], rope),
+}
 
 
 def draw(*shape, seed=0, dtype=torch.float64):
@@ -51,8 +49,9 @@ def layers_of(kind, count=1, dtype=torch.float32, dropout=0.1, **options):
     """Layers in a row, the input of the first, the arguments of each call, leaves among these."""
     cls, more, arguments = KINDS[kind]
     torch.manual_seed(0)
-    options = {"dropout": dropout, **more, **options}
-    made = nn.ModuleList(cls(D, H, F, **options) for _ in range(count))
+    made = nn.ModuleList(
+        cls(D, H, F, dropout, **{**more[i % len(more)], **options}) for i in range(count)
+    )
     given = arguments(dtype)
     x = draw(*((S, B, D) if "src_mask" in given else (B, S, D)), dtype=dtype)
     return randomize(made).to(dtype), x, given, [given["memory"]] if "memory" in given else []

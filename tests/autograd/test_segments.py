@@ -72,6 +72,7 @@ def test_gradients_are_those_of_full(kind, tokens, monkeypatch):
     with SavedBytes() as saved_full:
         forward(x.detach().requires_grad_())
     names = [n for n in layers[0]._example().names if n != "output"]
+    names = [n for n in names if all(n in layer._example().names for layer in layers)]
     for save in ((), ("attn",), names[::2], names):
         place(layers, save=save)
         assert_same_bits(step(forward, layers, x, more=more), expected)
@@ -112,15 +113,13 @@ def test_frozen_layers(trained, input_needs_grad):
         p.requires_grad_(trained in name)
     results = []
     for made in (model, full(model)):
-        mine = [p for p in made.parameters() if p.requires_grad]
         x = X.clone().requires_grad_(input_needs_grad)
         torch.manual_seed(1)
         y = made(x)
-        results.append([y, *grads_of(y, [*([x] if input_needs_grad else []), *mine])])
+        results.append([y, *grads_of(y, [t for t in (x, *made.parameters()) if t.requires_grad])])
         if made is model:
             assert sum(keeps_input(y)) == 1
     assert_same_bits(*results)
-    x = X.clone().requires_grad_(input_needs_grad)
     report = memory_report(model, x)
     assert report.predicted_bytes == report.kept_bytes
 
@@ -242,20 +241,8 @@ def test_inputs_are_gone_after_forward_and_all_else_after_backward():
 
 def test_graphs_that_are_used_again():
     model, x = stack(save=("attn", "up")), X.clone().requires_grad_()
-    leaves = [x, *model.parameters()]
-    torch.manual_seed(1)
-    expected = grads_of(full(model)(x), [x])
-    torch.manual_seed(1)
-    y = model(x)
-    first, second = (
-        torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True) for _ in range(2)
-    )
-    assert_same_bits(first, second)
-    assert torch.equal(first[0], expected[0])
-    batched = torch.autograd.grad(
-        y, leaves, torch.stack([y.cos(), y.detach()]), is_grads_batched=True, retain_graph=True
-    )
-    assert_same_bits([g[0] for g in batched], first)
+    leaves, y = [x, *model.parameters()], model(x)
+    first = torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True)
     once = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
     assert_same_bits([g.detach() for g in once], first)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
