@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from report_models import TOKENS, D, H, LanguageModel, data, encoder, ids, saved_bytes
+from report_models import TOKENS, D, H, LanguageModel, Model, data, encoder, ids, saved_bytes
 from torch import nn
 
 from fused_remat import MemoryReport, Policy, convert, memory_report
@@ -49,28 +49,19 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_outputs(kind):
-    class Returning(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = encoder(1).layers
+    def forward(self, x, *, flag):
+        assert flag
+        return OUTPUTS[kind](self.layers[0](x))
 
-        def forward(self, x, *, flag):
-            assert flag
-            return OUTPUTS[kind](self.layers[0](x))
-
-    report = memory_report(Returning(), data(), flag=True)
+    report = memory_report(Model(forward, layers=encoder(1).layers), data(), flag=True)
     assert report.layers[0].backward_peak > 0
     assert report.kept_bytes > 0
     assert "saved" not in {a.name for a in report.layers[0].activations}
 
 
 def test_outputs_without_numbers():
-    class Argmax(nn.Module):
-        def forward(self, x):
-            return {"class": x.argmax(-1)}
-
     with pytest.raises(TypeError, match="returned dict without a floating-point tensor"):
-        memory_report(Argmax(), data())
+        memory_report(Model(lambda self, x: {"class": x.argmax(-1)}), data())
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got function"):
         memory_report(lambda x: x, data())
 
