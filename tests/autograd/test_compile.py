@@ -4,7 +4,6 @@ Most run under "aot_eager": Dynamo and AOTAutograd decide what is traced and kep
 are eager mode's own, so results must be equal. Two run Inductor's code as well.
 """
 
-import functools
 import warnings
 from dataclasses import replace
 
@@ -105,14 +104,11 @@ def test_without_dynamic_the_second_shape_makes_it_so(batch_first):
     assert counter.frame_count == 2
 
 
-def frozen(of_biases):
-    """Some weights are; or all that is no bias."""
+def training(trained):
+    """A layer with the parameters frozen for which `trained(name)` is false."""
     layer = make("lean")
     for name, p in layer.named_parameters():
-        trained = (
-            name.endswith("bias") if of_biases else not name.startswith(("linear1", "norm2.w"))
-        )
-        p.requires_grad_(trained)
+        p.requires_grad_(trained(name))
     return layer
 
 
@@ -125,16 +121,15 @@ def encoder(policy="lean", norm_first=True, dropout=0.1, layers=3):
 AS_EAGER = {
     **{f"{name} mask": (make, src, masks) for name, masks in MASKS.items() if name != "padding"},
     "padding": (lambda: make(batch_first=False), lambda: src().transpose(0, 1), MASKS["padding"]),
-    **{
-        name: (functools.partial(make, activation=function), src, {})
-        for name, function in {
-            "relu": "relu", "silu": F.silu, "gelu_tanh": nn.GELU(approximate="tanh")
-        }.items()
-    },
+    "relu": (lambda: make(activation="relu"), src, {}),
+    "silu": (lambda: make(activation=F.silu), src, {}),
+    "gelu_tanh": (lambda: make(activation=nn.GELU(approximate="tanh")), src, {}),
     "one sequence, no bias": (lambda: make(bias=False), lambda: src()[0], {}),
     "half precision": (lambda: make().bfloat16(), lambda: src().bfloat16(), {}),
-    "frozen weights": (lambda: frozen(of_biases=False), src, {}),
-    "biases alone": (lambda: frozen(of_biases=True), src, {}),
+    "frozen weights": (
+        lambda: training(lambda name: not name.startswith(("linear1", "norm2.weight"))), src, {}
+    ),
+    "biases alone": (lambda: training(lambda name: name.endswith("bias")), src, {}),
     "nn.TransformerEncoder": (encoder, src, {}),
     "nn.TransformerEncoder, causal": (encoder, src, {"mask": CAUSAL, "is_causal": True}),
     "nn.TransformerEncoder, padding": (encoder, src, {"src_key_padding_mask": PADDING}),

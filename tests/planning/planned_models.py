@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from report_models import Model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,34 +37,30 @@ class Mixed(nn.Module):
         return self.head(x)
 
 
-class Shared(nn.Module):
-    """A layer called three times, another twice with something in between."""
+def fused(**kwargs):
+    return FusedRematLayer(32, 4, 128, 0.0, batch_first=True, **kwargs)
 
-    def __init__(self):
-        super().__init__()
-        options = {"dropout": 0.0, "batch_first": True}
-        self.often = FusedRematLayer(32, 4, 128, **options)
-        self.twice = FusedRematLayer(32, 4, 128, norm_first=True, **options)
+
+def shared():
+    """A layer called three times, another twice with something in between."""
 
     def forward(self, x):
         for _ in range(3):
             x = self.often(x)
         return self.twice(self.twice(x).relu())
 
+    return Model(forward, often=fused(), twice=fused(norm_first=True))
 
-class PartlyCheckpointed(nn.Module):
+
+def partly_checkpointed():
     """One layer under a checkpoint of the user's own, which no plan may touch."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            FusedRematLayer(32, 4, 128, 0.0, batch_first=True) for _ in range(4)
-        )
 
     def forward(self, x):
         for i, layer in enumerate(self.layers):
             x = checkpoint(layer, x, use_reentrant=False) if i == 1 else layer(x)
         return x
+
+    return Model(forward, layers=nn.ModuleList(fused() for _ in range(4)))
 
 
 def encoder(layers=6, norm_first=True, width=32, dropout=0.0, hidden=None):
@@ -115,8 +112,8 @@ CASES = {
     "post-norm dropout": (lambda: encoder(6, False, dropout=0.1), x_of, squared, False),
     "mixed": (Mixed, x_of, squared, False),
     "encoder-decoder": (lambda: transformer(2), both, squared, False),
-    "shared": (Shared, x_of, squared, False),
-    "checkpointed": (PartlyCheckpointed, x_of, squared, False),
+    "shared": (shared, x_of, squared, False),
+    "checkpointed": (partly_checkpointed, x_of, squared, False),
     "llama": (llama, labelled, hf_loss, False),
     "pre-norm, lossy": (uneven, x_of, squared, True),
     "post-norm dropout, lossy": (lambda: uneven(False, dropout=0.1), x_of, squared, True),

@@ -25,6 +25,7 @@ from planned_models import (
     squared,
     uneven,
 )
+from report_models import Model
 from torch import nn
 
 import fused_remat
@@ -326,13 +327,13 @@ def test_bad_arguments(options, error, match):
 
 
 def test_models_that_cannot_be_planned():
+    frozen, x = encoder(layers=1).requires_grad_(False), torch.randn(2, 8, 32)
     with pytest.raises(TypeError, match="got int"):
-        plan(3, torch.randn(2, 8, 32))
+        plan(3, x)
     with pytest.raises(ValueError, match="no layer to convert"):
-        plan(nn.Linear(4, 4), torch.randn(2, 4))
-    frozen = encoder(layers=1).requires_grad_(False)
+        plan(nn.Linear(32, 4), x)
     with pytest.raises(ValueError, match="keeps anything for backward"):
-        plan(frozen, torch.randn(2, 8, 32))
+        plan(frozen, x)
     assert type(frozen.layers[0]) is nn.TransformerEncoderLayer
 
 
@@ -346,16 +347,11 @@ def test_layers_with_adapters_keep_names_that_their_policies_take():
 
 
 def test_layers_that_the_loss_does_not_depend_on_are_not_planned():
-    class Stopped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = encoder(layers=4).layers
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x)).detach()
+        return self.layers[3](self.layers[2](x))
 
-        def forward(self, x):
-            x = self.layers[1](self.layers[0](x)).detach()
-            return self.layers[3](self.layers[2](x))
-
-    model, x = Stopped(), torch.randn(4, 64, 32)
+    model, x = Model(forward, layers=encoder(layers=4).layers), torch.randn(4, 64, 32)
     found = plan(model, x, loss=squared, costs="analytic")
     assert list(found.policies) == ["layers.2", "layers.3"]
     assert_holds(found, model, (x,), {}, squared)
@@ -384,13 +380,8 @@ def test_plans_in_two_threads_wait_for_each_other():
     assert first.peak_bytes == second.peak_bytes == plan(encoder(2), x, costs="analytic").peak_bytes
 
 
-class Dropping(nn.Module):
+def test_layers_that_run_now_and_then_raise():
     """LayerDrop: another number of layers in every step."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = FusedRematLayer(32, 4, 64, 0.0, batch_first=True)
-        self.steps = 0
 
     def forward(self, x):
         self.steps += 1
@@ -398,10 +389,9 @@ class Dropping(nn.Module):
             x = self.layer(x)
         return x
 
-
-def test_layers_that_run_now_and_then_raise():
+    model = Model(forward, layer=FusedRematLayer(32, 4, 64, 0.0, batch_first=True), steps=0)
     with pytest.raises(ValueError, match="'layer' was not called as often in one step"):
-        plan(Dropping(), torch.randn(2, 8, 32), costs="analytic")
+        plan(model, torch.randn(2, 8, 32), costs="analytic")
 
 
 def test_public_names():
