@@ -211,7 +211,8 @@ def test_method_keeps_to_the_budget(method, seed):
         assert choice == METHODS[method](chain, budget)
 
 
-@pytest.mark.parametrize("seed", range(12))
+# In that of seed 30 the calls of a segment have different saves.
+@pytest.mark.parametrize("seed", [*range(12), 30])
 def test_the_choice_with_offload_is_the_best_of_all(seed):
     chain = offloading(random_chain(seed), seed)
     every = brute_force(chain)
@@ -225,13 +226,14 @@ def test_the_choice_with_offload_is_the_best_of_all(seed):
             with pytest.raises(BudgetError) as error:
                 choose(chain, budget, "optimal", {})
             assert error.value.least == peak(chain, frontier_of(chain)[0]) == budget + 1
-        for method in METHODS:
-            try:
-                found = choose(chain, budget, method, {})
-            except BudgetError:
-                continue
-            assert budget is None or peak(chain, found) <= budget
-            assert len(found.options) == len(chain.calls)
+    fastest = peak(chain, choose(chain, None, "optimal", {}))
+    for method, budget in itertools.product(METHODS, (fastest, None)):
+        try:
+            found = choose(chain, budget, method, {})
+        except BudgetError:
+            continue
+        assert budget is None or peak(chain, found) <= budget
+        assert len(found.options) == len(chain.calls)
 
 
 def equal_layers(n, kept=(2, 4, 7), rebuild=(2.0, 1.0, 0.25), forward=4.0):
