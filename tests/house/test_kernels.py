@@ -5,8 +5,9 @@ import pkgutil
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
 
+import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 import fused_remat.kernels
