@@ -255,7 +255,8 @@ def _model_row(row: dict[str, Any], shown: Sequence[str]) -> str:
         found = ways.get(way, {})
         ratio = found.get("step_ratio", {}).get("eager")
         time = "" if ratio is None else f"<br>{ratio['p50']:.2f}×"
-        cells.append(mib(found["step_peak_bytes"]) + time if time else "")
+        peak = mib(found["step_peak_bytes"]).replace(" ", "&nbsp;") if time else ""
+        cells.append(peak + time)
     return f"| {' | '.join(cells)} |"
 
 
