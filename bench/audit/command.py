@@ -179,7 +179,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--reuse", type=Path, help="an audit.json whose rows of equal source hold")
     parser.add_argument("--out", type=Path, help="folder for audit.json")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.write_budgets and options.only:
+        parser.error("--write-budgets needs all cases: it replaces every row of a target")
+    return options
 
 
 @functools.cache
