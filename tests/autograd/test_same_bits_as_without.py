@@ -84,6 +84,7 @@ FORWARDS = WAYS | {
 
 
 @pytest.mark.composes("Outer checkpointing", "offload, with hooks on saved tensors (save_on_cpu)")
+@pytest.mark.composes("Outer checkpointing", "segments, with hooks on saved tensors (save_on_cpu)")
 @pytest.mark.parametrize("way", FORWARDS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_forward(feature, way):
