@@ -15,7 +15,7 @@ from offload_mover import LateMover, moving
 from same_bits import assert_same_bits, step
 from segment_models import X, full, grads_of, place, quiet, stack, unheeded
 from test_concurrency import together
-from test_outer_checkpointing import WAYS
+from test_outer_checkpointing import WAYS, remat
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from fused_remat import Policy, check_replay, defer_weight_gradients
@@ -76,6 +76,7 @@ def inside(context, model):
 
 
 FORWARDS = WAYS | {
+    "torch_remat": remat,
     "save_on_cpu": functools.partial(inside, save_on_cpu),
     "hooks that copy": functools.partial(
         inside, functools.partial(saved_tensors_hooks, torch.clone, torch.clone)

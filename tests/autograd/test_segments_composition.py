@@ -30,7 +30,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from bench.layers.ways import RandomState
 from fused_remat import FusedRematWarning, Policy, check_replay, convert, ops
 from fused_remat.autograd.replay_check import ReplayError
 from fused_remat.convert import set_policy
@@ -66,18 +65,6 @@ def test_checkpoints(way, first, last):
     tells = way is reentrant and last < 4
     with warned("CheckpointFunctionBackward") if tells else contextlib.nullcontext():
         assert_as_full(model, parts(way, first, last))
-
-
-def test_checkpoints_nested_and_in_turn():
-    model = stack(save=("qkv",))
-
-    def each(way):
-        return lambda model: lambda x: functools.reduce(lambda h, layer: way(layer, h), model, x)
-
-    assert_as_full(model, each(plain))
-    assert_as_full(model, lambda model: functools.partial(plain, each(plain)(model)))
-    with unheeded():
-        assert_as_full(model, each(reentrant))
 
 
 def test_selective_checkpoint():
@@ -163,14 +150,6 @@ def test_random_graphs(seeds):
         other = full(model)
         with unheeded():
             assert_same_bits(step(forward(model), model, X), step(forward(other), other, X))
-
-
-def test_torch_remat():
-    torch_remat = pytest.importorskip("torch_remat")
-    hooks = (RandomState(torch.device("cpu")),)
-    way = torch_remat.checkpoint(region_name="stack", recompute_state_hooks=hooks)
-    with unheeded():
-        assert_as_full(stack(save=("attn",)), way)
 
 
 # --- everything else around
