@@ -84,6 +84,26 @@ def _fresh_test():
 
 
 @pytest.fixture
+def floats_are_tensors(monkeypatch):
+    """The interpreter passes a kernel Python's floats; compiled, it gets float32 scalars."""
+    if not INTERPRETED:
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._implicit_cvt
+
+    def converted(arg):
+        if not isinstance(arg, float):
+            return convert(arg)
+        handle = interpreter.TensorHandle(np.array([arg], np.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
+
+
+@pytest.fixture
 def one_thread():
     """Each thread has temporaries of its own; and on small sizes a second one only waits."""
     threads = torch.get_num_threads()

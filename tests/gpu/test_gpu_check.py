@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from gpu_checks import DEVICE, normal
+from places import DEVICE, normal
 from reference import EXACT_PRESETS
 
 from fused_remat import FusedRematLayer, check_replay
 
-pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu
 
 

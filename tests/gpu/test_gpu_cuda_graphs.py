@@ -8,13 +8,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
+from places import BF16, DEVICE, ON_GPU, error_of, normal, sized
 from reference import EXACT_PRESETS
 from torch import nn
 
 from fused_remat import FusedRematLayer, ops
 
-pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not ON_GPU, reason="captures CUDA graphs"),

@@ -4,14 +4,13 @@ import functools
 
 import pytest
 import torch
-from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
+from places import BF16, DEVICE, ON_GPU, error_of, normal, sized
 from reference import EXACT_PRESETS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer
 
-pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not ON_GPU, reason="reads the generator of CUDA"),

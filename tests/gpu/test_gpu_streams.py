@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from gpu_checks import DEVICE, normal
+from places import DEVICE, normal
 
 from fused_remat import FusedRematLayer
 
-pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu
 B, S, D, H = 8, 512, 512, 8
 

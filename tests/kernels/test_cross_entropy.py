@@ -26,6 +26,7 @@ from fused_remat.steps.cross_entropy import CrossEntropyCall, losses
 from fused_remat.triton import cross_entropy as kernels
 from fused_remat.triton import tables
 
+pytestmark = pytest.mark.usefixtures("floats_are_tensors")
 F32 = torch.float32
 # Tokens, vocabulary, width. Interpreted: single, odd, even sizes (tensor descriptors), more tiles
 # than programs.
@@ -41,26 +42,6 @@ OPTIONS = {
 }
 ALL = pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["plain", "all"])
 BACKENDS = {"gpu": ["triton", "eager"], "interpreter": ["triton"], "aten": ["eager"]}[PLACE]
-
-
-@pytest.fixture(autouse=True)
-def floats_are_tensors(monkeypatch):
-    """The interpreter passes a kernel Python's floats; compiled, it gets float32 scalars."""
-    if PLACE != "interpreter":
-        return
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    convert = interpreter._implicit_cvt
-
-    def converted(arg):
-        if not isinstance(arg, float):
-            return convert(arg)
-        handle = interpreter.TensorHandle(np.array([arg], np.float32), tl.float32)
-        return tl.tensor(handle, tl.float32)
-
-    monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
 
 
 def operands(dtype, tokens, vocab, width):

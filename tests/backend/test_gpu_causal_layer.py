@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
+from places import BF16, DEVICE, ON_GPU, error_of, normal, sized
 from reference import EXACT_PRESETS
 
 from fused_remat import FusedRematCausalLayer, convert, memory_report
 
-pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
