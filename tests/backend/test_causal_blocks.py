@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from places import PLACE
 from reference_ops import normal, results
 from reference_transformer import Block, leaves, plain
 
 from fused_remat import FusedRematCausalLayer, explain, ops
 from fused_remat.triton import tables
 
+pytestmark = pytest.mark.skipif(PLACE != "interpreter", reason="needs TRITON_INTERPRET=1")
 SEQ = 7
 LLAMA = Block(d=24, head_dim=8, hidden=40)
 GEMMA = Block(d=24, head_dim=8, hidden=40, placement="sandwich", qk_norm=True, split=False)
@@ -91,7 +93,7 @@ def test_updates_in_float32(dtype, routes):
     check_errors(*run(LLAMA, {}, dtype, lora=("q", "v", "gate", "fc2")), dtype)
 
 
-def test_rungs_have_the_same_bits_under_deterministic_mode():
+def test_presets_have_the_same_bits_under_deterministic_mode():
     block, how = CASES["gemma"]
     torch.use_deterministic_algorithms(True)
     try:

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from places import PLACE
 from reference_ops import normal, results
 from reference_transformer import Block, leaves, plain
 
 from fused_remat import ops
 
+pytestmark = pytest.mark.skipif(PLACE != "interpreter", reason="needs TRITON_INTERPRET=1")
 BLOCK = Block(d=24, head_dim=8, nhead=4, kv_heads=2, hidden=40)
 
 
