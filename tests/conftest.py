@@ -12,7 +12,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import hypothesis
 import pytest
 import torch
-from places import INTERPRETED, ON_GPU, PLACE
+from places import INTERPRETED, ON_GPU, PLACE, ROUTES
 from tiers import MORE
 
 from fused_remat.execution import choose
@@ -101,6 +101,17 @@ def floats_are_tensors(monkeypatch):
         return tl.tensor(handle, tl.float32)
 
     monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
+
+
+@pytest.fixture(params=ROUTES)
+def routes(request, monkeypatch):
+    """A setting of the tables of routes."""
+    if request.param == "as on Hopper":
+        from fused_remat.triton import tables
+
+        monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
+        monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", frozenset())
+        monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset({"interpreter"}))
 
 
 @pytest.fixture

@@ -38,6 +38,8 @@ TOLERANCE = {
     "interpreter": {torch.float16: 1.5e-3, torch.float32: 2e-6},
     "aten": {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 2e-6},
 }[PLACE]
+#: What the fixture `routes` takes: interpreted, two settings of the tables; else these themselves.
+ROUTES = ["one kernel", "as on Hopper"] if INTERPRETED else ["tables"]
 #: For `parametrize`: short names of dtypes and shapes.
 ids: dict[str, Any] = {"ids": lambda value: str(value).removeprefix("torch.").replace(" ", "")}
 

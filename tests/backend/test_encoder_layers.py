@@ -1,4 +1,4 @@
-"""The encoder layer and the ops on kernels: results, bits, memory, layouts, training.
+"""The encoder layer and the ops on kernels: memory, layouts, training, who serves.
 
 Against PyTorch's layer and the eager backend, which draws the same dropout, in float64.
 """
@@ -21,7 +21,7 @@ from places import (
     sized,
 )
 from reference import EXACT_PRESETS, PARAM_NAMES, pair, run
-from tiers import exhaustive, pairwise
+from tiers import pairwise
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -32,7 +32,6 @@ from fused_remat.execution import choose
 from fused_remat.graph.build import block_graph
 from fused_remat.report.allocations import measure_allocations, predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
-from fused_remat.triton import tables
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,16 +50,6 @@ NAMES = ("y", "dx", *PARAM_NAMES)
 APART = 2e-2
 cuda_only = pytest.mark.skipif(not ON_GPU, reason="reads the allocator of CUDA")
 interpreted_only = pytest.mark.skipif(ON_GPU, reason="of the interpreter's routes and dtypes")
-ROUTES = ["tables"] if ON_GPU else ["one kernel", "as on Hopper"]
-
-
-@pytest.fixture(params=ROUTES)
-def routes(request, monkeypatch):
-    """Interpreted, both settings of the tables of routes; the interpreter's own is the first."""
-    if request.param == "as on Hopper":
-        monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
-        monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", frozenset())
-        monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset({"interpreter"}))
 
 
 def layers(dtype=BF16, dropout=0.0, norm_first=True, policy="full", activation="gelu"):
@@ -106,26 +95,6 @@ def check_beside_eager(layer, dtype, names=NAMES):
 
 # --- results
 
-CASES = at(
-    [(dtype, post, policy) for dtype in (BF16, F32) for post in POST_PRE
-     for policy in EXACT_PRESETS],
-    pairwise([BF16, F32], POST_PRE, list(EXACT_PRESETS)),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype, norm_first, policy", CASES, ids=str)
-def test_matches_pytorchs_layer(dtype, norm_first, policy, routes):
-    stock, fused = layers(dtype, norm_first=norm_first, policy=policy)
-    x, dy = data(dtype)
-
-    def masks(dtype):
-        mask = nn.Transformer.generate_square_subsequent_mask(S, DEVICE, dtype)
-        return {"src_mask": mask, "is_causal": True}
-
-    found, theirs = (results(layer, x, dy, **masks(dtype)) for layer in (fused, stock))
-    exact = results(stock.double(), x.double(), dy.double(), **masks(torch.float64))
-    check_against(found, theirs, exact, dtype)
-
 
 # Of a small ReLU one element of another sign is no rounding.
 @NORMS
@@ -139,18 +108,6 @@ def test_padding_and_float16(norm_first, activation):
     found, theirs = (results(layer, x, dy, **masks) for layer in (fused, stock))
     exact = results(stock.double(), x.double(), dy.double(), **masks)
     check_against(found, theirs, exact, F16)
-
-
-DROPPED = [(i % 2 == 0, policy) for i, policy in enumerate(EXACT_PRESETS)]
-REST = [(not norm_first, policy) for norm_first, policy in DROPPED]
-
-
-@pytest.mark.parametrize("dtype", at([BF16], [F32]), ids=str)
-@pytest.mark.parametrize(
-    "norm_first, policy", [*DROPPED, *at(REST, [exhaustive(*case) for case in REST])]
-)
-def test_dropout(norm_first, policy, dtype, routes):
-    check_beside_eager(layers(dtype, 0.1, norm_first, policy)[1], dtype)
 
 
 FROZEN = {
@@ -271,20 +228,6 @@ def test_tensors_without_memory_are_eagers():
 
 
 # --- bits
-
-
-@NORMS
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_presets_have_the_same_bits_under_deterministic_algorithms(norm_first, dropout, routes):
-    dtype = at(BF16, F32)
-    x, dy = data(dtype)
-    with deterministic():
-        first, *others = (
-            results(layers(dtype, dropout, norm_first, policy)[1], x, dy)
-            for policy in EXACT_PRESETS
-        )
-    for policy, other in zip(EXACT_PRESETS[1:], others, strict=True):
-        assert_bits(other, first, policy)
 
 
 @NORMS

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
 ]
 B, S, D, H = sized(4, 256, 512, 8, tiny=(2, 9, 24, 3))
-#: Of two runs of a call in bfloat16, whose attention may add in any order (test_gpu_layer.py);
+#: Of two runs of a call in bfloat16, whose attention may add in any order (test_encoder_layers.py);
 #: other dropout masks would be some 0.5 apart.
 APART = 2e-2
 

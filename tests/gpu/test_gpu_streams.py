@@ -2,11 +2,14 @@
 
 import pytest
 import torch
-from places import DEVICE, normal
+from places import DEVICE, ON_GPU, normal
 
 from fused_remat import FusedRematLayer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ON_GPU, reason="runs on CUDA streams"),
+]
 B, S, D, H = 8, 512, 512, 8
 
 

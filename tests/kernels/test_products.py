@@ -175,14 +175,6 @@ def test_mlp_backward(shape, dtype, tile, p, gated, in_one):
 # --- the operations, by whatever serves them
 
 
-@pytest.fixture(params=["one kernel", "as on Hopper"] if PLACE == "interpreter" else ["tables"])
-def routes(request, monkeypatch):
-    """Both settings of the tables of routes; the interpreter's own is the first."""
-    if request.param == "as on Hopper":
-        monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
-        monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", frozenset())
-
-
 def served(function, *args, **options):
     return (function if PLACE == "aten" else TRITON[function])(*args, **options)
 
