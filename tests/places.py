@@ -111,6 +111,11 @@ class _Triton:
 TRITON = _Triton()
 
 
+def served(function: Callable[..., T], *args: Any, **options: Any) -> T:
+    """An operation by whatever serves it here: there are dtypes and formats that no kernel has."""
+    return (function if PLACE == "aten" else TRITON[function])(*args, **options)
+
+
 # --- inputs and outputs
 
 

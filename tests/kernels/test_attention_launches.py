@@ -138,6 +138,12 @@ def test_tiles(tile, dtype):
     check((1, *SQUARE[1:]), dtype, tile=TILES[tile], cu_q=cu, cu_k=cu, softcap=1.5)
 
 
+@pytest.mark.parametrize("width", [1, 20, 72, 256])
+def test_nothing_is_written_beside_heads_of_any_width(width):
+    check((1, 2, 1, 18, 18, width), DTYPES[-1], right=0)
+    check((1, 1, 1, 33, 40, width), DTYPES[-1], left=9, right=0, value_width=max(1, width - 3))
+
+
 @pytest.mark.parametrize("keeps", [False, True], ids=["excludes", "keeps"])
 @pytest.mark.parametrize("padded", [False, True], ids=["mask", "mask and padding"])
 def test_bool_masks(keeps, padded):

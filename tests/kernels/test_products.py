@@ -8,7 +8,6 @@ from places import (
     ON_GPU,
     PLACE,
     TOLERANCE,
-    TRITON,
     at,
     check_all,
     check_error,
@@ -20,6 +19,7 @@ from places import (
     misaligned,
     normal,
     poisoned,
+    served,
     sized,
     target,
     wide,
@@ -173,10 +173,6 @@ def test_mlp_backward(shape, dtype, tile, p, gated, in_one):
 
 
 # --- the operations, by whatever serves them
-
-
-def served(function, *args, **options):
-    return (function if PLACE == "aten" else TRITON[function])(*args, **options)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], **ids)

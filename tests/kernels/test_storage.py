@@ -17,6 +17,7 @@ from places import (
     misaligned,
     normal,
     run,
+    served,
 )  # fmt: skip
 from tiers import pairwise
 
@@ -38,11 +39,6 @@ SHAPES = at(
     [(1, 1), (5, 63), (3, 130), (7, 1000), (40, 256)],
 )
 STORED = pytest.mark.parametrize("stored", sorted(storage.KERNELS))
-
-
-def served(function, *args, **options):
-    """An operation, by a kernel if it has one: formats and dtypes exist that none has."""
-    return (function if PLACE == "aten" else TRITON[function])(*args, **options)
 
 
 def call_of(stored, rows, width, row0=2**32 - 3):
