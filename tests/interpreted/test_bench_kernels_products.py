@@ -7,13 +7,15 @@ import dataclasses
 
 import pytest
 import torch
-from poisoned import TARGET
+from places import target
 
 from bench.kernels import linear, mlp
 from bench.kernels.linear import Linear
 from bench.kernels.mlp import Mlp
 from bench.kernels.problem import contests, through_autograd
 from bench.measure.contest import Rig, admit, check
+
+TARGET = target()
 
 SIZES = 2, 20, 24, 40  # B, S, D, F
 

@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+from places import PLACE
 from quick_interpreter import quicken
 from tensor_parallel_steps import Stack, causal, encoder, given, mesh_of, options_of, step
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fused_remat.parallel import pack_attention, tensor_parallel_plan
 
+pytestmark = pytest.mark.skipif(PLACE != "interpreter", reason="needs TRITON_INTERPRET=1")
 WIDTH = 32
 
 
