@@ -9,8 +9,9 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from block_inputs import results
+from op_cases import CASES, bounds, key_lengths
 from reference import EXACT_PRESETS, run
-from reference_ops import CASES, bounds, key_lengths, results
 from tiers import exhaustive
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from block_inputs import Block, leaves, normal
 from reference import EXACT_PRESETS, X, make, randomize
-from reference_ops import normal
-from reference_transformer import Block, leaves
 from segment_models import quiet, stack
 from tiers import pairwise
 from torch import nn

@@ -12,8 +12,8 @@ import weakref
 
 import pytest
 import torch
+from block_inputs import normal
 from reference import randomize
-from reference_ops import normal
 from segment_models import (
     ALL,
     PLACES,

@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 import torch
+from block_inputs import normal
 from distributed_steps import compare, encoder, per_layer, root_only
-from reference_ops import normal
 from segment_models import (
     ALL,
     D,

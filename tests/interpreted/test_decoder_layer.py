@@ -1,8 +1,8 @@
 """The decoder layer on the triton backend, interpreted, against PyTorch's layer and eager."""
 
 import torch
+from decoder_cases import data, pair, run
 from poisoned import check_error
-from reference_decoder import data, pair, run
 
 SIZES = {"d_model": 24, "nhead": 3, "dim_feedforward": 40}
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from reference_ops import normal, results
-from reference_transformer import Block, leaves, plain
+from block_inputs import Block, leaves, normal, results
+from reference import causal_block as plain
 
 from fused_remat import ops
 
