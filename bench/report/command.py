@@ -12,12 +12,14 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from bench.measure.machine import ROOT
 from bench.report import (
     audit,
     composition,
     demo,
+    drawings,
     eight_bits,
     formats,
     frontier,
@@ -27,6 +29,7 @@ from bench.report import (
     lora,
     losses,
     models,
+    overview,
     plans,
     presets,
     scale,
@@ -42,7 +45,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "presets": presets.rung_table,
     "decoder_rungs": presets.decoder_rung_table,
     "rungs_transformer": presets.transformer_table,
-    "claim": demo.claim,
+    "overview": overview.picture,
+    "headline": overview.headline,
+    "presets_in_words": overview.presets_table,
+    "status": overview.status,
     "demo": demo.demo_table,
     "kernels": kernels.cpu,
     "work": kernels.work_table,
@@ -51,6 +57,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "layers_machine": layers.machine,
     "layers": layers.tables,
     "models": models.section,
+    "models_readme": overview.models_table,
     "profile": layers.profile,
     "targets": layers.targets,
     "planner": plans.section,
@@ -65,12 +72,17 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
-def render(text: str) -> str:
-    """`text` with every generated part made anew. Raises: KeyError for a part of no such name."""
+def render(text: str, page: Path = PAGES[0]) -> str:
+    """`text` of a page with every generated part made anew, links as from where the page is.
+
+    Raises: KeyError for a part of no such name.
+    """
+    up = "../" * (len(page.relative_to(ROOT).parts) - 1)
 
     def replace(match: re.Match[str]) -> str:
         name = match.group(1)
-        return f"<!-- {name}:begin -->\n{PARTS[name]()}\n<!-- {name}:end -->"
+        part = re.sub(r"\]\((?:\.\./)*(bench|tests)/", rf"]({up}\1/", PARTS[name]())
+        return f"<!-- {name}:begin -->\n{part}\n<!-- {name}:end -->"
 
     return re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", replace, text, flags=re.DOTALL)
 
@@ -80,9 +92,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say what is out of date")
     check = parser.parse_args(arguments).check
-    stale = frontier.stale() + plans.stale() + losses.stale()
+    stale = overview.stale() + drawings.stale() + frontier.stale() + plans.stale() + losses.stale()
     if stale and not check:
         try:
+            overview.rewrite()
+            drawings.rewrite()
             frontier.rewrite()
             plans.rewrite()
             losses.rewrite()
@@ -91,7 +105,7 @@ def main(arguments: list[str]) -> int:
             return 2
     for page in PAGES:
         text = page.read_text()
-        new = render(text)
+        new = render(text, page)
         if new != text:
             stale.append(page)
             if not check:
