@@ -203,7 +203,7 @@ def one_branch(
 ) -> BlockSpec:
     """A block of one branch, with a norm of `kind` and a residual, or with neither."""
     norm = NormSpec(kind=kind, eps=eps) if kind else None
-    branch = BranchSpec(op=op, norm=norm, dropout=p)
+    branch = BranchSpec(op=op, norm=norm, dropout=p if kind else 0.0)
     return BlockSpec(kind="plain", branches=(branch,), residual=bool(kind))
 
 
@@ -250,6 +250,28 @@ def causal_case(shapes: Shapes, statistics: int) -> Case:
         X | shapes,
         (D, statistics),
     )
+
+
+def mlp_case(op: Callable[..., Tensor], shapes: Shapes, activation: str, kind: str = "") -> Case:
+    """`op` with an activation by name, or with one that captures "slope"; `kind`: of its norm."""
+    gated = "gate.weight" in shapes
+
+    def call(t: Tensors, p: float, **kw: object) -> Tensor:
+        given = named({name: tensor for name, tensor in t.items() if name != "slope"})
+        if op is ops.gated_mlp:
+            given = {n.replace("fc1", "up").replace("fc2", "down"): w for n, w in given.items()}
+        if kind:
+            given = {"norm_bias": None, **given}
+            kw |= {"norm": kind, "eps": 1e-3, "residual_dropout_p": p / 2}
+        act = leaky(t["slope"]) if "slope" in t else activation
+        return op(**given, activation=act, dropout_p=p, **kw)
+
+    def expected(t: Tensors, p: float, seed: int) -> Tensor:
+        spec = one_branch(MLPSpec(activation=activation, gated=gated, dropout=p), kind, p / 2)
+        return plain(spec, t, seed, function=leaky(t["slope"]) if "slope" in t else None)
+
+    statistics = {"": 0, "layer_norm": 2, "rms_norm": 1}[kind]
+    return Case(call, expected, shapes, (D, statistics))
 
 
 def attention_case(shapes: Shapes, how: Callable[[Tensors], dict[str, object]]) -> Case:
@@ -317,55 +339,12 @@ CASES: dict[str, Case] = {
         X | {"residual": ("B", "S", D)},
         (0, 0),
     ),
-    "mlp": Case(
-        lambda t, p, **kw: ops.mlp(**named(t), activation="gelu", dropout_p=p, **kw),
-        lambda t, p, seed: plain(one_branch(MLPSpec(activation="gelu", dropout=p)), t, seed),
-        X | FC,
-        (D, 0),
-    ),
-    "mlp_custom": Case(
-        lambda t, p, **kw: ops.mlp(
-            *(t[name] for name in X | FC), leaky(t["slope"]), dropout_p=p, **kw
-        ),
-        lambda t, p, seed: plain(
-            one_branch(MLPSpec(activation=USER_FUNCTION, dropout=p)), t, seed,
-            function=leaky(t["slope"]),
-        ),
-        X | FC | {"slope": (FF,)},
-        (D, 0),
-    ),
-    "gated_mlp": Case(
-        lambda t, p, **kw: ops.gated_mlp(
-            *(t[name] for name in ("x", "gate.weight", "fc1.weight", "fc2.weight", "gate.bias",
-                                   "fc1.bias", "fc2.bias")), "silu", p, **kw,
-        ),
-        lambda t, p, seed: plain(
-            one_branch(MLPSpec(activation="silu", gated=True, dropout=p)), t, seed
-        ),
-        X | FC | GATE,
-        (D, 0),
-    ),
-    "mlp_block": Case(
-        lambda t, p, **kw: ops.mlp_block(
-            **named(t), activation="gelu", dropout_p=p, residual_dropout_p=p / 2, eps=1e-3, **kw
-        ),
-        lambda t, p, seed: plain(
-            one_branch(MLPSpec(activation="gelu", dropout=p), "layer_norm", p / 2), t, seed
-        ),
-        X | NORM | FC,
-        (D, 2),
-    ),
-    "gated_mlp_block": Case(
-        lambda t, p, **kw: ops.mlp_block(
-            **named(t), norm_bias=None, activation="silu", dropout_p=p, residual_dropout_p=p / 2,
-            norm="rms_norm", eps=1e-3, **kw,
-        ),
-        lambda t, p, seed: plain(
-            one_branch(MLPSpec(activation="silu", gated=True, dropout=p), "rms_norm", p / 2),
-            t, seed,
-        ),
-        X | {"norm.weight": (D,)} | FC | GATE,
-        (D, 1),
+    "mlp": mlp_case(ops.mlp, X | FC, "gelu"),
+    "mlp_custom": mlp_case(ops.mlp, X | FC | {"slope": (FF,)}, USER_FUNCTION),
+    "gated_mlp": mlp_case(ops.gated_mlp, X | FC | GATE, "silu"),
+    "mlp_block": mlp_case(ops.mlp_block, X | NORM | FC, "gelu", "layer_norm"),
+    "gated_mlp_block": mlp_case(
+        ops.mlp_block, X | {"norm.weight": (D,)} | FC | GATE, "silu", "rms_norm"
     ),
     "attention": attention_case(
         WIDE_VALUES | {"mask": ("B", 1, "S", "S")}, lambda t: {"is_causal": True, "softcap": 2.0}
