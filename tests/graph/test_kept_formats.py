@@ -63,19 +63,20 @@ def step(layer, x=None, *args, **kwargs):
     """Output and gradients of a call whose dropout is the same every time."""
     x = source() if x is None else x
     torch.manual_seed(5)
-    call = layer if not args else _With(layer, args)
-    return run(
-        call, x, torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x), **kwargs
-    )
+    call = Calling(layer, lambda layer, x: layer(x, *args)) if args else layer
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x)
+    return run(call, x, dy, **kwargs)
 
 
-class _With(nn.Module):
-    def __init__(self, layer, args):
+class Calling(nn.Module):
+    """A layer that is called in another way: `how(layer, x)`."""
+
+    def __init__(self, layer, how):
         super().__init__()
-        self.layer, self.args = layer, args
+        self.layer, self.how = layer, how
 
     def forward(self, x):
-        return self.layer(x, *self.args)
+        return self.how(self.layer, x)
 
 
 ANGLES = torch.outer(torch.arange(S), 10000 ** -(torch.arange(D // H // 2) / (D // H // 2)))
@@ -339,17 +340,8 @@ def test_double_use_of_a_graph_and_batched_gradients():
 @pytest.mark.composes("Outer checkpointing", "kept activations in 8 bits")
 def test_an_outer_checkpoint_packs_the_same_again():
     layer = encoder(Policy(save={"qkv": "int8_stochastic", "up": "int8"}), 0.2)
-    outer = _Checkpointed(layer)
+    outer = Calling(layer, lambda layer, x: checkpoint(layer, x, use_reentrant=False))
     assert same_bits(step(outer), step(layer))
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False)
 
 
 def test_policies_are_copied_and_pickled_with_a_layer():
