@@ -216,7 +216,7 @@ def test_inputs_of_any_layout(any_case, layout, tokens):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", TOKENWISE)
 def test_tokens_in_any_dimensions(name, layout):
-    """The tokens are rows of the dropout mask in order, whatever dimensions they are in."""
+    """The tokens are rows of the dropout mask in order; no tokens give a gradient of 0."""
     case, made = CASES[name], CASES[name].tensors()
     streams = [name for name in ("x", "residual") if name in made]
     for tokens, leads in ((4, LEADS), (512, [(), (2, 3, 5), (0, 5)])):  # whole, any is a matrix
@@ -240,16 +240,6 @@ def test_no_tokens_give_no_gradient(any_case, batch, seq):
     y, *grads = results(lambda: any_case.op(tensors, 0.3), leaves(tensors))
     assert y.shape == any_case.plain(tensors, 0.0, 0).shape and not y.numel()
     assert not any(g.any() for g in grads)
-
-
-@pytest.mark.parametrize("lead", [lead for lead in LEADS if 0 in lead])
-@pytest.mark.parametrize("name", TOKENWISE)
-def test_no_tokens_in_any_dimension_give_no_gradient(name, lead):
-    tensors = {name: t for name, t in CASES[name].tensors().items() if name != "residual"}
-    tensors["x"] = x = normal(*lead, D)
-    residual = {"residual": x} if name == "dropout_add" else {}
-    y, dx, *grads = results(lambda: CASES[name].op(tensors | residual, 0.3), leaves(tensors))
-    assert y.shape == dx.shape == (*lead, D) and not any(g.any() for g in grads)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "dropout_add", "mlp"])
