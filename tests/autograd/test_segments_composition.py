@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from reference_ops import normal
+from block_inputs import normal
 from same_bits import assert_same_bits, step
 from segment_models import (
     ALL,

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import check_error
-from reference_ops import FF, D, dropout, in_pieces, normal, results
+from block_inputs import in_pieces, normal, results, same_bits
+from op_cases import FF, D
+from reference import dropout
 from tiers import pairwise
 from torch import nn
 
@@ -68,24 +70,21 @@ def test_any_activation_and_what_it_captures(kind, p, policy, tokens):
         y = fn()
         dy = normal(3, 5, D, seed=9).detach()
         inputs = [X, W1, B1, W2, *captured]
-        return y, torch.autograd.grad(
-            y, inputs, dy, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
+        how = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        return y, *torch.autograd.grad(y, inputs, dy, **how)
 
     with in_pieces(tokens):
-        got, grads = run(lambda: mlp(activation, p, policy=policy))
-    expected, expected_grads = run(lambda: plain(activation, p))
-    torch.testing.assert_close(got, expected)
-    for a, b in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(a, b)
+        got = run(lambda: mlp(activation, p, policy=policy))
+    torch.testing.assert_close(got, run(lambda: plain(activation, p)))
 
 
 def test_a_product_that_the_rest_of_the_model_uses_too():
-    doubled = SLOPE.exp()
-    (got,) = torch.autograd.grad(mlp(lambda t: t * doubled).sum() * doubled.sum(), SLOPE)
-    doubled = SLOPE.exp()
-    (expected,) = torch.autograd.grad(plain(lambda t: t * doubled).sum() * doubled.sum(), SLOPE)
-    torch.testing.assert_close(got, expected)
+    grads = []
+    for way in (mlp, plain):
+        doubled = SLOPE.exp()
+        loss = way(lambda t: t * doubled).sum() * doubled.sum()  # noqa: B023
+        grads += torch.autograd.grad(loss, SLOPE)
+    torch.testing.assert_close(*grads)
 
 
 def test_a_frozen_parameter_gets_no_gradient():
@@ -226,4 +225,4 @@ def test_an_activation_with_a_product_in_it_runs_outside_autocast_too():
     outside = results(lambda: ops.mlp(x, w1, None, w2, None, inner), [x, inner.weight])
     with torch.autocast("cpu", torch.bfloat16):
         inside = results(lambda: ops.mlp(x, w1, None, w2, None, inner), [x, inner.weight])
-    assert all(torch.equal(a, b) for a, b in zip(outside, inside, strict=True))
+    assert same_bits(outside, inside)

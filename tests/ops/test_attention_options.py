@@ -1,48 +1,28 @@
-"""Attention as a function: layouts, shared heads, masks, windows, dropout, and SDPA's results."""
+"""Attention as a function: shared heads, masks, windows, dropout, and SDPA's results."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import check_error
-from reference_attention import heads, mask_of
-from reference_ops import attention, compare, in_pieces, normal, results, visible
-from tiers import exhaustive, pairwise
+from block_inputs import (
+    compare,
+    compare_attention,
+    heads,
+    in_pieces,
+    mask_of,
+    normal,
+    results,
+    same_bits,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import attention, plain_block, visible
+from tiers import MORE, exhaustive, pairwise
 
 from fused_remat import ops, random
+from fused_remat.spec import AttentionSpec, BlockSpec, BranchSpec, NormSpec
 
-# --- layouts
-
-
-def transposed(x):
-    """(B, H, S, E) in the memory of (B, S, H, E), as projections make it."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def turned(x):
-    """The last two dimensions the other way round in memory."""
-    return x.mT.contiguous().mT
-
-
-def strided(x):
-    return torch.stack((x, x), -1)[..., 0]
-
-
-def expanded(x):
-    return x[:1].expand_as(x)
-
-
-LAYOUTS = [torch.Tensor.contiguous, transposed, turned, strided, expanded]
-
-
-@pytest.mark.parametrize("layout, is_causal, tokens", pairwise(LAYOUTS, [True, False], [512, 4]))
-def test_inputs_of_any_layout(layout, is_causal, tokens):
-    q, k, v = heads(batch=3)
-    with in_pieces(tokens):
-        compare(
-            lambda: ops.attention(*map(layout, (q, k, v)), is_causal=is_causal),
-            lambda: attention(*map(layout, (q, k, v)), is_causal=is_causal),
-            [q, k, v],
-        )
+# --- layouts and sizes
 
 
 def test_the_output_is_a_view_of_heads_side_by_side():
@@ -52,17 +32,13 @@ def test_the_output_is_a_view_of_heads_side_by_side():
     assert y.transpose(1, 2).is_contiguous()
 
 
-def test_views_of_one_packed_projection():
-    packed = normal(2, 5, 8 * 4)
+def test_views_of_one_projection_and_one_tensor_as_query_key_and_value():
+    packed, x = normal(2, 5, 8 * 4), normal(2, 3, 5, 4)
 
     def split():
         return packed.view(2, 5, 8, 4).transpose(1, 2).split((4, 2, 2), 1)
 
     compare(lambda: ops.attention(*split()), lambda: attention(*split()), [packed])
-
-
-def test_one_tensor_as_query_key_and_value():
-    x = normal(2, 3, 5, 4)
     compare(lambda: ops.attention(x, x, x), lambda: attention(x, x, x), [x])
 
 
@@ -77,11 +53,10 @@ def test_one_tensor_as_query_key_and_value():
 def test_no_batch_queries_or_keys(empty, policy, options):
     """Without keys every row is 0; nothing gives a gradient."""
     q, k, v = heads(**empty)
-    mask = normal(1, 1, q.shape[2], k.shape[2])
-    y, *grads = results(lambda: ops.attention(q, k, v, mask, policy=policy, **options), [q, k, v])
-    assert y.shape == q.shape and not any(t.any() for t in (y, *grads))
-    y, *grads = results(lambda: ops.attention(q, k, v, policy=policy, **options), [q, k, v])
-    assert y.shape == q.shape and not any(t.any() for t in (y, *grads))
+    for mask in (normal(1, 1, q.shape[2], k.shape[2]), None):
+        call = lambda: ops.attention(q, k, v, mask, policy=policy, **options)  # noqa: B023, E731
+        y, *grads = results(call, [q, k, v])
+        assert y.shape == q.shape and not any(t.any() for t in (y, *grads))
 
 
 # --- the same as SDPA
@@ -105,8 +80,8 @@ SDPA = {
 )
 def test_errors_are_no_larger_than_sdpas(name, dtype, tokens):
     options = SDPA[name]
-    kv_heads = {"shared heads": 2, "causal, shared": 2, "mask, shared": 2, "one shared head": 1}
-    inputs = heads(batch=3, q_len=9, kv_len=9, kv_heads=kv_heads.get(name, 4), dtype=dtype)
+    kv_heads = 1 if name == "one shared head" else 2 if "enable_gqa" in options else 4
+    inputs = heads(batch=3, q_len=9, kv_len=9, kv_heads=kv_heads, dtype=dtype)
     dy = normal(3, 4, 9, 4, seed=5).detach().to(dtype)
 
     def run(fn, to, **options):
@@ -191,62 +166,63 @@ FORMS = [
     (), (7,), (1,), (5, 7), (5, 1), (1, 7), (4, 1, 1), (4, 5, 7), (1, 5, 7), (3, 1, 1, 7),
     (3, 4, 5, 7), (1, 4, 1, 7), (3, 1, 5, 1), (1, 1, 1, 1), (3, 1, 1, 1),
 ]  # fmt: skip
+KINDS = ["bool", "float", "float32", "wants a gradient"]
+
+
+def wanted(*tensors):
+    return [t for t in tensors if t is not None and t.requires_grad]
 
 
 @pytest.mark.parametrize(
     "shape, kind",
     [
         # Its gradient is summed to each form; of values a few forms stand for the rest.
-        *((shape, "wants a gradient") for shape in FORMS),
-        *(
-            (shape, kind) if shape in ((), (5, 7), (3, 1, 1, 7), GRID) else exhaustive(shape, kind)
-            for shape in FORMS
-            for kind in ("bool", "float", "float32")
-        ),
+        (shape, kind)
+        if kind == "wants a gradient" or shape in ((), (5, 7), (3, 1, 1, 7), GRID)
+        else exhaustive(shape, kind)
+        for shape in FORMS
+        for kind in KINDS
     ],
 )
 def test_masks_of_every_form(shape, kind):
-    q, k, v = heads(batch=3)
-    mask = mask_of(kind, shape)
-    leaves = [q, k, v] + ([mask] if mask.requires_grad else [])
+    args = [*heads(batch=3), mask_of(kind, shape)]
     for options in ({}, {"dropout_p": 0.3, "seed": 7}, {"is_causal": True}):
-        for tokens in (512, 4):
-            with in_pieces(tokens):
-                compare(
-                    lambda: ops.attention(q, k, v, mask, **options),  # noqa: B023
-                    lambda: attention(q, k, v, mask, **options),  # noqa: B023
-                    leaves,
-                )
+        compare_attention(args, options, wanted(*args))
 
 
-@pytest.mark.parametrize("layout", [turned, strided, expanded])
+def heads_inside(t):
+    return t.transpose(-3, -2).contiguous().transpose(-3, -2) if t.dim() > 2 else t
+
+
+LAYOUTS = {
+    "heads inside": heads_inside,
+    "turned": lambda t: t.mT.contiguous().mT,
+    "strided": lambda t: torch.stack((t, t), -1)[..., 0],
+    "expanded": lambda t: t[:1].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["bool", "float", "wants a gradient"])
 @pytest.mark.parametrize("shape", [GRID, (5, 7)])
-def test_masks_of_any_layout(layout, kind, shape):
-    q, k, v = heads(batch=3)
-    mask, padding = mask_of(kind, shape), mask_of(kind, (3, 7), seed=8)
-    compare(
-        lambda: ops.attention(q, k, v, layout(mask), key_padding_mask=layout(padding)),
-        lambda: attention(q, k, v, layout(mask), key_padding_mask=layout(padding)),
-        [q, k, v] + ([mask, padding] if mask.requires_grad else []),
-    )
+def test_inputs_and_masks_of_any_layout(layout, kind, shape):
+    lay, args = LAYOUTS[layout], [*heads(batch=3), mask_of(kind, shape)]
+    padding = mask_of(kind, (3, 7), seed=8)
+    for causal in (False, True):
+
+        def call(fn, causal=causal):
+            return fn(*map(lay, args), key_padding_mask=lay(padding), is_causal=causal)
+
+        compare(lambda: call(ops.attention), lambda: call(attention), wanted(*args, padding))
 
 
-@pytest.mark.parametrize("kind", ["bool", "float", "float32", "wants a gradient"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mask_kind", [None, "bool", "wants a gradient"])
 def test_key_padding_of_every_kind(kind, mask_kind):
     """Bool: True is excluded, the other way round from attn_mask."""
-    q, k, v = heads(batch=3)
     padding = mask_of(kind, (3, 7))
-    mask = None if mask_kind is None else mask_of(mask_kind, (5, 7), seed=6)
-    leaves = [t for t in (q, k, v, padding, mask) if t is not None and t.requires_grad]
-    for tokens in (512, 4):
-        with in_pieces(tokens):
-            compare(
-                lambda: ops.attention(q, k, v, mask, key_padding_mask=padding),
-                lambda: attention(q, k, v, mask, key_padding_mask=padding),
-                leaves,
-            )
+    args = [*heads(batch=3), mask_kind and mask_of(mask_kind, (5, 7), seed=6)]
+    compare_attention(args, {"key_padding_mask": padding}, wanted(*args, padding))
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
@@ -257,15 +233,14 @@ def test_a_row_of_the_lowest_finite_value_is_uniform(options, padded):
     mask = torch.zeros(2, 1, 5, 7)
     mask[0, 0, 2] = mask[1, 0, :, 4:] = torch.finfo(torch.float32).min
     padding = torch.tensor([[0.0] * 6 + [-torch.inf], [0.0] * 7]) if padded else None
-    ours, plain = (
-        results(lambda: fn(q, k, v, mask, key_padding_mask=padding, **options), [q, k, v])  # noqa: B023
-        for fn in (ops.attention, attention)
+    given = {"key_padding_mask": padding, **options}
+    compare(
+        lambda: ops.attention(q, k, v, mask, **given),
+        lambda: attention(q, k, v, mask, **given),
+        [q, k, v],
     )
-    for a, b in zip(ours, plain, strict=True):
-        torch.testing.assert_close(a, b)
-    seen = 6 if padded else 7
-    mean = v[0, :, :seen].mean(1).repeat_interleave(2, 0)
-    torch.testing.assert_close(ours[0][0, :, 2], mean.detach())
+    mean = v[0, :, : 6 if padded else 7].mean(1).repeat_interleave(2, 0)
+    torch.testing.assert_close(ops.attention(q, k, v, mask, **given)[0, :, 2], mean)
 
 
 def test_a_float32_mask_beside_16_bits_is_not_rounded():
@@ -327,10 +302,9 @@ def test_rows_without_keys_are_zero_and_gradients_finite(policy, options, kind, 
     elif kind != "bool":
         mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
         mask.requires_grad_(kind == "wants a gradient")
-    leaves = [q, k, v] + ([mask] if kind == "wants a gradient" else [])
     y, *grads = results(
         lambda: ops.attention(q, k, v, mask, key_padding_mask=padding, policy=policy, **options),
-        leaves,
+        wanted(q, k, v, mask),
     )
     assert y[0].any() and not y[1].any() and (kind == "padding" or not y[0, :, 2].any())
     assert all(t.isfinite().all() for t in (y, *grads))
@@ -349,19 +323,153 @@ def test_dropout_drops_the_generators_elements(options, tokens):
     """Row (b*H + h)*S_q + q, column key: whatever is skipped, and in which pieces."""
     q, k, v = heads(batch=3, q_len=37, kv_len=41)
     key = random.site_keys(torch.tensor(11))[random.ATTENTION]
-    rows = 3 * 4 * 37
-    keep = random.keep_scale(key, 0, rows, 41, 0.4, torch.float64).view(3, 4, 37, 41)
+    keep = random.keep_scale(key, 0, 3 * 4 * 37, 41, 0.4, torch.float64).view(3, 4, 37, 41)
     eye = torch.eye(41, dtype=torch.float64).expand(3, 2, -1, -1)
-
-    def explicit():
-        probs = ops.attention(q, k, eye, **options)
-        return (probs * keep) @ v.repeat_interleave(2, 1)
-
     with in_pieces(tokens):
+        probs = ops.attention(q, k, eye, **options)
         dropped = ops.attention(q, k, v, None, 0.4, seed=11, **options)
-        torch.testing.assert_close(dropped, explicit())
+        torch.testing.assert_close(dropped, (probs * keep) @ v.repeat_interleave(2, 1))
         compare(
             lambda: ops.attention(q, k, v, None, 0.4, seed=11, **options),
             lambda: attention(q, k, v, None, 0.4, seed=11, **options),
             [q, k, v],
         )
+
+
+# --- everything together
+
+
+@st.composite
+def calls(draw):
+    """Tensors and options of `ops.attention`: of padded or of packed sequences."""
+    kv_heads, kinds = draw(st.integers(1, 3)), st.sampled_from([None, *KINDS[:2], KINDS[3]])
+    nhead, sides = kv_heads * draw(st.integers(1, 3)), {}
+    batch, q_len, kv_len = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 40)),
+        draw(st.integers(0, 40)),
+    )
+    if draw(st.booleans()):  # bounds of up to four sequences, and tokens of none around them
+        batch, count, sizes = 1, draw(st.integers(0, 4)), []
+        for side in "qk":
+            steps = [draw(st.integers(0, 3)), *(draw(st.integers(0, 20)) for _ in range(count))]
+            sides[f"cu_seqlens_{side}"] = torch.tensor(steps).cumsum(0)
+            sizes.append(max(1, sum(steps) + draw(st.integers(0, 3))))
+        q_len, kv_len = sizes
+    widths = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    qkv = heads(batch, nhead, kv_heads, q_len, kv_len, *widths)
+    mask_kind, padding_kind = draw(kinds), draw(kinds)
+    grid = (batch, nhead, q_len, kv_len)
+    shape = [n if draw(st.booleans()) else 1 for n in grid][draw(st.integers(0, 4)) :]
+    options = {
+        "dropout_p": draw(st.sampled_from([0.0, 0.3])),
+        "is_causal": draw(st.booleans()),
+        "window": draw(st.just((-1, -1)) | st.tuples(st.integers(-1, 9), st.integers(-1, 9))),
+        "softcap": draw(st.sampled_from([0.0, 1.5])),
+        "scale": draw(st.sampled_from([None, 0.3])),
+        "seed": draw(st.integers(0, 99)),
+        "key_padding_mask": padding_kind and mask_of(padding_kind, (batch, kv_len), seed=8),
+    }
+    return [*qkv, mask_kind and mask_of(mask_kind, shape)], options | sides
+
+
+@settings(max_examples=100 * MORE)
+@given(calls(), st.sampled_from([512, 50, 4]), st.sampled_from(["full", "lean"]))
+def test_any_options_together(call, tokens, policy):
+    args, options = call
+    with in_pieces(tokens):
+        compare(
+            lambda: ops.attention(*args, policy=policy, **options),
+            lambda: attention(*args, **options),
+            wanted(*args, options["key_padding_mask"]),
+        )
+
+
+GRADCHECKED = [
+    {"is_causal": True},
+    {"dropout_p": 0.3, "seed": 3},
+    {"window": (2, 0), "dropout_p": 0.3, "seed": 3},
+    {"softcap": 0.7, "scale": 1.3},
+    {"key_padding_mask": torch.tensor([[False] * 6 + [True], [True] * 7])},
+    {"key_padding_mask": normal(2, 7), "dropout_p": 0.2, "seed": 1},
+]
+
+
+@pytest.mark.parametrize("options", GRADCHECKED)
+@pytest.mark.parametrize("shape", [None, (5, 1), (2, 1, 1, 7)])
+def test_gradcheck_of_the_options(options, shape):
+    padding = options.get("key_padding_mask")
+    others = wanted(None if shape is None else normal(*shape), padding)
+
+    def fn(q, k, v, *rest):
+        mask = None if shape is None else rest[0]
+        given = {"key_padding_mask": rest[-1]} if wanted(padding) else {}
+        return ops.attention(q, k, v, mask, **options | given)
+
+    assert torch.autograd.gradcheck(fn, [*heads(v_width=3), *others], fast_mode=True)
+
+
+# --- what may not change
+
+
+@pytest.mark.parametrize(
+    "name, changed",
+    [
+        ("attn_mask", mask_of("bool", (7, 7))),
+        ("attn_mask", mask_of("float", (7, 7))),
+        ("key_padding_mask", mask_of("bool", (1, 7))),
+        ("key_lengths", torch.tensor([3])),
+        ("cu_seqlens_q", torch.tensor([0, 3, 5])),
+        ("cu_seqlens_k", torch.tensor([0, 3, 5])),
+    ],
+)
+def test_changing_masks_and_lengths_raises(name, changed):
+    qkv, given = heads(1, q_len=7), {name: changed}
+    if name.startswith("cu"):
+        given = {n: torch.tensor([0, 3, 5]) for n in ("cu_seqlens_q", "cu_seqlens_k")} | given
+    y = ops.attention(*qkv, **given)
+    changed.zero_()
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.sum().backward()
+
+
+def test_changing_the_output_raises_where_it_is_kept():
+    qkv = heads()
+    expected = torch.autograd.grad(2 * ops.attention(*qkv, policy="full").sum(), qkv)
+    y = ops.attention(*qkv, policy="full").mul_(2.0)
+    assert same_bits(torch.autograd.grad(y.sum(), qkv), expected)
+    y = ops.attention(*qkv, policy="lean").mul_(2.0)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.sum().backward()
+
+
+# --- the block
+
+
+@pytest.mark.parametrize("kv_heads", [None, 1, 2])
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("tokens", [512, 4])
+def test_attention_block_is_its_parts(kv_heads, norm, biased, tokens):
+    """Query heads first, then key heads, then value heads; a float mask with gradient."""
+    kv, width, e = kv_heads or 4, 8, 3
+    x, mask, padding = normal(3, 5, width), normal(4, 5, 5), torch.zeros(3, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    rows = (4 + 2 * kv) * e
+    w = {"norm.weight": normal(width), "norm.bias": normal(width, seed=1),
+         "qkv.weight": normal(rows, width), "qkv.bias": normal(rows),
+         "proj.weight": normal(width, 4 * e), "proj.bias": normal(width, seed=2)}  # fmt: skip
+    w |= {} if biased else dict.fromkeys(("norm.bias", "qkv.bias", "proj.bias"))
+    options = {"softcap": 3.0, "scale": 0.4, "window": (3, 2)}
+    op = AttentionSpec(num_heads=4, num_kv_heads=kv, head_dim=e, **options)
+    branch = BranchSpec(op=op, norm=NormSpec(kind=norm, eps=1e-3))
+    spec = BlockSpec(kind="plain", branches=(branch,))
+    with in_pieces(tokens):
+        compare(
+            lambda: ops.attention_block(
+                x, *w.values(), 4, mask, kv_heads=kv_heads, key_padding_mask=padding, norm=norm,
+                eps=1e-3, policy="fast", **options,
+            ),
+            lambda: plain_block(spec, w | {"input": x, "mask": mask, "padding": padding}),
+            wanted(x, mask, *w.values()),
+        )  # fmt: skip

@@ -1,10 +1,7 @@
 """A decoder layer of each kind with the same parameters, its inputs and masks, and its results."""
 
+import reference
 import torch
-from reference import randomize
-from torch import Tensor, nn
-
-from fused_remat import FusedRematDecoderLayer
 
 D, H, F, B, S, M = 12, 3, 20, 4, 7, 5
 SIZES = {"d_model": D, "nhead": H, "dim_feedforward": F}
@@ -13,11 +10,7 @@ SIZES = {"d_model": D, "nhead": H, "dim_feedforward": F}
 def pair(policy="full", seed=0, **kwargs):
     """A stock layer with random parameters, and a fused one with the same values."""
     options = {**SIZES, "dropout": 0.0, "batch_first": True, "activation": "gelu", **kwargs}
-    torch.manual_seed(seed)
-    stock = randomize(nn.TransformerDecoderLayer(**options), seed)
-    fused = FusedRematDecoderLayer(**options, policy=policy)
-    fused.load_state_dict(stock.state_dict())
-    return stock, fused
+    return reference.pair(policy=policy, seed=seed, decoder=True, **options)
 
 
 def data(dtype=torch.float64, seq_len=S, memory_len=M, batch=B, width=D):
@@ -29,12 +22,7 @@ def data(dtype=torch.float64, seq_len=S, memory_len=M, batch=B, width=D):
 
 def run(layer, tgt, memory, dy=None, **kwargs):
     """Output, and gradients of both inputs, every parameter and masks that require one."""
-    tgt, memory = (t.detach().clone().requires_grad_() for t in (tgt, memory))
-    y = layer(tgt, memory, **kwargs)
-    leaves = [tgt, memory, *(p for p in layer.parameters() if p.requires_grad)]
-    leaves += [m for m in kwargs.values() if isinstance(m, Tensor) and m.requires_grad]
-    dy = torch.ones_like(y) if dy is None else dy
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+    return reference.run(layer, tgt, dy, memory=memory, **kwargs)
 
 
 def masks(name, dtype, seq_len=S, memory_len=M):
