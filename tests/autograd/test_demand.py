@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from block_inputs import Block, leaves, normal
-from layer_kinds import KINDS, draw, layers_of
 from reference import EXACT_PRESETS, X, make, randomize
 from same_bits import assert_same_bits
 from segment_models import quiet, stack
+from small_layers import KINDS, draw, layers_of
 from tiers import pairwise
 from torch import nn
 from torch.autograd.graph import GradientEdge

@@ -15,6 +15,7 @@ from fused_remat import FusedRematLayer, FusedRematWarning, memory_report
 from fused_remat.autograd import run_block
 from fused_remat.graph.graph import Graph
 from fused_remat.spec import USER_FUNCTION
+from fused_remat.steps import activation as activations
 from fused_remat.steps.activation import MLPActivation
 from fused_remat.steps.residual import Add
 
@@ -300,3 +301,32 @@ def test_the_probe_draws_nothing_from_torchs_generator():
             torch.zeros(4, 5, D),
         )
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_new_activation_is_a_row(dropout, monkeypatch):
+    """mish's ATen derivative has no overload that writes to `out`."""
+    row = activations.Activation(
+        F.mish,
+        lambda dy, x, out: activations._into(torch.ops.aten.mish_backward, dy, out, x),
+        modules=(nn.Mish,),
+    )
+    monkeypatch.setitem(activations.ACTIVATIONS, "mish", row)
+    x = torch.randn(5, 2, D, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    results = []
+    for activation in (nn.Mish(), nn.SiLU()):
+        _, fused = pair(D, H, FF, dropout=dropout, activation=activation, dtype=DOUBLE)
+        torch.manual_seed(1)
+        results.append(fused(x))
+    assert not torch.equal(*results)
+    stock, fused = pair(D, H, FF, dropout=0.0, activation=nn.Mish(), dtype=DOUBLE)
+    expected = gradients(stock, x, x.cos(), [])
+    for a, b in zip(gradients(fused, x, x.cos(), []), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    _, fused = pair(D, H, FF, dropout=dropout, activation=nn.Mish(), dtype=DOUBLE)
+
+    def f(x):
+        torch.manual_seed(1)
+        return fused(x)
+
+    assert torch.autograd.gradcheck(f, (x.clone().requires_grad_(),), fast_mode=True)

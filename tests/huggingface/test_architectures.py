@@ -4,20 +4,39 @@ import copy
 
 import pytest
 import torch
-from hf_models import MODELS, S, build, distance, in_float64, inputs_of, reasons, step
-from peft import LoraConfig, get_peft_model
+from hf_models import (
+    MODELS,
+    S,
+    allowed,
+    build,
+    distance,
+    in_float64,
+    inputs_of,
+    packed,
+    reasons,
+    step,
+)  # fmt: skip
 from reference import EXACT_PRESETS
 
 from fused_remat import convert, explain, memory_report, set_policy
 
+
+def served(model, given):
+    """A step of a converted model, all of whose layers run as blocks."""
+    with reasons() as why:
+        got = step(model, given)
+    assert not why
+    return got
+
+
+def within(ours, theirs, dtype):
+    """Errors at most one and a half times transformers' own, and a floor of a rounding of the
+    values themselves: at this size errors are a handful of them."""
+    floor = 4 * torch.finfo(dtype).eps
+    assert {n: e for n, e in ours.items() if not e <= 1.5 * theirs[n] + floor} == {}
+
+
 CAUSAL = [name for name in MODELS if name not in ("bert", "roberta", "vit")]
-
-
-def allowed(name):
-    """float64 rounding (RoPE's tables are the same float32 numbers in both); but the softmax of
-    eager attention, which Gemma-2 needs for its soft-cap, is float32 in transformers: a hundred
-    roundings, of gradients that are small beside the largest."""
-    return 1e-5 if name == "gemma2" else 1e-10
 
 
 @pytest.mark.composes("Hugging Face", "logits and all gradients of eleven architectures, padding")
@@ -29,29 +48,8 @@ def test_float64_in_every_rung(name):
     convert(model)
     for preset in EXACT_PRESETS:
         set_policy(model, "*", preset)
-        with reasons() as why:
-            got = step(in_float64(model), given)
-        assert not why
+        got = served(in_float64(model), given)
         assert max(distance(got, expected).values()) < allowed(name), preset
-
-
-@pytest.mark.composes("PEFT", "adapters on all linear layers of eleven architectures")
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
-def test_peft_before_and_after(name):
-    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-
-    def adapted(model):
-        torch.manual_seed(1)
-        return get_peft_model(model, config)
-
-    given = inputs_of(name)
-    expected = step(in_float64(adapted(build(name))), given)
-    for fused in (convert(adapted(build(name)), "lean"), adapted(convert(build(name), "lean"))):
-        with reasons() as why:
-            got = step(in_float64(fused), given)
-        assert not why
-        assert max(distance(got, expected).values()) < allowed(name)
 
 
 @pytest.mark.parametrize(
@@ -68,27 +66,16 @@ def test_error_is_within_that_of_transformers(name, dtype, padded):
     }
     expected = step(in_float64(oracle), exact)
     theirs = distance(step(model, given), expected)
-    with reasons() as why:
-        ours = distance(step(convert(model), given), expected)
-    assert not why
-    # A floor of a rounding of the values themselves: at this size errors are a handful of them.
-    floor = 4 * torch.finfo(dtype).eps
-    assert {n: e for n, e in ours.items() if not e <= 1.5 * theirs[n] + floor} == {}
+    within(distance(served(convert(model), given), expected), theirs, dtype)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "gpt2", "bert"],
-)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_eager_attention(name):
     model = build(name, torch.float32, "eager")
     given = inputs_of(name)
     expected = step(model, given)
-    with reasons() as why:
-        got = step(convert(model), given)
-    assert not why
     # Two float32 computations of one thing.
-    assert max(distance(got, expected).values()) < 3e-5
+    assert max(distance(served(convert(model), given), expected).values()) < 3e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "bert"])
@@ -123,15 +110,13 @@ def test_what_is_kept_is_what_is_predicted(name, presets):
 @pytest.mark.parametrize("name", CAUSAL)
 def test_packed_sequences_are_as_those_by_themselves(name):
     model = convert(build(name), policy="lean")
-    ids = inputs_of(name, padded=False)["input_ids"][:1]
-    positions = torch.cat([torch.arange(5), torch.arange(S - 5)])[None]
-    packed = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    both, parts = packed(name)
     with reasons() as why:
-        got = model(**packed).logits[0]
+        got = model(**both).logits[0]
     assert not why
-    one, two = (model(input_ids=part).logits[0] for part in (ids[:, :5], ids[:, 5:]))
+    alone = torch.cat([model(input_ids=part).logits[0] for part in parts])
     # transformers' RMSNorm after the last layer is float32.
-    torch.testing.assert_close(got, torch.cat([one, two]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got, alone, rtol=1e-6, atol=1e-6)
 
 
 def test_bounds_and_windows_of_flash_attention():
@@ -141,27 +126,18 @@ def test_bounds_and_windows_of_flash_attention():
     in_float64(convert(model))
     # Not through the setter, which asks for the package: nothing of it is called.
     model.config._attn_implementation_internal = "flash_attention_2"
-    with reasons() as why:
-        got = step(model, given)
-    assert not why and max(distance(got, expected).values()) < 1e-10
-    ids = given["input_ids"][:1]
+    assert max(distance(served(model, given), expected).values()) < 1e-10
     bounds = torch.tensor([0, 5, S], dtype=torch.int32)
-    varlen = {
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": 7,
-        "max_length_k": 7,
-    }
-    positions = torch.cat([torch.arange(5), torch.arange(S - 5)])[None]
-    packed = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    varlen = {f"cu_seq_lens_{t}": bounds for t in "qk"} | {f"max_length_{t}": 7 for t in "qk"}
+    both, parts = packed("mistral")
     with reasons() as why:
-        whole = model(**packed, **varlen).logits[0]
-        parts = [model(input_ids=part).logits[0] for part in (ids[:, :5], ids[:, 5:])]
+        whole = model(**both, **varlen).logits[0]
+        alone = torch.cat([model(input_ids=part).logits[0] for part in parts])
     assert not why
-    torch.testing.assert_close(whole, torch.cat(parts), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(whole, alone, rtol=1e-10, atol=1e-10)
     x = torch.zeros(1, S, 32, dtype=torch.float64)
     tables = (torch.ones(1, S, 8, dtype=torch.float64),) * 2
-    call = {"position_embeddings": tables, "position_ids": positions}
+    call = {"position_embeddings": tables, "position_ids": both["position_ids"]}
     layer = model.model.layers[0]
     assert layer.why_not_fused(x, **call) == "sequences are packed without cu_seq_lens"
     model.config._attn_implementation_internal = "flex_attention"
@@ -176,13 +152,9 @@ def test_autocast(name):
     with torch.autocast("cpu", torch.bfloat16):
         stock = model(**given).logits
         theirs = distance(step(model, given), expected)
-        convert(model)
-        with reasons() as why:
-            ours = distance(step(model, given), expected)
-    assert not why
+        ours = distance(served(convert(model), given), expected)
     assert model(**given).logits.dtype == torch.float32 != stock.dtype
-    floor = 4 * torch.finfo(torch.bfloat16).eps
-    assert {n: e for n, e in ours.items() if not e <= 1.5 * theirs[n] + floor} == {}
+    within(ours, theirs, torch.bfloat16)
 
 
 DROPOUT = {
@@ -195,21 +167,16 @@ DROPOUT = {
 
 @pytest.mark.parametrize("name", DROPOUT)
 def test_dropout(name):
-    model, given = (
-        build(name, torch.float32, **DROPOUT[name]),
-        inputs_of(name, False, torch.float32),
-    )
-    stock = copy.deepcopy(model)
+    model = build(name, torch.float32, **DROPOUT[name])
+    given, stock = inputs_of(name, False, torch.float32), copy.deepcopy(model)
     convert(model)
 
     def seeded(seed, policy):
         set_policy(model, "*", policy)
         torch.manual_seed(seed)
-        return step(model, given)
+        return served(model, given)
 
-    with reasons() as why:
-        first, again, other = seeded(3, "full"), seeded(3, "none"), seeded(4, "full")
-    assert not why
+    first, again, other = seeded(3, "full"), seeded(3, "none"), seeded(4, "full")
     assert all(torch.equal(value, again[n]) for n, value in first.items())
     assert not torch.equal(first["logits"], other["logits"])
     if name == "bert":  # dropout at all sites

@@ -6,51 +6,21 @@ import warnings
 
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-)
+from hf_models import MODELS, VOCAB, build, reasons
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from fused_remat import FusedRematWarning, convert, revert
-from fused_remat.layers.fused_layer import DECISIONS
 from fused_remat.report.allocations import AllocationTrace
-
-VOCABULARY = 97
-SIZES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_hidden_layers": 2, "vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2,
-    "pad_token_id": 0,
-}  # fmt: skip
 
 
 def llama(**changes):
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**(SIZES | changes))).train()
-
-
-def gemma2():
-    config = Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=0.5)
-    config._attn_implementation = "eager"
-    return Gemma2ForCausalLM(config).train()
-
-
-def gpt2():
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=64, attn_pdrop=0.0,
-            resid_pdrop=0.0, embd_pdrop=0.0, bos_token_id=1, eos_token_id=2,
-        )
-    ).train()  # fmt: skip
+    return build("llama", torch.float32, **{"tie_word_embeddings": True, **changes})
 
 
 def batch(seq=11):
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(3, VOCABULARY, (2, seq), generator=generator)
+    tokens = torch.randint(3, VOCAB, (2, seq), generator=generator)
     labels = tokens.clone()
     labels[0, :3] = -100
     return {"input_ids": tokens, "labels": labels}
@@ -76,10 +46,11 @@ def compare(model, fused, **inputs):
 
 
 @pytest.mark.composes("Hugging Face", "`convert(loss=True)`: the loss without whole logits")
-@pytest.mark.parametrize("make", [llama, gemma2, gpt2])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("items", [None, 7, torch.tensor(7)], ids=["mean", "int", "tensor"])
-def test_loss_and_gradients_are_transformers_own(make, items):
-    model = make().double()
+def test_loss_and_gradients_are_transformers_own(name, items):
+    softcap = {"final_logit_softcapping": 0.5} if name == "gemma2" else {}
+    model = build(name, tie_word_embeddings=True, **softcap)
     fused = convert(copy.deepcopy(model), policy="lean", loss=True)
     assert type(fused).__name__ == type(model).__name__ and isinstance(fused, type(model))
     compare(model, fused, **batch(), **({} if items is None else {"num_items_in_batch": items}))
@@ -99,7 +70,7 @@ def test_hidden_states_and_ignore_index_are_handed_on():
 
 def test_a_frozen_head_and_a_head_with_a_bias():
     model = llama(tie_word_embeddings=False)
-    model.lm_head = torch.nn.Linear(32, VOCABULARY)
+    model.lm_head = torch.nn.Linear(32, VOCAB)
     compare(model, convert(copy.deepcopy(model), loss=True), **batch())
     model.lm_head.requires_grad_(False)
     compare(model, convert(copy.deepcopy(model), loss=True), **batch())
@@ -131,14 +102,9 @@ def test_evaluation_and_generation_are_transformers_own():
 )
 def test_other_calls_have_logits(inputs, reason):
     model = convert(llama(), loss=True)
-    reasons = []
-    observe = lambda _, why: reasons.append(why)  # noqa: E731
-    DECISIONS.append(observe)
-    try:
+    with reasons() as told:
         out = model(**(batch() | inputs))
-    finally:
-        DECISIONS.remove(observe)
-    assert any(reason in why for why in reasons), reasons
+    assert any(reason in why for why in told), told
     assert (out[1] if isinstance(out, tuple) else out.logits) is not None
 
 
@@ -169,8 +135,6 @@ def test_copies_pickles_and_saving(tmp_path):
 
 
 def test_peft_before_and_after():
-    from peft import LoraConfig, get_peft_model
-
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
     def adapted(model):
@@ -200,6 +164,6 @@ def test_the_loss_may_be_converted_later():
 
 
 def test_models_without_a_head_are_told():
-    model = LlamaForSequenceClassification(LlamaConfig(**SIZES))
+    model = LlamaForSequenceClassification(LlamaConfig(**MODELS["llama"][2]))
     with pytest.raises(ValueError, match=r"no language model .* LlamaForCausalLM"):
         convert(model, loss=True)

@@ -1,4 +1,4 @@
-"""Eval (items 20 to 23): PyTorch's inference kernel where it is exact, the truth where it is not.
+"""Evaluation: PyTorch's inference kernel where it is exact, the truth where it is not.
 
 Each defect is shown on the stock layer too, so that we notice when PyTorch mends it.
 """
@@ -9,12 +9,14 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
+from changes import LoRA
 from reference import pair
 from torch import nn
+from torch.profiler import profile
 
-from fused_remat import FusedRematLayer, FusedRematWarning
+from fused_remat import FusedRematWarning
 from fused_remat.layers import fallback
+from fused_remat.report.allocations import SavedBytes
 
 X = torch.randn(3, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -41,98 +43,27 @@ def oracle(stock, x=X, **masks):
     return layer(x, **masks).detach()
 
 
-class LoRA(nn.Module):
-    """As PEFT wraps a linear layer: its `weight` and `bias` show, and are not the whole story."""
-
-    def __init__(self, base):
-        super().__init__()
-        generator = torch.Generator().manual_seed(2)
-        self.base = base.requires_grad_(False)
-        shapes = (2, base.in_features), (base.out_features, 2)
-        self.a, self.b = (
-            nn.Parameter(torch.randn(s, dtype=torch.float64, generator=generator)) for s in shapes
-        )
-
-    weight = property(lambda self: self.base.weight)
-    bias = property(lambda self: self.base.bias)
-
-    def forward(self, x):
-        return self.base(x) + F.linear(F.linear(x, self.a), self.b)
-
-
-class LoudAttention(nn.MultiheadAttention):
-    def forward(self, *args, **kwargs):
-        out, weights = super().forward(*args, **kwargs)
-        return 2 * out, weights
-
-
-def loud_attention(m):
-    m.self_attn.__class__ = LoudAttention
-
-
-def own_attention(m):
-    m.self_attn.forward = lambda q, k, v, **kwargs: (2 * q, None)
-
-
-def own_linear(m):
-    m.linear1.forward = lambda x: torch.cat([x, x], -1)
-
-
-def own_ff_block(m):
-    m._ff_block = lambda x: torch.sin(x)
-
-
-def own_sa_block(m):
-    m._sa_block = lambda x, attn_mask, key_padding_mask, is_causal=False: torch.sin(x)
-
-
-def norm(m, new):
-    m.norm1 = new
-
-
 DEFECTS = {
-    "float mask": ({}, None, {"src_mask": NOISE}),
-    "float padding": ({}, None, {"src_key_padding_mask": NOISE[:3]}),
-    "float mask, pre-norm": ({"norm_first": True}, None, {"src_mask": NOISE}),
-    "a sequence without keys": ({}, None, {"src_key_padding_mask": ALL_PADDED}),
-    "a query without keys": ({}, None, {"src_mask": NO_KEYS}),
-    "GELU(tanh)": ({"activation": nn.GELU(approximate="tanh")}, None, {}),
-    "activation set later": ({}, lambda m: setattr(m, "activation", F.gelu), {}),
-    "LoRA on linear1": ({}, lambda m: setattr(m, "linear1", LoRA(m.linear1)), {}),
-    "LoRA on linear2": ({}, lambda m: setattr(m, "linear2", LoRA(m.linear2)), {}),
-    "subclass of MultiheadAttention": ({}, loud_attention, {}),
-    "self_attn.forward": ({}, own_attention, {}),
-    "linear1.forward": ({}, own_linear, {}),
-    "_ff_block": ({}, own_ff_block, {}),
-    "_sa_block": ({}, own_sa_block, {}),
-    "linear1 wrapped": ({}, lambda m: setattr(m, "linear1", nn.Sequential(m.linear1)), {}),
-    "linear1 without bias": ({}, lambda m: setattr(m.linear1, "bias", None), {}),
-    "norm without weight": (
-        {}, lambda m: norm(m, nn.LayerNorm(16, elementwise_affine=False)), {}
-    ),
-    "Identity for norm": ({}, lambda m: norm(m, nn.Identity()), {}),
-    "RMSNorm for norm": ({}, lambda m: norm(m, nn.RMSNorm(16, 1e-5, dtype=torch.float64)), {}),
-}  # fmt: skip
+    "float mask": ({}, {"src_mask": NOISE}),
+    "float padding": ({}, {"src_key_padding_mask": NOISE[:3]}),
+    "float mask, pre-norm": ({"norm_first": True}, {"src_mask": NOISE}),
+    "a sequence without keys": ({}, {"src_key_padding_mask": ALL_PADDED}),
+    "a query without keys": ({}, {"src_mask": NO_KEYS}),
+    "GELU(tanh)": ({"activation": nn.GELU(approximate="tanh")}, {}),
+}
 
 
+@torch.no_grad()
 def error(layer, expected, **masks):
-    """The largest error of eval without gradients; infinite if it raises or gives NaN."""
-    try:
-        with torch.no_grad():
-            got = layer(X, **masks)
-    except AttributeError:  # the kernel's call reads weights, biases and eps of the children
-        return float("inf")
-    return (got - expected).abs().nan_to_num(nan=float("inf")).max().item()
+    """The largest error of evaluation without gradients; infinite if it gives NaN."""
+    return (layer(X, **masks) - expected).abs().nan_to_num(nan=float("inf")).max().item()
 
 
 @pytest.mark.parametrize("name", DEFECTS)
 def test_eval_is_right_where_the_stock_layer_is_not(name):
-    kwargs, surgery, masks = DEFECTS[name]
-    layers = make(**kwargs)
-    if surgery is not None:
-        for layer in layers:
-            surgery(layer)
-    stock, fused = (m.eval() for m in layers)
+    """Of layers that were changed: `test_changes.py`."""
+    kwargs, masks = DEFECTS[name]
+    stock, fused = make(**kwargs)
     expected = oracle(stock, **masks)
     if torch.__version__.startswith("2.13"):
         assert error(stock, expected, **masks) > 1e-5, "mended in PyTorch: see layers/fallback.py"
@@ -166,8 +97,6 @@ def test_eval_where_the_stock_layer_is_right(name, batch_first, activation):
 
 
 def test_plain_eval_runs_the_native_kernel():
-    from torch.profiler import profile
-
     _, fused = make()
     with torch.no_grad(), profile() as run:
         fused(X)
@@ -175,8 +104,6 @@ def test_plain_eval_runs_the_native_kernel():
 
 
 def test_eval_keeps_nothing_and_draws_nothing():
-    from fused_remat.report.allocations import SavedBytes
-
     _, fused = make(dropout=0.3)
     state = torch.get_rng_state()
     with torch.no_grad(), SavedBytes() as saved:
@@ -374,10 +301,3 @@ def test_transformed_eval_is_pytorchs_own():
         assert torch.equal(got, stock(X))
         calls = [torch.vmap(lambda x, m=m: m(x[None])[0])(X) for m in (stock, fused)]
         assert torch.equal(*calls)
-
-
-def test_is_causal_without_a_mask_is_what_the_stock_layer_makes_of_it():
-    stock = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
-    layer, x = FusedRematLayer.from_layer(stock), torch.randn(2, 5, 16)
-    with torch.no_grad():
-        assert torch.equal(layer(x, is_causal=True), stock(x, is_causal=True))

@@ -11,7 +11,6 @@ from hf_models import IDS, build, close, fused_layers, step
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematWarning, Policy, check_replay, convert, revert
-from fused_remat.autograd import function
 from fused_remat.huggingface.layer import HuggingFaceLayer
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}  # transformers' RMSNorm is float32 in a float64 model
@@ -20,14 +19,6 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-6}  # transformers' RMSNorm is float32 in a fl
 @pytest.fixture
 def model():
     return build("llama")
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The graphs of blocks that ran and keep something for backward."""
-    found = []
-    monkeypatch.setattr(function, "OBSERVERS", [lambda i: found.append(i.call.graph.kind)])
-    return found
 
 
 def test_layers_stay_what_they_were(model):
@@ -70,34 +61,34 @@ def test_generation(model):
 
 
 @pytest.mark.composes("Hugging Face", "`output_hidden_states`; `output_attentions` by fallback")
-def test_outputs_that_models_record(calls):
+def test_outputs_that_models_record(blocks_run):
     model = build("llama", how="eager")
     expected = model(**IDS, output_hidden_states=True, output_attentions=True)
     convert(model)
     got = model(**IDS, output_hidden_states=True)
-    assert calls == ["rotary_transformer_prenorm"] * 2  # also with recorders on the modules
+    assert blocks_run == ["rotary_transformer_prenorm"] * 2  # also with recorders on the modules
     for a, b in zip(got.hidden_states, expected.hidden_states, strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
     with pytest.warns(FusedRematWarning, match="attention weights"):
         got = model(**IDS, output_attentions=True)
     for a, b in zip(got.attentions, expected.attentions, strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
-    assert len(calls) == 2
+    assert len(blocks_run) == 2
 
 
 @pytest.mark.composes("Hugging Face", "gradients in evaluation, without a cache")
-def test_gradients_in_evaluation(model, calls):
+def test_gradients_in_evaluation(model, blocks_run):
     model.eval()
     given = {**IDS, "use_cache": False}
     expected = step(model, given)
     close(step(convert(model), given), expected)
-    assert len(calls) == 2
+    assert len(blocks_run) == 2
 
 
 @pytest.mark.composes("Hugging Face", "`gradient_checkpointing_enable()`: blocks rebuild, once")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("before", [False, True])
-def test_gradient_checkpointing_does_not_rebuild_twice(model, calls, reentrant, before):
+def test_gradient_checkpointing_does_not_rebuild_twice(model, blocks_run, reentrant, before):
     expected = step(model, IDS)
     counts = []
 
@@ -114,12 +105,12 @@ def test_gradient_checkpointing_does_not_rebuild_twice(model, calls, reentrant, 
         enable()
     assert model.is_gradient_checkpointing
     close(step(model, IDS), expected)
-    assert len(calls) == 2 and not counts
+    assert len(blocks_run) == 2 and not counts
     # Where the block does not serve, transformers' checkpoint does, as the user asked.
     model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     with pytest.warns(FusedRematWarning, match="mlp has hooks"):
         close(step(model, IDS), expected)
-    assert len(calls) == 3 and len(counts) == 1
+    assert len(blocks_run) == 3 and len(counts) == 1
     revert(model)
     model(**IDS).logits.sum().backward()
     assert len(counts) == 3
@@ -175,7 +166,7 @@ def test_training_goes_on_after_conversion():
 
 @pytest.mark.composes("Hugging Face", "`Trainer`, with `gradient_checkpointing` or without")
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_trainer(tmp_path, calls, checkpointing):
+def test_trainer(tmp_path, blocks_run, checkpointing):
     data = [{"input_ids": ids, "labels": ids} for ids in IDS["input_ids"].repeat(2, 1)]
     losses = []
     for converted in (False, True):
@@ -190,7 +181,7 @@ def test_trainer(tmp_path, calls, checkpointing):
         )
         trainer.train()
         losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
-    assert len(calls) == 4
+    assert len(blocks_run) == 4
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # float32 rounding
 
 
@@ -210,11 +201,11 @@ def test_gradients_added_to_buffers(model):
 
 
 @pytest.mark.composes("Hugging Face", "the replay check")
-def test_the_replay_check(model, calls):
+def test_the_replay_check(model, blocks_run):
     convert(model, policy="fast")
     with check_replay():
         step(model, IDS)
-    assert len(calls) == 2
+    assert len(blocks_run) == 2
 
 
 @pytest.mark.composes("Hugging Face", "reentrant checkpoint around a layer, with dropout")
