@@ -49,8 +49,6 @@ def test_large_finite_masks(value, mask_grad):
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="as docs/behaviour.md measured"
 )
-    not torch.__version__.startswith("2.13"), reason="as docs/behaviour.md measured"
-)
 def test_the_stock_layers_defects_are_as_documented():
     """If this fails, PyTorch has mended them: docs/behaviour.md wants its paragraph removed."""
     stock, _ = pair(16, 4, 32, dropout=0.0, batch_first=True)
