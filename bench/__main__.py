@@ -20,7 +20,7 @@ COMMANDS = {
     "model": "bench.model.command",
     "plan": "bench.plan.command",
     "profile": "bench.layers.profile_step",
-    "report": "bench.report.command",
+    "report": "bench.pages.command",
     "scale": "bench.scale.command",
 }
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bench.frontier import files
-from bench.frontier.points import collected, is_ours, read, title
+from bench.frontier.points import collected, is_ours, title
 from bench.frontier.report import changes, panel_table, sentences
 from bench.layers.command import DEVICE, add_measuring, row_of, sizes
 from bench.layers.measure import Options, steps_of
@@ -32,6 +32,7 @@ from bench.layers.ways import BASELINE, GROUPS, WAYS, select
 from bench.measure.machine import ROOT, environment, version
 from bench.measure.progress import Progress
 from bench.measure.results import ResultsFile
+from bench.tables import read
 
 #: Device -> tokens of a step, lengths, widths.
 SHAPES = {

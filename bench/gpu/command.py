@@ -28,18 +28,19 @@ import torch
 
 from bench.audit import cases as audit_cases
 from bench.frontier import files as frontier
-from bench.frontier.points import collected, read
+from bench.frontier.points import collected
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import layers as gpu_layers
 from bench.gpu import models as gpu_models
 from bench.gpu import plans as gpu_plans
 from bench.gpu import profile as gpu_profile
-from bench.gpu.report import failures, line, report
 from bench.measure import ceilings
 from bench.measure import contest as gpu_contest
 from bench.measure.contest import Rig, described
 from bench.measure.machine import ROOT, checkout, environment, source
 from bench.measure.results import ResultsFile, folder_of
+from bench.pages.gpu import failures, line, report
+from bench.tables import read
 from bench.tuning import attention_tiles, pointwise, product_tiles
 from bench.tuning import products as product_routes
 from fused_remat.triton.launch import INTERPRETED, Target, target_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bench.gpu import evidence, kernels
 from bench.gpu.evidence import LONG_LEN, Find, Found, Limits, Row
 from bench.gpu.models import BATCHES
-from bench.layers.report import Verdict
+from bench.tables import Verdict
 
 UNMEASURED = "not measured"
 #: Cases that are all shown; of more, the best and the worst.

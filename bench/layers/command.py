@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from bench.layers.measure import Options, measure, steps_of
-from bench.layers.report import case_table, target_table, title
 from bench.layers.subjects import ACTIVATIONS, DTYPES, NORMS, Case
 from bench.layers.ways import BASELINE, DEFAULT, GROUPS, WAYS, select
 from bench.measure.contest import described
 from bench.measure.machine import ROOT, environment, version
 from bench.measure.progress import Progress
 from bench.measure.results import ResultsFile
+from bench.pages.layers import case_table, target_table, title
 
 Sizes = tuple[int, int, int, int]
 

@@ -31,9 +31,9 @@ from bench.measure.registry import Absent
 from bench.measure.results import ResultsFile
 from bench.model.configs import MODELS
 from bench.model.measure import Options, measure, steps_of, usual_tokens
-from bench.model.report import article, case_table, has_losses, losses_table, target_table, title
 from bench.model.subjects import Case, affordable_layers, memory_of
 from bench.model.ways import BASELINE, DEFAULT, GROUPS, WAYS, select
+from bench.pages.models import article, case_table, has_losses, losses_table, target_table, title
 
 #: By device: sequences and tokens of each, and the memory within which the largest batch is sought.
 BATCH = {"cpu": 1, "cuda": 8}

@@ -23,15 +23,14 @@ from typing import Any
 
 import torch
 
+from bench.figures import plans as figure
 from bench.layers.command import DEVICE, DTYPE
 from bench.layers.subjects import DTYPES, NORMS
 from bench.measure.contest import described
 from bench.measure.machine import ROOT, environment
 from bench.measure.progress import Progress
 from bench.measure.results import ResultsFile
-from bench.plan import figure
-from bench.plan.measure import Options, measure
-from bench.plan.report import (
+from bench.pages.plans import (
     error_table,
     is_ours,
     read,
@@ -41,6 +40,7 @@ from bench.plan.report import (
     table,
     title,
 )
+from bench.plan.measure import Options, measure
 from bench.plan.subjects import Case
 from bench.plan.ways import BASELINE
 

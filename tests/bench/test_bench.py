@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from bench.layers import command as layers
-from bench.layers.report import TARGETS, case_table, target_table, title, verdict
 from bench.measure import machine as timing
 from bench.measure import turns
 from bench.measure.turns import interleave, quantiles, rotated
+from bench.pages.layers import TARGETS, case_table, target_table, title, verdict
 from fused_remat.policies import EXACT_PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,10 +15,10 @@ from poisoned import TARGET
 from bench.gpu import command as gpu
 from bench.gpu import layers as gpu_layers
 from bench.gpu.kinds import KINDS
-from bench.gpu.report import failures
 from bench.measure import contest as gpu_contest
 from bench.measure.contest import Contest, Rig, Way, Work
 from bench.measure.results import ResultsFile
+from bench.pages.gpu import failures
 from bench.tuning import attention_tiles, product_tiles
 from fused_remat.triton import tables
 

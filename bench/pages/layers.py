@@ -1,18 +1,38 @@
-"""Tables of `bench.layers`' results, which are plain data: a case's ways, and the targets."""
+"""One layer on a CPU: the targets, every measured case, and where the time goes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from bench.layers import profile_step
+from bench.tables import (
+    RESULTS,
+    Columns,
+    Row,
+    Verdict,
+    current,
+    folded,
+    load,
+    machine_line,
+    mib,
+    ms,
+    number,
+    terminal,
+    times,
+    verdict_table,
+    ways_table,
+)
 from fused_remat.policies import EXACT_PRESETS
 
-PARTS = ("forward", "backward", "step")  # what is timed
+LAYERS = RESULTS / "layers-cpu.json"
+PROFILE = RESULTS / "profile-cpu.json"
+UNMEASURED = "Not measured yet: `python -m bench layers --device cpu`."
+UNPROFILED = "Not measured yet: `python -m bench profile`."
 WIDTHS = (512, 1024)  # the targets are for d_model between these
 
 
-def title(row: dict[str, Any]) -> str:
+def title(row: Row) -> str:
     """A case in a few words."""
     c = row["case"]
     sizes = f"(B, S, D, H) = ({c['batch']}, {c['seq_len']}, {c['d_model']}, {c['nhead']})"
@@ -21,41 +41,30 @@ def title(row: dict[str, Any]) -> str:
     return ", ".join([c["dtype"], f"{c['norm']}-norm", *rest, f"dropout {c['dropout']:g}", sizes])
 
 
-def _p50(quantiles: dict[str, float] | None, suffix: str = "x") -> str:
-    return "-" if quantiles is None else f"{quantiles['p50']:.3f}{suffix}"
+def _columns(more: int = 0) -> Columns:
+    """What is said of a way; `more`: digits than on the page."""
+    return [
+        ("forward", lambda way: ms(way["forward_seconds"]["p50"], more, "")),
+        ("backward", lambda way: ms(way["backward_seconds"]["p50"], more, "")),
+        ("step", lambda way: ms(way["step_seconds"]["p50"], more, "")),
+        ("vs eager", lambda way: times(way["step_ratio"].get("eager"), 2 + more)),
+        ("vs checkpoint", lambda way: times(way["step_ratio"].get("checkpoint"), 2 + more)),
+        ("kept bytes per token", lambda way: number(way["kept_bytes_per_token"])),
+        ("backward's peak", lambda way: mib(way.get("backward_peak_bytes"), more)),
+        ("step's peak", lambda way: mib(way.get("step_peak_bytes"), more)),
+    ]
 
 
-def _cells(way: str, r: dict[str, Any]) -> tuple[str, ...]:
-    reason = r.get("unavailable") or r.get("failure")
-    if reason is not None:
-        return (way, ("absent: " if "unavailable" in r else "FAIL: ") + reason)
-    peaks = (r.get(f"{part}_peak_bytes") for part in ("backward", "step"))
-    return (
-        way, *(f"{1e3 * r[f'{part}_seconds']['p50']:.1f}" for part in PARTS),
-        _p50(r["step_ratio"].get("eager")), _p50(r["step_ratio"].get("checkpoint")),
-        f"{r['kept_bytes_per_token']:,.0f}",
-        *("-" if peak is None else f"{peak / 2**20:,.1f}" for peak in peaks),
-    )  # fmt: skip
+def case_table(row: Row) -> str:
+    """A case's ways, for a terminal."""
+    return ways_table(row["ways"], _columns(more=1), write=terminal)
 
 
-def case_table(row: dict[str, Any]) -> str:
-    """A case's results as aligned text, a line per way."""
-    header = (
-        "", "forward ms", "backward ms", "step ms", "vs eager", "vs checkpoint", "kept B/token",
-        "backward peak MiB", "peak MiB",
-    )  # fmt: skip
-    lines = [header, *(_cells(way, r) for way, r in row["ways"].items())]
-    full = [line for line in lines if len(line) == len(header)]
-    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    widths[0] = max(len(line[0]) for line in lines)
-    aligned = []
-    for first, *others in lines:
-        if len(others) == 1:
-            aligned.append(f"{first.ljust(widths[0])}  {others[0]}")
-        else:
-            cells = map(str.rjust, others, widths[1:])
-            aligned.append("  ".join([first.ljust(widths[0]), *cells]))
-    return "\n".join(aligned)
+def _folded_case(row: Row) -> str:
+    return folded(f"{title(row)}, {row['rounds']} rounds", ways_table(row["ways"], _columns()))
+
+
+# --- the targets
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ class Target:
         where = f"{self.dtype}, {norms}, dropout {self.dropout:g}"
         return f"{ways} ≤ {self.limit:.2f}× {self.baseline} ({where})"
 
-    def covers(self, case: dict[str, Any]) -> bool:
+    def covers(self, case: Row) -> bool:
         return (
             case["dtype"] == self.dtype
             and case["norm"] in self.norms
@@ -106,22 +115,7 @@ SLOW_BFLOAT16 = (
 )
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What was measured for a target; `met` is None where nothing was."""
-
-    target: str
-    measured: str
-    met: bool | None
-
-
-def current(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows that were measured on the file's machine and commit, not those left of others."""
-    same = {**results["machine"], "date": None}
-    return [row for row in results["results"] if {**row["machine"], "date": None} == same]
-
-
-def _ratios(target: Target, results: dict[str, Any]) -> Iterator[tuple[float | None, str]]:
+def _ratios(target: Target, results: Row) -> Iterator[tuple[float | None, str]]:
     """(median ratio, where) of every way and case that the target is for; None: wrong results."""
     for row in current(results):
         c = row["case"]
@@ -137,7 +131,7 @@ def _ratios(target: Target, results: dict[str, Any]) -> Iterator[tuple[float | N
                 yield found["step_ratio"][target.baseline]["p50"], where
 
 
-def verdict(target: Target, results: dict[str, Any]) -> Verdict:
+def verdict(target: Target, results: Row) -> Verdict:
     """A target's verdict: met if it is in every case that was measured."""
     found = list(_ratios(target, results))
     wrong = [where for ratio, where in found if ratio is None]
@@ -150,19 +144,38 @@ def verdict(target: Target, results: dict[str, Any]) -> Verdict:
     within = sum(ratio <= target.limit for ratio, _ in ratios)
     slow = target.dtype == "bfloat16" and not results["machine"].get("native_bfloat16", True)
     note = f"; {SLOW_BFLOAT16}" if slow else ""
-    span = f"{min(ratios)[0]:.3f} to {worst:.3f}, {within} of {len(ratios)} within"
-    measured = span if len(ratios) > 1 else f"{worst:.3f}"
+    several = f"{min(ratios)[0]:.3f} to {worst:.3f}, {within} of {len(ratios)} within"
+    measured = several if len(ratios) > 1 else f"{worst:.3f}"
     return Verdict(target.text, f"{measured} (worst: {where}){note}", worst <= target.limit)
 
 
-def verdicts(results: dict[str, Any], targets: Sequence[Target] = TARGETS) -> list[Verdict]:
-    """Every target's verdict, from the results file's data."""
-    return [verdict(target, results) for target in targets]
+def target_table(results: Row, targets: Sequence[Target] = TARGETS) -> str:
+    """Every target, met or not."""
+    return verdict_table(verdict(target, results) for target in targets)
 
 
-def target_table(results: dict[str, Any]) -> str:
-    """The targets as a Markdown table."""
-    met = {True: "yes", False: "no", None: "-"}
-    lines = ["| target | measured | met |", "|---|---|---|"]
-    lines += [f"| {v.target} | {v.measured} | {met[v.met]} |" for v in verdicts(results)]
-    return "\n".join(lines)
+# --- parts of pages
+
+
+def machine() -> str:
+    """Where and with what the layers were measured."""
+    found = load(LAYERS)
+    return machine_line(found["machine"]) if found else UNMEASURED
+
+
+def targets() -> str:
+    """The targets of CPUs, met or not."""
+    found = load(LAYERS)
+    return target_table(found) if found else UNMEASURED
+
+
+def profile() -> str:
+    """Where a step spends its time."""
+    found = load(PROFILE)
+    return profile_step.table(found) if found else UNPROFILED
+
+
+def tables() -> str:
+    """Every measured case: times beside eager's and checkpoint's, kept bytes, peaks."""
+    found = load(LAYERS)
+    return "\n\n".join(map(_folded_case, current(found))) if found else UNMEASURED

@@ -8,7 +8,7 @@ from typing import Any
 from bench.frontier import files, points
 from bench.frontier.pareto import derive
 from bench.frontier.report import brief, changes, panel_table, rules, sentences
-from bench.report.sets import RESULTS, gpu_sets, machine_line, read
+from bench.tables import RESULTS, folded, gpu_sets, load, machine_line, picture
 
 CPU = RESULTS / "frontier-cpu"
 UNMEASURED = "Not measured yet: `python -m bench frontier --device cpu`."
@@ -24,7 +24,7 @@ def undrawn(root: Path = RESULTS) -> dict[Path, dict[str, Any]]:
     """Folders of a GPU's results with steps of layers and no frontier yet -> its data."""
     found = {}
     for folder in gpu_sets(root):
-        given = {p.name: read(p) for p in sorted(folder.glob("*.json"))}
+        given = {p.name: load(p) for p in sorted(folder.glob("*.json"))}
         layers = {n: d for n, d in given.items() if d and "results" in d and points.current(d)}
         if layers and not (folder / files.DATA).exists():
             found[folder] = points.collected(layers)
@@ -47,7 +47,7 @@ def rewrite(root: Path = RESULTS) -> None:
 
 
 def _derived(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    data = read(folder / files.DATA)
+    data = load(folder / files.DATA)
     return None if data is None else (data["machine"], derive(points.panels(data)))
 
 
@@ -58,12 +58,13 @@ def readme() -> str:
         return UNMEASURED
     others = [data for folder in folders() if folder != CPU and (data := _derived(folder))]
     alike = [derived for machine, derived in (found, *others) if not machine.get("gpu")]
-    return "\n\n".join([_picture(CPU, ""), "\n".join(map(brief, alike)), machine_line(found[0])])
+    lines = "\n".join(map(brief, alike))
+    return "\n\n".join([_picture(CPU), lines, machine_line(found[0])])
 
 
-def _picture(folder: Path, up: str) -> str:
-    path = f"{up}bench/results/{folder.name}/{files.PICTURES[0]}"
-    return f"![Step time against bytes kept for backward, a panel per shape]({path})"
+def _picture(folder: Path) -> str:
+    text = "Step time against bytes kept for backward, a panel per shape"
+    return picture(folder / files.DATA, text)
 
 
 def section() -> str:
@@ -75,16 +76,15 @@ def _set(folder: Path) -> str:
     found = _derived(folder)
     assert found is not None
     machine, derived = found
-    shown = "\n\n".join(map(panel_table, derived["panels"]))
     where = machine.get("gpu") or machine["cpu"]
     parts = [
         f"### {where} (`bench/results/{folder.name}`)",
-        _picture(folder, "../"),
+        _picture(folder),
         machine_line(machine),
         sentences(derived),
         "Where the winner changes:",
         changes(derived),
         rules(),
-        f"<details>\n<summary>Every shape</summary>\n\n{shown}\n\n</details>",
+        folded("Every shape", *map(panel_table, derived["panels"])),
     ]
     return "\n\n".join(parts)

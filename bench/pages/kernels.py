@@ -1,20 +1,33 @@
-"""Kernels against their floor and their peers: a summary, and a table for each op."""
+"""Kernels against their floor and their peers: rows for a terminal, tables for a page."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from bench.kernels.shapes import MODELS, Size
 from bench.kernels.table import OPS
-from bench.layers.report import current
 from bench.measure.contest import UNITS, Rig
-from bench.report.sets import RESULTS, gpu_sets, machine_line, read
+from bench.tables import (
+    RESULTS,
+    Cell,
+    Row,
+    current,
+    folded,
+    geometric_mean,
+    gpu_sets,
+    load,
+    machine_line,
+    markdown,
+    number,
+    significant,
+    terminal,
+    times,
+)
 
 KERNELS = RESULTS / "kernels-cpu.json"
 UNMEASURED = "Not measured yet: `python -m bench kernels --device cpu`."
@@ -24,6 +37,76 @@ OURS = "fused_remat"
 BARE = "bare"
 #: A ceiling's unit -> what of the work counts, and what it is called that cannot go faster.
 BOUNDS = {"TFLOP/s": ("flops", "products"), "GB/s": ("bytes", "memory")}
+
+
+# --- for a terminal
+
+
+def ceilings_line(most: Mapping[str, float]) -> str:
+    """What this machine does at most."""
+    found = ", ".join(f"{significant(amount)} {unit}" for unit, amount in most.items())
+    return f"ceilings of this machine: {found}"
+
+
+def title(row: Row) -> str:
+    """A case in a line, with the least time that it can take."""
+    case = row["case"]
+    sizes = ", ".join(f"{name} {size}" for name, size in case["sizes"].items())
+    words = ", ".join(filter(None, [sizes, case.get("dtype")]))
+    text = f"{case['op']}: {case['name']} {case['direction']}, {case['model']} ({words})"
+    floor = row.get("floor_us")
+    return text if floor is None else f"{text}, floor {floor:,.0f} µs"
+
+
+def _way_cells(name: str, way: Row) -> list[Cell]:
+    us, share = way["us"], way.get("of_ceiling")
+    rates = (way.get(unit) for unit in UNITS)
+    return [
+        name, *(number(us[level]) for level in ("p50", "p20", "p80")),
+        times(next(iter(way["ratio"].values()), None)),
+        *(None if rate is None else significant(rate) for rate in rates),
+        None if share is None else f"{share:.0%}",
+    ]  # fmt: skip
+
+
+def block(row: Row) -> str:
+    """A row: a line for each provider, FAIL instead of a time where its results are wrong."""
+    if "error" in row:
+        return f"\n{title(row)}\n  FAIL: {row['error']}"
+    ways = row["ways"].items()
+    head = ("", "p50 µs", "p20", "p80", "ratio", *UNITS, "of ceiling")
+    text = [f"\n{title(row)}"]
+    text += [terminal(head, [_way_cells(n, way) for n, way in ways if "us" in way], indent="  ")]
+    text += [f"  {name}  FAIL: {way['error']}" for name, way in ways if "error" in way]
+    absent = [f"{name} ({way['absent']})" for name, way in ways if "absent" in way]
+    return "\n".join(text + [f"  absent: {', '.join(absent)}"] * bool(absent))
+
+
+def means(rows: Sequence[Row]) -> str:
+    """Per op, direction and provider: the geometric mean of the ratios to the baseline."""
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        of_op = ratios.setdefault(f"{row['case']['op']} {row['case']['direction']}", {})
+        for name, way in row.get("ways", {}).items():
+            if way.get("ratio"):
+                of_op.setdefault(name, []).append(next(iter(way["ratio"].values()))["p50"])
+    lines = ["time over the baseline's, geometric mean over the cases:"]
+    for op, found in ratios.items():
+        shown = (f"{n} {geometric_mean(all_):.2f}× ({len(all_)})" for n, all_ in found.items())
+        lines.append(f"  {op}: {', '.join(shown)}")
+    return "\n".join(lines)
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Everything that is wrong, in a line each."""
+    found = [f"{title(row)}: {row['error']}" for row in rows if "error" in row]
+    for row in rows:
+        ways = row.get("ways", {}).items()
+        found += [f"{title(row)}: {name}: {way['error']}" for name, way in ways if "error" in way]
+    return found
+
+
+# --- for a page
 
 
 @dataclass(frozen=True)
@@ -50,7 +133,7 @@ class Entry:
     wrong: tuple[str, ...]
 
 
-def ceilings(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def ceilings(rows: Sequence[Row]) -> dict[str, float]:
     """Unit -> the most of it that was measured in the same run."""
     return {
         row["unit"]: way[row["unit"]]
@@ -61,7 +144,7 @@ def ceilings(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def of_op(row: dict[str, Any]) -> tuple[str, str, str] | None:
+def of_op(row: Row) -> tuple[str, str, str] | None:
     """Op, direction and form of a contest of providers; None of any other row.
 
     `bench gpu` says all three in the name, and has contests of our own routes and tiles besides,
@@ -77,13 +160,13 @@ def of_op(row: dict[str, Any]) -> tuple[str, str, str] | None:
     return (match[1], match[2], match[3]) if known else None
 
 
-def entries(rows: Sequence[dict[str, Any]]) -> list[Entry]:
+def entries(rows: Sequence[Row]) -> list[Entry]:
     """The rows of a run that have a floor."""
     most = ceilings(rows)
     return [_entry(row, most) for row in rows if row.get("floor_us") and of_op(row)]
 
 
-def _entry(row: dict[str, Any], most: dict[str, float]) -> Entry:
+def _entry(row: Row, most: dict[str, float]) -> Entry:
     work, times = row["work"], {n: w["us"]["p50"] for n, w in row["ways"].items() if "us" in w}
     seconds = {
         bound: work[amount] / (UNITS[unit] * most[unit])
@@ -104,7 +187,7 @@ def _entry(row: dict[str, Any], most: dict[str, float]) -> Entry:
     )  # fmt: skip
 
 
-def _name(case: dict[str, Any], form: str) -> str:
+def _name(case: Row, form: str) -> str:
     """What tells the case from others of its op, in words."""
     told = {"op", "section", "direction", "name", "model", "batch", "seq_len", "tokens", "sizes"}
     words = [form, *filter(None, [case.get("model")])]
@@ -118,28 +201,27 @@ def _name(case: dict[str, Any], form: str) -> str:
 def work_table() -> str:
     """What is counted of each op, as the code that counts it says."""
     rig = Rig(torch.device("cpu"), torch.float32, True, None, math.inf)  # no tensor is made of it
-    lines = ["| op | FLOPs of the products, and bytes; forward, or backward |", "|---|---|"]
+    rows = []
     for op, row in OPS.items():
         problems = (p for m in MODELS.values() for p in row.of_model(rig, Size(m, 1, m.seq_len)))
         said = dict.fromkeys(" ".join((type(p).work.__doc__ or "").split()) for p in problems)
-        lines.append(f"| {op} | {' '.join(said)} |")
-    return "\n".join(lines)
+        rows.append([op, " ".join(said)])
+    return markdown(("op", "FLOPs of the products, and bytes; forward, or backward"), rows)
 
 
 def summary(found: Sequence[Entry]) -> str:
     """A row for each op, direction and way of ours, beside the best peer at the same cases."""
-    lines = [
-        "| op | | bound by | ours | cases | of the floor's speed | the best peer | our time over "
-        "the best peer's |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for (op, direction), alike in _grouped(found).items():
+    head = (
+        "op", "", "bound by", "ours", "cases", "of the floor's speed", "the best peer",
+        "our time over the best peer's",
+    )  # fmt: skip
+    rows = []
+    for op, direction in dict.fromkeys((e.op, e.direction) for e in found):
+        alike = [e for e in found if (e.op, e.direction) == (op, direction)]
         bound = " or ".join(sorted({e.bound for e in alike}))
         names = dict.fromkeys(name for e in alike for name in e.ours)
-        for name in names or [""]:
-            cells = [op, direction, bound, *_summary_cells(name, alike)]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows += [[op, direction, bound, *_summary_cells(name, alike)] for name in names or [""]]
+    return markdown(head, rows)
 
 
 def _summary_cells(name: str, alike: Sequence[Entry]) -> list[str]:
@@ -147,26 +229,16 @@ def _summary_cells(name: str, alike: Sequence[Entry]) -> list[str]:
     ours = [e.floor / e.ours[name] for e in mine if name]
     peers = [e.floor / e.peer[1] for e in mine if e.peer]
     ratios = [e.ours[name] / e.peer[1] for e in mine if e.peer and name]
-    over = f"{_mean(ratios):.2f}× ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+    over = f"{geometric_mean(ratios):.2f}× ({_between(ratios, '.2f')})" if ratios else ""
     return [name or "absent", str(len(mine)), _shares(ours), _shares(peers), over]
 
 
-def _grouped(found: Sequence[Entry]) -> dict[tuple[str, str], list[Entry]]:
-    groups: dict[tuple[str, str], list[Entry]] = {}
-    for entry in found:
-        groups.setdefault((entry.op, entry.direction), []).append(entry)
-    return groups
-
-
-def _mean(values: Sequence[float]) -> float:
-    """Geometric: of ratios."""
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
 def _shares(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    return f"{_mean(values):.0%} ({min(values):.0%} to {max(values):.0%})"
+    return f"{geometric_mean(values):.0%} ({_between(values, '.0%')})" if values else "-"
+
+
+def _between(values: Sequence[float], form: str) -> str:
+    return f"{min(values):{form}} to {max(values):{form}}"
 
 
 def tables(found: Sequence[Entry]) -> str:
@@ -176,36 +248,30 @@ def tables(found: Sequence[Entry]) -> str:
 
 
 def _table(op: str, found: Sequence[Entry]) -> str:
-    lines = [
-        "<details>",
-        f"<summary>{op}: {len(found)} cases</summary>",
-        "",
-        "| case | | GFLOP | MB at least | floor | bound by | ours (of the floor's speed) "
-        "| the best peer | our best time over it |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for e in found:
-        best = next(iter(e.ours.values()), None)
-        cells = [
-            e.name + _failed(e), e.direction, f"{e.flops / 1e9:,.2f}" if e.flops else "-",
-            f"{e.bytes / 1e6:,.2f}", f"{e.floor:,.0f} µs", e.bound,
-            "; ".join(_time(*item, e.floor) for item in e.ours.items()) or "absent",
-            _time(*e.peer, e.floor) if e.peer else "absent",
-            f"{best / e.peer[1]:.2f}×" if best and e.peer else "",
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "</details>"])
+    head = (
+        "case", "", "GFLOP", "MB at least", "floor", "bound by", "ours (of the floor's speed)",
+        "the best peer", "our best time over it",
+    )  # fmt: skip
+    return folded(f"{op}: {len(found)} cases", markdown(head, map(_cells, found)))
+
+
+def _cells(e: Entry) -> list[Cell]:
+    best = next(iter(e.ours.values()), None)
+    failed = f" (FAIL: {', '.join(e.wrong)})" if e.wrong else ""
+    return [
+        e.name + failed, e.direction, number(e.flops / 1e9, 2) if e.flops else "-",
+        number(e.bytes / 1e6, 2), number(e.floor, 0, " µs"), e.bound,
+        "; ".join(_time(*item, e.floor) for item in e.ours.items()) or "absent",
+        _time(*e.peer, e.floor) if e.peer else "absent",
+        f"{best / e.peer[1]:.2f}×" if best and e.peer else "",
+    ]  # fmt: skip
 
 
 def _time(name: str, us: float, floor: float) -> str:
     return f"{name}, {us:,.0f} µs ({floor / us:.0%})"
 
 
-def _failed(entry: Entry) -> str:
-    return f" (FAIL: {', '.join(entry.wrong)})" if entry.wrong else ""
-
-
-def absences(rows: Sequence[dict[str, Any]]) -> str:
+def absences(rows: Sequence[Row]) -> str:
     """Who took part in no case, and why; whose results were wrong; which cases failed whole."""
     why: dict[str, set[str]] = {}
     present: set[str] = set()
@@ -225,7 +291,7 @@ def absences(rows: Sequence[dict[str, Any]]) -> str:
     return " ".join(parts)
 
 
-def section(data: dict[str, Any]) -> str:
+def section(data: Row) -> str:
     """A results file: where it was measured, its ceilings, summary and tables.
 
     Raises: ValueError for a dry run, which measures nothing.
@@ -233,7 +299,7 @@ def section(data: dict[str, Any]) -> str:
     if data["config"].get("dry_run"):
         raise ValueError("a dry run is no measurement: not for a page")
     rows = current(data)
-    most = ", ".join(f"{amount:,.4g} {unit}" for unit, amount in ceilings(rows).items())
+    most = ", ".join(f"{significant(n, 4)} {unit}" for unit, n in ceilings(rows).items())
     found = entries(rows)
     missing = absences([row for row in rows if of_op(row)])
     parts = [f"{machine_line(data['machine'])} Ceilings: {most}.", summary(found), missing]
@@ -242,7 +308,7 @@ def section(data: dict[str, Any]) -> str:
 
 def cpu() -> str:
     """This CPU's kernels."""
-    data = read(KERNELS)
+    data = load(KERNELS)
     return UNMEASURED if data is None else section(data)
 
 

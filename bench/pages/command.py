@@ -1,32 +1,35 @@
 """Writes the generated parts of README.md and docs/, and the figures, from what they are made of.
 
 That is graphs, result files and tests' marks. `python -m bench report` rewrites the text between
-`<!-- name:begin -->` and `<!-- name:end -->`, and each folder's frontier and the pictures of plans
-and of losses where they are not of their data; `--check` fails if that would change anything. No
-number in them is typed by hand.
+`<!-- name:begin -->` and `<!-- name:end -->`, on whichever page that stands, and each folder's
+frontier and the pictures of plans and of losses where they are not of their data; `--check` fails
+if that would change anything. No number in them is typed by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from bench.measure.machine import ROOT
-from bench.report import (
+from bench.pages import (
     audit,
     composition,
     demo,
     eight_bits,
     formats,
     frontier,
-    hardware,
+    gpu,
     kernels,
     layers,
     lora,
     losses,
     models,
+    pictures,
     plans,
     presets,
     scale,
@@ -47,7 +50,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "kernels": kernels.cpu,
     "work": kernels.work_table,
     "hardware": kernels.gpu,
-    "targets_gpu": hardware.section,
+    "targets_gpu": gpu.section,
     "layers_machine": layers.machine,
     "layers": layers.tables,
     "models": models.section,
@@ -65,14 +68,36 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
-def render(text: str) -> str:
-    """`text` with every generated part made anew. Raises: KeyError for a part of no such name."""
+def render(text: str, page: Path) -> str:
+    """A page's text with every generated part made anew; links are written for where it stands.
+
+    Raises: KeyError for a part of no such name.
+    """
+
+    def link(match: re.Match[str]) -> str:
+        """Parts link files from the root of the repository."""
+        target = ROOT / match[1]
+        return f"]({os.path.relpath(target, page.parent)})" if target.exists() else match[0]
 
     def replace(match: re.Match[str]) -> str:
-        name = match.group(1)
-        return f"<!-- {name}:begin -->\n{PARTS[name]()}\n<!-- {name}:end -->"
+        name = match[1]
+        part = re.sub(r"\]\(([\w./-]+)\)", link, PARTS[name]())
+        return f"<!-- {name}:begin -->\n{part}\n<!-- {name}:end -->"
 
     return re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", replace, text, flags=re.DOTALL)
+
+
+def stale_pages() -> dict[Path, str]:
+    """Pages of which a generated part says something else now -> what they should be.
+
+    How the cells of a table are padded does not matter.
+    """
+
+    def cells(text: str) -> str:
+        return re.sub(r" *\| *", "|", text)
+
+    found = {page: render(page.read_text(), page) for page in PAGES}
+    return {page: new for page, new in found.items() if cells(new) != cells(page.read_text())}
 
 
 def main(arguments: list[str]) -> int:
@@ -80,22 +105,18 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say what is out of date")
     check = parser.parse_args(arguments).check
-    stale = frontier.stale() + plans.stale() + losses.stale()
+    stale = frontier.stale() + pictures.stale()
     if stale and not check:
         try:
             frontier.rewrite()
-            plans.rewrite()
-            losses.rewrite()
+            pictures.rewrite()
         except ImportError as error:  # no matplotlib
             print(f"python -m bench report: {error}", file=sys.stderr)
             return 2
-    for page in PAGES:
-        text = page.read_text()
-        new = render(text)
-        if new != text:
-            stale.append(page)
-            if not check:
-                page.write_text(new)
+    for page, text in stale_pages().items():
+        stale.append(page)
+        if not check:
+            page.write_text(text)
     if stale:
         names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
         print(("out of date: " if check else "rewritten: ") + names)

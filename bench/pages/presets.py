@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from bench.tables import markdown
 from fused_remat.formats import FORMATS, NATIVE, split_name
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
@@ -15,7 +16,8 @@ from fused_remat.steps.node import Node
 
 # Large enough for D**2 to stand for a GEMM and F = 4 D; sizes cancel out of the tables.
 D, H, S = 1024, 8, 1
-SHAPES = {
+Shapes = Mapping[str, tuple[int, ...]]
+SHAPES: Shapes = {
     "input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D), "memory": (D,),
     "cross.weight": (3 * D, D), "cross_proj.weight": (D, D),
     "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
@@ -68,7 +70,7 @@ def kept_of(graph: Graph, preset: str) -> list[str]:
     return ["input", *sorted(save, key=lambda name: order[split_name(name)[0]])]
 
 
-def rebuilt(graph: Graph, preset: str, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> str:
+def rebuilt(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> str:
     """What backward rebuilds, as "16D² + attention"; D²·M/S is a product of the memory's tokens."""
     nodes = rebuilt_nodes(graph, kept_names(preset, graph))
     widths = graph.widths(shapes)
@@ -84,28 +86,33 @@ def rebuilt(graph: Graph, preset: str, shapes: Mapping[str, tuple[int, ...]] = S
     return " + ".join(parts) or "pointwise only"
 
 
-def _kept(graph: Graph, preset: str) -> tuple[str, str]:
-    """The names that a preset keeps, and their bytes at 16 bits as "6D + 4D·M/S"."""
-    widths, kept = graph.widths(SHAPES), kept_of(graph, preset)
+def kept_bytes(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> str:
+    """Bytes of a token at 16 bits, as "6D + 4D·M/S"."""
+    widths, kept = graph.widths(shapes), kept_of(graph, preset)
     parts = []
     for source, unit in zip(graph.inputs, ("D", "D·M/S"), strict=False):
         mine = [n for n in kept if graph.source[split_name(n)[0]] == source]
         count = sum(row_bytes(name, widths) for name in mine)
         parts += [f"{in_widths(count)}{unit}"] if count else []
-    return ", ".join(kept), " + ".join(parts)
+    return " + ".join(parts)
+
+
+def cells(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> list[str]:
+    """What a preset keeps of a block, the bytes of that, and what backward rebuilds."""
+    kept = ", ".join(kept_of(graph, preset))
+    return [kept, kept_bytes(graph, preset, shapes), rebuilt(graph, preset, shapes)]
 
 
 def _table(pre: Graph, post: Graph) -> str:
-    lines = [
-        "| preset | pre-norm keeps | bytes | rebuilds | post-norm keeps | bytes | rebuilds |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for preset in ALL_PRESETS:
-        cells = [f'`"{preset}"`' + (" (default)" if preset == "full" else "")]
-        for graph in (pre, post):
-            cells += [*_kept(graph, preset), rebuilt(graph, preset)]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    head = (
+        "preset", "pre-norm keeps", "bytes", "rebuilds", "post-norm keeps", "bytes", "rebuilds"
+    )  # fmt: skip
+    rows = [
+        [f'`"{preset}"`' + " (default)" * (preset == "full"), *cells(pre, preset),
+         *cells(post, preset)]
+        for preset in ALL_PRESETS
+    ]  # fmt: skip
+    return markdown(head, rows)
 
 
 def rung_table() -> str:
@@ -120,7 +127,7 @@ def decoder_rung_table() -> str:
 
 #: Llama-3-8B's proportions: a quarter as many key heads, an MLP 3.5 times as wide.
 _KEYS, _HIDDEN = D // 4, 7 * D // 2
-TRANSFORMER_SHAPES = {
+TRANSFORMER_SHAPES: Shapes = {
     "input": (D,), "q.weight": (D, D), "k.weight": (_KEYS, D), "v.weight": (_KEYS, D),
     "proj.weight": (D, D), "gate.weight": (_HIDDEN, D), "fc1.weight": (_HIDDEN, D),
     "fc2.weight": (D, _HIDDEN),
@@ -145,16 +152,9 @@ def transformer(placement: str, qk_norm: bool) -> Graph:
 
 def transformer_table() -> str:
     """The presets of the transformer block, kinds one below the other."""
-    lines = [
-        "| norms and heads | preset | keeps | bytes | rebuilds |",
-        "|---|---|---|---|---|",
+    rows = [
+        [name, f'`"{preset}"`', *cells(transformer(*kind), preset, TRANSFORMER_SHAPES)]
+        for name, kind in _TRANSFORMERS.items()
+        for preset in ALL_PRESETS
     ]
-    for name, (placement, qk_norm) in _TRANSFORMERS.items():
-        graph = transformer(placement, qk_norm)
-        widths = graph.widths(TRANSFORMER_SHAPES)
-        for preset in ALL_PRESETS:
-            names = kept_of(graph, preset)
-            kept = in_widths(sum(row_bytes(n, widths) for n in names))
-            what = rebuilt(graph, preset, TRANSFORMER_SHAPES)
-            lines.append(f'| {name} | `"{preset}"` | {", ".join(names)} | {kept}D | {what} |')
-    return "\n".join(lines)
+    return markdown(("norms and heads", "preset", "keeps", "bytes", "rebuilds"), rows)

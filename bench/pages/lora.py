@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from bench.tables import markdown
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import kept_bytes, schedule
@@ -52,7 +53,7 @@ def _wants(layers: tuple[str, ...] | None) -> frozenset[str]:
     return frozenset(shapes(None))
 
 
-def _rows(layers: tuple[str, ...] | None) -> list[str]:
+def _rows(layers: tuple[str, ...] | None) -> list[list[str]]:
     graph, of, needs_grad = block_graph(_spec(layers or ())), shapes(layers), _wants(layers)
     widths = graph.widths(of)
     whole = sum(node.flops(widths, of, 1) for node in graph.nodes if not node.per_sequence)
@@ -77,7 +78,7 @@ def _rows(layers: tuple[str, ...] | None) -> list[str]:
             ", ".join([*shown, *low]) or "nothing",
             f"{products / whole:.0%}",
         ]  # fmt: skip
-        rows.append("| " + " | ".join(cells) + " |")
+        rows.append(cells)
     return rows
 
 
@@ -90,11 +91,9 @@ def _gradients(layers: tuple[str, ...] | None) -> float:
 
 def tables() -> str:
     """A table for each of `CASES`."""
+    head = ("preset", "keeps", "KiB a token", "rebuilds", "of forward's products")
     parts = []
     for title, layers in CASES.items():
-        parts.append(
-            f"**{title}** (weight gradients of a block: {_gradients(layers):.1f} MiB)\n\n"
-            "| preset | keeps | KiB a token | rebuilds | of forward's products |\n"
-            "|---|---|---|---|---|\n" + "\n".join(_rows(layers))
-        )
+        gradients = f"(weight gradients of a block: {_gradients(layers):.1f} MiB)"
+        parts.append(f"**{title}** {gradients}\n\n{markdown(head, _rows(layers))}")
     return "\n\n".join(parts)

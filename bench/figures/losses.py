@@ -7,12 +7,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.frontier.figure import measured_on, save
-from bench.frontier.pareto import digest
-from bench.losses.report import Rows, finals, models, spread, title
+from bench.figures.drawing import STYLES, bare, digest, drawing, legend, machines, save
+from bench.pages.losses import Rows, finals, models, spread, title
 
-# Okabe and Ito's palette, as in the frontier's picture.
-COLOURS = {"eager": "#222222", "native": "#0072B2", "fast8": "#D55E00"}
+_ALIKE = {"eager": "stock", "native": "ours", "fast8": "checkpointing"}
+COLOURS = {way: STYLES[family][0] for way, family in _ALIKE.items()}
 _SHOWN = {
     "eager": "eager (stock layers)",
     "native": 'native (policy "none")',
@@ -40,25 +39,15 @@ def draw(data: dict[str, Any], folder: Path, name: str) -> list[Path]:
 
     Raises: ImportError without matplotlib.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure  # not pyplot: no window, no global state
-    except ImportError as error:
-        raise ImportError(
-            'the picture of losses needs matplotlib: pip install "fused-remat[bench]"'
-        ) from error
     found = models(data)
-    with matplotlib.rc_context({"svg.hashsalt": "losses", "font.size": 9.0}):
-        figure = Figure(figsize=(12.5, 0.9 + 3.6 * len(found)), layout="constrained")
+    with drawing("losses", 12.5, 0.9 + 3.6 * len(found)) as figure:
         grid = figure.subplots(len(found), 3, width_ratios=(5, 5, 2.4), squeeze=False)
         for (left, middle, right), rows in zip(grid, found.values(), strict=True):
             _losses(left, rows)
             _differences(middle, rows)
             _ends(right, rows)
-        machines = dict.fromkeys(measured_on(row["machine"]) for row in data["results"])
-        figure.supxlabel("; ".join(machines), fontsize=7.5, color="0.4")
-        handles, names = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper left", ncols=3, frameon=False)
+        machines(figure, data["results"])
+        legend(figure, grid[0][0], columns=3)
         return save(figure, folder, name, drawn_from(data))
 
 
@@ -83,7 +72,7 @@ def _lines(axes: Any, rows: Rows, below: list[float]) -> None:
             axes.plot(*zip(*_curve(losses), strict=True), color=colour, linewidth=0.9, alpha=0.8,
                       label=label)  # fmt: skip
     axes.set_xlabel("step")
-    axes.spines[["top", "right"]].set_visible(False)
+    bare(axes)
 
 
 def _losses(axes: Any, rows: Rows) -> None:
@@ -115,4 +104,4 @@ def _ends(axes: Any, rows: Rows) -> None:
     axes.set_xlim(-0.5, len(COLOURS) - 0.5)
     axes.set_title("at the end: mean ± sd", fontsize=8.5, loc="left")
     axes.set_ylabel("validation loss, nats per byte")
-    axes.spines[["top", "right"]].set_visible(False)
+    bare(axes)

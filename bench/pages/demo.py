@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
-from bench.report.sets import RESULTS
+from bench.tables import RESULTS, load, markdown, mib, number, times
 
 DEMO = RESULTS / "demo-cpu" / "demo.json"
 
 
-def _demo() -> dict[str, Any]:
-    results: dict[str, Any] = json.loads(DEMO.read_text())
-    return results
-
-
 def claim() -> str:
     """One sentence with the demo's figures."""
-    found = _demo()
+    found = load(DEMO)
     ways, machine, sizes = found["ways"], found["machine"], found["sizes"]
     kept = {w: r["kept_bytes_per_token_per_layer"] for w, r in ways.items()}
     time = {w: r["step_time_ratio"]["p50"] for w, r in ways.items()}
@@ -36,14 +28,11 @@ def claim() -> str:
 
 def demo_table() -> str:
     """The demo's results, a row per way."""
-    found = _demo()
-    lines = [
-        "| | validation loss | bytes kept per token per layer | whole-step peak | step time |",
-        "|---|---|---|---|---|",
-    ]
-    for way, r in found["ways"].items():
-        lines.append(
-            f"| {way} | {r['validation_loss']:.3f} | {r['kept_bytes_per_token_per_layer']:,.0f} "
-            f"| {r['step_peak_bytes'] / 2**20:,.0f} MiB | {r['step_time_ratio']['p50']:.2f}× |"
-        )
-    return "\n".join(lines)
+    found = load(DEMO)
+    head = ("", "validation loss", "bytes kept per token per layer", "whole-step peak", "step time")
+    rows = [
+        [way, number(r["validation_loss"], 3), number(r["kept_bytes_per_token_per_layer"]),
+         mib(r["step_peak_bytes"]), times(r["step_time_ratio"])]
+        for way, r in found["ways"].items()
+    ]  # fmt: skip
+    return markdown(head, rows)

@@ -7,19 +7,22 @@ of each step and its validation loss.
 from __future__ import annotations
 
 from math import isnan
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
+from bench.tables import RESULTS, Row, machine_line, markdown, picture, read
+
+UNMEASURED = "Not measured yet: `make losses`."
 #: How many of the last steps' losses make a run's training loss.
 LAST = 50
 TITLES = {"byte_lm": "Byte-level LM", "smollm": "SmolLM-shaped"}
 #: What is compared at the end of a run.
 MEASURES = ("training", "validation")
 
-Rows = list[dict[str, Any]]
+Rows = list[Row]
 
 
-def models(data: dict[str, Any]) -> dict[str, Rows]:
+def models(data: Row) -> dict[str, Rows]:
     """Model -> its rows, by seed."""
     found: dict[str, Rows] = {}
     for row in sorted(data["results"], key=lambda row: int(row["case"]["seed"])):
@@ -38,7 +41,7 @@ def title(rows: Rows) -> str:
     )
 
 
-def _schedule(case: dict[str, Any]) -> str:
+def _schedule(case: Row) -> str:
     """How the learning rate goes."""
     rise = f"{case.get('warmup_steps', 5)} steps of warm-up"
     return f"{rise}, then a cosine to 0" if case.get("decays") else f"{rise}, then constant"
@@ -72,17 +75,22 @@ def gap(rows: Rows, way: str, measure: str) -> tuple[float, float]:
     return abs(fmean(apart(rows, way, "eager", measure))), spread(finals(rows, "eager", measure))
 
 
-def table(data: dict[str, Any]) -> str:
-    """Every model's ways: mean and spread over seeds, and each seed beside eager's, as Markdown."""
-    head = ("model", "way", "training loss", "validation loss", "above eager's, by seed",
-            "above native's, by seed")  # fmt: skip
-    lines = [head, ("---",) * len(head)]
+# --- the page
+
+
+def table(data: Row) -> str:
+    """Every model's ways: mean and spread over seeds, and each seed beside eager's."""
+    head = (
+        "model", "way", "training loss", "validation loss", "above eager's, by seed",
+        "above native's, by seed",
+    )  # fmt: skip
+    lines = []
     for name, rows in models(data).items():
         for way in rows[0]["ways"]:
             ends = [_mean(finals(rows, way, measure)) for measure in MEASURES]
             others = [_signed(rows, way, other) for other in ("eager", "native")]
-            lines.append((TITLES[name], way, *ends, *others))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            lines.append([TITLES[name], way, *ends, *others])
+    return markdown(head, lines)
 
 
 def _mean(values: list[float]) -> str:
@@ -95,7 +103,7 @@ def _signed(rows: Rows, way: str, other: str) -> str:
     return ", ".join(f"{value:+.5f}" for value in apart(rows, way, other, "validation"))
 
 
-def verdicts(data: dict[str, Any]) -> str:
+def verdicts(data: Row) -> str:
     """Of each model and measure: whether the mean of "fast8" is within eager's spread of its.
 
     Beside it "native", whose distance is not of the rounding but of other dropout and other sums.
@@ -116,3 +124,30 @@ def verdicts(data: dict[str, Any]) -> str:
                 f"{exact:.5f}; fast8 and native: {rounding:.5f}.)"
             )
     return "\n".join(lines)
+
+
+def files(root: Path = RESULTS) -> list[Path]:
+    """Every results file of losses."""
+    return sorted(root.glob("losses-*.json"))
+
+
+def section(root: Path = RESULTS) -> str:
+    """Of every file: the picture, the sizes, the table, and whether "fast8" is within the noise."""
+    return "\n\n".join(map(_set, files(root))) or UNMEASURED
+
+
+def _set(path: Path) -> str:
+    data = read(path)
+    seeds, steps = ({row["case"][key] for row in data["results"]} for key in ("seed", "steps"))
+    parts = [
+        picture(path, "Training and validation losses, a row of panels per model"),
+        "\n".join(f"- {title(rows)}" for rows in models(data).values()),
+        f"{len(seeds)} seeds, {max(steps)} steps each. A seed is that of the weights, of the "
+        f"order of the batches and of dropout. Training loss: mean of the last {LAST} steps. "
+        'Mean ± standard deviation over seeds, in nats per byte; "above": of the validation '
+        "loss, each seed beside the same seed's run.",
+        table(data),
+        verdicts(data),
+        machine_line(data["machine"]),
+    ]
+    return "\n\n".join(parts)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from bench.frontier.points import case_of
-from bench.layers.report import current
-from bench.report.presets import (
+from bench.pages.presets import (
     SHAPES,
     D,
     block,
@@ -18,7 +16,7 @@ from bench.report.presets import (
     row_bytes,
     trained,
 )
-from bench.report.sets import gpu_sets
+from bench.tables import Cell, Row, current, gpu_sets, markdown
 from fused_remat.formats import split_name
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.quantized import in_formats
@@ -90,11 +88,11 @@ def table(graph: Graph, shapes: Mapping[str, tuple[int, ...]], packed: Collectio
     presets = {kept_names(preset, graph): preset for preset in ALL_PRESETS}
     order = {name: i for i, name in enumerate(graph.names)}
     widths = graph.widths(shapes)
-    lines = [
-        f"| keeps, besides the input | preset | bytes | bytes of a token at D = {D}, with "
-        "statistics | rebuilds |",
-        "|---|---|---|---|---|",
-    ]
+    head = (
+        "keeps, besides the input", "preset", "bytes",
+        f"bytes of a token at D = {D}, with statistics", "rebuilds",
+    )  # fmt: skip
+    rows = []
     for kept in undominated(sets(graph, shapes, packed)):
         names = sorted(kept.save, key=lambda name: order[split_name(name)[0]])
         preset = f'`"{presets[kept.save]}"`' if kept.save in presets else ""
@@ -102,8 +100,8 @@ def table(graph: Graph, shapes: Mapping[str, tuple[int, ...]], packed: Collectio
         again = [f"{kept.products // D**2}D²"] * bool(kept.products)
         again += ["attention"] * bool(kept.attentions)
         cells = [", ".join(names) or "nothing", preset, f"{size}D", f"{kept.bytes:,}"]
-        lines.append(f"| {' | '.join([*cells, ' + '.join(again) or 'pointwise only'])} |")
-    return "\n".join(lines)
+        rows.append([*cells, " + ".join(again) or "pointwise only"])
+    return markdown(head, rows)
 
 
 def frontier8() -> str:
@@ -122,29 +120,29 @@ def frontier8() -> str:
 
 def targets8() -> str:
     """ "fast8" beside "none", of every step of a layer that was measured with both on a GPU."""
-    lines = [
-        f"| on | step | time (≤ {MOST_TIME}×) | kept bytes (≤ {MOST_BYTES}×) | met |",
-        "|---|---|---|---|---|",
+    head = ("on", "step", f"time (≤ {MOST_TIME}×)", f"kept bytes (≤ {MOST_BYTES}×)", "met")
+    rows = [
+        [data["machine"]["gpu"], *_target(row)]
+        for files in gpu_sets().values()
+        for data in files
+        for row in current(data)
+        if {"none", "fast8"} <= row.get("ways", {}).keys()
     ]
-    for files in gpu_sets().values():
-        for data in files:
-            rows = [row for row in current(data) if {"none", "fast8"} <= row.get("ways", {}).keys()]
-            lines += [_target(row, data["machine"]["gpu"]) for row in rows]
-    return "\n".join(lines) if len(lines) > 2 else "Not yet measured on a GPU."
+    return markdown(head, rows) if rows else "Not yet measured on a GPU."
 
 
-def _target(row: dict[str, Any], gpu: str) -> str:
+def _target(row: Row) -> list[Cell]:
     """Time by what each is relative to eager in the same rounds."""
     case = case_of(row) or row["case"]
     where = ", ".join(f"{key} {value}" for key, value in case.items())
     found = [row["ways"][way] for way in ("fast8", "none")]
     wrong = [str(way[key]) for way in found for key in ("error", "failure") if key in way]
     if wrong or not all("step_ratio" in way for way in found):
-        return f"| {gpu} | {where} | {wrong[0] if wrong else 'not measured'} | | no |"
+        return [where, wrong[0] if wrong else "not measured", None, "no"]
     times = [way["step_ratio"]["eager"]["p50"] for way in found]
     sizes = [way.get("kept_bytes") for way in found]
     time = times[0] / times[1]
     size = sizes[0] / sizes[1] if all(sizes) else None
     met = time <= MOST_TIME and size is not None and size <= MOST_BYTES
     shown = "-" if size is None else f"{size:.3f}×"
-    return f"| {gpu} | {where} | {time:.3f}× | {shown} | {'yes' if met else 'no'} |"
+    return [where, f"{time:.3f}×", shown, "yes" if met else "no"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bench.report.sets import RESULTS
+from bench.tables import RESULTS
 
 AUDIT = RESULTS / "audit" / "audit.json"
 

@@ -10,13 +10,14 @@ Its arguments are literal strings. Tests that share group and name make one row.
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from bench.measure.machine import ROOT
+from bench.tables import Cell, load, markdown
+
 #: What the tests on a GPU gave there; written by `make gpu` (`bench.gpu.outcomes`).
 OUTCOMES = ROOT / "bench" / "results" / "gpu" / "tests.json"
 GROUPS = (
@@ -160,21 +161,21 @@ def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
 def table(found: Iterable[Mark] | None = None, outcomes: Mapping[str, Any] | None = None) -> str:
     """A heading and a table for each group that has a mark, in the order of `GROUPS`."""
     if outcomes is None:
-        outcomes = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
+        outcomes = load(OUTCOMES) or {}
     rows: dict[tuple[str, str], list[Mark]] = {}
     for mark in marks(sorted((ROOT / "tests").rglob("test_*.py"))) if found is None else found:
         rows.setdefault((mark.group, mark.name), []).append(mark)
+    head = ("what", "works", "tested where", "limits")
     parts = []
     for group in GROUPS:
-        lines = [_line(name, row, outcomes) for (g, name), row in rows.items() if g == group]
-        if lines:
-            head = ["| what | works | tested where | limits |", "|---|---|---|---|"]
-            parts.append("\n".join([f"## {group}", "", *head, *lines]))
+        cells = [_cells(name, row, outcomes) for (g, name), row in rows.items() if g == group]
+        if cells:
+            parts.append(f"## {group}\n\n{markdown(head, cells)}")
     return "\n\n".join(parts)
 
 
-def _line(name: str, row: list[Mark], outcomes: Mapping[str, Any]) -> str:
-    where = [f"[{Path(m.path).name}::{m.test}](../{m.path})" for m in row]
-    limits = dict.fromkeys(m.limits for m in row if m.limits)
-    cells = (name, works(row, outcomes), ", ".join(where), "; ".join(limits))
-    return f"| {' | '.join(cells)} |".replace("  |", " |")
+def _cells(name: str, row: list[Mark], outcomes: Mapping[str, Any]) -> list[Cell]:
+    """Tests are linked from the root of the repository."""
+    where = [f"[{Path(m.path).name}::{m.test}]({m.path})" for m in row]
+    limits = "; ".join(dict.fromkeys(m.limits for m in row if m.limits))
+    return [name, works(row, outcomes), ", ".join(where), limits]

@@ -5,21 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench.frontier.figure import STYLES, measured_on, save
-from bench.frontier.labels import place
-from bench.frontier.pareto import digest
-from bench.plan.report import MIB, is_ours, right, title
+from bench.figures.drawing import (
+    STYLES,
+    Label,
+    Style,
+    bare,
+    digest,
+    drawing,
+    label,
+    legend,
+    machines,
+    points,
+    save,
+)
+from bench.pages.plans import is_ours, right, title
+from bench.tables import MIB
 
 _RULE = "ours, by a rule"
 #: Family -> colour, marker, whether its ways are joined by a line.
-FAMILIES = {
+FAMILIES: dict[str, Style] = {
     **{name: STYLES[name] for name in ("stock", "checkpointing", "ours")},
     "compile": (*STYLES["compile"][:2], False),
     _RULE: (*STYLES["ours, eager backend"][:2], False),
 }
 _SHOWN = {"stock": "stock (eager)", "ours": "ours, optimal"}
-
-Label = tuple[float, float, str, str]
 
 
 def draw(data: dict[str, Any], folder: Path, name: str) -> list[Path]:
@@ -27,32 +36,17 @@ def draw(data: dict[str, Any], folder: Path, name: str) -> list[Path]:
 
     Raises: ImportError without matplotlib, ValueError without cases.
     """
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure  # not pyplot: no window, no global state
-    except ImportError as error:
-        raise ImportError(
-            'the picture of plans needs matplotlib: pip install "fused-remat[bench]"'
-        ) from error
     rows = [row for row in data["results"] if "eager" in right(row)]
     if not rows:
         raise ValueError("no case was measured beside eager's")
-    with matplotlib.rc_context({"svg.hashsalt": "plan", "font.size": 9.0}):
-        figure = Figure(figsize=(11.5, 0.7 + 4.5 * len(rows)), layout="constrained")
-        canvas = FigureCanvasAgg(figure)
+    with drawing("plan", 11.5, 0.7 + 4.5 * len(rows)) as figure:
         grid = figure.subplots(len(rows), 2, width_ratios=(8, 5), squeeze=False)
-        labels = [_times(left, row) for (left, _), row in zip(grid, rows, strict=True)]
+        labels = [(left, _times(left, row)) for (left, _), row in zip(grid, rows, strict=True)]
         for (_, axes), row in zip(grid, rows, strict=True):
             _peaks(axes, row)
-        machines = dict.fromkeys(measured_on(row["machine"]) for row in rows)
-        figure.supxlabel("; ".join(machines), fontsize=7.5, color="0.4")
-        handles, names = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper left", ncols=6, frameon=False)
-        canvas.draw()  # settles the layout: where labels fit depends on it
-        figure.set_layout_engine("none")
-        for (axes, _), mine in zip(grid, labels, strict=True):
-            place(axes, mine, canvas.get_renderer())
+        machines(figure, rows)
+        legend(figure, grid[0][0], columns=6)
+        label(figure, labels)
         return save(figure, folder, name, drawn_from(data))
 
 
@@ -64,30 +58,23 @@ def drawn_from(data: dict[str, Any]) -> str:
 def _times(axes: Any, row: dict[str, Any]) -> list[Label]:
     """Step time against measured peak; what is to be labelled: x, y, text, colour."""
     labels: list[Label] = []
-    for family, (colour, marker, joined) in FAMILIES.items():
-        mine = right(row, family)
-        if not mine:
-            continue
-        at = sorted((w["peak_bytes"] / MIB, w["step_ratio"]["eager"]["p50"],
-                     w["step_ratio"]["eager"]["p20"], w["step_ratio"]["eager"]["p80"], name)
-                    for name, w in mine.items())  # fmt: skip
-        xs, ys, lows, highs, names = zip(*at, strict=True)
-        axes.vlines(xs, lows, highs, color=colour, linewidth=1.0, alpha=0.35, zorder=2)
-        axes.plot(xs, ys, color=colour, marker=marker, markersize=9 if marker == "*" else 5.5,
-                  linewidth=1.2 if family == "ours" else 0.8, linestyle="-" if joined else "none",
-                  zorder=3, markeredgecolor="white", markeredgewidth=0.5,
-                  label=_SHOWN.get(family, family))  # fmt: skip
-        labels += [
-            (x, y, short(name), colour)
-            for x, y, name in zip(xs, ys, names, strict=True)
-            if family != "ours"
-        ]
+    for family, style in FAMILIES.items():
+        at = sorted(
+            (w["peak_bytes"] / MIB, *(w["step_ratio"]["eager"][p] for p in ("p50", "p20", "p80")),
+             name)
+            for name, w in right(row, family).items()
+        )  # fmt: skip
+        if at:
+            width = 1.2 if family == "ours" else 0.8
+            points(axes, at, style, width, _SHOWN.get(family, family))
+        if family != "ours":
+            labels += [(x, y, short(name), style[0]) for x, y, *_, name in at]
     _predicted(axes, row)
     axes.set_title(title(row), fontsize=8.5, loc="left")
     axes.axhline(1.0, color="0.6", linewidth=0.8, linestyle="--", zorder=1)
     axes.set_xlabel("measured peak of the step, parameters and gradients included, MiB")
     axes.set_ylabel("step time relative to eager")
-    axes.spines[["top", "right"]].set_visible(False)
+    bare(axes)
     axes.margins(0.08)
     return labels
 
@@ -121,7 +108,7 @@ def _peaks(axes: Any, row: dict[str, Any]) -> None:
     axes.set_title(f"largest error {worst:.2%}", fontsize=8.5, loc="left")
     axes.set_xlabel("measured peak, MiB")
     axes.set_ylabel("predicted peak, MiB")
-    axes.spines[["top", "right"]].set_visible(False)
+    bare(axes)
 
 
 def short(way: str) -> str:
