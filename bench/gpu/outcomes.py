@@ -1,4 +1,4 @@
-"""A pytest plugin: which tests passed on this GPU, for docs/composition.md.
+"""A pytest plugin: which tests passed on this GPU, for docs/tables/composition.md.
 
     python -m pytest -m gpu -p bench.gpu.outcomes
 

@@ -1,4 +1,4 @@
-"""What the compiler made of the kernels: tables of docs/kernels.md."""
+"""What the compiler made of the kernels: tables of docs/tables/audit.md."""
 
 from __future__ import annotations
 

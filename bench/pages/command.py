@@ -20,6 +20,7 @@ from bench.pages import (
     audit,
     composition,
     demo,
+    drawings,
     eight_bits,
     formats,
     frontier,
@@ -45,7 +46,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "presets": presets.rung_table,
     "decoder_rungs": presets.decoder_rung_table,
     "rungs_transformer": presets.transformer_table,
-    "claim": demo.claim,
+    "overview": overview.picture,
+    "headline": overview.headline,
+    "presets_in_words": overview.presets_table,
+    "status": overview.status,
     "demo": demo.demo_table,
     "kernels": kernels.cpu,
     "work": kernels.work_table,
@@ -54,6 +58,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "layers_machine": layers.machine,
     "layers": layers.tables,
     "models": models.section,
+    "models_readme": overview.models_table,
     "profile": layers.profile,
     "targets": layers.targets,
     "planner": plans.section,
@@ -105,9 +110,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say what is out of date")
     check = parser.parse_args(arguments).check
-    stale = frontier.stale() + pictures.stale()
+    stale = overview.stale() + drawings.stale() + frontier.stale() + pictures.stale()
     if stale and not check:
         try:
+            overview.rewrite()
+            drawings.rewrite()
             frontier.rewrite()
             pictures.rewrite()
         except ImportError as error:  # no matplotlib

@@ -1,4 +1,4 @@
-"""The tables of docs/lora.md: what a LoRA step keeps and rebuilds, read from the block's graphs."""
+"""The LoRA tables of docs/presets.md: what a LoRA step keeps and rebuilds, read from the block's graphs."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_without_gradients():
 @pytest.mark.composes("torch.export", "eval under no_grad, with masks, strict=True")
 @pytest.mark.xfail(
     reason="the program holds PyTorch's inference kernel, which takes a float mask's numbers for "
-    "exclusions (docs/design.md, Evaluation); export with gradients enabled, or strict=False"
+    "exclusions (docs/behaviour.md, Evaluation); export with gradients enabled, or strict=False"
 )
 def test_without_gradients_strict():
     layer = pair(8, 2, 12, batch_first=True)[1].eval()

@@ -243,7 +243,7 @@ def test_kept_bytes(two_processes, policy):
 
 
 def kept_bytes(policy, sequence):
-    """Bytes that autograd saves, that the report says, and of the table in docs/scale.md."""
+    """Bytes that autograd saves, that the report says, and of docs/scale.md."""
     layer = FusedRematLayer(D, H, 4 * D, 0.0, norm_first=True, batch_first=True, policy=policy)
     plan = {"": LayerParallel(sequence=sequence)}
     layer = parallelize_module(layer, mesh_of(), plan[""])
