@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.layers.report import Verdict, current
-from bench.model.configs import MODELS
+from bench.subjects.configs import MODELS
 
 _MIB = 2**20
 HEADER = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.layers import profile_step
+from bench.commands import profile as profile_step
 from bench.layers import report as layers_report
 from bench.report.sets import RESULTS, machine_line, read
 

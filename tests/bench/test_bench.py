@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.layers import command as layers
+from bench.commands import layers
 from bench.layers.report import TARGETS, case_table, target_table, title, verdict
 from bench.measure import machine as timing
 from bench.measure import turns
@@ -133,21 +133,21 @@ def test_tables_have_a_line_per_way_and_target(results: dict[str, Any]) -> None:
 
 
 def test_a_run_is_taken_up_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[layers.Case] = []
+    measured: list[float] = []
     measure = layers.measure
 
-    def counted(case: layers.Case, *rest: Any) -> dict[str, Any]:
-        measured.append(case)
-        return measure(case, *rest)
+    def counted(subject: Any, *rest: Any, **more: Any) -> dict[str, Any]:
+        measured.append(subject.dropout)
+        return measure(subject, *rest, **more)
 
     monkeypatch.setattr(layers, "measure", counted)
     ways = ("--ways", "full", "--dropout")
     bench(tmp_path, *ways, "0")
     assert len(bench(tmp_path, *ways, "0", "0.1")["results"]) == 2
-    assert [case.dropout for case in measured] == [0.0, 0.1]
+    assert measured == [0.0, 0.1]
     bench(tmp_path, "--ways", "lean", "--dropout", "0")  # a way that the row lacks
     assert len(bench(tmp_path, *ways, "0.1", "--fresh")["results"]) == 2
-    assert [case.dropout for case in measured] == [0.0, 0.1, 0.0, 0.1]
+    assert measured == [0.0, 0.1, 0.0, 0.1]
     monkeypatch.setattr(timing, "checkout", lambda: ("another commit", False))
     found = bench(tmp_path, *ways, "0.1")
     assert len(measured) == 5 and len(found["results"]) == 2

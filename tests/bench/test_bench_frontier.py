@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from bench.frontier import command, figure, files, labels
+from bench.commands import frontier as command
+from bench.frontier import figure, files, labels
 from bench.frontier.pareto import MEMORY_POINTS, changes, derive, digest, frontier, winner
 from bench.frontier.points import Panel, Point, family, is_lossy, panels, read
 from bench.frontier.report import report, sentences
-from bench.layers.ways import WAYS
+from bench.subjects.layer_ways import WAYS
 from fused_remat.policies import ALL_PRESETS
 
 CASE = {
@@ -176,7 +177,7 @@ def test_a_run_is_taken_up_and_the_picture_is_the_same(
 ) -> None:
     (tmp_path / files.DATA).write_text((folder / files.DATA).read_text())
     known = lambda *_: pytest.fail("it is in the file already")  # noqa: E731
-    monkeypatch.setattr("bench.layers.command.measure", known)
+    monkeypatch.setattr("bench.commands.layers.measure", known)
     assert command.main(["--out", str(tmp_path), *QUICK]) == 0
     assert (tmp_path / "frontier.svg").read_bytes() == (folder / "frontier.svg").read_bytes()
 
@@ -233,7 +234,7 @@ def test_wrong_results_of_ours_fail_the_command(
     way: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(subject: Any) -> Any:
-        return lambda x: 2 * subject.sample.layer(x)
+        return lambda x: 2 * subject.module(x)
 
     monkeypatch.setitem(WAYS._rows, way, dataclasses.replace(WAYS[way], build=build))
     options = ["--device", "cpu", "--sizes", "1x8x16x2", "--rounds", "1", "--ways", way]
@@ -245,9 +246,9 @@ def test_a_shape_without_eagers_step_fails_the_command_and_costs_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(subject: Any) -> Any:
-        if subject.sample.x.shape[1] == 9:
-            return lambda x: 2 * subject.sample.layer(x)
-        return subject.sample.layer
+        if subject.x.shape[1] == 9:
+            return lambda x: 2 * subject.module(x)
+        return subject.module
 
     monkeypatch.setitem(WAYS._rows, "eager", dataclasses.replace(WAYS["eager"], build=build))
     options = ["--device", "cpu", "--sizes", "1x9x16x2", "1x8x16x2", "--rounds", "1"]

@@ -14,14 +14,16 @@ import pytest
 import torch
 from torch import nn
 
+from bench.commands import model as command
+from bench.measure.contest import Rig
 from bench.measure.registry import Absent
-from bench.model import checks, command, measure, report
-from bench.model.configs import MODELS
-from bench.model.forwards import Forward, patched, unchanged
+from bench.model import checks, measure, report
 from bench.model.memory import largest_batch
-from bench.model.subjects import Case, affordable_layers
-from bench.model.ways import WAYS, select, with_checkpoints
 from bench.report import models as page
+from bench.subjects.configs import MODELS
+from bench.subjects.forwards import Forward, patched, unchanged
+from bench.subjects.model_ways import WAYS, with_checkpoints
+from bench.subjects.models import Case, affordable_layers
 from fused_remat import convert
 
 pytest.importorskip("transformers")
@@ -29,7 +31,8 @@ pytest.importorskip("transformers")
 TINY = Case("smollm-135m", 2, 2, 9, "float32", tiny=True)
 KINDS = [Case(name, 1, 2, 5, "float32", tiny=True) for name in ("qwen2-1.5b", "bert-base", "vit-l")]
 STOCK = ["eager", "checkpoint", "checkpoint_reentrant"]
-QUICK = measure.Options(rounds=1)
+QUICK = measure.Options()
+RIG = Rig(torch.device("cpu"), torch.float32, rounds=1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,11 +56,11 @@ def row() -> dict[str, Any]:
     """Every way that runs on a CPU, all that can be measured of it."""
     cap = 1 << 19  # bytes: a handful of sequences
     options = dataclasses.replace(QUICK, memory=cap, most=8, losses=3)
-    return measure.measure(TINY, options)
+    return {"case": dataclasses.asdict(TINY)} | measure.measure(TINY, options, RIG)
 
 
 def test_every_way_is_right_and_measured(row: dict[str, Any]) -> None:
-    assert list(row["ways"]) == select(("stock", "peers", "ours", "loss"))
+    assert list(row["ways"]) == WAYS.select(("stock", "peers", "ours", "loss"))
     for name, found in row["ways"].items():
         assert "failure" not in found, (name, found)
         if "unavailable" in found:
@@ -78,8 +81,8 @@ def test_bytes_are_those_of_the_whole_model_and_of_its_layers(row: dict[str, Any
     for name in STOCK:
         assert ways[name]["kept_bytes"] >= below[name] + logits
         assert ways[name]["kept_bytes"] <= ways[name]["step_peak_bytes"]
-    sample = TINY.subject("cpu").sample
-    assert row["fixed_bytes"] == 4 * sum(p.nbytes for p in sample.model.parameters())
+    model = TINY.subject("cpu").module
+    assert row["fixed_bytes"] == 4 * sum(p.nbytes for p in model.parameters())
     logits_freed = ways["full"]["kept_bytes"] - ways["full_loss"]["kept_bytes"]
     assert ways["full_loss"]["kept_bytes"] < below["full"] + logits and logits_freed > 0
     full, eager = (row["ways"][name]["largest_batch"] for name in ("full", "eager"))
@@ -111,7 +114,7 @@ def test_every_kind_of_model_is_checked(case: Case) -> None:
         found = checks.Checks(small)
         for name in ("checkpoint_reentrant", "full"):
             assert found.check(WAYS[name].build(small))["error"] < 1e-4
-        trained = small.sample.leaves()
+        trained = small.leaves()
         assert all(("lora_" in name) == bool(lora) for name in trained)
         assert small.fixed_bytes() > 4 * sum(p.nbytes for p in trained.values()) * (not lora) - 1
 
@@ -130,7 +133,7 @@ def test_a_wrong_way_is_a_failure_and_nothing_of_it_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setitem(WAYS._rows, "fast", dataclasses.replace(WAYS["fast"], build=wrong_gradient))
-    found = measure.measure(TINY, dataclasses.replace(QUICK, ways=["fast"]))
+    found = measure.measure(TINY, dataclasses.replace(QUICK, ways=["fast"]), RIG)
     failed = found["ways"]["fast"]
     assert list(failed) == ["failure"] and "input_layernorm.weight is 0.00" in failed["failure"]
     assert command.answered_for(found) == ["fast"]
@@ -272,7 +275,7 @@ def test_the_check_sees_a_missing_gradient() -> None:
     found = checks.Checks(small)
 
     def frozen(x: Any) -> Any:
-        small.sample.model.model.norm.weight.requires_grad_(False)
+        small.module.model.norm.weight.requires_grad_(False)
         return forward(x)
 
     forward = WAYS["eager"].build(small)

@@ -12,19 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from bench.layers.checks import errors, results_of
-from bench.plan import command, measure, report
-from bench.plan.ours import Planner, forward_of
-from bench.plan.subjects import Case
-from bench.plan.ways import PEERS
+from bench.commands import plan as command
+from bench.measure.checks import results_of
+from bench.measure.contest import Rig, errors
+from bench.plan import report
 from bench.report import plans as page
 from bench.report.sets import RESULTS
+from bench.subjects.plans import Planner, forward_of
+from bench.subjects.stack_ways import PEERS
+from bench.subjects.stacks import Case
 
 TINY = Case(3, "float32", "pre", 0.0, 2, 8, 16, 2)
 #: Of the command line: the same.
 OPTIONS = ["--device", "cpu", "--layers", "3", "--batch", "2", "--seq", "8", "--d-model", "16",
            "--nhead", "2", "--rounds", "2", "--no-compile"]  # fmt: skip
-PEER_NAMES = [name for name in PEERS if not PEERS[name].traits.get("compiled")]
+PEER_NAMES = [name for name in PEERS if not PEERS[name].traits["compiled"]]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,7 +146,8 @@ def test_a_run_is_taken_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 ], ids=["post-norm", "causal"])  # fmt: skip
 def test_other_stacks_are_right(case: Case) -> None:
     """With dropout too, masks included: every peer that there is, and every plan."""
-    row = measure.measure(case, measure.Options(compiled=False, rounds=1))
+    row = command.measure(case, PEER_NAMES, Rig(torch.device("cpu"), torch.float32, rounds=1))
+    row["case"] = dataclasses.asdict(case)
     wrong = {name: way["failure"] for name, way in row["ways"].items() if "failure" in way}
     assert wrong == {}
     absent = {name for name, way in row["ways"].items() if "unavailable" in way}
@@ -159,10 +162,10 @@ def test_the_gradients_of_a_plan_are_those_of_eager() -> None:
     peaks = {"least": planner.plan.frontier[0].peak_bytes,
              "segments": planner.plan.within(None, "sqrt").peak_bytes}  # fmt: skip
     entries, asked = planner.at(peaks)
-    truth = results_of(subject.sample.layer, subject.sample)
+    truth = results_of(subject.module, subject)
     assert any(entry.plan.choice.segments for entry in entries)
     for entry in entries:
-        found = results_of(forward_of(subject, entry), subject.sample)
+        found = results_of(forward_of(subject, entry), subject)
         worst = max(errors(found, {n: t.double() for n, t in truth.items()}).values())
         assert worst < 1e-5, entry.name
     names = {entry.name for entry in entries}
@@ -175,7 +178,7 @@ def test_wrong_results_of_ours_fail_the_command(
     def doubled(subject: Any, entry: Any) -> Any:
         return lambda x: 2 * forward_of(subject, entry)(x)
 
-    monkeypatch.setattr(measure, "forward_of", doubled)
+    monkeypatch.setattr(command, "forward_of", doubled)
     assert command.main([*OPTIONS, "--out", str(tmp_path)]) == 1
     assert "FAIL: relative error of " in capsys.readouterr().out
 

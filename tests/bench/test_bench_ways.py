@@ -12,14 +12,16 @@ import torch
 import torch._functorch.config
 from torch import nn
 
-from bench.layers import command as layers
-from bench.layers.attention_core import exact_by_head
-from bench.layers.checks import LOSSY_FLOOR, Checks, WrongResultError, errors, results_of
-from bench.layers.compiled import Compiled
-from bench.layers.measure import Options, admit, measure
-from bench.layers.memory import memory
-from bench.layers.subjects import Case, Subject, mlp
-from bench.layers.ways import GROUPS, WAYS, select
+from bench.commands import layers
+from bench.measure.admission import WrongResultError
+from bench.measure.by_head import exact_by_head
+from bench.measure.case import Subject
+from bench.measure.checks import LOSSY_FLOOR, Checks, results_of
+from bench.measure.contest import Rig, errors
+from bench.measure.step_contest import Steps, measure, memory
+from bench.subjects.compiled import Compiled
+from bench.subjects.layer_ways import WAYS, select
+from bench.subjects.layers import Case, mlp
 from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
 #: Dynamo, AOTAutograd and its partitioner, which is what a budget is about; no C++ to compile.
@@ -30,7 +32,8 @@ QUICK_COMPILER = "aot_eager_decomp_partition"
 def more_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Registers ways for a test."""
     monkeypatch.setattr(WAYS, "_rows", dict(WAYS._rows))
-    traits = {"group": "ours", "draws": "stock", "backend": None, "kept_by": "autograd"}
+    traits = {"group": "ours", "draws": "stock", "backend": None, "kept_by": "autograd",
+              "compiled": False, "lossy": False}  # fmt: skip
     return lambda name, **rest: WAYS.provider(name, **{**traits, **rest})
 
 
@@ -38,6 +41,13 @@ def subject(
     dropout: float = 0.0, dtype: str = "float32", norm: str = "pre", **rest: Any
 ) -> Subject:
     return Case(dtype, norm, dropout, 3, 33, 32, 4, **rest).subject("cpu")
+
+
+def admit(name: str, given: Subject, checks: Checks) -> tuple[dict[str, Any], Any]:
+    """A way's row and its forward, which is None where it was not found right."""
+    steps = Steps(Rig(given.device, torch.float32))
+    steps.admit_way(WAYS[name], given, checks)
+    return steps.rows[name], steps.forwards.get(name)
 
 
 def detached_weight(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +101,7 @@ WRONG: dict[str, tuple[float, str, Any, str]] = {
 def test_wrong_results_are_found(name: str) -> None:
     dropout, draws, forward, message = WRONG[name]
     given = subject(dropout)
-    layer = given.sample.layer
+    layer = given.module
     with pytest.raises(WrongResultError, match=message):
         Checks(given).check(lambda x: forward(layer, x), draws)
 
@@ -99,7 +109,7 @@ def test_wrong_results_are_found(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_8_bits_may_round_gradients_and_no_output(dtype: str) -> None:
     given = subject(dtype=dtype)
-    fused, checks = given.fused(given.sample.layer, "none", "eager"), Checks(given)
+    fused, checks = given.fused(given.module, "none", "eager"), Checks(given)
 
     def off(gradient: float, output: float = 0.0) -> Callable[[torch.Tensor], torch.Tensor]:
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -135,12 +145,12 @@ def test_exact_attention_by_head_is_that_of_all_at_once(rows: int, causal: bool)
     time; and PyTorch's own is put back."""
     whole = torch.nn.functional.scaled_dot_product_attention
     given = subject(causal=causal)
-    sample = given.sample.double()
-    stock = given.stock(sample.layer)
-    expected = results_of(stock, sample)
+    exact = given.double()
+    stock = given.stock(exact.module)
+    expected = results_of(stock, exact)
     with exact_by_head(most=rows * 33 * 8):
         assert torch.nn.functional.scaled_dot_product_attention is not whole
-        found = results_of(stock, sample)
+        found = results_of(stock, exact)
     assert torch.nn.functional.scaled_dot_product_attention is whole
     assert max(errors(found, expected).values()) < 1e-12
 
@@ -150,10 +160,10 @@ def test_a_case_that_cannot_be_measured_costs_no_other(
 ) -> None:
     measured = layers.measure
 
-    def measure(case: Case, *rest: Any) -> dict[str, Any]:
-        if case.seq_len == 9:
+    def measure(subject: Subject, *rest: Any, **more: Any) -> dict[str, Any]:
+        if subject.x.shape[1] == 9:
             raise MemoryError("too large")
-        return measured(case, *rest)
+        return measured(subject, *rest, **more)
 
     monkeypatch.setattr(layers, "measure", measure)
     options = ["--device", "cpu", "--out", str(tmp_path), "--sizes", "1x9x16x2", "1x8x16x2"]
@@ -172,10 +182,10 @@ def test_a_case_that_cannot_be_measured_costs_no_other(
 def test_dropout_of_its_own_is_right_at_a_fixed_seed(dtype: str, activation: str) -> None:
     """The stock forward is; and the same check leaves its parameters as they were."""
     given = subject(0.1, dtype, activation=activation)
-    before = {name: leaf.detach().clone() for name, leaf in given.sample.leaves().items()}
+    before = {name: leaf.detach().clone() for name, leaf in given.leaves().items()}
     report = Checks(given).check(WAYS["eager"].build(given), "own")
     assert report["error"] < report["allowed"]
-    for name, leaf in given.sample.leaves().items():
+    for name, leaf in given.leaves().items():
         assert torch.equal(leaf, before[name])
 
 
@@ -183,7 +193,7 @@ def test_dropout_of_its_own_is_right_at_a_fixed_seed(dtype: str, activation: str
 def test_a_fallback_is_not_measured_as_ours(name: str) -> None:
     given = subject()
     checks = Checks(given)
-    given.sample.layer.activation = torch.nn.RReLU()
+    given.module.activation = torch.nn.RReLU()
     row, forward = admit(name, given, checks)
     assert forward is None and "FusedRematWarning" in row["failure"]
 
@@ -191,8 +201,8 @@ def test_a_fallback_is_not_measured_as_ours(name: str) -> None:
 def test_no_speed_of_what_is_wrong_or_absent(
     tmp_path: Path, more_ways: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more_ways("wrong")(lambda given: lambda x: 2 * given.sample.layer(x))
-    more_ways("absent", module="no_such_package")(lambda given: given.sample.layer)
+    more_ways("wrong")(lambda given: lambda x: 2 * given.module(x))
+    more_ways("absent", module="no_such_package")(lambda given: given.module)
     options = ["--device", "cpu", "--out", str(tmp_path), "--sizes", "2x9x16x2", "--norm", "pre"]
     options += ["--rounds", "1", "--dropout", "0", "--ways", "wrong", "absent"]
     assert layers.main(options) == 1
@@ -208,7 +218,7 @@ def test_no_speed_of_what_is_wrong_or_absent(
 def test_a_wrong_result_of_pytorchs_own_is_no_failure_of_ours(
     tmp_path: Path, more_ways: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more_ways("theirs", group="stock")(lambda given: lambda x: 2 * given.sample.layer(x))
+    more_ways("theirs", group="stock")(lambda given: lambda x: 2 * given.module(x))
     options = ["--device", "cpu", "--out", str(tmp_path), "--sizes", "2x9x16x2", "--norm", "pre"]
     options += ["--rounds", "1", "--dropout", "0", "--ways", "theirs"]
     assert layers.main(options) == 0
@@ -235,7 +245,7 @@ def test_what_needs_another_device_or_is_another_way_is_unavailable() -> None:
 
 
 def test_groups_are_every_way_once() -> None:
-    on_cpu, on_gpu = select(GROUPS, "cpu"), select(GROUPS, "cuda")
+    on_cpu, on_gpu = select(WAYS.groups, "cpu"), select(WAYS.groups, "cuda")
     assert set(WAYS) - set(on_cpu) == {
         f"{r}_{b}" for r in EXACT_PRESETS for b in ("eager", "triton")
     }
@@ -265,7 +275,7 @@ def test_a_budget_keeps_less_and_leaves_the_setting() -> None:
         kept[name] = memory(forward, given)
         assert config.activation_memory_budget == 1.0
     found = [way["kept_bytes"] for way in kept.values()]
-    assert found[0] > found[1] > found[2] == given.sample.x.nbytes
+    assert found[0] > found[1] > found[2] == given.x.nbytes
     assert [way["held_bytes"] for way in kept.values()] == found
 
 
@@ -282,19 +292,19 @@ def test_nothing_compiles_after_it_was_built() -> None:
     """Not even beside more graphs of the same code than Dynamo keeps."""
     given = mlp((32, 16, 64), torch.float32, torch.device("cpu"))
     given.compiler = "eager"
-    ways = [
-        Compiled(given.sample.layer, given) for _ in range(torch._dynamo.config.recompile_limit + 1)
-    ]
+    ways = [Compiled(given.module, given) for _ in range(torch._dynamo.config.recompile_limit + 1)]
     for forward in ways:
-        assert forward(given.sample.x).shape == given.sample.x.shape
+        assert forward(given.x).shape == given.x.shape
     with pytest.raises(Exception, match="does not fit what was compiled"):
         ways[0](torch.zeros(7, 16, requires_grad=True))
 
 
 def test_inductors_code_is_right_and_measured() -> None:
     row = measure(
-        Case("float32", "pre", 0.0, 2, 9, 16, 2),
-        Options(ways=["compile", "full", "full_compiled"], rounds=1),
+        Case("float32", "pre", 0.0, 2, 9, 16, 2).subject("cpu"),
+        WAYS,
+        ["eager", "compile", "full", "full_compiled"],
+        Rig(torch.device("cpu"), torch.float32, rounds=1),
     )
     assert list(row["ways"]) == ["eager", "compile", "full", "full_compiled"]
     for found in row["ways"].values():
