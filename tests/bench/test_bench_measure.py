@@ -1,13 +1,10 @@
 """What every benchmark measures with: the registry, the error rule, the clock, the ceilings."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import itertools
 import json
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,22 +21,22 @@ ONES = {"y": torch.ones(2, dtype=torch.float64)}
 
 
 @pytest.fixture
-def rig() -> Rig:
+def rig():
     return Rig(torch.device("cpu"), torch.float32, False, None, float("inf"), rounds=3)
 
 
-def returning(y: torch.Tensor, **more: Any) -> Way:
+def returning(y, **more):
     return Way(lambda given: {"y": y}, **more)
 
 
-def test_a_name_is_registered_once_and_the_baseline_is_declared() -> None:
+def test_a_name_is_registered_once_and_the_baseline_is_declared():
     registry: Registry[Any] = Registry("it")
 
     @registry.provider("theirs", baseline=True)
-    def theirs() -> None: ...
+    def theirs(): ...
 
     @registry.provider("ours", needs="cuda", ours=True)
-    def ours() -> None: ...
+    def ours(): ...
 
     with pytest.raises(ValueError, match="it has a provider 'ours' already"):
         registry.provider("ours")(ours)
@@ -50,7 +47,7 @@ def test_a_name_is_registered_once_and_the_baseline_is_declared() -> None:
     assert registry["ours"].why_not(cuda) is registry["theirs"].why_not(cpu) is None
 
 
-def test_triton_providers_run_on_a_cpu_when_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_providers_run_on_a_cpu_when_interpreted(monkeypatch):
     registry: Registry[Any] = Registry("it")
     registry.provider("kernel", needs="triton")(lambda: None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -59,7 +56,7 @@ def test_triton_providers_run_on_a_cpu_when_interpreted(monkeypatch: pytest.Monk
     assert registry["kernel"].why_not(torch.device("cpu")) is None
 
 
-def test_an_error_is_allowed_that_the_baseline_makes_too() -> None:
+def test_an_error_is_allowed_that_the_baseline_makes_too():
     """1.5 times of it; and without one, the dtype's tolerance."""
     off = {"y": torch.full((2,), 1.0 + 3e-5)}
     with pytest.raises(WrongResultError, match="relative error of y is 3e-05, allowed 1e-05"):
@@ -71,7 +68,7 @@ def test_an_error_is_allowed_that_the_baseline_makes_too() -> None:
         check({"y": torch.tensor([1.0, torch.nan])}, ONES, theirs={"y": 1.0})
 
 
-def test_the_baseline_is_judged_too_but_by_a_wider_margin(rig: Rig) -> None:
+def test_the_baseline_is_judged_too_but_by_a_wider_margin(rig):
     """It is first in judgement, wherever it stands, and what is grossly wrong is no yardstick."""
     for error, found in ((8e-5, ["check", "check"]), (2e-4, ["error", "error"])):
         ways = {"mine": returning(torch.full((2,), 1.0 + error)),
@@ -80,11 +77,11 @@ def test_the_baseline_is_judged_too_but_by_a_wider_margin(rig: Rig) -> None:
         assert [next(iter(row)) for row in rows.values()] == found
 
 
-def test_no_time_of_what_is_wrong_and_the_absent_are_listed(rig: Rig) -> None:
-    def cannot(given: Any) -> Any:
+def test_no_time_of_what_is_wrong_and_the_absent_are_listed(rig):
+    def cannot(given):
         raise Absent("not on Tuesdays")
 
-    def broken(given: Any) -> Any:
+    def broken(given):
         raise ValueError("broken")
 
     ways = {"right": returning(torch.ones(2)), "off": returning(torch.full((2,), 1.001)),
@@ -109,7 +106,7 @@ def test_no_time_of_what_is_wrong_and_the_absent_are_listed(rig: Rig) -> None:
     ("work", "floor"),
     [(Work(flops=1e12), 0.5), (Work(bytes=1e9), None), (Work(flops=1e12, bytes=1e9), None)],
 )
-def test_no_floor_without_the_ceilings_it_needs(rig: Rig, work: Work, floor: float | None) -> None:
+def test_no_floor_without_the_ceilings_it_needs(rig, work, floor):
     rig.ceilings["TFLOP/s"] = 2.0
     assert rig.floor(work) == floor
 
@@ -117,33 +114,33 @@ def test_no_floor_without_the_ceilings_it_needs(rig: Rig, work: Work, floor: flo
 class Hands:
     """A clock that stands still but while somebody waits: no machine is too slow for it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         return self.now
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         self.now += seconds
 
 
 @pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+def hands(monkeypatch):
     these = Hands()
     monkeypatch.setattr(clock, "time", these)
     return these
 
 
 @pytest.mark.parametrize("samples", [1e-3, 0.3, 1, 2])  # a call takes so many
-def test_what_is_prepared_is_not_timed_and_sets_take_turns(hands: Hands, samples: float) -> None:
+def test_what_is_prepared_is_not_timed_and_sets_take_turns(hands, samples):
     seen: list[tuple[str, int]] = []
 
-    def prepare(index: int) -> int:
+    def prepare(index):
         seen.append(("prepare", index))
         hands.wait(7 * clock.SAMPLE_SECONDS)
         return 10 + index
 
-    def run(given: int) -> None:
+    def run(given):
         seen.append(("run", given))
         hands.wait(samples * clock.SAMPLE_SECONDS)
 
@@ -157,14 +154,14 @@ def test_what_is_prepared_is_not_timed_and_sets_take_turns(hands: Hands, samples
         assert (first, i, second, given) == ("prepare", turn, "run", 10 + turn)
 
 
-def test_what_a_call_made_is_freed_off_the_clock(hands: Hands) -> None:
+def test_what_a_call_made_is_freed_off_the_clock(hands):
     class SlowToFree:
         """What takes a while to be let go of, as much memory does."""
 
-        def __del__(self) -> None:
+        def __del__(self):
             hands.wait(50 * clock.SAMPLE_SECONDS)
 
-    def run(given: int) -> SlowToFree:
+    def run(given):
         hands.wait(clock.SAMPLE_SECONDS)
         return SlowToFree()
 
@@ -173,7 +170,7 @@ def test_what_a_call_made_is_freed_off_the_clock(hands: Hands) -> None:
     assert hands.now >= 2 * 51 * clock.SAMPLE_SECONDS  # it was, all the same
 
 
-def test_ceilings_are_measured(rig: Rig) -> None:
+def test_ceilings_are_measured(rig):
     rig.dry = True
     for unit in ceilings.CEILINGS:
         row = ceilings.measure(rig, unit)
@@ -181,16 +178,14 @@ def test_ceilings_are_measured(rig: Rig) -> None:
     assert list(rig.ceilings) == ["GB/s", "TFLOP/s"]
 
 
-def test_the_environment_names_machine_commit_and_versions() -> None:
+def test_the_environment_names_machine_commit_and_versions():
     found = environment("cpu")
     assert set(found) >= {"cpu", "gpu", "torch", "commit", "dirty", "source", "date", "versions"}
     assert set(found["versions"]) >= {"triton", "liger-kernel", "flash-attn", "quack-kernels"}
     assert found["versions"]["triton"] and machine.version("no-such-package") is None
 
 
-def test_results_in_a_folder_of_the_checkout_change_no_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_in_a_folder_of_the_checkout_change_no_code(tmp_path, monkeypatch):
     """A run into one goes on as the run of the same code; new and changed code is other code."""
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     assert machine.checkout() == (None, False)
@@ -212,7 +207,7 @@ def test_results_in_a_folder_of_the_checkout_change_no_code(
     assert machine.checkout()[1] is True
 
 
-def test_a_run_that_was_cut_short_is_taken_up(tmp_path: Path) -> None:
+def test_a_run_that_was_cut_short_is_taken_up(tmp_path):
     """Rows of the same machine, code and config are found again, of another commit are not."""
     path, here = tmp_path / "it.json", {"commit": "a", "date": "now"}
     ResultsFile(path, here, {"rounds": 3}).put({"case": {"op": "norm"}, "ways": {"aten": {}}})
@@ -226,7 +221,7 @@ def test_a_run_that_was_cut_short_is_taken_up(tmp_path: Path) -> None:
     assert later.find({"op": "norm"}, ["aten"]) is later.find({"op": "norm"}, []) is None
 
 
-def test_lines_are_printed_with_or_without_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_printed_with_or_without_a_bar(capsys):
     with Progress(2, "cases") as progress:
         progress.at("first")
         progress.line("found")
@@ -239,7 +234,7 @@ DOCUMENTED = [path for path in sorted((machine.ROOT / "bench").rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_examples_in_docstrings(path: Path) -> None:
+def test_examples_in_docstrings(path):
     """Pytest collects those of tests and fused_remat only."""
     name = ".".join(path.relative_to(machine.ROOT).with_suffix("").parts)
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
