@@ -224,6 +224,16 @@ def test_no_speed_of_what_is_wrong_and_ours_fails_the_command(
     )
 
 
+@pytest.mark.parametrize("content", ["not json", "[]", '{"machine": {}, "results": []}'])
+@pytest.mark.parametrize("command", [frontier, plan], ids=lambda command: command.__name__)
+def test_what_holds_nothing_to_draw_is_an_error(command, content, tmp_path, capsys):
+    (tmp_path / "a.json").write_text(content)
+    given = ["--device", "cpu", "--from", str(tmp_path / "a.json"), "--out", str(tmp_path)]
+    assert command.main(given) == 2
+    name = command.__name__.split(".")[-1]
+    assert capsys.readouterr().err.startswith(f"python -m bench {name}: ")
+
+
 def test_what_is_absent_says_why(tmp_path, monkeypatch, capsys):
     eager = WAYS["eager"]
     monkeypatch.setitem(

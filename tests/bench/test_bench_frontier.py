@@ -201,36 +201,6 @@ def test_drawing_what_files_hold(folder, tmp_path):
     assert files.stale(both) == []
 
 
-@pytest.mark.parametrize("content", ["not json", "[]", '{"machine": {}, "results": []}'])
-def test_what_holds_nothing_to_draw_is_an_error(content, tmp_path, capsys):
-    (tmp_path / "a.json").write_text(content)
-    assert command.main(["--from", str(tmp_path / "a.json"), "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("python -m bench frontier: ")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--from", "a.json"], ["--seq-len", "100"], ["--d-model", "100"], ["--rounds", "0"],
-        ["--ways", "fastest"], ["--sizes", "1x2x3"], ["--seq-len", "0"],
-    ],
-)  # fmt: skip
-def test_bad_options_are_usage_errors(options):
-    with pytest.raises(SystemExit, match="2"):
-        command.parse(options)
-
-
-@pytest.mark.parametrize(("way", "status"), [("full", 1), ("checkpoint", 0)])
-def test_wrong_results_of_ours_fail_the_command(way, status, tmp_path, monkeypatch):
-    def build(subject):
-        return lambda x: 2 * subject.module(x)
-
-    monkeypatch.setitem(WAYS._rows, way, dataclasses.replace(WAYS[way], build=build))
-    options = ["--device", "cpu", "--sizes", "1x8x16x2", "--rounds", "1", "--ways", way]
-    assert command.main(["--out", str(tmp_path), *options]) == status
-    assert f"Wrong results: `{way}` (relative error of " in (tmp_path / files.PAGE).read_text()
-
-
 def test_a_shape_without_eagers_step_fails_the_command_and_costs_no_other(tmp_path, monkeypatch):
     def build(subject):
         if subject.x.shape[1] == 9:

@@ -202,18 +202,6 @@ def test_as_many_layers_as_memory_allows():
     assert affordable_layers("llama3-8b", "bfloat16", 8, 24 << 30) > two  # adapters only
 
 
-BAD = [
-    ["--model", "gpt5"], ["--ways", "fastest"], ["--memory", "much"], ["--layers", "31"],
-    ["--seq", "0"], ["--lora", "-1"], ["--article", "--model", "vit-l"],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options", BAD, ids=lambda options: " ".join(options))
-def test_bad_options_are_usage_errors(options):
-    with pytest.raises(SystemExit, match="2"):
-        command.parse(["--device", "cpu", "--layers", "1", *options])
-
-
 def test_the_articles_comparison_is_one_option():
     args = command.parse(["--article", "--device", "cpu", "--layers", "2"])
     cases = [(case.model, case.lora) for case in args.cases]

@@ -167,32 +167,6 @@ def test_the_gradients_of_a_plan_are_those_of_eager():
     assert {row["way"] for row in asked if row.get("way")} == names
 
 
-def test_wrong_results_of_ours_fail_the_command(tmp_path, monkeypatch, capsys):
-    def doubled(subject, entry):
-        return lambda x: 2 * forward_of(subject, entry)(x)
-
-    monkeypatch.setattr(command, "forward_of", doubled)
-    assert command.main([*OPTIONS, "--out", str(tmp_path)]) == 1
-    assert "FAIL: relative error of " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["--d-model", "100"], ["--nhead", "5"], ["--dropout", "1"], ["--rounds", "0"], ["--seq", "-1"],
-     ["--dtype", "int8"]],
-)  # fmt: skip
-def test_bad_options_are_usage_errors(options):
-    with pytest.raises(SystemExit, match="2"):
-        command.parse(["--device", "cpu", *options])
-
-
-@pytest.mark.parametrize("content", ["not json", "[]", '{"machine": {}, "results": []}'])
-def test_what_holds_nothing_to_draw_is_an_error(content, tmp_path, capsys):
-    (tmp_path / "a.json").write_text(content)
-    assert command.main(["--from", str(tmp_path / "a.json")]) == 2
-    assert capsys.readouterr().err.startswith("python -m bench plan: ")
-
-
 #: What the optimal plan within its peak is faster than: of `torch.compile`, what keeps little.
 SLOWER = re.compile(r"checkpoint.*|selective_(matmuls|attention)|compile_budget_0(\.25|\.5)?")
 
