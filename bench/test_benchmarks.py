@@ -18,13 +18,14 @@ import torch
 from bench.kernels.problem import DIRECTIONS, Problem, ways_of
 from bench.kernels.shapes import MODELS, Size
 from bench.kernels.table import OPS
-from bench.layers.checks import Checks
-from bench.layers.measure import admit as admit_way
-from bench.layers.subjects import DTYPES, Case
-from bench.layers.ways import BASELINE
+from bench.measure.admission import Absent
+from bench.measure.case import DTYPES
+from bench.measure.checks import Checks
 from bench.measure.contest import SETS, Contest, Rig, Way, admit
 from bench.measure.machine import synchronize
-from bench.measure.registry import Absent
+from bench.measure.step_contest import Steps
+from bench.subjects.layer_ways import BASELINE, WAYS
+from bench.subjects.layers import Case
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.triton.launch import INTERPRETED, target_of
 
@@ -123,9 +124,10 @@ def test_layer(way: str, benchmark: Any, device: torch.device, measured_on: dict
     """A training step of one layer, forward and backward."""
     case = dataclasses.replace(LAYER, dtype=dtype_of(device))
     subject = case.subject(device)
-    sample = subject.sample
-    row, forward = admit_way(way, subject, Checks(subject))
-    assert forward is not None, row
+    steps = Steps(rig_of(device))
+    steps.admit_way(WAYS[way], subject, Checks(subject))
+    assert way in steps.forwards, steps.rows
+    forward = steps.forwards[way]
     benchmark.group = "layer"
     benchmark.extra_info.update(measured_on, case=dataclasses.asdict(case))
-    timed(benchmark, device, lambda index: sample.x, lambda x: forward(x).backward(sample.dy))
+    timed(benchmark, device, lambda index: subject.x, lambda x: forward(x).backward(subject.dy))

@@ -1,6 +1,6 @@
-"""Training steps of whole layers and MLPs on a GPU: which of `bench.layers`, in which order.
+"""Training steps of whole layers and MLPs on a GPU: which of `bench layers`, in which order.
 
-Rows are those of `bench.layers.measure`, and besides of each way what a contest's rows have: "us"
+Rows are those of `bench layers`, and besides of each way what a contest's rows have: "us"
 and "ratio" of a step, "host_us", the time the host takes to launch one; "error" and "absent".
 """
 
@@ -10,12 +10,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench.layers import subjects
-from bench.layers.measure import Timer, measure_subject
-from bench.layers.steps import ReplayedStep, Step
-from bench.layers.subjects import DTYPES, Case, Subject
-from bench.layers.ways import BUDGETS
+from bench.measure import step_contest
+from bench.measure.case import Subject, dtype_name
 from bench.measure.contest import P, Rig
+from bench.measure.steps import ReplayedStep, Step
+from bench.subjects import layers
+from bench.subjects.layer_ways import BUDGETS
+from bench.subjects.layer_ways import WAYS as LAYER_WAYS
+from bench.subjects.layers import Case
 from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
 SEQ_LEN, HEAD_DIM = 2048, 128
@@ -49,7 +51,7 @@ def measure(
     subject: Subject,
     names: Sequence[str],
     rig: Rig,
-    timer: Timer = Step,
+    timer: type[Step] = Step,
     beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """A row, with ratios to the baselines and `beside`; a dry run has presets on the Triton
@@ -58,13 +60,18 @@ def measure(
     if rig.dry:
         subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
     subject.captured = timer is ReplayedStep
-    rig = dataclasses.replace(rig, seconds=_LONGER * rig.seconds)
-    row = measure_subject(subject, names, rig, timer, beside=beside)
-    return row | {"ways": {name: as_contest(found) for name, found in row["ways"].items()}}
+    longer = dataclasses.replace(rig, seconds=_LONGER * rig.seconds)
+    return as_contest(
+        step_contest.measure(subject, LAYER_WAYS, names, longer, timer, beside=beside)
+    )
 
 
-def as_contest(found: dict[str, Any]) -> dict[str, Any]:
-    """A way's row as those of kernels' contests are."""
+def as_contest(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose ways are as those of kernels' contests."""
+    return row | {"ways": {name: _as_contest(found) for name, found in row["ways"].items()}}
+
+
+def _as_contest(found: dict[str, Any]) -> dict[str, Any]:
     if "failure" in found:
         return {"error": found["failure"]}
     if "unavailable" in found:
@@ -81,7 +88,7 @@ def measure_layer(
     case: Case,
     names: Sequence[str],
     rig: Rig,
-    timer: Timer = Step,
+    timer: type[Step] = Step,
     beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The same of an encoder layer, and which: the frontier is drawn of such rows."""
@@ -96,10 +103,9 @@ def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:
 
 def encoder(rig: Rig, norm: str, width: int, dropout: float) -> Case:
     """A causal encoder layer, head dim 128; dropout of the residuals and in the MLP."""
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == rig.dtype)
     batch, seq_len = rig.size(tokens_of(width) // SEQ_LEN, 2), rig.size(SEQ_LEN, 9)
     return Case(
-        dtype, norm, dropout, batch, seq_len, width, rig.size(width // HEAD_DIM, 2),
+        dtype_name(rig.dtype), norm, dropout, batch, seq_len, width, rig.size(width // HEAD_DIM, 2),
         causal=True, attention_dropout=0.0,
     )  # fmt: skip
 
@@ -107,7 +113,7 @@ def encoder(rig: Rig, norm: str, width: int, dropout: float) -> Case:
 def mlp(rig: Rig, width: int) -> Subject:
     """Linear, GELU, linear."""
     sizes = rig.size(tokens_of(width), 32), width, rig.size(4 * width, 64)
-    return subjects.mlp(sizes, rig.dtype, rig.device)
+    return layers.mlp(sizes, rig.dtype, rig.device)
 
 
 def tokens_of(width: int) -> int:

@@ -30,6 +30,7 @@ from bench.pages import (
     lora,
     losses,
     models,
+    overview,
     pictures,
     plans,
     presets,

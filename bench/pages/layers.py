@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.layers import profile_step
+from bench.commands import profile as profile_step
 from bench.tables import (
     RESULTS,
     Columns,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.model.configs import MODELS
+from bench.subjects.configs import MODELS
 from bench.tables import (
     MIB,
     RESULTS,

@@ -38,7 +38,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from bench.layers.ways import RandomState
+from bench.subjects.layer_ways import RandomState
 from fused_remat import (
     FusedRematWarning,
     Policy,

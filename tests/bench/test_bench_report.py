@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from bench import tables
+from bench.commands import profile as profile_step
 from bench.gpu import kernels as gpu_kernels
 from bench.kernels.problem import DIRECTIONS
 from bench.kernels.table import OPS
-from bench.layers import profile_step
-from bench.layers.subjects import Case
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
 from bench.pages import command, eight_bits, frontier, kernels, layers, plans, presets
+from bench.subjects.layers import Case
 from bench.test_benchmarks import rows
 from fused_remat.policies import kept_names
 

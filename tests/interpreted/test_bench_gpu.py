@@ -12,7 +12,7 @@ import pytest
 import torch
 from poisoned import TARGET
 
-from bench.gpu import command as gpu
+from bench.commands import gpu
 from bench.gpu import layers as gpu_layers
 from bench.gpu.kinds import KINDS
 from bench.measure import contest as gpu_contest

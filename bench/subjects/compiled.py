@@ -10,7 +10,7 @@ import torch._dynamo
 import torch._functorch.config
 from torch import Tensor
 
-from bench.layers.subjects import Forward, Subject
+from bench.measure.case import Forward, Subject
 
 
 class CompiledAgainError(RuntimeError):
@@ -46,14 +46,9 @@ class Compiled:
         self._call = torch.compile(own, backend=once, fullgraph=True, dynamic=False)
         settings: dict[str, Any] = {} if budget is None else {"activation_memory_budget": budget}
         with torch._functorch.config.patch(settings):
-            self(subject.sample.x).backward(subject.sample.dy)
+            self(subject.x).backward(subject.dy)
         self._built = True
 
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = self._call(x)
         return y
-
-
-def compiled(forward: Forward, subject: Subject, budget: float | None = None) -> Forward:
-    """See `Compiled`."""
-    return Compiled(forward, subject, budget)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.layers.attention_core import exact_by_head
-from bench.layers.subjects import Forward, Sample, Subject
-from bench.measure.contest import WrongResultError
+from bench.measure.admission import WrongResultError
+from bench.measure.by_head import exact_by_head
+from bench.measure.case import Forward, Subject
+from bench.measure.contest import errors
 from fused_remat import FusedRematWarning
 
 SEED = 1
@@ -55,27 +56,15 @@ def poisoned(active: bool = True) -> Iterator[None]:
         torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
-def results_of(forward: Forward, sample: Sample, seed: int = SEED) -> dict[str, Tensor]:
+def results_of(forward: Forward, subject: Subject, seed: int = SEED) -> dict[str, Tensor]:
     """The output and all gradients of one step at a seed, by name."""
-    leaves = sample.leaves()
-    for leaf in leaves.values():
-        assert leaf.grad is not None
-        leaf.grad.zero_()
+    subject.zero()
     torch.manual_seed(seed)
-    y = forward(sample.x)
-    y.backward(sample.dy)
-    gradients = {
-        f"gradient of {n}": t.grad.clone() for n, t in leaves.items() if t.grad is not None
-    }
+    y = forward(subject.x)
+    y.backward(subject.dy)
+    leaves = subject.leaves().items()
+    gradients = {f"gradient of {n}": t.grad.clone() for n, t in leaves if t.grad is not None}
     return {"output": y.detach(), **gradients}
-
-
-def errors(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative L2 errors, by name."""
-    return {
-        name: ((found[name].double() - t).norm() / t.norm().clamp_min(1e-300)).item()
-        for name, t in truth.items()
-    }
 
 
 class Checks:
@@ -99,20 +88,22 @@ class Checks:
     """
 
     def __init__(self, subject: Subject) -> None:
-        self.subject, self.sample = subject, subject.sample
+        self.subject = subject
         self._poison = subject.device.type == "cpu"  # on a GPU it would choose other kernels
         build = subject.stock
-        if self.sample.dropout:
+        if self.subject.dropout:
             build = lambda module: subject.fused(module, "full", "eager")  # noqa: E731
         with no_fallback(), poisoned(self._poison), exact_by_head():
-            exact = self.sample.double()
-            self._truth = results_of(build(exact.layer), exact)
-            theirs = errors(results_of(build(self.sample.layer), self.sample), self._truth)
+            exact = subject.double()
+            self._truth = results_of(build(exact.module), exact)
+            theirs = errors(results_of(build(subject.module), subject), self._truth)
         self._allowed = {name: self._allow(name, error) for name, error in theirs.items()}
         self._allowed_lossy: dict[str, float] = {}
-        if self.sample.dropout:
-            self._stock = results_of(subject.stock(self.sample.layer), self.sample)
-            self._plain = _without_dropout(subject)
+        if self.subject.dropout:
+            self._stock = results_of(subject.stock(subject.module), subject)
+            with exact_by_head():  # gradients wanted: the forward that is trained
+                exact = subject.double()
+                self._plain = subject.stock(exact.module.eval())(exact.x).detach()
 
     def check(
         self, forward: Forward, draws: str, compiled: bool = False, lossy: bool = False
@@ -125,11 +116,11 @@ class Checks:
         """
         allowed = self._lossy() if lossy else self._allowed
         with no_fallback(), poisoned(self._poison and not compiled):
-            found = results_of(forward, self.sample)
+            found = results_of(forward, self.subject)
             for name, t in found.items():
                 if not t.isfinite().all():
                     raise WrongResultError(f"{name} is not finite")
-            if not self.sample.dropout:
+            if not self.subject.dropout:
                 return {"against": "float64"} | self._near(found, self._truth, allowed)
             self._seeded(forward, found)
             if draws == "ours":
@@ -143,15 +134,15 @@ class Checks:
     def _allow(self, name: str, error: float) -> float:
         """The most that a result may be off whose yardstick is off by `error`."""
         gross = GROSS["output" if name == "output" else "gradient"]
-        return min(gross, 1.5 * error + FLOORS[self.sample.dy.dtype])  # the former, too, if NaN
+        return min(gross, 1.5 * error + FLOORS[self.subject.dy.dtype])  # the former, too, if NaN
 
     def _lossy(self) -> dict[str, float]:
         """What a lossy way's results may be off."""
         if not self._allowed_lossy:
-            subject, dtype = self.subject, self.sample.dy.dtype
-            native = subject.fused(self.sample.layer, "none", subject.backend)
+            subject, dtype = self.subject, self.subject.dy.dtype
+            native = subject.fused(subject.module, "none", subject.backend)
             with no_fallback(), poisoned(self._poison):
-                exact = errors(results_of(native, self.sample), self._truth)
+                exact = errors(results_of(native, subject), self._truth)
             most = {n: LOSSY_TIMES * e + FLOORS[dtype] for n, e in exact.items()}
             if dtype != torch.bfloat16:
                 most = {name: max(error, LOSSY_FLOOR) for name, error in most.items()}
@@ -180,7 +171,7 @@ class Checks:
 
     def _output(self, forward: Forward, seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return forward(self.sample.x).detach()
+        return forward(self.subject.x).detach()
 
     def _as_stock(self, found: Mapping[str, Tensor]) -> dict[str, Any]:
         if self.subject.device.type == "cuda":
@@ -203,7 +194,7 @@ class Checks:
     def _derivatives(self, forward: Forward, found: Mapping[str, Tensor]) -> dict[str, Any]:
         """The leaf whose gradient is farthest from the difference quotient, of what is allowed."""
         worst: dict[str, Any] = {"error": -1.0, "allowed": 1.0}
-        for name, leaf in self.sample.leaves().items():
+        for name, leaf in self.subject.leaves().items():
             gradient = found[f"gradient of {name}"].double()
             if gradient.norm() == 0:
                 raise WrongResultError(f"gradient of {name} is zero")
@@ -225,7 +216,7 @@ class Checks:
         Where backward draws a mask again, it is off by about 2 p. p / 2 is allowed, or 10% where
         that is less, and five times what the rounding of both outputs comes to.
         """
-        dtype, dy = self.sample.dy.dtype, self.sample.dy.double()
+        dtype, dy = self.subject.dy.dtype, self.subject.dy.double()
         kept = leaf.detach().clone()
         noise = torch.finfo(dtype).eps * (y.double().norm() * dy.norm()).item() / y.numel() ** 0.5
         size, slope = kept.double().norm().item(), gradient.norm().item()
@@ -243,12 +234,4 @@ class Checks:
                 leaf.copy_(kept)
         along = (gradient * (at[0] - at[1])).sum().item()
         change = (dy * (outputs[0] - outputs[1])).sum().item()
-        return abs(change / along - 1.0), min(0.1, self.sample.dropout / 2) + 5 * noise / along
-
-
-def _without_dropout(subject: Subject) -> Tensor:
-    """The stock forward's output in float64 without dropout."""
-    sample = subject.sample.double()
-    # With gradients wanted, which is the forward that is trained, not the one for inference.
-    with exact_by_head():
-        return subject.stock(sample.layer.eval())(sample.x).detach()
+        return abs(change / along - 1.0), min(0.1, self.subject.dropout / 2) + 5 * noise / along

@@ -6,22 +6,21 @@ profiler; the times are each operator's own (without what it calls), means over 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.layers.subjects import Case
-from bench.layers.ways import BASELINE, WAYS
-from bench.measure.machine import ROOT, machine
-from bench.measure.registry import Absent
+from bench.measure.admission import Absent
+from bench.measure.machine import machine
+from bench.measure.options import Parser
 from bench.measure.turns import WARMUP_ROUNDS, rotated
+from bench.subjects.layer_ways import BASELINE, WAYS
+from bench.subjects.layers import Case
+from bench.tables import markdown
 
 #: Operator -> kind; what is in no kind is "the rest".
 KINDS = {
@@ -52,18 +51,18 @@ def measure(case: Case, ways: Sequence[str], rounds: int) -> dict[str, dict[str,
     Raises: Absent, for a way that cannot run on a CPU.
     """
     subject = case.subject("cpu")
-    sample = subject.sample
+    forwards = {}
     for name in ways:
-        why_not = WAYS[name].why_not(subject.device)
-        if why_not is not None:
-            raise Absent(f"{name}: {why_not}")
-    forwards = {name: WAYS[name].build(subject) for name in ways}
+        try:
+            forwards[name] = WAYS[name].make(subject.device, subject)
+        except Absent as error:
+            raise Absent(f"{name}: {error}") from error
     found: dict[str, Counter[str]] = {name: Counter() for name in ways}
     for index in range(WARMUP_ROUNDS + rounds):
         for name in rotated(ways, index):
             with profile(activities=[ProfilerActivity.CPU]) as recorded:
                 start = time.perf_counter()
-                forwards[name](sample.x).backward(sample.dy)
+                forwards[name](subject.x).backward(subject.dy)
                 wall = time.perf_counter() - start
             if index >= WARMUP_ROUNDS:
                 found[name] += kinds(recorded.key_averages())
@@ -77,25 +76,18 @@ def measure(case: Case, ways: Sequence[str], rounds: int) -> dict[str, dict[str,
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table: a row per kind, a column per way."""
     ways = result["ways"]
-    lines = ["| ms a step | " + " | ".join(ways) + " |", "|---|" + "---|" * len(ways)]
-    for kind in (*KINDS, "the rest", "step"):
-        cells = (f"{found.get(kind, 0.0):.0f}" for found in ways.values())
-        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    rows = [
+        [kind, *(f"{found.get(kind, 0.0):.0f}" for found in ways.values())]
+        for kind in (*KINDS, "the rest", "step")
+    ]
+    return markdown(["ms a step", *ways], rows)
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Profile, print the table and write `profile-cpu.json`."""
-    parser = argparse.ArgumentParser(prog="python -m bench profile", description=__doc__)
-    parser.add_argument(
-        "--way", action="append", choices=list(WAYS), help="(default: checkpoint, presets)"
-    )
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int, help="torch's threads")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
-    options = parser.parse_args(arguments)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    parser = Parser("profile", __doc__, "rounds threads out", rounds=10)
+    parser.add("--way", action="append", choices=list(WAYS), help="(default: checkpoint, presets)")
+    options = parser.parse(arguments)
     given = options.way or ["checkpoint", "full", "lean", "fast", "none"]
     ways = list(dict.fromkeys([BASELINE, *given]))
     case = Case("float32", "pre", 0.0, 4, 512, 512, 8)

@@ -18,7 +18,7 @@ import dataclasses
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from bench.measure.machine import ROOT, environment
+from bench.measure.machine import environment
+from bench.measure.options import Parser, positive
 from bench.measure.results import ResultsFile
 from bench.pages import scale as report
 from bench.scale import runs
@@ -59,30 +60,20 @@ def setup_of(layout: Layout, width: int, layers: int, seq: int) -> Setup:
     return Setup(model, layout, 2, seq, torch.float32)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench scale",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the results")
-    add("--width", type=int, default=256, help="a multiple of 256 (256)")
-    add("--layers", type=int, default=4, help="(4)")
-    add("--seq", type=int, default=512, help="tokens of each of two sequences (512)")
-    add("--rounds", type=int, default=10, help="steps timed (10)")
-    add("--no-times", action="store_true", help="memory alone")
-    args = parser.parse_args(arguments)
-    for name in ("width", "layers", "seq", "rounds"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1")
+    parser = Parser("scale", __doc__, "rounds out", rounds=10)
+    parser.add("--width", type=positive, default=256, help="a multiple of 256 (256)")
+    parser.add("--layers", type=positive, default=4, help="(4)")
+    parser.add("--seq", type=positive, default=512, help="tokens of each of two sequences (512)")
+    parser.add("--no-times", action="store_true", help="memory alone")
+    args = parser.parse(arguments)
     if args.width % 256 or args.seq % 2:
         parser.error("--width is a multiple of 256, and --seq of 2")
     return args
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run all layouts and policies; 1 if a rank's bytes are not as predicted."""
     args = parse(arguments)
     times = not args.no_times

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bench.model.subjects import Inputs
+from bench.subjects.models import Inputs
 
 Around = Callable[[], AbstractContextManager[None]]
 

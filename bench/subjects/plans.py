@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.layers.subjects import Subject
-from bench.plan.subjects import Stack, TokenSample, fused
+from torch import Tensor
+
+from bench.measure.case import Subject
+from bench.subjects.stacks import Stack, fused
 from fused_remat import Policy
 from fused_remat.planner import BudgetError, Plan, plan
 from fused_remat.planner import chain as chains
@@ -20,6 +23,11 @@ RULES = ("uniform", "sqrt", "greedy")
 MOST_OF_A_RULE = 2
 #: Points of the frontier that are run, besides those at the peers' peaks.
 SWEEP = 3
+
+
+def loss(subject: Subject, y: Tensor) -> Tensor:
+    """Of a stack's output; the gradient of the output is dy."""
+    return (y * subject.dy).sum()
 
 
 @dataclass
@@ -40,18 +48,18 @@ class Planner:
     """Plans of a subject from one measurement, and their costs as FLOPs and bytes have them."""
 
     def __init__(self, subject: Subject) -> None:
-        self.subject, sample = subject, subject.sample
-        assert isinstance(sample, TokenSample)
-        sample.clear()
-        self.stack: Stack = fused(sample.layer, "full", subject.backend)
-        self.plan = plan(self.stack, sample.x, loss=sample.loss)
+        self.subject = subject
+        subject.clear()
+        self.stack: Stack = fused(subject.module, "full", subject.backend)
+        given = {"loss": functools.partial(loss, subject)}
+        self.plan = plan(self.stack, subject.x, **given)
         saves = {o.save: None for call in self.plan.chain.calls for o in call.options}
         options = [Policy(save) for save in saves]
-        analytic = plan(self.stack, sample.x, loss=sample.loss, costs="analytic", options=options)
+        analytic = plan(self.stack, subject.x, costs="analytic", options=options, **given)
         # The same step: what differs is what the choices cost in it.
         seconds = self.plan.chain.seconds
         self.analytic: Chain = dataclasses.replace(analytic.chain, seconds=seconds)
-        sample.zero()
+        subject.zero()
 
     def steps(self) -> list[tuple[str, str, float, float]]:
         """(pass, step, measured, analytic) seconds of every step of a layer that has both."""
@@ -65,6 +73,16 @@ class Planner:
             "kept_bytes": found.kept_bytes,
             "seconds": found.seconds,
             "analytic_seconds": chains.seconds(self.analytic, self._as_analytic(found)),
+        }
+
+    def said_of(self, entry: Entry) -> dict[str, Any]:
+        """What a row says of our plan before it is run."""
+        return {
+            "family": "ours" if entry.plan.method == "optimal" else "ours, by a rule",
+            "method": entry.plan.method,
+            "asked": entry.asked,
+            "segments": len(entry.plan.choice.segments),
+            "predicted": self.predicted(entry.plan),
         }
 
     def _as_analytic(self, found: Plan) -> Choice:
@@ -126,4 +144,4 @@ def _chosen(entries: list[Entry]) -> Iterator[Entry]:
 
 def forward_of(subject: Subject, entry: Entry) -> Stack:
     """The model as a plan has it, on the subject's parameters."""
-    return entry.plan.apply(fused(subject.sample.layer, "full", subject.backend))
+    return entry.plan.apply(fused(subject.module, "full", subject.backend))

@@ -10,45 +10,31 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench.measure.registry import Absent, Registry
-from bench.model.forwards import Forward, patched, unchanged
-from bench.model.subjects import Subject
+from bench.measure.admission import Absent
+from bench.measure.registry import Registry
+from bench.subjects.forwards import Forward, patched, unchanged
+from bench.subjects.models import Subject
 from fused_remat import convert
 from fused_remat.policies import EXACT_PRESETS
 
 Build = Callable[[Subject], Forward]
 
-#: In the order of the tables. Traits: `group`, by which ways are asked for; `resized`, whether it
-#: is the same at any batch, so that the largest can be searched for.
+#: In the order of the tables. Traits: `group`, by which ways are asked for; `compiled`, whether
+#: it is for one batch alone, so that the largest cannot be searched for.
 WAYS: Registry[Build] = Registry("model ways")
 BASELINE = "eager"
-GROUPS = ("stock", "peers", "ours", "loss", "compiled")
 #: What is measured unless asked otherwise: compiling a whole model takes minutes.
-DEFAULT = GROUPS[:4]
-LOSS_RUNGS = ("full", "lean", "fast")
+DEFAULT = ("stock", "peers", "ours", "loss")
+LOSS_PRESETS = ("full", "lean", "fast")
 
 
 def _way(name: str, group: str, **rest: Any) -> Any:
-    return WAYS.provider(name, group=group, **({"resized": True} | rest))
-
-
-def select(names: Sequence[str]) -> list[str]:
-    """Ways by name or group, in the order of the tables; the baseline is always among them.
-
-    Raises: ValueError for an unknown name.
-
-    >>> select(["stock", "full"])
-    ['eager', 'checkpoint', 'checkpoint_reentrant', 'full']
-    """
-    for name in names:
-        if name not in WAYS and name not in GROUPS:
-            raise ValueError(f"unknown way {name!r}; valid: {', '.join((*GROUPS, *WAYS))}")
-    return [n for n in WAYS if n in {*names, BASELINE} or WAYS[n].traits["group"] in names]
+    return WAYS.provider(name, group=group, **({"compiled": False} | rest))
 
 
 # --- Hugging Face's own
@@ -119,26 +105,26 @@ def liger_checkpointed(subject: Subject) -> Forward:
 # --- ours
 
 
-def _rung(subject: Subject, preset: str, **rest: Any) -> Forward:
+def _preset(subject: Subject, preset: str, **rest: Any) -> Forward:
     return Forward(convert(subject.shared(), policy=preset, backend=subject.backend, **rest))
 
 
-def _rung_with_loss(subject: Subject, preset: str) -> Forward:
+def _preset_with_loss(subject: Subject, preset: str) -> Forward:
     if not subject.published.task.endswith("ForCausalLM"):
         raise Absent("the fused loss is for causal language models")
-    return _rung(subject, preset, loss=True)
+    return _preset(subject, preset, loss=True)
 
 
 for _name in EXACT_PRESETS:
-    _way(_name, "ours")(functools.partial(_rung, preset=_name))
-for _name in LOSS_RUNGS:
-    _way(f"{_name}_loss", "loss")(functools.partial(_rung_with_loss, preset=_name))
+    _way(_name, "ours")(functools.partial(_preset, preset=_name))
+for _name in LOSS_PRESETS:
+    _way(f"{_name}_loss", "loss")(functools.partial(_preset_with_loss, preset=_name))
 
 
 # --- compiled
 
 
-@_way("compile", "compiled", resized=False)
+@_way("compile", "compiled", compiled=True)
 def compiled(subject: Subject) -> Forward:
     """`torch.compile` of the whole model, static shapes."""
     model = torch.compile(subject.shared(), backend=subject.compiler, dynamic=False)

@@ -16,24 +16,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from bench.layers.command import DEVICE, DTYPE
-from bench.layers.subjects import DTYPES
-from bench.measure.contest import described
-from bench.measure.machine import ROOT, environment, version
+from bench.commands.layers import wrong_of_ours
+from bench.measure.admission import Absent
+from bench.measure.case import DTYPES
+from bench.measure.contest import Rig
+from bench.measure.machine import environment, version
+from bench.measure.options import Parser, positive
 from bench.measure.progress import Progress
-from bench.measure.registry import Absent
-from bench.measure.results import ResultsFile
-from bench.model.configs import MODELS
-from bench.model.measure import Options, measure, steps_of, usual_tokens
-from bench.model.subjects import Case, affordable_layers, memory_of
-from bench.model.ways import BASELINE, DEFAULT, GROUPS, WAYS, select
+from bench.measure.results import ResultsFile, rows_of
+from bench.model.measure import Options, measure
 from bench.pages.models import article, case_table, has_losses, losses_table, target_table, title
+from bench.subjects.configs import MODELS
+from bench.subjects.model_ways import DEFAULT, WAYS
+from bench.subjects.models import Case, affordable_layers, memory_of, usual_tokens
 
 #: By device: sequences and tokens of each, and the memory within which the largest batch is sought.
 BATCH = {"cpu": 1, "cuda": 8}
@@ -59,53 +59,34 @@ def size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench model",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"ways: {', '.join(WAYS)}\ngroups of them: {', '.join(GROUPS)}",
-    )
-    add = parser.add_argument
-    add("--model", nargs="+", choices=MODELS, help="(default: smollm-135m)")
-    add("--article", action="store_true", help="the comparison above, in one command")
-    add("--device", default=DEVICE, choices=tuple(BATCH), help=f"(default here: {DEVICE})")
-    add("--layers", type=int, help="(default: as many as half of the free memory can train)")
-    add("--batch", type=int, help="sequences (default: 1; on cuda 8)")
-    add("--seq", type=int, help="tokens of each, no more than the model takes (512; on cuda 2048)")
-    add("--lora", nargs="+", type=int, metavar="RANK", help="ranks; 0: all is trained (default)")
-    add("--dtype", choices=DTYPES, help="(default: float32; on cuda bfloat16)")
-    add("--memory", metavar="SIZE", help="cap of the largest batch, or none (4GiB; cuda: 24GiB)")
-    add("--most-batch", type=int, default=4096, help="the largest batch that is tried (4096)")
-    add("--ways", nargs="+", default=list(DEFAULT), metavar="WAY", help="names, groups")
-    add("--steps", type=int, default=12, help="timed of a way at most (12)")
-    add("--seconds", type=float, default=120.0, help="timed of a case, about (120)")
-    add("--losses", type=int, help="training steps whose losses are compared (default: none)")
-    add("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the results")
-    add("--threads", type=int, help="torch's threads on CPU")
-    add("--fresh", action="store_true", help="measure again what is in the file already")
-    return parser
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; the ways come in the order of the table, the baseline always with them."""
-    parser = _parser()
-    args = parser.parse_args(arguments)
+    parser = Parser("model", __doc__, "device dtype seconds threads out fresh", seconds=120.0)
+    add = parser.add
+    parser.several("model", choices=MODELS, help="(default: smollm-135m)")
+    add("--article", action="store_true", help="the comparison above, in one command")
+    add("--layers", type=positive, help="(default: as many as half of the free memory can train)")
+    add("--batch", type=positive, help="sequences (default: 1; on cuda 8)")
+    add("--seq", type=positive, help="tokens of each, as the model takes them (512; on cuda 2048)")
+    parser.several("lora", type=int, metavar="RANK", help="ranks; 0: all is trained (default)")
+    add("--memory", metavar="SIZE", help="cap of the largest batch, or none (4GiB; cuda: 24GiB)")
+    add("--most-batch", type=positive, default=4096, help="the largest batch that is tried (4096)")
+    add("--steps", type=positive, default=12, help="timed of a way at most (12)")
+    add("--losses", type=int, help="training steps whose losses are compared (default: none)")
+    parser.add_ways(WAYS, DEFAULT)
+    args = parser.parse(arguments)
     if args.article and args.model:
         parser.error("--article has its own models: give --model or --article")
+    if args.losses is not None and args.losses < 0:
+        parser.error("--losses must be at least 0")
     short: dict[str, Any] = {"model": ["smollm-135m"], "lora": [0], "losses": 0}
     for name, value in (ARTICLE if args.article else short).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device")
-    if args.steps < 1 or args.most_batch < 1 or args.losses < 0:
-        parser.error("--steps and --most-batch must be at least 1, --losses at least 0")
-    args.dtype = args.dtype or DTYPE[args.device]
     memory = args.memory or MEMORY[args.device]
     try:
         args.memory = None if memory == "none" else size(memory)
-        args.ways = select(args.ways)
+        args.ways = WAYS.select(args.ways)
         args.cases = cases(args)
     except (ValueError, argparse.ArgumentTypeError, Absent) as error:
         parser.error(str(error))
@@ -129,58 +110,41 @@ def cases(args: argparse.Namespace) -> list[Case]:
     return found
 
 
-def row_of(
-    case: Case, options: Options, results: ResultsFile, progress: Progress, fresh: bool
-) -> tuple[dict[str, Any] | None, str]:
-    """The case's row, from the file or measured, and which; None and why if it cannot be."""
-    row = None if fresh else results.find(dataclasses.asdict(case), select(options.ways))
-    if row is not None:
-        progress.done(steps_of(options))
-        return row, f"in the file already, {row['rounds']} rounds"
-    start = time.perf_counter()
-    try:
-        row = measure(case, options, progress)
-    except Exception as error:  # a model too large, say, must not cost the others' results
-        return None, f"FAIL: {described(error)}"
-    results.put(row)
-    return row, f"{time.perf_counter() - start:.0f} s"
-
-
 def run(args: argparse.Namespace, results: ResultsFile) -> bool:
     """Measure and print the cases that the file does not have; whether what is ours was right."""
-    options = Options(
-        args.device, args.ways, args.steps, args.seconds, args.memory, args.most_batch, args.losses
-    )
+    options = Options(args.ways, args.memory, args.most_batch, args.losses)
+    rig = Rig(torch.device(args.device), DTYPES[args.dtype])
+    rig = dataclasses.replace(rig, seconds=args.seconds, rounds=args.steps)
+
+    def one(case: Case, progress: Progress) -> dict[str, Any]:
+        return measure(case, options, rig, progress)
+
+    rows = rows_of(args.cases, args.ways, results, one, args.fresh, options.units)
     right = True
-    with Progress(len(args.cases) * steps_of(options), "steps") as progress:
-        for index, case in enumerate(args.cases):
-            row, how = row_of(case, options, results, progress, args.fresh)
-            what = title(row or {"case": dataclasses.asdict(case)})
-            progress.line(f"\n[{index + 1}/{len(args.cases)}] {what} ({how})\n")
-            if row is not None:
-                progress.line(case_table(row))
-                progress.line("\n" + losses_table(row) if has_losses(row) else "")
-            right &= row is not None and not answered_for(row)
+    for index, (case, row, how, progress) in enumerate(rows, start=1):
+        what = title(row or {"case": dataclasses.asdict(case)})
+        progress.line(f"\n[{index}/{len(args.cases)}] {what} ({how})\n")
+        if row is not None:
+            progress.line(case_table(row))
+            progress.line("\n" + losses_table(row) if has_losses(row) else "")
+        right &= row is not None and not answered_for(row)
     return right
 
 
 def answered_for(row: dict[str, Any]) -> list[str]:
-    """Whose wrong results are an error of this project: ours, and what all are compared with."""
-    wrong = [name for name, found in row["ways"].items() if "failure" in found]
-    mine = [n for n in wrong if n == BASELINE or WAYS[n].traits["group"] in ("ours", "loss")]
+    """Whose wrong results are an error of this project, losses of ours included."""
+    mine = wrong_of_ours(row, WAYS, ("ours", "loss"))
     losses = row.get("losses", {"differences": {}})
     mine += ["losses"] if "losses_failure" in row else []
     return mine + [n for n, d in losses["differences"].items() if not d <= losses["allowed"]]
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Measure, print a table per case and the targets, and write both beside the results.
 
     Returns 1 if a result of ours was wrong: of others', FAIL in the table says it.
     """
     args = parse(arguments)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     config = {
         "ways": args.ways, "rounds": args.steps, "seconds": args.seconds, "memory": args.memory,
         "most_batch": args.most_batch, "losses": args.losses, "peft": version("peft"),

@@ -1,4 +1,4 @@
-"""The core of attention: alone under checkpoint, and a head at a time where it is exact."""
+"""PyTorch's attention in float64, a head at a time where all scores would take too much memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-from bench.layers.subjects import Forward, Subject
-from bench.measure.registry import Absent
 
 _MOST_SCORES = 2**31  # bytes of scores in float64 that are written at once
 
@@ -77,43 +74,3 @@ def _by_rows(
         given = some, k[..., :seen, :], v[..., :seen, :]
         made.append(checkpoint(part, *given, use_reentrant=False))
     return torch.cat(made, -2)
-
-
-def replayed_core(subject: Subject) -> Forward:
-    """Of an encoder layer, on its own parameters; what is outside of the core is PyTorch's.
-
-    Shapes: x (B, S, D); inside q, k, v (B, H, S, E), views of what the projection gave.
-    Raises: Absent for a module without attention.
-    """
-    layer = subject.sample.layer
-    if not isinstance(layer, nn.TransformerEncoderLayer):
-        raise Absent("the module has no attention")
-    attention = layer.self_attn
-
-    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        p = attention.dropout if attention.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, None, p, subject.causal)
-
-    def attend(x: Tensor) -> Tensor:
-        x = x.transpose(0, 1)  # as nn.MultiheadAttention does, so that products are the same
-        seq_len, batch, width = x.shape
-        qkv = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
-        parts = qkv.unflatten(-1, (3, width)).unsqueeze(0).transpose(0, -2).squeeze(-2)
-        split = (seq_len, batch * attention.num_heads, attention.head_dim)
-        heads = [t.view(split).transpose(0, 1) for t in parts.contiguous()]
-        by_head = (batch, attention.num_heads, seq_len, attention.head_dim)
-        out = checkpoint(core, *(t.view(by_head) for t in heads), use_reentrant=False)
-        out = out.permute(2, 0, 1, 3).contiguous().view(seq_len * batch, width)
-        return attention.out_proj(out).view(seq_len, batch, width).transpose(0, 1)
-
-    def mlp(x: Tensor) -> Tensor:
-        return layer.dropout2(layer.linear2(layer.dropout(layer.activation(layer.linear1(x)))))
-
-    def forward(x: Tensor) -> Tensor:
-        if layer.norm_first:
-            x = x + layer.dropout1(attend(layer.norm1(x)))
-            return x + mlp(layer.norm2(x))
-        x = layer.norm1(x + layer.dropout1(attend(x)))
-        return layer.norm2(x + mlp(x))
-
-    return forward

@@ -1,7 +1,8 @@
-"""The peers: decorated builders in a registry, as those of `bench.layers.ways`, of whole stacks."""
+"""The peers of plans: decorated builders in a registry, as those of layers, of whole stacks."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -10,15 +11,15 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bench.layers import ways as layer_ways
-from bench.layers.compiled import compiled
-from bench.layers.subjects import Forward, Sample, Subject
-from bench.measure.registry import Absent, Registry
-from bench.plan.subjects import Stack
+from bench.measure.admission import Absent
+from bench.measure.case import Forward, Subject
+from bench.measure.registry import Registry
+from bench.subjects import layer_ways
+from bench.subjects.compiled import Compiled
 
 Build = Callable[[Subject], Forward]
 
-#: In the order of the tables. Traits as of `bench.layers.ways.WAYS`; `family`, of the picture.
+#: In the order of the tables. Traits as of `layer_ways.WAYS`; `family`, of the picture.
 PEERS: Registry[Build] = Registry("peers of plans")
 BASELINE = "eager"
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -26,25 +27,17 @@ EVERY = (2, 4)
 
 
 def _peer(name: str, family: str = "checkpointing", draws: str = "stock", **rest: Any) -> Any:
-    traits = {"kept_by": "autograd"} | rest
+    traits = {"kept_by": "autograd", "lossy": False, "compiled": False} | rest
     return PEERS.provider(name, family=family, draws=draws, **traits)
 
 
-class _LayerSample(Sample):
-    """One layer of the stack, on no data of its own."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
 def _each(subject: Subject, way: str, which: Callable[[int], bool] = lambda i: True) -> Forward:
-    """The layers that `which` says as a way of `bench.layers` has them, the others as they are."""
-    stack, sample = _stack(subject), subject.sample
+    """The layers that `which` says as a way of layers has them, the others as they are."""
+    stack: Any = subject.module
 
     def built(layer: nn.Module) -> Forward:
-        inner = _LayerSample(layer, sample.x, sample.dy, sample.dropout)
-        given = Subject(inner, stack.of, subject.fused, subject.causal)
-        return layer_ways.WAYS[way].build(given)
+        alone = dataclasses.replace(subject, module=layer, stock=stack.of)
+        return layer_ways.WAYS[way].build(alone)
 
     forwards = [
         built(layer) if which(i) else stack.of(layer) for i, layer in enumerate(stack.layers)
@@ -52,15 +45,10 @@ def _each(subject: Subject, way: str, which: Callable[[int], bool] = lambda i: T
     return lambda x: stack.through(x, forwards)
 
 
-def _stack(subject: Subject) -> Stack:
-    assert isinstance(subject.sample.layer, Stack)
-    return subject.sample.layer
-
-
 @_peer(BASELINE, "stock", baseline=True)
 def eager(subject: Subject) -> Forward:
     """The stock layers."""
-    return subject.sample.layer
+    return subject.module
 
 
 @_peer("checkpoint")
@@ -71,7 +59,7 @@ def checkpointed(subject: Subject) -> Forward:
 
 def _every(subject: Subject, k: int) -> Forward:
     """Around every k-th layer, the first included."""
-    if len(_stack(subject).layers) <= k // 2:
+    if len(subject.module.layers) <= k // 2:
         raise Absent(f"the same as every {k // 2}")
     return _each(subject, "checkpoint", lambda i: i % k == 0)
 
@@ -83,7 +71,7 @@ for _k in EVERY:
 @_peer("checkpoint_sqrt")
 def segments(subject: Subject) -> Forward:
     """Around every segment of ⌈√n⌉ layers (Chen et al. 2016)."""
-    stack = _stack(subject)
+    stack: Any = subject.module
     count = len(stack.layers)
     length = math.isqrt(count - 1) + 1
     if length == 1:
@@ -116,7 +104,7 @@ def selective_attention(subject: Subject) -> Forward:
 
 def _compiled(subject: Subject, budget: float) -> Forward:
     """`torch.compile` of the whole model with an `activation_memory_budget`."""
-    return compiled(eager(subject), subject, budget)
+    return Compiled(eager(subject), subject, budget)
 
 
 for _budget in BUDGETS:

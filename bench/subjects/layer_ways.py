@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from bench.layers.attention_core import replayed_core
-from bench.layers.compiled import compiled
-from bench.layers.subjects import Forward, Subject
-from bench.measure.registry import Absent, Registry
+from bench.measure.admission import Absent
+from bench.measure.case import Forward, Subject
+from bench.measure.registry import Registry
+from bench.subjects.compiled import Compiled
 from fused_remat.execution.choose import BACKENDS, DEFAULTS
 from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
@@ -31,17 +32,17 @@ Build = Callable[[Subject], Forward]
 #: In the order of the tables. Traits: `draws`, whose dropout it has at the same seed ("stock",
 #: "ours", or "own": nobody else's); `group`, by which ways are asked for; `backend`, that it names;
 #: `kept_by`, who sees what it keeps: "autograd", or only the "allocator"; `lossy`, whether its
-#: gradients are those of rounded values.
+#: gradients are those of rounded values; `compiled`, whether `torch.compile` made it.
 WAYS: Registry[Build] = Registry("layer ways")
 BASELINE = "eager"
-GROUPS = ("stock", "compiled", "ours", "lossy")
 #: What is measured unless asked otherwise.
-DEFAULT = GROUPS[:3]
+DEFAULT = ("stock", "compiled", "ours")
 BUDGETS = (0.0, 0.25, 0.5, 0.75)
 
 
 def _way(name: str, group: str = "stock", draws: str = "stock", **rest: Any) -> Any:
-    traits = {"kept_by": "autograd", "backend": None, "lossy": False} | rest
+    compiled = group == "compiled"
+    traits = {"kept_by": "autograd", "backend": None, "lossy": False, "compiled": compiled} | rest
     return WAYS.provider(name, group=group, draws=draws, **traits)
 
 
@@ -52,17 +53,9 @@ def select(names: Sequence[str], device: torch.device | str) -> list[str]:
 
     Raises: ValueError for an unknown name.
     """
-    unknown = [name for name in names if name not in WAYS and name not in GROUPS]
-    if unknown:
-        raise ValueError(f"unknown way {unknown[0]!r}; valid: {', '.join((*GROUPS, *WAYS))}")
     own = _own_backend("auto", torch.device(device))
     here = {None, "eager"} - {own}
-    return [
-        name
-        for name in WAYS
-        if name in {*names, BASELINE}
-        or (WAYS[name].traits["group"] in names and WAYS[name].traits["backend"] in here)
-    ]
+    return WAYS.select(names, lambda way: way.traits["backend"] in here)
 
 
 def _own_backend(name: str, device: torch.device) -> str:
@@ -75,7 +68,7 @@ def _own_backend(name: str, device: torch.device) -> str:
 @_way(BASELINE, baseline=True)
 def eager(subject: Subject) -> Forward:
     """The stock layer."""
-    return subject.stock(subject.sample.layer)
+    return subject.stock(subject.module)
 
 
 @_way("checkpoint", baseline=True)
@@ -85,7 +78,7 @@ def checkpointed(subject: Subject) -> Forward:
     In a capture without the generator's state, which cannot be read there.
     """
     keep_state = not subject.captured
-    forward = subject.stock(subject.sample.layer)
+    forward = subject.stock(subject.module)
     return functools.partial(
         checkpoint, forward, use_reentrant=False, preserve_rng_state=keep_state
     )
@@ -94,7 +87,7 @@ def checkpointed(subject: Subject) -> Forward:
 @_way("checkpoint_reentrant")
 def checkpointed_reentrant(subject: Subject) -> Forward:
     """The older `torch.utils.checkpoint`: replays the whole layer."""
-    return functools.partial(checkpoint, subject.stock(subject.sample.layer), use_reentrant=True)
+    return functools.partial(checkpoint, subject.stock(subject.module), use_reentrant=True)
 
 
 def _products() -> list[Any]:
@@ -117,7 +110,7 @@ def selective_matmuls(subject: Subject) -> Forward:
     cache of its own, unseen by autograd's hooks.
     """
     contexts = functools.partial(create_selective_checkpoint_contexts, _products())
-    forward = subject.stock(subject.sample.layer)
+    forward = subject.stock(subject.module)
     return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
 
 
@@ -127,8 +120,42 @@ def selective_attention(subject: Subject) -> Forward:
 
     That is scores, softmax, dropout and the product with v. Where PyTorch takes a flash kernel, the
     kernel replays scores itself and keeps a number per row: then this only adds a second run of it.
+    What is outside of the core is PyTorch's.
+
+    Shapes: x (B, S, D); inside q, k, v (B, H, S, E), views of what the projection gave.
     """
-    return replayed_core(subject)
+    layer = subject.module
+    if not isinstance(layer, nn.TransformerEncoderLayer):
+        raise Absent("the module has no attention")
+    attention = layer.self_attn
+
+    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        p = attention.dropout if attention.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, None, p, subject.causal)
+
+    def attend(x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)  # as nn.MultiheadAttention does, so that products are the same
+        seq_len, batch, width = x.shape
+        qkv = F.linear(x, attention.in_proj_weight, attention.in_proj_bias)
+        parts = qkv.unflatten(-1, (3, width)).unsqueeze(0).transpose(0, -2).squeeze(-2)
+        split = (seq_len, batch * attention.num_heads, attention.head_dim)
+        heads = [t.view(split).transpose(0, 1) for t in parts.contiguous()]
+        by_head = (batch, attention.num_heads, seq_len, attention.head_dim)
+        out = checkpoint(core, *(t.view(by_head) for t in heads), use_reentrant=False)
+        out = out.permute(2, 0, 1, 3).contiguous().view(seq_len * batch, width)
+        return attention.out_proj(out).view(seq_len, batch, width).transpose(0, 1)
+
+    def mlp(x: Tensor) -> Tensor:
+        return layer.dropout2(layer.linear2(layer.dropout(layer.activation(layer.linear1(x)))))
+
+    def forward(x: Tensor) -> Tensor:
+        if layer.norm_first:
+            x = x + layer.dropout1(attend(layer.norm1(x)))
+            return x + mlp(layer.norm2(x))
+        x = layer.norm1(x + layer.dropout1(attend(x)))
+        return layer.norm2(x + mlp(x))
+
+    return forward
 
 
 class RandomState:
@@ -153,8 +180,8 @@ def torch_remat(subject: Subject) -> Forward:
     """
     from torch_remat import checkpoint as remat
 
-    forward = subject.stock(subject.sample.layer)
-    hooks = (RandomState(subject.device),) if subject.sample.dropout else ()
+    forward = subject.stock(subject.module)
+    hooks = (RandomState(subject.device),) if subject.dropout else ()
     return lambda x: remat(region_name="layer", recompute_state_hooks=hooks)(forward)(x)
 
 
@@ -164,12 +191,12 @@ def torch_remat(subject: Subject) -> Forward:
 @_way("compile", "compiled", "own")
 def compiled_stock(subject: Subject) -> Forward:
     """`torch.compile` of the stock layer, Inductor, static shapes; its memory budget is 1."""
-    return compiled(eager(subject), subject)
+    return Compiled(eager(subject), subject)
 
 
 def _budgeted(subject: Subject, budget: float) -> Forward:
     """The same with `activation_memory_budget`: how much of what it would keep it may keep."""
-    return compiled(eager(subject), subject, budget)
+    return Compiled(eager(subject), subject, budget)
 
 
 for _budget in BUDGETS:
@@ -181,33 +208,33 @@ for _budget in BUDGETS:
 # --- ours
 
 
-def _rung(subject: Subject, preset: str) -> Forward:
-    return subject.fused(subject.sample.layer, preset, subject.backend)
+def _preset(subject: Subject, preset: str) -> Forward:
+    return subject.fused(subject.module, preset, subject.backend)
 
 
-def _rung_on(subject: Subject, preset: str, backend: str) -> Forward:
+def _preset_on(subject: Subject, preset: str, backend: str) -> Forward:
     if _own_backend(subject.backend, subject.device) == backend:
         raise Absent(f"on this device the same as {preset}")
     found = BACKENDS[backend]()
     if isinstance(found, str):
         raise Absent(found)
-    return subject.fused(subject.sample.layer, preset, backend)
+    return subject.fused(subject.module, preset, backend)
 
 
-def _rung_compiled(subject: Subject, preset: str) -> Forward:
-    return compiled(_rung(subject, preset), subject)
+def _preset_compiled(subject: Subject, preset: str) -> Forward:
+    return Compiled(_preset(subject, preset), subject)
 
 
 for _name in EXACT_PRESETS:
-    _way(_name, "ours", "ours")(functools.partial(_rung, preset=_name))
+    _way(_name, "ours", "ours")(functools.partial(_preset, preset=_name))
 for _name in LOSSY_PRESETS:
-    _way(_name, "lossy", "ours", lossy=True)(functools.partial(_rung, preset=_name))
+    _way(_name, "lossy", "ours", lossy=True)(functools.partial(_preset, preset=_name))
 for _backend, _needs in (("eager", None), ("triton", "triton")):
     for _name in EXACT_PRESETS:
         _way(f"{_name}_{_backend}", "ours", "ours", backend=_backend, needs=_needs)(
-            functools.partial(_rung_on, preset=_name, backend=_backend)
+            functools.partial(_preset_on, preset=_name, backend=_backend)
         )
 for _name in EXACT_PRESETS:
     _way(f"{_name}_compiled", "ours", "ours", compiled=True)(
-        functools.partial(_rung_compiled, preset=_name)
+        functools.partial(_preset_compiled, preset=_name)
     )

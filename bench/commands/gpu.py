@@ -32,20 +32,21 @@ from bench.frontier.points import collected
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import layers as gpu_layers
 from bench.gpu import models as gpu_models
-from bench.gpu import plans as gpu_plans
 from bench.gpu import profile as gpu_profile
 from bench.measure import ceilings
 from bench.measure import contest as gpu_contest
-from bench.measure.contest import Rig, described
+from bench.measure.admission import described
+from bench.measure.case import DTYPES
+from bench.measure.contest import Rig
 from bench.measure.machine import ROOT, checkout, environment, source
-from bench.measure.results import ResultsFile, folder_of
+from bench.measure.options import Parser
+from bench.measure.results import ResultsFile
 from bench.pages.gpu import failures, line, report
 from bench.tables import read
 from bench.tuning import attention_tiles, pointwise, product_tiles
 from bench.tuning import products as product_routes
 from fused_remat.triton.launch import INTERPRETED, Target, target_of
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: A worker's exit status after a case that hung or broke the device: another one takes over.
 BROKEN = 3
 _WORKERS_AT_MOST = 8
@@ -141,7 +142,7 @@ SECTIONS: dict[str, Section] = {
     "layers": Section(10.0, _steps(gpu_layers.layer_entries, 20.0)),
     "long": Section(3.0, _steps(gpu_layers.long_entries, 40.0)),
     "model": Section(16.0, _steps(gpu_models.model_entries, 60.0)),
-    "plans": Section(5.0, _steps(gpu_plans.plan_entries, 60.0)),
+    "plans": Section(5.0, _steps(gpu_models.plan_entries, 60.0)),
     "attention calls": Section(8.0, _contests(gpu_kernels.special_entries, 8.0)),
     "norms": Section(5.0, _contests(gpu_kernels.norm_entries, 5.0)),
     "models": Section(8.0, _contests(gpu_kernels.model_entries, 6.0)),
@@ -294,20 +295,11 @@ def supervise(args: argparse.Namespace, run: str) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--out", type=Path, help="folder of gpu.json (bench/results/gpu; dry: build/dry-run/gpu)")
-    add("--minutes", type=float, default=8.0, help="it ends well within these (default: 8)")
-    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    add("--dtype", choices=DTYPES, help="default: bfloat16; float32 in a dry run")
-    add("--dry-run", action="store_true", help="the whole path on this CPU, at tiny sizes")
-    add("--fresh", action="store_true", help="measure again what DIR/gpu.json has of this code")
-    add("--run", help=argparse.SUPPRESS)  # a worker's: the rows of this run are done already
-    args = parser.parse_args(arguments)
+    parser = Parser("gpu", __doc__, "dtype out fresh dry-run", folder="gpu")
+    parser.add("--minutes", type=float, default=8.0, help="it ends well within these (default: 8)")
+    parser.add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add("--run", help=argparse.SUPPRESS)  # a worker's: the rows of this run are done already
+    args = parser.parse(arguments)
     if args.dry_run != INTERPRETED:
         parser.error("--dry-run and TRITON_INTERPRET=1 go together")
     if not args.dry_run and not torch.cuda.is_available():
@@ -315,7 +307,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     args.dtype = args.dtype or ("float32" if args.dry_run else "bfloat16")
     if args.minutes < 1 and not args.dry_run and args.run is None:
         parser.error(f"--minutes must be at least 1, not {args.minutes:g}")
-    args.out = (args.out or folder_of(args.dry_run) / "gpu").absolute()
+    args.out = args.out.absolute()
     return args
 
 

@@ -1,16 +1,17 @@
-"""Timing training steps: forward and backward; gradients are added into `.grad`s that exist."""
+"""A training step, forward and backward: how long it takes and what memory it needs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from bench.layers.subjects import Forward, Subject
+from bench.measure.case import Forward, Subject
 from bench.measure.clock import Clock, captured
-from bench.measure.turns import quantiles
+from bench.measure.turns import quantiles, ratios
+from fused_remat.report.allocations import AllocationTrace, SavedBytes, measure_allocations
 
 _TIMED_SECONDS = 1e-2  # of a sample on a GPU, about
 _MOST_STEPS = 10
@@ -29,7 +30,7 @@ class Step:
     """
 
     def __init__(self, forward: Forward, subject: Subject, clock: Clock) -> None:
-        self.forward, self.sample, self.clock = forward, subject.sample, clock
+        self.forward, self.subject, self.clock = forward, subject, clock
         self.count = 1
         if clock.device.type == "cuda":
             self()
@@ -38,14 +39,19 @@ class Step:
     def __call__(self) -> Times:
         if self.clock.device.type == "cuda":
             return self._between_events()
+        self._ready()
         self.clock.flush()
         start = time.perf_counter()
-        y = self.forward(self.sample.x)
+        y = self.forward(self.subject.x)
         between = time.perf_counter()
-        y.backward(self.sample.dy)
+        y.backward(self.subject.dy)
         end = time.perf_counter()
         times = {"forward": between - start, "backward": end - between, "step": end - start}
         return times | {"host": end - start}
+
+    def _ready(self) -> None:
+        if self.subject.fresh:
+            self.subject.clear()
 
     def _between_events(self) -> Times:
         self._queue([])
@@ -65,10 +71,11 @@ class Step:
 
     def _queue(self, events: list[torch.cuda.Event]) -> None:
         """Launch a step, and an event before, in the middle and after."""
+        self._ready()
         _record(events)
-        y = self.forward(self.sample.x)
+        y = self.forward(self.subject.x)
         _record(events)
-        y.backward(self.sample.dy)
+        y.backward(self.subject.dy)
         _record(events)
 
 
@@ -97,7 +104,7 @@ class QueuedStep(Step):
         return {"step": step / self.count, "host": host / self.count}
 
     def _run(self) -> None:
-        self.forward(self.sample.x).backward(self.sample.dy)
+        self.forward(self.subject.x).backward(self.subject.dy)
 
 
 class ReplayedStep(Step):
@@ -105,7 +112,7 @@ class ReplayedStep(Step):
 
     def __init__(self, forward: Forward, subject: Subject, clock: Clock) -> None:
         if clock.device.type == "cuda":
-            work = lambda: forward(subject.sample.x).backward(subject.sample.dy)  # noqa: E731
+            work = lambda: forward(subject.x).backward(subject.dy)  # noqa: E731
             self._replay = captured(work)
         super().__init__(forward, subject, clock)
 
@@ -125,16 +132,42 @@ def summary(
     times: Mapping[str, Sequence[Times]], baselines: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """Percentiles of every way's times, and of its step's ratio to each baseline's, by round."""
-    steps = {name: [t["step"] for t in rounds] for name, rounds in times.items()}
-    found: dict[str, dict[str, Any]] = {}
-    for name, rounds in times.items():
-        parts = {f"{part}_seconds": quantiles([t[part] for t in rounds]) for part in rounds[0]}
-        ratios = {
-            baseline: quantiles(
-                [mine / other for mine, other in zip(steps[name], steps[baseline], strict=True)]
-            )
-            for baseline in baselines
-            if baseline in steps
-        }
-        found[name] = parts | {"step_ratio": ratios}
-    return found
+    beside = ratios({name: [t["step"] for t in mine] for name, mine in times.items()}, baselines)
+    return {
+        name: {f"{part}_seconds": quantiles([t[part] for t in mine]) for part in mine[0]}
+        | {"step_ratio": beside[name]}
+        for name, mine in times.items()
+    }
+
+
+def kept_bytes(run: Callable[[], Any], subject: Subject, by: str = "autograd") -> int:
+    """Bytes kept for backward by a forward, without parameters, buffers and the caller's masks.
+
+    Args:
+        run: gives what has the autograd graph.
+        by: "autograd", whose hooks see what it saves, the input included where it is; or the
+            "allocator", which sees what lies elsewhere too, and the input only if `run` copies it.
+    """
+    if by == "allocator":
+        return measure_allocations(lambda: run().grad_fn, subject.device).net
+    own = *subject.module.parameters(), *subject.module.buffers(), *subject.masks
+    with SavedBytes(own) as saved:
+        run()
+    return saved.total
+
+
+def peaks(
+    run: Callable[[], Any], backward: Callable[[Any], Any], device: torch.device
+) -> dict[str, int]:
+    """Peaks of a step above what is there before; backward's is above what forward left."""
+    with AllocationTrace(device) as trace:
+        y = run()
+        trace.mark("backward")
+        backward(y)
+        del y
+    first, second = trace.spans
+    return {
+        "forward_peak_bytes": first.peak,
+        "backward_peak_bytes": second.peak - second.start,
+        "step_peak_bytes": max(first.peak, second.peak),
+    }

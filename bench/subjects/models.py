@@ -1,20 +1,20 @@
-"""What a model's training step is measured on: the model with random weights, and its data."""
+"""A model of transformers with random weights, and its data: what a model's step is measured on."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import warnings
-import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.layers.subjects import DTYPES, perturb
-from bench.measure.registry import Absent
-from bench.model.configs import MODELS, Published, tiny
+from bench.measure import case
+from bench.measure.admission import Absent
+from bench.measure.case import DTYPES, perturb
+from bench.subjects.configs import MODELS, Published, tiny
 
 Inputs = dict[str, Tensor]
 
@@ -27,7 +27,7 @@ _SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(case.Case):
     """A model and the size of its step.
 
     Attributes:
@@ -37,8 +37,6 @@ class Case:
         lora: the rank of adapters on every linear of the layers, whose base weights are frozen;
             0: every parameter is trained.
         tiny: in sizes that show nothing but whether it runs.
-
-    Raises: ValueError for what is not among those, or does not fit the model.
     """
 
     model: str
@@ -49,11 +47,8 @@ class Case:
     lora: int = 0
     tiny: bool = False
 
-    def __post_init__(self) -> None:
-        for name, values in {"model": MODELS, "dtype": DTYPES}.items():
-            if getattr(self, name) not in values:
-                valid = ", ".join(values)
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}; valid: {valid}")
+    def check(self) -> None:
+        self.one_of(model=MODELS, dtype=DTYPES)
         if min(self.layers, self.batch, self.seq_len) < 1 or self.lora < 0:
             raise ValueError(f"sizes must be positive, the rank at least 0: {self}")
         published = self.published
@@ -73,11 +68,10 @@ class Case:
         """The model with random weights, biases and norms included; of another configuration if
         one is given."""
         published = published or self.published
-        torch.manual_seed(zlib.crc32(repr(self).encode()))
+        self.seed()
         model = build(published, self.layers, DTYPES[self.dtype], device, self.lora)
-        subject = Subject(self, published, Sample(model, {}), torch.device(device))
-        subject.sample.x = subject.inputs(self.batch)
-        subject.sample.zero()
+        subject = Subject(model, {}, case=self, published=published)
+        subject.x = subject.inputs(self.batch)
         return subject
 
 
@@ -122,41 +116,11 @@ def adapted(model: nn.Module, rank: int) -> nn.Module:
 
 
 @dataclass
-class Sample:
-    """A model and what its step is given.
+class Subject(case.Subject):
+    """A model, its inputs by name, and where more of them come from."""
 
-    Attributes:
-        dy: of the loss; None as in training.
-    """
-
-    model: nn.Module
-    x: Inputs
-    dy: None = None
-
-    def leaves(self) -> dict[str, Tensor]:
-        """The parameters that are trained."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-
-    def zero(self) -> None:
-        """A gradient of zeros for every one of them."""
-        for leaf in self.leaves().values():
-            leaf.grad = torch.zeros_like(leaf)
-
-
-@dataclass
-class Subject:
-    """A sample, where it is, and how a way is to compute it.
-
-    Attributes:
-        backend: of ours. compiler: `torch.compile`'s backend.
-    """
-
-    case: Case
-    published: Published
-    sample: Sample
-    device: torch.device
-    backend: str = "auto"
-    compiler: str = "inductor"
+    case: Case = field(kw_only=True)
+    published: Published = field(kw_only=True)
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
 
     def inputs(self, batch: int) -> Inputs:
@@ -177,33 +141,21 @@ class Subject:
     def _integers(self, below: int, shape: tuple[int, ...]) -> Tensor:
         return torch.randint(below, shape, generator=self.generator).to(self.device)
 
-    def double(self) -> Subject:
-        """A copy in float64."""
-        model = copy.deepcopy(self.sample.model).double()
-        x = {k: t.double() if t.is_floating_point() else t for k, t in self.sample.x.items()}
-        return dataclasses.replace(self, sample=Sample(model, x))
-
-    def shared(self) -> nn.Module:
+    def shared(self) -> Any:
         """A copy of the modules alone, on the very same parameters and buffers: a way's own."""
-        model = self.sample.model
-        same = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        return copy.deepcopy(model, same)  # type: ignore[arg-type]
-
-    @property
-    def tokens(self) -> int:
-        """Of a sequence."""
-        return self.case.seq_len
+        same = {id(t): t for t in (*self.module.parameters(), *self.module.buffers())}
+        return copy.deepcopy(self.module, same)
 
     def fixed_bytes(self) -> int:
         """Parameters, gradients of those that are trained, and AdamW's two moments of them."""
-        every = sum(p.nbytes for p in self.sample.model.parameters())
-        trained = sum(p.nbytes for p in self.sample.leaves().values())
-        return every + (_COPIES - 1) * trained
+        return fixed_bytes(self.module)
 
 
-def parameters(model: nn.Module) -> int:
-    """How many numbers a model is made of."""
-    return sum(p.numel() for p in model.parameters())
+def fixed_bytes(model: nn.Module) -> int:
+    """See `Subject.fixed_bytes`."""
+    every = sum(p.nbytes for p in model.parameters())
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return every + (_COPIES - 1) * trained
 
 
 def memory_of(device: torch.device | str) -> int:
@@ -220,10 +172,12 @@ def affordable_layers(name: str, dtype: str, lora: int, free: int) -> int:
     30
     """
     published = MODELS[name]
-    sizes = []
-    for layers in (1, 2):
-        sample = Sample(build(published, layers, DTYPES[dtype], "meta", lora), {})
-        case = Case(name, layers, 1, 1, dtype, lora)
-        sizes.append(Subject(case, published, sample, torch.device("meta")).fixed_bytes())
-    one, two = sizes
+    one, two = (
+        fixed_bytes(build(published, layers, DTYPES[dtype], "meta", lora)) for layers in (1, 2)
+    )
     return max(1, min(published.layers, 1 + int((_SHARE * free - one) // (two - one))))
+
+
+def usual_tokens(model: str, asked: int) -> int:
+    """Tokens of a sequence: as asked, as far as the model takes it; an image has its own."""
+    return MODELS[model].image_tokens or min(asked, MODELS[model].longest)
