@@ -1,4 +1,4 @@
-"""The table of docs/tables/composition.md, read from `composes` marks; no test is imported.
+"""docs/tables/composition.md, read from the tests' `composes` marks; no test is imported.
 
 `python -m bench report` writes it into the page. A mark decorates a test:
 

@@ -1,4 +1,4 @@
-"""Tables of docs/tables/formats.md: what is worth keeping in 8 bits, and its costs on a GPU."""
+"""docs/tables/formats.md: what is worth keeping in 8 bits, and what that costs on a GPU."""
 
 from __future__ import annotations
 

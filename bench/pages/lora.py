@@ -1,4 +1,4 @@
-"""The LoRA tables of docs/presets.md: what a step keeps and rebuilds, by the block's graphs."""
+"""docs/presets.md: what a LoRA step keeps and rebuilds, read from the block's graphs."""
 
 from __future__ import annotations
 

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from fused_remat.execution.choose import BACKENDS
 from fused_remat.formats import FORMATS
+from fused_remat.huggingface.rows import ARCHITECTURES
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.steps.activation import ACTIVATIONS
+from fused_remat.steps.norm import NORMS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("examples/**/*.md")])
@@ -33,7 +36,7 @@ def blocks(page):
 @pytest.fixture
 def tables():
     """The registries that a page may add rows to, put back afterwards."""
-    registries = [ACTIVATIONS, FORMATS, *EXACT_PRESETS.values()]
+    registries = [ACTIVATIONS, ARCHITECTURES, BACKENDS, FORMATS, NORMS, *EXACT_PRESETS.values()]
     before = [dict(table) for table in registries]
     yield
     for table, rows in zip(registries, before, strict=True):
@@ -85,6 +88,19 @@ def test_links_lead_somewhere(page):
         if not target.exists() or (wanted and wanted not in anchors(target)):
             dead.append(link)
     assert not dead
+
+
+def test_how_it_works_names_what_exists():
+    text = (ROOT / "docs/how-it-works.md").read_text(encoding="utf-8")
+    named = re.findall(r"\*\*`([\w/]+\.py)`, `(?:\w+\.)?(\w+)[`(]", text)
+    assert len(named) > 10
+    for path, name in named:
+        file = ROOT / path if path.startswith("kernels/") else ROOT / "fused_remat" / path
+        code = file.read_text(encoding="utf-8")
+        assert re.search(rf"^ *(def|class) {name}\b", code, re.MULTILINE), f"{name} in {path}"
+    for path in re.findall(r"`([\w/]+\.py)`", text):
+        found = [ROOT / room / path for room in ("", "fused_remat", "fused_remat/autograd")]
+        assert any(file.exists() for file in found), path
 
 
 def test_what_the_code_says_of_pages_is_there():

@@ -5,25 +5,15 @@ import dataclasses
 import pytest
 import torch
 from offload_mover import moving
-from test_planner_solve import brute_force, random_chain
-from torch import nn
+from planned_models import encoder, example_of
 
 from fused_remat import Plan, Policy, convert, memory_report, plan
-from fused_remat.autograd.function import OBSERVERS
 from fused_remat.cli.options import CommandError
 from fused_remat.cli.plan import main
-from fused_remat.planner import BudgetError
-from fused_remat.planner import chain as chains
-from fused_remat.planner.calibration import Calibration, Example, HostLink
+from fused_remat.planner.calibration import Calibration, HostLink
 from fused_remat.planner.options import kept_by_name, options_for, with_offload
-from fused_remat.planner.solve import choose, frontier_of
 
 FREE, SLOW = HostLink(1e15, 1e15), HostLink(1e4, 1e4)
-
-
-def encoder(layers=6):
-    layer = nn.TransformerEncoderLayer(32, 4, 128, 0.0, batch_first=True, norm_first=True)
-    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
 def data():
@@ -48,15 +38,7 @@ def free():
 
 
 def test_options_cost_what_nothing_hides():
-    given = []
-    OBSERVERS.append(given.append)
-    try:
-        layer = encoder(1).layers[0]
-        convert(layer)(data())
-    finally:
-        OBSERVERS.remove(given.append)
-    call, tensors, functions = given[0].call, given[0].tensors, given[0].functions
-    example = Example(call, tuple(None if t is None else t.detach() for t in tensors), functions)
+    example = example_of(convert(encoder(1).layers[0]), data())
     base, up = options_for(example, lambda *_: {("backward", "x"): 2.0}, [(), ("up",)])
     up = dataclasses.replace(up, seconds=0.5)
     sizes = kept_by_name(example, ("up",))
@@ -71,69 +53,6 @@ def test_options_cost_what_nothing_hides():
     both, ratio = found[("up",), ("input", "up")], all_of_it / moved
     assert (both.moved, both.kept) == (all_of_it, up.kept - all_of_it)
     assert both.seconds == pytest.approx(0.5 + (4.0 * ratio - 1.5) + (3.0 * ratio - 0.5))
-
-
-def offloading(seed):
-    """A random chain, each of whose options may also move some of what it keeps."""
-    chain = random_chain(seed, shared=seed % 3 == 0)
-    moved = seed % 4 + 1
-    calls = []
-    for call in chain.calls:
-        more = [
-            dataclasses.replace(
-                o,
-                offload=("input",),
-                kept=o.kept - moved,
-                moved=moved,
-                seconds=o.seconds + seed % 2 / 8,
-            )
-            for o in call.options
-        ]
-        calls.append(dataclasses.replace(call, options=(*call.options, *more)))
-    return dataclasses.replace(chain, calls=tuple(calls))
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_choice_is_the_best_of_all(seed):
-    chain = offloading(seed)
-    every = brute_force(chain)
-    peaks = sorted({most for _, most, _ in every})
-    for budget in [peaks[0] - 1, *peaks[:: max(1, len(peaks) // 5)], None]:
-        fit = [s for s, most, _ in every if budget is None or most <= budget]
-        if not fit:
-            with pytest.raises(BudgetError) as error:
-                choose(chain, budget, "optimal", {})
-            assert error.value.least == peaks[0]
-            continue
-        found = choose(chain, budget, "optimal", {})
-        assert chains.seconds(chain, found) == pytest.approx(min(fit))
-        assert budget is None or chains.peak(chain, found) <= budget
-    points = frontier_of(chain)
-    assert chains.peak(chain, points[0]) == peaks[0]
-
-
-@pytest.mark.parametrize("method", ["greedy", "uniform", "sqrt"])
-def test_other_methods_keep_to_the_budget(method):
-    for seed in range(6):
-        chain = offloading(seed)
-        for budget in (chains.peak(chain, choose(chain, None, "optimal", {})), None):
-            try:
-                found = choose(chain, budget, method, {})
-            except BudgetError:
-                continue
-            assert budget is None or chains.peak(chain, found) <= budget
-            assert len(found.options) == len(chain.calls)
-
-
-def test_what_is_in_transit_counts():
-    chain = offloading(1)
-    moved = chain.calls[0].options[-1].moved
-    away = chains.Choice(tuple(len(call.options) // 2 for call in chain.calls))
-    kept = chains.kept(chain, away)
-    assert kept == tuple(call.base.kept - moved for call in chain.calls)
-    assert {event.aside for event in chains.timeline(chain, away)} == {2 * moved}
-    first, *_ = chain.moments  # before any call keeps anything
-    assert next(chains.timeline(chain, away)).peak == chain.rests + first.peak + 2 * moved
 
 
 def test_a_plan_offloads_where_it_pays(free):

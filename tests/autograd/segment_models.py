@@ -6,12 +6,13 @@ import warnings
 
 import pytest
 import torch
+from layer_kinds import B, D, F, H, S
 from reference import EXACT_PRESETS, randomize
+from same_bits import assert_same_bits, step
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, Policy
 
-B, S, D, H, F = 3, 6, 8, 2, 12
 ALL = ("first", "inner", "inner", "inner")
 PLACES = {
     "all": ALL,
@@ -25,6 +26,14 @@ X = torch.randn(B, S, D, generator=torch.Generator().manual_seed(0))
 def warned(reason=""):
     """What is inside warns that a layer keeps its input, for that reason."""
     return pytest.warns(FusedRematWarning, match=f"outside its segment, and keeps its.*{reason}")
+
+
+@contextlib.contextmanager
+def unheeded():
+    """A layer may keep its input."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FusedRematWarning)
+        yield
 
 
 @contextlib.contextmanager
@@ -65,24 +74,6 @@ def full(model):
 
 def grads_of(y, leaves):
     return torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True)
-
-
-def step(forward, model, x=X, more=()):
-    """Output and gradients; by `backward`, since a reentrant checkpoint refuses autograd.grad."""
-    torch.manual_seed(1)
-    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    y = forward(x)
-    leaves = [x, *more, *(p for p in model.parameters() if p.requires_grad)]
-    for leaf in leaves:
-        leaf.grad = None
-    y.float().sin().sum().backward()
-    return [y.detach(), *(leaf.grad for leaf in leaves)]
-
-
-def assert_same_bits(found, expected):
-    assert len(found) == len(expected)
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert (a is None and b is None) or torch.equal(a, b), i
 
 
 def assert_as_full(model, way=lambda model: model, x=X):

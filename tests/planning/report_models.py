@@ -1,4 +1,4 @@
-"""What the tests of `memory_report` share: models, inputs, and what saving hooks count."""
+"""What the tests of reports share: models, inputs, and what saving hooks count."""
 
 import torch
 from torch import nn
@@ -25,6 +25,19 @@ def saved_bytes(model, *args, **kwargs):
     with SavedBytes(exclude=[*model.parameters(), *model.buffers()]) as saved:
         model(*args, **kwargs)
     return saved.total
+
+
+class Model(nn.Module):
+    """Children, parameters and buffers by name, and a forward that is a function of the model."""
+
+    def __init__(self, forward, **named):
+        super().__init__()
+        self._forward = forward
+        for name, value in named.items():
+            setattr(self, name, value)
+
+    def forward(self, *args, **kwargs):
+        return self._forward(self, *args, **kwargs)
 
 
 class LanguageModel(nn.Module):

@@ -1,5 +1,6 @@
 """The planner's search against every choice there is, on chains of a few calls."""
 
+import dataclasses
 import itertools
 import random
 
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import MORE
 
-from fused_remat.planner import solve
+from fused_remat.planner import BudgetError, solve
 from fused_remat.planner.chain import (
     Call,
     Chain,
@@ -21,25 +22,40 @@ from fused_remat.planner.chain import (
     timeline,
 )
 from fused_remat.planner.rules import sqrt
-from fused_remat.planner.solve import METHODS, frontier, least_peak, optimal
+from fused_remat.planner.solve import METHODS, choose, frontier, frontier_of, least_peak, optimal
 
 FEW = settings(max_examples=50 * MORE)
 SEEDS = st.integers(0, 2**32)
 SAVES = [(), ("key",), ("gate", "key")]
 
 
-def random_chain(seed, shared=True):
+def random_chain(seed):
     """Small numbers, so that there are ties; every sum of seconds is exact."""
     draw = random.Random(seed)
     n = draw.randint(1, 5)
     names = [f"layers.{i}" for i in range(n)]
-    if shared and n > 2 and draw.random() < 0.4:
+    if n > 2 and draw.random() < 0.4:
         names[draw.randrange(1, n)] = names[0]
     saves = {name: random_saves(draw, 3 if n < 5 else 2) for name in names}
     calls = tuple(random_call(draw, name, saves[name], i) for i, name in enumerate(names))
     resting = {"parameters": draw.randint(0, 20), "gradients": draw.randint(0, 5)}
     moments = tuple(random_moments(draw, calls))
     return Chain(calls, moments, resting, 100.0, update=draw.choice([0, 0, 30]))
+
+
+def offloading(chain, seed):
+    """Each of a call's options may also move some of what it keeps."""
+    moved, slower = seed % 4 + 1, seed % 2 / 8
+    calls = []
+    for call in chain.calls:
+        more = (
+            dataclasses.replace(
+                o, offload=("input",), kept=o.kept - moved, moved=moved, seconds=o.seconds + slower
+            )
+            for o in call.options
+        )
+        calls.append(dataclasses.replace(call, options=(*call.options, *more)))
+    return dataclasses.replace(chain, calls=tuple(calls))
 
 
 def random_saves(draw, most):
@@ -195,6 +211,31 @@ def test_method_keeps_to_the_budget(method, seed):
         assert choice == METHODS[method](chain, budget)
 
 
+# In that of seed 30 the calls of a segment have different saves.
+@pytest.mark.parametrize("seed", [*range(12), 30])
+def test_the_choice_with_offload_is_the_best_of_all(seed):
+    chain = offloading(random_chain(seed), seed)
+    every = brute_force(chain)
+    for budget in budgets(every):
+        fitting = [(time, most) for time, most, _ in every if budget is None or most <= budget]
+        if fitting:
+            found = choose(chain, budget, "optimal", {})
+            assert seconds(chain, found) == min(fitting)[0]
+            assert budget is None or peak(chain, found) <= budget
+        else:
+            with pytest.raises(BudgetError) as error:
+                choose(chain, budget, "optimal", {})
+            assert error.value.least == peak(chain, frontier_of(chain)[0]) == budget + 1
+    fastest = peak(chain, choose(chain, None, "optimal", {}))
+    for method, budget in itertools.product(METHODS, (fastest, None)):
+        try:
+            found = choose(chain, budget, method, {})
+        except BudgetError:
+            continue
+        assert budget is None or peak(chain, found) <= budget
+        assert len(found.options) == len(chain.calls)
+
+
 def equal_layers(n, kept=(2, 4, 7), rebuild=(2.0, 1.0, 0.25), forward=4.0):
     """Layers whose gradients are freed at once; every name that is kept saves time."""
     names = [(f"name{o}",) if o else () for o in range(len(kept))]
@@ -226,6 +267,16 @@ def three_calls():
 
 def as_rows(events):
     return [(e.call, e.what, e.level, e.peak) for e in events]
+
+
+def test_what_is_in_transit_counts():
+    chain = offloading(three_calls(), 1)
+    moved = chain.calls[0].options[-1].moved
+    away = Choice(tuple(len(call.options) // 2 for call in chain.calls))
+    assert kept(chain, away) == tuple(call.base.kept - moved for call in chain.calls)
+    assert {event.aside for event in timeline(chain, away)} == {2 * moved}
+    # The first call keeps nothing yet.
+    assert next(timeline(chain, away)).peak == chain.rests + chain.moments[0].peak + 2 * moved
 
 
 def test_timeline_of_base_options_is_what_was_measured():
@@ -279,47 +330,44 @@ def test_timeline_of_a_segment():
     assert peak(chain, choice) == 155
 
 
-def test_greedy_buys_most_seconds_per_byte_first():
-    # Base: 10 + 8 + 3 bytes. A first name saves 1 s for 2 bytes, a second 0.75 s for 3.
-    chain = equal_layers(4)
-    assert METHODS["greedy"](chain, 21) == Choice((0, 0, 0, 0))
-    assert METHODS["greedy"](chain, 23) == Choice((1, 0, 0, 0))
-    assert METHODS["greedy"](chain, 29) == Choice((1, 1, 1, 1))
-    assert METHODS["greedy"](chain, 32) == Choice((2, 1, 1, 1))
+@pytest.mark.parametrize(
+    ("method", "layers", "budget", "options"),
+    [
+        # Most seconds a byte first. Base: 10 + 8 + 3 bytes. A first name saves 1 s for 2 bytes, a
+        # second 0.75 s for 3.
+        ("greedy", 4, 21, (0, 0, 0, 0)),
+        ("greedy", 4, 23, (1, 0, 0, 0)),
+        ("greedy", 4, 29, (1, 1, 1, 1)),
+        ("greedy", 4, 32, (2, 1, 1, 1)),
+        # The shortest segments that fit. Pairs keep 2 + 0 + 2 + 0, with the input of the last 6,
+        # and 3 in its backward.
+        ("greedy", 4, 18, None),
+        # Every k-th at its base: 10 + 10 + 3 bytes; the fastest option keeps 5 more.
+        ("uniform", 5, 48, (2, 2, 2, 2, 2)),
+        ("uniform", 5, 43, (0, 2, 2, 2, 2)),
+        ("uniform", 5, 38, (0, 2, 2, 2, 0)),
+        ("uniform", 5, 33, (0, 2, 0, 2, 0)),
+        ("uniform", 5, 32, (0, 0, 0, 0, 0)),
+        ("uniform", 5, 22, None),
+        ("sqrt", 4, 10, None),
+    ],
+)
+def test_a_method_chooses_by_its_rule(method, layers, budget, options):
+    choice = METHODS[method](equal_layers(layers), budget)
+    assert choice == (None if options is None else Choice(options))
 
 
-def test_greedy_begins_with_the_shortest_segments_that_fit():
-    # Pairs keep 2 + 0 + 2 + 0, with the input of the last 6, and 3 in its backward.
-    chain = equal_layers(4)
-    assert METHODS["greedy"](chain, 20).segments == ((0, 2), (2, 4))
-    assert METHODS["greedy"](chain, 18) is None
-
-
-def test_uniform_keeps_every_kth_at_its_base():
-    chain = equal_layers(5)  # 10 + 10 + 3 bytes; the fastest option keeps 5 more
-    assert METHODS["uniform"](chain, 48) == Choice((2, 2, 2, 2, 2))
-    assert METHODS["uniform"](chain, 43) == Choice((0, 2, 2, 2, 2))
-    assert METHODS["uniform"](chain, 38) == Choice((0, 2, 2, 2, 0))
-    assert METHODS["uniform"](chain, 33) == Choice((0, 2, 0, 2, 0))
-    assert METHODS["uniform"](chain, 32) == Choice((0, 0, 0, 0, 0))
-    assert METHODS["uniform"](chain, 22) is None
-
-
-def test_sqrt_cuts_runs_in_segments_of_their_root():
+def test_rules_of_segments():
+    assert METHODS["greedy"](equal_layers(4), 20).segments == ((0, 2), (2, 4))
     assert sqrt(equal_layers(4)) == Choice((2, 0, 2, 0), ((0, 2), (2, 4)))
     assert sqrt(equal_layers(7)) == Choice((2, 2, 0, 2, 2, 0, 0), ((0, 3), (3, 6)))
-    assert METHODS["sqrt"](equal_layers(4), 10) is None
 
 
 def called_twice(*layers):
     """A chain whose layers, by these names, may be called more than once."""
     chain = equal_layers(len(layers))
-    calls = (Call(name, c.kind, *fields(c)) for name, c in zip(layers, chain.calls, strict=True))
-    return Chain(tuple(calls), chain.moments, chain.resting, chain.seconds)
-
-
-def fields(call):
-    return call.options, call.forward_seconds, call.input, call.linked
+    calls = map(lambda call, name: dataclasses.replace(call, layer=name), chain.calls, layers)
+    return dataclasses.replace(chain, calls=tuple(calls))
 
 
 def test_too_many_shared_layers_have_one_save(monkeypatch):
@@ -333,7 +381,7 @@ def test_too_many_shared_layers_have_one_save(monkeypatch):
 def test_calls_of_one_layer_have_the_same_options():
     chain = called_twice("a", "a")
     one, two = chain.calls
-    other = Call(two.layer, two.kind, two.options[:2], two.forward_seconds, two.input, two.linked)
+    other = dataclasses.replace(two, options=two.options[:2])
     with pytest.raises(ValueError, match="the calls of layer 'a' have different options"):
         optimal(Chain((one, other), chain.moments, {}, 1.0), None)
 
