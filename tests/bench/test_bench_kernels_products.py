@@ -13,7 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.kernels import linear, mlp
 from bench.kernels.linear import Linear
 from bench.kernels.mlp import Mlp
-from bench.kernels.problem import DIRECTIONS, Op, contests, ways_of
+from bench.kernels.problem import (
+    DIRECTIONS,
+    Op,
+    accumulated,
+    contests,
+    through_autograd,
+    ways_of,
+)
 from bench.kernels.products import Products
 from bench.kernels.shapes import MODELS, at_tokens
 from bench.measure.contest import Rig, WrongResultError, admit, check
@@ -123,8 +130,8 @@ def test_a_provider_may_take_the_weights_otherwise() -> None:
         return torch.nn.functional.silu(gate) * up @ down.t()
 
     taken = {
-        "packed": mlp.adapted(packed, p, mlp.side_by_side, mlp.apart),
-        "accumulated": mlp.adapted(p.reference, p, gradients_of=mlp.accumulated),
+        "packed": through_autograd(packed, p, pack=mlp.side_by_side, unpack=mlp.apart),
+        "accumulated": through_autograd(p.reference, p, gradients_of=accumulated),
     }
     for ways in taken.values():
         for direction, way in ways.items():

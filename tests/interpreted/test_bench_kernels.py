@@ -44,7 +44,9 @@ def test_liger_is_right_both_ways(name, floats_are_tensors, monkeypatch):
     op, made = PROBLEMS[name]
     problem, provider = made(), op.providers["liger"]
     in_place = bool(provider.traits.get("in_place"))
-    for direction, way in through_autograd(provider.build(problem), problem, in_place).items():
+    for direction, way in through_autograd(
+        provider.build(problem), problem, in_place=in_place
+    ).items():
         truth = problem.truth(direction)
         for _ in range(2):  # on the same inputs, whatever it writes to
             found = way.run(way.prepare(0))
