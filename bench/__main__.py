@@ -20,7 +20,7 @@ COMMANDS = {
     "model": "bench.commands.model",
     "plan": "bench.commands.plan",
     "profile": "bench.commands.profile",
-    "report": "bench.report.command",
+    "report": "bench.pages.command",
     "scale": "bench.commands.scale",
 }
 

@@ -3,7 +3,7 @@
 Registers, spills, shared memory, occupancy, tensor-core instructions, TMA and code size of each
 kernel in each configuration it can launch with, as a table and as JSON. `--check` fails on a spill
 in a default configuration, on shared memory over the limit, on a 16-bit product without tensor
-cores, and on what exceeds its budget in `bench/audit/budgets.json`. `--reuse FILE` takes from an
+cores, and on what exceeds its budget in `bench/audit/budgets.tsv`. `--reuse FILE` takes from an
 earlier run's JSON what would be compiled from the same source with the same compiler.
 """
 
@@ -35,10 +35,10 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fused_remat.kernels
+from bench.audit import budgets
 from bench.audit import cases as audit_cases
 from fused_remat.triton.launch import INTERPRETED, Launch
 
-BUDGETS = Path(__file__).with_name("budgets.json")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
     torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8"
@@ -66,7 +66,8 @@ class _Signature:
         if isinstance(value, tuple):
             found = [self.type_of(v, (*at, i), plain, unaligned) for i, v in enumerate(value)]
             return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
-        if value is None or (isinstance(value, int) and value == 1 and not plain):
+        constant = value is None or isinstance(value, triton.language.constexpr)
+        if constant or (isinstance(value, int) and value == 1 and not plain):
             self.constants[at] = value
             return "constexpr"
         divisible = False
@@ -94,8 +95,8 @@ def source(launch: Launch) -> ASTSource:
         plain = param.do_not_specialize
         unaligned = plain or param.do_not_specialize_on_alignment
         signature[param.name] = found.type_of(value, (index,), plain, unaligned)
-    signature |= dict.fromkeys(launch.constants, "constexpr")
-    constants = found.constants | {(names.index(n),): v for n, v in launch.constants.items()}
+    signature |= dict.fromkeys(launch.keywords, "constexpr")
+    constants = found.constants | {(names.index(n),): v for n, v in launch.keywords.items()}
     ordered = {name: signature[name] for name in names}
     return ASTSource(launch.kernel, ordered, constants, found.attributes)
 
@@ -171,8 +172,8 @@ def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
     }
 
 
-def complaints(row: Mapping[str, Any], arch: int, budget: Mapping[str, int] | None) -> list[str]:
-    """What is wrong with a row; a budget is {"registers", "shared", "stack"} at most."""
+def complaints(row: Mapping[str, Any], arch: int, budget: budgets.Budget | None) -> list[str]:
+    """What is wrong with a row."""
     if not arch:
         return []
     found = []
@@ -182,10 +183,7 @@ def complaints(row: Mapping[str, Any], arch: int, budget: Mapping[str, int] | No
         found.append(f"shared memory {row['shared']} over the limit {LIMITS[arch][0]}")
     if row["product"] and not row["tensor_core"]:
         found.append(f"no {TENSOR_CORES[arch]} in a product")
-    for name, most in (budget or {}).items():
-        if row[name] > most:
-            found.append(f"{name} {row[name]} over its budget {most}")
-    return found
+    return found + budgets.over(row, budget)
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -274,9 +272,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     if INTERPRETED:
         raise SystemExit("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
-    budgets = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
-    known = budgets.setdefault(triton.__version__, {})
-    if not known and not options.write_budgets:
+    known = budgets.read()
+    if all(key[0] != triton.__version__ for key in known):
         print(f"no budgets for Triton {triton.__version__}: spills, memory, tensor cores only")
     print(f"{'':<70}  reg  stack  shared  occ. tensor  TMA    code")
     work, rows, wrong = _chosen(options), [], []
@@ -285,17 +282,18 @@ def main(arguments: Sequence[str]) -> int:
     for (arch, _, _), row in zip(work, _rows(work, by_digest, options.jobs), strict=True):
         rows.append(row)
         print(f"{row['target']:<12}{_line(row)}", flush=True)
-        of_target = known.setdefault(row["target"], {})
-        if options.write_budgets and arch:
-            of_target[row["name"]] = {k: row[k] for k in ("registers", "shared", "stack")}
-        found = complaints(row, arch, of_target.get(row["name"]))
-        wrong += [f"{row['target']}: {row['name']}: {complaint}" for complaint in found]
+        budget = (
+            None if options.write_budgets else known.get(budgets.key_of(row, triton.__version__))
+        )
+        wrong += [f"{row['target']}: {row['name']}: {c}" for c in complaints(row, arch, budget)]
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         made = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}
         (options.out / "audit.json").write_text(json.dumps(made, indent=1) + "\n")
     if options.write_budgets:
-        BUDGETS.write_text(json.dumps(budgets, indent=1) + "\n")
+        budgets.write(rows, triton.__version__)
+    else:
+        wrong += budgets.grown(rows, triton.__version__, known)
     same = sum(row["digest"] in by_digest for row in rows)
     print(f"\n{len(rows)} configurations, {len(wrong)} complaints, {same} reused", *wrong, sep="\n")
     return 1 if options.check and wrong else 0

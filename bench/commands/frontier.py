@@ -22,12 +22,13 @@ from typing import Any
 
 from bench.commands.layers import cases, config_of, measured, parser_of
 from bench.frontier import files
-from bench.frontier.points import collected, is_ours, read, title
+from bench.frontier.points import collected, is_ours, title
 from bench.frontier.report import changes, panel_table, sentences
 from bench.measure.machine import environment
 from bench.measure.options import positive
 from bench.measure.results import ResultsFile
 from bench.subjects.layer_ways import BASELINE, WAYS, select
+from bench.tables import read
 
 #: Device -> tokens of a step, lengths, widths, and the width of a head.
 SHAPES = {

@@ -29,9 +29,8 @@ import torch
 
 from bench.audit import cases as audit_cases
 from bench.frontier import files as frontier
-from bench.frontier.points import collected, read
+from bench.frontier.points import collected
 from bench.gpu import kernels, layers, models, profile
-from bench.gpu.report import failures, line, report
 from bench.measure import ceilings, contest
 from bench.measure.admission import described
 from bench.measure.case import DTYPES
@@ -39,6 +38,8 @@ from bench.measure.contest import Contest, Rig
 from bench.measure.machine import ROOT, checkout, environment, source
 from bench.measure.options import Parser
 from bench.measure.results import ResultsFile
+from bench.pages.gpu import failures, line, report
+from bench.tables import read
 from bench.tuning import attention_tiles, pointwise, product_tiles, products
 from fused_remat.triton.launch import INTERPRETED, Target, target_of
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from bench.layers.report import case_table, target_table, title
 from bench.measure.case import DTYPES
 from bench.measure.contest import Rig
 from bench.measure.machine import environment, version
@@ -26,6 +25,7 @@ from bench.measure.progress import Progress
 from bench.measure.registry import Registry
 from bench.measure.results import ResultsFile, rows_of
 from bench.measure.step_contest import measure
+from bench.pages.layers import case_table, target_table, title
 from bench.subjects.layer_ways import BASELINE, DEFAULT, WAYS, select
 from bench.subjects.layers import ACTIVATIONS, NORMS, Case
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from bench.commands.layers import heads
+from bench.figures import plans as figure
 from bench.measure.case import DTYPES, Forward, Subject
 from bench.measure.checks import Checks
 from bench.measure.contest import Rig
@@ -33,8 +34,7 @@ from bench.measure.progress import Progress
 from bench.measure.results import ResultsFile, rows_of
 from bench.measure.step_contest import Steps
 from bench.measure.steps import Step, kept_bytes, peaks
-from bench.plan import figure
-from bench.plan.report import (
+from bench.pages.plans import (
     error_table,
     is_ours,
     read,

@@ -20,6 +20,7 @@ from bench.measure.options import Parser
 from bench.measure.turns import WARMUP_ROUNDS, rotated
 from bench.subjects.layer_ways import BASELINE, WAYS
 from bench.subjects.layers import Case
+from bench.tables import markdown
 
 #: Operator -> kind; what is in no kind is "the rest".
 KINDS = {
@@ -75,11 +76,11 @@ def measure(case: Case, ways: Sequence[str], rounds: int) -> dict[str, dict[str,
 def table(result: dict[str, Any]) -> str:
     """The result as a Markdown table: a row per kind, a column per way."""
     ways = result["ways"]
-    lines = ["| ms a step | " + " | ".join(ways) + " |", "|---|" + "---|" * len(ways)]
-    for kind in (*KINDS, "the rest", "step"):
-        cells = (f"{found.get(kind, 0.0):.0f}" for found in ways.values())
-        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    rows = [
+        [kind, *(f"{found.get(kind, 0.0):.0f}" for found in ways.values())]
+        for kind in (*KINDS, "the rest", "step")
+    ]
+    return markdown(["ms a step", *ways], rows)
 
 
 def main(arguments: Sequence[str]) -> int:

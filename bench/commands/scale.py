@@ -29,7 +29,8 @@ import torch.multiprocessing as processes
 from bench.measure.machine import environment
 from bench.measure.options import Parser, positive
 from bench.measure.results import ResultsFile
-from bench.scale import report, runs
+from bench.pages import scale as report
+from bench.scale import runs
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Choice
 from fused_remat.scale.costs import HARDWARE, Costs, of_this_machine

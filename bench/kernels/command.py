@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from bench.kernels import report
 from bench.kernels.problem import DIRECTIONS, Problem, contests
 from bench.kernels.shapes import MODELS, Size, at_tokens, sweep, tiny
 from bench.kernels.table import OPS
@@ -29,6 +28,7 @@ from bench.measure.contest import ROUNDS, Rig, described, measure
 from bench.measure.machine import environment
 from bench.measure.progress import Progress
 from bench.measure.results import ResultsFile, folder_of
+from bench.pages import kernels as report
 from fused_remat.triton.launch import INTERPRETED, target_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str]) -> int:
     start = time.perf_counter()
     rows = run(args, rig, results)
     took, known = time.perf_counter() - start, sum("machine" in row for row in rows)
-    print(f"\n{report.summary(rows)}\n\n{took:.0f} s, {known} of {len(rows)} known before; {path}")
+    print(f"\n{report.means(rows)}\n\n{took:.0f} s, {known} of {len(rows)} known before; {path}")
     wrong = report.failures(rows)
     print(*wrong, sep="\n", file=sys.stderr) if wrong else None
     return 1 if wrong else 0

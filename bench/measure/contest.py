@@ -272,6 +272,6 @@ def compile_together(launches: Iterable[Launch]) -> None:
             stack.enter_context(mode(pool, ignore_errors=True))
         for launch in launches:
             launch.kernel.warmup(
-                *launch.args, grid=launch.grid, **launch.constants,
+                *launch.args, grid=launch.grid, **launch.keywords,
                 num_warps=launch.num_warps, num_stages=launch.num_stages,
             )  # fmt: skip

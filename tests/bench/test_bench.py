@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench.commands import frontier, layers, model, plan
-from bench.layers.report import TARGETS, case_table, target_table, verdict
 from bench.measure import machine
+from bench.pages.layers import TARGETS, case_table, target_table, verdict
 from bench.subjects import stack_ways
 from bench.subjects.layer_ways import WAYS, select
 from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS

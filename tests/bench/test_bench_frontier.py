@@ -7,11 +7,15 @@ import sys
 import pytest
 
 from bench.commands import frontier as command
-from bench.frontier import figure, files, labels
-from bench.frontier.pareto import MEMORY_POINTS, changes, derive, digest, frontier, winner
-from bench.frontier.points import Panel, Point, family, is_lossy, panels, read
+from bench.figures import frontier as figure
+from bench.figures import labels
+from bench.figures.drawing import STYLES, digest, drawn_of
+from bench.frontier import files
+from bench.frontier.pareto import MEMORY_POINTS, changes, derive, frontier, winner
+from bench.frontier.points import Panel, Point, family, is_lossy, panels
 from bench.frontier.report import report, sentences
 from bench.subjects.layer_ways import WAYS
+from bench.tables import measured_on, read
 from fused_remat.policies import ALL_PRESETS
 
 CASE = {
@@ -109,7 +113,7 @@ def test_every_way_of_the_registry_has_its_family():
         assert family(way).startswith("ours") == preset, way
         assert (family(way) == "stock") == (way == "eager"), way
         assert is_lossy(way) == WAYS[way].traits["lossy"], way
-        assert family(way) in figure.STYLES
+        assert family(way) in STYLES
 
 
 def row(**ways):
@@ -158,9 +162,9 @@ def test_the_files_of_a_run(folder):
     assert [w["at_most"] for w in derived["panels"][0]["winners"]] == list(MEMORY_POINTS)
     assert derived["sweeps"][0]["values"] == [8, 16]
     for name in files.PICTURES:
-        assert figure.drawn_of(folder / name) == digest(derived)
+        assert drawn_of(folder / name) == digest(derived)
     svg = (folder / "frontier.svg").read_text()
-    where = figure.measured_on(data["machine"])
+    where = measured_on(data["machine"])
     for text in ("checkpoint", "full", "lean", "eager", "frontier", where):
         assert f"<!-- {text} -->" in svg
     assert ", 2 rounds\n" in (folder / files.PAGE).read_text()

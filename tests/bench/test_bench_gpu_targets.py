@@ -3,12 +3,14 @@
 import json
 from typing import Any
 
+from bench import tables
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import targets
 from bench.gpu.kinds import KINDS
-from bench.gpu.report import report
 from bench.measure.machine import environment
-from bench.report import command, hardware, sets
+from bench.pages import command
+from bench.pages import gpu as hardware
+from bench.pages.gpu import report
 
 WIDTHS = (1024, 2048, 4096)
 Row = dict[str, Any]
@@ -233,7 +235,7 @@ def test_the_page_has_every_set_of_a_gpu(tmp_path, monkeypatch):
     (folder / "gpu.json").write_text(json.dumps(data))
     others = data | {"results": [{"case": {"op": "norm"}, "machine": machine, "ways": {}}]}
     (folder / "kernels-cuda.json").write_text(json.dumps(others))
-    monkeypatch.setattr(hardware, "gpu_sets", lambda: sets.gpu_sets(tmp_path))
+    monkeypatch.setattr(hardware, "gpu_sets", lambda: tables.gpu_sets(tmp_path))
     text = hardware.section()
     assert text.startswith("#### NVIDIA H200 (`bench/results/2030-01-01-h200-0123456`)")
     assert text.count("| target |") == 1 and "1.100 (D = 2048)" in text

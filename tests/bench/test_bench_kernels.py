@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from bench.kernels import command, norm, report
+from bench.kernels import command, norm
 from bench.kernels.problem import Op, Problem, contests, through_autograd
 from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
 from bench.kernels.table import OPS
 from bench.measure.contest import Contest, Rig, Work, admit
 from bench.measure.registry import Registry
+from bench.pages import kernels as report
 
 TINY = ["--device", "cpu", "--dry-run", "--models", "gpt2", "qwen2-1.5b"]
 #: Compiled once, below: each shape takes seconds.

@@ -13,9 +13,9 @@ from torch import nn
 from bench.commands import model as command
 from bench.measure.contest import Rig
 from bench.measure.registry import Absent
-from bench.model import checks, measure, report
+from bench.model import checks, measure
 from bench.model.memory import largest_batch
-from bench.report import models as page
+from bench.pages import models as page
 from bench.subjects.configs import MODELS
 from bench.subjects.forwards import Forward, patched, unchanged
 from bench.subjects.model_ways import WAYS, with_checkpoints
@@ -99,7 +99,7 @@ def test_losses_are_compared_step_by_step(row):
     assert all(len(curve) == 3 for curve in losses["curves"].values())
     assert losses["noise"] < losses["allowed"] < 1e-4
     assert max(losses["differences"].values()) <= losses["allowed"]
-    assert "| 2 |" in report.losses_table(row)
+    assert "| 2 |" in page.losses_table(row)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=lambda case: case.model)
@@ -131,7 +131,7 @@ def test_a_wrong_way_is_a_failure_and_nothing_of_it_is_measured(monkeypatch, cap
     failed = found["ways"]["fast"]
     assert list(failed) == ["failure"] and "input_layernorm.weight is 0.00" in failed["failure"]
     assert command.answered_for(found) == ["fast"]
-    assert "| fast | FAIL: relative error of" in report.case_table(found)
+    assert "| fast | FAIL: relative error of" in page.case_table(found)
 
 
 def test_a_layer_that_falls_back_is_no_rung(monkeypatch):
@@ -220,9 +220,9 @@ def test_the_command_writes_results_and_a_page(tmp_path, monkeypatch, capsys):
     text = (tmp_path / "model-cpu.md").read_text()
     assert "## smollm-135m, 2 of 30 layers, full fine-tuning, float32, B = 2, S = 9" in text
     assert "| full: bytes kept ≤ 0.10× eager's, up to the head | " in text
-    monkeypatch.setattr(page, "MODELS", tmp_path / "model-cpu.json")
+    monkeypatch.setattr(page, "FILE", tmp_path / "model-cpu.json")
     assert "<summary>smollm-135m" in page.section()
-    monkeypatch.setattr(page, "MODELS", tmp_path / "none.json")
+    monkeypatch.setattr(page, "FILE", tmp_path / "none.json")
     assert page.section().startswith(page.UNMEASURED)
     monkeypatch.setattr(command, "measure", lambda *args: pytest.fail("measured again"))
     assert command.main([*options, "--steps", "1", "--memory", "none"]) == 0
@@ -241,7 +241,7 @@ def test_targets_are_met_missed_or_not_measured():
     row = {"case": dataclasses.asdict(TINY), "ways": ways, "losses": losses, "fixed_bytes": 1}
     machine = {"cpu": "one"}
     data = {"machine": machine, "results": [row | {"machine": machine}]}
-    assert [v.met for v in report.verdicts(data)] == [True, None, False, None, True, False, False]
+    assert [v.met for v in page.verdicts(data)] == [True, None, False, None, True, False, False]
 
 
 def test_what_is_not_installed_is_absent(monkeypatch):

@@ -10,12 +10,12 @@ import torch
 from bench.commands import plan as command
 from bench.measure.checks import results_of
 from bench.measure.contest import Rig, errors
-from bench.plan import report
-from bench.report import plans as page
-from bench.report.sets import RESULTS
+from bench.pages import pictures
+from bench.pages import plans as report
 from bench.subjects.plans import Planner, forward_of
 from bench.subjects.stack_ways import PEERS
 from bench.subjects.stacks import Case
+from bench.tables import RESULTS
 
 TINY = Case(3, "float32", "pre", 0.0, 2, 8, 16, 2)
 #: Of the command line: the same.
@@ -102,31 +102,31 @@ def test_a_plan_within_a_peers_peak_may_not_be_there(row):
 
 
 def test_the_pictures_and_drawing_them_again(folder, tmp_path):
-    assert page.stale(folder) == []
+    assert pictures.stale(folder) == []
     svg = (folder / "plan-cpu.svg").read_text()
     for text in ("checkpoint sqrt", "eager", "greedy", "ours, optimal", "ours, predicted"):
         assert f"<!-- {text} -->" in svg, text
     copied = tmp_path / "plan-cpu.json"
     copied.write_text((folder / "plan-cpu.json").read_text())
-    assert {path.name for path in page.stale(tmp_path)} == {"plan-cpu.png", "plan-cpu.svg"}
+    assert {path.name for path in pictures.stale(tmp_path)} == {"plan-cpu.png", "plan-cpu.svg"}
     assert command.main(["--from", str(copied)]) == 0
     assert (tmp_path / "plan-cpu.svg").read_bytes() == svg.encode()
     changed = json.loads(copied.read_text())
     changed["results"][0]["rounds"] = 3
     copied.write_text(json.dumps(changed))
-    assert len(page.stale(tmp_path)) == 2
-    page.rewrite(tmp_path)
-    assert page.stale(tmp_path) == []
+    assert len(pictures.stale(tmp_path)) == 2
+    pictures.rewrite(tmp_path)
+    assert pictures.stale(tmp_path) == []
 
 
 def test_the_page(folder, tmp_path):
-    text = page.section(folder)
+    text = report.section(folder)
     assert (
         "**3 layers, D = 16, H = 2, B = 2, S = 8, float32, pre-norm, dropout 0**, 2 round" in text
     )
-    assert f"(../bench/results/{folder.name}/plan-cpu.png)" in text
+    assert f"(bench/results/{folder.name}/plan-cpu.png)" in text
     assert text.count("<details>") == text.count("</details>") == 2
-    assert page.section(tmp_path) == page.UNMEASURED
+    assert report.section(tmp_path) == report.UNMEASURED
 
 
 def test_a_run_is_taken_up(folder, monkeypatch):

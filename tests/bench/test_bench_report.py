@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench import tables
 from bench.commands import profile as profile_step
 from bench.gpu import kernels as gpu_kernels
 from bench.kernels.problem import DIRECTIONS
 from bench.kernels.table import OPS
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
-from bench.report import command, eight_bits, frontier, kernels, layers, plans, presets, sets
+from bench.pages import command, eight_bits, frontier, kernels, layers, plans, presets
 from bench.subjects.layers import Case
 from bench.test_benchmarks import rows
 from fused_remat.policies import kept_names
@@ -57,7 +58,7 @@ def test_a_kernel_beside_its_floor_and_its_best_peer() -> None:
     assert "Ceilings: 10 GB/s, 1 TFLOP/s." in text
     shares = "62% (62% to 62%) | 50% (50% to 50%) | 0.80× (0.80 to 0.80)"
     assert f"| norm | fwd | memory | eager | 1 | {shares} |" in text
-    assert "| norm | bwd | products | absent | 1 | - | 50% (50% to 50%) |  |" in text
+    assert "| norm | bwd | products | absent | 1 | - | 50% (50% to 50%) | |" in text
     fast = "| - | 0.10 | 10 µs | memory | eager, 16 µs (62%) | compile, 20 µs (50%) | 0.80× |"
     assert fast in text  # bare, in 12 µs, does less
     assert "(FAIL: fused_remat eager) | bwd | 0.02 | 0.01 | 20 µs | products | absent |" in text
@@ -99,7 +100,7 @@ def test_a_folder_of_a_gpu_is_shown_with_its_machine(
     (folder / "gpu.json").write_text(json.dumps(results(machine=gpu)))
     (folder / "other.json").write_text(json.dumps(results()))  # of a CPU
     (folder / "dry.json").write_text(json.dumps(results(machine=gpu, dry_run=True)))
-    found = sets.gpu_sets(tmp_path)
+    found = tables.gpu_sets(tmp_path)
     assert {path: len(files) for path, files in found.items()} == {folder: 1}
     monkeypatch.setattr(kernels, "gpu_sets", lambda: found)
     text = kernels.gpu()

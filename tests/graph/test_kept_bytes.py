@@ -12,7 +12,7 @@ from fused_remat.report.allocations import SavedBytes, measure_allocations, pred
 from fused_remat.spec import nn_layer_spec
 from fused_remat.steps import attention_rows
 
-# Elements per token in units of D, F = 4D, besides statistics (docs/design.md).
+# Elements per token in units of D, F = 4D, besides statistics (docs/presets.md).
 TABLE = {
     True: {"full": 1, "lean": 2, "balanced": 3, "fast": 6, "none": 10},
     False: {"full": 1, "lean": 2, "balanced": 3, "fast": 7, "none": 11},

@@ -15,9 +15,9 @@ from poisoned import TARGET
 from bench.commands import gpu
 from bench.gpu import layers as gpu_layers
 from bench.gpu.kinds import KINDS
-from bench.gpu.report import failures
 from bench.measure.contest import Rig
 from bench.measure.results import ResultsFile
+from bench.pages.gpu import failures
 from bench.tuning import attention_tiles, product_tiles
 from fused_remat.triton import tables
 
