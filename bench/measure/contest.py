@@ -16,7 +16,6 @@ import triton
 from torch import Tensor
 
 from bench.measure.admission import WrongResultError, refusal
-from bench.measure.admission import described as described
 from bench.measure.clock import Clock
 from bench.measure.turns import interleave, quantiles, ratios
 from fused_remat import random
