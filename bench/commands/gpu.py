@@ -12,6 +12,7 @@ whole path at tiny sizes on this CPU, under Triton's interpreter; its times mean
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -29,22 +30,17 @@ import torch
 from bench.audit import cases as audit_cases
 from bench.frontier import files as frontier
 from bench.frontier.points import collected
-from bench.gpu import kernels as gpu_kernels
-from bench.gpu import layers as gpu_layers
-from bench.gpu import models as gpu_models
-from bench.gpu import profile as gpu_profile
-from bench.measure import ceilings
-from bench.measure import contest as gpu_contest
+from bench.gpu import kernels, layers, models, profile
+from bench.measure import ceilings, contest
 from bench.measure.admission import described
 from bench.measure.case import DTYPES
-from bench.measure.contest import Rig
+from bench.measure.contest import Contest, Rig
 from bench.measure.machine import ROOT, checkout, environment, source
 from bench.measure.options import Parser
 from bench.measure.results import ResultsFile
 from bench.pages.gpu import failures, line, report
 from bench.tables import read
-from bench.tuning import attention_tiles, pointwise, product_tiles
-from bench.tuning import products as product_routes
+from bench.tuning import attention_tiles, pointwise, product_tiles, products
 from fused_remat.triton.launch import INTERPRETED, Target, target_of
 
 #: A worker's exit status after a case that hung or broke the device: another one takes over.
@@ -53,13 +49,8 @@ _WORKERS_AT_MOST = 8
 UNFINISHED = "the process ended within this case: a crash, or no answer for too long"
 
 
-@dataclass(frozen=True)
-class Job:
-    """One row to be measured; `needs`: seconds that it takes at most, if all goes well."""
-
-    case: dict[str, Any]
-    measure: Callable[[Rig], dict[str, Any]]
-    needs: float
+#: A case, and what measures it, or the contest that is to be measured.
+Entry = tuple[dict[str, Any], Callable[[Rig], dict[str, Any] | Contest]]
 
 
 @dataclass(frozen=True)
@@ -68,51 +59,35 @@ class Section:
 
     Attributes:
         share: of the time that is left, relative to the sections after it.
-        jobs: the most important first.
+        needs: seconds that a case takes at most, if all goes well.
+        entries: the most important first.
     """
 
     share: float
-    jobs: Callable[[Rig], Iterator[Job]]
+    needs: float
+    entries: Callable[[Rig], Iterable[Entry]]
 
 
-def _contests(entries: Callable[[Rig], Iterable[gpu_kernels.Entry]], needs: float) -> Any:
-    def jobs(rig: Rig) -> Iterator[Job]:
-        for case, build in entries(rig):
-            yield Job(case, lambda rig, b=build: gpu_contest.measure(b(rig), rig), needs)
-
-    return jobs
+def _environment_entries(rig: Rig) -> Iterator[Entry]:
+    yield {"name": "environment"}, lambda rig: {"found": environment(rig.device)}
 
 
-def _pointwise_entries(rig: Rig) -> Iterator[gpu_kernels.Entry]:
-    yield from gpu_kernels.dropout_entries(rig)
+def _ceiling_entries(rig: Rig) -> Iterator[Entry]:
+    for unit, what in ceilings.CEILINGS.items():
+        yield {"name": what.__name__}, functools.partial(ceilings.measure, unit=unit)
+
+
+def _compile_entries(rig: Rig) -> Iterator[Entry]:
+    yield {"name": "kernels compiled"}, lambda rig: precompile(rig, min(75.0, 0.2 * rig.left))
+
+
+def _pointwise_entries(rig: Rig) -> Iterator[Entry]:
+    yield from kernels.dropout_entries(rig)
     yield from pointwise.pointwise_entries(rig)
 
 
-def _steps(entries: Callable[[Rig], Iterable[gpu_layers.Entry]], needs: float) -> Any:
-    def jobs(rig: Rig) -> Iterator[Job]:
-        for case, measure in entries(rig):
-            yield Job(case, measure, needs)
-
-    return jobs
-
-
-# --- the machine and its ceilings
-
-
-def _environment_jobs(rig: Rig) -> Iterator[Job]:
-    yield Job({"name": "environment"}, lambda rig: {"found": environment(rig.device)}, 5.0)
-
-
-def _ceiling_jobs(rig: Rig) -> Iterator[Job]:
-    for unit, what in ceilings.CEILINGS.items():
-        yield Job({"name": what.__name__}, lambda rig, u=unit: ceilings.measure(rig, u), 5.0)
-
-
-# --- kernels are compiled before they are timed, on all cores
-
-
 def precompile(rig: Rig, seconds: float) -> dict[str, Any]:
-    """Compile what the contests launch, as far as time allows; what is left is compiled by use."""
+    """Compile what the contests launch on all cores, as far as time allows; the rest when used."""
     start = time.perf_counter()
     cases = (c.launch for c in audit_cases.cases(rig.target, rig.dtype) if c.default)
     launches, done = list(cases), 0
@@ -120,61 +95,57 @@ def precompile(rig: Rig, seconds: float) -> dict[str, Any]:
         return {"found": {"kernels": len(launches), "compiled": 0}}
     batch = 2 * (os.cpu_count() or 1)
     while done < len(launches) and time.perf_counter() - start < seconds:
-        gpu_contest.compile_together(launches[done : done + batch])
+        contest.compile_together(launches[done : done + batch])
         done += batch
     took = time.perf_counter() - start
     return {"found": {"kernels": len(launches), "compiled": min(done, len(launches)), "s": took}}
 
 
-def _compile_jobs(rig: Rig) -> Iterator[Job]:
-    name = {"name": "kernels compiled"}
-    yield Job(name, lambda rig: precompile(rig, min(75.0, 0.2 * rig.left)), 90.0)
-
-
 #: In this order; shares are of what is left. `torch.compile` late: it takes long to start;
 #: the profiler last, since it may stay attached.
 SECTIONS: dict[str, Section] = {
-    "environment": Section(1.0, _environment_jobs),
-    "ceilings": Section(1.0, _ceiling_jobs),
-    "precompile": Section(10.0, _compile_jobs),
-    "attention": Section(14.0, _contests(gpu_kernels.attention_entries, 8.0)),
-    "products": Section(9.0, _contests(product_routes.route_entries, 6.0)),
-    "layers": Section(10.0, _steps(gpu_layers.layer_entries, 20.0)),
-    "long": Section(3.0, _steps(gpu_layers.long_entries, 40.0)),
-    "model": Section(16.0, _steps(gpu_models.model_entries, 60.0)),
-    "plans": Section(5.0, _steps(gpu_models.plan_entries, 60.0)),
-    "attention calls": Section(8.0, _contests(gpu_kernels.special_entries, 8.0)),
-    "norms": Section(5.0, _contests(gpu_kernels.norm_entries, 5.0)),
-    "models": Section(8.0, _contests(gpu_kernels.model_entries, 6.0)),
-    "frontier": Section(4.0, _steps(gpu_layers.frontier_entries, 20.0)),
-    "tiles": Section(5.0, _contests(product_tiles.tile_entries, 10.0)),
-    "attention tiles": Section(5.0, _contests(attention_tiles.tile_entries, 15.0)),
-    "mlp": Section(3.0, _steps(gpu_layers.mlp_entries, 15.0)),
-    "pointwise": Section(3.0, _contests(_pointwise_entries, 5.0)),
-    "rotary": Section(2.0, _contests(gpu_kernels.rotary_entries, 5.0)),
-    "replayed": Section(4.0, _steps(gpu_layers.replay_entries, 20.0)),
-    "flex": Section(3.0, _contests(gpu_kernels.flex_entries, 45.0)),
-    "compile": Section(6.0, _steps(gpu_layers.compile_entries, 150.0)),
-    "slow starters": Section(4.0, _contests(gpu_kernels.slow_entries, 60.0)),
-    "profile": Section(10.0, _steps(gpu_profile.profile_entries, 30.0)),
+    "environment": Section(1.0, 5.0, _environment_entries),
+    "ceilings": Section(1.0, 5.0, _ceiling_entries),
+    "precompile": Section(10.0, 90.0, _compile_entries),
+    "attention": Section(14.0, 8.0, kernels.attention_entries),
+    "products": Section(9.0, 6.0, products.route_entries),
+    "layers": Section(10.0, 20.0, layers.layer_entries),
+    "long": Section(3.0, 40.0, layers.long_entries),
+    "model": Section(16.0, 60.0, models.model_entries),
+    "plans": Section(5.0, 60.0, models.plan_entries),
+    "attention calls": Section(8.0, 8.0, kernels.special_entries),
+    "norms": Section(5.0, 5.0, kernels.norm_entries),
+    "models": Section(8.0, 6.0, kernels.model_entries),
+    "frontier": Section(4.0, 20.0, layers.frontier_entries),
+    "tiles": Section(5.0, 10.0, product_tiles.tile_entries),
+    "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
+    "mlp": Section(3.0, 15.0, layers.mlp_entries),
+    "pointwise": Section(3.0, 5.0, _pointwise_entries),
+    "rotary": Section(2.0, 5.0, kernels.rotary_entries),
+    "replayed": Section(4.0, 20.0, layers.replay_entries),
+    "flex": Section(3.0, 45.0, kernels.flex_entries),
+    "compile": Section(6.0, 150.0, layers.compile_entries),
+    "slow starters": Section(4.0, 60.0, kernels.slow_entries),
+    "profile": Section(10.0, 30.0, profile.profile_entries),
 }
 
 
 # --- running them
 
 
-def run_job(job: Job, section: str, rig: Rig, results: ResultsFile, run: str) -> None:
+def run_entry(entry: Entry, section: str, rig: Rig, results: ResultsFile, run: str) -> None:
     """Measure and write a row; the process ends if the device does not answer any more."""
-    row = {"case": {"section": section, **job.case}, "run": run}
+    case, measure = entry
+    row = {"case": {"section": section, **case}, "run": run}
     results.put(row | {"error": UNFINISHED})  # stays if so
-    watch = threading.Timer(30.0 + 3.0 * job.needs, os._exit, (BROKEN,))
+    watch = threading.Timer(30.0 + 3.0 * SECTIONS[section].needs, os._exit, (BROKEN,))
     watch.daemon = True
     if not rig.dry:
         watch.start()
     start = time.perf_counter()
     torch.manual_seed(0)
     try:
-        row |= job.measure(rig)
+        row |= _measured(measure(rig), rig)
     except Exception as error:  # recorded, and the next case is measured
         row |= {"error": described(error)}
     row["seconds"] = time.perf_counter() - start
@@ -190,6 +161,10 @@ def run_job(job: Job, section: str, rig: Rig, results: ResultsFile, run: str) ->
     watch.cancel()
 
 
+def _measured(found: dict[str, Any] | Contest, rig: Rig) -> dict[str, Any]:
+    return contest.measure(found, rig) if isinstance(found, Contest) else found
+
+
 def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile, run: str) -> None:
     """Each section's share of the time; what did not fit in it, if time is left in the end."""
     done = {json.dumps(row["case"]) for row in rows_of(run, results) if "skipped" not in row}
@@ -197,18 +172,18 @@ def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile, run: str) -
     while left:
         share = SECTIONS[left[0]].share / sum(SECTIONS[name].share for name in left)
         name, ends = left.pop(0), time.perf_counter() + share * rig.left
-        for job in SECTIONS[name].jobs(rig):
-            if json.dumps({"section": name, **job.case}) in done:
+        for case, measure in SECTIONS[name].entries(rig):
+            if json.dumps({"section": name, **case}) in done:
                 continue
-            if rig.dry or (time.perf_counter() < ends and job.needs < rig.left):
-                run_job(job, name, rig, results, run)
+            if rig.dry or (time.perf_counter() < ends and SECTIONS[name].needs < rig.left):
+                run_entry((case, measure), name, rig, results, run)
             else:
-                waiting.append((job, name))
-    for job, name in waiting:
-        if job.needs < rig.left:
-            run_job(job, name, rig, results, run)
+                waiting.append(((case, measure), name))
+    for entry, name in waiting:
+        if SECTIONS[name].needs < rig.left:
+            run_entry(entry, name, rig, results, run)
         else:
-            case = {"section": name, **job.case}
+            case = {"section": name, **entry[0]}
             results.put({"case": case, "run": run, "skipped": "no time was left"})
 
 
@@ -227,7 +202,7 @@ def known_ceilings(results: ResultsFile, run: str) -> dict[str, float]:
 
 def config_of(args: argparse.Namespace) -> dict[str, Any]:
     """How a run measures."""
-    return {"dtype": args.dtype, "dry_run": args.dry_run, "rounds": gpu_contest.ROUNDS}
+    return {"dtype": args.dtype, "dry_run": args.dry_run, "rounds": contest.ROUNDS}
 
 
 def run_to_go_on(path: Path, config: dict[str, Any]) -> str | None:

@@ -122,8 +122,8 @@ def measured(
     """Each case, its row, how it came, and where to say so."""
 
     def one(case: Case, progress: Progress) -> dict[str, Any]:
-        rig = Rig(torch.device(args.device), DTYPES[case.dtype])
-        rig = dataclasses.replace(rig, seconds=args.seconds, rounds=args.rounds)
+        much = {"seconds": args.seconds, "rounds": args.rounds}
+        rig = Rig(torch.device(args.device), DTYPES[case.dtype], **much)
         return measure(case.subject(rig.device), WAYS, args.ways, rig, progress=progress)
 
     return rows_of(args.cases, args.ways, results, one, args.fresh, 2 * len(args.ways))

@@ -113,8 +113,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
 def run(args: argparse.Namespace, results: ResultsFile) -> bool:
     """Measure and print the cases that the file does not have; whether what is ours was right."""
     options = Options(args.ways, args.memory, args.most_batch, args.losses)
-    rig = Rig(torch.device(args.device), DTYPES[args.dtype])
-    rig = dataclasses.replace(rig, seconds=args.seconds, rounds=args.steps)
+    much = {"seconds": args.seconds, "rounds": args.steps}
+    rig = Rig(torch.device(args.device), DTYPES[args.dtype], **much)
 
     def one(case: Case, progress: Progress) -> dict[str, Any]:
         return measure(case, options, rig, progress)

@@ -177,8 +177,8 @@ def measured(args: argparse.Namespace, path: Path) -> dict[str, Any] | None:
     compiled = not args.no_compile
     config = {"compiled": compiled, "rounds": args.rounds, "seconds": args.seconds}
     results, names = ResultsFile(path, environment(args.device), config), peers(compiled)
-    rig = Rig(torch.device(args.device), DTYPES[args.dtype])
-    rig = dataclasses.replace(rig, seconds=args.seconds, rounds=args.rounds)
+    much = {"seconds": args.seconds, "rounds": args.rounds}
+    rig = Rig(torch.device(args.device), DTYPES[args.dtype], **much)
 
     def one(case: Case, progress: Progress) -> dict[str, Any]:
         return measure(case, names, rig, progress)

@@ -151,27 +151,20 @@ def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[dict[s
     return rows
 
 
-def device(text: str) -> str:
-    """ "cpu", "cuda" or "cuda:1". Raises: ArgumentTypeError, whose text the user sees."""
-    if text.split(":")[0] not in TOKENS:
-        raise argparse.ArgumentTypeError(f"must be cpu or cuda, not {text}")
-    return text
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     shared = "dtype rounds seconds threads out fresh dry-run"
-    parser = Parser("kernels", __doc__, shared, rounds=ROUNDS, seconds=1.0)
-    every = list(dict.fromkeys(name for op in OPS.values() for name in op.providers))
+    parser = Parser("kernels", __doc__, shared, device=DEVICE, rounds=ROUNDS, seconds=1.0)
     add = parser.add
-    add("--op", nargs="+", default=list(OPS), choices=OPS)
-    add("--device", type=device, default=DEVICE, help=f"cpu, cuda or cuda:1 (here: {DEVICE})")
+    add("--device", metavar="{cpu,cuda,cuda:N}", help=f"(default here: {DEVICE})")
+    parser.several("op", default=list(OPS), choices=OPS)
     add("--models", nargs="*", default=list(MODELS), choices=MODELS)
     add("--tokens", type=positive, help="of a model's batch, about (GPU: 16384, CPU: 1024)")
-    add("--sweep", nargs="*", type=positive, metavar="S",
-        help="lengths of one sequence; none: no sweep")  # fmt: skip
+    sweep = "lengths of one sequence; none: no sweep"
+    add("--sweep", nargs="*", type=positive, metavar="S", help=sweep)
     add("--sweep-model", choices=MODELS, help="whose shapes are swept")
-    add("--providers", nargs="+", choices=every, metavar="NAME", help=f"of {every} (all)")
+    every = list(dict.fromkeys(name for op in OPS.values() for name in op.providers))
+    parser.several("providers", choices=every, metavar="NAME", help=f"of {every} (all)")
     args = parser.parse(arguments)
     kind = args.device.split(":")[0]
     args.tokens = args.tokens or (32 if args.dry_run else TOKENS[kind])

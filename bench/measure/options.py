@@ -22,7 +22,7 @@ DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 def positive(text: str) -> int:
     """A whole number from 1 on. Raises: ArgumentTypeError, whose text the user sees."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text}")
     return int(text)
 
 
@@ -85,12 +85,15 @@ class Parser(argparse.ArgumentParser):
         """
         args = self.parse_args(arguments)
         device, dry = getattr(args, "device", "cpu"), getattr(args, "dry_run", False)
-        if device.startswith("cuda") and not torch.cuda.is_available():
+        kind = device.split(":")[0]
+        if kind not in DTYPE:
+            self.error(f"--device must be cpu or cuda, not {device}")
+        if kind == "cuda" and not torch.cuda.is_available():
             self.error("no CUDA device")
         if INTERPRETED and hasattr(args, "dry_run") and not dry:
             self.error("times under Triton's interpreter mean nothing: --dry-run")
         if hasattr(args, "dtype") and hasattr(args, "device") and args.dtype is None:
-            usual = DTYPE[device.split(":")[0]]
+            usual = DTYPE[kind]
             args.dtype = [usual] if "dtype" in self._lists else usual
         if hasattr(args, "out"):
             args.out_is_usual = args.out is None

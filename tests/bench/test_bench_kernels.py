@@ -138,9 +138,9 @@ def test_a_dry_run_leaves_measured_results_alone() -> None:
         ),
         (["--device", "tpu"], "must be cpu or cuda, not tpu"),
         (["--op", "nonsense"], "invalid choice: 'nonsense'"),
-        (["--tokens", "0"], "at least 1, not '0'"),
-        (["--threads", "0"], "at least 1, not '0'"),
-        (["--sweep", "128", "-1"], "at least 1, not '-1'"),
+        (["--tokens", "0"], "at least 1, not 0"),
+        (["--threads", "0"], "at least 1, not 0"),
+        (["--sweep", "128", "-1"], "at least 1, not -1"),
     ],
 )
 def test_bad_options_are_usage_errors(
