@@ -82,8 +82,8 @@ class Problem:
         return None
 
 
-def _gradients(names: Iterable[str], grads: Iterable[Tensor | None]) -> Results:
-    return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}  # type: ignore[misc]
+def _gradients(names: Iterable[str], grads: Iterable[Any]) -> dict[str, Tensor]:
+    return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
 
 
 #: (y, leaves, dy) -> gradients of the leaves.
