@@ -6,12 +6,14 @@ That shows that their kernels are called as they want to be.
 import pytest
 import torch
 import triton.language as tl
-from poisoned import TARGET
+from places import target
 
 from bench.kernels import attention, dropout, linear, loss, mlp, norm, rope
 from bench.kernels.attention_problem import Attention
 from bench.kernels.problem import contests, through_autograd
 from bench.measure.contest import Rig, admit, check
+
+TARGET = target()
 
 RIG = Rig(torch.device("cpu"), torch.float32, True, TARGET, ends=0.0)
 SIZES = 2, 20, 24, 40  # B, S, D, F
