@@ -30,7 +30,7 @@ PYTEST = $(HUGE) $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --timeou
 
 test: $(READY)  ## all tests, and the examples in the docstrings
 	@status=0; \
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted || status=1; \
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels tests/backend tests/interpreted || status=1; \
 	$(PYTEST) || status=1; exit $$status
 
 test-all:  ## and what stands for more of the same: whole sweeps, ten times the examples, every audit: hours

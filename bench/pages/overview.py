@@ -248,12 +248,14 @@ def models_table() -> str:
 def _model_row(row: dict[str, Any], shown: Sequence[str]) -> str:
     case, ways = row["case"], row["ways"]
     kind = f"LoRA {case['lora']}" if case["lora"] else "all trained"
-    cells = [f"{case['model']}, {case['layers']} layers, S = {case['seq_len']}, {kind}"]
+    where = row["machine"]["cpu"]
+    cells = [f"{case['model']}, {case['layers']} layers, S = {case['seq_len']}, {kind}; {where}"]
     for way in shown:
         found = ways.get(way, {})
         ratio = found.get("step_ratio", {}).get("eager")
         time = "" if ratio is None else f"<br>{ratio['p50']:.2f}×"
-        cells.append(mib(found["step_peak_bytes"]) + time if time else "")
+        peak = mib(found["step_peak_bytes"]).replace(" ", "&nbsp;") if time else ""
+        cells.append(peak + time)
     return f"| {' | '.join(cells)} |"
 
 

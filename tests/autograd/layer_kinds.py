@@ -1,5 +1,7 @@
 """Layers of every kind, and what they are called with."""
 
+import copy
+
 import torch
 from reference import randomize
 from torch import nn
@@ -47,7 +49,7 @@ def draw(*shape, seed=0, dtype=torch.float64):
 
 def layers_of(kind, count=1, dtype=torch.float32, dropout=0.1, **options):
     """Layers in a row, the input of the first, the arguments of each call, leaves among these."""
-    cls, more, arguments = KINDS[kind]
+    cls, more, arguments = copy.deepcopy(KINDS[kind])  # an activation may have parameters
     torch.manual_seed(0)
     made = nn.ModuleList(
         cls(D, H, F, dropout, **{**more[i % len(more)], **options}) for i in range(count)

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from block_inputs import Block, leaves, normal
 from layer_kinds import KINDS, draw, layers_of
 from reference import EXACT_PRESETS, X, make, randomize
-from reference_ops import normal
-from reference_transformer import Block, leaves
 from same_bits import assert_same_bits
 from segment_models import quiet, stack
 from tiers import pairwise

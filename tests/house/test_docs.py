@@ -8,7 +8,7 @@ import pytest
 from fused_remat.execution.choose import BACKENDS
 from fused_remat.formats import FORMATS
 from fused_remat.huggingface.rows import ARCHITECTURES
-from fused_remat.policies import EXACT_PRESETS
+from fused_remat.policies import ALL_PRESETS, PRESETS
 from fused_remat.steps.activation import ACTIVATIONS
 from fused_remat.steps.norm import NORMS
 
@@ -36,7 +36,8 @@ def blocks(page):
 @pytest.fixture
 def tables():
     """The registries that a page may add rows to, put back afterwards."""
-    registries = [ACTIVATIONS, ARCHITECTURES, BACKENDS, FORMATS, NORMS, *EXACT_PRESETS.values()]
+    registries = [ACTIVATIONS, ARCHITECTURES, BACKENDS, FORMATS, NORMS, PRESETS, ALL_PRESETS]
+    registries += ALL_PRESETS.values()
     before = [dict(table) for table in registries]
     yield
     for table, rows in zip(registries, before, strict=True):

@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from poisoned import TARGET
+from places import target
 
 from bench.commands import gpu
 from bench.gpu import layers as gpu_layers
@@ -20,6 +20,8 @@ from bench.measure.results import ResultsFile
 from bench.pages.gpu import failures
 from bench.tuning import attention_tiles, product_tiles
 from fused_remat.triton import tables
+
+TARGET = target()
 
 #: What is not there, or serves nothing here: without a GPU.
 PEERS = {

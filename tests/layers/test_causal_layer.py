@@ -9,9 +9,9 @@ import warnings
 import pytest
 import torch
 from accuracy import check_error
+from block_inputs import in_pieces, normal, results
 from reference import EXACT_PRESETS, randomize
-from reference_ops import in_pieces, normal, results
-from reference_transformer import plain
+from reference import causal_block as plain
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformer_variations import BATCH, BLOCK, SEQ, tables

@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 from accuracy import check_error
+from decoder_cases import MASKS, B, D, F, H, M, S, data, masks, pair, run
 from reference import EXACT_PRESETS, masked_decoder
-from reference_decoder import MASKS, B, D, F, H, M, S, data, masks, pair, run
 from tiers import pairwise
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -438,7 +438,7 @@ def test_fallback_under_checkpoint_with_one_warning(reason):
     fused.load_state_dict(stock.state_dict())
     with pytest.warns(FusedRematWarning, match=f"checkpoint: {reason}") as seen:
         got = run(fused, *data())
-    assert len(seen) == 1 and seen[0].filename.endswith("reference_decoder.py")
+    assert len(seen) == 1 and seen[0].filename.endswith("reference.py")
     assert_close(got, run(stock, *data()))
     run(fused, *data())  # no second warning: they are errors here
     with SavedBytes(exclude=fused.parameters()) as saved:
