@@ -121,7 +121,7 @@ def test_a_failing_case_is_a_row(rig, tmp_path):
     gpu.run_entry(({"name": "it"}, measure), "norms", rig, results, "now")
     (row,) = rows_of(tmp_path)
     assert row["error"] == "ValueError: no such size"
-    assert failures([row]) == ["norms it:  ValueError: no such size"]
+    assert failures([row]) == ["norms it: ValueError: no such size"]
 
 
 def test_what_a_worker_has_done_is_not_done_again(rig, tmp_path, monkeypatch):
