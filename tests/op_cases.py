@@ -97,7 +97,13 @@ def _key_lengths(batch: int, seq: int) -> Tensor:
 
 def rope(x: Tensor) -> Tables:
     """cos and sin for tokens of `x` (B, S, ...) with heads 2 wide."""
-    return tables((x.shape[1],), 1, x.dtype) if isinstance(x, Tensor) else (torch.ones(1, 1),) * 2
+    return _rope(x.shape[1], x.dtype) if isinstance(x, Tensor) else (torch.ones(1, 1),) * 2
+
+
+@functools.cache
+def _rope(tokens: int, dtype: torch.dtype) -> Tables:
+    angle = torch.arange(tokens, dtype=torch.float64)[:, None]  # which the compiler can trace
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 Tables = tuple[Tensor, Tensor]
