@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import sys
+import warnings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave the core to others
 # Before CUDA starts: cuBLAS is deterministic only with workspaces of a fixed size.
@@ -121,6 +122,33 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def served():
+    """Every call is served by the fused path: a fallback, which warns, would pass most tests."""
+    from fused_remat import FusedRematWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)
+        warnings.filterwarnings("ignore", "Support for mismatched")
+        yield
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """Groups of one sequence, tiles of four tokens, attention in blocks of one row."""
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 4)
+    monkeypatch.setattr("fused_remat.steps.attention_rows._BLOCK", 1)
+
+
+@pytest.fixture
+def blocks_run(monkeypatch):
+    """The graphs of blocks that ran and keep something for backward, by kind."""
+    found = []
+    observe = lambda invocation: found.append(invocation.call.graph.kind)  # noqa: E731
+    monkeypatch.setattr("fused_remat.autograd.function.OBSERVERS", [observe])
+    return found
 
 
 @pytest.fixture

@@ -145,6 +145,21 @@ def fused_layers(model: nn.Module) -> list[FusedLayer]:
     return [module for module in model.modules() if isinstance(module, FusedLayer)]
 
 
+def allowed(name):
+    """float64 rounding (RoPE's tables are the same float32 numbers in both); but the softmax of
+    eager attention, which Gemma-2 needs for its soft-cap, is float32 in transformers: a hundred
+    roundings, of gradients that are small beside the largest."""
+    return 1e-5 if name == "gemma2" else 1e-10
+
+
+def packed(name: str) -> tuple[dict, list[Tensor]]:
+    """Two sequences in one row, told apart by their positions; and each by itself."""
+    ids = inputs_of(name, padded=False)["input_ids"][:1]
+    positions = torch.cat([torch.arange(5), torch.arange(S - 5)])[None]
+    both = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    return both, [ids[:, :5], ids[:, 5:]]
+
+
 #: For the language models.
 IDS = inputs_of("llama", padded=False)
 

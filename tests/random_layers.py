@@ -15,7 +15,10 @@ import json
 import platform
 import random
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,7 @@ class Drawn:
     policy: tuple[str, ...] | str
     tokens: int
     block: int
+    lowest: float
 
 
 def draw(seed: int) -> Drawn:
@@ -104,14 +108,15 @@ def draw(seed: int) -> Drawn:
         policy=r.choice((*EXACT_PRESETS, some)),
         tokens=r.choice((1, 7, 16, 64, 512)),
         block=r.choice((1, 1 << 10, 1 << 20)),
+        lowest=r.choice((-inf, -inf, -3e4)),
     )
 
 
-def layer_of(cfg: Drawn, dtype: torch.dtype) -> nn.TransformerEncoderLayer:
+def layer_of(cfg: Drawn, dtype: torch.dtype, dropout: float = 0.0) -> nn.TransformerEncoderLayer:
     """The stock layer of a configuration, with random parameters."""
     torch.manual_seed(cfg.seed)
     layer = nn.TransformerEncoderLayer(
-        cfg.d_model, cfg.nhead, cfg.dim_feedforward, 0.0,
+        cfg.d_model, cfg.nhead, cfg.dim_feedforward, dropout,
         copy.deepcopy(ACTIVATIONS[cfg.activation]), cfg.eps, cfg.batch_first, cfg.norm_first,
         cfg.bias, dtype=dtype,
     )  # fmt: skip
@@ -140,7 +145,7 @@ def inputs(cfg: Drawn, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, An
         excluded = torch.rand(size, generator=g) < 0.2
         if cfg.mask_kind == "bool":
             return excluded
-        values = torch.randn(size, generator=g).masked_fill(excluded, -torch.inf)
+        values = torch.randn(size, generator=g).masked_fill(excluded, cfg.lowest)
         return values.to(dtype).requires_grad_(cfg.mask_grad)
 
     kwargs: dict[str, Any] = {}
@@ -186,6 +191,17 @@ def widened(kwargs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def in_pieces_of(cfg: Drawn) -> Iterator[None]:
+    """Groups and tiles of so many tokens, attention in blocks of so many elements."""
+    before = choose._CPU_TOKENS, attention_rows._BLOCK
+    choose._CPU_TOKENS, attention_rows._BLOCK = cfg.tokens, cfg.block
+    try:
+        yield
+    finally:
+        choose._CPU_TOKENS, attention_rows._BLOCK = before
+
+
 def check(seed: int) -> str | None:
     """What is wrong with the layer in the configuration of `seed`, or None."""
     cfg = draw(seed)
@@ -195,17 +211,13 @@ def check(seed: int) -> str | None:
     fused = FusedRematLayer.from_layer(copy.deepcopy(stock), policy=policy)
     x, dy, kwargs = inputs(cfg, dtype)
     # In eval without gradients the stock layer has defects of its own: float64 trains instead.
-    exact_cfg = Drawn(**{**asdict(cfg), "mode": "train", "x_grad": True})
+    exact_cfg = replace(cfg, mode="train", x_grad=True)
     exact_layer = copy.deepcopy(stock).double().train()
     exact = results(exact_layer, x.double(), dy.double(), widened(kwargs), exact_cfg)
-    peer_cfg = Drawn(**{**asdict(cfg), "mode": "train"})
+    peer_cfg = replace(cfg, mode="train")
     peer = results(copy.deepcopy(stock).train(), x, dy, kwargs, peer_cfg)
-    before = choose._CPU_TOKENS, attention_rows._BLOCK
-    choose._CPU_TOKENS, attention_rows._BLOCK = cfg.tokens, cfg.block
-    try:
+    with in_pieces_of(cfg):
         ours = results(fused, x, dy, kwargs, cfg)
-    finally:
-        choose._CPU_TOKENS, attention_rows._BLOCK = before
     return _compare(ours, peer, exact, dtype, gradients=cfg.mode != "eval without gradients")
 
 

@@ -4,7 +4,7 @@
 norms fused into products), which take more and would hide what the first take. A row holds the most
 registers, shared memory and stack of its configurations: none may exceed the worst one. It also
 holds the registers of all of them added up: so one that grows below the worst is seen, where as
-many were compiled. `--write-budgets` replaces all rows of the targets that it compiles.
+many were compiled. `--write-budgets` replaces the rows of the targets and cases that it compiles.
 """
 
 from __future__ import annotations
@@ -52,15 +52,14 @@ def read() -> dict[Key, Budget]:
 
 
 def write(rows: Sequence[Mapping[str, Any]], triton: str) -> None:
-    """Makes what is found the budget, instead of the former rows of the same targets."""
-    targets = {row["target"] for row in rows}
-    kept = {
-        key: one for key, one in read().items() if key[:1] != (triton,) or key[1] not in targets
-    }
+    """Makes what is found the budget, instead of all rows of the same targets and cases."""
+    found = summed(rows, triton)
+    anew = {(key[0], key[1], key[3]) for key in found}
+    kept = {key: one for key, one in read().items() if (key[0], key[1], key[3]) not in anew}
     with BUDGETS.open("w", newline="") as file:
         writer = csv.writer(file, delimiter="\t", lineterminator="\n")
         writer.writerow(FIELDS)
-        for key, one in sorted((kept | summed(rows, triton)).items()):
+        for key, one in sorted((kept | found).items()):
             writer.writerow([*key, *one.values()])
 
 

@@ -23,16 +23,14 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 import fused_remat.kernels
 from bench.audit import budgets
@@ -40,9 +38,6 @@ from bench.audit import cases as audit_cases
 from fused_remat.triton.launch import INTERPRETED, Launch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
-    torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8"
-}  # fmt: skip
 
 # Architecture -> bytes of shared memory a block may have, a multiprocessor has, and its warps.
 LIMITS = {
@@ -54,51 +49,21 @@ TENSOR_CORES = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA",
 _COUNTED = ("HMMA", "HGMMA", "UTCHMMA", "UTMALDG", "LDL", "STL")
 
 
-@dataclass
-class _Signature:
-    """What `source` finds of arguments, by their place: (index,), in a tuple (index, field)."""
-
-    constants: dict[Any, Any] = field(default_factory=dict)
-    attributes: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
-
-    def type_of(self, value: Any, at: tuple[int, ...], plain: bool, unaligned: bool) -> Any:
-        """Triton's name of it; `plain`, `unaligned`: its value, its address does not matter."""
-        if isinstance(value, tuple):
-            found = [self.type_of(v, (*at, i), plain, unaligned) for i, v in enumerate(value)]
-            return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
-        constant = value is None or isinstance(value, triton.language.constexpr)
-        if constant or (isinstance(value, int) and value == 1 and not plain):
-            self.constants[at] = value
-            return "constexpr"
-        divisible = False
-        if isinstance(value, Tensor):
-            name = "*" + _NAMES[value.dtype]
-            divisible = value.data_ptr() % 16 == 0 and not unaligned
-        elif isinstance(value, TensorDescriptor):
-            name = f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}>"
-        elif isinstance(value, int):
-            name = "i32" if -(2**31) <= value < 2**31 else "i64"
-            divisible = value % 16 == 0 and not unaligned
-        else:
-            name = "fp32"
-        if divisible:
-            self.attributes[at] = [["tt.divisibility", 16]]
-        return name
+@functools.cache
+def _binder(kernel: Any) -> tuple[Any, Any]:
+    """What Triton makes of a kernel's arguments: that of Nvidia's backend for all targets."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
 def source(launch: Launch) -> ASTSource:
-    """The kernel as it would be compiled for this launch: types, constants, divisibility."""
-    names, params = launch.kernel.arg_names, launch.kernel.params
-    found = _Signature()
-    signature: dict[str, Any] = {}
-    for index, (param, value) in enumerate(zip(params, launch.args, strict=False)):
-        plain = param.do_not_specialize
-        unaligned = plain or param.do_not_specialize_on_alignment
-        signature[param.name] = found.type_of(value, (index,), plain, unaligned)
-    signature |= dict.fromkeys(launch.keywords, "constexpr")
-    constants = found.constants | {(names.index(n),): v for n, v in launch.keywords.items()}
-    ordered = {name: signature[name] for name in names}
-    return ASTSource(launch.kernel, ordered, constants, found.attributes)
+    """The kernel as Triton compiles it for this launch: types, constants, divisibility."""
+    backend, bind = _binder(launch.kernel)
+    bound, found, options = bind(*launch.args, **launch.keywords)
+    pack = launch.kernel._pack_args
+    _, signature, constants, attributes = pack(backend, launch.keywords, bound, found, options)
+    known = {place: attribute for place, attribute in attributes.items() if attribute}
+    return ASTSource(launch.kernel, signature, constants, known)
 
 
 def compile_ahead(launch: Launch, arch: int) -> Any:
@@ -214,7 +179,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--reuse", type=Path, help="an audit.json whose rows of equal source hold")
     parser.add_argument("--out", type=Path, help="folder for audit.json")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.write_budgets and options.only:
+        parser.error("--write-budgets needs all cases: it replaces every row of a target")
+    return options
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench.measure.machine import machine
-from bench.report.composition import OUTCOMES
+from bench.pages.composition import OUTCOMES
 
 _found: dict[str, str] = {}
 

@@ -130,11 +130,6 @@ def operand(x: Tensor | None) -> Matrix | None:
     return None if x is None else matrix(rows_in_place(x))
 
 
-def stride_of(x: Tensor | None) -> int:
-    """Elements from one row to the next; 0 for None."""
-    return 0 if x is None else x.stride(0)
-
-
 def dropout_of(mask: DropoutMask | None) -> tuple[Tensor | None, int, int, float]:
     """The site's key, first row, threshold and scale as kernels take them."""
     if mask is None:

@@ -38,7 +38,6 @@ from fused_remat.triton.launch import (
     dropout_of,
     in_place,
     rows_in_place,
-    stride_of,
     target_of,
 )
 from fused_remat.triton.pointwise import PAIRS, dropout_add_fwd
@@ -390,7 +389,7 @@ def described(target: Target, *matrices: _Tiled) -> tuple[tuple[Any, ...], tuple
     They are descriptors if the target has them and every matrix allows one; else tensors.
     """
     tensors = [None if x is None else rows_in_place(x) for x, _, _ in matrices]
-    strides = tuple(map(stride_of, tensors))
+    strides = tuple([0 if x is None else x.stride(0) for x in tensors])
     if not (target.has_tma and all(x is None or can_describe(x) for x in tensors)):
         return tuple(tensors), strides, False
     described = tuple(

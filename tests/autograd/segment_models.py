@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from layer_kinds import B, D, F, H, S
 from reference import EXACT_PRESETS, randomize
 from same_bits import assert_same_bits, step
+from small_layers import B, D, F, H, S
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, Policy

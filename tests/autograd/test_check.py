@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 import torch
+from block_inputs import in_pieces, normal, results
+from op_cases import CASES
 from reference import EXACT_PRESETS, pair
-from reference_ops import CASES, in_pieces, normal, results
 from same_bits import assert_same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint

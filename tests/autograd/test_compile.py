@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from block_inputs import results
+from op_cases import CASES, bounds, key_lengths
 from reference import EXACT_PRESETS, run
-from reference_ops import CASES, bounds, key_lengths, results
 from same_bits import assert_same_bits, step
 from tiers import exhaustive
 from torch import nn

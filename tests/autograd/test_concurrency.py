@@ -1,6 +1,7 @@
 """Threads: models trained side by side, one model in several, backward in another than forward."""
 
 import copy
+import functools
 import sys
 import threading
 import time
@@ -251,13 +252,22 @@ def test_reports_see_their_own_thread_only():
     def report():
         return str(explain(model, x)), memory_report(model, x).to_json()
 
+    stop = threading.Event()
+
     def reports():
-        return [report() for _ in range(3)]
+        try:
+            return [report() for _ in range(3)]
+        finally:
+            stop.set()
+
+    def train_until_then(other):
+        while not stop.is_set():
+            train(other, 1)
 
     expected = report()
     with warnings.catch_warnings():
         warnings.simplefilter("error", FusedRematWarning)
-        got, _, _ = together(reports, *(lambda m=m: train(m, 20) for m in others))
+        got, _, _ = together(reports, *(functools.partial(train_until_then, m) for m in others))
     for text, record in got:
         assert text == expected[0]
         assert without_peaks(record) == without_peaks(expected[1])

@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_kinds import KINDS, draw, layers_of
+from block_inputs import Block, leaves, normal
 from reference import EXACT_PRESETS, X, make, randomize
-from reference_ops import normal
-from reference_transformer import Block, leaves
 from same_bits import assert_same_bits
 from segment_models import quiet, stack
+from small_layers import KINDS, draw, layers_of
 from tiers import pairwise
 from torch import nn
 from torch.autograd.graph import GradientEdge

@@ -8,8 +8,8 @@ import itertools
 
 import pytest
 import torch
+from block_inputs import in_pieces
 from reference import EXACT_PRESETS, pair, run
-from reference_ops import in_pieces
 from same_bits import assert_same_bits
 from tiers import exhaustive
 from torch import nn

@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 import torch
-from layer_kinds import KINDS, B, D, F, H, S, layers_of
 from offload_mover import moving
 from reference import randomize
 from same_bits import assert_same_bits, step
+from small_layers import KINDS, B, D, F, H, S, layers_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef

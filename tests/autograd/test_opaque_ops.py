@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from block_inputs import in_pieces, results
+from op_cases import CASES
 from reference import EXACT_PRESETS
-from reference_ops import CASES, in_pieces, results
 from same_bits import assert_same_bits, step
 from tiers import exhaustive
 from torch.utils.checkpoint import (

@@ -14,7 +14,7 @@ from same_bits import assert_same_bits, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
-from bench.layers.ways import RandomState
+from bench.subjects.layer_ways import RandomState
 from fused_remat import FusedRematLayer, FusedRematWarning, ops
 from fused_remat.report.allocations import SavedBytes, measure_allocations
 

@@ -15,7 +15,7 @@ from offload_mover import LateMover, moving
 from same_bits import assert_same_bits, step
 from segment_models import X, full, grads_of, place, quiet, stack, unheeded
 from test_concurrency import together
-from test_outer_checkpointing import WAYS
+from test_outer_checkpointing import WAYS, remat
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from fused_remat import Policy, check_replay, defer_weight_gradients
@@ -27,11 +27,11 @@ def without_warnings():
         yield
 
 
-def offload(model, mover=None):
+def offload(model):
     """As by a stream, whose copies are made when somebody waits."""
     for layer in model:
         layer.policy = Policy(save={"attn", "qkv"}, offload={"qkv", "input"})
-    return moving(mover or LateMover())
+    return moving(LateMover())
 
 
 def accumulation(model):
@@ -76,6 +76,7 @@ def inside(context, model):
 
 
 FORWARDS = WAYS | {
+    "torch_remat": remat,
     "save_on_cpu": functools.partial(inside, save_on_cpu),
     "hooks that copy": functools.partial(
         inside, functools.partial(saved_tensors_hooks, torch.clone, torch.clone)
@@ -84,12 +85,14 @@ FORWARDS = WAYS | {
 
 
 @pytest.mark.composes("Outer checkpointing", "offload, with hooks on saved tensors (save_on_cpu)")
+@pytest.mark.composes("Outer checkpointing", "segments, with hooks on saved tensors (save_on_cpu)")
 @pytest.mark.parametrize("way", FORWARDS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_forward(feature, way):
     model, other, context = made(feature)
+    expected = step(model, model, X)
     with unheeded(), context:  # of a segment's layers behind a reentrant checkpoint
-        assert_same_bits(step(FORWARDS[way](other), other, X), step(model, model, X))
+        assert_same_bits(step(FORWARDS[way](other), other, X), expected)
 
 
 def retained(model, x, leaves):

@@ -12,7 +12,6 @@ import weakref
 
 import pytest
 import torch
-from layer_kinds import KINDS, layers_of
 from same_bits import assert_same_bits, step
 from segment_models import (
     ALL,
@@ -34,6 +33,7 @@ from segment_models import (
     unheeded,
     warned,
 )
+from small_layers import KINDS, layers_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from reference_ops import normal
+from block_inputs import normal
 from same_bits import assert_same_bits, step
 from segment_models import (
     ALL,
@@ -30,7 +30,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from bench.layers.ways import RandomState
 from fused_remat import FusedRematWarning, Policy, check_replay, convert, ops
 from fused_remat.autograd.replay_check import ReplayError
 from fused_remat.convert import set_policy
@@ -68,18 +67,6 @@ def test_checkpoints(way, first, last):
         assert_as_full(model, parts(way, first, last))
 
 
-def test_checkpoints_nested_and_in_turn():
-    model = stack(save=("qkv",))
-
-    def each(way):
-        return lambda model: lambda x: functools.reduce(lambda h, layer: way(layer, h), model, x)
-
-    assert_as_full(model, each(plain))
-    assert_as_full(model, lambda model: functools.partial(plain, each(plain)(model)))
-    with unheeded():
-        assert_as_full(model, each(reentrant))
-
-
 def test_selective_checkpoint():
     def chosen(ctx, op, *args, **kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE
@@ -92,7 +79,6 @@ def test_selective_checkpoint():
         assert_as_full(model, parts(way, 1, 3))
 
 
-@pytest.mark.composes("Outer checkpointing", "segments, with hooks on saved tensors (save_on_cpu)")
 def test_hooks_on_saved_tensors():
     model, unpacked = stack(save=("attn",)), []
 
@@ -100,24 +86,23 @@ def test_hooks_on_saved_tensors():
         unpacked.append(packed[0])
         return packed[1].clone()
 
-    def inside(hooks, model, x):
-        with hooks():
-            return model(x)
+    def counted(model):
+        def forward(x):
+            with counting():
+                return model(x)
 
-    def around(hooks):
-        return lambda model: functools.partial(inside, hooks, model)
+        return forward
 
     counting = functools.partial(
         torch.autograd.graph.saved_tensors_hooks, lambda t: (object(), t.clone()), unpack
     )
-    assert_as_full(model, around(counting))
+    assert_as_full(model, counted)
     assert len(unpacked) == len(set(unpacked))  # each once
     with counting():
         h = model[:2](X)
         sides = model[2](h) + model[3](h)  # two ask for the same layers' inputs
     sides.sum().backward()
     assert len(unpacked) == len(set(unpacked))
-    assert_as_full(model, around(torch.autograd.graph.save_on_cpu))
 
 
 def random_graph(seed):
@@ -165,14 +150,6 @@ def test_random_graphs(seeds):
         other = full(model)
         with unheeded():
             assert_same_bits(step(forward(model), model, X), step(forward(other), other, X))
-
-
-def test_torch_remat():
-    torch_remat = pytest.importorskip("torch_remat")
-    hooks = (RandomState(torch.device("cpu")),)
-    way = torch_remat.checkpoint(region_name="stack", recompute_state_hooks=hooks)
-    with unheeded():
-        assert_as_full(stack(save=("attn",)), way)
 
 
 # --- everything else around

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from block_inputs import Block, leaves, normal, results
 from places import PLACE, error_of
-from reference_ops import normal, results
-from reference_transformer import Block, leaves, plain
+from reference import causal_block as plain
 
 from fused_remat import ops
 

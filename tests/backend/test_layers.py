@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.nn.functional as F
+from decoder_cases import pair as decoder_pair
 from places import BF16, DEVICE, ON_GPU, ROUTES, assert_bits, at, deterministic, error_of, normal
 from reference import EXACT_PRESETS, pair, randomize
-from reference_decoder import pair as decoder_pair
 from tiers import pairwise
 from torch import nn
 

@@ -16,7 +16,7 @@ from bench.audit import budgets
 from bench.audit import cases as audit_cases
 from bench.audit import command as audit
 from bench.audit.attention import POINTERS, PRODUCTS, case_name, launches_of, variants
-from bench.report.audit import AUDIT
+from bench.pages.audit import AUDIT
 from fused_remat.triton.tables import TILES, Tile
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -79,7 +79,7 @@ def wrapper_compiled(model):
     return torch.compile(DDP(model), backend="aot_eager")
 
 
-#: Of which the whole is trained, and of which a layer at a time.
+#: How a model is wrapped.
 WRAPPERS = {
     "DDP": DDP,
     "FSDP2": per_layer,
@@ -113,26 +113,27 @@ def in_segments():
     return model
 
 
-def rung(policy):
+def preset(policy):
+    """An encoder with this policy, pre-norm or post-norm."""
     return functools.partial(encoder, policy, policy != "lean")
 
 
-EVERY_RUNG = {policy: rung(policy) for policy in EXACT_PRESETS}
+EVERY_PRESET = {policy: preset(policy) for policy in EXACT_PRESETS}
 FROZEN = {part: functools.partial(without, part) for part in ("linear1", "norm", "0.self_attn")}
 # Pinning asks for an accelerator; on a CPU mesh it is FSDP2's bookkeeping that is tested.
 HOST = CPUOffloadPolicy(pin_memory=False)
 #: By wrapper, and by what is asked of it: the model, and the wrapper where it has options.
 CASES = {
-    **{("DDP", name): (make, DDP) for name, make in (EVERY_RUNG | FROZEN).items()},
+    **{("DDP", name): (make, DDP) for name, make in (EVERY_PRESET | FROZEN).items()},
     ("DDP", "static graph"): (encoder, functools.partial(DDP, static_graph=True)),
     ("DDP", "unused layer"): (
         lambda: WithUnused(*encoder(layers=3)), functools.partial(DDP, find_unused_parameters=True)
     ),
     ("DDP", "views"): (encoder, functools.partial(DDP, gradient_as_bucket_view=True)),
-    ("DDP", "layers compiled"): (rung("lean"), layers_compiled(DDP)),
+    ("DDP", "layers compiled"): (preset("lean"), layers_compiled(DDP)),
     ("DDP", "compiled"): (functools.partial(encoder, "lean"), wrapper_compiled),
     ("DDP", "segments"): (in_segments, DDP),
-    **{("FSDP2", name): (make, per_layer) for name, make in (EVERY_RUNG | FROZEN).items()},
+    **{("FSDP2", name): (make, per_layer) for name, make in (EVERY_PRESET | FROZEN).items()},
     **{
         ("FSDP2", f"{wrap.__name__}, {reshard}"): (
             encoder, functools.partial(wrap, reshard_after_forward=reshard)
@@ -140,12 +141,12 @@ CASES = {
         for wrap in (per_layer, fully_shard) for reshard in (True, False)
     },
     ("FSDP2", "CPU offload"): (encoder, functools.partial(per_layer, offload_policy=HOST)),
-    ("FSDP2", "layers compiled"): (rung("fast"), layers_compiled(per_layer)),
+    ("FSDP2", "layers compiled"): (preset("fast"), layers_compiled(per_layer)),
 }  # fmt: skip
 #: Where layers leave the fused path, or keep their input, and say so: the model and the wrapper.
 SAID = {
-    "linears, full": (rung("full"), per_linear, "FSDPLinear; the fused path"),
-    "linears, none": (rung("none"), per_linear, "FSDPLinear; the fused path"),
+    "linears, full": (preset("full"), per_linear, "FSDPLinear; the fused path"),
+    "linears, none": (preset("none"), per_linear, "FSDPLinear; the fused path"),
     "segments": (in_segments, per_layer, "FSDP manages its parameters"),
     "segments, root only": (in_segments, fully_shard, "FSDP manages its parameters"),
 }

@@ -6,11 +6,11 @@ In deterministic mode, where PyTorch fills what is not written with NaN.
 from dataclasses import dataclass
 
 import pytest
-import reference_ops
+import reference
 import torch
 import torch.nn.functional as F
+from block_inputs import results
 from places import BF16, DEVICE, ON_GPU, PLACE, assert_bits, at, deterministic, normal, sized
-from reference_ops import results
 from tiers import pairwise
 
 from fused_remat import ops
@@ -87,9 +87,9 @@ def additive(q, k, options):
         return None
     window, causal, cu = get("window", (-1, -1)), get("is_causal", False), get("cu_seqlens_q")
     if cu is None:
-        seen = reference_ops.visible(*grid, window, causal)
+        seen = reference.visible(*grid, window, causal)
     else:
-        seen = reference_ops.visible_packed(cu, get("cu_seqlens_k", cu), grid, window, causal)
+        seen = reference.visible_packed(cu, get("cu_seqlens_k", cu), grid, window, causal)
     if "key_lengths" in options:
         seen = seen & (torch.arange(grid[1]) < options["key_lengths"][:, None, None, None])
     bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -INF)
@@ -112,7 +112,7 @@ def yardstick(q, k, v, options):
     bias = additive(q, k, options)
     dead = bias is not None and bool((bias == -INF).all(-1).any())
     if dead or options.get("softcap") or options.get("dropout_p"):
-        return reference_ops.attention(q, k, v, **options)
+        return reference.attention(q, k, v, **options)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     return F.scaled_dot_product_attention(q, k, v, bias, scale=options.get("scale"))
@@ -147,7 +147,7 @@ def check(s, inputs=None, **options):
     with DEVICE:
         theirs = run(yardstick, *cleaned, options)
         exact = run(
-            lambda q, k, v, o: reference_ops.attention(q, k, v, **o),
+            lambda q, k, v, o: reference.attention(q, k, v, **o),
             *cleaned, options, torch.Tensor.double,
         )  # fmt: skip
     largest = max(1e-30, *(t.norm().item() for t in exact.values()))

@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 from accuracy import check_error
+from block_inputs import Block, calls, in_pieces, leaves, normal, results
+from layer_kinds import KINDS, assert_bits, assert_close, run
 from peft import LoraConfig, inject_adapter_in_model
 from reference import EXACT_PRESETS
-from reference_ops import calls, in_pieces, normal, results
-from reference_transformer import Block, leaves, plain
+from reference import causal_block as plain
 from torch import nn
 
-from fused_remat import FusedRematDecoderLayer, FusedRematLayer, ops
+from fused_remat import FusedRematLayer, ops
 from fused_remat.graph.fusions import MlpBackward, MlpUp
 from fused_remat.graph.schedule import kept_bytes, schedule
 from fused_remat.report.allocations import SavedBytes, measure_allocations
@@ -219,12 +220,9 @@ def test_what_does_not_fit_is_refused():
     block = BLOCKS["split"]
     x, w = normal(2, 5, block.d), block.weights()
     a, b = torch.zeros(3, block.d).double(), torch.zeros(16, 3).double()
+    mixed = "A of q is torch.float32 and B is torch.float64"
     cases = [
-        (
-            [("qkv", a, b, 1.0)],
-            ValueError,
-            "no layer 'qkv' to update; valid: q, k, v, proj",
-        ),
+        ([("qkv", a, b, 1.0)], ValueError, "no layer 'qkv' to update; valid: q, k, v, proj"),
         (
             [("q", a[:, :4], b, 1.0)],
             ValueError,
@@ -235,7 +233,7 @@ def test_what_does_not_fit_is_refused():
         (
             [("q", a.float(), b, 1.0)],
             RuntimeError,
-            "A of q is torch.float32 and B is torch.float64",
+            mixed,
         ),
         ([("q", a, None, 1.0)], TypeError, "B of q must be a Tensor, got NoneType"),
         ([("q", a, b)], TypeError, r"lora takes \(layer, A, B, scale\)"),
@@ -280,28 +278,27 @@ def test_peft_on_the_encoder_layer(norm_first, recwarn):
     assert not [w for w in recwarn if w.category is FusedRematWarning]
 
 
-def test_peft_on_the_decoder_layer():
-    stock = adapted(nn.TransformerDecoderLayer(8, 2, 16, 0.0).double())
-    fused = FusedRematDecoderLayer.from_layer(stock)
-    x, memory = normal(5, 2, 8), normal(3, 2, 8, seed=1)
-    assert fused.why_not_fused(x, memory) is None
-    for a, b in zip(grads(fused, x, memory), grads(stock, x, memory), strict=True):
-        torch.testing.assert_close(a, b)
+@pytest.mark.composes("Hugging Face", "PEFT's LoRA on `FusedRematCausalLayer`, also compiled")
+@pytest.mark.parametrize(
+    ("name", "targets", "count"),
+    [("decoder, post-norm", ["linear1", "linear2"], 4), ("llama", ["q", "v", "up", "down"], 8)],
+)
+def test_peft_on_the_other_layers(name, targets, count):
+    kind = KINDS[name]
+    stock, fused = (adapted(m, targets, r=3, lora_alpha=6) for m in kind.pair(dtype=torch.float64))
+    fused.load_state_dict(stock.state_dict())
+    *inputs, dy = kind.data()
+    given = kind.given("tables")
+    assert fused.why_not_fused(*inputs, **given) is None
+    assert sum(p.requires_grad for p in fused.parameters()) == count
+    assert_close(run(fused, *inputs, dy, **given), run(stock, *inputs, dy, **given))
 
 
 @pytest.mark.parametrize(
     "targets, config, reason",
     [
-        (
-            ["self_attn"],
-            {},
-            "self_attn is peft.tuners.lora.layer.MultiheadAttention;",
-        ),
-        (
-            ["linear1"],
-            {"use_dora": True},
-            "adapter 'default' of linear1 is .*DoraLinearVariant",
-        ),
+        (["self_attn"], {}, "self_attn is peft.tuners.lora.layer.MultiheadAttention;"),
+        (["linear1"], {"use_dora": True}, "adapter 'default' of linear1 is .*DoraLinearVariant"),
         (["linear2"], {"lora_bias": True}, "the adapter 'default' of linear2 has a bias"),
     ],
 )
@@ -374,13 +371,16 @@ def test_pieces_of_an_update_are_summed_in_float32(monkeypatch):
     assert errors[1] <= 1.2 * errors[0]
 
 
-def test_a_compiled_layer_has_the_same_bits():
-    layer = FusedRematLayer.from_layer(
-        adapted(nn.TransformerEncoderLayer(8, 2, 16, 0.0), lora_dropout=0.2)
-    )
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x, found = normal(5, 2, 8, dtype=torch.float32), []
-    for way in (layer, compiled):
+@pytest.mark.parametrize("name", ["encoder, post-norm", "llama"])
+def test_a_compiled_layer_has_the_same_bits(name):
+    torch._dynamo.reset()
+    kind, found = KINDS[name], []
+    targets = ["q", "v", "up", "down"] if kind.is_causal else ["linear1", "linear2"]
+    layer = adapted(kind.pair()[1], targets, lora_dropout=0.2)
+    for way in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        x = kind.data(torch.float32)[0].requires_grad_()
         torch.manual_seed(0)
-        found.append(grads(way, x))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        y = way(x, **kind.given("tables", torch.float32))
+        params = [p for p in layer.parameters() if p.requires_grad]
+        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *params])])
+    assert_bits(*found)

@@ -1,0 +1,193 @@
+"""Layers of transformers as blocks: logits and all gradients are those of the stock models."""
+
+import copy
+
+import pytest
+import torch
+from hf_models import (
+    MODELS,
+    S,
+    allowed,
+    build,
+    distance,
+    in_float64,
+    inputs_of,
+    packed,
+    reasons,
+    step,
+)  # fmt: skip
+from reference import EXACT_PRESETS
+
+from fused_remat import convert, explain, memory_report, set_policy
+
+
+def served(model, given):
+    """A step of a converted model, all of whose layers run as blocks."""
+    with reasons() as why:
+        got = step(model, given)
+    assert not why
+    return got
+
+
+def within(ours, theirs, dtype):
+    """Errors at most one and a half times transformers' own, and a floor of a rounding of the
+    values themselves: at this size errors are a handful of them."""
+    floor = 4 * torch.finfo(dtype).eps
+    assert {n: e for n, e in ours.items() if not e <= 1.5 * theirs[n] + floor} == {}
+
+
+CAUSAL = [name for name in MODELS if name not in ("bert", "roberta", "vit")]
+
+
+@pytest.mark.composes("Hugging Face", "logits and all gradients of eleven architectures, padding")
+@pytest.mark.parametrize("name", MODELS)
+def test_float64_in_every_rung(name):
+    model = build(name)
+    given = inputs_of(name)
+    expected = step(in_float64(copy.deepcopy(model)), given)
+    convert(model)
+    for preset in EXACT_PRESETS:
+        set_policy(model, "*", preset)
+        got = served(in_float64(model), given)
+        assert max(distance(got, expected).values()) < allowed(name), preset
+
+
+@pytest.mark.parametrize(
+    "name, dtype, padded",
+    [(name, torch.float32, name != "qwen2") for name in MODELS]
+    + [(name, torch.bfloat16, True) for name in ("llama", "gemma3", "bert")],
+)
+def test_error_is_within_that_of_transformers(name, dtype, padded):
+    model = build(name, dtype)
+    given = inputs_of(name, padded, dtype)
+    oracle = copy.deepcopy(model).double()
+    exact = inputs_of(name, padded) | {
+        k: v.double() for k, v in given.items() if v.is_floating_point()
+    }
+    expected = step(in_float64(oracle), exact)
+    theirs = distance(step(model, given), expected)
+    within(distance(served(convert(model), given), expected), theirs, dtype)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_eager_attention(name):
+    model = build(name, torch.float32, "eager")
+    given = inputs_of(name)
+    expected = step(model, given)
+    # Two float32 computations of one thing.
+    assert max(distance(served(convert(model), given), expected).values()) < 3e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "bert"])
+def test_rungs_give_the_same_bits(name):
+    model, given = convert(build(name, torch.float32)), inputs_of(name)
+    first = step(model, given)
+    for preset in EXACT_PRESETS[1:]:
+        other = step(set_policy(model, "*", preset), given)
+        assert all(torch.equal(value, first[n]) for n, value in other.items())
+
+
+@pytest.mark.composes("Hugging Face", "kept bytes are those predicted; `memory_report`, `explain`")
+@pytest.mark.parametrize("name, presets", [("llama", ("full", "fast")), ("bert", ("lean",))])
+def test_what_is_kept_is_what_is_predicted(name, presets):
+    model, given = build(name, torch.float32), inputs_of(name)
+    stock = [row.kept_bytes for row in memory_report(model, **given).layers[:2]]
+    convert(model)
+    for preset in presets:
+        set_policy(model, "*", preset)
+        rows = [row for row in memory_report(model, **given).layers if row.policy]
+        assert [row.policy for row in rows] == [preset, preset]
+        for row, whole in zip(rows, stock, strict=True):
+            # What all layers share is the model's: the mask, and RoPE's tables.
+            shared = sum(a.bytes for a in row.activations if a.name in ("mask", "cos", "sin"))
+            assert row.kept_bytes - shared == row.predicted_bytes
+            assert row.predicted_bytes < whole * (0.6 if preset == "fast" else 0.2)
+    shown = explain(model, **given)
+    assert len(shown) == 2 and "rebuild up" in str(shown[1])
+
+
+@pytest.mark.composes("Hugging Face", "packed sequences, by `position_ids`")
+@pytest.mark.parametrize("name", CAUSAL)
+def test_packed_sequences_are_as_those_by_themselves(name):
+    model = convert(build(name), policy="lean")
+    both, parts = packed(name)
+    with reasons() as why:
+        got = model(**both).logits[0]
+    assert not why
+    alone = torch.cat([model(input_ids=part).logits[0] for part in parts])
+    # transformers' RMSNorm after the last layer is float32.
+    torch.testing.assert_close(got, alone, rtol=1e-6, atol=1e-6)
+
+
+def test_bounds_and_windows_of_flash_attention():
+    """What a model hands to its layers for flash attention means what it means for sdpa."""
+    model, given = build("mistral"), inputs_of("mistral")
+    expected = step(in_float64(copy.deepcopy(model)), given)
+    in_float64(convert(model))
+    # Not through the setter, which asks for the package: nothing of it is called.
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert max(distance(served(model, given), expected).values()) < 1e-10
+    bounds = torch.tensor([0, 5, S], dtype=torch.int32)
+    varlen = {f"cu_seq_lens_{t}": bounds for t in "qk"} | {f"max_length_{t}": 7 for t in "qk"}
+    both, parts = packed("mistral")
+    with reasons() as why:
+        whole = model(**both, **varlen).logits[0]
+        alone = torch.cat([model(input_ids=part).logits[0] for part in parts])
+    assert not why
+    torch.testing.assert_close(whole, alone, rtol=1e-10, atol=1e-10)
+    x = torch.zeros(1, S, 32, dtype=torch.float64)
+    tables = (torch.ones(1, S, 8, dtype=torch.float64),) * 2
+    call = {"position_embeddings": tables, "position_ids": both["position_ids"]}
+    layer = model.model.layers[0]
+    assert layer.why_not_fused(x, **call) == "sequences are packed without cu_seq_lens"
+    model.config._attn_implementation_internal = "flex_attention"
+    assert layer.why_not_fused(x, **call).startswith("the attention implementation is 'flex_att")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "bert"])
+@pytest.mark.composes("Hugging Face", "autocast to bfloat16, float32 weights")
+def test_autocast(name):
+    model, given = build(name, torch.float32), inputs_of(name)
+    expected = step(in_float64(copy.deepcopy(model).double()), given)
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = model(**given).logits
+        theirs = distance(step(model, given), expected)
+        ours = distance(served(convert(model), given), expected)
+    assert model(**given).logits.dtype == torch.float32 != stock.dtype
+    within(ours, theirs, torch.bfloat16)
+
+
+DROPOUT = {
+    "llama": {"attention_dropout": 0.2},
+    "gpt2": {"attn_pdrop": 0.2, "resid_pdrop": 0.3},
+    "bert": {"attention_probs_dropout_prob": 0.2, "hidden_dropout_prob": 0.3},
+    "vit": {"attention_probs_dropout_prob": 0.2, "hidden_dropout_prob": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout(name):
+    model = build(name, torch.float32, **DROPOUT[name])
+    given, stock = inputs_of(name, False, torch.float32), copy.deepcopy(model)
+    convert(model)
+
+    def seeded(seed, policy):
+        set_policy(model, "*", policy)
+        torch.manual_seed(seed)
+        return served(model, given)
+
+    first, again, other = seeded(3, "full"), seeded(3, "none"), seeded(4, "full")
+    assert all(torch.equal(value, again[n]) for n, value in first.items())
+    assert not torch.equal(first["logits"], other["logits"])
+    if name == "bert":  # dropout at all sites
+        # How far dropout moves the logits, by the mean over seeds: that of the stock model.
+        with torch.no_grad():
+            plain = stock.eval()(**given).logits
+        moved = [mean_square(m.train(), given, plain) for m in (stock, model)]
+        assert moved[1] == pytest.approx(moved[0], rel=0.2)  # five standard errors of 20 draws
+
+
+def mean_square(model, given, plain):
+    torch.manual_seed(0)
+    draws = [(model(**given).logits - plain).square().mean().item() for _ in range(20)]
+    return sum(draws) / len(draws)

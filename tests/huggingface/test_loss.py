@@ -1,0 +1,169 @@
+"""`convert(loss=True)`: language models of transformers that train without whole logits."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from hf_models import MODELS, VOCAB, build, reasons
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from fused_remat import FusedRematWarning, convert, revert
+from fused_remat.report.allocations import AllocationTrace
+
+
+def llama(**changes):
+    return build("llama", torch.float32, **{"tie_word_embeddings": True, **changes})
+
+
+def batch(seq=11):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, VOCAB, (2, seq), generator=generator)
+    labels = tokens.clone()
+    labels[0, :3] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def step(model, **inputs):
+    """What the model returns, and every gradient."""
+    model.zero_grad(set_to_none=True)
+    out = model(**inputs)
+    out.loss.backward()
+    return out, {name: p.grad for name, p in model.named_parameters()}
+
+
+def compare(model, fused, **inputs):
+    expected, grads = step(model, **inputs)
+    out, found = step(fused, **inputs)
+    assert out.logits is None and expected.logits is not None
+    # transformers makes float32 of the logits, whatever the model's dtype; ours are not rounded.
+    torch.testing.assert_close(out.loss.float(), expected.loss.float(), rtol=1e-6, atol=1e-6)
+    for name, grad in grads.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+    return out
+
+
+@pytest.mark.composes("Hugging Face", "`convert(loss=True)`: the loss without whole logits")
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(7)], ids=["mean", "int", "tensor"])
+def test_loss_and_gradients_are_transformers_own(name, items):
+    softcap = {"final_logit_softcapping": 0.5} if name == "gemma2" else {}
+    model = build(name, tie_word_embeddings=True, **softcap)
+    fused = convert(copy.deepcopy(model), policy="lean", loss=True)
+    assert type(fused).__name__ == type(model).__name__ and isinstance(fused, type(model))
+    compare(model, fused, **batch(), **({} if items is None else {"num_items_in_batch": items}))
+
+
+def test_hidden_states_and_ignore_index_are_handed_on():
+    model = llama()
+    model.config.final_logit_softcapping = 0.5  # which is no option of Llama's
+    fused = convert(copy.deepcopy(model), loss=True)
+    inputs = batch()
+    inputs["labels"][inputs["labels"] == -100] = 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)  # layers are handed it, too
+        out = compare(model, fused, **inputs, output_hidden_states=True, ignore_index=5)
+    assert len(out.hidden_states) == 3
+
+
+def test_a_frozen_head_and_a_head_with_a_bias():
+    model = llama(tie_word_embeddings=False)
+    model.lm_head = torch.nn.Linear(32, VOCAB)
+    compare(model, convert(copy.deepcopy(model), loss=True), **batch())
+    model.lm_head.requires_grad_(False)
+    compare(model, convert(copy.deepcopy(model), loss=True), **batch())
+
+
+@torch.no_grad()
+def _evaluated(model):
+    model.eval()
+    logits = model(**batch()).logits
+    made = model.generate(batch()["input_ids"], max_new_tokens=4, do_sample=False)
+    return logits, made
+
+
+def test_evaluation_and_generation_are_transformers_own():
+    model = llama()
+    expected = _evaluated(model)
+    found = _evaluated(convert(copy.deepcopy(model), loss=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        ({"labels": None}, "no labels"),
+        ({"logits_to_keep": 3, "labels": None}, "no labels"),
+        ({"return_dict": False}, "a tuple"),
+        ({"shift_labels": batch()["labels"]}, "shift_labels"),
+    ],
+)
+def test_other_calls_have_logits(inputs, reason):
+    model = convert(llama(), loss=True)
+    with reasons() as told:
+        out = model(**(batch() | inputs))
+    assert any(reason in why for why in told), told
+    assert (out[1] if isinstance(out, tuple) else out.logits) is not None
+
+
+def test_a_loss_or_head_of_the_users_own_is_called():
+    model = convert(llama(), loss=True)
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
+    with pytest.warns(FusedRematWarning, match="whole logits: the loss function is <lambda>"):
+        assert model(**batch()).logits is not None
+    model = convert(llama(), loss=True)
+    seen = []
+    model.lm_head.register_forward_hook(lambda *args: seen.append(1))
+    with pytest.warns(FusedRematWarning, match="whole logits: lm_head has hooks"):
+        assert model(**batch()).logits is not None and seen
+
+
+def test_copies_pickles_and_saving(tmp_path):
+    model = llama()
+    fused = convert(copy.deepcopy(model), loss=True)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(fused)))
+    assert type(again) is type(fused)
+    fused.save_pretrained(tmp_path / "fused")
+    model.save_pretrained(tmp_path / "stock")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "fused" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes()
+    assert type(LlamaForCausalLM.from_pretrained(tmp_path / "fused")) is LlamaForCausalLM
+    assert type(revert(fused)) is LlamaForCausalLM
+    assert fused(**batch()).logits is not None
+
+
+def test_peft_before_and_after():
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+
+    def adapted(model):
+        torch.manual_seed(2)
+        return get_peft_model(model, config)
+
+    model = adapted(llama())
+    for fused in (convert(adapted(llama()), loss=True), adapted(convert(llama(), loss=True))):
+        compare(model, fused, **batch())
+
+
+def test_no_whole_logits_in_a_step():
+    model = llama(vocab_size=20_000, tie_word_embeddings=False)
+    model.lm_head.requires_grad_(False)
+    fused = convert(model, loss=True)
+    inputs = batch(256)
+    step(fused, **inputs)
+    with AllocationTrace() as trace:
+        step(fused, **inputs)
+    logits = inputs["input_ids"].numel() * 20_000 * 4
+    assert max(span.peak for span in trace.spans) < logits / 2
+
+
+def test_the_loss_may_be_converted_later():
+    model = llama()
+    compare(model, convert(convert(copy.deepcopy(model)), loss=True), **batch())
+
+
+def test_models_without_a_head_are_told():
+    model = LlamaForSequenceClassification(LlamaConfig(**MODELS["llama"][2]))
+    with pytest.raises(ValueError, match=r"no language model .* LlamaForCausalLM"):
+        convert(model, loss=True)

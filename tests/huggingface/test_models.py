@@ -1,0 +1,240 @@
+"""Converted models of transformers go on as they were: identity, outputs, saving, checkpointing."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import transformers
+from hf_models import IDS, build, close, fused_layers, step
+from torch.utils.checkpoint import checkpoint
+
+from fused_remat import FusedRematWarning, Policy, check_replay, convert, revert
+from fused_remat.huggingface.layer import HuggingFaceLayer
+
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}  # transformers' RMSNorm is float32 in a float64 model
+
+
+@pytest.fixture
+def model():
+    return build("llama")
+
+
+def test_layers_stay_what_they_were(model):
+    stock, layer = type(model.model.layers[0]), model.model.layers[0]
+    names = {name: id(p) for name, p in model.named_parameters()}
+    assert convert(model, policy="lean") is model
+    first, second = model.model.layers
+    assert first is layer and type(first) is type(second) is not stock
+    assert isinstance(first, stock) and isinstance(first, HuggingFaceLayer)
+    cls = type(first)
+    assert (cls.__name__, cls.__qualname__) == (stock.__name__, stock.__qualname__)
+    assert cls.__module__ == stock.__module__
+    assert cls.__name__ in model._no_split_modules
+    assert {name: id(p) for name, p in model.named_parameters()} == names
+    assert [layer.policy for layer in (first, second)] == ["lean", "lean"]
+    assert type(revert(model).model.layers[0]) is stock
+    assert type(convert(model, every=2).model.layers[0]) is cls  # one class for a stock class
+    assert type(model.model.layers[1]) is stock
+
+
+def test_policies_name_the_activations_of_the_layer(model):
+    with pytest.raises(ValueError, match=r"unknown activation 'sum2'.*gate, up"):
+        convert(model, policy=Policy(save={"sum2"}))
+    assert not fused_layers(model)
+    with pytest.raises(ValueError, match="are fused already"):
+        convert(convert(model))
+
+
+@pytest.mark.composes("Hugging Face", "`generate()` and evaluation: transformers' own, bit for bit")
+def test_generation(model):
+    model = model.float().eval()
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    prompt = {"input_ids": IDS["input_ids"][:, :5]}
+    before = model.generate(**prompt, **options)
+    logits = model(**IDS).logits
+    convert(model)
+    assert torch.equal(model.generate(**prompt, **options), before)
+    with torch.no_grad():
+        assert torch.equal(model(**IDS).logits, logits)
+
+
+@pytest.mark.composes("Hugging Face", "`output_hidden_states`; `output_attentions` by fallback")
+def test_outputs_that_models_record(blocks_run):
+    model = build("llama", how="eager")
+    expected = model(**IDS, output_hidden_states=True, output_attentions=True)
+    convert(model)
+    got = model(**IDS, output_hidden_states=True)
+    assert blocks_run == ["rotary_transformer_prenorm"] * 2  # also with recorders on the modules
+    for a, b in zip(got.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+    with pytest.warns(FusedRematWarning, match="attention weights"):
+        got = model(**IDS, output_attentions=True)
+    for a, b in zip(got.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+    assert len(blocks_run) == 2
+
+
+@pytest.mark.composes("Hugging Face", "gradients in evaluation, without a cache")
+def test_gradients_in_evaluation(model, blocks_run):
+    model.eval()
+    given = {**IDS, "use_cache": False}
+    expected = step(model, given)
+    close(step(convert(model), given), expected)
+    assert len(blocks_run) == 2
+
+
+@pytest.mark.composes("Hugging Face", "`gradient_checkpointing_enable()`: blocks rebuild, once")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+def test_gradient_checkpointing_does_not_rebuild_twice(model, blocks_run, reentrant, before):
+    expected = step(model, IDS)
+    counts = []
+
+    def enable():
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        for layer in model.model.layers:
+            inner = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = lambda *a, f=inner: counts.append(1) or f(*a)
+
+    if before:
+        enable()
+    convert(model)
+    if not before:
+        enable()
+    assert model.is_gradient_checkpointing
+    close(step(model, IDS), expected)
+    assert len(blocks_run) == 2 and not counts
+    # Where the block does not serve, transformers' checkpoint does, as the user asked.
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    with pytest.warns(FusedRematWarning, match="mlp has hooks"):
+        close(step(model, IDS), expected)
+    assert len(blocks_run) == 3 and len(counts) == 1
+    revert(model)
+    model(**IDS).logits.sum().backward()
+    assert len(counts) == 3
+
+
+@pytest.mark.composes("Hugging Face", "save_pretrained and from_pretrained: the same files")
+def test_saving(model, tmp_path):
+    model = model.float()
+    model.save_pretrained(tmp_path / "stock")
+    convert(model, policy="fast")
+    model.save_pretrained(tmp_path / "fused")
+    for file in (tmp_path / "stock").iterdir():
+        assert file.read_bytes() == (tmp_path / "fused" / file.name).read_bytes(), file.name
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fused").train()
+    assert not fused_layers(loaded)
+    expected = model(**IDS).logits
+    assert torch.equal(convert(loaded, policy="fast")(**IDS).logits, expected)
+
+
+def test_copies_and_pickles(model):
+    convert(model, policy="lean")
+    expected = step(model, IDS)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    ):
+        assert [type(layer) for layer in other.model.layers] == [type(model.model.layers[0])] * 2
+        assert [layer.policy for layer in fused_layers(other)] == ["lean", "lean"]
+        assert all(torch.equal(value, expected[n]) for n, value in step(other, IDS).items())
+
+
+def test_training_goes_on_after_conversion():
+    losses = {}
+    for converted in (False, True):
+        model = build("llama", torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        losses[converted] = []
+        for i in range(4):
+            if converted and i == 2:
+                convert(model)
+            loss = model(**IDS, labels=IDS["input_ids"]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[converted].append(loss.item())
+    # The same but for rounding, which Adam's first steps do not damp.
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+
+
+@pytest.mark.composes("Hugging Face", "`Trainer`, with `gradient_checkpointing` or without")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trainer(tmp_path, blocks_run, checkpointing):
+    data = [{"input_ids": ids, "labels": ids} for ids in IDS["input_ids"].repeat(2, 1)]
+    losses = []
+    for converted in (False, True):
+        model = build("llama", torch.float32)
+        options = transformers.TrainingArguments(
+            tmp_path, max_steps=2, per_device_train_batch_size=2, logging_steps=1, report_to=[],
+            save_strategy="no", use_cpu=True, disable_tqdm=True,
+            gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            convert(model) if converted else model, options, train_dataset=data
+        )
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert len(blocks_run) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # float32 rounding
+
+
+def test_gradients_added_to_buffers(model):
+    expected = step(model, IDS)
+    convert(model, accumulate_into="main_grad")
+    with pytest.raises(RuntimeError, match="has no main_grad"):
+        model(**IDS)
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p)
+    got = step(model, IDS)
+    inside = {n: p.main_grad for n, p in model.named_parameters() if ".layers." in n}
+    close({**got, **inside}, expected)
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="accumulate_into='main_grad' is not possible"):
+        model(**IDS)
+
+
+@pytest.mark.composes("Hugging Face", "the replay check")
+def test_the_replay_check(model, blocks_run):
+    convert(model, policy="fast")
+    with check_replay():
+        step(model, IDS)
+    assert len(blocks_run) == 2
+
+
+@pytest.mark.composes("Hugging Face", "reentrant checkpoint around a layer, with dropout")
+def test_a_first_run_without_gradients_draws_the_dropout_of_its_replay():
+    model = convert(build("gpt2", resid_pdrop=0.3))
+    layer, x = model.transformer.h[0], torch.randn(2, 5, 32, dtype=torch.float64)
+    results = []
+    for around in (False, True):
+        torch.manual_seed(0)
+        leaf = x.clone().requires_grad_()
+        y = checkpoint(layer, leaf, use_reentrant=True) if around else layer(leaf)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [leaf])] if not around else [y])
+        if around:
+            y.square().sum().backward()
+            results[-1].append(leaf.grad)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_compiled_layer_is_one_graph(model):
+    layer = convert(model).model.layers[0]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 12, 32, generator=generator, dtype=torch.float64, requires_grad=True)
+    angles = torch.randn(1, 12, 8, generator=generator, dtype=torch.float64)
+    tables = (angles.cos(), angles.sin())
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (layer, compiled):
+        y = call(x, attention_mask=None, position_embeddings=tables, use_cache=False)
+        results.append([y, *torch.autograd.grad(y.sum(), [x, *layer.parameters()])])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,222 @@
+"""Caches of converted models, and where a block cannot stand in for a layer of transformers."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+import transformers
+from hf_models import IDS, VOCAB, build, close, fused_layers, reasons, step
+from torch import nn
+
+from fused_remat import FusedRematWarning, convert
+from fused_remat.huggingface import layer
+
+
+@pytest.fixture
+def model():
+    return build("llama")
+
+
+@pytest.mark.composes("Hugging Face", "the default `use_cache` in training: the cache is dropped")
+def test_the_empty_cache_of_training_is_dropped(model, blocks_run):
+    assert model.config.use_cache
+    expected = step(model, IDS)
+    convert(model)
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    transformers.utils.logging.warning_once.cache_clear()
+    try:
+        close(step(model, IDS), expected)
+        out = model(**IDS)
+    finally:
+        logger.removeHandler(handler)
+    assert len(blocks_run) == 4 and out.past_key_values.get_seq_length() == 0
+    model.requires_grad_(False).model.layers[1].requires_grad_(True)
+    assert model(**IDS).past_key_values.get_seq_length() == 0  # frozen layers, too
+    said = [message for message in messages if "past_key_values=None" in message]
+    assert len(said) == 1 and "LlamaDecoderLayer" in said[0]
+
+
+def prefix(model, count=3):
+    generator = torch.Generator().manual_seed(5)
+    filled = transformers.DynamicCache(config=model.config)
+    for i in range(2):
+        kv = torch.randn(2, 2, 2, count, 8, generator=generator, dtype=torch.float64)
+        filled.update(kv[0].requires_grad_(), kv[1], i)
+    return filled
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_cache_with_tokens_takes_part(model, blocks_run, training):
+    model.train(training)
+    expected = step(model, {**IDS, "past_key_values": prefix(model)})
+    convert(model)
+    filled = prefix(model)
+    why = "the cache holds tokens" if training else "the call fills a cache in evaluation"
+    with pytest.warns(FusedRematWarning, match=why):
+        got = step(model, {**IDS, "past_key_values": filled})
+    assert not blocks_run and filled.get_seq_length() == 15
+    assert all(torch.equal(value, expected[n]) for n, value in got.items())
+
+
+def test_an_unsupported_architecture():
+    config = transformers.OPTConfig(
+        hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCAB,
+        word_embed_proj_dim=16, max_position_embeddings=16,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"OPTForCausalLM has no layer.*Llama, Mistral, .*ViT"):
+        convert(transformers.OPTForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    "name, differences, reason",
+    [
+        ("gpt2", {"add_cross_attention": True}, "the layer has cross-att"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "the layer has reorder_and_upcast_attn"),
+        (
+            "bert",
+            {"is_decoder": True, "add_cross_attention": True},
+            "the layer has cross-att",
+        ),
+        ("llama", {"hidden_act": "relu2"}, "the activation mlp.act_fn is .*ReLUSquaredActivation"),
+    ],
+)
+def test_an_unsupported_feature_leaves_the_layer(name, differences, reason):
+    model = build(name, **differences)
+    said = f"convert left 2 layers of class .* unchanged: {reason}"
+    with pytest.warns(FusedRematWarning, match=said):
+        convert(model)
+    assert not fused_layers(model)
+
+
+def test_layers_of_an_older_transformers_are_left(model, monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.16.3")  # by name: it replaces its module
+    with pytest.warns(
+        FusedRematWarning, match="transformers is 5.16.3; FusedRemat supports 5.17 and later"
+    ):
+        convert(model)
+    assert not fused_layers(model)
+
+
+def test_a_layer_with_a_forward_of_its_own_is_left(model, blocks_run):
+    expected = step(model, IDS)
+    layer = model.model.layers[0]
+    layer.forward = layer.forward
+    with pytest.warns(FusedRematWarning, match="LlamaDecoderLayer.forward was replaced"):
+        convert(model)
+    assert fused_layers(model) == [model.model.layers[1]]
+    close(step(model, IDS), expected)
+    assert (
+        len(blocks_run) == 1
+    )  # the first layer has filled its part of the cache, not the second's
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_class_whose_forward_was_patched(model, blocks_run, monkeypatch, converted):
+    expected = step(model, IDS)
+    if converted:
+        convert(model)
+    stock, seen = transformers.models.llama.modeling_llama.LlamaDecoderLayer, []
+    inner = stock.forward
+    monkeypatch.setattr(stock, "forward", lambda *a, **k: seen.append(1) or inner(*a, **k))
+    with pytest.warns(FusedRematWarning, match="LlamaDecoderLayer.forward was replaced"):
+        got = step(model if converted else convert(model), IDS)
+    assert seen and not blocks_run
+    close(got, expected)
+
+
+def wrapped_norm(layer):
+    layer.input_layernorm = nn.Sequential(layer.input_layernorm)
+
+
+def hooked_linear(layer):
+    layer.mlp.up_proj.register_forward_pre_hook(lambda *_: None)
+
+
+def replaced_forward(layer):
+    layer.self_attn.forward = layer.self_attn.forward
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (
+            wrapped_norm,
+            "input_layernorm is torch.nn.Sequential; the fused path supports "
+            "transformers.models.llama.modeling_llama.LlamaRMSNorm",
+        ),
+        (hooked_linear, "mlp.up_proj has hooks"),
+        (replaced_forward, "self_attn.forward was replaced"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_where_the_block_cannot_stand_in(model, blocks_run, change, reason, policy):
+    convert(model, policy=policy)
+    expected = step(model, IDS)
+    change(model.model.layers[0])
+    assert model.model.layers[0].why_not_fused(torch.zeros(1, 2, 32), use_cache=True) == reason
+    with pytest.warns(
+        FusedRematWarning, match=f"LlamaDecoderLayer runs transformers' own forward.*{reason}"
+    ):
+        got = step(model, IDS)
+    assert len(blocks_run) == 3
+    close(dict(zip(expected, got.values(), strict=True)), expected)
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({"attention_mask": torch.ones(2, 1, 12, 13) > 0}, "attention_mask has shape"),
+        (
+            {"attention_mask": torch.ones(2, 3, 12, 12) > 0},
+            "attention_mask is for 3 heads, and the layer has 4",
+        ),
+        ({"position_bias": torch.zeros(1)}, "the call passes position_bias"),
+        ({"position_embeddings": None}, "position_embeddings is NoneType"),
+        ({"hidden_states": torch.zeros(2, 12, 32)}, "cos is torch.float64 beside torch.float32"),
+        ({"hidden_states": torch.zeros(12, 32)}, "hidden_states has shape (12, 32)"),
+    ],
+)
+def test_calls_that_the_block_does_not_take(model, given, reason):
+    layer = convert(model).model.layers[0]
+    tables = (torch.ones(1, 12, 8, dtype=torch.float64),) * 2
+    call = {"hidden_states": torch.zeros(2, 12, 32).double(), "position_embeddings": tables}
+    assert layer.why_not_fused(**call) is None
+    assert layer.why_not_fused(**{**call, **given}).startswith(reason)
+    with torch.no_grad():
+        assert layer.why_not_fused(**call) == "no gradients are wanted"
+
+
+def test_attention_functions_that_were_replaced(model, monkeypatch):
+    layer, x = convert(model).model.layers[0], torch.zeros(1, 1, 32).double()
+    table = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    call = {"position_embeddings": (torch.ones(1, 1, 8).double(),) * 2}
+    assert layer.why_not_fused(x, **call) is None
+    with monkeypatch.context() as patch:  # as sequence parallelism does
+        patch.setitem(table._global_mapping, "sdpa", lambda *a, **k: table["sdpa"](*a, **k))
+        assert layer.why_not_fused(x, **call) == "the attention function 'sdpa' was replaced"
+    with monkeypatch.context() as patch:
+        sdpa = nn.functional.scaled_dot_product_attention
+        patch.setattr(nn.functional, "scaled_dot_product_attention", lambda *a, **k: sdpa(*a, **k))
+        assert layer.why_not_fused(x, **call) == "the attention function 'sdpa' was replaced"
+
+
+def test_no_warning_where_all_is_served(model):
+    convert(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FusedRematWarning)
+        with reasons() as why:
+            step(model, IDS)
+    assert not why
+
+
+def test_the_cache_of_an_encoder_and_decoder_is_looked_into():
+    filled = transformers.DynamicCache()
+    pair = transformers.EncoderDecoderCache(filled, transformers.DynamicCache())
+    assert layer._is_empty(pair, 0)
+    filled.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
+    assert not layer._is_empty(pair, 0) and layer._is_empty(pair, 1)

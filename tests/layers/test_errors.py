@@ -1,0 +1,227 @@
+"""What raises: PyTorch's own errors in layers of torch.nn, and messages that name the value."""
+
+import pytest
+import torch
+from layer_kinds import KINDS, B, D, M, S, as_op, by_block
+from reference import X, make, pair
+from torch import nn
+
+from fused_remat import FusedRematCausalLayer, FusedRematDecoderLayer, FusedRematLayer, Policy, ops
+
+
+def raised(call, *args, **kwargs):
+    with pytest.raises(Exception) as info:
+        call(*args, **kwargs)
+    return info.type, str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "args", "kwargs"),
+    [
+        (ValueError, (0, 1), {}),
+        (ValueError, (8, 0), {}),
+        (ValueError, (8, -2), {}),
+        (ValueError, (8, 2), {"dropout": 1.5}),
+        (ValueError, (8, 2), {"dropout": -0.1}),
+        (AssertionError, (8, 3), {}),
+        (RuntimeError, (8, 2), {"activation": "silu"}),
+        (RuntimeError, (8, 2, -1), {}),
+        (RuntimeError, (8, 2), {"dtype": torch.int32}),
+        (TypeError, (8.0, 2), {}),
+        (TypeError, (8, 2), {"nonsense": 1}),
+    ],
+)
+def test_bad_constructor_arguments_raise_what_pytorch_raises(error, args, kwargs):
+    for cls in (nn.TransformerEncoderLayer, FusedRematLayer):
+        with pytest.raises(error):
+            cls(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_heads": 3}, "got 4 and 3"),
+        ({"head_dim": None, "nhead": 5, "kv_heads": 5}, "got 5 and 12"),
+        ({"norm": "batch_norm"}, "'batch_norm'"),
+        ({"placement": "both"}, "'both'"),
+        ({"activation": "sigmoid"}, "unknown activation 'sigmoid'; valid: relu"),
+        ({"activation": torch.sin}, "unknown activation"),
+        ({"window": -1}, "got -1"),
+        ({"window": (3, 0)}, r"got \(3, 0\)"),
+        ({"softcap": -2.0}, r"got -2\.0"),
+        ({"dropout": 1.5}, r"dropout must be between 0 and 1, got 1\.5"),
+        ({"attention_dropout": -1.0}, r"attention_dropout .* got -1\.0"),
+        ({"policy": "lavish"}, "unknown policy 'lavish'"),
+        ({"backend": "abacus"}, "unknown backend 'abacus'"),
+        ({"accumulate_into": "buffer"}, "'buffer'"),
+    ],
+)
+def test_bad_arguments_of_the_causal_layer(options, message):
+    sizes = {"d_model": 12, "nhead": 4, "dim_feedforward": 20, "kv_heads": 2, "head_dim": 6}
+    with pytest.raises(ValueError, match=message):
+        FusedRematCausalLayer(**sizes | options)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "word"),
+    [({"policy": "ful"}, "full"), ({"policy": Policy(save={"sum2"})}, "norm1"),
+     ({"backend": "cuda"}, "eager")],
+)  # fmt: skip
+def test_unknown_policy_or_backend_raises_and_lists_the_valid_ones(kwargs, word):
+    with pytest.raises(ValueError, match=word) as info:
+        FusedRematLayer(8, 2, norm_first=True, **kwargs)
+    bad = next(iter(kwargs.values()))
+    assert (next(iter(bad.save)) if isinstance(bad, Policy) else bad) in str(info.value)
+
+
+@pytest.mark.parametrize("bad", [3, None, {"attn"}])
+def test_a_policy_of_another_type_raises_type_error(bad):
+    with pytest.raises(TypeError, match="Policy"):
+        FusedRematLayer(8, 2, policy=bad)
+
+
+def test_policy_takes_names_not_a_string():
+    with pytest.raises(TypeError, match="attn"):
+        Policy(save="attn")
+    with pytest.raises(TypeError, match="3"):
+        Policy(save=[3])
+    assert Policy(save=["attn", "attn"]) == Policy(save={"attn"})
+
+
+def test_policies_name_the_activations_of_the_layer():
+    _, decoder = KINDS["decoder, pre-norm"].pair()
+    with pytest.raises(ValueError, match="valid names: norm1, qkv, attn, mid1"):
+        decoder.policy = Policy(save={"sum1"})
+    _, causal = KINDS["vit"].pair()
+    with pytest.raises(ValueError, match="unknown activation 'post1' in Policy"):
+        causal.policy = Policy(save={"post1"})
+    causal.policy = Policy(save={"rotated"})
+    with pytest.raises(ValueError, match="unknown activation 'rotated'"):
+        causal(torch.zeros(B, S, D))  # nothing is rotated
+
+
+def test_from_layer_takes_the_stock_class_alone():
+    class Mine(nn.TransformerEncoderLayer):
+        pass
+
+    with pytest.raises(TypeError, match="Mine"):
+        FusedRematLayer.from_layer(Mine(8, 2))
+    with pytest.raises(TypeError, match=r"nn\.TransformerDecoderLayer, got Linear"):
+        FusedRematDecoderLayer.from_layer(nn.Linear(2, 2))
+
+
+ENCODER = [
+    (AssertionError, (8,), {}),
+    (AssertionError, (2, 2, 2, 8), {}),
+    (AssertionError, (5, 2, 7), {}),
+    (AssertionError, (5, 2, 8), {"src_mask": torch.zeros(5, 5, dtype=torch.int32)}),
+    (AssertionError, (5, 2, 8), {"src_mask": torch.zeros(5)}),
+    (AssertionError, (5, 2, 8), {"src_mask": torch.zeros(1, 4, 5, 5)}),
+    (RuntimeError, (5, 2, 8), {"src_mask": torch.zeros(4, 4)}),
+    (RuntimeError, (5, 2, 8), {"src_mask": torch.zeros(2, 5, 5)}),
+    (RuntimeError, (5, 2, 8), {"src_mask": torch.zeros(5, 5, dtype=torch.float64)}),
+    (AssertionError, (5, 2, 8), {"src_key_padding_mask": torch.zeros(5, 2)}),
+    (AssertionError, (5, 2, 8), {"src_key_padding_mask": torch.zeros(2, 5, 1)}),
+    (AssertionError, (5, 8), {"src_key_padding_mask": torch.zeros(1, 5)}),
+]
+
+
+@pytest.mark.parametrize(("error", "x", "kwargs"), ENCODER)
+def test_bad_inputs_of_the_encoder_layer_raise_what_pytorch_raises(error, x, kwargs):
+    stock, fused = pair(8, 2, 16, dropout=0.0)
+    expected = raised(stock, torch.randn(x), **kwargs)
+    assert raised(fused, torch.randn(x), **kwargs) == expected and expected[0] is error
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kwargs"),
+    [
+        (((B, S, D), (B + 1, M, D)), {}),
+        (((B, S, D), (M, D)), {}),
+        (((B, S, D), (B, M, D + 1)), {}),
+        (((B, S, D), (B, M, D)), {"memory_mask": torch.zeros(S, S)}),
+        (((B, S, D), (B, M, D)), {"memory_mask": torch.zeros(1), "memory_is_causal": True}),
+        (((B, S, D), (B, M, D)), {"memory_key_padding_mask": torch.zeros(B, S)}),
+        (((B, S, D), (B, M, D)), {"memory_is_causal": True}),
+        (((B, S, D), (B, M, D)), {"tgt_mask": torch.zeros(M, S)}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+def test_bad_inputs_of_the_decoder_layer_raise_what_pytorch_raises(shapes, kwargs):
+    inputs = [torch.randn(shape) for shape in shapes]
+    stock, fused = KINDS["decoder, post-norm"].pair()
+    assert raised(fused, *inputs, **kwargs) == raised(stock, *inputs, **kwargs)
+
+
+def test_bad_tensors_raise_what_pytorch_raises():
+    x = torch.randn(5, 2, 8)
+    for norm_first in (True, False):
+        stock, fused = pair(8, 2, 16, dropout=0.0, norm_first=norm_first)
+        for bad in (x.double(), x.to("meta"), x.long(), x[..., :7], [1.0], None):
+            assert raised(fused, bad) == raised(stock, bad)
+    for mask in ([[0.0] * 5] * 5, 3):
+        for layer in (stock, fused):
+            with pytest.raises((RuntimeError, AttributeError)):
+                layer(x, mask)
+
+
+def test_complex_is_not_implemented():
+    for cls in (nn.TransformerEncoderLayer, FusedRematLayer):
+        layer = cls(8, 2, 16, dtype=torch.complex64)
+        with pytest.raises(NotImplementedError):
+            layer(torch.randn(5, 2, 8, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    ("x", "given", "error", "message"),
+    [
+        (torch.zeros(S, D), {}, ValueError, r"\(7, 12\), expected floating \(B, S, 12\)"),
+        (torch.zeros(2, S, 8), {}, ValueError, r"\(2, 7, 8\)"),
+        (torch.zeros(2, S, D).long(), {}, ValueError, "torch.int64"),
+        ([[1.0]], {}, TypeError, "got list"),
+        (None, {"rope": torch.ones(S, 3)}, TypeError, "rope takes two Tensors"),
+        (None, {"rope": (torch.ones(S, 4),) * 2}, ValueError, r"\(7, 4\), expected"),
+        (None, {"attn_mask": torch.ones(3, S) > 0}, ValueError, r"\(3, 7\), expected"),
+        (None, {"key_padding_mask": torch.ones(2, 3) > 0}, ValueError, r"\(2, 3\), expected"),
+        (None, {"key_lengths": torch.tensor([9, 1])}, ValueError, r"key_lengths\[0\] is 9"),
+        (None, {"cu_seqlens": torch.tensor([0, S])}, ValueError, "batch of 1"),
+    ],
+)
+def test_bad_inputs_of_the_causal_layer(x, given, error, message):
+    _, layer = KINDS["llama"].pair()
+    with pytest.raises(error, match=message):
+        layer(torch.zeros(2, S, D) if x is None else x, **given)
+
+
+def test_settings_of_the_causal_layer_changed_later_count_and_bad_ones_raise():
+    _, layer = KINDS["llama"].pair()
+    x = torch.randn(B, S, D)
+    layer.dropout, layer.window = 1.5, 2
+    with pytest.raises(ValueError, match=r"got 1\.5"):
+        layer(x)
+    layer.dropout, layer.window = 0.0, -1  # to a block: none
+    with pytest.raises(ValueError, match=r"window .* got -1"):
+        layer(x)
+    layer.window = 2
+    assert torch.equal(layer(x), ops.causal_block(x, by_block(layer), 4, **as_op(layer)))
+
+
+@pytest.mark.parametrize("name", ["linear1", "norm2", "self_attn"])
+def test_a_submodule_taken_away_raises_what_pytorch_raises(name):
+    for layer in make():
+        setattr(layer, name, None)
+        with pytest.raises(TypeError, match="not callable"):
+            layer(X)
+
+
+def test_an_input_changed_in_place_and_double_backward_raise():
+    _, fused = KINDS["decoder, post-norm"].pair()
+    tgt, memory, _ = KINDS["decoder, post-norm"].data(torch.float32)
+    y = fused(tgt, memory)
+    memory.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    tgt.requires_grad_()
+    (dx,) = torch.autograd.grad(fused(tgt, memory).square().sum(), tgt, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        dx.sum().backward()

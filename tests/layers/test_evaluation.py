@@ -1,0 +1,303 @@
+"""Evaluation: PyTorch's inference kernel where it is exact, the truth where it is not.
+
+Each defect is shown on the stock layer too, so that we notice when PyTorch mends it.
+"""
+
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+from changes import LoRA
+from reference import pair
+from torch import nn
+from torch.profiler import profile
+
+from fused_remat import FusedRematWarning
+from fused_remat.layers import fallback
+from fused_remat.report.allocations import SavedBytes
+
+X = torch.randn(3, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+NOISE = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+CAUSAL = torch.ones(6, 6, dtype=torch.bool).triu(1)
+PADDING = torch.zeros(3, 6, dtype=torch.bool)
+PADDING[1, 4:] = True
+ALL_PADDED = PADDING.clone()
+ALL_PADDED[2] = True
+NO_KEYS = CAUSAL.clone()
+NO_KEYS[0, 0] = True
+
+
+def make(**kwargs):
+    kwargs = {"dropout": 0.0, "batch_first": True, **kwargs}
+    return [m.eval() for m in pair(16, 4, 32, dtype=torch.float64, **kwargs)]
+
+
+def oracle(stock, x=X, **masks):
+    """What the layer means: PyTorch's own submodules, run as in training, without dropout."""
+    layer = copy.deepcopy(stock).train()
+    for module in layer.modules():
+        if isinstance(module, (nn.Dropout, nn.MultiheadAttention)):
+            module.eval()
+    return layer(x, **masks).detach()
+
+
+DEFECTS = {
+    "float mask": ({}, {"src_mask": NOISE}),
+    "float padding": ({}, {"src_key_padding_mask": NOISE[:3]}),
+    "float mask, pre-norm": ({"norm_first": True}, {"src_mask": NOISE}),
+    "a sequence without keys": ({}, {"src_key_padding_mask": ALL_PADDED}),
+    "a query without keys": ({}, {"src_mask": NO_KEYS}),
+    "GELU(tanh)": ({"activation": nn.GELU(approximate="tanh")}, {}),
+}
+
+
+@torch.no_grad()
+def error(layer, expected, **masks):
+    """The largest error of evaluation without gradients; infinite if it gives NaN."""
+    return (layer(X, **masks) - expected).abs().nan_to_num(nan=float("inf")).max().item()
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_eval_is_right_where_the_stock_layer_is_not(name):
+    """Of layers that were changed: `test_changes.py`."""
+    kwargs, masks = DEFECTS[name]
+    stock, fused = make(**kwargs)
+    expected = oracle(stock, **masks)
+    if torch.__version__.startswith("2.13"):
+        assert error(stock, expected, **masks) > 1e-5, "mended in PyTorch: see layers/fallback.py"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert error(fused, expected, **masks) < 1e-12
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+EXACT = {
+    "plain": {},
+    "boolean mask": {"src_mask": CAUSAL},
+    "causal hint": {"src_mask": CAUSAL, "is_causal": True},
+    "boolean padding": {"src_key_padding_mask": PADDING},
+    "both masks": {"src_mask": CAUSAL, "src_key_padding_mask": PADDING},
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_eval_where_the_stock_layer_is_right(name, batch_first, activation):
+    stock, fused = make(batch_first=batch_first, activation=activation)
+    x = X if batch_first else X.transpose(0, 1)
+    with torch.no_grad():
+        expected, got = stock(x, **EXACT[name]), fused(x, **EXACT[name])
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(got, oracle(stock, x, **EXACT[name]))
+    if name == "plain":
+        assert torch.equal(got, expected)  # it is PyTorch's kernel
+
+
+def test_plain_eval_runs_the_native_kernel():
+    _, fused = make()
+    with torch.no_grad(), profile() as run:
+        fused(X)
+    assert any("_transformer_encoder_layer_fwd" in e.key for e in run.key_averages())
+
+
+def test_eval_keeps_nothing_and_draws_nothing():
+    _, fused = make(dropout=0.3)
+    state = torch.get_rng_state()
+    with torch.no_grad(), SavedBytes() as saved:
+        out = fused(X, NOISE)
+    assert saved.total == 0 and not out.requires_grad
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.inference_mode():
+        assert torch.equal(fused(X, NOISE), out)
+
+
+def test_dropout_left_in_training_drops_in_eval():
+    """Monte Carlo dropout; the native kernel skips it."""
+    stock, fused = make(dropout=0.5)
+    for layer in (stock, fused):
+        layer.dropout1.train()
+    with torch.no_grad():
+        assert torch.equal(stock(X), stock(X)) or not torch.__version__.startswith("2.13")
+        assert not torch.equal(fused(X), fused(X))
+
+
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_lora_trains_in_eval_mode(policy):
+    """Base weights frozen and gradients on: the stock layer drops LoRA and its gradients."""
+    stock, fused = make(policy=policy)
+    for layer in (stock, fused):
+        layer.requires_grad_(False)
+        layer.linear1 = LoRA(layer.linear1)
+    layers = {"stock": stock, "fused": fused.eval(), "oracle": copy.deepcopy(stock).train()}
+    stock.eval()
+    for layer in layers.values():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FusedRematWarning)
+            out = layer(X)
+        if out.requires_grad:
+            out.sum().backward()
+    if torch.__version__.startswith("2.13"):
+        assert stock.linear1.a.grad is None
+    for name in "ab":
+        got, expected = (getattr(layers[k].linear1, name).grad for k in ("fused", "oracle"))
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quant")
+def test_quantize_dynamic():
+    stock, fused = pair(16, 4, 32, dropout=0.0, batch_first=True)
+    x = X.float()
+    layers = [
+        torch.ao.quantization.quantize_dynamic(m.eval(), {nn.Linear}, torch.qint8)
+        for m in (stock, fused)
+    ]
+    with torch.no_grad():
+        if torch.__version__.startswith("2.13"):
+            with pytest.raises(AttributeError):
+                layers[0](x)
+        with fallback.without_inference_kernels():
+            expected = layers[0](x)
+        got = layers[1](x)
+        full = stock(x)
+    assert torch.equal(got, expected)
+    assert not torch.equal(got, full) and (got - full).abs().max() < 0.1  # 8 bits
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"activation": nn.GELU(approximate="tanh")}])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_in_an_encoder(kwargs, lora):
+    """Left-aligned padding, eval, no gradients: the layer gets a NestedTensor."""
+    encoders = [nn.TransformerEncoder(m, 2).eval() for m in make(**kwargs)]
+    if lora:
+        for encoder in encoders:
+            encoder.layers[1].linear1 = LoRA(encoder.layers[1].linear1)
+    stock, fused = encoders
+    kinds = []
+    fused.layers[1].register_forward_pre_hook(lambda m, args: kinds.append(args[0].is_nested))
+    with torch.no_grad():
+        got = fused(X, src_key_padding_mask=PADDING)
+        theirs = stock(X, src_key_padding_mask=PADDING)
+    expected = oracle(stock, src_key_padding_mask=PADDING)
+    assert kinds == [True] and got.shape == X.shape
+    assert not got[PADDING].any()  # padded rows come back 0
+    torch.testing.assert_close(got[~PADDING], expected[~PADDING])
+    if kwargs == {} and not lora:
+        assert torch.equal(got, theirs)
+    elif torch.__version__.startswith("2.13"):
+        assert (theirs - expected)[~PADDING].abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_other_nested_inputs_raise_what_pytorch_raises(lora):
+    """With a mask, or in training: PyTorch takes neither."""
+    layers = make()
+    nested = torch.nested.as_nested_tensor(list(X))
+    for layer in layers:
+        if lora:
+            layer.linear1 = LoRA(layer.linear1)
+        with torch.no_grad(), pytest.raises((AssertionError, RuntimeError)):
+            layer(nested, CAUSAL)
+        with torch.no_grad(), pytest.raises((AssertionError, RuntimeError)):
+            layer.train()(nested)
+
+
+def test_attention_alone_is_wrong_too_but_not_below_a_layer():
+    """`nn.MultiheadAttention` has a kernel of its own, which takes boolean masks only.
+
+    A layer hands on float masks, so that below it the kernel runs without any, where it is exact.
+    """
+    stock, fused = make()
+    with torch.no_grad():
+        kwargs = {"key_padding_mask": ALL_PADDED, "need_weights": False}
+        out = stock.self_attn(X, X, X, **kwargs)[0]
+        if torch.__version__.startswith("2.13"):
+            assert out[2].isnan().all()
+    fused.linear1 = nn.Sequential(fused.linear1)
+    stock.linear1 = nn.Sequential(stock.linear1)
+    with torch.no_grad():
+        got = fused(X, src_key_padding_mask=ALL_PADDED)
+    torch.testing.assert_close(got, oracle(stock, src_key_padding_mask=ALL_PADDED))
+
+
+def test_empty_inputs_in_eval():
+    for surgery in (None, LoRA):
+        stock, fused = make()
+        if surgery is not None:
+            stock.linear1, fused.linear1 = surgery(stock.linear1), surgery(fused.linear1)
+        for x in (X[:0], X[:, :0]):
+            with torch.no_grad():
+                assert fused(x).shape == x.shape
+                mask = CAUSAL[: x.shape[1], : x.shape[1]]
+                assert fused(x, mask).shape == x.shape
+
+
+def test_no_grad_in_training_mode_drops_and_is_fused():
+    _, fused = make(dropout=0.5)
+    fused.train()
+    plain = make()[1]
+    with torch.no_grad():
+        assert "evaluation" in plain.why_not_fused(X)
+        assert plain.train().why_not_fused(X) is None
+    with torch.no_grad():
+        torch.manual_seed(0)
+        a = fused(X)
+        torch.manual_seed(0)
+        b = fused(X)
+        assert torch.equal(a, b) and not torch.equal(a, fused(X))
+
+
+class Boom(Exception):
+    pass
+
+
+def test_the_switch_comes_back_after_an_exception():
+    _, fused = make()
+
+    def boom(x):
+        assert not torch.backends.mha.get_fastpath_enabled()
+        raise Boom
+
+    fused.linear1.forward = boom
+    for enabled in (True, False):
+        torch.backends.mha.set_fastpath_enabled(enabled)
+        try:
+            with torch.no_grad(), pytest.raises(Boom):
+                fused(X)
+            assert torch.backends.mha.get_fastpath_enabled() is enabled
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_the_switch_and_threads():
+    """One thread leaves while another is inside: off until both are out, then as before."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with fallback.without_inference_kernels():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with fallback.without_inference_kernels():
+        thread.start()
+        assert inside.wait(10)
+    assert not torch.backends.mha.get_fastpath_enabled()
+    leave.set()
+    thread.join()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transformed_eval_is_pytorchs_own():
+    """vmap goes to PyTorch's own forward untouched, and without a word; functional_call is ours."""
+    stock, fused = make()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", FusedRematWarning)
+        got = torch.func.functional_call(fused, dict(fused.named_parameters()), (X,))
+        assert torch.equal(got, stock(X))
+        calls = [torch.vmap(lambda x, m=m: m(x[None])[0])(X) for m in (stock, fused)]
+        assert torch.equal(*calls)

@@ -1,0 +1,301 @@
+"""What the fused path cannot serve: the stock layer's forward, the same numbers, one warning.
+
+The encoder layer's changes are rows of `changes.py`.
+"""
+
+import re
+import sys
+import warnings
+
+import pytest
+import torch
+from layer_kinds import KINDS, D, F, assert_bits, run
+from reference import X, make
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fused_remat import (
+    FusedRematCausalLayer,
+    FusedRematDecoderLayer,
+    FusedRematLayer,
+    FusedRematWarning,
+    convert,
+)
+from fused_remat.autograd import run_block
+from fused_remat.layers import fused_layer
+from fused_remat.layers.eligibility import qualified
+from fused_remat.report.allocations import SavedBytes
+
+DOUBLE = torch.float64
+IGNORED = pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def set_to(name, make):
+    return lambda layer: setattr(layer, name, make(layer))
+
+
+def hook(name, action=lambda module, args, out: None):
+    return lambda layer: layer.get_submodule(name).register_forward_hook(action)
+
+
+def doubled_block(layer):
+    return lambda x, *args: 2 * type(layer)._mha_block(layer, x, *args)
+
+
+def two_heads(layer):
+    return nn.MultiheadAttention(D, 2, batch_first=True, dtype=DOUBLE)
+
+
+def a_bias_for_q(layer):
+    layer.q.register_parameter("bias", nn.Parameter(torch.ones(1, dtype=DOUBLE)))
+
+
+#: A kind, the change, and its reason.
+FALLBACKS = [
+    (
+        "encoder, post-norm",
+        set_to("activation", lambda _: nn.RReLU()),
+        "the activation function draws random numbers: it calls aten.rrelu_with_noise.default",
+    ),
+    ("decoder, post-norm", hook("multihead_attn"), "multihead_attn has hooks"),
+    (
+        "decoder, post-norm",
+        set_to("norm3", lambda _: nn.RMSNorm(D, dtype=DOUBLE)),
+        "norm3 is torch.nn.RMSNorm; the fused path supports torch.nn.LayerNorm",
+    ),
+    (
+        "decoder, post-norm",
+        set_to("_mha_block", doubled_block),
+        "FusedRematDecoderLayer._mha_block is overridden",
+    ),
+    (
+        "decoder, post-norm",
+        set_to(
+            "multihead_attn", lambda _: nn.MultiheadAttention(D, 2, batch_first=True, dtype=DOUBLE)
+        ),
+        "multihead_attn differs from self_attn in num_heads",
+    ),
+    ("llama", hook("down", lambda module, args, out: 2 * out), "down has hooks"),
+    (
+        "llama",
+        set_to("down", lambda _: Doubled(F, D, False, dtype=DOUBLE)),
+        "down is test_fallback.Doubled; the fused path supports torch.nn.Linear",
+    ),
+    (
+        "llama",
+        set_to("norm2", lambda _: nn.LayerNorm(D, dtype=DOUBLE)),
+        "norm1 is torch.nn.RMSNorm and norm2 is torch.nn.LayerNorm; the fused path supports norms "
+        "of one class",
+    ),
+    ("llama", a_bias_for_q, "q.bias has shape (1,), expected (24,)"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "reason"), FALLBACKS)
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_what_the_fused_path_cannot_serve_runs_under_checkpoint_with_one_warning(
+    name, change, reason, policy
+):
+    kind, found = KINDS[name], []
+    stock, fused = kind.pair(policy, dtype=DOUBLE)
+    for layer in (stock, fused):
+        change(layer)
+    fused.load_state_dict(stock.state_dict())
+    inputs = [t.requires_grad_() for t in kind.data()[:-1]]
+    assert fused.why_not_fused(*inputs) == reason
+    own = "its unfused" if kind.is_causal else "PyTorch's own"
+    under = "" if policy == "none" else " under torch.utils.checkpoint"
+    text = re.escape(f"{type(fused).__name__} runs {own} forward{under}: {reason}")
+    torch.manual_seed(1)
+    with pytest.warns(FusedRematWarning, match=text) as seen:
+        fused(*inputs)
+    assert [w.filename for w in seen] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for layer in (fused, stock):  # told once
+            torch.manual_seed(1)
+            found.append(run(layer, *kind.data()))
+        with SavedBytes(exclude=fused.parameters()) as saved:
+            fused(*inputs)
+    assert_bits(*found)
+    assert policy == "none" or saved.total <= len(inputs) * sum(t.nbytes for t in inputs)
+
+
+def test_weights_of_another_dtype_raise_what_the_stock_layer_raises():
+    _, layer = KINDS["llama"].pair(dtype=DOUBLE)
+    layer.k.float()
+    x, _ = KINDS["llama"].data()
+    assert "x is torch.float64 on cpu but k.weight is torch.float32" in layer.why_not_fused(x)
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(x)
+
+
+def with_hook(*layers):
+    for layer in layers:
+        layer.linear1.register_forward_hook(lambda *a: None)
+
+
+@IGNORED
+def test_the_fallback_replays_what_the_first_run_read():
+    """Parameters passed by functional_call, and training flags."""
+    stock, fused = make()
+    with_hook(stock, fused)
+    params = {n: (2 * p).detach().requires_grad_() for n, p in fused.named_parameters()}
+    grads = []
+    for layer in (stock, fused):
+        y = torch.func.functional_call(layer, params, (X,))
+        grads.append(torch.autograd.grad(y.square().sum(), list(params.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+    stock, fused = make(dropout=0.3)
+    with_hook(stock, fused)
+    grads = []
+    for layer in (stock, fused):
+        torch.manual_seed(0)
+        y = layer(X).sum()
+        layer.eval()
+        grads.append(torch.autograd.grad(y, list(layer.parameters())))
+        assert not any(m.training for m in layer.modules())
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@IGNORED
+def test_the_fallback_raises_when_a_parameter_or_the_input_changed():
+    for change in ("linear2.weight", "norm1.bias", "x"):
+        _, fused = make()
+        with_hook(fused)
+        x = X.clone()
+        y = fused(x).sum()
+        with torch.no_grad():
+            (x if change == "x" else fused.get_parameter(change)).mul_(3.0)
+        with pytest.raises(RuntimeError, match="inplace"):
+            y.backward()
+
+
+@IGNORED
+def test_the_fallback_raises_when_a_parameter_became_another_tensor():
+    """Cast or resized through `.data`, which has no version."""
+    for change in (torch.Tensor.float, lambda p: p[:1].clone()):
+        _, fused = make()
+        with_hook(fused)
+        y = fused(X).sum()
+        fused.norm1.weight.data = change(fused.norm1.weight.data)
+        with pytest.raises(RuntimeError, match=r"'norm1\.weight' again"):
+            y.backward()
+
+
+def test_patched_classes_and_function_modes_are_noticed(monkeypatch):
+    class Doubled(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            return out * 2 if func is torch.nn.functional.linear else out
+
+    stock, fused = make()
+    with Doubled(), pytest.warns(FusedRematWarning, match="Doubled"):
+        got = fused(X)
+    with Doubled():
+        assert torch.equal(got, stock(X))
+    original = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: original(self, x) * 2)
+    with pytest.warns(FusedRematWarning, match="forward was replaced"):
+        got = fused(X)
+    assert torch.equal(got, stock(X))
+
+
+@pytest.mark.parametrize("policy, count", [("full", 1), ("none", 0)])
+def test_a_buffer_that_forward_updates_is_told(policy, count):
+    layer = FusedRematLayer(16, 2, 32, 0.0, batch_first=True, policy=policy)
+    nn.utils.parametrizations.spectral_norm(layer.linear1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            layer(torch.randn(2, 3, 16, requires_grad=True)).sum().backward()
+    told = [str(w.message) for w in seen if "updates buffers in forward" in str(w.message)]
+    assert len(told) == count and all("linear1.parametrizations.weight.0._u, " in t for t in told)
+
+
+def test_forward_calls_the_block_through_one_door(monkeypatch):
+    """The user-visible forward, `_call`, `run_block`: nothing between them."""
+    stacks = []
+
+    def spy(*args, **kwargs):
+        frame, names = sys._getframe(1), []
+        while frame is not None and frame.f_globals["__name__"].startswith("fused_remat"):
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        stacks.append(names)
+        return run_block(*args, **kwargs)
+
+    monkeypatch.setattr(fused_layer, "run_block", spy)
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    FusedRematLayer(8, 2, 12)(x)
+    FusedRematDecoderLayer(8, 2, 12)(x, x)
+    FusedRematCausalLayer(8, 2, 12)(x)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=12)
+    layer = transformers.models.bert.modeling_bert.BertLayer(config)
+    layer.attention.self.config._attn_implementation = "sdpa"
+    convert(nn.ModuleList([layer]))[0](x)
+    assert stacks == [["_call", "forward"]] * 4
+
+
+@pytest.mark.parametrize(
+    ("src", "reason"),
+    [
+        ("text", "src is str; the fused path supports torch.Tensor"),
+        (X[0, 0], "src has shape (8,); the fused path supports tensors of 2 or 3 dimensions"),
+        (X.long(), "src is torch.int64; the fused path supports floating-point dtypes"),
+        (X[..., :6], "self_attn has embed_dim 8 and the input width 6"),
+        (
+            X.float(),
+            "src is torch.float32 on cpu but self_attn.in_proj_weight is torch.float64 on cpu",
+        ),
+    ],
+)
+def test_reasons_name_the_input(src, reason):
+    assert make()[1].why_not_fused(src) == reason
+
+
+def test_qualified_names_are_the_shortest_public_ones():
+    kinds = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear, torch.Tensor, list)
+    assert [qualified(kind) for kind in kinds] == [
+        "torch.nn.Linear",
+        "torch.nn.modules.linear.NonDynamicallyQuantizableLinear",
+        "torch.Tensor",
+        "list",
+    ]
+
+
+def test_a_missing_part_is_named():
+    _, layer = make()
+    layer.dropout1 = None
+    assert layer.why_not_fused(X) == "dropout1 is missing"
+
+
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_a_warning_points_at_the_users_line_however_deep_the_layer_is(policy):
+    _, layer = make(policy)
+    layer.norm1 = nn.Identity()
+    model = nn.Sequential(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(X)
+    under = "" if policy == "none" else " under torch.utils.checkpoint"
+    (found,) = caught
+    assert found.category is FusedRematWarning and found.filename == __file__
+    reason = "norm1 is torch.nn.Identity; the fused path supports torch.nn.LayerNorm"
+    text = f"fused_remat: FusedRematLayer runs PyTorch's own forward{under}: {reason}"
+    assert str(found.message) == text
+
+
+def test_a_mask_warning_of_pytorchs_points_at_the_users_line():
+    _, layer = make()
+    mask, padding = torch.zeros(5, 5, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.bool)
+    with pytest.warns(UserWarning, match="mismatched src_key_padding_mask") as caught:
+        layer(X, mask, padding)
+    assert [w.filename for w in caught] == [__file__]

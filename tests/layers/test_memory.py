@@ -1,0 +1,144 @@
+"""What a layer keeps for backward: a table, the prediction, and two ways of measuring."""
+
+import functools
+
+import pytest
+import torch
+from block_inputs import calls
+from layer_kinds import DECODERS, KINDS, MODELS, B, D, H, M, S, run
+from reference import EXACT_PRESETS
+
+from fused_remat import FusedRematLayer, memory_report
+from fused_remat.graph.schedule import kept_bytes
+from fused_remat.report.allocations import SavedBytes, measure_allocations
+
+FP32, BF16 = torch.float32, torch.bfloat16
+autocast = functools.partial(torch.autocast, "cpu")
+
+# Per token of the input, in units of D, with F = 4D, besides statistics. Of the encoder under
+# autocast, with a float32 stream and 16-bit products: bytes. Of the decoder in float32: elements,
+# and from "fast" on 2D more for each token of the memory.
+TABLE = {
+    "encoder, pre-norm": {"full": 4, "lean": 6, "balanced": 10, "fast": 16, "none": 24},
+    "encoder, post-norm": {"full": 4, "lean": 8, "balanced": 10, "fast": 20, "none": 28},
+    "decoder, pre-norm": {"full": 1, "lean": 3, "balanced": 5, "fast": 9, "none": 13},
+    "decoder, post-norm": {"full": 1, "lean": 2, "balanced": 4, "fast": 10, "none": 14},
+}
+
+
+def in_table(name, policy, dropout):
+    """Bytes that a call keeps by the table."""
+    units, seed = TABLE[name][policy], 8 if dropout else 0
+    has_attention = policy != "full" and not ("post" in name and policy == "lean")
+    if name in DECODERS:
+        memory = (3 if policy in ("fast", "none") else 1) * M * D
+        return 4 * B * (S * units * D + memory + S * (6 + 2 * H * has_attention)) + seed
+    return B * S * (units * D + 16 + 4 * H * has_attention) + seed
+
+
+def kept(layer, inputs, low=None, **given):
+    """Bytes by hooks on saved tensors, by what is alive after forward, and as predicted."""
+    call = functools.partial(layer, *inputs, **given)
+    with autocast(low or BF16, enabled=low is not None):
+        with SavedBytes(exclude=[*layer.parameters(), *given.get("rope", ())]) as saved:
+            ((block, shapes),) = calls(call)
+        # The output is there, and as large as the input, which was there before.
+        alive = measure_allocations(call).net + sum(t.nbytes for t in inputs[1:])
+    itemsize = inputs[0].itemsize
+    predicted = kept_bytes(block.graph, block.save, block.needs_grad, shapes, itemsize)
+    return saved.total, alive, sum(predicted.values())
+
+
+def inputs_of(kind, *args, **kwargs):
+    return [t.requires_grad_() for t in kind.data(FP32, *args, **kwargs)[:-1]]
+
+
+@pytest.mark.composes("Autocast", "bytes kept: 4/6/10/16/24·D pre-norm, no copies of the weights")
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("low", [None, BF16], ids=["float32", "autocast"])
+@pytest.mark.parametrize("tokens, dropout", [(4, 0.1), (512, 0.0)], ids=["pieces", "whole"])
+def test_kept_bytes_are_the_table_and_the_prediction(name, low, tokens, dropout, monkeypatch):
+    """And rise from preset to preset."""
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
+    kind = KINDS[name]
+    _, layer = kind.pair(dim_feedforward=4 * D, dropout=dropout)
+    rope, totals = {} if name == "qwen" else kind.given("tables", FP32), []
+    for layer.policy in EXACT_PRESETS:
+        found = kept(layer, inputs_of(kind), low, **rope)
+        assert len(set(found)) == 1, found
+        if name in TABLE and (low is None) == kind.has_memory:
+            assert found[0] == in_table(name, layer.policy, dropout)
+        totals.append(found[0])
+    assert totals == sorted(set(totals))
+    with autocast(low or BF16, enabled=low is not None):
+        report = memory_report(layer, *inputs_of(kind), **rope)
+    shared = sum(t.nbytes for t in rope.get("rope", ()))
+    assert (report.kept_bytes - shared, report.predicted_bytes) == (totals[-1], totals[-1])
+
+
+@pytest.mark.parametrize("name", ["encoder, pre-norm", "encoder, post-norm"])
+def test_a_low_precision_stream_keeps_two_bytes_an_element(name):
+    _, layer = KINDS[name].pair()
+    x = KINDS[name].data(BF16)[0].requires_grad_()
+    assert set(kept(layer, [x], BF16)) == {B * S * (2 * D + 16)}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("low", [FP32, BF16], ids=str)
+def test_a_memory_in_autocasts_dtype_is_not_copied(name, low):
+    _, layer = KINDS[name].pair("fast", dim_feedforward=4 * D, dropout=0.1)
+    tgt, memory = inputs_of(KINDS[name])
+    memory = memory.detach().to(low).requires_grad_()
+    with autocast(BF16), SavedBytes(exclude=layer.parameters()) as saved:
+        layer(tgt, memory)
+    with autocast(BF16):
+        row = memory_report(layer, tgt, memory).layers[0]
+    assert saved.total == row.predicted_bytes
+    found = {a.name: (a.bytes, a.predicted) for a in row.activations}
+    assert found["memory"] == (memory.nbytes, memory.nbytes)
+
+
+def test_with_everything_frozen_but_the_cross_attention():
+    _, layer = KINDS["decoder, pre-norm"].pair("fast", dim_feedforward=4 * D)
+    for name, p in layer.named_parameters():
+        p.requires_grad_("multihead_attn" in name)
+    inputs = KINDS["decoder, pre-norm"].data(FP32)[:-1]
+    row = memory_report(layer, *inputs).layers[0]
+    assert not {"qkv", "attn", "input", "norm1.mean"} & {a.name for a in row.activations if a.bytes}
+    with SavedBytes(exclude=layer.parameters()) as saved:
+        layer(*inputs)
+    assert saved.total == row.predicted_bytes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_frozen_weights_keep_nothing_for_themselves(name):
+    _, layer = KINDS[name].pair("none")
+    (x,) = inputs_of(KINDS[name])
+    whole, _, _ = kept(layer, (x,))
+    layer.requires_grad_(False)
+    assert kept(layer, (x,))[0] <= whole
+    run(layer, x, torch.ones_like(x))
+    assert [n for n, p in layer.named_parameters() if p.grad is not None] == []
+    x.requires_grad_(False)
+    with SavedBytes(exclude=layer.parameters()) as saved:
+        layer(x)
+    assert saved.total == 0
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_fraction_of_what_the_stock_layer_keeps(name):
+    totals = []
+    for layer in KINDS[name].pair(dim_feedforward=4 * D):
+        with SavedBytes(exclude=layer.parameters()) as saved:
+            layer(*inputs_of(KINDS[name]))
+        totals.append(saved.total)
+    assert totals[1] <= totals[0] / 8
+
+
+def test_what_an_activation_captures_is_not_copied_for_good():
+    """Autocast's own cache would hold a copy of its weight until the outermost autocast ends."""
+    layer = FusedRematLayer(24, 3, 40, 0.0, torch.nn.Linear(40, 40), batch_first=True)
+    x = torch.randn(3, 11, 24, requires_grad=True)
+    with autocast(BF16):
+        alive = measure_allocations(lambda: layer(x)).net
+    assert alive == x.nbytes + 4 * 4 * 33  # the output, four statistics a token

@@ -1,0 +1,326 @@
+"""Every layer gives its stock twin's results: the output, and every gradient."""
+
+import copy
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from block_inputs import in_pieces
+from layer_kinds import (
+    FORMS,
+    KINDS,
+    MODELS,
+    TORCH_NN,
+    B,
+    D,
+    H,
+    M,
+    S,
+    as_op,
+    assert_bits,
+    assert_close,
+    by_block,
+    check_errors,
+    run,
+)  # fmt: skip
+from reference import EXACT_PRESETS, pair
+from reference import causal_block as plain
+from tiers import exhaustive, pairwise
+from torch import nn
+
+from fused_remat import Policy
+from fused_remat.spec import NormSpec
+from fused_remat.steps.norm import norm_bwd, norm_fwd
+
+pytestmark = pytest.mark.usefixtures("served")
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    "name, form, lengths",
+    pairwise(list(KINDS), list(FORMS), [(S, M), (3, 6), (1, 4), (6, 1)]),
+)
+def test_masks_and_hints_of_every_form(name, form, lengths):
+    kind = KINDS[name]
+    stock, fused = kind.pair(dtype=FP64)
+    tensors, given = kind.data(FP64, *lengths), kind.given(form, FP64, *lengths)
+    assert fused.why_not_fused(*tensors[:-1], **given) is None
+    expected = run(stock, *tensors, **given)
+    assert_close(run(fused, *tensors, **given), expected)
+    with in_pieces(4):
+        assert_close(run(fused, *tensors, **given), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("form", ["tables", "bool padding", "float with a gradient"])
+def test_a_causal_layers_twin_is_the_reference(name, form):
+    kind = KINDS[name]
+    stock, _ = kind.pair(dtype=FP64)
+    tensors, given = kind.data(), kind.given(form)
+    reference = functools.partial(plain, w=by_block(stock), nhead=stock.nhead, **as_op(stock))
+    leaves = [given["attn_mask"]] if "attn_mask" in given else []
+    found = []
+    for call in (stock, reference):
+        x = tensors[0].clone().requires_grad_()
+        y = call(x, **given)
+        found.append([y, *torch.autograd.grad(y, [x, *stock.parameters(), *leaves], tensors[1])])
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("name", TORCH_NN)
+@pytest.mark.parametrize("layout", ["batch first", "sequence first", "unbatched"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("form", ["nothing", "bool padding", "float", "bool per head"])
+def test_layouts(name, layout, bias, form):
+    kind, first = KINDS[name], layout == "batch first"
+    tensors, given = kind.data(), kind.given(form)
+    for batch_first in [first] if layout != "unbatched" else [True, False]:
+        stock, fused = kind.pair(batch_first=batch_first, bias=bias, dtype=FP64)
+        if layout == "unbatched":
+            shown = [t[0] for t in tensors]
+            alone = {n: m[:H] if "head" in form else m for n, m in given.items()}
+            alone = {n: m[0] if "padding" in n else m for n, m in alone.items()}
+        else:
+            shown = tensors if first else [t.transpose(0, 1).contiguous() for t in tensors]
+            alone = given
+        assert_close(run(fused, *shown, **alone), run(stock, *shown, **alone))
+        assert fused(*shown[:-1]).stride() == stock(*shown[:-1]).stride()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_strides_of_inputs_outputs_and_gradients(name):
+    """Views of every kind, and gradients that are expanded or permuted; in pieces and whole."""
+    kind = KINDS[name]
+    stock, fused = kind.pair(dtype=FP64)
+    base, *more = kind.data()[:-1]
+    wide = torch.randn(B, S, 2 * D, dtype=FP64)
+    dense = (base, base.transpose(0, 1).contiguous().transpose(0, 1), wide[..., ::2])
+    for x in (*dense, wide[:1, :, :D].expand(B, S, D)):
+        if any(x is t for t in dense) and not kind.is_causal:  # as PyTorch makes them in torch.nn
+            assert fused(x, *more).stride() == stock(x, *more).stride()
+        for dy in (
+            torch.randn(D, B, S, dtype=FP64).permute(1, 2, 0),
+            torch.randn(D, dtype=FP64).expand(B, S, D),
+        ):
+            expected = run(stock, x, *more, dy)
+            assert_close(run(fused, x, *more, dy), expected)
+            with in_pieces(3):
+                assert_close(run(fused, x, *more, dy), expected)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("tokens", [4, 512], ids=["in pieces", "whole"])
+def test_error_is_at_most_one_and_a_half_times_pytorchs(name, dtype, tokens, monkeypatch):
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
+    kind = KINDS[name]
+    seq = 37 if kind.is_causal else S
+    stock, fused = kind.pair(dtype=dtype)
+    tensors = kind.data(dtype, seq)
+    given = kind.given("tables" if kind.is_causal else "bool padding", dtype, seq)
+    exact = run(copy.deepcopy(stock).double(), *(t.double() for t in tensors), **given)
+    check_errors(kind, run(fused, *tensors, **given), run(stock, *tensors, **given), exact)
+
+
+@pytest.mark.parametrize(
+    "dtype, norm_first, activation",
+    pairwise([FP32, BF16, FP16], [True, False], ["relu", "gelu"]),
+)
+def test_error_at_a_real_size(dtype, norm_first, activation, monkeypatch):
+    """Four groups, many partial sums of weight gradients."""
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 128)
+    kind = TORCH_NN["encoder, pre-norm"]
+    stock, fused = kind.pair(
+        d_model=128, nhead=4, dim_feedforward=512, activation=activation, norm_first=norm_first,
+        dtype=dtype,
+    )  # fmt: skip
+    tensors = torch.randn(2, 4, 300, 128).to(dtype).unbind()
+    exact = run(copy.deepcopy(stock).double(), *(t.double() for t in tensors))
+    check_errors(kind, run(fused, *tensors), run(stock, *tensors), exact)
+
+
+@pytest.mark.parametrize(
+    "name, tokens, low", pairwise(list(KINDS), [4, 7, 512], [None, BF16, FP16])
+)
+def test_every_policy_gives_the_same_bits(name, tokens, low, monkeypatch):
+    """Under autocast too (`low`)."""
+    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
+    kind, found = KINDS[name], []
+    _, fused = kind.pair(dropout=0.2)
+    tensors, given = kind.data(FP32), kind.given("a hint", FP32)
+    for fused.policy in (*EXACT_PRESETS, *(Policy(save=names) for names in kind.saves)):
+        torch.manual_seed(1)
+        found.append(run(fused, *tensors, low=low, **given))
+    for other in found[1:]:
+        assert_bits(other, found[0])
+
+
+@pytest.mark.parametrize(
+    "norm_first, dtype, sizes",
+    pairwise([True, False], [FP32, BF16], [(3, 333, 96, 3), (1, 1025, 64, 2), (70, 9, 40, 5)]),
+)
+def test_the_same_bits_at_sizes_that_use_groups_and_tiles(norm_first, dtype, sizes):
+    batch, seq_len, d_model, nhead = sizes
+    _, fused = pair(
+        d_model, nhead, 3 * d_model + 1, dropout=0.1, norm_first=norm_first, batch_first=True,
+        activation="gelu", dtype=dtype,
+    )  # fmt: skip
+    tensors, found = torch.randn(2, batch, seq_len, d_model).to(dtype).unbind(), []
+    for fused.policy in EXACT_PRESETS:
+        torch.manual_seed(1)
+        found.append(run(fused, *tensors))
+    for other in found[1:]:
+        assert_bits(other, found[0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "seq"), [(0, 3), (2, 0), (0, 0), (None, 0)], ids=["batch", "tokens", "both", "alone"]
+)
+@pytest.mark.parametrize("name", TORCH_NN)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_empty_inputs_work_with_backward(name, batch, seq, batch_first):
+    kind = KINDS[name]
+    stock, fused = kind.pair(dropout=0.0 if kind.has_memory else 0.1, batch_first=batch_first)
+    tensors = kind.data(FP32, seq, batch=1 if batch is None else batch)
+    if batch is None:
+        tensors = [t[0] for t in tensors]
+    elif not batch_first:
+        tensors = [t.transpose(0, 1) for t in tensors]
+    for a, b in zip(run(fused, *tensors), run(stock, *tensors), strict=True):
+        if kind.has_memory:
+            torch.testing.assert_close(a, b)
+        else:
+            assert torch.equal(a, b)
+
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "F.relu": F.relu,
+    "torch.relu": torch.relu,
+    "F.gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "F.silu": F.silu,
+    "torch.tanh": torch.tanh,
+    "F.tanh": F.tanh,
+    "nn.ReLU": nn.ReLU(),
+    "nn.GELU": nn.GELU(),
+    "nn.GELU_tanh": nn.GELU(approximate="tanh"),
+    "nn.SiLU": nn.SiLU(),
+    "nn.Tanh": nn.Tanh(),
+}
+
+
+@pytest.mark.parametrize(
+    "name, policy",
+    [
+        (name, policy)
+        if policy == "full" or name in ("relu", "F.silu")
+        else exhaustive(name, policy)
+        for name in ACTIVATIONS
+        for policy in EXACT_PRESETS
+    ],
+)
+def test_activations(name, policy):
+    kind = TORCH_NN["encoder, post-norm"]
+    stock, fused = kind.pair(policy, activation=ACTIVATIONS[name], dtype=FP64)
+    assert_close(run(fused, *kind.data()), run(stock, *kind.data()))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", TORCH_NN)
+def test_without_biases_and_without_affine_norms(bias, name):
+    kind = KINDS[name]
+    stock, fused = kind.pair(bias=bias, dtype=FP64)
+    assert_close(run(fused, *kind.data()), run(stock, *kind.data()))
+    for layer in (stock, fused):
+        layer.norm1 = nn.LayerNorm(D, elementwise_affine=False, eps=1e-3)
+    assert_close(run(fused, *kind.data()), run(stock, *kind.data()))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (63, 7, 1000, 2), (33, 3, 65, 9)])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_odd_sizes(sizes, norm_first):
+    d_model, nhead, ff, batch = sizes
+    stock, fused = pair(d_model, nhead, ff, dropout=0.0, norm_first=norm_first, dtype=FP64)
+    tensors = torch.randn(2, 17, batch, d_model, dtype=FP64).unbind()
+    assert_close(run(fused, *tensors), run(stock, *tensors))
+
+
+@pytest.mark.parametrize("default", [FP64, BF16])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("affine", [True, False])
+def test_another_default_dtype(default, dtype, affine):
+    kind = TORCH_NN["encoder, post-norm"]
+    torch.set_default_dtype(default)
+    try:
+        stock, fused = kind.pair(bias=False, activation="relu", dtype=dtype)
+        for layer in (stock, fused):
+            layer.norm1 = nn.LayerNorm(D, elementwise_affine=affine, bias=False, dtype=dtype)
+        tensors = torch.randn(2, 5, 2, D, dtype=dtype).unbind()
+        found, peer = run(fused, *tensors), run(stock, *tensors)
+        exact = run(stock.double(), *(t.double() for t in tensors))
+        check_errors(kind, found, peer, exact)
+    finally:
+        torch.set_default_dtype(FP32)
+
+
+def test_packed_sequences_are_as_if_they_were_alone():
+    kind, cu = KINDS["llama"], [0, 3, S]
+    _, layer = kind.pair(dtype=FP64)
+    (x, dy), (cos, sin) = kind.data(batch=1), kind.given("tables")["rope"]
+    spans = list(itertools.pairwise(cu))
+    places = torch.cat([torch.arange(b - a) for a, b in spans])
+    whole = run(layer, x, dy, rope=(cos[places], sin[places]), cu_seqlens=torch.tensor(cu))
+    sums = [torch.zeros_like(t) for t in whole]
+    for a, b in spans:
+        rope = (cos[: b - a], sin[: b - a])
+        sums[0][:, a:b], sums[1][:, a:b], *grads = run(layer, x[:, a:b], dy[:, a:b], rope=rope)
+        sums[2:] = [s + g for s, g in zip(sums[2:], grads, strict=True)]
+    assert_close(whole, sums)
+
+
+def test_inside_transformer_encoder_in_train_and_eval():
+    stock_layer, fused_layer = pair(16, 4, 32, dropout=0.0, batch_first=True)
+    stock = nn.TransformerEncoder(stock_layer, 3, norm=nn.LayerNorm(16))
+    fused = nn.TransformerEncoder(fused_layer, 3, norm=nn.LayerNorm(16))
+    fused.load_state_dict(stock.state_dict())
+    # Of random gradients: of ones, the last norm leaves nothing but rounding.
+    x, dy = torch.randn(2, 3, 6, 16).unbind()
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 1 + [True] * 5])
+    for kwargs in (
+        {},
+        {"src_key_padding_mask": padding},
+        {"mask": nn.Transformer.generate_square_subsequent_mask(6), "is_causal": True},
+        {"mask": torch.ones(6, 6).triu(1).bool(), "src_key_padding_mask": padding},
+    ):
+        for a, b in zip(run(fused, x, dy, **kwargs), run(stock, x, dy, **kwargs), strict=True):
+            # float32 through three layers, other order of summation
+            assert (a - b).norm() <= 1e-4 * b.norm()
+    stock.eval(), fused.eval()
+    with torch.no_grad():
+        for kwargs in ({}, {"src_key_padding_mask": padding}):
+            assert torch.equal(fused(x, **kwargs), stock(x, **kwargs))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_norm_weights_gradients_are_summed_in_float32(dtype, threads):
+    """ATen's kernel for CPUs sums them in the dtype of x, thread by thread."""
+    x, dy = torch.randn(2, 300, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight, bias = torch.ones(16, dtype=dtype), torch.zeros(16, dtype=dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        _, *stats = norm_fwd(NormSpec(), x, weight, bias)
+        _, dweight, dbias = norm_bwd(NormSpec(), dy, x, tuple(stats), weight, (True, True, True))
+    finally:
+        torch.set_num_threads(before)
+    normed = F.layer_norm(x.double(), (16,))
+    for found, exact in ((dweight, (normed * dy.double()).sum(0)), (dbias, dy.double().sum(0))):
+        assert found.dtype is FP32
+        # 300 float32 sums, and float32 statistics.
+        assert (found - exact).norm() <= 1e-6 * exact.norm()
