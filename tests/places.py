@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from fused_remat import random
-from fused_remat.execution.choose import OPERATIONS, choose, ops_for
+from fused_remat.execution.choose import choose, ops_for
 from fused_remat.random import DropoutMask
+from fused_remat.steps.operations import OPERATIONS
 
 T = TypeVar("T")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -116,21 +116,12 @@ def test_a_norm_after_a_product(kind, p):
 MARKS = ["x w b", "x", "w", "b w"]
 # Not of one row, nor of width 1, whose gradient cancels to nothing.
 BACKWARD = at(
-    [(kind, case, needs) for kind in NORMS for needs in MARKS for case in CASES if case[1] > 1],
-    [],
+    [(kind, c, m, WALKS[0]) for kind in NORMS for m in MARKS for c in CASES if c[1] > 1],
+    pairwise(list(NORMS), [c if c[2] > 1 else (c[0], 1, 4) for c in CASES], MARKS, WALKS),
 )
 
 
-@pytest.mark.parametrize(
-    "kind, case, needs_grad, walk",
-    at(
-        [(*case, WALKS[0]) for case in BACKWARD],
-        pairwise(
-            list(NORMS), [c if c[2] > 1 else (c[0], 1, 4) for c in CASES], MARKS, WALKS
-        ),
-    ),
-    ids=str, indirect=["walk"],
-)  # fmt: skip
+@pytest.mark.parametrize("kind, case, needs_grad, walk", BACKWARD, ids=str, indirect=["walk"])
 def test_backward(kind, case, needs_grad, walk):
     x, weight, _ = inputs(*case)
     rows, width = x.shape
