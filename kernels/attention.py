@@ -97,27 +97,23 @@ class Sizes(NamedTuple):
     V: Any
 
 
-class Width(NamedTuple):
-    """How heads of a width are read, constants: it is padded to BLOCK, unless EVEN; TMA: they are
-    descriptors."""
-
-    BLOCK: int
-    EVEN: bool
-    TMA: bool
-
-
 class Tile(NamedTuple):
-    """How attention is computed, constants: BLOCK_M queries and BLOCK_N keys, of heads of widths E
-    and V. PARTIAL: there may be blocks that not every query sees. WARP_SPECIALIZE: forward's loop
-    over whole blocks is divided among warps.
+    """How attention is computed: constants.
+
+    BLOCK_M queries and BLOCK_N keys, of heads padded to BLOCK_E and BLOCK_V; EVEN_E, EVEN_V: heads
+    are that wide. TMA: heads are descriptors. PARTIAL: there may be blocks that not every query
+    sees. WARP_SPECIALIZE: forward's loop over whole blocks is divided among warps.
     """
 
     BLOCK_M: int
     BLOCK_N: int
-    E: Width
-    V: Width
-    PARTIAL: bool
-    WARP_SPECIALIZE: bool
+    BLOCK_E: int
+    BLOCK_V: int
+    EVEN_E: bool = False
+    EVEN_V: bool = False
+    TMA: bool = False
+    PARTIAL: bool = True
+    WARP_SPECIALIZE: bool = False
 
 
 class Heads(NamedTuple):
@@ -136,19 +132,9 @@ class Lists(NamedTuple):
     head: Any
 
 
-class Span(NamedTuple):
-    """What a tile's rows see: each from `low` to `high`; nothing is loaded but `first` to `end`."""
-
-    low: Any
-    high: Any
-    first: Any
-    end: Any
-
-
 class Visits(NamedTuple):
-    """`count` blocks: number i is blocks_ptr[i], or start + i if i < left, else gap + i."""
+    """`count` blocks: number i is start + i if i < left, else gap + i; or it is in a list."""
 
-    blocks_ptr: Any
     start: Any
     left: Any
     gap: Any
@@ -174,23 +160,25 @@ def _load_codes(x, b, h, row, first, end, BLOCK_M: tl.constexpr, BLOCK_E: tl.con
 
 
 @triton.jit
-def load_rows(x, b, h, row, first, end, E, BLOCK_M: tl.constexpr, width: tl.constexpr):
-    """Rows `row` to row + BLOCK_M of head (b, h), padded: (BLOCK_M, width.BLOCK); 0 outside.
+def load_rows(
+    x, b, h, row, first, end, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` to row + BLOCK_M of head (b, h), padded to BLOCK_E unless EVEN; 0 outside.
 
     Outside is a row before `first` or from `end` on, and a column from E on.
     A descriptor ends rows where the tensor ends: `first` and `end` must be 0 and S.
     Codes are unpacked, descriptors or not.
     """
-    BLOCK_E: tl.constexpr = width.BLOCK
     if x.strides.step is not None:
         tile = _load_codes(x, b, h, row, first, end, BLOCK_M, BLOCK_E)
-    elif width.TMA:
+    elif TMA:
         tile = x.data.load([b, h, row, 0]).reshape([BLOCK_M, BLOCK_E])
     else:
         offs_m = row + tl.arange(0, BLOCK_M)
         offs_e = tl.arange(0, BLOCK_E)
         mask = ((offs_m >= first) & (offs_m < end))[:, None]
-        if not width.EVEN:
+        if not EVEN:
             mask = mask & (offs_e < E)[None, :]
         base = x.data + b.to(tl.int64) * x.strides.batch + h.to(tl.int64) * x.strides.head
         ptrs = base + offs_m.to(tl.int64)[:, None] * x.strides.row + offs_e[None, :]
@@ -258,27 +246,28 @@ def visits(low, high, BLOCK: tl.constexpr):
     full_start = tl.minimum(tl.cdiv(tl.max(low, 0), BLOCK), stop)
     full = tl.maximum(tl.min(high, 0) // BLOCK - full_start, 0)
     left = full_start - start
-    partial = Visits(None, start, left, start + full, stop - start - full)
-    return partial, Visits(None, full_start, full, 0, full)
+    partial = Visits(start, left, start + full, stop - start - full)
+    return partial, Visits(full_start, full, full_start, full)
 
 
 @triton.jit
 def listed(lists, b, h, tile, width):
-    """`visits` from the lists of a tile's blocks, which are `width` at most.
+    """`visits` from the lists of a tile's blocks, which are `width` at most, after the two lists.
 
     A row of `attention_blocks_fwd_kernel`: partial blocks from its front, the others up to its end.
     """
     row_ptr = lists.data + b.to(tl.int64) * lists.batch + h.to(tl.int64) * lists.head
     row_ptr += tile.to(tl.int64) * (width + 2)
     partial, full = tl.load(row_ptr + width), tl.load(row_ptr + width + 1)
-    return Visits(row_ptr, 0, 0, 0, partial), Visits(row_ptr + width - full, 0, 0, 0, full)
+    full_ptr = row_ptr + width - full
+    return row_ptr, full_ptr, Visits(0, 0, 0, partial), Visits(0, 0, 0, full)
 
 
 @triton.jit
-def block_at(i, visit):
-    """Number of the i-th block to visit."""
-    if visit.blocks_ptr is not None:
-        block = tl.load(visit.blocks_ptr + i)
+def block_at(i, visit, list_ptr):
+    """Number of the i-th block to visit, from a list unless that is None."""
+    if list_ptr is not None:
+        block = tl.load(list_ptr + i)
     else:
         block = i + tl.where(i < visit.left, visit.start, visit.gap)
     return block
@@ -345,15 +334,18 @@ def exponentials(s, top, scale, RAW: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc, total, top, q, k, v, masks, row_key, site, b, h, kv_h, offs_m, span, visit, sizes, score,
-    PARTIAL: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, tile: tl.constexpr,
+    acc, total, top, q, k, v, masks, row_key, site, b, h, kv_h, offs_m, low, high, first, end,
+    visit, list_ptr, sizes, score, PARTIAL: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax for each block of keys of `visit`."""
     RAW: tl.constexpr = (not PARTIAL) and (score.softcap is None)
     BLOCK_N: tl.constexpr = tile.BLOCK_N
-    for i in tl.range(0, visit.count, warp_specialize=WARP_SPECIALIZE):
-        col = block_at(i, visit) * BLOCK_N
-        k_tile = load_rows(k, b, kv_h, col, span.first, span.end, sizes.E, BLOCK_N, tile.E)
+    SPECIALIZE: tl.constexpr = tile.WARP_SPECIALIZE and not PARTIAL
+    for i in tl.range(0, visit.count, warp_specialize=SPECIALIZE):
+        col = block_at(i, visit, list_ptr) * BLOCK_N
+        k_tile = load_rows(
+            k, b, kv_h, col, first, end, sizes.E, BLOCK_N, tile.BLOCK_E, tile.EVEN_E, tile.TMA
+        )
         qk = tl.dot(q, k_tile.T)
         offs_n = col + tl.arange(0, BLOCK_N)
         if RAW:
@@ -361,8 +353,8 @@ def _attend(
             new_top = tl.maximum(top, tl.max(s, 1) * score.scale)
         else:
             s, _ = scores(
-                qk, masks, b, h, offs_m[:, None], offs_n[None, :], offs_n[None, :],
-                span.low[:, None], span.high[:, None], sizes.M, sizes.N, score, PARTIAL,
+                qk, masks, b, h, offs_m[:, None], offs_n[None, :], offs_n[None, :], low[:, None],
+                high[:, None], sizes.M, sizes.N, score, PARTIAL,
             )  # fmt: skip
             new_top = tl.maximum(top, tl.max(s, 1))
         # Of a row that has seen no key yet: -inf - -inf would be NaN.
@@ -373,7 +365,9 @@ def _attend(
         acc = acc * shrink[:, None]
         if row_key is not None:
             p *= keep_at(row_key[:, None], offs_n[None, :], site.threshold, site.scale)
-        v_tile = load_rows(v, b, kv_h, col, span.first, span.end, sizes.V, BLOCK_N, tile.V)
+        v_tile = load_rows(
+            v, b, kv_h, col, first, end, sizes.V, BLOCK_N, tile.BLOCK_V, tile.EVEN_V, tile.TMA
+        )
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc)
         top = new_top
     return acc, total, top
@@ -420,7 +414,7 @@ def attention_fwd_kernel(
     v, out = Heads(v, strides[2]), Heads(out, strides[3])
     site = Site(site_key_ptr, row0, threshold, keep_scale)
     BLOCK_M: tl.constexpr = tile.BLOCK_M
-    BLOCK_V: tl.constexpr = tile.V.BLOCK
+    BLOCK_V: tl.constexpr = tile.BLOCK_V
     M, N = sizes.M, sizes.N
     number, b, h = tile_of_head(tl.cdiv(M, BLOCK_M), sizes.H, True)
     row = number * BLOCK_M
@@ -429,24 +423,24 @@ def attention_fwd_kernel(
     first, end = 0, N
     if (bounds_ptr is not None) or (lengths_ptr is not None):
         first, end = tl.min(low, 0), tl.max(high, 0)
-    span = Span(low, high, first, end)
     kv_h = h // sizes.GROUP
     row_key = row_keys(site, b, h, sizes, offs_m)
-    q_tile = load_rows(q, b, h, row, 0, M, sizes.E, BLOCK_M, tile.E)
+    q_tile = load_rows(q, b, h, row, 0, M, sizes.E, BLOCK_M, tile.BLOCK_E, tile.EVEN_E, tile.TMA)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     partial, full = visits(low, high, tile.BLOCK_N)
+    partial_ptr, full_ptr = None, None
     if lists is not None:
-        partial, full = listed(lists, b, h, number, tl.cdiv(N, tile.BLOCK_N))
+        partial_ptr, full_ptr, partial, full = listed(lists, b, h, number, tl.cdiv(N, tile.BLOCK_N))
     acc, total, top = _attend(
-        acc, total, top, q_tile, k, v, masks, row_key, site, b, h, kv_h, offs_m, span, full, sizes,
-        score, False, tile.WARP_SPECIALIZE, tile,
+        acc, total, top, q_tile, k, v, masks, row_key, site, b, h, kv_h, offs_m, low, high, first,
+        end, full, full_ptr, sizes, score, False, tile,
     )  # fmt: skip
     if tile.PARTIAL:
         acc, total, top = _attend(
-            acc, total, top, q_tile, k, v, masks, row_key, site, b, h, kv_h, offs_m, span, partial,
-            sizes, score, True, False, tile,
+            acc, total, top, q_tile, k, v, masks, row_key, site, b, h, kv_h, offs_m, low, high,
+            first, end, partial, partial_ptr, sizes, score, True, tile,
         )  # fmt: skip
     seen = total != 0.0
     acc = acc / tl.where(seen, total, 1.0)[:, None]

@@ -14,7 +14,6 @@ import triton.language as tl
 
 from fused_remat.kernels.attention import (
     Heads,
-    Span,
     block_at,
     exponentials,
     listed,
@@ -33,7 +32,7 @@ from fused_remat.kernels.dropout import Site, keep_at
 
 @triton.jit
 def attention_delta_bwd_kernel(
-    dout, out, delta_ptr, strides, H, M, V, BLOCK_M: tl.constexpr, width: tl.constexpr
+    dout, out, delta_ptr, strides, H, M, V, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr
 ):
     """delta = rowsum(dout · out).
 
@@ -43,8 +42,8 @@ def attention_delta_bwd_kernel(
     """
     number, b, h = tile_of_head(tl.cdiv(M, BLOCK_M), H, False)
     row = number * BLOCK_M
-    do_tile = load_rows(Heads(dout, strides[0]), b, h, row, 0, M, V, BLOCK_M, width)
-    o_tile = load_rows(Heads(out, strides[1]), b, h, row, 0, M, V, BLOCK_M, width)
+    do_tile = load_rows(Heads(dout, strides[0]), b, h, row, 0, M, V, BLOCK_M, BLOCK_V, False, False)
+    o_tile = load_rows(Heads(out, strides[1]), b, h, row, 0, M, V, BLOCK_M, BLOCK_V, False, False)
     delta = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
     offs_m = row + tl.arange(0, BLOCK_M)
     tl.store(delta_ptr + (b * H + h).to(tl.int64) * M + offs_m, delta, mask=offs_m < M)
@@ -52,28 +51,37 @@ def attention_delta_bwd_kernel(
 
 @triton.jit
 def _gather_keys(
-    dk, dv, k, v, q, dout, lse_ptr, delta_ptr, masks, site, b, h, offs_n, span, visit, sizes, score,
-    WANTS_K: tl.constexpr, WANTS_V: tl.constexpr, PARTIAL: tl.constexpr, tile: tl.constexpr,
+    dk, dv, k, v, q, dout, lse_ptr, delta_ptr, masks, site, b, h, offs_n, low, high, first, end,
+    visit, list_ptr, sizes, score, WANTED: tl.constexpr, PARTIAL: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dk (yet to be scaled) and dv what the tiles of queries of head h give, of `visit`."""
+    """Adds to dk (yet to be scaled) and dv what the tiles of queries of head h give, of `visit`.
+
+    WANTED: "k", "v" or "kv".
+    """
+    WANTS_K: tl.constexpr = WANTED != "v"
+    WANTS_V: tl.constexpr = WANTED != "k"
     RAW: tl.constexpr = (not PARTIAL) and (score.softcap is None)
     BLOCK_M: tl.constexpr = tile.BLOCK_M
     head = (b * sizes.H + h).to(tl.int64) * sizes.M
     for i in range(0, visit.count):
-        row = block_at(i, visit) * BLOCK_M
-        q_tile = load_rows(q, b, h, row, span.first, span.end, sizes.E, BLOCK_M, tile.E)
+        row = block_at(i, visit, list_ptr) * BLOCK_M
+        q_tile = load_rows(
+            q, b, h, row, first, end, sizes.E, BLOCK_M, tile.BLOCK_E, tile.EVEN_E, tile.TMA
+        )
         offs_m = row + tl.arange(0, BLOCK_M)
-        inside = (offs_m >= span.first) & (offs_m < span.end)
+        inside = (offs_m >= first) & (offs_m < end)
         lse = tl.load(lse_ptr + head + offs_m, mask=inside, other=float("inf"))
         s = tl.dot(k, q_tile.T)
         capped = s
         if not RAW:
             s, capped = scores(
-                s, masks, b, h, offs_m[None, :], offs_n[:, None], offs_m[None, :],
-                span.low[:, None], span.high[:, None], sizes.M, sizes.N, score, PARTIAL,
+                s, masks, b, h, offs_m[None, :], offs_n[:, None], offs_m[None, :], low[:, None],
+                high[:, None], sizes.M, sizes.N, score, PARTIAL,
             )  # fmt: skip
         p = exponentials(s, lse[None, :], score.scale, RAW)
-        do_tile = load_rows(dout, b, h, row, span.first, span.end, sizes.V, BLOCK_M, tile.V)
+        do_tile = load_rows(
+            dout, b, h, row, first, end, sizes.V, BLOCK_M, tile.BLOCK_V, tile.EVEN_V, tile.TMA
+        )
         dropped, dp = p, p
         if WANTS_K:
             dp = tl.dot(v, do_tile.T)
@@ -108,13 +116,14 @@ def attention_dkdv_bwd_kernel(
     """
     WANTS_K: tl.constexpr = dk is not None
     WANTS_V: tl.constexpr = dv is not None
+    WANTED: tl.constexpr = "kv" if WANTS_K and WANTS_V else "k" if WANTS_K else "v"
     q, k = Heads(q, strides[0]), Heads(k, strides[1])
     v, dout = Heads(v, strides[2]), Heads(dout, strides[3])
     dk, dv = Heads(dk, strides[4]), Heads(dv, strides[5])
     site = Site(site_key_ptr, row0, threshold, keep_scale)
     BLOCK_N: tl.constexpr = tile.BLOCK_N
-    BLOCK_E: tl.constexpr = tile.E.BLOCK
-    BLOCK_V: tl.constexpr = tile.V.BLOCK
+    BLOCK_E: tl.constexpr = tile.BLOCK_E
+    BLOCK_V: tl.constexpr = tile.BLOCK_V
     M, N, GROUP = sizes.M, sizes.N, sizes.GROUP
     number, b, kv_h = tile_of_head(tl.cdiv(N, BLOCK_N), sizes.H // GROUP, False)
     col = number * BLOCK_N
@@ -123,28 +132,34 @@ def attention_dkdv_bwd_kernel(
     first, end = 0, M
     if bounds_ptr is not None:
         first, end = tl.min(low, 0), tl.max(high, 0)
-    span = Span(low, high, first, end)
     last = N
     if lengths_ptr is not None:
         last = tl.minimum(N, tl.load(lengths_ptr + b).to(tl.int32))
-    k_tile = load_rows(k, b, kv_h, col, 0, last, sizes.E, BLOCK_N, tile.E)
-    v_tile = load_rows(v, b, kv_h, col, 0, last, sizes.V, BLOCK_N, tile.V)
+    k_tile = load_rows(
+        k, b, kv_h, col, 0, last, sizes.E, BLOCK_N, tile.BLOCK_E, tile.EVEN_E, tile.TMA
+    )
+    v_tile = load_rows(
+        v, b, kv_h, col, 0, last, sizes.V, BLOCK_N, tile.BLOCK_V, tile.EVEN_V, tile.TMA
+    )
     dk_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
     dv_acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     some, whole = visits(low, high, tile.BLOCK_M)
     for member in range(0, GROUP):
         h = kv_h * GROUP + member
-        partial, full = some, whole
+        partial, full, partial_ptr, full_ptr = some, whole, None, None
         if lists is not None:
-            partial, full = listed(lists, b, h, number, tl.cdiv(M, tile.BLOCK_M))
+            partial_ptr, full_ptr, partial, full = listed(
+                lists, b, h, number, tl.cdiv(M, tile.BLOCK_M)
+            )
         dk_acc, dv_acc = _gather_keys(
             dk_acc, dv_acc, k_tile, v_tile, q, dout, lse_ptr, delta_ptr, masks, site, b, h, offs_n,
-            span, full, sizes, score, WANTS_K, WANTS_V, False, tile,
+            low, high, first, end, full, full_ptr, sizes, score, WANTED, False, tile,
         )  # fmt: skip
         if tile.PARTIAL:
             dk_acc, dv_acc = _gather_keys(
                 dk_acc, dv_acc, k_tile, v_tile, q, dout, lse_ptr, delta_ptr, masks, site, b, h,
-                offs_n, span, partial, sizes, score, WANTS_K, WANTS_V, True, tile,
+                offs_n, low, high, first, end, partial, partial_ptr, sizes, score, WANTED, True,
+                tile,
             )  # fmt: skip
     # What no query sees was not visited, or is beside what was: its gradient is 0, not what p of
     # a key that is not there would give.
@@ -183,18 +198,22 @@ def score_grads(
 
 @triton.jit
 def _gather_queries(
-    dq, q, dout, lse, delta, k, v, masks, row_key, site, b, h, kv_h, offs_m, span, visit, sizes,
-    score, PARTIAL: tl.constexpr, tile: tl.constexpr,
+    dq, q, dout, lse, delta, k, v, masks, row_key, site, b, h, kv_h, offs_m, low, high, first, end,
+    visit, list_ptr, sizes, score, PARTIAL: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Adds to dq (yet to be scaled) what the blocks of keys give, of `visit`."""
     BLOCK_N: tl.constexpr = tile.BLOCK_N
     for i in range(0, visit.count):
-        col = block_at(i, visit) * BLOCK_N
-        k_tile = load_rows(k, b, kv_h, col, span.first, span.end, sizes.E, BLOCK_N, tile.E)
-        v_tile = load_rows(v, b, kv_h, col, span.first, span.end, sizes.V, BLOCK_N, tile.V)
+        col = block_at(i, visit, list_ptr) * BLOCK_N
+        k_tile = load_rows(
+            k, b, kv_h, col, first, end, sizes.E, BLOCK_N, tile.BLOCK_E, tile.EVEN_E, tile.TMA
+        )
+        v_tile = load_rows(
+            v, b, kv_h, col, first, end, sizes.V, BLOCK_N, tile.BLOCK_V, tile.EVEN_V, tile.TMA
+        )
         _, ds = score_grads(
             q, k_tile, v_tile, dout, lse, delta, masks, row_key, site, b, h, offs_m,
-            col + tl.arange(0, BLOCK_N), span.low, span.high, sizes, score, PARTIAL,
+            col + tl.arange(0, BLOCK_N), low, high, sizes, score, PARTIAL,
         )  # fmt: skip
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq)
     return dq
@@ -216,7 +235,7 @@ def attention_dq_bwd_kernel(
     dq = Heads(dq, strides[4])
     site = Site(site_key_ptr, row0, threshold, keep_scale)
     BLOCK_M: tl.constexpr = tile.BLOCK_M
-    BLOCK_E: tl.constexpr = tile.E.BLOCK
+    BLOCK_E: tl.constexpr = tile.BLOCK_E
     M, N = sizes.M, sizes.N
     number, b, h = tile_of_head(tl.cdiv(M, BLOCK_M), sizes.H, True)
     row = number * BLOCK_M
@@ -225,26 +244,28 @@ def attention_dq_bwd_kernel(
     first, end = 0, N
     if (bounds_ptr is not None) or (lengths_ptr is not None):
         first, end = tl.min(low, 0), tl.max(high, 0)
-    span = Span(low, high, first, end)
     kv_h = h // sizes.GROUP
     row_key = row_keys(site, b, h, sizes, offs_m)
-    q_tile = load_rows(q, b, h, row, 0, M, sizes.E, BLOCK_M, tile.E)
-    do_tile = load_rows(dout, b, h, row, 0, M, sizes.V, BLOCK_M, tile.V)
+    q_tile = load_rows(q, b, h, row, 0, M, sizes.E, BLOCK_M, tile.BLOCK_E, tile.EVEN_E, tile.TMA)
+    do_tile = load_rows(
+        dout, b, h, row, 0, M, sizes.V, BLOCK_M, tile.BLOCK_V, tile.EVEN_V, tile.TMA
+    )
     head = (b * sizes.H + h).to(tl.int64) * M
     lse = tl.load(lse_ptr + head + offs_m, mask=offs_m < M, other=float("inf"))
     delta = tl.load(delta_ptr + head + offs_m, mask=offs_m < M, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     partial, full = visits(low, high, tile.BLOCK_N)
+    partial_ptr, full_ptr = None, None
     if lists is not None:
-        partial, full = listed(lists, b, h, number, tl.cdiv(N, tile.BLOCK_N))
+        partial_ptr, full_ptr, partial, full = listed(lists, b, h, number, tl.cdiv(N, tile.BLOCK_N))
     acc = _gather_queries(
-        acc, q_tile, do_tile, lse, delta, k, v, masks, row_key, site, b, h, kv_h, offs_m, span,
-        full, sizes, score, False, tile,
+        acc, q_tile, do_tile, lse, delta, k, v, masks, row_key, site, b, h, kv_h, offs_m, low, high,
+        first, end, full, full_ptr, sizes, score, False, tile,
     )  # fmt: skip
     if tile.PARTIAL:
         acc = _gather_queries(
-            acc, q_tile, do_tile, lse, delta, k, v, masks, row_key, site, b, h, kv_h, offs_m, span,
-            partial, sizes, score, True, tile,
+            acc, q_tile, do_tile, lse, delta, k, v, masks, row_key, site, b, h, kv_h, offs_m, low,
+            high, first, end, partial, partial_ptr, sizes, score, True, tile,
         )  # fmt: skip
     acc = acc * score.scale
     if bounds_ptr is not None:  # a token of no sequence may hold anything, and so may its gradient

@@ -200,10 +200,18 @@ def attention_mask_bwd_kernel(
         low, high = seen_keys(offs_m, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
         kv_h = h // sizes.GROUP
         row_key = row_keys(site, b, h, sizes, offs_m)
-        q_tile = load_rows(q, b, h, row, 0, M, sizes.E, BLOCK_M, tile.E)
-        k_tile = load_rows(k, b, kv_h, col, 0, N, sizes.E, BLOCK_N, tile.E)
-        v_tile = load_rows(v, b, kv_h, col, 0, N, sizes.V, BLOCK_N, tile.V)
-        do_tile = load_rows(dout, b, h, row, 0, M, sizes.V, BLOCK_M, tile.V)
+        q_tile = load_rows(
+            q, b, h, row, 0, M, sizes.E, BLOCK_M, tile.BLOCK_E, tile.EVEN_E, tile.TMA
+        )
+        k_tile = load_rows(
+            k, b, kv_h, col, 0, N, sizes.E, BLOCK_N, tile.BLOCK_E, tile.EVEN_E, tile.TMA
+        )
+        v_tile = load_rows(
+            v, b, kv_h, col, 0, N, sizes.V, BLOCK_N, tile.BLOCK_V, tile.EVEN_V, tile.TMA
+        )
+        do_tile = load_rows(
+            dout, b, h, row, 0, M, sizes.V, BLOCK_M, tile.BLOCK_V, tile.EVEN_V, tile.TMA
+        )
         at = (b * sizes.H + h).to(tl.int64) * M + offs_m
         lse = tl.load(lse_ptr + at, mask=offs_m < M, other=float("inf"))
         delta = tl.load(delta_ptr + at, mask=offs_m < M, other=0.0)

@@ -201,26 +201,23 @@ def part(x, index: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def pack_part(
-    acc, inverse, bias_ptr, y, codes, index: tl.constexpr, row, col, M, N, tile: tl.constexpr
-):
-    """1 / step of the block of acc + bias that part `index` is in; None without codes.
+def begin_block(acc, bias_ptr, y, codes, index: tl.constexpr, row, col, M, N, tile: tl.constexpr):
+    """1 / step of the block of acc + bias that begins with part `index`; stores the steps.
 
-    A block is IN_BLOCK parts. At its first one, the largest magnitude of all of them, rounded to
-    the dtype of y, gives the steps, which are stored; at the others `inverse` is returned.
+    A block is IN_BLOCK parts. The largest magnitude of all of them, rounded to the dtype of y,
+    gives the steps.
     Shapes: acc (BLOCK_M, BLOCK_N) float32, whose first row is `row`, and part `index`'s first
         column `col`.
     """
-    if codes is not None and index % tile.IN_BLOCK == 0:
-        WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
-        IN_BLOCK: tl.constexpr = tile.IN_BLOCK
-        largest = tl.zeros([acc.shape[0]], tl.int32)
-        for other in tl.static_range(IN_BLOCK):
-            x = add_bias(part(acc, index + other, tile.PARTS), bias_ptr, col + other * WIDTH, N)
-            x = rounded(x, y, tile.TMA).to(tl.float32)
-            largest = tl.maximum(largest, largest_bits(x))
-        step, inverse = scales(largest)
-        store_step(codes, row, col, M, N, step)
+    WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
+    IN_BLOCK: tl.constexpr = tile.IN_BLOCK
+    largest = tl.zeros([acc.shape[0]], tl.int32)
+    for other in tl.static_range(IN_BLOCK):
+        x = add_bias(part(acc, index + other, tile.PARTS), bias_ptr, col + other * WIDTH, N)
+        x = rounded(x, y, tile.TMA).to(tl.float32)
+        largest = tl.maximum(largest, largest_bits(x))
+    step, inverse = scales(largest)
+    store_step(codes, row, col, M, N, step)
     return inverse
 
 
@@ -234,7 +231,7 @@ def finish_pre(acc, inverse, bias_ptr, pre, codes, y, row, col, M, N, TMA: tl.co
     if pre.data is not None:
         store_tile(pre, row, col, M, N, acc, TMA)
     acc = acc.to(tl.float32)
-    if codes is not None:
+    if codes.data is not None:
         store_codes(codes, row, col, M, N, acc, inverse)
     return acc
 
@@ -255,21 +252,21 @@ def linear_fwd_kernel(
     x, w, y = Matrix(x, strides[0]), Matrix(w, strides[1]), Matrix(y, strides[4])
     residual, pre = Matrix(residual, strides[2]), Matrix(pre, strides[3])
     site = Site(site_key_ptr, row0, threshold, scale)
-    if codes is not None:
-        codes = Codes(codes[0], codes[1], pack_key_ptr, pack_row0)
+    codes = Codes(codes[0], codes[1], pack_key_ptr, pack_row0)
     PARTS: tl.constexpr = tile.PARTS
     WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
     tiles = tl.cdiv(M, tile.BLOCK_M) * tl.cdiv(N, tile.BLOCK_N)
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, col = tile_at(number, M, N, tile)
-        if norm is not None:
+        if norm.rstd_ptr is not None:
             acc = _normed_product(x, w, norm, row, col, M, N, K, tile)
         else:
             acc = product(x, w, row, col, M, N, K, False, tile)
         inverse = None
         for index in tl.static_range(PARTS):
             at = col + index * WIDTH
-            inverse = pack_part(acc, inverse, bias_ptr, y, codes, index, row, at, M, N, tile)
+            if codes.data is not None and index % tile.IN_BLOCK == 0:
+                inverse = begin_block(acc, bias_ptr, y, codes, index, row, at, M, N, tile)
             end = part(acc, index, PARTS)
             if ACT is not None:
                 end = ACT(

@@ -13,10 +13,10 @@ import triton.language as tl
 from fused_remat.kernels.dropout import Site, seeded
 from fused_remat.kernels.linear import (
     add_bias,
+    begin_block,
     finish_pre,
     keep_part,
     load_tile,
-    pack_part,
     part,
     product,
     rounded,
@@ -60,10 +60,8 @@ def gated_mlp_fwd_kernel(
     x, wg, w1 = Matrix(x, strides[0]), Matrix(wg, strides[1]), Matrix(w1, strides[2])
     gate_pre, up_pre = Matrix(gate_pre, strides[3]), Matrix(up_pre, strides[4])
     y, site = Matrix(y, strides[5]), Site(site_key_ptr, row0, threshold, scale)
-    if gate_codes is not None:
-        gate_codes = Codes(gate_codes[0], gate_codes[1], gate_key_ptr, pack_row0)
-    if up_codes is not None:
-        up_codes = Codes(up_codes[0], up_codes[1], up_key_ptr, pack_row0)
+    gate_codes = Codes(gate_codes[0], gate_codes[1], gate_key_ptr, pack_row0)
+    up_codes = Codes(up_codes[0], up_codes[1], up_key_ptr, pack_row0)
     PARTS: tl.constexpr = tile.PARTS
     WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
     tiles = tl.cdiv(M, tile.BLOCK_M) * tl.cdiv(F, tile.BLOCK_N)
@@ -73,8 +71,10 @@ def gated_mlp_fwd_kernel(
         for_gate, for_up = None, None
         for index in tl.static_range(PARTS):
             at = col + index * WIDTH
-            for_gate = pack_part(gate, for_gate, bg_ptr, y, gate_codes, index, row, at, M, F, tile)
-            for_up = pack_part(up, for_up, b1_ptr, y, up_codes, index, row, at, M, F, tile)
+            if gate_codes.data is not None and index % tile.IN_BLOCK == 0:
+                for_gate = begin_block(gate, bg_ptr, y, gate_codes, index, row, at, M, F, tile)
+            if up_codes.data is not None and index % tile.IN_BLOCK == 0:
+                for_up = begin_block(up, b1_ptr, y, up_codes, index, row, at, M, F, tile)
             g_tile = finish_pre(
                 part(gate, index, PARTS), for_gate, bg_ptr, gate_pre, gate_codes, y, row, at, M, F,
                 tile.TMA,

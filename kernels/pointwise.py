@@ -19,15 +19,20 @@ from fused_remat.kernels.packing import load_unpacked
 class Matrix(NamedTuple):
     """A matrix (M, N): where it is, and the elements from one row to the next.
 
-    `data` is a pointer; within the kernels of products it may be a tensor descriptor. Of a packed
-    matrix it is the codes (M, N) int8, and `step` their steps (M, cdiv(N, BLOCK)) float32, as in
-    `kernels.packing`.
+    `data` is a pointer; within the kernels of products it may be a tensor descriptor, or None.
     """
 
     data: Any
     stride: Any
-    step: Any = None
-    step_stride: Any = None
+
+
+class PackedMatrix(NamedTuple):
+    """A `Matrix` of codes (M, N) int8, with their steps (M, cdiv(N, BLOCK)) float32."""
+
+    data: Any
+    stride: Any
+    step: Any
+    step_stride: Any
 
 
 @triton.jit
@@ -49,11 +54,11 @@ def load_wide(x, offs_m, offs_n, mask):
 
 @triton.jit
 def load_operand(x, like, M, N, offs_m, offs_n, mask):
-    """A tile of this program in float32, packed where there are steps; 0 outside.
+    """A tile of this program in float32, of a `Matrix` or a `PackedMatrix`; 0 outside.
 
     What is unpacked is rounded to the dtype of the matrix `like`, in which it was before.
     """
-    if x.step is not None:
+    if len(x) == 4:  # packed
         block = tl.program_id(0) % tl.cdiv(N, offs_n.shape[0])
         tile = load_unpacked(x, block, M, offs_m, offs_n, mask)
         tile = tile.to(like.data.dtype.element_ty).to(tl.float32)

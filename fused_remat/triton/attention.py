@@ -21,7 +21,6 @@ from fused_remat.kernels.attention import (
     Scores,
     Sizes,
     Strides,
-    Width,
     attention_fwd_kernel,
 )
 from fused_remat.kernels.attention import Tile as KernelTile
@@ -216,7 +215,7 @@ def backward(
     problem, launches = prepare(q, call, target, True)
     yield problem.launch(
         attention_delta_bwd_kernel, programs, (*args, call.spec.num_heads, call.q_len, widths[1]),
-        BLOCK_M=_DELTA_ROWS, width=Width(_padded(widths[1]), False, False),
+        BLOCK_M=_DELTA_ROWS, BLOCK_V=_padded(widths[1]),
     )  # fmt: skip
     yield from launches
     heads = (q, k, v, dout, lse, delta)
@@ -284,11 +283,10 @@ def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTil
         tuple(_strides(x, dout) for x in (q, k, v, dout)), _sizes(problem, widths),
         *problem.scalars(),
     )  # fmt: skip
-    of_e, of_v = (Width(_padded(width), False, False) for width in widths)
     constants = {
         "OVER_ROWS": over[2],
         "OVER_COLS": over[3],
-        "tile": KernelTile(tile.block_m, tile.block_n, of_e, of_v, True, False),
+        "tile": KernelTile(tile.block_m, tile.block_n, *map(_padded, widths)),
     }
     grid = (counts[0] * counts[1] * counts[2] * counts[3],)
     return Launch(
@@ -304,8 +302,10 @@ def _sizes(problem: Problem, widths: tuple[int, int]) -> Sizes:
 def _constants(
     tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bool
 ) -> dict[str, Any]:
-    e, v = (Width(_padded(width), width == _padded(width), tma) for width in widths)
-    return {"tile": KernelTile(tile.block_m, tile.block_n, e, v, partial, tile.warp_specialize)}
+    padded = tuple(map(_padded, widths))
+    even = (width == full for width, full in zip(widths, padded, strict=True))
+    sizes = (tile.block_m, tile.block_n, *padded, *even)
+    return {"tile": KernelTile(*sizes, tma, partial, tile.warp_specialize)}
 
 
 def _padded(width: int) -> int:

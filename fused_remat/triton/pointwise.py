@@ -11,6 +11,7 @@ from fused_remat.formats import BLOCK, Loaded
 from fused_remat.kernels import activations
 from fused_remat.kernels.pointwise import (
     Matrix,
+    PackedMatrix,
     act_bwd_kernel,
     act_fwd_kernel,
     dropout_add_fwd_kernel,
@@ -133,7 +134,7 @@ def _over(
 ) -> Launch:
     """A launch over tiles of `y`. Where a matrix is packed, a tile is as wide as a block."""
     rows, width = y.shape
-    packed = any(x is not None and x.step is not None for x in matrices)
+    packed = any(isinstance(x, PackedMatrix) for x in matrices)
     block_n = BLOCK if packed else min(power_of_2(width), 1024)
     block_m = _TILE // block_n
     grid = (cdiv(rows, block_m) * cdiv(width, block_n),)

@@ -221,7 +221,7 @@ def linear_fwd(
         (weight, tile.block_n, tile.block_k),
         *end_of(tile, residual, pre, y),
     )
-    normed = None if norm is None else Norm(*map(in_place, norm))
+    normed = Norm(*map(in_place, norm or (None,) * 4))
     codes, key, first = codes_of(quantized)
     args = (
         x_in, w_in, in_place(bias), residual_in, normed, pre_in, codes, out, strides,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fused_remat.formats import BLOCK, FORMATS, Loaded, Parts, Quantized
 from fused_remat.kernels.packing import pack_int8_fwd_kernel, unpack_int8_fwd_kernel
-from fused_remat.kernels.pointwise import Matrix
+from fused_remat.kernels.pointwise import Matrix, PackedMatrix
 from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import QuantizeCall, dequantize, quantize
 from fused_remat.triton.launch import Launch, cdiv, matrix, operand, rows_in_place
@@ -69,7 +69,7 @@ def loaded(x: Loaded | None) -> Matrix | None:
     """`operand`, of what may be packed."""
     if isinstance(x, Quantized):
         codes, step = x.parts
-        return Matrix(codes, codes.stride(0), step, step.stride(0))
+        return PackedMatrix(codes, codes.stride(0), step, step.stride(0))
     return operand(x)
 
 
@@ -92,8 +92,8 @@ def site_of(storage: QuantizeCall) -> tuple[Tensor | None, int]:
 
 def codes_of(
     codes_and_call: Codes | None,
-) -> tuple[Parts | None, Tensor | None, int | None]:
+) -> tuple[tuple[Tensor | None, ...], Tensor | None, int | None]:
     """Codes and steps, the rounding site's key and first row, as a kernel takes them; or None."""
     if codes_and_call is None:
-        return None, None, None
+        return (None, None), None, None
     return codes_and_call[1], *site_of(codes_and_call[0])
