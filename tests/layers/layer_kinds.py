@@ -228,15 +228,6 @@ def check_errors(kind: Kind, ours, peer, exact, computed: torch.dtype | None = N
     return check_error(joined(ours), joined(peer), joined(exact), computed=computed)
 
 
-def assert_close(found, expected) -> None:
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)  # float64, other order of sums
-
-
-def assert_bits(found, expected) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 def by_block(layer: nn.Module) -> dict[str, Tensor]:
     """A causal layer's parameters by the names of `ops.causal_block`."""
     named, names = {}, {"up": "fc1", "down": "fc2"}

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from accuracy import assert_bits, assert_close
 from layer_kinds import (
     DECODERS,
     KINDS,
@@ -13,8 +14,6 @@ from layer_kinds import (
     F,
     M,
     S,
-    assert_bits,
-    assert_close,
     run,
 )  # fmt: skip
 from reference_ops import in_pieces

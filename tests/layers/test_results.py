@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from accuracy import assert_bits, assert_close
 from layer_kinds import (
     FORMS,
     KINDS,
@@ -18,8 +19,6 @@ from layer_kinds import (
     M,
     S,
     as_op,
-    assert_bits,
-    assert_close,
     by_block,
     check_errors,
     run,

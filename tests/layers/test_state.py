@@ -8,7 +8,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_kinds import KINDS, MODELS, TORCH_NN, assert_bits, run
+from accuracy import assert_bits
+from layer_kinds import KINDS, MODELS, TORCH_NN, run
 from reference import PARAM_NAMES, X, pair
 from torch import nn
 
