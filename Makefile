@@ -3,9 +3,10 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# What the demo needs, and what everything else needs besides.
+# What the demo needs, what everything else needs besides, and what the site needs.
 DEMO := .venv/.demo
 READY := .venv/.ready
+SITE := .venv/.site
 # On a machine with a GPU nothing needs to be installed: its own Python, if it has torch and pytest.
 PY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
@@ -13,7 +14,7 @@ PY := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # never is, and pip would take minutes to compile it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-settings mutants baseline check docs bench losses audit gpu clean
+.PHONY: demo test test-all test-settings mutants baseline check docs site bench losses audit gpu clean
 
 demo: $(DEMO)  ## train a small language model with and without FusedRemat
 	$(BIN)/python examples/train_byte_lm.py
@@ -29,7 +30,7 @@ PYTEST = $(HUGE) $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --timeou
 
 test: $(READY)  ## all tests, and the examples in the docstrings
 	@status=0; \
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted || status=1; \
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels tests/backend tests/interpreted || status=1; \
 	$(PYTEST) || status=1; exit $$status
 
 test-all:  ## and what stands for more of the same: whole sweeps, ten times the examples, every audit: hours
@@ -51,7 +52,7 @@ mutants: $(READY)  ## plant bugs in a copy, each of which a test has to catch
 baseline: $(READY)  ## record what layers keep, compute, call and compile, which tests compare with
 	$(BIN)/python tests/house/baseline/record.py
 
-check: $(READY)  ## lint, format, types, and the arrows between the rooms
+check: $(READY) site  ## lint, format, types, the arrows between the rooms, and the site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(HUGE) $(BIN)/mypy
@@ -59,6 +60,9 @@ check: $(READY)  ## lint, format, types, and the arrows between the rooms
 
 docs: $(READY)  ## the generated parts of README.md and docs/ and the figures, from graphs, results and tests
 	$(BIN)/python -m bench report
+
+site: $(SITE)  ## the documentation as a site, in build/site/index.html; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(READY)  ## all benchmarks on this CPU, then the pages: one to two hours
 	$(BIN)/python -m bench kernels --device cpu
@@ -108,4 +112,9 @@ $(DEMO): pyproject.toml constraints.txt
 $(READY): $(DEMO)
 	@echo 'Installing into .venv: what tests, checks and benchmarks need'
 	@$(PIP) --no-build-isolation -e '.[test,check,bench]' || $(FAILED)
+	@touch $@
+
+$(SITE): $(DEMO)
+	@echo 'Installing into .venv: what the site needs'
+	@$(PIP) --no-build-isolation -e '.[docs]' || $(FAILED)
 	@touch $@

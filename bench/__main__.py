@@ -13,15 +13,15 @@ os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 COMMANDS = {
     "audit": "bench.audit.command",
     "formats": "bench.formats.command",
-    "frontier": "bench.frontier.command",
-    "gpu": "bench.gpu.command",
+    "frontier": "bench.commands.frontier",
+    "gpu": "bench.commands.gpu",
     "kernels": "bench.kernels.command",
-    "layers": "bench.layers.command",
-    "model": "bench.model.command",
-    "plan": "bench.plan.command",
-    "profile": "bench.layers.profile_step",
-    "report": "bench.report.command",
-    "scale": "bench.scale.command",
+    "layers": "bench.commands.layers",
+    "model": "bench.commands.model",
+    "plan": "bench.commands.plan",
+    "profile": "bench.commands.profile",
+    "report": "bench.pages.command",
+    "scale": "bench.commands.scale",
 }
 
 

@@ -6,7 +6,6 @@ Ids and groups stay as they are from commit to commit. What is timed has been fo
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -15,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from bench.kernels.problem import DIRECTIONS, Problem, ways_of
+from bench.kernels.problem import DIRECTIONS, Problem, contests
 from bench.kernels.shapes import MODELS, Size
 from bench.kernels.table import OPS
-from bench.layers.checks import Checks
-from bench.layers.measure import admit as admit_way
-from bench.layers.subjects import DTYPES, Case
-from bench.layers.ways import BASELINE
-from bench.measure.contest import SETS, Contest, Rig, Way, admit
+from bench.measure.case import DTYPES
+from bench.measure.checks import Checks
+from bench.measure.contest import SETS, Rig, admit
 from bench.measure.machine import synchronize
-from bench.measure.registry import Absent
+from bench.measure.step_contest import Steps
+from bench.subjects.layer_ways import BASELINE, WAYS
+from bench.subjects.layers import Case
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.triton.launch import INTERPRETED, target_of
 
@@ -92,30 +91,15 @@ def test_op(
     """One op: forward as in training, or backward after a forward that is not timed."""
     torch.manual_seed(0)
     rig = rig_of(device)
-    given = problems(op, rig)[problem]
-    ways = _ways(op, given, direction, provider)
-    truth = functools.partial(given.truth, direction)
-    baselines = OPS[op].providers.baselines
-    contest = Contest(ways, truth, given.work(direction), baselines, given.factor)
+    names = dict.fromkeys([*OPS[op].providers.baselines, provider])  # by whose errors it is judged
+    contest = dict(contests(OPS[op], problems(op, rig)[problem], names))[direction]
     found = admit(contest)[provider]
     if "absent" in found:
         pytest.skip(found["absent"])
     assert "check" in found, found["error"]
     benchmark.group = f"{op} {direction}"
     benchmark.extra_info.update(measured_on)
-    timed(benchmark, device, ways[provider].prepare, ways[provider].run)
-
-
-def _ways(op: str, given: Problem, direction: str, provider: str) -> dict[str, Way]:
-    """The provider's, and the baseline's, by whose errors it is judged."""
-    ways: dict[str, Way] = {}
-    for name in dict.fromkeys([*OPS[op].providers.baselines, provider]):
-        try:
-            ways[name] = ways_of(OPS[op].providers[name], given)[direction]
-        except (Absent, ImportError, KeyError) as error:
-            if name == provider:
-                pytest.skip(str(error))
-    return ways
+    timed(benchmark, device, contest.ways[provider].prepare, contest.ways[provider].run)
 
 
 @pytest.mark.parametrize("way", [BASELINE, "checkpoint", *EXACT_PRESETS])
@@ -123,9 +107,10 @@ def test_layer(way: str, benchmark: Any, device: torch.device, measured_on: dict
     """A training step of one layer, forward and backward."""
     case = dataclasses.replace(LAYER, dtype=dtype_of(device))
     subject = case.subject(device)
-    sample = subject.sample
-    row, forward = admit_way(way, subject, Checks(subject))
-    assert forward is not None, row
+    steps = Steps(rig_of(device))
+    steps.admit_way(WAYS[way], subject, Checks(subject))
+    assert way in steps.forwards, steps.rows
+    forward = steps.forwards[way]
     benchmark.group = "layer"
     benchmark.extra_info.update(measured_on, case=dataclasses.asdict(case))
-    timed(benchmark, device, lambda index: sample.x, lambda x: forward(x).backward(sample.dy))
+    timed(benchmark, device, lambda index: subject.x, lambda x: forward(x).backward(subject.dy))

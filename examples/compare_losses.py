@@ -48,10 +48,10 @@ from fused_remat import convert
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))
-from bench.losses.figure import draw
-from bench.losses.report import table, verdicts
+from bench.figures.losses import draw
 from bench.measure.machine import environment
 from bench.measure.results import ResultsFile
+from bench.pages.losses import table, verdicts
 
 #: Way -> policy; None: not converted.
 WAYS = {"eager": None, "native": "none", "fast8": "fast8"}

@@ -1,9 +1,10 @@
 """Attention by blocks: what forward and backward share, and the forward.
 
 Heads x (B, H, S, E) are a pointer and `Strides`, or a tensor descriptor (TMA) over all four
-dimensions whose block is (1, 1, rows, BLOCK_E); TMA says which. In backward they may be int8 codes,
-unpacked as they are loaded. E and V, the widths of a head in q, k and in v, are padded to powers of
-two by reading 0 outside.
+dimensions whose block is (1, 1, rows, BLOCK_E); TMA says which. Triton launches a descriptor only
+as an argument of its own, so a kernel takes heads one by one, their strides together (`strides`),
+and makes each `Heads`. In backward they may be int8 codes, unpacked as they are loaded. E and V,
+the widths of a head in q, k and in v, are padded to powers of two by reading 0 outside.
 
 Which keys a query sees is an interval (`seen_keys`: causal, window, lengths, packed sequences), and
 inside it what the masks allow. A block of keys that every query of a tile sees whole takes no mask
@@ -17,18 +18,25 @@ import triton
 import triton.language as tl
 
 from fused_remat.kernels.activations import tanh_fwd
-from fused_remat.kernels.dropout import keep_at, split_key
+from fused_remat.kernels.dropout import Site, keep_at, split_key
 from fused_remat.kernels.packing import BLOCK, unpack_int8
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+#: `triton.jit` for attention's kernels: another window, offset, key, first row or threshold is not
+#: another kernel. Triton does not look for these names in groups, so they are arguments themselves.
+windowed = triton.jit(
+    do_not_specialize=["offset", "left", "right", "row0", "threshold"],
+    do_not_specialize_on_alignment=["site_key_ptr"],
+)
 
 
 class Masks(NamedTuple):
     """What is added to scores, or excludes them; a pointer that a call has no use for is None.
 
     mask broadcasts to (B, H, S_q, S_k) by strides of 0, padding is (B, S_k): float, added; or
-    uint8, a bool: True is excluded, in mask takes part instead where KEEPS. shift (B, H, S_q) is
-    subtracted: the largest of what is added to a row, if that is far from 0.
+    uint8, a bool: True is excluded, in mask takes part instead where KEEPS, a constant. shift
+    (B, H, S_q) is subtracted: the largest of what is added to a row, if that is far from 0.
     """
 
     mask: Any
@@ -42,6 +50,7 @@ class Masks(NamedTuple):
     shift: Any
     stride_sb: Any
     stride_sh: Any
+    KEEPS: Any
 
 
 class Scores(NamedTuple):
@@ -77,63 +86,127 @@ class Strides(NamedTuple):
     first: Any = None
 
 
+class Sizes(NamedTuple):
+    """H query heads, GROUP of them for each key head; M queries and N keys; widths E and V."""
+
+    H: Any
+    GROUP: Any
+    M: Any
+    N: Any
+    E: Any
+    V: Any
+
+
+class Width(NamedTuple):
+    """How heads of a width are read, constants: it is padded to BLOCK, unless EVEN; TMA: they are
+    descriptors."""
+
+    BLOCK: int
+    EVEN: bool
+    TMA: bool
+
+
+class Tile(NamedTuple):
+    """How attention is computed, constants: BLOCK_M queries and BLOCK_N keys, of heads of widths E
+    and V. PARTIAL: there may be blocks that not every query sees. WARP_SPECIALIZE: forward's loop
+    over whole blocks is divided among warps.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    E: Width
+    V: Width
+    PARTIAL: bool
+    WARP_SPECIALIZE: bool
+
+
+class Heads(NamedTuple):
+    """Heads in a kernel: a pointer or descriptor, and `Strides`."""
+
+    data: Any
+    strides: Any
+
+
+class Lists(NamedTuple):
+    """Lists of blocks, rows of `attention_blocks_fwd_kernel`: a pointer, and from one batch and
+    head to the next, 0 where all have the same."""
+
+    data: Any
+    batch: Any
+    head: Any
+
+
+class Span(NamedTuple):
+    """What a tile's rows see: each from `low` to `high`; nothing is loaded but `first` to `end`."""
+
+    low: Any
+    high: Any
+    first: Any
+    end: Any
+
+
+class Visits(NamedTuple):
+    """`count` blocks: number i is blocks_ptr[i], or start + i if i < left, else gap + i."""
+
+    blocks_ptr: Any
+    start: Any
+    left: Any
+    gap: Any
+    count: Any
+
+
 @triton.jit
-def _load_codes(
-    codes_ptr, strides, b, h, row, first, end, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr
-):
-    """`load_rows` of int8 heads in whole blocks, (BLOCK_M, BLOCK_E) in their dtype."""
+def _load_codes(x, b, h, row, first, end, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
+    """`load_rows` of int8 heads in whole blocks, in their dtype."""
     BLOCKS: tl.constexpr = BLOCK_E // BLOCK
     offs_m = row + tl.arange(0, BLOCK_M)
     offs_e = tl.arange(0, BLOCK_E)
     mask = ((offs_m >= first) & (offs_m < end))[:, None]
     rows = offs_m.to(tl.int64)[:, None]
-    base = codes_ptr + b.to(tl.int64) * strides.batch + h.to(tl.int64) * strides.head
-    codes = tl.load(base + rows * strides.row + offs_e[None, :], mask=mask, other=0)
-    base = strides.step + b.to(tl.int64) * strides.step_batch + strides.first // BLOCK + h * BLOCKS
+    base = x.data + b.to(tl.int64) * x.strides.batch + h.to(tl.int64) * x.strides.head
+    codes = tl.load(base + rows * x.strides.row + offs_e[None, :], mask=mask, other=0)
+    base = x.strides.step + b.to(tl.int64) * x.strides.step_batch
+    base = base + x.strides.first // BLOCK + h * BLOCKS
     blocks = tl.arange(0, BLOCKS)
-    step = tl.load(base + rows * strides.step_row + blocks[None, :], mask=mask, other=0.0)
+    step = tl.load(base + rows * x.strides.step_row + blocks[None, :], mask=mask, other=0.0)
     tile = unpack_int8(codes.reshape([BLOCK_M, BLOCKS, BLOCK]), step[:, :, None])
-    return tile.reshape([BLOCK_M, BLOCK_E]).to(strides.like.dtype.element_ty)
+    return tile.reshape([BLOCK_M, BLOCK_E]).to(x.strides.like.dtype.element_ty)
 
 
 @triton.jit
-def load_rows(
-    x, strides, b, h, row, first, end, E,
-    BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Rows `row` to row + BLOCK_M of head (b, h), (BLOCK_M, BLOCK_E); 0 outside.
+def load_rows(x, b, h, row, first, end, E, BLOCK_M: tl.constexpr, width: tl.constexpr):
+    """Rows `row` to row + BLOCK_M of head (b, h), padded: (BLOCK_M, width.BLOCK); 0 outside.
 
-    Outside is a row before `first` or from `end` on, and a column from E on. EVEN: E is BLOCK_E.
+    Outside is a row before `first` or from `end` on, and a column from E on.
     A descriptor ends rows where the tensor ends: `first` and `end` must be 0 and S.
-    Codes are unpacked, whatever TMA says.
+    Codes are unpacked, descriptors or not.
     """
-    if strides.step is not None:
-        tile = _load_codes(x, strides, b, h, row, first, end, BLOCK_M, BLOCK_E)
-    elif TMA:
-        tile = x.load([b, h, row, 0]).reshape([BLOCK_M, BLOCK_E])
+    BLOCK_E: tl.constexpr = width.BLOCK
+    if x.strides.step is not None:
+        tile = _load_codes(x, b, h, row, first, end, BLOCK_M, BLOCK_E)
+    elif width.TMA:
+        tile = x.data.load([b, h, row, 0]).reshape([BLOCK_M, BLOCK_E])
     else:
         offs_m = row + tl.arange(0, BLOCK_M)
         offs_e = tl.arange(0, BLOCK_E)
         mask = ((offs_m >= first) & (offs_m < end))[:, None]
-        if not EVEN:
+        if not width.EVEN:
             mask = mask & (offs_e < E)[None, :]
-        base = x + b.to(tl.int64) * strides.batch + h.to(tl.int64) * strides.head
-        ptrs = base + offs_m.to(tl.int64)[:, None] * strides.row + offs_e[None, :]
+        base = x.data + b.to(tl.int64) * x.strides.batch + h.to(tl.int64) * x.strides.head
+        ptrs = base + offs_m.to(tl.int64)[:, None] * x.strides.row + offs_e[None, :]
         tile = tl.load(ptrs, mask=mask, other=0.0)
     return tile
 
 
 @triton.jit
-def store_rows(
-    x_ptr, strides, b, h, row, end, E, tile, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr
-):
-    """Store (BLOCK_M, BLOCK_E) from row `row` of head (b, h) on, in the dtype of the tensor."""
-    offs_m = row + tl.arange(0, BLOCK_M)
-    offs_e = tl.arange(0, BLOCK_E)
-    base = x_ptr + b.to(tl.int64) * strides.batch + h.to(tl.int64) * strides.head
-    ptrs = base + offs_m.to(tl.int64)[:, None] * strides.row + offs_e[None, :]
+def store_rows(x, b, h, row, end, E, tile):
+    """Store a tile from row `row` of head (b, h) on, in the dtype of the tensor."""
+    offs_m = row + tl.arange(0, tile.shape[0])
+    offs_e = tl.arange(0, tile.shape[1])
+    base = x.data + b.to(tl.int64) * x.strides.batch + h.to(tl.int64) * x.strides.head
+    ptrs = base + offs_m.to(tl.int64)[:, None] * x.strides.row + offs_e[None, :]
     mask = (offs_m < end)[:, None] & (offs_e < E)[None, :]
-    tl.store(ptrs, tile.to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(ptrs, tile.to(x.data.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -178,43 +251,41 @@ def seeing_queries(offs_n, b, bounds_ptr, lengths_ptr, M, N, offset, left, right
 
 @triton.jit
 def visits(low, high, BLOCK: tl.constexpr):
-    """Which blocks a tile visits, from the intervals of its rows.
-
-    Returns start, left, gap, partial: of the `partial` blocks that not every row sees whole, number
-    i is start + i if i < left, else gap + i; and full_start, full: the others, side by side.
-    """
+    """The blocks that a tile visits, from the intervals of its rows: `Visits` of those that not
+    every row sees whole, and of the others, which are side by side."""
     start = tl.min(low, 0) // BLOCK
     stop = tl.maximum(tl.cdiv(tl.max(high, 0), BLOCK), start)
     full_start = tl.minimum(tl.cdiv(tl.max(low, 0), BLOCK), stop)
     full = tl.maximum(tl.min(high, 0) // BLOCK - full_start, 0)
     left = full_start - start
-    return start, left, start + full, stop - start - full, full_start, full
+    partial = Visits(None, start, left, start + full, stop - start - full)
+    return partial, Visits(None, full_start, full, 0, full)
 
 
 @triton.jit
-def listed(blocks_ptr, strides, b, h, tile, width):
-    """Lists of a tile's blocks, `width` at most, and their lengths: the partial ones, the others.
+def listed(lists, b, h, tile, width):
+    """`visits` from the lists of a tile's blocks, which are `width` at most.
 
     A row of `attention_blocks_fwd_kernel`: partial blocks from its front, the others up to its end.
     """
-    row_ptr = blocks_ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    row_ptr = lists.data + b.to(tl.int64) * lists.batch + h.to(tl.int64) * lists.head
     row_ptr += tile.to(tl.int64) * (width + 2)
     partial, full = tl.load(row_ptr + width), tl.load(row_ptr + width + 1)
-    return row_ptr, row_ptr + width - full, partial, full
+    return Visits(row_ptr, 0, 0, 0, partial), Visits(row_ptr + width - full, 0, 0, 0, full)
 
 
 @triton.jit
-def block_at(i, blocks_ptr, start, left, gap):
-    """Number of the i-th block to visit: from a list, or as `visits` says."""
-    if blocks_ptr is not None:
-        block = tl.load(blocks_ptr + i)
+def block_at(i, visit):
+    """Number of the i-th block to visit."""
+    if visit.blocks_ptr is not None:
+        block = tl.load(visit.blocks_ptr + i)
     else:
-        block = i + tl.where(i < left, start, gap)
+        block = i + tl.where(i < visit.left, visit.start, visit.gap)
     return block
 
 
 @triton.jit
-def masked(s, masks, b, h, offs_m, offs_n, M, N, KEEPS: tl.constexpr):
+def masked(s, masks, b, h, offs_m, offs_n, M, N):
     """Scores with both masks; offs_m and offs_n broadcast to the tile, either way round."""
     bias = tl.zeros_like(s)
     inside = (offs_m < M) & (offs_n < N)
@@ -225,7 +296,7 @@ def masked(s, masks, b, h, offs_m, offs_n, M, N, KEEPS: tl.constexpr):
         if masks.mask.dtype.element_ty.is_floating():
             bias += mask.to(tl.float32)
         else:
-            if KEEPS:
+            if masks.KEEPS:
                 hidden = mask == 0
             else:
                 hidden = mask != 0
@@ -245,10 +316,7 @@ def masked(s, masks, b, h, offs_m, offs_n, M, N, KEEPS: tl.constexpr):
 
 
 @triton.jit
-def scores(
-    qk, masks, b, h, offs_m, offs_n, offs, low, high, M, N, score,
-    PARTIAL: tl.constexpr, KEEPS: tl.constexpr,
-):  # fmt: skip
+def scores(qk, masks, b, h, offs_m, offs_n, offs, low, high, M, N, score, PARTIAL: tl.constexpr):
     """Scores of a tile of q kᵀ, -inf where excluded; and tanh of the soft-cap, if there is one.
 
     Where PARTIAL, masks apply, and `offs`, one of offs_m and offs_n, must be in [low, high).
@@ -260,7 +328,7 @@ def scores(
         s = score.softcap * capped
     if PARTIAL:
         if (masks.mask is not None) or (masks.padding is not None):
-            s = masked(s, masks, b, h, offs_m, offs_n, M, N, KEEPS)
+            s = masked(s, masks, b, h, offs_m, offs_n, M, N)
         s = tl.where((offs >= low) & (offs < high), s, float("-inf"))
     return s, capped
 
@@ -277,17 +345,15 @@ def exponentials(s, top, scale, RAW: tl.constexpr):
 
 @triton.jit
 def _attend(
-    acc, total, top, q, k, v, k_strides, v_strides, masks, blocks_ptr, row_key, b, h, kv_h,
-    offs_m, low, high, first, end, start, left, gap, count, M, N, E, V, score, threshold,
-    keep_scale, PARTIAL: tl.constexpr, KEEPS: tl.constexpr,
-    TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, EVEN_E: tl.constexpr, EVEN_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
+    acc, total, top, q, k, v, masks, row_key, site, b, h, kv_h, offs_m, span, visit, sizes, score,
+    PARTIAL: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax for each of `count` blocks of keys."""
+    """One step of the online softmax for each block of keys of `visit`."""
     RAW: tl.constexpr = (not PARTIAL) and (score.softcap is None)
-    for i in tl.range(0, count, warp_specialize=WARP_SPECIALIZE):
-        col = block_at(i, blocks_ptr, start, left, gap) * BLOCK_N
-        k_tile = load_rows(k, k_strides, b, kv_h, col, first, end, E, BLOCK_N, BLOCK_E, EVEN_E, TMA)
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    for i in tl.range(0, visit.count, warp_specialize=WARP_SPECIALIZE):
+        col = block_at(i, visit) * BLOCK_N
+        k_tile = load_rows(k, b, kv_h, col, span.first, span.end, sizes.E, BLOCK_N, tile.E)
         qk = tl.dot(q, k_tile.T)
         offs_n = col + tl.arange(0, BLOCK_N)
         if RAW:
@@ -295,8 +361,8 @@ def _attend(
             new_top = tl.maximum(top, tl.max(s, 1) * score.scale)
         else:
             s, _ = scores(
-                qk, masks, b, h, offs_m[:, None], offs_n[None, :], offs_n[None, :], low[:, None],
-                high[:, None], M, N, score, PARTIAL, KEEPS,
+                qk, masks, b, h, offs_m[:, None], offs_n[None, :], offs_n[None, :],
+                span.low[:, None], span.high[:, None], sizes.M, sizes.N, score, PARTIAL,
             )  # fmt: skip
             new_top = tl.maximum(top, tl.max(s, 1))
         # Of a row that has seen no key yet: -inf - -inf would be NaN.
@@ -306,20 +372,20 @@ def _attend(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         if row_key is not None:
-            p *= keep_at(row_key[:, None], offs_n[None, :], threshold, keep_scale)
-        v_tile = load_rows(v, v_strides, b, kv_h, col, first, end, V, BLOCK_N, BLOCK_V, EVEN_V, TMA)
+            p *= keep_at(row_key[:, None], offs_n[None, :], site.threshold, site.scale)
+        v_tile = load_rows(v, b, kv_h, col, span.first, span.end, sizes.V, BLOCK_N, tile.V)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc)
         top = new_top
     return acc, total, top
 
 
 @triton.jit
-def row_keys(site_key_ptr, row0, b, h, H, M, offs_m):
+def row_keys(site, b, h, sizes, offs_m):
     """The dropout keys of queries of a head; None where there is no site."""
     keys = None
-    if site_key_ptr is not None:
-        row = row0 + (b * H + h).to(tl.int64) * M + offs_m
-        keys = split_key(tl.load(site_key_ptr), row)
+    if site.key_ptr is not None:
+        row = site.row0 + (b * sizes.H + h).to(tl.int64) * sizes.M + offs_m
+        keys = split_key(tl.load(site.key_ptr), row)
     return keys
 
 
@@ -336,94 +402,54 @@ def tile_of_head(blocks, H, REVERSED: tl.constexpr):
     return block, pid // blocks // H, pid // blocks % H
 
 
-@triton.jit(
-    do_not_specialize=["offset", "left", "right", "row0", "threshold"],
-    do_not_specialize_on_alignment=["site_key_ptr"],
-)
+@windowed
 def attention_fwd_kernel(
-    q,
-    k,
-    v,
-    masks,
-    bounds_ptr,
-    lengths_ptr,
-    blocks_ptr,
-    site_key_ptr,
-    out_ptr,
-    lse_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    blocks_strides,
-    out_strides,
-    H,
-    GROUP,
-    M,
-    N,
-    E,
-    V,
-    score,
-    offset,
-    left,
-    right,
-    row0,
-    threshold,
-    keep_scale,
-    PARTIAL: tl.constexpr,
-    KEEPS: tl.constexpr,
-    TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    EVEN_E: tl.constexpr,
-    EVEN_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    q, k, v, masks, bounds_ptr, lengths_ptr, lists, site_key_ptr, out, lse_ptr, strides, sizes,
+    score, offset, left, right, row0, threshold, keep_scale, tile: tl.constexpr,
+):  # fmt: skip
     """out = dropout(softmax(scores)) v and lse = log sum exp(scores); of no key 0 and +inf.
 
     scores: as `Scores` says, plus masks.
     Shapes: q (B, H, M, E), k (B, H / GROUP, N, E), v (B, H / GROUP, N, V), out (B, H, M, V),
-        lse (B, H, M) float32, contiguous; site_key () int64.
-        blocks: a row of `attention_blocks_fwd_kernel` for each tile, or None. PARTIAL: there may be
-        blocks that not every query sees. Grid: (cdiv(M, BLOCK_M) · B · H,).
+        lse (B, H, M) float32, contiguous; site_key () int64. lists: for each tile of queries, or
+        None. Grid: (cdiv(M, BLOCK_M) · B · H,).
     Units: FLOPs = 2·M·N·(E + V) a head; about 12 more operations an element of scores.
     Source: Dao et al. 2022; Milakov, Gimelshein 2018 (online softmax).
     """
-    tile, b, h = tile_of_head(tl.cdiv(M, BLOCK_M), H, True)
-    offs_m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    q, k = Heads(q, strides[0]), Heads(k, strides[1])
+    v, out = Heads(v, strides[2]), Heads(out, strides[3])
+    site = Site(site_key_ptr, row0, threshold, keep_scale)
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_V: tl.constexpr = tile.V.BLOCK
+    M, N = sizes.M, sizes.N
+    number, b, h = tile_of_head(tl.cdiv(M, BLOCK_M), sizes.H, True)
+    row = number * BLOCK_M
+    offs_m = row + tl.arange(0, BLOCK_M)
     low, high = seen_keys(offs_m, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
     first, end = 0, N
     if (bounds_ptr is not None) or (lengths_ptr is not None):
         first, end = tl.min(low, 0), tl.max(high, 0)
-    kv_h = h // GROUP
-    row_key = row_keys(site_key_ptr, row0, b, h, H, M, offs_m)
-    q_tile = load_rows(q, q_strides, b, h, tile * BLOCK_M, 0, M, E, BLOCK_M, BLOCK_E, EVEN_E, TMA)
+    span = Span(low, high, first, end)
+    kv_h = h // sizes.GROUP
+    row_key = row_keys(site, b, h, sizes, offs_m)
+    q_tile = load_rows(q, b, h, row, 0, M, sizes.E, BLOCK_M, tile.E)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    start, before, gap, partial, full_start, full = visits(low, high, BLOCK_N)
-    partials_ptr = None
-    fulls_ptr = None
-    if blocks_ptr is not None:
-        partials_ptr, fulls_ptr, partial, full = listed(
-            blocks_ptr, blocks_strides, b, h, tile, tl.cdiv(N, BLOCK_N)
-        )
+    partial, full = visits(low, high, tile.BLOCK_N)
+    if lists is not None:
+        partial, full = listed(lists, b, h, number, tl.cdiv(N, tile.BLOCK_N))
     acc, total, top = _attend(
-        acc, total, top, q_tile, k, v, k_strides, v_strides, masks, fulls_ptr, row_key, b, h, kv_h,
-        offs_m, low, high, first, end, full_start, full, 0, full, M, N, E, V, score,
-        threshold, keep_scale, False, KEEPS, TMA, WARP_SPECIALIZE, EVEN_E, EVEN_V,
-        BLOCK_N, BLOCK_E, BLOCK_V,
+        acc, total, top, q_tile, k, v, masks, row_key, site, b, h, kv_h, offs_m, span, full, sizes,
+        score, False, tile.WARP_SPECIALIZE, tile,
     )  # fmt: skip
-    if PARTIAL:
+    if tile.PARTIAL:
         acc, total, top = _attend(
-            acc, total, top, q_tile, k, v, k_strides, v_strides, masks, partials_ptr, row_key, b, h,
-            kv_h, offs_m, low, high, first, end, start, before, gap, partial, M, N, E, V, score,
-            threshold, keep_scale, True, KEEPS, TMA, False, EVEN_E, EVEN_V, BLOCK_N, BLOCK_E,
-            BLOCK_V,
+            acc, total, top, q_tile, k, v, masks, row_key, site, b, h, kv_h, offs_m, span, partial,
+            sizes, score, True, False, tile,
         )  # fmt: skip
     seen = total != 0.0
-    out = acc / tl.where(seen, total, 1.0)[:, None]
+    acc = acc / tl.where(seen, total, 1.0)[:, None]
     lse = tl.where(seen, top + tl.log(tl.where(seen, total, 1.0)), float("inf"))
-    store_rows(out_ptr, out_strides, b, h, tile * BLOCK_M, M, V, out, BLOCK_M, BLOCK_V)
-    tl.store(lse_ptr + (b * H + h).to(tl.int64) * M + offs_m, lse, mask=offs_m < M)
+    store_rows(out, b, h, row, M, sizes.V, acc)
+    tl.store(lse_ptr + (b * sizes.H + h).to(tl.int64) * M + offs_m, lse, mask=offs_m < M)

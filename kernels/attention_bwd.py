@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 from fused_remat.kernels.attention import (
+    Heads,
+    Span,
     block_at,
     exponentials,
     listed,
@@ -24,22 +26,14 @@ from fused_remat.kernels.attention import (
     store_rows,
     tile_of_head,
     visits,
+    windowed,
 )
-from fused_remat.kernels.dropout import keep_at
+from fused_remat.kernels.dropout import Site, keep_at
 
 
 @triton.jit
 def attention_delta_bwd_kernel(
-    dout_ptr,
-    out_ptr,
-    delta_ptr,
-    dout_strides,
-    out_strides,
-    H,
-    M,
-    V,
-    BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    dout, out, delta_ptr, strides, H, M, V, BLOCK_M: tl.constexpr, width: tl.constexpr
 ):
     """delta = rowsum(dout · out).
 
@@ -47,50 +41,45 @@ def attention_delta_bwd_kernel(
         Grid: (cdiv(M, BLOCK_M) · B · H,).
     Units: bytes moved = 2·B·H·M·V elements.
     """
-    tile, b, h = tile_of_head(tl.cdiv(M, BLOCK_M), H, False)
-    row = tile * BLOCK_M
-    dout = load_rows(dout_ptr, dout_strides, b, h, row, 0, M, V, BLOCK_M, BLOCK_V, False, False)
-    out = load_rows(out_ptr, out_strides, b, h, row, 0, M, V, BLOCK_M, BLOCK_V, False, False)
-    delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    number, b, h = tile_of_head(tl.cdiv(M, BLOCK_M), H, False)
+    row = number * BLOCK_M
+    do_tile = load_rows(Heads(dout, strides[0]), b, h, row, 0, M, V, BLOCK_M, width)
+    o_tile = load_rows(Heads(out, strides[1]), b, h, row, 0, M, V, BLOCK_M, width)
+    delta = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
     offs_m = row + tl.arange(0, BLOCK_M)
     tl.store(delta_ptr + (b * H + h).to(tl.int64) * M + offs_m, delta, mask=offs_m < M)
 
 
 @triton.jit
 def _gather_keys(
-    dk, dv, k, v, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, masks, blocks_ptr,
-    site_key_ptr, b, h, offs_n, low, high, first, end, start, left, gap, count, H, M, N, E, V,
-    score, row0, threshold, keep_scale, WANTS_K: tl.constexpr, WANTS_V: tl.constexpr,
-    PARTIAL: tl.constexpr, KEEPS: tl.constexpr, TMA: tl.constexpr,
-    EVEN_E: tl.constexpr, EVEN_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    dk, dv, k, v, q, dout, lse_ptr, delta_ptr, masks, site, b, h, offs_n, span, visit, sizes, score,
+    WANTS_K: tl.constexpr, WANTS_V: tl.constexpr, PARTIAL: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dk (yet to be scaled) and dv what `count` tiles of queries of head h give."""
+    """Adds to dk (yet to be scaled) and dv what the tiles of queries of head h give, of `visit`."""
     RAW: tl.constexpr = (not PARTIAL) and (score.softcap is None)
-    head = (b * H + h).to(tl.int64) * M
-    for i in range(0, count):
-        row = block_at(i, blocks_ptr, start, left, gap) * BLOCK_M
-        q_tile = load_rows(q, q_strides, b, h, row, first, end, E, BLOCK_M, BLOCK_E, EVEN_E, TMA)
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    head = (b * sizes.H + h).to(tl.int64) * sizes.M
+    for i in range(0, visit.count):
+        row = block_at(i, visit) * BLOCK_M
+        q_tile = load_rows(q, b, h, row, span.first, span.end, sizes.E, BLOCK_M, tile.E)
         offs_m = row + tl.arange(0, BLOCK_M)
-        inside = (offs_m >= first) & (offs_m < end)
+        inside = (offs_m >= span.first) & (offs_m < span.end)
         lse = tl.load(lse_ptr + head + offs_m, mask=inside, other=float("inf"))
         s = tl.dot(k, q_tile.T)
         capped = s
         if not RAW:
             s, capped = scores(
-                s, masks, b, h, offs_m[None, :], offs_n[:, None], offs_m[None, :], low[:, None],
-                high[:, None], M, N, score, PARTIAL, KEEPS,
+                s, masks, b, h, offs_m[None, :], offs_n[:, None], offs_m[None, :],
+                span.low[:, None], span.high[:, None], sizes.M, sizes.N, score, PARTIAL,
             )  # fmt: skip
         p = exponentials(s, lse[None, :], score.scale, RAW)
-        do_tile = load_rows(
-            dout, dout_strides, b, h, row, first, end, V, BLOCK_M, BLOCK_V, EVEN_V, TMA
-        )
+        do_tile = load_rows(dout, b, h, row, span.first, span.end, sizes.V, BLOCK_M, tile.V)
         dropped, dp = p, p
         if WANTS_K:
             dp = tl.dot(v, do_tile.T)
-        if site_key_ptr is not None:
-            row_key = row_keys(site_key_ptr, row0, b, h, H, M, offs_m)
-            keep = keep_at(row_key[None, :], offs_n[:, None], threshold, keep_scale)
+        if site.key_ptr is not None:
+            row_key = row_keys(site, b, h, sizes, offs_m)
+            keep = keep_at(row_key[None, :], offs_n[:, None], site.threshold, site.scale)
             dropped = p * keep
             dp *= keep
         if WANTS_V:
@@ -104,115 +93,73 @@ def _gather_keys(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=["offset", "left", "right", "row0", "threshold"],
-    do_not_specialize_on_alignment=["site_key_ptr"],
-)
+@windowed
 def attention_dkdv_bwd_kernel(
-    q,
-    k,
-    v,
-    dout,
-    lse_ptr,
-    delta_ptr,
-    masks,
-    bounds_ptr,
-    lengths_ptr,
-    blocks_ptr,
-    site_key_ptr,
-    dk_ptr,
-    dv_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    blocks_strides,
-    dk_strides,
-    dv_strides,
-    H,
-    GROUP,
-    M,
-    N,
-    E,
-    V,
-    score,
-    offset,
-    left,
-    right,
-    row0,
-    threshold,
-    keep_scale,
-    PARTIAL: tl.constexpr,
-    KEEPS: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN_E: tl.constexpr,
-    EVEN_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    q, k, v, dout, lse_ptr, delta_ptr, masks, bounds_ptr, lengths_ptr, lists, site_key_ptr, dk, dv,
+    strides, sizes, score, offset, left, right, row0, threshold, keep_scale, tile: tl.constexpr,
+):  # fmt: skip
     """dk = scale · dsᵀ q and dv = (keep · p)ᵀ dout, summed over the query heads of a group; or one.
 
-    Which one is wanted has a pointer, the other None: both at once are too much for wide heads.
+    The one that is not wanted is None: both at once are too much for wide heads.
 
-    Shapes: as `attention_fwd_kernel`; lse and delta (B, H, M) float32; bounds (N, 2); blocks: a row
-        for each block of keys. Grid: (cdiv(N, BLOCK_N) · B · H / GROUP,).
+    Shapes: as `attention_fwd_kernel`; lse and delta (B, H, M) float32; bounds (N, 2); lists: for
+        each block of keys. Grid: (cdiv(N, BLOCK_N) · B · H / GROUP,).
     Units: FLOPs = 4·M·N·(E + V) a query head.
     """
-    tile, b, kv_h = tile_of_head(tl.cdiv(N, BLOCK_N), H // GROUP, False)
-    col = tile * BLOCK_N
+    WANTS_K: tl.constexpr = dk is not None
+    WANTS_V: tl.constexpr = dv is not None
+    q, k = Heads(q, strides[0]), Heads(k, strides[1])
+    v, dout = Heads(v, strides[2]), Heads(dout, strides[3])
+    dk, dv = Heads(dk, strides[4]), Heads(dv, strides[5])
+    site = Site(site_key_ptr, row0, threshold, keep_scale)
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    BLOCK_E: tl.constexpr = tile.E.BLOCK
+    BLOCK_V: tl.constexpr = tile.V.BLOCK
+    M, N, GROUP = sizes.M, sizes.N, sizes.GROUP
+    number, b, kv_h = tile_of_head(tl.cdiv(N, BLOCK_N), sizes.H // GROUP, False)
+    col = number * BLOCK_N
     offs_n = col + tl.arange(0, BLOCK_N)
     low, high = seeing_queries(offs_n, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
     first, end = 0, M
     if bounds_ptr is not None:
         first, end = tl.min(low, 0), tl.max(high, 0)
+    span = Span(low, high, first, end)
     last = N
     if lengths_ptr is not None:
         last = tl.minimum(N, tl.load(lengths_ptr + b).to(tl.int32))
-    WANTS_K: tl.constexpr = dk_ptr is not None
-    WANTS_V: tl.constexpr = dv_ptr is not None
-    k_tile = load_rows(k, k_strides, b, kv_h, col, 0, last, E, BLOCK_N, BLOCK_E, EVEN_E, TMA)
-    v_tile = load_rows(v, v_strides, b, kv_h, col, 0, last, V, BLOCK_N, BLOCK_V, EVEN_V, TMA)
-    dk = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-    start, before, gap, partial, full_start, full = visits(low, high, BLOCK_M)
+    k_tile = load_rows(k, b, kv_h, col, 0, last, sizes.E, BLOCK_N, tile.E)
+    v_tile = load_rows(v, b, kv_h, col, 0, last, sizes.V, BLOCK_N, tile.V)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    some, whole = visits(low, high, tile.BLOCK_M)
     for member in range(0, GROUP):
         h = kv_h * GROUP + member
-        partials_ptr = None
-        fulls_ptr = None
-        if blocks_ptr is not None:
-            partials_ptr, fulls_ptr, partial, full = listed(
-                blocks_ptr, blocks_strides, b, h, tile, tl.cdiv(M, BLOCK_M)
-            )
-        dk, dv = _gather_keys(
-            dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, masks,
-            fulls_ptr, site_key_ptr, b, h, offs_n, low, high, first, end, full_start, full, 0, full,
-            H, M, N, E, V, score, row0, threshold, keep_scale, WANTS_K, WANTS_V,
-            False, KEEPS, TMA, EVEN_E, EVEN_V, BLOCK_M, BLOCK_E, BLOCK_V,
+        partial, full = some, whole
+        if lists is not None:
+            partial, full = listed(lists, b, h, number, tl.cdiv(M, tile.BLOCK_M))
+        dk_acc, dv_acc = _gather_keys(
+            dk_acc, dv_acc, k_tile, v_tile, q, dout, lse_ptr, delta_ptr, masks, site, b, h, offs_n,
+            span, full, sizes, score, WANTS_K, WANTS_V, False, tile,
         )  # fmt: skip
-        if PARTIAL:
-            dk, dv = _gather_keys(
-                dk, dv, k_tile, v_tile, q, dout, q_strides, dout_strides, lse_ptr, delta_ptr, masks,
-                partials_ptr, site_key_ptr, b, h, offs_n, low, high, first, end, start, before, gap,
-                partial, H, M, N, E, V, score, row0, threshold, keep_scale, WANTS_K,
-                WANTS_V, True, KEEPS, TMA, EVEN_E, EVEN_V, BLOCK_M, BLOCK_E, BLOCK_V,
+        if tile.PARTIAL:
+            dk_acc, dv_acc = _gather_keys(
+                dk_acc, dv_acc, k_tile, v_tile, q, dout, lse_ptr, delta_ptr, masks, site, b, h,
+                offs_n, span, partial, sizes, score, WANTS_K, WANTS_V, True, tile,
             )  # fmt: skip
     # What no query sees was not visited, or is beside what was: its gradient is 0, not what p of
     # a key that is not there would give.
     seen = ((low < high) & (offs_n < N))[:, None]
     if WANTS_K:
-        dk = tl.where(seen, dk * score.scale, 0.0)
-        store_rows(dk_ptr, dk_strides, b, kv_h, col, N, E, dk, BLOCK_N, BLOCK_E)
+        dk_acc = tl.where(seen, dk_acc * score.scale, 0.0)
+        store_rows(dk, b, kv_h, col, N, sizes.E, dk_acc)
     if WANTS_V:
-        dv = tl.where(seen, dv, 0.0)
-        store_rows(dv_ptr, dv_strides, b, kv_h, col, N, V, dv, BLOCK_N, BLOCK_V)
+        store_rows(dv, b, kv_h, col, N, sizes.V, tl.where(seen, dv_acc, 0.0))
 
 
 @triton.jit
 def score_grads(
-    q, k, v, dout, lse, delta, masks, row_key, b, h, offs_m, offs_n, low, high, M, N, score,
-    threshold, keep_scale, PARTIAL: tl.constexpr, KEEPS: tl.constexpr,
+    q, k, v, dout, lse, delta, masks, row_key, site, b, h, offs_m, offs_n, low, high, sizes, score,
+    PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of scores as the softmax sees them, and of scale q kᵀ."""
     RAW: tl.constexpr = (not PARTIAL) and (score.softcap is None)
@@ -221,12 +168,12 @@ def score_grads(
     if not RAW:
         s, capped = scores(
             s, masks, b, h, offs_m[:, None], offs_n[None, :], offs_n[None, :], low[:, None],
-            high[:, None], M, N, score, PARTIAL, KEEPS,
+            high[:, None], sizes.M, sizes.N, score, PARTIAL,
         )  # fmt: skip
     p = exponentials(s, lse[:, None], score.scale, RAW)
     dp = tl.dot(dout, v.T)
     if row_key is not None:
-        dp *= keep_at(row_key[:, None], offs_n[None, :], threshold, keep_scale)
+        dp *= keep_at(row_key[:, None], offs_n[None, :], site.threshold, site.scale)
     ds = p * (dp - delta[:, None])
     dqk = ds
     if score.softcap is not None:
@@ -236,115 +183,71 @@ def score_grads(
 
 @triton.jit
 def _gather_queries(
-    dq, q, dout, lse, delta, k, v, k_strides, v_strides, masks, blocks_ptr, row_key, b, h, kv_h,
-    offs_m, low, high, first, end, start, left, gap, count, M, N, E, V, score, threshold,
-    keep_scale, PARTIAL: tl.constexpr, KEEPS: tl.constexpr,
-    TMA: tl.constexpr, EVEN_E: tl.constexpr, EVEN_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
+    dq, q, dout, lse, delta, k, v, masks, row_key, site, b, h, kv_h, offs_m, span, visit, sizes,
+    score, PARTIAL: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dq (yet to be scaled) what `count` blocks of keys give."""
-    for i in range(0, count):
-        col = block_at(i, blocks_ptr, start, left, gap) * BLOCK_N
-        k_tile = load_rows(k, k_strides, b, kv_h, col, first, end, E, BLOCK_N, BLOCK_E, EVEN_E, TMA)
-        v_tile = load_rows(v, v_strides, b, kv_h, col, first, end, V, BLOCK_N, BLOCK_V, EVEN_V, TMA)
+    """Adds to dq (yet to be scaled) what the blocks of keys give, of `visit`."""
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    for i in range(0, visit.count):
+        col = block_at(i, visit) * BLOCK_N
+        k_tile = load_rows(k, b, kv_h, col, span.first, span.end, sizes.E, BLOCK_N, tile.E)
+        v_tile = load_rows(v, b, kv_h, col, span.first, span.end, sizes.V, BLOCK_N, tile.V)
         _, ds = score_grads(
-            q, k_tile, v_tile, dout, lse, delta, masks, row_key, b, h, offs_m,
-            col + tl.arange(0, BLOCK_N), low, high, M, N, score, threshold, keep_scale,
-            PARTIAL, KEEPS,
+            q, k_tile, v_tile, dout, lse, delta, masks, row_key, site, b, h, offs_m,
+            col + tl.arange(0, BLOCK_N), span.low, span.high, sizes, score, PARTIAL,
         )  # fmt: skip
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq)
     return dq
 
 
-@triton.jit(
-    do_not_specialize=["offset", "left", "right", "row0", "threshold"],
-    do_not_specialize_on_alignment=["site_key_ptr"],
-)
+@windowed
 def attention_dq_bwd_kernel(
-    q,
-    k,
-    v,
-    dout,
-    lse_ptr,
-    delta_ptr,
-    masks,
-    bounds_ptr,
-    lengths_ptr,
-    blocks_ptr,
-    site_key_ptr,
-    dq_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    blocks_strides,
-    dq_strides,
-    H,
-    GROUP,
-    M,
-    N,
-    E,
-    V,
-    score,
-    offset,
-    left,
-    right,
-    row0,
-    threshold,
-    keep_scale,
-    PARTIAL: tl.constexpr,
-    KEEPS: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN_E: tl.constexpr,
-    EVEN_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    q, k, v, dout, lse_ptr, delta_ptr, masks, bounds_ptr, lengths_ptr, lists, site_key_ptr, dq,
+    strides, sizes, score, offset, left, right, row0, threshold, keep_scale, tile: tl.constexpr,
+):  # fmt: skip
     """dq = scale · ds k.
 
     Shapes: as `attention_fwd_kernel`; lse and delta (B, H, M) float32.
         Grid: (cdiv(M, BLOCK_M) · B · H,).
     Units: FLOPs = 2·M·N·(2·E + V) a head.
     """
-    tile, b, h = tile_of_head(tl.cdiv(M, BLOCK_M), H, True)
-    row = tile * BLOCK_M
+    q, k = Heads(q, strides[0]), Heads(k, strides[1])
+    v, dout = Heads(v, strides[2]), Heads(dout, strides[3])
+    dq = Heads(dq, strides[4])
+    site = Site(site_key_ptr, row0, threshold, keep_scale)
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_E: tl.constexpr = tile.E.BLOCK
+    M, N = sizes.M, sizes.N
+    number, b, h = tile_of_head(tl.cdiv(M, BLOCK_M), sizes.H, True)
+    row = number * BLOCK_M
     offs_m = row + tl.arange(0, BLOCK_M)
     low, high = seen_keys(offs_m, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
     first, end = 0, N
     if (bounds_ptr is not None) or (lengths_ptr is not None):
         first, end = tl.min(low, 0), tl.max(high, 0)
-    kv_h = h // GROUP
-    row_key = row_keys(site_key_ptr, row0, b, h, H, M, offs_m)
-    q_tile = load_rows(q, q_strides, b, h, row, 0, M, E, BLOCK_M, BLOCK_E, EVEN_E, TMA)
-    do_tile = load_rows(dout, dout_strides, b, h, row, 0, M, V, BLOCK_M, BLOCK_V, EVEN_V, TMA)
-    head = (b * H + h).to(tl.int64) * M
+    span = Span(low, high, first, end)
+    kv_h = h // sizes.GROUP
+    row_key = row_keys(site, b, h, sizes, offs_m)
+    q_tile = load_rows(q, b, h, row, 0, M, sizes.E, BLOCK_M, tile.E)
+    do_tile = load_rows(dout, b, h, row, 0, M, sizes.V, BLOCK_M, tile.V)
+    head = (b * sizes.H + h).to(tl.int64) * M
     lse = tl.load(lse_ptr + head + offs_m, mask=offs_m < M, other=float("inf"))
     delta = tl.load(delta_ptr + head + offs_m, mask=offs_m < M, other=0.0)
-    dq = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    start, before, gap, partial, full_start, full = visits(low, high, BLOCK_N)
-    partials_ptr = None
-    fulls_ptr = None
-    if blocks_ptr is not None:
-        partials_ptr, fulls_ptr, partial, full = listed(
-            blocks_ptr, blocks_strides, b, h, tile, tl.cdiv(N, BLOCK_N)
-        )
-    dq = _gather_queries(
-        dq, q_tile, do_tile, lse, delta, k, v, k_strides, v_strides, masks, fulls_ptr, row_key, b,
-        h, kv_h, offs_m, low, high, first, end, full_start, full, 0, full, M, N, E, V, score,
-        threshold, keep_scale, False, KEEPS, TMA, EVEN_E, EVEN_V, BLOCK_N,
-        BLOCK_E, BLOCK_V,
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    partial, full = visits(low, high, tile.BLOCK_N)
+    if lists is not None:
+        partial, full = listed(lists, b, h, number, tl.cdiv(N, tile.BLOCK_N))
+    acc = _gather_queries(
+        acc, q_tile, do_tile, lse, delta, k, v, masks, row_key, site, b, h, kv_h, offs_m, span,
+        full, sizes, score, False, tile,
     )  # fmt: skip
-    if PARTIAL:
-        dq = _gather_queries(
-            dq, q_tile, do_tile, lse, delta, k, v, k_strides, v_strides, masks, partials_ptr,
-            row_key, b, h, kv_h, offs_m, low, high, first, end, start, before, gap, partial, M, N,
-            E, V, score, threshold, keep_scale, True, KEEPS, TMA, EVEN_E,
-            EVEN_V, BLOCK_N, BLOCK_E, BLOCK_V,
+    if tile.PARTIAL:
+        acc = _gather_queries(
+            acc, q_tile, do_tile, lse, delta, k, v, masks, row_key, site, b, h, kv_h, offs_m, span,
+            partial, sizes, score, True, tile,
         )  # fmt: skip
-    dq = dq * score.scale
+    acc = acc * score.scale
     if bounds_ptr is not None:  # a token of no sequence may hold anything, and so may its gradient
         low, high = seen_keys(offs_m, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
-        dq = tl.where((low < high)[:, None], dq, 0.0)
-    store_rows(dq_ptr, dq_strides, b, h, row, M, E, dq, BLOCK_M, BLOCK_E)
+        acc = tl.where((low < high)[:, None], acc, 0.0)
+    store_rows(dq, b, h, row, M, sizes.E, acc)

@@ -1,9 +1,12 @@
 """What attention's kernels are told about masks beforehand, and an additive mask's gradient."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from fused_remat.kernels.attention import (
+    Heads,
     load_rows,
     masked,
     row_keys,
@@ -11,21 +14,24 @@ from fused_remat.kernels.attention import (
     seen_keys,
     tile_of_head,
     visits,
+    windowed,
 )
 from fused_remat.kernels.attention_bwd import score_grads
+from fused_remat.kernels.dropout import Site
+
+
+class Sums(NamedTuple):
+    """What the programs of `attention_mask_bwd_kernel` add to, each four numbers: dmask's strides,
+    how many (B, H, tiles of M, blocks of N) it has, and how many of each a program sums over."""
+
+    strides: tuple[int, ...]
+    counts: tuple[int, ...]
+    spans: tuple[int, ...]
 
 
 @triton.jit(do_not_specialize=["left", "right", "count"])
 def attention_bounds_fwd_kernel(
-    cu_ptr,
-    cu_other_ptr,
-    bounds_ptr,
-    M,
-    N,
-    count,
-    left,
-    right,
-    BLOCK_M: tl.constexpr,
+    cu_ptr, cu_other_ptr, bounds_ptr, M, N, count, left, right, BLOCK_M: tl.constexpr
 ):
     """Of packed sequences: the interval of keys that each query sees, or of queries that see a key.
 
@@ -63,32 +69,19 @@ def attention_bounds_fwd_kernel(
 
 @triton.jit
 def _bias(
-    masks, b, h, offs_m, offs_n, offs, low, high, M, N, KEEPS: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):  # fmt: skip
+    masks, b, h, offs_m, offs_n, offs, low, high, M, N, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     """What is added to a tile of scores, (ROWS, COLS): -inf where excluded."""
-    bias = masked(tl.zeros([ROWS, COLS], tl.float32), masks, b, h, offs_m, offs_n, M, N, KEEPS)
+    bias = masked(tl.zeros([ROWS, COLS], tl.float32), masks, b, h, offs_m, offs_n, M, N)
     inside = (offs_m < M) & (offs_n < N) & (offs >= low) & (offs < high)
     return tl.where(inside, bias, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["offset", "left", "right"])
+@windowed
 def attention_shift_fwd_kernel(
-    masks,
-    bounds_ptr,
-    lengths_ptr,
-    shift_ptr,
-    H,
-    M,
-    N,
-    offset,
-    left,
-    right,
-    far,
-    KEEPS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    masks, bounds_ptr, lengths_ptr, shift_ptr, H, M, N, offset, left, right, far,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """shift = the largest of what is added to a row of scores, if finite and beyond ±far; else 0.
 
     Softmax does not change when it is subtracted, and scores keep their digits beside -1e9.
@@ -103,30 +96,18 @@ def attention_shift_fwd_kernel(
         offs_n = col + tl.arange(0, BLOCK_N)
         bias = _bias(
             masks, b, h, offs_m[:, None], offs_n[None, :], offs_n[None, :], low[:, None],
-            high[:, None], M, N, KEEPS, BLOCK_M, BLOCK_N,
+            high[:, None], M, N, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         top = tl.maximum(top, tl.max(bias, 1))
     shift = tl.where((tl.abs(top) > far) & (tl.abs(top) < float("inf")), top, 0.0)
     tl.store(shift_ptr + (b * H + h).to(tl.int64) * M + offs_m, shift, mask=offs_m < M)
 
 
-@triton.jit(do_not_specialize=["offset", "left", "right"])
+@windowed
 def attention_blocks_fwd_kernel(
-    masks,
-    bounds_ptr,
-    lengths_ptr,
-    blocks_ptr,
-    H,
-    M,
-    N,
-    offset,
-    left,
-    right,
-    KEEPS: tl.constexpr,
-    BY_KEYS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    masks, bounds_ptr, lengths_ptr, blocks_ptr, H, M, N, offset, left, right,
+    BY_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The blocks of keys that each tile of queries visits; BY_KEYS, the tiles for each block.
 
     A block of which nothing is seen is left out; the others are partial, or full: seen whole, with
@@ -146,12 +127,12 @@ def attention_blocks_fwd_kernel(
         low, high = seeing_queries(offs, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
     else:
         low, high = seen_keys(offs, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
-    start, _, _, partial, _, full = visits(low, high, COLS)
+    partial, full = visits(low, high, COLS)
     width = tl.cdiv(cols, COLS)
     row_ptr = blocks_ptr + tl.program_id(0).to(tl.int64) * (width + 2)
     partials = tl.zeros([], tl.int32)
     fulls = tl.zeros([], tl.int32)
-    for block in range(start, start + partial + full):
+    for block in range(partial.start, partial.start + partial.count + full.count):
         plains = tl.zeros([], tl.int32)
         seens = tl.zeros([], tl.int32)
         for part in range(0, COLS, STEP):  # a whole block takes too many registers
@@ -161,7 +142,7 @@ def attention_blocks_fwd_kernel(
                 offs_m, offs_n = others[None, :], offs[:, None]
             bias = _bias(
                 masks, b, h, offs_m, offs_n, others[None, :], low[:, None], high[:, None], M, N,
-                KEEPS, ROWS, STEP,
+                ROWS, STEP,
             )  # fmt: skip
             # Rows that are not there see what the last one sees.
             bias = tl.where((offs < rows)[:, None], bias, float("-inf"))
@@ -178,101 +159,72 @@ def attention_blocks_fwd_kernel(
     tl.store(row_ptr + width + 1, fulls)
 
 
-@triton.jit(
-    do_not_specialize=["offset", "left", "right", "row0", "threshold"],
-    do_not_specialize_on_alignment=["site_key_ptr"],
-)
+@windowed
 def attention_mask_bwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse_ptr,
-    delta_ptr,
-    masks,
-    bounds_ptr,
-    lengths_ptr,
-    site_key_ptr,
-    dmask_ptr,
-    q_strides,
-    k_strides,
-    v_strides,
-    dout_strides,
-    dmask_strides,
-    sizes,
-    spans,
-    GROUP,
-    M,
-    N,
-    E,
-    V,
-    score,
-    offset,
-    left,
-    right,
-    row0,
-    threshold,
-    keep_scale,
-    KEEPS: tl.constexpr,
-    OVER_ROWS: tl.constexpr,
-    OVER_COLS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    q, k, v, dout, lse_ptr, delta_ptr, masks, bounds_ptr, lengths_ptr, site_key_ptr, dmask_ptr,
+    sums, strides, sizes, score, offset, left, right, row0, threshold, keep_scale,
+    OVER_ROWS: tl.constexpr, OVER_COLS: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     """dmask += ds, summed over what the mask is broadcast over, always in the same order.
 
     Shapes: as `attention_fwd_kernel`; dmask (b, h, m, n) float32, each of its sizes 1 or that of
-        the scores: `sizes` (B, H, tiles of M, blocks of N) of it, which the grid is the product of;
-        `spans`: how many of each a program sums over. OVER_ROWS, OVER_COLS: dmask has one row, one
-        column.
+        the scores; OVER_ROWS, OVER_COLS: it has one row, one column. Grid: the product of
+        `sums.counts`.
     Units: FLOPs = 2·M·N·(E + V) a head.
     """
+    q, k = Heads(q, strides[0]), Heads(k, strides[1])
+    v, dout = Heads(v, strides[2]), Heads(dout, strides[3])
+    site = Site(site_key_ptr, row0, threshold, keep_scale)
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    M, N = sizes.M, sizes.N
+    counts, spans = sums.counts, sums.spans
     pid = tl.program_id(0)
-    block = pid % sizes[3] * spans[3]
-    tile = pid // sizes[3] % sizes[2] * spans[2]
-    head = pid // (sizes[3] * sizes[2]) % sizes[1] * spans[1]
-    batch = pid // (sizes[3] * sizes[2] * sizes[1]) * spans[0]
-    H = sizes[1] * spans[1]
+    block = pid % counts[3] * spans[3]
+    number = pid // counts[3] % counts[2] * spans[2]
+    head = pid // (counts[3] * counts[2]) % counts[1] * spans[1]
+    batch = pid // (counts[3] * counts[2] * counts[1]) * spans[0]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     count = spans[0] * spans[1] * spans[2] * spans[3]
     if (lengths_ptr is None) and not (OVER_ROWS or OVER_COLS):  # one tile: seen by none, or all
         low, high = seen_keys(
-            tile * BLOCK_M + tl.arange(0, BLOCK_M), 0, bounds_ptr, None, M, N, offset, left, right
+            number * BLOCK_M + tl.arange(0, BLOCK_M), 0, bounds_ptr, None, M, N, offset, left, right
         )
         seen = (tl.min(low, 0) < (block + 1) * BLOCK_N) & (tl.max(high, 0) > block * BLOCK_N)
         count = tl.where(seen, count, 0)
     for i in range(0, count):
-        row, col = (tile + i // spans[3] % spans[2]) * BLOCK_M, (block + i % spans[3]) * BLOCK_N
+        row, col = (number + i // spans[3] % spans[2]) * BLOCK_M, (block + i % spans[3]) * BLOCK_N
         h = head + i // (spans[3] * spans[2]) % spans[1]
         b = batch + i // (spans[3] * spans[2] * spans[1])
         offs_m, offs_n = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
         low, high = seen_keys(offs_m, b, bounds_ptr, lengths_ptr, M, N, offset, left, right)
-        kv_h = h // GROUP
-        row_key = row_keys(site_key_ptr, row0, b, h, H, M, offs_m)
-        q = load_rows(q_ptr, q_strides, b, h, row, 0, M, E, BLOCK_M, BLOCK_E, False, False)
-        k = load_rows(k_ptr, k_strides, b, kv_h, col, 0, N, E, BLOCK_N, BLOCK_E, False, False)
-        v = load_rows(v_ptr, v_strides, b, kv_h, col, 0, N, V, BLOCK_N, BLOCK_V, False, False)
-        dout = load_rows(dout_ptr, dout_strides, b, h, row, 0, M, V, BLOCK_M, BLOCK_V, False, False)
-        at = (b * H + h).to(tl.int64) * M + offs_m
+        kv_h = h // sizes.GROUP
+        row_key = row_keys(site, b, h, sizes, offs_m)
+        q_tile = load_rows(q, b, h, row, 0, M, sizes.E, BLOCK_M, tile.E)
+        k_tile = load_rows(k, b, kv_h, col, 0, N, sizes.E, BLOCK_N, tile.E)
+        v_tile = load_rows(v, b, kv_h, col, 0, N, sizes.V, BLOCK_N, tile.V)
+        do_tile = load_rows(dout, b, h, row, 0, M, sizes.V, BLOCK_M, tile.V)
+        at = (b * sizes.H + h).to(tl.int64) * M + offs_m
         lse = tl.load(lse_ptr + at, mask=offs_m < M, other=float("inf"))
         delta = tl.load(delta_ptr + at, mask=offs_m < M, other=0.0)
         ds, _ = score_grads(
-            q, k, v, dout, lse, delta, masks, row_key, b, h, offs_m, offs_n, low, high, M, N,
-            score, threshold, keep_scale, True, KEEPS,
+            q_tile, k_tile, v_tile, do_tile, lse, delta, masks, row_key, site, b, h, offs_m, offs_n,
+            low, high, sizes, score, True,
         )  # fmt: skip
         there = (offs_n[None, :] >= low[:, None]) & (offs_n[None, :] < high[:, None])
         acc += tl.where(there & (offs_m < M)[:, None], ds, 0.0)
-    base = dmask_ptr + batch.to(tl.int64) * dmask_strides[0] + head.to(tl.int64) * dmask_strides[1]
-    offs_m, offs_n = tile * BLOCK_M + tl.arange(0, BLOCK_M), block * BLOCK_N + tl.arange(0, BLOCK_N)
+    base = dmask_ptr + batch.to(tl.int64) * sums.strides[0] + head.to(tl.int64) * sums.strides[1]
+    offs_m, offs_n = (
+        number * BLOCK_M + tl.arange(0, BLOCK_M),
+        block * BLOCK_N + tl.arange(0, BLOCK_N),
+    )
     if OVER_ROWS:
         acc = tl.sum(acc, 0, keep_dims=True)
         offs_m = tl.arange(0, 1)
     if OVER_COLS:
         acc = tl.sum(acc, 1, keep_dims=True)
         offs_n = tl.arange(0, 1)
-    ptrs = base + offs_m.to(tl.int64)[:, None] * dmask_strides[2]
-    ptrs += offs_n.to(tl.int64)[None, :] * dmask_strides[3]
+    ptrs = base + offs_m.to(tl.int64)[:, None] * sums.strides[2]
+    ptrs += offs_n.to(tl.int64)[None, :] * sums.strides[3]
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     tl.store(ptrs, tl.load(ptrs, mask=mask, other=0.0) + acc, mask=mask)

@@ -2,69 +2,49 @@
 
 Forward ends each tile of the product with what a softmax needs of its columns; backward ends it
 with the logits' gradient. A row is a token, a column a class; `first` is the number of the first
-column, where w is a part of the vocabulary. Operands as in `kernels.gemm`; a pointer that a call
-has no use for is None.
+column, where w is a part of the vocabulary. z is soft-capped unless `softcap` is None. Arguments as
+in `kernels.linear`.
 """
 
 import triton
 import triton.language as tl
 
 from fused_remat.kernels.activations import tanh_fwd
-from fused_remat.kernels.gemm import add_bias, add_product, part, store_tile, tile_at
+from fused_remat.kernels.linear import add_bias, part, product, store_tile, tile_at
+from fused_remat.kernels.pointwise import Matrix
 
 
 @triton.jit
-def _capped(z, softcap, SOFTCAP: tl.constexpr):
-    """softcap * tanh(z / softcap), where there is one."""
-    if SOFTCAP:
+def _logits(acc, index: tl.constexpr, PARTS: tl.constexpr, bias_ptr, left, N, softcap):
+    """Part `index` of a tile of logits, whose first column is `left`."""
+    z = add_bias(part(acc, index, PARTS), bias_ptr, left, N)
+    if softcap is not None:
         z = softcap * tanh_fwd(z / softcap)
     return z
 
 
 @triton.jit(do_not_specialize=["first"])
 def linear_cross_entropy_fwd_kernel(
-    x,
-    w,
-    bias_ptr,
-    target_ptr,
-    high_ptr,
-    sum_ptr,
-    total_ptr,
-    picked_ptr,
-    stride_xm,
-    stride_wn,
-    first,
-    M,
-    N,
-    K,
-    softcap,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN: tl.constexpr,
-    PARTS: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, w, bias_ptr, target_ptr, high_ptr, sum_ptr, total_ptr, picked_ptr, strides, first, M, N, K,
+    softcap, tile: tl.constexpr,
+):  # fmt: skip
     """Of each row and each BLOCK_N columns of z = cap(x @ wᵀ + bias): max, sum(exp(z - max)).
 
     Also sum(z) where total is not None, and picked, the column of the row's target, which one tile
     writes: what no tile does keeps what is there.
 
     Shapes: x (M, K), w (N, K), bias (N,), target (M,) int64; high, sum and total (tiles, M), picked
-        (M,), all float32. PARTS: the end is computed in so many. Grid: any.
+        (M,), all float32. Grid: any.
     Units: FLOPs = 2·M·N·K; bytes written = 8·M·N / BLOCK_N (12 with total).
     """
+    x, w = Matrix(x, strides[0]), Matrix(w, strides[1])
+    PARTS: tl.constexpr = tile.PARTS
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, col = tile_at(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = add_product(
-            acc, x, w, stride_xm, stride_wn, row, col, M, N, K, False, BLOCK_M, BLOCK_N,
-            BLOCK_K, EVEN, TMA, PRECISION,
-        )  # fmt: skip
+    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, col = tile_at(number, M, N, tile)
+        acc = product(x, w, row, col, M, N, K, False, tile)
         offs_m = row + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         at = tl.load(target_ptr + offs_m, mask=mask_m, other=-1) - first
@@ -75,8 +55,7 @@ def linear_cross_entropy_fwd_kernel(
         picked = tl.zeros([BLOCK_M], tl.float32)
         for index in tl.static_range(PARTS):
             left = col + index * (BLOCK_N // PARTS)
-            z = add_bias(part(acc, index, PARTS), bias_ptr, left, N)
-            z = _capped(z, softcap, SOFTCAP)
+            z = _logits(acc, index, PARTS, bias_ptr, left, N, softcap)
             offs_n = left + tl.arange(0, BLOCK_N // PARTS)
             picked += tl.sum(tl.where(offs_n[None, :] == at[:, None], z, 0.0), 1)
             if total_ptr is not None:
@@ -96,34 +75,9 @@ def linear_cross_entropy_fwd_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def linear_cross_entropy_bwd_kernel(
-    x,
-    w,
-    bias_ptr,
-    target_ptr,
-    high_ptr,
-    log_sum_ptr,
-    mass_ptr,
-    spread_ptr,
-    at_target_ptr,
-    dz,
-    stride_xm,
-    stride_wn,
-    stride_zm,
-    first,
-    M,
-    N,
-    K,
-    softcap,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN: tl.constexpr,
-    PARTS: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, w, bias_ptr, target_ptr, high_ptr, log_sum_ptr, mass_ptr, spread_ptr, at_target_ptr, dz,
+    strides, first, M, N, K, softcap, tile: tl.constexpr,
+):  # fmt: skip
     """dz = (softmax(z) * mass + spread + at_target at the row's target) * dcap, of z made again.
 
     Shapes: as the forward's; high, log_sum, mass, spread and at_target (M,) float32, spread None
@@ -132,14 +86,14 @@ def linear_cross_entropy_bwd_kernel(
     Units: FLOPs = 2·M·N·K.
     Source: d logsumexp(z) = softmax(z), with softmax(z) = exp(z - high - log_sum).
     """
+    x, w, dz = Matrix(x, strides[0]), Matrix(w, strides[1]), Matrix(dz, strides[2])
+    PARTS: tl.constexpr = tile.PARTS
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, col = tile_at(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        acc = add_product(
-            acc, x, w, stride_xm, stride_wn, row, col, M, N, K, False, BLOCK_M, BLOCK_N,
-            BLOCK_K, EVEN, TMA, PRECISION,
-        )  # fmt: skip
+    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, col = tile_at(number, M, N, tile)
+        acc = product(x, w, row, col, M, N, K, False, tile)
         offs_m = row + tl.arange(0, BLOCK_M)
         mask_m = offs_m < M
         at = (tl.load(target_ptr + offs_m, mask=mask_m, other=-1) - first)[:, None]
@@ -149,14 +103,13 @@ def linear_cross_entropy_bwd_kernel(
         at_target = tl.load(at_target_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
         for index in tl.static_range(PARTS):
             left = col + index * (BLOCK_N // PARTS)
-            z = add_bias(part(acc, index, PARTS), bias_ptr, left, N)
-            z = _capped(z, softcap, SOFTCAP)
+            z = _logits(acc, index, PARTS, bias_ptr, left, N, softcap)
             grad = tl.where(mass == 0.0, 0.0, tl.exp(z - high - log_sum) * mass)
             if spread_ptr is not None:
                 grad += tl.load(spread_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
             offs_n = left + tl.arange(0, BLOCK_N // PARTS)
             grad += tl.where(offs_n[None, :] == at, at_target, 0.0)
-            if SOFTCAP:
+            if softcap is not None:
                 cap = z / softcap
                 grad *= 1.0 - cap * cap
-            store_tile(dz, stride_zm, row, left, M, N, grad, TMA)
+            store_tile(dz, row, left, M, N, grad, tile.TMA)

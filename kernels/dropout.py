@@ -4,6 +4,8 @@ The definition, its constants and its test vectors are there; these functions gi
 They load nothing, so that any kernel can call them on the tile it holds.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -12,6 +14,23 @@ GOLDEN32 = tl.constexpr(0x9E3779B9)
 MUL32 = tl.constexpr(0x7FEB352D)
 MIX64_MUL1 = tl.constexpr(0xBF58476D1CE4E5B9)
 MIX64_MUL2 = tl.constexpr(0x94D049BB133111EB)
+
+#: `triton.jit` for kernels that draw: another key, first row or threshold is not another kernel.
+#: Triton does not look for these names in groups of arguments, so a kernel takes them one by one.
+seeded = triton.jit(
+    do_not_specialize=["row0", "pack_row0", "threshold"],
+    do_not_specialize_on_alignment=["site_key_ptr", "pack_key_ptr", "gate_key_ptr", "up_key_ptr"],
+)
+
+
+class Site(NamedTuple):
+    """A dropout site: its key, None where nothing is dropped, the row in it that is a matrix's
+    first, and `random.threshold(p)` and `random.scale(p)`."""
+
+    key_ptr: Any
+    row0: Any
+    threshold: Any
+    scale: Any
 
 
 @triton.jit
@@ -58,30 +77,24 @@ def uniform_at(row_key, cols):
 
 
 @triton.jit
-def keep_scale(row_key, cols, threshold, scale):
-    """`scale` where the element survives, else 0.
+def keep_tile(site, offs_m, offs_n):
+    """Dropout's multiplier of a tile of a matrix, (M, N) float32; 1 where nothing is dropped.
 
-    Shapes: row_key (M,) uint64, cols (N,) integers in [0, 2**31); returns (M, N) float32.
-        threshold int32 and scale float32 are `random.threshold(p)` and `random.scale(p)`.
+    Shapes: offs_m (M,) int64, offs_n (N,) integers in [0, 2**31).
     Source: `fused_remat.random`.
     """
-    return keep_at(row_key[:, None], cols[None, :], threshold, scale)
+    keep = 1.0
+    if site.key_ptr is not None:
+        row_key = split_key(tl.load(site.key_ptr), site.row0 + offs_m)
+        keep = keep_at(row_key[:, None], offs_n[None, :], site.threshold, site.scale)
+    return keep
 
 
 @triton.jit
 def keep_scale_fwd_kernel(
-    site_key_ptr,
-    out_ptr,
-    stride_om,
-    stride_on,
-    row0,
-    M,
-    N,
-    threshold,
-    scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    site_key_ptr, out_ptr, stride_om, stride_on, row0, M, N, threshold, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """out[i, j] = `scale` if element (row0 + i, j) survives, else 0.
 
     Shapes: site_key () int64, out (M, N) of any float dtype and strides.
@@ -91,7 +104,6 @@ def keep_scale_fwd_kernel(
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    row_key = split_key(tl.load(site_key_ptr), row0 + offs_m)
-    out = keep_scale(row_key, offs_n, threshold, scale)
+    out = keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, offs_n)
     out_ptrs = out_ptr + offs_m[:, None] * stride_om + offs_n[None, :] * stride_on
     tl.store(out_ptrs, out, mask=mask)

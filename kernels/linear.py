@@ -1,151 +1,284 @@
-"""A linear layer with fused ends: y = keep * act(norm(x) @ wᵀ + bias) + residual.
+"""A linear layer with fused ends, and what all matrix products are made of.
 
 Persistent: the grid is as large as the device, and each program walks over output tiles.
-Operands as in `kernels.gemm`; a pointer that a call has no use for is None.
+An operand or a result is a pointer, or a tensor descriptor (TMA: Hopper and later) whose block is
+the tile. Triton launches a descriptor only as an argument of its own, so a kernel takes matrices
+one by one, their row strides together (`strides`), and makes each a `Matrix`. An argument that a
+call has no use for is None. Descriptors read 0 outside, and so do masked loads.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from fused_remat.kernels.gemm import (
-    add_bias,
-    add_product,
-    keep_tile,
-    load_tile,
-    part,
-    rounded,
-    store_tile,
-    tile_at,
-)
-from fused_remat.kernels.packing import block_scales, store_codes
+from fused_remat.kernels.dropout import Site, keep_at, seeded, split_key
+from fused_remat.kernels.packing import Codes, largest_bits, scales, store_codes, store_step
+from fused_remat.kernels.pointwise import Matrix
+
+
+class Tile(NamedTuple):
+    """How a product is computed: constants.
+
+    BLOCK_M, BLOCK_N, BLOCK_K: the tile of the result, and the step along K; EVEN: all depths are
+    multiples of BLOCK_K. PARTS: its end is computed in 1, 2, 4 or 8 parts. IN_BLOCK: parts of a
+    block of codes, where BLOCK_N is whole blocks. GROUP_M: rows of tiles that are visited together.
+    TMA: matrices are descriptors. PRECISION: `tl.dot`'s, of float32; sums are float32.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    EVEN: bool
+    PARTS: int
+    IN_BLOCK: int
+    GROUP_M: int
+    TMA: bool
+    PRECISION: str
+
+
+class Norm(NamedTuple):
+    """What normalises the rows of x: pointers; mean, weight and bias may be None."""
+
+    mean_ptr: Any
+    rstd_ptr: Any
+    weight_ptr: Any
+    bias_ptr: Any
 
 
 @triton.jit
-def _add_normed_product(
-    acc, x, w, mean_ptr, rstd_ptr, norm_weight_ptr, norm_bias_ptr,
-    stride_xm, stride_wn, row, col, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+def tile_at(number, M, N, tile: tl.constexpr):
+    """First row and column of output tile `number`, in an order that reuses cache."""
+    tiles_n = tl.cdiv(N, tile.BLOCK_N)
+    in_group = tile.GROUP_M * tiles_n
+    first = number // in_group * tile.GROUP_M
+    height = tl.minimum(tl.cdiv(M, tile.BLOCK_M) - first, tile.GROUP_M)
+    row = (first + number % in_group % height) * tile.BLOCK_M
+    return row, number % in_group // height * tile.BLOCK_N
+
+
+@triton.jit
+def load_tile(
+    x, row, col, rows, cols,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """acc + norm(x) @ wᵀ, x normalised from its statistics as it is loaded, and rounded."""
-    offs_m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
-    rstd = tl.load(rstd_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
-    mean = tl.zeros_like(rstd)
-    if mean_ptr is not None:
-        mean = tl.load(mean_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
+    """x[row : row + BLOCK_M, col : col + BLOCK_N]; 0 outside (rows, cols).
+
+    EVEN: `cols` is a multiple of BLOCK_N, so that no column is outside.
+    """
+    if TMA:
+        tile = x.data.load([row, col])
+    else:
+        offs_m = row + tl.arange(0, BLOCK_M)
+        offs_n = col + tl.arange(0, BLOCK_N)
+        mask = (offs_m < rows)[:, None]
+        if not EVEN:
+            mask = mask & (offs_n < cols)[None, :]
+        ptrs = x.data + offs_m.to(tl.int64)[:, None] * x.stride + offs_n[None, :]
+        tile = tl.load(ptrs, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(y, row, col, rows, cols, tile, TMA: tl.constexpr):
+    """y[row : row + BLOCK_M, col : col + BLOCK_N] = tile, in the dtype of y."""
+    if TMA:
+        y.data.store([row, col], tile.to(y.data.dtype))
+    else:
+        offs_m = row + tl.arange(0, tile.shape[0])
+        offs_n = col + tl.arange(0, tile.shape[1])
+        mask = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
+        ptrs = y.data + offs_m.to(tl.int64)[:, None] * y.stride + offs_n[None, :]
+        tl.store(ptrs, tile.to(y.data.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rounded(tile, y, TMA: tl.constexpr):
+    """The tile in the dtype of y."""
+    if TMA:
+        tile = tile.to(y.data.dtype)
+    else:
+        tile = tile.to(y.data.dtype.element_ty)
+    return tile
+
+
+@triton.jit
+def keep_part(site, row, col, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Dropout's multiplier of the tile whose first element is (row, col); 1 for no site."""
+    keep = 1.0
+    if site.key_ptr is not None:
+        offs_m = (row + tl.arange(0, ROWS)).to(tl.int64)
+        row_key = split_key(tl.load(site.key_ptr), site.row0 + offs_m)
+        offs_n = col + tl.arange(0, COLS)
+        keep = keep_at(row_key[:, None], offs_n[None, :], site.threshold, site.scale)
+    return keep
+
+
+@triton.jit
+def product(x, w, row, col, M, N, K, W_IS_KN: tl.constexpr, tile: tl.constexpr):
+    """A tile of x @ wᵀ, or of x @ w where W_IS_KN, float32.
+
+    Shapes: x (M, K), w (N, K), or (K, N) where W_IS_KN; the tile's first row is `row` and its first
+        column `col`.
+    """
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    BLOCK_K: tl.constexpr = tile.BLOCK_K
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
-        x_tile = load_tile(x, stride_xm, row, k, M, K, BLOCK_M, BLOCK_K, EVEN, TMA)
-        w_tile = load_tile(w, stride_wn, col, k, N, K, BLOCK_N, BLOCK_K, EVEN, TMA)
-        offs_k = k + tl.arange(0, BLOCK_K)
-        normed = (x_tile.to(tl.float32) - mean) * rstd
-        if norm_weight_ptr is not None:
-            weight = tl.load(norm_weight_ptr + offs_k, mask=offs_k < K, other=0.0)
-            normed *= weight.to(tl.float32)[None, :]
-        if norm_bias_ptr is not None:
-            bias = tl.load(norm_bias_ptr + offs_k, mask=offs_k < K, other=0.0)
-            normed += bias.to(tl.float32)[None, :]
-        acc = tl.dot(normed.to(x_tile.dtype), w_tile.T, acc, input_precision=PRECISION)
+        x_tile = load_tile(x, row, k, M, K, BLOCK_M, BLOCK_K, tile.EVEN, tile.TMA)
+        if W_IS_KN:
+            w_tile = load_tile(w, k, col, K, N, BLOCK_K, BLOCK_N, False, tile.TMA)
+        else:
+            w_tile = load_tile(w, col, k, N, K, BLOCK_N, BLOCK_K, tile.EVEN, tile.TMA).T
+        acc = tl.dot(x_tile, w_tile, acc, input_precision=tile.PRECISION)
     return acc
 
 
 @triton.jit
-def _finish(
-    acc, inverse, bias_ptr, residual, site_key_ptr, pre, codes_ptr, pack_key_ptr, y, stride_rm,
-    stride_pm, stride_ym, row0, pack_row0, row, col, M, N, threshold, scale, ACT: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
-    """Ends a tile: bias, the pre-activation's stores, activation, dropout, residual, y's store."""
-    acc = add_bias(acc, bias_ptr, col, N)
-    if ACT is not None:  # of the rounded value, stored or not: what backward will see
-        acc = rounded(acc, y, TMA)
-        if pre is not None:
-            store_tile(pre, stride_pm, row, col, M, N, acc, TMA)
-        acc = acc.to(tl.float32)
-        if codes_ptr is not None:
-            store_codes(codes_ptr, pack_key_ptr, pack_row0, row, col, M, N, acc, inverse)
-        acc = ACT(acc)
-    acc *= keep_tile(site_key_ptr, row0, row, col, threshold, scale, acc.shape[0], acc.shape[1])
-    if residual is not None:
-        acc += load_tile(
-            residual, stride_rm, row, col, M, N, acc.shape[0], acc.shape[1], False, TMA
-        ).to(tl.float32)
-    store_tile(y, stride_ym, row, col, M, N, acc, TMA)
+def _normed_product(x, w, norm, row, col, M, N, K, tile: tl.constexpr):
+    """A tile of norm(x) @ wᵀ, x normalised from its statistics as it is loaded, and rounded."""
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    BLOCK_K: tl.constexpr = tile.BLOCK_K
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    offs_m = (row + tl.arange(0, BLOCK_M)).to(tl.int64)
+    rstd = tl.load(norm.rstd_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
+    mean = tl.zeros_like(rstd)
+    if norm.mean_ptr is not None:
+        mean = tl.load(norm.mean_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
+    for k in range(0, K, BLOCK_K):
+        x_tile = load_tile(x, row, k, M, K, BLOCK_M, BLOCK_K, tile.EVEN, tile.TMA)
+        w_tile = load_tile(w, col, k, N, K, BLOCK_N, BLOCK_K, tile.EVEN, tile.TMA)
+        offs_k = k + tl.arange(0, BLOCK_K)
+        normed = (x_tile.to(tl.float32) - mean) * rstd
+        if norm.weight_ptr is not None:
+            weight = tl.load(norm.weight_ptr + offs_k, mask=offs_k < K, other=0.0)
+            normed *= weight.to(tl.float32)[None, :]
+        if norm.bias_ptr is not None:
+            bias = tl.load(norm.bias_ptr + offs_k, mask=offs_k < K, other=0.0)
+            normed += bias.to(tl.float32)[None, :]
+        acc = tl.dot(normed.to(x_tile.dtype), w_tile.T, acc, input_precision=tile.PRECISION)
+    return acc
 
 
-@triton.jit(
-    do_not_specialize=["row0", "pack_row0", "threshold"],
-    do_not_specialize_on_alignment=["site_key_ptr", "pack_key_ptr"],
-)
-def linear_fwd_kernel(
-    x,
-    w,
-    bias_ptr,
-    residual,
-    site_key_ptr,
-    mean_ptr,
-    rstd_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
-    pack_key_ptr,
-    pre,
-    codes_ptr,
-    step_ptr,
-    y,
-    stride_xm,
-    stride_wn,
-    stride_rm,
-    stride_pm,
-    stride_ym,
-    row0,
-    pack_row0,
-    M,
-    N,
-    K,
-    threshold,
-    scale,
-    ACT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN: tl.constexpr,
-    PARTS: tl.constexpr,
-    IN_BLOCK: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+@triton.jit
+def add_bias(acc, bias_ptr, col, N):
+    """acc + bias, from column `col` on; acc itself where there is none."""
+    if bias_ptr is not None:
+        offs_n = col + tl.arange(0, acc.shape[1])
+        acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def _half(x, index: tl.constexpr):
+    """The first or second half of the columns."""
+    halves = tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2))
+    left, right = tl.split(tl.permute(halves, (0, 2, 1)))
+    if index == 0:
+        half = left
+    else:
+        half = right
+    return half
+
+
+@triton.jit
+def part(x, index: tl.constexpr, PARTS: tl.constexpr):
+    """Columns `index` · N / PARTS and so on: one of 1, 2, 4 or 8 parts of a tile.
+
+    A tile's end that is computed part by part needs fewer registers.
+    """
+    if PARTS == 1:
+        x = x
+    elif PARTS == 2:
+        x = _half(x, index)
+    elif PARTS == 4:
+        x = _half(_half(x, index // 2), index % 2)
+    else:
+        x = _half(_half(_half(x, index // 4), index // 2 % 2), index % 2)
+    return x
+
+
+@triton.jit
+def pack_part(
+    acc, inverse, bias_ptr, y, codes, index: tl.constexpr, row, col, M, N, tile: tl.constexpr
 ):
-    """y = keep * act(x @ wᵀ + bias) + residual; pre = x @ wᵀ + bias where pre is not None.
+    """1 / step of the block of acc + bias that part `index` is in; None without codes.
 
-    Shapes: x (M, K), w (N, K), bias (N,), residual, pre, y (M, N); site_key () int64. With rstd
-        (M,) (and mean, of LayerNorm) x is first normalised, as `norm_fwd_kernel` would.
-        PARTS: the end is computed in 1, 2, 4 or 8 parts. Grid: any. codes (M, N) int8 and step
-        (M, cdiv(N, BLOCK)) float32, or None, are of pre as ACT takes it, rounded stochastically
-        with a key; a block is then IN_BLOCK parts, and BLOCK_N whole blocks.
+    A block is IN_BLOCK parts. At its first one, the largest magnitude of all of them, rounded to
+    the dtype of y, gives the steps, which are stored; at the others `inverse` is returned.
+    Shapes: acc (BLOCK_M, BLOCK_N) float32, whose first row is `row`, and part `index`'s first
+        column `col`.
+    """
+    if codes is not None and index % tile.IN_BLOCK == 0:
+        WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
+        IN_BLOCK: tl.constexpr = tile.IN_BLOCK
+        largest = tl.zeros([acc.shape[0]], tl.int32)
+        for other in tl.static_range(IN_BLOCK):
+            x = add_bias(part(acc, index + other, tile.PARTS), bias_ptr, col + other * WIDTH, N)
+            x = rounded(x, y, tile.TMA).to(tl.float32)
+            largest = tl.maximum(largest, largest_bits(x))
+        step, inverse = scales(largest)
+        store_step(codes, row, col, M, N, step)
+    return inverse
+
+
+@triton.jit
+def finish_pre(acc, inverse, bias_ptr, pre, codes, y, row, col, M, N, TMA: tl.constexpr):
+    """Ends a part of a product that an activation follows: bias, and what is kept of it.
+
+    Returns float32, rounded to the dtype of y, kept or not: what backward will see.
+    """
+    acc = rounded(add_bias(acc, bias_ptr, col, N), y, TMA)
+    if pre.data is not None:
+        store_tile(pre, row, col, M, N, acc, TMA)
+    acc = acc.to(tl.float32)
+    if codes is not None:
+        store_codes(codes, row, col, M, N, acc, inverse)
+    return acc
+
+
+@seeded
+def linear_fwd_kernel(
+    x, w, bias_ptr, residual, norm, pre, codes, y, strides,
+    site_key_ptr, row0, threshold, scale, pack_key_ptr, pack_row0, M, N, K,
+    ACT: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """y = keep * act(norm(x) @ wᵀ + bias) + residual; pre is what act is of, where not None.
+
+    Shapes: x (M, K), w (N, K), bias (N,), residual, pre, y (M, N); site_key () int64. With a norm
+        x is first normalised, as `norm_fwd_kernel` would. codes: pointers to the codes and steps of
+        pre as ACT takes it, which `Codes` describes. Grid: any.
     Units: FLOPs = 2·M·N·K.
     """
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, col = tile_at(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if rstd_ptr is not None:
-            acc = _add_normed_product(
-                acc, x, w, mean_ptr, rstd_ptr, norm_weight_ptr, norm_bias_ptr, stride_xm,
-                stride_wn, row, col, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, TMA, PRECISION,
-            )  # fmt: skip
+    x, w, y = Matrix(x, strides[0]), Matrix(w, strides[1]), Matrix(y, strides[4])
+    residual, pre = Matrix(residual, strides[2]), Matrix(pre, strides[3])
+    site = Site(site_key_ptr, row0, threshold, scale)
+    if codes is not None:
+        codes = Codes(codes[0], codes[1], pack_key_ptr, pack_row0)
+    PARTS: tl.constexpr = tile.PARTS
+    WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
+    tiles = tl.cdiv(M, tile.BLOCK_M) * tl.cdiv(N, tile.BLOCK_N)
+    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, col = tile_at(number, M, N, tile)
+        if norm is not None:
+            acc = _normed_product(x, w, norm, row, col, M, N, K, tile)
         else:
-            acc = add_product(
-                acc, x, w, stride_xm, stride_wn, row, col, M, N, K, False, BLOCK_M, BLOCK_N,
-                BLOCK_K, EVEN, TMA, PRECISION,
-            )  # fmt: skip
+            acc = product(x, w, row, col, M, N, K, False, tile)
         inverse = None
         for index in tl.static_range(PARTS):
-            at = col + index * (BLOCK_N // PARTS)
-            if codes_ptr is not None and index % IN_BLOCK == 0:
-                inverse = block_scales(
-                    acc, bias_ptr, y, index, PARTS, IN_BLOCK, row, at, M, N, step_ptr, TMA
+            at = col + index * WIDTH
+            inverse = pack_part(acc, inverse, bias_ptr, y, codes, index, row, at, M, N, tile)
+            end = part(acc, index, PARTS)
+            if ACT is not None:
+                end = ACT(
+                    finish_pre(end, inverse, bias_ptr, pre, codes, y, row, at, M, N, tile.TMA)
                 )
-            _finish(
-                part(acc, index, PARTS), inverse, bias_ptr, residual, site_key_ptr, pre, codes_ptr,
-                pack_key_ptr, y, stride_rm, stride_pm, stride_ym, row0, pack_row0, row, at, M, N,
-                threshold, scale, ACT, TMA,
-            )  # fmt: skip
+            else:
+                end = add_bias(end, bias_ptr, at, N)
+            end *= keep_part(site, row, at, tile.BLOCK_M, WIDTH)
+            if residual.data is not None:
+                more = load_tile(residual, row, at, M, N, tile.BLOCK_M, WIDTH, False, tile.TMA)
+                end += more.to(tl.float32)
+            store_tile(y, row, at, M, N, end, tile.TMA)

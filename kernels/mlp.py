@@ -3,206 +3,115 @@
 Forward: act(x @ w1ᵀ + b1), gated or (`kernels.linear`) plain. Backward ends in the activation and
 the gradient of the pre-activation: `linear_act_bwd_kernel` reads a pre-activation that was computed
 again before; the `mlp_bwd` kernels compute both products of a tile, one after the other, and never
-write one. Operands as in `kernels.gemm`; all are persistent but the `mlp_bwd` kernels, whose two
+write one. Arguments as in `kernels.linear`; all are persistent but the `mlp_bwd` kernels, whose two
 inner loops leave no registers for an outer one.
 """
 
 import triton
 import triton.language as tl
 
-from fused_remat.kernels.gemm import (
+from fused_remat.kernels.dropout import Site, seeded
+from fused_remat.kernels.linear import (
     add_bias,
-    add_product,
-    keep_tile,
+    finish_pre,
+    keep_part,
     load_tile,
+    pack_part,
     part,
+    product,
     rounded,
     store_tile,
     tile_at,
 )
-from fused_remat.kernels.packing import block_scales, store_codes
+from fused_remat.kernels.packing import Codes
+from fused_remat.kernels.pointwise import Matrix
 
 
 @triton.jit
-def _add_two_products(
-    gate, up, x, wg, w1, stride_xm, stride_gn, stride_wn, row, col, M, F, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """gate + x @ wgᵀ and up + x @ w1ᵀ, x loaded once."""
+def _two_products(x, wg, w1, row, col, M, F, K, tile: tl.constexpr):
+    """A tile of x @ wgᵀ and one of x @ w1ᵀ, float32, x loaded once."""
+    BLOCK_M: tl.constexpr = tile.BLOCK_M
+    BLOCK_N: tl.constexpr = tile.BLOCK_N
+    BLOCK_K: tl.constexpr = tile.BLOCK_K
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
-        x_tile = load_tile(x, stride_xm, row, k, M, K, BLOCK_M, BLOCK_K, EVEN, TMA)
-        g_tile = load_tile(wg, stride_gn, col, k, F, K, BLOCK_N, BLOCK_K, EVEN, TMA)
-        w_tile = load_tile(w1, stride_wn, col, k, F, K, BLOCK_N, BLOCK_K, EVEN, TMA)
-        gate = tl.dot(x_tile, g_tile.T, gate, input_precision=PRECISION)
-        up = tl.dot(x_tile, w_tile.T, up, input_precision=PRECISION)
+        x_tile = load_tile(x, row, k, M, K, BLOCK_M, BLOCK_K, tile.EVEN, tile.TMA)
+        g_tile = load_tile(wg, col, k, F, K, BLOCK_N, BLOCK_K, tile.EVEN, tile.TMA)
+        w_tile = load_tile(w1, col, k, F, K, BLOCK_N, BLOCK_K, tile.EVEN, tile.TMA)
+        gate = tl.dot(x_tile, g_tile.T, gate, input_precision=tile.PRECISION)
+        up = tl.dot(x_tile, w_tile.T, up, input_precision=tile.PRECISION)
     return gate, up
 
 
-@triton.jit
-def _finish_pre(
-    acc, inverse, bias_ptr, pre, stride_pm, codes_ptr, key_ptr, y, row0, row, col, M, F,
-    TMA: tl.constexpr,
-):  # fmt: skip
-    """Ends a tile of one product: bias, its stores; float32, rounded to the dtype of y."""
-    acc = rounded(add_bias(acc, bias_ptr, col, F), y, TMA)
-    if pre is not None:
-        store_tile(pre, stride_pm, row, col, M, F, acc, TMA)
-    acc = acc.to(tl.float32)
-    if codes_ptr is not None:
-        store_codes(codes_ptr, key_ptr, row0, row, col, M, F, acc, inverse)
-    return acc
-
-
-@triton.jit(
-    do_not_specialize=["row0", "pack_row0", "threshold"],
-    do_not_specialize_on_alignment=["site_key_ptr", "gate_key_ptr", "up_key_ptr"],
-)
+@seeded
 def gated_mlp_fwd_kernel(
-    x,
-    wg,
-    w1,
-    bg_ptr,
-    b1_ptr,
-    site_key_ptr,
-    gate_key_ptr,
-    up_key_ptr,
-    gate_pre,
-    gate_codes_ptr,
-    gate_step_ptr,
-    up_pre,
-    up_codes_ptr,
-    up_step_ptr,
-    y,
-    stride_xm,
-    stride_gn,
-    stride_wn,
-    stride_gm,
-    stride_um,
-    stride_ym,
-    row0,
-    pack_row0,
-    M,
-    F,
-    K,
-    threshold,
-    scale,
-    ACT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN: tl.constexpr,
-    PARTS: tl.constexpr,
-    IN_BLOCK: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, wg, w1, bg_ptr, b1_ptr, gate_pre, up_pre, gate_codes, up_codes, y, strides,
+    site_key_ptr, row0, threshold, scale, gate_key_ptr, up_key_ptr, pack_row0, M, F, K,
+    ACT: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     """y = keep * act(x @ wgᵀ + bg) * (x @ w1ᵀ + b1), both products rounded to the dtype of y.
 
     Shapes: x (M, K), wg, w1 (F, K), bg, b1 (F,), y (M, F). Of both products, so rounded, and each
-        None or not: itself, gate_pre and up_pre (M, F), and codes and step, as in
+        None or not: itself, gate_pre and up_pre (M, F), and codes and steps, as in
         `linear_fwd_kernel`. Units: FLOPs = 4·M·F·K.
     Source: Shazeer 2020.
     """
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(F, BLOCK_N)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, col = tile_at(tile, M, F, BLOCK_M, BLOCK_N, GROUP_M)
-        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        gate, up = _add_two_products(
-            gate, up, x, wg, w1, stride_xm, stride_gn, stride_wn, row, col, M, F, K, BLOCK_M,
-            BLOCK_N, BLOCK_K, EVEN, TMA, PRECISION,
-        )  # fmt: skip
-        gate_inverse, up_inverse = None, None
+    x, wg, w1 = Matrix(x, strides[0]), Matrix(wg, strides[1]), Matrix(w1, strides[2])
+    gate_pre, up_pre = Matrix(gate_pre, strides[3]), Matrix(up_pre, strides[4])
+    y, site = Matrix(y, strides[5]), Site(site_key_ptr, row0, threshold, scale)
+    if gate_codes is not None:
+        gate_codes = Codes(gate_codes[0], gate_codes[1], gate_key_ptr, pack_row0)
+    if up_codes is not None:
+        up_codes = Codes(up_codes[0], up_codes[1], up_key_ptr, pack_row0)
+    PARTS: tl.constexpr = tile.PARTS
+    WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
+    tiles = tl.cdiv(M, tile.BLOCK_M) * tl.cdiv(F, tile.BLOCK_N)
+    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, col = tile_at(number, M, F, tile)
+        gate, up = _two_products(x, wg, w1, row, col, M, F, K, tile)
+        for_gate, for_up = None, None
         for index in tl.static_range(PARTS):
-            at = col + index * (BLOCK_N // PARTS)
-            if gate_codes_ptr is not None and index % IN_BLOCK == 0:
-                gate_inverse = block_scales(
-                    gate, bg_ptr, y, index, PARTS, IN_BLOCK, row, at, M, F, gate_step_ptr, TMA
-                )
-            if up_codes_ptr is not None and index % IN_BLOCK == 0:
-                up_inverse = block_scales(
-                    up, b1_ptr, y, index, PARTS, IN_BLOCK, row, at, M, F, up_step_ptr, TMA
-                )
-            gate_tile = _finish_pre(
-                part(gate, index, PARTS), gate_inverse, bg_ptr, gate_pre, stride_gm,
-                gate_codes_ptr, gate_key_ptr, y, pack_row0, row, at, M, F, TMA,
+            at = col + index * WIDTH
+            for_gate = pack_part(gate, for_gate, bg_ptr, y, gate_codes, index, row, at, M, F, tile)
+            for_up = pack_part(up, for_up, b1_ptr, y, up_codes, index, row, at, M, F, tile)
+            g_tile = finish_pre(
+                part(gate, index, PARTS), for_gate, bg_ptr, gate_pre, gate_codes, y, row, at, M, F,
+                tile.TMA,
             )  # fmt: skip
-            up_tile = _finish_pre(
-                part(up, index, PARTS), up_inverse, b1_ptr, up_pre, stride_um, up_codes_ptr,
-                up_key_ptr, y, pack_row0, row, at, M, F, TMA,
-            )  # fmt: skip
-            keep = keep_tile(
-                site_key_ptr, row0, row, at, threshold, scale, BLOCK_M, BLOCK_N // PARTS
+            u_tile = finish_pre(
+                part(up, index, PARTS), for_up, b1_ptr, up_pre, up_codes, y, row, at, M, F, tile.TMA
             )
-            store_tile(y, stride_ym, row, at, M, F, ACT(gate_tile) * up_tile * keep, TMA)
+            keep = keep_part(site, row, at, tile.BLOCK_M, WIDTH)
+            store_tile(y, row, at, M, F, ACT(g_tile) * u_tile * keep, tile.TMA)
 
 
 @triton.jit
 def _finish_bwd(
-    dact, up, site_key_ptr, act, dup, stride_am, stride_um, row0, row, col, M, F, threshold, scale,
-    ACT: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Ends a tile of the plain backward: stores act and dup."""
-    keep = keep_tile(site_key_ptr, row0, row, col, threshold, scale, up.shape[0], up.shape[1])
-    d_tile, y_tile = ACT(dact * keep, up.to(tl.float32))
-    if act is not None:
-        store_tile(act, stride_am, row, col, M, F, y_tile * keep, TMA)
-    store_tile(dup, stride_um, row, col, M, F, d_tile, TMA)
-
-
-@triton.jit
-def _finish_gated_bwd(
-    dact, gate, up, site_key_ptr, act, dgate, dup, stride_am, stride_dgm, stride_um, row0, row,
-    col, M, F, threshold, scale, ACT: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Ends a tile of the gated backward: stores act, dgate and dup."""
-    keep = keep_tile(site_key_ptr, row0, row, col, threshold, scale, up.shape[0], up.shape[1])
+    dact, gate, up, site, act, dgate, dup, row, col, M, F, ACT: tl.constexpr, TMA: tl.constexpr
+):
+    """Ends a part of the backward: stores act, dgate where there is a gate (not None), and dup."""
+    keep = keep_part(site, row, col, up.shape[0], up.shape[1])
     dact *= keep
     up = up.to(tl.float32)
-    d_tile, y_tile = ACT(dact * up, gate.to(tl.float32))
-    if act is not None:
-        store_tile(act, stride_am, row, col, M, F, y_tile * up * keep, TMA)
-    store_tile(dgate, stride_dgm, row, col, M, F, d_tile, TMA)
-    store_tile(dup, stride_um, row, col, M, F, dact * y_tile, TMA)
+    if gate is not None:
+        d_tile, y_tile = ACT(dact * up, gate.to(tl.float32))
+        if act.data is not None:
+            store_tile(act, row, col, M, F, y_tile * up * keep, TMA)
+        store_tile(dgate, row, col, M, F, d_tile, TMA)
+        store_tile(dup, row, col, M, F, dact * y_tile, TMA)
+    else:
+        d_tile, y_tile = ACT(dact, up)
+        if act.data is not None:
+            store_tile(act, row, col, M, F, y_tile * keep, TMA)
+        store_tile(dup, row, col, M, F, d_tile, TMA)
 
 
-@triton.jit(
-    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
-)
+@seeded
 def linear_act_bwd_kernel(
-    dy,
-    w2,
-    gate,
-    up,
-    site_key_ptr,
-    act,
-    dgate,
-    dup,
-    stride_dym,
-    stride_w2,
-    stride_gm,
-    stride_upm,
-    stride_am,
-    stride_dgm,
-    stride_um,
-    row0,
-    M,
-    F,
-    D,
-    threshold,
-    scale,
-    ACT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN: tl.constexpr,
-    PARTS: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    dy, w2, gate, up, act, dgate, dup, strides, site_key_ptr, row0, threshold, scale, M, F, D,
+    ACT: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     """A product that ends in the activation's backward, where up was computed before.
 
     act = keep * f(up) and dup = keep * (dy @ w2) * f'(up); or with a gate, act = keep * f(gate) *
@@ -212,159 +121,78 @@ def linear_act_bwd_kernel(
         be up, and dgate gate, or dup either: a tile is read before it is written.
     Units: FLOPs = 2·M·F·D; bytes moved = 3·M·F elements, 5 with a gate.
     """
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(F, BLOCK_N)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, col = tile_at(tile, M, F, BLOCK_M, BLOCK_N, GROUP_M)
-        dact = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        dact = add_product(
-            dact, dy, w2, stride_dym, stride_w2, row, col, M, F, D, True, BLOCK_M, BLOCK_N,
-            BLOCK_K, EVEN, TMA, PRECISION,
-        )  # fmt: skip
+    dy, w2, gate = Matrix(dy, strides[0]), Matrix(w2, strides[1]), Matrix(gate, strides[2])
+    up, act, dgate = Matrix(up, strides[3]), Matrix(act, strides[4]), Matrix(dgate, strides[5])
+    dup, site = Matrix(dup, strides[6]), Site(site_key_ptr, row0, threshold, scale)
+    PARTS: tl.constexpr = tile.PARTS
+    WIDTH: tl.constexpr = tile.BLOCK_N // tile.PARTS
+    tiles = tl.cdiv(M, tile.BLOCK_M) * tl.cdiv(F, tile.BLOCK_N)
+    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, col = tile_at(number, M, F, tile)
+        dact = product(dy, w2, row, col, M, F, D, True, tile)
         for index in tl.static_range(PARTS):
-            at = col + index * (BLOCK_N // PARTS)
-            up_tile = load_tile(
-                up, stride_upm, row, at, M, F, BLOCK_M, BLOCK_N // PARTS, False, TMA
-            )
-            if gate is not None:
-                gate_tile = load_tile(
-                    gate, stride_gm, row, at, M, F, BLOCK_M, BLOCK_N // PARTS, False, TMA
-                )
-                _finish_gated_bwd(
-                    part(dact, index, PARTS), gate_tile, up_tile, site_key_ptr, act, dgate, dup,
-                    stride_am, stride_dgm, stride_um, row0, row, at, M, F, threshold, scale, ACT,
-                    TMA,
-                )  # fmt: skip
-            else:
-                _finish_bwd(
-                    part(dact, index, PARTS), up_tile, site_key_ptr, act, dup, stride_am,
-                    stride_um, row0, row, at, M, F, threshold, scale, ACT, TMA,
-                )  # fmt: skip
+            at = col + index * WIDTH
+            up_tile = load_tile(up, row, at, M, F, tile.BLOCK_M, WIDTH, False, tile.TMA)
+            gate_tile = None
+            if gate.data is not None:
+                gate_tile = load_tile(gate, row, at, M, F, tile.BLOCK_M, WIDTH, False, tile.TMA)
+            _finish_bwd(
+                part(dact, index, PARTS), gate_tile, up_tile, site, act, dgate, dup, row, at, M, F,
+                ACT, tile.TMA,
+            )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
-)
+@seeded
 def mlp_bwd_kernel(
-    x,
-    w1,
-    dy,
-    w2,
-    b1_ptr,
-    site_key_ptr,
-    act,
-    dup,
-    stride_xm,
-    stride_wn,
-    stride_dym,
-    stride_w2,
-    stride_am,
-    stride_um,
-    row0,
-    M,
-    F,
-    K,
-    D,
-    threshold,
-    scale,
-    ACT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN: tl.constexpr,
-    PARTS: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, w1, dy, w2, b1_ptr, act, dup, strides, site_key_ptr, row0, threshold, scale, M, F, K, D,
+    ACT: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     """With up = x @ w1ᵀ + b1: act = keep * act(up) and dup = keep * (dy @ w2) * act'(up).
 
     Shapes: x (M, K), w1 (F, K), b1 (F,), dy (M, D), w2 (D, F), act and dup (M, F); act may be
-        None. EVEN: K and D are multiples of BLOCK_K. ACT: a backward of `kernels.activations`.
+        None. ACT: a backward of `kernels.activations`.
     Units: FLOPs = 2·M·F·(K + D); bytes written = 2·M·F elements.
     """
-    row, col = tile_at(tl.program_id(0), M, F, BLOCK_M, BLOCK_N, GROUP_M)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = add_product(
-        up, x, w1, stride_xm, stride_wn, row, col, M, F, K, False, BLOCK_M, BLOCK_N, BLOCK_K,
-        EVEN, TMA, PRECISION,
-    )  # fmt: skip
-    up = rounded(add_bias(up, b1_ptr, col, F), dup, TMA)
-    dact = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    dact = add_product(
-        dact, dy, w2, stride_dym, stride_w2, row, col, M, F, D, True, BLOCK_M, BLOCK_N,
-        BLOCK_K, EVEN, TMA, PRECISION,
-    )  # fmt: skip
+    x, w1, dy = Matrix(x, strides[0]), Matrix(w1, strides[1]), Matrix(dy, strides[2])
+    w2, act, dup = Matrix(w2, strides[3]), Matrix(act, strides[4]), Matrix(dup, strides[5])
+    site = Site(site_key_ptr, row0, threshold, scale)
+    PARTS: tl.constexpr = tile.PARTS
+    row, col = tile_at(tl.program_id(0), M, F, tile)
+    up = product(x, w1, row, col, M, F, K, False, tile)
+    up = rounded(add_bias(up, b1_ptr, col, F), dup, tile.TMA)
+    dact = product(dy, w2, row, col, M, F, D, True, tile)
     for index in tl.static_range(PARTS):
+        at = col + index * (tile.BLOCK_N // tile.PARTS)
         _finish_bwd(
-            part(dact, index, PARTS), part(up, index, PARTS), site_key_ptr, act, dup,
-            stride_am, stride_um, row0, row, col + index * (BLOCK_N // PARTS), M, F, threshold,
-            scale, ACT, TMA,
+            part(dact, index, PARTS), None, part(up, index, PARTS), site, act, None, dup, row, at,
+            M, F, ACT, tile.TMA,
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
-)
+@seeded
 def gated_mlp_bwd_kernel(
-    x,
-    wg,
-    w1,
-    dy,
-    w2,
-    bg_ptr,
-    b1_ptr,
-    site_key_ptr,
-    act,
-    dgate,
-    dup,
-    stride_xm,
-    stride_gn,
-    stride_wn,
-    stride_dym,
-    stride_w2,
-    stride_am,
-    stride_dgm,
-    stride_um,
-    row0,
-    M,
-    F,
-    K,
-    D,
-    threshold,
-    scale,
-    ACT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    EVEN: tl.constexpr,
-    PARTS: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, wg, w1, dy, w2, bg_ptr, b1_ptr, act, dgate, dup, strides,
+    site_key_ptr, row0, threshold, scale, M, F, K, D, ACT: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     """`mlp_bwd_kernel` for y = keep * act(gate) * up, with gate = x @ wgᵀ + bg.
 
     dgate = keep * (dy @ w2) * up * act'(gate) and dup = keep * (dy @ w2) * act(gate).
 
     Shapes: as there; wg (F, K), bg (F,), dgate (M, F). Units: FLOPs = 2·M·F·(2·K + D).
     """
-    row, col = tile_at(tl.program_id(0), M, F, BLOCK_M, BLOCK_N, GROUP_M)
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    gate, up = _add_two_products(
-        gate, up, x, wg, w1, stride_xm, stride_gn, stride_wn, row, col, M, F, K, BLOCK_M,
-        BLOCK_N, BLOCK_K, EVEN, TMA, PRECISION,
-    )  # fmt: skip
-    gate = rounded(add_bias(gate, bg_ptr, col, F), dup, TMA)
-    up = rounded(add_bias(up, b1_ptr, col, F), dup, TMA)
-    dact = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    dact = add_product(
-        dact, dy, w2, stride_dym, stride_w2, row, col, M, F, D, True, BLOCK_M, BLOCK_N,
-        BLOCK_K, EVEN, TMA, PRECISION,
-    )  # fmt: skip
+    x, wg, w1 = Matrix(x, strides[0]), Matrix(wg, strides[1]), Matrix(w1, strides[2])
+    dy, w2, act = Matrix(dy, strides[3]), Matrix(w2, strides[4]), Matrix(act, strides[5])
+    dgate, dup = Matrix(dgate, strides[6]), Matrix(dup, strides[7])
+    site = Site(site_key_ptr, row0, threshold, scale)
+    PARTS: tl.constexpr = tile.PARTS
+    row, col = tile_at(tl.program_id(0), M, F, tile)
+    gate, up = _two_products(x, wg, w1, row, col, M, F, K, tile)
+    gate = rounded(add_bias(gate, bg_ptr, col, F), dup, tile.TMA)
+    up = rounded(add_bias(up, b1_ptr, col, F), dup, tile.TMA)
+    dact = product(dy, w2, row, col, M, F, D, True, tile)
     for index in tl.static_range(PARTS):
-        _finish_gated_bwd(
-            part(dact, index, PARTS), part(gate, index, PARTS), part(up, index, PARTS),
-            site_key_ptr, act, dgate, dup, stride_am, stride_dgm, stride_um, row0, row,
-            col + index * (BLOCK_N // PARTS), M, F, threshold, scale, ACT, TMA,
+        at = col + index * (tile.BLOCK_N // tile.PARTS)
+        _finish_bwd(
+            part(dact, index, PARTS), part(gate, index, PARTS), part(up, index, PARTS), site, act,
+            dgate, dup, row, at, M, F, ACT, tile.TMA,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Statistics and arithmetic are float32 whatever the dtypes. A row fits a tile (`norm_fwd_kernel`,
 `norm_bwd_kernel`), or is walked in blocks (`norm_wide_*`). KIND is one of `KINDS`; RMSNorm has the
-mean 0. Rows may lie any distance apart; a pointer that a call has no use for is None.
+mean 0. Matrices are `kernels.pointwise.Matrix`; an argument that a call has no use for is None.
 The gradients of weight and bias are summed over rows in two stages, without atomics: each program
 sums its own rows into a row of partials, and `column_sum_kernel` adds those.
 """
@@ -10,7 +10,8 @@ sums its own rows into a row of partials, and `column_sum_kernel` adds those.
 import triton
 import triton.language as tl
 
-from fused_remat.kernels.pointwise import keep_at, load_wide, store_narrow
+from fused_remat.kernels.dropout import Site, keep_tile, seeded
+from fused_remat.kernels.pointwise import Matrix, load_wide, store_narrow
 
 #: Norms that there are kernels for, by `NormSpec.kind`.
 KINDS = ("layer_norm", "rms_norm")
@@ -38,37 +39,15 @@ def _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m):
     return mean, rstd
 
 
-@triton.jit(
-    do_not_specialize=["row0", "threshold"], do_not_specialize_on_alignment=["site_key_ptr"]
-)
+@seeded
 def norm_fwd_kernel(
-    x_ptr,
-    residual_ptr,
-    site_key_ptr,
-    weight_ptr,
-    bias_ptr,
-    sum_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    stride_xm,
-    stride_rm,
-    stride_sm,
-    stride_ym,
-    row0,
-    M,
-    N,
-    eps,
-    threshold,
-    scale,
-    KIND: tl.constexpr,
-    HAS_STATS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """y = norm(sum), sum = residual + keep * x rounded to its dtype; without a residual, norm(x).
+    x, residual, total, y, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,
+    site_key_ptr, row0, threshold, scale, M, N, eps,
+    KIND: tl.constexpr, HAS_STATS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """y = norm(total), total = residual + keep * x rounded to its dtype; or y = norm(x).
 
-    Shapes: x, residual, sum, y (M, N); weight, bias (N,); mean, rstd (M,) float32, written, or
+    Shapes: x, residual, total, y (M, N); weight, bias (N,); mean, rstd (M,) float32, written, or
         read where HAS_STATS (a rebuild). BLOCK_N >= N. Grid (cdiv(M, BLOCK_M),).
     Units: bytes moved = 2·M·N elements, 4 with a residual.
     Source: Ba, Kiros, Hinton 2016; Zhang, Sennrich 2019.
@@ -77,43 +56,32 @@ def norm_fwd_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, offs_n < N
     mask = mask_m[:, None] & mask_n[None, :]
-    x = load_wide(x_ptr, stride_xm, offs_m, offs_n, mask)
-    if residual_ptr is not None:
-        x *= keep_at(site_key_ptr, row0, offs_m, offs_n, threshold, scale)
-        x += load_wide(residual_ptr, stride_rm, offs_m, offs_n, mask)
-        store_narrow(sum_ptr, stride_sm, offs_m, offs_n, mask, x)
-        x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
+    tile = load_wide(x, offs_m, offs_n, mask)
+    if residual is not None:
+        tile *= keep_tile(Site(site_key_ptr, row0, threshold, scale), offs_m, offs_n)
+        tile += load_wide(residual, offs_m, offs_n, mask)
+        store_narrow(total, offs_m, offs_n, mask, tile)
+        tile = tile.to(total.data.dtype.element_ty).to(tl.float32)
     if HAS_STATS:
         mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
     else:
         if KIND == "layer_norm":
-            mean = tl.sum(x, 1) / N
+            mean = tl.sum(tile, 1) / N
             tl.store(mean_ptr + offs_m, mean, mask=mask_m)
         else:
             mean = tl.zeros([BLOCK_M], tl.float32)
-        from_mean = tl.where(mask_n[None, :], x - mean[:, None], 0.0)
+        from_mean = tl.where(mask_n[None, :], tile - mean[:, None], 0.0)
         rstd = 1.0 / tl.sqrt(tl.sum(from_mean * from_mean, 1) / N + eps)
         tl.store(rstd_ptr + offs_m, rstd, mask=mask_m)
-    y = _normed(x, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n)
-    store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask, y)
+    normed = _normed(tile, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n)
+    store_narrow(y, offs_m, offs_n, mask, normed)
 
 
 @triton.jit
 def norm_wide_fwd_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    mean_ptr,
-    rstd_ptr,
-    stride_xm,
-    stride_ym,
-    N,
-    eps,
-    KIND: tl.constexpr,
-    HAS_STATS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x, y, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, N, eps,
+    KIND: tl.constexpr, HAS_STATS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """`norm_fwd_kernel` without a residual, for rows wider than a tile. Grid (M,).
 
     Moments of blocks are merged as in Chan, Golub, LeVeque 1979.
@@ -128,13 +96,13 @@ def norm_wide_fwd_kernel(
         for start in range(0, N, BLOCK_N):
             offs_n = start + tl.arange(0, BLOCK_N)
             mask = (offs_n < N)[None, :]
-            x = load_wide(x_ptr, stride_xm, offs_m, offs_n, mask)
+            tile = load_wide(x, offs_m, offs_n, mask)
             count = tl.sum(tl.where(mask, 1.0, 0.0), 1)
             if KIND == "layer_norm":
-                block_mean = tl.sum(x, 1) / count
+                block_mean = tl.sum(tile, 1) / count
             else:
                 block_mean = mean
-            from_mean = tl.where(mask, x - block_mean[:, None], 0.0)
+            from_mean = tl.where(mask, tile - block_mean[:, None], 0.0)
             delta = block_mean - mean
             square += tl.sum(from_mean * from_mean, 1)
             square += delta * delta * (seen * count / (seen + count))
@@ -147,58 +115,37 @@ def norm_wide_fwd_kernel(
     for start in range(0, N, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
-        x = load_wide(x_ptr, stride_xm, offs_m, offs_n, mask_n[None, :])
-        y = _normed(x, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n)
-        store_narrow(y_ptr, stride_ym, offs_m, offs_n, mask_n[None, :], y)
+        tile = load_wide(x, offs_m, offs_n, mask_n[None, :])
+        tile = _normed(tile, mean, rstd, weight_ptr, bias_ptr, offs_n, mask_n)
+        store_narrow(y, offs_m, offs_n, mask_n[None, :], tile)
 
 
 @triton.jit
-def _load_bwd(
-    dy_ptr, x_ptr, weight_ptr, stride_dym, stride_xm, mean, rstd, offs_m, offs_n, mask_n, mask
-):
+def _load_bwd(dy, x, weight_ptr, mean, rstd, offs_m, offs_n, mask_n, mask):
     """dy, g = dy * weight, and the normed x of a tile."""
-    dy = load_wide(dy_ptr, stride_dym, offs_m, offs_n, mask)
-    x = load_wide(x_ptr, stride_xm, offs_m, offs_n, mask)
-    normed = (x - mean[:, None]) * rstd[:, None]
-    g = dy
+    grad = load_wide(dy, offs_m, offs_n, mask)
+    tile = load_wide(x, offs_m, offs_n, mask)
+    normed = (tile - mean[:, None]) * rstd[:, None]
+    g = grad
     if weight_ptr is not None:
-        g = dy * tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    return dy, g, normed
+        g = grad * tl.load(weight_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+    return grad, g, normed
 
 
 @triton.jit
-def _store_dx(
-    g, normed, mean_g, mean_gn, rstd, add_ptr, dx_ptr, stride_am, stride_dxm, offs_m, offs_n, mask
-):
+def _store_dx(g, normed, mean_g, mean_gn, rstd, add, dx, offs_m, offs_n, mask):
     """dx = rstd * (g - mean(g) - normed * mean(g * normed)) + add."""
-    dx = rstd[:, None] * (g - mean_g[:, None] - normed * mean_gn[:, None])
-    if add_ptr is not None:
-        dx += load_wide(add_ptr, stride_am, offs_m, offs_n, mask)
-    store_narrow(dx_ptr, stride_dxm, offs_m, offs_n, mask, dx)
+    grad = rstd[:, None] * (g - mean_g[:, None] - normed * mean_gn[:, None])
+    if add is not None:
+        grad += load_wide(add, offs_m, offs_n, mask)
+    store_narrow(dx, offs_m, offs_n, mask, grad)
 
 
 @triton.jit
 def norm_bwd_kernel(
-    dy_ptr,
-    x_ptr,
-    add_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    stride_dym,
-    stride_xm,
-    stride_am,
-    stride_dxm,
-    rows,
-    M,
-    N,
-    KIND: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy, x, add, dx, weight_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, rows, M, N,
+    KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """dx = the norm's gradient + add; each program's part of dweight and dbias.
 
     Shapes: dy, x, add, dx (M, N); mean (None: RMSNorm), rstd (M,) float32; dweight, dbias (P, N)
@@ -216,23 +163,17 @@ def norm_bwd_kernel(
         mask_m = offs_m < M
         mask = mask_m[:, None] & mask_n[None, :]
         mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
-        dy, g, normed = _load_bwd(
-            dy_ptr, x_ptr, weight_ptr, stride_dym, stride_xm, mean, rstd, offs_m, offs_n, mask_n,
-            mask,
-        )  # fmt: skip
-        if dx_ptr is not None:
+        grad, g, normed = _load_bwd(dy, x, weight_ptr, mean, rstd, offs_m, offs_n, mask_n, mask)
+        if dx is not None:
             mean_g = tl.zeros_like(rstd)
             if KIND == "layer_norm":
                 mean_g = tl.sum(g, 1) / N
             mean_gn = tl.sum(g * normed, 1) / N
-            _store_dx(
-                g, normed, mean_g, mean_gn, rstd, add_ptr, dx_ptr, stride_am, stride_dxm, offs_m,
-                offs_n, mask,
-            )  # fmt: skip
+            _store_dx(g, normed, mean_g, mean_gn, rstd, add, dx, offs_m, offs_n, mask)
         if dweight_ptr is not None:
-            dweight += dy * normed
+            dweight += grad * normed
         if dbias_ptr is not None:
-            dbias += dy
+            dbias += grad
     at = tl.program_id(0).to(tl.int64) * N + offs_n
     if dweight_ptr is not None:
         tl.store(dweight_ptr + at, tl.sum(dweight, 0), mask=mask_n)
@@ -242,21 +183,9 @@ def norm_bwd_kernel(
 
 @triton.jit
 def norm_wide_bwd_kernel(
-    dy_ptr,
-    x_ptr,
-    add_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    stride_dym,
-    stride_xm,
-    stride_am,
-    stride_dxm,
-    N,
-    KIND: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy, x, add, dx, weight_ptr, mean_ptr, rstd_ptr, N,
+    KIND: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """dx of `norm_bwd_kernel` for rows wider than a tile, a row a program. Grid (M,).
 
     Units: bytes moved = 5·M·N elements, 6 with `add`, the second reading from cache.
@@ -268,9 +197,8 @@ def norm_wide_bwd_kernel(
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
         _, g, normed = _load_bwd(
-            dy_ptr, x_ptr, weight_ptr, stride_dym, stride_xm, mean, rstd, offs_m, offs_n, mask_n,
-            mask_n[None, :],
-        )  # fmt: skip
+            dy, x, weight_ptr, mean, rstd, offs_m, offs_n, mask_n, mask_n[None, :]
+        )
         if KIND == "layer_norm":
             mean_g += tl.sum(g, 1) / N
         mean_gn += tl.sum(g * normed, 1) / N
@@ -278,32 +206,16 @@ def norm_wide_bwd_kernel(
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
         _, g, normed = _load_bwd(
-            dy_ptr, x_ptr, weight_ptr, stride_dym, stride_xm, mean, rstd, offs_m, offs_n, mask_n,
-            mask_n[None, :],
-        )  # fmt: skip
-        _store_dx(
-            g, normed, mean_g, mean_gn, rstd, add_ptr, dx_ptr, stride_am, stride_dxm, offs_m,
-            offs_n, mask_n[None, :],
-        )  # fmt: skip
+            dy, x, weight_ptr, mean, rstd, offs_m, offs_n, mask_n, mask_n[None, :]
+        )
+        _store_dx(g, normed, mean_g, mean_gn, rstd, add, dx, offs_m, offs_n, mask_n[None, :])
 
 
 @triton.jit
 def norm_params_bwd_kernel(
-    dy_ptr,
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dweight_ptr,
-    dbias_ptr,
-    stride_dym,
-    stride_xm,
-    rows,
-    M,
-    N,
-    KIND: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    dy, x, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, rows, M, N,
+    KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Parts of dweight and dbias for rows wider than a tile: columns by axis 0, rows by axis 1.
 
     Shapes: as in `norm_bwd_kernel`. Grid (cdiv(N, BLOCK_N), P), P = cdiv(M, rows).
@@ -319,11 +231,9 @@ def norm_params_bwd_kernel(
         mask_m = offs_m < M
         mask = mask_m[:, None] & mask_n[None, :]
         mean, rstd = _load_stats(mean_ptr, rstd_ptr, offs_m, mask_m)
-        dy, _, normed = _load_bwd(
-            dy_ptr, x_ptr, None, stride_dym, stride_xm, mean, rstd, offs_m, offs_n, mask_n, mask
-        )
-        dweight += dy * normed
-        dbias += dy
+        grad, _, normed = _load_bwd(dy, x, None, mean, rstd, offs_m, offs_n, mask_n, mask)
+        dweight += grad * normed
+        dbias += grad
     at = tl.program_id(1).to(tl.int64) * N + offs_n
     if dweight_ptr is not None:
         tl.store(dweight_ptr + at, tl.sum(dweight, 0), mask=mask_n)
@@ -333,15 +243,9 @@ def norm_params_bwd_kernel(
 
 @triton.jit
 def column_sum_kernel(
-    parts_ptr,
-    out_ptr,
-    other_parts_ptr,
-    other_out_ptr,
-    P,
-    N,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    parts_ptr, out_ptr, other_parts_ptr, other_out_ptr, P, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """out = the sum of parts over rows, always in the same order; the same of the others, if any.
 
     Shapes: parts (P, N), out (N,), float32. Grid (cdiv(N, BLOCK_N), 1, or 2 with others).
@@ -355,5 +259,5 @@ def column_sum_kernel(
     for start in range(0, P, BLOCK_M):
         offs_m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
         mask = (offs_m < P)[:, None] & (offs_n < N)[None, :]
-        total += load_wide(parts_ptr, N, offs_m, offs_n, mask)
+        total += load_wide(Matrix(parts_ptr, N), offs_m, offs_n, mask)
     tl.store(out_ptr + offs_n, tl.sum(total, 0), mask=offs_n < N)

@@ -5,11 +5,12 @@ the same bits as there. All but the kernels load nothing but a site's key, so
 that a kernel can pack the tile that it holds.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from fused_remat.kernels.dropout import split_key, uniform_at
-from fused_remat.kernels.gemm import add_bias, part, rounded
+from fused_remat.kernels.dropout import seeded, split_key, uniform_at
 
 BLOCK = tl.constexpr(64)
 OFFSET = tl.constexpr(0.0625)
@@ -18,6 +19,16 @@ STEP = tl.constexpr(1.0 / 126.0625)
 TINY = tl.constexpr(1e-30)
 # The bits of infinity: those of a NaN without its sign are more, of any other number fewer.
 INFINITY = tl.constexpr(0x7F800000)
+
+
+class Codes(NamedTuple):
+    """What a kernel packs into: codes (M, N) int8 and steps (M, cdiv(N, BLOCK)) float32, both with
+    rows side by side; rounded stochastically where there is the key of a site, from `row0` on."""
+
+    data: Any
+    step: Any
+    key_ptr: Any
+    row0: Any
 
 
 @triton.jit
@@ -76,77 +87,44 @@ def unpack_int8(codes, step):
 
 
 @triton.jit
-def store_codes(codes_ptr, key_ptr, row0, row, col, M, N, x, inverse):
+def store_codes(codes, row, col, M, N, x, inverse):
     """Codes of x, which is of one block's columns or fewer, from row `row` and column `col` on.
 
-    Shapes: x (BLOCK_M, W) float32, inverse (BLOCK_M,), codes (M, N) int8, rows side by side.
-        Rounded stochastically where there is the key of a site, in rows from `row0` on.
+    Shapes: x (BLOCK_M, W) float32, inverse (BLOCK_M,).
     """
     offs_m = (row + tl.arange(0, x.shape[0])).to(tl.int64)
     offs_n = col + tl.arange(0, x.shape[1])
     uniform = None
-    if key_ptr is not None:
-        row_key = split_key(tl.load(key_ptr), row0 + offs_m)
+    if codes.key_ptr is not None:
+        row_key = split_key(tl.load(codes.key_ptr), codes.row0 + offs_m)
         uniform = uniform_at(row_key[:, None], offs_n[None, :])
-    ptrs = codes_ptr + offs_m[:, None] * N + offs_n[None, :]
+    ptrs = codes.data + offs_m[:, None] * N + offs_n[None, :]
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
     tl.store(ptrs, int8_codes(x, inverse, uniform), mask=mask)
 
 
 @triton.jit
-def store_step(step_ptr, row, col, M, N, step):
-    """Steps (BLOCK_M,) of the block that begins in column `col`, from row `row` on.
-
-    Shapes: step_ptr (M, cdiv(N, BLOCK)) float32, rows side by side.
-    """
+def store_step(codes, row, col, M, N, step):
+    """Steps (BLOCK_M,) of the block that begins in column `col`, from row `row` on."""
     offs_m = (row + tl.arange(0, step.shape[0])).to(tl.int64)
-    ptrs = step_ptr + offs_m * tl.cdiv(N, BLOCK) + col // BLOCK
+    ptrs = codes.step + offs_m * tl.cdiv(N, BLOCK) + col // BLOCK
     tl.store(ptrs, step, mask=(offs_m < M) & (col < N))
 
 
 @triton.jit
-def block_scales(
-    acc, bias_ptr, y, index: tl.constexpr, PARTS: tl.constexpr, IN_BLOCK: tl.constexpr, row, col,
-    M, N, step_ptr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Stores the steps of acc + bias in the block that begins with part `index`; 1 / step.
-
-    Shapes: acc (BLOCK_M, BLOCK_N) float32, whose first row is `row`, and part `index`'s first
-        column `col`. A block is IN_BLOCK parts: the largest magnitude of all of them, rounded to
-        the dtype of y, is known before the first is ended.
-    """
-    WIDTH: tl.constexpr = acc.shape[1] // PARTS
-    largest = tl.zeros([acc.shape[0]], tl.int32)
-    for other in tl.static_range(IN_BLOCK):
-        x = add_bias(part(acc, index + other, PARTS), bias_ptr, col + other * WIDTH, N)
-        largest = tl.maximum(largest, largest_bits(rounded(x, y, TMA).to(tl.float32)))
-    step, inverse = scales(largest)
-    store_step(step_ptr, row, col, M, N, step)
-    return inverse
-
-
-@triton.jit
-def load_unpacked(codes_ptr, step_ptr, stride_cm, stride_sm, block, M, offs_m, offs_n, mask):
-    """A tile of codes, unpacked to float32; 0 outside. Its columns are of the block `block`."""
-    ptrs = codes_ptr + offs_m[:, None] * stride_cm + offs_n[None, :]
+def load_unpacked(x, block, M, offs_m, offs_n, mask):
+    """A tile of a packed matrix in float32; 0 outside. Its columns are of the block `block`."""
+    ptrs = x.data + offs_m[:, None] * x.stride + offs_n[None, :]
     codes = tl.load(ptrs, mask=mask, other=0)
-    step = tl.load(step_ptr + offs_m * stride_sm + block, mask=offs_m < M, other=0.0)
+    step = tl.load(x.step + offs_m * x.step_stride + block, mask=offs_m < M, other=0.0)
     return unpack_int8(codes, step[:, None])
 
 
-@triton.jit(do_not_specialize=["row0"], do_not_specialize_on_alignment=["key_ptr"])
+@seeded
 def pack_int8_fwd_kernel(
-    x_ptr,
-    key_ptr,
-    codes_ptr,
-    step_ptr,
-    stride_xm,
-    row0,
-    M,
-    N,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x_ptr, codes_ptr, step_ptr, site_key_ptr, row0, stride_xm, M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """codes and step of x; rounded stochastically where there is the key of a site.
 
     Shapes: x (M, N) of any float dtype, codes (M, N) int8, step (M, cdiv(N, BLOCK)) float32.
@@ -162,27 +140,17 @@ def pack_int8_fwd_kernel(
     ptrs = x_ptr + offs_m[:, None] * stride_xm + offs_n[None, :]
     x = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     step, inverse = scales(largest_bits(x))
-    store_step(step_ptr, row, col, M, N, step)
-    store_codes(codes_ptr, key_ptr, row0, row, col, M, N, x, inverse)
+    codes = Codes(codes_ptr, step_ptr, site_key_ptr, row0)
+    store_step(codes, row, col, M, N, step)
+    store_codes(codes, row, col, M, N, x, inverse)
 
 
 @triton.jit
-def unpack_int8_fwd_kernel(
-    codes_ptr,
-    step_ptr,
-    y_ptr,
-    stride_cm,
-    stride_sm,
-    stride_ym,
-    M,
-    N,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """y = the numbers of codes, in the dtype of y.
+def unpack_int8_fwd_kernel(x, y, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """y = the numbers of the packed matrix x, in the dtype of y.
 
-    Shapes: codes (M, N) int8, step (M, cdiv(N, BLOCK)) float32, y (M, N) of any float dtype.
-        BLOCK_N is BLOCK. Grid: (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),).
+    Shapes: x, y (M, N), y of any float dtype. BLOCK_N is BLOCK.
+        Grid: (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),).
     Units: bytes moved = M·N elements and 1.0625·M·N.
     """
     blocks_n = tl.cdiv(N, BLOCK_N)
@@ -191,6 +159,6 @@ def unpack_int8_fwd_kernel(
     offs_m = (pid // blocks_n).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    y = load_unpacked(codes_ptr, step_ptr, stride_cm, stride_sm, block, M, offs_m, offs_n, mask)
-    y_ptrs = y_ptr + offs_m[:, None] * stride_ym + offs_n[None, :]
-    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tile = load_unpacked(x, block, M, offs_m, offs_n, mask)
+    y_ptrs = y.data + offs_m[:, None] * y.stride + offs_n[None, :]
+    tl.store(y_ptrs, tile.to(y.data.dtype.element_ty), mask=mask)

@@ -7,11 +7,34 @@ program holds a head as two tiles, x1 and x2, whatever R is; values likewise, an
 
 A program works on BLOCK_M tokens of up to BLOCK_H heads of one kind, which share the tables' rows.
 It reads all of its elements before it writes any: y may be x. LANES pairs of a head are read and
-written: R/2 in place without norms, else cdiv(E, 2). Pointers that a call has no use for are None.
+written: R/2 in place without norms, else cdiv(E, 2). An argument that a call has no use for is
+None. Rows of heads are `kernels.pointwise.Matrix`.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class Pairs(NamedTuple):
+    """How a program reads a head: constants, E to INTERLEAVED as above, and LANES <= BLOCK_P."""
+
+    E: int
+    R: int
+    LANES: int
+    INTERLEAVED: bool
+    BLOCK_P: int
+
+
+class Angles(NamedTuple):
+    """cos and sin of the rotations, (S, R/2) or (B, S, R/2): pointers, and the elements from one
+    sequence (0 where all have the same) and from one position to the next."""
+
+    cos_ptr: Any
+    sin_ptr: Any
+    stride_b: Any
+    stride_s: Any
 
 
 @triton.jit
@@ -29,34 +52,28 @@ def _heads_of(group, H, KV, BLOCK_H: tl.constexpr):
 
 
 @triton.jit
-def _pair_offsets(
-    E: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):  # fmt: skip
+def _pair_offsets(pairs: tl.constexpr, LANES: tl.constexpr):
     """Where in a head the members of each pair are, and which exist: the first, the second."""
-    lanes = tl.arange(0, BLOCK_P)
-    if INTERLEAVED:
+    lanes = tl.arange(0, pairs.BLOCK_P)
+    if pairs.INTERLEAVED:
         first, second = 2 * lanes, 2 * lanes + 1
     else:
-        rest: tl.constexpr = (E - R + 1) // 2  # pairs of what is not rotated
-        first = tl.where(lanes < R // 2, lanes, lanes + R // 2)
-        second = lanes + R // 2 + tl.where(lanes < R // 2, 0, rest)
-    return first, second, lanes < LANES, (lanes < LANES) & (second < E)
+        rest: tl.constexpr = (pairs.E - pairs.R + 1) // 2  # pairs of what is not rotated
+        first = tl.where(lanes < pairs.R // 2, lanes, lanes + pairs.R // 2)
+        second = lanes + pairs.R // 2 + tl.where(lanes < pairs.R // 2, 0, rest)
+    return first, second, lanes < LANES, (lanes < LANES) & (second < pairs.E)
 
 
 @triton.jit
-def _load_pairs(
-    x_ptr, rows, mask, E: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+def _load_pairs(x_ptr, rows, mask, pairs: tl.constexpr):
     """The members of the pairs of heads that begin at `rows` (tokens, heads), float32."""
-    if INTERLEAVED:  # side by side in memory: one load
-        offs = tl.arange(0, 2 * BLOCK_P)
-        inside = mask[:, :, None] & (offs < min(E, 2 * LANES))[None, None, :]
+    if pairs.INTERLEAVED:  # side by side in memory: one load
+        offs = tl.arange(0, 2 * pairs.BLOCK_P)
+        inside = mask[:, :, None] & (offs < min(pairs.E, 2 * pairs.LANES))[None, None, :]
         x = tl.load(x_ptr + rows[:, :, None] + offs[None, None, :], mask=inside, other=0.0)
-        x1, x2 = tl.split(tl.reshape(x, (rows.shape[0], rows.shape[1], BLOCK_P, 2)))
+        x1, x2 = tl.split(tl.reshape(x, (rows.shape[0], rows.shape[1], pairs.BLOCK_P, 2)))
     else:
-        first, second, has1, has2 = _pair_offsets(E, R, LANES, INTERLEAVED, BLOCK_P)
+        first, second, has1, has2 = _pair_offsets(pairs, pairs.LANES)
         ptrs, there = x_ptr + rows[:, :, None], mask[:, :, None]
         x1 = tl.load(ptrs + first[None, None, :], mask=there & has1[None, None, :], other=0.0)
         x2 = tl.load(ptrs + second[None, None, :], mask=there & has2[None, None, :], other=0.0)
@@ -64,66 +81,57 @@ def _load_pairs(
 
 
 @triton.jit
-def _store_pairs(
-    y_ptr, rows, mask, y1, y2, E: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+def _store_pairs(y_ptr, rows, mask, y1, y2, pairs: tl.constexpr):
     """As `_load_pairs`: the members of each pair to where they are."""
     y1, y2 = y1.to(y_ptr.dtype.element_ty), y2.to(y_ptr.dtype.element_ty)
-    if INTERLEAVED:
-        offs = tl.arange(0, 2 * BLOCK_P)
-        inside = mask[:, :, None] & (offs < min(E, 2 * LANES))[None, None, :]
-        y = tl.reshape(tl.join(y1, y2), (rows.shape[0], rows.shape[1], 2 * BLOCK_P))
+    if pairs.INTERLEAVED:
+        offs = tl.arange(0, 2 * pairs.BLOCK_P)
+        inside = mask[:, :, None] & (offs < min(pairs.E, 2 * pairs.LANES))[None, None, :]
+        y = tl.reshape(tl.join(y1, y2), (rows.shape[0], rows.shape[1], 2 * pairs.BLOCK_P))
         tl.store(y_ptr + rows[:, :, None] + offs[None, None, :], y, mask=inside)
     else:
-        first, second, has1, has2 = _pair_offsets(E, R, LANES, INTERLEAVED, BLOCK_P)
+        first, second, has1, has2 = _pair_offsets(pairs, pairs.LANES)
         ptrs, there = y_ptr + rows[:, :, None], mask[:, :, None]
         tl.store(ptrs + first[None, None, :], y1, mask=there & has1[None, None, :])
         tl.store(ptrs + second[None, None, :], y2, mask=there & has2[None, None, :])
 
 
 @triton.jit
-def _load_vector(ptr, E: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
-                 BLOCK_P: tl.constexpr, mask):  # fmt: skip
+def _load_vector(ptr, pairs: tl.constexpr, mask):
     """A weight (E,) by the members of pairs, float32; 0 where `mask` is False."""
-    first, second, has1, has2 = _pair_offsets(E, R, (E + 1) // 2, INTERLEAVED, BLOCK_P)
+    first, second, has1, has2 = _pair_offsets(pairs, (pairs.E + 1) // 2)
     w1 = tl.load(ptr + first, mask=has1 & mask, other=0.0)
     w2 = tl.load(ptr + second, mask=has2 & mask, other=0.0)
     return w1.to(tl.float32), w2.to(tl.float32)
 
 
 @triton.jit
-def _load_weight(
-    q_weight_ptr, k_weight_ptr, kind, E: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):  # fmt: skip
+def _load_weight(q_weight_ptr, k_weight_ptr, kind, pairs: tl.constexpr):
     """The norm's weight of heads of a kind (0 for values), by the members of pairs."""
-    q1, q2 = _load_vector(q_weight_ptr, E, R, INTERLEAVED, BLOCK_P, kind == 0)
-    k1, k2 = _load_vector(k_weight_ptr, E, R, INTERLEAVED, BLOCK_P, kind == 1)
+    q1, q2 = _load_vector(q_weight_ptr, pairs, kind == 0)
+    k1, k2 = _load_vector(k_weight_ptr, pairs, kind == 1)
     return (q1 + k1)[None, None, :], (q2 + k2)[None, None, :]
 
 
 @triton.jit
-def _rotated(
-    x1, x2, cos_ptr, sin_ptr, stride_cb, stride_cs, place, S, mask_m, R: tl.constexpr,
-    LANES: tl.constexpr, BACK: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+def _rotated(x1, x2, angles, place, S, mask_m, pairs: tl.constexpr, BACK: tl.constexpr):
     """The pairs, turned by the angles of their tokens, by the opposite ones where BACK.
 
     What is not rotated stays as it is. The order of operations is spelled out, so that every call
     of them has the same bits.
     """
-    lanes = tl.arange(0, BLOCK_P)
-    table = (place // S).to(tl.int64) * stride_cb + (place % S).to(tl.int64) * stride_cs
+    lanes = tl.arange(0, pairs.BLOCK_P)
+    table = (place // S).to(tl.int64) * angles.stride_b
+    table += (place % S).to(tl.int64) * angles.stride_s
     offs = table[:, None] + lanes[None, :]
-    mask = mask_m[:, None] & (lanes < R // 2)[None, :]
-    cos = tl.load(cos_ptr + offs, mask=mask, other=1.0).to(tl.float32)[:, None, :]
-    sin = tl.load(sin_ptr + offs, mask=mask, other=0.0).to(tl.float32)[:, None, :]
+    mask = mask_m[:, None] & (lanes < pairs.R // 2)[None, :]
+    cos = tl.load(angles.cos_ptr + offs, mask=mask, other=1.0).to(tl.float32)[:, None, :]
+    sin = tl.load(angles.sin_ptr + offs, mask=mask, other=0.0).to(tl.float32)[:, None, :]
     if BACK:
         sin = -sin
     y1, y2 = tl.fma(x1, cos, -(x2 * sin)), tl.fma(x2, cos, x1 * sin)
-    if LANES > R // 2:
-        turns = (lanes < R // 2)[None, None, :]
+    if pairs.LANES > pairs.R // 2:
+        turns = (lanes < pairs.R // 2)[None, None, :]
         y1, y2 = tl.where(turns, y1, x1), tl.where(turns, y2, x2)
     return y1, y2
 
@@ -136,38 +144,14 @@ def _rstd(x1, x2, eps, E: tl.constexpr):
 
 @triton.jit(do_not_specialize=["place0"])
 def rotary_fwd_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    y_ptr,
-    stride_xm,
-    stride_cb,
-    stride_cs,
-    stride_ym,
-    place0,
-    S,
-    M,
-    H,
-    KV,
-    groups,
-    eps,
-    E: tl.constexpr,
-    R: tl.constexpr,
-    LANES: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BACK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    x, angles, q_weight_ptr, k_weight_ptr, y, place0, S, M, H, KV, groups, eps,
+    pairs: tl.constexpr, BACK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """y = x, its query and key heads normed (where there are weights) and rotated; BACK: the other
     way round the circle, the gradient of a rotation.
 
-    Shapes: x, y (M, (H + 2·KV)·E), y may be x; cos, sin (S, R/2) with stride_cb = 0, or
-        (B, S, R/2): row m has the angles at (b, s) = divmod(place0 + m, S), place0 + M < 2**31;
-        q_weight, k_weight (E,). BLOCK_P >= LANES.
+    Shapes: x, y (M, (H + 2·KV)·E), y may be x; row m has the angles at (b, s) = divmod(place0 + m,
+        S), place0 + M < 2**31; q_weight, k_weight (E,).
         Grid (cdiv(M, BLOCK_M) * groups,), `groups` of BLOCK_H heads: of queries and keys, and of
         values unless in place.
     Units: bytes moved = 2·M·(H + 2·KV)·E elements, in place without norms 2·M·(H + KV)·R; tables.
@@ -177,52 +161,25 @@ def rotary_fwd_kernel(
     kind, offs_h, mask_h = _heads_of(pid % groups, H, KV, BLOCK_H)
     offs_m = (pid // groups) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
-    mask, inside = mask_m[:, None] & mask_h[None, :], (offs_h * E)[None, :]
-    rows = offs_m.to(tl.int64)[:, None] * stride_xm + inside
-    x1, x2 = _load_pairs(x_ptr, rows, mask, E, R, LANES, INTERLEAVED, BLOCK_P)
+    mask, inside = mask_m[:, None] & mask_h[None, :], (offs_h * pairs.E)[None, :]
+    rows = offs_m.to(tl.int64)[:, None] * x.stride + inside
+    x1, x2 = _load_pairs(x.data, rows, mask, pairs)
     if kind < 2:
         if q_weight_ptr is not None:
-            rstd = _rstd(x1, x2, eps, E)
-            w1, w2 = _load_weight(q_weight_ptr, k_weight_ptr, kind, E, R, INTERLEAVED, BLOCK_P)
+            rstd = _rstd(x1, x2, eps, pairs.E)
+            w1, w2 = _load_weight(q_weight_ptr, k_weight_ptr, kind, pairs)
             x1, x2 = x1 * rstd * w1, x2 * rstd * w2
-        if R > 0:
-            x1, x2 = _rotated(
-                x1, x2, cos_ptr, sin_ptr, stride_cb, stride_cs, place0 + offs_m, S, mask_m, R,
-                LANES, BACK, BLOCK_P,
-            )  # fmt: skip
-    rows = offs_m.to(tl.int64)[:, None] * stride_ym + inside
-    _store_pairs(y_ptr, rows, mask, x1, x2, E, R, LANES, INTERLEAVED, BLOCK_P)
+        if pairs.R > 0:
+            x1, x2 = _rotated(x1, x2, angles, place0 + offs_m, S, mask_m, pairs, BACK)
+    rows = offs_m.to(tl.int64)[:, None] * y.stride + inside
+    _store_pairs(y.data, rows, mask, x1, x2, pairs)
 
 
 @triton.jit(do_not_specialize=["place0"])
 def rotary_norm_bwd_kernel(
-    dy_ptr,
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    dx_ptr,
-    dweight_ptr,
-    stride_dym,
-    stride_xm,
-    stride_cb,
-    stride_cs,
-    stride_dxm,
-    place0,
-    S,
-    rows,
-    M,
-    H,
-    KV,
-    eps,
-    E: tl.constexpr,
-    R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    dy, x, angles, q_weight_ptr, k_weight_ptr, dx, dweight_ptr, place0, S, rows, M, H, KV, eps,
+    pairs: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     """The gradient of `rotary_fwd_kernel` with norms: dx, and each program's part of dweight.
 
     With n = x * rstd, g = dy rotated back and w the weight: dx = rstd * (g w - n mean(g w n)), and
@@ -232,39 +189,36 @@ def rotary_norm_bwd_kernel(
         Grid (groups, P), P = cdiv(M, rows); groups of values unless in place.
     Units: bytes moved = 3·M·(H + KV)·E elements, and 2·M·KV·E for values; tables.
     """
-    LANES: tl.constexpr = (E + 1) // 2
     kind, offs_h, mask_h = _heads_of(tl.program_id(0), H, KV, BLOCK_H)
-    inside = (offs_h * E)[None, :]
-    w1, w2 = _load_weight(q_weight_ptr, k_weight_ptr, kind, E, R, INTERLEAVED, BLOCK_P)
+    inside = (offs_h * pairs.E)[None, :]
+    w1, w2 = _load_weight(q_weight_ptr, k_weight_ptr, kind, pairs)
+    BLOCK_P: tl.constexpr = pairs.BLOCK_P
     dw1 = tl.zeros([BLOCK_M, BLOCK_H, BLOCK_P], tl.float32)
     dw2 = tl.zeros([BLOCK_M, BLOCK_H, BLOCK_P], tl.float32)
     for start in range(0, rows, BLOCK_M):
         offs_m = tl.program_id(1) * rows + start + tl.arange(0, BLOCK_M)
         mask_m, row = offs_m < M, offs_m.to(tl.int64)[:, None]
         mask = mask_m[:, None] & mask_h[None, :]
-        at = row * stride_dym + inside
-        dx1, dx2 = _load_pairs(dy_ptr, at, mask, E, R, LANES, INTERLEAVED, BLOCK_P)
+        at = row * dy.stride + inside
+        dx1, dx2 = _load_pairs(dy.data, at, mask, pairs)
         if kind < 2:
-            at = row * stride_xm + inside
-            n1, n2 = _load_pairs(x_ptr, at, mask, E, R, LANES, INTERLEAVED, BLOCK_P)
-            rstd = tl.where(mask[:, :, None], _rstd(n1, n2, eps, E), 0.0)
+            at = row * x.stride + inside
+            n1, n2 = _load_pairs(x.data, at, mask, pairs)
+            rstd = tl.where(mask[:, :, None], _rstd(n1, n2, eps, pairs.E), 0.0)
             n1, n2 = n1 * rstd, n2 * rstd
-            if R > 0:
-                dx1, dx2 = _rotated(
-                    dx1, dx2, cos_ptr, sin_ptr, stride_cb, stride_cs, place0 + offs_m, S, mask_m,
-                    R, LANES, True, BLOCK_P,
-                )  # fmt: skip
+            if pairs.R > 0:
+                dx1, dx2 = _rotated(dx1, dx2, angles, place0 + offs_m, S, mask_m, pairs, True)
             dw1 += dx1 * n1
             dw2 += dx2 * n2
             g1, g2 = dx1 * w1, dx2 * w2
-            mean = (tl.sum(tl.fma(g1, n1, g2 * n2), 2) / E)[:, :, None]
+            mean = (tl.sum(tl.fma(g1, n1, g2 * n2), 2) / pairs.E)[:, :, None]
             dx1, dx2 = rstd * (g1 - n1 * mean), rstd * (g2 - n2 * mean)
-        if dx_ptr is not None:
-            at = row * stride_dxm + inside
-            _store_pairs(dx_ptr, at, mask, dx1, dx2, E, R, LANES, INTERLEAVED, BLOCK_P)
+        if dx is not None:
+            at = row * dx.stride + inside
+            _store_pairs(dx.data, at, mask, dx1, dx2, pairs)
     if dweight_ptr is not None and kind < 2:
         at = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        first, second, has1, has2 = _pair_offsets(E, R, LANES, INTERLEAVED, BLOCK_P)
+        first, second, has1, has2 = _pair_offsets(pairs, pairs.LANES)
         total1, total2 = tl.sum(tl.sum(dw1, 0), 0), tl.sum(tl.sum(dw2, 0), 0)
-        tl.store(dweight_ptr + at.to(tl.int64) * E + first, total1, mask=has1)
-        tl.store(dweight_ptr + at.to(tl.int64) * E + second, total2, mask=has2)
+        tl.store(dweight_ptr + at.to(tl.int64) * pairs.E + first, total1, mask=has1)
+        tl.store(dweight_ptr + at.to(tl.int64) * pairs.E + second, total2, mask=has2)

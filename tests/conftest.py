@@ -7,11 +7,16 @@ import sys
 import warnings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave the core to others
+# Before CUDA starts: cuBLAS is deterministic only with workspaces of a fixed size.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import hypothesis
 import pytest
 import torch
+from places import INTERPRETED, ON_GPU, PLACE, ROUTES
 from tiers import MORE
+
+from fused_remat.execution import choose
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2").split(",")[0]))
 
@@ -22,14 +27,23 @@ if SEED:
     torch.manual_seed = lambda seed: seed_torch(seed + SEED)
     hypothesis.core.global_force_seed = SEED  # as --hypothesis-seed does
 
+has_triton = importlib.util.find_spec("triton") is not None
 # Kernels are interpreted or compiled, as Triton decides when it is imported: a run of their own.
-interpreted = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton")
-collect_ignore = [] if interpreted else ["interpreted"]
+collect_ignore = [] if INTERPRETED and has_triton else ["interpreted"]
+if not has_triton:
+    collect_ignore += ["kernels", "backend", "gpu"]
 
 hypothesis.settings.register_profile(
     "ci", derandomize=not SEED, database=None, deadline=None, max_examples=50 * MORE
 )
 hypothesis.settings.load_profile("ci")
+
+
+def pytest_configure() -> None:
+    if INTERPRETED and has_triton:
+        from quick_interpreter import quicken
+
+        quicken()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,9 +69,50 @@ def _fresh_file():
 
 @pytest.fixture(autouse=True)
 def _fresh_test():
-    """Start a test with a seed; hide objects of the file's earlier tests from gc until it ends."""
+    """Start a test with a seed; hide objects of the file's earlier tests from gc until it ends.
+
+    Where kernels run, nothing else of a test stays: choices by tables that it has replaced, memory.
+    """
     torch.manual_seed(0)
     gc.freeze()
+    if PLACE != "aten":
+        choose.forget()
+    yield
+    if PLACE != "aten":
+        choose.forget()
+    if ON_GPU:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def floats_are_tensors(monkeypatch):
+    """The interpreter passes a kernel Python's floats; compiled, it gets float32 scalars."""
+    if not INTERPRETED:
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._implicit_cvt
+
+    def converted(arg):
+        if not isinstance(arg, float):
+            return convert(arg)
+        handle = interpreter.TensorHandle(np.array([arg], np.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", converted)
+
+
+@pytest.fixture(params=ROUTES)
+def routes(request, monkeypatch):
+    """A setting of the tables of routes."""
+    if request.param == "as on Hopper":
+        from fused_remat.triton import tables
+
+        monkeypatch.setattr(tables, "MLP_BWD_IN_ONE", frozenset())
+        monkeypatch.setattr(tables, "LINEAR_END_IN_KERNEL", frozenset())
+        monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset({"interpreter"}))
 
 
 @pytest.fixture
@@ -129,7 +184,7 @@ def _processes(world: int):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
+    if PLACE == "aten":
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="needs a GPU, or TRITON_INTERPRET=1"))

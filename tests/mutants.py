@@ -27,6 +27,7 @@ from pathlib import Path
 
 ROOT, LIST = Path(__file__).parents[1], Path(__file__).with_name("mutants.txt")
 SECONDS = 300  # for one mutant's tests
+INTERPRETED = ("tests/kernels/", "tests/backend/", "tests/interpreted/")  # by TRITON_INTERPRET=1
 OWN = """
 import sys, fused_remat, fused_remat.kernels.norms as kernel
 assert all(m.__file__.startswith(sys.argv[1]) for m in (fused_remat, kernel)), fused_remat
@@ -93,11 +94,9 @@ def planted(tree: Path, mutants: list[Mutant]) -> dict[Mutant, tuple[Path, str]]
 
 
 def environment(tree: Path, test: str = "") -> dict[str, str]:
-    interpreted = test.startswith("tests/interpreted/")
-    folders = [*([tree / "tests" / "interpreted"] if interpreted else []), tree / "tests", tree]
     return os.environ | {
-        "TRITON_INTERPRET": str(int(interpreted)), "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "TRITON_INTERPRET": str(int(test.startswith(INTERPRETED))), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (tree / "tests", tree))),
     }  # fmt: skip
 
 
@@ -157,7 +156,7 @@ def main() -> int:
 
         # An older tree may not have all of them: those are errors of their mutants.
         there = {t for t in tests.values() if (given.tree / t.partition("::")[0]).exists()}
-        both = [sorted(t for t in there if ("/interpreted/" in t) == kind) for kind in (0, 1)]
+        both = [sorted(t for t in there if t.startswith(INTERPRETED) == kind) for kind in (0, 1)]
         for how, out in pool.map(outcome, itertools.repeat(copies.queue[0]), filter(None, both)):
             if how != "passes":
                 print(f"{out[-4000:]}\nthe tests have to pass without a mutant: {how}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -90,18 +93,15 @@ class Processes:
     def _collect(self, what: str) -> list:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         end = time.monotonic() + LIMIT_S
-        while len(results) + len(failures) < self.world:
-            open_pipes = {
-                p: r for r, p in enumerate(self._pipes) if r not in {**results, **failures}
-            }
-            ready = wait(list(open_pipes), max(0.0, end - time.monotonic()))
+        while waiting:
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
             if not ready:
-                failures.update(
-                    (r, f"no answer in time ({LIMIT_S} s)") for r in open_pipes.values()
-                )
+                failures |= dict.fromkeys(waiting.values(), f"no answer in time ({LIMIT_S} s)")
+                break
             for pipe in ready:
-                rank = open_pipes[pipe]
+                rank = waiting.pop(pipe)
                 try:
                     fine, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
@@ -124,3 +124,22 @@ class Processes:
             pipe.close()
         self._processes, self._pipes = [], []
         self._directory.cleanup()
+
+
+def in_two_processes(test: Callable[..., None]) -> Callable[..., None]:
+    """A test whose body runs in both ranks of `two_processes`, at the same time."""
+
+    @functools.wraps(test)
+    def run(two_processes: Processes, **parameters: Any) -> None:
+        two_processes.run(_body, test.__module__, test.__name__, parameters)
+
+    arguments = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ("two_processes", *inspect.signature(test).parameters)
+    ]
+    run.__signature__ = inspect.Signature(arguments)  # what pytest gives it
+    return run
+
+
+def _body(module: str, test: str, parameters: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), test).__wrapped__(**parameters)

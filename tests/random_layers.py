@@ -3,7 +3,7 @@
 A configuration is everything a caller can choose, drawn from one seed: sizes, dtype, layout, masks,
 activation, policy, mode, what is frozen, in which pieces the block runs. Output and every gradient
 must be within 1.5 times PyTorch's own error against float64, plus a few roundings. Where the stock
-layer is wrong itself (`docs/design.md`), float64 alone decides. Every failing seed is printed;
+layer is wrong itself (`docs/behaviour.md`), float64 alone decides. Every failing seed is printed;
 `--seed N --count 1` runs it again.
 """
 

@@ -1,12 +1,297 @@
-"""What the tests compare with: PyTorch's own layer, and an encoder block with explicit masks."""
+"""What tests compare with: any block of a `BlockSpec` in plain PyTorch, and PyTorch's own layers.
+
+The plain functions follow the definitions of `fused_remat.spec` and `fused_remat.random`; they
+share no arithmetic with the library's steps.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused_remat import FusedRematLayer, random
+from fused_remat import FusedRematDecoderLayer, FusedRematLayer, random
+from fused_remat.spec import (
+    USER_FUNCTION,
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    LoraSpec,
+    MLPSpec,
+    NormSpec,
+    RotarySpec,
+)
+
+Tensors = Mapping[str, Tensor | None]
+Function = Callable[[Tensor], Tensor]
+#: layer, A (rank, in), B (out, rank), scale; as `ops.causal_block(lora=...)`.
+Update = tuple[str, Tensor, Tensor, float]
+
+ACTIVATIONS: dict[str, Function] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "tanh": torch.tanh,
+}
+
+# --- the parts of a block
+
+
+def dropout(t: Tensor, site: int, p: float, seed: int | Tensor | None) -> Tensor:
+    """Dropout with the mask that the generator's definition gives, rows in order."""
+    if p == 0.0 or not t.numel():
+        return t
+    dtype = torch.promote_types(t.dtype, torch.float32)
+    index, width = site % random.NUM_SITES, t.shape[-1]
+    key = random.site_keys(torch.as_tensor(seed), site - index)[index]
+    keep = random.keep_scale(key, 0, t.numel() // width, width, p, dtype)
+    return (t * keep.view(t.shape)).to(t.dtype)
+
+
+def norm(
+    x: Tensor, spec: NormSpec, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """A layer norm or an RMSNorm over the last dimension."""
+    weight = weight + spec.offset if weight is not None and spec.offset else weight
+    if spec.kind == "layer_norm":
+        return F.layer_norm(x, x.shape[-1:], weight, bias, spec.eps)
+    y = F.rms_norm(x, x.shape[-1:], weight, spec.eps)
+    return y if bias is None else y + bias
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Heads x (B, S, heads, E), rotated by cos and sin (S, R/2) or (B, S, R/2)."""
+    cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)
+    r = 2 * cos.shape[-1]
+    pairs = x[..., :r].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    of = -1 if interleaved else -2  # the dimension of the two of a pair
+    x1, x2 = pairs.unbind(of)
+    turned = torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), of).flatten(-2)
+    return torch.cat((turned, x[..., r:]), -1)
+
+
+def visible(
+    q_len: int, kv_len: int, window: tuple[int, int], is_causal: bool, align: str = "end"
+) -> Tensor:
+    """Which keys a query sees: the last query and key, or the first ones, are at one place."""
+    left, right = window[0], 0 if is_causal else window[1]
+    place = torch.arange(q_len)[:, None] + (kv_len - q_len if align == "end" else 0)
+    key = torch.arange(kv_len)
+    seen = torch.ones(q_len, kv_len, dtype=torch.bool)
+    if left >= 0:
+        seen &= key >= place - left
+    if right >= 0:
+        seen &= key <= place + right
+    return seen
+
+
+def visible_packed(
+    cu_q: Tensor, cu_k: Tensor, grid: tuple[int, int], window: tuple[int, int], is_causal: bool
+) -> Tensor:
+    """Which keys a query sees of packed sequences: those of its own, as if that were alone."""
+    seen = torch.zeros(grid, dtype=torch.bool)
+    for n in range(len(cu_q) - 1):
+        rows, keys = slice(*cu_q[n : n + 2].tolist()), slice(*cu_k[n : n + 2].tolist())
+        seen[rows, keys] = visible(*seen[rows, keys].shape, window, is_causal)
+    return seen
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, key_padding_mask: Tensor | None = None,
+    key_lengths: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, window: tuple[int, int] = (-1, -1),
+    scale: float | None = None, softcap: float = 0.0, seed: int | Tensor | None = 0,
+    align: str = "end", true_means: str = "attend", site: int = random.ATTENTION,
+) -> Tensor:  # fmt: skip
+    """`ops.attention`; the last three arguments are for blocks."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    grid = (q.shape[2], k.shape[2])
+    if cu_seqlens_q is None:
+        seen = visible(*grid, window, is_causal, align)
+    else:
+        cu_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        seen = visible_packed(cu_seqlens_q, cu_k, grid, window, is_causal)
+    if key_lengths is not None:
+        seen = seen & (torch.arange(grid[1]) < key_lengths[:, None, None, None])
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        excluded = ~attn_mask if true_means == "attend" else attn_mask
+        scores = scores.masked_fill(excluded, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    if key_padding_mask is not None and key_padding_mask.dtype == torch.bool:
+        scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
+    elif key_padding_mask is not None:
+        scores = scores + key_padding_mask[:, None, None]
+    dead = (scores == -torch.inf).all(-1, keepdim=True)
+    probs = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+    return (dropout(probs, site, dropout_p, seed) @ v).to(q.dtype)
+
+
+# --- the block
+
+
+@dataclass
+class _Block:
+    """A description, its tensors by their names, and a user's own activation function."""
+
+    spec: BlockSpec
+    tensors: Tensors
+    function: Function | None
+
+    def drop(self, x: Tensor, site: int, p: float) -> Tensor:
+        return dropout(x, site, p, self.tensors.get("seed"))
+
+    def norm(self, name: str, x: Tensor, spec: NormSpec) -> Tensor:
+        return norm(x, spec, *(self.tensors.get(f"{name}.{kind}") for kind in ("weight", "bias")))
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """A linear layer with its low-rank updates."""
+        y = F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+        for i, lora in enumerate(self.spec.loras):
+            if lora.layer == name:
+                a, b = self.tensors[f"lora.{i}.A"], self.tensors[f"lora.{i}.B"]
+                low = self.drop(x, random.LORA + i, lora.dropout)
+                y = y + lora.scale * low.to(a.dtype) @ a.T @ b.T
+        return y.to(x.dtype)
+
+    def heads(self, op: AttentionSpec, x: Tensor) -> list[Tensor]:
+        """q, k and v (B, S, heads, E): of x, or keys and values of another input."""
+        own = op.keys == "input"
+        keys = x if own else self.tensors[op.keys]
+        counts, made = (op.num_heads, op.num_kv_heads, op.num_kv_heads), []
+        for i, (name, source) in enumerate(zip("qkv", (x, keys, keys), strict=True)):
+            if op.projection == "split":
+                y = self.linear(name if own else f"cross_{name}", source)
+            else:
+                whole = self.linear("qkv" if own else "cross", source)
+                y = whole.split([n * op.head_dim for n in counts], -1)[i]
+            made.append(y.unflatten(-1, (counts[i], -1)))
+        return made
+
+    def attention(self, op: AttentionSpec, x: Tensor) -> Tensor:
+        """Attention with its projections; masks of another input have its name in theirs."""
+        q, k, v = self.heads(op, x)
+        if op.head_norm is not None:
+            q, k = self.norm("q_norm", q, op.head_norm), self.norm("k_norm", k, op.head_norm)
+        if op.rotary is not None:
+            tables = (self.tensors["cos"], self.tensors["sin"])
+            q, k = (rotate(t, *tables, op.rotary.interleaved) for t in (q, k))
+        own = op.keys == "input"
+        mask, padding, lengths = (
+            self.tensors.get(name if own else f"{op.keys}_{name}")
+            for name in ("mask", "padding", "lengths")
+        )
+        merged = attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), mask, op.dropout, key_padding_mask=padding,
+            key_lengths=lengths, cu_seqlens_q=self.tensors.get("cu_q"),
+            cu_seqlens_k=self.tensors.get("cu_k"), window=op.window, scale=op.scale,
+            softcap=op.softcap, seed=self.tensors.get("seed"), align=op.align,
+            true_means=op.true_means, site=random.ATTENTION if own else random.CROSS_ATTENTION,
+        )  # fmt: skip
+        return self.linear("proj" if own else "cross_proj", merged.transpose(1, 2).flatten(2))
+
+    def mlp(self, op: MLPSpec, x: Tensor) -> Tensor:
+        act = self.function if op.activation == USER_FUNCTION else ACTIVATIONS[op.activation]
+        up = self.linear("fc1", x)
+        up = act(self.linear("gate", x)) * up if op.gated else act(up)
+        return self.linear("fc2", self.drop(up, random.MLP, op.dropout))
+
+    def run(self) -> Tensor:
+        stream = self.tensors[self.spec.inputs[0]]
+        for i, branch in enumerate(self.spec.branches, 1):
+            number = str(i) if len(self.spec.branches) > 1 else ""
+            if not branch.parallel:
+                source = read = stream
+            if branch.norm is not None and branch.placement != "post":
+                read = self.norm(f"norm{number}", source, branch.norm)
+            if isinstance(branch.op, MLPSpec):
+                added, site = self.mlp(branch.op, read), random.RESIDUAL2
+            else:
+                own = branch.op.keys == "input"
+                site = random.RESIDUAL1 if own else random.CROSS_RESIDUAL
+                added = self.attention(branch.op, read)
+            if branch.placement == "sandwich":
+                added = self.norm(f"post{number}", added, branch.norm)
+            added = self.drop(added, site, branch.dropout)
+            stream = stream + added if self.spec.residual else added
+            if branch.placement == "post":
+                stream = self.norm(f"norm{number}", stream, branch.norm)
+        return stream
+
+
+def matrices(lora: Sequence[Update]) -> dict[str, Tensor]:
+    """A and B of low-rank updates by their names in a block."""
+    named = {}
+    for i, (_, a, b, _) in enumerate(lora):
+        named |= {f"lora.{i}.A": a, f"lora.{i}.B": b}
+    return named
+
+
+def plain_block(spec: BlockSpec, tensors: Tensors, function: Function | None = None) -> Tensor:
+    """The block of `spec` on tensors by their names in its graph, as `run_block` takes them.
+
+    `function`: the activation, where the spec says that it is a user's own.
+    """
+    return _Block(spec, tensors, function).run()
+
+
+def causal_block(
+    x: Tensor, weights: Tensors, nhead: int, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = True, *, kv_heads: int | None = None,
+    key_padding_mask: Tensor | None = None, key_lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, rope: tuple[Tensor, Tensor] | None = None,
+    rope_interleaved: bool = False, placement: str = "pre", norm: str = "rms_norm",
+    eps: float = 1e-6, norm_offset: float = 0.0, qk_norm_eps: float | None = None,
+    activation: str | Function = "silu", attention_dropout_p: float | None = None,
+    lora: Sequence[Update] = (), lora_dropout_p: float = 0.0, seed: int | Tensor = 0,
+    window: tuple[int, int] = (-1, -1), scale: float | None = None, softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """`ops.causal_block`, and with other arguments `ops.encoder_block`."""
+    head_dim = weights["proj.weight"].shape[1] // nhead
+    of_stream = NormSpec(kind=norm, eps=eps, offset=norm_offset)
+    of_heads = NormSpec(
+        kind="rms_norm", eps=eps if qk_norm_eps is None else qk_norm_eps, offset=norm_offset
+    )
+    attends = AttentionSpec(
+        num_heads=nhead, num_kv_heads=nhead if kv_heads is None else kv_heads, head_dim=head_dim,
+        scale=head_dim**-0.5 if scale is None else scale,
+        window=(window[0], 0 if is_causal else window[1]), softcap=softcap,
+        dropout=dropout_p if attention_dropout_p is None else attention_dropout_p,
+        rotary=None if rope is None else RotarySpec(interleaved=rope_interleaved),
+        head_norm=of_heads if "q_norm.weight" in weights else None,
+        projection="packed" if "qkv.weight" in weights else "split",
+    )  # fmt: skip
+    named = isinstance(activation, str)
+    mlp = MLPSpec(
+        activation=activation if named else USER_FUNCTION, gated="gate.weight" in weights,
+        dropout=dropout_p,
+    )  # fmt: skip
+    branches = [
+        BranchSpec(op=op, norm=of_stream, placement=placement, dropout=dropout_p)
+        for op in (attends, mlp)
+    ]
+    loras = [LoraSpec(layer=n, scale=s, dropout=lora_dropout_p) for n, _, _, s in lora]
+    cos, sin = (None, None) if rope is None else rope
+    given = {
+        "input": x, "mask": attn_mask, "padding": key_padding_mask, "lengths": key_lengths,
+        "cu_q": cu_seqlens, "cos": cos, "sin": sin, "seed": seed,
+    }  # fmt: skip
+    spec = BlockSpec(kind="plain", branches=tuple(branches), loras=tuple(loras))
+    return plain_block(spec, {**weights, **matrices(lora), **given}, None if named else activation)
+
+
+# --- PyTorch's own layers
 
 EXACT_PRESETS = ("full", "lean", "balanced", "fast", "none")
 PARAM_NAMES = (
@@ -15,6 +300,8 @@ PARAM_NAMES = (
     "linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias",
     "norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias",
 )  # fmt: skip
+#: (S, B, D) for the layers of `make`.
+X = torch.randn(5, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def randomize(module: nn.Module, seed: int = 0) -> nn.Module:
@@ -28,103 +315,79 @@ def randomize(module: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def pair(
-    *args: object, policy: object = "full", seed: int = 0, **kwargs: object
-) -> tuple[nn.TransformerEncoderLayer, FusedRematLayer]:
-    """A stock layer with random parameters, and a fused one with the same values."""
+    *args: object, policy: object = "full", seed: int = 0, decoder: bool = False, **kwargs: object
+) -> tuple[nn.Module, nn.Module]:
+    """A stock encoder or decoder layer with random parameters, and a fused one with the same."""
     torch.manual_seed(seed)
-    stock = nn.TransformerEncoderLayer(*args, **kwargs)
-    randomize(stock, seed)
-    fused = FusedRematLayer(*args, policy=policy, **kwargs)
-    fused.load_state_dict(stock.state_dict())
-    return stock, fused
-
-
-def run(layer: nn.Module, x: Tensor, dy: Tensor | None = None, **kwargs: object) -> list[Tensor]:
-    """Output, and gradients of x, of every parameter and of float masks that require grad."""
-    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    y = layer(x, **kwargs)
-    leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
-    leaves += [m for m in kwargs.values() if isinstance(m, Tensor) and m.requires_grad]
-    dy = torch.ones_like(y) if dy is None else dy
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-
-class _Dropout:
-    """Dropout by explicit masks of the generator's definition, and what is built of it."""
-
-    def __init__(self, seed: Tensor, dtype: torch.dtype) -> None:
-        self.keys = random.site_keys(seed)
-        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def drop(self, t: Tensor, site: int, p: float) -> Tensor:
-        """Over the rows of `t`, a matrix for each index before the last."""
-        if p == 0.0:
-            return t
-        rows = t.numel() // t.shape[-1]
-        keep = random.keep_scale(self.keys[site], 0, rows, t.shape[-1], p, self.dtype)
-        return t * keep.view(t.shape).to(t.dtype)
-
-    def attention(self, attn: nn.MultiheadAttention, t: Tensor, keys: Tensor, site: int) -> Tensor:
-        """Of t (B, S, D) to `keys` (B, M, D)."""
-        (wq, wk, wv), biases = attn.in_proj_weight.chunk(3), attn.in_proj_bias.chunk(3)
-        q, k, v = (
-            F.linear(x, w, b).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
-            for x, w, b in zip((t, keys, keys), (wq, wk, wv), biases, strict=True)
-        )
-        probs = ((q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5).softmax(-1)
-        heads = (self.drop(probs, site, attn.dropout) @ v).transpose(1, 2).flatten(2)
-        return F.linear(heads, attn.out_proj.weight, attn.out_proj.bias)
-
-    def mlp(self, layer: nn.Module, t: Tensor, last: nn.Dropout) -> Tensor:
-        act = self.drop(layer.activation(layer.linear1(t)), random.MLP, layer.dropout.p)
-        return self.drop(layer.linear2(act), random.RESIDUAL2, last.p)
-
-
-def masked_encoder(layer: nn.TransformerEncoderLayer, x: Tensor, seed: Tensor) -> Tensor:
-    """The layer on x (B, S, D) in plain autograd, dropout masks from the generator's definition."""
-    d = _Dropout(seed, x.dtype)
-
-    def attention(t: Tensor) -> Tensor:
-        out = d.attention(layer.self_attn, t, t, random.ATTENTION)
-        return d.drop(out, random.RESIDUAL1, layer.dropout1.p)
-
-    if layer.norm_first:
-        mid = x + attention(layer.norm1(x))
-        return mid + d.mlp(layer, layer.norm2(mid), layer.dropout2)
-    mid = layer.norm1(x + attention(x))
-    return layer.norm2(mid + d.mlp(layer, mid, layer.dropout2))
-
-
-def masked_decoder(
-    layer: nn.TransformerDecoderLayer, x: Tensor, memory: Tensor, seed: Tensor
-) -> Tensor:
-    """As `masked_encoder`, on x (B, S, D) and memory (B, M, D)."""
-    d = _Dropout(seed, x.dtype)
-
-    def attention(t: Tensor) -> Tensor:
-        out = d.attention(layer.self_attn, t, t, random.ATTENTION)
-        return d.drop(out, random.RESIDUAL1, layer.dropout1.p)
-
-    def cross(t: Tensor) -> Tensor:
-        out = d.attention(layer.multihead_attn, t, memory, random.CROSS_ATTENTION)
-        return d.drop(out, random.CROSS_RESIDUAL, layer.dropout2.p)
-
-    if layer.norm_first:
-        mid1 = x + attention(layer.norm1(x))
-        mid2 = mid1 + cross(layer.norm2(mid1))
-        return mid2 + d.mlp(layer, layer.norm3(mid2), layer.dropout3)
-    mid1 = layer.norm1(x + attention(x))
-    mid2 = layer.norm2(mid1 + cross(mid1))
-    return layer.norm3(mid2 + d.mlp(layer, mid2, layer.dropout3))
-
-
-#: (S, B, D) for the layers of `make`.
-X = torch.randn(5, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    stock = nn.TransformerDecoderLayer if decoder else nn.TransformerEncoderLayer
+    made = randomize(stock(*args, **kwargs), seed)
+    fused = (FusedRematDecoderLayer if decoder else FusedRematLayer)(*args, policy=policy, **kwargs)
+    fused.load_state_dict(made.state_dict())
+    return made, fused
 
 
 def make(policy="full", dropout=0.0, norm_first=True, **kwargs):
-    """A small float64 `pair`."""
-    return pair(
-        8, 2, 12, dropout=dropout, norm_first=norm_first, policy=policy, dtype=torch.float64,
-        **kwargs,
-    )  # fmt: skip
+    """A small float64 `pair` of encoder layers."""
+    own = {"dropout": dropout, "norm_first": norm_first, "dtype": torch.float64}
+    return pair(8, 2, 12, policy=policy, **own, **kwargs)
+
+
+def run(
+    layer: nn.Module, x: Tensor, dy: Tensor | None = None, *, memory: Tensor | None = None,
+    **kwargs: object,
+) -> list[Tensor]:  # fmt: skip
+    """Output, and gradients of inputs, of every parameter and of float masks that require grad."""
+    inputs = [
+        t.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        for t in (x, memory)
+        if t is not None
+    ]
+    y = layer(*inputs, **kwargs)
+    wanted = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
+    wanted += [m for m in kwargs.values() if isinstance(m, Tensor) and m.requires_grad]
+    dy = torch.ones_like(y) if dy is None else dy
+    return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
+
+
+def weights_of(layer: nn.Module) -> dict[str, Tensor | None]:
+    """The weights of a stock layer by their names in a block."""
+    made: dict[str, Tensor | None] = {}
+    named = {"qkv": layer.self_attn, "cross": getattr(layer, "multihead_attn", None)}
+    for name, attn in named.items():
+        if attn is not None:
+            made |= {f"{name}.weight": attn.in_proj_weight, f"{name}.bias": attn.in_proj_bias}
+            proj = "proj" if name == "qkv" else "cross_proj"
+            made |= {f"{proj}.{kind}": getattr(attn.out_proj, kind) for kind in ("weight", "bias")}
+    for name in ("fc1", "fc2", "norm1", "norm2", "norm3"):
+        part = getattr(layer, name.replace("fc", "linear"), None)
+        if part is not None:
+            made |= {f"{name}.weight": part.weight, f"{name}.bias": part.bias}
+    return made
+
+
+def masked_decoder(layer: nn.Module, x: Tensor, memory: Tensor | None, seed: Tensor) -> Tensor:
+    """A stock layer on x (B, S, D) and memory (B, M, D), with the generator's dropout masks."""
+
+    def attends(attn: nn.MultiheadAttention, keys: str = "input") -> AttentionSpec:
+        return AttentionSpec(
+            num_heads=attn.num_heads, num_kv_heads=attn.num_heads, head_dim=attn.head_dim,
+            scale=attn.head_dim**-0.5, dropout=attn.dropout, keys=keys,
+        )  # fmt: skip
+
+    ops: list[AttentionSpec | MLPSpec] = [attends(layer.self_attn)]
+    if memory is not None:
+        ops.append(attends(layer.multihead_attn, "memory"))
+    ops.append(MLPSpec(activation=USER_FUNCTION, dropout=layer.dropout.p))
+    branches = []
+    for i, op in enumerate(ops, 1):
+        eps, p = getattr(layer, f"norm{i}").eps, getattr(layer, f"dropout{i}").p
+        placement = "pre" if layer.norm_first else "post"
+        branches.append(BranchSpec(op=op, norm=NormSpec(eps=eps), placement=placement, dropout=p))
+    spec = BlockSpec(kind="plain", branches=tuple(branches), inputs=("input", "memory"))
+    given = {**weights_of(layer), "input": x, "memory": memory, "seed": seed}
+    return plain_block(spec, given, layer.activation)
+
+
+def masked_encoder(layer: nn.TransformerEncoderLayer, x: Tensor, seed: Tensor) -> Tensor:
+    """As `masked_decoder`, on x (B, S, D)."""
+    return masked_decoder(layer, x, None, seed)

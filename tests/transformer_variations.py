@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from reference_ops import normal
-from reference_transformer import ACTIVATIONS, Block
+from block_inputs import Block, normal
+from reference import ACTIVATIONS
 from torch import Tensor
 
 BATCH, SEQ = 2, 7

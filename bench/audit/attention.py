@@ -133,7 +133,7 @@ def launches_of(
     found += attention.backward(out, *loaded, out, lse, call, (dq, dk, dv), at)
     for launch in found:
         names = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
-        wanted = [w for w in ("dk", "dv") if names.get(f"{w}_ptr") is not None]
+        wanted = [w for w in ("dk", "dv") if names.get(w) is not None]
         part = f" {wanted[0]}" if len(wanted) == 1 else ""
         yield launch.kernel.fn.__name__.removesuffix("_kernel") + part, launch
 

@@ -26,6 +26,8 @@ from fused_remat.triton.launch import Launch, Target
 ROWS = 8192
 FP32 = torch.float32
 _ACTS = tuple(pointwise.PAIRS)
+#: Names and launches of cases that ordinary tensors lead to, without matrix products.
+Named = Iterator[tuple[str, Launch]]
 UNEVEN = 1000  # not a multiple of any step along K, and rows not apart by multiples of 16 bytes
 
 #: Multiprocessors of a typical GPU of each architecture; 0 stands for gfx942.
@@ -70,119 +72,97 @@ def _codes(x: Tensor, stored: str) -> storage.Codes:
     return packing, storage.new_parts(x, packing)
 
 
-def norm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+def _part(launch: Launch) -> str:
+    return str(launch.kernel.fn.__name__).removesuffix("_kernel")
+
+
+def norm_cases(at: Target, dtype: torch.dtype) -> Named:
     """Forward, with and without its fused sum, rebuild, backward; narrow and wide rows."""
     for width in (512, 1024, 2048, 4096, 8192, 16384, 65536):
         x, y, affine = _meta(dtype, ROWS, width), _meta(dtype, ROWS, width), _meta(dtype, width)
+        grads = [_meta(FP32, width) for _ in range(2)]
         for kind, row in NORMS.items():
             spec, stats = NormSpec(kind=kind), tuple(_meta(FP32, ROWS, 1) for _ in row.stats)
-            for rebuild in (False, True):
-                name = f"{'norm_rebuild' if rebuild else 'norm_fwd'} {kind} {width}"
-                launch = norms.norm_fwd(
-                    spec, x, None, None, affine, affine, None, y, stats, rebuild
-                )
-                yield Case(name, launch, True, False)
+            plain = (spec, x, None, None, affine, affine, None, y, stats)
+            yield f"norm_fwd {kind} {width}", norms.norm_fwd(*plain, False)
+            yield f"norm_rebuild {kind} {width}", norms.norm_fwd(*plain, True)
             if width <= norms.FWD_WIDTH:
-                launch = norms.norm_fwd(
-                    spec, x, x, _keep(width), affine, affine, x, y, stats, False
-                )
-                yield Case(f"norm_fwd {kind} {width} dropout residual", launch, True, False)
-            grads = [_meta(torch.float32, width) for _ in range(2)]
+                fused = (spec, x, x, _keep(width), affine, affine, x, y, stats, False)
+                yield f"norm_fwd {kind} {width} dropout residual", norms.norm_fwd(*fused)
             for launch in norms.norm_bwd(spec, y, x, stats, affine, x, y, *grads, at):
-                part = launch.kernel.fn.__name__.removesuffix("_kernel")
-                if part != "column_sum" or kind == "rms_norm":
-                    yield Case(f"{part} {kind} {width}", launch, True, False)
+                if _part(launch) != "column_sum" or kind == "rms_norm":
+                    yield f"{_part(launch)} {kind} {width}", launch
 
 
-def pointwise_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
     """One pass over a matrix each, with dropout; every activation."""
-    width = 4096
-    x, y, z = (_meta(dtype, ROWS, width) for _ in range(3))
-    keep = _keep(width)
-    for given in (None, keep):
-        suffix = "" if given is None else " dropout"
-        yield Case(
-            f"dropout_add_fwd{suffix}", pointwise.dropout_add_fwd(x, y, given, z), True, False
-        )
-    yield Case("dropout_bwd", pointwise.dropout_add_fwd(x, None, keep, z), True, False)
-    for act in pointwise.PAIRS:
-        for name, launch in (
-            ("act_fwd", pointwise.act_fwd(x, act, keep, z)),
-            ("act_bwd", pointwise.act_bwd(x, y, act, keep, z)),
-            ("gated_fwd", pointwise.gated_fwd(x, y, act, keep, z)),
-            ("gated_bwd", pointwise.gated_bwd(x, y, z, act, keep, x, z)),
-        ):
-            yield Case(f"{name} {act} dropout", launch, True, False)
+    x, y, z = (_meta(dtype, ROWS, 4096) for _ in range(3))
+    keep = _keep(4096)
+    yield "dropout_add_fwd", pointwise.dropout_add_fwd(x, y, None, z)
+    yield "dropout_add_fwd dropout", pointwise.dropout_add_fwd(x, y, keep, z)
+    yield "dropout_bwd", pointwise.dropout_add_fwd(x, None, keep, z)
+    for act in _ACTS:
+        yield f"act_fwd {act} dropout", pointwise.act_fwd(x, act, keep, z)
+        yield f"act_bwd {act} dropout", pointwise.act_bwd(x, y, act, keep, z)
+        yield f"gated_fwd {act} dropout", pointwise.gated_fwd(x, y, act, keep, z)
+        yield f"gated_bwd {act} dropout", pointwise.gated_bwd(x, y, z, act, keep, x, z)
 
 
-def packing_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+def packing_cases(at: Target, dtype: torch.dtype) -> Named:
     """Packing and unpacking in a pass of their own, and one pass over what is packed."""
     x, y, z = (_meta(dtype, ROWS, 4096) for _ in range(3))
     for stored in sorted(storage.KERNELS):
         packing, parts = _codes(x, stored)
-        yield Case(f"pack_{stored}_fwd", storage.quantize_int8(x, packing, parts), True, False)
+        yield f"pack_{stored}_fwd", storage.quantize_int8(x, packing, parts)
     packed, keep = Quantized("int8", parts, 4096, dtype), _keep(4096)
-    yield Case("unpack_int8_fwd", storage.dequantize_int8(packed, y), True, False)
-    for name, launch in (
-        ("act_fwd gelu", pointwise.act_fwd(packed, "gelu", keep, z)),
-        ("act_bwd gelu", pointwise.act_bwd(x, packed, "gelu", keep, z)),
-        ("gated_fwd silu", pointwise.gated_fwd(packed, packed, "silu", keep, z)),
-        ("gated_bwd silu", pointwise.gated_bwd(x, packed, packed, "silu", keep, x, z)),
-        ("gated_bwd silu gate", pointwise.gated_bwd(x, packed, y, "silu", keep, x, z)),
-    ):
-        yield Case(f"{name} dropout int8", launch, True, False)
+    yield "unpack_int8_fwd", storage.dequantize_int8(packed, y)
+    yield "act_fwd gelu dropout int8", pointwise.act_fwd(packed, "gelu", keep, z)
+    yield "act_bwd gelu dropout int8", pointwise.act_bwd(x, packed, "gelu", keep, z)
+    launch = pointwise.gated_fwd(packed, packed, "silu", keep, z)
+    yield "gated_fwd silu dropout int8", launch
+    for name, up in (("silu", packed), ("silu gate", y)):
+        launch = pointwise.gated_bwd(x, packed, up, "silu", keep, x, z)
+        yield f"gated_bwd {name} dropout int8", launch
 
 
-def mixed_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
     """Under autocast to `dtype`: norms, sums and dropout's backward of a float32 stream.
 
     A norm of the stream alone, to float32 too, is among `norm_cases`.
     """
-    wide, spec = torch.float32, NormSpec()
+    spec = NormSpec()
     for width in (1024, 8192, 16384, 65536):
-        x, y, low = _meta(wide, ROWS, width), _meta(wide, ROWS, width), _meta(dtype, ROWS, width)
-        affine, stats = _meta(wide, width), tuple(_meta(wide, ROWS, 1) for _ in range(2))
+        x, y, low = _meta(FP32, ROWS, width), _meta(FP32, ROWS, width), _meta(dtype, ROWS, width)
+        affine, stats = _meta(FP32, width), tuple(_meta(FP32, ROWS, 1) for _ in range(2))
         launch = norms.norm_fwd(spec, x, None, None, affine, affine, None, low, stats, False)
-        yield Case(f"norm_fwd mixed {width}", launch, True, False)
+        yield f"norm_fwd mixed {width}", launch
         for name, made in (("mixed", low), ("float32", y)) if width <= norms.FWD_WIDTH else ():
-            launch = norms.norm_fwd(
-                spec, low, x, _keep(width), affine, affine, y, made, stats, False
-            )
-            yield Case(f"norm_fwd {name} {width} mixed dropout residual", launch, True, False)
-        grads = [_meta(wide, width) for _ in range(2)]
+            fused = (spec, low, x, _keep(width), affine, affine, y, made, stats, False)
+            yield f"norm_fwd {name} {width} mixed dropout residual", norms.norm_fwd(*fused)
+        grads = [_meta(FP32, width) for _ in range(2)]
         for launch in norms.norm_bwd(spec, low, x, stats, affine, y, y, *grads, at):
-            part = launch.kernel.fn.__name__.removesuffix("_kernel")
-            if part != "column_sum":
-                yield Case(f"{part} mixed {width}", launch, True, False)
-    x, y, low = (_meta(kind, ROWS, 4096) for kind in (wide, wide, dtype))
-    for given in (None, _keep(4096)):
-        suffix = "" if given is None else " dropout"
-        launch = pointwise.dropout_add_fwd(low, x, given, y)
-        yield Case(f"dropout_add_fwd mixed{suffix}", launch, True, False)
-    launch = pointwise.dropout_add_fwd(x, None, _keep(4096), low)
-    yield Case("dropout_bwd mixed", launch, True, False)
+            if _part(launch) != "column_sum":
+                yield f"{_part(launch)} mixed {width}", launch
+    x, y, low = _meta(FP32, ROWS, 4096), _meta(FP32, ROWS, 4096), _meta(dtype, ROWS, 4096)
+    keep = _keep(4096)
+    yield "dropout_add_fwd mixed", pointwise.dropout_add_fwd(low, x, None, y)
+    yield "dropout_add_fwd mixed dropout", pointwise.dropout_add_fwd(low, x, keep, y)
+    yield "dropout_bwd mixed", pointwise.dropout_add_fwd(x, None, keep, low)
 
 
-def shifted_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
+def shifted_cases(at: Target, dtype: torch.dtype) -> Named:
     """Weights in float32 beside activations of `dtype`: norms with an offset, norms of heads."""
-    width = 4096
-    x, y, affine = _meta(dtype, ROWS, width), _meta(dtype, ROWS, width), _meta(FP32, width)
+    x, y, affine = _meta(dtype, ROWS, 4096), _meta(dtype, ROWS, 4096), _meta(FP32, 4096)
     spec, stats = NormSpec(kind="rms_norm"), (_meta(FP32, ROWS, 1),)
-    for name, given in (("", None), (" dropout residual", _keep(width))):
-        rest = None if given is None else x
-        launch = norms.norm_fwd(spec, x, rest, given, affine, None, rest, y, stats, has_stats=False)
-        yield Case(f"norm_fwd rms_norm {width} shifted{name}", launch, True, False)
-    launch, *_ = norms.norm_bwd(spec, y, x, stats, affine, x, y, _meta(FP32, width), None, at)
-    yield Case(f"norm_bwd rms_norm {width} shifted", launch, True, False)
-    nhead, kv_heads, width, rotated, _, _ = ROTARY["norm half"]
-    x, y, z = (_meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
-    cos, sin = (_meta(FP32, 2048, rotated // 2) for _ in range(2))
-    weights = [_meta(FP32, width) for _ in range(2)]
-    call = RotaryCall(rotary_spec("norm half"), cos, sin, *weights, 0, 2048)
-    launch = rotary.rotary_fwd(x, call, y, at)
-    yield Case("rotary_fwd norm half shifted", launch, True, False)
-    launch, *_ = rotary.rotary_norm_bwd(y, x, call, z, *weights, at)
-    yield Case("rotary_norm_bwd norm half shifted", launch, True, False)
+    name = "norm_fwd rms_norm 4096 shifted"
+    yield name, norms.norm_fwd(spec, x, None, None, affine, None, None, y, stats, False)
+    fused = norms.norm_fwd(spec, x, x, _keep(4096), affine, None, x, y, stats, False)
+    yield f"{name} dropout residual", fused
+    launch, *_ = norms.norm_bwd(spec, y, x, stats, affine, x, y, _meta(FP32, 4096), None, at)
+    yield "norm_bwd rms_norm 4096 shifted", launch
+    for name, launch in _rotary_cases("norm half", at, dtype, FP32):
+        if not name.endswith("in place"):
+            yield f"{name} shifted", launch
 
 
 #: name -> query and key heads, width of a head, elements rotated, pairs of neighbours, norms.
@@ -198,34 +178,32 @@ ROTARY = {
 }
 
 
-def rotary_spec(name: str) -> AttentionSpec:
-    """The heads of a row of `ROTARY`."""
+def rotary_cases(at: Target, dtype: torch.dtype) -> Named:
+    """Rotation of heads there and back, in place and not, float32 tables; with norms."""
+    for name in ROTARY:
+        yield from _rotary_cases(name, at, dtype, dtype)
+
+
+def _rotary_cases(name: str, at: Target, dtype: torch.dtype, norm_dtype: torch.dtype) -> Named:
     nhead, kv_heads, width, rotated, interleaved, norm = ROTARY[name]
-    return AttentionSpec(
+    spec = AttentionSpec(
         num_heads=nhead, num_kv_heads=kv_heads, head_dim=width, scale=1.0,
         rotary=RotarySpec(interleaved=interleaved) if rotated else None,
         head_norm=NormSpec(kind="rms_norm", eps=1e-6) if norm else None,
     )  # fmt: skip
-
-
-def rotary_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
-    """Rotation of heads there and back, in place and not, float32 tables; with norms."""
-    for name, (nhead, kv_heads, width, rotated, _, norm) in ROTARY.items():
-        x, y, z = (_meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
-        cos, sin = (_meta(torch.float32, 2048, rotated // 2) if rotated else None for _ in "cs")
-        weights = (_meta(dtype, width), _meta(dtype, width)) if norm else (None, None)
-        call = RotaryCall(rotary_spec(name), cos, sin, *weights, 0, 2048)
-        for suffix, into in (("", y), (" in place", x)):
-            launch = rotary.rotary_fwd(x, call, into, at)
-            yield Case(f"rotary_fwd {name}{suffix}", launch, True, False)
-        if not norm:
-            launch = rotary.rotary_fwd(x, call, x, at, True)
-            yield Case(f"rotary_bwd {name}", launch, True, False)
-            continue
-        sums = (_meta(torch.float32, width), _meta(torch.float32, width))
-        for suffix, dx in (("", z), (" in place", y)):
-            launch, *_ = rotary.rotary_norm_bwd(y, x, call, dx, *sums, at)
-            yield Case(f"rotary_norm_bwd {name}{suffix}", launch, True, False)
+    x, y, z = (_meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
+    cos, sin = (_meta(FP32, 2048, rotated // 2) if rotated else None for _ in "cs")
+    weights = [_meta(norm_dtype, width) if norm else None for _ in "qk"]
+    call = RotaryCall(spec, cos, sin, *weights, 0, 2048)
+    yield f"rotary_fwd {name}", rotary.rotary_fwd(x, call, y, at)
+    yield f"rotary_fwd {name} in place", rotary.rotary_fwd(x, call, x, at)
+    if not norm:
+        yield f"rotary_bwd {name}", rotary.rotary_fwd(x, call, x, at, True)
+        return
+    sums = (_meta(FP32, width), _meta(FP32, width))
+    for suffix, dx in (("", z), (" in place", y)):
+        launch, *_ = rotary.rotary_norm_bwd(y, x, call, dx, *sums, at)
+        yield f"rotary_norm_bwd {name}{suffix}", launch
 
 
 def _tile_name(tile: tables.Tile) -> str:
@@ -373,12 +351,11 @@ def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
 
 def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """All cases of a target and dtype; products in float32 are ATen's and not among them."""
-    yield from norm_cases(at, dtype)
-    yield from pointwise_cases(at, dtype)
-    yield from packing_cases(at, dtype)
-    yield from rotary_cases(at, dtype)
+    makers = [norm_cases, pointwise_cases, packing_cases, rotary_cases]
     if dtype.itemsize == 2:
-        yield from mixed_cases(at, dtype)
-        yield from shifted_cases(at, dtype)
+        makers += [mixed_cases, shifted_cases]
+    for make in makers:
+        yield from (Case(name, launch, True, False) for name, launch in make(at, dtype))
+    if dtype.itemsize == 2:
         yield from gemm_cases(at, dtype)
         yield from (Case(*fields) for fields in audit_attention.attention_cases(at, dtype))

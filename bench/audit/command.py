@@ -3,7 +3,7 @@
 Registers, spills, shared memory, occupancy, tensor-core instructions, TMA and code size of each
 kernel in each configuration it can launch with, as a table and as JSON. `--check` fails on a spill
 in a default configuration, on shared memory over the limit, on a 16-bit product without tensor
-cores, and on what exceeds its budget in `bench/audit/budgets.json`. `--reuse FILE` takes from an
+cores, and on what exceeds its budget in `bench/audit/budgets.tsv`. `--reuse FILE` takes from an
 earlier run's JSON what would be compiled from the same source with the same compiler.
 """
 
@@ -23,26 +23,21 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 import fused_remat.kernels
+from bench.audit import budgets
 from bench.audit import cases as audit_cases
 from fused_remat.triton.launch import INTERPRETED, Launch
 
-BUDGETS = Path(__file__).with_name("budgets.json")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
-    torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.int8: "i8"
-}  # fmt: skip
 
 # Architecture -> bytes of shared memory a block may have, a multiprocessor has, and its warps.
 LIMITS = {
@@ -54,50 +49,21 @@ TENSOR_CORES = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA",
 _COUNTED = ("HMMA", "HGMMA", "UTCHMMA", "UTMALDG", "LDL", "STL")
 
 
-@dataclass
-class _Signature:
-    """What `source` finds of arguments, by their place: (index,), in a tuple (index, field)."""
-
-    constants: dict[Any, Any] = field(default_factory=dict)
-    attributes: dict[tuple[int, ...], list[list[Any]]] = field(default_factory=dict)
-
-    def type_of(self, value: Any, at: tuple[int, ...], plain: bool, unaligned: bool) -> Any:
-        """Triton's name of it; `plain`, `unaligned`: its value, its address does not matter."""
-        if isinstance(value, tuple):
-            found = [self.type_of(v, (*at, i), plain, unaligned) for i, v in enumerate(value)]
-            return type(value)(*found) if hasattr(value, "_fields") else tuple(found)
-        if value is None or (isinstance(value, int) and value == 1 and not plain):
-            self.constants[at] = value
-            return "constexpr"
-        divisible = False
-        if isinstance(value, Tensor):
-            name = "*" + _NAMES[value.dtype]
-            divisible = value.data_ptr() % 16 == 0 and not unaligned
-        elif isinstance(value, TensorDescriptor):
-            name = f"tensordesc<{_NAMES[value.base.dtype]}{list(value.block_shape)}>"
-        elif isinstance(value, int):
-            name = "i32" if -(2**31) <= value < 2**31 else "i64"
-            divisible = value % 16 == 0 and not unaligned
-        else:
-            name = "fp32"
-        if divisible:
-            self.attributes[at] = [["tt.divisibility", 16]]
-        return name
+@functools.cache
+def _binder(kernel: Any) -> tuple[Any, Any]:
+    """What Triton makes of a kernel's arguments: that of Nvidia's backend for all targets."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
 def source(launch: Launch) -> ASTSource:
-    """The kernel as it would be compiled for this launch: types, constants, divisibility."""
-    names, params = launch.kernel.arg_names, launch.kernel.params
-    found = _Signature()
-    signature: dict[str, Any] = {}
-    for index, (param, value) in enumerate(zip(params, launch.args, strict=False)):
-        plain = param.do_not_specialize
-        unaligned = plain or param.do_not_specialize_on_alignment
-        signature[param.name] = found.type_of(value, (index,), plain, unaligned)
-    signature |= dict.fromkeys(launch.constants, "constexpr")
-    constants = found.constants | {(names.index(n),): v for n, v in launch.constants.items()}
-    ordered = {name: signature[name] for name in names}
-    return ASTSource(launch.kernel, ordered, constants, found.attributes)
+    """The kernel as Triton compiles it for this launch: types, constants, divisibility."""
+    backend, bind = _binder(launch.kernel)
+    bound, found, options = bind(*launch.args, **launch.keywords)
+    pack = launch.kernel._pack_args
+    _, signature, constants, attributes = pack(backend, launch.keywords, bound, found, options)
+    known = {place: attribute for place, attribute in attributes.items() if attribute}
+    return ASTSource(launch.kernel, signature, constants, known)
 
 
 def compile_ahead(launch: Launch, arch: int) -> Any:
@@ -171,8 +137,8 @@ def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
     }
 
 
-def complaints(row: Mapping[str, Any], arch: int, budget: Mapping[str, int] | None) -> list[str]:
-    """What is wrong with a row; a budget is {"registers", "shared", "stack"} at most."""
+def complaints(row: Mapping[str, Any], arch: int, budget: budgets.Budget | None) -> list[str]:
+    """What is wrong with a row."""
     if not arch:
         return []
     found = []
@@ -182,10 +148,7 @@ def complaints(row: Mapping[str, Any], arch: int, budget: Mapping[str, int] | No
         found.append(f"shared memory {row['shared']} over the limit {LIMITS[arch][0]}")
     if row["product"] and not row["tensor_core"]:
         found.append(f"no {TENSOR_CORES[arch]} in a product")
-    for name, most in (budget or {}).items():
-        if row[name] > most:
-            found.append(f"{name} {row[name]} over its budget {most}")
-    return found
+    return found + budgets.over(row, budget)
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -216,7 +179,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--reuse", type=Path, help="an audit.json whose rows of equal source hold")
     parser.add_argument("--out", type=Path, help="folder for audit.json")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.write_budgets and options.only:
+        parser.error("--write-budgets needs all cases: it replaces every row of a target")
+    return options
 
 
 @functools.cache
@@ -274,9 +240,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     if INTERPRETED:
         raise SystemExit("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
-    budgets = json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
-    known = budgets.setdefault(triton.__version__, {})
-    if not known and not options.write_budgets:
+    known = budgets.read()
+    if all(key[0] != triton.__version__ for key in known):
         print(f"no budgets for Triton {triton.__version__}: spills, memory, tensor cores only")
     print(f"{'':<70}  reg  stack  shared  occ. tensor  TMA    code")
     work, rows, wrong = _chosen(options), [], []
@@ -285,17 +250,18 @@ def main(arguments: Sequence[str]) -> int:
     for (arch, _, _), row in zip(work, _rows(work, by_digest, options.jobs), strict=True):
         rows.append(row)
         print(f"{row['target']:<12}{_line(row)}", flush=True)
-        of_target = known.setdefault(row["target"], {})
-        if options.write_budgets and arch:
-            of_target[row["name"]] = {k: row[k] for k in ("registers", "shared", "stack")}
-        found = complaints(row, arch, of_target.get(row["name"]))
-        wrong += [f"{row['target']}: {row['name']}: {complaint}" for complaint in found]
+        budget = (
+            None if options.write_budgets else known.get(budgets.key_of(row, triton.__version__))
+        )
+        wrong += [f"{row['target']}: {row['name']}: {c}" for c in complaints(row, arch, budget)]
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         made = {"triton": triton.__version__, "torch": torch.__version__, "rows": rows}
         (options.out / "audit.json").write_text(json.dumps(made, indent=1) + "\n")
     if options.write_budgets:
-        BUDGETS.write_text(json.dumps(budgets, indent=1) + "\n")
+        budgets.write(rows, triton.__version__)
+    else:
+        wrong += budgets.grown(rows, triton.__version__, known)
     same = sum(row["digest"] in by_digest for row in rows)
     print(f"\n{len(rows)} configurations, {len(wrong)} complaints, {same} reused", *wrong, sep="\n")
     return 1 if options.check and wrong else 0

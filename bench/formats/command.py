@@ -2,7 +2,7 @@
 
 For every shape in `bench.formats.errors`, without and with outlier channels: the relative error of
 each gradient against float64, in bf16, of the policy "none" and of policies with packed names. The
-JSON has every gradient's; docs/compression.md the largest ratio to that of "none". Errors do not
+JSON has every gradient's; docs/tables/formats.md the largest ratio to that of "none". Errors do not
 depend on what else the machine does.
 """
 

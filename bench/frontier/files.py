@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.frontier import figure
-from bench.frontier.pareto import derive, digest
-from bench.frontier.points import COLLECTED, collected, panels, read
+from bench.figures import frontier as figure
+from bench.figures.drawing import digest, drawn_of
+from bench.frontier.pareto import derive
+from bench.frontier.points import COLLECTED, collected, panels
 from bench.frontier.report import report
+from bench.tables import read
 
 DATA, PAGE = "frontier.json", "frontier.md"
 PICTURES = ("frontier.png", "frontier.svg")
@@ -47,4 +49,4 @@ def stale(folder: Path) -> list[Path]:
     old = [] if read(folder / DATA) == {**data, DERIVED: derived} else [folder / DATA]
     old += [] if page.exists() and page.read_text() == report(derived) else [page]
     pictures = [folder / name for name in PICTURES]
-    return old + [path for path in pictures if figure.drawn_of(path) != digest(derived)]
+    return old + [path for path in pictures if drawn_of(path) != digest(derived)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -133,8 +132,3 @@ def derive(panels: Sequence[Panel]) -> dict[str, Any]:
     derived = {"panels": found, "sweeps": changes(panels)}
     copied: dict[str, Any] = json.loads(json.dumps(derived))
     return copied
-
-
-def digest(derived: dict[str, Any]) -> str:
-    """SHA-256 of what is drawn."""
-    return hashlib.sha256(json.dumps(derived, sort_keys=True).encode()).hexdigest()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from bench import tables
 from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
 BASELINE = "eager"
@@ -173,29 +173,13 @@ def _ratio(found: dict[str, Any]) -> dict[str, float] | None:
     return ratios.get(BASELINE)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A results file. Raises: ValueError where it is not one."""
-    try:
-        data: dict[str, Any] = json.loads(path.read_text())
-        if not isinstance(data["machine"], dict) or not isinstance(data["results"], list):
-            raise TypeError("machine or results of another kind")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a results file of bench: {error!r}") from error
-    return data
-
-
 def current(data: dict[str, Any]) -> list[dict[str, Any]]:
     """A file's steps of whole layers, on its machine and code: not what is left of others.
 
     All of them in a file that was made of several (`collected`).
     """
-    here = {**data["machine"], "date": None}
-    return [
-        row
-        for row in data["results"]
-        if case_of(row)
-        and (COLLECTED in data or {**row.get("machine", here), "date": None} == here)
-    ]
+    rows = data["results"] if COLLECTED in data else tables.current(data)
+    return [row for row in rows if case_of(row)]
 
 
 def collected(files: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -52,12 +52,13 @@ def _rows(rows: Sequence[Row], section: str, name: str = "") -> Iterator[Row]:
             yield row
 
 
-def _value(way: Row, read: Callable[[Row], float | None]) -> tuple[float | None, bool]:
-    """What is read of a way, and whether it counts: None counts where it failed."""
-    if "error" in way:
-        return None, True
+def _judged(
+    where: str, way: Row, read: Callable[[Row], float | None], limit: float, between: str = ""
+) -> Iterator[Found]:
+    """What is read of a way: nothing where it was not measured, a wrong one where it failed."""
     value = read(way) if "us" in way else None
-    return value, value is not None
+    if value is not None or "error" in way:
+        yield Found(where, None if "error" in way else value, limit, between)
 
 
 def _ratio(baseline: str) -> Callable[[Row], float | None]:
@@ -91,10 +92,8 @@ def steps(
             if width not in limits or row["case"].get("dropout") or way not in ways:
                 continue
             read = _share(ways.get(baseline, {})) if kept else _ratio(baseline)
-            value, counts = _value(ways[way], read)
-            if counts:
-                between = "" if kept else _between(rows, row, way, baseline)
-                yield Found(f"D = {width}", value, limits[width], between)
+            between = "" if kept else _between(rows, row, way, baseline)
+            yield from _judged(f"D = {width}", ways[way], read, limits[width], between)
 
     return find
 
@@ -168,16 +167,14 @@ def mlp_backward(rows: Sequence[Row]) -> Iterator[Found]:
     read = _ratio("bare")
     for row in _rows(rows, "products", "mlp_bwd gelu"):
         ways = {name: way for name, way in row["ways"].items() if name not in ("aten", "bare")}
-        values = {name: _value(way, read) for name, way in ways.items()}
         where = f"D = {row['case']['width']}"
-        if any(value is None and counts for value, counts in values.values()):
+        if any("error" in way for way in ways.values()):
             yield Found(where, None, 1.11)
             continue
-        right = {name: value for name, (value, _) in values.items() if value is not None}
+        right = {name: value for name, way in ways.items() if "us" in way and (value := read(way))}
         if right:
             best = min(right, key=lambda name: right[name])
-            between = _of_floor(row, best, "bare")
-            yield Found(f"{where}, {best}", right[best], 1.11, between)
+            yield Found(f"{where}, {best}", right[best], 1.11, _of_floor(row, best, "bare"))
 
 
 def attention_forwards(rows: Sequence[Row]) -> Iterator[Found]:
@@ -209,9 +206,7 @@ def own_attention(direction: str, limit: float) -> Find:
                 continue
             best = min(times, key=lambda name: times[name])
             read = lambda way, best=times[best]: best / way["us"]["p50"]  # noqa: E731
-            value, counts = _value(ways.get(mine, {}), read)
-            if counts:
-                yield Found(where, value, limit, _of_floor(row, mine, best))
+            yield from _judged(where, ways.get(mine, {}), read, limit, _of_floor(row, mine, best))
 
     return find
 
@@ -222,10 +217,9 @@ def dispatch(rows: Sequence[Row]) -> Iterator[Found]:
     Device time: the launches of both are queued ahead.
     """
     for row in _rows(rows, "attention", "attention_"):
-        value, counts = _value(row["ways"].get("fused_remat triton", {}), _ratio("aten"))
-        if counts:
-            direction = row["case"]["name"].split()[0].removeprefix("attention_")
-            yield Found(f"{direction} {_where(row['case'])}", value, 1.01)
+        direction = row["case"]["name"].split()[0].removeprefix("attention_")
+        ours = row["ways"].get("fused_remat triton", {})
+        yield from _judged(f"{direction} {_where(row['case'])}", ours, _ratio("aten"), 1.01)
 
 
 def norms(read: Callable[[Row], float | None], limit: float) -> Find:
@@ -233,9 +227,8 @@ def norms(read: Callable[[Row], float | None], limit: float) -> Find:
 
     def find(rows: Sequence[Row]) -> Iterator[Found]:
         for row in _rows(rows, "norms", "norm_bwd"):
-            value, counts = _value(row["ways"].get(mine, {}), read)
-            if counts:
-                yield Found(_where(row["case"]), value, limit, _of_floor(row, mine, "aten"))
+            between = _of_floor(row, mine, "aten")
+            yield from _judged(_where(row["case"]), row["ways"].get(mine, {}), read, limit, between)
 
     return find
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from bench.layers.subjects import Subject
+from bench.measure.case import Subject
 from bench.measure.contest import UNITS
 from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.graph.schedule import schedule
@@ -48,7 +48,7 @@ def example_of(subject: Subject) -> Example:
     found: list[BlockRun] = []
     OBSERVERS.append(found.append)
     try:
-        subject.fused(subject.sample.layer, "full", subject.backend)(subject.sample.x)
+        subject.fused(subject.module, "full", subject.backend)(subject.x)
     finally:
         OBSERVERS.remove(found.append)
     (call,) = found

@@ -1,6 +1,6 @@
-"""Training steps of whole layers and MLPs on a GPU: which of `bench.layers`, in which order.
+"""Training steps of whole layers and MLPs on a GPU: which of `bench layers`, in which order.
 
-Rows are those of `bench.layers.measure`, and besides of each way what a contest's rows have: "us"
+Rows are those of `bench layers`, and besides of each way what a contest's rows have: "us"
 and "ratio" of a step, "host_us", the time the host takes to launch one; "error" and "absent".
 """
 
@@ -10,34 +10,28 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bench.layers import subjects
-from bench.layers.measure import Timer, measure_subject
-from bench.layers.steps import ReplayedStep, Step
-from bench.layers.subjects import DTYPES, Case, Subject
-from bench.layers.ways import BUDGETS
+from bench.measure import step_contest
+from bench.measure.case import Subject, dtype_name
 from bench.measure.contest import P, Rig
+from bench.measure.steps import ReplayedStep, Step
+from bench.subjects import layers
+from bench.subjects.layer_ways import BUDGETS
+from bench.subjects.layer_ways import WAYS as LAYER_WAYS
+from bench.subjects.layers import Case
 from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
 SEQ_LEN, HEAD_DIM = 2048, 128
 WIDTHS = (2048, 1024, 4096)
 _STOCK = ("eager", "checkpoint")
-WAYS = (
-    *_STOCK,
-    "selective_matmuls",
-    "selective_attention",
-    "torch_remat",
-    *EXACT_PRESETS,
-    *LOSSY_PRESETS,
-)
+_PEERS = ("selective_matmuls", "selective_attention", "torch_remat")
+WAYS = (*_STOCK, *_PEERS, *EXACT_PRESETS, *LOSSY_PRESETS)
 MLP_WAYS = (*_STOCK, "selective_matmuls", "full", "none", "fast8")
 REPLAYED = (*_STOCK, *EXACT_PRESETS, "fast8")
 COMPILED = (*_STOCK, "compile", "full", "full_compiled", "fast", "fast_compiled")
 #: Of one long sequence.
 LONG_LEN, LONG = 32768, (*_STOCK, *EXACT_PRESETS)
-BUDGETED = (
-    *(*_STOCK, "compile", *(f"compile_budget_{budget:g}" for budget in BUDGETS)),
-    *("full", "lean", "fast"),
-)
+_BUDGETS = tuple(f"compile_budget_{budget:g}" for budget in BUDGETS)
+BUDGETED = (*_STOCK, "compile", *_BUDGETS, "full", "lean", "fast")
 #: Of all of them in a dry run, but for its first layer: the interpreter is slow.
 DRY = ("eager", "checkpoint", "full", "none")
 _LONGER = 2.5  # than a kernel's contest, for steps take longer
@@ -49,7 +43,7 @@ def measure(
     subject: Subject,
     names: Sequence[str],
     rig: Rig,
-    timer: Timer = Step,
+    timer: type[Step] = Step,
     beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """A row, with ratios to the baselines and `beside`; a dry run has presets on the Triton
@@ -58,13 +52,18 @@ def measure(
     if rig.dry:
         subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
     subject.captured = timer is ReplayedStep
-    rig = dataclasses.replace(rig, seconds=_LONGER * rig.seconds)
-    row = measure_subject(subject, names, rig, timer, beside=beside)
-    return row | {"ways": {name: as_contest(found) for name, found in row["ways"].items()}}
+    longer = dataclasses.replace(rig, seconds=_LONGER * rig.seconds)
+    return as_contest(
+        step_contest.measure(subject, LAYER_WAYS, names, longer, timer, beside=beside)
+    )
 
 
-def as_contest(found: dict[str, Any]) -> dict[str, Any]:
-    """A way's row as those of kernels' contests are."""
+def as_contest(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose ways are as those of kernels' contests."""
+    return row | {"ways": {name: _as_contest(found) for name, found in row["ways"].items()}}
+
+
+def _as_contest(found: dict[str, Any]) -> dict[str, Any]:
     if "failure" in found:
         return {"error": found["failure"]}
     if "unavailable" in found:
@@ -77,37 +76,35 @@ def as_contest(found: dict[str, Any]) -> dict[str, Any]:
     return found | times
 
 
-def measure_layer(
-    case: Case,
-    names: Sequence[str],
-    rig: Rig,
-    timer: Timer = Step,
+def _entry(
+    layer: Case,
+    case: dict[str, Any],
+    ways: Sequence[str],
+    timer: type[Step] = Step,
     beside: Sequence[str] = (),
-) -> dict[str, Any]:
-    """The same of an encoder layer, and which: the frontier is drawn of such rows."""
-    row = measure(case.subject(rig.device), names, rig, timer, beside)
-    return {"layer": dataclasses.asdict(case), **row}
+) -> Entry:
+    """A row of an encoder layer, and which: the frontier is drawn of such rows."""
+
+    def run(rig: Rig) -> dict[str, Any]:
+        row = measure(layer.subject(rig.device), ways, rig, timer, beside)
+        return {"layer": dataclasses.asdict(layer), **row}
+
+    return case, run
 
 
-def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:
-    """All of them, or those of a dry run."""
-    return [way for way in ways if way in DRY] if rig.dry else ways
-
-
-def encoder(rig: Rig, norm: str, width: int, dropout: float) -> Case:
+def encoder(rig: Rig, norm: str, width: int, dropout: float = 0.0) -> Case:
     """A causal encoder layer, head dim 128; dropout of the residuals and in the MLP."""
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == rig.dtype)
     batch, seq_len = rig.size(tokens_of(width) // SEQ_LEN, 2), rig.size(SEQ_LEN, 9)
     return Case(
-        dtype, norm, dropout, batch, seq_len, width, rig.size(width // HEAD_DIM, 2),
+        dtype_name(rig.dtype), norm, dropout, batch, seq_len, width, rig.size(width // HEAD_DIM, 2),
         causal=True, attention_dropout=0.0,
     )  # fmt: skip
 
 
-def mlp(rig: Rig, width: int) -> Subject:
-    """Linear, GELU, linear."""
-    sizes = rig.size(tokens_of(width), 32), width, rig.size(4 * width, 64)
-    return subjects.mlp(sizes, rig.dtype, rig.device)
+def long_encoder(rig: Rig) -> Case:
+    """A pre-norm layer of one long sequence."""
+    base = encoder(rig, "pre", rig.size(WIDTHS[0], 32))
+    return dataclasses.replace(base, batch=1, seq_len=rig.size(LONG_LEN, 5))
 
 
 def tokens_of(width: int) -> int:
@@ -119,43 +116,43 @@ def tokens_of(width: int) -> int:
 
 
 def _case(rig: Rig, name: str, width: int, **rest: Any) -> dict[str, Any]:
-    if rig.dry:
-        return {"name": name, "width": width, **rest}
-    return {"name": name, "width": width, "tokens": tokens_of(width), **rest}
+    tokens = {} if rig.dry else {"tokens": tokens_of(width)}
+    return {"name": name, "width": width, **tokens, **rest}
 
 
-def _grid(rig: Rig) -> Iterator[tuple[str, int]]:
-    for norm in ("pre", "post"):
-        for width in (32,) if rig.dry else WIDTHS:
-            yield norm, width
+def _widths(rig: Rig) -> Sequence[int]:
+    return (32,) if rig.dry else WIDTHS
+
+
+def _grid(rig: Rig) -> list[tuple[str, int]]:
+    """Norm and width; in a dry run one of each."""
+    found = [(norm, width) for norm in ("pre", "post") for width in _widths(rig)]
+    return found[:1] if rig.dry else found
+
+
+def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:
+    """All of them, or those of a dry run."""
+    return [way for way in ways if way in DRY] if rig.dry else ways
 
 
 def layer_entries(rig: Rig) -> Iterator[Entry]:
     """Without dropout, then with."""
     for dropout in (0.0, P):
-        for norm, width in list(_grid(rig))[: 1 if rig.dry and dropout else None]:
-            case = _case(rig, f"{norm}-norm", width, dropout=dropout)
-            given = (norm, width, dropout)
-            ways = WAYS if (norm, dropout) == ("pre", 0.0) else _fewer(rig, WAYS)
-            yield case, lambda rig, g=given, w=ways: measure_layer(encoder(rig, *g), w, rig)
+        for norm in ("pre",) if rig.dry and dropout else ("pre", "post"):
+            for width in _widths(rig):
+                case = _case(rig, f"{norm}-norm", width, dropout=dropout)
+                ways = WAYS if (norm, dropout) == ("pre", 0.0) else _fewer(rig, WAYS)
+                yield _entry(encoder(rig, norm, width, dropout), case, ways)
 
 
 def frontier_entries(rig: Rig) -> Iterator[Entry]:
     """Short and long sequences at one width: with the layers', the sweep over S of the frontier."""
-    width = 32 if rig.dry else WIDTHS[0]
+    base = encoder(rig, "pre", _widths(rig)[0])
     for seq_len in (7,) if rig.dry else (16384, 512, 4096):
-        base = encoder(rig, "pre", width, 0.0)
-        tokens = base.batch * base.seq_len
-        layer = dataclasses.replace(base, batch=max(1, tokens // seq_len), seq_len=seq_len)
-        case = _case(rig, "pre-norm", width, seq_len=seq_len)
-        ways = _fewer(rig, WAYS)
-        yield case, lambda rig, layer=layer, ways=ways: measure_layer(layer, ways, rig)
-
-
-def long_encoder(rig: Rig) -> Case:
-    """A pre-norm layer of one long sequence."""
-    base = encoder(rig, "pre", rig.size(WIDTHS[0], 32), 0.0)
-    return dataclasses.replace(base, batch=1, seq_len=rig.size(LONG_LEN, 5))
+        batch = max(1, base.batch * base.seq_len // seq_len)
+        layer = dataclasses.replace(base, batch=batch, seq_len=seq_len)
+        case = _case(rig, "pre-norm", base.d_model, seq_len=seq_len)
+        yield _entry(layer, case, _fewer(rig, WAYS))
 
 
 def long_entries(rig: Rig) -> Iterator[Entry]:
@@ -165,33 +162,30 @@ def long_entries(rig: Rig) -> Iterator[Entry]:
     """
     layer = long_encoder(rig)
     case = {"name": "pre-norm", "width": layer.d_model, "seq_len": layer.seq_len}
-    ways = ("eager", "none") if rig.dry else LONG
-    yield case, lambda rig: measure_layer(layer, ways, rig, beside=("none",))
+    yield _entry(layer, case, ("eager", "none") if rig.dry else LONG, beside=("none",))
 
 
 def mlp_entries(rig: Rig) -> Iterator[Entry]:
     """The MLP alone: keeping its input only ("full"), the pre-activation too ("none", "fast8")."""
-    for width in (32,) if rig.dry else WIDTHS:
-        case = _case(rig, "mlp", width)
-        yield case, lambda rig, width=width: measure(mlp(rig, width), MLP_WAYS, rig)
+    for width in _widths(rig):
+        sizes = rig.size(tokens_of(width), 32), width, rig.size(4 * width, 64)
+
+        def run(rig: Rig, sizes: tuple[int, int, int] = sizes) -> dict[str, Any]:
+            return measure(layers.mlp(sizes, rig.dtype, rig.device), MLP_WAYS, rig)
+
+        yield _case(rig, "mlp", width), run
 
 
 def replay_entries(rig: Rig) -> Iterator[Entry]:
     """Layers as CUDA graphs."""
-    ways = _fewer(rig, REPLAYED)
-    for norm, width in list(_grid(rig))[: 1 if rig.dry else None]:
+    for norm, width in _grid(rig):
         case = _case(rig, f"{norm}-norm, replayed", width)
-        given = (norm, width, 0.0)
-        yield (
-            case,
-            lambda rig, g=given: measure_layer(encoder(rig, *g), ways, rig, ReplayedStep),
-        )
+        yield _entry(encoder(rig, norm, width), case, _fewer(rig, REPLAYED), ReplayedStep)
 
 
 def compile_entries(rig: Rig) -> Iterator[Entry]:
     """Beside `torch.compile` of the stock layer; then beside its memory budgets."""
-    for norm, width in list(_grid(rig))[: 1 if rig.dry else None]:
+    for norm, width in _grid(rig):
         for name, ways in (("compiled", COMPILED), ("budgets", BUDGETED)):
             case = _case(rig, f"{norm}-norm, {name}", width)
-            given = (norm, width, 0.0)
-            yield case, lambda rig, g=given, w=ways: measure_layer(encoder(rig, *g), w, rig)
+            yield _entry(encoder(rig, norm, width), case, ways)

@@ -1,21 +1,23 @@
-"""Training steps of whole Hugging Face models on a GPU: which of `bench.model`, in which order.
+"""Training steps of Hugging Face models, and plans of a stack, on a GPU: which, in which order.
 
-Rows are those of `bench.model.measure`, and besides of each way what a contest's rows have.
+Rows are those of `bench model` and `bench plan`, and of each way what a contest's rows have.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.gpu.layers import as_contest
-from bench.layers.subjects import DTYPES
+from bench.commands import plan
+from bench.gpu.layers import Entry, as_contest
+from bench.measure.case import dtype_name
 from bench.measure.contest import Rig
-from bench.model.configs import MODELS
 from bench.model.measure import Options, measure
-from bench.model.subjects import Case
+from bench.subjects import stacks
+from bench.subjects.configs import MODELS
+from bench.subjects.models import Case
 
 #: Model -> sequences of `TOKENS` each: what the unconverted model keeps of them fits into 80 GB.
 BATCHES = {"smollm-135m": 8, "qwen2-1.5b": 4}
@@ -28,9 +30,8 @@ WAYS = (*_HF, "full", "lean", "fast", "full_loss", "fast_loss")
 SEARCHED = ("eager", "checkpoint", "liger_checkpoint", "full", "fast", "full_loss")
 #: Of all of them in a dry run: the interpreter is slow.
 DRY = ("eager", "checkpoint", "liger", "full")
-_LONGER = 2.5  # than a kernel's contest, for steps take longer
-
-Entry = tuple[dict[str, Any], Callable[[Rig], dict[str, Any]]]
+#: Than a kernel's contest, for steps take longer, and of plans there are many ways.
+_LONGER, _PLANS_LONGER = 2.5, 5.0
 
 
 def model_entries(rig: Rig) -> Iterator[Entry]:
@@ -47,22 +48,41 @@ def model_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def _entry(rig: Rig, model: str, lora: int, cap: int | None, ways: Sequence[str]) -> Entry:
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == rig.dtype)
     layers, batch = rig.size(MODELS[model].layers, 1), rig.size(BATCHES[model], 1)
-    case = Case(model, layers, batch, rig.size(TOKENS, 5), dtype, lora, tiny=rig.dry)
+    seq_len, dtype = rig.size(TOKENS, 5), dtype_name(rig.dtype)
+    case = Case(model, layers, batch, seq_len, dtype, lora, tiny=rig.dry)
     kind = f"LoRA {lora}" if lora else "full fine-tuning"
     named = {"name": f"{model}, {kind}{', the largest batch' if cap else ''}"}
-    options = Options(
-        rig.device.type, ways, rig.rounds, memory=cap, backend="triton" if rig.dry else "auto"
-    )
-    return named, lambda rig: _measure(case, options, rig)
+    options = Options(ways, memory=cap, backend="triton" if rig.dry else "auto")
+
+    def run(rig: Rig) -> dict[str, Any]:
+        row = measure(case, options, _longer(rig, _LONGER))
+        return {"model": dataclasses.asdict(case)} | _row(row, {"held_bytes": "kept_bytes"})
+
+    return named, run
 
 
-def _measure(case: Case, options: Options, rig: Rig) -> dict[str, Any]:
-    longer = dataclasses.replace(rig, seconds=_LONGER * rig.seconds)
-    row = measure(case, options, rig=longer)
-    ways = {}
+def plan_entries(rig: Rig) -> Iterator[Entry]:
+    """A causal stack in this dtype, without `torch.compile`, which takes long."""
+    layers, batch, seq_len, width, heads = (3, 1, 8, 16, 2) if rig.dry else plan.SIZES["cuda"]
+    kind = layers, dtype_name(rig.dtype), "pre", 0.0
+    case = stacks.Case(*kind, batch, seq_len, width, heads, causal=True)
+
+    def run(rig: Rig) -> dict[str, Any]:
+        row = plan.measure(case, plan.peers(compiled=False), _longer(rig, _PLANS_LONGER))
+        known = {"held_bytes": "kept_bytes", "step_peak_bytes": "peak_bytes"}
+        return {"stack": dataclasses.asdict(case)} | _row(row, known)
+
+    yield {"name": "plans", "layers": layers, "width": width}, run
+
+
+def _longer(rig: Rig, times: float) -> Rig:
+    return dataclasses.replace(rig, seconds=times * rig.seconds)
+
+
+def _row(row: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
+    """As rows of layers are, whose names of bytes are `known` here by others."""
+    made = as_contest(row)
     for name, found in row["ways"].items():
-        kept = {"held_bytes": found["kept_bytes"]} if "kept_bytes" in found else {}
-        ways[name] = as_contest(found) | kept
-    return row | {"model": row.pop("case"), "ways": ways}
+        made["ways"][name] |= {name: found[key] for name, key in known.items() if key in found}
+    return made

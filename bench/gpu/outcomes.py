@@ -1,4 +1,4 @@
-"""A pytest plugin: which tests passed on this GPU, for docs/composition.md.
+"""A pytest plugin: which tests passed on this GPU, for docs/tables/composition.md.
 
     python -m pytest -m gpu -p bench.gpu.outcomes
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench.measure.machine import machine
-from bench.report.composition import OUTCOMES
+from bench.pages.composition import OUTCOMES
 
 _found: dict[str, str] = {}
 

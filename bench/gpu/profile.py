@@ -19,11 +19,12 @@ from torch.profiler import ProfilerActivity, profile
 from bench.gpu import floors
 from bench.gpu.kinds import FORWARD, KINDS, kind_of
 from bench.gpu.layers import WIDTHS, Entry, as_contest, encoder, long_encoder
-from bench.layers.measure import measure_subject
-from bench.layers.steps import QueuedStep
-from bench.layers.subjects import Case, Forward, Subject
-from bench.layers.ways import WAYS as LAYER_WAYS
+from bench.measure import step_contest
+from bench.measure.case import Forward, Subject
 from bench.measure.contest import Rig
+from bench.measure.steps import QueuedStep
+from bench.subjects.layer_ways import WAYS as LAYER_WAYS
+from bench.subjects.layers import Case
 from fused_remat.policies import EXACT_PRESETS
 
 WAYS = ("eager", "checkpoint", *EXACT_PRESETS)
@@ -119,7 +120,7 @@ def tally(events: Sequence[Event], steps: int) -> dict[str, Any]:
 
 def profiled(forward: Forward, subject: Subject, steps: int) -> dict[str, Any]:
     """`tally` of so many steps of a way, after one that is not recorded."""
-    x, dy = subject.sample.x, subject.sample.dy
+    x, dy = subject.x, subject.dy
     forward(x).backward(dy)
 
     def work() -> None:
@@ -141,8 +142,9 @@ def measure(case: Case, rig: Rig) -> dict[str, Any]:
     Raises: NothingRecordedError.
     """
     subject = case.subject(rig.device)
-    row = measure_subject(subject, WAYS, rig, QueuedStep, beside=("none",))
-    ways = {name: as_contest(found) for name, found in row["ways"].items()}
+    measured = step_contest.measure
+    row = as_contest(measured(subject, LAYER_WAYS, WAYS, rig, QueuedStep, beside=("none",)))
+    ways = row["ways"]
     right = [name for name, found in ways.items() if "us" in found]
     example = floors.example_of(subject)
     for index, name in enumerate(right):
@@ -154,12 +156,12 @@ def measure(case: Case, rig: Rig) -> dict[str, Any]:
             "gaps_us": ways[name]["us"]["p50"] - ways[name]["busy_us"],
             "least_us": floors.least(name, example, rig.ceilings),
         }
-    return {"profiled": dataclasses.asdict(case), **row, "ways": ways}
+    return {"profiled": dataclasses.asdict(case), **row}
 
 
 def profile_entries(rig: Rig) -> Iterator[Entry]:
     """Pre-norm layers at every width, then one long sequence; without dropout."""
-    layers = [encoder(rig, "pre", width, 0.0) for width in ((32,) if rig.dry else WIDTHS)]
+    layers = [encoder(rig, "pre", width) for width in ((32,) if rig.dry else WIDTHS)]
     for layer in [*layers, *([] if rig.dry else [long_encoder(rig)])]:
         case = {"name": "pre-norm", "width": layer.d_model, "seq_len": layer.seq_len}
         yield case, lambda rig, layer=layer: measure(layer, rig)

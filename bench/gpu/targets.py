@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bench.gpu import evidence, kernels
 from bench.gpu.evidence import LONG_LEN, Find, Found, Limits, Row
 from bench.gpu.models import BATCHES
-from bench.layers.report import Verdict
+from bench.tables import Verdict, markdown
 
 UNMEASURED = "not measured"
 #: Cases that are all shown; of more, the best and the worst.
@@ -171,12 +171,7 @@ def lines(rows: Sequence[Row], unmeasured: str = UNMEASURED) -> list[Line]:
 
 def table(rows: Sequence[Row], unmeasured: str = UNMEASURED) -> str:
     """The same as a Markdown table."""
-    met = {True: "yes", False: "no", None: "-"}
-    shown = [
-        "| | target | measured | met | the least, and what is above it |", "|---|---|---|---|---|"
-    ]  # fmt: skip
-    for line in lines(rows, unmeasured):
-        verdict = line.verdict
-        cells = str(line.number), verdict.target, verdict.measured, met[verdict.met], line.between
-        shown.append(f"| {' | '.join(cells)} |")
-    return "\n".join(shown)
+    head = ("", "target", "measured", "met", "the least, and what is above it")
+    cells = [[str(line.number), *line.verdict.cells, line.between]
+             for line in lines(rows, unmeasured)]  # fmt: skip
+    return markdown(head, cells)

@@ -17,6 +17,7 @@ from bench.kernels.problem import (
     Op,
     Problem,
     Ways,
+    add_ours,
     compiled,
     failing,
     through_autograd,
@@ -175,7 +176,10 @@ def flash_attn_3(p: Attention) -> Function:
 
 
 def _ours(p: Attention, backend: str) -> Ways:
-    """The public function; a seed says which mask is dropped, so that results are known."""
+    """The public function; a seed says which mask is dropped, so that results are known.
+
+    In Triton kernels where no ATen kernel is faster: plain calls go to those.
+    """
     form = p.form
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -190,16 +194,7 @@ def _ours(p: Attention, backend: str) -> Ways:
     return {name: dataclasses.replace(way, truth=None) for name, way in ways.items()}
 
 
-@ATTENTION.provider("fused_remat eager", ours=True)
-def eager(p: Attention) -> Ways:
-    """Ours, in ATen's operators."""
-    return _ours(p, "eager")
-
-
-@ATTENTION.provider("fused_remat triton", needs="triton", ours=True)
-def triton(p: Attention) -> Ways:
-    """Ours, in Triton kernels where no ATen kernel is faster: plain calls go to those."""
-    return _ours(p, "triton")
+add_ours(ATTENTION, _ours)
 
 
 @ATTENTION.provider("fused_remat kernel", needs="triton", ours=True)

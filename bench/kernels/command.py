@@ -15,23 +15,24 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.kernels import report
 from bench.kernels.problem import DIRECTIONS, Problem, contests
 from bench.kernels.shapes import MODELS, Size, at_tokens, sweep, tiny
 from bench.kernels.table import OPS
 from bench.measure import ceilings
-from bench.measure.contest import ROUNDS, Rig, described, measure
+from bench.measure.admission import described
+from bench.measure.case import DTYPES
+from bench.measure.contest import ROUNDS, Rig, measure
 from bench.measure.machine import environment
+from bench.measure.options import DEVICE, Parser, positive
 from bench.measure.progress import Progress
-from bench.measure.results import ResultsFile, folder_of
+from bench.measure.results import ResultsFile
+from bench.pages import kernels as report
 from fused_remat.triton.launch import INTERPRETED, target_of
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Of a model's batch, about; lengths of one sequence; the model whose kernels they are swept for.
 TOKENS = {"cpu": 1024, "cuda": 16384}
 SWEEP = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
@@ -152,42 +153,20 @@ def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[dict[s
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--op", nargs="+", default=list(OPS), choices=OPS)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, else float32")
+    shared = "dtype rounds seconds threads out fresh dry-run"
+    parser = Parser("kernels", __doc__, shared, device=DEVICE, rounds=ROUNDS, seconds=1.0)
+    add = parser.add
+    add("--device", metavar="{cpu,cuda,cuda:N}", help=f"(default here: {DEVICE})")
+    parser.several("op", default=list(OPS), choices=OPS)
     add("--models", nargs="*", default=list(MODELS), choices=MODELS)
-    add("--tokens", type=int, help="of a model's batch, about (GPU: 16384, CPU: 1024)")
-    add("--sweep", nargs="*", type=int, metavar="S", help="lengths of one sequence; none: no sweep")
+    add("--tokens", type=positive, help="of a model's batch, about (GPU: 16384, CPU: 1024)")
+    sweep = "lengths of one sequence; none: no sweep"
+    add("--sweep", nargs="*", type=positive, metavar="S", help=sweep)
     add("--sweep-model", choices=MODELS, help="whose shapes are swept")
     every = list(dict.fromkeys(name for op in OPS.values() for name in op.providers))
-    add("--providers", nargs="+", choices=every, metavar="NAME", help=f"of {every} (all)")
-    add("--rounds", type=int, default=ROUNDS, help=f"timed at most (default: {ROUNDS})")
-    add("--seconds", type=float, default=1.0, help="timed of a direction, about (default: 1)")
-    add("--threads", type=int, help="torch's threads on CPU")
-    add("--out", type=Path, help="folder of the results file (bench/results; dry: build/dry-run)")
-    add("--fresh", action="store_true", help="measure again what is in the file already")
-    add("--dry-run", action="store_true", help="tiny sizes, one round: the path, no measurement")
-    args = parser.parse_args(arguments)
+    parser.several("providers", choices=every, metavar="NAME", help=f"of {every} (all)")
+    args = parser.parse(arguments)
     kind = args.device.split(":")[0]
-    if kind not in TOKENS:
-        parser.error(f"--device must be cpu or cuda, not {args.device}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device: --device cpu compares what runs on one")
-    if INTERPRETED and not args.dry_run:
-        parser.error("times under Triton's interpreter mean nothing: --dry-run")
-    given = (args.rounds, args.tokens, args.threads, *(args.sweep or ()))
-    sizes = [number for number in given if number is not None]
-    if min(sizes) < 1:
-        names = "--rounds, --tokens, --threads and --sweep"
-        parser.error(f"{names} must be at least 1, not {min(sizes)}")
-    args.dtype = args.dtype or ("bfloat16" if kind == "cuda" else "float32")
-    args.out = args.out or folder_of(args.dry_run)
     args.tokens = args.tokens or (32 if args.dry_run else TOKENS[kind])
     args.sweep_model = args.sweep_model or SWEPT[kind]
     if args.sweep is None:
@@ -199,8 +178,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print, and write `kernels-<device>.json`; 1 if a result was wrong."""
     args = parse(arguments)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     rig = rig_of(args)
     names = ("dtype", "rounds", "seconds", "dry_run")
     config = {name: getattr(args, name) for name in names}
@@ -209,7 +186,7 @@ def main(arguments: Sequence[str]) -> int:
     start = time.perf_counter()
     rows = run(args, rig, results)
     took, known = time.perf_counter() - start, sum("machine" in row for row in rows)
-    print(f"\n{report.summary(rows)}\n\n{took:.0f} s, {known} of {len(rows)} known before; {path}")
+    print(f"\n{report.means(rows)}\n\n{took:.0f} s, {known} of {len(rows)} known before; {path}")
     wrong = report.failures(rows)
     print(*wrong, sep="\n", file=sys.stderr) if wrong else None
     return 1 if wrong else 0

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.dropout_masks import check_share
-from bench.kernels.problem import Build, Function, Op, Problem, compiled
+from bench.kernels.problem import Build, Function, Op, Problem, add_ours, add_stock
 from bench.kernels.shapes import Size
 from bench.measure.contest import P, Results, Rig, Work, WrongResultError
 from bench.measure.registry import Registry
@@ -76,30 +76,15 @@ def _nearer(value: Tensor, kept: Tensor) -> Tensor:
 
 
 DROPOUT: Registry[Build] = Registry("dropout")
+add_stock(DROPOUT)
 
 
-@DROPOUT.provider("aten", baseline=True)
-def aten(p: Dropout) -> Function:
-    """Two of PyTorch's own kernels."""
-    return p.reference
+def _ours(p: Dropout, backend: str) -> Function:
+    """The mask is drawn again in the backward."""
+    return lambda x, residual: ops.dropout_add(x, residual, P, backend=backend)
 
 
-@DROPOUT.provider("compile")
-def compile_(p: Dropout) -> Function:
-    """torch.compile of the same."""
-    return compiled(p.reference)
-
-
-@DROPOUT.provider("fused_remat eager", ours=True)
-def eager(p: Dropout) -> Function:
-    """Ours, in ATen's operators; the mask is drawn again in the backward."""
-    return lambda x, residual: ops.dropout_add(x, residual, P, backend="eager")
-
-
-@DROPOUT.provider("fused_remat triton", needs="triton", ours=True)
-def triton(p: Dropout) -> Function:
-    """Ours, in Triton kernels; likewise."""
-    return lambda x, residual: ops.dropout_add(x, residual, P, backend="triton")
+add_ours(DROPOUT, _ours)
 
 
 def of_model(rig: Rig, size: Size) -> Iterator[Problem]:

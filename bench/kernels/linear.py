@@ -15,7 +15,7 @@ from bench.kernels.problem import (
     Op,
     Problem,
     Ways,
-    compiled,
+    add_stock,
     failing,
     through_autograd,
 )
@@ -49,12 +49,7 @@ class Linear(Products):
 
 
 LINEAR: Registry[Build] = Registry("linear")
-
-
-@LINEAR.provider("aten", baseline=True)
-def aten(p: Linear) -> Function:
-    """PyTorch's own: cuBLAS or MKL."""
-    return p.reference
+add_stock(LINEAR)
 
 
 @LINEAR.provider("bare")
@@ -80,12 +75,6 @@ def bare(p: Linear) -> Ways:
         "fwd": p.way(forward, operands, lambda x, weight: {"product": F.linear(x, weight)}),
         "bwd": p.way(backward, lambda index: (*operands(index), p.dys[index]), exact),
     }
-
-
-@LINEAR.provider("compile")
-def compile_(p: Linear) -> Function:
-    """torch.compile of PyTorch's own."""
-    return compiled(p.reference)
 
 
 @LINEAR.provider("quack", module="quack", needs="cuda", optional=True, autotunes=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import Build, Function, Op, Problem, compiled
+from bench.kernels.problem import Build, Function, Op, Problem, add_ours, add_stock
 from bench.kernels.shapes import Size
 from bench.measure.contest import Rig, Work
 from bench.measure.registry import Registry
@@ -50,18 +50,7 @@ class Loss(Problem):
 
 
 LOSS: Registry[Build] = Registry("loss")
-
-
-@LOSS.provider("aten", baseline=True)
-def aten(p: Loss) -> Function:
-    """PyTorch's linear layer and cross-entropy, of whole logits in float32."""
-    return p.reference
-
-
-@LOSS.provider("compile")
-def compile_(p: Loss) -> Function:
-    """torch.compile of the same."""
-    return compiled(p.reference)
+add_stock(LOSS)
 
 
 @LOSS.provider("liger", module="liger_kernel", needs="cuda")
@@ -83,16 +72,7 @@ def _ours(p: Loss, backend: str) -> Function:
     return function
 
 
-@LOSS.provider("fused_remat eager", ours=True)
-def eager(p: Loss) -> Function:
-    """Ours, in ATen's operators."""
-    return _ours(p, "eager")
-
-
-@LOSS.provider("fused_remat triton", needs="triton", ours=True)
-def triton(p: Loss) -> Function:
-    """Ours, in Triton kernels."""
-    return _ours(p, "triton")
+add_ours(LOSS, _ours)
 
 
 def of_model(rig: Rig, size: Size) -> Iterator[Problem]:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import Build, Function, Op, Problem, Ways, compiled
+from bench.kernels.problem import (
+    Build,
+    Function,
+    Op,
+    Problem,
+    Ways,
+    accumulated,
+    add_ours,
+    add_stock,
+    through_autograd,
+)
 from bench.kernels.products import QUACK_GATED, QUACK_PLAIN, Products, gradients
 from bench.kernels.shapes import Size
-from bench.measure.contest import Results, Rig, Way
+from bench.measure.contest import Results, Rig
 from bench.measure.registry import Absent, Registry
 from fused_remat import ops
 
@@ -43,57 +53,7 @@ class Mlp(Products):
 
 
 MLP: Registry[Build] = Registry("mlp")
-
-#: (y, leaves, dy) -> gradients of the leaves.
-Gradients = Callable[[Tensor, Sequence[Tensor], Tensor], Sequence[Any]]
-
-
-def accumulated(y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
-    """Gradients as a training step makes them: in `.grad`, which was None."""
-    y.backward(dy)
-    return [leaf.grad for leaf in leaves]
-
-
-def adapted(
-    function: Function,
-    p: Mlp,
-    pack: Callable[..., Sequence[Tensor]] = lambda *inputs: inputs,
-    unpack: Callable[..., Sequence[Tensor]] = lambda *gradients: gradients,
-    gradients_of: Gradients = torch.autograd.grad,
-    optional: bool = False,
-) -> Ways:
-    """Both directions of a function that takes other inputs than the problem's.
-
-    `pack` makes its inputs of the problem's, untimed; `unpack` the problem's gradients of its own.
-    optional: it may not serve these sizes, dtype or device, which is no failure.
-    """
-
-    def inputs(index: int) -> list[Tensor]:
-        given = pack(*(t.detach() for t in p.sets[index].values()))
-        return [t.requires_grad_() for t in given]
-
-    def forward(leaves: list[Tensor]) -> Results:
-        return {"y": function(*leaves)}
-
-    def graph(index: int) -> tuple[Tensor, list[Tensor], Tensor]:
-        leaves = inputs(index)
-        return function(*leaves), leaves, p.dys[index]
-
-    def backward(given: tuple[Tensor, list[Tensor], Tensor]) -> Results:
-        made = unpack(*gradients_of(*given))
-        found = {f"d{name}": t for name, t in zip(p.shapes, made, strict=True)}
-        return {"y": given[0].detach(), **found}
-
-    return {
-        "fwd": Way(forward, optional=optional, prepare=inputs),
-        "bwd": Way(backward, optional=optional, prepare=graph),
-    }
-
-
-@MLP.provider("aten", baseline=True)
-def aten(p: Mlp) -> Function:
-    """PyTorch's own operators."""
-    return p.reference
+add_stock(MLP)
 
 
 @MLP.provider("bare")
@@ -150,12 +110,6 @@ def _bare_bwd(x: Tensor, hidden: Tensor, dy: Tensor, *weights: Tensor) -> Result
     return found
 
 
-@MLP.provider("compile")
-def compile_(p: Mlp) -> Function:
-    """torch.compile of PyTorch's own."""
-    return compiled(p.reference)
-
-
 def _liger_act(p: Mlp) -> Any:
     """Liger-Kernel's act(gate) * up."""
     from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
@@ -192,7 +146,7 @@ def liger_tiled(p: Mlp) -> Ways:
         made: Tensor = apply_tiled_mlp(piece, None, x)
         return made
 
-    return adapted(tiled, p, gradients_of=accumulated)
+    return through_autograd(tiled, p, gradients_of=accumulated)
 
 
 @MLP.provider("liger fused", module="liger_kernel", needs="cuda", optional=True, autotunes=True)
@@ -235,7 +189,7 @@ def _quack(p: Mlp, recompute: bool) -> Function | Ways:
         made: Tensor = mlp_func(x, gate_up, down, known[p.act], **options)
         return made
 
-    return adapted(gated, p, side_by_side, apart, optional=True)
+    return through_autograd(gated, p, optional=True, pack=side_by_side, unpack=apart)
 
 
 @MLP.provider("quack", module="quack", needs="cuda", optional=True, autotunes=True)
@@ -251,32 +205,12 @@ def quack_recompute(p: Mlp) -> Function | Ways:
 
 
 def _ours(p: Mlp, backend: str, policy: str) -> Function:
+    """Keeping the hidden half ("none") or its input ("full")."""
     mlp: Function = ops.gated_mlp if p.gated else ops.mlp
     return lambda *inputs: mlp(*inputs, activation=p.act, policy=policy, backend=backend)
 
 
-@MLP.provider("fused_remat eager none", ours=True)
-def eager_none(p: Mlp) -> Function:
-    """Ours in ATen's operators, keeping the hidden half."""
-    return _ours(p, "eager", "none")
-
-
-@MLP.provider("fused_remat eager full", ours=True)
-def eager_full(p: Mlp) -> Function:
-    """Ours in ATen's operators, keeping its input."""
-    return _ours(p, "eager", "full")
-
-
-@MLP.provider("fused_remat triton none", needs="triton", ours=True)
-def triton_none(p: Mlp) -> Function:
-    """Ours in Triton kernels, keeping the hidden half."""
-    return _ours(p, "triton", "none")
-
-
-@MLP.provider("fused_remat triton full", needs="triton", ours=True)
-def triton_full(p: Mlp) -> Function:
-    """Ours in Triton kernels, keeping its input."""
-    return _ours(p, "triton", "full")
+add_ours(MLP, _ours, ("none", "full"))
 
 
 def of_model(rig: Rig, size: Size) -> Iterator[Problem]:

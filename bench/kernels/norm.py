@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import Build, Function, Op, Problem, compiled
+from bench.kernels.problem import Build, Function, Op, Problem, add_ours, add_stock
 from bench.kernels.shapes import Size
 from bench.measure.contest import Rig, Work
 from bench.measure.registry import Absent, Registry
@@ -41,18 +41,7 @@ class Norm(Problem):
 
 
 NORM: Registry[Build] = Registry("norm")
-
-
-@NORM.provider("aten", baseline=True)
-def aten(p: Norm) -> Function:
-    """PyTorch's own kernels."""
-    return p.reference
-
-
-@NORM.provider("compile")
-def compile_(p: Norm) -> Function:
-    """torch.compile of the same."""
-    return compiled(p.reference)
+add_stock(NORM)
 
 
 @NORM.provider("liger", module="liger_kernel", needs="cuda")
@@ -80,16 +69,7 @@ def _ours(p: Norm, backend: str) -> Function:
     return lambda x, *affine: norm(x, *affine, eps=EPS, backend=backend)
 
 
-@NORM.provider("fused_remat eager", ours=True)
-def eager(p: Norm) -> Function:
-    """Ours, in ATen's operators."""
-    return _ours(p, "eager")
-
-
-@NORM.provider("fused_remat triton", needs="triton", ours=True)
-def triton(p: Norm) -> Function:
-    """Ours, in Triton kernels."""
-    return _ours(p, "triton")
+add_ours(NORM, _ours)
 
 
 def of_model(rig: Rig, size: Size) -> Iterator[Problem]:

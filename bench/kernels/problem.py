@@ -8,7 +8,7 @@ timed. What cannot be had that way is given as `Ways`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,36 +82,58 @@ class Problem:
         return None
 
 
-def _gradients(leaves: Mapping[str, Tensor], grads: Any) -> dict[str, Tensor]:
-    return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+def _gradients(names: Iterable[str], grads: Iterable[Any]) -> dict[str, Tensor]:
+    return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
+
+
+#: (y, leaves, dy) -> gradients of the leaves.
+GradientsOf = Callable[[Tensor, Sequence[Tensor], Tensor], Sequence[Any]]
+
+
+def accumulated(y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
+    """Gradients as a training step makes them: in `.grad`, which was None."""
+    y.backward(dy)
+    return [leaf.grad for leaf in leaves]
+
+
+def _as_they_are(*tensors: Tensor) -> Sequence[Tensor]:
+    return tensors
 
 
 def through_autograd(
-    function: Function, problem: Problem, in_place: bool = False, optional: bool = False
+    function: Function,
+    problem: Problem,
+    *,
+    in_place: bool = False,
+    optional: bool = False,
+    pack: Callable[..., Sequence[Tensor]] = _as_they_are,
+    unpack: Callable[..., Sequence[Tensor]] = _as_they_are,
+    gradients_of: GradientsOf = torch.autograd.grad,
 ) -> dict[str, Way]:
     """Both directions of a function.
 
     in_place: it overwrites its inputs or the gradient. optional: it may not serve these sizes,
-    dtype or device, which is no failure. What a backward returns holds the output too, which shows
-    a mask that its gradients have to have.
+    dtype or device, which is no failure. `pack` makes its inputs of the problem's, untimed;
+    `unpack` the problem's gradients of its own. What a backward returns holds the output too,
+    which shows a mask that its gradients have to have.
     """
 
-    def inputs(index: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def inputs(index: int) -> tuple[list[Tensor], list[Tensor]]:
         """Leaves, and what is given to the function: autograd forbids that leaves are written."""
-        leaves = {k: t.detach().requires_grad_() for k, t in problem.sets[index].items()}
-        return leaves, [t.clone() if in_place else t for t in leaves.values()]
+        drawn = pack(*(t.detach() for t in problem.sets[index].values()))
+        leaves = [t.requires_grad_() for t in drawn]
+        return leaves, [t.clone() if in_place else t for t in leaves]
 
-    def forward(given: tuple[dict[str, Tensor], list[Tensor]]) -> Results:
+    def forward(given: tuple[list[Tensor], list[Tensor]]) -> Results:
         return {"y": function(*given[1])}  # with what it saved, which is not freed on the clock
 
-    def graph(index: int) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def graph(index: int) -> tuple[Tensor, list[Tensor], Tensor]:
         (leaves, given), dy = inputs(index), problem.dys[index]
         return function(*given), leaves, dy.clone() if in_place else dy
 
-    def backward(given: tuple[Tensor, dict[str, Tensor], Tensor]) -> Results:
-        y, leaves, dy = given
-        gradients = torch.autograd.grad(y, list(leaves.values()), dy)
-        return {"y": y.detach(), **_gradients(leaves, gradients)}
+    def backward(given: tuple[Tensor, list[Tensor], Tensor]) -> Results:
+        found = unpack(*gradients_of(*given))
+        return {"y": given[0].detach(), **_gradients(problem.sets[0], found)}
 
     return {
         "fwd": Way(forward, problem.truth_of("fwd"), optional, prepare=inputs),
@@ -133,6 +155,23 @@ def compiled(function: Function) -> Function:
     torch._dynamo.reset()
     made: Function = torch.compile(function, dynamic=False)
     return made
+
+
+def add_stock(registry: Registry[Build]) -> None:
+    """PyTorch's own operators, which everyone is compared with, and torch.compile of them."""
+    registry.provider("aten", baseline=True)(lambda p: p.reference)
+    registry.provider("compile")(lambda p: compiled(p.reference))
+
+
+def add_ours(
+    registry: Registry[Build], build: Callable[..., Function | Ways], forms: Sequence[str] = ()
+) -> None:
+    """Ours, `build(problem, backend, *form)`, in ATen's operators and in Triton kernels."""
+    for backend, needs in (("eager", None), ("triton", "triton")):
+        for form in [[form] for form in forms] or [[]]:
+            name = " ".join(["fused_remat", backend, *form])
+            made = lambda p, given=(backend, *form): build(p, *given)  # noqa: E731
+            registry.provider(name, needs=needs, ours=True)(made)
 
 
 @dataclass(frozen=True)

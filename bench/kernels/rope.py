@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import Build, Function, Op, Problem, compiled
+from bench.kernels.problem import Build, Function, Op, Problem, add_ours, add_stock
 from bench.kernels.shapes import Size
 from bench.measure.contest import Rig, Work
 from bench.measure.registry import Absent, Registry
@@ -83,18 +83,7 @@ class Rope(Problem):
 
 
 ROPE: Registry[Build] = Registry("rope")
-
-
-@ROPE.provider("aten", baseline=True)
-def aten(p: Rope) -> Function:
-    """Plain PyTorch, as in Hugging Face's models."""
-    return p.reference
-
-
-@ROPE.provider("compile")
-def compile_(p: Rope) -> Function:
-    """torch.compile of the same."""
-    return compiled(p.reference)
+add_stock(ROPE)
 
 
 def _without_norms(p: Rope) -> None:
@@ -155,16 +144,7 @@ def _ours(p: Rope, backend: str) -> Function:
     return function
 
 
-@ROPE.provider("fused_remat eager", ours=True)
-def eager(p: Rope) -> Function:
-    """Ours, in ATen's operators."""
-    return _ours(p, "eager")
-
-
-@ROPE.provider("fused_remat triton", needs="triton", ours=True)
-def triton(p: Rope) -> Function:
-    """Ours, in Triton kernels."""
-    return _ours(p, "triton")
+add_ours(ROPE, _ours)
 
 
 def of_model(rig: Rig, size: Size) -> Iterator[Problem]:

@@ -15,9 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
+from bench.measure.admission import WrongResultError, refusal
 from bench.measure.clock import Clock
-from bench.measure.registry import Absent
-from bench.measure.turns import interleave, quantiles
+from bench.measure.turns import interleave, quantiles, ratios
 from fused_remat import random
 from fused_remat.random import DropoutMask
 from fused_remat.triton.launch import Launch, Target
@@ -52,9 +52,9 @@ class Rig:
 
     device: torch.device
     dtype: torch.dtype
-    dry: bool
-    target: Target | None
-    ends: float
+    dry: bool = False
+    target: Target | None = None
+    ends: float = float("inf")
     seconds: float = 1.0
     rounds: int = ROUNDS
     ceilings: dict[str, float] = field(default_factory=dict)
@@ -159,10 +159,6 @@ class Contest:
 Entry = tuple[dict[str, Any], Callable[[Rig], Contest]]
 
 
-class WrongResultError(Exception):
-    """A result that is not right."""
-
-
 def errors(found: Results, truth: Results) -> dict[str, float]:
     """Relative L2 errors by name; NaN of what is not finite or was not written."""
     assert found, "a way without results cannot be checked"
@@ -186,22 +182,27 @@ def check(
 
     Raises: WrongResultError.
     """
-    worst: dict[str, Any] = {"error": -1.0, "allowed": 1.0}
-    for name, error in errors(found, truth).items():
-        allowed = max(factor * TOLERANCE[found[name].dtype], 1.5 * (theirs or {}).get(name, 0.0))
-        if not error <= allowed:  # NaN too: what was not written
-            raise WrongResultError(
-                f"relative error of {name} is {error:.2g}, allowed {allowed:.2g}"
-            )
-        if error / allowed > worst["error"] / worst["allowed"]:
-            worst = {"result": name, "error": error, "allowed": allowed}
-    return worst
+    allowed = {
+        name: max(factor * TOLERANCE[t.dtype], 1.5 * (theirs or {}).get(name, 0.0))
+        for name, t in found.items()
+    }
+    worst, error = within(found, truth, allowed)
+    return {"result": worst, "error": error, "allowed": allowed[worst]}
 
 
-def described(error: Exception) -> str:
-    """An exception in a line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:600]}"
+def within(found: Results, truth: Results, allowed: Mapping[str, float]) -> tuple[str, float]:
+    """The result whose error comes nearest to what is allowed, and that error.
+
+    Raises: WrongResultError for the one that is beyond by most.
+    """
+    off = errors(found, truth)
+    wrong = [name for name in off if not off[name] <= allowed[name]]  # NaN: was not written
+    worst = max(wrong or off, key=lambda name: off[name] / allowed[name])
+    if wrong:
+        raise WrongResultError(
+            f"relative error of {worst} is {off[worst]:.2g}, allowed {allowed[worst]:.2g}"
+        )
+    return worst, off[worst]
 
 
 def admit(contest: Contest) -> dict[str, dict[str, Any]]:
@@ -223,10 +224,7 @@ def admit(contest: Contest) -> dict[str, dict[str, Any]]:
             found[name] = {"check": check(own, exact, factor, theirs)}
             theirs = theirs or (errors(own, exact) if name in first else {})
         except Exception as error:  # one broken way must not cost the others' results
-            unable = isinstance(error, Absent) or way.optional
-            absent = unable and not isinstance(error, WrongResultError)
-            why = str(error) if isinstance(error, Absent) else described(error)
-            found[name] = {"absent" if absent else "error": why}
+            found[name] = refusal(error, way.optional)
     return {name: found[name] for name in contest.ways} | {
         name: {"absent": why} for name, why in contest.absent.items()
     }
@@ -268,15 +266,11 @@ def summary(
     times: Mapping[str, list[float]], baselines: tuple[str, ...]
 ) -> dict[str, dict[str, Any]]:
     """Microseconds, and the ratio to each baseline by round: percentiles."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, mine in times.items():
-        ratios = {
-            baseline: quantiles([a / b for a, b in zip(mine, times[baseline], strict=True)])
-            for baseline in baselines
-            if baseline in times
-        }
-        found[name] = {"us": quantiles([1e6 * t for t in mine]), "ratio": ratios}
-    return found
+    beside = ratios(times, baselines)
+    return {
+        name: {"us": quantiles([1e6 * t for t in mine]), "ratio": beside[name]}
+        for name, mine in times.items()
+    }
 
 
 def compile_together(launches: Iterable[Launch]) -> None:
@@ -288,6 +282,6 @@ def compile_together(launches: Iterable[Launch]) -> None:
             stack.enter_context(mode(pool, ignore_errors=True))
         for launch in launches:
             launch.kernel.warmup(
-                *launch.args, grid=launch.grid, **launch.constants,
+                *launch.args, grid=launch.grid, **launch.keywords,
                 num_warps=launch.num_warps, num_stages=launch.num_stages,
             )  # fmt: skip

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from bench.measure.admission import Absent
+
 Build = TypeVar("Build", bound=Callable[..., Any])
-
-
-class Absent(Exception):
-    """A provider that cannot serve here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,13 @@ class Provider(Generic[Build]):
             return None
         interpreted = self.needs == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
         return None if interpreted else "needs a CUDA device"
+
+    def make(self, device: torch.device, *given: Any) -> Any:
+        """What it builds. Raises: Absent with the reason, or what building raises."""
+        reason = self.why_not(device)
+        if reason is not None:
+            raise Absent(reason)
+        return self.build(*given)
 
 
 class Registry(Generic[Build]):
@@ -91,6 +96,35 @@ class Registry(Generic[Build]):
     def baselines(self) -> tuple[str, ...]:
         """Names of the declared baselines."""
         return tuple(name for name, row in self._rows.items() if row.is_baseline)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """What ways are asked for by, besides their names: the trait `group`."""
+        found = (row.traits.get("group") for row in self._rows.values())
+        return tuple(dict.fromkeys(group for group in found if group is not None))
+
+    def select(
+        self,
+        names: Iterable[str],
+        in_group: Callable[[Provider[Build]], bool] = lambda provider: True,
+    ) -> list[str]:
+        """Names of those asked for by name or group, in the order of the tables.
+
+        The first baseline is always among them. `in_group`: whom a group stands for.
+
+        Raises: ValueError for an unknown name.
+        """
+        names = set(names)
+        unknown = sorted(names - set(self._rows) - set(self.groups))
+        if unknown:
+            valid = ", ".join((*self.groups, *self._rows))
+            raise ValueError(f"unknown way {unknown[0]!r}; valid: {valid}")
+        names |= set(self.baselines[:1])
+        return [
+            name
+            for name, row in self._rows.items()
+            if name in names or (row.traits.get("group") in names and in_group(row))
+        ]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.measure.admission import described
+from bench.measure.case import Case
 from bench.measure.machine import ROOT
+from bench.measure.progress import Progress
 
 
 def folder_of(dry_run: bool) -> Path:
@@ -57,3 +62,35 @@ class ResultsFile:
         unfinished = self.path.with_suffix(".new")
         unfinished.write_text(json.dumps(self.data, indent=1) + "\n")
         unfinished.replace(self.path)
+
+
+def rows_of(
+    cases: Sequence[Case],
+    ways: Sequence[str],
+    results: ResultsFile,
+    measure: Callable[[Case, Progress], dict[str, Any]],
+    fresh: bool,
+    units: int,
+) -> Iterator[tuple[Case, dict[str, Any] | None, str, Progress]]:
+    """Every case's row, from the file or measured, and which; None and why if it cannot be.
+
+    Args:
+        ways: what a row of the file has to have, or it is measured again; `fresh`: all are.
+        measure: gives the progress so many `units`.
+    """
+    with Progress(len(cases) * units, "steps") as progress:
+        for case in cases:
+            row = None if fresh else results.find(dataclasses.asdict(case), ways)
+            if row is not None:
+                progress.done(units)
+                yield case, row, f"in the file already, {row['rounds']} rounds", progress
+                continue
+            start = time.perf_counter()
+            try:
+                row = {"case": dataclasses.asdict(case)} | measure(case, progress)
+            except Exception as error:  # a case too large, say, must not cost the others' results
+                yield case, None, f"FAIL: {described(error)}", progress
+                continue
+            results.put(row)
+            seconds = time.perf_counter() - start
+            yield case, row, f"{seconds:.0f} s, {row['rounds']} rounds", progress

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -19,6 +19,20 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     levels = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     found = torch.tensor(values, dtype=torch.float64).quantile(levels).tolist()
     return dict(zip(("p20", "p50", "p80"), found, strict=True))
+
+
+def ratios(
+    times: Mapping[str, Sequence[float]], baselines: Iterable[str]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Percentiles of everyone's ratio, round by round, to each baseline that was timed."""
+    return {
+        name: {
+            baseline: quantiles([a / b for a, b in zip(mine, times[baseline], strict=True)])
+            for baseline in baselines
+            if baseline in times
+        }
+        for name, mine in times.items()
+    }
 
 
 def rotated(names: Sequence[str], index: int) -> list[str]:

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.layers.checks import GROSS, no_fallback, poisoned
-from bench.layers.subjects import DTYPES
 from bench.measure import contest
-from bench.measure.contest import TOLERANCE, WrongResultError
-from bench.model.configs import dropout_free
-from bench.model.forwards import Forward
-from bench.model.subjects import Case, Subject, build, parameters
-from bench.model.ways import BASELINE, WAYS
+from bench.measure.admission import WrongResultError
+from bench.measure.case import DTYPES
+from bench.measure.checks import GROSS, no_fallback, poisoned
+from bench.measure.contest import TOLERANCE
+from bench.subjects.configs import dropout_free
+from bench.subjects.forwards import Forward
+from bench.subjects.model_ways import BASELINE, WAYS
+from bench.subjects.models import Case, Subject, build
 
 #: Layers, sequences and tokens of the model that is compared with float64: layers are alike, and
 #: float64 takes twice to four times the memory.
@@ -37,7 +38,8 @@ def checked_subject(case: Case, device: torch.device | str) -> Subject:
     seq_len = published.image_tokens or min(TOKENS, case.seq_len)
     layers = min(LAYERS, case.layers)
     small = dataclasses.replace(case, layers=layers, batch=BATCH, seq_len=seq_len)
-    if 8 * parameters(build(published, layers, torch.float32, "meta", 0)) > _LARGEST:
+    model = build(published, layers, torch.float32, "meta", 0)
+    if 8 * sum(p.numel() for p in model.parameters()) > _LARGEST:
         words = {"vocab_size": _FEW_WORDS, "bos_token_id": 0, "eos_token_id": 0}
         published = dataclasses.replace(published, values=published.values | words)
     return small.subject(device, published)
@@ -45,9 +47,9 @@ def checked_subject(case: Case, device: torch.device | str) -> Subject:
 
 def results_of(forward: Forward, subject: Subject) -> dict[str, Tensor]:
     """The loss and the gradients of all that is trained, by name."""
-    leaves = subject.sample.leaves()
-    subject.sample.zero()
-    loss = forward(subject.sample.x)
+    leaves = subject.leaves()
+    subject.zero()
+    loss = forward(subject.x)
     loss.backward()
     gradients = {n: t.grad.clone() for n, t in leaves.items() if t.grad is not None}
     return {"loss": loss.value.detach(), **gradients}

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from bench.layers.checks import no_fallback
-from bench.layers.subjects import DTYPES
+from bench.measure.case import DTYPES
+from bench.measure.checks import no_fallback
 from bench.measure.contest import TOLERANCE
-from bench.model.configs import dropout_free
-from bench.model.subjects import Case, Inputs, Subject
-from bench.model.ways import BASELINE, WAYS
+from bench.subjects.configs import dropout_free
+from bench.subjects.model_ways import BASELINE, WAYS
+from bench.subjects.models import Case, Inputs, Subject
 
 LEARNING_RATE = 1e-4
 #: How many times farther from the unconverted model's losses than those of the model that rounding
@@ -31,7 +31,7 @@ def compare(
     """
     subject = case.subject(device, dropout_free(case.published))
     data = [subject.inputs(case.batch) for _ in range(steps)]
-    start = {name: p.detach().clone() for name, p in subject.sample.leaves().items()}
+    start = {name: p.detach().clone() for name, p in subject.leaves().items()}
     ways = [BASELINE, *(name for name in names if name != BASELINE)]
     curves = {name: _train(subject, name, data, start) for name in ways}
     eps = torch.finfo(DTYPES[case.dtype]).eps
@@ -54,7 +54,7 @@ def compare(
 def _train(
     subject: Subject, name: str, data: Sequence[Inputs], start: dict[str, torch.Tensor]
 ) -> list[float]:
-    leaves = subject.sample.leaves()
+    leaves = subject.leaves()
     with torch.no_grad():
         for leaf_name, leaf in leaves.items():
             leaf.copy_(start[leaf_name])

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from bench.model.forwards import Forward
-from bench.model.subjects import Subject
-from fused_remat.report.allocations import AllocationTrace, measure_allocations
+from bench.measure.steps import kept_bytes, peaks
+from bench.subjects.forwards import Forward, Loss
+from bench.subjects.models import Subject
+from fused_remat.report.allocations import measure_allocations
 
 #: Bytes that a step takes at its peak at a batch, all included; None: more than there is.
 Peak = Callable[[int], int | None]
@@ -24,24 +25,21 @@ def memory(forward: Forward, subject: Subject, split: bool = True) -> dict[str, 
     are of a step that adds to gradients which are there; what it has before is "fixed_bytes":
     parameters, gradients, AdamW's moments (as torch's, in the parameters' dtype).
     """
-    x, device = subject.sample.x, subject.device
-    kept = measure_allocations(lambda: forward(x).value.grad_fn, device).net
+    x, device, values = subject.x, subject.device, []
+    kept = kept_bytes(lambda: forward(x).value, subject, "allocator")
     below = measure_allocations(lambda: forward.below_head(x), device).net if split else None
-    with AllocationTrace(device) as trace:
-        loss = forward(x)
-        trace.mark("backward")
+
+    def backward(loss: Loss) -> None:
         loss.backward()
-        value = loss.value.item()
-        del loss
-    first, second = trace.spans
+        values.append(loss.value.item())
+
+    step = peaks(lambda: forward(x), backward, device)
     return {
-        "loss": value,
+        "loss": values[0],
         "kept_bytes": kept,
         "kept_below_head_bytes": below,
-        "kept_bytes_per_token": kept / (subject.case.batch * subject.tokens),
-        "forward_peak_bytes": first.peak,
-        "backward_peak_bytes": second.peak - second.start,
-        "step_peak_bytes": max(first.peak, second.peak),
+        "kept_bytes_per_token": kept / (subject.case.batch * subject.case.seq_len),
+        **step,
         "fixed_bytes": subject.fixed_bytes(),
     }
 

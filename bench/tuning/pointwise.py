@@ -24,7 +24,7 @@ from bench.measure.contest import (
     from_mask,
     multiplier,
 )
-from bench.tuning.products import EPS, doubled
+from bench.tuning.products import EPS, doubled, per_set
 from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.triton import norm as norms
@@ -36,17 +36,6 @@ ELEMENTS = 1 << 26  # 128 MiB in bfloat16, twice an H200's cache
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
 
 
-def launched(launches: list[list[Launch]], results: dict[str, Tensor]) -> Way:
-    """Launches of each input set, which all write `results`."""
-
-    def run(index: int) -> Results:
-        for launch in launches[index]:
-            launch.run()
-        return results
-
-    return Way(run)
-
-
 def sum_norm_fwd(rig: Rig, rows: int, width: int) -> Contest:
     """total = residual + dropout(x) and its LayerNorm: three ATen kernels, one of ours."""
     weight, bias = rig.normal(width, shift=1.0), rig.normal(width)
@@ -55,7 +44,9 @@ def sum_norm_fwd(rig: Rig, rows: int, width: int) -> Contest:
     total, y = rig.poisoned(rows, width), rig.poisoned(rows, width)
     stats = tuple(rig.poisoned(rows, 1, dtype=torch.float32) for _ in range(2))
     rest = residual, keep, weight, bias, total, y, stats, False
-    launches = [[norms.norm_fwd(NormSpec(eps=EPS), x, *rest)] for x in xs]
+
+    def kernel(index: int) -> Launch:
+        return norms.norm_fwd(NormSpec(eps=EPS), xs[index], *rest)
 
     def aten(index: int) -> Results:
         dropped, mask = torch.native_dropout(xs[index], P, True)
@@ -70,7 +61,7 @@ def sum_norm_fwd(rig: Rig, rows: int, width: int) -> Contest:
 
     ways = {
         "aten": Way(aten, lambda found: exact(from_mask(found["mask"]))),
-        "kernel": launched(launches, {"total": total, "y": y}),
+        "kernel": per_set(kernel, {"total": total, "y": y}),
     }
     return Contest(ways, lambda: exact(multiplier(keep)), Work(bytes=4 * y.nbytes), ("aten",))
 
@@ -82,7 +73,6 @@ def act_fwd(rig: Rig, rows: int, width: int, dropped: bool) -> Contest:
     """GELU, and dropout of it."""
     xs, y = [rig.normal(rows, width) for _ in range(SETS)], rig.poisoned(rows, width)
     keep = rig.keep(rows, width) if dropped else None
-    launches = [[pointwise.act_fwd(x, "gelu", keep, y)] for x in xs]
 
     def aten(index: int) -> Results:
         act = F.gelu(xs[index])
@@ -95,7 +85,10 @@ def act_fwd(rig: Rig, rows: int, width: int, dropped: bool) -> Contest:
         return {"y": act if scale is None else act * scale}
 
     own = (lambda found: exact(from_mask(found["mask"]))) if dropped else None
-    ways = {"aten": Way(aten, own), "kernel": launched(launches, {"y": y})}
+    ways = {
+        "aten": Way(aten, own),
+        "kernel": per_set(lambda i: pointwise.act_fwd(xs[i], "gelu", keep, y), {"y": y}),
+    }
     return Contest(ways, lambda: exact(_scale(keep)), Work(bytes=2 * y.nbytes), ("aten",))
 
 
@@ -107,7 +100,6 @@ def act_bwd(rig: Rig, rows: int, width: int) -> Contest:
     """GELU's gradient, and GELU again: two ATen kernels, one of ours."""
     xs = [rig.normal(rows, width) for _ in range(SETS)]
     dy, dx, y = rig.normal(rows, width), rig.poisoned(rows, width), rig.poisoned(rows, width)
-    launches = [[pointwise.act_bwd(dy, x, "gelu", None, dx, y)] for x in xs]
 
     def aten(index: int) -> Results:
         return {"dx": _aten.gelu_backward(dy, xs[index]), "y": F.gelu(xs[index])}
@@ -116,7 +108,12 @@ def act_bwd(rig: Rig, rows: int, width: int) -> Contest:
         x = xs[0].double()
         return {"dx": _aten.gelu_backward(dy.double(), x), "y": F.gelu(x)}
 
-    ways = {"aten": Way(aten), "kernel": launched(launches, {"dx": dx, "y": y})}
+    ways = {
+        "aten": Way(aten),
+        "kernel": per_set(
+            lambda i: pointwise.act_bwd(dy, xs[i], "gelu", None, dx, y), {"dx": dx, "y": y}
+        ),
+    }
     return Contest(ways, truth, Work(bytes=4 * y.nbytes), ("aten",))
 
 
@@ -124,10 +121,9 @@ def gated_fwd(rig: Rig, rows: int, width: int) -> Contest:
     """silu(gate) * up."""
     gates = [rig.normal(rows, width) for _ in range(SETS)]
     up, y = rig.normal(rows, width), rig.poisoned(rows, width)
-    launches = [[pointwise.gated_fwd(gate, up, "silu", None, y)] for gate in gates]
     ways = {
         "aten": Way(lambda index: {"y": F.silu(gates[index]) * up}),
-        "kernel": launched(launches, {"y": y}),
+        "kernel": per_set(lambda i: pointwise.gated_fwd(gates[i], up, "silu", None, y), {"y": y}),
     }
     truth = lambda: {"y": F.silu(gates[0].double()) * up.double()}  # noqa: E731
     return Contest(ways, truth, Work(bytes=3 * y.nbytes), ("aten",))
@@ -138,14 +134,16 @@ def gated_bwd(rig: Rig, rows: int, width: int) -> Contest:
     gates = [rig.normal(rows, width) for _ in range(SETS)]
     up, dy = rig.normal(rows, width), rig.normal(rows, width)
     dgate, dup = rig.poisoned(rows, width), rig.poisoned(rows, width)
-    launches = [[pointwise.gated_bwd(dy, gate, up, "silu", None, dgate, dup)] for gate in gates]
 
     def gradients(dy: Tensor, gate: Tensor, up: Tensor) -> Results:
         return {"dgate": _aten.silu_backward(dy * up, gate), "dup": dy * F.silu(gate)}
 
     ways = {
         "aten": Way(lambda index: gradients(dy, gates[index], up)),
-        "kernel": launched(launches, {"dgate": dgate, "dup": dup}),
+        "kernel": per_set(
+            lambda i: pointwise.gated_bwd(dy, gates[i], up, "silu", None, dgate, dup),
+            {"dgate": dgate, "dup": dup},
+        ),
     }
     truth = lambda: gradients(*doubled(dy, gates[0], up))  # noqa: E731
     return Contest(ways, truth, Work(bytes=5 * dup.nbytes), ("aten",))

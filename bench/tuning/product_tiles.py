@@ -87,24 +87,21 @@ class _GatedMlpFwd(Tiled):
 
 class _MlpBwd(Tiled):
     outputs, products = ("act", "dup"), 2
+    act, gated = "gelu", False
 
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        given = self.m.xs[index], (self.m.up,), self.m.dys[index], self.down, None, "gelu"
-        act, dup = out.values()
-        return products.mlp_bwd(*given, act, (dup,), self.at, tile)
+        layers = (self.m.gate, self.m.up) if self.gated else (self.m.up,)
+        given = self.m.xs[index], layers, self.m.dys[index], self.down, None, self.act
+        act, *dups = out.values()
+        return products.mlp_bwd(*given, act, tuple(dups), self.at, tile)
 
     def truth(self) -> Results:
         return gelu_gradients(self.m.exact_dact(), self.m.exact_pre())
 
 
-class _GatedMlpBwd(Tiled):
+class _GatedMlpBwd(_MlpBwd):
     outputs, products = _GATED, 3
-
-    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        m = self.m
-        given = m.xs[index], (m.gate, m.up), m.dys[index], self.down, None, "silu"
-        act, *dups = out.values()
-        return products.mlp_bwd(*given, act, tuple(dups), self.at, tile)
+    act, gated = "silu", True
 
     def truth(self) -> Results:
         m = self.m
@@ -112,32 +109,31 @@ class _GatedMlpBwd(Tiled):
 
 
 class _LinearActBwd(Tiled):
-    outputs = ("act", "dup")
+    outputs, act = ("act", "dup"), "gelu"
+    gate: Tensor | None = None
 
     def __init__(self, m: Mlp) -> None:
         super().__init__(m)
         self.up = m.pre(0)
 
     def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        given = self.m.dys[index], self.down, None, self.up, None, "gelu"
-        return products.linear_act_bwd(*given, out["act"], None, out["dup"], self.at, tile)
+        given = self.m.dys[index], self.down, self.gate, self.up, None, self.act
+        gradients = out["act"], out.get("dgate"), out["dup"]
+        return products.linear_act_bwd(*given, *gradients, self.at, tile)
 
     def truth(self) -> Results:
         return gelu_gradients(self.m.exact_dact(), self.up.double())
 
 
 class _GatedActBwd(_LinearActBwd):
-    outputs = _GATED
+    outputs, act = _GATED, "silu"
 
     def __init__(self, m: Mlp) -> None:
         super().__init__(m)
         self.gate = m.pre(0, m.gate)
 
-    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        given = self.m.dys[index], self.down, self.gate, self.up, None, "silu"
-        return products.linear_act_bwd(*given, *out.values(), self.at, tile)
-
     def truth(self) -> Results:
+        assert self.gate is not None
         return gated_gradients(self.m.exact_dact(), *doubled(self.gate, self.up))
 
 

@@ -226,100 +226,71 @@ def gelu_gradients(dact: Tensor, pre: Tensor) -> Results:
     return {"act": F.gelu(pre), "dup": _aten.gelu_backward(dact, pre)}
 
 
-def mlp_bwd(m: Mlp) -> Contest:
-    """Rebuild the pre-activation, dy @ down, GELU and its gradient."""
-    down = m.down[0]
-    made = [{"act": m.hidden(), "dup": m.hidden()} for _ in range(3)]
-
-    def bare(index: int) -> Results:
-        product = torch.mm(m.xs[index], m.up[0].t())
-        return {"product": product, "dact": torch.mm(m.dys[index], down)}
-
-    def in_two(index: int) -> Results:
-        pre, dact = m.pre(index), torch.mm(m.dys[index], down)
-        pointwise.act_bwd(dact, pre, "gelu", None, made[2]["dup"], made[2]["act"]).run()
-        return made[2]
-
-    def truth() -> Results:
-        pre, dact = m.exact_pre(), m.exact_dact()
-        return gelu_gradients(dact, pre) | {"product": pre - m.up[1].double(), "dact": dact}
-
-    def one_kernel(index: int) -> Launch:
-        given = m.xs[index], (m.up,), m.dys[index], down, None, "gelu"
-        return products.mlp_bwd(*given, made[0]["act"], (made[0]["dup"],), m.rig.target)
-
-    def after_product(index: int) -> Results:
-        given = m.dys[index], down, None, m.pre(index), None, "gelu"
-        products.linear_act_bwd(*given, made[1]["act"], None, made[1]["dup"], m.rig.target).run()
-        return made[1]
-
-    ways = {
-        "aten": Way(lambda i: gelu_gradients(torch.mm(m.dys[i], down), m.pre(i))),
-        "bare": Way(bare),
-        "mlp_bwd": per_set(one_kernel, made[0]),
-        "linear_act_bwd": Way(after_product),
-        "split": Way(in_two),
-    }
-    return Contest(ways, truth, Work(flops=2 * m.flops), BASELINES)
-
-
 def gated_gradients(dact: Tensor, gate: Tensor, up: Tensor) -> Results:
     act = F.silu(gate)
     dgate = _aten.silu_backward(dact * up, gate)
     return {"act": act * up, "dgate": dgate, "dup": dact * act}
 
 
-def gated_mlp_bwd(m: Mlp) -> Contest:
-    """The same with a gate: three products, the activation and two gradients."""
-    down = m.down[0]
-    names = ("act", "dgate", "dup")
+def mlp_bwd(m: Mlp, gated: bool) -> Contest:
+    """Rebuild what goes into the activation, dy @ down, the activation and its gradients."""
+    down, target = m.down[0], m.rig.target
+    layers = {"gate": m.gate, "product": m.up} if gated else {"product": m.up}
+    act, gradients = ("silu", gated_gradients) if gated else ("gelu", gelu_gradients)
+    names = ("act", "dgate", "dup") if gated else ("act", "dup")
     made = [{name: m.hidden() for name in names} for _ in range(3)]
 
+    def pre(index: int) -> list[Tensor]:
+        return [m.pre(index, layer) for layer in layers.values()]
+
     def bare(index: int) -> Results:
-        x, dy = m.xs[index], m.dys[index]
-        products = {"gate": torch.mm(x, m.gate[0].t()), "product": torch.mm(x, m.up[0].t())}
-        return products | {"dact": torch.mm(dy, down)}
+        products = {n: torch.mm(m.xs[index], layer[0].t()) for n, layer in layers.items()}
+        return products | {"dact": torch.mm(m.dys[index], down)}
 
     def in_two(index: int) -> Results:
-        gate, up, dact = m.pre(index, m.gate), m.pre(index), torch.mm(m.dys[index], down)
-        act, dgate, dup = made[2].values()
-        pointwise.gated_fwd(gate, up, "silu", None, act).run()
-        pointwise.gated_bwd(dact, gate, up, "silu", None, dgate, dup).run()
+        given, dact = pre(index), torch.mm(m.dys[index], down)
+        y, *dups = made[2].values()
+        if gated:
+            pointwise.gated_fwd(*given, act, None, y).run()
+            pointwise.gated_bwd(dact, *given, act, None, *dups).run()
+        else:
+            pointwise.act_bwd(dact, *given, act, None, *dups, y).run()
         return made[2]
 
     def truth() -> Results:
-        gate, up, dact = m.exact_pre(m.gate), m.exact_pre(), m.exact_dact()
-        products = {"gate": gate - m.gate[1].double(), "product": up - m.up[1].double()}
-        return gated_gradients(dact, gate, up) | products | {"dact": dact}
+        exact, dact = {n: m.exact_pre(layer) for n, layer in layers.items()}, m.exact_dact()
+        products = {n: exact[n] - layer[1].double() for n, layer in layers.items()}
+        return {**gradients(dact, *exact.values()), **products, "dact": dact}
 
     def one_kernel(index: int) -> Launch:
-        given = m.xs[index], (m.gate, m.up), m.dys[index], down, None, "silu"
-        act, *dups = made[0].values()
-        return products.mlp_bwd(*given, act, tuple(dups), m.rig.target)
+        given = m.xs[index], tuple(layers.values()), m.dys[index], down, None, act
+        y, *dups = made[0].values()
+        return products.mlp_bwd(*given, y, tuple(dups), target)
 
     def after_products(index: int) -> Results:
-        given = m.dys[index], down, m.pre(index, m.gate), m.pre(index), None, "silu"
-        products.linear_act_bwd(*given, *made[1].values(), m.rig.target).run()
+        gate, up = pre(index) if gated else (None, *pre(index))
+        out = {"dgate": None, **made[1]}
+        given = m.dys[index], down, gate, up, None, act, out["act"], out["dgate"], out["dup"]
+        products.linear_act_bwd(*given, target).run()
         return made[1]
 
     def aten(index: int) -> Results:
-        dact = torch.mm(m.dys[index], down)
-        return gated_gradients(dact, m.pre(index, m.gate), m.pre(index))
+        return gradients(torch.mm(m.dys[index], down), *pre(index))
 
     ways = {
         "aten": Way(aten),
         "bare": Way(bare),
-        "gated_mlp_bwd": per_set(one_kernel, made[0]),
+        "gated_mlp_bwd" if gated else "mlp_bwd": per_set(one_kernel, made[0]),
         "linear_act_bwd": Way(after_products),
         "split": Way(in_two),
     }
-    return Contest(ways, truth, Work(flops=3 * m.flops), BASELINES)
+    return Contest(ways, truth, Work(flops=(1 + len(layers)) * m.flops), BASELINES)
 
 
 #: In the order in which they are measured, the most telling first.
 FORMS: dict[str, Callable[[Mlp], Contest]] = {
-    "mlp_bwd gelu": mlp_bwd,
-    "gated_mlp_bwd silu": gated_mlp_bwd,
+    "mlp_bwd gelu": lambda m: mlp_bwd(m, False),
+    "gated_mlp_bwd silu": lambda m: mlp_bwd(m, True),
     "linear + gelu": lambda m: linear_act(m, False),
     "gated_mlp_fwd silu": gated_mlp_fwd,
     "linear + dropout + residual": linear_end,

@@ -149,12 +149,9 @@ class _Demand:
         self.touched.add(name)
         if name in self.have:
             return
-        quantized_nodes = self.quantized_nodes.get(name)
-        node = (
-            quantized_nodes
-            if quantized_nodes is not None and quantized_nodes.rebuilds
-            else self.graph.producer[name]
-        )
+        node = self.quantized_nodes.get(name)
+        if node is None or not node.rebuilds:
+            node = self.graph.producer[name]
         for read in node.reads:
             self.ask(read)
         self.steps.append(_compute(node))
@@ -162,8 +159,9 @@ class _Demand:
         self.have.update(node.makes)
 
     def backward(self, node: Node, needs_grad: frozenset[str]) -> None:
-        quantized_nodes = self.quantized_nodes.get(node.name)
-        node = quantized_nodes if quantized_nodes is not None and quantized_nodes.undoes else node
+        quantized = self.quantized_nodes.get(node.name)
+        if quantized is not None and quantized.undoes:
+            node = quantized
         asked = node.backward_reads(needs_grad)
         for name in asked:
             self.ask(name)

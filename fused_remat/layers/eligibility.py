@@ -94,7 +94,7 @@ def check_module(module: Any, path: str, *kinds: type) -> None:
         or state["_backward_pre_hooks"]
     ):
         raise Unsupported(f"{path} has hooks")
-    if "forward" in state or kind.forward is not _FORWARDS[kind]:
+    if "forward" in state or kind.forward is not _FORWARDS.setdefault(kind, kind.forward):
         raise Unsupported(f"{path}.forward was replaced")
 
 

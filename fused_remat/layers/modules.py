@@ -27,9 +27,6 @@ from fused_remat.steps.norm import NORMS
 if TYPE_CHECKING:
     from fused_remat.layers.read import LayerMap
 
-#: Kinds of norms by the classes of torch.nn that compute them.
-_NORM_KINDS = {row.module: kind for kind, row in NORMS.items()}
-
 
 def read_projections(
     modules: Mapping[str, Any], path: str, names: tuple[str, ...], width: int
@@ -85,10 +82,10 @@ def read_norms(
     row: LayerMap, modules: Mapping[str, Any], width: int, weights: dict[str, Tensor | None]
 ) -> tuple[str, list[float]]:
     """The kind of the norms over the width, and the eps of each; adds to `weights`."""
-    kinds = (NORMS[row.norm].module,) if row.norm else tuple(_NORM_KINDS)
+    kinds = {NORMS[kind].module: kind for kind in ((row.norm,) if row.norm else NORMS)}
     eps, first, first_path = [], None, ""
     for name, path in row.norms.items():
-        norm, found = _read_norm(modules[path], path, row, kinds)
+        norm, found = _read_norm(modules[path], path, row, tuple(kinds))
         if first is None:
             first, first_path = type(norm), path
         elif type(norm) is not first:
@@ -101,7 +98,7 @@ def read_norms(
             raise Unsupported(f"{path} is over {tuple(shape)}; the fused path supports {(width,)}")
         eps.append(found)
         weights[f"{name}.weight"], weights[f"{name}.bias"] = affine_of(norm)
-    return row.norm or _NORM_KINDS[first], eps  # type: ignore[index]
+    return row.norm or kinds[first], eps  # type: ignore[index]
 
 
 def read_head_norms(

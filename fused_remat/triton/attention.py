@@ -10,17 +10,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_remat.formats import BLOCK, LoadedHeads, QuantizedHeads
-from fused_remat.kernels.attention import Masks, Scores, Strides, attention_fwd_kernel
+from fused_remat.kernels.attention import (
+    Lists,
+    Masks,
+    Scores,
+    Sizes,
+    Strides,
+    Width,
+    attention_fwd_kernel,
+)
+from fused_remat.kernels.attention import Tile as KernelTile
 from fused_remat.kernels.attention_bwd import (
     attention_delta_bwd_kernel,
     attention_dkdv_bwd_kernel,
     attention_dq_bwd_kernel,
 )
 from fused_remat.kernels.attention_masks import (
+    Sums,
     attention_blocks_fwd_kernel,
     attention_bounds_fwd_kernel,
     attention_mask_bwd_kernel,
@@ -58,6 +69,7 @@ Given = tuple[LoadedHeads, LoadedHeads, LoadedHeads, Tensor, Tensor, Tensor]
 _FAR = 128.0
 # Tiles of the kernels that read masks alone.
 _TILE = 64
+_CONSTANT = {known: tl.constexpr(known) for known in (False, True)}
 MaskStrides = tuple[int, ...]
 
 
@@ -161,18 +173,17 @@ def forward(
     problem, launches = prepare(q, call, target, False)
     call = problem.call
     yield from launches
-    blocks, blocks_strides, launches = lists(problem, tile, False)
+    blocks, apart, launches = lists(problem, tile, False)
     yield from launches
+    listed = None if blocks is None else Lists(blocks, *apart)
     given, strides, tma = _operands(problem, tile, (q,), (k, v))
     heads = as_heads(out, call)
     partial = problem.is_partial(call.kv_len, tile.block_n)
     args = (
-        *given, problem.masks, problem.bounds_q, call.lengths, blocks, problem.site_key(), heads,
-        lse, *strides, blocks_strides, _strides(heads), *_sizes(problem, widths),
-        *problem.scalars(),
+        *given, problem.masks, problem.bounds_q, call.lengths, listed, problem.site_key(), heads,
+        lse, (*strides, _strides(heads)), _sizes(problem, widths), *problem.scalars(),
     )  # fmt: skip
-    constants = _constants(problem, tile, widths, partial, tma)
-    constants["WARP_SPECIALIZE"] = tile.warp_specialize
+    constants = _constants(tile, widths, partial, tma)
     programs = cdiv(call.q_len, tile.block_m) * call.batch * call.spec.num_heads
     yield Launch(
         attention_fwd_kernel, (programs,), args, constants, tile.warps, tile.stages, q.device
@@ -201,11 +212,11 @@ def backward(
     out = _heads_in_place(as_heads(attn, call))
     delta = torch.empty_like(lse)
     programs = cdiv(call.q_len, _DELTA_ROWS) * call.batch * call.spec.num_heads
-    args: tuple[Any, ...] = (dout, out, delta, _strides(dout), _strides(out))
+    args: tuple[Any, ...] = (dout, out, delta, (_strides(dout), _strides(out)))
     problem, launches = prepare(q, call, target, True)
     yield problem.launch(
         attention_delta_bwd_kernel, programs, (*args, call.spec.num_heads, call.q_len, widths[1]),
-        BLOCK_M=_DELTA_ROWS, BLOCK_V=_padded(widths[1]),
+        BLOCK_M=_DELTA_ROWS, width=Width(_padded(widths[1]), False, False),
     )  # fmt: skip
     yield from launches
     heads = (q, k, v, dout, lse, delta)
@@ -235,8 +246,9 @@ def _gradients(
     """The launches of dk and dv, a program per block of keys; or of dq, a program per tile."""
     call, (q, k, v, dout, lse, delta) = problem.call, heads
     widths = (q.shape[-1], v.shape[-1])
-    blocks, blocks_strides, launches = lists(problem, tile, by_keys)
+    blocks, blocks_apart, launches = lists(problem, tile, by_keys)
     yield from launches
+    listed = None if blocks is None else Lists(blocks, *blocks_apart)
     (q_in, do_in, k_in, v_in), strides, tma = _operands(problem, tile, (q, dout), (k, v), like=dout)
     kernel = attention_dkdv_bwd_kernel if by_keys else attention_dq_bwd_kernel
     pieces = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
@@ -246,12 +258,13 @@ def _gradients(
     else:
         bounds, programs = problem.bounds_q, pieces[0] * call.batch * call.spec.num_heads
         partial = problem.is_partial(call.kv_len, tile.block_n)
-    constants = _constants(problem, tile, widths, partial, tma)
+    constants = _constants(tile, widths, partial, tma)
+    of_q, of_dout, of_k, of_v = strides
+    apart = of_q, of_k, of_v, of_dout, *map(_strides, grads)
     for wanted in ((grads[0], None), (None, grads[1])) if tile.split and by_keys else (grads,):
         args = (
-            q_in, k_in, v_in, do_in, lse, delta, problem.masks, bounds, call.lengths, blocks,
-            problem.site_key(), *wanted, strides[0], *strides[2:], strides[1], blocks_strides,
-            *map(_strides, grads), *_sizes(problem, widths), *problem.scalars(),
+            q_in, k_in, v_in, do_in, lse, delta, problem.masks, bounds, call.lengths, listed,
+            problem.site_key(), *wanted, apart, _sizes(problem, widths), *problem.scalars(),
         )  # fmt: skip
         yield Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, q.device)
 
@@ -263,55 +276,36 @@ def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTil
     blocks = cdiv(call.q_len, tile.block_m), cdiv(call.kv_len, tile.block_n)
     pieces = (call.batch, call.spec.num_heads, *blocks)
     over = [n == 1 for n in dmask.shape]
-    sizes = tuple(1 if o else n for o, n in zip(over, pieces, strict=True))
+    counts = tuple(1 if o else n for o, n in zip(over, pieces, strict=True))
     spans = tuple(n if o else 1 for o, n in zip(over, pieces, strict=True))
     args = (
         *map(_elements, (q, k, v)), dout, lse, delta, problem.masks, problem.bounds_q,
-        call.lengths, problem.site_key(), dmask, *(_strides(x, dout) for x in (q, k, v, dout)),
-        dmask.stride(), sizes, spans,
-        *_sizes(problem, widths)[1:], *problem.scalars(),
+        call.lengths, problem.site_key(), dmask, Sums(dmask.stride(), counts, spans),
+        tuple(_strides(x, dout) for x in (q, k, v, dout)), _sizes(problem, widths),
+        *problem.scalars(),
     )  # fmt: skip
+    of_e, of_v = (Width(_padded(width), False, False) for width in widths)
     constants = {
-        "KEEPS": problem.true_attends,
         "OVER_ROWS": over[2],
         "OVER_COLS": over[3],
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_E": _padded(widths[0]),
-        "BLOCK_V": _padded(widths[1]),
+        "tile": KernelTile(tile.block_m, tile.block_n, of_e, of_v, True, False),
     }
-    grid = (sizes[0] * sizes[1] * sizes[2] * sizes[3],)
+    grid = (counts[0] * counts[1] * counts[2] * counts[3],)
     return Launch(
         attention_mask_bwd_kernel, grid, args, constants, tile.warps, tile.stages, q.device
     )
 
 
-def _sizes(problem: Problem, widths: tuple[int, int]) -> tuple[int, ...]:
-    call = problem.call
-    return (
-        call.spec.num_heads,
-        call.spec.num_heads // call.spec.num_kv_heads,
-        call.q_len,
-        call.kv_len,
-        *widths,
-    )
+def _sizes(problem: Problem, widths: tuple[int, int]) -> Sizes:
+    call, heads = problem.call, problem.call.spec.num_heads
+    return Sizes(heads, heads // call.spec.num_kv_heads, call.q_len, call.kv_len, *widths)
 
 
 def _constants(
-    problem: Problem, tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bool
+    tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bool
 ) -> dict[str, Any]:
-    (e, v), (block_e, block_v) = widths, map(_padded, widths)
-    return {
-        "PARTIAL": partial,
-        "KEEPS": problem.true_attends,
-        "TMA": tma,
-        "EVEN_E": e == block_e,
-        "EVEN_V": v == block_v,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_E": block_e,
-        "BLOCK_V": block_v,
-    }
+    e, v = (Width(_padded(width), width == _padded(width), tma) for width in widths)
+    return {"tile": KernelTile(tile.block_m, tile.block_n, e, v, partial, tile.warp_specialize)}
 
 
 def _padded(width: int) -> int:
@@ -426,11 +420,6 @@ class Problem:
         dropout = (self.call.row0, threshold(p), dropout_scale(p)) if p > 0.0 else (0, 0, 0.0)
         return (scores_of(self.call.spec), *self.interval, *dropout)
 
-    @property
-    def true_attends(self) -> bool:
-        """Whether a query sees the keys where a bool mask is True."""
-        return self.call.spec.true_means == "attend"
-
     def site_key(self) -> Tensor | None:
         return self.call.site_key if self.call.spec.dropout > 0.0 else None
 
@@ -468,8 +457,7 @@ def prepare(
         launches.append(
             problem.launch(
                 attention_shift_fwd_kernel, cdiv(call.q_len, _TILE) * batches * heads,
-                (*args, *problem.interval, _FAR), KEEPS=problem.true_attends, BLOCK_M=_TILE,
-                BLOCK_N=_TILE,
+                (*args, *problem.interval, _FAR), BLOCK_M=_TILE, BLOCK_N=_TILE,
             )
         )  # fmt: skip
     made = replace(problem, masks=_masks(call, shift), bounds_q=bounds_q, bounds_k=bounds_k)
@@ -501,7 +489,8 @@ def _masks(call: AttentionCall, shift: Tensor | None = None) -> Masks:
     if call.padding is not None:
         padding, padding_strides = _numbers(call.padding), call.padding.stride()
     shift_strides = (0, 0) if shift is None else broadcast_strides(shift)[:2]
-    fields = (mask, *mask_strides, padding, *padding_strides, shift, *shift_strides)
+    keeps = _CONSTANT[call.spec.true_means == "attend"]
+    fields = (mask, *mask_strides, padding, *padding_strides, shift, *shift_strides, keeps)
     return Masks._make(fields)
 
 
@@ -524,7 +513,7 @@ def lists(
     args = (problem.masks, bounds, call.lengths, blocks, heads, call.q_len, call.kv_len)
     launch = problem.launch(
         attention_blocks_fwd_kernel, batches * heads * rows, args + problem.interval,
-        KEEPS=problem.true_attends, BY_KEYS=by_keys, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        BY_KEYS=by_keys, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
     )  # fmt: skip
     return blocks, broadcast_strides(blocks)[:2], [launch]
 

@@ -172,13 +172,10 @@ def cross_entropy_fwd(
         at, (x, tile.block_m, tile.block_k), (weight, tile.block_n, tile.block_k)
     )
     args = (
-        *given, in_place(bias), in_place(target), highs, sums, totals, picked, *strides, first, m,
-        n, k, softcap,
+        *given, in_place(bias), in_place(target), highs, sums, totals, picked, strides, first, m, n,
+        k, softcap or None,
     )  # fmt: skip
-    return launch_over(
-        linear_cross_entropy_fwd_kernel, at, tile, x, args, tma, (k,), shape=(m, n),
-        SOFTCAP=softcap != 0.0, PARTS=tile.parts,
-    )  # fmt: skip
+    return launch_over(linear_cross_entropy_fwd_kernel, at, tile, x, args, tma, (k,), shape=(m, n))
 
 
 def cross_entropy_bwd(
@@ -207,10 +204,7 @@ def cross_entropy_bwd(
         *end_of(tile, dz),
     )
     args = (
-        x_in, w_in, in_place(bias), in_place(target), *stats, *slopes, out, *strides, first,
-        *dz.shape, k, softcap,
+        x_in, w_in, in_place(bias), in_place(target), *stats, *slopes, out, strides, first,
+        *dz.shape, k, softcap or None,
     )  # fmt: skip
-    return launch_over(
-        linear_cross_entropy_bwd_kernel, at, tile, dz, args, tma, (k,), SOFTCAP=softcap != 0.0,
-        PARTS=tile.parts,
-    )  # fmt: skip
+    return launch_over(linear_cross_entropy_bwd_kernel, at, tile, dz, args, tma, (k,))

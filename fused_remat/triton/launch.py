@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fused_remat.kernels.pointwise import Matrix
 from fused_remat.random import DropoutMask, scale, threshold
 
 #: Whether Triton interprets kernels, on CPU tensors. It reads TRITON_INTERPRET=1 at import.
@@ -67,8 +68,8 @@ class Launch:
         kernel: the jit function.
         grid: programs, up to three axes.
         args: the arguments before the constexpr ones, in order: tensors, tensor descriptors,
-            numbers; None for an argument that the call does not have.
-        constants: the constexpr arguments by name.
+            numbers, and groups of these; None for an argument that the call does not have.
+        keywords: the constexpr arguments by name, some in a group.
         num_warps, num_stages: compiler options.
         device: that of the tensors.
     """
@@ -76,10 +77,15 @@ class Launch:
     kernel: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
-    constants: Mapping[str, Any]
+    keywords: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Every constexpr argument by name, those in groups too."""
+        return _ungrouped(self.keywords)
 
     def run(self) -> None:
         """Launch on the device of the tensors, on its current stream."""
@@ -90,8 +96,15 @@ class Launch:
                 self.run()
             return
         self.kernel[self.grid](
-            *self.args, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages
+            *self.args, **self.keywords, num_warps=self.num_warps, num_stages=self.num_stages
         )
+
+
+def _ungrouped(named: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in named.items():
+        found |= _ungrouped(value._asdict()) if hasattr(value, "_asdict") else {name: value}
+    return found
 
 
 def rows_in_place(x: Tensor) -> Tensor:
@@ -107,9 +120,14 @@ def in_place(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(0) == 1 else x.contiguous()
 
 
-def stride_of(x: Tensor | None) -> int:
-    """Elements from one row to the next; 0 for None."""
-    return 0 if x is None else x.stride(0)
+def matrix(x: Tensor | None) -> Matrix | None:
+    """`x` (M, N), whose rows are contiguous, as kernels take it."""
+    return None if x is None else Matrix(x, x.stride(0))
+
+
+def operand(x: Tensor | None) -> Matrix | None:
+    """`x` (M, N) as kernels read it: `x` itself, or a copy with contiguous rows."""
+    return None if x is None else matrix(rows_in_place(x))
 
 
 def dropout_of(mask: DropoutMask | None) -> tuple[Tensor | None, int, int, float]:

@@ -16,6 +16,7 @@ from fused_remat.kernels.norms import (
     norm_wide_bwd_kernel,
     norm_wide_fwd_kernel,
 )
+from fused_remat.kernels.pointwise import Matrix
 from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.steps import norm
@@ -27,9 +28,9 @@ from fused_remat.triton.launch import (
     cdiv,
     dropout_of,
     in_place,
+    matrix,
+    operand,
     power_of_2,
-    rows_in_place,
-    stride_of,
     target_of,
 )
 
@@ -94,20 +95,15 @@ def norm_fwd(
     rows, width = y.shape
     mean, rstd = _mean_rstd(spec.kind, stats)
     weight = shifted(weight, spec.offset)
-    x, weight, bias = rows_in_place(x), in_place(weight), in_place(bias)
+    vectors = (in_place(weight), in_place(bias), mean, rstd)
     constants: dict[str, Any] = {"KIND": spec.kind, "HAS_STATS": has_stats}
     if width > FWD_WIDTH:
         assert residual is None
-        wide = (x, weight, bias, y, mean, rstd, stride_of(x), stride_of(y), width, spec.eps)
+        wide = (operand(x), matrix(y), *vectors, width, spec.eps)
         constants["BLOCK_N"] = _WIDE_BLOCK
         return Launch(norm_wide_fwd_kernel, (rows,), wide, constants, num_warps=8, device=y.device)
-    residual = None if residual is None else rows_in_place(residual)
-    site_key, row0, threshold, scale = dropout_of(mask)
-    args = (
-        x, residual, site_key, weight, bias, total, y, mean, rstd,
-        *map(stride_of, (x, residual, total, y)),
-        row0, rows, width, spec.eps, threshold, scale,
-    )  # fmt: skip
+    matrices = (operand(x), operand(residual), matrix(total), matrix(y))
+    args = (*matrices, *vectors, *dropout_of(mask), rows, width, spec.eps)
     block_n = power_of_2(width)
     block_m = max(1, 2048 // block_n)
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
@@ -131,20 +127,20 @@ def norm_bwd(
 ) -> list[Launch]:
     """The launches that fill dx (with + add), dweight and dbias (float32): those that are given."""
     rows, width = x.shape
-    dy, x, add = rows_in_place(dy), rows_in_place(x), None if add is None else rows_in_place(add)
+    matrices = (operand(dy), operand(x), operand(add), matrix(dx))
     mean, rstd = _mean_rstd(spec.kind, stats)
-    weight, device = in_place(shifted(weight, spec.offset)), x.device
+    vectors, device = (in_place(shifted(weight, spec.offset)), mean, rstd), x.device
     kind = {"KIND": spec.kind}
     if width > BWD_WIDTH:
         launches = []
         if dx is not None:
-            args = (dy, x, add, weight, mean, rstd, dx, *map(stride_of, (dy, x, add, dx)), width)
+            wide = (*matrices, *vectors, width)
             blocks: dict[str, Any] = kind | {"BLOCK_N": _WIDE_BLOCK}
             launches = [
-                Launch(norm_wide_bwd_kernel, (rows,), args, blocks, num_warps=8, device=device)
+                Launch(norm_wide_bwd_kernel, (rows,), wide, blocks, num_warps=8, device=device)
             ]
         if dweight is not None or dbias is not None:
-            launches += _params_bwd(kind, dy, x, mean, rstd, dweight, dbias, target)
+            launches += _params_bwd(kind, x, matrices[:2], vectors[1:], dweight, dbias, target)
         return launches
     block_n = power_of_2(width)
     block_m = max(1, 2048 // block_n)
@@ -152,10 +148,7 @@ def norm_bwd(
     strip = block_m * max(1, cdiv(rows, block_m * per_sm * target.sms))
     programs = cdiv(rows, strip)
     dweight_parts, dbias_parts = _parts(dweight, programs), _parts(dbias, programs)
-    args = (
-        dy, x, add, weight, mean, rstd, dx, dweight_parts, dbias_parts,
-        *map(stride_of, (dy, x, add, dx)), strip, rows, width,
-    )  # fmt: skip
+    args = (*matrices, *vectors, dweight_parts, dbias_parts, strip, rows, width)
     warps = min(16, max(4, block_n // 512))
     blocks = kind | {"BLOCK_M": block_m, "BLOCK_N": block_n}
     first = Launch(norm_bwd_kernel, (programs,), args, blocks, num_warps=warps, device=device)
@@ -164,10 +157,9 @@ def norm_bwd(
 
 def _params_bwd(
     kind: dict[str, Any],
-    dy: Tensor,
     x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor | None,
+    matrices: tuple[Matrix | None, ...],
+    stats: tuple[Tensor | None, ...],
     dweight: Tensor | None,
     dbias: Tensor | None,
     target: Target,
@@ -178,10 +170,7 @@ def _params_bwd(
     strip = block_m * max(1, cdiv(rows, block_m * cdiv(4 * target.sms, columns)))
     programs = cdiv(rows, strip)
     dweight_parts, dbias_parts = _parts(dweight, programs), _parts(dbias, programs)
-    args = (
-        dy, x, mean, rstd, dweight_parts, dbias_parts, stride_of(dy), stride_of(x), strip, rows,
-        width,
-    )  # fmt: skip
+    args = (*matrices, *stats, dweight_parts, dbias_parts, strip, rows, width)
     blocks = kind | {"BLOCK_M": block_m, "BLOCK_N": block_n}
     first = Launch(norm_params_bwd_kernel, (columns, programs), args, blocks, device=x.device)
     return [first, *_sums((dweight, dweight_parts), (dbias, dbias_parts))]

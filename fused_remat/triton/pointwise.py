@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.formats import BLOCK, Loaded, Quantized
+from fused_remat.formats import BLOCK, Loaded
 from fused_remat.kernels import activations
 from fused_remat.kernels.pointwise import (
+    Matrix,
     act_bwd_kernel,
     act_fwd_kernel,
     dropout_add_fwd_kernel,
@@ -21,15 +22,8 @@ from fused_remat.steps.activation import activation_bwd, activation_fwd
 from fused_remat.steps.operations import faster
 from fused_remat.steps.residual import dropout, residual_add
 from fused_remat.triton import storage
-from fused_remat.triton.launch import (
-    Launch,
-    cdiv,
-    dropout_of,
-    power_of_2,
-    rows_in_place,
-    stride_of,
-)
-from fused_remat.triton.storage import operand, strides
+from fused_remat.triton.launch import Launch, cdiv, dropout_of, matrix, operand, power_of_2
+from fused_remat.triton.storage import loaded
 
 #: Activation -> its forward and backward for a tile. A new activation is a new row.
 PAIRS: dict[str, tuple[Any, Any]] = {
@@ -98,35 +92,26 @@ def dropout_add_fwd(
     x: Tensor, residual: Tensor | None, mask: DropoutMask | None, y: Tensor
 ) -> Launch:
     """y = residual + mask * x."""
-    x, residual = rows_in_place(x), None if residual is None else rows_in_place(residual)
-    args = (x, residual, dropout_of(mask)[0], y, stride_of(x), stride_of(residual), stride_of(y))
-    return _over(y, dropout_add_fwd_kernel, args + _tail(y, mask))
+    return _over(y, dropout_add_fwd_kernel, mask, operand(x), operand(residual), matrix(y))
 
 
 def act_fwd(x: Loaded, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
     """y = mask * act(x)."""
-    given = operand(x)
-    args = (*given, dropout_of(mask)[0], y, *strides(given), stride_of(y))
-    return _over(y, act_fwd_kernel, args + _tail(y, mask), x, ACT=PAIRS[act][0])
+    return _over(y, act_fwd_kernel, mask, loaded(x), matrix(y), ACT=PAIRS[act][0])
 
 
 def act_bwd(
     dy: Tensor, x: Loaded, act: str, mask: DropoutMask | None, dx: Tensor, y: Tensor | None = None
 ) -> Launch:
     """dx = mask * dy * act'(x); y = mask * act(x) if given."""
-    dy, given = rows_in_place(dy), operand(x)
-    args = (
-        dy, *given, dropout_of(mask)[0], dx, y, stride_of(dy), *strides(given), stride_of(dx),
-        stride_of(y),
-    )  # fmt: skip
-    return _over(dx, act_bwd_kernel, args + _tail(dx, mask), x, ACT=PAIRS[act][1])
+    matrices = operand(dy), loaded(x), matrix(dx), matrix(y)
+    return _over(dx, act_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
 
 
 def gated_fwd(gate: Loaded, up: Loaded, act: str, mask: DropoutMask | None, y: Tensor) -> Launch:
     """y = mask * act(gate) * up."""
-    gates, ups = operand(gate), operand(up)
-    args = (*gates, *ups, dropout_of(mask)[0], y, *strides(gates), *strides(ups), stride_of(y))
-    return _over(y, gated_fwd_kernel, args + _tail(y, mask), gate, up, ACT=PAIRS[act][0])
+    matrices = loaded(gate), loaded(up), matrix(y)
+    return _over(y, gated_fwd_kernel, mask, *matrices, ACT=PAIRS[act][0])
 
 
 def gated_bwd(
@@ -139,26 +124,19 @@ def gated_bwd(
     dup: Tensor | None,
 ) -> Launch:
     """The gradients dgate and dup of `gated_fwd`, those that are given; dgate needs `up`."""
-    dy, gates, ups = rows_in_place(dy), operand(gate), operand(up)
-    args = (
-        dy, *gates, *ups, dropout_of(mask)[0], dgate, dup, stride_of(dy), *strides(gates),
-        *strides(ups), stride_of(dgate), stride_of(dup),
-    )  # fmt: skip
-    return _over(dy, gated_bwd_kernel, args + _tail(dy, mask), gate, up, ACT=PAIRS[act][1])
+    matrices = operand(dy), loaded(gate), loaded(up), matrix(dgate), matrix(dup)
+    return _over(dy, gated_bwd_kernel, mask, *matrices, ACT=PAIRS[act][1])
 
 
 def _over(
-    y: Tensor, kernel: Any, args: tuple[Any, ...], *inputs: Loaded | None, **constants: Any
+    y: Tensor, kernel: Any, mask: DropoutMask | None, *matrices: Matrix | None, **constants: Any
 ) -> Launch:
-    """A launch over tiles of `y`. Where an input is quantized, a tile is as wide as a block."""
+    """A launch over tiles of `y`. Where a matrix is packed, a tile is as wide as a block."""
     rows, width = y.shape
-    block_n = BLOCK if Quantized in map(type, inputs) else min(power_of_2(width), 1024)
+    packed = any(x is not None and x.step is not None for x in matrices)
+    block_n = BLOCK if packed else min(power_of_2(width), 1024)
     block_m = _TILE // block_n
     grid = (cdiv(rows, block_m) * cdiv(width, block_n),)
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    args = (*matrices, *dropout_of(mask), rows, width)
     return Launch(kernel, grid, args, constants, num_warps=8, device=y.device)
-
-
-def _tail(y: Tensor, mask: DropoutMask | None) -> tuple[Any, ...]:
-    _, row0, threshold, scale = dropout_of(mask)
-    return row0, *y.shape, threshold, scale

@@ -15,7 +15,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_remat.formats import BLOCK, Parts
-from fused_remat.kernels.linear import linear_fwd_kernel
+from fused_remat.kernels.linear import Norm, linear_fwd_kernel
+from fused_remat.kernels.linear import Tile as KernelTile
 from fused_remat.kernels.mlp import (
     gated_mlp_bwd_kernel,
     gated_mlp_fwd_kernel,
@@ -37,7 +38,6 @@ from fused_remat.triton.launch import (
     dropout_of,
     in_place,
     rows_in_place,
-    stride_of,
     target_of,
 )
 from fused_remat.triton.pointwise import PAIRS, dropout_add_fwd
@@ -213,23 +213,22 @@ def linear_fwd(
     `pre` and `quantized`, if given, are filled with pre; `quantized` requires `can_quantize`.
     `norm`: (mean or None, rstd, weight, bias), by which x is normalised as it is loaded.
     """
-    tile, parts = _parts(tile or tile_for("linear", target, *y.shape), quantized)
+    tile, in_block = _parts(tile or tile_for("linear", target, *y.shape), quantized)
     n, k = weight.shape
-    (x_in, w_in, *ends), strides, tma = described(
+    (x_in, w_in, residual_in, pre_in, out), strides, tma = described(
         target,
         (x, tile.block_m, tile.block_k),
         (weight, tile.block_n, tile.block_k),
         *end_of(tile, residual, pre, y),
     )
-    site_key, row0, threshold, scale = dropout_of(mask)
-    round_key, codes, step, round_row0 = codes_of(quantized)
+    normed = None if norm is None else Norm(*map(in_place, norm))
+    codes, key, first = codes_of(quantized)
     args = (
-        x_in, w_in, in_place(bias), ends[0], site_key, *map(in_place, norm or (None,) * 4),
-        round_key, ends[1], codes, step, ends[2], *strides, row0, round_row0, y.shape[0], n, k,
-        threshold, scale,
+        x_in, w_in, in_place(bias), residual_in, normed, pre_in, codes, out, strides,
+        *dropout_of(mask), key, first, y.shape[0], n, k,
     )  # fmt: skip
     fwd = None if act is None else PAIRS[act][0]
-    return launch_over(linear_fwd_kernel, target, tile, y, args, tma, (k,), ACT=fwd, **parts)
+    return launch_over(linear_fwd_kernel, target, tile, y, args, tma, (k,), in_block, ACT=fwd)
 
 
 def gated_mlp_fwd(
@@ -251,7 +250,7 @@ def gated_mlp_fwd(
     `pres` and `quantized`, where given, are filled with both products; `quantized` requires
     `can_quantize`.
     """
-    tile, parts = _parts(tile or tile_for("gated_mlp_fwd", target, *y.shape), *quantized)
+    tile, in_block = _parts(tile or tile_for("gated_mlp_fwd", target, *y.shape), *quantized)
     f, k = weight.shape
     at_w = (tile.block_n, tile.block_k)
     (*given, gate_pre, up_pre, out), strides, tma = described(
@@ -261,17 +260,16 @@ def gated_mlp_fwd(
         (weight, *at_w),
         *end_of(tile, *pres, y),
     )
-    site_key, row0, threshold, scale = dropout_of(mask)
-    (gate_key, *gate_parts, gate_row0), (up_key, *up_parts, up_row0) = map(codes_of, quantized)
-    first = max((r for r in (gate_row0, up_row0) if r is not None), default=None)  # they are equal
+    (gate_codes, gate_key, gate_row0), (up_codes, up_key, up_row0) = map(codes_of, quantized)
+    first = gate_row0 if up_row0 is None else up_row0  # they are equal
     apart = [None if x is None else x.stride(0) for x in pres]  # None is not an argument
     args = (
-        *given, in_place(gate_bias), in_place(bias), site_key, gate_key, up_key, gate_pre,
-        *gate_parts, up_pre, *up_parts, out, *strides[:3], *apart, strides[-1], row0,
-        first, y.shape[0], f, k, threshold, scale,
+        *given, in_place(gate_bias), in_place(bias), gate_pre, up_pre, gate_codes, up_codes, out,
+        (*strides[:3], *apart, strides[-1]), *dropout_of(mask), gate_key, up_key, first,
+        y.shape[0], f, k,
     )  # fmt: skip
-    act_fwd = PAIRS[act][0]
-    return launch_over(gated_mlp_fwd_kernel, target, tile, y, args, tma, (k,), ACT=act_fwd, **parts)
+    fwd = PAIRS[act][0]
+    return launch_over(gated_mlp_fwd_kernel, target, tile, y, args, tma, (k,), in_block, ACT=fwd)
 
 
 def linear_act_bwd(
@@ -297,10 +295,9 @@ def linear_act_bwd(
         (out_weight, tile.block_k, tile.block_n),
         *end_of(tile, gate, up, y, dgate, dup),
     )
-    site_key, row0, threshold, scale = dropout_of(mask)
-    args = (*given[:4], site_key, *given[4:], *strides, row0, dup.shape[0], f, d, threshold, scale)
-    constants = {"ACT": PAIRS[act][1], "PARTS": tile.parts}
-    return launch_over(linear_act_bwd_kernel, target, tile, dup, args, tma, (d,), **constants)
+    args = (*given, strides, *dropout_of(mask), dup.shape[0], f, d)
+    bwd = PAIRS[act][1]
+    return launch_over(linear_act_bwd_kernel, target, tile, dup, args, tma, (d,), ACT=bwd)
 
 
 def mlp_bwd(
@@ -331,14 +328,13 @@ def mlp_bwd(
         (out_weight, tile.block_k, tile.block_n),
         *end_of(tile, y, *dups),
     )
-    site_key, row0, threshold, scale = dropout_of(mask)
     ends = 3 + len(ups)  # x, the weights, dy, out_weight
     args = (
-        *given[:ends], *map(in_place, biases), site_key, *given[ends:], *strides, row0,
-        dups[0].shape[0], f, k, d, threshold, scale,
+        *given[:ends], *map(in_place, biases), *given[ends:], strides, *dropout_of(mask),
+        dups[0].shape[0], f, k, d,
     )  # fmt: skip
-    constants = {"ACT": PAIRS[act][1], "PARTS": tile.parts}
-    return launch_over(kernel, target, tile, dups[0], args, tma, (k, d), False, **constants)
+    bwd = PAIRS[act][1]
+    return launch_over(kernel, target, tile, dups[0], args, tma, (k, d), persistent=False, ACT=bwd)
 
 
 def can_quantize(kernel: str, target: Target, rows: int, columns: int) -> bool:
@@ -346,16 +342,16 @@ def can_quantize(kernel: str, target: Target, rows: int, columns: int) -> bool:
     return tile_for(kernel, target, rows, columns).block_n % BLOCK == 0
 
 
-def _parts(tile: Tile, *quantized: Codes | None) -> tuple[Tile, dict[str, Any]]:
-    """The tile with the parts in which its end is computed, and these as constants.
+def _parts(tile: Tile, *quantized: Codes | None) -> tuple[Tile, int]:
+    """The tile with the parts in which its end is computed, and how many are a block of codes.
 
     If the end quantizes, a block is a whole number of parts, and there are twice as many parts,
     since quantizing needs registers. Neither changes an element's bits.
     """
     if all(codes is None for codes in quantized):
-        return tile, {"PARTS": tile.parts, "IN_BLOCK": 1}
+        return tile, 1
     tile = replace(tile, parts=min(8, max(2 * tile.parts, tile.block_n // BLOCK)))
-    return tile, {"PARTS": tile.parts, "IN_BLOCK": BLOCK * tile.parts // tile.block_n}
+    return tile, BLOCK * tile.parts // tile.block_n
 
 
 def launch_over(
@@ -366,6 +362,7 @@ def launch_over(
     args: tuple[Any, ...],
     tma: bool,
     depths: tuple[int, ...],
+    in_block: int = 1,
     persistent: bool = True,
     shape: tuple[int, int] | None = None,
     **constants: Any,
@@ -377,15 +374,11 @@ def launch_over(
     rows, columns = shape or y.shape
     tiles = cdiv(rows, tile.block_m) * cdiv(columns, tile.block_n)
     fast = y.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    constants |= {
-        "PRECISION": "tf32" if fast else "ieee",
-        "TMA": tma,
-        "EVEN": all(depth % tile.block_k == 0 for depth in depths),
-        "GROUP_M": tile.group,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-    }
+    even = all(depth % tile.block_k == 0 for depth in depths)
+    constants["tile"] = KernelTile(
+        tile.block_m, tile.block_n, tile.block_k, even, tile.parts, in_block, tile.group, tma,
+        "tf32" if fast else "ieee",
+    )  # fmt: skip
     programs = min(tiles, target.sms * (8 // tile.warps)) if persistent else tiles
     return Launch(kernel, (programs,), args, constants, tile.warps, tile.stages, y.device)
 
@@ -396,7 +389,7 @@ def described(target: Target, *matrices: _Tiled) -> tuple[tuple[Any, ...], tuple
     They are descriptors if the target has them and every matrix allows one; else tensors.
     """
     tensors = [None if x is None else rows_in_place(x) for x, _, _ in matrices]
-    strides = tuple(map(stride_of, tensors))
+    strides = tuple([0 if x is None else x.stride(0) for x in tensors])
     if not (target.has_tma and all(x is None or can_describe(x) for x in tensors)):
         return tuple(tensors), strides, False
     described = tuple(

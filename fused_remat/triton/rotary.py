@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_remat.kernels.rotary import rotary_fwd_kernel, rotary_norm_bwd_kernel
+from fused_remat.kernels.rotary import Angles, Pairs, rotary_fwd_kernel, rotary_norm_bwd_kernel
 from fused_remat.steps import rotary
 from fused_remat.steps.operations import faster
 from fused_remat.steps.rotary import RotaryCall
@@ -16,9 +16,9 @@ from fused_remat.triton.launch import (
     Target,
     cdiv,
     in_place,
+    matrix,
+    operand,
     power_of_2,
-    rows_in_place,
-    stride_of,
     target_of,
 )
 from fused_remat.triton.norm import column_sum
@@ -74,20 +74,15 @@ def rotary_fwd(
     y may be x.
     """
     values = y is not x
-    width, rotated = call.width(x), call.rotated
-    x, (q_weight, k_weight) = rows_in_place(x), map(in_place, call.norm_weights())
-    lanes = cdiv(width, 2) if values or q_weight is not None else rotated // 2
-    pairs = _FWD_PAIRS.get(family(target), _FWD_PAIRS_ELSEWHERE)
-    blocks = _blocks(call, lanes, pairs)
+    width, (q_weight, k_weight) = call.width(x), map(in_place, call.norm_weights())
+    lanes = cdiv(width, 2) if values or q_weight is not None else call.rotated // 2
+    blocks = _blocks(call, width, lanes, _FWD_PAIRS.get(family(target), _FWD_PAIRS_ELSEWHERE))
     _, groups = _groups(call, blocks["BLOCK_H"], values)
-    cos, sin, stride_cb, stride_cs = _tables(call)
     args = (
-        x, cos, sin, q_weight, k_weight, y, stride_of(x), stride_cb, stride_cs, stride_of(y),
-        _place(call), call.seq_len, x.shape[0], call.spec.num_heads, call.spec.num_kv_heads,
-        groups, call.eps,
+        operand(x), _angles(call), q_weight, k_weight, matrix(y), _place(call), call.seq_len,
+        x.shape[0], call.spec.num_heads, call.spec.num_kv_heads, groups, call.eps,
     )  # fmt: skip
-    constants = {"E": width, "R": rotated, "LANES": lanes, "INTERLEAVED": _interleaved(call),
-                 "BACK": back, **blocks}  # fmt: skip
+    constants = {"BACK": back, **blocks}
     grid = (cdiv(x.shape[0], blocks["BLOCK_M"]) * groups,)
     return Launch(rotary_fwd_kernel, grid, args, constants, device=y.device)
 
@@ -104,8 +99,7 @@ def rotary_norm_bwd(
     """The launches of dx, which may be dy, and the norm weights' gradients (float32), if given."""
     values = dx is not None and dx is not dy
     tokens, width = x.shape[0], call.width(x)
-    dy, x = rows_in_place(dy), rows_in_place(x)
-    blocks = _blocks(call, cdiv(width, 2), _BWD_PAIRS)
+    blocks = _blocks(call, width, cdiv(width, 2), _BWD_PAIRS)
     block_m = blocks["BLOCK_M"]
     of_queries, summed = _groups(call, blocks["BLOCK_H"], values=False)
     groups = _groups(call, blocks["BLOCK_H"], values)[1]
@@ -114,15 +108,13 @@ def rotary_norm_bwd(
     programs = cdiv(tokens, strip)
     like = dq_weight if dq_weight is not None else dk_weight
     parts = None if like is None else like.new_empty((summed * programs, width))
-    cos, sin, stride_cb, stride_cs = _tables(call)
     args = (
-        dy, x, cos, sin, *map(in_place, call.norm_weights()), dx, parts,
-        stride_of(dy), stride_of(x), stride_cb, stride_cs, stride_of(dx), _place(call),
-        call.seq_len, strip, tokens, call.spec.num_heads, call.spec.num_kv_heads, call.eps,
+        operand(dy), operand(x), _angles(call), *map(in_place, call.norm_weights()), matrix(dx),
+        parts, _place(call), call.seq_len, strip, tokens, call.spec.num_heads,
+        call.spec.num_kv_heads, call.eps,
     )  # fmt: skip
-    constants = {"E": width, "R": call.rotated, "INTERLEAVED": _interleaved(call), **blocks}
     grid = (groups, programs)
-    launches = [Launch(rotary_norm_bwd_kernel, grid, args, constants, device=x.device)]
+    launches = [Launch(rotary_norm_bwd_kernel, grid, args, blocks, device=x.device)]
     if parts is not None:
         ends = of_queries * programs
         sums = ((dq_weight, parts[:ends]), (dk_weight, parts[ends:]))
@@ -135,28 +127,29 @@ def _place(call: RotaryCall) -> int:
     return call.token0 % max(call.seq_len, 1)
 
 
-def _tables(call: RotaryCall) -> tuple[Any, ...]:
-    """cos and sin from the first token's sequence on; their strides of sequence and position."""
+def _angles(call: RotaryCall) -> Angles:
+    """cos and sin from the first token's sequence on."""
     cos, sin = call.cos, call.sin
     if cos is None or sin is None:
-        return None, None, 0, 0
+        return Angles(None, None, 0, 0)
     if cos.dim() == 3:
         first = call.token0 // max(call.seq_len, 1)
         cos, sin = cos[first:], sin[first:]
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    return cos, sin, cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2)
+    return Angles(cos, sin, cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2))
 
 
-def _blocks(call: RotaryCall, lanes: int, pairs: int) -> dict[str, int]:
-    """A program's tokens, its heads, which share rows of the tables, and its pairs of a head."""
-    block_p = power_of_2(lanes)
-    fits = [n for n in (8, 4) if call.spec.num_heads % n == 0]
-    block_h = min(
-        fits[0] if fits else min(8, power_of_2(call.spec.num_heads)), max(1, pairs // block_p)
-    )
-    block_m = max(1, pairs // (block_p * block_h))
-    return {"BLOCK_M": block_m, "BLOCK_H": block_h, "BLOCK_P": block_p}
+def _blocks(call: RotaryCall, width: int, lanes: int, most: int) -> dict[str, Any]:
+    """A program's tokens, its heads, which share rows of the tables, and its pairs of a head.
+
+    `most`: the most pairs of a program, of all its tokens and heads.
+    """
+    block_p, heads = power_of_2(lanes), call.spec.num_heads
+    fits = [n for n in (8, 4) if heads % n == 0]
+    block_h = min(fits[0] if fits else min(8, power_of_2(heads)), max(1, most // block_p))
+    pairs = Pairs(width, call.rotated, lanes, _interleaved(call), block_p)
+    return {"BLOCK_M": max(1, most // (block_p * block_h)), "BLOCK_H": block_h, "pairs": pairs}
 
 
 def _groups(call: RotaryCall, block_h: int, values: bool) -> tuple[int, int]:

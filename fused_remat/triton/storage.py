@@ -7,14 +7,13 @@ from torch import Tensor
 
 from fused_remat.formats import BLOCK, FORMATS, Loaded, Parts, Quantized
 from fused_remat.kernels.packing import pack_int8_fwd_kernel, unpack_int8_fwd_kernel
+from fused_remat.kernels.pointwise import Matrix
 from fused_remat.steps.operations import faster
 from fused_remat.steps.storage import QuantizeCall, dequantize, quantize
-from fused_remat.triton.launch import Launch, cdiv, rows_in_place, stride_of
+from fused_remat.triton.launch import Launch, cdiv, matrix, operand, rows_in_place
 
 #: Formats that kernels quantize and dequantize; they differ only in rounding.
 KERNELS = frozenset({"int8", "int8_stochastic"})
-#: A matrix or its codes; and the codes' steps, None for a matrix.
-Operand = tuple[Tensor | None, Tensor | None]
 #: How an activation is quantized, and the codes and steps that a kernel fills.
 Codes = tuple[QuantizeCall, Parts]
 _ROWS = 64  # rows of a program, which processes one block of each
@@ -50,14 +49,13 @@ def dequantized(x: Quantized) -> Tensor:
 def quantize_int8(x: Tensor, storage: QuantizeCall, parts: Parts) -> Launch:
     """Fill `parts` with the codes and steps of x."""
     x, (codes, step), (key, row0) = rows_in_place(x), parts, site_of(storage)
-    args = (x, key, codes, step, stride_of(x), row0, *x.shape)
+    args = (x, codes, step, key, row0, x.stride(0), *x.shape)
     return _over_blocks(pack_int8_fwd_kernel, args, x)
 
 
 def dequantize_int8(x: Quantized, y: Tensor) -> Launch:
     """Fill y with the values of x."""
-    codes, step = x.parts
-    args = (codes, step, y, *map(stride_of, (codes, step, y)), *y.shape)
+    args = (loaded(x), matrix(y), *y.shape)
     return _over_blocks(unpack_int8_fwd_kernel, args, y)
 
 
@@ -67,18 +65,12 @@ def _over_blocks(kernel: object, args: tuple[object, ...], x: Tensor) -> Launch:
     return Launch(kernel, grid, args, constants, num_warps=8, device=x.device)
 
 
-def operand(x: Loaded | None) -> Operand:
-    """x as a kernel loads it: a matrix, or codes and their steps."""
+def loaded(x: Loaded | None) -> Matrix | None:
+    """`operand`, of what may be packed."""
     if isinstance(x, Quantized):
         codes, step = x.parts
-        return codes, step
-    return None if x is None else rows_in_place(x), None
-
-
-def strides(given: Operand) -> tuple[int, int | None]:
-    """The row strides of an operand: None for absent steps, so that the kernel has no argument."""
-    x, step = given
-    return stride_of(x), None if step is None else step.stride(0)
+        return Matrix(codes, codes.stride(0), step, step.stride(0))
+    return operand(x)
 
 
 def new_parts(x: Tensor, storage: QuantizeCall) -> Parts:
@@ -100,9 +92,8 @@ def site_of(storage: QuantizeCall) -> tuple[Tensor | None, int]:
 
 def codes_of(
     codes_and_call: Codes | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, int | None]:
-    """The rounding site's key, codes, steps and first row as a kernel takes them; or four None."""
+) -> tuple[Parts | None, Tensor | None, int | None]:
+    """Codes and steps, the rounding site's key and first row, as a kernel takes them; or None."""
     if codes_and_call is None:
-        return None, None, None, None
-    (key, row0), (codes, step) = site_of(codes_and_call[0]), codes_and_call[1]
-    return key, codes, step, row0
+        return None, None, None
+    return codes_and_call[1], *site_of(codes_and_call[0])

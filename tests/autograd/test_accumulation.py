@@ -7,6 +7,7 @@ import pytest
 import torch
 from reference import EXACT_PRESETS, pair
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, FusedRematWarning, convert, explain, memory_report
@@ -14,7 +15,7 @@ from fused_remat.convert import revert
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps import linear
 
-TARGETS = ("grad", "main_grad")
+TARGETS = pytest.mark.parametrize("target", ["grad", "main_grad"])
 WIDE = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -44,6 +45,9 @@ def micro_batches(dtype=torch.float32, count=16, shape=(2, 6, 16)):
     return [x.to(dtype) for x in made]
 
 
+X = micro_batches(count=1)[0]
+
+
 def backward(layer, xs):
     for x in xs:
         y = layer(x)
@@ -52,28 +56,32 @@ def backward(layer, xs):
 
 
 def sums(layer):
-    """What the layer's gradients were added to, by name."""
+    """What the layer's gradients were added to, by name; None before anything is in `.grad`."""
     target = layer.accumulate_into or "grad"
     return {name: getattr(p, target) for name, p in layer.named_parameters()}
+
+
+def copies(layer):
+    return {name: None if t is None else t.clone() for name, t in sums(layer).items()}
 
 
 def error(found, exact):
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@TARGETS
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("policy", EXACT_PRESETS)
-def test_sums_are_autograds(target, norm_first, policy):
-    fused = backward(
-        make(target, torch.float64, policy, norm_first=norm_first), micro_batches(torch.float64, 3)
-    )
-    usual = backward(
-        make(None, torch.float64, policy, norm_first=norm_first), micro_batches(torch.float64, 3)
-    )
-    for (name, found), p in zip(sums(fused).items(), usual.parameters(), strict=True):
-        torch.testing.assert_close(found, p.grad, msg=name)  # float64, summed in another order
-        assert target == "grad" or dict(fused.named_parameters())[name].grad is None
+def test_sums_are_autograds_and_the_inputs_gradient_is_as_ever(target, norm_first, policy):
+    found, inputs = [], []
+    for where in (target, None):
+        xs = [x.requires_grad_() for x in micro_batches(torch.float64, 3)]
+        layer = backward(make(where, torch.float64, policy, norm_first=norm_first), xs)
+        found.append(sums(layer))
+        inputs.append([x.grad for x in xs])
+        assert where != "main_grad" or all(p.grad is None for p in layer.parameters())
+    assert_close(*found)  # float64, summed in another order
+    assert all(map(torch.equal, *inputs))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +136,7 @@ def test_grad_dtype_alone_keeps_autograds_sum_in_float32():
     assert {p.grad.dtype for p in usual.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@TARGETS
 def test_frozen_parameters_are_left_alone(target):
     fused = make(target)
     for p in (fused.linear1.weight, fused.norm2.bias, fused.self_attn.in_proj_weight):
@@ -136,23 +144,11 @@ def test_frozen_parameters_are_left_alone(target):
         p.grad = p.main_grad = None
     usual = copy.deepcopy(fused)
     usual.accumulate_into = None
-    usual = backward(usual, micro_batches(count=2))
-    for found, p in zip(
-        sums(backward(fused, micro_batches(count=2))).values(), usual.parameters(), strict=True
-    ):
-        assert (found is None) == (not p.requires_grad)
-        if found is not None:
-            torch.testing.assert_close(found, p.grad)
-
-
-def test_the_inputs_gradient_is_as_ever():
-    (x,) = micro_batches(count=1)
-    grads = []
-    for target in (None, *TARGETS):
-        leaf = x.clone().requires_grad_()
-        make(target)(leaf).square().sum().backward()
-        grads.append(leaf.grad)
-    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+    found, expected = (sums(backward(one, micro_batches(count=2))) for one in (fused, usual))
+    assert_close(found, expected)
+    assert {n for n, t in found.items() if t is None} == {
+        n for n, p in usual.named_parameters() if not p.requires_grad
+    }
 
 
 def test_what_an_activation_captures_is_accumulated_too():
@@ -161,20 +157,18 @@ def test_what_an_activation_captures_is_accumulated_too():
     fused, usual = make(activation=act), make(None, activation=copy.deepcopy(act))
     found = sums(backward(fused, micro_batches(count=2)))
     backward(usual, micro_batches(count=2))
-    torch.testing.assert_close(found["activation.weight"], usual.activation.weight.grad)
+    assert_close(found["activation.weight"], usual.activation.weight.grad)
     assert fused.activation.weight.grad is None
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@TARGETS
 def test_a_second_backward_adds_again(target):
-    (x,) = micro_batches(count=1)
     once, twice = make(target), make(target)
-    once(x).sum().backward()
-    y = twice(x).sum()
+    once(X).sum().backward()
+    y = twice(X).sum()
     y.backward(retain_graph=True)
     y.backward()
-    for a, b in zip(sums(once).values(), sums(twice).values(), strict=True):
-        torch.testing.assert_close(b, 2 * a)
+    assert_close(sums(twice), {name: 2 * t for name, t in sums(once).items()})
 
 
 @pytest.mark.composes(
@@ -182,42 +176,32 @@ def test_a_second_backward_adds_again(target):
 )
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_under_an_outer_checkpoint_it_adds_once(reentrant):
-    (x,) = micro_batches(count=1)
     inside, outside = make(), make()
-    leaf = x.clone().requires_grad_()
+    leaf = X.clone().requires_grad_()
     checkpoint(inside, leaf, use_reentrant=reentrant).sum().backward()
-    outside(x).sum().backward()
-    for a, b in zip(sums(inside).values(), sums(outside).values(), strict=True):
-        assert torch.equal(a, b)
+    outside(X).sum().backward()
+    assert_close(sums(inside), sums(outside), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@TARGETS
 def test_autograd_grad_returns_gradients_and_adds_none(target):
-    fused, usual = make(target), make(None)
-    before = {n: None if b is None else b.clone() for n, b in sums(fused).items()}
-    (x,) = micro_batches(count=1)
-    leaf = x.clone().requires_grad_()
-    asked = [leaf, fused.linear1.weight, fused.norm1.bias]
-    found = torch.autograd.grad(fused(leaf).sum(), asked)
-    expected = torch.autograd.grad(
-        usual(leaf).sum(), [leaf, usual.linear1.weight, usual.norm1.bias]
-    )
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
-    for name, buffer in sums(fused).items():
-        assert (buffer is None) == (before[name] is None)
-        assert buffer is None or torch.equal(buffer, before[name])
+    found = []
+    for layer in (make(target), make(None)):
+        before, leaf = copies(layer), X.clone().requires_grad_()
+        asked = [leaf, layer.linear1.weight, layer.norm1.bias]
+        found.append(torch.autograd.grad(layer(leaf).sum(), asked))
+        assert_close(sums(layer), before, rtol=0, atol=0)
+    assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@TARGETS
 def test_backward_adds_to_the_inputs_it_is_given_only(target):
     fused, usual = make(target), make(None)
-    (x,) = micro_batches(count=1)
-    fused(x).sum().backward(inputs=[fused.linear2.weight])
-    usual(x).sum().backward()
-    torch.testing.assert_close(sums(fused)["linear2.weight"], usual.linear2.weight.grad)
-    rest = [b for n, b in sums(fused).items() if n != "linear2.weight"]
-    assert all(b is None or not b.any() for b in rest)
+    fused(X).sum().backward(inputs=[fused.linear2.weight])
+    usual(X).sum().backward()
+    found = sums(fused)
+    assert_close(found.pop("linear2.weight"), usual.linear2.weight.grad)
+    assert all(t is None or not t.any() for t in found.values())
 
 
 @pytest.mark.parametrize("policy", ["full", "fast"])
@@ -244,8 +228,7 @@ def test_it_keeps_nothing_more_and_makes_no_gradients_besides(policy):
 
 def test_reports_add_nothing():
     layer = make()
-    (x,) = micro_batches(count=1)
-    memory_report(layer, x), explain(layer, x)
+    memory_report(layer, X), explain(layer, X)
     assert not any(p.main_grad.any() or p.grad is not None for p in layer.parameters())
 
 
@@ -266,100 +249,100 @@ def test_it_is_set_like_a_policy():
     assert type(model[0]) is nn.TransformerEncoderLayer
 
 
-def tensor_hook(layer):
-    layer.linear1.weight.register_hook(lambda g: None)
+# --- what is refused
 
 
-def post_accumulate_hook(layer):
-    layer.norm2.bias.register_post_accumulate_grad_hook(lambda p: None)
+def main_grad_of(make):
+    """A change: the `main_grad` of linear2's weight is another, made from the one that was."""
+
+    def change(layer):
+        layer.linear2.weight.main_grad = make(layer.linear2.weight.main_grad)
+
+    return change
 
 
-def node_hook(layer):
-    node = torch.autograd.graph.get_gradient_edge(layer.linear1.bias).node
-    node.register_hook(lambda *grads: None)
-    layer.held = node  # as who registers one has to
+def hook_of_node(register):
+    def change(layer):
+        layer.held = torch.autograd.graph.get_gradient_edge(layer.linear1.bias).node
+        getattr(layer.held, register)(lambda *grads: None)  # who registers one has to hold it
+
+    return change
 
 
-def node_prehook(layer):
-    node = torch.autograd.graph.get_gradient_edge(layer.linear1.bias).node
-    node.register_prehook(lambda grads: None)
-    layer.held = node
-
-
-def no_main_grad(layer):
-    del layer.linear2.weight.main_grad
-
-
-def wrong_shape(layer):
-    layer.linear2.weight.main_grad = torch.zeros(32, 16)
-
-
-def wrong_dtype(layer):
-    layer.linear2.weight.main_grad = torch.zeros(16, 32, dtype=torch.bfloat16)
-
-
-def wrong_device(layer):
-    layer.linear2.weight.main_grad = torch.zeros(16, 32, device="meta")
-
-
-def no_tensor(layer):
-    layer.linear2.weight.main_grad = 0.0
-
-
-def sparse(layer):
-    layer.linear2.weight.main_grad = torch.zeros(16, 32).to_sparse()
-
-
-def requires_grad(layer):
-    layer.linear2.weight.main_grad.requires_grad_()
-
-
-def child_hook(layer):
-    layer.linear1.register_forward_hook(lambda *args: None)
-
-
-def parametrization(layer):
-    nn.utils.parametrizations.weight_norm(layer.linear1)
-
-
+#: What makes a layer unable to accumulate, and how that is said. Those of the first five may also
+#: happen between forward and backward.
 REFUSED = {
-    tensor_hook: "fc1.weight has tensor hooks",
-    post_accumulate_hook: "norm2.bias has post-accumulate-grad hooks",
-    node_hook: "fc1.bias has hooks on its AccumulateGrad node",
-    node_prehook: "fc1.bias has hooks on its AccumulateGrad node",
-    no_main_grad: "fc2.weight has no main_grad",
-    wrong_shape: r"fc2.weight has a main_grad of shape \(32, 16\), expected \(16, 32\)",
-    wrong_dtype: "fc2.weight has a main_grad that is torch.bfloat16 on cpu, expected torch.float32",
-    wrong_device: "fc2.weight has a main_grad that is torch.float32 on meta",
-    no_tensor: "fc2.weight has a main_grad that is not a dense tensor",
-    sparse: "fc2.weight has a main_grad that is not a dense tensor",
-    requires_grad: "fc2.weight has a main_grad that requires a gradient itself",
-    child_hook: "linear1 has hooks",
-    parametrization: "linear1 is .*ParametrizedLinear",
-}
+    "a hook of a tensor": (
+        lambda layer: layer.linear1.weight.register_hook(lambda g: None),
+        "fc1.weight has tensor hooks",
+    ),
+    "a hook after accumulation": (
+        lambda layer: layer.norm2.bias.register_post_accumulate_grad_hook(lambda p: None),
+        "norm2.bias has post-accumulate-grad hooks",
+    ),
+    "a hook of a node": (
+        hook_of_node("register_hook"), "fc1.bias has hooks on its AccumulateGrad node",
+    ),
+    "no main_grad": (
+        lambda layer: delattr(layer.linear2.weight, "main_grad"), "fc2.weight has no main_grad",
+    ),
+    "a wrong dtype": (
+        main_grad_of(torch.Tensor.bfloat16),
+        "fc2.weight has a main_grad that is torch.bfloat16 on cpu, expected torch.float32",
+    ),
+    "a hook before a node": (
+        hook_of_node("register_prehook"), "fc1.bias has hooks on its AccumulateGrad node",
+    ),
+    "a wrong shape": (
+        main_grad_of(torch.Tensor.t),
+        r"fc2.weight has a main_grad of shape \(32, 16\), expected \(16, 32\)",
+    ),
+    "a wrong device": (
+        main_grad_of(lambda t: t.to("meta")),
+        "fc2.weight has a main_grad that is torch.float32 on meta",
+    ),
+    "no tensor": (
+        main_grad_of(lambda t: 0.0), "fc2.weight has a main_grad that is not a dense tensor",
+    ),
+    "a sparse one": (
+        main_grad_of(torch.Tensor.to_sparse),
+        "fc2.weight has a main_grad that is not a dense tensor",
+    ),
+    "one that requires a gradient": (
+        main_grad_of(torch.Tensor.requires_grad_),
+        "fc2.weight has a main_grad that requires a gradient itself",
+    ),
+    "a hook of a child": (
+        lambda layer: layer.linear1.register_forward_hook(lambda *args: None), "linear1 has hooks",
+    ),
+    "a parametrization": (
+        lambda layer: nn.utils.parametrizations.weight_norm(layer.linear1),
+        "linear1 is .*ParametrizedLinear",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("change", REFUSED, ids=lambda f: f.__name__)
-def test_refused(change):
+def refuses(name):
+    return pytest.raises(RuntimeError, match=f"accumulate_into='main_grad' .*{REFUSED[name][1]}")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
     layer = make()
-    (x,) = micro_batches(count=1)
-    change(layer)
-    with pytest.raises(RuntimeError, match=f"accumulate_into='main_grad' .*{REFUSED[change]}"):
-        layer(x).sum().backward()
+    REFUSED[name][0](layer)
+    with refuses(name):
+        layer(X).sum().backward()
     assert all(p.grad is None for p in layer.parameters())
     with torch.no_grad():
-        assert layer(x).isfinite().all()  # where no gradient is wanted, nothing is refused
+        assert layer(X).isfinite().all()  # where no gradient is wanted, nothing is refused
 
 
-@pytest.mark.parametrize(
-    "change", [tensor_hook, post_accumulate_hook, node_hook, no_main_grad, wrong_dtype]
-)
-def test_refused_between_forward_and_backward(change):
+@pytest.mark.parametrize("name", list(REFUSED)[:5])
+def test_refused_between_forward_and_backward(name):
     layer = make()
-    (x,) = micro_batches(count=1)
-    loss = layer(x).sum()
-    change(layer)
-    with pytest.raises(RuntimeError, match=f"accumulate_into='main_grad' .*{REFUSED[change]}"):
+    loss = layer(X).sum()
+    REFUSED[name][0](layer)
+    with refuses(name):
         loss.backward()
     buffers = (getattr(p, "main_grad", None) for p in layer.parameters())
     assert not any(b is not None and b.any() for b in buffers)  # before anything is added
@@ -368,46 +351,39 @@ def test_refused_between_forward_and_backward(change):
 def test_a_refusal_makes_no_grad():
     layer = make("grad").requires_grad_()
     layer.zero_grad(set_to_none=True)
-    (x,) = micro_batches(count=1)
-    loss = layer(x).sum()
+    loss = layer(X).sum()
     layer.norm2.bias.register_hook(lambda grad: grad)
     with pytest.raises(RuntimeError, match=r"norm2.bias has tensor hooks"):
         loss.backward()
     assert all(p.grad is None for p in layer.parameters())
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@TARGETS
 def test_a_parameter_frozen_between_forward_and_backward_gets_nothing(target):
     layer = make(target)
-    frozen = layer.linear1.weight
-    (x,) = micro_batches(count=1)
-    loss = layer(x).square().sum()
-    frozen.requires_grad_(False)
+    loss = layer(X).square().sum()
+    layer.linear1.weight.requires_grad_(False)
     loss.backward()
-    buffer = getattr(frozen, target)
+    buffer = sums(layer)["linear1.weight"]
     assert buffer is None or not buffer.any()
-    assert getattr(layer.linear2.weight, target).any()
+    assert sums(layer)["linear2.weight"].any()
 
 
 def test_an_exception_in_backward_leaves_what_was_added():
     """Which is why the buffers have to be zeroed then, as the documentation says."""
-    layer = make()
-    (x,) = micro_batches(count=1)
-    x.requires_grad_()
-    x.register_hook(lambda grad: 1 / 0)
+    layer, leaf = make(), X.clone().requires_grad_()
+    leaf.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        layer(x).square().sum().backward()
+        layer(leaf).square().sum().backward()
     assert layer.linear2.weight.main_grad.any()
 
 
 def test_autocast():
     """Products in bfloat16, their sums in float32 into the buffer."""
-    (x,) = micro_batches(count=1)
-    layer, plain = make(), make()
-    plain.accumulate_into = None
+    layer, plain = make(), make(None)
     for one in (layer, plain):
         with torch.autocast("cpu", torch.bfloat16):
-            y = one(x)
+            y = one(X)
         y.square().sum().backward()
     for a, b in zip(layer.parameters(), plain.parameters(), strict=True):
         # bfloat16 rounds products of the plain one, where there are no pieces to sum
@@ -417,27 +393,23 @@ def test_autocast():
 def test_refused_without_grad_dtype():
     layer = make("grad", torch.bfloat16)
     layer.linear1.weight.grad_dtype = torch.bfloat16
-    (x,) = micro_batches(torch.bfloat16, 1)
     with pytest.raises(RuntimeError, match=r"fc1.weight has grad_dtype torch.bfloat16; set"):
-        layer(x)
+        layer(X.bfloat16())
     layer.linear1.weight.grad_dtype = None  # any
-    layer(x).sum().backward()
+    layer(X.bfloat16()).sum().backward()
     assert layer.linear1.weight.grad.dtype is torch.float32
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@TARGETS
 def test_refused_for_tensors_that_are_no_leaves(target):
     layer = make(target)
-    (x,) = micro_batches(count=1)
     values = {name: p * 1 for name, p in layer.named_parameters()}
     with pytest.raises(RuntimeError, match="is not a leaf"):
-        torch.func.functional_call(layer, values, (x,))
+        torch.func.functional_call(layer, values, (X,))
 
 
 def test_refused_with_create_graph():
-    layer = make()
-    (x,) = micro_batches(count=1)
-    leaf = x.clone().requires_grad_()
+    layer, leaf = make(), X.clone().requires_grad_()
     with pytest.raises(RuntimeError, match="create_graph=True cannot differentiate"):
         layer(leaf).sum().backward(create_graph=True)
     (grad,) = torch.autograd.grad(layer(leaf).sum(), leaf, create_graph=True)  # asks for no weight
@@ -446,16 +418,15 @@ def test_refused_with_create_graph():
 
 def test_refused_where_the_call_is_not_fused():
     layer = make()
-    (x,) = micro_batches(count=1)
     with pytest.raises(RuntimeError, match="exported, transformed or traced"):
-        torch.func.vmap(layer)(x.unsqueeze(0))
+        torch.func.vmap(layer)(X.unsqueeze(0))
     with pytest.raises(Exception, match="the call is compiled"):
-        torch.compile(layer, backend="eager", fullgraph=True)(x)
-    torch.compile(layer, backend="eager")(x).sum().backward()  # breaks the graph, in eager mode
+        torch.compile(layer, backend="eager", fullgraph=True)(X)
+    torch.compile(layer, backend="eager")(X).sum().backward()  # breaks the graph, in eager mode
     assert layer.linear1.weight.main_grad.any()
     layer.linear1.register_forward_hook(lambda module, args, y: y)
     with pytest.raises(RuntimeError, match="linear1 has hooks"):
-        layer(x)
+        layer(X)
     layer.requires_grad_(False)
     with pytest.warns(FusedRematWarning):
-        assert layer(x.clone().requires_grad_()).requires_grad  # no weight, nothing to accumulate
+        assert layer(X.clone().requires_grad_()).requires_grad  # nothing to accumulate

@@ -1,15 +1,18 @@
 """Threads: models trained side by side, one model in several, backward in another than forward."""
 
 import copy
+import functools
 import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 from reference import EXACT_PRESETS, randomize
+from same_bits import assert_same_bits
 from torch import nn
 
 from fused_remat import FusedRematLayer, FusedRematWarning, check_replay, explain, memory_report
@@ -18,39 +21,23 @@ from fused_remat.layers import fallback, fused_layer
 D, H, FF = 16, 2, 24
 
 
-@pytest.fixture(autouse=True)
-def eager_switching():
-    """Threads change places often; one computes with one thread of its own."""
-    interval, threads = sys.getswitchinterval(), torch.get_num_threads()
-    sys.setswitchinterval(1e-5)
-    torch.set_num_threads(1)
-    yield
-    sys.setswitchinterval(interval)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")  # of its own, for each
 
 
 def together(*functions):
-    """What each function returns, all called at once in threads of their own."""
-    results, errors = {}, []
-    barrier = threading.Barrier(len(functions))
+    """What each function returns, called at once in threads that change places often."""
+    barrier, interval = threading.Barrier(len(functions)), sys.getswitchinterval()
 
-    def call(i, function):
-        try:
-            barrier.wait()
-            results[i] = function()
-        except BaseException as error:
-            errors.append(error)
+    def call(function):
+        barrier.wait()
+        return function()
 
-    threads = [
-        threading.Thread(target=call, args=item, daemon=True) for item in enumerate(functions)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[i] for i in range(len(functions))]
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(len(functions)) as pool:
+            return [run.result() for run in [pool.submit(call, f) for f in functions]]
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def with_hooks(layer):
@@ -237,22 +224,6 @@ def test_a_hook_that_draws_beside_an_idle_thread_is_called_again(how, idle_threa
     assert torch.equal(*grads)
 
 
-@pytest.mark.composes("Concurrency and faults", "one model in several threads, on the fused path")
-def test_one_model_in_several_threads():
-    model = model_of("fused", "lean")
-    x = torch.randn(3, 7, D)
-
-    def gradients():
-        found = []
-        for _ in range(10):
-            found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-        return found
-
-    expected = gradients()
-    for got in together(*[gradients] * 4):
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
 @pytest.mark.composes("Concurrency and faults", "backward in another thread than forward")
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 @pytest.mark.parametrize("kind", ["fused", "own activation", "hooks"])
@@ -270,7 +241,7 @@ def test_backward_in_another_thread(kind):
             return torch.autograd.grad(loss, leaves)
 
     (got,) = together(backward)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert_same_bits(got, expected)
 
 
 @pytest.mark.composes("Concurrency and faults", "explain and memory_report while others train")
@@ -281,13 +252,22 @@ def test_reports_see_their_own_thread_only():
     def report():
         return str(explain(model, x)), memory_report(model, x).to_json()
 
+    stop = threading.Event()
+
     def reports():
-        return [report() for _ in range(3)]
+        try:
+            return [report() for _ in range(3)]
+        finally:
+            stop.set()
+
+    def train_until_then(other):
+        while not stop.is_set():
+            train(other, 1)
 
     expected = report()
     with warnings.catch_warnings():
         warnings.simplefilter("error", FusedRematWarning)
-        got, _, _ = together(reports, *(lambda m=m: train(m, 20) for m in others))
+        got, _, _ = together(reports, *(functools.partial(train_until_then, m) for m in others))
     for text, record in got:
         assert text == expected[0]
         assert without_peaks(record) == without_peaks(expected[1])

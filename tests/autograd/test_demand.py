@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from block_inputs import Block, leaves, normal
 from reference import EXACT_PRESETS, X, make, randomize
-from reference_ops import normal
-from reference_transformer import Block, leaves
+from same_bits import assert_same_bits
 from segment_models import quiet, stack
+from small_layers import KINDS, draw, layers_of
 from tiers import pairwise
 from torch import nn
 from torch.autograd.graph import GradientEdge
@@ -21,8 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fused_remat import (
-    FusedRematCausalLayer,
-    FusedRematDecoderLayer,
     FusedRematLayer,
     FusedRematWarning,
     Policy,
@@ -45,43 +44,23 @@ def _one_thread():
         yield
 
 
-def draw(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=WIDE).requires_grad_()
-
-
-def of_layer(layer, *inputs, **kwargs):
-    randomize(layer)
-    y = layer(*inputs, **kwargs)
-    return y, list(inputs), list(layer.parameters())
-
-
-def encoder(policy, **kwargs):
-    options = {"dropout": 0.1, "batch_first": True, "dtype": WIDE, **kwargs}
-    return of_layer(FusedRematLayer(8, 2, 12, policy=policy, **options), draw(4, 5, 8))
-
-
-def decoder(policy):
-    layer = FusedRematDecoderLayer(8, 2, 12, dropout=0.1, policy=policy, dtype=WIDE)
-    return of_layer(layer, draw(5, 4, 8), draw(3, 4, 8, seed=1))
-
-
-def causal(policy, qk_norm=True):
-    layer = FusedRematCausalLayer(8, 2, 12, kv_heads=1, qk_norm=qk_norm, policy=policy, dtype=WIDE)
-    angles = torch.outer(torch.arange(5), torch.tensor([1.0, 0.1])).to(WIDE)
-    return of_layer(layer, draw(4, 5, 8), rope=(angles.cos(), angles.sin()))
+def of_kind(kind, policy, **options):
+    """The output of a layer, its inputs, and its parameters."""
+    (layer,), x, kwargs, more = layers_of(kind, dtype=WIDE, policy=policy, **options)
+    return layer(x, **kwargs), [x, *more], list(layer.parameters())
 
 
 def custom(policy):
     scale = nn.Parameter(torch.tensor(1.5, dtype=WIDE))
-    y, inputs, params = encoder(policy, activation=lambda x: F.silu(x * scale))
+    activation = {"activation": lambda x: F.silu(x * scale)}
+    y, inputs, params = of_kind("pre-norm", policy, **activation)
     return y, inputs, [*params, scale]
 
 
 def autocast(policy):
-    layer = FusedRematLayer(8, 2, 12, dropout=0.1, batch_first=True, policy=policy)
+    (layer,), x, _, _ = layers_of("pre-norm", policy=policy)
     with torch.autocast("cpu", torch.bfloat16):
-        return of_layer(layer, draw(4, 5, 8).detach().float().requires_grad_())
+        return layer(x), [x], list(layer.parameters())
 
 
 def cross_entropy(policy):
@@ -100,24 +79,21 @@ def lora(policy):
 
 
 def frozen(policy):
-    layer = FusedRematLayer(8, 2, 12, batch_first=True, policy=policy, dtype=WIDE)
+    (layer,), x, _, _ = layers_of("pre-norm", dtype=WIDE, policy=policy)
     layer.linear1.requires_grad_(False)
-    y, inputs, params = of_layer(layer, draw(4, 5, 8))
-    return y, inputs, [p for p in params if p.requires_grad]
+    return layer(x), [x], [p for p in layer.parameters() if p.requires_grad]
 
 
 BLOCKS = {
-    "pre-norm": functools.partial(encoder, norm_first=True),
+    **{kind: functools.partial(of_kind, kind) for kind in KINDS if kind != "own activation"},
     # Without dropout a layer's own gradient is what a product takes, and what is added to after.
-    "post-norm": functools.partial(encoder, norm_first=False, dropout=0.0),
-    "decoder": decoder,
-    "causal": causal,
+    "post-norm": functools.partial(of_kind, "post-norm, sequence first, masks", dropout=0.0),
     "custom": custom,
     "autocast": autocast,
     "cross entropy": cross_entropy,
     "frozen": frozen,
     "lora": lora,
-    "int8": lambda policy: encoder(Policy(save={"qkv": "int8", "up": "int8"}), norm_first=True),
+    "int8": lambda _: of_kind("pre-norm", Policy(save={"qkv": "int8", "up": "int8"})),
 }
 
 
@@ -166,18 +142,21 @@ def test_products_that_nobody_asks_for_are_not_computed():
     x = X.clone().requires_grad_()
     y = layer(x)
     dy, weights = torch.ones_like(y), list(layer.parameters())
-    count = lambda *a, **k: flops(lambda: torch.autograd.grad(*a, dy, retain_graph=True, **k))[1]  # noqa: E731
+
+    def count(*args, **kwargs):
+        grad = functools.partial(torch.autograd.grad, *args, dy, retain_graph=True, **kwargs)
+        return flops(grad)[1]
+
     products = 2 * 10 * 8 * (24 + 8 + 12 + 12)  # of the four linear layers, over ten tokens
-    whole = count(y, [x, *weights])
-    assert whole - count(y, [x]) == products
+    whole, some = count(y, [x, *weights]), count(y, [x])
+    assert whole - some == products and 0 < some < whole
     assert count(y, [layer.linear2.weight]) == 2 * 10 * 8 * 12
     assert count(y, [layer.linear2.bias]) == 0
     assert count(y, [x, *weights], allow_unused=True) == whole
-    _, some = flops(lambda: y.backward(dy, inputs=[x], retain_graph=True))
-    assert some == count(y, [x]) and layer.linear1.weight.grad is None
+    assert flops(lambda: y.backward(dy, inputs=[x], retain_graph=True))[1] == some
+    assert layer.linear1.weight.grad is None
     edges = [GradientEdge(y.grad_fn, 0)], [torch.autograd.graph.get_gradient_edge(x)]
     assert count(*edges) == some
-    assert 0 < some < whole
 
 
 def hooked(layer, x):
@@ -186,21 +165,9 @@ def hooked(layer, x):
     return layer(x)
 
 
-def shared(layer, x):
-    return layer(layer(x))
-
-
 def parametrized(layer, x):
     values = {n: p * 1 for n, p in layer.named_parameters()}
     return torch.func.functional_call(layer, values, (x,))
-
-
-def reentrant(layer, x):
-    return checkpoint(layer, x, use_reentrant=True)
-
-
-def nonreentrant(layer, x):
-    return checkpoint(layer, x, use_reentrant=False)
 
 
 def nested(layer, x):
@@ -217,7 +184,17 @@ def nested(layer, x):
     return y
 
 
-@pytest.mark.parametrize("way", [hooked, shared, parametrized, reentrant, nonreentrant, nested])
+WAYS = {
+    "hooked": hooked,
+    "called twice": lambda layer, x: layer(layer(x)),
+    "parametrized": parametrized,
+    "reentrant checkpoint": functools.partial(checkpoint, use_reentrant=True),
+    "non-reentrant checkpoint": functools.partial(checkpoint, use_reentrant=False),
+    "nested": nested,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("defer", [False, True])
 def test_an_ordinary_backward_is_never_taken_for_a_part(way, defer, monkeypatch):
     stock, layer = make("lean")
@@ -231,13 +208,12 @@ def test_an_ordinary_backward_is_never_taken_for_a_part(way, defer, monkeypatch)
 
     monkeypatch.setattr(partial, "_asks_all", note)
     with defer_weight_gradients() if defer else contextlib.nullcontext():
-        way(layer, x).sum().backward(retain_graph=way is not nonreentrant)
-    assert passes and all(passes) == (way is not nested)
-    for _ in range(2 if way is shared else 1):
-        stock.zero_grad()
-    (stock(stock(X)) if way is shared else stock(X)).sum().backward()
-    for a, b in zip(layer.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-11)
+        loss = WAYS[way](layer, x).sum()
+        loss.backward(retain_graph=way != "non-reentrant checkpoint")
+    assert passes and all(passes) == (way != "nested")
+    (stock(stock(X)) if way == "called twice" else stock(X)).sum().backward()
+    grads = [[p.grad for p in m.parameters()] for m in (layer, stock)]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
 
 
 def test_what_cannot_be_told_is_everything():
@@ -287,7 +263,14 @@ def in_two(model, between=lambda y: None):
 
 def same(found, expected):
     assert torch.equal(found[0], expected[0])
-    assert all(map(torch.equal, found[1], expected[1]))
+    assert_same_bits(found[1], expected[1])
+
+
+@pytest.fixture
+def one():
+    """Of one layer: its input, output, the gradient of that, and the weights."""
+    model = net("full", depth=1)
+    return *forward(model), list(model.parameters())
 
 
 def products(depth=3):
@@ -341,6 +324,8 @@ def test_segments_need_the_factors():
 
     def split():
         torch.manual_seed(1)
+        x.grad = None
+        model.zero_grad()
         y = model(x)
         dx, groups = stage_backward_input([y], [torch.ones_like(y)], [x], model.parameters())
         stage_backward_weight(model.parameters(), groups)
@@ -349,12 +334,8 @@ def test_segments_need_the_factors():
     torch.manual_seed(1)
     model(x).sum().backward()
     whole = x.grad, [p.grad for p in model.parameters()]
-    x.grad = None
-    model.zero_grad()
     with pytest.raises(RuntimeError, match="second time"):  # the first layer's is freed by then
         split()
-    x.grad = None
-    model.zero_grad()
     with defer_weight_gradients():
         same(split(), whole)
 
@@ -392,10 +373,8 @@ def test_accumulation(target):
         assert torch.equal(a, b) and torch.equal(b, c)
 
 
-def test_factors_serve_their_own_gradient_only():
-    model = net("full", depth=1)
-    x, y, dy = forward(model)
-    weights = list(model.parameters())
+def test_factors_serve_their_own_gradient_only(one):
+    x, y, dy, weights = one
     expected = torch.autograd.grad(y, weights, 2 * dy, retain_graph=True)
     with defer_weight_gradients():
         torch.autograd.grad(y, x, dy, retain_graph=True)
@@ -418,10 +397,9 @@ def test_a_factor_changed_in_place_raises():
             torch.autograd.grad(y, weight, dy)
 
 
-def test_nothing_is_held_by_other_passes():
-    model = net("full", depth=1)
-    x, y, dy = forward(model)
-    node, weights = y.grad_fn, list(model.parameters())
+def test_nothing_is_held_by_other_passes(one):
+    x, y, dy, weights = one
+    node = y.grad_fn
     torch.autograd.grad(y, x, dy, retain_graph=True)
     assert node.deferred is None  # outside
     with defer_weight_gradients():
@@ -436,7 +414,7 @@ def test_nothing_is_held_by_other_passes():
 
 
 def test_nothing_that_is_held_is_written_over():
-    y, _, _ = causal("full", qk_norm=False)
+    y, _, _ = of_kind("causal", "full", qk_norm=False)
     call = y.grad_fn.execution.call
     in_place = lambda plan: [s for s in plan.backward if getattr(s.node, "in_place", False)]  # noqa: E731
     assert in_place(schedule(call.graph, call.save, call.needs_grad, tiled=False))
@@ -456,9 +434,8 @@ def test_weights_alone_do_not_reach_main_grad_silently():
     assert all(g is not None for g in grads) and not any(p.main_grad.any() for p in params)
 
 
-def test_factors_go_with_the_graph():
-    model = net("full", depth=1)
-    x, y, dy = forward(model)
+def test_factors_go_with_the_graph(one):
+    x, y, dy, _ = one
     with defer_weight_gradients():
         torch.autograd.grad(y, x, dy, retain_graph=True)
         node = y.grad_fn
@@ -467,10 +444,8 @@ def test_factors_go_with_the_graph():
         assert node.deferred is None
 
 
-def test_a_gradient_of_inference_mode_is_not_deferred():
-    model = net("full", depth=1)
-    x, y, dy = forward(model)
-    weights = list(model.parameters())
+def test_a_gradient_of_inference_mode_is_not_deferred(one):
+    x, y, dy, weights = one
     expected = torch.autograd.grad(y, weights, dy, retain_graph=True)
     with torch.inference_mode():
         dy = dy.clone()

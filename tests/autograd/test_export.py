@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from reference import pair, randomize
+from same_bits import assert_same_bits, step
 from tiers import exhaustive
 from torch import nn
 from torch.export import Dim, export
@@ -42,21 +43,12 @@ def assert_only_atens(program):
             assert node.target.namespace == "aten", node.target
 
 
-def results(module, *args):
-    """Output and gradients of the input and all parameters, from one seed."""
-    torch.manual_seed(0)
-    y = module(*args)
-    leaves = [args[0], *module.parameters()]
-    return [y, *torch.autograd.grad(y.sin().sum(), leaves)]
-
-
 def assert_same(ours, theirs, *args):
     """Programs of the same operators, and so of the same bits."""
     assert operators(ours) == operators(theirs)
     assert_only_atens(ours)
-    found, expected = (results(program.module(), *args) for program in (ours, theirs))
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
+    modules = ours.module(), theirs.module()
+    assert_same_bits(*(step(module, module, *args) for module in modules))
 
 
 def programs(models, args, shapes, strict):
@@ -88,9 +80,8 @@ def test_decompositions():
     program = export(fused, (x_of(),)).run_decompositions()
     assert_only_atens(program)
     # Attention is decomposed as well: float32 sums in another order.
-    found, expected = results(program.module(), x_of()), results(stock, x_of())
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    found, expected = (step(module, module, x_of()) for module in (program.module(), stock))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_masks_and_activations():
@@ -109,15 +100,15 @@ def test_a_converted_model_saved_and_loaded():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 12, 0.2, batch_first=True)
     stock = randomize(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).train()
-    expected = results(stock, x_of())
+    expected = step(stock, stock, x_of())
     model = convert(stock, policy="lean")
     file = io.BytesIO()
     torch.export.save(export(model, (x_of(),)), file)
     file.seek(0)
     program = torch.export.load(file)
     assert_only_atens(program)
-    for a, b in zip(results(program.module(), x_of()), expected, strict=True):
-        assert torch.equal(a, b)
+    module = program.module()
+    assert_same_bits(step(module, module, x_of()), expected)
 
 
 @pytest.mark.composes(
@@ -138,7 +129,7 @@ def test_without_gradients():
 @pytest.mark.composes("torch.export", "eval under no_grad, with masks, strict=True")
 @pytest.mark.xfail(
     reason="the program holds PyTorch's inference kernel, which takes a float mask's numbers for "
-    "exclusions (docs/design.md, Evaluation); export with gradients enabled, or strict=False"
+    "exclusions (docs/behaviour.md, Evaluation); export with gradients enabled, or strict=False"
 )
 def test_without_gradients_strict():
     layer = pair(8, 2, 12, batch_first=True)[1].eval()

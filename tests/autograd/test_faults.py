@@ -8,8 +8,9 @@ import itertools
 
 import pytest
 import torch
+from block_inputs import in_pieces
 from reference import EXACT_PRESETS, pair, run
-from reference_ops import in_pieces
+from same_bits import assert_same_bits
 from tiers import exhaustive
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -118,11 +119,8 @@ def test_out_of_memory_anywhere_leaves_no_trace(policy, tokens, norm_first):
         with OutOfMemory(counts[-1] // 2), pytest.raises(torch.OutOfMemoryError):
             loss.backward(retain_graph=True)
         assert all(torch.equal(t.grad, b) for t, b in zip(leaves, before, strict=True))
-        for got in (
-            torch.autograd.grad(loss, leaves),
-            torch.autograd.grad(forward(), leaves),
-        ):
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert_same_bits(torch.autograd.grad(loss, leaves), expected)
+        assert_same_bits(torch.autograd.grad(forward(), leaves), expected)
 
 
 @pytest.mark.composes(
@@ -139,7 +137,7 @@ def test_policy_and_backend_are_those_of_forward():
     got = torch.autograd.grad(loss, leaves)
     node = block_of(forward())
     assert {"attn", "up"} <= node.execution.call.save and node.execution.call.backend == "eager"
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert_same_bits(got, expected)
 
 
 def block_of(loss):
@@ -167,14 +165,21 @@ CHANGES = {
 def test_what_backward_reads_again_must_not_have_been_moved(policy, norm_first):
     """Each tensor in turn; autograd itself sees none of these changes in what was saved."""
     layer, leaves, forward = layer_and_step(policy, norm_first)
+    modules = {
+        "qkv": layer.self_attn, "proj": layer.self_attn.out_proj, "fc1": layer.linear1,
+        "fc2": layer.linear2, "norm1": layer.norm1, "norm2": layer.norm2,
+    }  # fmt: skip
+    named = {"input": leaves[0], "mask": leaves[1]}
+    for name, module in modules.items():
+        prefix = "in_proj_" if name == "qkv" else ""
+        named |= {f"{name}.{p}": getattr(module, prefix + p) for p in ("weight", "bias")}
+    assert {id(leaf) for leaf in leaves} == {id(leaf) for leaf in named.values()}
     reread = set()
-    for leaf in leaves:
+    for name, leaf in named.items():
         for change, now in CHANGES.values():
             loss = forward()
             block = block_of(loss)
-            given = block_tensors(block, layer, leaves)
-            names = dict(zip(map(id, given), block.execution.call.graph.tensors, strict=True))
-            name, was, data = names[id(leaf)], tuple(leaf.shape), leaf.data
+            was, data = tuple(leaf.shape), leaf.data
             again = block.execution.rereads[block.execution.call.graph.tensors.index(name)]
             leaf.data = change(data)
             message = (
@@ -191,20 +196,6 @@ def test_what_backward_reads_again_must_not_have_been_moved(policy, norm_first):
                 reread.add(name)
     assert {"input", "mask", "fc1.weight", "fc2.weight", "norm2.weight"} <= reread
     assert policy == "none" or "fc1.bias" in reread
-
-
-def block_tensors(block, layer, leaves):
-    """The tensors of a call of the layer in the order of its graph."""
-    names = {
-        "qkv": layer.self_attn, "proj": layer.self_attn.out_proj, "fc1": layer.linear1,
-        "fc2": layer.linear2, "norm1": layer.norm1, "norm2": layer.norm2,
-    }  # fmt: skip
-    found = {"input": leaves[0], "mask": leaves[1]}
-    for name, module in names.items():
-        prefix = "in_proj_" if name == "qkv" else ""
-        for kind in ("weight", "bias"):
-            found[f"{name}.{kind}"] = getattr(module, prefix + kind)
-    return [found.get(name) for name in block.execution.call.graph.tensors]
 
 
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
@@ -339,5 +330,4 @@ def test_an_interrupt_in_backward_leaves_the_layer_usable(where):
         expected = run(layer, x)
     assert layer.why_not_fused(x) is None
     assert torch.backends.mha.get_fastpath_enabled()
-    for a, b in zip(run(layer, x), expected, strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits(run(layer, x), expected)

@@ -7,17 +7,11 @@ import pytest
 import torch
 from reference import X, make
 from torch import nn
-from torch.func import (
-    functional_call,
-    grad,
-    grad_and_value,
-    jacrev,
-    stack_module_state,
-    vjp,
-    vmap,
-)
+from torch.func import functional_call, grad, grad_and_value, jacrev, stack_module_state, vjp, vmap
+from torch.testing import assert_close
 
 from fused_remat import FusedRematWarning
+from fused_remat.report.allocations import SavedBytes
 
 CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
 MASKS = {
@@ -37,18 +31,14 @@ def no_word():
         yield
 
 
-def assert_same(got, expected):
-    torch.testing.assert_close(got, expected)
-
-
 def parameters(layer):
     return {name: p.detach() for name, p in layer.named_parameters()}
 
 
-def both(training, transformed, **kwargs):
-    """`transformed(layer, parameters)` for the fused and for the stock layer."""
+def assert_alike(transformed, training=True, **kwargs):
+    """`transformed(layer, parameters)` is the same for the fused and for the stock layer."""
     stock, fused = (m.train(training) for m in make(**kwargs))
-    return [transformed(m, parameters(m)) for m in (fused, stock)]
+    assert_close(*(transformed(m, parameters(m)) for m in (fused, stock)))
 
 
 @MODES
@@ -59,17 +49,17 @@ def test_functional_call(training, masks):
         y = functional_call(layer, doubled, (X,), MASKS[masks])
         return [y, *torch.autograd.grad(y.square().sum(), list(doubled.values()))]
 
-    assert_same(*both(training, call))
+    assert_alike(call, training)
 
 
 def test_functional_call_of_some_and_of_tied_parameters():
-    results = []
-    for layer in make():
+    def call(layer, params):
         layer.norm2.weight = layer.norm1.weight
         weight = torch.full((8,), 0.5, dtype=torch.float64, requires_grad=True)
         y = functional_call(layer, {"norm1.weight": weight}, (X,))  # both names
-        results.append([y, *torch.autograd.grad(y.square().sum(), weight)])
-    assert_same(*results)
+        return [y, *torch.autograd.grad(y.square().sum(), weight)]
+
+    assert_alike(call)
 
 
 @MODES
@@ -82,7 +72,7 @@ def test_grad(training, masks, norm_first):
 
         return [grad(loss)(params, X), *grad_and_value(loss, argnums=1)(params, X)]
 
-    assert_same(*both(training, call, norm_first=norm_first))
+    assert_alike(call, training, norm_first=norm_first)
 
 
 @MODES
@@ -92,7 +82,7 @@ def test_vjp_and_jacrev(training):
         jacobian = jacrev(lambda x: functional_call(layer, params, (x,)))(X[:2, :1])
         return [y, pull(y.cos()), jacobian]
 
-    assert_same(*both(training, call))
+    assert_alike(call, training)
 
 
 @MODES
@@ -104,29 +94,29 @@ def test_per_sample_gradients(training, norm_first):
 
         return vmap(grad(loss), in_dims=(None, 1))(params, X)
 
-    assert_same(*both(training, call, norm_first=norm_first))
+    assert_alike(call, training, norm_first=norm_first)
 
 
 @MODES
 def test_ensembles(training):
     """Stacked parameters of several layers, as in PyTorch's tutorial on model ensembling."""
-    results = []
-    for original in reversed(make()):
-        layers = [copy.deepcopy(original).train(training) for _ in range(3)]
+
+    def call(original, _):
+        layers = [copy.deepcopy(original) for _ in range(3)]
         with torch.no_grad():
             for scale, layer in enumerate(layers, start=1):
                 layer.linear1.weight.mul_(scale)
         params, buffers = stack_module_state(layers)
-        skeleton = copy.deepcopy(original).to("meta").train(training)
+        skeleton = copy.deepcopy(original).to("meta")
 
-        def one(params, buffers, x, skeleton=skeleton):
+        def one(params, buffers, x):
             return functional_call(skeleton, (params, buffers), (x,))
 
         y = vmap(one, in_dims=(0, 0, None))(params, buffers, X)
-        assert_same(y, torch.stack([layer(X) for layer in layers]))
-        grads = torch.autograd.grad(y.square().sum(), list(params.values()))
-        results.append([y, *grads])
-    assert_same(*results)
+        assert_close(y, torch.stack([layer(X) for layer in layers]))
+        return [y, *torch.autograd.grad(y.square().sum(), list(params.values()))]
+
+    assert_alike(call, training)
 
 
 @MODES
@@ -135,38 +125,37 @@ def test_vmap_without_gradients(training):
         with torch.no_grad():
             return vmap(lambda x: layer(x.unsqueeze(1)), in_dims=1)(X)
 
-    assert_same(*both(training, call, batch_first=False))
+    assert_alike(call, training)
 
 
 def test_vmap_over_a_layer_with_dropout_follows_the_randomness_flag():
-    results = []
-    for layer in make(dropout=0.5):
+    def call(layer, _):
         torch.manual_seed(0)
-        call = vmap(lambda x, m=layer: m(x.unsqueeze(1)), in_dims=1, randomness="different")
-        results.append(call(X))
         with pytest.raises(RuntimeError, match="randomness"):
-            vmap(lambda x, m=layer: m(x.unsqueeze(1)), in_dims=1)(X)
-    assert_same(*results)
+            vmap(lambda x: layer(x.unsqueeze(1)), in_dims=1)(X)
+        torch.manual_seed(0)
+        return vmap(lambda x: layer(x.unsqueeze(1)), in_dims=1, randomness="different")(X)
+
+    assert_alike(call, dropout=0.5)
 
 
 def test_grad_of_a_model_around_the_layer():
     """The layer among others, in `nn.TransformerEncoder`, as a model is differentiated."""
-    results = []
-    for layer in make():
+
+    def call(layer, _):
         torch.manual_seed(0)
         head = nn.Linear(8, 1, dtype=torch.float64)
         model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), head)
 
-        def loss(params, model=model):
+        def loss(params):
             return functional_call(model, params, (X,)).square().mean()
 
-        results.append(grad(loss)(parameters(model)))
-    assert_same(*results)
+        return grad(loss)(parameters(model))
+
+    assert_alike(call)
 
 
 def test_after_a_transform_the_fused_path_is_back():
-    from fused_remat.report.allocations import SavedBytes
-
     _, fused = make()
     grad(lambda x: fused(x).sum())(X)
     with SavedBytes(exclude=fused.parameters()) as saved:

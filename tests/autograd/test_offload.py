@@ -4,24 +4,19 @@ import contextlib
 import functools
 import gc
 import pickle
-import threading
-import warnings
 
 import pytest
 import torch
-from distributed_steps import batches, encoder, mine, train
-from offload_mover import LateMover, moving
+from offload_mover import moving
 from reference import randomize
+from same_bits import assert_same_bits, step
+from small_layers import KINDS, B, D, F, H, S, layers_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import (
-    FusedRematCausalLayer,
-    FusedRematDecoderLayer,
     FusedRematLayer,
     Policy,
     check_replay,
@@ -36,7 +31,6 @@ from fused_remat.policies import ALL_PRESETS, kept_names
 from fused_remat.report.allocations import SavedBytes, predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
 
-B, S, D, H, F = 3, 6, 8, 2, 12
 BOTH = Policy(save={"attn", "qkv"}, offload={"qkv", "input"})
 SPEC = nn_layer_spec(True, H, D // H, "relu")
 INPUT = Policy(offload={"input"})
@@ -52,21 +46,6 @@ def data():
     return torch.randn(B, S, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
-def step(model, x=None, run=None):
-    """Output and gradients."""
-    x = data() if x is None else x
-    torch.manual_seed(2)
-    y = model(x) if run is None else run(model, x)
-    leaves = [x, *model.parameters()]
-    return [y.detach(), *torch.autograd.grad(y.sin().sum(), leaves, allow_unused=True)]
-
-
-def equal(a, b):
-    return len(a) == len(b) and all(
-        (s is None and t is None) or torch.equal(s, t) for s, t in zip(a, b, strict=True)
-    )
-
-
 def policies(layer):
     """Every preset's names and formats, all of them offloaded, as well as the input."""
     graph = layer._example()
@@ -79,33 +58,18 @@ def base(name):
     return name.partition(":")[0]
 
 
-KINDS = {
-    "pre-norm": lambda: FusedRematLayer(D, H, F, 0.1, batch_first=True, norm_first=True),
-    "post-norm, sequence first": lambda: FusedRematLayer(D, H, F, 0.1, activation="gelu"),
-    "decoder": lambda: FusedRematDecoderLayer(D, H, F, 0.1, batch_first=True, norm_first=True),
-    "causal": lambda: FusedRematCausalLayer(D, H, F, 0.1, kv_heads=1),
-}
-
-
 @pytest.mark.parametrize(("kind", "tokens"), [*((kind, 512) for kind in KINDS), ("pre-norm", 7)])
 def test_every_layer_and_rung_bit_for_bit(kind, tokens, monkeypatch):
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
-    torch.manual_seed(0)
-    layer, memory = randomize(KINDS[kind]()), torch.randn(B, S, D, requires_grad=True)
-    tables = torch.randn(2, S, D // H // 2).unbind()
-    more = {"decoder": (memory,), "causal": (tables,)}.get(kind, ())
-
-    def run(layer, x):
-        return layer(x, *more)
-
+    (layer,), x, kwargs, more = layers_of(kind)
     for policy in policies(layer):
         layer.policy = Policy(save=policy.save)
-        expected = step(layer, run=run)
+        expected = step(layer, layer, x, more=more, **kwargs)
         layer.policy = policy
         with moving() as mover:
-            found = step(layer, run=run)
-        assert mover.events and equal(found, expected)
-    assert equal(step(layer, run=run), expected)  # on a CPU
+            assert_same_bits(step(layer, layer, x, more=more, **kwargs), expected)
+        assert mover.events
+    assert_same_bits(step(layer, layer, x, more=more, **kwargs), expected)  # on a CPU
 
 
 @pytest.mark.parametrize("what", ["heads", "mlp", "norm"])
@@ -129,8 +93,9 @@ def test_ops(what):
 def test_order():
     """They leave one by one; the device waits for a copy out at the end of the next layer; each
     comes back during the backward of the layer behind it; the last has not left."""
+    model = stack(BOTH)
     with moving() as mover:
-        step(stack(BOTH))
+        step(model, model, data())
     assert mover.events == [
         ("out", 0, 2),
         ("out", 1, 2), ("wait", "out", 0),
@@ -146,14 +111,12 @@ def test_order():
 @pytest.mark.parametrize("policy", [INPUT, BOTH, Policy(save={"qkv": "int8"}, offload={"qkv"})])
 def test_what_leaves_the_device_is_free(policy):
     """Of all layers but the last; counted by what lives, and by what autograd saves."""
-    model, x = stack(policy, dropout=0.0), data()
-    alive = []
+    model, x, alive = stack(policy, dropout=0.0), data(), []
     with moving() as mover:
-        start, out = mover.out, []
+        start = mover.out
 
         def noting(tensors):
             alive.append([StorageWeakRef(t.untyped_storage()) for t in tensors])
-            out.extend(tensors[:0])
             return start(tensors)
 
         mover.out = noting
@@ -161,12 +124,8 @@ def test_what_leaves_the_device_is_free(policy):
             y = model(x)
         gc.collect()
         first = "input" in policy.offload  # which the caller holds
-        assert [all(s.expired() for s in layer) for layer in alive] == [
-            not first,
-            True,
-            True,
-            False,
-        ]
+        gone = [all(s.expired() for s in layer) for layer in alive]
+        assert gone == [not first, True, True, False]
         y.sum().backward()
         assert all(s.expired() for layer in alive[first:] for s in layer)
     assert saved.total > 0
@@ -200,47 +159,36 @@ def _hosts(y, mover):
 @pytest.mark.composes("Concurrency and faults", "offload: `retain_graph=True`, gradients of parts")
 def test_retained_graphs_and_parts():
     model, x = stack(BOTH), data()
-    torch.manual_seed(2)
     leaves = [x, *model.parameters()]
-    expected = step(model, x)[1:]
+    _, *expected, _, _ = step(model, model, x)
     with moving() as mover:
-        torch.manual_seed(2)
+        torch.manual_seed(1)
         loss = model(x).sin().sum()
         for _ in range(3):
-            found = torch.autograd.grad(loss, leaves, retain_graph=True)
-            assert equal(found, expected)
+            assert_same_bits(torch.autograd.grad(loss, leaves, retain_graph=True), expected)
         assert mover.backs() == [2, 1, 0, 3, 2, 1, 0, 3, 2, 1, 0]
         mover.events.clear()
         part = list(model[2:].parameters())
-        assert equal(torch.autograd.grad(loss, part, retain_graph=True), expected[-len(part) :])
+        found = torch.autograd.grad(loss, part, retain_graph=True)
+        assert_same_bits(found, expected[-len(part) :])
         assert mover.backs() == [3, 2]  # not of a layer that this pass does not run
-        assert equal(torch.autograd.grad(loss, leaves), expected)
+        assert_same_bits(torch.autograd.grad(loss, leaves), expected)
         with pytest.raises(RuntimeError, match="second time"):
             torch.autograd.grad(loss, leaves)
-
-
-def test_batched_gradients():
-    model, x = stack(BOTH, layers=2, dropout=0.0), data()
-    dy = torch.randn(2, B, S, D)
-    expected = torch.autograd.grad(model(x), x, dy, is_grads_batched=True)
-    with moving():
-        assert equal(torch.autograd.grad(model(x), x, dy, is_grads_batched=True), expected)
 
 
 def test_two_models_by_turns():
     """Each layer is brought back ahead by its own model's pass, whichever ran in between."""
     models = [stack(BOTH, dropout=0.0), stack(INPUT, dropout=0.0)]
-    expected = [step(m) for m in models]
+    expected = [step(m, m, data())[:-2] for m in models]
     xs = [data(), data()]
     with moving() as mover:
         a, b = xs
         for first, second in zip(*models, strict=True):
             a, b = first(a), second(b)
-        found = []
-        for y, x, m in zip((a, b), xs, models, strict=True):
-            leaves = [x, *m.parameters()]
-            found.append([y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)])
-        assert all(map(equal, found, expected))
+        for y, x, m, wanted in zip((a, b), xs, models, expected, strict=True):
+            grads = torch.autograd.grad(y.sin().sum(), [x, *m.parameters()])
+            assert_same_bits([y, *grads], wanted)
         ahead = [e for e in mover.events if e[0] == "back" or e[:2] == ("wait", "back")]
         assert mover.backs() == [6, 4, 2, 0, 5, 3, 1]
         assert ahead.index(("back", 4, 2)) < ahead.index(("wait", "back", 6))
@@ -257,52 +205,6 @@ def test_in_place_changes_raise():
                 y.sum().backward()
 
 
-def test_an_exception_in_backward():
-    model, x = stack(BOTH, dropout=0.0), data()
-    expected = step(model, x)
-    broken = []
-
-    def fail(grad):
-        if broken:
-            raise ValueError("broken")
-
-    with moving():
-        h = model[1](model[0](x))
-        h.register_hook(fail)
-        y = model[3](model[2](h))
-        leaves, broken[:] = [x, *model.parameters()], [True]
-        with pytest.raises(ValueError, match="broken"):
-            torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True)
-        broken.clear()
-        assert equal([y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)], expected)
-
-
-@pytest.mark.composes("Concurrency and faults", "offload in threads, of models or of one graph")
-def test_threads():
-    model, x = stack(BOTH, dropout=0.0), data()
-    expected = step(model, x)
-    found, leaves = {}, [x, *model.parameters()]
-
-    def train(key):
-        with warnings.catch_warnings():
-            found[key] = [step(model, data().detach().requires_grad_()) for _ in range(5)][-1]
-
-    with moving():
-        loss = model(x).sin().sum()
-
-        def differentiate(key):
-            grads = torch.autograd.grad(loss, leaves, retain_graph=True)
-            found[key] = [expected[0], *grads]
-
-        threads = [threading.Thread(target=train, args=(i,)) for i in range(3)]
-        threads += [threading.Thread(target=differentiate, args=(i,)) for i in range(3, 6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(found) == 6 and all(equal(grads, expected) for grads in found.values())
-
-
 @pytest.mark.composes(
     "Outer checkpointing", "offload, with torch.utils.checkpoint around some layers or all",
     limits="nothing of a layer inside moves: its replay's is read at once",
@@ -310,75 +212,37 @@ def test_threads():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_under_a_checkpoint(reentrant):
     model = stack(BOTH)
-    expected = step(model)
+    expected = step(model, model, data())
 
-    def grads(model, x):
-        return checkpoint(model[1], model[0](x), use_reentrant=reentrant)
-
-    def run(model, x):
-        return model[3](model[2](grads(model, x)))
-
-    def whole(run):
-        x = data().detach().requires_grad_()
-        torch.manual_seed(2)
-        model.zero_grad()
-        y = run(model, x)
-        y.sin().sum().backward()
-        return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+    def around_one(x):
+        return model[2:](checkpoint(model[1], model[0](x), use_reentrant=reentrant))
 
     with moving() as mover:
-        assert equal(whole(run), expected)
+        assert_same_bits(step(around_one, model, data()), expected)
         assert sorted(mover.backs()) == [0, 1]
         mover.events.clear()
-        inside = whole(lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
-        assert equal(inside, expected) and not mover.events
-
-
-@pytest.mark.composes("Outer checkpointing", "offload, with hooks on saved tensors (save_on_cpu)")
-def test_hooks_on_saved_tensors():
-    model = stack(BOTH)
-    expected = step(model)
-
-    def run(model, x):
-        with torch.autograd.graph.save_on_cpu():
-            return model(x)
-
-    with moving():
-        assert equal(step(model, run=run), expected)
-
-
-def test_hooks_that_read_get_copies_that_are_made():
-    model = stack(BOTH)
-    expected = step(model)
-
-    def run(model, x):
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-            return model(x)
-
-    with moving(LateMover()):
-        assert equal(step(model), expected)
-        assert equal(step(model, run=run), expected)
+        around_all = functools.partial(checkpoint, model, use_reentrant=reentrant)
+        assert_same_bits(step(around_all, model, data()), expected)
+        assert not mover.events
 
 
 def test_segments():
     """The first's input moves; the replay takes it from the host."""
     model = stack("full")
-    expected = step(model)
+    expected = step(model, model, data())
     for layer in model:
         layer.policy = Policy(save={"attn"}, segment="inner")
     model[0].policy = Policy(save={"attn"}, segment="first", offload={"input"})
     model[2].policy = Policy(segment="first", offload={"input"})
     with moving() as mover:
-        found = step(model)
-    assert equal(found, expected) and mover.backs() == [0]
+        assert_same_bits(step(model, model, data()), expected)
+    assert mover.backs() == [0]
 
 
 @pytest.mark.composes("Replay check", "offload: what comes back is compared")
 def test_replay_check():
     model = stack(BOTH, layers=2)
-    expected = step(model)
     with moving() as mover, check_replay():
-        assert equal(step(model), expected)
         y = model(data())
         _hosts(y, mover)[-1].data.add_(1)
         with pytest.raises(ReplayError, match="differs"):
@@ -388,10 +252,11 @@ def test_replay_check():
 def test_a_device_that_cannot_now():
     """A CUDA graph that is captured, say: everything stays."""
     model = stack(BOTH)
-    expected = step(model)
+    expected = step(model, model, data())
     with moving() as mover:
         mover.able = False
-        assert equal(step(model), expected) and not mover.events
+        assert_same_bits(step(model, model, data()), expected)
+        assert not mover.events
 
 
 @pytest.mark.parametrize("x", ["sliced", "fake"])
@@ -400,7 +265,7 @@ def test_what_does_not_move(x):
     sliced = torch.randn(B, S, 2 * D)[..., ::2].requires_grad_()
     with moving() as mover:
         if x == "sliced":  # its copy would have other strides
-            step(layer, sliced)
+            layer(sliced).sum().backward()
         else:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 fake = torch.randn(B, S, D, requires_grad=True)
@@ -436,64 +301,38 @@ def test_bad_policies(given, error, message):
         Policy(**given)
 
 
-class TestCompiled:
-    """Operators return what moves on the host, and take it from there in backward."""
-
-    @pytest.mark.composes(
-        "torch.compile", "offload, `fullgraph=True`: what moves is an output on the host",
-        limits="brought back at the beginning of the layer's own backward, not one layer ahead",
-    )  # fmt: skip
-    @pytest.mark.parametrize("save", [Policy({"qkv": "int8"}, None, {"qkv", "input"})])
-    def test_bits(self, save):
-        model = stack(save, layers=2)
-        expected = step(model)
-        torch._dynamo.reset()
-        for mover in (contextlib.nullcontext(), moving()):
-            with mover as events:
-                torch._dynamo.reset()
-                compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
-                assert equal(step(compiled, run=lambda m, x: m(x)), expected)
-                if events is not None:
-                    assert {e[0] for e in events.events} == {"out", "back", "wait"}
-
-    def test_the_text_of_a_call_has_it(self):
-        layer = stack(BOTH, layers=1)
-        graphs = []
-
-        def note(graph, inputs):
-            graphs.append(graph)
-            return graph
-
-        torch._dynamo.reset()
-        torch.compile(layer, backend=note)(data())
-        (text,) = [a for n in graphs[0].graph.nodes for a in n.args if str(a)[:2] == '{"']
-        assert parse_call(text).call.offload == {"qkv", "input"}
+# Compiled, operators return what moves on the host, and take it from there in backward.
 
 
-@pytest.mark.composes("FSDP2", "offload: what a layer keeps moves as without it")
-@pytest.mark.composes("DDP", "offload")
-@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
-def test_two_processes(two_processes, wrap):
-    two_processes.run(both_ways, wrap)
+@pytest.mark.composes(
+    "torch.compile", "offload, `fullgraph=True`: what moves is an output on the host",
+    limits="brought back at the beginning of the layer's own backward, not one layer ahead",
+)  # fmt: skip
+@pytest.mark.parametrize("save", [Policy({"qkv": "int8"}, None, {"qkv", "input"})])
+def test_compiled(save):
+    model = stack(save, layers=2)
+    expected = step(model, model, data())
+    for mover in (contextlib.nullcontext(), moving()):
+        with mover as events:
+            torch._dynamo.reset()
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+            assert_same_bits(step(compiled, model, data()), expected)
+            if events is not None:
+                assert {e[0] for e in events.events} == {"out", "back", "wait"}
 
 
-def both_ways(wrap):
-    """In every rank: the same losses and gradients with offload and without, bit for bit."""
-    found = []
-    for offloaded in ((), ("qkv", "input")):
-        policy = Policy(save={"attn", "qkv"}, offload=offloaded)
-        model = encoder(policy, dropout=0.0, layers=3)
-        if wrap == "FSDP2":
-            for layer in model:
-                fully_shard(layer)
-            model = fully_shard(model)
-        else:
-            model = DistributedDataParallel(model)
-        with moving() as mover:
-            losses, grads = train(model, [mine(batch) for batch in batches()])
-        assert bool(mover.backs()) == bool(offloaded)
-        found.append([*losses, *grads])
-    assert equal(*found)
+def test_the_text_of_a_compiled_call_has_it():
+    layer = stack(BOTH, layers=1)
+    graphs = []
+
+    def note(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(layer, backend=note)(data())
+    (text,) = [a for n in graphs[0].graph.nodes for a in n.args if str(a)[:2] == '{"']
+    assert parse_call(text).call.offload == {"qkv", "input"}
 
 
 @pytest.mark.parametrize("policy", [BOTH, Policy({"qkv": "int8", "attn": "native"}, None, {"qkv"})])

@@ -10,8 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from block_inputs import in_pieces, results
+from op_cases import CASES
 from reference import EXACT_PRESETS
-from reference_ops import CASES, in_pieces, results
+from same_bits import assert_same_bits, step
 from tiers import exhaustive
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -26,6 +28,7 @@ from fused_remat.graph.text import block, graph_of
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec, nn_layer_spec
 
+X = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2))
 NAMES = [name for name in CASES if name != "mlp_custom"]
 
 
@@ -55,39 +58,26 @@ def operator_calls(fn):
     return seen
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "full",
-        "none",
-        *(exhaustive(preset) for preset in EXACT_PRESETS if preset not in ("full", "none")),
-    ],
-)
-def test_an_operator_is_the_block_bit_for_bit_also_in_pieces(name, policy):
+def call_of(name, policy, batch, seq):
+    """A call of the op with dropout, if it has that, and its leaves."""
     case = CASES[name]
-    tensors = case.tensors(3, 7)
-    options = {"seed": 3} if case.dropout else {}
-    leaves = list(tensors.values())
+    tensors = case.tensors(batch, seq)
+    p, options = (0.3, {"seed": 3}) if case.dropout else (0.0, {})
+    return lambda: case.op(tensors, p, policy=policy, **options), list(tensors.values())
 
-    def call():
-        return case.op(tensors, 0.3 if case.dropout else 0.0, policy=policy, **options)
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("policy", ["full", "none", *map(exhaustive, EXACT_PRESETS[1:-1])])
+def test_an_operator_is_the_block_bit_for_bit_also_in_pieces(name, policy):
+    call, leaves = call_of(name, policy, 3, 7)
     with in_pieces():
-        for got, expected in zip(results(opaque(call), leaves), results(call, leaves), strict=True):
-            assert torch.equal(got, expected)
+        assert_same_bits(results(opaque(call), leaves), results(call, leaves))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
     """Schema (nothing returned shares memory with an input), autograd, fake tensors, AOT."""
-    case = CASES[name]
-    tensors = case.tensors(2, 5)
-    options = {"seed": 3} if case.dropout else {}
-
-    def call():
-        return case.op(tensors, 0.3 if case.dropout else 0.0, policy="none", **options)
-
+    call, _ = call_of(name, "none", 2, 5)
     seen = operator_calls(lambda: opaque(call)().sum().backward())
     assert [len(args) for _, args in seen] == [2, 4]  # forward and backward
     (forward, args), (backward, back_args) = seen
@@ -98,15 +88,8 @@ def test_opcheck(name):
 
 
 def test_an_empty_batch_keeps_as_many_tensors():
-    case = CASES["encoder_prenorm"]
-    tensors = case.tensors(0, 5)
-    leaves = list(tensors.values())
-
-    def call():
-        return case.op(tensors, 0.0, policy="none")
-
-    for got, expected in zip(results(opaque(call), leaves), results(call, leaves), strict=True):
-        assert torch.equal(got, expected)
+    call, leaves = call_of("encoder_prenorm", "none", 0, 5)
+    assert_same_bits(results(opaque(call), leaves), results(call, leaves))
 
 
 def test_the_text_of_a_call_is_all_there_is_of_it(tmp_path):
@@ -230,15 +213,14 @@ def test_double_backward_raises():
 def test_compiled_autograd_of_a_forward_in_eager_mode():
     torch._dynamo.reset()
     module = layer("full")
-    expected = step(module, module)
+    _, *expected, _, _ = step(module, module, X)
     torch.manual_seed(1)
-    x = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    loss = module(x).square().sum()
+    x = X.clone().requires_grad_()
+    module.zero_grad()
+    loss = module(x).sin().sum()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         loss.backward()
-    got = [x.grad, *(p.grad for p in module.parameters())]
-    for a, b in zip(got, expected[1:], strict=False):
-        assert torch.equal(a, b)
+    assert_same_bits([x.grad, *(p.grad for p in module.parameters())], expected)
 
 
 def test_the_text_is_readable():
@@ -272,14 +254,6 @@ def saving(*ops):
     return functools.partial(create_selective_checkpoint_contexts, policy), asked
 
 
-def step(call, module):
-    torch.manual_seed(1)
-    x = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    y = call(x)
-    grads = torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
-    return [y.detach(), *grads, torch.get_rng_state()]
-
-
 @pytest.mark.composes(
     "Outer checkpointing",
     "`create_selective_checkpoint_contexts`, by name: `torch.ops.fused_remat.encoder_prenorm`, ...",
@@ -304,18 +278,17 @@ def test_selective_checkpointing_sees_a_block_by_name(policy, saved):
     ran = []
     function.OBSERVERS.append(ran.append)
     try:
-        got = step(outer, module)
+        got = step(outer, module, X)
     finally:
         function.OBSERVERS.clear()
     assert not ran  # the operator, not the Function
     assert (name, False) in asked
-    for a, b in zip(got, step(inner, module), strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits(got, step(inner, module, X))
     ran = []
     with pytest.MonkeyPatch.context() as patch:
         original = operators.executor.forward
         patch.setattr(operators.executor, "forward", lambda *a: ran.append(1) or original(*a))
-        step(outer, module)
+        step(outer, module, X)
     assert len(ran) == (1 if saved else 2)
 
 
@@ -334,9 +307,8 @@ def test_what_is_saved_by_name_is_what_the_policy_names():
 def test_a_function_as_activation_under_selective_checkpointing():
     module = layer(activation=torch.sin)
     contexts, asked = saving()
-    got = step(lambda x: checkpoint(module, x, use_reentrant=False, context_fn=contexts), module)
-    for a, b in zip(got, step(module, module), strict=True):
-        assert torch.equal(a, b)
+    way = functools.partial(checkpoint, module, use_reentrant=False, context_fn=contexts)
+    assert_same_bits(step(way, module, X), step(module, module, X))
     assert torch.ops.aten.addmm.default not in [op for op, _ in asked]
 
 
@@ -357,8 +329,7 @@ def test_checkpointing_compiled(selective):
     def outer(x):
         return checkpoint(inner, x, **options)
 
-    got = step(torch.compile(outer, backend="aot_eager", fullgraph=True), module)
-    for a, b in zip(got, step(inner, module), strict=True):
-        assert torch.equal(a, b)
+    got = step(torch.compile(outer, backend="aot_eager", fullgraph=True), module, X)
+    assert_same_bits(got, step(inner, module, X))
     if selective:
         assert torch.ops.fused_remat.encoder_prenorm.default in [op for op, _ in asked]

@@ -10,10 +10,11 @@ import functools
 import pytest
 import torch
 from reference import EXACT_PRESETS, PARAM_NAMES, X, pair
+from same_bits import assert_same_bits, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
-from bench.layers.ways import RandomState
+from bench.subjects.layer_ways import RandomState
 from fused_remat import FusedRematLayer, FusedRematWarning, ops
 from fused_remat.report.allocations import SavedBytes, measure_allocations
 
@@ -37,23 +38,10 @@ def stack(policies="frugal", dropout=0.1):
     return nn.Sequential(*layers)
 
 
-def step(model, forward, x=None):
-    """Output, gradients, and the state of torch's generator after forward and after backward."""
-    torch.manual_seed(1)
-    x = (X.transpose(0, 1).float() if x is None else x).clone().requires_grad_()
-    y = forward(x)
-    after = torch.get_rng_state()
-    torch.rand(1)  # as a loss may: backward has to leave the generator where it is
-    model.zero_grad()
-    y.sin().sum().backward()  # a reentrant checkpoint refuses autograd.grad
-    leaves = [x, *(p for p in model.parameters() if p.requires_grad)]
-    return [y.detach(), *(leaf.grad for leaf in leaves), after, torch.get_rng_state()]
-
-
-def assert_same_bits(found, expected):
-    assert len(found) == len(expected)
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(a, b), i
+def assert_alike(way, forward, module):
+    """A step of `way` has the bits of one of `forward`."""
+    x = X.transpose(0, 1).float()
+    assert_same_bits(step(way, module, x), step(forward, module, x))
 
 
 def each(way):
@@ -92,14 +80,13 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_bits_as_without(way, policies):
     model = stack(policies)
-    assert_same_bits(step(model, WAYS[way](model)), step(model, model))
+    assert_alike(WAYS[way](model), model, model)
 
 
 def test_without_early_stop():
     model = stack()
     with set_checkpoint_early_stop(False):
-        found = step(model, each(plain)(model))
-    assert_same_bits(found, step(model, model))
+        assert_alike(each(plain)(model), model, model)
 
 
 @pytest.mark.composes(
@@ -112,7 +99,7 @@ def test_without_early_stop():
 def test_without_the_random_state(use_reentrant):
     way = functools.partial(checkpoint, use_reentrant=use_reentrant, preserve_rng_state=False)
     model = stack(dropout=0.0)
-    assert_same_bits(step(model, each(way)(model)), step(model, model))
+    assert_alike(each(way)(model), model, model)
 
     weights = nn.ParameterList(torch.randn(size) for size in ((12, 8), (8, 12)))
 
@@ -120,14 +107,15 @@ def test_without_the_random_state(use_reentrant):
         up, down = weights
         return ops.mlp(x, up, None, down, None, dropout_p=0.5, seed=3)
 
-    assert_same_bits(step(weights, lambda x: way(mlp, x)), step(weights, mlp))
+    assert_alike(functools.partial(way, mlp), mlp, weights)
 
 
 def test_without_the_random_state_dropout_is_drawn_again():
     """What the limit above says: the gradients are then those of other masks."""
     model = stack()
     way = functools.partial(plain, preserve_rng_state=False)
-    found, expected = step(model, each(way)(model)), step(model, model)
+    x = X.transpose(0, 1).float()
+    found, expected = step(each(way)(model), model, x), step(model, model, x)
     assert torch.equal(found[0], expected[0]) and not torch.equal(found[1], expected[1])
 
 
@@ -147,8 +135,7 @@ def test_ops(use_reentrant, policy):
         mid = ops.dropout_add(heads.transpose(1, 2).flatten(2) @ w["proj"].T, x, 0.2)
         return ops.gated_mlp(ops.rms_norm(mid, w["norm"]), w["gate"], w["up"], w["down"], **how)
 
-    way = functools.partial(checkpoint, half, use_reentrant=use_reentrant)
-    assert_same_bits(step(w, way), step(w, half))
+    assert_alike(functools.partial(checkpoint, half, use_reentrant=use_reentrant), half, w)
 
 
 @pytest.mark.composes(
@@ -159,8 +146,7 @@ def test_ops(use_reentrant, policy):
 @STACKS
 def test_torch_remat(policies):
     model = stack(policies)
-    found, expected = step(model, remat(model)), step(model, model)
-    assert_same_bits(found, expected)
+    assert_alike(remat(model), model, model)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
@@ -175,8 +161,7 @@ def test_torch_remat_regions(kept):
             torch_remat.recompute_needs_tensor(x)
         return x
 
-    found, expected = step(model, remat(forward)), step(model, model)
-    assert_same_bits(found, expected)
+    assert_alike(remat(forward), model, model)
 
 
 # --- where the layer runs PyTorch's own forward, in a checkpoint of its own
@@ -190,11 +175,7 @@ def test_the_fallback(way):
     model = stack("fast")
     for layer in model:
         layer.linear1.register_forward_hook(lambda module, args, y: y * 1.5)
-    if way == "torch_remat":
-        found, expected = step(model, remat(model)), step(model, model)
-        assert_same_bits(found, expected)
-    else:
-        assert_same_bits(step(model, WAYS[way](model)), step(model, model))
+    assert_alike(WAYS.get(way, remat)(model), model, model)
 
 
 # --- what is kept
@@ -294,22 +275,22 @@ def test_gradient_checkpointing_of_hugging_face(hf_model, use_reentrant, policie
     model = hf_model(policies)
     padding = torch.zeros(2, 5, dtype=torch.bool)
     padding[1, 3:] = True
-    forward = functools.partial(model, attention_mask=padding)
-    expected = step(model, forward)
+    forward, x = functools.partial(model, attention_mask=padding), X.transpose(0, 1).float()
+    expected = step(forward, model, x)
     model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     assert all(layer.gradient_checkpointing for layer in model.layers)
     replays = []
     model.layers[0].block.register_forward_pre_hook(lambda *_: replays.append(1))
-    assert_same_bits(step(model, forward), expected)
+    assert_same_bits(step(forward, model, x), expected)
     assert len(replays) == 2  # it did checkpoint
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_the_older_name_of_hugging_faces_gradient_checkpointing(hf_model):
-    model = hf_model()
-    expected = step(model, model)
+    model, x = hf_model(), X.transpose(0, 1).float()
+    expected = step(model, model, x)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert_same_bits(step(model, model), expected)
+    assert_same_bits(step(model, model, x), expected)
 
 
 # --- partly frozen models
@@ -322,8 +303,9 @@ def test_frozen_weights(use_reentrant, policies):
     model = stack(policies)
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith(PARAM_NAMES[-2:]))
-    way = each(functools.partial(checkpoint, use_reentrant=use_reentrant))(model)
-    assert_same_bits(step(model, way), step(model, model))
+    assert_alike(
+        each(functools.partial(checkpoint, use_reentrant=use_reentrant))(model), model, model
+    )
 
 
 def test_a_warning_of_the_fallback_inside_a_checkpoint_comes_once():
@@ -331,5 +313,5 @@ def test_a_warning_of_the_fallback_inside_a_checkpoint_comes_once():
     layer.linear1.register_forward_hook(lambda module, args, y: None)
     with pytest.warns(FusedRematWarning, match="linear1 has hooks") as seen:
         for _ in range(2):
-            step(layer, functools.partial(plain, layer))
+            step(functools.partial(plain, layer), layer, X.transpose(0, 1).float())
     assert sum(w.category is FusedRematWarning for w in seen) == 1

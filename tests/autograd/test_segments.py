@@ -5,15 +5,14 @@ every comparison is of bits.
 """
 
 import contextlib
+import copy
 import functools
 import pickle
-import warnings
 import weakref
 
 import pytest
 import torch
-from reference import randomize
-from reference_ops import normal
+from same_bits import assert_same_bits, step
 from segment_models import (
     ALL,
     PLACES,
@@ -24,7 +23,6 @@ from segment_models import (
     S,
     X,
     assert_as_full,
-    assert_same_bits,
     full,
     grads_of,
     keeps_input,
@@ -32,17 +30,15 @@ from segment_models import (
     quiet,
     segments_of,
     stack,
-    step,
+    unheeded,
     warned,
 )
+from small_layers import KINDS, layers_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformer_variations import BATCH, BLOCK, SEQ, tables
 
 from fused_remat import (
-    FusedRematCausalLayer,
     FusedRematDecoderLayer,
-    FusedRematLayer,
     FusedRematWarning,
     Policy,
     convert,
@@ -62,66 +58,24 @@ def without_warnings():
 # --- gradients
 
 
-def encoders(**kwargs):
-    torch.manual_seed(0)
-    layers = nn.ModuleList(FusedRematLayer(D, H, F, **kwargs) for _ in ALL)
-    mask = torch.ones(S, S, dtype=torch.bool).triu(1)
-    padding = torch.zeros(B, S, dtype=torch.bool)
-    padding[1, 4:] = True
-    masks = {"src_mask": mask, "src_key_padding_mask": padding}
-    x = X if kwargs.get("batch_first") else X.transpose(0, 1)
-    return layers, x, () if kwargs.get("batch_first") else (masks,), []
-
-
-def decoders():
-    memory = normal(2, 5, D, seed=3, dtype=torch.float32)
-    layers = nn.ModuleList(
-        FusedRematDecoderLayer(D, H, F, 0.1, batch_first=True, norm_first=i % 2 == 0)
-        for i in range(4)
-    )
-    return layers, X[:2], ({"memory": memory},), [memory]
-
-
-def causal():
-    layers = nn.ModuleList(
-        FusedRematCausalLayer(BLOCK.d, BLOCK.nhead, BLOCK.hidden, 0.1, kv_heads=2, head_dim=6)
-        for _ in ALL
-    )
-    rope = tables("whole", dtype=torch.float32)
-    x = normal(BATCH, SEQ, BLOCK.d, seed=1, dtype=torch.float32)
-    return layers, x, ({"rope": rope},), []
-
-
-KINDS = {
-    "pre-norm": lambda: encoders(norm_first=True, batch_first=True),
-    "post-norm, sequence first, masks": encoders,
-    "own activation": lambda: encoders(activation=nn.PReLU(init=0.2), batch_first=True),
-    "decoder": decoders,
-    "causal": causal,
-}
-
-
 @pytest.mark.parametrize("tokens", [4, 512], ids=["in pieces", "whole"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_full(kind, tokens, monkeypatch):
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
-    torch.manual_seed(0)
-    layers, x, options, more = KINDS[kind]()
-    randomize(layers)
-    kwargs = dict(*options)
+    layers, x, kwargs, more = layers_of(kind, len(ALL))
 
     def forward(x):
         return functools.reduce(lambda h, layer: layer(h, **kwargs), layers, x)
 
     place(layers, ("full",) * 4)
-    expected = step(forward, layers, x, more)
+    expected = step(forward, layers, x, more=more)
     with SavedBytes() as saved_full:
         forward(x.detach().requires_grad_())
     names = [n for n in layers[0]._example().names if n != "output"]
     names = [n for n in names if all(n in layer._example().names for layer in layers)]
     for save in ((), ("attn",), names[::2], names):
         place(layers, save=save)
-        assert_same_bits(step(forward, layers, x, more), expected)
+        assert_same_bits(step(forward, layers, x, more=more), expected)
     with SavedBytes() as saved:
         y = forward(x.detach().requires_grad_())
     assert keeps_input(y) == [True, False, False, False]
@@ -131,7 +85,7 @@ def test_gradients_are_those_of_full(kind, tokens, monkeypatch):
             place(layers, PLACES[places], ("attn", "up"))
             expects_warning = places in ("gaps", "without a first")
             with warned() if expects_warning else contextlib.nullcontext():
-                assert_same_bits(step(forward, layers, x, more), expected)
+                assert_same_bits(step(forward, layers, x, more=more), expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -159,15 +113,13 @@ def test_frozen_layers(trained, input_needs_grad):
         p.requires_grad_(trained in name)
     results = []
     for made in (model, full(model)):
-        mine = [p for p in made.parameters() if p.requires_grad]
         x = X.clone().requires_grad_(input_needs_grad)
         torch.manual_seed(1)
         y = made(x)
-        results.append([y, *grads_of(y, [*([x] if input_needs_grad else []), *mine])])
+        results.append([y, *grads_of(y, [t for t in (x, *made.parameters()) if t.requires_grad])])
         if made is model:
             assert sum(keeps_input(y)) == 1
     assert_same_bits(*results)
-    x = X.clone().requires_grad_(input_needs_grad)
     report = memory_report(model, x)
     assert report.predicted_bytes == report.kept_bytes
 
@@ -189,29 +141,22 @@ def test_lora():
 def test_autocast(norm_first):
     model = stack(save=("attn", "qkv"), norm_first=norm_first)
 
-    def autocast(model):
-        def forward(x):
-            with torch.autocast("cpu", torch.bfloat16):
-                return model(x)
+    def forward(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)
 
-        return forward
+    def grads_with(model, around):
+        torch.manual_seed(1)
+        x = X.clone().requires_grad_()
+        y = model(x)
+        with around:
+            return torch.autograd.grad(y.sum(), [x, *model.parameters()])
 
     other = full(model)
-    found, expected = step(autocast(model), model), step(autocast(other), other)
-    assert_same_bits(found, expected)
-    assert keeps_input(autocast(model)(X)) == [True, False, False, False]
-    x = X.clone().requires_grad_()
-    assert_same_bits(  # another autocast in backward
-        grads_with(model, x, torch.autocast("cpu", torch.float16)),
-        grads_with(other, x, contextlib.nullcontext()),
-    )
-
-
-def grads_with(model, x, around):
-    torch.manual_seed(1)
-    y = model(x)
-    with around:
-        return torch.autograd.grad(y.sum(), [x, *model.parameters()])
+    assert_same_bits(*(step(functools.partial(forward, m), m, X) for m in (model, other)))
+    assert keeps_input(forward(model, X)) == [True, False, False, False]
+    backward_in = grads_with(model, torch.autocast("cpu", torch.float16))
+    assert_same_bits(backward_in, grads_with(other, contextlib.nullcontext()))
 
 
 def test_layouts_and_empty_inputs():
@@ -289,27 +234,15 @@ def test_inputs_are_gone_after_forward_and_all_else_after_backward():
     segments = segments_of(y)
     assert len(segments) == 4 and all(segment.replayed is None for segment in segments)
     del y, segments
-    assert measure_allocations(lambda: step(model, model) and None).net <= 64 + sum(
+    assert measure_allocations(lambda: step(model, model, X) and None).net <= 64 + sum(
         t.nbytes for t in (X, *model.parameters())
     )
 
 
 def test_graphs_that_are_used_again():
     model, x = stack(save=("attn", "up")), X.clone().requires_grad_()
-    leaves = [x, *model.parameters()]
-    torch.manual_seed(1)
-    expected = grads_of(full(model)(x), [x])
-    torch.manual_seed(1)
-    y = model(x)
-    first, second = (
-        torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True) for _ in range(2)
-    )
-    assert_same_bits(first, second)
-    assert torch.equal(first[0], expected[0])
-    batched = torch.autograd.grad(
-        y, leaves, torch.stack([y.cos(), y.detach()]), is_grads_batched=True, retain_graph=True
-    )
-    assert_same_bits([g[0] for g in batched], first)
+    leaves, y = [x, *model.parameters()], model(x)
+    first = torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True)
     once = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
     assert_same_bits([g.detach() for g in once], first)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
@@ -320,41 +253,56 @@ def test_graphs_that_are_used_again():
     assert all(segment.replayed is None for segment in segments_of(y))
 
 
-@pytest.mark.parametrize("last", [0, 1, 2, 3])
-@pytest.mark.parametrize("of", ["parameters", "input"])
-def test_backward_of_a_part_keeps_nothing(of, last):
+def part(of, last, model, x):
     """autograd.grad of one layer's parameters, or of its input: no other layer's backward runs."""
-
-    def part(model):
-        torch.manual_seed(1)
-        x, hidden = X.clone().requires_grad_(), []
-        hidden.append(x)
-        for layer in model:
-            hidden.append(layer(hidden[-1]))
-        y = hidden[-1]
-        leaves = [*model[last].parameters()] if of == "parameters" else [hidden[last]]
-        got = torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True)
-        assert all(segment.replayed is None for segment in segments_of(y))
-        return [*got, *torch.autograd.grad(y.sin().sum(), [x])]
-
-    model = stack(save=("attn", "up"))
-    assert_same_bits(part(model), part(full(model)))
+    hidden = [x]
+    for layer in model:
+        hidden.append(layer(hidden[-1]))
+    y = hidden[-1]
+    leaves = [*model[last].parameters()] if of == "parameters" else [hidden[last]]
+    got = torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True)
+    assert all(segment.replayed is None for segment in segments_of(y))
+    return [*got, *torch.autograd.grad(y.sin().sum(), [x])]
 
 
-def test_backward_in_turns():
+def turns(model, x):
     """The last layers' first, which frees them, and then that of the others."""
+    half = model[:2](x)
+    late = grads_of(model[2:](half), [half, *model[2:].parameters()])
+    return [*late, *torch.autograd.grad(half, [x, *model[:2].parameters()], late[0])]
 
-    def turns(model):
+
+def side_by_side(model, x):
+    """Two layers that have the same one before them."""
+    h = model[1](model[0](x))
+    return grads_of(model[2](h) + model[3](h), [x, *model.parameters()])
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        *(functools.partial(part, of, n) for of in ("parameters", "input") for n in range(4)),
+        turns,
+        side_by_side,
+    ],
+)
+def test_backward_in_other_orders(gradients):
+    model, found = stack(save=("attn", "up")), []
+    for m in (model, full(model)):
         torch.manual_seed(1)
-        x = X.clone().requires_grad_()
-        half = model[:2](x)
-        leaves = [half, *model[2:].parameters()]
-        late = torch.autograd.grad(model[2:](half).sin().sum(), leaves)
-        early = torch.autograd.grad(half, [x, *model[:2].parameters()], late[0])
-        return [*late, *early]
+        found.append(gradients(m, X.clone().requires_grad_()))
+    assert_same_bits(*found)
 
-    model = stack(save=("qkv",))
-    assert_same_bits(turns(model), turns(full(model)))
+
+def test_a_layer_called_more_than_once():
+    shared = stack(("inner",))[0]
+    with warned("is a leaf") as seen:
+        shared(X.clone().requires_grad_())
+    assert seen[0].filename == __file__  # where it was called
+    shared = stack(("inner",))[0]
+    thrice = nn.Sequential(shared, shared, shared)  # whose input is a leaf the first time
+    with warned("is a leaf"):
+        assert_as_full(thrice)
 
 
 def test_after_a_backward_that_failed():
@@ -376,33 +324,7 @@ def test_after_a_backward_that_failed():
         torch.autograd.grad(y.sum(), [x], retain_graph=True)
 
 
-def test_layers_side_by_side():
-    """Two layers that have the same one before them."""
-
-    def sides(model):
-        torch.manual_seed(1)
-        x = X.clone().requires_grad_()
-        h = model[1](model[0](x))
-        y = model[2](h) + model[3](h)
-        return grads_of(y, [x, *model.parameters()])
-
-    model = stack(save=("attn", "up"))
-    assert_same_bits(sides(model), sides(full(model)))
-    shared = stack(("inner",))[0]
-    with warned("is a leaf") as seen:
-        shared(X.clone().requires_grad_())
-    assert seen[0].filename == __file__  # where it was called
-    shared = stack(("inner",))[0]
-    thrice = nn.Sequential(shared, shared, shared)  # whose input is a leaf the first time
-    with warned("is a leaf"):
-        assert_as_full(thrice)
-
-
 # --- what may stand between layers
-
-
-def in_place(x):
-    return x.add_(1)
 
 
 def in_place_unseen(x):
@@ -423,7 +345,7 @@ def other_memory(x):
 BETWEEN = {
     "a module": (nn.Tanh(), "TanhBackward0"),
     "plus one": (lambda x: x + 1, "AddBackward0"),
-    "in place": (in_place, "AddBackward0"),
+    "in place": (lambda x: x.add_(1), "AddBackward0"),
     "in place, unseen": (in_place_unseen, "changed in place"),
     "in place, of a view": (in_place_of_a_view, "changed in place"),
     "other memory": (other_memory, "changed in place"),
@@ -448,10 +370,8 @@ def test_between_two_layers(name):
         y = forward(model)(x)
         forward(model)(x)
     assert len(seen) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FusedRematWarning)
-        other = full(model)
-        assert_same_bits(step(forward(model), model), step(forward(other), other))
+    with unheeded():
+        assert_same_bits(*(step(forward(m), m, X) for m in (model, full(model))))
     if name != "a leaf":
         assert keeps_input(y) == [True, False, True, False]
 
@@ -501,17 +421,22 @@ def test_changes_after_use():
 # --- what is said
 
 
+def test_models_are_copied_and_pickled():
+    model = stack(save=("attn",))
+    again, twin = pickle.loads(pickle.dumps(model)), copy.deepcopy(model)
+    assert [layer.policy for layer in twin] == [layer.policy for layer in model]
+    for other in (again, twin):
+        assert_same_bits(step(other, other, X), step(model, model, X))
+
+
 def test_errors_and_repr():
     with pytest.raises(ValueError, match=r"segment=.* must be 'first', 'inner' or None, got 'x'"):
         Policy(segment="x")
     assert repr(Policy({"b", "a"}, "inner")) == "Policy(save={'a', 'b'}, segment='inner')"
     assert repr(Policy(segment="first")) == "Policy(segment='first')"
     assert repr(Policy()) == "Policy()"
-    assert (
-        Policy(segment="first")
-        != Policy(segment="inner")
-        == pickle.loads(pickle.dumps(Policy(segment="inner")))
-    )
+    inner = Policy(segment="inner")
+    assert Policy(segment="first") != inner == pickle.loads(pickle.dumps(inner))
     with pytest.raises(ValueError, match="unknown activation 'sum1'"):
         place(stack(), save=("sum1",))
 

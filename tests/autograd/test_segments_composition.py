@@ -1,16 +1,13 @@
-"""Segments beside other libraries' rebuilding, compilers, data parallelism, checks and threads."""
+"""Segments beside other libraries' rebuilding, compilers, checks and threads."""
 
 import contextlib
-import copy
 import functools
-import pickle
 import random
-import warnings
 
 import pytest
 import torch
-from distributed_steps import compare, encoder, per_layer, root_only
-from reference_ops import normal
+from block_inputs import normal
+from same_bits import assert_same_bits, step
 from segment_models import (
     ALL,
     D,
@@ -18,34 +15,22 @@ from segment_models import (
     H,
     X,
     assert_as_full,
-    assert_same_bits,
     full,
     grads_of,
     keeps_input,
-    place,
     quiet,
-    segments_of,
     stack,
-    step,
+    unheeded,
     warned,
 )
-from test_concurrency import together
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from bench.layers.ways import RandomState
-from fused_remat import (
-    FusedRematWarning,
-    Policy,
-    check_replay,
-    convert,
-    ops,
-)
+from fused_remat import FusedRematWarning, Policy, check_replay, convert, ops
 from fused_remat.autograd.replay_check import ReplayError
 from fused_remat.convert import set_policy
 
@@ -64,18 +49,7 @@ def without_warnings():
 
 def parts(way, first, last):
     """The layers from first to last in one checkpoint."""
-
-    def of(model):
-        def forward(x):
-            x = model[:first](x)
-            return model[last:](way(model[first:last], x))
-
-        return forward
-
-    return of
-
-
-CHECKPOINTS = [(0, 1), (1, 2), (3, 4), (1, 3), (0, 2), (2, 4), (0, 4)]
+    return lambda model: lambda x: model[last:](way(model[first:last], model[:first](x)))
 
 
 @pytest.mark.composes(
@@ -84,26 +58,13 @@ CHECKPOINTS = [(0, 1), (1, 2), (3, 4), (1, 3), (0, 2), (2, 4), (0, 4)]
     limits="layers inside keep their input until its replay's backward; the one behind a reentrant "
     "checkpoint keeps its own, with a warning",
 )
-@pytest.mark.parametrize("first, last", CHECKPOINTS)
+@pytest.mark.parametrize("first, last", [(0, 1), (1, 2), (3, 4), (1, 3), (0, 2), (2, 4), (0, 4)])
 @pytest.mark.parametrize("way", [plain, reentrant], ids=["non-reentrant", "reentrant"])
 def test_checkpoints(way, first, last):
     model = stack(save=("attn", "up"))
     tells = way is reentrant and last < 4
     with warned("CheckpointFunctionBackward") if tells else contextlib.nullcontext():
         assert_as_full(model, parts(way, first, last))
-
-
-def test_checkpoints_nested_and_in_turn():
-    model = stack(save=("qkv",))
-
-    def each(way):
-        return lambda model: lambda x: functools.reduce(lambda h, layer: way(layer, h), model, x)
-
-    assert_as_full(model, each(plain))
-    assert_as_full(model, lambda model: functools.partial(plain, each(plain)(model)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FusedRematWarning)
-        assert_as_full(model, each(reentrant))
 
 
 def test_selective_checkpoint():
@@ -118,7 +79,6 @@ def test_selective_checkpoint():
         assert_as_full(model, parts(way, 1, 3))
 
 
-@pytest.mark.composes("Outer checkpointing", "segments, with hooks on saved tensors (save_on_cpu)")
 def test_hooks_on_saved_tensors():
     model, unpacked = stack(save=("attn",)), []
 
@@ -126,27 +86,23 @@ def test_hooks_on_saved_tensors():
         unpacked.append(packed[0])
         return packed[1].clone()
 
-    def around(hooks):
-        def of(model):
-            def forward(x):
-                with hooks():
-                    return model(x)
+    def counted(model):
+        def forward(x):
+            with counting():
+                return model(x)
 
-            return forward
-
-        return of
+        return forward
 
     counting = functools.partial(
         torch.autograd.graph.saved_tensors_hooks, lambda t: (object(), t.clone()), unpack
     )
-    assert_as_full(model, around(counting))
+    assert_as_full(model, counted)
     assert len(unpacked) == len(set(unpacked))  # each once
     with counting():
         h = model[:2](X)
         sides = model[2](h) + model[3](h)  # two ask for the same layers' inputs
     sides.sum().backward()
     assert len(unpacked) == len(set(unpacked))
-    assert_as_full(model, around(torch.autograd.graph.save_on_cpu))
 
 
 def random_graph(seed):
@@ -191,19 +147,9 @@ def random_graph(seed):
 def test_random_graphs(seeds):
     for seed in seeds:
         model, forward = random_graph(seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FusedRematWarning)
-            other = full(model)
-            assert_same_bits(step(forward(model), model), step(forward(other), other))
-
-
-def test_torch_remat():
-    torch_remat = pytest.importorskip("torch_remat")
-    hooks = (RandomState(torch.device("cpu")),)
-    way = torch_remat.checkpoint(region_name="stack", recompute_state_hooks=hooks)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FusedRematWarning)
-        assert_as_full(stack(save=("attn",)), way)
+        other = full(model)
+        with unheeded():
+            assert_same_bits(step(forward(model), model, X), step(forward(other), other, X))
 
 
 # --- everything else around
@@ -229,10 +175,9 @@ def test_replay_check():
 def test_accumulation():
     model = stack(save=("attn", "up"))
     other = full(model)
-    expected = step(other, other)
     for layer in model:
         layer.accumulate_into = "grad"
-    assert_same_bits(step(model, model), expected)
+    assert_same_bits(step(model, model, X), step(other, other, X))
 
 
 @pytest.mark.composes(
@@ -243,10 +188,10 @@ def test_compile():
     model, other = stack(save=("attn",)), stack(("full",) * 4)
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
     with pytest.warns(FusedRematWarning, match="keeps its input: segments work in eager") as seen:
-        found = step(call, model)
+        found = step(call, model, X)
     assert len(seen) == 3
-    assert_same_bits(found, step(other, other))
-    assert_same_bits(step(call, model), found)
+    assert_same_bits(found, step(other, other, X))
+    assert_same_bits(step(call, model, X), found)
     torch._dynamo.reset()
     one = stack(save=("attn",))
     one[2].compile(backend="aot_eager")
@@ -263,35 +208,6 @@ def test_compiled_autograd_raises():
     message = pytest.raises(RuntimeError, match="segments do not run under compiled autograd")
     with compiler, message:
         loss.backward()
-
-
-def placed(wrap, fused=True, policies=("first", "inner", "inner")):
-    return compare(place(encoder(layers=3), policies, ("attn",)), wrap, fused)
-
-
-@pytest.mark.composes("DDP", "segments: layers of which only the first keeps its input")
-def test_ddp(two_processes):
-    two_processes.run(placed, DDP)
-
-
-@pytest.mark.composes(
-    "FSDP2",
-    "segments",
-    limits="each layer keeps its input, with a warning: FSDP frees parameters that a segment needs",
-)
-@pytest.mark.parametrize("wrap", [per_layer, root_only])
-def test_fsdp(two_processes, wrap):
-    for texts in two_processes.run(placed, wrap, fused=False):
-        assert len(texts) == 2 and all("FSDP manages its parameters" in text for text in texts)
-
-
-def test_models_are_copied_and_pickled():
-    model = stack(save=("attn",))
-    again = pickle.loads(pickle.dumps(model))
-    assert_same_bits(step(again, again), step(model, model))
-    twin = copy.deepcopy(model)
-    assert [layer.policy for layer in twin] == [layer.policy for layer in model]
-    assert_same_bits(step(twin, twin), step(model, model))
 
 
 def test_convert_and_set_policy():
@@ -323,26 +239,3 @@ def test_ops():
     assert_same_bits(found, grads_of(forward(x, [None] * 4), [x, up, down]))
     with pytest.warns(FusedRematWarning, match="inside a segment keeps its input: the input is a"):
         forward(x, ["inner"])
-
-
-@pytest.mark.composes("Concurrency and faults", "segments in threads, of models or of one graph")
-def test_threads():
-    models = [stack(save=save, dropout=0.0) for save in ((), ("attn", "up"))]
-
-    def train(model):
-        x = X.clone().requires_grad_()
-        return [grads_of(model(x), [x, *model.parameters()]) for _ in range(5)]
-
-    alone = [train(model)[0] for model in models]
-    ways = [functools.partial(train, model) for model in models]
-    for found, one in zip(together(*ways), alone, strict=True):
-        for each in found:
-            assert_same_bits(each, one)
-    x = X.clone().requires_grad_()
-    y = models[1](x)
-    once = torch.autograd.grad(y.sum(), [x], retain_graph=True)
-    of_one = functools.partial(torch.autograd.grad, y.sum(), [x], retain_graph=True)
-    for found in together(*[lambda: [of_one() for _ in range(5)]] * 3):
-        for each in found:
-            assert_same_bits(each, once)
-    assert all(segment.replayed is None for segment in segments_of(y))

@@ -10,10 +10,13 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from bench.audit import budgets
 from bench.audit import cases as audit_cases
 from bench.audit import command as audit
 from bench.audit.attention import POINTERS, PRODUCTS, case_name, launches_of, variants
-from bench.report.audit import AUDIT
+from bench.pages.audit import AUDIT
 from fused_remat.triton.tables import TILES, Tile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +89,53 @@ def test_complaints():
     assert over == ["registers 100 over its budget 99"]
 
 
+def test_budgets_see_the_worst_configuration_and_one_that_grows_below_it():
+    def row(name, registers, default=True):
+        return GOOD | {"name": name, "target": "sm_90", "registers": registers, "default": default}
+
+    small, large, uneven = (
+        row("linear relu", 100),
+        row("linear gelu", 200),
+        row("linear", 250, False),
+    )
+    known = budgets.summed((small, large, uneven), "3")
+    default, other = (("3", "sm_90", "linear", cases) for cases in ("default", "other"))
+    assert list(known) == [default, other] and known[default]["configurations"] == 2
+    assert budgets.grown((small, large, uneven), "3", known) == []
+    (said,) = budgets.grown((row("linear relu", 150), large, uneven), "3", known)
+    assert "linear, default" in said and "350 registers" in said
+    assert budgets.grown((large, uneven), "3", known) == [], "not all were compiled"
+    assert budgets.over(large, known[default]) == []
+    said = budgets.over(row("linear new", 201), known[default])
+    assert said == ["registers 201 over its budget 200"]
+
+
+def test_every_kernel_has_a_budget_on_every_target(rows):
+    known = budgets.read()
+    triton = json.loads(AUDIT.read_text())["triton"]
+    assert {budgets.key_of(row, triton) for row in rows} <= known.keys()
+    targets = {target for version, target, *_ in known if version == triton}
+    assert targets == {f"sm_{arch} bf16" for arch in (80, 89, 90, 100, 120)}
+
+
+def groups_of(values):
+    for value in values:
+        if isinstance(value, tuple):
+            yield value
+            yield from groups_of(value)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_tensor_descriptor_is_an_argument_of_its_own(arch):
+    """Triton's launcher makes descriptors of arguments only, and would not find one in a group."""
+    described = 0
+    for case in audit_cases.cases(audit_cases.target(arch), audit.DTYPES["bf16"]):
+        described += any(isinstance(x, TensorDescriptor) for x in case.launch.args)
+        for group in groups_of(case.launch.args):
+            assert not any(isinstance(x, TensorDescriptor) for x in group), case.name
+    assert bool(described) == (arch == 90)
+
+
 def test_a_tile_that_is_too_large_spills():
     products = audit_cases._Products(audit_cases.target(90), audit.DTYPES["bf16"], True)
     launch = products.mlp_bwd(Tile(128, 256, 64, 8, 3))["relu dropout"]
@@ -119,6 +169,9 @@ def test_every_product_of_attention_is_a_warp_groups(width, call, rows):
 AS_LAUNCHED = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from bench.audit import budgets
 from bench.audit import cases as audit_cases
 from bench.audit import command as audit
 from bench.audit.attention import launches_of, variants
@@ -132,9 +185,18 @@ class Device:
 
 triton.runtime.driver.set_active(Device())
 dtype, at = torch.bfloat16, audit_cases.target(90)
-for kernel, launch in launches_of(80, variants(dtype)["mask padding dropout"], at, dtype):
+launches = list(launches_of(80, variants(dtype)["mask padding dropout"], at, dtype))
+for case in audit_cases.cases(at, dtype):
+    if case.name in (
+        "norm_fwd layer_norm 512 dropout residual", "gated_bwd silu gate dropout int8",
+        "rotary_norm_bwd norm half", "linear act int8 64x64x64 w4 s4",
+        "gated_mlp_bwd silu dropout 64x64/2x64 w4 s3",
+    ):
+        launches.append((case.name, case.launch))
+assert len(launches) >= 10
+for kernel, launch in launches:
     options = dict(grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages)
-    ran = launch.kernel.warmup(*launch.args, **launch.constants, **options)
+    ran = launch.kernel.warmup(*launch.args, **launch.keywords, **options)
     assert ran.asm["ptx"] == audit.compile_ahead(launch, 90).asm["ptx"], kernel
 """
 

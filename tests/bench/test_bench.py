@@ -1,61 +1,77 @@
-"""`python -m bench layers` at tiny sizes: what it measures, refuses to measure, and skips."""
+"""The commands at tiny sizes: what they ask for, measure, take up, and when they fail."""
 
-from __future__ import annotations
-
+import dataclasses
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from bench.layers import command as layers
-from bench.layers.report import TARGETS, case_table, target_table, title, verdict
-from bench.measure import machine as timing
-from bench.measure import turns
-from bench.measure.turns import interleave, quantiles, rotated
-from fused_remat.policies import EXACT_PRESETS
+from bench.commands import frontier, layers, model, plan
+from bench.measure import machine
+from bench.pages.layers import TARGETS, case_table, target_table, verdict
+from bench.subjects import stack_ways
+from bench.subjects.layer_ways import WAYS, select
+from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
-ROOT = Path(__file__).resolve().parents[2]
-QUICK = ["--device", "cpu", "--sizes", "2x9x16x2", "--dtype", "float32", "--norm", "pre",
-         "--rounds", "2"]  # fmt: skip
+TINY = ["--device", "cpu", "--sizes", "2x9x16x2", "--norm", "pre", "--rounds", "2"]
 STOCK = ["eager", "checkpoint", "checkpoint_reentrant", "selective_matmuls",
          "selective_attention", "torch_remat"]  # fmt: skip
 EVERY_WAY = [*STOCK, *EXACT_PRESETS]
 
 
-def bench(folder: Path, *arguments: str) -> dict[str, Any]:
+def bench(folder, *arguments, status=0):
     """The results file after `python -m bench layers`."""
-    assert layers.main(["--out", str(folder), *QUICK, *arguments]) == 0
-    results: dict[str, Any] = json.loads((folder / "layers-cpu.json").read_text())
-    return results
+    assert layers.main(["--out", str(folder), *TINY, *arguments]) == status
+    return json.loads((folder / "layers-cpu.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory):
     return bench(tmp_path_factory.mktemp("bench"), "--ways", *EVERY_WAY)
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"]])
-def test_anything_but_a_sub_command_is_a_usage_error(arguments: list[str]) -> None:
+def test_anything_but_a_sub_command_is_a_usage_error(arguments):
     command = [sys.executable, "-m", "bench", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("usage: python -m bench {audit") and not done.stdout
 
 
-BAD = ["--sizes=1x2x3", "--sizes=1x2x9x2", "--ways=fastest", "--d-model=511", "--dropout=1"]
+#: Command -> what it refuses, each to be split at spaces.
+BAD = {
+    layers: ("--sizes=1x2x3", "--sizes=1x2x9x2", "--ways=fastest", "--d-model=511", "--dropout=1",
+             "--rounds=0", "--threads=none"),
+    frontier: ("--from a.json", "--seq-len=100", "--d-model=100", "--rounds=0", "--ways=fastest",
+               "--sizes=1x2x3", "--seq-len=0"),
+    model: ("--model=gpt5", "--ways=fastest", "--memory=much", "--layers=31", "--seq=0",
+            "--lora=-1 --layers=1", "--article --model=vit-l", "--losses=-1 --layers=1"),
+    plan: ("--d-model=100", "--nhead=5", "--dropout=1", "--rounds=0", "--seq=-1", "--dtype=int8"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("option", BAD)
-def test_bad_options_are_usage_errors(option: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [(command, options) for command, given in BAD.items() for options in given],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_bad_options_are_usage_errors(command, options, capsys):
     with pytest.raises(SystemExit, match="2"):
-        layers.parse([option])
+        command.parse(["--device", "cpu", *options.split()])
+    assert "error: " in capsys.readouterr().err
 
 
-def test_axes_make_a_grid() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("command", BAD, ids=lambda command: command.__name__)
+def test_a_device_that_is_not_there_is_a_usage_error(command, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.parse(["--device", "cuda"])
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_axes_make_a_grid():
     """Each point once; heads as wide as those of the sizes they take the place in."""
     options = ["--device", "cpu", "--sizes", "4x512x512x8", "2x64x1024x16", "--causal"]
     options += ["--d-model", "64", "128", "--seq-len", "9", "--norm", "pre", "--dropout", "0"]
@@ -68,35 +84,44 @@ def test_axes_make_a_grid() -> None:
     assert [(c.d_model, c.nhead) for c in args.cases] == [(512, 2), (512, 4), (1024, 2), (1024, 4)]
 
 
-def test_ways_are_asked_for_by_name_or_group() -> None:
-    on_cpu = ["--device", "cpu"]
-    assert layers.parse([*on_cpu, "--ways", "stock"]).ways == STOCK
-    named = layers.parse([*on_cpu, "--ways", "full_triton", "lean"]).ways
-    assert named == ["eager", "lean", "full_triton"]
-    everything = layers.parse(on_cpu).ways
-    assert {"compile_budget_0.5", "fast", "fast_compiled"} < set(everything)
-    assert not any(name.endswith(("_eager", "_triton")) for name in everything)
-    assert "fast8" not in everything
-    assert layers.parse([*on_cpu, "--ways", "lossy"]).ways == ["eager", "balanced8", "fast8"]
+def test_ways_are_asked_for_by_name_or_group():
+    """A group has every way once: none that only another device runs, or is the same here."""
+    assert select(["stock"], "cpu") == STOCK
+    assert select(["full_triton", "lean"], "cpu") == ["eager", "lean", "full_triton"]
+    assert select(["lossy"], "cpu") == ["eager", *LOSSY_PRESETS]
+    usual = layers.parse(["--device", "cpu"]).ways
+    assert {"compile_budget_0.5", "fast", "fast_compiled"} < set(usual) and "fast8" not in usual
+    elsewhere = {f"{name}_{backend}" for name in EXACT_PRESETS for backend in ("eager", "triton")}
+    assert set(WAYS) - set(select(WAYS.groups, "cpu")) == elsewhere
+    on_gpu = set(select(WAYS.groups, "cuda"))
+    assert set(WAYS) - on_gpu == {f"{name}_triton" for name in EXACT_PRESETS}
+    assert [name for name in WAYS if WAYS[name].traits["lossy"]] == list(LOSSY_PRESETS)
+    with pytest.raises(ValueError, match="unknown way 'fastest'; valid: stock, compiled, ours"):
+        select(["fastest"], "cpu")
 
 
-def test_every_way_is_measured(results: dict[str, Any]) -> None:
+def test_every_way_is_measured(results):
     assert [row["case"]["dropout"] for row in results["results"]] == [0.0, 0.1]
+    assert results["config"]["rounds"] == 2
+    assert results["machine"]["torch"] == torch.__version__
     for row in results["results"]:
-        assert list(row["ways"]) == EVERY_WAY and row["rounds"] == 2
+        assert row["machine"] == results["machine"] and row["rounds"] == 2
+        assert list(row["ways"]) == EVERY_WAY
         for name, found in row["ways"].items():
             if "unavailable" in found:
                 assert name == "torch_remat"
                 continue
-            assert "failure" not in found
             for part in ("forward_seconds", "backward_seconds", "step_seconds", "host_seconds"):
                 assert 0 < found[part]["p20"] <= found[part]["p50"] <= found[part]["p80"]
             assert list(found["step_ratio"]) == ["eager", "checkpoint"]
         for name in ("eager", "checkpoint"):
             assert set(row["ways"][name]["step_ratio"][name].values()) == {1.0}
+    lines = case_table(results["results"][0]).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == EVERY_WAY
+    assert target_table(results).count("not measured") == len(TARGETS)  # D = 16
 
 
-def test_memory_is_that_of_one_layer(results: dict[str, Any]) -> None:
+def test_memory_is_that_of_one_layer(results):
     for row in results["results"]:
         kept = {name: found.get("kept_bytes") for name, found in row["ways"].items()}
         assert kept["checkpoint"] == kept["checkpoint_reentrant"] == 2 * 9 * 16 * 4  # the input
@@ -116,73 +141,116 @@ def test_memory_is_that_of_one_layer(results: dict[str, Any]) -> None:
         assert full["backward_peak_bytes"] > 12 * 16 * 16 * 4  # the weights' gradients
 
 
-def test_the_row_says_where_and_how(results: dict[str, Any]) -> None:
-    machine = results["machine"]
-    assert machine["threads"] == torch.get_num_threads() and machine["torch"] == torch.__version__
-    assert set(machine) >= {"cpu", "cores", "python", "commit", "dirty", "source", "date"}
-    assert results["config"]["rounds"] == 2
-    assert all(row["machine"] == machine for row in results["results"])
+def test_a_run_is_taken_up_where_it_ended(tmp_path, monkeypatch):
+    measured, measure = [], layers.measure
 
-
-def test_tables_have_a_line_per_way_and_target(results: dict[str, Any]) -> None:
-    row = results["results"][0]
-    assert title(row) == "float32, pre-norm, dropout 0, (B, S, D, H) = (2, 9, 16, 2)"
-    lines = case_table(row).splitlines()
-    assert [line.split()[0] for line in lines[1:]] == EVERY_WAY
-    assert target_table(results).count("not measured") == len(TARGETS)  # D = 16
-
-
-def test_a_run_is_taken_up_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[layers.Case] = []
-    measure = layers.measure
-
-    def counted(case: layers.Case, *rest: Any) -> dict[str, Any]:
-        measured.append(case)
-        return measure(case, *rest)
+    def counted(subject, *rest, **more):
+        measured.append(subject.dropout)
+        return measure(subject, *rest, **more)
 
     monkeypatch.setattr(layers, "measure", counted)
     ways = ("--ways", "full", "--dropout")
     bench(tmp_path, *ways, "0")
     assert len(bench(tmp_path, *ways, "0", "0.1")["results"]) == 2
-    assert [case.dropout for case in measured] == [0.0, 0.1]
+    assert measured == [0.0, 0.1]
     bench(tmp_path, "--ways", "lean", "--dropout", "0")  # a way that the row lacks
     assert len(bench(tmp_path, *ways, "0.1", "--fresh")["results"]) == 2
-    assert [case.dropout for case in measured] == [0.0, 0.1, 0.0, 0.1]
-    monkeypatch.setattr(timing, "checkout", lambda: ("another commit", False))
+    assert measured == [0.0, 0.1, 0.0, 0.1]
+    monkeypatch.setattr(machine, "checkout", lambda: ("another commit", False))
     found = bench(tmp_path, *ways, "0.1")
     assert len(measured) == 5 and len(found["results"]) == 2
     assert [row["machine"]["commit"] for row in found["results"]].count("another commit") == 1
 
 
-def test_quantiles() -> None:
-    assert quantiles([5.0, 1.0, 2.0, 4.0, 3.0, 0.0]) == {"p20": 1.0, "p50": 2.5, "p80": 4.0}
+def test_a_case_that_cannot_be_measured_costs_no_other(tmp_path, monkeypatch, capsys):
+    measure = layers.measure
+
+    def limited(subject, *rest, **more):
+        if subject.x.shape[1] == 9:
+            raise MemoryError("too large")
+        return measure(subject, *rest, **more)
+
+    monkeypatch.setattr(layers, "measure", limited)
+    options = ["--sizes", "1x9x16x2", "1x8x16x2", "--dropout", "0", "--ways", "eager"]
+    found = bench(tmp_path, *options, status=1)
+    assert [row["case"]["seq_len"] for row in found["results"]] == [8]
+    assert "(FAIL: MemoryError: too large)" in capsys.readouterr().out
 
 
-def test_rounds_take_turns() -> None:
-    """Every name once a round, in every place equally often, behind either of two others."""
-    names = ["a", "b", "c", "d"]
-    orders = [rotated(names, index) for index in range(8)]
-    assert all(sorted(order) == names for order in orders)
-    for place in range(4):
-        assert sorted(order[place] for order in orders) == sorted(2 * names)
-    before_a = {order[order.index("a") - 1] for order in orders if order[0] != "a"}
-    assert before_a == {"b", "d"}
-    ran: list[str] = []
-    found = interleave({n: lambda n=n: ran.append(n) or len(ran) for n in names}, 4, 60.0)
-    rounds = (0, 1, 0, 1, 2, 3)  # the first two are the warm-up
-    assert ran == [name for index in rounds for name in rotated(names, index)]
-    assert found["a"] == [i + 1 for i, n in enumerate(ran) if n == "a"][2:]
+def doubled(build):
+    """A way whose output is twice what it should be."""
+    return lambda subject: lambda x: 2 * build(subject)(x)
 
 
-def test_time_ends_the_rounds_but_not_the_first_few() -> None:
-    assert len(interleave({"a": lambda: 0}, 100, 0.0)["a"]) == turns.FEWEST_ROUNDS
-    assert len(interleave({"a": lambda: 0}, 3, 0.0)["a"]) == 3
+@pytest.mark.parametrize(("way", "status"), [("full", 1), ("eager", 1), ("selective_matmuls", 0)])
+@pytest.mark.parametrize("command", [layers, frontier, plan], ids=lambda command: command.__name__)
+def test_no_speed_of_what_is_wrong_and_ours_fails_the_command(
+    command, way, status, tmp_path, monkeypatch, capsys
+):
+    """Of PyTorch's own, FAIL in the table says it; by eager all are judged."""
+    pytest.importorskip("matplotlib")
+    if way == "eager" and command is not layers:
+        status = 2  # nothing is left to draw
+    registry = stack_ways.PEERS if command is plan else WAYS
+    options = ["--device", "cpu", "--rounds", "1", "--out", str(tmp_path)]
+    if command is plan:
+        options += [
+            "--layers",
+            "2",
+            "--batch",
+            "1",
+            "--seq",
+            "8",
+            "--d-model",
+            "16",
+            "--nhead",
+            "2",
+            "--no-compile",
+        ]
+    else:
+        options += ["--sizes", "1x8x16x2", "--norm", "pre", "--dropout", "0", "--ways", way]
+    if way in registry:
+        wrong = dataclasses.replace(registry[way], build=doubled(registry[way].build))
+        monkeypatch.setitem(registry._rows, way, wrong)
+    else:
+        ours = plan.forward_of
+        monkeypatch.setattr(plan, "forward_of", lambda *given: lambda x: 2 * ours(*given)(x))
+    assert command.main(options) == status
+    if command is layers:
+        (row,) = json.loads((tmp_path / "layers-cpu.json").read_text())["results"]
+        assert list(row["ways"][way]) == ["failure"]
+    assert status == 2 or "relative error of " in "".join(capsys.readouterr()) + "".join(
+        path.read_text() for path in tmp_path.glob("*.md")
+    )
 
 
-def row(way: str, ratio: float | None, commit: str = "now", **case: Any) -> dict[str, Any]:
+@pytest.mark.parametrize("content", ["not json", "[]", '{"machine": {}, "results": []}'])
+@pytest.mark.parametrize("command", [frontier, plan], ids=lambda command: command.__name__)
+def test_what_holds_nothing_to_draw_is_an_error(command, content, tmp_path, capsys):
+    (tmp_path / "a.json").write_text(content)
+    given = ["--device", "cpu", "--from", str(tmp_path / "a.json"), "--out", str(tmp_path)]
+    assert command.main(given) == 2
+    name = command.__name__.split(".")[-1]
+    assert capsys.readouterr().err.startswith(f"python -m bench {name}: ")
+
+
+def test_what_is_absent_says_why(tmp_path, monkeypatch, capsys):
+    eager = WAYS["eager"]
+    monkeypatch.setitem(
+        WAYS._rows,
+        "absent",
+        dataclasses.replace(eager, name="absent", module="no_such_package", is_baseline=False),
+    )
+    found = bench(tmp_path, "--dropout", "0", "--ways", "absent")
+    reason = "no_such_package is not installed"
+    assert found["results"][0]["ways"]["absent"] == {"unavailable": reason}
+    assert f"\nabsent  absent: {reason}" in capsys.readouterr().out
+
+
+def row(way, ratio, commit="now", **case):
     """A case in which one way was measured: `ratio` times checkpoint, or wrong if None."""
     sizes = {"dtype": "float32", "batch": 4, "seq_len": 512, "d_model": 512, "nhead": 8}
-    found: dict[str, Any] = {"failure": "wrong"}
+    found = {"failure": "wrong"}
     if ratio is not None:
         found = {"step_ratio": {"checkpoint": {"p50": ratio}}}
     return {
@@ -192,32 +260,26 @@ def row(way: str, ratio: float | None, commit: str = "now", **case: Any) -> dict
     }
 
 
+WIDE = {"d_model": 1024}
+
+
 @pytest.mark.parametrize(
     ("rows", "met", "measured"),
     [
         ([row("full", 0.95)], True, "0.950 (worst: full pre-norm 4x512x512x8)"),
         ([row("full", 0.951)], False, "0.951 (worst: full pre-norm 4x512x512x8)"),
-        (
-            [row("full", 0.9), row("full", 0.96, d_model=1024)],
-            False,
-            "0.900 to 0.960, 1 of 2 within (worst: full pre-norm 4x512x1024x8)",
-        ),
-        (
-            [row("full", 0.9), row("full", None, d_model=1024)],
-            False,
-            "wrong results: full pre-norm 4x512x1024x8",
-        ),
+        ([row("full", 0.9), row("full", 0.96, **WIDE)], False,
+         "0.900 to 0.960, 1 of 2 within (worst: full pre-norm 4x512x1024x8)"),
+        ([row("full", 0.9), row("full", None, **WIDE)], False,
+         "wrong results: full pre-norm 4x512x1024x8"),
         ([row("full", 0.9, "before")], None, "not measured"),
         ([row("lean", 0.9)], None, "not measured"),
-        ([row("full", 0.9, norm="post")], None, "not measured"),
-        ([row("full", 0.9, dropout=0.1)], None, "not measured"),
-        ([row("full", 0.9, d_model=256)], None, "not measured"),
-        ([row("full", 0.9, dtype="bfloat16")], None, "not measured"),
-        ([row("full", 0.9, causal=True)], None, "not measured"),
-        ([row("full", 0.9, activation="relu")], None, "not measured"),
+        *(([row("full", 0.9, **other)], None, "not measured") for other in (
+            {"norm": "post"}, {"dropout": 0.1}, {"d_model": 256}, {"dtype": "bfloat16"},
+            {"causal": True}, {"activation": "relu"})),
     ],
-)
-def test_verdicts(rows: list[dict[str, Any]], met: bool | None, measured: str) -> None:
+)  # fmt: skip
+def test_verdicts(rows, met, measured):
     target = TARGETS[0]
     assert target.text == "full ≤ 0.95× checkpoint (float32, pre-norm, dropout 0)"
     machine = {"commit": "now", "date": "another day"}
@@ -226,7 +288,7 @@ def test_verdicts(rows: list[dict[str, Any]], met: bool | None, measured: str) -
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_a_verdict_says_where_stock_products_are_slow(native: bool) -> None:
+def test_a_verdict_says_where_stock_products_are_slow(native):
     target = next(t for t in TARGETS if t.dtype == "bfloat16" and t.ways == ("full",))
     machine = {"commit": "now", "date": "a day", "native_bfloat16": native}
     rows = [row("full", 0.1, dtype="bfloat16") | {"machine": machine}]

@@ -1,21 +1,21 @@
 """`python -m bench frontier`: who is on the frontier and who wins, the picture, and the files."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bench.frontier import command, figure, files, labels
-from bench.frontier.pareto import MEMORY_POINTS, changes, derive, digest, frontier, winner
-from bench.frontier.points import Panel, Point, family, is_lossy, panels, read
+from bench.commands import frontier as command
+from bench.figures import frontier as figure
+from bench.figures import labels
+from bench.figures.drawing import STYLES, digest, drawn_of
+from bench.frontier import files
+from bench.frontier.pareto import MEMORY_POINTS, changes, derive, frontier, winner
+from bench.frontier.points import Panel, Point, family, is_lossy, panels
 from bench.frontier.report import report, sentences
-from bench.layers.ways import WAYS
+from bench.subjects.layer_ways import WAYS
+from bench.tables import measured_on, read
 from fused_remat.policies import ALL_PRESETS
 
 CASE = {
@@ -27,7 +27,7 @@ TINY = ["--device", "cpu", "--tokens", "16", "--seq-len", "8", "16", "--d-model"
 QUICK = [*TINY, "--rounds", "2", "--seconds", "1", "--ways", "checkpoint", "full", "lean", "fast8"]
 
 
-def panel(spread: float = 0.0, /, *, shape: dict[str, int] | None = None, **ways: Any) -> Panel:
+def panel(spread=0.0, /, *, shape=None, **ways):
     """Ways by name: (kept, time), both relative to eager's, which is there."""
     given = {"eager": (1.0, 1.0), **ways}
     points = [
@@ -37,12 +37,12 @@ def panel(spread: float = 0.0, /, *, shape: dict[str, int] | None = None, **ways
     return Panel(CASE | (shape or {}), {"cpu": "a CPU", "date": "today"}, tuple(points))
 
 
-def test_the_frontier_is_who_nobody_beats_in_both() -> None:
+def test_the_frontier_is_who_nobody_beats_in_both():
     found = panel(checkpoint=(0.06, 1.2), full=(0.06, 1.1), lean=(0.12, 1.1), fast=(0.4, 0.9))
     assert [p.way for p in frontier(found.points)] == ["full", "fast"]
 
 
-def test_winners_are_within_the_bytes_and_ties_within_the_spread() -> None:
+def test_winners_are_within_the_bytes_and_ties_within_the_spread():
     found = panel(0.03, full=(0.0635, 1.10), checkpoint=(0.062, 1.12), compile=(0.5, 0.9))
     win = winner(found, 1 / 16)  # 1.6% above a sixteenth: statistics
     assert win and (win["way"], win["runner_up"]["way"]) == ("full", "checkpoint")
@@ -56,7 +56,7 @@ def test_winners_are_within_the_bytes_and_ties_within_the_spread() -> None:
     assert alone and alone["way"] == "eager" and alone["runner_up"] is None
 
 
-def test_what_keeps_8_bits_is_shown_and_wins_nothing() -> None:
+def test_what_keeps_8_bits_is_shown_and_wins_nothing():
     derived = derive([panel(fast8=(0.5, 0.8), none=(0.6, 0.9))])
     (found,) = derived["panels"]
     points = {p["way"]: (p["family"], p["on_frontier"]) for p in found["points"]}
@@ -67,7 +67,7 @@ def test_what_keeps_8_bits_is_shown_and_wins_nothing() -> None:
     assert "With 8 bits, which no exact way is held against: `fast8` 0.500 at 0.80×." in text
 
 
-def test_where_the_winner_changes() -> None:
+def test_where_the_winner_changes():
     """From checkpoint to full between S = 512 and 1024, clearly only if beyond the spread."""
     for spread, tie in ((0.01, False), (0.2, True)):
         sweep = [
@@ -87,7 +87,7 @@ def test_where_the_winner_changes() -> None:
         assert f"between S = 512 and 1024, from `checkpoint` to `full`{note} |" in text
 
 
-def test_a_sweep_holds_everything_else_fixed() -> None:
+def test_a_sweep_holds_everything_else_fixed():
     wide = {"d_model": 1024, "nhead": 16}
     apart = [panel(), panel(shape={"seq_len": 128, "batch": 4}), panel(shape={"d_model": 1024})]
     assert changes(apart) == []  # other tokens; other heads
@@ -97,7 +97,7 @@ def test_a_sweep_holds_everything_else_fixed() -> None:
     assert "The shapes are no sweep" in report(derive(apart))
 
 
-def test_what_is_said_counts_both_sides() -> None:
+def test_what_is_said_counts_both_sides():
     ours, theirs = panel(full=(0.06, 1.0), checkpoint=(0.06, 1.2)), panel(compile=(0.06, 0.8))
     text = sentences(derive([ours, theirs]))
     assert "within 1/16 of eager's bytes the fastest way takes 0.80 to 1.00× eager's time" in text
@@ -107,21 +107,21 @@ def test_what_is_said_counts_both_sides() -> None:
     assert "within 1/16 of eager's bytes nobody stays" in behind
 
 
-def test_every_way_of_the_registry_has_its_family() -> None:
+def test_every_way_of_the_registry_has_its_family():
     for way in WAYS:
         preset = way.split("_")[0] in ALL_PRESETS
         assert family(way).startswith("ours") == preset, way
         assert (family(way) == "stock") == (way == "eager"), way
         assert is_lossy(way) == WAYS[way].traits["lossy"], way
-        assert family(way) in figure.STYLES
+        assert family(way) in STYLES
 
 
-def row(**ways: dict[str, Any]) -> dict[str, Any]:
+def row(**ways):
     eager = {"kept_bytes": 4096, "step_ratio": {"eager": {"p20": 1.0, "p50": 1.0, "p80": 1.0}}}
     return {"case": CASE, "machine": {"cpu": "a CPU"}, "ways": {"eager": eager, **ways}}
 
 
-def test_what_is_wrong_or_absent_is_listed_and_no_point() -> None:
+def test_what_is_wrong_or_absent_is_listed_and_no_point():
     right = {"kept_bytes": 256, "step_ratio": {"eager": {"p20": 1.0, "p50": 1.1, "p80": 1.2}}}
     on_gpu = {"held_bytes": 512, "ratio": {"eager": {"p20": 1.0, "p50": 1.2, "p80": 1.2}}}
     wrong = right | {"failure": "relative error of output is 1"}
@@ -138,7 +138,7 @@ def test_what_is_wrong_or_absent_is_listed_and_no_point() -> None:
     assert "| at most 1/16 | `full` | 1.10× | 0 | nobody | nobody |" in text
 
 
-def test_rows_of_another_commit_are_left_out() -> None:
+def test_rows_of_another_commit_are_left_out():
     here = {"cpu": "a CPU", "commit": "now", "date": "today"}
     old = row() | {"machine": {"cpu": "a CPU", "commit": "before"}}
     with pytest.raises(ValueError, match="no step of a layer was measured beside eager's"):
@@ -146,14 +146,14 @@ def test_rows_of_another_commit_are_left_out() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory):
     pytest.importorskip("matplotlib")
     found = tmp_path_factory.mktemp("frontier")
     assert command.main(["--out", str(found), *QUICK]) == 0
     yield found
 
 
-def test_the_files_of_a_run(folder: Path) -> None:
+def test_the_files_of_a_run(folder):
     data = read(folder / files.DATA)
     assert [r["case"]["seq_len"] for r in data["results"]] == [8, 16]
     derived = data[files.DERIVED]
@@ -162,26 +162,24 @@ def test_the_files_of_a_run(folder: Path) -> None:
     assert [w["at_most"] for w in derived["panels"][0]["winners"]] == list(MEMORY_POINTS)
     assert derived["sweeps"][0]["values"] == [8, 16]
     for name in files.PICTURES:
-        assert figure.drawn_of(folder / name) == digest(derived)
+        assert drawn_of(folder / name) == digest(derived)
     svg = (folder / "frontier.svg").read_text()
-    where = figure.measured_on(data["machine"])
+    where = measured_on(data["machine"])
     for text in ("checkpoint", "full", "lean", "eager", "frontier", where):
         assert f"<!-- {text} -->" in svg
     assert ", 2 rounds\n" in (folder / files.PAGE).read_text()
     assert files.stale(folder) == []
 
 
-def test_a_run_is_taken_up_and_the_picture_is_the_same(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_taken_up_and_the_picture_is_the_same(folder, tmp_path, monkeypatch):
     (tmp_path / files.DATA).write_text((folder / files.DATA).read_text())
     known = lambda *_: pytest.fail("it is in the file already")  # noqa: E731
-    monkeypatch.setattr("bench.layers.command.measure", known)
+    monkeypatch.setattr("bench.commands.layers.measure", known)
     assert command.main(["--out", str(tmp_path), *QUICK]) == 0
     assert (tmp_path / "frontier.svg").read_bytes() == (folder / "frontier.svg").read_bytes()
 
 
-def test_what_is_stale_is_found(folder: Path, tmp_path: Path) -> None:
+def test_what_is_stale_is_found(folder, tmp_path):
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "frontier.png").unlink()
@@ -193,7 +191,7 @@ def test_what_is_stale_is_found(folder: Path, tmp_path: Path) -> None:
     assert {p.name for p in files.stale(tmp_path)} == {files.DATA, files.PAGE, *files.PICTURES}
 
 
-def test_drawing_what_files_hold(folder: Path, tmp_path: Path) -> None:
+def test_drawing_what_files_hold(folder, tmp_path):
     here = read(folder / files.DATA)
     there = {**here["machine"], "cpu": "another CPU"}
     rows = [found | {"machine": there} for found in here["results"]]
@@ -207,47 +205,11 @@ def test_drawing_what_files_hold(folder: Path, tmp_path: Path) -> None:
     assert files.stale(both) == []
 
 
-@pytest.mark.parametrize("content", ["not json", "[]", '{"machine": {}, "results": []}'])
-def test_what_holds_nothing_to_draw_is_an_error(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.json").write_text(content)
-    assert command.main(["--from", str(tmp_path / "a.json"), "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("python -m bench frontier: ")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--from", "a.json"], ["--seq-len", "100"], ["--d-model", "100"], ["--rounds", "0"],
-        ["--ways", "fastest"], ["--sizes", "1x2x3"], ["--seq-len", "0"],
-    ],
-)  # fmt: skip
-def test_bad_options_are_usage_errors(options: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command.parse(options)
-
-
-@pytest.mark.parametrize(("way", "status"), [("full", 1), ("checkpoint", 0)])
-def test_wrong_results_of_ours_fail_the_command(
-    way: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build(subject: Any) -> Any:
-        return lambda x: 2 * subject.sample.layer(x)
-
-    monkeypatch.setitem(WAYS._rows, way, dataclasses.replace(WAYS[way], build=build))
-    options = ["--device", "cpu", "--sizes", "1x8x16x2", "--rounds", "1", "--ways", way]
-    assert command.main(["--out", str(tmp_path), *options]) == status
-    assert f"Wrong results: `{way}` (relative error of " in (tmp_path / files.PAGE).read_text()
-
-
-def test_a_shape_without_eagers_step_fails_the_command_and_costs_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build(subject: Any) -> Any:
-        if subject.sample.x.shape[1] == 9:
-            return lambda x: 2 * subject.sample.layer(x)
-        return subject.sample.layer
+def test_a_shape_without_eagers_step_fails_the_command_and_costs_no_other(tmp_path, monkeypatch):
+    def build(subject):
+        if subject.x.shape[1] == 9:
+            return lambda x: 2 * subject.module(x)
+        return subject.module
 
     monkeypatch.setitem(WAYS._rows, "eager", dataclasses.replace(WAYS["eager"], build=build))
     options = ["--device", "cpu", "--sizes", "1x9x16x2", "1x8x16x2", "--rounds", "1"]
@@ -256,7 +218,7 @@ def test_a_shape_without_eagers_step_fails_the_command_and_costs_no_other(
     assert [p["case"]["seq_len"] for p in found] == [8]
 
 
-def test_rows_of_bench_gpu_say_which_layer_and_are_put_together() -> None:
+def test_rows_of_bench_gpu_say_which_layer_and_are_put_together():
     """Sections of one shape, each beside its own eager; steps without memory are no points."""
     right = {"kept_bytes": 256, "step_ratio": {"eager": {"p20": 1.0, "p50": 1.1, "p80": 1.2}}}
     rows = [row(full=right), row(compile=right, full=right), row(compile={"error": "late"})]
@@ -270,7 +232,7 @@ def test_rows_of_bench_gpu_say_which_layer_and_are_put_together() -> None:
     assert found.case == CASE and found.wrong == {"compile": "late"}
 
 
-def test_labels_do_not_cover_points_or_each_other() -> None:
+def test_labels_do_not_cover_points_or_each_other():
     """Eight ways at nearly the same bytes and time, in the corner of a panel."""
     pytest.importorskip("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -291,13 +253,13 @@ def test_labels_do_not_cover_points_or_each_other() -> None:
     assert all(labels.overlap(box, frame) > 0.99 * area for box in boxes)
 
 
-def test_pictures_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_need_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"needs matplotlib: pip install"):
         figure.draw(derive([panel()]), tmp_path)
 
 
-def test_drawing_changes_no_setting_of_matplotlib(tmp_path: Path) -> None:
+def test_drawing_changes_no_setting_of_matplotlib(tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
     before = dict(matplotlib.rcParams)
     figure.draw(derive([panel(full=(0.06, 6.0))]), tmp_path)  # a logarithmic axis

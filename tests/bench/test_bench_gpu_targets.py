@@ -1,35 +1,31 @@
 """The targets of GPUs, of rows that were made up: met, missed, wrong and not measured."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
-import pytest
-
+from bench import tables
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import targets
 from bench.gpu.kinds import KINDS
-from bench.gpu.report import report
-from bench.gpu.targets import Line
 from bench.measure.machine import environment
-from bench.report import command, hardware, sets
+from bench.pages import command
+from bench.pages import gpu as hardware
+from bench.pages.gpu import report
 
 WIDTHS = (1024, 2048, 4096)
 Row = dict[str, Any]
 
 
-def way(us: float, kept: float = 0.0, **ratio: float) -> dict[str, Any]:
+def way(us, kept=0.0, **ratio):
     ratios = {name: {"p50": value} for name, value in ratio.items()}
     return {"us": {"p50": us}, "ratio": ratios, "kept_bytes": kept}
 
 
-def row(section: str, name: str, ways: Row, floor: float | None = None, **case: Any) -> Row:
+def row(section, name, ways, floor=None, **case):
     return {"case": {"section": section, "name": name, **case}, "ways": ways, "floor_us": floor}
 
 
-def layer(width: int, fast: float = 0.9, **more: Any) -> Row:
+def layer(width, fast=0.9, **more):
     ways = {
         "eager": way(100.0, 1000.0, eager=1.0),
         "checkpoint": way(120.0, 60.0, eager=1.2),
@@ -41,7 +37,7 @@ def layer(width: int, fast: float = 0.9, **more: Any) -> Row:
     return row("layers", "pre-norm", ways | more, width=width, dropout=0.0)
 
 
-def profile(width: int, seq_len: int = 2048, forwards: float = 1.0) -> Row:
+def profile(width, seq_len=2048, forwards=1.0):
     kinds = dict.fromkeys(KINDS, 0.0) | {"products": 70.0, "attention": 20.0, "norms": 4.0}
     found = way(110.0) | {
         "kinds_us": kinds, "gaps_us": 11.0, "busy_us": 99.0, "launches": 30.0, "host_us": 50.0,
@@ -53,19 +49,19 @@ def profile(width: int, seq_len: int = 2048, forwards: float = 1.0) -> Row:
     return made | {"profiled": {}}
 
 
-def found(rows: list[Row], number: int, text: str = "") -> Line:
+def found(rows, number, text=""):
     (line,) = [one for one in targets.lines(rows) if one.number == number
                and text in one.verdict.target]  # fmt: skip
     return line
 
 
-def test_every_target_has_a_line_and_none_is_measured_at_first() -> None:
+def test_every_target_has_a_line_and_none_is_measured_at_first():
     lines = targets.lines([])
     assert {line.number for line in lines} == set(range(1, 9))
     assert {(line.verdict.measured, line.verdict.met) for line in lines} == {("not measured", None)}
 
 
-def test_a_target_is_met_in_every_case_or_not_at_all() -> None:
+def test_a_target_is_met_in_every_case_or_not_at_all():
     rows = [layer(width) for width in WIDTHS]
     line = found(rows, 1, "fast ≤")
     assert line.verdict.met and line.between == ""
@@ -78,7 +74,7 @@ def test_a_target_is_met_in_every_case_or_not_at_all() -> None:
     assert found(with_dropout, 1, "fast ≤").verdict.measured == "not measured"
 
 
-def test_what_is_missed_is_shown_with_its_least_and_what_is_above_it() -> None:
+def test_what_is_missed_is_shown_with_its_least_and_what_is_above_it():
     rows = [layer(1024), layer(2048, 1.1), layer(4096, 1.2), profile(2048)]
     line = found(rows, 1, "fast ≤")
     assert line.verdict.met is False
@@ -91,7 +87,7 @@ def test_what_is_missed_is_shown_with_its_least_and_what_is_above_it() -> None:
     assert "D = 1024" not in line.between
 
 
-def test_wrong_results_miss_a_target() -> None:
+def test_wrong_results_miss_a_target():
     rows = [layer(1024), layer(2048), layer(4096)]
     rows[1]["ways"]["fast"] = {"error": "WrongResultError: off"}
     verdict = found(rows, 1, "fast ≤").verdict
@@ -100,8 +96,8 @@ def test_wrong_results_miss_a_target() -> None:
     assert found([failed], 1, "fast ≤").verdict.met is None
 
 
-def test_mlps() -> None:
-    def mlp(width: int, full: float) -> Row:
+def test_mlps():
+    def mlp(width, full):
         ways = {"eager": way(100.0, eager=1.0), "full": way(100.0 * full, eager=full)}
         return row("mlp", "mlp", ways, width=width, tokens=1000)
 
@@ -112,7 +108,7 @@ def test_mlps() -> None:
     said = f"7 products take {least:,.0f} µs at least, {least / 100:.2f}× eager's step"
     assert line.between == f"D = 4096: {said}"
 
-    def backward(width: int, fused: float) -> Row:
+    def backward(width, fused):
         ways = {"aten": way(50.0, bare=1.6), "bare": way(30.0, bare=1.0),
                 "mlp_bwd": way(30.0 * fused, bare=fused) | {"of_ceiling": 0.5},
                 "split": way(45.0, bare=1.5) | {"of_ceiling": 0.4},
@@ -129,7 +125,7 @@ def test_mlps() -> None:
     assert found([broken], 3).verdict.met is False
 
 
-def test_one_long_sequence() -> None:
+def test_one_long_sequence():
     ways = {"none": way(100.0, none=1.0), "balanced": way(107.0, none=1.07)}
     rows = [row("long", "pre-norm", ways, width=2048, seq_len=32768), profile(2048, 32768)]
     assert found(rows, 4, "≤ 1.08×").verdict.met and found(rows, 4, "once").verdict.met
@@ -139,8 +135,8 @@ def test_one_long_sequence() -> None:
         assert found([profile(2048, 32768, forwards)], 4, "once").verdict.met is None
 
 
-def test_attention_beside_the_best_of_the_library() -> None:
-    def contest(direction: str, kernel: float, ours: float, seq_len: int) -> Row:
+def test_attention_beside_the_best_of_the_library():
+    def contest(direction, kernel, ours, seq_len):
         ways = {
             "aten": way(100.0, aten=1.0) | {"of_ceiling": 0.5},
             "cudnn": way(80.0, aten=0.8) | {"of_ceiling": 0.6},
@@ -166,7 +162,7 @@ def test_attention_beside_the_best_of_the_library() -> None:
     assert dispatch.met is False and "1.030 (fwd causal, S = 4096, E = 128)" in dispatch.measured
 
 
-def test_norms() -> None:
+def test_norms():
     ways = {"aten": way(10.0, aten=1.0) | {"of_ceiling": 0.4},
             "fused_remat triton": way(5.0, aten=0.5) | {"of_ceiling": 0.81}}  # fmt: skip
     kinds, widths = ("layer_norm", "rms_norm"), gpu_kernels.WIDTHS
@@ -182,8 +178,8 @@ def test_norms() -> None:
     assert line.between.endswith("of its speed: fused_remat triton 32%, aten 40%")
 
 
-def test_largest_batches() -> None:
-    def model(name: str, ours: float) -> Row:
+def test_largest_batches():
+    def model(name, ours):
         speeds = {"checkpoint": 100.0, "full": ours, "fast": ours - 1.0, "full_loss": 150.0,
                   "liger_checkpoint": 140.0}  # fmt: skip
         ways = {n: way(1.0) | {"tokens_per_second": speed, "largest_batch": 3}
@@ -204,7 +200,7 @@ def test_largest_batches() -> None:
     assert found([good, bad], 7, "within").verdict.measured == "wrong, or failed: qwen2-1.5b"
 
 
-def test_compiled_layers() -> None:
+def test_compiled_layers():
     ways = {"eager": way(100.0, 1000.0), "compile": way(80.0, 700.0),
             "compile_budget_0": way(110.0, 100.0), "compile_budget_0.5": way(100.0, 50.0),
             "full": way(100.0, 100.0), "fast": way(90.0, 400.0)}  # fmt: skip
@@ -219,7 +215,7 @@ def test_compiled_layers() -> None:
     assert line.verdict.met is False and line.verdict.measured.startswith("wrong, or failed")
 
 
-def test_the_table_is_at_the_end_of_a_runs_text(tmp_path: Path) -> None:
+def test_the_table_is_at_the_end_of_a_runs_text(tmp_path):
     rows = [one | {"run": "now"} for one in (layer(2048, 1.1), profile(2048))]
     (tmp_path / "gpu.json").write_text(json.dumps({"results": rows}))
     text = report(tmp_path / "gpu.json", "now")
@@ -227,7 +223,7 @@ def test_the_table_is_at_the_end_of_a_runs_text(tmp_path: Path) -> None:
     assert "profile pre-norm width=2048 seq_len=2048, microseconds a step (least)" in text
 
 
-def test_the_page_has_every_set_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_has_every_set_of_a_gpu(tmp_path, monkeypatch):
     assert command.PARTS["targets_gpu"] is hardware.section
     monkeypatch.setattr(hardware, "gpu_sets", dict)
     assert hardware.section() == targets.table((), "not yet run on hardware")
@@ -239,7 +235,7 @@ def test_the_page_has_every_set_of_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     (folder / "gpu.json").write_text(json.dumps(data))
     others = data | {"results": [{"case": {"op": "norm"}, "machine": machine, "ways": {}}]}
     (folder / "kernels-cuda.json").write_text(json.dumps(others))
-    monkeypatch.setattr(hardware, "gpu_sets", lambda: sets.gpu_sets(tmp_path))
+    monkeypatch.setattr(hardware, "gpu_sets", lambda: tables.gpu_sets(tmp_path))
     text = hardware.section()
     assert text.startswith("#### NVIDIA H200 (`bench/results/2030-01-01-h200-0123456`)")
     assert text.count("| target |") == 1 and "1.100 (D = 2048)" in text

@@ -1,21 +1,18 @@
 """`python -m bench kernels` at tiny sizes on this CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from bench.kernels import command, norm, report
+from bench.kernels import command, norm
 from bench.kernels.problem import Op, Problem, contests, through_autograd
 from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
 from bench.kernels.table import OPS
-from bench.measure.contest import Contest, Rig, Work, admit
+from bench.measure.contest import Rig, Work, admit
 from bench.measure.registry import Registry
+from bench.pages import kernels as report
 
 TINY = ["--device", "cpu", "--dry-run", "--models", "gpt2", "qwen2-1.5b"]
 #: Compiled once, below: each shape takes seconds.
@@ -25,24 +22,24 @@ UNCOMPILED = [n for n in dict.fromkeys(n for op in OPS.values() for n in op.prov
 
 
 @pytest.fixture
-def rig() -> Rig:
+def rig():
     return Rig(torch.device("cpu"), torch.float32, True, None, float("inf"))
 
 
-def bench(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+def bench(folder, *arguments):
     """The rows after `python -m bench kernels`."""
     given = arguments if "--providers" in arguments else ("--providers", *UNCOMPILED, *arguments)
     command.main(["--out", str(folder), *TINY, *given])
-    rows: list[dict[str, Any]] = json.loads((folder / "kernels-cpu.json").read_text())["results"]
+    rows = json.loads((folder / "kernels-cpu.json").read_text())["results"]
     return rows
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rows(tmp_path_factory):
     return bench(tmp_path_factory.mktemp("kernels"))
 
 
-def test_every_op_is_measured_both_ways_beside_its_peers(rows: list[dict[str, Any]]) -> None:
+def test_every_op_is_measured_both_ways_beside_its_peers(rows):
     found = {(row["case"]["op"], row["case"].get("direction")) for row in rows}
     assert found == {(op, way) for op in OPS for way in ("fwd", "bwd")} | {("ceilings", None)}
     assert report.failures(rows) == []
@@ -59,14 +56,14 @@ def test_every_op_is_measured_both_ways_beside_its_peers(rows: list[dict[str, An
         assert row["floor_us"] > 0 and any(row["work"].values())
 
 
-def test_what_is_compiled_is_measured_too(tmp_path: Path) -> None:
+def test_what_is_compiled_is_measured_too(tmp_path):
     rows = bench(tmp_path, "--op", "norm", "--models", "gpt2", "--providers", "compile")
     for row in rows[2:]:
         assert list(row["ways"]) == ["aten", "compile"]  # the baseline is always there
         assert {"us", "check"} <= set(row["ways"]["compile"])
 
 
-def test_absent_peers_are_listed_with_the_reason(rows: list[dict[str, Any]]) -> None:
+def test_absent_peers_are_listed_with_the_reason(rows):
     row = next(row for row in rows if row["case"]["op"] == "norm")
     missing = importlib.util.find_spec("quack") is None
     why = "quack is not installed" if missing else "needs a CUDA device"
@@ -75,13 +72,11 @@ def test_absent_peers_are_listed_with_the_reason(rows: list[dict[str, Any]]) -> 
     assert "absent: " in report.block(row) and f"quack ({why})" in report.block(row)
 
 
-def test_a_run_is_taken_up_where_it_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured: list[Contest] = []
+def test_a_run_is_taken_up_where_it_ended(tmp_path, monkeypatch, capsys):
+    measured = []
     measure = command.measure
 
-    def counted(contest: Contest, rig: Rig) -> dict[str, Any]:
+    def counted(contest, rig):
         measured.append(contest)
         return measure(contest, rig)
 
@@ -97,13 +92,13 @@ def test_a_run_is_taken_up_where_it_ended(
     assert len(measured) == 4
 
 
-def test_a_direction_that_cannot_be_measured_costs_nothing_else_and_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_direction_that_cannot_be_measured_costs_no_other_and_is_tried_again(
+    tmp_path, monkeypatch
+):
     one = ("--op", "norm", "--models", "gpt2")
     measure = command.measure
 
-    def too_large(contest: Contest, rig: Rig) -> dict[str, Any]:
+    def too_large(contest, rig):
         if contest.work.bytes == 3 * 32 * 32 * 4:
             raise MemoryError("the backward is too large")
         return measure(contest, rig)
@@ -118,7 +113,7 @@ def test_a_direction_that_cannot_be_measured_costs_nothing_else_and_is_tried_aga
     assert "us" in fwd["ways"]["aten"] and "us" in bwd["ways"]["aten"] and "error" not in bwd
 
 
-def test_a_dry_run_leaves_measured_results_alone() -> None:
+def test_a_dry_run_leaves_measured_results_alone():
     """By default; and rows of two dtypes are two cases."""
     assert command.parse(TINY).out.parts[-2:] == ("build", "dry-run")
     assert command.parse(["--device", "cpu"]).out.parts[-2:] == ("bench", "results")
@@ -142,15 +137,13 @@ def test_a_dry_run_leaves_measured_results_alone() -> None:
         (["--sweep", "128", "-1"], "at least 1, not -1"),
     ],
 )
-def test_bad_options_are_usage_errors(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_are_usage_errors(options, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         command.parse(options)
     assert message in capsys.readouterr().err
 
 
-def test_sizes_are_the_models_then_the_sweep_each_once() -> None:
+def test_sizes_are_the_models_then_the_sweep_each_once():
     options = ["--device", "cpu", "--models", "gpt2", "smollm-135m", "--tokens", "512"]
     sizes = command.sizes_of(command.parse([*options, "--sweep", "256", "512"]))
     found = [(s.model.name, s.batch, s.seq_len) for s in sizes]
@@ -158,7 +151,7 @@ def test_sizes_are_the_models_then_the_sweep_each_once() -> None:
     assert at_tokens(MODELS["bert-base"], 4096).batch == 8
 
 
-def test_models_are_those_of_their_cards() -> None:
+def test_models_are_those_of_their_cards():
     """Parameters of a block, counted from the shapes, as the models' cards have them in all."""
     millions = {}
     for m in MODELS.values():
@@ -174,13 +167,13 @@ def test_models_are_those_of_their_cards() -> None:
 class Doubled(Problem):
     """y = 2 x."""
 
-    def draw(self) -> dict[str, torch.Tensor]:
+    def draw(self):
         return {"x": self.rig.normal(4, 3)}
 
-    def reference(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def reference(self, *inputs):
         return 2.0 * inputs[0]
 
-    def work(self, direction: str) -> Work:
+    def work(self, direction):
         return Work(bytes=2 * 4 * 3 * 4)
 
 
@@ -188,16 +181,16 @@ class InPlace(torch.autograd.Function):
     """Doubles its input, and the gradient, where they are."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         ctx.mark_dirty(x)
         return x.mul_(2.0)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, dy):
         return dy.mul_(2.0)
 
 
-def test_a_provider_that_overwrites_its_inputs_finds_them_whole_every_time(rig: Rig) -> None:
+def test_a_provider_that_overwrites_its_inputs_finds_them_whole_every_time(rig):
     problem = Doubled(rig, "doubled", {})
     ways = through_autograd(InPlace.apply, problem, in_place=True)
     for _ in range(3):
@@ -207,8 +200,8 @@ def test_a_provider_that_overwrites_its_inputs_finds_them_whole_every_time(rig: 
                 assert torch.equal(found[name].double(), exact)
 
 
-def test_a_wrong_gradient_fails_and_a_wrong_output_too(rig: Rig) -> None:
-    registry: Registry[Any] = Registry("it")
+def test_a_wrong_gradient_fails_and_a_wrong_output_too(rig):
+    registry = Registry("it")
     registry.provider("aten", baseline=True)(lambda p: p.reference)
     registry.provider("detached")(lambda p: lambda x: x + x.detach())
     registry.provider("scaled")(lambda p: lambda x: 2.001 * x)
@@ -225,7 +218,7 @@ def test_a_wrong_gradient_fails_and_a_wrong_output_too(rig: Rig) -> None:
     assert len(report.failures([row | {"ways": found["bwd"]}])) == 3
 
 
-def test_norms_work_is_each_matrix_once(rig: Rig) -> None:
+def test_norms_work_is_each_matrix_once(rig):
     (problem,) = norm.of_model(rig, Size(tiny(MODELS["gpt2"]), 2, 16))
     matrix = 2 * 16 * 32 * 4
     assert problem.work("fwd").bytes == 2 * matrix and problem.work("bwd").bytes == 3 * matrix

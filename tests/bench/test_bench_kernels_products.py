@@ -1,20 +1,21 @@
 """The ops `linear` and `mlp` of `python -m bench kernels`, at tiny sizes on a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.kernels import linear, mlp
 from bench.kernels.linear import Linear
 from bench.kernels.mlp import Mlp
-from bench.kernels.problem import DIRECTIONS, Op, contests, ways_of
-from bench.kernels.products import Products
+from bench.kernels.problem import (
+    DIRECTIONS,
+    accumulated,
+    contests,
+    through_autograd,
+    ways_of,
+)
 from bench.kernels.shapes import MODELS, at_tokens
 from bench.measure.contest import Rig, WrongResultError, admit, check
 
@@ -23,7 +24,7 @@ BATCH, SEQ_LEN, WIDTH, HIDDEN = 2, 20, 24, 40
 TOKENS = BATCH * SEQ_LEN
 OURS = {"fused_remat eager none", "fused_remat eager full"}
 #: Form -> op, problem, and who serves it here besides torch.compile (`test_bench_kernels.py`).
-FORMS: dict[str, tuple[Op, Any, set[str]]] = {
+FORMS = {
     "linear": (linear.OP, lambda rig: Linear(rig, TOKENS, WIDTH, HIDDEN), {"aten", "bare"}),
     "linear, no bias": (
         linear.OP,
@@ -48,14 +49,14 @@ FORMS: dict[str, tuple[Op, Any, set[str]]] = {
 }
 
 
-def rig_of(dtype: torch.dtype = torch.float32) -> Rig:
+def rig_of(dtype=torch.float32):
     torch.manual_seed(0)
     return Rig(CPU, dtype, True, None, ends=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_provider_is_right_or_says_why_it_is_absent(form: str, dtype: torch.dtype) -> None:
+def test_every_provider_is_right_or_says_why_it_is_absent(form, dtype):
     op, problem, present = FORMS[form]
     made = problem(rig_of(dtype))
     assert made.name == form
@@ -69,9 +70,9 @@ def test_every_provider_is_right_or_says_why_it_is_absent(form: str, dtype: torc
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_work_is_that_of_the_products(form: str) -> None:
+def test_work_is_that_of_the_products(form):
     """As PyTorch counts it."""
-    made: Products = FORMS[form][1](rig_of())
+    made = FORMS[form][1](rig_of())
     leaves, dy = [t.requires_grad_() for t in made.sets[0].values()], made.dys[0]
     with FlopCounterMode(display=False) as forward:
         y = made.reference(*leaves)
@@ -81,10 +82,10 @@ def test_work_is_that_of_the_products(form: str) -> None:
     assert [made.work(direction).flops for direction in DIRECTIONS] == counted
 
 
-def test_bytes_are_inputs_and_results_once() -> None:
+def test_bytes_are_inputs_and_results_once():
     """A hand count, in bfloat16: x and weights, y; again with dy, and gradients."""
     rig = rig_of(torch.bfloat16)
-    made: Products = Linear(rig, 40, 24, 16)
+    made = Linear(rig, 40, 24, 16)
     x, weight, bias, y = 40 * 24, 24 * 16, 16, 40 * 16
     assert made.work("fwd").bytes == 2 * (x + weight + bias + y)
     assert made.work("bwd").bytes == 2 * (x + weight + y + x + weight + bias)
@@ -97,10 +98,10 @@ def test_bytes_are_inputs_and_results_once() -> None:
 
 
 @pytest.mark.parametrize("form", ["linear", "gelu", "gated silu"])
-def test_bare_is_every_product_and_each_is_checked(form: str) -> None:
+def test_bare_is_every_product_and_each_is_checked(form):
     """As many operations as the work says, and no way to be wrong in one of them."""
     op, problem, _ = FORMS[form]
-    made: Products = problem(rig_of())
+    made = problem(rig_of())
     for direction, way in ways_of(op.providers["bare"], made).items():
         given = way.prepare(0)
         with FlopCounterMode(display=False) as counter:
@@ -114,17 +115,17 @@ def test_bare_is_every_product_and_each_is_checked(form: str) -> None:
                 check(found | {name: 1.001 * found[name]}, exact)
 
 
-def test_a_provider_may_take_the_weights_otherwise() -> None:
+def test_a_provider_may_take_the_weights_otherwise():
     """Packed as QuACK takes them, with gradients in our layout; or gradients left in `.grad`."""
     p = Mlp(rig_of(), True, "silu", BATCH, SEQ_LEN, WIDTH, HIDDEN)
 
-    def packed(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def packed(x, gate_up, down):
         gate, up = (x @ gate_up.t()).chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up @ down.t()
 
     taken = {
-        "packed": mlp.adapted(packed, p, mlp.side_by_side, mlp.apart),
-        "accumulated": mlp.adapted(p.reference, p, gradients_of=mlp.accumulated),
+        "packed": through_autograd(packed, p, pack=mlp.side_by_side, unpack=mlp.apart),
+        "accumulated": through_autograd(p.reference, p, gradients_of=accumulated),
     }
     for ways in taken.values():
         for direction, way in ways.items():
@@ -135,7 +136,7 @@ def test_a_provider_may_take_the_weights_otherwise() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_has_its_linears_and_its_mlp(name: str) -> None:
+def test_every_model_has_its_linears_and_its_mlp(name):
     size = at_tokens(MODELS[name], 64)
     found = [problem.name for op in (linear.OP, mlp.OP) for problem in op.of_model(rig_of(), size)]
     act = MODELS[name].activation
@@ -143,7 +144,7 @@ def test_every_model_has_its_linears_and_its_mlp(name: str) -> None:
     assert found == (gated if MODELS[name].gated else ["linear", f"linear + {act}", act])
 
 
-def test_what_no_model_here_has_is_refused() -> None:
+def test_what_no_model_here_has_is_refused():
     biased = dataclasses.replace(MODELS["llama3-8b"], bias=True)
     with pytest.raises(ValueError, match="llama3-8b: plain MLPs have biases here, gated ones"):
         list(mlp.of_model(rig_of(), at_tokens(biased, 64)))

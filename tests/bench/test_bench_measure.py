@@ -1,69 +1,79 @@
-"""What every benchmark measures with: the registry, the error rule, the clock, the ceilings."""
-
-from __future__ import annotations
+"""What every benchmark measures with: registry, error rule, turns, clock, ceilings, results."""
 
 import doctest
 import importlib
 import itertools
 import json
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from bench.measure import ceilings, clock, contest, machine
-from bench.measure.contest import Contest, Rig, Way, Work, WrongResultError, check, measure
-from bench.measure.machine import environment
+from bench.measure import ceilings, clock, contest, machine, turns
+from bench.measure.admission import Absent, WrongResultError
+from bench.measure.contest import Contest, Rig, Way, Work, check, measure
+from bench.measure.options import Parser
 from bench.measure.progress import Progress
-from bench.measure.registry import Absent, Registry
+from bench.measure.registry import Registry
 from bench.measure.results import ResultsFile
+from bench.measure.turns import interleave, quantiles, ratios, rotated
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ONES = {"y": torch.ones(2, dtype=torch.float64)}
 
 
 @pytest.fixture
-def rig() -> Rig:
-    return Rig(torch.device("cpu"), torch.float32, False, None, float("inf"), rounds=3)
+def rig():
+    return Rig(CPU, torch.float32, rounds=3)
 
 
-def returning(y: torch.Tensor, **more: Any) -> Way:
+def returning(y, **more):
     return Way(lambda given: {"y": y}, **more)
 
 
-def test_a_name_is_registered_once_and_the_baseline_is_declared() -> None:
-    registry: Registry[Any] = Registry("it")
-
-    @registry.provider("theirs", baseline=True)
-    def theirs() -> None: ...
-
-    @registry.provider("ours", needs="cuda", ours=True)
-    def ours() -> None: ...
-
+def test_a_name_is_registered_once_and_asked_for_by_name_or_group(monkeypatch):
+    registry = Registry("it")
+    registry.provider("theirs", baseline=True, group="stock")(lambda: "theirs")
+    registry.provider("ours", needs="cuda", group="mine")(lambda: "ours")
+    registry.provider("kernel", needs="triton", group="mine")(lambda: "kernel")
     with pytest.raises(ValueError, match="it has a provider 'ours' already"):
-        registry.provider("ours")(ours)
-    assert list(registry) == ["theirs", "ours"] and registry.baselines == ("theirs",)
-    assert registry["ours"].traits == {"ours": True}
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert registry["ours"].why_not(cpu) == "needs a CUDA device"
-    assert registry["ours"].why_not(cuda) is registry["theirs"].why_not(cpu) is None
-
-
-def test_triton_providers_run_on_a_cpu_when_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry: Registry[Any] = Registry("it")
-    registry.provider("kernel", needs="triton")(lambda: None)
+        registry.provider("ours")(lambda: None)
+    assert list(registry) == ["theirs", "ours", "kernel"] and registry.baselines == ("theirs",)
+    assert registry.groups == ("stock", "mine")
+    assert registry.select(["kernel"]) == ["theirs", "kernel"]
+    assert registry.select(["mine"], lambda way: way.name != "ours") == ["theirs", "kernel"]
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert registry["kernel"].why_not(torch.device("cpu")) == "needs a CUDA device"
+    for name in ("ours", "kernel"):
+        assert registry[name].make(CUDA) == name
+        with pytest.raises(Absent, match="needs a CUDA device"):
+            registry[name].make(CPU)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert registry["kernel"].why_not(torch.device("cpu")) is None
+    assert registry["kernel"].make(CPU) == "kernel" and registry["ours"].why_not(CPU)
 
 
-def test_an_error_is_allowed_that_the_baseline_makes_too() -> None:
-    """1.5 times of it; and without one, the dtype's tolerance."""
+def test_options_are_those_that_a_command_names(tmp_path, capsys):
+    parser = Parser("it", "about", "device rounds out threads fresh", folder="{device}", rounds=7)
+    parser.several("dtype")
+    threads = torch.get_num_threads()
+    try:
+        args = parser.parse(["--device", "cpu", "--threads", "1"])
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert (args.rounds, args.dtype, args.fresh) == (7, ["float32"], False)
+    assert args.out_is_usual and args.out == machine.ROOT / "bench" / "results" / "cpu"
+    assert parser.parse(["--device", "cpu", "--out", str(tmp_path)]).out == tmp_path
+    for wrong in (["--rounds", "0"], ["--threads", "-1"], ["--seconds", "1"]):
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse(["--device", "cpu", *wrong])
+
+
+def test_an_error_is_allowed_that_the_baseline_makes_too():
+    """1.5 times of it; and without one, the dtype's tolerance, as often as the contest allows."""
     off = {"y": torch.full((2,), 1.0 + 3e-5)}
     with pytest.raises(WrongResultError, match="relative error of y is 3e-05, allowed 1e-05"):
         check(off, ONES)
+    assert check(off, ONES, 3.5)["allowed"] == pytest.approx(3.5e-5)
     assert check(off, ONES, theirs={"y": 2.1e-5})["allowed"] == pytest.approx(3.15e-5)
     with pytest.raises(WrongResultError, match=r"allowed 1\.5e-05"):
         check(off, ONES, theirs={"y": 1e-5})
@@ -71,31 +81,41 @@ def test_an_error_is_allowed_that_the_baseline_makes_too() -> None:
         check({"y": torch.tensor([1.0, torch.nan])}, ONES, theirs={"y": 1.0})
 
 
-def test_the_baseline_is_judged_too_but_by_a_wider_margin(rig: Rig) -> None:
+def test_the_baseline_is_judged_too_but_by_a_wider_margin(rig):
     """It is first in judgement, wherever it stands, and what is grossly wrong is no yardstick."""
     for error, found in ((8e-5, ["check", "check"]), (2e-4, ["error", "error"])):
-        ways = {"mine": returning(torch.full((2,), 1.0 + error)),
-                "theirs": returning(torch.full((2,), 1.0 + error))}  # fmt: skip
+        ways = dict.fromkeys(("mine", "theirs"), returning(torch.full((2,), 1.0 + error)))
         rows = contest.admit(Contest(ways, lambda: ONES, Work(bytes=1.0), ("theirs",)))
         assert [next(iter(row)) for row in rows.values()] == found
 
 
-def test_no_time_of_what_is_wrong_and_the_absent_are_listed(rig: Rig) -> None:
-    def cannot(given: Any) -> Any:
-        raise Absent("not on Tuesdays")
+def test_no_time_of_what_is_wrong_and_the_absent_are_listed(rig):
+    def raising(error):
+        def run(given):
+            raise error
 
-    def broken(given: Any) -> Any:
-        raise ValueError("broken")
+        return run
 
-    ways = {"right": returning(torch.ones(2)), "off": returning(torch.full((2,), 1.001)),
-            "absent": Way(cannot), "broken": Way(broken)}  # fmt: skip
+    wrong = torch.full((2,), 1.001)
+    ways = {
+        "right": returning(torch.ones(2)),
+        "off": returning(wrong),
+        "off, optional": returning(wrong, optional=True),
+        "unwritten": returning(torch.tensor([1.0, torch.nan])),
+        "absent": Way(raising(Absent("not on Tuesdays"))),
+        "broken": Way(raising(ValueError("broken"))),
+        "may be absent": Way(raising(ValueError("broken")), optional=True),
+    }
     work = Work(flops=2e9, bytes=4e6)
     rig.ceilings |= {"TFLOP/s": 0.1, "GB/s": 10.0}
     row = measure(Contest(ways, lambda: ONES, work, ("right",), absent={"theirs": "gone"}), rig)
     found = row["ways"]
     assert set(found["right"]) == {"check", "us", "ratio", "TFLOP/s", "GB/s", "of_ceiling"}
-    assert found["off"]["error"].startswith("WrongResultError: relative error of y is 0.001")
+    for name in ("off", "off, optional"):
+        assert found[name]["error"].startswith("WrongResultError: relative error of y is 0.001")
+    assert list(found["unwritten"]) == ["error"]
     assert found["broken"] == {"error": "ValueError: broken"}
+    assert found["may be absent"] == {"absent": "ValueError: broken"}
     assert found["absent"] == {"absent": "not on Tuesdays"}
     assert found["theirs"] == {"absent": "gone"}
     assert row["rounds"] == 3 and row["work"] == {"flops": 2e9, "bytes": 4e6}
@@ -109,46 +129,74 @@ def test_no_time_of_what_is_wrong_and_the_absent_are_listed(rig: Rig) -> None:
     ("work", "floor"),
     [(Work(flops=1e12), 0.5), (Work(bytes=1e9), None), (Work(flops=1e12, bytes=1e9), None)],
 )
-def test_no_floor_without_the_ceilings_it_needs(rig: Rig, work: Work, floor: float | None) -> None:
+def test_no_floor_without_the_ceilings_it_needs(rig, work, floor):
     rig.ceilings["TFLOP/s"] = 2.0
     assert rig.floor(work) == floor
+
+
+def test_percentiles_are_of_times_and_of_ratios_round_by_round():
+    assert quantiles([5.0, 1.0, 2.0, 4.0, 3.0, 0.0]) == {"p20": 1.0, "p50": 2.5, "p80": 4.0}
+    times = {"mine": [2.0, 40.0, 6.0], "theirs": [1.0, 20.0, 3.0]}
+    beside = ratios(times, ["theirs", "nobody"])
+    assert beside["mine"] == {"theirs": {"p20": 2.0, "p50": 2.0, "p80": 2.0}}
+
+
+def test_rounds_take_turns():
+    """Every name once a round, in every place equally often, behind either of two others."""
+    names = ["a", "b", "c", "d"]
+    orders = [rotated(names, index) for index in range(8)]
+    assert all(sorted(order) == names for order in orders)
+    for place in range(4):
+        assert sorted(order[place] for order in orders) == sorted(2 * names)
+    before_a = {order[order.index("a") - 1] for order in orders if order[0] != "a"}
+    assert before_a == {"b", "d"}
+    ran = []
+    found = interleave({n: lambda n=n: ran.append(n) or len(ran) for n in names}, 4, 60.0)
+    rounds = (0, 1, 0, 1, 2, 3)  # the first two are the warm-up
+    assert ran == [name for index in rounds for name in rotated(names, index)]
+    assert found["a"] == [i + 1 for i, n in enumerate(ran) if n == "a"][2:]
+
+
+def test_time_ends_the_rounds_but_not_the_first_few():
+    assert len(interleave({"a": lambda: 0}, 100, 0.0)["a"]) == turns.FEWEST_ROUNDS
+    assert len(interleave({"a": lambda: 0}, 3, 0.0)["a"]) == 3
 
 
 class Hands:
     """A clock that stands still but while somebody waits: no machine is too slow for it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         return self.now
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         self.now += seconds
 
 
 @pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+def hands(monkeypatch):
     these = Hands()
     monkeypatch.setattr(clock, "time", these)
     return these
 
 
 @pytest.mark.parametrize("samples", [1e-3, 0.3, 1, 2])  # a call takes so many
-def test_what_is_prepared_is_not_timed_and_sets_take_turns(hands: Hands, samples: float) -> None:
-    seen: list[tuple[str, int]] = []
+def test_what_is_prepared_is_not_timed_and_sets_take_turns(hands, samples):
+    seen = []
 
-    def prepare(index: int) -> int:
+    def prepare(index):
         seen.append(("prepare", index))
         hands.wait(7 * clock.SAMPLE_SECONDS)
         return 10 + index
 
-    def run(given: int) -> None:
+    def run(given):
         seen.append(("run", given))
         hands.wait(samples * clock.SAMPLE_SECONDS)
 
     calls = {1e-3: clock.MOST_CALLS, 0.3: 3, 1: 1, 2: 1}[samples]
-    sample = clock.Clock(torch.device("cpu")).sampler(run, prepare, 2)
+    sample = clock.Clock(CPU).sampler(run, prepare, 2)
     for times in (1, 2):  # of a call, whatever it takes to prepare one
         assert sample() == pytest.approx(samples * clock.SAMPLE_SECONDS)
         assert len(seen) == 2 * (1 + times * calls)
@@ -157,23 +205,23 @@ def test_what_is_prepared_is_not_timed_and_sets_take_turns(hands: Hands, samples
         assert (first, i, second, given) == ("prepare", turn, "run", 10 + turn)
 
 
-def test_what_a_call_made_is_freed_off_the_clock(hands: Hands) -> None:
+def test_what_a_call_made_is_freed_off_the_clock(hands):
     class SlowToFree:
         """What takes a while to be let go of, as much memory does."""
 
-        def __del__(self) -> None:
+        def __del__(self):
             hands.wait(50 * clock.SAMPLE_SECONDS)
 
-    def run(given: int) -> SlowToFree:
+    def run(given):
         hands.wait(clock.SAMPLE_SECONDS)
         return SlowToFree()
 
-    sample = clock.Clock(torch.device("cpu")).sampler(run, lambda index: index, 2)
+    sample = clock.Clock(CPU).sampler(run, lambda index: index, 2)
     assert sample() == pytest.approx(clock.SAMPLE_SECONDS)
     assert hands.now >= 2 * 51 * clock.SAMPLE_SECONDS  # it was, all the same
 
 
-def test_ceilings_are_measured(rig: Rig) -> None:
+def test_ceilings_are_measured(rig):
     rig.dry = True
     for unit in ceilings.CEILINGS:
         row = ceilings.measure(rig, unit)
@@ -181,16 +229,15 @@ def test_ceilings_are_measured(rig: Rig) -> None:
     assert list(rig.ceilings) == ["GB/s", "TFLOP/s"]
 
 
-def test_the_environment_names_machine_commit_and_versions() -> None:
-    found = environment("cpu")
-    assert set(found) >= {"cpu", "gpu", "torch", "commit", "dirty", "source", "date", "versions"}
+def test_the_environment_names_machine_commit_and_versions():
+    found = machine.environment("cpu")
+    assert set(found) >= {"cpu", "cores", "gpu", "torch", "commit", "dirty", "source", "date"}
+    assert found["threads"] == torch.get_num_threads()
     assert set(found["versions"]) >= {"triton", "liger-kernel", "flash-attn", "quack-kernels"}
     assert found["versions"]["triton"] and machine.version("no-such-package") is None
 
 
-def test_results_in_a_folder_of_the_checkout_change_no_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_in_a_folder_of_the_checkout_change_no_code(tmp_path, monkeypatch):
     """A run into one goes on as the run of the same code; new and changed code is other code."""
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     assert machine.checkout() == (None, False)
@@ -212,7 +259,7 @@ def test_results_in_a_folder_of_the_checkout_change_no_code(
     assert machine.checkout()[1] is True
 
 
-def test_a_run_that_was_cut_short_is_taken_up(tmp_path: Path) -> None:
+def test_a_run_that_was_cut_short_is_taken_up(tmp_path):
     """Rows of the same machine, code and config are found again, of another commit are not."""
     path, here = tmp_path / "it.json", {"commit": "a", "date": "now"}
     ResultsFile(path, here, {"rounds": 3}).put({"case": {"op": "norm"}, "ways": {"aten": {}}})
@@ -226,7 +273,7 @@ def test_a_run_that_was_cut_short_is_taken_up(tmp_path: Path) -> None:
     assert later.find({"op": "norm"}, ["aten"]) is later.find({"op": "norm"}, []) is None
 
 
-def test_lines_are_printed_with_or_without_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_printed_with_or_without_a_bar(capsys):
     with Progress(2, "cases") as progress:
         progress.at("first")
         progress.line("found")
@@ -239,7 +286,7 @@ DOCUMENTED = [path for path in sorted((machine.ROOT / "bench").rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_examples_in_docstrings(path: Path) -> None:
+def test_examples_in_docstrings(path):
     """Pytest collects those of tests and fused_remat only."""
     name = ".".join(path.relative_to(machine.ROOT).with_suffix("").parts)
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -1,34 +1,31 @@
 """`python -m bench plan` at tiny sizes: plans beside their peers, and what is said of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from bench.layers.checks import errors, results_of
-from bench.plan import command, measure, report
-from bench.plan.ours import Planner, forward_of
-from bench.plan.subjects import Case
-from bench.plan.ways import PEERS
-from bench.report import plans as page
-from bench.report.sets import RESULTS
+from bench.commands import plan as command
+from bench.measure.checks import results_of
+from bench.measure.contest import Rig, errors
+from bench.pages import pictures
+from bench.pages import plans as report
+from bench.subjects.plans import Planner, forward_of
+from bench.subjects.stack_ways import PEERS
+from bench.subjects.stacks import Case
+from bench.tables import RESULTS
 
 TINY = Case(3, "float32", "pre", 0.0, 2, 8, 16, 2)
 #: Of the command line: the same.
 OPTIONS = ["--device", "cpu", "--layers", "3", "--batch", "2", "--seq", "8", "--d-model", "16",
            "--nhead", "2", "--rounds", "2", "--no-compile"]  # fmt: skip
-PEER_NAMES = [name for name in PEERS if not PEERS[name].traits.get("compiled")]
+PEER_NAMES = [name for name in PEERS if not PEERS[name].traits["compiled"]]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread():
     """On such sizes a second one only waits, which takes long where others compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -37,7 +34,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Of a run of the command."""
     pytest.importorskip("matplotlib")
     found = tmp_path_factory.mktemp("plan")
@@ -46,12 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def row(folder: Path) -> dict[str, Any]:
+def row(folder):
     (found,) = report.read(folder / "plan-cpu.json")["results"]
     return dict(found)
 
 
-def test_every_peer_is_measured_and_ours_within_its_peak(row: dict[str, Any]) -> None:
+def test_every_peer_is_measured_and_ours_within_its_peak(row):
     assert row["case"] == dataclasses.asdict(TINY)
     measured = report.right(row)
     absent = [name for name in PEER_NAMES if name not in measured]
@@ -68,7 +65,7 @@ def test_every_peer_is_measured_and_ours_within_its_peak(row: dict[str, Any]) ->
     assert any(rival.way for rival in rivals.values())
 
 
-def test_predictions_of_bytes_are_what_is_measured(row: dict[str, Any]) -> None:
+def test_predictions_of_bytes_are_what_is_measured(row):
     found = report.errors(row)
     ours = [name for name, way in report.right(row).items() if report.is_ours(way)]
     assert {"optimal", "uniform", "sqrt", "greedy"} == {name.split("_")[0] for name in ours}
@@ -78,14 +75,14 @@ def test_predictions_of_bytes_are_what_is_measured(row: dict[str, Any]) -> None:
     assert set(found["time, costs measured"]) == set(found["time, costs analytic"]) == set(ours)
 
 
-def test_peaks_count_parameters_and_gradients(row: dict[str, Any]) -> None:
+def test_peaks_count_parameters_and_gradients(row):
     parameters = row["resting"]["parameters"]
     assert row["resting"]["inputs"] == 2 * 9 * 8
     for way in report.right(row).values():
         assert way["peak_bytes"] > 2 * parameters and way["kept_bytes"] < way["peak_bytes"]
 
 
-def test_the_tables(row: dict[str, Any]) -> None:
+def test_the_tables(row):
     for make in command.TABLES.values():
         lines = make(row).splitlines()
         columns = lines[0].count("|")
@@ -96,7 +93,7 @@ def test_the_tables(row: dict[str, Any]) -> None:
     assert report.errors(nothing) == {} and list(report.rivals(nothing)) == []
 
 
-def test_a_plan_within_a_peers_peak_may_not_be_there(row: dict[str, Any]) -> None:
+def test_a_plan_within_a_peers_peak_may_not_be_there(row):
     tight = {"method": "optimal", "of": "checkpoint", "budget_bytes": 7, "least_bytes": 2**20}
     given = row | {"plans": [tight]}
     (rival,) = report.rivals(given)
@@ -104,35 +101,35 @@ def test_a_plan_within_a_peers_peak_may_not_be_there(row: dict[str, Any]) -> Non
     assert "none: the least possible is 1.0 MiB" in report.rival_table(given)
 
 
-def test_the_pictures_and_drawing_them_again(folder: Path, tmp_path: Path) -> None:
-    assert page.stale(folder) == []
+def test_the_pictures_and_drawing_them_again(folder, tmp_path):
+    assert pictures.stale(folder) == []
     svg = (folder / "plan-cpu.svg").read_text()
     for text in ("checkpoint sqrt", "eager", "greedy", "ours, optimal", "ours, predicted"):
         assert f"<!-- {text} -->" in svg, text
     copied = tmp_path / "plan-cpu.json"
     copied.write_text((folder / "plan-cpu.json").read_text())
-    assert {path.name for path in page.stale(tmp_path)} == {"plan-cpu.png", "plan-cpu.svg"}
+    assert {path.name for path in pictures.stale(tmp_path)} == {"plan-cpu.png", "plan-cpu.svg"}
     assert command.main(["--from", str(copied)]) == 0
     assert (tmp_path / "plan-cpu.svg").read_bytes() == svg.encode()
     changed = json.loads(copied.read_text())
     changed["results"][0]["rounds"] = 3
     copied.write_text(json.dumps(changed))
-    assert len(page.stale(tmp_path)) == 2
-    page.rewrite(tmp_path)
-    assert page.stale(tmp_path) == []
+    assert len(pictures.stale(tmp_path)) == 2
+    pictures.rewrite(tmp_path)
+    assert pictures.stale(tmp_path) == []
 
 
-def test_the_page(folder: Path, tmp_path: Path) -> None:
-    text = page.section(folder)
+def test_the_page(folder, tmp_path):
+    text = report.section(folder)
     assert (
         "**3 layers, D = 16, H = 2, B = 2, S = 8, float32, pre-norm, dropout 0**, 2 round" in text
     )
-    assert f"(../bench/results/{folder.name}/plan-cpu.png)" in text
+    assert f"(bench/results/{folder.name}/plan-cpu.png)" in text
     assert text.count("<details>") == text.count("</details>") == 2
-    assert page.section(tmp_path) == page.UNMEASURED
+    assert report.section(tmp_path) == report.UNMEASURED
 
 
-def test_a_run_is_taken_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_taken_up(folder, monkeypatch):
     known = lambda *_: pytest.fail("it is in the file already")  # noqa: E731
     monkeypatch.setattr(command, "measure", known)
     assert command.main([*OPTIONS, "--out", str(folder)]) == 0
@@ -142,9 +139,10 @@ def test_a_run_is_taken_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     Case(2, "float32", "post", 0.1, 2, 32, 32, 2),
     Case(1, "float32", "pre", 0.1, 2, 32, 32, 2, causal=True),
 ], ids=["post-norm", "causal"])  # fmt: skip
-def test_other_stacks_are_right(case: Case) -> None:
+def test_other_stacks_are_right(case):
     """With dropout too, masks included: every peer that there is, and every plan."""
-    row = measure.measure(case, measure.Options(compiled=False, rounds=1))
+    row = command.measure(case, PEER_NAMES, Rig(torch.device("cpu"), torch.float32, rounds=1))
+    row["case"] = dataclasses.asdict(case)
     wrong = {name: way["failure"] for name, way in row["ways"].items() if "failure" in way}
     assert wrong == {}
     absent = {name for name, way in row["ways"].items() if "unavailable" in way}
@@ -153,57 +151,27 @@ def test_other_stacks_are_right(case: Case) -> None:
     assert any(report.is_ours(way) for way in report.right(row).values())
 
 
-def test_the_gradients_of_a_plan_are_those_of_eager() -> None:
+def test_the_gradients_of_a_plan_are_those_of_eager():
     subject = TINY.subject("cpu")
     planner = Planner(subject)
     peaks = {"least": planner.plan.frontier[0].peak_bytes,
              "segments": planner.plan.within(None, "sqrt").peak_bytes}  # fmt: skip
     entries, asked = planner.at(peaks)
-    truth = results_of(subject.sample.layer, subject.sample)
+    truth = results_of(subject.module, subject)
     assert any(entry.plan.choice.segments for entry in entries)
     for entry in entries:
-        found = results_of(forward_of(subject, entry), subject.sample)
+        found = results_of(forward_of(subject, entry), subject)
         worst = max(errors(found, {n: t.double() for n, t in truth.items()}).values())
         assert worst < 1e-5, entry.name
     names = {entry.name for entry in entries}
     assert {row["way"] for row in asked if row.get("way")} == names
 
 
-def test_wrong_results_of_ours_fail_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def doubled(subject: Any, entry: Any) -> Any:
-        return lambda x: 2 * forward_of(subject, entry)(x)
-
-    monkeypatch.setattr(measure, "forward_of", doubled)
-    assert command.main([*OPTIONS, "--out", str(tmp_path)]) == 1
-    assert "FAIL: relative error of " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["--d-model", "100"], ["--nhead", "5"], ["--dropout", "1"], ["--rounds", "0"], ["--seq", "-1"],
-     ["--dtype", "int8"]],
-)  # fmt: skip
-def test_bad_options_are_usage_errors(options: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command.parse(["--device", "cpu", *options])
-
-
-@pytest.mark.parametrize("content", ["not json", "[]", '{"machine": {}, "results": []}'])
-def test_what_holds_nothing_to_draw_is_an_error(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.json").write_text(content)
-    assert command.main(["--from", str(tmp_path / "a.json")]) == 2
-    assert capsys.readouterr().err.startswith("python -m bench plan: ")
-
-
 #: What the optimal plan within its peak is faster than: of `torch.compile`, what keeps little.
 SLOWER = re.compile(r"checkpoint.*|selective_(matmuls|attention)|compile_budget_0(\.25|\.5)?")
 
 
-def test_the_committed_plans_hold_their_budgets_and_beat_checkpoints() -> None:
+def test_the_committed_plans_hold_their_budgets_and_beat_checkpoints():
     for row in report.read(RESULTS / "plan-cpu.json")["results"]:
         ways, rivals = report.right(row), list(report.rivals(row))
         assert [rival.peer for rival in rivals] == [n for n in ways if n in PEERS]

@@ -1,7 +1,5 @@
 """What `python -m bench report` makes of result files, and of those that are not there."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -9,38 +7,38 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from bench import tables
+from bench.commands import profile as profile_step
 from bench.gpu import kernels as gpu_kernels
 from bench.kernels.problem import DIRECTIONS
 from bench.kernels.table import OPS
-from bench.layers import profile_step
-from bench.layers.subjects import Case
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
-from bench.report import command, eight_bits, frontier, kernels, layers, plans, presets, sets
+from bench.pages import command, eight_bits, frontier, kernels, layers, plans, presets
+from bench.subjects.layers import Case
 from bench.test_benchmarks import rows
 from fused_remat.policies import kept_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def ceiling(unit: str, most: float) -> dict[str, Any]:
+def ceiling(unit, most):
     return {"case": {"op": "ceilings"}, "unit": unit, "ways": {"torch": {unit: most}}}
 
 
-def kernel(direction: str, floor: float, work: dict[str, float], **us: float) -> dict[str, Any]:
+def kernel(direction, floor, work, **us):
     case = {"op": "norm", "name": "layer_norm", "direction": direction, "model": "gpt2",
             "batch": 1, "seq_len": 256, "sizes": {"tokens": 256}}  # fmt: skip
-    ways: dict[str, Any] = {name.replace("_", " "): {"us": {"p50": t}} for name, t in us.items()}
+    ways = {name.replace("_", " "): {"us": {"p50": t}} for name, t in us.items()}
     ways["liger"] = {"absent": "needs a CUDA device"}
     return {"case": case, "floor_us": floor, "work": work, "ways": ways}
 
 
-def results(**config: Any) -> dict[str, Any]:
+def results(**config):
     """Two cases: of memory alone, and one that products bound."""
     wrong = kernel("bwd", 20.0, {"flops": 2e7, "bytes": 1e4}, aten=40.0)
     wrong["ways"]["fused_remat eager"] = {"error": "WrongResultError: relative error of dx is 1"}
@@ -52,12 +50,12 @@ def results(**config: Any) -> dict[str, Any]:
     return {"machine": machine, "config": config, "results": rows}
 
 
-def test_a_kernel_beside_its_floor_and_its_best_peer() -> None:
+def test_a_kernel_beside_its_floor_and_its_best_peer():
     text = kernels.section(results())
     assert "Ceilings: 10 GB/s, 1 TFLOP/s." in text
     shares = "62% (62% to 62%) | 50% (50% to 50%) | 0.80× (0.80 to 0.80)"
     assert f"| norm | fwd | memory | eager | 1 | {shares} |" in text
-    assert "| norm | bwd | products | absent | 1 | - | 50% (50% to 50%) |  |" in text
+    assert "| norm | bwd | products | absent | 1 | - | 50% (50% to 50%) | |" in text
     fast = "| - | 0.10 | 10 µs | memory | eager, 16 µs (62%) | compile, 20 µs (50%) | 0.80× |"
     assert fast in text  # bare, in 12 µs, does less
     assert "(FAIL: fused_remat eager) | bwd | 0.02 | 0.01 | 20 µs | products | absent |" in text
@@ -65,18 +63,18 @@ def test_a_kernel_beside_its_floor_and_its_best_peer() -> None:
     assert "Wrong results: fused_remat eager in 1 cases." in text
 
 
-def test_what_counts_as_work_is_said_of_every_op() -> None:
+def test_what_counts_as_work_is_said_of_every_op():
     rows = kernels.work_table().splitlines()[2:]
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(OPS)
     assert all(len(row.split(" | ")[1]) > 10 for row in rows)
 
 
-def test_a_dry_run_is_no_measurement() -> None:
+def test_a_dry_run_is_no_measurement():
     with pytest.raises(ValueError, match="a dry run is no measurement"):
         kernels.section(results(dry_run=True))
 
 
-def test_pages_without_results_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_without_results_say_so(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "KERNELS", tmp_path / "kernels-cpu.json")
     monkeypatch.setattr(layers, "LAYERS", tmp_path / "layers-cpu.json")
     monkeypatch.setattr(layers, "PROFILE", tmp_path / "profile-cpu.json")
@@ -90,16 +88,14 @@ def test_pages_without_results_say_so(tmp_path: Path, monkeypatch: pytest.Monkey
         assert text.startswith("Not ") and " yet" in text, name
 
 
-def test_a_folder_of_a_gpu_is_shown_with_its_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_a_gpu_is_shown_with_its_machine(tmp_path, monkeypatch):
     folder = tmp_path / "2030-01-01-h200-0123456"
     folder.mkdir()
     gpu = {"gpu": "NVIDIA H200", "driver": "1.2", "commit": "0123456789", "dirty": True}
     (folder / "gpu.json").write_text(json.dumps(results(machine=gpu)))
     (folder / "other.json").write_text(json.dumps(results()))  # of a CPU
     (folder / "dry.json").write_text(json.dumps(results(machine=gpu, dry_run=True)))
-    found = sets.gpu_sets(tmp_path)
+    found = tables.gpu_sets(tmp_path)
     assert {path: len(files) for path, files in found.items()} == {folder: 1}
     monkeypatch.setattr(kernels, "gpu_sets", lambda: found)
     text = kernels.gpu()
@@ -108,7 +104,7 @@ def test_a_folder_of_a_gpu_is_shown_with_its_machine(
     assert "commit 0123456 with uncommitted changes." in text
 
 
-def test_rows_of_bench_gpu_are_told_apart_by_op_direction_and_sizes() -> None:
+def test_rows_of_bench_gpu_are_told_apart_by_op_direction_and_sizes():
     """Of its contests of ops; our own routes and tiles, in the same file, are nobody's peers."""
     rig = Rig(torch.device("cpu"), torch.float32, False, None, math.inf)  # no tensor is made of it
     given = {"models": gpu_kernels.model_entries, "attention": gpu_kernels.attention_entries}
@@ -128,7 +124,7 @@ def test_rows_of_bench_gpu_are_told_apart_by_op_direction_and_sizes() -> None:
     assert any(e.name.startswith("causal, B = 2, S = 8192, nhead 16, ") for e in found)
 
 
-def test_the_frontier_of_a_gpu_is_drawn_from_its_rows(tmp_path: Path) -> None:
+def test_the_frontier_of_a_gpu_is_drawn_from_its_rows(tmp_path):
     pytest.importorskip("matplotlib")
     folder = tmp_path / "2030-01-01-h200-0123456"
     folder.mkdir()
@@ -149,8 +145,8 @@ def test_the_frontier_of_a_gpu_is_drawn_from_its_rows(tmp_path: Path) -> None:
     assert len(frontier.stale(tmp_path)) == 4
 
 
-def test_8_bits_beside_everything_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def way(ratio: float, kept: int) -> dict[str, Any]:
+def test_8_bits_beside_everything_as_it_is(monkeypatch):
+    def way(ratio, kept):
         return {"step_ratio": {"eager": {"p50": ratio}}, "kept_bytes": kept}
 
     machine = {"gpu": "NVIDIA H200", "commit": "now"}
@@ -170,7 +166,7 @@ def test_8_bits_beside_everything_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     assert eight_bits.targets8() == "Not yet measured on a GPU."
 
 
-def test_the_sets_of_the_encoder_that_no_other_beats() -> None:
+def test_the_sets_of_the_encoder_that_no_other_beats():
     graph = presets.block(norm_first=True)
     found = eight_bits.sets(graph, presets.SHAPES, ("qkv", "up"))
     best = eight_bits.undominated(found)
@@ -188,16 +184,14 @@ def test_the_sets_of_the_encoder_that_no_other_beats() -> None:
     )
 
 
-def test_every_op_is_benchmarked_in_both_directions() -> None:
+def test_every_op_is_benchmarked_in_both_directions():
     found = {(op, direction) for op, _, direction, _ in (row.values for row in rows())}
     assert found == {(op, direction) for op in OPS for direction in DIRECTIONS}
     ids = [row.id for row in rows()]
     assert len(set(ids)) == len(ids) and all(re.fullmatch(r"[\w.-]+", name) for name in ids)
 
 
-def test_a_profile_has_a_row_per_kind_and_a_column_per_way(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_profile_has_a_row_per_kind_and_a_column_per_way(capsys):
     found = profile_step.measure(Case("float32", "pre", 0.0, 1, 8, 16, 2), ["eager", "full"], 1)
     assert all(way["products"] > 0 and way["step"] > way["products"] for way in found.values())
     lines = profile_step.table({"ways": found}).splitlines()
@@ -207,7 +201,7 @@ def test_a_profile_has_a_row_per_kind_and_a_column_per_way(
     assert "full_triton: needs a CUDA device" in capsys.readouterr().err
 
 
-def test_the_benchmarks_run() -> None:
+def test_the_benchmarks_run():
     """Once each, of one op and one layer; only where bench is named."""
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-disable"]
     chosen = "norm-layer_norm and fwd or test_layer and eager"
@@ -218,3 +212,26 @@ def test_the_benchmarks_run() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert "passed" in done.stdout and "needs a CUDA device" in done.stdout
+
+
+def test_links_of_a_part_fit_the_page_it_stands_on(monkeypatch):
+    part = "[a](bench/tables.py) [b](https://example.org) [c](elsewhere.md)"
+    monkeypatch.setitem(command.PARTS, "demo", lambda: part)
+    empty = "<!-- demo:begin --><!-- demo:end -->"
+    below = command.render(empty, ROOT / "docs" / "tables" / "page.md")
+    assert part.replace("bench/", "../../bench/") in below
+    assert part in command.render(empty, ROOT / "README.md")
+
+
+def test_a_way_without_numbers_is_a_sentence_and_widens_no_column():
+    ways = {"eager": {"kept": 1}, "none": {"failure": "relative error of\noutput is 1"}}
+    columns = [("kept", lambda way: tables.number(way["kept"])), ("peak", lambda way: None)]
+    assert tables.ways_table(ways, columns).splitlines()[2:] == [
+        "| eager | 1 | |",
+        "| none | FAIL: relative error of output is 1 | |",
+    ]
+    assert tables.ways_table(ways, columns, write=tables.terminal).splitlines() == [
+        "       kept  peak",
+        "eager     1     -",
+        "none   FAIL: relative error of output is 1",
+    ]

@@ -1,57 +1,48 @@
 """The ways of `bench.layers` and their checks: what is right, wrong, absent, or compiled."""
 
-from __future__ import annotations
-
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config
-from torch import nn
 
-from bench.layers import command as layers
-from bench.layers.attention_core import exact_by_head
-from bench.layers.checks import LOSSY_FLOOR, Checks, WrongResultError, errors, results_of
-from bench.layers.compiled import Compiled
-from bench.layers.measure import Options, admit, measure
-from bench.layers.memory import memory
-from bench.layers.subjects import Case, Subject, mlp
-from bench.layers.ways import GROUPS, WAYS, select
-from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
+from bench.measure.admission import WrongResultError
+from bench.measure.by_head import exact_by_head
+from bench.measure.checks import LOSSY_FLOOR, Checks, results_of
+from bench.measure.contest import Rig, errors
+from bench.measure.step_contest import Steps, measure, memory
+from bench.subjects.compiled import Compiled
+from bench.subjects.layer_ways import WAYS, select
+from bench.subjects.layers import Case, mlp
+from fused_remat.policies import EXACT_PRESETS
 
 #: Dynamo, AOTAutograd and its partitioner, which is what a budget is about; no C++ to compile.
 QUICK_COMPILER = "aot_eager_decomp_partition"
 
 
-@pytest.fixture
-def more_ways(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Registers ways for a test."""
-    monkeypatch.setattr(WAYS, "_rows", dict(WAYS._rows))
-    traits = {"group": "ours", "draws": "stock", "backend": None, "kept_by": "autograd"}
-    return lambda name, **rest: WAYS.provider(name, **{**traits, **rest})
-
-
-def subject(
-    dropout: float = 0.0, dtype: str = "float32", norm: str = "pre", **rest: Any
-) -> Subject:
+def subject(dropout=0.0, dtype="float32", norm="pre", **rest):
     return Case(dtype, norm, dropout, 3, 33, 32, 4, **rest).subject("cpu")
 
 
-def detached_weight(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def admit(name, given, checks):
+    """A way's row and its forward, which is None where it was not found right."""
+    steps = Steps(Rig(given.device, torch.float32))
+    steps.admit_way(WAYS[name], given, checks)
+    return steps.rows[name], steps.forwards.get(name)
+
+
+def detached_weight(layer, x):
     weight = {"linear2.weight": layer.linear2.weight.detach()}
     return torch.func.functional_call(layer, weight, (x,))
 
 
-def unreplayed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def unreplayed(layer, x):
     return torch.utils.checkpoint.checkpoint(
         layer, x, use_reentrant=False, preserve_rng_state=False
     )
 
 
-def more_dropout(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def more_dropout(layer, x):
     """As if p were larger: right gradients of the wrong function."""
     y = layer(x)
     return y + 3 * (y - torch.nn.functional.dropout(y, 0.5))
@@ -88,21 +79,21 @@ WRONG: dict[str, tuple[float, str, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_results_are_found(name: str) -> None:
+def test_wrong_results_are_found(name):
     dropout, draws, forward, message = WRONG[name]
     given = subject(dropout)
-    layer = given.sample.layer
+    layer = given.module
     with pytest.raises(WrongResultError, match=message):
         Checks(given).check(lambda x: forward(layer, x), draws)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_8_bits_may_round_gradients_and_no_output(dtype: str) -> None:
+def test_8_bits_may_round_gradients_and_no_output(dtype):
     given = subject(dtype=dtype)
-    fused, checks = given.fused(given.sample.layer, "none", "eager"), Checks(given)
+    fused, checks = given.fused(given.module, "none", "eager"), Checks(given)
 
-    def off(gradient: float, output: float = 0.0) -> Callable[[torch.Tensor], torch.Tensor]:
-        def forward(x: torch.Tensor) -> torch.Tensor:
+    def off(gradient, output=0.0):
+        def forward(x):
             y = fused(x)
             return y + gradient * (y - y.detach()) + output * y.detach()
 
@@ -119,7 +110,7 @@ def test_8_bits_may_round_gradients_and_no_output(dtype: str) -> None:
         checks.check(off(0.0, 0.02), "ours", lossy=True)
 
 
-def test_nobody_is_judged_by_a_layer_that_is_grossly_wrong() -> None:
+def test_nobody_is_judged_by_a_layer_that_is_grossly_wrong():
     """Not eager either: what is off by a fifth where it is not exact is no yardstick."""
     given = subject()
     scale = {torch.float32: 1.2, torch.float64: 1.0}
@@ -130,38 +121,19 @@ def test_nobody_is_judged_by_a_layer_that_is_grossly_wrong() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rows", [0, 7, 33])
-def test_exact_attention_by_head_is_that_of_all_at_once(rows: int, causal: bool) -> None:
+def test_exact_attention_by_head_is_that_of_all_at_once(rows, causal):
     """To float64's rounding, in another order of sums, also by so many of a head's 33 rows at a
     time; and PyTorch's own is put back."""
     whole = torch.nn.functional.scaled_dot_product_attention
     given = subject(causal=causal)
-    sample = given.sample.double()
-    stock = given.stock(sample.layer)
-    expected = results_of(stock, sample)
+    exact = given.double()
+    stock = given.stock(exact.module)
+    expected = results_of(stock, exact)
     with exact_by_head(most=rows * 33 * 8):
         assert torch.nn.functional.scaled_dot_product_attention is not whole
-        found = results_of(stock, sample)
+        found = results_of(stock, exact)
     assert torch.nn.functional.scaled_dot_product_attention is whole
     assert max(errors(found, expected).values()) < 1e-12
-
-
-def test_a_case_that_cannot_be_measured_costs_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured = layers.measure
-
-    def measure(case: Case, *rest: Any) -> dict[str, Any]:
-        if case.seq_len == 9:
-            raise MemoryError("too large")
-        return measured(case, *rest)
-
-    monkeypatch.setattr(layers, "measure", measure)
-    options = ["--device", "cpu", "--out", str(tmp_path), "--sizes", "1x9x16x2", "1x8x16x2"]
-    options += ["--norm", "pre", "--dropout", "0", "--rounds", "1", "--ways", "eager"]
-    assert layers.main(options) == 1
-    rows = json.loads((tmp_path / "layers-cpu.json").read_text())["results"]
-    assert [row["case"]["seq_len"] for row in rows] == [8]
-    assert "(FAIL: MemoryError: too large)" in capsys.readouterr().out
 
 
 # In 16 bits whether a value falls on the other side of ReLU's kink is chance.
@@ -169,56 +141,29 @@ def test_a_case_that_cannot_be_measured_costs_no_other(
     "dtype, activation",
     [("float32", "gelu"), ("float32", "relu"), ("bfloat16", "gelu"), ("float16", "gelu")],
 )
-def test_dropout_of_its_own_is_right_at_a_fixed_seed(dtype: str, activation: str) -> None:
+def test_dropout_of_its_own_is_right_at_a_fixed_seed(dtype, activation):
     """The stock forward is; and the same check leaves its parameters as they were."""
     given = subject(0.1, dtype, activation=activation)
-    before = {name: leaf.detach().clone() for name, leaf in given.sample.leaves().items()}
+    before = {name: leaf.detach().clone() for name, leaf in given.leaves().items()}
     report = Checks(given).check(WAYS["eager"].build(given), "own")
     assert report["error"] < report["allowed"]
-    for name, leaf in given.sample.leaves().items():
+    for name, leaf in given.leaves().items():
         assert torch.equal(leaf, before[name])
 
 
 @pytest.mark.parametrize("name", ["full", "full_compiled"])
-def test_a_fallback_is_not_measured_as_ours(name: str) -> None:
+def test_a_fallback_is_not_measured_as_ours(name):
     given = subject()
     checks = Checks(given)
-    given.sample.layer.activation = torch.nn.RReLU()
+    given.module.activation = torch.nn.RReLU()
     row, forward = admit(name, given, checks)
     assert forward is None and "FusedRematWarning" in row["failure"]
-
-
-def test_no_speed_of_what_is_wrong_or_absent(
-    tmp_path: Path, more_ways: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    more_ways("wrong")(lambda given: lambda x: 2 * given.sample.layer(x))
-    more_ways("absent", module="no_such_package")(lambda given: given.sample.layer)
-    options = ["--device", "cpu", "--out", str(tmp_path), "--sizes", "2x9x16x2", "--norm", "pre"]
-    options += ["--rounds", "1", "--dropout", "0", "--ways", "wrong", "absent"]
-    assert layers.main(options) == 1
-    ways = json.loads((tmp_path / "layers-cpu.json").read_text())["results"][0]["ways"]
-    assert list(ways) == ["eager", "wrong", "absent"]
-    assert list(ways["wrong"]) == ["failure"]
-    assert ways["absent"] == {"unavailable": "no_such_package is not installed"}
-    printed = capsys.readouterr().out
-    assert "\nwrong   FAIL: relative error of " in printed
-    assert "\nabsent  absent: no_such_package is not installed" in printed
-
-
-def test_a_wrong_result_of_pytorchs_own_is_no_failure_of_ours(
-    tmp_path: Path, more_ways: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    more_ways("theirs", group="stock")(lambda given: lambda x: 2 * given.sample.layer(x))
-    options = ["--device", "cpu", "--out", str(tmp_path), "--sizes", "2x9x16x2", "--norm", "pre"]
-    options += ["--rounds", "1", "--dropout", "0", "--ways", "theirs"]
-    assert layers.main(options) == 0
-    assert "\ntheirs  FAIL: relative error of " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize(("dropout", "causal"), [(0.0, False), (0.0, True), (0.1, True)])
-def test_every_way_is_right(dtype: str, norm: str, dropout: float, causal: bool) -> None:
+def test_every_way_is_right(dtype, norm, dropout, causal):
     given = subject(dropout, dtype, norm, causal=causal)
     checks = Checks(given)
     for name in select(["stock", *EXACT_PRESETS, "lossy"], "cpu"):
@@ -226,7 +171,7 @@ def test_every_way_is_right(dtype: str, norm: str, dropout: float, causal: bool)
         assert "check" in row or (name == "torch_remat" and "unavailable" in row), (name, row)
 
 
-def test_what_needs_another_device_or_is_another_way_is_unavailable() -> None:
+def test_what_needs_another_device_or_is_another_way_is_unavailable():
     given = subject()
     checks = Checks(given)
     assert admit("full_triton", given, checks)[0] == {"unavailable": "needs a CUDA device"}
@@ -234,19 +179,8 @@ def test_what_needs_another_device_or_is_another_way_is_unavailable() -> None:
     assert admit("full_eager", given, checks)[0] == same
 
 
-def test_groups_are_every_way_once() -> None:
-    on_cpu, on_gpu = select(GROUPS, "cpu"), select(GROUPS, "cuda")
-    assert set(WAYS) - set(on_cpu) == {
-        f"{r}_{b}" for r in EXACT_PRESETS for b in ("eager", "triton")
-    }
-    assert set(WAYS) - set(on_gpu) == {f"{r}_triton" for r in EXACT_PRESETS}
-    assert [name for name in WAYS if WAYS[name].traits["lossy"]] == list(LOSSY_PRESETS)
-    with pytest.raises(ValueError, match="unknown way 'fastest'; valid: stock, compiled, ours"):
-        select(["fastest"], "cpu")
-
-
 @pytest.mark.parametrize("field", [{"dtype": "float8"}, {"nhead": 5}, {"dropout": 1.0}], ids=str)
-def test_a_case_that_cannot_be_is_refused(field: dict[str, Any]) -> None:
+def test_a_case_that_cannot_be_is_refused(field):
     case = {"dtype": "float32", "norm": "pre", "dropout": 0.0, "nhead": 4} | field
     with pytest.raises(ValueError, match=r"dtype|multiple|dropout"):
         Case(**case, batch=2, seq_len=9, d_model=16)
@@ -255,7 +189,7 @@ def test_a_case_that_cannot_be_is_refused(field: dict[str, Any]) -> None:
 # --- compiled
 
 
-def test_a_budget_keeps_less_and_leaves_the_setting() -> None:
+def test_a_budget_keeps_less_and_leaves_the_setting():
     given, config = mlp((32, 16, 64), torch.float32, torch.device("cpu")), torch._functorch.config
     given.compiler = QUICK_COMPILER
     checks, kept = Checks(given), {}
@@ -265,11 +199,11 @@ def test_a_budget_keeps_less_and_leaves_the_setting() -> None:
         kept[name] = memory(forward, given)
         assert config.activation_memory_budget == 1.0
     found = [way["kept_bytes"] for way in kept.values()]
-    assert found[0] > found[1] > found[2] == given.sample.x.nbytes
+    assert found[0] > found[1] > found[2] == given.x.nbytes
     assert [way["held_bytes"] for way in kept.values()] == found
 
 
-def test_dropout_that_a_budget_draws_again_fails() -> None:
+def test_dropout_that_a_budget_draws_again_fails():
     given = subject(0.1)
     given.compiler = QUICK_COMPILER
     checks = Checks(given)
@@ -278,23 +212,23 @@ def test_dropout_that_a_budget_draws_again_fails() -> None:
     assert "is not that of the forward at the same seed" in failure
 
 
-def test_nothing_compiles_after_it_was_built() -> None:
+def test_nothing_compiles_after_it_was_built():
     """Not even beside more graphs of the same code than Dynamo keeps."""
     given = mlp((32, 16, 64), torch.float32, torch.device("cpu"))
     given.compiler = "eager"
-    ways = [
-        Compiled(given.sample.layer, given) for _ in range(torch._dynamo.config.recompile_limit + 1)
-    ]
+    ways = [Compiled(given.module, given) for _ in range(torch._dynamo.config.recompile_limit + 1)]
     for forward in ways:
-        assert forward(given.sample.x).shape == given.sample.x.shape
+        assert forward(given.x).shape == given.x.shape
     with pytest.raises(Exception, match="does not fit what was compiled"):
         ways[0](torch.zeros(7, 16, requires_grad=True))
 
 
-def test_inductors_code_is_right_and_measured() -> None:
+def test_inductors_code_is_right_and_measured():
     row = measure(
-        Case("float32", "pre", 0.0, 2, 9, 16, 2),
-        Options(ways=["compile", "full", "full_compiled"], rounds=1),
+        Case("float32", "pre", 0.0, 2, 9, 16, 2).subject("cpu"),
+        WAYS,
+        ["eager", "compile", "full", "full_compiled"],
+        Rig(torch.device("cpu"), torch.float32, rounds=1),
     )
     assert list(row["ways"]) == ["eager", "compile", "full", "full_compiled"]
     for found in row["ways"].values():

@@ -1,11 +1,11 @@
-"""The marks that docs/composition.md is made from (that it is up to date: test_readme.py)."""
+"""The marks that make docs/tables/composition.md (that it is up to date: test_readme.py)."""
 
 import json
 
 import pytest
 
 from bench.gpu import outcomes as gpu_outcomes
-from bench.report.composition import Mark, marks, table, works
+from bench.pages.composition import Mark, marks, table, works
 
 FILE = """
 import pytest
@@ -37,8 +37,8 @@ def of(source, tmp_path, name="test_it.py"):
 def test_marks_make_rows(tmp_path):
     made = table(of(FILE, tmp_path), {})
     assert made.count("| what | works |") == 2  # groups without a mark are left out
-    one = "[test_it.py::test_one](../test_it.py)"
-    two = "[test_it.py::TestMany::test_two](../test_it.py)"
+    one = "[test_it.py::test_one](test_it.py)"
+    two = "[test_it.py::TestMany::test_two](test_it.py)"
     assert f"| static graph | yes | {one}, {two} | two processes; no mask |" in made
     assert "| join | no: it hangs |" in made
     assert "| training | by its GPU test, not yet run on hardware |" in made

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from distributed_steps import encoder, mine
 from hf_models import VOCAB, S, build
+from processes import in_two_processes
 from torch import nn
 
 from fused_remat import FusedRematCausalLayer, FusedRematLayer, FusedRematWarning, Policy, convert
@@ -81,12 +82,10 @@ def gradients(kind: str, leaf: bool, policy: str | Policy = "lean") -> list[str]
         warnings.simplefilter("always", FusedRematWarning)
         engine.backward(loss_of(engine, kind))
     loss_of(alone, kind).backward()
-    for (name, p), expected in zip(
-        engine.module.named_parameters(), alone.parameters(), strict=True
-    ):
-        found = safe_get_full_grad(p)
-        # Two halves of a batch summed in float32, through two layers.
-        torch.testing.assert_close(found, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+    found = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+    expected = {name: p.grad for name, p in alone.named_parameters()}
+    # Two halves of a batch summed in float32, through two layers.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     engine.destroy()
     return [str(w.message) for w in caught if w.category is FusedRematWarning]
 
@@ -120,17 +119,14 @@ def test_segments(two_processes):
         assert any("ZeRO-3 manages its parameters, and frees them" in text for text in warned)
 
 
-def refuses_to_accumulate():
+@pytest.mark.composes(
+    "Engines", "DeepSpeed ZeRO-3, accumulate_into", limits="refused with RuntimeError"
+)
+@in_two_processes
+def test_accumulation_is_refused():
     model = model_of("causal")
     for layer in model:
         layer.accumulate_into = "grad"
     engine = engine_of(model, True)
     with pytest.raises(RuntimeError, match="ZeRO-3 manages the layer's parameters"):
         loss_of(engine, "causal")
-
-
-@pytest.mark.composes(
-    "Engines", "DeepSpeed ZeRO-3, accumulate_into", limits="refused with RuntimeError"
-)
-def test_accumulation_is_refused(two_processes):
-    two_processes.run(refuses_to_accumulate)

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,62 +11,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from distributed_steps import encoder, mine
 from hf_models import VOCAB, S, build
+from launched import both_ranks, torchrun
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from fused_remat import FusedRematLayer, convert
 
-ROOT = Path(__file__).parents[2]
-PROCESS = str(ROOT / "tests" / "distributed" / "engine_process.py")
+PROCESS = str(Path(__file__).with_name("engine_process.py"))
 LAYERS = 2  # of every script's model
-
-
-def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
-
-
-def environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return os.environ | {
-        "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
-    }  # fmt: skip
-
-
-def finish(processes: list[subprocess.Popen[str]]) -> None:
-    """Wait for all; one that fails leaves the others waiting in a collective."""
-    try:
-        for process in processes:
-            shown, _ = process.communicate()
-            assert process.returncode == 0, shown[-6000:]
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def both_ranks(*arguments: str) -> None:
-    """The script in two processes, as torchrun would start them, but without its own process."""
-    env = environment()
-    ranks = [env | {"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": "2"} for r in "10"]
-    finish([popen([sys.executable, PROCESS, *arguments], one) for one in ranks])
-
-
-def torchrun(*arguments: str) -> None:
-    """The same by torchrun; `--standalone` would need the host's name to resolve."""
-    run = "-m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 --master-port"
-    env = environment()
-    command = [sys.executable, *run.split(), env["MASTER_PORT"], PROCESS, *arguments]
-    finish([popen(command, env)])
-
-
-def popen(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
 
 
 def losses(folder: Path, first: int = 0) -> list[dict]:
@@ -92,16 +41,12 @@ def trained(found: list[dict]) -> None:
 
 def starts(script: str, out: Path, *checkpoints: str) -> list[dict]:
     """The losses of 20 steps, once they were found to be those of each resumed start."""
-    folders = [out / f"from-{i}" for i, _ in enumerate(checkpoints)]
-    resumed = [
-        str(path)
-        for saved, folder in zip(checkpoints, folders, strict=True)
-        for path in (out / saved, folder)
-    ]
-    both_ranks(script, str(out), *resumed)
+    folders = {out / saved: out / f"from-{i}" for i, saved in enumerate(checkpoints)}
+    resumed = (str(path) for pair in folders.items() for path in pair)
+    both_ranks(PROCESS, script, str(out), *resumed)
     found = losses(out)
     trained(found)
-    for folder in folders:
+    for folder in folders.values():
         assert losses(folder, 10) == found[10:], folder
     return found
 
@@ -110,7 +55,7 @@ def starts(script: str, out: Path, *checkpoints: str) -> list[dict]:
 def titan(tmp_path_factory):
     """The first start of the loop in plain PyTorch, by torchrun: its folder, with a checkpoint."""
     out = tmp_path_factory.mktemp("titan")
-    torchrun("titan_loop", str(out))
+    torchrun(PROCESS, "titan_loop", str(out))
     return out
 
 
@@ -121,7 +66,7 @@ def titan(tmp_path_factory):
     limits="without torchtitan itself",
 )
 def test_titan_loop(titan, tmp_path):
-    torchrun("titan_loop", "-", str(titan / "dcp-10"), str(tmp_path))
+    torchrun(PROCESS, "titan_loop", "-", str(titan / "dcp-10"), str(tmp_path))
     found = losses(titan)
     trained(found)
     assert losses(tmp_path, 10) == found[10:]
@@ -132,7 +77,9 @@ def test_titan_loop(titan, tmp_path):
 )
 def test_titan_loop_divided(titan, tmp_path):
     folder = tmp_path / "resumed"
-    both_ranks("titan_loop:--tensor=2", str(tmp_path), str(tmp_path / "dcp-10"), str(folder))
+    both_ranks(
+        PROCESS, "titan_loop:--tensor=2", str(tmp_path), str(tmp_path / "dcp-10"), str(folder)
+    )
     found = losses(tmp_path)
     assert losses(folder, 10) == found[10:]
     assert found[-1]["losses"][0] < found[0]["losses"][0] - 1
@@ -192,8 +139,8 @@ def model_of(kind: str, fused: bool) -> nn.Module:
     return convert(model, policy="lean") if fused else model
 
 
-def sharded(kind: str, fused: bool) -> nn.Module:
-    model = model_of(kind, fused)
+def sharded(kind: str) -> nn.Module:
+    model = model_of(kind, fused=True)
     for layer in model if kind == "encoder" else model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
@@ -208,29 +155,25 @@ def inputs_of(kind: str) -> torch.Tensor:
 
 def output_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     y = model(x)
-    return y.logits if hasattr(y, "logits") else y
+    return (y.logits if hasattr(y, "logits") else y).detach()
 
 
-def change(model: nn.Module, by: float) -> None:
+def save_sharded(kind, folder):
+    """Weights that a fresh model does not have; this rank's output of them."""
+    model = sharded(kind)
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(by)
-
-
-def save_sharded(kind, fused, folder):
-    """Weights that a fresh model does not have; this rank's output of them."""
-    model = sharded(kind, fused)
-    change(model, 1.25)
+            p.mul_(1.25)
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
-    return output_of(model, mine(inputs_of(kind))).detach()
+    return output_of(model, mine(inputs_of(kind)))
 
 
-def load_sharded(kind, fused, folder):
-    model = sharded(kind, fused)
+def load_sharded(kind, folder):
+    model = sharded(kind)
     state = {"model": get_model_state_dict(model)}
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
-    return output_of(model, mine(inputs_of(kind))).detach()
+    return output_of(model, mine(inputs_of(kind)))
 
 
 @pytest.mark.composes(
@@ -238,7 +181,7 @@ def load_sharded(kind, fused, folder):
 )
 @pytest.mark.parametrize("kind", ["encoder", "llama"])
 def test_checkpoints_of_fused_and_stock_models_are_the_same(two_processes, tmp_path, kind):
-    fused = two_processes.run(save_sharded, kind, True, tmp_path / "fused")
+    fused = two_processes.run(save_sharded, kind, tmp_path / "fused")
     stock = model_of(kind, False)
     state = {"model": stock.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path / "fused", no_dist=True)
@@ -246,6 +189,5 @@ def test_checkpoints_of_fused_and_stock_models_are_the_same(two_processes, tmp_p
     close = {"rtol": 1e-5, "atol": 1e-6} if kind == "llama" else {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(output_of(stock, inputs_of(kind)), torch.cat(fused), **close)
     dcp.save({"model": stock.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True)
-    back = two_processes.run(load_sharded, kind, True, tmp_path / "stock")
-    for one, other in zip(back, fused, strict=True):
-        assert torch.equal(one, other)
+    back = two_processes.run(load_sharded, kind, tmp_path / "stock")
+    assert all(map(torch.equal, back, fused))

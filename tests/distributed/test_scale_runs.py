@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import scale
-from bench.scale.report import is_right
+from bench.pages import scale
+from bench.pages.scale import is_right
 from bench.scale.runs import held, tiny
 
 

@@ -1,11 +1,9 @@
 """Fused layers divided among ranks: the losses, gradients and outputs of one process."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_steps import whole
+from processes import in_two_processes
 from reference import EXACT_PRESETS, randomize
 from tensor_parallel_steps import (
     CLOSE,
@@ -17,14 +15,17 @@ from tensor_parallel_steps import (
     Stack,
     causal,
     check,
+    divided,
     given,
     mesh_of,
     options_of,
     stack,
     step,
+    whole,
 )
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import (
@@ -35,33 +36,29 @@ from fused_remat import (
     memory_report,
 )
 from fused_remat.autograd.function import OBSERVERS
-from fused_remat.parallel import (
-    LayerParallel,
-    pack_attention,
-    tensor_parallel_plan,
-)
+from fused_remat.parallel import LayerParallel, pack_attention
 from fused_remat.report.allocations import SavedBytes
+
+SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 
 
 def divided_as_whole(kind, policy, sequence, masks=False):
     model = stack(kind, policy)
-    other = copy.deepcopy(model)
-    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=sequence))
-    check(model, other, given(), **options_of(kind, masks))
+    check(model, divided(model, sequence), given(), **options_of(kind, masks))
 
 
 @pytest.mark.composes(
     "Tensor parallel",
     "`LayerParallel` of encoder and causal layers, with sequence parallel or without; masks",
 )
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@SEQUENCE
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers(two_processes, kind, sequence):
     two_processes.run(divided_as_whole, kind, "full", sequence, masks=True)
 
 
 @pytest.mark.composes("Tensor parallel", "every policy, kept activations in 8 bits among them")
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@SEQUENCE
 @pytest.mark.parametrize("policy", [*EXACT_PRESETS[1:], "fast8"])
 def test_policies(two_processes, policy, sequence):
     run = divided_as_whole if policy != "fast8" else near_whole
@@ -73,51 +70,39 @@ def near_whole(kind, policy, sequence):
     kwargs, x = options_of(kind, False, 64), given(1, (B, 32, 64))
     angles = torch.outer(torch.arange(32), 10.0 ** -torch.arange(8)).double()
     kwargs["rope"] = (angles.cos(), angles.sin())
-    exact, one, other = (stack(kind, preset, width=64) for preset in ("none", policy, policy))
-    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=sequence))
-    expected, alone, found = (step(m, x, **kwargs) for m in (exact, one, other))
-    torch.testing.assert_close(found[0], expected[0], **CLOSE)
+    exact, one = (stack(kind, preset, width=64) for preset in ("none", policy))
+    models = exact, one, divided(one, sequence)
+    expected, alone, found = (step(m, x, **kwargs) for m in models)
+    assert_close(found[0], expected[0], **CLOSE)
     for name, grad in expected[2].items():
         limit = 2.5 * (alone[2][name] - grad).norm() + 1e-9
         assert (found[2][name] - grad).norm() < limit, name
 
 
 @pytest.mark.composes("Tensor parallel", "the decoder layer; its memory is whole on every rank")
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@SEQUENCE
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_decoder(two_processes, norm_first, sequence):
-    two_processes.run(decoder_as_whole, norm_first, sequence)
-
-
-def decoder_as_whole(norm_first, sequence):
+@in_two_processes
+def test_decoder(norm_first, sequence):
     torch.manual_seed(0)
     layers = [FusedRematDecoderLayer(D, H, 12, 0.0, norm_first=norm_first) for _ in range(2)]
     model = Stack(layers).double()  # (S, B, D)
     randomize(model)
-    other = copy.deepcopy(model)
-    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=sequence))
     memory = given(3, (5, B, D))
     mask = given(4, (B * H, S, S)) > 1.0  # of every head
     mask[..., 0] = False
-    grads = []
-    for m in (model, other):
+    results = []
+    for m in (model, divided(model, sequence)):
         own = memory.clone().requires_grad_()
-        grads.append([*step(m, given(1, (S, B, D)), memory=own, tgt_mask=mask), own.grad])
-    expected, found = grads
-    for i in (0, 1, 3):
-        torch.testing.assert_close(found[i], expected[i], **CLOSE)
-    packed = pack_attention(found[2])
-    for name, grad in expected[2].items():
-        torch.testing.assert_close(packed[name], grad, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+        y, dx, grads = step(m, given(1, (S, B, D)), memory=own, tgt_mask=mask)
+        results.append([y, dx, own.grad, pack_attention(grads)])
+    assert_close(*results, **CLOSE)
 
 
 @pytest.mark.composes("Tensor parallel", "groups of sequences and tiles of tokens")
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_groups_and_tiles(two_processes, sequence):
-    two_processes.run(in_pieces, sequence)
-
-
-def in_pieces(sequence):
+@SEQUENCE
+@in_two_processes
+def test_groups_and_tiles(sequence):
     from fused_remat.execution import choose
 
     before, choose._CPU_TOKENS = choose._CPU_TOKENS, 2
@@ -132,17 +117,13 @@ def in_pieces(sequence):
     "Tensor parallel",
     "dropout: of what every rank has, the first rank's; of what is divided, each rank's own",
 )
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_dropout(two_processes, sequence):
-    two_processes.run(dropout, sequence)
-
-
-def dropout(sequence):
+@SEQUENCE
+@in_two_processes
+def test_dropout(sequence):
     make = {"norm_first": True, "batch_first": True}
     model = FusedRematLayer(D, H, 12, 0.3, policy="lean", **make).double()
     randomize(model)
-    other = nn.Sequential(copy.deepcopy(model))
-    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=sequence))
+    other = divided(nn.Sequential(model), sequence)
     params = list(other.parameters())
 
     def loss(x, seed=5):
@@ -199,9 +180,7 @@ def dropped(sequence):
 
 
 def test_stochastic_rounding_is_alike_where_every_rank_has_it(two_processes):
-    grads = two_processes.run(rounded)
-    for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
+    assert all(map(torch.equal, *two_processes.run(rounded)))
 
 
 def rounded():
@@ -215,38 +194,31 @@ def rounded():
 
 
 @pytest.mark.composes("Tensor parallel", "whole residual stream: its dropout is one process's")
-def test_dropout_of_the_stream_is_one_processs(two_processes):
-    two_processes.run(dropout_of_the_stream)
-
-
-def dropout_of_the_stream():
+@in_two_processes
+def test_dropout_of_the_stream_is_one_processs():
     model = stack("encoder pre-norm")
     for layer in model.layers:
         layer.dropout1.p, layer.dropout2.p = 0.3, 0.4
-    other = copy.deepcopy(model)
-    parallelize_module(other, mesh_of(), tensor_parallel_plan(other))
+    other = divided(model)
     torch.manual_seed(3)
     expected = step(model, given())
     torch.manual_seed(3 + 10 * dist.get_rank())
     found = step(other, given())
-    for i in (0, 1):
-        torch.testing.assert_close(found[i], expected[i], **CLOSE)
+    assert_close(found[:2], expected[:2], **CLOSE)
 
 
 @pytest.mark.composes("Tensor parallel", "kept bytes of a rank, as predicted from its graph")
 @pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_kept_bytes(two_processes, policy):
     for sequence in (False, True):
-        for found in two_processes.run(kept_bytes, policy, sequence):
-            kept, report, predicted, table = found
+        for kept, report, predicted, table in two_processes.run(kept_bytes, policy, sequence):
             assert kept == report == predicted == table
 
 
 def kept_bytes(policy, sequence):
-    """Bytes that autograd saves, that the report says, and of the table in docs/scale.md."""
+    """Bytes that autograd saves, that the report says, and of docs/scale.md."""
     layer = FusedRematLayer(D, H, 4 * D, 0.0, norm_first=True, batch_first=True, policy=policy)
-    plan = {"": LayerParallel(sequence=sequence)}
-    layer = parallelize_module(layer, mesh_of(), plan[""])
+    layer = parallelize_module(layer, mesh_of(), LayerParallel(sequence=sequence))
     tokens = S // 2 if sequence else S
     x = torch.randn(B, tokens, D, requires_grad=True)
     with SavedBytes(exclude=[p.to_local() for p in layer.parameters()]) as saved:
@@ -261,52 +233,40 @@ def kept_bytes(policy, sequence):
 
 
 @pytest.mark.composes("Tensor parallel", "segments")
-def test_segments(two_processes):
-    two_processes.run(segments)
-
-
-def segments():
+@in_two_processes
+def test_segments():
     model = stack("causal", "full", count=3)
-    other = copy.deepcopy(model)
-    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=True))
+    other = divided(model, sequence=True)
     for layer, place in zip(other.layers, ("first", "inner", "inner"), strict=True):
         layer.policy = Policy(save={"attn"}, segment=place)
     check(model, other, given(), **options_of("causal", False))
 
 
 @pytest.mark.composes("Tensor parallel", "an outer checkpoint; the replay check")
-def test_outer_checkpoint_and_replay_check(two_processes):
-    two_processes.run(checkpointed)
-
-
-def checkpointed():
+@in_two_processes
+def test_outer_checkpoint_and_replay_check():
     model = stack("causal", "lean")
-    other = copy.deepcopy(model)
-    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=True))
+    other = divided(model, sequence=True)
     kwargs = options_of("causal", False)
     expected = step(model, given(), **kwargs)
     inner = other.forward
     other.forward = lambda x, **kw: checkpoint(inner, x, use_reentrant=False, **kw)
     found = step(other, given(), **kwargs)
-    torch.testing.assert_close(found[1], expected[1], **CLOSE)
+    assert_close(found[1], expected[1], **CLOSE)
     del other.forward
     other.zero_grad()
     with check_replay():
         found = step(other, given(), **kwargs)
-    torch.testing.assert_close(found[1], expected[1], **CLOSE)
+    assert_close(found[1], expected[1], **CLOSE)
 
 
 @pytest.mark.composes("Tensor parallel", "autocast to bfloat16")
 @pytest.mark.parametrize("kind", ["encoder post-norm", "causal, sandwich"])
-def test_autocast(two_processes, kind):
-    two_processes.run(autocast, kind)
-
-
-def autocast(kind):
+@in_two_processes
+def test_autocast(kind):
     for sequence in (False, True):
         model = stack(kind, width=64).float()
-        other = copy.deepcopy(model)
-        parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=sequence))
+        other = divided(model, sequence)
         kwargs, x = options_of(kind, False, 64), given(1, (B, S, 64)).float()
         kwargs = {name: tuple(t.float() for t in tables) for name, tables in kwargs.items()}
         exact = step(model, x, **kwargs)
@@ -320,15 +280,11 @@ def autocast(kind):
 @pytest.mark.composes(
     "Tensor parallel", "torch.compile", limits="the layers run outside of the compiled graph"
 )
-def test_compiled(two_processes):
-    two_processes.run(compiled)
-
-
-def compiled():
+@in_two_processes
+def test_compiled():
     model = stack("causal", "lean")
-    other = copy.deepcopy(model)
-    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=True))
+    other = divided(model, sequence=True)
     expected = step(model, given(), **options_of("causal", False))
     torch._dynamo.reset()
     found = step(torch.compile(other, backend="aot_eager"), given(), **options_of("causal", False))
-    torch.testing.assert_close(found[1], expected[1], **CLOSE)
+    assert_close(found[1], expected[1], **CLOSE)

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_steps import whole
+from processes import in_two_processes
 from reference import randomize
 from tensor_parallel_steps import (
     CLOSE,
@@ -16,12 +16,14 @@ from tensor_parallel_steps import (
     S,
     causal,
     check,
+    divided,
     encoder,
     given,
     mesh_of,
     options_of,
     stack,
     step,
+    whole,
 )
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -33,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing import assert_close
 
 from fused_remat import (
     FusedRematLayer,
@@ -54,11 +57,8 @@ from fused_remat.parallel import (
 
 @pytest.mark.composes("Tensor parallel", "vocabulary-parallel loss, and the head's logits")
 @pytest.mark.parametrize("bias", [False, True])
-def test_vocabulary(two_processes, bias):
-    two_processes.run(vocabulary, bias)
-
-
-def vocabulary(bias):
+@in_two_processes
+def test_vocabulary(bias):
     torch.manual_seed(0)
     head = nn.Linear(D, 20, bias=bias, dtype=torch.float64)
     other = parallelize_module(copy.deepcopy(head), mesh_of(), VocabularyParallel())
@@ -76,26 +76,21 @@ def vocabulary(bias):
                 loss.backward()
                 losses.append(loss.detach())
                 grads.append([x.grad, *(whole(p.grad) for p in m.parameters())])
-            torch.testing.assert_close(losses[1], losses[0], **CLOSE)
-            for a, b in zip(*grads, strict=True):
-                torch.testing.assert_close(b, a, **CLOSE)
+            assert_close(*losses, **CLOSE)
+            assert_close(*grads, **CLOSE)
     x, y = given(1).requires_grad_(), given(1).requires_grad_()
     head.zero_grad(), other.zero_grad()
     (head(x).sigmoid().sum() + other(y).sigmoid().sum()).backward()
-    torch.testing.assert_close(head(x), other(y), **CLOSE)
-    torch.testing.assert_close(y.grad, x.grad, **CLOSE)
-    torch.testing.assert_close(whole(other.weight.grad), head.weight.grad, **CLOSE)
+    found = other(y), y.grad, whole(other.weight.grad)
+    assert_close(found, (head(x), x.grad, head.weight.grad), **CLOSE)
     with pytest.raises(IndexError, match="20 is out of bounds"):
         ops.linear_cross_entropy(x, other.weight, labels.fill_(20), other.bias)
 
 
 @pytest.mark.composes("Tensor parallel", "Hugging Face models, with `convert(loss=True)`")
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bert"])
-def test_hugging_face(two_processes, name):
-    two_processes.run(hugging_face, name)
-
-
-def hugging_face(name):
+@in_two_processes
+def test_hugging_face(name):
     from hf_models import VOCAB, build
 
     for sequence in (False, True):
@@ -106,19 +101,16 @@ def hugging_face(name):
         plan = tensor_parallel_plan(other, sequence=sequence)
         assert ("lm_head" in plan) != masked and VOCAB % 2 == 0
         parallelize_module(other, mesh_of(), plan)
-        names = [{n for n, _ in m.named_parameters()} for m in (model, other)]
-        assert names[0] == names[1]  # what was shared is
         ids = torch.randint(3, VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
         with warnings.catch_warnings():
             warnings.simplefilter("error", FusedRematWarning)
             losses = [m(input_ids=ids, labels=ids).loss for m in (model, other)]
-        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-7)
+        assert_close(*losses, rtol=1e-6, atol=1e-7)
         for loss in losses:
             loss.backward()
-        got = dict(other.named_parameters())
-        for param, p in model.named_parameters():
-            # transformers' RMSNorm after the last layer is float32.
-            torch.testing.assert_close(whole(got[param].grad), p.grad, rtol=1e-4, atol=1e-6)
+        grads = [{n: whole(p.grad) for n, p in m.named_parameters()} for m in (model, other)]
+        # transformers' RMSNorm after the last layer is float32.
+        assert_close(*grads, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.composes(
@@ -141,7 +133,7 @@ def with_fsdp(path):
             fully_shard(layer, mesh=mesh["data"])
         fully_shard(other, mesh=mesh["data"])
         kwargs, x = options_of(kind, False), given()
-        expected = [step(model, x, **kwargs)[2]]
+        _, _, expected = step(model, x, **kwargs)
         part = x.chunk(2)[mesh["data"].get_local_rank()]
         half = part.clone().requires_grad_()
         dy = given(2, x.shape).chunk(2)[mesh["data"].get_local_rank()]
@@ -149,11 +141,10 @@ def with_fsdp(path):
             warnings.filterwarnings("error", message=r"FSDP2-wrapped module \(FSDPFused")
             (other(half, **kwargs) * dy).sum().backward()
         grads = {name: 2 * whole(p.grad) for name, p in other.named_parameters()}  # FSDP's mean
-        for name, grad in pack_attention(grads).items():
-            torch.testing.assert_close(grad, expected[0][name], **CLOSE)
+        assert_close(pack_attention(grads), expected, **CLOSE)
         norm = whole(nn.utils.clip_grad_norm_(other.parameters(), 0.5, foreach=True))
         alone = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        torch.testing.assert_close(2 * norm, alone, rtol=1e-5, atol=0)
+        assert_close(2 * norm, alone, rtol=1e-5, atol=0)
         before = whole(other.after.weight).clone()
         torch.optim.AdamW(other.parameters(), foreach=True).step()
         assert not torch.equal(whole(other.after.weight), before)
@@ -203,11 +194,8 @@ class Around(nn.Module):
 
 
 @pytest.mark.composes("Tensor parallel", "what is around the layers: the same on every rank")
-def test_around_the_layers(two_processes):
-    two_processes.run(around)
-
-
-def around():
+@in_two_processes
+def test_around_the_layers():
     torch.manual_seed(dist.get_rank())  # the first rank's values are everybody's
     other = Around().double()
     torch.manual_seed(0)
@@ -219,52 +207,42 @@ def around():
 
 
 @pytest.mark.composes("Tensor parallel", "nn.TransformerEncoder, trained and evaluated, padded")
-def test_transformer_encoder(two_processes):
-    two_processes.run(transformer_encoder)
-
-
-def transformer_encoder():
+@in_two_processes
+def test_transformer_encoder():
     torch.manual_seed(0)
     stock = nn.TransformerEncoderLayer(D, H, 12, 0.0, batch_first=True)
     model = convert(nn.TransformerEncoder(stock, 2, norm=nn.LayerNorm(D))).double()
     randomize(model)
-    other = copy.deepcopy(model)
-    parallelize_module(other, mesh_of(), tensor_parallel_plan(other, sequence=True))
+    other = divided(model, sequence=True)
     padding = torch.zeros(B, S, dtype=torch.bool)
     padding[0, -2:] = True
     check(model, other, given(), src_key_padding_mask=padding)
     with torch.no_grad():
         outs = [m.eval()(given(), src_key_padding_mask=padding) for m in (model, other)]
-    torch.testing.assert_close(outs[1][~padding], outs[0][~padding], **CLOSE)
-    layer = causal()  # by itself: whole in, whole out
-    alone = copy.deepcopy(layer)
-    parallelize_module(alone, mesh_of(), tensor_parallel_plan(alone, sequence=True))
-    x = given().float()
-    torch.testing.assert_close(alone(x), layer(x))
+    assert_close(outs[1][~padding], outs[0][~padding], **CLOSE)
+    layer, x = causal(), given().float()  # by itself: whole in, whole out
+    assert_close(divided(layer, sequence=True)(x), layer(x))
 
 
 @pytest.mark.composes("Tensor parallel", "what is not divided, and DTensors elsewhere: an error")
-def test_errors(two_processes):
-    two_processes.run(errors)
-
-
-def errors():
+@in_two_processes
+def test_errors():
     mesh = mesh_of()
 
-    def divided(layer, **kwargs):
+    def split(layer, **kwargs):
         return parallelize_module(layer, mesh, LayerParallel(**kwargs))
 
     with pytest.raises(TypeError, match="takes a fused layer, got a Linear"):
-        divided(nn.Linear(2, 2))
+        split(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="3 heads cannot be divided evenly among 2"):
-        divided(FusedRematLayer(6, 3, 12))
+        split(FusedRematLayer(6, 3, 12))
     with pytest.raises(ValueError, match=r"fc1.weight of the FusedRematLayer is \(13, 8\)"):
-        divided(FusedRematLayer(D, H, 13))
+        split(FusedRematLayer(D, H, 13))
     with pytest.raises(ValueError, match="accumulate_into='grad'"):
-        divided(FusedRematLayer(D, H, 12, accumulate_into="grad"))
-    layer = divided(encoder(dropout=0.0))
+        split(FusedRematLayer(D, H, 12, accumulate_into="grad"))
+    layer = split(encoder(dropout=0.0))
     with pytest.raises(ValueError, match="divided among ranks already"):
-        divided(layer)
+        split(layer)
     x = torch.randn(B, S, D)
     mask = torch.zeros(S, S, requires_grad=True)
     with pytest.raises(RuntimeError, match="mask requires a gradient"):
@@ -273,8 +251,8 @@ def errors():
     with pytest.raises(RuntimeError, match="norm1 has hooks"):
         layer(x)
     with pytest.raises(ValueError, match="5 tokens of a sequence cannot be divided evenly"):
-        divided(encoder(dropout=0.0), sequence=True, split=True)(x[:, :5])
-    plain = divided(encoder(dropout=0.0))
+        split(encoder(dropout=0.0), sequence=True, split=True)(x[:, :5])
+    plain = split(encoder(dropout=0.0))
     with pytest.raises(RuntimeError, match="takes this rank's local tensor, got a DTensor"):
         plain(distribute_tensor(x, mesh, [Replicate()]))
     whole = distribute_tensor(x, mesh, [Replicate()])
@@ -287,7 +265,7 @@ def errors():
         tensor_parallel_plan(nn.Sequential(encoder(dropout=0.0)), head="nohead")
     unknown = encoder(dropout=0.0, activation=lambda t: t.relu() ** 2)
     with pytest.raises(RuntimeError, match="may mix hidden units of different ranks"):
-        divided(unknown)(x)
+        split(unknown)(x)
     alone = causal()
     for p in ("weight", "bias"):
         t = getattr(alone.up, p)
@@ -295,7 +273,7 @@ def errors():
     with pytest.raises(RuntimeError, match=r"fc1.weight is a DTensor.*LayerParallel"):
         alone(x)
     with pytest.raises(ValueError, match="DTensor already"):
-        divided(alone)
+        split(alone)
     head = parallelize_module(nn.Linear(D, 20), mesh, VocabularyParallel())
     with pytest.raises(ValueError, match="weight and bias as DTensors"):
         ops.linear_cross_entropy(x, head.weight, torch.zeros(B, S).long(), torch.zeros(20))
@@ -327,11 +305,8 @@ def errors():
     "torch's context_parallel (ring attention)",
     limits="not in a block: layers run PyTorch's own forward inside it, with a warning; ops raise",
 )
-def test_context_parallel(two_processes):
-    two_processes.run(ring)
-
-
-def ring():
+@in_two_processes
+def test_context_parallel():
     from torch.distributed.tensor.experimental import context_parallel
 
     layer, x = encoder(dropout=0.0), torch.randn(B, S + 2, D)
@@ -344,11 +319,8 @@ def ring():
     assert layer.why_not_fused(x) is None
 
 
-def test_explanations(two_processes):
-    two_processes.run(explained)
-
-
-def explained():
+@in_two_processes
+def test_explanations():
     layer = parallelize_module(
         encoder("lean", dropout=0.0), mesh_of(), LayerParallel(sequence=True)
     )

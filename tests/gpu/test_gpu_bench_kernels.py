@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_checks import BF16, DEVICE, target
+from places import BF16, DEVICE, target
 
 from bench.kernels.attention_problem import FORMS, Attention
 from bench.kernels.problem import contests

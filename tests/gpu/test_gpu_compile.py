@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
+from places import BF16, DEVICE, ON_GPU, error_of, normal, sized
 from reference import EXACT_PRESETS
 from torch import nn
 
 from fused_remat import FusedRematLayer
 from fused_remat.report.allocations import SavedBytes
 
-pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback

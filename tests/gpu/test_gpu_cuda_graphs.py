@@ -8,13 +8,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
+from places import BF16, DEVICE, ON_GPU, error_of, normal, sized
 from reference import EXACT_PRESETS
 from torch import nn
 
 from fused_remat import FusedRematLayer, ops
 
-pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not ON_GPU, reason="captures CUDA graphs"),
@@ -24,7 +23,7 @@ B, S, D, H = sized(4, 256, 512, 8, tiny=(2, 9, 24, 3))
 PRESET = pytest.mark.parametrize("policy", EXACT_PRESETS)
 BACKEND = pytest.mark.parametrize("backend", ["triton", "eager"])
 #: How far two runs of a call may be apart in bfloat16: products and ATen's attention may take
-#: another kernel, or add in another order, while a graph is captured (as in test_gpu_layer.py).
+#: another kernel, or add in another order, while a graph is captured (test_encoder_layers.py).
 APART = 2e-2
 #: Results under other masks, at dropout 0.5, are much further apart.
 OTHER_MASKS = 0.1

@@ -5,13 +5,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_checks import BF16, DEVICE, ON_GPU, normal, sized
+from places import BF16, DEVICE, ON_GPU, normal, sized
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fused_remat import FusedRematLayer, FusedRematWarning
 
-pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu
 B, S, D, H = sized(4, 512, 1024, 8) if ON_GPU else (2, 9, 24, 3)
 

@@ -5,8 +5,8 @@ Where there is no GPU, a mover for the CPU stands in, and what reads CUDA's allo
 
 import pytest
 import torch
-from gpu_checks import BF16, DEVICE, ON_GPU, normal, sized
 from offload_mover import moving
+from places import BF16, DEVICE, ON_GPU, normal, sized
 from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, memory_report, plan
@@ -15,7 +15,6 @@ from fused_remat.planner import calibrate
 from fused_remat.report.allocations import predict_kept_bytes
 from fused_remat.spec import nn_layer_spec
 
-pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback

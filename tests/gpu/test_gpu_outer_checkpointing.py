@@ -4,21 +4,20 @@ import functools
 
 import pytest
 import torch
-from gpu_checks import BF16, DEVICE, ON_GPU, error_of, normal, sized
+from places import BF16, DEVICE, ON_GPU, error_of, normal, sized
 from reference import EXACT_PRESETS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer
 
-pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not ON_GPU, reason="reads the generator of CUDA"),
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
 ]
 B, S, D, H = sized(4, 256, 512, 8, tiny=(2, 9, 24, 3))
-#: Of two runs of a call in bfloat16, whose attention may add in any order (test_gpu_layer.py);
+#: Of two runs of a call in bfloat16, whose attention may add in any order (test_encoder_layers.py);
 #: other dropout masks would be some 0.5 apart.
 APART = 2e-2
 

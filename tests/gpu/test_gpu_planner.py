@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from gpu_checks import BF16, DEVICE, ON_GPU, sized
+from places import BF16, DEVICE, ON_GPU, sized
 from torch import nn
 
 from fused_remat import convert, plan
 from fused_remat.layers import FusedLayer
 from fused_remat.report.step import run_step
 
-pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback

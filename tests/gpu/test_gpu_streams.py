@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from gpu_checks import DEVICE, normal
+from places import DEVICE, ON_GPU, normal
 
 from fused_remat import FusedRematLayer
 
-pytest.importorskip("triton", reason="Triton is not installed")
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ON_GPU, reason="runs on CUDA streams"),
+]
 B, S, D, H = 8, 512, 512, 8
 
 

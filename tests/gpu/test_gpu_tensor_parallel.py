@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_checks import BF16, DEVICE, ON_GPU, normal, sized
+from places import BF16, DEVICE, ON_GPU, normal, sized
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -13,7 +13,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 from fused_remat import FusedRematCausalLayer, FusedRematLayer, ops
 from fused_remat.parallel import VocabularyParallel, pack_attention, tensor_parallel_plan
 
-pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu
 B, S, D, H = sized(2, 1024, 1024, 8) if ON_GPU else (2, 8, 24, 3)
 

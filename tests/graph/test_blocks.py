@@ -118,3 +118,9 @@ def test_chunks_cover_everything_once_and_stay_within_the_limit(batch, seq_len, 
         assert [i for s, e in tiles for i in range(s, e)] == list(range(rows))
         assert all(e - s <= limit for s, e in tiles)
     assert chunks.tiled == any(len(list(chunks.tiles((b - a) * seq_len))) > 1 for a, b in groups)
+
+
+def test_groups_are_of_the_longest_activation():
+    """Of a decoder's memory, say: four sequences of 8 tokens and of 32, 64 at a time."""
+    assert Chunks.of(4, 8, 64).group == 4
+    assert Chunks.of(4, 8, 64, 32).group == 2

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from block_inputs import normal, same_bits
 from reference import EXACT_PRESETS
 from tiers import pairwise
 
@@ -11,6 +12,7 @@ from fused_remat import Policy, ops
 from fused_remat.autograd import function
 from fused_remat.execution import choose
 from fused_remat.graph.build import BlockBuilder, block_graph
+from fused_remat.graph.fusions import MlpBackward
 from fused_remat.graph.schedule import schedule
 from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, MLPActivation
@@ -43,32 +45,33 @@ def fusing(monkeypatch):
     choose.forget()
 
 
+def tensors_of(shapes, needs_grad, bias=True):
+    """float32 weights, and biases, of layers; those that a test wants are leaves."""
+    named = {f"{name}.weight": shape for name, shape in shapes.items()}
+    named |= {f"{name}.bias": shape[:1] for name, shape in shapes.items()} if bias else {}
+    made = {n: normal(*s, seed=i, dtype=torch.float32) for i, (n, s) in enumerate(named.items())}
+    return {name: t.requires_grad_(needs_grad(name)) for name, t in made.items()}
+
+
+def check_same_bits(call, x, tensors):
+    """`call(backend)` gives the same output and gradients where steps are fused."""
+    wanted, found = [t for t in (x, *tensors.values()) if t.requires_grad], []
+    for backend in ("fusing", "eager"):
+        torch.manual_seed(1)
+        y = call(backend)
+        dy = normal(*y.shape, seed=99, dtype=y.dtype).detach()
+        grads = torch.autograd.grad(y, wanted, dy, allow_unused=True)
+        found.append([y, *(g for g in grads if g is not None)])
+    assert same_bits(*found)
+
+
+def input_of(wants):
+    return normal(3, 5, 8, dtype=torch.float32).requires_grad_(wants)
+
+
 ENCODER = {
     "qkv": (24, 8), "proj": (8, 8), "fc1": (16, 8), "fc2": (8, 16), "norm1": (8,), "norm2": (8,),
 }  # fmt: skip
-
-
-def encoder_case(policy, norm_first, needs_grad):
-    torch.manual_seed(0)
-    weights = {f"{name}.weight": torch.randn(shape) for name, shape in ENCODER.items()}
-    weights |= {f"{name}.bias": torch.randn(shape[0]) for name, shape in ENCODER.items()}
-    x, dy = torch.randn(2, 3, 5, 8)
-    leaves = {"input": x, **weights}
-    for name, leaf in leaves.items():
-        leaf.requires_grad_(needs_grad(name))
-
-    def step(backend):
-        torch.manual_seed(1)
-        y = ops.encoder_block(
-            x, weights, 2, norm_first=norm_first, activation="gelu", dropout_p=0.2, policy=policy,
-            backend=backend,
-        )  # fmt: skip
-        given = [leaf for leaf in leaves.values() if leaf.requires_grad]
-        return [y.detach(), *torch.autograd.grad(y, given, dy)]
-
-    return step
-
-
 WANTS = {
     "all": lambda name: True,
     "input": lambda name: name == "input",
@@ -84,9 +87,10 @@ WANTS = {
     "norm_first, policy, needs_grad", pairwise([False, True], list(EXACT_PRESETS), list(WANTS))
 )
 def test_encoder_gives_the_same_bits(fusing, policy, norm_first, needs_grad):
-    step = encoder_case(policy, norm_first, WANTS[needs_grad])
-    for a, b in zip(step("fusing"), step("eager"), strict=True):
-        assert torch.equal(a, b)
+    x = input_of(WANTS[needs_grad]("input"))
+    weights = tensors_of(ENCODER, WANTS[needs_grad])
+    how = {"norm_first": norm_first, "activation": "gelu", "dropout_p": 0.2, "policy": policy}
+    check_same_bits(lambda on: ops.encoder_block(x, weights, 2, backend=on, **how), x, weights)
     assert {"mlp_up_fwd", "linear_norm_fwd"} <= fusing
     if needs_grad in ("all", "fc2 frozen", "input"):
         # "none" keeps up; post-norm, "full" rebuilds it anyway, for sum2.
@@ -99,22 +103,12 @@ def test_encoder_gives_the_same_bits(fusing, policy, norm_first, needs_grad):
     pairwise([False, True], ["full", "none"], [(), (0,), (1,), (2,), (0, 1)]),
 )
 def test_mlp_gives_the_same_bits(fusing, gated, policy, frozen):
-    torch.manual_seed(0)
-    x, dy = torch.randn(2, 3, 5, 8)
+    x, op = input_of(True), ops.gated_mlp if gated else ops.mlp
     shapes = [(16, 8), (16, 8), (8, 16)] if gated else [(16, 8), (16,), (8, 16), (8,)]
-    weights = [torch.randn(shape) for shape in shapes]
-    for index, weight in enumerate(weights):
-        weight.requires_grad_(index not in frozen)
-    x.requires_grad_()
-    results = []
-    for backend in ("fusing", "eager"):
-        torch.manual_seed(1)
-        op = ops.gated_mlp if gated else ops.mlp
-        y = op(x, *weights, dropout_p=0.3, policy=policy, backend=backend)
-        leaves = [x, *(w for w in weights if w.requires_grad)]
-        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    layers = {str(i): shape for i, shape in enumerate(shapes)}
+    weights = tensors_of(layers, lambda name: int(name[0]) not in frozen, bias=False)
+    how = {"dropout_p": 0.3, "policy": policy}
+    check_same_bits(lambda on: op(x, *weights.values(), backend=on, **how), x, weights)
     assert ("mlp_bwd" in fusing) == (policy == "full")
 
 
@@ -166,23 +160,37 @@ SHAPES = {"square": (8, 8), "up": (16, 8), "down": (8, 16), "other": (8, 16), "n
 def test_graphs_that_no_block_has_give_the_same_bits(fusing, draw, frozen, kept):
     b = BlockBuilder()
     draw(b)
-    graph = b.graph("odd")
-    torch.manual_seed(0)
-    tensors = {f"{name}.weight": torch.randn(shape) for name, shape in SHAPES.items()}
-    tensors |= {f"{name}.bias": torch.randn(shape[0]) for name, shape in SHAPES.items()}
-    for name, tensor in tensors.items():
-        tensor.requires_grad_(name.split(".")[0] not in frozen)
-    x, dy = torch.randn(2, 3, 5, 8)
-    tensors["input"] = x.requires_grad_()
-    leaves = [t for t in tensors.values() if t.requires_grad]
-    save = Policy(save=set(kept) & set(graph.names))
-    results = []
-    for backend in ("fusing", "eager"):
-        y = function.run_block(graph, save, tensors, backend=backend)
-        grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
-        results.append([y.detach(), *(g for g in grads if g is not None)])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    graph, x = b.graph("odd"), input_of(True)
+    tensors = tensors_of(SHAPES, lambda name: name.split(".")[0] not in frozen)
+    save, given = Policy(save=set(kept) & set(graph.names)), {**tensors, "input": x}
+    check_same_bits(lambda on: function.run_block(graph, save, given, backend=on), x, tensors)
+
+
+def built(before_act):
+    """output = one + two(act), act = gelu(up), and one a layer of up, made before, or of act."""
+    b = BlockBuilder()
+    b.linear("up", "input", "up")
+    if before_act:
+        b.linear("one", "up", "one")
+    b.add(MLPActivation(name="act", up="up", act="gelu"))
+    if not before_act:
+        b.linear("one", "act", "one")
+    b.linear("two", "act", "two")
+    b.sum("output", "one", "two")
+    return b.graph("odd")
+
+
+def test_an_activation_whose_gradient_two_layers_give():
+    """The weights are frozen, so that neither reads it in backward."""
+    fusions = frozenset({"mlp_bwd gelu"})
+    plan = schedule(built(False), frozenset(), frozenset({"input"}), False, fusions)
+    assert not any(isinstance(step.node, MlpBackward) for step in plan.backward)
+
+
+def test_a_product_that_is_read_before_its_activation():
+    fusions = frozenset({"linear_act gelu"})
+    plan = schedule(built(True), frozenset(), frozenset({"input"}), False, fusions)
+    check_reads(plan.forward, {"input"}, set())
 
 
 SAVES = [

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import EXACT_PRESETS, pair
+from reference import EXACT_PRESETS, pair, weights_of
 from tiers import pairwise
 from torch import nn
 
@@ -12,7 +12,7 @@ from fused_remat.report.allocations import SavedBytes, measure_allocations, pred
 from fused_remat.spec import nn_layer_spec
 from fused_remat.steps import attention_rows
 
-# Elements per token in units of D, F = 4D, besides statistics (docs/design.md).
+# Elements per token in units of D, F = 4D, besides statistics (docs/presets.md).
 TABLE = {
     True: {"full": 1, "lean": 2, "balanced": 3, "fast": 6, "none": 10},
     False: {"full": 1, "lean": 2, "balanced": 3, "fast": 7, "none": 11},
@@ -88,13 +88,8 @@ FROZEN = {
 def test_nothing_is_kept_for_what_is_frozen(which, policy):
     layer = FusedRematLayer(D, H, 4 * D, 0.0, norm_first=True, batch_first=True, policy=policy)
     needs_grad = [n for n in ALL if n not in FROZEN[which]]
-    block = dict(zip(("qkv", "proj", "fc1", "fc2", "norm1", "norm2"), (
-        layer.self_attn, layer.self_attn.out_proj, layer.linear1, layer.linear2, layer.norm1,
-        layer.norm2), strict=True))  # fmt: skip
-    for name in ALL[:-1]:
-        head, kind = name.split(".")
-        attribute = f"in_proj_{kind}" if head == "qkv" else kind
-        getattr(block[head], attribute).requires_grad_(name in needs_grad)
+    for name, weight in weights_of(layer).items():
+        weight.requires_grad_(name in needs_grad)
     x = torch.randn(B, S, D, requires_grad="input" in needs_grad)
     predicted = prediction(layer, policy, x.dtype, needs_grad, 0.0)
     with SavedBytes(exclude=layer.parameters()) as saved:
@@ -119,6 +114,15 @@ def test_nothing_is_kept_without_gradients():
         with SavedBytes() as saved:
             layer(x)
         assert saved.total == 0
+
+
+def test_without_grad_mode_no_policy_holds_more():
+    layer, x = FusedRematLayer(16, 2, 64, batch_first=True), torch.randn(4, 8, 16)
+    peaks = []
+    for layer.policy in ("full", "none"):
+        with torch.no_grad():
+            peaks.append(measure_allocations(lambda: layer(x)).peak)
+    assert peaks[0] == peaks[1]
 
 
 @pytest.mark.parametrize("norm_first", [True, False])

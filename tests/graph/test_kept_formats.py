@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from block_inputs import same_bits
 from reference import randomize, run
 from tiers import exhaustive
 from torch import nn
@@ -62,19 +63,20 @@ def step(layer, x=None, *args, **kwargs):
     """Output and gradients of a call whose dropout is the same every time."""
     x = source() if x is None else x
     torch.manual_seed(5)
-    call = layer if not args else _With(layer, args)
-    return run(
-        call, x, torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x), **kwargs
-    )
+    call = Calling(layer, lambda layer, x: layer(x, *args)) if args else layer
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(x)
+    return run(call, x, dy, **kwargs)
 
 
-class _With(nn.Module):
-    def __init__(self, layer, args):
+class Calling(nn.Module):
+    """A layer that is called in another way: `how(layer, x)`."""
+
+    def __init__(self, layer, how):
         super().__init__()
-        self.layer, self.args = layer, args
+        self.layer, self.how = layer, how
 
     def forward(self, x):
-        return self.layer(x, *self.args)
+        return self.how(self.layer, x)
 
 
 ANGLES = torch.outer(torch.arange(S), 10000 ** -(torch.arange(D // H // 2) / (D // H // 2)))
@@ -92,6 +94,13 @@ LAYERS = {
     ),
     "plain causal": (lambda p: causal(p, gated=False, activation="relu"), (ROPE,)),
 }  # fmt: skip
+
+
+def check_close(found, exact, relative, absolute=0.0):
+    """Outputs have the same bits, gradients are close."""
+    assert torch.equal(found[0], exact[0])
+    for got, truth in zip(found[1:], exact[1:], strict=True):
+        assert (got - truth).norm() <= relative * truth.norm() + absolute
 
 
 def every_name(layer, stored):
@@ -168,8 +177,7 @@ def test_stochastic_rounding_has_no_bias():
 def test_relus_derivative_is_exact_from_int8_and_from_signs():
     exact = step(encoder("none", 0.2, activation="relu"))
     signs = step(encoder(Policy(save={"act": "native", "up": "sign"}), 0.2, activation="relu"))
-    for got, truth in zip(signs, exact, strict=True):
-        assert torch.equal(got, truth)
+    assert same_bits(signs, exact)
     policy = Policy(save={"attn": "native", "mid": "native", "up": "int8"})
     made = step(encoder(policy, 0.2, activation="relu"))
     same = [torch.equal(g, t) for g, t in zip(made, exact, strict=True)]
@@ -186,8 +194,7 @@ def test_signs_alone_serve_where_the_values_are_not_asked_for():
     assert saved.total == kept
     exact = encoder("full", activation="relu")
     exact.linear2.requires_grad_(False)
-    for got, truth in zip(step(layer), step(exact), strict=True):
-        assert torch.equal(got, truth)
+    assert same_bits(step(layer), step(exact))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -274,8 +281,7 @@ def test_compiled_gradients_are_the_same_bits(stored, dropout):
     policy = Policy(save={"attn": "native", "act": "native", "up": stored})
     eager = encoder(policy, dropout, activation="relu")
     compiled = torch.compile(copy.deepcopy(eager), backend="aot_eager", fullgraph=True)
-    for got, expected in zip(step(compiled), step(eager), strict=True):
-        assert torch.equal(got, expected)
+    assert same_bits(step(compiled), step(eager))
 
 
 @pytest.mark.composes(
@@ -291,8 +297,7 @@ def test_the_replay_check_passes(which, monkeypatch):
         plain = step(layer, None, *args)
         with check_replay():
             checked = step(layer, None, *args)
-        for got, expected in zip(checked, plain, strict=True):
-            assert torch.equal(got, expected)
+        assert same_bits(checked, plain)
 
 
 def test_the_replay_check_sees_a_changed_code():
@@ -317,10 +322,8 @@ def test_segments_keep_packed_what_they_run_again():
     for layer in exact:
         layer.policy = Policy(save={"attn": "native", "up": "int8"})
     ours, truth = step(packed), step(exact)
-    assert torch.equal(ours[0], truth[0])
     # The last of a segment is never run again, so it rebuilds all; others have what they packed.
-    for got, expected in zip(ours[1:], truth[1:], strict=True):
-        assert (got - expected).norm() <= 2e-2 * expected.norm()
+    check_close(ours, truth, 2e-2)
 
 
 def test_double_use_of_a_graph_and_batched_gradients():
@@ -337,18 +340,8 @@ def test_double_use_of_a_graph_and_batched_gradients():
 @pytest.mark.composes("Outer checkpointing", "kept activations in 8 bits")
 def test_an_outer_checkpoint_packs_the_same_again():
     layer = encoder(Policy(save={"qkv": "int8_stochastic", "up": "int8"}), 0.2)
-    outer = _Checkpointed(layer)
-    for got, expected in zip(step(outer), step(layer), strict=True):
-        assert torch.equal(got, expected)
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False)
+    outer = Calling(layer, lambda layer, x: checkpoint(layer, x, use_reentrant=False))
+    assert same_bits(step(outer), step(layer))
 
 
 def test_policies_are_copied_and_pickled_with_a_layer():
@@ -361,9 +354,7 @@ def test_policies_are_copied_and_pickled_with_a_layer():
 def test_a_callers_own_activation_reads_it_unpacked():
     made = step(encoder(Policy(save={"up": "int8"}), activation=torch.sin))
     exact = step(encoder("full", activation=torch.sin))
-    assert torch.equal(made[0], exact[0])
-    for got, truth in zip(made[1:], exact[1:], strict=True):
-        assert (got - truth).norm() <= 2e-2 * truth.norm() + 1e-3
+    check_close(made, exact, 2e-2, 1e-3)
 
 
 @pytest.mark.composes("Autocast", "kept activations in 8 bits")
@@ -373,9 +364,7 @@ def test_autocast():
         made = step(layer)
         layer.policy = "none"
         exact = step(layer)
-    assert torch.equal(made[0], exact[0])
-    for got, truth in zip(made[1:], exact[1:], strict=True):
-        assert (got - truth).norm() <= 2e-2 * truth.norm() + 1e-3
+    check_close(made, exact, 2e-2, 1e-3)
 
 
 def test_stochastic_rounding_draws_a_seed_and_dropout_stays_the_same():
@@ -389,7 +378,7 @@ def test_stochastic_rounding_draws_a_seed_and_dropout_stays_the_same():
     assert torch.equal(*states)
     layer = encoder(Policy(save={"up": "int8_stochastic"}))
     a, b = step(layer), step(layer)
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert same_bits(a, b)
     torch.manual_seed(6)
     again = run(layer, source(), torch.ones(B, S, D))
     torch.manual_seed(7)
@@ -460,8 +449,7 @@ def test_segments_under_the_replay_check():
     plain = step(model)
     with check_replay():
         checked = step(model)
-    for got, expected in zip(checked, plain, strict=True):
-        assert torch.equal(got, expected)
+    assert same_bits(checked, plain)
 
 
 def test_formats_that_do_not_hold_what_backward_asks_for():
@@ -480,6 +468,11 @@ def test_what_backward_does_not_ask_for_is_not_packed():
     graph = in_formats(block_graph(GELU), {"qkv:int8", "up:int8"})
     plan = schedule(graph, frozenset({"qkv:int8", "up:int8"}), frozenset({"fc2.bias"}), False)
     assert plan.kept == () and all(step.node.quantizes == "" for step in plan.forward)
+
+
+def test_activations_are_rounded_at_sites_of_their_own():
+    packed = in_formats(block_graph(GELU), {"qkv:int8_stochastic", "up:int8_stochastic"})
+    assert len({node.site for node in packed.nodes if node.quantizes}) == 2
 
 
 def test_equal_formats_share_one_graph():

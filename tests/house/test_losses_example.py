@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.losses.report import verdicts
-from bench.report import losses as page
+from bench.pages import losses as page
+from bench.pages import pictures
+from bench.pages.losses import verdicts
 
 ROOT = Path(__file__).parents[2]
 MODELS, WAYS = ("byte_lm", "smollm"), ("eager", "native", "fast8")
@@ -112,12 +113,12 @@ def test_a_run_is_taken_up(
 def test_the_page(run: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
     assert page.section(tmp_path) == page.UNMEASURED
     shutil.copy(run[0], tmp_path)
-    assert len(page.stale(tmp_path)) == 2
-    page.rewrite(tmp_path)
-    assert page.stale(tmp_path) == []
+    assert len(pictures.stale(tmp_path)) == 2
+    pictures.rewrite(tmp_path)
+    assert pictures.stale(tmp_path) == []
     assert (tmp_path / "losses-cpu.svg").read_bytes() == run[0].with_suffix(".svg").read_bytes()
     text = page.section(tmp_path)
-    assert "(../bench/results/losses-cpu.png)" in text
+    assert "(bench/results/losses-cpu.png)" in text
     assert "SmolLM-shaped, 0.44 M parameters: 1 layers, D = 192, H = 3, F = 512, S = 16" in text
     assert "2 seeds, 4 steps each" in text
 

@@ -10,17 +10,18 @@ import types
 
 import pytest
 import torch
-from poisoned import TARGET
+from places import target
 
-from bench.gpu import command as gpu
+from bench.commands import gpu
 from bench.gpu import layers as gpu_layers
 from bench.gpu.kinds import KINDS
-from bench.gpu.report import failures
-from bench.measure import contest as gpu_contest
-from bench.measure.contest import Contest, Rig, Way, Work
+from bench.measure.contest import Rig
 from bench.measure.results import ResultsFile
+from bench.pages.gpu import failures
 from bench.tuning import attention_tiles, product_tiles
 from fused_remat.triton import tables
+
+TARGET = target()
 
 #: What is not there, or serves nothing here: without a GPU.
 PEERS = {
@@ -92,8 +93,8 @@ def test_the_long_case_is_compared_with_what_keeps_all(rows):
 def test_one_long_sequence_on_a_gpu():
     """Of the presets and the stock ways, with enough time and before what matters less."""
     rig = Rig(torch.device("cpu"), torch.bfloat16, False, TARGET, ends=0.0)  # nothing is made of it
-    (job,) = gpu.SECTIONS["long"].jobs(rig)
-    assert job.case == {"name": "pre-norm", "width": 2048, "seq_len": 32768}
+    ((case, _),) = gpu.SECTIONS["long"].entries(rig)
+    assert case == {"name": "pre-norm", "width": 2048, "seq_len": 32768}
     assert gpu_layers.long_encoder(rig).batch == 1
     order = list(gpu.SECTIONS)
     assert order.index("layers") < order.index("long") < order.index("model")
@@ -112,47 +113,12 @@ def rig():
     return Rig(torch.device("cpu"), torch.float32, True, TARGET, ends=0.0)
 
 
-def test_no_speed_of_what_is_wrong_or_not_written(rig):
-    nan = torch.tensor([1.0, torch.nan])
-    ways = {"right": torch.ones(2), "off": torch.full((2,), 1.001), "unwritten": nan}
-    contest = Contest(
-        {name: Way(lambda index, y=y: {"y": y}) for name, y in ways.items()},
-        lambda: {"y": torch.ones(2, dtype=torch.float64)}, Work(bytes=1.0), ("right",),
-    )  # fmt: skip
-    rows = gpu_contest.measure(contest, rig)["ways"]
-    assert "us" in rows["right"] and list(rows["off"]) == list(rows["unwritten"]) == ["error"]
-    assert rows["off"]["error"].startswith("WrongResultError: relative error of y is 0.001")
-
-
-def test_what_may_not_serve_is_absent_but_has_to_be_right(rig):
-    def fails(index):
-        raise RuntimeError("no such kernel")
-
-    ways = {
-        "ours": Way(fails),
-        "absent": Way(fails, optional=True),
-        "off": Way(lambda index: {"y": torch.full((2,), 1.001)}, optional=True),
-    }
-    truth = lambda: {"y": torch.ones(2, dtype=torch.float64)}  # noqa: E731
-    row = gpu_contest.measure(Contest(ways, truth, Work(bytes=1.0), ("absent",)), rig)
-    assert [list(way) for way in row["ways"].values()] == [["error"], ["absent"], ["error"]]
-    assert len(failures([{"case": {"section": "it", "name": "them"}} | row])) == 2
-
-
-def test_a_result_may_be_off_by_the_contests_factor():
-    off = {"y": torch.full((2,), 1.0 + 2e-5)}
-    truth = {"y": torch.ones(2, dtype=torch.float64)}
-    with pytest.raises(gpu_contest.WrongResultError, match="allowed 1e-05"):
-        gpu_contest.check(off, truth)
-    assert gpu_contest.check(off, truth, 2.5)["allowed"] == 2.5e-5
-
-
 def test_a_failing_case_is_a_row(rig, tmp_path):
     def measure(rig):
         raise ValueError("no\nsuch size")
 
     results = ResultsFile(tmp_path / "gpu.json", {}, {})
-    gpu.run_job(gpu.Job({"name": "it"}, measure, 1.0), "norms", rig, results, "now")
+    gpu.run_entry(({"name": "it"}, measure), "norms", rig, results, "now")
     (row,) = rows_of(tmp_path)
     assert row["error"] == "ValueError: no such size"
     assert failures([row]) == ["norms it:  ValueError: no such size"]
@@ -162,25 +128,25 @@ def test_what_a_worker_has_done_is_not_done_again(rig, tmp_path, monkeypatch):
     """Nor is the case in which it ended."""
     measured = []
 
-    def jobs(rig):
-        for name in ("done", "crashed", "next", "too long"):
-            needs = 1e9 if name == "too long" else 1.0
-            yield gpu.Job({"name": name}, lambda rig, n=name: measured.append(n) or {}, needs)
+    def section(needs, *names):
+        entries = [({"name": n}, lambda rig, n=n: measured.append(n) or {}) for n in names]
+        return gpu.Section(1.0, needs, lambda rig: entries)
 
-    monkeypatch.setattr(gpu, "SECTIONS", {"it": gpu.Section(1.0, jobs)})
+    sections = {"it": section(1.0, "done", "crashed", "next"), "long": section(1e9, "too long")}
+    monkeypatch.setattr(gpu, "SECTIONS", sections)
     monkeypatch.setattr(gpu, "line", lambda row: "")
     results = ResultsFile(tmp_path / "gpu.json", {}, {})
     for name, more in (("done", {"ways": {}}), ("crashed", {"error": gpu.UNFINISHED})):
         results.put({"case": {"section": "it", "name": name}, "run": "now"} | more)
     rig = Rig(rig.device, rig.dtype, False, TARGET, ends=gpu.time.perf_counter() + 60)
-    gpu.run_all(["it"], rig, results, "now")
+    gpu.run_all(sections, rig, results, "now")
     assert measured == ["next"]
     found = {row["case"]["name"]: row for row in rows_of(tmp_path)}
     assert found["crashed"]["error"] == gpu.UNFINISHED and "skipped" in found["too long"]
     rig = dataclasses.replace(rig, ends=gpu.time.perf_counter() + 1e10)
-    gpu.run_all(["it"], rig, results, "now")  # given again, with more time
+    gpu.run_all(sections, rig, results, "now")  # given again, with more time
     assert measured == ["next", "too long"]
-    gpu.run_all(["it"], rig, results, "another run")
+    gpu.run_all(sections, rig, results, "another run")
     assert measured[2:] == ["done", "crashed", "next", "too long"]
 
 
@@ -220,6 +186,7 @@ def test_workers_that_never_end_well_are_a_failure(monkeypatch, tmp_path):
     failed = types.SimpleNamespace(returncode=1)
     monkeypatch.setattr(gpu.subprocess, "run", lambda command, **rest: failed)
     monkeypatch.setattr(gpu, "INTERPRETED", False)
+    monkeypatch.setattr("bench.measure.options.INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert gpu.main(["--out", str(tmp_path / "new")]) == 1
     with pytest.raises(SystemExit, match="2"):

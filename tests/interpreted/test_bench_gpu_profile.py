@@ -9,10 +9,10 @@ import torch
 
 from bench.audit import cases as audit_cases
 from bench.gpu import floors, kinds, profile
-from bench.gpu.report import profile_table
-from bench.layers.subjects import Case
-from bench.layers.ways import WAYS
 from bench.measure.contest import Rig
+from bench.pages.gpu import profile_table
+from bench.subjects.layer_ways import WAYS
+from bench.subjects.layers import Case
 from fused_remat.policies import EXACT_PRESETS
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from accuracy import check_error, scales
+from reference import causal_block as plain
 from reference import masked_decoder, masked_encoder, randomize
-from reference_transformer import plain
 from torch import Tensor, nn
 from transformer_variations import tables
 
@@ -84,7 +84,9 @@ class Kind:
             wide = torch.promote_types(dtype, torch.float32)
             made["rope"] = tables(self.rope, seq, wide)
         generator = torch.Generator().manual_seed(1)
-        for names, keys in zip(self.masks, (seq, memory), strict=False):
+        groups = list(zip(self.masks, (seq, memory), strict=False))
+        # That one is of the memory's keys alone where there is a memory.
+        for names, keys in groups[-1:] if form == "a sequence without keys" else groups:
             mask, padding, hint = FORMS[form]
             if mask:
                 made[names[0]] = self._mask(mask, (seq, keys), dtype, generator)

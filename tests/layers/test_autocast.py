@@ -168,7 +168,7 @@ def test_dtypes_and_refusals_are_those_of_the_stock_layer(low, norms, src, weigh
     ids=str,
 )  # fmt: skip
 def test_dtypes_on_cuda(src, low, norm_first, stream, weights):
-    """Norms give float32 there; `tests/gpu/test_gpu_autocast.py` asks the stock layer itself."""
+    """Norms give float32 there; `tests/backend/test_layers.py` asks the stock layer itself."""
     with FakeTensorMode(), torch.device("cuda"):
         x = torch.empty(2, 5, 24, dtype=src)
         params = {"norm1.weight": torch.empty(24, dtype=weights), "norm1.bias": None}

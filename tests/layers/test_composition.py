@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from accuracy import assert_bits, assert_close
+from block_inputs import in_pieces
 from layer_kinds import (
     DECODERS,
     KINDS,
@@ -16,7 +17,6 @@ from layer_kinds import (
     S,
     run,
 )  # fmt: skip
-from reference_ops import in_pieces
 from tiers import pairwise
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend

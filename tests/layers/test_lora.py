@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from accuracy import assert_bits, assert_close, check_error
+from block_inputs import Block, calls, in_pieces, leaves, normal, results
 from layer_kinds import KINDS, run
 from peft import LoraConfig, inject_adapter_in_model
 from reference import EXACT_PRESETS
-from reference_ops import calls, in_pieces, normal, results
-from reference_transformer import Block, leaves, plain
+from reference import causal_block as plain
 from torch import nn
 
 from fused_remat import FusedRematLayer, ops

@@ -46,9 +46,11 @@ def test_large_finite_masks(value, mask_grad):
         assert (a - b).norm() <= 4 * 2**-10 * b.norm() + 1e-5
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="as docs/design.md measured")
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="as docs/behaviour.md measured"
+)
 def test_the_stock_layers_defects_are_as_documented():
-    """If this fails, PyTorch has mended them: docs/design.md wants its paragraph removed."""
+    """If this fails, PyTorch has mended them: docs/behaviour.md wants its paragraph removed."""
     stock, _ = pair(16, 4, 32, dropout=0.0, batch_first=True)
     x, ones = torch.randn(2, 64, 16), torch.ones(2, 64, 16)
     padding = torch.zeros(2, 64)

@@ -4,9 +4,9 @@ import functools
 
 import pytest
 import torch
+from block_inputs import calls
 from layer_kinds import DECODERS, KINDS, MODELS, B, D, H, M, S, run
 from reference import EXACT_PRESETS
-from reference_ops import calls
 
 from fused_remat import FusedRematLayer, memory_report
 from fused_remat.graph.schedule import kept_bytes

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import assert_bits, assert_close
+from block_inputs import in_pieces
 from layer_kinds import (
     FORMS,
     KINDS,
@@ -24,8 +25,7 @@ from layer_kinds import (
     run,
 )  # fmt: skip
 from reference import EXACT_PRESETS, pair
-from reference_ops import in_pieces
-from reference_transformer import plain
+from reference import causal_block as plain
 from tiers import exhaustive, pairwise
 from torch import nn
 

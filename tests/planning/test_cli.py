@@ -205,6 +205,9 @@ def test_report_draws(capsys):
     assert Path("r.png").stat().st_size > 1000
 
 
+SMALL = ("scale", "--model", "smollm-135m", "--mesh", "2x3", "--seq", 768)
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
@@ -234,10 +237,28 @@ def test_report_draws(capsys):
         (("vit-l", "--json", "no/where.json"), "no folder 'no'"),
         (("vit-l", "--plot", "picture.bmp"), "'picture.bmp'"),
         (("mine_for_cli:step", "--json", "/proc/none.json"), "cannot write '/proc/none.json'"),
+        ((*SMALL, "--model", "llama4"), "smollm-135m, qwen2-1.5b, llama3-8b, gpt3-175b"),
+        ((*SMALL, "--model", "vit-l"), "got 'vit-l'"),
+        ((*SMALL, "--mesh", "2x4"), "9 query heads, which 4 tensor-parallel ranks"),
+        ((*SMALL, "--mesh", "0x3"), "got '0x3'"),
+        ((*SMALL, "--mesh", "2x3x4"), "pipeline stages are not supported); got '2x3x4'"),
+        ((*SMALL, "--batch", "-1"), "--batch must be at least 1, got -1"),
+        ((*SMALL, "--seq", "0"), "--seq must be at least 1, got 0"),
+        ((*SMALL, "--seq", "100"), "cannot divide 100 tokens evenly among 3"),
+        ((*SMALL, "--policy", "leaner"), "got 'leaner'"),
+        ((*SMALL, "--offload", "attn,qkw"), "'qkw'"),
+        (
+            (*SMALL, "--offload", "attn,mid", "--policy", "full"),
+            "cannot offload 'attn', 'mid': not kept by 'full'",
+        ),
+        ((*SMALL, "--device-memory", "lots"), "'lots'"),
+        ((*SMALL, "--dtype", "fp32"), "give --tflops"),
+        ((*SMALL, "--costs", "none.json"), "none.json"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_with_the_value(capsys, arguments, what):
-    status, _, error = said(capsys, "report", *arguments)
+    command = arguments if arguments[0] == "scale" else ("report", *arguments)
+    status, _, error = said(capsys, *command)
     assert status == 2 and what in error and "Traceback" not in error
 
 
@@ -307,3 +328,49 @@ def test_plan_without_a_budget_shows_the_frontier_and_too_small_a_one_why(capsys
         assert status == 2 and f" '{budget}'" in error
     status, _, error = said(capsys, "plan", "mine_for_cli:frozen", "--costs", "analytic")
     assert status == 2 and "check that its parameters require gradients" in error
+
+
+def test_scale_of_a_mesh(capsys):
+    status, text, _ = said(capsys, *SMALL, "--policy", "lean", "--devices", "--link-GBps", 100)
+    assert status == 0
+    for part in ("0.13 B parameters on 6 devices", "lean", "eager", "checkpoint", "planner",
+                 "link: 100 GB/s (assumed, not measured: --link-GBps)", "smallest mesh",
+                 "optimizer states", "tensor parallel", "longest sequence"):  # fmt: skip
+        assert part in text, part
+    rates = text[text.index("\nrates") :].splitlines()[2:]
+    assert rates and all("assumed, not measured" in line for line in rates)
+
+
+def test_scale_as_json(capsys):
+    status, text, _ = said(capsys, *SMALL, "--policy", "full", "--json")
+    found = json.loads(text)
+    assert status == 0 and found["parameters"] == 134_515_008
+    row = found["rows"]["full"]
+    assert row["peak"] == sum(row["memory"].values()) and row["fits"] is True
+    assert not any(figure["measured"] for figure in found["costs"].values())
+
+
+def test_scale_where_nothing_fits_is_1(capsys):
+    status, text, error = said(capsys, *SMALL, "--policy", "full", "--device-memory", "10MiB")
+    assert (
+        status == 1
+        and "no policy fits into 10.0 MiB" in error
+        and "planner finds no policies that fit" in text
+    )
+    assert "longest sequence that fits at batch 1: nothing fits" in text
+
+
+def test_scale_of_one_policy_shows_its_own_parts_and_what_is_on_the_host(capsys):
+    _, text, _ = said(capsys, *SMALL, "--policy", "lean", "--offload", "attn")
+    assert "at its peak (lean)" in text and "time of a step (lean)" in text
+    header, *rows = text.split("\n\n")[1].splitlines()
+    hosted = {row.split()[0]: row[header.index("on the host") - 2 :].split()[0] for row in rows}
+    assert "on the host" in header and hosted["eager"] == "0" != hosted["lean"]
+    _, text, _ = said(capsys, *SMALL)
+    assert "at its peak (planner)" in text and "on the host" not in text
+
+
+def test_a_rate_is_positive(capsys):
+    with pytest.raises(SystemExit):
+        scale.parse(["--model", "gpt2", "--mesh", "1", "--tflops", "-3"])
+    assert "expected a positive number, got '-3'" in capsys.readouterr().err

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from report_models import Model
 from torch import nn
 
 from fused_remat import FusedRematLayer, Policy, explain, ops
+from fused_remat.autograd.function import OBSERVERS
+from fused_remat.execution.observe import TRACERS
 
 X = torch.randn(3, 16, 64)
 
@@ -86,11 +89,8 @@ def test_every_layer_of_a_model_in_order():
 
 
 def test_ops_outside_a_layer():
-    class Model(nn.Module):
-        def forward(self, x):
-            return ops.rms_norm(x, torch.ones(64, requires_grad=True))
-
-    (found,) = explain(Model(), X)
+    weight = torch.ones(64, requires_grad=True)
+    (found,) = explain(Model(lambda self, x: ops.rms_norm(x, weight)), X)
     assert found.name == "(op)" and found.kept == ("input", "output.rstd")
 
 
@@ -136,7 +136,4 @@ def test_nothing_is_left_behind():
     with pytest.raises(RuntimeError, match="normalized_shape"):
         explain(model, X[..., :5])
     assert not model._forward_pre_hooks
-    from fused_remat.autograd.function import OBSERVERS
-    from fused_remat.execution.observe import TRACERS
-
     assert not OBSERVERS and not TRACERS

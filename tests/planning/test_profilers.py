@@ -7,7 +7,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.report.presets import block, rebuilt
+from bench.pages.presets import block, rebuilt
 from fused_remat import FusedRematLayer
 
 D, H, B, S = 64, 4, 3, 32

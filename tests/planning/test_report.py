@@ -3,7 +3,7 @@
 import pytest
 import torch
 from reference import EXACT_PRESETS
-from report_models import TOKENS, B, D, H, LanguageModel, S, data, encoder, ids, saved_bytes
+from report_models import TOKENS, B, D, H, LanguageModel, Model, S, data, encoder, ids, saved_bytes
 from tiers import pairwise
 from torch import nn
 
@@ -115,20 +115,18 @@ def test_under_checkpoint_a_layer_keeps_its_input(wrap, fused):
 
 
 def test_nothing_is_unpacked_by_naming():
-    class Counting(nn.Module):
-        unpacked = 0
+    unpacked = []
 
-        def forward(self, x):
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, self.unpack):
-                return x.exp().sin()
+    def unpack(t):
+        unpacked.append(1)
+        return t
 
-        def unpack(self, t):
-            self.unpacked += 1
-            return t
+    def forward(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            return x.exp().sin()
 
-    model = Counting()
-    memory_report(model, data(requires_grad=True))
-    assert model.unpacked == 2  # backward's own
+    memory_report(Model(forward), data(requires_grad=True))
+    assert len(unpacked) == 2  # backward's own
 
 
 def test_a_fused_layer_that_falls_back():
@@ -153,15 +151,8 @@ def test_a_sequential_mlp():
 
 
 def test_a_layer_applied_twice():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = FusedRematLayer(D, H, 4 * D, batch_first=True)
-
-        def forward(self, x):
-            return self.layer(self.layer(x))
-
-    model = Twice()
+    layer = FusedRematLayer(D, H, 4 * D, batch_first=True)
+    model = Model(lambda self, x: self.layer(self.layer(x)), layer=layer)
     report = memory_report(model, data())
     (layer,) = report.layers
     assert layer.calls == 2 and "called 2×" in str(report)
@@ -183,19 +174,14 @@ def test_what_is_outside_the_layers():
 
 
 def test_a_block_as_a_function():
-    class Functional(nn.Module):
-        def __init__(self):
-            super().__init__()
-            shapes = {"qkv": (3 * D, D), "proj": (D, D), "fc1": (D, D), "fc2": (D, D)}
-            for name, shape in shapes.items():
-                self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    def forward(self, x, mask):
+        weights = {f"{name}.weight": p for name, p in self.named_parameters()}
+        return encoder_block(x, weights, H, mask, policy="lean", norm_first=True)
 
-        def forward(self, x, mask):
-            weights = {f"{name}.weight": p for name, p in self.named_parameters()}
-            return encoder_block(x, weights, H, mask, policy="lean", norm_first=True)
-
+    rows = {"qkv": 3 * D, "proj": D, "fc1": D, "fc2": D}
+    params = {name: nn.Parameter(torch.randn(n, D)) for name, n in rows.items()}
     mask = torch.ones(S, S, dtype=torch.bool).tril()
-    (other,) = memory_report(Functional(), data(), mask).layers
+    (other,) = memory_report(Model(forward, **params), data(), mask).layers
     found = {a.name: a for a in other.activations}
     assert other.kept_bytes == other.predicted_bytes + mask.nbytes
     assert (found["mask"].bytes, found["mask"].predicted) == (mask.nbytes, 0)
@@ -203,16 +189,10 @@ def test_a_block_as_a_function():
 
 
 def test_masks_that_are_buffers_do_not_count():
-    class Causal(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = FusedRematLayer(D, H, 4 * D, batch_first=True)
-            self.register_buffer("mask", torch.randn(S, S))
-
-        def forward(self, x):
-            return self.layer(x, src_mask=self.mask)
-
-    report = memory_report(Causal(), data())
+    layer = FusedRematLayer(D, H, 4 * D, batch_first=True)
+    mask = nn.Buffer(torch.randn(S, S))
+    model = Model(lambda self, x: self.layer(x, src_mask=self.mask), layer=layer, mask=mask)
+    report = memory_report(model, data())
     assert report.kept_bytes == report.predicted_bytes
 
 
@@ -244,16 +224,8 @@ def test_inside_no_grad(fused):
 
 
 def test_sparse_and_subclass_tensors():
-    class Sparse(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 3))
-
-        def forward(self, x):
-            return torch.sparse.mm(x, self.weight)
-
-    x = torch.eye(6).to_sparse()
-    report = memory_report(Sparse(), x)
+    weight, x = nn.Parameter(torch.randn(6, 3)), torch.eye(6).to_sparse()
+    report = memory_report(Model(lambda self, x: torch.sparse.mm(x, self.w), w=weight), x)
     assert report.kept_bytes == x._indices().nbytes + x._values().nbytes
     assert all(a.is_input for a in report.layers[0].activations)
 
@@ -289,12 +261,9 @@ def test_the_peak_of_the_step_is_that_of_a_step(fused):
 
 @pytest.mark.usefixtures("one_thread")
 def test_peaks_are_those_of_the_layers():
-    class Wide(nn.Module):
-        def forward(self, x):
-            return x.repeat(1, 64).exp().sum(1, keepdim=True) * x
-
+    wide = Model(lambda self, x: x.repeat(1, 64).exp().sum(1, keepdim=True) * x)
     x = torch.randn(256, 1)
-    model = nn.Sequential(nn.Linear(1, 1), Wide(), nn.Linear(1, 1))
+    model = nn.Sequential(nn.Linear(1, 1), wide, nn.Linear(1, 1))
     first, wide, last = memory_report(model, x).layers
     wide_bytes = 64 * x.nbytes
     assert 2 * wide_bytes <= wide.forward_peak <= 2 * wide_bytes + 4 * x.nbytes

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from report_models import TOKENS, D, H, LanguageModel, data, encoder, ids
+from report_models import TOKENS, D, H, LanguageModel, Model, data, encoder, ids
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -103,21 +103,14 @@ def test_kept_storages_are_freed_as_backward_goes():
 
 
 def test_reentrant_checkpoint_raises_pytorchs_error():
-    class Reentrant(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(D, D)
-
-        def forward(self, x):
-            return checkpoint(self.linear, x, use_reentrant=True)
+    def forward(self, x):
+        return checkpoint(self.linear, x, use_reentrant=True)
 
     with pytest.raises(RuntimeError, match="use_reentrant"):
-        memory_report(Reentrant(), data(requires_grad=True))
+        memory_report(Model(forward, linear=nn.Linear(D, D)), data(requires_grad=True))
 
 
 def test_disabled_hooks_leave_nothing_behind():
-    from fused_remat.autograd.function import OBSERVERS
-
     layer = FusedRematLayer(16, 2, 32)
     with torch.autograd.graph.disable_saved_tensors_hooks("no"), pytest.raises(RuntimeError):
         memory_report(layer, torch.randn(3, 2, 16))

@@ -1,15 +1,17 @@
-"""`memory_report`: which models, inputs and outputs it takes, and which layers it lists."""
+"""`memory_report`: which models and inputs it takes, which layers it lists, how it shows them."""
 
 import dataclasses
 import importlib
+import json
+import sys
 from collections import OrderedDict
 
 import pytest
 import torch
-from report_models import TOKENS, D, H, LanguageModel, data, encoder, ids, saved_bytes
+from report_models import TOKENS, D, H, LanguageModel, Model, data, encoder, ids, saved_bytes
 from torch import nn
 
-from fused_remat import MemoryReport, convert, memory_report
+from fused_remat import MemoryReport, Policy, convert, memory_report
 
 # Models, inputs and outputs
 
@@ -47,28 +49,19 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_outputs(kind):
-    class Returning(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = encoder(1).layers
+    def forward(self, x, *, flag):
+        assert flag
+        return OUTPUTS[kind](self.layers[0](x))
 
-        def forward(self, x, *, flag):
-            assert flag
-            return OUTPUTS[kind](self.layers[0](x))
-
-    report = memory_report(Returning(), data(), flag=True)
+    report = memory_report(Model(forward, layers=encoder(1).layers), data(), flag=True)
     assert report.layers[0].backward_peak > 0
     assert report.kept_bytes > 0
     assert "saved" not in {a.name for a in report.layers[0].activations}
 
 
 def test_outputs_without_numbers():
-    class Argmax(nn.Module):
-        def forward(self, x):
-            return {"class": x.argmax(-1)}
-
     with pytest.raises(TypeError, match="returned dict without a floating-point tensor"):
-        memory_report(Argmax(), data())
+        memory_report(Model(lambda self, x: {"class": x.argmax(-1)}), data())
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got function"):
         memory_report(lambda x: x, data())
 
@@ -197,3 +190,53 @@ def test_every_choice_of_layers_keeps_the_same():
     model, x = LanguageModel(2), ids()
     totals = {memory_report(model, x, layers=c).kept_bytes for c in (None, ["*"], ["head"], [""])}
     assert totals == {saved_bytes(model, x)}
+
+
+# As a table, as JSON and as a picture
+
+
+def test_table():
+    text = str(memory_report(convert(encoder(12), "lean"), data()))
+    lines = text.splitlines()
+    assert lines[0] == "TransformerEncoder" and lines[1].split("  ")[-1] == "backward peak"
+    assert "layers.1 … layers.11 (11×) FusedRematLayer lean" in text
+    assert any(line.startswith("  attn 120×32 float32 ") for line in lines)
+    assert "* passed to the model" in text
+    assert max(map(len, lines)) <= 120
+    assert len({line.rindex("B") for line in lines[2:5] if "input" in line}) == 1
+    brief = memory_report(encoder(12), data()).table(activations=False)
+    assert len(brief.splitlines()) <= 6 and "Backward0" not in brief
+
+
+def test_equal_layers_are_listed_once():
+    text = str(memory_report(convert(LanguageModel(4), every=2), ids()))
+    assert text.count("ReluBackward0.result") == 1 == text.count("  norm1.mean")
+
+
+def test_json_round_trip(tmp_path):
+    report = memory_report(convert(LanguageModel(), Policy(save={"attn", "qkv"})), ids())
+    text = report.to_json(tmp_path / "report.json")
+    assert (tmp_path / "report.json").read_text(encoding="utf-8") == text + "\n"
+    assert MemoryReport.from_json(text) == report
+    given = json.loads(text)
+    assert given["kept_bytes"] == report.kept_bytes
+    assert given["layers"][0]["policy"] == "{attn, qkv}"
+    assert given["layers"][0]["activations"][0]["name"] == "input"
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_plot(tmp_path, suffix):
+    matplotlib = pytest.importorskip("matplotlib")
+    before, backend = dict(matplotlib.rcParams), matplotlib.get_backend(auto_select=False)
+    path = tmp_path / f"report{suffix}"
+    memory_report(convert(LanguageModel(3), every=2), ids()).plot(path)
+    assert path.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+    assert path.stat().st_size > 5000
+    assert dict(matplotlib.rcParams) == before
+    assert matplotlib.get_backend(auto_select=False) == backend
+
+
+def test_plot_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"fused-remat\[bench\]"):
+        memory_report(nn.Linear(2, 2), torch.randn(3, 2)).plot(tmp_path / "report.png")

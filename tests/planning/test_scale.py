@@ -1,13 +1,11 @@
 """A step on a mesh, on paper: parameters, memory, time, what fits, and the command."""
 
 import dataclasses
-import json
 import math
 
 import pytest
 import torch
 
-from fused_remat.cli import main, scale
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Choice
 from fused_remat.policies import EXACT_PRESETS, kept_names
@@ -202,87 +200,6 @@ def test_costs_of_files_say_where_they_are_from(tmp_path):
     path.write_text('{"products_tflops": -1}')
     with pytest.raises(ValueError, match="positive number, got -1"):
         of_file(path, H100)
-
-
-def said(capsys, *arguments):
-    status = main(["scale", *map(str, arguments)])
-    return status, *capsys.readouterr()
-
-
-SMALL = ("--model", "smollm-135m", "--mesh", "2x3", "--seq", 768)
-
-
-def test_the_command(capsys):
-    status, text, _ = said(capsys, *SMALL, "--policy", "lean", "--devices", "--link-GBps", 100)
-    assert status == 0
-    for part in ("0.13 B parameters on 6 devices", "lean", "eager", "checkpoint", "planner",
-                 "link: 100 GB/s (assumed, not measured: --link-GBps)", "smallest mesh",
-                 "optimizer states", "tensor parallel", "longest sequence"):  # fmt: skip
-        assert part in text, part
-    rates = text[text.index("\nrates") :].splitlines()[2:]
-    assert rates and all("assumed, not measured" in line for line in rates)
-
-
-def test_the_command_as_json(capsys):
-    status, text, _ = said(capsys, *SMALL, "--policy", "full", "--json")
-    found = json.loads(text)
-    assert status == 0 and found["parameters"] == 134_515_008
-    row = found["rows"]["full"]
-    assert row["peak"] == sum(row["memory"].values()) and row["fits"] is True
-    assert not any(figure["measured"] for figure in found["costs"].values())
-
-
-def test_nothing_that_fits_is_1(capsys):
-    status, text, error = said(capsys, *SMALL, "--policy", "full", "--device-memory", "10MiB")
-    assert (
-        status == 1
-        and "no policy fits into 10.0 MiB" in error
-        and "planner finds no policies that fit" in text
-    )
-    assert "longest sequence that fits at batch 1: nothing fits" in text
-
-
-def test_one_policy_shows_its_own_parts_and_what_is_on_the_host(capsys):
-    _, text, _ = said(capsys, *SMALL, "--policy", "lean", "--offload", "attn")
-    assert "at its peak (lean)" in text and "time of a step (lean)" in text
-    header, *rows = text.split("\n\n")[1].splitlines()
-    hosted = {row.split()[0]: row[header.index("on the host") - 2 :].split()[0] for row in rows}
-    assert "on the host" in header and hosted["eager"] == "0" != hosted["lean"]
-    _, text, _ = said(capsys, *SMALL)
-    assert "at its peak (planner)" in text and "on the host" not in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (("--model", "llama4"), "smollm-135m, qwen2-1.5b, llama3-8b, gpt3-175b"),
-        (("--model", "vit-l"), "got 'vit-l'"),
-        (("--mesh", "2x4"), "9 query heads, which 4 tensor-parallel ranks"),
-        (("--mesh", "0x3"), "got '0x3'"),
-        (("--mesh", "2x3x4"), "pipeline stages are not supported); got '2x3x4'"),
-        (("--batch", "-1"), "--batch must be at least 1, got -1"),
-        (("--seq", "0"), "--seq must be at least 1, got 0"),
-        (("--seq", "100"), "cannot divide 100 tokens evenly among 3"),
-        (("--policy", "leaner"), "got 'leaner'"),
-        (("--offload", "attn,qkw"), "'qkw'"),
-        (
-            ("--offload", "attn,mid", "--policy", "full"),
-            "cannot offload 'attn', 'mid': not kept by 'full'",
-        ),
-        (("--device-memory", "lots"), "'lots'"),
-        (("--dtype", "fp32"), "give --tflops"),
-        (("--costs", "none.json"), "none.json"),
-    ],
-)
-def test_what_cannot_be_is_said_with_the_value(capsys, arguments, what):
-    status, _, error = said(capsys, *SMALL, *arguments)
-    assert status == 2 and what in error and "Traceback" not in error
-
-
-def test_a_rate_is_positive(capsys):
-    with pytest.raises(SystemExit):
-        scale.parse(["--model", "gpt2", "--mesh", "1", "--tflops", "-3"])
-    assert "expected a positive number, got '-3'" in capsys.readouterr().err
 
 
 def test_a_mesh_is_written_in_one_or_two():

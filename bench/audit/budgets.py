@@ -1,0 +1,84 @@
+"""What kernels may take: `budgets.tsv`, a row for each kernel and target, of two kinds of cases.
+
+`default` rows are of what ordinary tensors lead to; `other` rows are of the rest (uneven sizes,
+norms fused into products), which take more and would hide what the first take. A row holds the most
+registers, shared memory and stack of its configurations: none may exceed the worst one. It also
+holds the registers of all of them added up: so one that grows below the worst is seen, where as
+many were compiled. `--write-budgets` replaces the rows of the targets and cases that it compiles.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BUDGETS = Path(__file__).with_name("budgets.tsv")
+_KEY = ("triton", "target", "kernel", "cases")
+_MOST = ("registers", "shared", "stack")
+#: Numbers of a row: its configurations, the most of each, and the registers of all.
+FIELDS = (*_KEY, "configurations", *_MOST, "all_registers")
+Key = tuple[str, ...]
+Budget = dict[str, int]
+
+
+def key_of(row: Mapping[str, Any], triton: str) -> Key:
+    """The budget that a row of an audit is held to."""
+    name, part, *_ = f"{row['name']} -".split(" ")
+    kernel = f"{name} {part}" if part in ("dk", "dv") else name
+    return triton, row["target"], kernel, "default" if row["default"] else "other"
+
+
+def summed(rows: Iterable[Mapping[str, Any]], triton: str) -> dict[Key, Budget]:
+    """The budgets that hold exactly what is found; none of targets whose registers are not read."""
+    found: dict[Key, Budget] = {}
+    for row in rows:
+        if "registers" in row:
+            one = found.setdefault(key_of(row, triton), dict.fromkeys(FIELDS[len(_KEY) :], 0))
+            one |= {name: max(one[name], row[name]) for name in _MOST}
+            one["configurations"] += 1
+            one["all_registers"] += row["registers"]
+    return found
+
+
+def read() -> dict[Key, Budget]:
+    """The committed budgets."""
+    with BUDGETS.open(newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    return {
+        tuple(row[k] for k in _KEY): {k: int(row[k]) for k in FIELDS[len(_KEY) :]} for row in rows
+    }
+
+
+def write(rows: Sequence[Mapping[str, Any]], triton: str) -> None:
+    """Makes what is found the budget, instead of all rows of the same targets and cases."""
+    found = summed(rows, triton)
+    anew = {(key[0], key[1], key[3]) for key in found}
+    kept = {key: one for key, one in read().items() if (key[0], key[1], key[3]) not in anew}
+    with BUDGETS.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+        writer.writerow(FIELDS)
+        for key, one in sorted((kept | found).items()):
+            writer.writerow([*key, *one.values()])
+
+
+def over(row: Mapping[str, Any], budget: Budget | None) -> list[str]:
+    """What of a row exceeds its budget."""
+    if budget is None or "registers" not in row:
+        return []
+    return [f"{n} {row[n]} over its budget {budget[n]}" for n in _MOST if row[n] > budget[n]]
+
+
+def grown(
+    rows: Iterable[Mapping[str, Any]], triton: str, budgets: Mapping[Key, Budget]
+) -> list[str]:
+    """Kernels of which as many configurations as budgeted take more registers in all."""
+    found = []
+    for key, one in summed(rows, triton).items():
+        budget = budgets.get(key, one)
+        same = one["configurations"] == budget["configurations"]
+        if same and one["all_registers"] > budget["all_registers"]:
+            used = f"{one['all_registers']} registers over the budget {budget['all_registers']}"
+            found.append(f"{key[1]}: {key[2]}, {key[3]}: all configurations together take {used}")
+    return found

@@ -1,0 +1,123 @@
+"""Memory against time: every way to train a layer, at a sweep of shapes, as a Pareto picture.
+
+    python -m bench frontier --device cpu
+    python -m bench frontier --norm post --dropout 0.1 --seq-len 512 2048 --d-model 512
+    python -m bench frontier --from bench/results/layers-cpu.json --out DIR
+
+Measured as `bench layers` does, at a fixed number of tokens: over S at the middle width, and over D
+at the middle length. Written to the folder: frontier.json, .md, .png and .svg. A run is taken up
+where it ended; shapes that are not asked for leave the folder. `--from` draws what result files
+hold, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.commands.layers import cases, config_of, measured, parser_of
+from bench.frontier import files
+from bench.frontier.points import collected, is_ours, title
+from bench.frontier.report import changes, panel_table, sentences
+from bench.measure.machine import environment
+from bench.measure.options import positive
+from bench.measure.results import ResultsFile
+from bench.subjects.layer_ways import BASELINE, WAYS, select
+from bench.tables import read
+
+#: Device -> tokens of a step, lengths, widths, and the width of a head.
+SHAPES = {
+    "cpu": (2048, (128, 512, 2048), (256, 512, 1024), 64),
+    "cuda": (16384, (512, 2048, 16384), (1024, 2048, 4096), 128),
+}
+
+
+def sweep(
+    tokens: int, seq_lens: list[int], d_models: list[int], head_dim: int
+) -> list[tuple[int, int, int, int]]:
+    """(B, S, D, H): over S at the middle D, then over D at the middle S.
+
+    >>> sweep(1024, [256, 1024], [64, 128], 32)
+    [(4, 256, 128, 4), (1, 1024, 128, 4), (1, 1024, 64, 2)]
+
+    Raises: ValueError where the tokens are no whole sequences, or a width no whole heads.
+    """
+    for seq_len in seq_lens:
+        if not 1 <= seq_len <= tokens or tokens % seq_len:
+            raise ValueError(f"{tokens} tokens are no whole sequences of {seq_len}")
+    for d_model in d_models:
+        if d_model < 1 or d_model % head_dim:
+            raise ValueError(f"a width of {d_model} is no whole heads of {head_dim}")
+    middle_s, middle_d = seq_lens[len(seq_lens) // 2], d_models[len(d_models) // 2]
+    pairs = [*((s, middle_d) for s in seq_lens), *((middle_s, d) for d in d_models)]
+    return [(tokens // s, s, d, d // head_dim) for s, d in dict.fromkeys(pairs)]
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line, with the cases that it asks for."""
+    parser = parser_of(
+        "frontier", __doc__, ["pre"], [0.0], WAYS.groups, folder="frontier-{device}",
+        rounds=24, seconds=120.0,
+    )  # fmt: skip
+    parser.add("--from", dest="given", nargs="+", type=Path, metavar="FILE", help="draw these")
+    parser.add("--tokens", type=positive, help="of a step (default: 2048; on cuda 16384)")
+    parser.add("--head-dim", type=positive, help="(default: 64; on cuda 128)")
+    args = parser.parse(arguments)
+    if args.given and args.out_is_usual:
+        parser.error("--from needs --out, the folder to write to")
+    tokens, seq_lens, d_models, head_dim = SHAPES[args.device]
+    axes = (
+        args.tokens or tokens, args.seq_len or list(seq_lens), args.d_model or list(d_models),
+        args.head_dim or head_dim,
+    )  # fmt: skip
+    try:
+        args.ways = select(args.ways, args.device)
+        args.cases = cases(args, args.sizes or sweep(*axes))
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def run(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """The data of a run, and whether every shape has its row, eager's results being right.
+
+    Every shape that the file does not have is measured; what is there of other shapes leaves it.
+    """
+    results = ResultsFile(args.out / files.DATA, environment(args.device), config_of(args))
+    complete = True
+    for case, row, how, progress in measured(args, results):
+        progress.line(f"{title(dataclasses.asdict(case))}: {how}")
+        complete &= row is not None and "failure" not in row["ways"][BASELINE]
+    wanted = [dataclasses.asdict(case) for case in args.cases]
+    results.rows = [row for row in results.rows if row["case"] in wanted]
+    return results.data, complete
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure or read, write the four files and print the tables.
+
+    Returns 1 if a result of ours was wrong, or a shape could not be measured: of the others, the
+    tables say it.
+    """
+    args = parse(arguments)
+    try:
+        found, complete = (given(args), True) if args.given else run(args)
+        derived = files.write(args.out, found)
+    except (ValueError, ImportError) as error:
+        print(f"python -m bench frontier: {error}", file=sys.stderr)
+        return 2
+    tables = map(panel_table, derived["panels"])
+    print("", *tables, changes(derived), sentences(derived), sep="\n\n")
+    print("", *(args.out / name for name in (files.DATA, files.PAGE, *files.PICTURES)), sep="\n")
+    wrong = {way for panel in derived["panels"] for way in panel["wrong"]}
+    return int(not complete or any(map(is_ours, wrong)))
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """What the files of `--from` hold, by their paths from the folder."""
+    return collected({os.path.relpath(path, args.out): read(path) for path in args.given})

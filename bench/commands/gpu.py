@@ -1,0 +1,317 @@
+"""Kernels and layers on one GPU against PyTorch's own, most important first, within some minutes.
+
+    python -m bench gpu --out bench/results/gpu --minutes 8
+    TRITON_INTERPRET=1 python -m bench gpu --out DIR --dry-run
+
+Every case is checked against float64 before it is timed, and written to DIR/gpu.json at once. A
+case that fails is a row with its error; one that hangs, or leaves the device unusable, costs the
+process, and another takes up the rest; so does the same command, given again. `--dry-run`: the
+whole path at tiny sizes on this CPU, under Triton's interpreter; its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.audit import cases as audit_cases
+from bench.frontier import files as frontier
+from bench.frontier.points import collected
+from bench.gpu import kernels, layers, models, profile
+from bench.measure import ceilings, contest
+from bench.measure.admission import described
+from bench.measure.case import DTYPES
+from bench.measure.contest import Contest, Rig
+from bench.measure.machine import ROOT, checkout, environment, source
+from bench.measure.options import Parser
+from bench.measure.results import ResultsFile
+from bench.pages.gpu import failures, line, report
+from bench.tables import read
+from bench.tuning import attention_tiles, pointwise, product_tiles, products
+from fused_remat.triton.launch import INTERPRETED, Target, target_of
+
+#: A worker's exit status after a case that hung or broke the device: another one takes over.
+BROKEN = 3
+_WORKERS_AT_MOST = 8
+UNFINISHED = "the process ended within this case: a crash, or no answer for too long"
+
+
+#: A case, and what measures it, or the contest that is to be measured.
+Entry = tuple[dict[str, Any], Callable[[Rig], dict[str, Any] | Contest]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the benchmark.
+
+    Attributes:
+        share: of the time that is left, relative to the sections after it.
+        needs: seconds that a case takes at most, if all goes well.
+        entries: the most important first.
+    """
+
+    share: float
+    needs: float
+    entries: Callable[[Rig], Iterable[Entry]]
+
+
+def _environment_entries(rig: Rig) -> Iterator[Entry]:
+    yield {"name": "environment"}, lambda rig: {"found": environment(rig.device)}
+
+
+def _ceiling_entries(rig: Rig) -> Iterator[Entry]:
+    for unit, what in ceilings.CEILINGS.items():
+        yield {"name": what.__name__}, functools.partial(ceilings.measure, unit=unit)
+
+
+def _compile_entries(rig: Rig) -> Iterator[Entry]:
+    yield {"name": "kernels compiled"}, lambda rig: precompile(rig, min(75.0, 0.2 * rig.left))
+
+
+def _pointwise_entries(rig: Rig) -> Iterator[Entry]:
+    yield from kernels.dropout_entries(rig)
+    yield from pointwise.pointwise_entries(rig)
+
+
+def precompile(rig: Rig, seconds: float) -> dict[str, Any]:
+    """Compile what the contests launch on all cores, as far as time allows; the rest when used."""
+    start = time.perf_counter()
+    cases = (c.launch for c in audit_cases.cases(rig.target, rig.dtype) if c.default)
+    launches, done = list(cases), 0
+    if rig.dry:
+        return {"found": {"kernels": len(launches), "compiled": 0}}
+    batch = 2 * (os.cpu_count() or 1)
+    while done < len(launches) and time.perf_counter() - start < seconds:
+        contest.compile_together(launches[done : done + batch])
+        done += batch
+    took = time.perf_counter() - start
+    return {"found": {"kernels": len(launches), "compiled": min(done, len(launches)), "s": took}}
+
+
+#: In this order; shares are of what is left. `torch.compile` late: it takes long to start;
+#: the profiler last, since it may stay attached.
+SECTIONS: dict[str, Section] = {
+    "environment": Section(1.0, 5.0, _environment_entries),
+    "ceilings": Section(1.0, 5.0, _ceiling_entries),
+    "precompile": Section(10.0, 90.0, _compile_entries),
+    "attention": Section(14.0, 8.0, kernels.attention_entries),
+    "products": Section(9.0, 6.0, products.route_entries),
+    "layers": Section(10.0, 20.0, layers.layer_entries),
+    "long": Section(3.0, 40.0, layers.long_entries),
+    "model": Section(16.0, 60.0, models.model_entries),
+    "plans": Section(5.0, 60.0, models.plan_entries),
+    "attention calls": Section(8.0, 8.0, kernels.special_entries),
+    "norms": Section(5.0, 5.0, kernels.norm_entries),
+    "models": Section(8.0, 6.0, kernels.model_entries),
+    "frontier": Section(4.0, 20.0, layers.frontier_entries),
+    "tiles": Section(5.0, 10.0, product_tiles.tile_entries),
+    "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
+    "mlp": Section(3.0, 15.0, layers.mlp_entries),
+    "pointwise": Section(3.0, 5.0, _pointwise_entries),
+    "rotary": Section(2.0, 5.0, kernels.rotary_entries),
+    "replayed": Section(4.0, 20.0, layers.replay_entries),
+    "flex": Section(3.0, 45.0, kernels.flex_entries),
+    "compile": Section(6.0, 150.0, layers.compile_entries),
+    "slow starters": Section(4.0, 60.0, kernels.slow_entries),
+    "profile": Section(10.0, 30.0, profile.profile_entries),
+}
+
+
+# --- running them
+
+
+def run_entry(entry: Entry, section: str, rig: Rig, results: ResultsFile, run: str) -> None:
+    """Measure and write a row; the process ends if the device does not answer any more."""
+    case, measure = entry
+    row = {"case": {"section": section, **case}, "run": run}
+    results.put(row | {"error": UNFINISHED})  # stays if so
+    watch = threading.Timer(30.0 + 3.0 * SECTIONS[section].needs, os._exit, (BROKEN,))
+    watch.daemon = True
+    if not rig.dry:
+        watch.start()
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    try:
+        row |= _measured(measure(rig), rig)
+    except Exception as error:  # recorded, and the next case is measured
+        row |= {"error": described(error)}
+    row["seconds"] = time.perf_counter() - start
+    results.put(row)
+    print(f"[{max(rig.left, 0.0):.0f} s left] {line(row)}", flush=True)
+    if rig.device.type == "cuda":
+        gc.collect()
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            os._exit(BROKEN)
+    watch.cancel()
+
+
+def _measured(found: dict[str, Any] | Contest, rig: Rig) -> dict[str, Any]:
+    return contest.measure(found, rig) if isinstance(found, Contest) else found
+
+
+def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile, run: str) -> None:
+    """Each section's share of the time; what did not fit in it, if time is left in the end."""
+    done = {json.dumps(row["case"]) for row in rows_of(run, results) if "skipped" not in row}
+    left, waiting = list(sections), []
+    while left:
+        share = SECTIONS[left[0]].share / sum(SECTIONS[name].share for name in left)
+        name, ends = left.pop(0), time.perf_counter() + share * rig.left
+        for case, measure in SECTIONS[name].entries(rig):
+            if json.dumps({"section": name, **case}) in done:
+                continue
+            if rig.dry or (time.perf_counter() < ends and SECTIONS[name].needs < rig.left):
+                run_entry((case, measure), name, rig, results, run)
+            else:
+                waiting.append(((case, measure), name))
+    for entry, name in waiting:
+        if SECTIONS[name].needs < rig.left:
+            run_entry(entry, name, rig, results, run)
+        else:
+            case = {"section": name, **entry[0]}
+            results.put({"case": case, "run": run, "skipped": "no time was left"})
+
+
+def rows_of(run: str, results: ResultsFile) -> list[dict[str, Any]]:
+    """What earlier workers of this run measured on this GPU."""
+    gpu = results.machine.get("gpu")
+    mine = [row for row in results.rows if row.get("run") == run]
+    return [row for row in mine if row["machine"].get("gpu") == gpu]
+
+
+def known_ceilings(results: ResultsFile, run: str) -> dict[str, float]:
+    """Unit -> what an earlier worker of this run found."""
+    rows = [row for row in rows_of(run, results) if row["case"]["section"] == "ceilings"]
+    return {r["unit"]: way[r["unit"]] for r in rows if "ways" in r for way in r["ways"].values()}
+
+
+def config_of(args: argparse.Namespace) -> dict[str, Any]:
+    """How a run measures."""
+    return {"dtype": args.dtype, "dry_run": args.dry_run, "rounds": contest.ROUNDS}
+
+
+def run_to_go_on(path: Path, config: dict[str, Any]) -> str | None:
+    """The last run that the file has of this very code, measured like this; None: there is none.
+
+    Rows of other code stand between its own, in whose place they come one by one.
+    """
+    if not path.exists():
+        return None
+    commit, dirty = checkout()
+    code = {"commit": commit, "dirty": dirty, "source": source(), "torch": torch.__version__}
+    rows = json.loads(path.read_text())["results"]
+    same = [row for row in rows if code.items() <= row["machine"].items()]
+    return max((row["run"] for row in same if row["config"] == config), default=None)
+
+
+def try_again(path: Path, run: str) -> None:
+    """Have cases measured again in which a process of the run ended: it may have been stopped."""
+    data = json.loads(path.read_text())
+    for row in data["results"]:
+        if row.get("run") == run and row.get("error") == UNFINISHED:
+            row["skipped"] = row.pop("error")
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def work(args: argparse.Namespace, run: str) -> int:
+    """All that is left of a run, in this process."""
+    start = time.perf_counter()
+    device = torch.device("cpu" if args.dry_run else f"cuda:{torch.cuda.current_device()}")
+    target: Target = target_of(device)
+    # A tenth is kept: the process has started before, and the last case may take longer.
+    rig = Rig(device, DTYPES[args.dtype], args.dry_run, target, start + 54.0 * args.minutes)
+    if not args.dry_run:
+        gc.collect()
+        gc.freeze()  # measuring memory collects garbage, again and again
+    results = ResultsFile(args.out / "gpu.json", environment(device), config_of(args))
+    rig.ceilings |= known_ceilings(results, run)
+    run_all(args.sections, rig, results, run)
+    return 0
+
+
+def supervise(args: argparse.Namespace, run: str) -> int:
+    """Workers, one after another as long as they break and time is left; the last one's status."""
+    status = 1
+    ends = time.perf_counter() + 60.0 * args.minutes
+    for _ in range(_WORKERS_AT_MOST):
+        minutes = (ends - time.perf_counter()) / 60.0
+        if minutes < 0.5:
+            break
+        command = [sys.executable, "-m", "bench", "gpu", "--out", str(args.out), "--run", run]
+        command += ["--minutes", f"{minutes:.2f}", "--dtype", args.dtype]
+        command += ["--sections", *args.sections]
+        try:
+            status = subprocess.run(command, cwd=ROOT, check=False, timeout=60 * minutes).returncode
+        except subprocess.TimeoutExpired:
+            break
+        if status == 0:
+            break
+        print(f"a worker ended with status {status}", flush=True)
+    return status
+
+
+# --- the command
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser("gpu", __doc__, "dtype out fresh dry-run", folder="gpu")
+    parser.add("--minutes", type=float, default=8.0, help="it ends well within these (default: 8)")
+    parser.add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add("--run", help=argparse.SUPPRESS)  # a worker's: the rows of this run are done already
+    args = parser.parse(arguments)
+    if args.dry_run != INTERPRETED:
+        parser.error("--dry-run and TRITON_INTERPRET=1 go together")
+    if not args.dry_run and not torch.cuda.is_available():
+        parser.error("no CUDA device: --dry-run shows the path without one")
+    args.dtype = args.dtype or ("float32" if args.dry_run else "bfloat16")
+    if args.minutes < 1 and not args.dry_run and args.run is None:
+        parser.error(f"--minutes must be at least 1, not {args.minutes:g}")
+    args.out = args.out.absolute()
+    return args
+
+
+def draw(path: Path) -> str:
+    """Write the frontier of the layers' steps beside the results; what came of it, in a line."""
+    try:
+        frontier.write(path.parent, collected({path.name: read(path)}))
+    except (ValueError, ImportError) as error:  # no layer was measured, no matplotlib
+        return f"no picture of the frontier: {error}"
+    return f"the frontier: {path.parent / frontier.PAGE}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, write and print the table, draw the frontier; 1 if anything failed, a worker too.
+
+    Files: gpu.json, gpu.txt, frontier.json, .md, .png and .svg.
+    """
+    args = parse(arguments)
+    if args.run is not None:
+        return work(args, args.run)
+    path = args.out / "gpu.json"
+    known = None if args.fresh else run_to_go_on(path, config_of(args))
+    if known is not None:
+        try_again(path, known)
+    run = known or time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    args.out.mkdir(parents=True, exist_ok=True)
+    status = (work if args.dry_run else supervise)(args, run)
+    text = report(path, run)
+    path.with_suffix(".txt").write_text(text + "\n")
+    print(text, f"\n{draw(path)}\n{path}", sep="\n")
+    rows = json.loads(path.read_text())["results"] if path.exists() else []
+    return 1 if status or failures([row for row in rows if row.get("run") == run]) else 0

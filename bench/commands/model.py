@@ -1,0 +1,159 @@
+"""A training step of whole Hugging Face models in every way: bytes, batch, tokens/s, side by side.
+
+    python -m bench model --model smollm-135m --device cpu --memory 4GiB
+    python -m bench model --model qwen2-1.5b --layers 4 --lora 0 16 --ways stock full fast
+    python -m bench model --article
+
+Random weights of the published configuration; nothing is downloaded. A step is forward and
+backward; gradients are added into `.grad`s that exist. Every way's loss and gradients are checked
+before it is measured: a wrong one prints FAIL instead. `--article` is the comparison of articles:
+fine-tuning SmolLM-135M and Qwen2-1.5B with and without gradient checkpointing, all parameters and
+LoRA, the largest batch within a memory cap, and 30 steps' losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bench.commands.layers import wrong_of_ours
+from bench.measure.admission import Absent
+from bench.measure.case import DTYPES
+from bench.measure.contest import Rig
+from bench.measure.machine import environment, version
+from bench.measure.options import Parser, positive
+from bench.measure.progress import Progress
+from bench.measure.results import ResultsFile, rows_of
+from bench.model.measure import Options, measure
+from bench.pages.models import article, case_table, has_losses, losses_table, target_table, title
+from bench.subjects.configs import MODELS
+from bench.subjects.model_ways import DEFAULT, WAYS
+from bench.subjects.models import Case, affordable_layers, memory_of, usual_tokens
+
+#: By device: sequences and tokens of each, and the memory within which the largest batch is sought.
+BATCH = {"cpu": 1, "cuda": 8}
+TOKENS = {"cpu": 512, "cuda": 2048}
+MEMORY = {"cpu": "4GiB", "cuda": "24GiB"}
+#: What `--article` is short for.
+ARTICLE: dict[str, Any] = {
+    "model": ["smollm-135m", "qwen2-1.5b"], "lora": [0, 16], "losses": 30,
+}  # fmt: skip
+_UNITS = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+          **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
+
+
+def size(text: str) -> int:
+    """Bytes of "8GiB". Raises: ArgumentTypeError, whose text the user sees.
+
+    >>> size("1.5GiB"), size("20MB")
+    (1610612736, 20000000)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)?", text)
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"expected a size such as 8GiB, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line; the ways come in the order of the table, the baseline always with them."""
+    parser = Parser("model", __doc__, "device dtype seconds threads out fresh", seconds=120.0)
+    add = parser.add
+    parser.several("model", choices=MODELS, help="(default: smollm-135m)")
+    add("--article", action="store_true", help="the comparison above, in one command")
+    add("--layers", type=positive, help="(default: as many as half of the free memory can train)")
+    add("--batch", type=positive, help="sequences (default: 1; on cuda 8)")
+    add("--seq", type=positive, help="tokens of each, as the model takes them (512; on cuda 2048)")
+    parser.several("lora", type=int, metavar="RANK", help="ranks; 0: all is trained (default)")
+    add("--memory", metavar="SIZE", help="cap of the largest batch, or none (4GiB; cuda: 24GiB)")
+    add("--most-batch", type=positive, default=4096, help="the largest batch that is tried (4096)")
+    add("--steps", type=positive, default=12, help="timed of a way at most (12)")
+    add("--losses", type=int, help="training steps whose losses are compared (default: none)")
+    parser.add_ways(WAYS, DEFAULT)
+    args = parser.parse(arguments)
+    if args.article and args.model:
+        parser.error("--article has its own models: give --model or --article")
+    if args.losses is not None and args.losses < 0:
+        parser.error("--losses must be at least 0")
+    short: dict[str, Any] = {"model": ["smollm-135m"], "lora": [0], "losses": 0}
+    for name, value in (ARTICLE if args.article else short).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    memory = args.memory or MEMORY[args.device]
+    try:
+        args.memory = None if memory == "none" else size(memory)
+        args.ways = WAYS.select(args.ways)
+        args.cases = cases(args)
+    except (ValueError, argparse.ArgumentTypeError, Absent) as error:
+        parser.error(str(error))
+    return args
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    """What is measured: each model, as all of it is trained and as its adapters are.
+
+    All of a model's have the layers that training all of it can afford.
+    """
+    batch = BATCH[args.device] if args.batch is None else args.batch
+    asked = TOKENS[args.device] if args.seq is None else args.seq
+    free = memory_of(args.device)
+    found = []
+    for model in args.model:
+        least = min(args.lora)
+        layers = args.layers or affordable_layers(model, args.dtype, least, free)
+        tokens = usual_tokens(model, asked)
+        found += [Case(model, layers, batch, tokens, args.dtype, rank) for rank in args.lora]
+    return found
+
+
+def run(args: argparse.Namespace, results: ResultsFile) -> bool:
+    """Measure and print the cases that the file does not have; whether what is ours was right."""
+    options = Options(args.ways, args.memory, args.most_batch, args.losses)
+    much = {"seconds": args.seconds, "rounds": args.steps}
+    rig = Rig(torch.device(args.device), DTYPES[args.dtype], **much)
+
+    def one(case: Case, progress: Progress) -> dict[str, Any]:
+        return measure(case, options, rig, progress)
+
+    rows = rows_of(args.cases, args.ways, results, one, args.fresh, options.units)
+    right = True
+    for index, (case, row, how, progress) in enumerate(rows, start=1):
+        what = title(row or {"case": dataclasses.asdict(case)})
+        progress.line(f"\n[{index}/{len(args.cases)}] {what} ({how})\n")
+        if row is not None:
+            progress.line(case_table(row))
+            progress.line("\n" + losses_table(row) if has_losses(row) else "")
+        right &= row is not None and not answered_for(row)
+    return right
+
+
+def answered_for(row: dict[str, Any]) -> list[str]:
+    """Whose wrong results are an error of this project, losses of ours included."""
+    mine = wrong_of_ours(row, WAYS, ("ours", "loss"))
+    losses = row.get("losses", {"differences": {}})
+    mine += ["losses"] if "losses_failure" in row else []
+    return mine + [n for n, d in losses["differences"].items() if not d <= losses["allowed"]]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print a table per case and the targets, and write both beside the results.
+
+    Returns 1 if a result of ours was wrong: of others', FAIL in the table says it.
+    """
+    args = parse(arguments)
+    config = {
+        "ways": args.ways, "rounds": args.steps, "seconds": args.seconds, "memory": args.memory,
+        "most_batch": args.most_batch, "losses": args.losses, "peft": version("peft"),
+    }  # fmt: skip
+    path = args.out / f"model-{args.device}.json"
+    results = ResultsFile(path, environment(args.device), config)
+    right = run(args, results)
+    page = path.with_suffix(".md")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(article(results.data))
+    print(f"\n{target_table(results.data)}\n\n{path}\n{page}")
+    return 0 if right else 1

@@ -1,0 +1,155 @@
+"""What `python -m fused_remat scale` says, beside runs of one, two and four processes on a CPU.
+
+    python -m bench scale                # with nothing beside it
+    python -m bench scale --no-times     # memory alone, which nothing beside it changes
+
+A small language model is sharded (FSDP2), divided (tensor and sequence parallel), and both. Of
+every rank: the bytes of its shards, gradients, optimizer states and kept activations, which are to
+be as predicted; and the most that a step takes, of which the prediction is an upper bound. A step
+is forward, backward and AdamW; its time is predicted from this machine's ceilings, measured by one
+process before, and shared by as many processes as there are for each core. Written to the folder:
+scale-cpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from bench.measure.machine import environment
+from bench.measure.options import Parser, positive
+from bench.measure.results import ResultsFile
+from bench.pages import scale as report
+from bench.scale import runs
+from fused_remat.planner import chain as chains
+from fused_remat.planner.chain import Choice
+from fused_remat.scale.costs import HARDWARE, Costs, of_this_machine
+from fused_remat.scale.estimate import step_seconds, way_of
+from fused_remat.scale.layout import Layout, Mesh
+from fused_remat.scale.memory import Setup, chain_of
+from fused_remat.scale.shapes import LARGE
+
+POLICIES = ("full", "fast", "none")
+#: Data by tensor, and whether the stream is divided.
+LAYOUTS = (
+    Layout(Mesh(1, 1)),
+    Layout(Mesh(2, 1)),
+    Layout(Mesh(1, 2), sequence=False),
+    Layout(Mesh(1, 2)),
+    Layout(Mesh(2, 2)),
+)
+
+
+def setup_of(layout: Layout, width: int, layers: int, seq: int) -> Setup:
+    """A small model of Llama-3-70B's kind: heads of 32, four of them to a key and value head."""
+    heads = width // 32
+    model = dataclasses.replace(
+        LARGE["llama3-70b"], name="tiny", d_model=width, nhead=heads, kv_heads=heads // 4,
+        head_dim=32, d_ff=3 * width, layers=layers, vocab=4096, seq_len=seq,
+    )  # fmt: skip
+    return Setup(model, layout, 2, seq, torch.float32)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser("scale", __doc__, "rounds out", rounds=10)
+    parser.add("--width", type=positive, default=256, help="a multiple of 256 (256)")
+    parser.add("--layers", type=positive, default=4, help="(4)")
+    parser.add("--seq", type=positive, default=512, help="tokens of each of two sequences (512)")
+    parser.add("--no-times", action="store_true", help="memory alone")
+    args = parser.parse(arguments)
+    if args.width % 256 or args.seq % 2:
+        parser.error("--width is a multiple of 256, and --seq of 2")
+    return args
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run all layouts and policies; 1 if a rank's bytes are not as predicted."""
+    args = parse(arguments)
+    times = not args.no_times
+    config = {"rounds": args.rounds if times else 0}
+    results = ResultsFile(args.out / "scale-cpu.json", environment("cpu"), config)
+    costs = _in_processes(1, _costs)[0] if times else None
+    for layout in LAYOUTS:
+        setup = setup_of(layout, args.width, args.layers, args.seq)
+        for row in measured(setup, costs, args.rounds if times else 0):
+            results.put(row)
+            print(report.line(row), flush=True)
+    print(f"\n{report.table(results.data)}\n\n{results.path}")
+    wrong = [row for row in results.rows if not report.is_right(row)]
+    if wrong:
+        print(f"{len(wrong)} rows are not as predicted", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def measured(setup: Setup, costs: Costs | None, rounds: int) -> Iterator[dict[str, Any]]:
+    """A row for every policy: each rank's bytes, the most that a step takes, and its time."""
+    layout = setup.layout
+    ranks = _in_processes(layout.mesh.devices, runs.everything, setup, POLICIES, rounds)
+    for policy in POLICIES:
+        found = [rank[policy] for rank in ranks]
+        case = {
+            "data": layout.mesh.data, "tensor": layout.mesh.tensor,
+            "sequence": layout.stream > 1, "policy": policy, "width": setup.model.d_model,
+            "layers": setup.model.layers, "seq": setup.seq,
+        }  # fmt: skip
+        yield {
+            "case": case,
+            "ranks": [rank["held"] for rank in found],
+            "taken": max(rank["taken"] for rank in found),
+            "bound": bound(setup, policy),
+            "seconds": max(rank["seconds"] for rank in found) if rounds else None,
+            "predicted_seconds": predicted_seconds(setup, policy, costs) if costs else None,
+        }
+
+
+def bound(setup: Setup, policy: str) -> int:
+    """Most bytes that a step takes above what is there between steps, on paper."""
+    option = way_of(setup, HARDWARE["h100"], policy).option
+    chain = chain_of(setup, [option])
+    between = ("weights", "optimizer states", "tokens and tables")
+    rests = sum(chain.resting[name] for name in between)
+    return chains.peak(chain, Choice((0,) * setup.model.layers)) - rests
+
+
+def predicted_seconds(setup: Setup, policy: str, costs: Costs) -> float:
+    """Of a step; processes take turns where there are more of them than cores."""
+    chosen = [(way_of(setup, costs, policy), setup.model.layers)]
+    alone = sum(step_seconds(setup, costs, chosen).values())
+    return alone * max(1.0, setup.layout.mesh.devices / (os.cpu_count() or 1))
+
+
+def _costs() -> Costs:
+    return of_this_machine(torch.float32, HARDWARE["h100"])
+
+
+def _in_processes(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `fn` returns in every rank of a new group, each of one thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = (world, folder, fn, args)
+        processes.spawn(_rank, given, nprocs=world)  # type: ignore[no-untyped-call]
+        files = [Path(folder) / str(rank) for rank in range(world)]
+        return [torch.load(path, weights_only=False) for path in files]
+
+
+def _rank(rank: int, world: int, folder: str, fn: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
+    if world > 1:
+        file = f"file://{folder}/rendezvous"
+        dist.init_process_group("gloo", init_method=file, rank=rank, world_size=world)
+    torch.save(fn(*args), Path(folder) / str(rank))
+    if world > 1:
+        dist.barrier()  # gloo's threads let go of the last tensors now: at exit they would abort
+        dist.destroy_process_group()

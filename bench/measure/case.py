@@ -1,0 +1,146 @@
+"""What is measured: a case, as a result file names it, and the subject that is made of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+#: A module's inputs -> what has a `backward`.
+Forward = Callable[[Any], Any]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As `DTYPES` has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A point of a benchmark's grid: its fields are those of a result file's row.
+
+    Subclasses have the fields, `check` and `subject`.
+    """
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raises: ValueError for a case that cannot be."""
+        raise NotImplementedError
+
+    def subject(self, device: torch.device | str) -> Subject:
+        """What is measured, with random parameters and data that depend on nothing but the case."""
+        raise NotImplementedError
+
+    def seed(self) -> None:
+        """What is drawn from here on is the same in every run."""
+        torch.manual_seed(zlib.crc32(repr(self).encode()))
+
+    def one_of(self, **known: Collection[str]) -> None:
+        """Raises: ValueError where a field is not among its known values."""
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                valid = ", ".join(values)
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}; valid: {valid}")
+
+    def sizes_fit(self, width: int, heads: int, dropout: float, *sizes: int) -> None:
+        """Raises: ValueError for sizes below 1, a width that heads do not divide, or a dropout."""
+        if min(width, heads, *sizes) < 1 or width % heads:
+            raise ValueError(f"sizes must be positive, and the width a multiple of heads: {self}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
+
+
+def _itself(module: nn.Module) -> Forward:
+    return module
+
+
+def _none_of_ours(module: nn.Module, policy: str, backend: str) -> Forward:
+    raise NotImplementedError
+
+
+@dataclass
+class Subject:
+    """A module, what its training step is given, and how forwards of such a module are built.
+
+    Attributes:
+        x: the input, a tensor or a model's tensors by name; it gets a gradient if it can have one.
+        dy: the gradient of the output; None where that is a loss.
+        dropout: the module's dropout probability.
+        stock: the module's own forward.
+        fused: (module, policy, backend) -> ours, on the same parameters.
+        causal: every token sees itself and what is before it.
+        masks: the caller's own tensors, which no way is said to keep.
+        fresh: no gradients are there when a step begins, as after `zero_grad()`.
+        backend: what a preset runs on where its name says nothing.
+        compiler: `torch.compile`'s backend.
+        captured: steps are to be captured as CUDA graphs.
+    """
+
+    module: nn.Module
+    x: Any
+    dy: Tensor | None = None
+    dropout: float = 0.0
+    stock: Callable[[nn.Module], Forward] = _itself
+    fused: Callable[[nn.Module, str, str], Forward] = _none_of_ours
+    causal: bool = False
+    masks: tuple[Tensor, ...] = ()
+    fresh: bool = False
+    backend: str = "auto"
+    compiler: str = "inductor"
+    captured: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.x, Tensor) and self.x.is_floating_point():
+            self.x.requires_grad_()
+        self.zero()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def leaves(self) -> dict[str, Tensor]:
+        """The tensors that want a gradient."""
+        x = {"x": self.x} if isinstance(self.x, Tensor) and self.x.requires_grad else {}
+        return x | {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def zero(self) -> None:
+        """Gradients are there, and 0: a step adds to them."""
+        for leaf in self.leaves().values():
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+            else:
+                leaf.grad.zero_()
+
+    def clear(self) -> None:
+        """No gradients are there."""
+        for leaf in self.leaves().values():
+            leaf.grad = None
+
+    def double(self) -> Subject:
+        """A copy in float64."""
+        x = {"x": self.x} if isinstance(self.x, Tensor) else self.x
+        x = {k: t.detach().double() if t.is_floating_point() else t for k, t in x.items()}
+        return dataclasses.replace(
+            self,
+            module=copy.deepcopy(self.module).double(),
+            x=x["x"] if isinstance(self.x, Tensor) else x,
+            dy=None if self.dy is None else self.dy.double(),
+        )
+
+
+def perturb(module: nn.Module) -> None:
+    """Random biases and norms, which are constants at first."""
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.dim() == 1:
+                p.add_(0.1 * torch.randn_like(p))

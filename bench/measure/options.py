@@ -1,0 +1,103 @@
+"""One parser of what every command takes; a command adds only its own options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.measure.case import DTYPES
+from bench.measure.registry import Registry
+from bench.measure.results import folder_of
+from fused_remat.triton.launch import INTERPRETED
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: What is computed in where nobody asks otherwise.
+DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on. Raises: ArgumentTypeError, whose text the user sees."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text}")
+    return int(text)
+
+
+#: Shared options by name; defaults come from the command.
+SHARED: dict[str, dict[str, Any]] = {
+    "device": {"choices": tuple(DTYPE), "help": f"(default here: {DEVICE})"},
+    "dtype": {"choices": DTYPES, "help": "(default: float32; on cuda bfloat16)"},
+    "rounds": {"type": positive, "help": "timed of a case at most (%(default)s)"},
+    "seconds": {"type": float, "help": "timed of a case, about (%(default)g)"},
+    "threads": {"type": positive, "help": "torch's threads on CPU"},
+    "out": {"type": Path, "help": "folder of the results (default: bench/results)"},
+    "fresh": {"action": "store_true", "help": "measure again what is in the file already"},
+    "dry-run": {"action": "store_true", "help": "tiny sizes, one round: no measurement"},
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Of `python -m bench NAME`.
+
+    Args:
+        about: the command's docstring.
+        shared: names of `SHARED`, with spaces between.
+        folder: of the results, within the usual one; "{device}" stands for the device.
+        defaults: of those, where they are not `DEVICE`, the device's dtype and no limit.
+    """
+
+    def __init__(
+        self, name: str, about: str | None, shared: str, folder: str = "", **defaults: Any
+    ) -> None:
+        super().__init__(
+            prog=f"python -m bench {name}",
+            description=about,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.add = self.add_argument
+        self._lists: set[str] = set()
+        self._folder = folder
+        for option in shared.split():
+            self.add(f"--{option}", **SHARED[option])
+        if "device" in shared.split():
+            self.set_defaults(device=DEVICE)
+        self.set_defaults(**defaults)
+
+    def several(self, option: str, **rest: Any) -> None:
+        """A shared option that may be given several values."""
+        self._lists.add(option)
+        self.add(f"--{option}", nargs="+", **{**SHARED.get(option, {}), **rest})
+
+    def add_ways(self, ways: Registry[Any], default: Sequence[str]) -> None:
+        """`--ways` of a registry, by name or group."""
+        shown = f"names, groups ({', '.join(default)})"
+        self.add("--ways", nargs="+", default=list(default), metavar="WAY", help=shown)
+        groups = ", ".join(ways.groups)
+        self.epilog = f"ways: {', '.join(ways)}\ngroups of them: {groups}"
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """The command line: the device is there, dtype and folder are set, as are torch's threads.
+
+        Ends the process with status 2 and a message where that cannot be.
+        """
+        args = self.parse_args(arguments)
+        device, dry = getattr(args, "device", "cpu"), getattr(args, "dry_run", False)
+        kind = device.split(":")[0]
+        if kind not in DTYPE:
+            self.error(f"--device must be cpu or cuda, not {device}")
+        if kind == "cuda" and not torch.cuda.is_available():
+            self.error("no CUDA device")
+        if INTERPRETED and hasattr(args, "dry_run") and not dry:
+            self.error("times under Triton's interpreter mean nothing: --dry-run")
+        if hasattr(args, "dtype") and hasattr(args, "device") and args.dtype is None:
+            usual = DTYPE[kind]
+            args.dtype = [usual] if "dtype" in self._lists else usual
+        if hasattr(args, "out"):
+            args.out_is_usual = args.out is None
+            args.out = args.out or folder_of(dry) / self._folder.format(device=device)
+        if getattr(args, "threads", None) is not None:
+            torch.set_num_threads(args.threads)
+        return args

@@ -1,0 +1,110 @@
+"""`bench gpu`'s rows: a line each, profiled steps by kind of kernel, and the targets of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bench.gpu import targets
+from bench.gpu.kinds import KINDS
+from bench.tables import MIB, Row, current, folded, gpu_sets, load, machine_line, terminal
+
+UNMEASURED = "not yet run on hardware"
+
+
+def _way(name: str, way: Row) -> str:
+    if "us" not in way:
+        return f"{name} {'absent' if 'absent' in way else 'FAIL'}"
+    text = f"{name} {way['us']['p50']:.0f}"
+    baseline = next(iter(way["ratio"]), name)
+    if baseline != name:
+        text += f" {way['ratio'][baseline]['p50']:.2f}x"
+    if "of_ceiling" in way:
+        text += f" {way['of_ceiling']:.0%}"
+    if way.get("step_peak_bytes") is not None:
+        text += f" {way['held_bytes'] / MIB:.0f}/{way['step_peak_bytes'] / MIB:.0f}M"
+    if "tokens_per_second" in way:
+        text += f" B={way['largest_batch']} {1e-3 * way['tokens_per_second']:.0f}k/s"
+    return text
+
+
+def _title(row: Row) -> str:
+    case = dict(row["case"])
+    return " ".join([case.pop("section"), case.pop("name"), *(f"{k}={v}" for k, v in case.items())])
+
+
+def line(row: Row) -> str:
+    """A row in a line.
+
+    Of each way: microseconds, ratio to the first baseline, share of the ceiling; of a training
+    step, MiB held after forward and at the peak; of a model's, the largest batch within the cap
+    and thousands of tokens a second there.
+    """
+    for key in ("error", "skipped"):
+        if key in row:
+            return f"{_title(row)}: {key.upper()} {row[key]}"
+    if "found" in row:
+        return f"{_title(row)}: " + ", ".join(f"{k} {v}" for k, v in row["found"].items())
+    return f"{_title(row)}: " + " | ".join(_way(*item) for item in row["ways"].items())
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Every error of the rows and of their ways, in a line."""
+    found = []
+    for row in rows:
+        if "error" in row:
+            found.append(f"{_title(row)}: {row['error'][:160]}")
+        for name, way in row.get("ways", {}).items():
+            if "error" in way:
+                found.append(f"{_title(row)}: {name}: {way['error'][:160]}")
+    return found
+
+
+def profile_table(row: Row) -> str:
+    """A profiled case: microseconds a step by kind of kernel, the least that it takes in brackets.
+
+    "busy" is the time in which anything ran on the device, "gaps" the rest of a step; "launches"
+    are kernels, copies and fills; "host" is the time to launch a step.
+    """
+    ways = {name: way for name, way in row["ways"].items() if "kinds_us" in way}
+    rows = [[kind, *(_kind(kind, way) for way in ways.values())] for kind in KINDS]
+    for label in ("busy", "gaps", "host"):
+        rows.append([label, *(f"{way[f'{label}_us']:.0f}" for way in ways.values())])
+    rows.append(["step", *(f"{way['us']['p50']:.0f}" for way in ways.values())])
+    rows.append(["launches", *(f"{way['launches']:.0f}" for way in ways.values())])
+    return f"{_title(row)}, microseconds a step (least)\n{terminal(['', *ways], rows)}"
+
+
+def _kind(kind: str, way: Row) -> str:
+    least = way["least_us"].get(kind)
+    return f"{way['kinds_us'][kind]:.0f}" + ("" if least is None else f" ({least:.0f})")
+
+
+def report(path: Path, run: str) -> str:
+    """What a run measured, and what failed; profiled steps by kind; the targets."""
+    rows = [row for row in (load(path) or {"results": ()})["results"] if row.get("run") == run]
+    lines = [line(row) for row in rows if "ways" in row or "found" in row]
+    wrong, skipped = failures(rows), sum("skipped" in row for row in rows)
+    lines += [f"\n{len(wrong)} failures, {skipped} cases without time", *wrong]
+    legend = "\nmicroseconds, ratio to the first, share of the ceiling or MiB held/peak"
+    tables = ["\n" + profile_table(row) for row in rows if "profiled" in row]
+    return "\n".join([legend, *lines, *tables, "\n" + targets.table(rows)])
+
+
+def section() -> str:
+    """Of every set of `bench gpu`; without one, the targets."""
+    return "\n\n".join(_sets()) or targets.table((), UNMEASURED)
+
+
+def _sets() -> Iterator[str]:
+    for folder, files in gpu_sets().items():
+        for data in files:
+            rows = [row for row in current(data) if "section" in row["case"]]
+            if rows:
+                yield f"#### {data['machine']['gpu']} (`bench/results/{folder.name}`)"
+                yield machine_line(data["machine"])
+                yield targets.table(rows)
+            found = [profile_table(row) for row in rows if "profiled" in row and "ways" in row]
+            if found:
+                tables = "\n\n".join(found)
+                yield folded("Where a step spends its time", f"```\n{tables}\n```")

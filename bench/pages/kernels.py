@@ -1,0 +1,325 @@
+"""Kernels against their floor and their peers: rows for a terminal, tables for a page."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench.kernels.shapes import MODELS, Size
+from bench.kernels.table import OPS
+from bench.measure.contest import UNITS, Rig
+from bench.tables import (
+    RESULTS,
+    Cell,
+    Row,
+    current,
+    folded,
+    geometric_mean,
+    gpu_sets,
+    load,
+    machine_line,
+    markdown,
+    number,
+    significant,
+    terminal,
+    times,
+)
+
+KERNELS = RESULTS / "kernels-cpu.json"
+UNMEASURED = "Not measured yet: `python -m bench kernels --device cpu`."
+#: How the names of our providers begin.
+OURS = "fused_remat"
+#: Who does less than the op, the products alone: no peer.
+BARE = "bare"
+#: A ceiling's unit -> what of the work counts, and what it is called that cannot go faster.
+BOUNDS = {"TFLOP/s": ("flops", "products"), "GB/s": ("bytes", "memory")}
+
+
+# --- for a terminal
+
+
+def ceilings_line(most: Mapping[str, float]) -> str:
+    """What this machine does at most."""
+    found = ", ".join(f"{significant(amount)} {unit}" for unit, amount in most.items())
+    return f"ceilings of this machine: {found}"
+
+
+def title(row: Row) -> str:
+    """A case in a line, with the least time that it can take."""
+    case = row["case"]
+    sizes = ", ".join(f"{name} {size}" for name, size in case["sizes"].items())
+    words = ", ".join(filter(None, [sizes, case.get("dtype")]))
+    text = f"{case['op']}: {case['name']} {case['direction']}, {case['model']} ({words})"
+    floor = row.get("floor_us")
+    return text if floor is None else f"{text}, floor {floor:,.0f} µs"
+
+
+def _way_cells(name: str, way: Row) -> list[Cell]:
+    us, share = way["us"], way.get("of_ceiling")
+    rates = (way.get(unit) for unit in UNITS)
+    return [
+        name, *(number(us[level]) for level in ("p50", "p20", "p80")),
+        times(next(iter(way["ratio"].values()), None)),
+        *(None if rate is None else significant(rate) for rate in rates),
+        None if share is None else f"{share:.0%}",
+    ]  # fmt: skip
+
+
+def block(row: Row) -> str:
+    """A row: a line for each provider, FAIL instead of a time where its results are wrong."""
+    if "error" in row:
+        return f"\n{title(row)}\n  FAIL: {row['error']}"
+    ways = row["ways"].items()
+    head = ("", "p50 µs", "p20", "p80", "ratio", *UNITS, "of ceiling")
+    text = [f"\n{title(row)}"]
+    text += [terminal(head, [_way_cells(n, way) for n, way in ways if "us" in way], indent="  ")]
+    text += [f"  {name}  FAIL: {way['error']}" for name, way in ways if "error" in way]
+    absent = [f"{name} ({way['absent']})" for name, way in ways if "absent" in way]
+    return "\n".join(text + [f"  absent: {', '.join(absent)}"] * bool(absent))
+
+
+def means(rows: Sequence[Row]) -> str:
+    """Per op, direction and provider: the geometric mean of the ratios to the baseline."""
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        of_op = ratios.setdefault(f"{row['case']['op']} {row['case']['direction']}", {})
+        for name, way in row.get("ways", {}).items():
+            if way.get("ratio"):
+                of_op.setdefault(name, []).append(next(iter(way["ratio"].values()))["p50"])
+    lines = ["time over the baseline's, geometric mean over the cases:"]
+    for op, found in ratios.items():
+        shown = (f"{n} {geometric_mean(all_):.2f}× ({len(all_)})" for n, all_ in found.items())
+        lines.append(f"  {op}: {', '.join(shown)}")
+    return "\n".join(lines)
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """Everything that is wrong, in a line each."""
+    found = [f"{title(row)}: {row['error']}" for row in rows if "error" in row]
+    for row in rows:
+        ways = row.get("ways", {}).items()
+        found += [f"{title(row)}: {name}: {way['error']}" for name, way in ways if "error" in way]
+    return found
+
+
+# --- for a page
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A measured case: its work, the time it takes at least, and who took how long.
+
+    Attributes:
+        floor: microseconds at the same run's ceilings.
+        bound: what sets the floor, "products" or "memory".
+        ours: microseconds by name, the fastest first.
+        peer: the fastest of the others: name, microseconds; None where there is none.
+        wrong: providers whose results are wrong.
+    """
+
+    op: str
+    direction: str
+    name: str
+    flops: float
+    bytes: float
+    floor: float
+    bound: str
+    ours: dict[str, float]
+    peer: tuple[str, float] | None
+    wrong: tuple[str, ...]
+
+
+def ceilings(rows: Sequence[Row]) -> dict[str, float]:
+    """Unit -> the most of it that was measured in the same run."""
+    return {
+        row["unit"]: way[row["unit"]]
+        for row in rows
+        if "ceilings" in (row["case"].get("op"), row["case"].get("section")) and "unit" in row
+        for way in row["ways"].values()
+        if row["unit"] in way
+    }
+
+
+def of_op(row: Row) -> tuple[str, str, str] | None:
+    """Op, direction and form of a contest of providers; None of any other row.
+
+    `bench gpu` says all three in the name, and has contests of our own routes and tiles besides,
+    whose ways are no peers: those are in its table, gpu.txt.
+    """
+    case = row["case"]
+    if case.get("op") in OPS:
+        return case["op"], case["direction"], case["name"]
+    match = re.fullmatch(r"(\w+)_(fwd|bwd) (.+)", case.get("name", ""))
+    if match is None or match[1] not in OPS:
+        return None
+    known = set(row.get("ways", ())) <= set(OPS[match[1]].providers)
+    return (match[1], match[2], match[3]) if known else None
+
+
+def entries(rows: Sequence[Row]) -> list[Entry]:
+    """The rows of a run that have a floor."""
+    most = ceilings(rows)
+    return [_entry(row, most) for row in rows if row.get("floor_us") and of_op(row)]
+
+
+def _entry(row: Row, most: dict[str, float]) -> Entry:
+    work, times = row["work"], {n: w["us"]["p50"] for n, w in row["ways"].items() if "us" in w}
+    seconds = {
+        bound: work[amount] / (UNITS[unit] * most[unit])
+        for unit, (amount, bound) in BOUNDS.items()
+        if work[amount]
+    }
+    order = sorted((us, name) for name, us in times.items() if name != BARE)
+    ours = {n.removeprefix(OURS).strip() or n: us for us, n in order if n.startswith(OURS)}
+    peers = [(name, us) for us, name in order if not name.startswith(OURS)]
+    wrong = tuple(name for name, way in row["ways"].items() if "error" in way)
+    found = of_op(row)
+    assert found is not None
+    op, direction, form = found
+    return Entry(
+        op, direction, _name(row["case"], form), work["flops"],
+        work["bytes"], row["floor_us"], max(seconds, key=lambda bound: seconds[bound]),
+        ours, peers[0] if peers else None, wrong,
+    )  # fmt: skip
+
+
+def _name(case: Row, form: str) -> str:
+    """What tells the case from others of its op, in words."""
+    told = {"op", "section", "direction", "name", "model", "batch", "seq_len", "tokens", "sizes"}
+    words = [form, *filter(None, [case.get("model")])]
+    known = case | case.get("sizes", {})
+    words += [f"{n} = {known[k]}" for k, n in (("batch", "B"), ("seq_len", "S")) if k in known]
+    if not {"batch", "seq_len"} <= set(known) and "tokens" in known:
+        words.append(f"{known['tokens']} tokens")
+    return ", ".join([*words, *(f"{k} {v}" for k, v in known.items() if k not in told)])
+
+
+def work_table() -> str:
+    """What is counted of each op, as the code that counts it says."""
+    rig = Rig(torch.device("cpu"), torch.float32, True, None, math.inf)  # no tensor is made of it
+    rows = []
+    for op, row in OPS.items():
+        problems = (p for m in MODELS.values() for p in row.of_model(rig, Size(m, 1, m.seq_len)))
+        said = dict.fromkeys(" ".join((type(p).work.__doc__ or "").split()) for p in problems)
+        rows.append([op, " ".join(said)])
+    return markdown(("op", "FLOPs of the products, and bytes; forward, or backward"), rows)
+
+
+def summary(found: Sequence[Entry]) -> str:
+    """A row for each op, direction and way of ours, beside the best peer at the same cases."""
+    head = (
+        "op", "", "bound by", "ours", "cases", "of the floor's speed", "the best peer",
+        "our time over the best peer's",
+    )  # fmt: skip
+    rows = []
+    for op, direction in dict.fromkeys((e.op, e.direction) for e in found):
+        alike = [e for e in found if (e.op, e.direction) == (op, direction)]
+        bound = " or ".join(sorted({e.bound for e in alike}))
+        names = dict.fromkeys(name for e in alike for name in e.ours)
+        rows += [[op, direction, bound, *_summary_cells(name, alike)] for name in names or [""]]
+    return markdown(head, rows)
+
+
+def _summary_cells(name: str, alike: Sequence[Entry]) -> list[str]:
+    mine = [e for e in alike if name in e.ours] if name else list(alike)
+    ours = [e.floor / e.ours[name] for e in mine if name]
+    peers = [e.floor / e.peer[1] for e in mine if e.peer]
+    ratios = [e.ours[name] / e.peer[1] for e in mine if e.peer and name]
+    over = f"{geometric_mean(ratios):.2f}× ({_between(ratios, '.2f')})" if ratios else ""
+    return [name or "absent", str(len(mine)), _shares(ours), _shares(peers), over]
+
+
+def _shares(values: Sequence[float]) -> str:
+    return f"{geometric_mean(values):.0%} ({_between(values, '.0%')})" if values else "-"
+
+
+def _between(values: Sequence[float], form: str) -> str:
+    return f"{min(values):{form}} to {max(values):{form}}"
+
+
+def tables(found: Sequence[Entry]) -> str:
+    """Every case, op by op, folded."""
+    ops = dict.fromkeys(entry.op for entry in found)
+    return "\n\n".join(_table(op, [e for e in found if e.op == op]) for op in ops)
+
+
+def _table(op: str, found: Sequence[Entry]) -> str:
+    head = (
+        "case", "", "GFLOP", "MB at least", "floor", "bound by", "ours (of the floor's speed)",
+        "the best peer", "our best time over it",
+    )  # fmt: skip
+    return folded(f"{op}: {len(found)} cases", markdown(head, map(_cells, found)))
+
+
+def _cells(e: Entry) -> list[Cell]:
+    best = next(iter(e.ours.values()), None)
+    failed = f" (FAIL: {', '.join(e.wrong)})" if e.wrong else ""
+    return [
+        e.name + failed, e.direction, number(e.flops / 1e9, 2) if e.flops else "-",
+        number(e.bytes / 1e6, 2), number(e.floor, 0, " µs"), e.bound,
+        "; ".join(_time(*item, e.floor) for item in e.ours.items()) or "absent",
+        _time(*e.peer, e.floor) if e.peer else "absent",
+        f"{best / e.peer[1]:.2f}×" if best and e.peer else "",
+    ]  # fmt: skip
+
+
+def _time(name: str, us: float, floor: float) -> str:
+    return f"{name}, {us:,.0f} µs ({floor / us:.0%})"
+
+
+def absences(rows: Sequence[Row]) -> str:
+    """Who took part in no case, and why; whose results were wrong; which cases failed whole."""
+    why: dict[str, set[str]] = {}
+    present: set[str] = set()
+    wrong: dict[str, int] = {}
+    for row in rows:
+        for name, way in row.get("ways", {}).items():
+            present |= {name} if "us" in way else set()
+            if "absent" in way:
+                why.setdefault(name, set()).add(way["absent"])
+            if "error" in way:
+                wrong[name] = wrong.get(name, 0) + 1
+    missing = [f"{n} ({'; '.join(sorted(r))})" for n, r in why.items() if n not in present]
+    parts = [f"Absent everywhere: {', '.join(missing)}."] if missing else []
+    parts += [f"Wrong results: {n} in {count} cases." for n, count in wrong.items()]
+    failed = sum("error" in row for row in rows)
+    parts += [f"{failed} cases could not be measured."] if failed else []
+    return " ".join(parts)
+
+
+def section(data: Row) -> str:
+    """A results file: where it was measured, its ceilings, summary and tables.
+
+    Raises: ValueError for a dry run, which measures nothing.
+    """
+    if data["config"].get("dry_run"):
+        raise ValueError("a dry run is no measurement: not for a page")
+    rows = current(data)
+    most = ", ".join(f"{significant(n, 4)} {unit}" for unit, n in ceilings(rows).items())
+    found = entries(rows)
+    missing = absences([row for row in rows if of_op(row)])
+    parts = [f"{machine_line(data['machine'])} Ceilings: {most}.", summary(found), missing]
+    return "\n\n".join(filter(None, [*parts, tables(found)]))
+
+
+def cpu() -> str:
+    """This CPU's kernels."""
+    data = load(KERNELS)
+    return UNMEASURED if data is None else section(data)
+
+
+def gpu() -> str:
+    """Every set that was measured on a GPU."""
+    return "\n\n".join(_sets()) or "Not yet run on hardware: `bench/results` has no set of a GPU's."
+
+
+def _sets() -> Iterator[str]:
+    for folder, files in gpu_sets().items():
+        yield f"### {files[0]['machine']['gpu']} (`bench/results/{folder.name}`)"
+        for data in files:
+            if entries(current(data)):
+                yield section(data)

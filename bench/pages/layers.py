@@ -1,0 +1,181 @@
+"""One layer on a CPU: the targets, every measured case, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bench.commands import profile as profile_step
+from bench.tables import (
+    RESULTS,
+    Columns,
+    Row,
+    Verdict,
+    current,
+    folded,
+    load,
+    machine_line,
+    mib,
+    ms,
+    number,
+    terminal,
+    times,
+    verdict_table,
+    ways_table,
+)
+from fused_remat.policies import EXACT_PRESETS
+
+LAYERS = RESULTS / "layers-cpu.json"
+PROFILE = RESULTS / "profile-cpu.json"
+UNMEASURED = "Not measured yet: `python -m bench layers --device cpu`."
+UNPROFILED = "Not measured yet: `python -m bench profile`."
+WIDTHS = (512, 1024)  # the targets are for d_model between these
+
+
+def title(row: Row) -> str:
+    """A case in a few words."""
+    c = row["case"]
+    sizes = f"(B, S, D, H) = ({c['batch']}, {c['seq_len']}, {c['d_model']}, {c['nhead']})"
+    rest = ["relu"] if c.get("activation") == "relu" else []
+    rest += ["causal"] if c.get("causal") else []
+    return ", ".join([c["dtype"], f"{c['norm']}-norm", *rest, f"dropout {c['dropout']:g}", sizes])
+
+
+def _columns(more: int = 0) -> Columns:
+    """What is said of a way; `more`: digits than on the page."""
+    return [
+        ("forward", lambda way: ms(way["forward_seconds"]["p50"], more, "")),
+        ("backward", lambda way: ms(way["backward_seconds"]["p50"], more, "")),
+        ("step", lambda way: ms(way["step_seconds"]["p50"], more, "")),
+        ("vs eager", lambda way: times(way["step_ratio"].get("eager"), 2 + more)),
+        ("vs checkpoint", lambda way: times(way["step_ratio"].get("checkpoint"), 2 + more)),
+        ("kept bytes per token", lambda way: number(way["kept_bytes_per_token"])),
+        ("backward's peak", lambda way: mib(way.get("backward_peak_bytes"), more)),
+        ("step's peak", lambda way: mib(way.get("step_peak_bytes"), more)),
+    ]
+
+
+def case_table(row: Row) -> str:
+    """A case's ways, for a terminal."""
+    return ways_table(row["ways"], _columns(more=1), write=terminal)
+
+
+def _folded_case(row: Row) -> str:
+    return folded(f"{title(row)}, {row['rounds']} rounds", ways_table(row["ways"], _columns()))
+
+
+# --- the targets
+
+
+@dataclass(frozen=True)
+class Target:
+    """A limit to the ratio of step times (medians over the rounds), in every case it is for."""
+
+    dtype: str
+    ways: tuple[str, ...]
+    baseline: str
+    limit: float
+    norms: tuple[str, ...]
+    dropout: float
+
+    @property
+    def text(self) -> str:
+        ways = "every preset" if self.ways == tuple(EXACT_PRESETS) else ", ".join(self.ways)
+        norms = " and ".join(f"{norm}-norm" for norm in self.norms)
+        where = f"{self.dtype}, {norms}, dropout {self.dropout:g}"
+        return f"{ways} ≤ {self.limit:.2f}× {self.baseline} ({where})"
+
+    def covers(self, case: Row) -> bool:
+        return (
+            case["dtype"] == self.dtype
+            and case["norm"] in self.norms
+            and case["dropout"] == self.dropout
+            and WIDTHS[0] <= case["d_model"] <= WIDTHS[1]
+            and case.get("activation", "gelu") == "gelu"
+            and not case.get("causal")
+        )
+
+
+#: Target 9 of the project, for CPUs.
+TARGETS = tuple(
+    Target(dtype, *rest)
+    for dtype in ("float32", "bfloat16")
+    for rest in (
+        (("full",), "checkpoint", 0.95, ("pre",), 0.0),
+        (("lean",), "checkpoint", 0.90, ("pre",), 0.0),
+        (("fast",), "checkpoint", 0.82, ("pre",), 0.0),
+        (("lean",), "checkpoint", 0.88, ("post",), 0.0),
+        (("fast",), "eager", 1.00, ("pre", "post"), 0.0),
+        (tuple(EXACT_PRESETS), "eager", 0.80, ("pre", "post"), 0.1),
+    )
+)
+#: Why a ratio says little of the method: the stock ways' products take most of the time.
+SLOW_BFLOAT16 = (
+    "the stock ways' bfloat16 products are unaccelerated on this CPU, ours run in float32"
+)
+
+
+def _ratios(target: Target, results: Row) -> Iterator[tuple[float | None, str]]:
+    """(median ratio, where) of every way and case that the target is for; None: wrong results."""
+    for row in current(results):
+        c = row["case"]
+        if not target.covers(c):
+            continue
+        sizes = "x".join(str(c[name]) for name in ("batch", "seq_len", "d_model", "nhead"))
+        for way in target.ways:
+            found = row["ways"].get(way, {})
+            where = f"{way} {c['norm']}-norm {sizes}"
+            if "failure" in found:
+                yield None, where
+            elif target.baseline in found.get("step_ratio", {}):
+                yield found["step_ratio"][target.baseline]["p50"], where
+
+
+def verdict(target: Target, results: Row) -> Verdict:
+    """A target's verdict: met if it is in every case that was measured."""
+    found = list(_ratios(target, results))
+    wrong = [where for ratio, where in found if ratio is None]
+    ratios = [(ratio, where) for ratio, where in found if ratio is not None]
+    if wrong:
+        return Verdict(target.text, f"wrong results: {', '.join(wrong)}", False)
+    if not ratios:
+        return Verdict(target.text, "not measured", None)
+    worst, where = max(ratios)
+    within = sum(ratio <= target.limit for ratio, _ in ratios)
+    slow = target.dtype == "bfloat16" and not results["machine"].get("native_bfloat16", True)
+    note = f"; {SLOW_BFLOAT16}" if slow else ""
+    several = f"{min(ratios)[0]:.3f} to {worst:.3f}, {within} of {len(ratios)} within"
+    measured = several if len(ratios) > 1 else f"{worst:.3f}"
+    return Verdict(target.text, f"{measured} (worst: {where}){note}", worst <= target.limit)
+
+
+def target_table(results: Row, targets: Sequence[Target] = TARGETS) -> str:
+    """Every target, met or not."""
+    return verdict_table(verdict(target, results) for target in targets)
+
+
+# --- parts of pages
+
+
+def machine() -> str:
+    """Where and with what the layers were measured."""
+    found = load(LAYERS)
+    return machine_line(found["machine"]) if found else UNMEASURED
+
+
+def targets() -> str:
+    """The targets of CPUs, met or not."""
+    found = load(LAYERS)
+    return target_table(found) if found else UNMEASURED
+
+
+def profile() -> str:
+    """Where a step spends its time."""
+    found = load(PROFILE)
+    return profile_step.table(found) if found else UNPROFILED
+
+
+def tables() -> str:
+    """Every measured case: times beside eager's and checkpoint's, kept bytes, peaks."""
+    found = load(LAYERS)
+    return "\n\n".join(map(_folded_case, current(found))) if found else UNMEASURED

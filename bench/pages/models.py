@@ -1,0 +1,228 @@
+"""Whole models: every measured case, losses of every step, and the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bench.subjects.configs import MODELS
+from bench.tables import (
+    MIB,
+    RESULTS,
+    Cell,
+    Columns,
+    Row,
+    Verdict,
+    current,
+    folded,
+    gpu_sets,
+    kib,
+    load,
+    machine_line,
+    markdown,
+    mib,
+    ms,
+    number,
+    times,
+    verdict_table,
+    ways_table,
+)
+
+FILE = RESULTS / "model-cpu.json"
+UNMEASURED = "Not measured yet: `python -m bench model --article --device cpu`."
+
+
+def rows_of(results: Row) -> list[Row]:
+    """The rows of whole models of a file's last run; `bench gpu` has others besides."""
+    rows = [row | {"case": row.get("model", row["case"])} for row in current(results)]
+    return [row for row in rows if "ways" in row and row["case"].get("model") in MODELS
+            and "fixed_bytes" in row]  # fmt: skip
+
+
+def title(row: Row) -> str:
+    """A case in a few words."""
+    c = row["case"]
+    published = MODELS[c["model"]].layers
+    layers = "all" if c["layers"] == published else f"{c['layers']} of {published}"
+    kind = f"LoRA of rank {c['lora']}" if c["lora"] else "full fine-tuning"
+    return (
+        f"{c['model']}, {layers} layers, {kind}, {c['dtype']}, B = {c['batch']}, S = {c['seq_len']}"
+    )
+
+
+def case_table(row: Row) -> str:
+    """A case's results, a line per way; below it what they share."""
+    table = ways_table(row["ways"], _columns(row), "way")
+    fixed = f"Parameters, gradients and AdamW's moments: {_size(row['fixed_bytes'])}"
+    cap = row.get("memory_cap")
+    within = f", within the cap of {_size(cap)} as well" if cap else ""
+    return f"{table}\n\n{fixed}{within}; {row['rounds']} rounds."
+
+
+def _columns(row: Row) -> Columns:
+    """What is said of a way of a case."""
+
+    def share(way: Row, what: str) -> Cell:
+        return number(kept_share(way, row, what), 3)
+
+    return [
+        ("step", lambda way: ms(way["step_seconds"]["p50"])),
+        ("vs eager", lambda way: times(way["step_ratio"].get("eager"))),
+        ("vs checkpoint", lambda way: times(way["step_ratio"].get("checkpoint"))),
+        ("kept", lambda way: _size(way["kept_bytes"])),
+        ("of eager's", lambda way: share(way, "kept_bytes")),
+        ("below the head", lambda way: _size(way["kept_below_head_bytes"])),
+        ("of eager's", lambda way: share(way, "kept_below_head_bytes")),
+        ("peak", lambda way: _size(way["step_peak_bytes"])),
+        ("largest batch", lambda way: number(way.get("largest_batch"))),
+        ("tokens/s there", lambda way: number(way.get("tokens_per_second"))),
+    ]
+
+
+def _size(nbytes: float | None) -> Cell:
+    return kib(nbytes) if nbytes is not None and nbytes < 10 * MIB else mib(nbytes)
+
+
+def kept_share(found: Row, row: Row, what: str) -> float | None:
+    """Bytes kept, relative to the unconverted model's; None where either is not known."""
+    theirs = row["ways"].get("eager", {}).get(what)
+    return found[what] / theirs if theirs and found.get(what) is not None else None
+
+
+def has_losses(row: Row) -> bool:
+    """Whether losses were asked for."""
+    return "losses" in row or "losses_failure" in row
+
+
+def losses_table(row: Row) -> str:
+    """Losses of every step side by side, and the largest relative differences."""
+    if "losses_failure" in row:
+        return f"Losses: FAIL: {row['losses_failure']}"
+    found = row["losses"]
+    steps = enumerate(zip(*found["curves"].values(), strict=True), 1)
+    rows = [[str(step), *(f"{loss:.6f}" for loss in losses)] for step, losses in steps]
+    differences = ", ".join(f"{way} {d:.1e}" for way, d in found["differences"].items())
+    noise = (
+        f"Largest relative difference to eager: {differences or 'none compared'}. Of eager from "
+        f"parameters moved by a rounding each: {found['noise']:.1e}; "
+        f"allowed {found['allowed']:.1e}."
+    )
+    return f"{markdown(['step', *found['curves']], rows)}\n\n{noise}"
+
+
+# --- the targets
+
+
+@dataclass(frozen=True)
+class Target:
+    """A limit in every case of full fine-tuning of SmolLM-135M, in float32 on a CPU.
+
+    Attributes:
+        what: "kept_bytes" and "kept_below_head_bytes" against eager's, "step" against HF's
+            gradient checkpointing.
+    """
+
+    way: str
+    what: str
+    limit: float
+
+    @property
+    def text(self) -> str:
+        names = {
+            "kept_bytes": "bytes kept ≤ {:.2f}× eager's, head and loss included",
+            "kept_below_head_bytes": "bytes kept ≤ {:.2f}× eager's, up to the head",
+            "step": "step ≤ {:.2f}× gradient checkpointing's",
+        }
+        return f"{self.way}: {names[self.what].format(self.limit)}"
+
+    def value(self, found: Row, row: Row) -> float | None:
+        """What the limit is for, of a way that was measured."""
+        if "step_ratio" not in found:
+            return None
+        if self.what == "step":
+            ratio: float | None = found["step_ratio"].get("checkpoint", {}).get("p50")
+            return ratio
+        return kept_share(found, row, self.what)
+
+
+#: Of the whole model the head's logits are a large share, which no layer can do without: there the
+#: ways with a fused loss are judged.
+TARGETS = (
+    Target("full", "kept_below_head_bytes", 0.10),
+    Target("full_loss", "kept_bytes", 0.10),
+    Target("fast", "kept_below_head_bytes", 0.45),
+    Target("fast_loss", "kept_bytes", 0.45),
+    Target("full", "step", 0.95),
+    Target("lean", "step", 0.90),
+)
+MODEL = "smollm-135m"
+
+
+def verdicts(results: Row) -> list[Verdict]:
+    """Every target's verdict, from the results file's data; the last is that of the losses."""
+    rows = [row for row in rows_of(results) if row["case"]["model"] == MODEL]
+    mine = [row for row in rows if not row["case"]["lora"]]
+    return [*(_verdict(target, mine) for target in TARGETS), _same_losses(rows)]
+
+
+def _verdict(target: Target, rows: Sequence[Row]) -> Verdict:
+    found = [(row["ways"].get(target.way, {}), row) for row in rows]
+    if any("failure" in way for way, _ in found):
+        return Verdict(target.text, f"wrong results: {target.way}", False)
+    values = [value for way, row in found if (value := target.value(way, row)) is not None]
+    if not values:
+        return Verdict(target.text, "not measured", None)
+    span = " to ".join(f"{value:.3f}" for value in sorted({min(values), max(values)}))
+    return Verdict(target.text, span, max(values) <= target.limit)
+
+
+def _same_losses(rows: Sequence[Row]) -> Verdict:
+    found = [row["losses"] for row in rows if "losses" in row]
+    steps = max((losses["steps"] for losses in found), default=30)
+    text = f"losses of {steps} steps are the unconverted model's within rounding"
+    worst = [(d, losses["allowed"]) for losses in found for d in losses["differences"].values()]
+    if not worst:
+        return Verdict(text, "not measured", None)
+    met = all(difference <= allowed for difference, allowed in worst)
+    difference, allowed = max(worst, key=lambda pair: pair[0] / pair[1])
+    return Verdict(text, f"{difference:.1e} relative, allowed {allowed:.1e}", met)
+
+
+def target_table(results: Row) -> str:
+    """The targets, met or not."""
+    return verdict_table(verdicts(results), f"target ({MODEL})")
+
+
+# --- pages
+
+
+def article(results: Row) -> str:
+    """All cases of a results file as a page: fine-tuning with and without checkpointing."""
+    parts = ["# Fine-tuning in every way"]
+    for row in rows_of(results):
+        parts += [f"## {title(row)}", case_table(row)]
+        if has_losses(row):
+            parts += ["### Losses", losses_table(row)]
+    return "\n\n".join([*parts, "## Targets", target_table(results)]) + "\n"
+
+
+def section() -> str:
+    """Every CPU's, then every set of a GPU's."""
+    paths = [FILE, *sorted(RESULTS.glob(f"*/{FILE.name}"), reverse=True)]
+    parts = [_set(data) for data in map(load, paths) if data is not None] or [UNMEASURED]
+    for folder, files in gpu_sets().items():
+        for data in filter(rows_of, files):
+            where = f"{data['machine']['gpu']} (`bench/results/{folder.name}`)"
+            parts.append(f"### Models on {where}\n\n{_set(data)}")
+    return "\n\n".join(parts)
+
+
+def _set(data: Row) -> str:
+    targets = [] if data["machine"].get("gpu") else [target_table(data)]
+    return "\n\n".join([machine_line(data["machine"]), *targets, *_cases(data)])
+
+
+def _cases(data: Row) -> Iterator[str]:
+    for row in rows_of(data):
+        losses = [losses_table(row)] if has_losses(row) else []
+        yield folded(title(row), case_table(row), *losses)

@@ -1,0 +1,183 @@
+"""A model of transformers with random weights, and its data: what a model's step is measured on."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.measure import case
+from bench.measure.admission import Absent
+from bench.measure.case import DTYPES, perturb
+from bench.subjects.configs import MODELS, Published, tiny
+
+Inputs = dict[str, Tensor]
+
+#: Of the tokens, how many a masked language model has to tell: as in Devlin et al. 2018.
+_MASKED = 0.15
+#: A parameter, its gradient and AdamW's two moments.
+_COPIES = 4
+#: Of the memory that is there: the rest is for activations, for checks, and for other programs.
+_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Case(case.Case):
+    """A model and the size of its step.
+
+    Attributes:
+        model: a key of `MODELS`.
+        layers: of the model's; all the rest is at its full width.
+        dtype: of parameters and activations, a key of `DTYPES`.
+        lora: the rank of adapters on every linear of the layers, whose base weights are frozen;
+            0: every parameter is trained.
+        tiny: in sizes that show nothing but whether it runs.
+    """
+
+    model: str
+    layers: int
+    batch: int
+    seq_len: int
+    dtype: str
+    lora: int = 0
+    tiny: bool = False
+
+    def check(self) -> None:
+        self.one_of(model=MODELS, dtype=DTYPES)
+        if min(self.layers, self.batch, self.seq_len) < 1 or self.lora < 0:
+            raise ValueError(f"sizes must be positive, the rank at least 0: {self}")
+        published = self.published
+        if self.layers > published.layers:
+            raise ValueError(f"{self.model} has {published.layers} layers, got {self.layers}")
+        if self.seq_len > published.longest:
+            raise ValueError(
+                f"{self.model} takes {published.longest} tokens at most, got {self.seq_len}"
+            )
+
+    @property
+    def published(self) -> Published:
+        """The model's configuration."""
+        return tiny(MODELS[self.model]) if self.tiny else MODELS[self.model]
+
+    def subject(self, device: torch.device | str, published: Published | None = None) -> Subject:
+        """The model with random weights, biases and norms included; of another configuration if
+        one is given."""
+        published = published or self.published
+        self.seed()
+        model = build(published, self.layers, DTYPES[self.dtype], device, self.lora)
+        subject = Subject(model, {}, case=self, published=published)
+        subject.x = subject.inputs(self.batch)
+        return subject
+
+
+def build(
+    published: Published, layers: int, dtype: torch.dtype, device: torch.device | str, lora: int
+) -> nn.Module:
+    """A model of transformers in training mode, with adapters if a rank is given.
+
+    Its cache of keys and values is off, as transformers' Trainer has it.
+
+    Raises: Absent without transformers, or without peft where adapters are asked for.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise Absent("transformers is not installed") from error
+    values = published.values | {"num_hidden_layers": layers}
+    config = getattr(transformers, published.config)(**values)
+    config.use_cache = False
+    with torch.device(device):
+        model = getattr(transformers, published.task)._from_config(config, dtype=dtype)
+        model = adapted(model, lora) if lora else model
+        perturb(model)
+    return model.train()
+
+
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """With PEFT's adapters on every linear of the layers; both of their matrices are random.
+
+    As they begin, one of them zero, the other's gradient would be zero, and show nothing.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise Absent("peft is not installed") from error
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names in transformers that PEFT uses
+        return get_peft_model(model, config)
+
+
+@dataclass
+class Subject(case.Subject):
+    """A model, its inputs by name, and where more of them come from."""
+
+    case: Case = field(kw_only=True)
+    published: Published = field(kw_only=True)
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
+
+    def inputs(self, batch: int) -> Inputs:
+        """Fresh random data: tokens with their own labels, or images with a class each."""
+        config, shape = self.published.values, (batch, self.case.seq_len)
+        if self.published.image_tokens:
+            size = batch, config["num_channels"], config["image_size"], config["image_size"]
+            images = torch.randn(size, generator=self.generator).to(DTYPES[self.case.dtype])
+            labels = self._integers(config["num_labels"], (batch,))
+            return {"pixel_values": images.to(self.device), "labels": labels}
+        tokens = self._integers(config["vocab_size"], shape)
+        if self.published.task.endswith("ForCausalLM"):
+            return {"input_ids": tokens, "labels": tokens.clone()}
+        hidden = torch.rand(shape, generator=self.generator).to(self.device) < _MASKED
+        hidden[:, 0] = True  # somewhere, however short
+        return {"input_ids": tokens, "labels": tokens.masked_fill(~hidden, -100)}
+
+    def _integers(self, below: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(below, shape, generator=self.generator).to(self.device)
+
+    def shared(self) -> Any:
+        """A copy of the modules alone, on the very same parameters and buffers: a way's own."""
+        same = {id(t): t for t in (*self.module.parameters(), *self.module.buffers())}
+        return copy.deepcopy(self.module, same)
+
+    def fixed_bytes(self) -> int:
+        """Parameters, gradients of those that are trained, and AdamW's two moments of them."""
+        return fixed_bytes(self.module)
+
+
+def fixed_bytes(model: nn.Module) -> int:
+    """See `Subject.fixed_bytes`."""
+    every = sum(p.nbytes for p in model.parameters())
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return every + (_COPIES - 1) * trained
+
+
+def memory_of(device: torch.device | str) -> int:
+    """Bytes that are free on a device."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def affordable_layers(name: str, dtype: str, lora: int, free: int) -> int:
+    """As many layers of a model as half of this memory can train; at least one.
+
+    >>> affordable_layers("smollm-135m", "float32", 0, 20 << 30)
+    30
+    """
+    published = MODELS[name]
+    one, two = (
+        fixed_bytes(build(published, layers, DTYPES[dtype], "meta", lora)) for layers in (1, 2)
+    )
+    return max(1, min(published.layers, 1 + int((_SHARE * free - one) // (two - one))))
+
+
+def usual_tokens(model: str, asked: int) -> int:
+    """Tokens of a sequence: as asked, as far as the model takes it; an image has its own."""
+    return MODELS[model].image_tokens or min(asked, MODELS[model].longest)

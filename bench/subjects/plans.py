@@ -1,0 +1,147 @@
+"""Our plans: which are asked for, and what each predicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from bench.measure.case import Subject
+from bench.subjects.stacks import Stack, fused
+from fused_remat import Policy
+from fused_remat.planner import BudgetError, Plan, plan
+from fused_remat.planner import chain as chains
+from fused_remat.planner.chain import Chain, Choice
+
+#: Ours by other rules than the best there is.
+RULES = ("uniform", "sqrt", "greedy")
+#: Of each of them, how many choices are run; all are predicted.
+MOST_OF_A_RULE = 2
+#: Points of the frontier that are run, besides those at the peers' peaks.
+SWEEP = 3
+
+
+def loss(subject: Subject, y: Tensor) -> Tensor:
+    """Of a stack's output; the gradient of the output is dy."""
+    return (y * subject.dy).sum()
+
+
+@dataclass
+class Entry:
+    """A choice to be run.
+
+    Attributes:
+        name: of the way: its method, and which of it from the least peak on.
+        asked: (whose budget, bytes) that it is the answer to.
+    """
+
+    plan: Plan
+    name: str = ""
+    asked: list[tuple[str, int]] = field(default_factory=list)
+
+
+class Planner:
+    """Plans of a subject from one measurement, and their costs as FLOPs and bytes have them."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        subject.clear()
+        self.stack: Stack = fused(subject.module, "full", subject.backend)
+        given = {"loss": functools.partial(loss, subject)}
+        self.plan = plan(self.stack, subject.x, **given)
+        saves = {o.save: None for call in self.plan.chain.calls for o in call.options}
+        options = [Policy(save) for save in saves]
+        analytic = plan(self.stack, subject.x, costs="analytic", options=options, **given)
+        # The same step: what differs is what the choices cost in it.
+        seconds = self.plan.chain.seconds
+        self.analytic: Chain = dataclasses.replace(analytic.chain, seconds=seconds)
+        subject.zero()
+
+    def steps(self) -> list[tuple[str, str, float, float]]:
+        """(pass, step, measured, analytic) seconds of every step of a layer that has both."""
+        costs = self.plan.steps
+        return [(c.which, c.step, c.measured, c.analytic) for c in costs if c.measured is not None]
+
+    def predicted(self, found: Plan) -> dict[str, float]:
+        """Bytes and seconds; the latter from both costs."""
+        return {
+            "peak_bytes": found.peak_bytes,
+            "kept_bytes": found.kept_bytes,
+            "seconds": found.seconds,
+            "analytic_seconds": chains.seconds(self.analytic, self._as_analytic(found)),
+        }
+
+    def said_of(self, entry: Entry) -> dict[str, Any]:
+        """What a row says of our plan before it is run."""
+        return {
+            "family": "ours" if entry.plan.method == "optimal" else "ours, by a rule",
+            "method": entry.plan.method,
+            "asked": entry.asked,
+            "segments": len(entry.plan.choice.segments),
+            "predicted": self.predicted(entry.plan),
+        }
+
+    def _as_analytic(self, found: Plan) -> Choice:
+        """The same choice among the options of the other costs."""
+        calls = zip(found.chain.calls, self.analytic.calls, found.choice.options, strict=True)
+        options = [
+            next(i for i, o in enumerate(theirs.options) if o.save == mine.options[chosen].save)
+            for mine, theirs, chosen in calls
+        ]
+        return Choice(tuple(options), found.choice.segments)
+
+    def at(self, budgets: Mapping[str, int]) -> tuple[list[Entry], list[dict[str, Any]]]:
+        """The choices to be run, each once, and everything that was asked for.
+
+        The best within each budget and along the frontier; of the simpler rules, a few.
+        """
+        wanted = [(of, nbytes, "optimal") for of, nbytes in budgets.items()]
+        wanted += [("sweep", nbytes, "optimal") for nbytes in self._sweep()]
+        wanted += [(of, nbytes, rule) for rule in RULES for of, nbytes in budgets.items()]
+        entries: dict[tuple[str, Choice], Entry] = {}
+        asked: list[dict[str, Any]] = []
+        for of, nbytes, method in wanted:
+            row: dict[str, Any] = {"method": method, "of": of, "budget_bytes": nbytes}
+            try:
+                found = self.plan.within(nbytes, method)
+            except BudgetError as error:
+                asked.append(row | {"least_bytes": error.least})
+                continue
+            entry = entries.setdefault((method, found.choice), Entry(found))
+            entry.asked.append((of, nbytes))
+            asked.append(row | {"predicted": self.predicted(found), "way": entry})
+        chosen = list(_chosen(list(entries.values())))
+        names = {id(entry): entry.name for entry in chosen}
+        for row in asked:
+            if "way" in row:
+                row["way"] = names.get(id(row["way"]))
+        return chosen, asked
+
+    def _sweep(self) -> list[int]:
+        frontier = self.plan.frontier
+        if len(frontier) <= SWEEP:
+            return [point.peak_bytes for point in frontier]
+        last = len(frontier) - 1
+        return [frontier[round(i * last / (SWEEP - 1))].peak_bytes for i in range(SWEEP)]
+
+
+def _chosen(entries: list[Entry]) -> Iterator[Entry]:
+    """All of the best, and of each rule some from its least peak to its largest; named."""
+    for method in ("optimal", *RULES):
+        mine = [e for e in entries if e.plan.method == method]
+        mine.sort(key=lambda e: e.plan.peak_bytes)
+        if method != "optimal" and len(mine) > MOST_OF_A_RULE:
+            last = len(mine) - 1
+            mine = [mine[round(i * last / (MOST_OF_A_RULE - 1))] for i in range(MOST_OF_A_RULE)]
+        for index, entry in enumerate(mine, start=1):
+            entry.name = f"{method}_{index}" if len(mine) > 1 else method
+            yield entry
+
+
+def forward_of(subject: Subject, entry: Entry) -> Stack:
+    """The model as a plan has it, on the subject's parameters."""
+    return entry.plan.apply(fused(subject.module, "full", subject.backend))

@@ -1,0 +1,180 @@
+"""What tests put into operations and blocks, and how they compare what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from reference import Tensors, Update, attention, matrices
+from torch import Tensor
+
+from fused_remat import ops
+from fused_remat.autograd import function
+from fused_remat.spec import BlockSpec, transformer_spec
+
+
+def normal(
+    *shape: int, dtype: torch.dtype = torch.float64, seed: int = 0, scale: float = 1.0
+) -> Tensor:
+    """A leaf that requires grad; its values depend on `seed` and the shape alone."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return (scale * values).to(dtype).requires_grad_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Sizes of a `causal_block`, and which weights it has."""
+
+    d: int = 12
+    nhead: int = 4
+    kv_heads: int = 2
+    head_dim: int = 4
+    hidden: int = 20
+    split: bool = True
+    gated: bool = True
+    placement: str = "pre"
+    norm: str = "rms_norm"
+    qk_norm: bool = False
+    bias: bool = False
+    qkv_bias: bool = False
+
+    @property
+    def spec(self) -> BlockSpec:
+        return transformer_spec(
+            self.norm, 1e-6, "silu", placement=self.placement, gated=self.gated,
+            num_heads=self.nhead, num_kv_heads=self.kv_heads, head_dim=self.head_dim, scale=1.0,
+            projection="split" if self.split else "packed",
+        )  # fmt: skip
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of every linear layer."""
+        return self.spec.linear_shapes(self.d, self.hidden)
+
+    def weights(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tensor]:
+        """Leaves; matrices scaled to keep the size of what they meet, norms around 1."""
+        made: dict[str, Tensor] = {}
+
+        def add(name: str, *shape: int, scale: float = 0.2, around: float = 0.0) -> None:
+            t = normal(*shape, seed=seed + len(made), scale=scale).detach() + around
+            made[name] = t.to(dtype).requires_grad_()
+
+        for name, (out, width) in self.linears.items():
+            add(f"{name}.weight", out, width, scale=width**-0.5)
+            if self.bias or (self.qkv_bias and name in ("qkv", "q", "k", "v")):
+                add(f"{name}.bias", out)
+        for name in self.spec.norms:
+            add(f"{name}.weight", self.d, around=1.0)
+            if self.norm == "layer_norm":
+                add(f"{name}.bias", self.d)
+        for name in ("q_norm", "k_norm") if self.qk_norm else ():
+            add(f"{name}.weight", self.head_dim, around=1.0)
+        return made
+
+    def updates(
+        self, layers: Sequence[str] = (), rank: int = 3, dtype: torch.dtype = torch.float64
+    ) -> list[Update]:
+        """Low-rank updates of `layers`, all linear ones if none are named; leaves."""
+        made = []
+        for i, name in enumerate(layers or self.linears):
+            out, width = self.linears[name]
+            a = normal(rank, width, seed=100 + i, scale=width**-0.5, dtype=dtype)
+            made.append((name, a, normal(out, rank, seed=200 + i, dtype=dtype), 0.5 + 0.25 * i))
+        return made
+
+    def rope(self, seq: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """cos and sin (seq, head_dim / 2) of angles that no two places or pairs share."""
+        angle = normal(seq, self.head_dim // 2, seed=7, scale=3.0).detach()
+        return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def leaves(x: Tensor, weights: Tensors, lora: Sequence[Update] = ()) -> dict[str, Tensor]:
+    """What wants a gradient, by name."""
+    named = {"x": x, **weights, **matrices(lora)}
+    return {name: t for name, t in named.items() if t.requires_grad}
+
+
+def heads(
+    batch: int = 2, nhead: int = 4, kv_heads: int = 2, q_len: int = 5, kv_len: int = 7,
+    width: int = 4, v_width: int | None = None, dtype: torch.dtype = torch.float64,
+) -> list[Tensor]:  # fmt: skip
+    """query, key and value of (B, heads, S, E), leaves."""
+    v_width = width if v_width is None else v_width
+    shapes = ((nhead, q_len, width), (kv_heads, kv_len, width), (kv_heads, kv_len, v_width))
+    return [normal(batch, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def mask_of(kind: str, shape: Sequence[int], seed: int = 4) -> Tensor:
+    """A mask: "bool", "float", "float32", or a float64 leaf that "wants a gradient"."""
+    values = normal(*shape, seed=seed)
+    if kind == "bool":
+        return (values > -0.5).detach()
+    if kind == "float32":
+        return values.detach().float()
+    return values if kind == "wants a gradient" else values.detach()
+
+
+# --- calls and their results
+
+
+def results(
+    fn: Callable[[], Tensor], leaves: Sequence[Tensor], dy: Tensor | None = None
+) -> list[Tensor]:
+    """The output of `fn`, and the gradients of `leaves`."""
+    y = fn()
+    dy = normal(*y.shape, dtype=y.dtype, seed=99).detach() if dy is None else dy
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def compare(
+    got: Callable[[], Tensor], expected: Callable[[], Tensor], leaves: Sequence[Tensor]
+) -> None:
+    """Output and every gradient are close, in float64."""
+    for a, b in zip(results(got, leaves), results(expected, leaves), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def compare_attention(
+    args: Sequence[Tensor | None], options: dict[str, object], leaves: Sequence[Tensor]
+) -> None:
+    """`ops.attention`, whole and in blocks of 16 query rows, beside the same in plain PyTorch."""
+    for tokens in (512, 4):
+        with in_pieces(tokens):
+            compare(
+                lambda: ops.attention(*args, **options), lambda: attention(*args, **options), leaves
+            )
+
+
+def same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Whether all tensors are equal bit for bit, but for the sign of zeros."""
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def calls(fn: Callable[[], object]) -> list[tuple[function.BlockCall, dict[str, tuple[int, ...]]]]:
+    """The blocks that `fn` runs with gradients, and the shapes of their tensors by name."""
+    seen = []
+
+    def observe(invocation):
+        named = zip(invocation.call.graph.tensors, invocation.tensors, strict=True)
+        seen.append((invocation.call, {n: tuple(t.shape) for n, t in named if t is not None}))
+
+    function.OBSERVERS.append(observe)
+    try:
+        fn()
+    finally:
+        function.OBSERVERS.remove(observe)
+    return seen
+
+
+@contextmanager
+def in_pieces(tokens: int = 4) -> Iterator[None]:
+    """Cut the work in groups and tiles of a few tokens, attention in blocks of 16 query rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
+        patch.setattr("fused_remat.steps.attention_rows._BLOCK", 1)
+        patch.setattr("fused_remat.steps.attention_rows._LONG", 1)
+        yield

@@ -1,0 +1,485 @@
+"""DistributedDataParallel, FSDP1 and FSDP2: losses and gradients of one process on the whole batch.
+
+Each wrapper is asked the same; what only `fully_shard` does (gathering, freeing) comes after.
+"""
+
+import contextlib
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_steps import (
+    CLOSE,
+    batches,
+    compare,
+    encoder,
+    loss_of,
+    mine,
+    per_layer,
+    train,
+    train_in_ranks,
+)
+from hf_models import VOCAB, S, build, reasons
+from offload_mover import moving
+from processes import in_two_processes
+from reference import EXACT_PRESETS
+from tensor_parallel_steps import whole
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+from fused_remat import FusedRematLayer, FusedRematWarning, Policy, convert
+
+STOCK = nn.TransformerEncoderLayer
+
+
+def per_linear(model, **kwargs):
+    for layer in model:
+        fully_shard(layer.linear1, **kwargs)
+        fully_shard(layer.linear2, **kwargs)
+    return per_layer(model, **kwargs)
+
+
+def fsdp1(model, use_orig_params):
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=functools.partial(
+            transformer_auto_wrap_policy, transformer_layer_cls={FusedRematLayer}
+        ),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    assert [type(m.module) for m in wrapped.module] == [FusedRematLayer] * 2
+    return wrapped
+
+
+def layers_compiled(wrap):
+    def wrapped(model):
+        torch._dynamo.reset()
+        for layer in model:
+            layer.compile(fullgraph=True, backend="aot_eager")
+        return wrap(model)
+
+    return wrapped
+
+
+def wrapper_compiled(model):
+    torch._dynamo.reset()
+    return torch.compile(DDP(model), backend="aot_eager")
+
+
+#: How a model is wrapped.
+WRAPPERS = {
+    "DDP": DDP,
+    "FSDP2": per_layer,
+    "FSDP2, root only": fully_shard,
+    "FSDP2, linears": per_linear,
+    "FSDP1, original parameters": functools.partial(fsdp1, use_orig_params=True),
+    "FSDP1, flat parameters": functools.partial(fsdp1, use_orig_params=False),
+}
+BOTH = pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+
+
+class WithUnused(nn.Sequential):
+    """Its last layer is never called."""
+
+    def forward(self, x):
+        return functools.reduce(lambda h, layer: layer(h), self[:-1], x)
+
+
+def without(part):
+    """An encoder with frozen parameters."""
+    model = encoder()
+    for name, p in model.named_parameters():
+        p.requires_grad_(part not in name)
+    return model
+
+
+def in_segments():
+    model = encoder(layers=3)
+    for layer, where in zip(model, ("first", "inner", "inner"), strict=True):
+        layer.policy = Policy(save={"attn"}, segment=where)
+    return model
+
+
+def preset(policy):
+    """An encoder with this policy, pre-norm or post-norm."""
+    return functools.partial(encoder, policy, policy != "lean")
+
+
+EVERY_PRESET = {policy: preset(policy) for policy in EXACT_PRESETS}
+FROZEN = {part: functools.partial(without, part) for part in ("linear1", "norm", "0.self_attn")}
+# Pinning asks for an accelerator; on a CPU mesh it is FSDP2's bookkeeping that is tested.
+HOST = CPUOffloadPolicy(pin_memory=False)
+#: By wrapper, and by what is asked of it: the model, and the wrapper where it has options.
+CASES = {
+    **{("DDP", name): (make, DDP) for name, make in (EVERY_PRESET | FROZEN).items()},
+    ("DDP", "static graph"): (encoder, functools.partial(DDP, static_graph=True)),
+    ("DDP", "unused layer"): (
+        lambda: WithUnused(*encoder(layers=3)), functools.partial(DDP, find_unused_parameters=True)
+    ),
+    ("DDP", "views"): (encoder, functools.partial(DDP, gradient_as_bucket_view=True)),
+    ("DDP", "layers compiled"): (preset("lean"), layers_compiled(DDP)),
+    ("DDP", "compiled"): (functools.partial(encoder, "lean"), wrapper_compiled),
+    ("DDP", "segments"): (in_segments, DDP),
+    **{("FSDP2", name): (make, per_layer) for name, make in (EVERY_PRESET | FROZEN).items()},
+    **{
+        ("FSDP2", f"{wrap.__name__}, {reshard}"): (
+            encoder, functools.partial(wrap, reshard_after_forward=reshard)
+        )
+        for wrap in (per_layer, fully_shard) for reshard in (True, False)
+    },
+    ("FSDP2", "CPU offload"): (encoder, functools.partial(per_layer, offload_policy=HOST)),
+    ("FSDP2", "layers compiled"): (preset("fast"), layers_compiled(per_layer)),
+}  # fmt: skip
+#: Where layers leave the fused path, or keep their input, and say so: the model and the wrapper.
+SAID = {
+    "linears, full": (preset("full"), per_linear, "FSDPLinear; the fused path"),
+    "linears, none": (preset("none"), per_linear, "FSDPLinear; the fused path"),
+    "segments": (in_segments, per_layer, "FSDP manages its parameters"),
+    "segments, root only": (in_segments, fully_shard, "FSDP manages its parameters"),
+}
+
+
+def as_one_process(case, table=CASES, gradients=True):
+    make, wrap, *_ = table[case]
+    return compare(make(), wrap, gradients)
+
+
+@pytest.mark.composes("DDP", "losses and gradients of one process on the whole batch, every policy")
+@pytest.mark.composes("DDP", "static_graph=True")
+@pytest.mark.composes("DDP", "find_unused_parameters=True, with a layer that is not called")
+@pytest.mark.composes("DDP", "gradient_as_bucket_view=True")
+@pytest.mark.composes("DDP", "frozen parameters")
+@pytest.mark.composes("DDP", "torch.compile of each layer, or of the wrapped model")
+@pytest.mark.composes("DDP", "segments: layers of which only the first keeps its input")
+@pytest.mark.composes("FSDP2", "fully_shard per layer, every policy, as one process")
+@pytest.mark.composes("FSDP2", "reshard_after_forward True and False; the root only")
+@pytest.mark.composes("FSDP2", "frozen parameters")
+@pytest.mark.composes(
+    "FSDP2", "CPUOffloadPolicy", limits="on a CPU mesh, where nothing is moved; pin_memory=False"
+)
+@pytest.mark.composes("FSDP2", "torch.compile of each layer, fully_shard per layer")
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_losses_and_gradients_are_those_of_one_process(two_processes, case):
+    assert two_processes.run(as_one_process, case) == [[], []]
+
+
+@pytest.mark.composes(
+    "FSDP2",
+    "fully_shard of a layer's linears",
+    limits="right, but PyTorch's own forward (under checkpoint unless the policy is none), with a "
+    "warning",
+)
+@pytest.mark.composes(
+    "FSDP2",
+    "segments",
+    limits="each layer keeps its input, with a warning: FSDP frees parameters that a segment needs",
+)
+@pytest.mark.parametrize("case", SAID)
+def test_what_is_right_with_a_warning(two_processes, case):
+    for texts in two_processes.run(as_one_process, case, SAID):
+        assert len(texts) == 2 and all(SAID[case][-1] in text for text in texts)
+
+
+@pytest.mark.composes("FSDP1", "use_orig_params True and False, wrapped by the layer's class")
+@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if "FSDP1" in name])
+def test_fsdp1(two_processes, wrapper):
+    ran = two_processes.run(as_one_process, wrapper, {wrapper: (encoder, WRAPPERS[wrapper])}, False)
+    assert ran == [[], []]
+
+
+def reproduces(wrapper):
+    results = []
+    for seed in (dist.get_rank(), dist.get_rank(), 5):
+        model = WRAPPERS[wrapper](encoder("fast" if wrapper == "DDP" else "lean", dropout=0.2))
+        torch.manual_seed(seed)
+        results.append(train(model, [mine(x) for x in batches()]))
+    (losses, grads), (again, grads_again), (other, _) = results
+    assert losses == again != other
+    assert all(map(torch.equal, grads, grads_again))
+    return grads
+
+
+@pytest.mark.composes("DDP", "dropout, reproducible from each rank's seed")
+@pytest.mark.composes("FSDP2", "dropout, reproducible from each rank's seed")
+@BOTH
+def test_dropout(two_processes, wrapper):
+    # Averaged: the same in both.
+    assert all(map(torch.equal, *two_processes.run(reproduces, wrapper)))
+
+
+@pytest.mark.composes("DDP", "gradient accumulation with no_sync()")
+@pytest.mark.composes("FSDP2", "gradient accumulation with set_requires_gradient_sync(False)")
+@BOTH
+@in_two_processes
+def test_gradient_accumulation(wrapper):
+    model, alone = encoder(), encoder()
+    wrapped = WRAPPERS[wrapper](model)
+    for i, x in enumerate(batches()):
+        last, alone_in_rank = i == len(batches()) - 1, contextlib.nullcontext()
+        if wrapper == "FSDP2":
+            wrapped.set_requires_gradient_sync(last)
+        elif not last:
+            alone_in_rank = wrapped.no_sync()
+        with alone_in_rank:
+            loss_of(wrapped(mine(x))).backward()
+        loss_of(alone(x)).backward()
+    found, expected = ([whole(p.grad) for p in m.parameters()] for m in (model, alone))
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.composes("DDP", "convert(model) before wrapping; state_dict as before")
+@pytest.mark.composes("FSDP2", "convert(model) before wrapping; state_dict as before")
+@BOTH
+@in_two_processes
+def test_convert(wrapper):
+    stock = encoder(cls=STOCK)
+    expected = {name: value.clone() for name, value in stock.state_dict().items()}
+    losses, _ = train(copy.deepcopy(stock), batches())
+    wrapped = WRAPPERS[wrapper](convert(stock, policy="balanced"))
+    state = getattr(wrapped, "module", wrapped).state_dict()
+    assert [*state] == [*expected]
+    assert all(torch.equal(whole(state[name]), value) for name, value in expected.items())
+    found, _ = train_in_ranks(wrapped)
+    torch.testing.assert_close(found, torch.stack(losses), **CLOSE)
+
+
+@pytest.mark.composes("FSDP2", "a Hugging Face model, `fully_shard` per layer")
+@pytest.mark.composes("DDP", "a Hugging Face model")
+@BOTH
+@in_two_processes
+def test_hugging_face(wrapper):
+    model = convert(build("llama"), policy="lean")
+    ids = torch.randint(3, VOCAB, (4, S), generator=torch.Generator().manual_seed(1))
+    other = copy.deepcopy(model)
+    assert type(other.model.layers[0]).__name__.endswith("LlamaDecoderLayer")
+    for layer in other.model.layers if wrapper == "FSDP2" else ():
+        fully_shard(layer)
+    wrapped = DDP(other) if wrapper == "DDP" else fully_shard(other)
+    with reasons() as why:
+        wrapped(input_ids=mine(ids)).logits.square().mean().backward()
+    assert not why
+    model(input_ids=ids).logits.square().mean().backward()
+    found, expected = (
+        {name: whole(p.grad) for name, p in m.named_parameters()} for m in (other, model)
+    )
+    # Sums over tokens in another order; transformers' RMSNorm after the last layer is float32.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.composes("FSDP2", "offload: what a layer keeps moves as without it")
+@pytest.mark.composes("DDP", "offload")
+@BOTH
+@in_two_processes
+def test_offload(wrapper):
+    found = []
+    for offloaded in ((), ("qkv", "input")):
+        policy = Policy(save={"attn", "qkv"}, offload=offloaded)
+        model = WRAPPERS[wrapper](encoder(policy, layers=3))
+        with moving() as mover:
+            losses, grads = train(model, [mine(batch) for batch in batches()])
+        assert bool(mover.backs()) == bool(offloaded)
+        found.append([*losses, *grads])
+    assert all(map(torch.equal, *found))
+
+
+# --- weight gradients that blocks accumulate
+
+
+def accumulating(target="grad"):
+    model = encoder()
+    for layer in model:
+        layer.accumulate_into = target
+    for p in model.parameters():
+        p.main_grad = torch.zeros_like(p)
+    return model
+
+
+def refuses_to_accumulate(wrapper, reason):
+    wrapped = WRAPPERS[wrapper](accumulating())
+    with pytest.raises(RuntimeError, match=reason):
+        wrapped(mine(batches()[0]))
+    if wrapper == "DDP":
+        with torch.no_grad():
+            wrapped(mine(batches()[0]))
+
+
+def refuses_under_a_reentrant_checkpoint():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = accumulating("main_grad")
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    wrapped = DDP(Checkpointed(), static_graph=True)
+    loss = loss_of(wrapped(mine(batches()[0]).requires_grad_()))
+    with pytest.raises(RuntimeError, match="called by DistributedDataParallel"):
+        loss.backward()
+
+
+def reduces_main_grads():
+    """Data parallelism as who keeps `main_grad` writes it: micro-batches, then one all-reduce."""
+    model, alone = accumulating("main_grad"), encoder()
+    for x in batches():
+        loss_of(model(mine(x))).backward()
+        loss_of(alone(x)).backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(p.main_grad)
+        torch.testing.assert_close(p.main_grad / dist.get_world_size(), q.grad, **CLOSE)
+
+
+@pytest.mark.composes(
+    "FSDP2", "accumulate_into", limits="refused with RuntimeError; so under FSDP1"
+)
+@pytest.mark.composes(
+    "DDP",
+    "accumulate_into",
+    limits="RuntimeError under the wrapper; main_grad reduced by hand works",
+)
+@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "FSDP2, linears"])
+def test_accumulation_is_refused(two_processes, wrapper):
+    reason = "FSDP manages the layer's parameters"
+    if wrapper == "DDP":
+        reason = "by DistributedDataParallel, which waits"
+    two_processes.run(refuses_to_accumulate, wrapper, reason)
+
+
+@pytest.mark.parametrize("run", [refuses_under_a_reentrant_checkpoint, reduces_main_grads])
+def test_accumulation_beside_ddp(two_processes, run):
+    two_processes.run(run)
+
+
+# --- what fully_shard gathers, and frees
+
+
+def collectives(cls, wrapper, policy="full"):
+    """Counts by name in forward, and in forward and backward; warnings of fallbacks."""
+    model, counts = WRAPPERS[wrapper](encoder(policy, cls=cls)), []
+    with warnings.catch_warnings(record=True) as caught, CommDebugMode() as mode:
+        warnings.simplefilter("always", FusedRematWarning)
+        loss = loss_of(model(mine(batches()[0])))
+        counts.append({str(k): n for k, n in mode.get_comm_counts().items()})
+        loss.backward()
+        counts.append({str(k): n for k, n in mode.get_comm_counts().items()})
+    return counts, [str(w.message) for w in caught if w.category is FusedRematWarning]
+
+
+@pytest.mark.composes("FSDP2", "no collective but those of the stock layer without checkpointing")
+@pytest.mark.parametrize("policy", ["full", "fast"])
+@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if "FSDP2" in name])
+def test_collectives_are_the_stock_layers(two_processes, wrapper, policy):
+    expected, _ = two_processes.run(collectives, STOCK, wrapper)[0]
+    found, warned = two_processes.run(collectives, FusedRematLayer, wrapper, policy)[0]
+    assert bool(warned) == (wrapper == "FSDP2, linears"), warned
+    assert 0 < sum(expected[0].values()) < sum(expected[1].values())
+    assert found == expected
+
+
+def saved_in(forward):
+    """Bytes of the storages that autograd saves in `forward()`, and what that returns."""
+    saved = []
+
+    def pack(t):
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = forward()
+    storages = (t.untyped_storage() for t in saved)
+    return {storage._cdata: storage.nbytes() for storage in storages}, result
+
+
+@pytest.mark.composes("FSDP2", "what is kept between forward and backward holds no gathered weight")
+@pytest.mark.parametrize("policy", ["full", "fast"])
+@in_two_processes
+def test_gathered_weights_are_freed(policy):
+    """After the first layer's forward: the parameters that it read hold nothing; bytes saved."""
+    model, gathered = per_layer(encoder(policy), reshard_after_forward=True), []
+
+    def note(layer, args):
+        gathered.extend(layer.parameters())
+        assert all(p.untyped_storage().nbytes() > 0 for p in gathered)
+
+    for layer in model:
+        layer.register_forward_pre_hook(note)  # after FSDP2's own, which gathers
+    sizes, loss = saved_in(lambda: loss_of(model[0](mine(batches()[0]))))
+    assert len(gathered) == 12
+    assert sum(p.untyped_storage().nbytes() for p in gathered) == 0
+    kept = sum(sizes.values())
+    loss.backward()
+    # As one such layer without a wrapper, parameters not counted.
+    layer = encoder(policy)[0]
+    params = {p.untyped_storage()._cdata for p in layer.parameters()}
+    sizes, _ = saved_in(lambda: loss_of(layer(mine(batches()[0]))))
+    assert kept == sum(size for storage, size in sizes.items() if storage not in params)
+
+
+def mixed_precision_errors():
+    """Relative L2 errors of gradients against float64: of the stock layer, and of the fused one."""
+    exact, x, errors = encoder(cls=STOCK), batches()[0], []
+    loss_of(exact(x)).backward()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for cls in (STOCK, FusedRematLayer):
+        model = per_layer(encoder(cls=cls, dtype=torch.float32), mp_policy=policy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", category=UserWarning)
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+            y = model(mine(x).float())
+        assert y.dtype == torch.bfloat16
+        loss_of(y).backward()
+        grads = [whole(p.grad) for p in model.parameters()]
+        assert {g.dtype for g in grads} == {torch.float32}
+        pairs = zip(grads, exact.parameters(), strict=True)
+        errors.append([float((g - p.grad).norm() / p.grad.norm()) for g, p in pairs])
+    return errors
+
+
+@pytest.mark.composes("FSDP2", "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)")
+def test_mixed_precision(two_processes):
+    stock, fused = two_processes.run(mixed_precision_errors)[0]
+    for a, b in zip(stock, fused, strict=True):
+        # The rule of all tests in low precision; the floor is four units of bfloat16.
+        assert b <= 1.5 * a + 4 * 2.0**-8, (stock, fused)
+
+
+@pytest.mark.composes("FSDP2", "evaluation without gradients, masked and not")
+@pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP2, linears"])
+@in_two_processes
+def test_evaluation(wrapper):
+    model = encoder(norm_first=False)
+    expected = copy.deepcopy(model)
+    WRAPPERS[wrapper](model)
+    mask = torch.rand(5, 5, dtype=torch.float64) - 0.5
+    for mode in (True, False):
+        for masks in ((), (mask,)):
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("error", FusedRematWarning)
+                found, wanted = (m.train(mode)[0](batches()[0], *masks) for m in (model, expected))
+            torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+def fails_in_one():
+    if dist.get_rank() == 1:
+        raise ArithmeticError("of rank 1")
+
+
+def test_a_failure_shows_the_ranks_traceback(two_processes):
+    """The last test: the two have to be started again after it."""
+    with pytest.raises(
+        AssertionError, match=r"rank 1: Traceback[^$]*in fails_in_one[^$]*of rank 1"
+    ):
+        two_processes.run(fails_in_one)

@@ -1,0 +1,415 @@
+"""Attention by our kernels, through the op: every kind of call, against explicit attention.
+
+In deterministic mode, where PyTorch fills what is not written with NaN.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from block_inputs import results
+from places import BF16, DEVICE, ON_GPU, PLACE, assert_bits, at, deterministic, normal, sized
+from tiers import pairwise
+
+from fused_remat import ops
+from fused_remat.triton import attention, tables
+
+pytestmark = pytest.mark.gpu
+# On a GPU the kernels serve no float32.
+DTYPES = [BF16, torch.float16] if PLACE == "gpu" else [torch.float16, torch.float32]
+# The error may be 1.5 times PyTorch's own in the same dtype, plus this: two roundings, of what its
+# unfused operators hold in float32 (the output in a row's sum delta; gradients of scores); float32:
+# sums in another order, and exponentials to 2 ulp of an argument of about 5.
+FLOOR = {torch.bfloat16: 3.2e-3, torch.float16: 4e-4, torch.float32: 4e-6}
+INF = float("inf")
+EITHER = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch):
+    """Every call is the kernels'."""
+    calls, forward = [], attention.forward
+    monkeypatch.setattr(tables, "ATTENTION_BY_ATEN", frozenset())
+    monkeypatch.setattr(attention, "forward", lambda *args: calls.append(1) or forward(*args))
+    with deterministic():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        yield
+    assert calls, "the kernels did not run"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a call, and the dtype of what it takes; `v` is the width of values."""
+
+    b: int
+    h: int
+    kv: int
+    m: int
+    n: int
+    e: int
+    v: int
+    dtype: torch.dtype
+
+    def bias(self, *shape):
+        """A float mask that excludes some keys."""
+        mask = normal(self.dtype, *shape, scale=2.0)
+        if shape[-1] > 8:
+            mask[..., 5:8] = -INF
+        return mask
+
+    def hidden(self, *shape, share=0.3):
+        """True where excluded."""
+        return torch.rand(shape, device=DEVICE) < share
+
+    def bounds(self, *shares):
+        return torch.tensor([int(s * self.m) for s in shares], device=DEVICE, dtype=torch.int32)
+
+
+def sizes_of(dtype=BF16, b=2, h=0, kv=0, m=0, n=0, e=0, v=0):
+    """Neither multiples of a tile nor odd, where not given."""
+    heads, length, width = sized(4, 1032, 64, tiny=(2, 40, 16))
+    lengths, widths = (m or length, n or length), (e or width, v or e or width)
+    return Sizes(b, h or heads, kv or heads, *lengths, *widths, dtype)
+
+
+def make(s):
+    """q, k, v and the gradient of the output."""
+    shapes = ((s.h, s.m, s.e), (s.kv, s.n, s.e), (s.kv, s.n, s.v), (s.h, s.m, s.v))
+    return [normal(s.dtype, s.b, *shape) for shape in shapes]
+
+
+def additive(q, k, options):
+    """Everything that a call excludes or adds, merged: a float mask for SDPA; None for nothing."""
+    get, grid = options.get, (q.shape[2], k.shape[2])
+    if not options.keys() - {"scale", "softcap", "dropout_p", "seed"}:
+        return None
+    window, causal, cu = get("window", (-1, -1)), get("is_causal", False), get("cu_seqlens_q")
+    if cu is None:
+        seen = reference.visible(*grid, window, causal)
+    else:
+        seen = reference.visible_packed(cu, get("cu_seqlens_k", cu), grid, window, causal)
+    if "key_lengths" in options:
+        seen = seen & (torch.arange(grid[1]) < options["key_lengths"][:, None, None, None])
+    bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -INF)
+    padding = get("key_padding_mask")
+    if padding is not None:
+        padding = padding[:, None, None]
+        bias = bias + padding if is_float(padding) else bias.masked_fill(padding, -INF)
+    mask = get("attn_mask")
+    if mask is not None:
+        bias = bias + mask if is_float(mask) else bias.masked_fill(~mask, -INF)
+    return bias
+
+
+def is_float(t):
+    return isinstance(t, torch.Tensor) and t.is_floating_point()
+
+
+def yardstick(q, k, v, options):
+    """PyTorch's own: SDPA, or its operators one by one for what that has not."""
+    bias = additive(q, k, options)
+    dead = bias is not None and bool((bias == -INF).all(-1).any())
+    if dead or options.get("softcap") or options.get("dropout_p"):
+        return reference.attention(q, k, v, **options)
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    return F.scaled_dot_product_attention(q, k, v, bias, scale=options.get("scale"))
+
+
+def run(fn, q, k, v, dy, options, convert=lambda t: t):
+    """Output and gradients, by name; all that is floating point has one. Converts tensors first."""
+    given = {"query": q, "key": k, "value": v}
+    given |= {name: t for name, t in options.items() if is_float(t)}
+    leaves = {name: convert(t.detach()).requires_grad_() for name, t in given.items()}
+    options = options | {name: leaves[name] for name in leaves if name in options}
+    heads = [leaves[name] for name in ("query", "key", "value")]
+    found = results(lambda: fn(*heads, options), list(leaves.values()), convert(dy))
+    return dict(zip(("output", *leaves), found, strict=True))
+
+
+def ours(q, k, v, options):
+    return ops.attention(q, k, v, **options, backend="triton")
+
+
+def check(s, inputs=None, **options):
+    """Every result within the rule, NaN in the inputs beside the point; returns ours."""
+    q, k, v, dy = make(s)
+    if inputs is not None:
+        q, k, v, dy = inputs(q, k, v, dy)
+    found = run(ours, q, k, v, dy, options)
+    spoiled = any(bool(t.isnan().any()) for t in (q, k, v, dy))
+    cleaned = [t.nan_to_num(0.0) for t in (q, k, v, dy)] if spoiled else (q, k, v, dy)
+    if spoiled:
+        again = run(ours, *cleaned, options)
+        assert_bits(again.values(), found.values(), "what must not be read was")
+    with DEVICE:
+        theirs = run(yardstick, *cleaned, options)
+        exact = run(
+            lambda q, k, v, o: reference.attention(q, k, v, **o),
+            *cleaned, options, torch.Tensor.double,
+        )  # fmt: skip
+    largest = max(1e-30, *(t.norm().item() for t in exact.values()))
+    for name, true in exact.items():
+        # A gradient that is all cancellation has no relative error of its own.
+        scale = true.norm().item() if true.norm().item() > 1e-3 * largest else largest
+        error, other = ((t[name].double() - true).norm().item() / scale for t in (found, theirs))
+        allowed = 1.5 * other + FLOOR[s.dtype]
+        assert error <= allowed, f"relative error of {name} is {error:.1e}, allowed {allowed:.1e}"
+    return found
+
+
+#: Options of a call over sizes s.
+CALLS = {
+    "plain": lambda s: {},
+    "causal": lambda s: {"is_causal": True},
+    "window": lambda s: {"window": (s.n // 4, 0)},
+    "both sides": lambda s: {"window": (s.n // 5, s.n // 7)},
+    "soft-cap": lambda s: {"softcap": 1.5, "is_causal": True},
+    "soft-cap alone": lambda s: {"softcap": 1.5},
+    "soft-cap and scale": lambda s: {"softcap": 1.5, "scale": 1.0},
+    "scale": lambda s: {"scale": 0.3},
+    "scale 0": lambda s: {"scale": 0.0},
+    "bias": lambda s: {"attn_mask": s.bias(s.m, s.n)},
+    "bias of a batch": lambda s: {"attn_mask": s.bias(s.b, 1, s.m, s.n), "is_causal": True},
+    "bias of heads": lambda s: {"attn_mask": s.bias(1, s.h, s.m, s.n)},
+    "bias of all": lambda s: {
+        "attn_mask": s.bias(s.b, s.h, s.m, s.n), "softcap": 2.0, "window": (-1, 2),
+    },
+    "bias of keys": lambda s: {"attn_mask": s.bias(s.b, 1, 1, s.n)},
+    "bias of queries": lambda s: {"attn_mask": s.bias(1, s.h, s.m, 1)},
+    "bias and dropout": lambda s: {"attn_mask": s.bias(s.m, s.n), "dropout_p": 0.25, "seed": 3},
+    "one number": lambda s: {"attn_mask": s.bias(1, 1, 1, 1)},
+    "bool": lambda s: {"attn_mask": ~s.hidden(s.b, s.h, s.m, s.n)},
+    "hidden rows": lambda s: {"attn_mask": s.hidden(1, 1, s.m, 1).expand(-1, -1, -1, s.n)},
+    "half the blocks": lambda s: {"attn_mask": checkered(s)},
+    "padding": lambda s: {"key_padding_mask": s.hidden(s.b, s.n), "is_causal": True},
+    "float padding": lambda s: {"key_padding_mask": s.bias(s.b, s.n)},
+    "both masks": lambda s: {
+        "attn_mask": s.bias(s.b, 1, s.m, s.n), "key_padding_mask": s.bias(s.b, s.n),
+    },
+    "all": lambda s: {
+        "attn_mask": s.bias(s.m, s.n), "key_padding_mask": s.hidden(s.b, s.n), "is_causal": True,
+        "window": (s.n // 2, -1), "softcap": 5.0, "dropout_p": 0.2, "seed": 3,
+    },
+    "dropout": lambda s: {"dropout_p": 0.2, "seed": 3},
+    "causal dropout": lambda s: {"dropout_p": 0.2, "seed": 3, "is_causal": True},
+}  # fmt: skip
+
+
+def checkered(s):
+    """A bool mask of which whole blocks of 128 see nothing, and one sequence of queries neither."""
+    block = sized(128, tiny=(16,))[0]
+    rows, cols = (torch.arange(count, device=DEVICE) // block for count in (s.m, s.n))
+    seen = (rows[:, None] + cols) % 2 == 0
+    return seen & (rows > 0)[:, None]
+
+
+@EITHER
+@pytest.mark.parametrize("call", CALLS)
+def test_calls(call, dtype):
+    s = sizes_of(dtype)
+    check(s, **CALLS[call](s))
+
+
+@pytest.mark.parametrize("lengths", [(33, 40), (40, 33), (1, 17), (48, 48)], ids=str)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (9, 0), (0, 0), (3, 20), (20, -1)], ids=str)
+def test_windows(lengths, window):
+    check(sizes_of(DTYPES[-1], 1, 1, 1, *lengths), window=window)
+
+
+@pytest.mark.parametrize("far", [2**31 - 1, 2**40])
+@pytest.mark.parametrize("right", ["far", "causal"])
+def test_windows_wider_than_32_bits_hold_sums_of(far, right):
+    s, cu = sizes_of(b=1, m=33, n=40), torch.tensor([0, 13, 30], device=DEVICE)
+    for packed in ({}, {"cu_seqlens_q": cu, "cu_seqlens_k": cu}):
+        check(s, window=(far, far if right == "far" else 0), **packed)
+
+
+@pytest.mark.parametrize("call", ["plain", "causal", "bias of heads", "all"])
+@pytest.mark.parametrize("lengths", [(0.5, 1.0), (1.0, 0.6), (0.001, 1.0)], ids=str)
+def test_other_lengths(call, lengths):
+    """The last query is at the last key."""
+    whole = sizes_of()
+    m, n = max(1, int(lengths[0] * whole.m) - 3), max(1, int(lengths[1] * whole.n))
+    s = sizes_of(h=4, kv=4, m=m, n=n)  # of one query and two heads, an error is no mean
+    check(s, **CALLS[call](s))
+
+
+@pytest.mark.parametrize("call", ["plain", "causal", "bias of heads", "causal dropout"])
+@pytest.mark.parametrize("heads", at([(8, 2), (4, 1), (6, 3)], [(4, 1), (6, 2)]), ids=str)
+def test_shared_key_heads(call, heads):
+    s = sizes_of(h=heads[0], kv=heads[1])
+    check(s, **CALLS[call](s))
+
+
+@EITHER
+@pytest.mark.parametrize("call", at(["plain", "causal dropout", "all"], ["causal dropout"]))
+@pytest.mark.parametrize("width", at([16, 40, 64, 80, 96, 128, 192, 256], [1, 8, 20, 40, 72, 256]))
+def test_heads_of_any_width(width, call, dtype):
+    s = sizes_of(dtype, e=width)
+    check(s, **CALLS[call](s))
+
+
+@pytest.mark.parametrize("call", ["causal", "all"])
+@pytest.mark.parametrize("widths", [(64, 128), (192, 128), (33, 20)], ids=str)
+def test_values_of_another_width(call, widths):
+    s = sizes_of(e=widths[0], v=widths[1])
+    check(s, **CALLS[call](s))
+
+
+# --- layouts
+
+
+def packed_projection(q, k, v, dy):
+    """Views of one matrix of tokens, as a block's are."""
+    whole = torch.cat([q, k, v], 1).transpose(1, 2).contiguous().transpose(1, 2)
+    return (*whole.split((q.shape[1], k.shape[1], v.shape[1]), 1), dy.transpose(1, 2).contiguous()
+            .transpose(1, 2))  # fmt: skip
+
+
+def misaligned(*heads):
+    """Rows an odd number of elements apart, from an odd address on."""
+    made = []
+    for t in heads:
+        wide = t.new_empty(*t.shape[:-1], t.shape[-1] + 1 + t.shape[-1] % 2)
+        made.append(wide[..., 1 : t.shape[-1] + 1].copy_(t))
+    return made
+
+
+def every_other(*heads):
+    """Elements of a row two apart."""
+    return [t.repeat_interleave(2, -1)[..., ::2] for t in heads]
+
+
+def transposed(*heads):
+    """Elements of a column side by side, in which gradients are laid out too."""
+    return [t.mT.contiguous().mT for t in heads]
+
+
+def far_apart(*heads):
+    """Batches 2**31 elements apart: offsets need 64 bits."""
+    made = []
+    for t in heads:
+        count = 2**31 + t[0].numel()
+        # Not torch.empty, which would fill it all with NaN here.
+        storage = torch.UntypedStorage(count * t.element_size(), device=t.device)
+        strides = (2**31, *t[0].contiguous().stride())
+        made.append(t.new_empty(0).set_(storage, 0, t.shape, strides).copy_(t))
+    return made
+
+
+def expanded(q, k, v, dy):
+    """Keys and values of one sequence and head for all; one gradient for every query."""
+    return q, k[:1, :1].expand_as(k), v[:1, :1].expand_as(v), dy[:, :, :1].expand_as(dy)
+
+
+LAYOUTS = [packed_projection, misaligned, every_other, transposed, far_apart, expanded]
+
+
+@pytest.mark.parametrize("call", ["plain", "causal", "all"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda fn: fn.__name__)
+def test_layouts(layout, call):
+    """Of a layout on which the kernels' results are those of a copy, bit for bit."""
+    s = sizes_of()
+    options = CALLS[call](s)
+    found = check(s, layout, **options)
+    if layout is packed_projection:
+        torch.manual_seed(0)
+        CALLS[call](s)
+        assert_bits(found.values(), run(ours, *make(s), options).values())
+
+
+def test_more_heads_than_a_grid_has_columns():
+    b, e = sized(70_000, 16, tiny=(40, 16))
+    check(sizes_of(b=b, h=1, kv=1, m=17, n=17, e=e), is_causal=True)
+
+
+# --- what is not there is not read
+
+
+@EITHER
+@pytest.mark.parametrize("call", ["plain", "causal", "bias", "dropout"])
+def test_key_lengths(call, dtype):
+    """Keys and values beyond are NaN; one sequence has no key, one has them all."""
+    s = sizes_of(dtype, b=4)
+    lengths = torch.tensor([0, s.n, s.n // 3, s.n - 1], device=DEVICE)
+
+    def inputs(q, k, v, dy):
+        beyond = torch.arange(s.n, device=DEVICE) >= lengths[:, None]
+        nan = beyond[:, None, :, None]
+        return q, k.masked_fill(nan, torch.nan), v.masked_fill(nan, torch.nan), dy
+
+    found = check(s, inputs, key_lengths=lengths, **CALLS[call](s))
+    assert not found["output"][0].any() and not found["key"][2, :, s.n // 3 :].any()
+
+
+def test_key_lengths_of_any_stride():
+    s = sizes_of()
+    lengths = torch.tensor([[7, 1], [s.n, 1]], device=DEVICE)
+    check(s, key_lengths=lengths[:, 0])
+    check(s, key_lengths=lengths[0, :1].expand(2), attn_mask=s.bias(s.m, s.n))
+
+
+#: Parts of the tokens at which sequences of queries, and of keys, begin and end. Of very different
+#: lengths, some empty; tokens of no sequence, first and last.
+PACKED = {
+    "self": ((0.0, 0.12, 0.12, 0.8, 1.0), None),
+    "tail": ((0.0, 0.2, 0.5), None),
+    "head and tail": ((0.05, 0.1, 0.1, 0.55, 0.58, 0.9), None),
+    "cross": ((0.0, 0.3, 0.3, 0.7, 1.0), (0.1, 0.2, 0.5, 0.5, 0.99)),
+    "none": ((0.0,), None),
+}
+
+
+def check_packed(s, name, call):
+    """Tokens of no sequence are NaN, and so is their gradient."""
+    cu_q, cu_k = (None if shares is None else s.bounds(*shares) for shares in PACKED[name])
+    packed = {"cu_seqlens_q": cu_q} | ({} if cu_k is None else {"cu_seqlens_k": cu_k})
+    outside = torch.ones(2, s.m, 1, dtype=torch.bool, device=DEVICE)
+    for side, cu in zip(outside, (cu_q, cu_q if cu_k is None else cu_k), strict=True):
+        side[int(cu[0]) : int(cu[-1])] = False
+
+    def inputs(*tensors):
+        sides = (outside[i] for i in (0, 1, 1, 0))
+        return [t.masked_fill(side, torch.nan) for t, side in zip(tensors, sides, strict=True)]
+
+    found = check(s, inputs, **packed, **CALLS[call](s))
+    for name, side in (("output", 0), ("query", 0), ("key", 1), ("value", 1)):
+        assert not found[name].masked_fill(~outside[side], 0.0).any(), name
+
+
+@pytest.mark.parametrize(
+    "call, heads, dtype",
+    pairwise(
+        ["plain", "causal", "window", "bias", "causal dropout", "soft-cap alone", "all"],
+        at([(4, 4), (4, 2)], [(2, 2), (4, 2)]),
+        DTYPES,
+    ),
+    ids=str,
+)
+def test_packed_sequences(call, heads, dtype):
+    check_packed(sizes_of(dtype, b=1, h=heads[0], kv=heads[1]), "head and tail", call)
+
+
+@pytest.mark.parametrize("call", ["plain", "causal", "both sides"])
+@pytest.mark.parametrize("name", [name for name in PACKED if name != "head and tail"])
+def test_other_packed_sequences(name, call):
+    check_packed(sizes_of(b=1, h=2, kv=1), name, call)
+
+
+# --- bits
+
+
+@pytest.mark.parametrize("call", ["causal", "all", "bias of keys", "one number"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)] if ON_GPU else [(4, 2)], ids=str)
+def test_five_runs_and_all_policies_have_the_same_bits(call, heads):
+    """Nothing is added in any order; a rebuilt output ("full") is the forward's."""
+    s = sizes_of(h=heads[0], kv=heads[1])
+    q, k, v, dy = make(s)
+    options = CALLS[call](s)
+    first = run(ours, q, k, v, dy, options)
+    for policy in (*(["lean"] * at(4, 1)), "full", "none"):
+        again = run(ours, q, k, v, dy, options | {"policy": policy})
+        assert_bits(first.values(), again.values(), policy)

@@ -1,0 +1,197 @@
+"""The loss of a head: statistics and gradients of logits in every tile, and the op, in blocks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from places import (
+    BF16,
+    DEVICE,
+    ON_GPU,
+    PLACE,
+    at,
+    check_all,
+    check_error,
+    check_written,
+    double,
+    ids,
+    nan,
+    normal,
+    poisoned,
+    sized,
+    target,
+)  # fmt: skip
+
+from fused_remat import ops
+from fused_remat.steps.cross_entropy import CrossEntropyCall, losses
+from fused_remat.triton import cross_entropy as kernels
+from fused_remat.triton import tables
+
+pytestmark = pytest.mark.usefixtures("floats_are_tensors")
+F32 = torch.float32
+# Tokens, vocabulary, width. Interpreted: single, odd, even sizes (tensor descriptors), more tiles
+# than programs.
+CASES = at(
+    [(BF16, (1030, 4001, 328))],
+    [(F32, (1, 1, 1)), (F32, (33, 65, 63)), (BF16, (40, 136, 32))],
+)
+CASE = pytest.mark.parametrize(("dtype", "shape"), CASES, **ids)
+INDEX = pytest.mark.parametrize("index", range(at(3, 2)))
+OPTIONS = {
+    "plain": {},
+    "all": {"label_smoothing": 0.1, "z_loss": at(1e-3, 0.01), "softcap": at(10.0, 3.0)},
+}
+ALL = pytest.mark.parametrize("softcap", [0.0, 3.0], ids=["plain", "all"])
+BACKENDS = {"gpu": ["triton", "eager"], "interpreter": ["triton"], "aten": ["eager"]}[PLACE]
+
+
+def operands(dtype, tokens, vocab, width):
+    """Leaves hidden, weight and bias; targets, of which the first and every seventh are ignored."""
+    hidden, weight = normal(dtype, tokens, width), normal(dtype, vocab, width, scale=width**-0.5)
+    labels = torch.randint(vocab, (tokens,), device=DEVICE)
+    labels[::7] = -100
+    return *(t.requires_grad_() for t in (hidden, weight, normal(dtype, vocab))), labels
+
+
+def tile_of(kernel, index):
+    tiles = tables.TILES[kernel][tables.family(target())]
+    if index >= len(tiles):
+        pytest.skip("no such tile")
+    return tiles[index]
+
+
+def logits(x, weight, bias, softcap):
+    """In float64, before and after the soft-cap."""
+    z = F.linear(*double(x, weight, bias)).requires_grad_()
+    return z, softcap * torch.tanh(z / softcap) if softcap else z
+
+
+@pytest.mark.gpu
+@INDEX
+@CASE
+@ALL
+def test_statistics_of_tiles(index, dtype, shape, softcap):
+    """Everything is written, nothing beside it; the target's logit by one tile alone."""
+    tile, (m, n, _) = tile_of("cross_entropy_fwd", index), shape
+    x, weight, bias, labels = (t.detach() for t in operands(dtype, *shape))
+    # As if the weights were a part of a larger vocabulary; sums of all logits for smoothing.
+    first, bias, smoothing = (1000, bias, 0.1) if softcap else (0, None, 0.0)
+    highs, sums, totals = (nan(-(-n // tile.block_n), m) for _ in range(3))
+    picked, totals = nan(m), totals if smoothing else None
+    kernels.cross_entropy_fwd(
+        x, weight, bias, labels + first, softcap, first, highs, sums, totals, picked, target(), tile
+    ).run()
+    _, z = logits(x, weight, bias, softcap)
+    used = labels >= 0
+    assert torch.equal(picked.isnan(), ~used)
+    check_error(highs.amax(0), z.amax(1), at(1, 4))
+    check_error(picked[used], z[used].gather(1, labels[used, None])[:, 0], at(1, 4))
+    total = torch.zeros(m, device=DEVICE) if totals is None else totals.sum(0)
+    parts = highs.t(), sums.t(), picked.nan_to_num()[:, None], total[:, None]
+    assert not any(part.isnan().any() for part in parts)
+    call = CrossEntropyCall(labels, -100, smoothing, 0.0, softcap, 0)
+    loss, high, log_sum = losses(*parts, n, call)
+    check_error(high + log_sum, z.logsumexp(1, keepdim=True), at(1, 4))
+    exact = F.cross_entropy(z, labels, label_smoothing=smoothing, reduction="none")
+    check_error(loss[used, 0], exact[used], at(1, 4))
+
+
+@pytest.mark.gpu
+@INDEX
+@CASE
+@ALL
+def test_gradient_of_logits(index, dtype, shape, softcap):
+    tile, (m, n, _) = tile_of("cross_entropy_bwd", index), shape
+    x, weight, bias, labels = (t.detach() for t in operands(dtype, *shape))
+    first, bias, smoothing = (7, bias, 0.1) if softcap else (0, None, 0.0)
+    z, capped = logits(x, weight, bias, softcap)
+    dy = torch.randn(m, dtype=torch.float64, device=DEVICE).masked_fill(labels < 0, 0.0)
+    loss = F.cross_entropy(capped, labels, label_smoothing=smoothing, reduction="none")
+    (exact,) = torch.autograd.grad(loss, z, dy)
+    high = capped.detach().amax(1)
+    log_sum = capped.detach().logsumexp(1) - high
+    # A token that does not count may be anything.
+    stats = high.float().masked_fill(labels < 0, torch.nan), log_sum.float()
+    dz, dy = poisoned(m, n, dtype), dy.float()
+    slopes = dy, dy * (-smoothing / n) if smoothing else None, dy * (smoothing - 1.0)
+    kernels.cross_entropy_bwd(
+        x, weight, bias, labels + first, softcap, first, stats, slopes, dz, target(), tile
+    ).run()
+    check_written(dz)
+    check_error(dz, exact, at(1, 4))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], **ids)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("vocab", [32_000, 50_257], ids=["even", "odd"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chunk", at([1 << 20], [None, 700]), ids=str)
+def test_loss_and_gradients(dtype, backend, vocab, options, chunk):
+    """In one block, and in several, of tokens and of columns, as a default takes for more."""
+    tokens, width, classes = sized(1500, 512, vocab, tiny=(21, 24, 75 + vocab % 2))
+    *leaves, labels = operands(dtype, tokens, classes, width)
+
+    def results(backend, *tensors):
+        loss = ops.linear_cross_entropy(
+            *tensors[:2], labels, tensors[2], chunk=chunk, backend=backend, **OPTIONS[options]
+        )
+        return [loss.detach(), *torch.autograd.grad(loss, tensors)]
+
+    found = results(backend, *leaves)
+    exact = results("eager", *(t.detach().double().requires_grad_() for t in leaves))
+    assert found[0].dtype == F32
+    # ATen's logits are of 16 bits; here their gradient is rounded to these before the products.
+    check_error(found[0], exact[0], at(1, 4), dtype=dtype if PLACE == "aten" else F32)
+    check_all(found[1:], exact[1:], at(1, 4))
+
+
+def test_no_host_sync_and_autocast():
+    """Weights are rounded a block at a time; nothing waits for a GPU: targets are checked there."""
+    tokens, width, vocab = sized(512, 256, 1000, tiny=(21, 24, 75))
+    hidden, weight, _, labels = operands(F32, tokens, vocab, width)
+
+    def results():
+        with torch.autocast(DEVICE.type, BF16):
+            loss = ops.linear_cross_entropy(
+                hidden, weight, labels, chunk=at(None, 700), backend=BACKENDS[0]
+            )
+        return loss.detach(), torch.autograd.grad(loss, [hidden, weight])
+
+    results()
+    if ON_GPU:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss, grads = results()
+    finally:
+        if ON_GPU:
+            torch.cuda.set_sync_debug_mode("default")
+    low = [t.detach().to(BF16).double().requires_grad_() for t in (hidden, weight)]
+    exact = F.cross_entropy(F.linear(*low), labels)
+    check_error(loss, exact.detach(), at(1, 4), dtype=BF16 if PLACE == "aten" else F32)
+    for ours, truth in zip(grads, torch.autograd.grad(exact, low), strict=True):
+        # float32 here; operands of the products were rounded to 16 bits.
+        assert ours.dtype == F32
+        check_error(ours, truth, at(1, 4), dtype=BF16)
+
+
+def test_frozen_weights_have_no_gradient():
+    hidden, weight, bias, labels = operands(F32, 21, 75, 24)
+    given = weight.detach(), labels, bias.detach()
+    loss = ops.linear_cross_entropy(hidden, *given, backend=BACKENDS[0])
+    low = hidden.detach().double().requires_grad_()
+    exact = F.cross_entropy(F.linear(low, *double(weight.detach(), bias.detach())), labels)
+    grads = (torch.autograd.grad(y, [t]) for y, t in ((loss, hidden), (exact, low)))
+    check_all(*grads, at(1, 4))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_ignored_tokens_may_hold_anything():
+    hidden, weight, _, labels = operands(F32, 8, 40, 16)
+    with torch.no_grad():
+        hidden[2:4] = torch.nan
+    labels[2:4] = -100
+    how = {"reduction": "none", "backend": BACKENDS[0]}
+    loss = ops.linear_cross_entropy(hidden, weight, labels, **how)
+    assert loss[2:4].tolist() == [0.0, 0.0] and loss.isfinite().all()
+    if not ON_GPU:  # there the device asserts, and is lost
+        with pytest.raises(IndexError, match="Target 40 is out of bounds"):
+            ops.linear_cross_entropy(hidden, weight, labels.clamp(min=40), **how)

@@ -1,0 +1,178 @@
+"""Norms: values, statistics and gradients against float64, rebuilt bits, sums."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from places import (
+    BF16,
+    PLACE,
+    assert_bits,
+    at,
+    check_all,
+    check_error,
+    check_written,
+    double,
+    far_apart,
+    mask_of,
+    misaligned,
+    nan,
+    normal,
+    poisoned,
+    run,
+    sized,
+    target,
+    wide,
+)  # fmt: skip
+from tiers import pairwise
+
+from fused_remat import ops
+from fused_remat.spec import NormSpec
+from fused_remat.steps.fused import linear_norm_fwd
+from fused_remat.steps.norm import NORMS, norm_bwd, norm_fwd
+from fused_remat.steps.residual import residual_add
+from fused_remat.triton import norm as norms
+
+LAYER_NORM = NormSpec(kind="layer_norm")
+F16, F32 = torch.float16, torch.float32
+# Dtype, rows and width. On a GPU: powers of two, odd, one row, rows that are walked in blocks.
+CASES = at(
+    [
+        (BF16, 8192, 1024), (BF16, 4099, 1000), (BF16, 8191, 2048), (BF16, 2048, 8192),
+        (BF16, 300, 16384), (BF16, 1000, 65536), (F32, 4099, 1000), (F32, 257, 20000),
+        (F16, 4099, 1000), (F16, 1, 63),
+    ],
+    [(dtype, *shape) for dtype in (F32, BF16) for shape in ((1, 1), (5, 63), (70, 64), (7, 300))],
+)  # fmt: skip
+NARROW = [case for case in CASES if case[2] <= 16384]
+WALKS = ["in a tile", "in blocks"] if PLACE == "interpreter" else ["as tables say"]
+
+
+@pytest.fixture(params=WALKS)
+def walk(request, monkeypatch):
+    """Rows within a tile, and rows walked in blocks of 64, whatever their width."""
+    if request.param == "in blocks":
+        monkeypatch.setattr(norms, "FWD_WIDTH", 0)
+        monkeypatch.setattr(norms, "BWD_WIDTH", 0)
+        monkeypatch.setattr(norms, "_WIDE_BLOCK", 64)
+
+
+def inputs(dtype, rows, width):
+    x = misaligned(normal(dtype, rows, width, scale=2.0, shift=3.0))
+    return x, normal(dtype, width, shift=1.0), normal(dtype, width)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_and_rebuild(kind, case, walk):
+    x, weight, bias = inputs(*case)
+    spec = NormSpec(kind=kind)
+    y, *stats = run(norm_fwd, spec, x, weight, bias)
+    exact, *true_stats = norm_fwd(spec, *double(x, weight, bias))
+    # The variance of one element is nothing but rounding, and rstd 316 times that.
+    check_error(y, exact)
+    check_all(stats, true_stats, at(1, 4 if case[2] > 1 else 200))
+    again, *same = run(norm_fwd, spec, x, weight, bias, stats=tuple(stats))
+    assert torch.equal(y, again), "a rebuild from statistics has the forward's bits"
+    assert_bits(same, stats)
+
+
+def test_rows_of_64k():
+    x = normal(F32, 2, norms.MAX_WIDTH, shift=100.0)
+    # Beside a mean of 100, x itself has a rounding error of 100 * 2**-24.
+    y, *_ = run(norm_fwd, LAYER_NORM, x, None, None)
+    check_error(y, norm_fwd(LAYER_NORM, x.double(), None, None)[0], 10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("case", NARROW, ids=str)
+def test_forward_of_a_sum(case, p):
+    x, weight, bias = inputs(*case)
+    residual, mask = normal(x.dtype, *x.shape), mask_of(*x.shape, p)
+    total, y = (poisoned(*x.shape, x.dtype) for _ in range(2))
+    stats = nan(x.shape[0], 1), nan(x.shape[0], 1)
+    norms.norm_fwd(LAYER_NORM, x, residual, mask, weight, bias, total, y, stats, False).run()
+    check_written(total)
+    check_written(y)
+    check_error(total, residual_add(*double(x, residual), wide(mask)))
+    check_error(y, norm_fwd(LAYER_NORM, *double(total, weight, bias))[0])
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_norm_after_a_product(kind, p):
+    (rows, width), spec = sized(515, 1000), NormSpec(kind=kind)
+    x, weight, bias = inputs(BF16, rows, width)
+    given = normal(BF16, width, width, scale=width**-0.5), normal(BF16, width)
+    residual, mask = normal(BF16, rows, width), mask_of(rows, width, p)
+    total, *normed = run(linear_norm_fwd, x, *given, residual, mask, spec, weight, bias)
+    product = x.double() @ given[0].double().t() + given[1].double()
+    # The product, as large as both, is rounded before it is multiplied and added.
+    check_error(total, residual_add(product, residual.double(), wide(mask)), 2)
+    check_all(normed, norm_fwd(spec, *double(total, weight, bias)), float32=at(1, 4))
+
+
+MARKS = ["x w b", "x", "w", "b w"]
+# Not of one row, nor of width 1, whose gradient cancels to nothing.
+BACKWARD = at(
+    [(kind, case, needs) for kind in NORMS for needs in MARKS for case in CASES if case[1] > 1],
+    [],
+)
+
+
+@pytest.mark.parametrize(
+    "kind, case, needs_grad, walk",
+    at(
+        [(*case, WALKS[0]) for case in BACKWARD],
+        pairwise(
+            list(NORMS), [c if c[2] > 1 else (c[0], 1, 4) for c in CASES], MARKS, WALKS
+        ),
+    ),
+    ids=str, indirect=["walk"],
+)  # fmt: skip
+def test_backward(kind, case, needs_grad, walk):
+    x, weight, _ = inputs(*case)
+    rows, width = x.shape
+    spec, marks = NormSpec(kind=kind), tuple(name in needs_grad.split() for name in "xwb")
+    dy = normal(x.dtype, width).expand(rows, width) if needs_grad == "x" else x.flip(0) - 3
+    add = normal(x.dtype, rows, width) if needs_grad != "x" else None
+    exact_stats = norm_fwd(spec, x.double(), None, None)[1:]
+    stats = tuple(s.float() for s in exact_stats)
+    found = run(norm_bwd, spec, dy, x, stats, weight, marks, add)
+    assert_bits(run(norm_bwd, spec, dy, x, stats, weight, marks, add), found, "the run matters")
+    exact = norm_bwd(spec, *double(dy, x), double(*stats), weight.double(), marks, *double(add))
+    # x - mean loses digits to x's own rounding where a row is short; up to 8192 terms cancel.
+    check_all(found, exact, at(1, 20), float32=at(5, 20))
+
+
+@pytest.mark.gpu
+def test_both_sums_are_one_launch():
+    x, weight, _ = inputs(F32, *sized(515, 1000))
+    stats = tuple(s.float() for s in norm_fwd(LAYER_NORM, x.double(), None, None)[1:])
+    dx, sums = poisoned(*x.shape, F32), [nan(x.shape[1]) for _ in "wb"]
+    launches = norms.norm_bwd(LAYER_NORM, x, x, stats, weight, None, dx, *sums, target())
+    assert [launch.kernel is norms.column_sum_kernel for launch in launches] == [False, True]
+
+
+def test_rows_more_than_2_31_elements_apart():
+    x = far_apart(3, 64)
+    y, *_ = run(norm_fwd, LAYER_NORM, x, None, None)
+    check_error(y, norm_fwd(LAYER_NORM, x.double(), None, None)[0])
+
+
+@pytest.mark.gpu
+def test_a_norm_without_a_kernel_is_atens_after_a_product_too(monkeypatch):
+    def halved(*args):
+        y, rstd = NORMS["rms_norm"].fwd(*args)
+        return y / 2, rstd
+
+    monkeypatch.setitem(NORMS, "halved", replace(NORMS["rms_norm"], fwd=halved))
+    shapes = {"qkv": (24, 8), "proj": (8, 8), "fc1": (16, 8), "fc2": (8, 16), "norm1": (8,)}
+    shapes["norm2"] = (8,)
+    weights = {f"{name}.weight": normal(F32, *shape) for name, shape in shapes.items()}
+    x = normal(F32, 2, 5, 8)
+    found, expected = (
+        ops.causal_block(x, weights, 2, norm="halved", backend=name) for name in ("triton", "eager")
+    )
+    torch.testing.assert_close(found, expected)

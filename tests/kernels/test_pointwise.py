@@ -1,0 +1,168 @@
+"""Dropout, the residual sum and activations: one pass over a matrix, against float64."""
+
+import pytest
+import torch
+from places import (
+    BF16,
+    DEVICE,
+    ON_GPU,
+    PLACE,
+    at,
+    check_all,
+    check_error,
+    check_written,
+    double,
+    far_apart,
+    ids,
+    mask_of,
+    misaligned,
+    nan,
+    normal,
+    poisoned,
+    run,
+    sized,
+    target,
+    wide,
+)  # fmt: skip
+
+from fused_remat.spec import NormSpec
+from fused_remat.steps.activation import ACTIVATIONS, activation_bwd, activation_fwd
+from fused_remat.steps.linear import linear_fwd
+from fused_remat.steps.norm import norm_fwd
+from fused_remat.steps.residual import dropout, residual_add
+from fused_remat.triton import norm, pointwise, products
+
+DTYPES = [BF16, torch.float32]
+SMALL = [(1, 1), (5, 63), (3, 1000), (70, 33)]
+
+
+def test_every_activation_of_aten_has_a_pair():
+    assert set(pointwise.PAIRS) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES, **ids)
+@pytest.mark.parametrize("layout", ["aligned", "misaligned", "expanded", "transposed"])
+@pytest.mark.parametrize("shape", at([(4099, 4104)], SMALL), **ids)
+def test_dropout_and_residual(shape, layout, dtype, p):
+    x, residual = normal(dtype, *shape, scale=2.0), normal(dtype, *shape)
+    if layout == "misaligned":
+        x, residual = misaligned(x), misaligned(residual)
+    elif layout == "expanded":
+        x = x[:1].expand(shape)
+    elif layout == "transposed":  # a copy is made
+        residual = residual.t().contiguous().t()
+    mask, odd = mask_of(*shape, p), layout == "misaligned"
+    y = run(residual_add, x, residual, mask, odd=odd)
+    check_error(y, residual_add(*double(x, residual), wide(mask)))
+    if mask is not None:
+        dx = run(dropout, x, mask, odd=odd)
+        check_error(dx, dropout(x.double(), wide(mask)))
+        assert torch.equal(dx == 0, (mask.tensor() == 0) | (x == 0)), "the bits of the definition"
+
+
+@pytest.mark.parametrize("act", pointwise.PAIRS)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES, **ids)
+@pytest.mark.parametrize("shape", at([(2051, 4104)], SMALL[1:]), **ids)
+def test_activation(act, p, dtype, shape):
+    x, dy = misaligned(normal(dtype, *shape, scale=2.0)), normal(dtype, *shape)
+    mask = mask_of(*shape, p)
+    exact = activation_fwd(act, None, x.double(), wide(mask))
+    check_error(run(activation_fwd, act, None, x, mask), exact)
+    none, dx = run(activation_bwd, act, dy, None, x, mask, False)
+    check_error(dx, activation_bwd(act, dy.double(), None, x.double(), wide(mask), False)[1])
+    assert none is None
+    owned = dy.clone()
+    _, same = run(activation_bwd, act, owned, None, x, mask, True)
+    assert torch.equal(same, dx) and same.data_ptr() == owned.data_ptr()
+    if PLACE != "aten":  # a kernel may compute the activation again on the way
+        dx, again = poisoned(*shape, dtype), poisoned(*shape, dtype)
+        pointwise.act_bwd(dy, x, act, mask, dx, again).run()
+        check_written(again)
+        check_written(dx)
+        assert torch.equal(dx, same)
+        check_error(again, exact)
+
+
+@pytest.mark.parametrize("act", pointwise.PAIRS)
+@pytest.mark.parametrize("dtype", DTYPES, **ids)
+@pytest.mark.parametrize("needs_grad", ["both", "gate", "up"])
+def test_gated(act, dtype, needs_grad):
+    shape = sized(2051, 4104, tiny=SMALL[3])
+    gate, up = misaligned(normal(dtype, *shape)), normal(dtype, *shape)
+    dy = at(normal(dtype, *shape), normal(dtype, shape[1]).expand(shape))
+    mask, marks = mask_of(*shape, 0.3), (needs_grad != "up", needs_grad != "gate")
+    exact = activation_fwd(act, *double(gate, up), wide(mask))
+    check_error(run(activation_fwd, act, gate, up, mask), exact)
+    given = gate, up if marks[0] else None
+    found = run(activation_bwd, act, dy, *given, mask, False, marks)
+    check_all(found, activation_bwd(act, *double(dy, *given), wide(mask), False, marks))
+
+
+def test_gelu_is_relatively_right_in_its_tail():
+    """Where erf cancels. exp(-x²/2) of a rounded x²/2 = 32 is off by up to 32 * 2**-24 = 2e-6."""
+    x = torch.linspace(-8, 8, 4001, device=DEVICE)[None]
+    y = run(activation_fwd, "gelu", None, x, None)
+    exact = 0.5 * x.double() * torch.erfc(-x.double() * 0.5**0.5)
+    error = ((y.double() - exact) / exact.abs().clamp_min(1e-30)).abs()
+    # ATen's own is exact beside the result's size alone.
+    assert error.max() < (4e-6 if PLACE != "aten" else 1.01), error.max()
+
+
+@pytest.mark.parametrize("act", pointwise.PAIRS)
+def test_activations_at_the_ends_of_the_line(act):
+    """Far out, about zero, at infinity and NaN, as ATen has it."""
+    ends = [-100.0, -10.0, -0.2, -1e-4, -0.0, 0.0, 1e-4, 0.2, 10.0, 100.0]
+    x = torch.tensor([ends], device=DEVICE)
+    one = torch.ones_like(x)
+    exact = activation_fwd(act, None, x.double(), None)
+    y = run(activation_fwd, act, None, x, None)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-7)
+    slope = activation_bwd(act, one.double(), None, x.double(), None, False)[1]
+    dx = run(activation_bwd, act, one, None, x, None, False)[1]
+    torch.testing.assert_close(dx.double(), slope, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", pointwise.PAIRS)
+def test_not_a_number_stays_one(act):
+    y, x = torch.zeros(1, 3, device=DEVICE), torch.tensor([[1.0, torch.nan, 2.0]], device=DEVICE)
+    pointwise.act_fwd(x, act, None, y).run()
+    assert y.isnan().tolist() == [[False, True, False]]
+
+
+def test_rows_more_than_2_31_elements_apart():
+    x = far_apart(3, 64)
+    y = run(residual_add, x, torch.zeros(3, 64, dtype=x.dtype, device=DEVICE), None)
+    assert torch.equal(y, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["dropout_add", "act_fwd", "norm", "linear"])
+def test_more_elements_than_32_bits_count(kernel):
+    if ON_GPU and torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB of memory")
+    rows, width = sized(2**20 + 37, 2056)  # 2**31 is row 1,044,495
+    y = torch.full((rows, width), torch.nan, dtype=BF16, device=DEVICE)
+    part = slice(-300, None)
+    if kernel == "linear":
+        x, weight = normal(BF16, rows, 16), normal(BF16, width, 16)
+        products.linear_fwd(x, weight, None, None, None, None, None, y, target()).run()
+        exact = linear_fwd(*double(x[part], weight), None)
+    else:
+        x = normal(BF16, 4096, width).repeat(-(-rows // 4096), 1)[:rows]
+        if kernel == "norm":
+            stats, spec = (nan(rows, 1),), NormSpec(kind="rms_norm")
+            norm.norm_fwd(spec, x, None, None, None, None, None, y, stats, False).run()
+            exact = norm_fwd(spec, x[part].double(), None, None)[0]
+        elif kernel == "act_fwd":
+            pointwise.act_fwd(x, "gelu", None, y).run()
+            exact = activation_fwd("gelu", None, x[part].double(), None)
+        else:
+            pointwise.dropout_add_fwd(x, None, mask_of(rows, width, 0.3, row0=5), y).run()
+            count = x[part].shape[0]
+            there = mask_of(count, width, 0.3, row0=5 + rows - count)
+            exact = dropout(x[part].double(), wide(there))
+    assert not any(block.isnan().any() for block in y.split(2**18)), "an element was not written"
+    check_error(y[part], exact)

@@ -1,0 +1,286 @@
+"""Products and what is fused with them: every end, tile, route and layout, against float64."""
+
+import pytest
+import torch
+from places import (
+    BF16,
+    DEVICE,
+    ON_GPU,
+    PLACE,
+    TOLERANCE,
+    at,
+    check_all,
+    check_error,
+    check_written,
+    double,
+    far_apart,
+    ids,
+    mask_of,
+    misaligned,
+    normal,
+    poisoned,
+    served,
+    sized,
+    target,
+    wide,
+)  # fmt: skip
+from tiers import pairwise
+
+from fused_remat.spec import NormSpec
+from fused_remat.steps.activation import activation_bwd, activation_fwd
+from fused_remat.steps.fused import mlp_bwd, mlp_up_fwd
+from fused_remat.steps.linear import linear_dw, linear_dx, linear_fwd
+from fused_remat.steps.norm import NORMS, norm_fwd
+from fused_remat.triton import products, tables
+
+F16, F32 = torch.float16, torch.float32
+# M, N, K. Interpreted: single, odd, even sizes (tensor descriptors), more tiles than programs. On a
+# GPU: multiples of every tile; not of tiles, but for tensor descriptors; nothing for them.
+SHAPES = at(
+    [(4096, 2048, 1024), (1030, 520, 328), (515, 1001, 331)],
+    [(1, 1, 1), (33, 65, 63), (48, 64, 96), (130, 72, 40)],
+)
+ODD = SHAPES[-1] if ON_GPU else SHAPES[1]
+#: Shapes and dtypes of a GPU.
+GPU = [(SHAPES[0], BF16), (SHAPES[1], BF16), (SHAPES[-1], BF16), (SHAPES[0], F16)]
+# Interpreted, tiles of the table in turn; else the table's own choice.
+TILES = tables.TILES["linear"]["interpreter"] if PLACE == "interpreter" else (None,)
+ENDS = ["nothing", "act", "pre", "dropout", "dropout pre", "residual", "all"]
+
+
+def cases(*axes):
+    """(shape, dtype, tile, ...): all on a GPU, else enough for every pair of values."""
+    if not ON_GPU:
+        return pairwise(SHAPES, [F32, BF16], TILES, *axes)
+    every = pairwise(range(len(GPU)), *axes)
+    return [pytest.param(*GPU[case.values[0]], None, *case.values[1:]) for case in every]
+
+
+def layer(dtype, n, k):
+    return normal(dtype, n, k, scale=k**-0.5), normal(dtype, n)
+
+
+def rounded(pre, dtype):
+    """As a kernel reads it: an element's rounding is no error of the function after it."""
+    return pre.to(dtype).double()
+
+
+def output(m, n, dtype):
+    return poisoned(m, n, dtype, odd=(m, n) == ODD[:2])
+
+
+def has_descriptors(k, dtype):
+    return target().has_tma and k * dtype.itemsize % 16 == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, dtype, tile, end", cases(ENDS), **ids)
+def test_linear(shape, dtype, tile, end):
+    m, n, k = shape
+    x, (weight, bias) = normal(dtype, m, k), layer(dtype, n, k)
+    act = "gelu" if end in ("act", "pre", "dropout pre", "all") else None
+    mask = mask_of(m, n, 0.3) if end in ("dropout", "dropout pre", "all") else None
+    residual = normal(dtype, m, n) if end in ("residual", "all") else None
+    pre = output(m, n, dtype) if end in ("pre", "dropout pre", "all") else None
+    y, bias = output(m, n, dtype), None if end == "nothing" else bias
+    launch = products.linear_fwd(x, weight, bias, residual, mask, act, pre, y, target(), tile=tile)
+    assert launch.constants["TMA"] == has_descriptors(k, dtype)
+    launch.run()
+    check_written(y)
+    exact = linear_fwd(*double(x, weight, bias))
+    if pre is not None:
+        check_written(pre)
+        check_error(pre, exact, at(1, 2))
+    if act is not None:
+        exact = activation_fwd(act, None, rounded(exact, dtype), None)
+    if mask is not None:
+        exact *= wide(mask).tensor()
+    if residual is not None:
+        exact += residual
+    check_error(y, exact, at(1, 4))
+
+
+@pytest.mark.gpu
+def test_float32_is_not_tf32():
+    m, n, k = sized(1030, 520, 328)
+    x, (weight, bias), y = normal(F32, m, k), layer(F32, n, k), poisoned(m, n, F32)
+    tile = tables.TILES["linear"][tables.family(target())][-1]
+    given = x, weight, bias, None, None, None, None, y, target()
+    products.linear_fwd(*given, tile=tile).run()
+    check_written(y)
+    check_error(y, linear_fwd(*double(x, weight, bias)), at(1, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", at([BF16], [F32, BF16]), **ids)
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("shape", at(SHAPES, SHAPES[1:]), **ids)
+def test_linear_of_a_norm(shape, kind, dtype):
+    m, n, k = shape
+    x, (weight, bias) = normal(dtype, m, k, shift=1.0), layer(dtype, n, k)
+    affine = normal(dtype, k, shift=1.0), normal(dtype, k) if kind == "layer_norm" else None
+    normed, *stats = norm_fwd(NormSpec(kind=kind), *double(x, *affine))
+    norm = (*[None, *(s.float() for s in stats)][-2:], *affine)
+    y = output(m, n, dtype)
+    products.linear_fwd(x, weight, bias, None, None, None, None, y, target(), norm).run()
+    check_written(y)
+    check_error(y, linear_fwd(rounded(normed, dtype), *double(weight, bias)), at(1, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, dtype, tile, p", cases([0.0, 0.3]), **ids)
+def test_gated_forward(shape, dtype, tile, p):
+    m, f, k = shape
+    x, gate, up = normal(dtype, m, k), layer(dtype, f, k), layer(dtype, f, k)
+    up, mask, y = at(up, (up[0], None)), mask_of(m, f, p), output(m, f, dtype)
+    products.gated_mlp_fwd(x, *gate, *up, mask, "silu", y, target(), tile=tile).run()
+    check_written(y)
+    pres = [rounded(linear_fwd(*double(x, *w)), dtype) for w in (gate, up)]
+    check_error(y, activation_fwd("silu", *pres, wide(mask)), at(1, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape, dtype, tile, p, gated, in_one",
+    cases(at([0.3], [0.0, 0.3]), [False, True], [False, True]),
+    **ids,
+)
+def test_mlp_backward(shape, dtype, tile, p, gated, in_one):
+    m, f, k = shape
+    d = k + 8  # the block's output need not be as wide as its input
+    x, gate, up = normal(dtype, m, k), layer(dtype, f, k), layer(dtype, f, k)
+    dy, (down, _) = normal(dtype, m, d), layer(dtype, d, f)
+    act, mask = "silu" if gated else "gelu", mask_of(m, f, p)
+    y, dgate, dup = (output(m, f, dtype) for _ in range(3))
+    gate_pre, pre = (linear_fwd(*double(x, *w)).to(dtype) for w in (gate, up))
+    if not gated:
+        gate_pre = dgate = None
+    if in_one:
+        ups, dups = ((gate, up), (dgate, dup)) if gated else ((up,), (dup,))
+        products.mlp_bwd(x, ups, dy, down, mask, act, y, dups, target(), tile).run()
+    else:  # each result in the place of what it is made of
+        y.copy_(pre)
+        if gated:
+            dgate.copy_(gate_pre)
+        given = dgate, y, mask, act, y, dgate, dup, target(), tile
+        products.linear_act_bwd(dy, down, *given).run()
+    for result in filter(lambda t: t is not None, (y, dgate, dup)):
+        check_written(result)
+    pres, dact = double(gate_pre, pre), linear_dx(*double(dy, down))
+    check_error(y, activation_fwd(act, *pres, wide(mask)), at(1, 4))
+    exact = activation_bwd(act, dact, *pres, wide(mask), False, (True, True))
+    check_all((dgate, dup), exact, at(1, 4))
+
+
+# --- the operations, by whatever serves them
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], **ids)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_an_mlp_by_operations(dtype, gated, p, routes):
+    (m, f, k), act = sized(1030, 520, 328), "silu" if gated else "gelu"
+    x, dy = normal(dtype, m, k), normal(dtype, m, k)
+    gate, up, mask = layer(dtype, f, k) if gated else None, layer(dtype, f, k), mask_of(m, f, p)
+    down, count = layer(dtype, k, f)[0], 1 + gated
+    y, pres, parts = served(mlp_up_fwd, act, x, gate, up, mask, (True,) * count, (None,) * count)
+    assert parts == ((),) * count
+    check_all(pres, [linear_fwd(*double(x, *w)) for w in (gate, up)[-count:]], at(1, 2))
+    wide_pres = double(pres[0] if gated else None, pres[-1])
+    # ATen rounds the activation and what it is multiplied by.
+    check_error(y, activation_fwd(act, *wide_pres, wide(mask)), 4)
+    for needs_act in (True, False):
+        found = served(mlp_bwd, act, dy, x, gate, up, down, mask, needs_act)
+        assert (found[0] is not None) == needs_act
+        dact = linear_dx(*double(dy, down))
+        exact = activation_bwd(act, dact, *wide_pres, wide(mask), False, (True, True))
+        check_all(found[1:], exact, 4)
+        if needs_act:
+            check_error(found[0], y.double(), 4)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], **ids)
+def test_a_products_end_and_gradients_by_operations(dtype, routes):
+    m, n, k = sized(1030, 520, 328)
+    x, (weight, bias), dy = normal(dtype, m, k), layer(dtype, n, k), normal(dtype, m, n)
+    residual, mask, out = normal(dtype, m, n), mask_of(m, n, 0.3), poisoned(m, n, dtype)
+    plain = linear_fwd(*double(x, weight, bias))
+    check_error(served(linear_fwd, x, weight, bias), plain, 4)
+    exact = residual + wide(mask).tensor() * plain
+    for into in (None, out):
+        y = served(linear_fwd, x, weight, bias, residual, mask, out=into)
+        check_error(y, exact, 4)
+    assert y is out
+    check_written(out)
+    total = normal(dtype, m, k)
+    exact = dy.double() @ weight.double()
+    check_error(served(linear_dx, dy, weight), exact, 4)
+    check_error(served(linear_dx, dy, weight, total.clone()), exact + total, 4)
+    dw = dy.double().t() @ x.double()
+    check_error(served(linear_dw, dy, x, None, False), dw, 4)
+    for exactly in (False, True):
+        into = normal(F32, n, k)
+        given = into.double()
+        found = served(linear_dw, dy, x, into, True, exactly)
+        assert found is into and found.dtype == F32
+        check_error(found, given + dw, 4, dtype=F32 if exactly else dtype)
+
+
+# --- layouts, tiles
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["expanded", "transposed", "misaligned"])
+def test_operands_of_any_layout(how):
+    m, f, k = at((1030, 520, 328), (48, 64, 96))
+    dtype = at(BF16, F32)
+    x, up = normal(dtype, m, k), layer(dtype, f, k)
+    dy, down = normal(dtype, m, k), layer(dtype, k, f)[0]
+    if how == "expanded":
+        dy = dy[:1].expand(m, k)
+    elif how == "transposed":
+        x, down = x.t().contiguous().t(), down.t().contiguous().t()
+    else:
+        x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(m, k)
+    dup = poisoned(m, f, dtype)
+    launch = products.mlp_bwd(x, (up,), dy, down, None, "relu", None, (dup,), target())
+    # After the one copy.
+    assert launch.constants["TMA"] == (target().has_tma and how == "transposed")
+    launch.run()
+    check_written(dup)
+    pre, dact = rounded(linear_fwd(*double(x, *up)), dtype), linear_dx(*double(dy, down))
+    check_error(dup, activation_bwd("relu", dact, None, pre, None, False)[1], at(1, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 1], ids=["descriptors", "pointers"])
+def test_rows_more_than_2_31_elements_apart(offset):
+    x, (weight, bias), y = far_apart(3, 96, offset), layer(F16, 64, 96), poisoned(3, 64, F16)
+    launch = products.linear_fwd(x, weight, bias, None, None, None, None, y, target())
+    assert launch.constants["TMA"] == (target().has_tma and offset == 0)
+    launch.run()
+    check_written(y)
+    check_error(y, linear_fwd(*double(x, weight, bias)), at(1, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", tables.TILES)
+@pytest.mark.parametrize("layout", ["aligned", "misaligned"])
+def test_every_tile_of_the_tables(kernel, layout):
+    from bench.measure.contest import Rig, admit
+    from bench.tuning.product_tiles import contest
+    from bench.tuning.products import Mlp
+
+    m = Mlp(Rig(DEVICE, BF16, not ON_GPU, target(), ends=0.0), *sized(2048, 1024, 4096))
+    if layout == "misaligned":
+        m.xs, m.dys = ([misaligned(t) for t in ts] for ts in (m.xs, m.dys))
+    rows = admit(contest(m, kernel))
+    assert len(rows) == 1 + len(tables.TILES[kernel][tables.family(target())])
+    assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
+
+
+@pytest.mark.gpu
+def test_tolerances_are_those_of_the_benchmark():
+    from bench.measure.contest import TOLERANCE as OF_BENCH
+
+    assert not ON_GPU or all(OF_BENCH[dtype] == TOLERANCE[dtype] for dtype in TOLERANCE)

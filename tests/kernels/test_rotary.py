@@ -1,0 +1,248 @@
+"""Rotary embedding and norms of heads: values, gradients, in place, any layout, through the op."""
+
+import dataclasses
+
+import pytest
+import torch
+from places import (
+    BF16,
+    DEVICE,
+    ON_GPU,
+    PLACE,
+    assert_bits,
+    at,
+    check_all,
+    check_error,
+    double,
+    far_apart,
+    ids,
+    misaligned,
+    normal,
+    run,
+)  # fmt: skip
+from tiers import pairwise
+
+from fused_remat import ops
+from fused_remat.execution.choose import choose
+from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
+from fused_remat.steps.operations import OPERATIONS
+from fused_remat.steps.rotary import RotaryCall, rotary_bwd, rotary_fwd
+from fused_remat.triton import rotary
+
+F32 = torch.float32
+DTYPES = [BF16, F32]
+# Query heads, key heads, width of a head, elements rotated.
+HEADS = at(
+    [(32, 8, 128, 128), (16, 16, 64, 32), (12, 4, 96, 96), (8, 1, 256, 64), (3, 1, 33, 10)],
+    [(1, 1, 2, 2), (3, 1, 7, 2), (4, 2, 6, 6), (12, 4, 24, 8), (16, 2, 33, 0)],
+)
+SOME = HEADS[2]
+ROWS, SEQ = at((2051, 300), (23, 5))
+TOKEN0 = 7  # from the middle of a sequence to that of another
+NORM = pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+INTERLEAVED = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+
+
+BATCHED = at([False], [False, True])
+NEEDS_GRAD = at(["x q k"], ["x q k", "x", "q k", "k"])
+
+
+def cases(*axes):
+    """All of them on a GPU, else enough for every pair of values."""
+    every = pairwise(*axes)
+    return at([pytest.param(*case.values) for case in every], every)
+
+
+def call_of(heads, dtype=F32, interleaved=False, norm=False, batched=False, table=F32):
+    """A call, with a table for each sequence if `batched`."""
+    nhead, kv_heads, width, rotated = heads
+    cos = sin = None
+    if rotated:
+        lead = (-(-(ROWS + TOKEN0) // SEQ), SEQ) if batched else (SEQ,)
+        angle = normal(F32, *lead, rotated // 2, scale=3.0)
+        cos, sin = angle.cos().to(table), angle.sin().to(table)
+    spec = AttentionSpec(
+        num_heads=nhead, num_kv_heads=kv_heads, head_dim=width, scale=1.0,
+        rotary=RotarySpec(interleaved=interleaved) if rotated else None,
+        head_norm=NormSpec(kind="rms_norm", eps=1e-6) if norm else None,
+    )  # fmt: skip
+    weights = normal(dtype, 2, width, shift=1.0).unbind() if norm else (None, None)
+    return RotaryCall(spec, cos, sin, *weights, TOKEN0, SEQ)
+
+
+def tokens_of(heads, dtype=F32, rows=ROWS):
+    """Packed heads, in rows an odd number of elements apart."""
+    return misaligned(normal(dtype, rows, (heads[0] + 2 * heads[1]) * heads[2]))
+
+
+def wide(call):
+    """The call in float64, for the exact result."""
+    names = ("cos", "sin", "q_weight", "k_weight")
+    given = double(*(getattr(call, name) for name in names))
+    return dataclasses.replace(call, **dict(zip(names, given, strict=True)))
+
+
+def backward(dy, x, call, marks, owned=False):
+    return run(rotary_bwd, dy, x, call, marks, owned)
+
+
+def exact_backward(dy, x, call, marks):
+    return rotary_bwd(*double(dy, x), wide(call), marks, False)
+
+
+@pytest.mark.parametrize(
+    "heads, dtype, norm, interleaved, batched",
+    cases(HEADS, DTYPES, [False, True], [False, True], BATCHED),
+    **ids,
+)
+def test_forward(heads, dtype, norm, interleaved, batched):
+    x, call = tokens_of(heads, dtype), call_of(heads, dtype, interleaved, norm, batched)
+    y = run(rotary_fwd, x, call)
+    check_error(y, rotary_fwd(x.double(), wide(call)))
+    same = x.clone()
+    assert_bits([run(rotary_fwd, same, call, same)], [y], "in place")
+    values = heads[1] * heads[2]
+    assert torch.equal(y[:, -values:], x[:, -values:])
+
+
+@pytest.mark.parametrize(
+    "heads, dtype, interleaved, batched",
+    cases([h for h in HEADS if h[3]], DTYPES, [False, True], BATCHED),
+    **ids,
+)
+def test_backward_of_the_rotation(heads, dtype, interleaved, batched):
+    dy, call = tokens_of(heads, dtype), call_of(heads, dtype, interleaved, False, batched)
+    marks = (True, False, False)
+    found = backward(dy, None, call, marks)
+    check_all(found, exact_backward(dy, None, call, marks))
+    owned = dy.contiguous()
+    same = backward(owned, None, call, marks, owned=True)
+    assert_bits(same, found, "in place")
+    assert same[0].data_ptr() == owned.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "heads, dtype, needs_grad, interleaved, batched",
+    cases(HEADS, DTYPES, NEEDS_GRAD, [False, True], BATCHED),
+    **ids,
+)
+def test_backward_of_the_norm(heads, dtype, needs_grad, interleaved, batched):
+    x, dy = tokens_of(heads, dtype), tokens_of(heads, dtype)
+    call = call_of(heads, dtype, interleaved, True, batched)
+    marks = tuple(name in needs_grad.split() for name in "xqk")
+    found = backward(dy, x, call, marks)
+    # Sums cancel, and so does dx in a head of two: what is left has lost some digits.
+    check_all(found, exact_backward(dy, x, call, marks), at(1, 8), float32=at(5, 8))
+    owned = dy.contiguous()
+    same = backward(owned, x, call, marks, owned=True)
+    assert_bits(same, found, "in place, and in another run")
+    assert PLACE == "aten" or not marks[0] or same[0].data_ptr() == owned.data_ptr()
+
+
+@NORM
+@INTERLEAVED
+def test_layouts_that_are_read_as_they_are_or_copied(norm, interleaved):
+    """Columns apart, rows expanded; tables of different strides, expanded, of 16 bits."""
+    x, dy = tokens_of(SOME, torch.float16), tokens_of(SOME, torch.float16)
+    call = call_of(SOME, torch.float16, interleaved, norm, True, torch.float16)
+    apart = torch.stack((x, x), -1)[..., 0]
+    flat = dy[:1].expand_as(dy)
+    cos, sin = call.cos[:1].expand(len(call.cos), -1, -1), call.sin.mT.contiguous().mT
+    odd = dataclasses.replace(call, cos=cos, sin=sin)
+    for given in (apart, flat):
+        check_error(run(rotary_fwd, given, odd), rotary_fwd(given.double(), wide(odd)))
+    if norm:
+        exact = exact_backward(flat, apart, odd, (True,) * 3)
+        check_all(backward(flat, apart, odd, (True,) * 3), exact, at(1, 8), float32=at(5, 8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@INTERLEAVED
+def test_what_is_not_rotated_meets_no_angle(value, interleaved):
+    """0 times infinity is not a number: values, and elements after R, come out as they went in."""
+    call = call_of((2, 2, 7, 4), interleaved=interleaved)
+    heads = normal(F32, ROWS, 6, 7)
+    heads[:, 4:, 2] = heads[:, :4, 5] = value
+    made = torch.zeros(ROWS, 42, device=DEVICE)
+    rotary.rotary_fwd(heads.flatten(1), call, made, rotary.target_of(DEVICE)).run()
+    assert torch.equal(made.isfinite(), rotary_fwd(heads.flatten(1), call).isfinite())
+    assert int(made.isfinite().logical_not().sum()) == ROWS * 6
+
+
+def test_a_head_of_zeros_without_eps_spoils_no_other():
+    """rstd of the lanes beyond the last row or head is no part of a sum."""
+    heads = (3, 1, 4, 4)
+    call = call_of(heads, norm=True)
+    spec = dataclasses.replace(call.spec, head_norm=NormSpec(kind="rms_norm", eps=0.0))
+    call = dataclasses.replace(call, spec=spec)
+    found = backward(tokens_of(heads), tokens_of(heads), call, (True,) * 3)
+    assert all(t.isfinite().all() for t in found)
+
+
+@NORM
+def test_rows_more_than_2_31_elements_apart(norm):
+    heads, marks = (4, 2, 6, 6), (True, False, False)
+    call, x = call_of(heads, torch.float16, norm=norm), far_apart(3, 48)
+    exact = rotary_fwd(x.double(), wide(call))
+    check_error(run(rotary_fwd, x, call), exact)
+    dy = tokens_of(heads, torch.float16, 3)
+    given = x if norm else None
+    check_all(backward(dy, given, call, marks), exact_backward(dy, given, call, marks), 8)
+    run(rotary_fwd, x, call, x)  # in place
+    check_error(x, exact)
+
+
+def test_tables_whose_rows_are_2_30_elements_apart():
+    heads = (1, 1, 2, 2)
+    x, tables = tokens_of(heads, torch.float16, 6), [far_apart(3, 1) for _ in "cs"]
+    far = RotaryCall(call_of(heads).spec, *tables, None, None, 0, 3)
+    check_error(run(rotary_fwd, x, far), rotary_fwd(x.double(), wide(far)))
+
+
+def test_tokens_far_into_the_batch_read_their_own_tables():
+    x, call = tokens_of(SOME), call_of(SOME, batched=True)
+    later = dataclasses.replace(call, token0=TOKEN0 + 9)
+    check_error(run(rotary_fwd, x[9:], later), rotary_fwd(x.double(), wide(call))[9:])
+
+
+@pytest.mark.gpu
+def test_heads_too_wide_for_a_program_are_atens(monkeypatch):
+    x, dy, call = tokens_of(SOME), tokens_of(SOME), call_of(SOME, norm=True)
+    key, made = OPERATIONS[rotary_fwd].key(x, call), []
+    for widest in (SOME[2] + 2, SOME[2] - 2):
+        monkeypatch.setattr(rotary, "MAX_HEAD", widest)
+        forward, back = (choose(f, "triton", key) for f in (rotary_fwd, rotary_bwd))
+        grads = back.run(dy, x, call, (True,) * 3, False)
+        made.append((forward.reason(), forward.run(x, call), *grads))
+    assert made[0][0] == "kernel rotary_fwd" and "not triton: heads" in made[1][0]
+    check_all(made[0][1:], made[1][1:], at(1, 2))
+
+
+@pytest.mark.gpu
+@NORM
+@INTERLEAVED
+@pytest.mark.parametrize("policy", ["full", "lean", "fast"])
+def test_the_attention_block(norm, policy, interleaved):
+    """Through the backend, against the eager one in float64; backward twice, the same."""
+    shapes = [(2, 9, 8), (8,), (8,), (48, 8), (48,), (8, 24), (8,), *[(6,)] * (2 if norm else 0)]
+    leaves = [normal(F32, *shape, scale=0.5) for shape in shapes]
+    angle = normal(F32, 9, 2)
+
+    def results(backend, dtype):
+        given = [t.to(dtype).requires_grad_() for t in leaves]
+        names = dict(zip(("q_norm_weight", "k_norm_weight"), given[7:], strict=False))
+        tables = angle.cos().to(dtype), angle.sin().to(dtype)
+        y = ops.attention_block(
+            *given[:7], 4, kv_heads=2, rope=tables, rope_interleaved=interleaved, policy=policy,
+            backend=backend, **names,
+        )  # fmt: skip
+        dy = torch.linspace(-1, 1, y.numel(), dtype=dtype, device=DEVICE).view(y.shape)
+        first = torch.autograd.grad(y, given, dy, retain_graph=True)
+        if not ON_GPU:  # there ATen's attention, which serves float32, may add in any order
+            assert_bits(torch.autograd.grad(y, given, dy), first)
+        return [y, *first]
+
+    for found, exact in zip(results("triton", F32), results("eager", torch.float64), strict=True):
+        # A dozen products and sums of float32, some of them cancelling.
+        torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)

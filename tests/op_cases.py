@@ -1,0 +1,423 @@
+"""Every operation of `fused_remat.ops`: how to call it, its inputs, the same in plain PyTorch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from block_inputs import normal
+from reference import Tensors, attention, causal_block, dropout, norm, plain_block, rotate
+from torch import Tensor
+
+from fused_remat import ops, random
+from fused_remat.spec import (
+    USER_FUNCTION,
+    AttentionSpec,
+    BlockSpec,
+    BranchSpec,
+    MLPSpec,
+    NormSpec,
+    RotarySpec,
+)
+
+Shapes = Mapping[str, tuple[int | str, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op with one set of options, called `op(tensors, p, **options)`.
+
+    Attributes:
+        op, plain: ours, and `plain(tensors, p, seed)` in PyTorch.
+        shapes: of its tensors; "B", "S" stand for batch and sequence, "T" for all tokens.
+        full: elements per token of the inputs, and statistics per token, that "full" keeps.
+        dropout: whether it draws random numbers at p > 0.
+    """
+
+    op: Callable[..., Tensor]
+    plain: Callable[[Tensors, float, int], Tensor]
+    shapes: Shapes
+    full: tuple[int, int]
+    dropout: bool = True
+
+    def tensors(
+        self, batch: int = 2, seq: int = 5, dtype: torch.dtype = torch.float64
+    ) -> dict[str, Tensor]:
+        """Leaves with random values; weight matrices scaled to keep the size of what they meet."""
+        sizes = {"B": batch, "S": seq, "T": batch * seq}
+        made = {}
+        for i, (name, letters) in enumerate(self.shapes.items()):
+            shape = tuple(sizes.get(n, n) for n in letters)
+            is_matrix = name.endswith("weight") and len(shape) == 2
+            scale = shape[1] ** -0.5 if is_matrix else 1.0
+            made[name] = normal(*shape, dtype=dtype, seed=i, scale=scale)
+        return made
+
+    def seed(self, seed: int = 7) -> dict[str, int]:
+        """`seed` as an option, for an op that has it."""
+        return {"seed": seed} if self.dropout else {}
+
+    @staticmethod
+    def own(tensors: Tensors) -> list[Tensor]:
+        """What is the caller's and not counted as kept: weights, masks, lengths and tables."""
+        ends = ("weight", "bias", "slope", "mask")
+        x = next(iter(tensors.values()))
+        given = [t for name, t in tensors.items() if name.endswith(ends)]
+        tables = [t for heads in HEADS.values() for t in heads.tables(x) or ()]
+        return [*given, *bounds(x), key_lengths(x), *rope(x), *tables]
+
+
+# Made once, so that what a call saves of them is known by its storage.
+
+
+def bounds(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of three packed sequences of queries and of keys, one empty, with a token of none."""
+    return _bounds(x.shape[-2] if isinstance(x, Tensor) else 1)
+
+
+@functools.cache
+def _bounds(tokens: int) -> tuple[Tensor, Tensor]:
+    third, half = tokens // 3, tokens // 2
+    sides = [0, third, third, tokens - 1], [1, half, half, tokens]
+    of_queries, of_keys = torch.tensor(sides, dtype=torch.int32).clamp(0, tokens)
+    return of_queries, of_keys
+
+
+def key_lengths(x: Tensor) -> Tensor:
+    """Of sequences that are all shorter than `x` (B, ..., S, E), one without a key among many."""
+    return _key_lengths(x.shape[0], x.shape[-2]) if isinstance(x, Tensor) else torch.tensor([1])
+
+
+@functools.cache
+def _key_lengths(batch: int, seq: int) -> Tensor:
+    return (seq - 1 - 2 * torch.arange(batch)).clamp(min=0)
+
+
+def rope(x: Tensor) -> Tables:
+    """cos and sin for tokens of `x` (B, S, ...) with heads 2 wide."""
+    return tables((x.shape[1],), 1, x.dtype) if isinstance(x, Tensor) else (torch.ones(1, 1),) * 2
+
+
+Tables = tuple[Tensor, Tensor]
+
+
+@functools.cache
+def tables(lead: tuple[int, ...], pairs: int, dtype: torch.dtype) -> Tables:
+    """cos and sin (*lead, pairs) of angles that no two places, pairs or sequences share."""
+    angle = normal(*lead, pairs, seed=7, scale=3.0).detach()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What is rotated: heads, their width, R of it, and how."""
+
+    nhead: int
+    kv_heads: int
+    width: int
+    rotated: int
+    interleaved: bool = False
+    batched: bool = False
+    norm: bool = False
+
+    @property
+    def packed(self) -> int:
+        return (self.nhead + 2 * self.kv_heads) * self.width
+
+    @property
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights of the norms of heads."""
+        return dict.fromkeys(("q_norm.weight", "k_norm.weight") if self.norm else (), (self.width,))
+
+    def tables(self, x: Tensor) -> Tables | None:
+        """For tokens of x (B, S, ...)."""
+        if not self.rotated or not isinstance(x, Tensor) or x.dim() != 3:
+            return None
+        lead = tuple(x.shape[:2]) if self.batched else (x.shape[1],)
+        return tables(lead, self.rotated // 2, x.dtype)
+
+    def spec(self, window: tuple[int, int] = (-1, -1)) -> AttentionSpec:
+        return AttentionSpec(
+            num_heads=self.nhead, num_kv_heads=self.kv_heads, head_dim=self.width,
+            scale=self.width**-0.5, window=window,
+            rotary=RotarySpec(interleaved=self.interleaved) if self.rotated else None,
+            head_norm=NormSpec(kind="rms_norm", eps=1e-6) if self.norm else None,
+        )  # fmt: skip
+
+
+HEADS = {
+    "half": Heads(4, 2, 6, 6),
+    "interleaved": Heads(4, 4, 6, 6, interleaved=True),
+    "partial": Heads(3, 1, 8, 4, batched=True),
+    "interleaved partial": Heads(4, 2, 7, 2, interleaved=True, batched=True),
+    "norm half": Heads(4, 2, 6, 6, norm=True),
+    "norm interleaved": Heads(2, 2, 4, 4, interleaved=True, batched=True, norm=True),
+    "norm partial": Heads(4, 1, 5, 2, norm=True),
+    "norm alone": Heads(4, 2, 6, 0, norm=True),
+}
+
+D, FF, H, KV, E = 8, 12, 4, 2, 2
+X = {"x": ("B", "S", D)}
+FC = {"fc1.weight": (FF, D), "fc1.bias": (FF,), "fc2.weight": (D, FF), "fc2.bias": (D,)}
+GATE = {"gate.weight": (FF, D), "gate.bias": (FF,)}
+NORM = {"norm.weight": (D,), "norm.bias": (D,)}
+QKV = {
+    "qkv.weight": ((H + 2 * KV) * E, D), "qkv.bias": ((H + 2 * KV) * E,),
+    "proj.weight": (D, H * E), "proj.bias": (D,),
+}  # fmt: skip
+QKV_HEADS = {"query": ("B", H, "S", E), "key": ("B", KV, "S", E), "value": ("B", KV, "S", E)}
+WIDE_VALUES = QKV_HEADS | {"value": ("B", KV, "S", E + 1)}
+NORMS = {f"norm{i}.{kind}": (D,) for i in (1, 2) for kind in ("weight", "bias")}
+ENCODER = {"qkv.weight": (3 * D, D), "qkv.bias": (3 * D,), "proj.weight": (D, D),
+           "proj.bias": (D,)} | FC | NORMS  # fmt: skip
+LLAMA = {
+    f"{name}.weight": shape
+    for name, shape in {"norm1": (D,), "q": (H * E, D), "k": (KV * E, D), "v": (KV * E, D),
+                        "proj": (D, H * E), "norm2": (D,), "gate": (FF, D), "fc1": (FF, D),
+                        "fc2": (D, FF)}.items()
+}  # fmt: skip
+#: Gemma-3's norms, and an update of the packed projection and of fc2.
+GEMMA = {
+    **{name: shape for name, shape in LLAMA.items() if name[0] not in "qkv"},
+    "qkv.weight": QKV["qkv.weight"], "qkv.bias": QKV["qkv.bias"], "post1.weight": (D,),
+    "post2.weight": (D,), "q_norm.weight": (E,), "k_norm.weight": (E,),
+    "qkv.A.weight": (3, D), "qkv.B.weight": (QKV["qkv.weight"][0], 3),
+    "fc2.A.weight": (2, FF), "fc2.B.weight": (D, 2),
+}  # fmt: skip
+
+
+def leaky(slope: Tensor) -> Callable[[Tensor], Tensor]:
+    """A smooth activation that captures a tensor."""
+    return lambda t: t * torch.sigmoid(t * slope) + slope
+
+
+def named(t: Tensors) -> dict[str, Tensor | None]:
+    """Tensors as arguments: `fc1_weight=...`."""
+    return {name.replace(".", "_"): tensor for name, tensor in t.items()}
+
+
+def one_branch(
+    op: AttentionSpec | MLPSpec, kind: str = "", p: float = 0.0, eps: float = 1e-3
+) -> BlockSpec:
+    """A block of one branch, with a norm of `kind` and a residual, or with neither."""
+    norm = NormSpec(kind=kind, eps=eps) if kind else None
+    branch = BranchSpec(op=op, norm=norm, dropout=p if kind else 0.0)
+    return BlockSpec(kind="plain", branches=(branch,), residual=bool(kind))
+
+
+def plain(spec: BlockSpec, t: Tensors, seed: int, **more: object) -> Tensor:
+    """`spec` in plain PyTorch on the tensors of a case."""
+    return plain_block(spec, {**t, "input": t["x"], "seed": seed}, **more)
+
+
+def encoder_case(norm_first: bool) -> Case:
+    def weights(t: Tensors) -> dict[str, Tensor | None]:
+        return {name: tensor for name, tensor in t.items() if name != "x"}
+
+    return Case(
+        lambda t, p, **kw: ops.encoder_block(
+            t["x"], weights(t), H, dropout_p=p, norm_first=norm_first, activation="gelu", **kw
+        ),
+        lambda t, p, seed: causal_block(
+            t["x"], weights(t), H, None, p, False, placement="pre" if norm_first else "post",
+            norm="layer_norm", eps=1e-5, activation="gelu", seed=seed,
+        ),
+        X | ENCODER,
+        (D, 4),
+    )  # fmt: skip
+
+
+def causal_case(shapes: Shapes, statistics: int) -> Case:
+    """A Llama's block, or a Gemma's."""
+
+    def call(fn: Callable[..., Tensor], t: Tensors, p: float, **kw: object) -> Tensor:
+        weights = {name: tensor for name, tensor in t.items() if name != "x"}
+        how = {"dropout_p": p, "kv_heads": KV, "rope": rope(t["x"]), "eps": 1e-3, **kw}
+        if "post1.weight" in weights:
+            pairs = {n: [weights.pop(f"{n}.{m}.weight") for m in "AB"] for n in ("qkv", "fc2")}
+            how |= {
+                "placement": "sandwich", "norm_offset": 1.0, "activation": "gelu_tanh",
+                "lora": [(n, *pair, 0.5) for n, pair in pairs.items()], "lora_dropout_p": p,
+                "softcap": 2.0, "window": (20, 0),
+            }  # fmt: skip
+        return fn(t["x"], weights, H, **how)
+
+    return Case(
+        functools.partial(call, ops.causal_block),
+        lambda t, p, seed: call(causal_block, t, p, seed=seed),
+        X | shapes,
+        (D, statistics),
+    )
+
+
+def mlp_case(op: Callable[..., Tensor], shapes: Shapes, activation: str, kind: str = "") -> Case:
+    """`op` with an activation by name, or with one that captures "slope"; `kind`: of its norm."""
+    gated = "gate.weight" in shapes
+
+    def call(t: Tensors, p: float, **kw: object) -> Tensor:
+        given = named({name: tensor for name, tensor in t.items() if name != "slope"})
+        if op is ops.gated_mlp:
+            given = {n.replace("fc1", "up").replace("fc2", "down"): w for n, w in given.items()}
+        if kind:
+            given = {"norm_bias": None, **given}
+            kw |= {"norm": kind, "eps": 1e-3, "residual_dropout_p": p / 2}
+        act = leaky(t["slope"]) if "slope" in t else activation
+        return op(**given, activation=act, dropout_p=p, **kw)
+
+    def expected(t: Tensors, p: float, seed: int) -> Tensor:
+        spec = one_branch(MLPSpec(activation=activation, gated=gated, dropout=p), kind, p / 2)
+        return plain(spec, t, seed, function=leaky(t["slope"]) if "slope" in t else None)
+
+    statistics = {"": 0, "layer_norm": 2, "rms_norm": 1}[kind]
+    return Case(call, expected, shapes, (D, statistics))
+
+
+def attention_case(shapes: Shapes, how: Callable[[Tensors], dict[str, object]]) -> Case:
+    """`how(tensors)`: the options."""
+
+    def call(fn: Callable[..., Tensor], t: Tensors, p: float, **kw: object) -> Tensor:
+        return fn(t["query"], t["key"], t["value"], t.get("mask"), p, **how(t), **kw)
+
+    width = H * E + KV * (E + shapes["value"][-1])
+    return Case(
+        functools.partial(call, ops.attention),
+        lambda t, p, seed: call(attention, t, p, seed=seed),
+        shapes,
+        (width, 0),
+    )
+
+
+def attention_block_case(
+    shapes: Shapes, op: AttentionSpec, kind: str = "layer_norm", residual: float = 0.0,
+    eps: float = 1e-3, packed: bool = False, heads: Heads | None = None,
+) -> Case:  # fmt: skip
+    """`residual`: the probability of dropout of what is added, in parts of p."""
+
+    def call(t: Tensors, p: float, **kw: object) -> Tensor:
+        how = {"cu_seqlens": bounds(t["x"])[0]} if packed else {}
+        if heads is not None:
+            how = {"rope": heads.tables(t["x"]), "rope_interleaved": heads.interleaved}
+        return ops.attention_block(
+            **({"norm_bias": None} | named(t)), nhead=op.num_heads, kv_heads=op.num_kv_heads,
+            dropout_p=p, residual_dropout_p=p * residual, window=op.window, norm=kind, eps=eps,
+            **(how | kw),
+        )  # fmt: skip
+
+    def expected(t: Tensors, p: float, seed: int) -> Tensor:
+        more = dict.fromkeys(("cu_q", "cu_k"), bounds(t["x"])[0]) if packed else {}
+        if heads is not None:
+            more = dict(zip(("cos", "sin"), heads.tables(t["x"]) or (), strict=False))
+        spec = one_branch(replace(op, dropout=p), kind, p * residual, eps)
+        return plain(spec, {**t, **more}, seed)
+
+    return Case(call, expected, shapes, (D, 2 if kind == "layer_norm" else 1))
+
+
+HEADS_OF_BLOCK = AttentionSpec(num_heads=H, num_kv_heads=KV, head_dim=E, scale=E**-0.5)
+RMS = NormSpec(kind="rms_norm", eps=1e-6)
+
+CASES: dict[str, Case] = {
+    "layer_norm": Case(
+        lambda t, p, **kw: ops.layer_norm(**t, eps=1e-3, **kw),
+        lambda t, p, seed: norm(t["x"], NormSpec(eps=1e-3), t["weight"], t["bias"]),
+        X | {"weight": (D,), "bias": (D,)},
+        (D, 2),
+        dropout=False,
+    ),
+    "rms_norm": Case(
+        lambda t, p, **kw: ops.rms_norm(**t, eps=1e-3, **kw),
+        lambda t, p, seed: norm(t["x"], replace(RMS, eps=1e-3), t["weight"]),
+        X | {"weight": (D,)},
+        (D, 1),
+        dropout=False,
+    ),
+    "dropout_add": Case(
+        lambda t, p, **kw: ops.dropout_add(**t, p=p, **kw),
+        lambda t, p, seed: t["residual"] + dropout(t["x"], random.RESIDUAL1, p, seed),
+        X | {"residual": ("B", "S", D)},
+        (0, 0),
+    ),
+    "mlp": mlp_case(ops.mlp, X | FC, "gelu"),
+    "mlp_custom": mlp_case(ops.mlp, X | FC | {"slope": (FF,)}, USER_FUNCTION),
+    "gated_mlp": mlp_case(ops.gated_mlp, X | FC | GATE, "silu"),
+    "mlp_block": mlp_case(ops.mlp_block, X | NORM | FC, "gelu", "layer_norm"),
+    "gated_mlp_block": mlp_case(
+        ops.mlp_block, X | {"norm.weight": (D,)} | FC | GATE, "silu", "rms_norm"
+    ),
+    "attention": attention_case(
+        WIDE_VALUES | {"mask": ("B", 1, "S", "S")}, lambda t: {"is_causal": True, "softcap": 2.0}
+    ),
+    "attention_fast": attention_case(QKV_HEADS, lambda t: {}),
+    "attention_packed": attention_case(
+        {"query": (1, H, "T", E), "key": (1, KV, "T", E), "value": (1, KV, "T", E + 1),
+         "mask": (H, 1, "T")},
+        lambda t: {"is_causal": True} | dict(
+            zip(("cu_seqlens_q", "cu_seqlens_k"), bounds(t["query"]), strict=True)
+        ),
+    ),
+    "attention_lengths": attention_case(
+        QKV_HEADS, lambda t: {"key_lengths": key_lengths(t["query"])}
+    ),
+    "attention_block": attention_block_case(
+        X | NORM | QKV, replace(HEADS_OF_BLOCK, window=(20, 1)), residual=0.5
+    ),
+    "attention_block_packed": attention_block_case(
+        {"x": (1, "T", D)} | NORM | QKV, replace(HEADS_OF_BLOCK, window=(-1, 0)), residual=0.5,
+        eps=1e-5, packed=True,
+    ),
+    "qk_norm_attention_block": attention_block_case(
+        X | {"norm.weight": (D,)} | QKV | {"q_norm.weight": (E,), "k_norm.weight": (E,)},
+        replace(HEADS_OF_BLOCK, head_norm=RMS), "rms_norm",
+    ),
+    "causal_block": causal_case(LLAMA, 2),
+    "causal_block_sandwich": causal_case(GEMMA, 4),
+    "encoder_prenorm": encoder_case(True),
+    "encoder_postnorm": encoder_case(False),
+}  # fmt: skip
+
+
+def rotated(t: Tensors, heads: Heads, tables: Tables | None = None) -> Tensor:
+    """`ops.rotary` in plain PyTorch."""
+    q, k, v = (
+        t["x"].unflatten(-1, (-1, heads.width))
+        .split((heads.nhead, heads.kv_heads, heads.kv_heads), -2)
+    )  # fmt: skip
+    if heads.norm:
+        q, k = norm(q, RMS, t["q_norm.weight"]), norm(k, RMS, t["k_norm.weight"])
+    tables = heads.tables(t["x"]) if tables is None else tables
+    if tables is not None:
+        q, k = (rotate(x, *tables, heads.interleaved) for x in (q, k))
+    return torch.cat((q, k, v), -2).flatten(-2)
+
+
+def rotary(t: Tensors, heads: Heads, tables: Tables | None = None, **kw: object) -> Tensor:
+    """`ops.rotary`."""
+    x, *weights = t.values()
+    tables = tables or heads.tables(x) or (None, None)
+    return ops.rotary(x, *tables, heads.nhead, heads.kv_heads, heads.interleaved, *weights, **kw)
+
+
+def rotary_case(heads: Heads) -> Case:
+    return Case(
+        lambda t, p, **kw: rotary(t, heads, **kw),
+        lambda t, p, seed: rotated(t, heads),
+        {"x": ("B", "S", heads.packed)} | heads.weights,
+        (heads.packed * heads.norm, 0),
+        dropout=False,
+    )
+
+
+def rotary_block_case(heads: Heads) -> Case:
+    shapes = {
+        "qkv.weight": (heads.packed, D), "qkv.bias": (heads.packed,),
+        "proj.weight": (D, heads.nhead * heads.width), "proj.bias": (D,),
+    }  # fmt: skip
+    return attention_block_case(
+        X | NORM | shapes | heads.weights, heads.spec(window=(-1, 0)), heads=heads
+    )
+
+
+ROTARY = {f"rotary {name}": rotary_case(heads) for name, heads in HEADS.items()}
+ROTARY_BLOCKS = {f"{name} block": rotary_block_case(heads) for name, heads in HEADS.items()}

@@ -1,0 +1,402 @@
+"""What every operation promises: PyTorch's results, equal bits in every policy, kept bytes."""
+
+import pytest
+import torch
+from accuracy import check_error
+from block_inputs import calls, compare, in_pieces, normal, results, same_bits
+from op_cases import CASES, HEADS, ROTARY, ROTARY_BLOCKS, D
+from reference import EXACT_PRESETS
+from tiers import exhaustive, pairwise
+
+from fused_remat import Policy, random
+from fused_remat.graph.schedule import kept_bytes
+from fused_remat.report.allocations import SavedBytes, measure_allocations
+
+EVERY = CASES | ROTARY | ROTARY_BLOCKS
+RANDOM = [name for name, case in CASES.items() if case.dropout]
+MIXED = ("attention", "causal", "encoder", "qk_norm_attention")  # tokens with tokens
+TOKENWISE = [name for name in CASES if not name.startswith(MIXED)]
+# What backward reads again at "full"; dropout_add reads nothing but its seed.
+READ_AGAIN = ("x", "query", "key", "value", "mask", "slope")
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return CASES[request.param]
+
+
+@pytest.fixture(params=EVERY)
+def any_case(request):
+    return EVERY[request.param]
+
+
+def leaves(tensors):
+    return list(tensors.values())
+
+
+def either(first, second):
+    """Two pairs of values, each value once; `make test-all` has the other two combinations."""
+    (a, b), (c, d) = first, second
+    return [(a, b), (c, d), exhaustive(a, d), exhaustive(c, b)]
+
+
+def policies(op, tensors, p):
+    """The five presets, each name that the op's graph can keep alone, and all of them."""
+    ((call, _),) = calls(lambda: op(tensors, p))
+    names = call.graph.names
+    return (*EXACT_PRESETS, *(Policy(save={name}) for name in names), Policy(save=set(names)))
+
+
+# --- results and gradients
+
+
+@pytest.mark.parametrize("p, tokens", [*either((0.3, 4), (0.0, 512)), (0.3, 80)])
+def test_outputs_and_gradients_are_plain_pytorchs(any_case, p, tokens):
+    """Whole, in groups of two sequences, and in tiles that begin within one."""
+    tensors = any_case.tensors(batch=3, seq=37)
+    with in_pieces(tokens):
+        compare(
+            lambda: any_case.op(tensors, p, **any_case.seed()),
+            lambda: any_case.plain(tensors, p, 7),
+            leaves(tensors),
+        )
+
+
+@pytest.mark.parametrize("p, dtype", either((0.0, torch.float32), (0.3, torch.bfloat16)))
+def test_errors_are_no_larger_than_pytorchs(case, dtype, p):
+    tensors = case.tensors(batch=3, seq=37, dtype=dtype)
+    exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
+    dy = normal(*case.plain(tensors, p, 7).shape, seed=99).detach().to(dtype)
+    with in_pieces(64):
+        ours = results(lambda: case.op(tensors, p, **case.seed()), leaves(tensors), dy)
+    peer = results(lambda: case.plain(tensors, p, 7), leaves(tensors), dy)
+    truth = results(lambda: case.plain(exact, p, 7), leaves(exact), dy.double())
+    check_error(ours, peer, truth, ["output", *tensors])
+
+
+@pytest.mark.parametrize("p, policy", either((0.3, "full"), (0.0, "none")))
+def test_gradcheck(any_case, policy, p):
+    tensors = any_case.tensors(batch=1)
+
+    def fn(*values):
+        named = dict(zip(tensors, values, strict=True))
+        return any_case.op(named, p, policy=policy, **any_case.seed())
+
+    assert torch.autograd.gradcheck(fn, leaves(tensors), fast_mode=True)
+
+
+@pytest.mark.parametrize("tokens, dtype", either((4, torch.float32), (512, torch.bfloat16)))
+def test_gradients_are_the_same_bits_in_every_policy(any_case, dtype, tokens):
+    tensors = any_case.tensors(batch=3, seq=21, dtype=dtype)
+    # What is kept alone is cut, and put together again, where there are pieces.
+    chosen = policies(any_case.op, tensors, 0.3) if tokens == 4 else EXACT_PRESETS
+    found = []
+    with in_pieces(tokens):
+        for policy in chosen:
+            call = lambda: any_case.op(tensors, 0.3, policy=policy, **any_case.seed())  # noqa: B023, E731
+            found.append(results(call, leaves(tensors)))
+    assert len(found) >= 5 and all(t.isfinite().all() for t in found[0])
+    assert all(same_bits(found[0], other) for other in found[1:])
+
+
+def test_everything_is_dropped_at_one():
+    for case in (CASES[name] for name in RANDOM):
+        tensors = case.tensors()
+        compare(
+            lambda: case.op(tensors, 1.0, seed=7),  # noqa: B023
+            lambda: case.plain(tensors, 1.0, 7),  # noqa: B023
+            leaves(tensors),
+        )
+
+
+@pytest.mark.parametrize("policy, tokens", either(("full", 4), ("none", 512)))
+def test_backward_twice_gives_the_same_and_changes_no_operand(any_case, policy, tokens):
+    tensors = any_case.tensors(batch=3)
+    given = [*tensors.values(), *any_case.own(tensors)]
+    before = [t.detach().clone() for t in given]
+    several = any_case in ROTARY_BLOCKS.values()
+    for kept in policies(any_case.op, tensors, 0.3) if several else (policy,):
+        with in_pieces(tokens):
+            with torch.no_grad():
+                any_case.op(tensors, 0.3, policy=kept)
+            y = any_case.op(tensors, 0.3, policy=kept)
+            out, dy = y.detach().clone(), torch.randn_like(y)
+            same_dy = dy.clone()
+            first = torch.autograd.grad(y, leaves(tensors), dy, retain_graph=True)
+            second = torch.autograd.grad(y, leaves(tensors), dy)
+        assert same_bits(first, second) and same_bits([out, same_dy, *before], [y, dy, *given])
+        with pytest.raises(RuntimeError, match="second time"):
+            y.backward(dy)
+
+
+def test_a_batch_of_gradients_at_once(case):
+    tensors = case.tensors()
+    y = case.op(tensors, 0.3)
+    dys = torch.randn(3, *y.shape, dtype=y.dtype)
+    batched = torch.autograd.grad(y, leaves(tensors), dys, is_grads_batched=True, retain_graph=True)
+    for i, dy in enumerate(dys):
+        single = torch.autograd.grad(y, leaves(tensors), dy, retain_graph=True)
+        assert same_bits([grads[i] for grads in batched], single)
+
+
+def test_one_wanted_gradient_at_a_time(any_case):
+    tensors = any_case.tensors()
+    every = results(lambda: any_case.op(tensors, 0.3, **any_case.seed()), leaves(tensors))
+    for name, expected in zip(tensors, every[1:], strict=True):
+        alone = {n: t.detach().requires_grad_(n == name) for n, t in tensors.items()}
+        for policy in ("full", "none"):
+            how = {"policy": policy, **any_case.seed()}
+            _, got = results(lambda: any_case.op(alone, 0.3, **how), [alone[name]])  # noqa: B023
+            torch.testing.assert_close(got, expected)
+
+
+def test_weights_that_may_be_none(any_case):
+    """Without any bias, with one of them alone, and without the weights of norms."""
+    tensors = any_case.tensors()
+    optional = [name for name in tensors if name.endswith("bias")]
+    norms = [name for name in tensors if name.startswith("norm") or name in ("weight", "bias")]
+    for kept in ((), norms, *((name,) for name in optional)):
+        gone = {*optional, *norms} - {*kept}
+        given = tensors | dict.fromkeys(gone)
+        if gone:
+            compare(
+                lambda: any_case.op(given, 0.3, **any_case.seed()),  # noqa: B023
+                lambda: any_case.plain(given, 0.3, 7),  # noqa: B023
+                [t for t in given.values() if t is not None],
+            )
+
+
+# --- shapes and layouts
+
+
+LEADS = [(), (1,), (7,), (3, 5), (2, 3, 5), (0,), (3, 0), (0, 5), (2, 0, 3)]
+
+
+def transposed(x):
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def heads_inside(x):
+    """(B, H, S, E) in the memory of (B, S, H, E), as projections make it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else transposed(x)
+
+
+def turned(x):
+    """The last two dimensions the other way round in memory."""
+    return x.mT.contiguous().mT if x.dim() > 1 else x
+
+
+def strided(x):
+    return torch.stack((x, x + 1), -1)[..., 0]
+
+
+def expanded(x):
+    return x[:1].expand_as(x) if x.dim() > 1 and x.shape[0] else x
+
+
+LAYOUTS = [torch.Tensor.contiguous, transposed, heads_inside, turned, strided, expanded]
+
+
+@pytest.mark.parametrize("layout, tokens", pairwise(LAYOUTS, [512, 16, 4]))
+def test_inputs_of_any_layout(any_case, layout, tokens):
+    tensors = any_case.tensors(batch=3)
+    names = [name for name in tensors if name in (*READ_AGAIN, "residual") and name != "slope"]
+
+    def given():
+        return tensors | {name: layout(tensors[name]) for name in names}
+
+    with in_pieces(tokens):
+        compare(
+            lambda: any_case.op(given(), 0.3, **any_case.seed()),
+            lambda: any_case.plain(given(), 0.3, 7),
+            leaves(tensors),
+        )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", TOKENWISE)
+def test_tokens_in_any_dimensions(name, layout):
+    """The tokens are rows of the dropout mask in order; no tokens give a gradient of 0."""
+    case, made = CASES[name], CASES[name].tensors()
+    streams = [name for name in ("x", "residual") if name in made]
+    for tokens, leads in ((4, LEADS), (512, [(), (2, 3, 5), (0, 5)])):  # whole, any is a matrix
+        for lead in leads:
+            tensors = made | {name: normal(*lead, D, seed=i) for i, name in enumerate(streams)}
+
+            def given(tensors=tensors):
+                return tensors | {name: layout(tensors[name]) for name in streams}
+
+            with in_pieces(tokens):
+                compare(
+                    lambda: case.op(given(), 0.3, **case.seed()),
+                    lambda: case.plain(given(), 0.3, 7),
+                    leaves(tensors),
+                )
+
+
+@pytest.mark.parametrize("batch, seq", [(0, 5), (3, 0)])
+def test_no_tokens_give_no_gradient(any_case, batch, seq):
+    tensors = any_case.tensors(batch, seq)
+    y, *grads = results(lambda: any_case.op(tensors, 0.3), leaves(tensors))
+    assert y.shape == any_case.plain(tensors, 0.0, 0).shape and not y.numel()
+    assert not any(g.any() for g in grads)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "dropout_add", "mlp"])
+def test_the_output_of_three_dimensions_is_laid_out_as_the_input(name):
+    x = normal(5, 2, D).detach().transpose(0, 1)
+    assert CASES[name].op(CASES[name].tensors() | {"x": x}, 0.0).stride() == x.stride()
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("p, dtype", either((0.3, torch.bfloat16), (0.0, torch.float64)))
+def test_kept_bytes_are_the_graphs_prediction(any_case, dtype, p):
+    tensors = any_case.tensors(dtype=dtype)
+    for policy in policies(any_case.op, tensors, p):
+
+        def run(policy=policy):
+            return any_case.op(tensors, p, policy=policy)
+
+        ((call, shapes),) = calls(run)
+        kept = kept_bytes(call.graph, call.save, call.needs_grad, shapes, dtype.itemsize)
+        with SavedBytes(exclude=any_case.own(tensors)) as saved:
+            run()
+        assert saved.total == sum(kept.values())
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_kept_bytes_of_heads_are_the_table(name, dtype):
+    heads, tokens = HEADS[name], 10
+    item, stat = dtype.itemsize, max(dtype.itemsize, 4)
+    base = tokens * (D * item + 2 * stat)
+    attn = base + tokens * heads.nhead * (heads.width * item + stat)  # and its logsumexp
+    kept = {"full": base, "lean": attn, "balanced": attn}
+    kept |= dict.fromkeys(("fast", "none"), attn + tokens * heads.packed * item)
+    alone = tokens * heads.packed * item if heads.norm else 0
+    for case, of in ((ROTARY_BLOCKS[f"{name} block"], kept), (ROTARY[f"rotary {name}"], alone)):
+        tensors = case.tensors(dtype=dtype)
+        for policy in EXACT_PRESETS:
+            with SavedBytes(exclude=case.own(tensors)) as saved:
+                case.op(tensors, 0.0, policy=policy)
+            assert saved.total == (of[policy] if of is kept else alone)
+
+
+@pytest.mark.parametrize("policy", ["full", "fast", "none"])
+def test_nothing_else_stays_allocated(any_case, policy):
+    tensors = any_case.tensors(dtype=torch.float32)
+
+    def run():
+        return any_case.op(tensors, 0.3, policy=policy)
+
+    ((call, shapes),) = calls(run)
+    kept = kept_bytes(call.graph, call.save, call.needs_grad, shapes, 4)
+    new = sum(n for name, n in kept.items() if name not in call.graph.inputs)
+    assert measure_allocations(run).net == new + (0 if "output" in kept else run().nbytes)
+
+
+@pytest.mark.parametrize("p, dtype", either((0.3, torch.float32), (0.0, torch.float64)))
+def test_full_keeps_inputs_and_statistics_only(any_case, dtype, p):
+    tensors = any_case.tensors(batch=3, seq=7, dtype=dtype)
+    with SavedBytes(exclude=any_case.own(tensors)) as saved:
+        any_case.op(tensors, p, policy="full")
+    elements, statistics = any_case.full
+    seed = 8 if p and any_case.dropout else 0
+    assert saved.total == 21 * (elements + statistics) * dtype.itemsize + seed
+
+
+def test_nothing_is_kept_without_gradients(case):
+    tensors = case.tensors()
+    with SavedBytes() as saved, torch.no_grad():
+        assert not case.op(tensors, 0.3, policy="none").requires_grad
+    assert saved.total == 0
+
+
+# --- seeds
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_seed_makes_a_call_repeatable(name):
+    case, tensors = CASES[name], CASES[name].tensors()
+    state = torch.get_rng_state()
+    seeds = (3, torch.tensor(3), 4, -(2**63))
+    runs = [results(lambda: case.op(tensors, 0.5, seed=s), leaves(tensors)) for s in seeds]  # noqa: B023
+    assert torch.equal(torch.get_rng_state(), state)
+    assert same_bits(runs[0], runs[1])
+    assert not torch.equal(runs[0][0], runs[2][0]) and not torch.equal(runs[2][0], runs[3][0])
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_without_a_seed_the_generator_advances_once_a_call(name):
+    case, tensors = CASES[name], CASES[name].tensors()
+
+    def states(p):
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        y = case.op(tensors, p)
+        after = torch.get_rng_state()
+        torch.autograd.grad(y.sum(), leaves(tensors))
+        assert torch.equal(torch.get_rng_state(), after)
+        return y, before, after
+
+    drawn, _, after = states(0.5)
+    torch.manual_seed(5)
+    seed = random.draw_seed(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(drawn, case.op(tensors, 0.5, seed=seed))
+    assert not torch.equal(drawn, case.op(tensors, 0.5))
+    _, before, after = states(0.0)
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_changing_the_seed_raises(name):
+    seed = torch.tensor(3)
+    y = CASES[name].op(CASES[name].tensors(), 0.3, seed=seed)
+    seed.add_(1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.sum().backward()
+
+
+# --- autograd and autocast
+
+
+def test_double_backward_raises(case):
+    tensors = case.tensors()
+    y = case.op(tensors, 0.3)
+    grads = torch.autograd.grad(y.sum(), leaves(tensors), create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        sum(g.square().sum() for g in grads).backward()
+
+
+def test_changing_what_backward_reads_raises(any_case):
+    """What is not read again may change, and the gradients are right all the same."""
+    tensors = any_case.tensors()
+    expected = results(lambda: any_case.op(tensors, 0.3, **any_case.seed()), leaves(tensors))
+    raised = set()
+    for name in tensors:
+        fresh = any_case.tensors()
+        y = any_case.op(fresh, 0.3, **any_case.seed())
+        with torch.no_grad():
+            fresh[name].add_(1.0)
+        try:
+            got = results(lambda: y, leaves(fresh))  # noqa: B023
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            raised.add(name)
+            continue
+        assert same_bits(got, expected), name
+    reads_x = any_case.full[0] > 0
+    must = {n for n in tensors if (n in READ_AGAIN and reads_x) or n.endswith("weight")}
+    assert raised >= must
+
+
+def test_autocast_changes_nothing(case):
+    tensors = case.tensors(dtype=torch.float32)
+    options = {"policy": "full", **case.seed()}
+    plain = results(lambda: case.op(tensors, 0.3, **options), leaves(tensors))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = results(lambda: case.op(tensors, 0.3, **options), leaves(tensors))
+    assert same_bits(plain, inside)

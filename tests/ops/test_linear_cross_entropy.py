@@ -1,0 +1,389 @@
+"""`ops.cross_entropy`: F.cross_entropy and its conventions, memory, autograd, errors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accuracy import check_error
+from block_inputs import calls, compare, normal, results
+from tiers import exhaustive, pairwise
+
+import fused_remat
+from fused_remat import ops
+from fused_remat.graph.schedule import kept_bytes
+from fused_remat.report.allocations import AllocationTrace, SavedBytes
+from fused_remat.steps import cross_entropy
+
+TOKENS, WIDTH, VOCAB = (3, 7), 12, 53
+#: Many blocks, the last ones smaller: 6 tokens by 6 columns or so.
+BLOCKS = 40
+OPTIONS = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.1},
+    "z-loss": {"z_loss": 0.01},
+    "softcap": {"softcap": 3.0},
+    "all": {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 2.0},
+}
+
+
+def operands(dtype=torch.float64, vocab=VOCAB, scale=1.0):
+    """hidden, weight, bias, and targets of which some are ignored."""
+    hidden = normal(*TOKENS, WIDTH, dtype=dtype)
+    weight, bias = (
+        normal(vocab, WIDTH, dtype=dtype, seed=1, scale=scale),
+        normal(vocab, dtype=dtype),
+    )
+    target = torch.randint(vocab, TOKENS, generator=torch.Generator().manual_seed(0))
+    target[0, 2:5] = target[2, 6] = -100
+    return hidden, weight, bias, target
+
+
+def plain(
+    hidden, weight, target, bias=None, *, label_smoothing=0.0, z_loss=0.0, softcap=0.0,
+    reduction="mean", ignore_index=-100,
+):  # fmt: skip
+    """The same in PyTorch, logits whole, in float32 at least, as Hugging Face has them."""
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
+    if not z_loss:
+        loss = F.cross_entropy(logits, target.flatten(), reduction=reduction, **options)
+        return loss.view_as(target) if reduction == "none" else loss
+    loss = F.cross_entropy(logits, target.flatten(), reduction="none", **options)
+    used = target.flatten() != ignore_index
+    loss = loss + z_loss * logits.logsumexp(-1).square() * used
+    if reduction == "none":
+        return loss.view_as(target)
+    return loss.sum() if reduction == "sum" else loss.sum() / used.sum()
+
+
+def compare_losses(leaves, target, chunk=None, **options):
+    """Loss and gradients of hidden, weight and perhaps bias beside plain PyTorch's."""
+    hidden, weight, *bias = leaves
+    compare(
+        lambda: ops.linear_cross_entropy(hidden, weight, target, *bias, chunk=chunk, **options),
+        lambda: plain(hidden, weight, target, *bias, **options),
+        leaves,
+    )
+
+
+@pytest.mark.parametrize(
+    "reduction, options, chunk",
+    pairwise(["mean", "sum", "none"], list(OPTIONS), [None, BLOCKS, 1]),
+)
+def test_is_cross_entropy_of_the_logits(reduction, options, chunk):
+    *leaves, target = operands()
+    given = OPTIONS[options] | {"reduction": reduction}
+    compare_losses(leaves, target, chunk=chunk, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 6.0], ids=["spread", "confident"])
+@pytest.mark.parametrize("options", ["plain", "all"])
+def test_errors_are_within_those_of_pytorch(dtype, scale, options):
+    """Also where a target has nearly all of the mass, and the loss is small beside the logits."""
+    *leaves, target = operands(dtype, scale=scale)
+    hidden, weight, bias = leaves
+    with torch.no_grad():
+        best = F.linear(hidden, weight, bias).argmax(-1)
+        target = torch.where(target == -100, target, best) if scale > 1 else target
+    # A loss for each token: the error of one sum is a matter of chance.
+    given = OPTIONS[options] | {"reduction": "none"}
+    ours = results(
+        lambda: ops.linear_cross_entropy(hidden, weight, target, bias, chunk=BLOCKS, **given),
+        leaves,
+    )
+    assert ours[0].dtype == torch.float32
+    theirs = results(lambda: plain(hidden, weight, target, bias, **given), leaves)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    truth = results(lambda: plain(*exact[:2], target, exact[2], **given), exact)
+    check_error(ours, theirs, truth, ["loss", "hidden", "weight", "bias"], computed=dtype)
+
+
+def test_a_small_loss_keeps_its_digits():
+    """exp(-10) above 0 beside logits of 1000: the maximum is taken off before the logarithm."""
+    hidden, weight = torch.tensor([[1000.0]], requires_grad=True), torch.tensor([[1.0], [0.99]])
+    loss = ops.linear_cross_entropy(hidden, weight, torch.tensor([0]))
+    expected = F.cross_entropy(hidden @ weight.t(), torch.tensor([0]))
+    (ours,), (theirs,) = (torch.autograd.grad(y, hidden) for y in (loss, expected))
+    # 1 + exp(-10) has three digits of exp(-10) in float32; 1000 + exp(-10) none.
+    torch.testing.assert_close(loss, expected, rtol=5e-3, atol=0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+def test_no_token_counts(options):
+    """A mean is NaN and its gradients zeros, as PyTorch has it; a sum is 0."""
+    *leaves, target = operands()
+    hidden, weight, bias = leaves
+    nothing = torch.full_like(target, -100)
+    given = OPTIONS[options]
+    mean = ops.linear_cross_entropy(hidden, weight, nothing, bias, **given)
+    assert mean.isnan()
+    for grad in torch.autograd.grad(mean, leaves):
+        assert not grad.any()
+    for reduction in ("sum", "none"):
+        loss = ops.linear_cross_entropy(hidden, weight, nothing, bias, reduction=reduction, **given)
+        assert not loss.any()
+    empty = ops.linear_cross_entropy(hidden[:0], weight, target[:0], reduction="sum")
+    assert empty == 0 and not any(g.any() for g in torch.autograd.grad(empty, leaves[:2]))
+
+
+def test_ignored_tokens_cost_nothing_on_a_cpu_and_may_hold_anything():
+    hidden, weight, _, target = operands()
+    expected = results(lambda: plain(hidden, weight, target), [hidden, weight])
+    with torch.no_grad():
+        hidden[target == -100] = torch.nan
+    found = results(lambda: ops.linear_cross_entropy(hidden, weight, target), [hidden, weight])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_ignored_tokens_whose_logits_are_large(monkeypatch):
+    """On a GPU nobody looks which tokens count, and exp of what they have may be infinite."""
+    monkeypatch.setattr(cross_entropy, "_is_read", lambda target: False)
+    *leaves, target = operands(torch.float32)
+    with torch.no_grad():
+        leaves[0][target == -100] *= 1e3
+    compare_losses(leaves, target)
+
+
+def test_another_ignore_index_may_be_a_class():
+    hidden, weight, _, target = operands()
+    target = target.clamp(min=0)
+    found = ops.linear_cross_entropy(hidden, weight, target, ignore_index=0)
+    torch.testing.assert_close(found, plain(hidden, weight, target, ignore_index=0))
+
+
+def test_classes_that_a_bias_excludes():
+    """-inf of a whole block of columns, and of single ones, as for a padded vocabulary."""
+    *leaves, target = operands()
+    with torch.no_grad():
+        leaves[2][20:] = -torch.inf
+        leaves[2][::7] = -torch.inf
+    compare_losses(leaves, torch.where(target == -100, target, 1 + target % 6), BLOCKS)
+
+
+def test_shift_is_that_of_a_language_model():
+    """As slicing both, and as Hugging Face's loss, with and without `num_items_in_batch`."""
+    loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+    hidden, weight, _, labels = operands(torch.float32)
+    ours = ops.linear_cross_entropy(hidden, weight, labels, shift=True)
+    sliced = ops.linear_cross_entropy(hidden[:, :-1], weight, labels[:, 1:])
+    torch.testing.assert_close(ours, sliced)
+    logits = F.linear(hidden, weight)
+    torch.testing.assert_close(ours, loss_utils.ForCausalLMLoss(logits, labels, VOCAB))
+    total = ops.linear_cross_entropy(hidden, weight, labels, shift=True, reduction="sum")
+    theirs = loss_utils.ForCausalLMLoss(logits, labels, VOCAB, num_items_in_batch=torch.tensor(31))
+    torch.testing.assert_close(total / 31, theirs)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 1, 3)])
+def test_tokens_of_any_shape(shape):
+    hidden, weight = normal(*shape, WIDTH), normal(VOCAB, WIDTH)
+    target = torch.randint(VOCAB, shape)
+    loss = ops.linear_cross_entropy(hidden, weight, target, reduction="none")
+    assert loss.shape == shape
+    expected = F.cross_entropy((hidden @ weight.T).view(-1, VOCAB), target.view(-1))
+    torch.testing.assert_close(loss.mean(), expected)
+
+
+def test_layouts_are_read_as_they_are():
+    base = [normal(7, 3, WIDTH), normal(WIDTH, VOCAB)]
+    target = torch.randint(VOCAB, (7, 3)).t()
+    compare(
+        lambda: ops.linear_cross_entropy(
+            base[0].transpose(0, 1), base[1].t(), target, chunk=BLOCKS
+        ),
+        lambda: plain(base[0].transpose(0, 1), base[1].t(), target),
+        base,
+    )
+
+
+def test_a_vocabulary_of_256k():
+    leaves = [normal(3, 8, dtype=torch.float32), normal(1 << 18, 8, dtype=torch.float32)]
+    compare_losses(leaves, torch.tensor([0, (1 << 18) - 1, 99_999]))
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("frozen", ["nothing", "head", "hidden"])
+def test_kept_bytes_are_the_prediction(dtype, frozen):
+    """hidden and two statistics, whatever the vocabulary; the head and targets are the caller's."""
+    hidden, weight, bias, target = operands(dtype)
+    hidden = hidden.detach().requires_grad_(frozen != "hidden")
+    weight, bias = (t.detach().requires_grad_(frozen != "head") for t in (weight, bias))
+
+    def run():
+        return ops.linear_cross_entropy(hidden, weight, target, bias, reduction="none")
+
+    ((call, shapes),) = calls(run)
+    predicted = kept_bytes(call.graph, call.save, call.needs_grad, shapes, dtype.itemsize)
+    with SavedBytes(exclude=[weight, bias, target]) as saved:
+        run()
+    stats = 2 * target.numel() * max(4, dtype.itemsize)
+    assert saved.total == sum(predicted.values()) == hidden.nbytes + stats
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_never_whole_and_a_frozen_head_has_no_gradient(dtype):
+    tokens, width, vocab, chunk = 256, 32, 2048, 1 << 14
+    hidden, weight = normal(tokens, width, dtype=dtype), normal(vocab, width, dtype=dtype)
+    target = torch.randint(vocab, (tokens,))
+    peaks = []
+    for leaves in ([hidden], [hidden, weight]):
+        head = weight if len(leaves) > 1 else weight.detach()
+        with AllocationTrace() as trace:
+            loss = ops.linear_cross_entropy(hidden, head, target, chunk=chunk)
+            trace.mark("backward")
+            torch.autograd.grad(loss, leaves)
+        peaks.append([span.peak for span in trace.spans])
+    # A block's logits and what is computed of them, three or four at a time; operands' copies.
+    block = 4 * 4 * chunk + 4 * 4 * 128 * width
+    statistics = 2 * 4 * tokens * (vocab // 128) + 64 * tokens  # of each block of columns
+    assert max(forward for forward, _ in peaks) <= block + statistics
+    assert block + statistics < 4 * tokens * vocab / 4
+    frozen, trained = (backward for _, backward in peaks)
+    assert frozen <= block + 6 * tokens * width + 64 * tokens  # dx in float32, and as it is given
+    assert trained <= frozen + weight.nbytes + 4 * 128 * width  # and a block of it in float32
+    assert trained >= frozen + 0.9 * weight.nbytes
+
+
+# --- autograd, compilers, checks
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+def test_gradcheck(options):
+    *leaves, target = operands(vocab=5)
+    leaves[0], target = leaves[0].detach()[0, 1:4].requires_grad_(), target[0, 1:4]
+
+    def loss(hidden, weight, bias):
+        return ops.linear_cross_entropy(
+            hidden, weight, target, bias, chunk=BLOCKS, reduction="none",
+            **OPTIONS[options],
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(loss, leaves)
+
+
+def test_double_backward_and_changes_in_place_raise():
+    hidden, weight, _, target = operands()
+    loss = ops.linear_cross_entropy(hidden, weight, target)
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        grad.sum().backward()
+    for changed in (weight, target):
+        loss = ops.linear_cross_entropy(hidden, weight, target)
+        with torch.no_grad():
+            changed.mul_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(lambda h: ops.linear_cross_entropy(h, weight, target))(hidden)
+
+
+def test_gradients_of_several_at_once_and_twice():
+    hidden, weight, _, target = operands()
+    loss = ops.linear_cross_entropy(hidden, weight, target, reduction="none")
+    dys = normal(2, *TOKENS, seed=5).detach()
+    batched = torch.autograd.grad(
+        loss, [hidden, weight], dys, is_grads_batched=True, retain_graph=True
+    )
+    for i, dy in enumerate(dys):
+        single = torch.autograd.grad(loss, [hidden, weight], dy, retain_graph=True)
+        for a, b in zip(batched, single, strict=True):
+            assert torch.equal(a[i], b)
+
+
+@pytest.mark.composes("torch.compile", "the loss of a head, `ops.cross_entropy`")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, exhaustive(torch.float32)])
+def test_compiles_whole(dtype):
+    hidden, weight, bias, target = operands(dtype)
+
+    def loss(hidden, weight, bias):
+        return ops.linear_cross_entropy(hidden, weight, target, bias, shift=True, softcap=3.0)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    leaves = [hidden, weight, bias]
+    found, expected = (results(lambda f=f: f(*leaves), leaves) for f in (compiled, loss))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)  # the same operator
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_computes_as_a_linear_layer_would(compiled, native, monkeypatch):
+    """Products of operands rounded to bfloat16; the weight's gradient is not rounded to it.
+
+    `native`: as on a CPU with bfloat16 products of its own, which rounds their results as well.
+    """
+    monkeypatch.setattr("fused_remat.steps.linear.widens", lambda x: not native)
+    hidden, weight, bias, target = operands(torch.float32)
+    low = [t.detach().bfloat16().double().requires_grad_() for t in (hidden, weight, bias)]
+
+    def loss(hidden, weight, bias):
+        with torch.autocast("cpu", torch.bfloat16):
+            return ops.linear_cross_entropy(hidden, weight, target, bias)
+
+    torch._dynamo.reset()
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
+    with SavedBytes(exclude=[weight, bias, target]) as saved:
+        found = run(hidden, weight, bias)
+    assert saved.total == hidden.numel() * 2 + target.numel() * 8 + 8  # the mean's divisor
+    exact = plain(*low[:2], target, low[2])
+    grads = torch.autograd.grad(found, [hidden, weight, bias])
+    assert all(grad.dtype == torch.float32 for grad in grads)
+    # Of operands rounded alike, only sums in float32 differ, and dhidden is rounded to bfloat16, by
+    # 2**-8 of a value at most. Native products round logits as well: in a token's loss that is two
+    # roundings of a number of a few units, in the mean of all tokens less than one of 1.
+    unit = 2**-8
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=unit if native else 1e-5)
+    allowed = (2 * unit,) * 3 if native else (unit, 1e-5, 1e-5)
+    for grad, truth, tolerance in zip(grads, torch.autograd.grad(exact, low), allowed, strict=True):
+        assert (grad - truth).norm() <= tolerance * truth.norm()
+
+
+def test_the_replay_check_finds_nothing():
+    hidden, weight, bias, target = operands()
+    with fused_remat.check_replay():
+        ops.linear_cross_entropy(hidden, weight, target, bias, chunk=BLOCKS).backward()
+    assert hidden.grad is not None
+
+
+def test_counted_operations_are_four_products():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    hidden, weight, _, target = operands()
+    target = target.clamp(min=0)
+    product = 2 * target.numel() * VOCAB * WIDTH
+    with FlopCounterMode(display=False) as counter:
+        loss = ops.linear_cross_entropy(hidden, weight, target, chunk=BLOCKS)
+        assert counter.get_total_flops() == product
+        loss.backward()
+    assert counter.get_total_flops() == 4 * product
+    with FlopCounterMode(display=False) as counter:
+        ops.linear_cross_entropy(hidden, weight.detach(), target).backward()
+    assert counter.get_total_flops() == 3 * product
+
+
+def test_blocks_are_about_square_and_within_the_limit(monkeypatch):
+    call = cross_entropy.CrossEntropyCall(torch.zeros(0), -100, 0.0, 0.0, 0.0, 0)
+    for kind, limit in (("cpu", 1 << 20), ("cuda", 1 << 26)):
+        for tokens in (0, 1, 100, 10_000, 1_000_000):
+            for vocab in (1, 1000, 262_144):
+                rows, columns = cross_entropy.block_of(tokens, vocab, call, torch.device(kind))
+                assert 1 <= rows <= max(tokens, 1) and 1 <= columns <= vocab
+                assert rows * columns <= limit
+                # Nearly all of the limit, where there is that much.
+                assert rows * columns >= min(0.9 * limit, max(tokens, 1) * vocab)
+
+
+def test_autocast_converts_no_float64_weights():
+    hidden, weight, _, target = operands(torch.float32)
+    why = r"float64 .*, which autocast converts to torch\.bfloat16"
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=why):
+        ops.linear_cross_entropy(hidden, weight.double(), target)

@@ -1,0 +1,228 @@
+"""The caller's own activations in an MLP: what they capture, and which are refused."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accuracy import check_error
+from block_inputs import in_pieces, normal, results, same_bits
+from op_cases import FF, D
+from reference import dropout
+from tiers import pairwise
+from torch import nn
+
+from fused_remat import ops, random
+
+X, W1, B1, W2 = normal(3, 5, D), normal(FF, D, scale=0.3), normal(FF), normal(D, FF, seed=1)
+
+
+def mlp(activation, p=0.0, **options):
+    return ops.mlp(X, W1, B1, W2, None, activation, p, seed=5, **options)
+
+
+def plain(activation, p=0.0):
+    return F.linear(dropout(activation(F.linear(X, W1, B1)), random.MLP, p, 5), W2)
+
+
+SLOPE = normal(FF, seed=3)
+DOUBLED = SLOPE * 2
+
+
+class Prelu(nn.Module):
+    """A leaky activation with a trained parameter, as nn.PReLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(SLOPE.detach().clone())
+
+    def forward(self, t):
+        return t.clamp(min=0.0) + self.weight * t.clamp(max=0.0)
+
+
+STOCK_PRELU = nn.PReLU(dtype=torch.float64)
+PRELU, FROZEN = Prelu(), Prelu().requires_grad_(False)
+CUSTOM = {
+    "a function": (torch.sin, []),
+    "a parameter": (lambda t: t * torch.sigmoid(SLOPE * t), [SLOPE]),
+    "twice": (lambda t: torch.sin(t * SLOPE) * SLOPE, [SLOPE]),
+    "a product": (lambda t: torch.sin(t * DOUBLED), [SLOPE]),
+    "a product of its own": (lambda t: torch.sin(t * (SLOPE.exp() + 1)), [SLOPE]),
+    "a module": (PRELU, [PRELU.weight]),
+    "stock prelu": (STOCK_PRELU, [STOCK_PRELU.weight]),
+    "a tied weight": (lambda t: torch.sin(t * W1.sum(-1)), []),
+    "a frozen module": (FROZEN, []),
+    "in place": (lambda t: t.mul_(2.0).sin_(), []),
+    "an identity": (lambda t: t, []),
+    "no gradient": (lambda t: t.detach().sin(), []),
+    "a constant": (lambda t: SLOPE.expand_as(t), [SLOPE]),
+    "a partial": (functools.partial(F.leaky_relu, negative_slope=0.3), []),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, p, policy, tokens", pairwise(list(CUSTOM), [0.0, 0.3], ["full", "none"], [512, 4])
+)
+def test_any_activation_and_what_it_captures(kind, p, policy, tokens):
+    activation, captured = CUSTOM[kind]
+
+    def run(fn):
+        y = fn()
+        dy = normal(3, 5, D, seed=9).detach()
+        inputs = [X, W1, B1, W2, *captured]
+        how = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        return y, *torch.autograd.grad(y, inputs, dy, **how)
+
+    with in_pieces(tokens):
+        got = run(lambda: mlp(activation, p, policy=policy))
+    torch.testing.assert_close(got, run(lambda: plain(activation, p)))
+
+
+def test_a_product_that_the_rest_of_the_model_uses_too():
+    grads = []
+    for way in (mlp, plain):
+        doubled = SLOPE.exp()
+        loss = way(lambda t: t * doubled).sum() * doubled.sum()  # noqa: B023
+        grads += torch.autograd.grad(loss, SLOPE)
+    torch.testing.assert_close(*grads)
+
+
+def test_a_frozen_parameter_gets_no_gradient():
+    mlp(FROZEN).sum().backward(inputs=[W1])
+    assert FROZEN.weight.grad is None
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_gradcheck_of_a_captured_parameter(p):
+    def fn(x, w1, slope):
+        return ops.mlp(x, w1, None, W2, None, lambda t: torch.sin(t * slope), p, seed=5)
+
+    x, slope = normal(3, D), normal(FF)
+    assert torch.autograd.gradcheck(fn, (x, W1, slope), fast_mode=True)
+
+
+def test_hooks_of_a_captured_parameter_see_its_gradient_once_and_whole():
+    slope, seen = normal(FF, seed=3), []
+    slope.register_hook(lambda grad: seen.append(grad) or 3 * grad)
+    with in_pieces():
+        (got,) = torch.autograd.grad(mlp(lambda t: torch.sin(t * slope)).sum(), slope)
+    (expected,) = torch.autograd.grad(plain(lambda t: torch.sin(t * SLOPE)).sum(), SLOPE)
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], expected)
+    torch.testing.assert_close(got, 3 * expected)
+
+
+def test_a_captured_parameters_gradient_is_summed_over_pieces_in_float32():
+    """600 terms of one sign: added up in bfloat16, most would change nothing."""
+    wide = [normal(600, D), normal(FF, D), normal(D, FF).abs(), normal(FF), normal(600, D).abs()]
+    low = [t.detach().bfloat16() for t in wide]
+
+    def run(fn, dtype):
+        x, w1, w2, slope, dy = (t.to(dtype).requires_grad_() for t in low)
+        return results(lambda: fn(x, w1, None, w2, None, lambda t: t.sin() + slope), [slope], dy)
+
+    def plain(x, w1, b1, w2, b2, act):
+        return F.linear(act(F.linear(x, w1)), w2)
+
+    with in_pieces(2):
+        ours = run(ops.mlp, torch.bfloat16)
+    peer, exact = run(plain, torch.bfloat16), run(plain, torch.float64)
+    check_error(ours, peer, exact, ["output", "slope"])
+
+
+def test_changing_a_captured_parameter_raises():
+    slope = normal(FF)
+    y = mlp(lambda t: t * slope)
+    with torch.no_grad():
+        slope.mul_(2.0)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.sum().backward()
+
+
+def test_capturing_something_else_in_backward_raises():
+    captured = [SLOPE]
+    y = mlp(lambda t: t * captured[0])
+    captured[0] = normal(FF)
+    with pytest.raises(RuntimeError, match="did not read in forward"):
+        y.sum().backward()
+
+
+def reseeding(t):
+    torch.manual_seed(torch.initial_seed() + 1)  # no operator
+    return t.relu()
+
+
+def with_its_own_generator(t, generator=torch.Generator()):  # noqa: B008
+    return t + torch.rand(t.shape, generator=generator)  # torch's own stays as it is
+
+
+@torch.library.custom_op("fused_remat_tests::own_relu", mutates_args=())
+def own_relu(t: torch.Tensor) -> torch.Tensor:
+    return t.relu()
+
+
+@pytest.mark.parametrize(
+    ("activation", "message"),
+    [
+        (F.dropout, r"draws random numbers: it calls aten\."),
+        (lambda t: t + torch.randn(()), r"draws random numbers: it calls aten\.randn"),
+        (with_its_own_generator, r"draws random numbers: it calls aten\.rand"),
+        (own_relu, r"may draw random numbers: it calls fused_remat_tests\.own_relu"),
+        (lambda t: t[..., :4], "changes the shape"),
+        (lambda t: t.sum(-1, keepdim=True), "changes the shape"),
+        (lambda t: t.float(), "changes the shape or dtype"),
+        (lambda t: [t], "changes the shape"),
+        (lambda t: t @ torch.ones(3, 3).double(), r"fails on an input of shape \(2, 12\)"),
+        ("sigmoid", "unknown activation 'sigmoid'; valid: relu, gelu"),
+    ],
+)
+def test_activations_that_cannot_be_rebuilt_are_refused(activation, message):
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=message):
+        mlp(activation)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_activation_that_seeds_the_generator_is_refused():
+    torch.rand(())
+    with pytest.raises(ValueError, match="draws random numbers, or another thread drew some"):
+        mlp(reseeding)
+
+
+def test_an_activation_whose_shape_changes_later_raises():
+    with pytest.raises(ValueError, match="must keep shape and dtype"):
+        mlp(lambda t: t if t.shape[0] == 2 else t[:1])
+
+
+def test_what_is_neither_a_name_nor_a_function_raises():
+    with pytest.raises(TypeError, match="activation"):
+        mlp(3)
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [(F.relu, "relu"), (nn.GELU("tanh"), "gelu_tanh"), (nn.SiLU(), "silu"), (F.gelu, "gelu"),
+     (functools.partial(F.gelu, approximate="tanh"), "gelu_tanh")],
+)  # fmt: skip
+def test_functions_with_a_name_are_that_name(activation, name):
+    assert torch.equal(mlp(activation), mlp(name))
+    gate = normal(FF, D)
+    gated = [ops.gated_mlp(X, gate, W1, W2, activation=a) for a in (activation, name)]
+    assert torch.equal(*gated)
+
+
+def test_a_gated_mlp_takes_no_function():
+    x, w, down = normal(3, D), normal(FF, D), normal(D, FF)
+    with pytest.raises(ValueError, match="takes the name of an activation"):
+        ops.gated_mlp(x, w, w, down, activation=torch.sin)
+    with pytest.raises(ValueError, match="takes the name of an activation"):
+        ops.mlp_block(x, None, None, w, None, down, None, torch.sin, gate_weight=w)
+
+
+def test_an_activation_with_a_product_in_it_runs_outside_autocast_too():
+    inner = nn.Linear(FF, FF, dtype=torch.float32)
+    x, w1, w2 = (t.detach().float().requires_grad_() for t in (X, W1, W2))
+    outside = results(lambda: ops.mlp(x, w1, None, w2, None, inner), [x, inner.weight])
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = results(lambda: ops.mlp(x, w1, None, w2, None, inner), [x, inner.weight])
+    assert same_bits(outside, inside)

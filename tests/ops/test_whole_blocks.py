@@ -1,0 +1,166 @@
+"""Whole blocks as functions: the layers' bits and results, every variation, and what is rebuilt."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from block_inputs import Block, compare, in_pieces, normal, results, same_bits
+from block_inputs import leaves as leaves_of
+from op_cases import CASES, FF, D, H, leaky
+from reference import EXACT_PRESETS, causal_block, make, pair, weights_of
+from torch import nn
+from transformer_variations import FACTORS, block, inputs, options, pairwise
+
+from fused_remat import ops
+from fused_remat.graph.build import block_graph
+from fused_remat.graph.schedule import schedule
+from fused_remat.policies import kept_names
+from fused_remat.spec import transformer_spec
+
+# --- an encoder's
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("policy", ["full", "fast"])
+def test_encoder_block_gives_the_layers_bits(norm_first, policy):
+    """Masks mean the opposite: SDPA's True takes part, the layer's is excluded."""
+    _, layer = make(policy, dropout=0.2, norm_first=norm_first, batch_first=True)
+    x, parts = normal(3, 5, D), weights_of(layer)
+    takes_part = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) < 0.7
+    padding = torch.tensor([[False] * 5, [True] + [False] * 4, [False] * 3 + [True] * 2])
+    found = []
+    for call in (
+        lambda: layer(x, ~takes_part, src_key_padding_mask=padding),
+        lambda: ops.encoder_block(
+            x, parts, 2, takes_part, 0.2, key_padding_mask=padding, norm_first=norm_first,
+            policy=policy,
+        ),
+    ):  # fmt: skip
+        torch.manual_seed(3)
+        found.append(results(call, [x, *parts.values()]))
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "gelu", F.silu, torch.sin])
+def test_encoder_block_gives_the_stock_layers_results(norm_first, activation):
+    stock, _ = pair(D, 2, FF, 0.0, norm_first=norm_first, batch_first=True, dtype=torch.float64)
+    stock.activation = getattr(F, activation) if isinstance(activation, str) else activation
+    x, mask, parts = normal(3, 5, D), normal(5, 5), weights_of(stock)
+    causal = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    compare(
+        lambda: ops.encoder_block(x, parts, 2, mask, is_causal=True, norm_first=norm_first,
+                                  activation=activation, policy="lean"),
+        lambda: stock(x, mask + causal),
+        [x, mask, *parts.values()],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [512, 4])
+def test_encoder_block_gives_an_activation_whole_tensors(tokens):
+    """A function may mix tokens here: it sees (B, S, F), and is not cut in pieces."""
+    given, slope = CASES["encoder_prenorm"].tensors(batch=3), normal(FF, seed=9)
+    x, parts = given.pop("x"), given
+
+    def act(t):
+        assert t.shape in ((3, 5, FF), (1, 2, FF))  # the second to try it on
+        return leaky(slope)(t - t.mean(1, keepdim=True)).transpose(1, 2).sin().transpose(1, 2)
+
+    with in_pieces(tokens):
+        compare(
+            lambda: ops.encoder_block(x, parts, H, norm_first=True, activation=act),
+            lambda: causal_block(
+                x, parts, H, is_causal=False, norm="layer_norm", eps=1e-5, activation=act
+            ),
+            [x, slope, *parts.values()],
+        )
+
+
+# --- a language model's
+
+VARIATIONS = list(pairwise(FACTORS))
+
+
+def given(v, dtype=torch.float64):
+    """What both functions take, and the leaves among it."""
+    x, named, how = inputs(v, dtype), block(v).weights(dtype), options(v, dtype)
+    if v["lora"]:
+        every = [*block(v).linears, "fc2"]  # fc2 has two updates
+        how |= {"lora": block(v).updates(every, dtype=dtype), "lora_dropout_p": v["dropout_p"]}
+    leaves = list(leaves_of(x, named, how.get("lora", ())).values())
+    mask = how.get("attn_mask")
+    return x, named, how, leaves + [mask] * (mask is not None and mask.requires_grad)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_pair_of_variations_is_plain_pytorchs(part):
+    """In float64; the presets, of which each variation takes two, have the same bits."""
+    for number, v in enumerate(VARIATIONS[part::4]):
+        x, named, how, leaves = given(v)
+        expected = results(lambda: causal_block(x, named, 4, **how), leaves)  # noqa: B023
+        first = None
+        for policy in (EXACT_PRESETS[number % 5], EXACT_PRESETS[(number + 2) % 5]):
+            with in_pieces(v["tokens"]):
+                got = results(
+                    lambda: ops.causal_block(x, named, 4, **how, policy=policy),  # noqa: B023
+                    leaves,
+                )
+            first = first or got
+            for a, b, e in zip(got, first, expected, strict=True):
+                assert torch.equal(a, b), v
+                torch.testing.assert_close(a, e, msg=lambda m: f"{v}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    "activation", [F.silu, nn.SiLU(), "silu"], ids=["function", "module", "name"]
+)
+def test_an_activation_by_name_function_or_module(activation):
+    x, weights = normal(2, 5, 12), Block().weights()
+    y = ops.causal_block(x, weights, 4, kv_heads=2, activation=activation)
+    torch.testing.assert_close(y, causal_block(x, weights, 4, kv_heads=2))
+
+
+# --- what is rebuilt
+
+FIELDS = {
+    "activation": "silu", "gated": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6,
+    "scale": 0.4, "window": (-1, 0), "projection": "split", "rotary": True,
+}  # fmt: skip
+SPEC = transformer_spec("rms_norm", 1e-6, **FIELDS)
+
+
+def backward_steps(spec, policy, frozen=()):
+    graph = block_graph(spec)
+    needs_grad = {"input", *(n for n in spec.weights if not n.startswith(tuple(frozen)))}
+    plan = schedule(graph, kept_names(policy, graph), frozenset(needs_grad), tiled=False)
+    return [str(step) for step in plan.backward]
+
+
+def rebuilt(spec, policy, frozen=()):
+    return [s for s in backward_steps(spec, policy, frozen) if s.startswith("compute")]
+
+
+def test_gate_and_up_are_rebuilt_together_once_and_nothing_that_is_not_asked_for():
+    assert backward_steps(SPEC, "full") == [
+        "compute norm1", "compute qkv", "compute rotated", "compute attn", "compute mid",
+        "compute norm2", "compute gate", "compute up", "compute act",
+        "backward output", "backward act", "backward up", "backward gate", "backward norm2",
+        "backward mid", "backward attn", "backward rotated", "backward qkv", "backward norm1",
+    ]  # fmt: skip
+    assert rebuilt(SPEC, "fast") == [
+        "compute norm2", "compute gate", "compute up", "compute act", "compute norm1",
+    ]  # fmt: skip
+    assert rebuilt(SPEC, "none") == ["compute act", "compute norm2", "compute norm1"]
+
+
+@pytest.mark.parametrize("placement, of_fc2", [("post", "sum2"), ("sandwich", "down")])
+def test_fc2_is_rebuilt_only_where_its_norm_asks_for_it(placement, of_fc2):
+    spec = transformer_spec("rms_norm", 1e-6, placement=placement, **FIELDS)
+    found = [f"compute {of_fc2}" in rebuilt(spec, policy) for policy in EXACT_PRESETS]
+    assert found == [True, False, False, False, False]
+
+
+def test_what_frozen_weights_alone_would_ask_for_is_not_rebuilt():
+    all_linear = ("q.", "k.", "v.", "proj", "gate", "fc1", "fc2")
+    assert rebuilt(SPEC, "none", frozen=all_linear) == []
+    steps = rebuilt(SPEC, "lean", frozen=("fc2",))
+    assert "compute act" not in steps and "compute up" in steps

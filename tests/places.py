@@ -1,0 +1,235 @@
+"""Where kernels run in this process, and what the tests of kernels share.
+
+The place is "gpu" where there is one; "interpreter" with TRITON_INTERPRET=1, on CPU tensors, in
+float32 and float16, on small sizes; else "aten": an operation's own body, without kernels. The same
+cases run at every place: a kernel and the operation that it implements have one contract.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from fused_remat import random
+from fused_remat.execution.choose import OPERATIONS, choose, ops_for
+from fused_remat.random import DropoutMask
+
+T = TypeVar("T")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+PLACE = "gpu" if ON_GPU else "interpreter" if INTERPRETED else "aten"
+DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+#: Of 16 bits; Triton's interpreter takes no bfloat16.
+BF16 = torch.float16 if INTERPRETED else torch.bfloat16
+#: Relative L2 error allowed. A rounding to bfloat16 is off by 1.6e-3 in the mean square; a result
+#: takes at most six, its own included, of independent values: 3.9e-3. float16 has three bits more.
+#: float32: sums of up to 64K terms in another order; tf32, which is not wanted, is off by 3e-4.
+#: Small matrices have no mean square: one element is off by a whole rounding, or by two; their sums
+#: are short. ATen rounds to 16 bits after every operation.
+TOLERANCE = {
+    "gpu": {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5},
+    "interpreter": {torch.float16: 1.5e-3, torch.float32: 2e-6},
+    "aten": {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 2e-6},
+}[PLACE]
+#: What the fixture `routes` takes: interpreted, two settings of the tables; else these themselves.
+ROUTES = ["one kernel", "as on Hopper"] if INTERPRETED else ["tables"]
+#: For `parametrize`: short names of dtypes and shapes.
+ids: dict[str, Any] = {"ids": lambda value: str(value).removeprefix("torch.").replace(" ", "")}
+
+
+def target() -> Any:
+    """What kernels are launched on."""
+    from fused_remat.triton.launch import target_of
+
+    return target_of(DEVICE)
+
+
+def at(gpu: T, small: T) -> T:
+    """`gpu` on a GPU, else `small`."""
+    return gpu if ON_GPU else small
+
+
+def sized(*gpu: int, tiny: tuple[int, ...] = (40, 24, 32)) -> tuple[int, ...]:
+    """The sizes, but small where kernels are interpreted."""
+    return at(gpu, tiny[: len(gpu)])
+
+
+# --- operations
+
+
+def run(function: Callable[..., T], *args: Any, odd: bool = False, **options: Any) -> T:
+    """An operation as this place runs it: by a kernel, which `choose` must find, or by its body.
+
+    Outputs of kernels are views of larger matrices, all of it NaN before; afterwards every element
+    of them is written and nothing beside them. Rows are `odd` elements apart, or wide loads'.
+    """
+    if PLACE == "aten":
+        return function(*args, **options)
+    chosen = choose(function, "triton", OPERATIONS[function].key(*args, **options))
+    assert chosen.run is not function, chosen.refused
+    made: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", _poisoned_empty(torch.empty, made, odd))
+        result = TRITON[function](*args, **options)
+    for x in made:
+        check_written(x)
+    return result
+
+
+def _poisoned_empty(
+    empty: Callable[..., Tensor], made: list[Tensor], odd: bool
+) -> Callable[..., Tensor]:
+    def poisoned_empty(*shape: Any, **options: Any) -> Tensor:
+        x = empty(*shape, **options)
+        ours = sys._getframe(1).f_globals["__name__"].startswith("fused_remat.")
+        if not ours or not x.is_floating_point() or x.dim() > 2:
+            return x
+        if x.dim() == 2 and x.shape[1] > 1:
+            made.append(poisoned(*x.shape, x.dtype, odd))
+        else:  # statistics are columns, which kernels index
+            whole = torch.full((x.numel() + 32,), torch.nan, dtype=x.dtype, device=x.device)
+            made.append(whole[16:-16].view(x.shape))
+        return made[-1]
+
+    return poisoned_empty
+
+
+class _Triton:
+    """The operations of the Triton backend, which is not imported before it is asked for."""
+
+    def __getitem__(self, function: Callable[..., T]) -> Callable[..., T]:
+        return ops_for("triton", torch.empty(1, device=DEVICE))[function]
+
+
+TRITON = _Triton()
+
+
+def served(function: Callable[..., T], *args: Any, **options: Any) -> T:
+    """An operation by whatever serves it here: there are dtypes and formats that no kernel has."""
+    return (function if PLACE == "aten" else TRITON[function])(*args, **options)
+
+
+# --- inputs and outputs
+
+
+def normal(dtype: torch.dtype, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    """Random numbers."""
+    x = torch.empty(shape, dtype=torch.float32, device=DEVICE)
+    return x.normal_(shift, scale).to(dtype)
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """The same matrix, rows an odd number of elements apart: nothing for TMA or wide loads."""
+    wide = torch.empty(
+        (x.shape[0], x.shape[1] + 1 + x.shape[1] % 2), dtype=x.dtype, device=x.device
+    )
+    return wide[:, : x.shape[1]].copy_(x)
+
+
+def far_apart(rows: int, width: int, offset: int = 0) -> Tensor:
+    """A random float16 matrix whose rows are 2**30 elements apart: the third needs 64 bits."""
+    storage = torch.empty((rows - 1) * 2**30 + 4096, dtype=torch.float16, device=DEVICE)
+    return storage.as_strided((rows, width), (2**30, 1), offset).copy_(
+        normal(torch.float16, rows, width)
+    )
+
+
+def poisoned(rows: int, width: int, dtype: torch.dtype, odd: bool = False) -> Tensor:
+    """A matrix of NaN inside a larger one of NaN; `check_written` sees what is written beside it.
+
+    `odd`: as `misaligned`.
+    """
+    pad = 17 + width % 2 if odd else 16 + -width % 8
+    whole = torch.full((rows + 2, width + pad), torch.nan, dtype=dtype, device=DEVICE)
+    return whole[1 : rows + 1, 8 : width + 8]
+
+
+def nan(*shape: int) -> Tensor:
+    """float32, full of NaN."""
+    return torch.full(shape, torch.nan, device=DEVICE)
+
+
+def check_written(x: Tensor) -> None:
+    """Every element of `x` was written, and none around it."""
+    assert not x.isnan().any(), "an element was not written"
+    whole = x._base
+    assert whole is not None
+    assert int(whole.isnan().sum()) == whole.numel() - x.numel(), "written outside"
+
+
+# --- dropout
+
+
+def mask_of(rows: int, width: int, p: float, row0: int = 2**32 - 3) -> DropoutMask | None:
+    """Dropout of one site, in rows about 2**32; None for p = 0."""
+    if not p:
+        return None
+    key = random.site_keys(torch.tensor(-7, device=DEVICE))[random.MLP]
+    return DropoutMask(key, row0, rows, width, p, torch.float32)
+
+
+def wide(mask: DropoutMask | None) -> DropoutMask | None:
+    """The same site in float64, for the exact result."""
+    if mask is None:
+        return None
+    return DropoutMask(mask.site_key, mask.row0, mask.rows, mask.width, mask.p, torch.float64)
+
+
+def double(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """In float64."""
+    return tuple(None if t is None else t.double() for t in tensors)
+
+
+# --- errors
+
+
+def error_of(found: Tensor, exact: Tensor) -> float:
+    """Relative L2; NaN if either has one."""
+    exact = exact.double()
+    error: float = ((found.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+    return error
+
+
+def check_error(
+    found: Tensor,
+    exact: Tensor,
+    factor: float = 1.0,
+    what: str = "",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Within `factor` times `TOLERANCE`, of the found tensor's dtype or of `dtype`."""
+    error = error_of(found, exact)
+    allowed = factor * TOLERANCE[dtype or found.dtype]
+    assert error <= allowed, f"{what} relative error {error:.2e}, allowed {allowed:.2e}"
+
+
+def check_all(found: Any, exact: Any, factor: float = 1.0, float32: float | None = None) -> None:
+    """`check_error` of each, by another factor in float32 if given; None is where None is due."""
+    for i, (mine, true) in enumerate(zip(found, exact, strict=True)):
+        assert (mine is None) == (true is None), i
+        if mine is not None:
+            here = float32 if float32 is not None and mine.dtype == torch.float32 else factor
+            check_error(mine, true, here, str(i))
+
+
+def assert_bits(found: Any, expected: Any, what: str = "") -> None:
+    """Tensors of equal bits, or None where None is expected."""
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), f"{what} {i}"
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """PyTorch's deterministic mode."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

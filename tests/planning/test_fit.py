@@ -1,0 +1,85 @@
+"""`fit`: the largest batch, or the longest sequence, of which a step fits."""
+
+import importlib
+
+import pytest
+import torch
+from planned_models import encoder, squared, uneven
+
+from fused_remat import BudgetError, fit, plan
+
+
+def batch(size):
+    return torch.randn(size, 16, 32)
+
+
+def test_fit_finds_the_largest_batch_that_fits():
+    torch.manual_seed(0)
+    model = encoder(layers=3)
+
+    found = fit(model, batch, "1MiB", costs="analytic", loss=squared)
+    assert found.plan.peak_bytes <= 2**20 == found.plan.budget
+    assert plan(model, batch(found.size), loss=squared, budget="1MiB", costs="analytic")
+    with pytest.raises(BudgetError):
+        plan(model, batch(found.size + 1), loss=squared, budget="1MiB", costs="analytic")
+    few = fit(model, batch, "1MiB", multiple=4, most=9, costs="analytic", loss=squared)
+    assert few.size == 8 <= found.size
+    with pytest.raises(BudgetError, match="not even a size of 1 fits"):
+        fit(model, batch, 100_000, costs="analytic")
+
+
+def test_fit_takes_less_where_the_device_has_no_room_to_measure_all_options(monkeypatch):
+    module, asked = importlib.import_module("fused_remat.planner.fit"), []
+
+    def out_of_memory_once(model, x, **options):
+        asked.append(len(x))
+        if len(asked) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return plan(model, x, **options)
+
+    monkeypatch.setattr(module, "plan", out_of_memory_once)
+    found = fit(encoder(layers=1), batch, "1GiB", most=2, costs="analytic", loss=squared)
+    assert asked == [2, 1] and found.size == 1 and set(found.tried) == {1, 2}
+    with pytest.raises(torch.OutOfMemoryError):
+        asked.clear()
+        fit(encoder(layers=1), batch, "1GiB", most=1, costs="analytic", loss=squared)
+
+
+def test_fit_measures_all_options_of_the_size_that_does_not_fit_alone(monkeypatch):
+    module, measured = importlib.import_module("fused_remat.planner.fit"), []
+    measure = module.measure_chain
+
+    def seen(model, args, kwargs, request, *rest):
+        measured.append((len(args[0]), request.options is None))
+        return measure(model, args, kwargs, request, *rest)
+
+    monkeypatch.setattr(module, "measure_chain", seen)
+    model = encoder(layers=2)
+    found = fit(model, batch, "600KiB", costs="analytic")
+    assert next(size for size, all_options in measured if all_options) > 1
+    assert sorted(found.tried) == sorted({size for size, _ in measured})
+    assert len(measured) == len(set(measured))
+
+
+def test_fit_has_no_other_arguments():
+    with pytest.raises(TypeError, match="fit has no argument 'method'"):
+        fit(encoder(layers=1), batch, "1GiB", method="greedy")
+
+
+def test_fit_stops_where_batches_do_not_grow():
+    x = torch.randn(8, 16, 32)
+    with pytest.raises(ValueError, match=r"is no larger than make_batch\(8\), which fits"):
+        fit(encoder(layers=1), lambda size: x[:size], "1GiB", costs="analytic")
+
+
+def test_fit_finds_the_longest_sequence_that_fits():
+    model = encoder(layers=2)
+    found = fit(model, lambda s: (torch.randn(1, s, 32),), "600KiB", multiple=8, costs="analytic")
+    assert found.size % 8 == 0 and found.size >= 64
+    assert all(n % 8 == 0 for n in found.tried)
+
+
+def test_fit_takes_lossy_options():
+    found = fit(uneven(), batch, "2MiB", most=2, costs="analytic", loss=squared, lossy=True)
+    saves = {option.save for option in found.plan.chain.calls[0].options}
+    assert found.size == 2 and any(":" in name for save in saves for name in save)

@@ -1,0 +1,94 @@
+"""Plans that offload: what copies cost, the best choice, and what a plan says and does."""
+
+import dataclasses
+
+import pytest
+import torch
+from offload_mover import moving
+from planned_models import encoder, example_of
+
+from fused_remat import Plan, Policy, convert, memory_report, plan
+from fused_remat.cli.options import CommandError
+from fused_remat.cli.plan import main
+from fused_remat.planner.calibration import Calibration, HostLink
+from fused_remat.planner.options import kept_by_name, options_for, with_offload
+
+FREE, SLOW = HostLink(1e15, 1e15), HostLink(1e4, 1e4)
+
+
+def data():
+    return torch.randn(2, 64, 32)
+
+
+def with_link(link):
+    """A CPU's calibration, as if the host were elsewhere."""
+    return Calibration(torch.device("cpu"), 1e10, 1e-6, {torch.float32: 1e10}, link)
+
+
+def planned(link=FREE, **options):
+    torch.manual_seed(0)
+    options = {"options": ["full"], "segments": False, "accumulates": True, **options}
+    with moving():
+        return plan(encoder(), data(), offload=True, costs=with_link(link), **options)
+
+
+@pytest.fixture(scope="module")
+def free():
+    return planned()
+
+
+def test_options_cost_what_nothing_hides():
+    example = example_of(convert(encoder(1).layers[0]), data())
+    base, up = options_for(example, lambda *_: {("backward", "x"): 2.0}, [(), ("up",)])
+    up = dataclasses.replace(up, seconds=0.5)
+    sizes = kept_by_name(example, ("up",))
+    link = HostLink(out=sizes["input"] / 4.0, back=sizes["input"] / 3.0)  # 4 s and 3 s
+    found = with_offload(example, (base, up), link, forward=1.5)
+    assert found[:2] == (base, up)
+    moved, all_of_it = sizes["input"], sizes["input"] + sizes["up"]
+    found = {(o.save, o.offload): o for o in found[2:]}
+    one = found[(), ("input",)]
+    assert (one.moved, one.kept) == (moved, base.kept - moved)
+    assert one.seconds == 2.0 + (4.0 - 1.5) + (3.0 - 2.0)
+    both, ratio = found[("up",), ("input", "up")], all_of_it / moved
+    assert (both.moved, both.kept) == (all_of_it, up.kept - all_of_it)
+    assert both.seconds == pytest.approx(0.5 + (4.0 * ratio - 1.5) + (3.0 * ratio - 0.5))
+
+
+def test_a_plan_offloads_where_it_pays(free):
+    slow = planned(SLOW)
+    assert all(p.offload == {"input"} for p in free.policies.values())  # no slower, and less
+    assert not any(p.offload for p in slow.policies.values())
+    assert slow.frontier[-1].seconds < slow.frontier[0].seconds - 1
+    tight = free.within(free.frontier[0].peak_bytes)
+    assert any(p.offload for p in tight.policies.values()) and tight.parts["in transit"] > 0
+    assert "offload input" in tight.table() and tight.peak_bytes <= free.frontier[0].peak_bytes
+    assert Plan.from_json(tight.to_json()) == tight
+
+
+def test_a_plan_applied_keeps_what_it_says(free):
+    model, x = encoder(), data()
+    tight = free.within(free.frontier[0].peak_bytes)
+    tight.apply(model)
+    with moving() as mover:
+        report = memory_report(model, x)
+    assert mover.events and report.kept_bytes == report.predicted_bytes == tight.kept_bytes
+
+
+def test_bad_arguments(capsys):
+    with pytest.raises(ValueError, match=r"offload=True on cpu: .* nothing can be moved"):
+        plan(encoder(), data(), offload=True)
+    with pytest.raises(TypeError, match="offload= is True or False, got 'input'"):
+        plan(encoder(), data(), offload="input")
+    given = Policy(offload={"input"})
+    with pytest.raises(ValueError, match=r"offload=\{'input'\}.*with offload=True"):
+        plan(encoder(), data(), options=["full", given])
+    with pytest.raises(ValueError, match=r"offload=\{'input'\}.*with offload=True"):
+        plan(encoder(), data(), method="manual", policies={"*": given})
+    with pytest.raises(ValueError, match="only CUDA devices have a link to the host, not cpu"):
+        Calibration(torch.device("cpu"), 1.0, 1.0).host_link()
+
+
+def test_command_line():
+    with pytest.raises(CommandError, match="offload=True on cpu"):
+        main(["smollm-135m", "--layers", "1", "--seq", "8", "--offload"])

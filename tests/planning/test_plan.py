@@ -1,0 +1,492 @@
+"""Plans against reality: kept bytes exact, peaks as allocated, budgets kept, nothing disturbed."""
+
+import dataclasses
+import importlib
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from planned_models import (
+    CASES,
+    LOSSY,
+    WITHIN,
+    Mixed,
+    assert_holds,
+    budgets,
+    encoder,
+    example_of,
+    given,
+    hf_loss,
+    is_lossy,
+    labelled,
+    llama,
+    planned,
+    squared,
+    uneven,
+)
+from report_models import Model
+from torch import nn
+
+import fused_remat
+from fused_remat import (
+    BudgetError,
+    FusedRematCausalLayer,
+    FusedRematDecoderLayer,
+    FusedRematLayer,
+    Plan,
+    Policy,
+    convert,
+    plan,
+    revert,
+)
+from fused_remat.graph.build import block_graph
+from fused_remat.layers import FusedLayer
+from fused_remat.planner import calibrate
+from fused_remat.planner import chain as chains
+from fused_remat.planner.measure import predict_optimizer
+from fused_remat.planner.options import options_for, packable
+from fused_remat.policies import LOSSY_PRESETS, kept_names
+from fused_remat.report.allocations import AllocationTrace, SavedBytes
+from fused_remat.spec import nn_layer_spec
+
+pytestmark = pytest.mark.usefixtures("one_machine")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kept_bytes_are_exact_and_peaks_hold(case):
+    """With the scales of lossy formats, where those are allowed."""
+    model, args, kwargs, loss = given(case)
+    found = [planned(case).within(budget) for budget in budgets(planned(case))]
+    for made, budget in zip(found, budgets(planned(case)), strict=True):
+        assert made.peak_bytes <= budget
+        assert_holds(made, model, args, kwargs, loss)
+    assert any(map(is_lossy, found)) == (case in LOSSY)
+
+
+@pytest.mark.parametrize("method", ["optimal", "greedy", "uniform", "sqrt"])
+def test_a_plan_of_any_method_gives_the_gradients_of_every_other(method):
+    model, args, _, loss = given("mixed")
+    fastest = planned("mixed")
+    convert(model)
+
+    def grads():
+        torch.manual_seed(3)
+        model.zero_grad()
+        loss(model(*args)).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = grads()
+    budget = None if method == "sqrt" else fastest.frontier[len(fastest.frontier) // 2].peak_bytes
+    fastest.within(budget, method).apply(model)
+    assert {layer.policy for layer in model.modules() if isinstance(layer, FusedLayer)} != {"full"}
+    assert all(map(torch.equal, grads(), expected))
+
+
+def test_segments_are_planned_where_memory_is_least_and_hold():
+    torch.manual_seed(0)
+    model, args, loss = encoder(), (torch.randn(16, 64, 32),), squared
+    fastest = plan(model, *args, loss=loss, costs="analytic")
+    least = fastest.within(fastest.frontier[0].peak_bytes)
+    assert least.choice.segments
+    without = plan(model, *args, loss=loss, costs="analytic", segments=False)
+    assert not any(call.linked for call in without.chain.calls)
+    assert least.peak_bytes < without.frontier[0].peak_bytes
+    assert_holds(least, model, args, {}, loss)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_the_peak_of_whole_steps_with_an_optimizer(name, accumulates):
+    """All of a training loop's allocations, from the second step on, in one trace."""
+    torch.manual_seed(0)
+    model, x = encoder(layers=3, width=64), torch.randn(4, 32, 64)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
+    options = {"optimizer": optimizer, "loss": squared, "costs": "analytic"}
+    fastest = plan(model, x, accumulates=accumulates, **options)
+    for budget in (fastest.frontier[0].peak_bytes, fastest.peak_bytes):
+        found = fastest.within(budget)
+        found.apply(model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            squared(model(x)).backward()
+            optimizer.step()
+        if not accumulates:
+            optimizer.zero_grad()
+        with AllocationTrace() as trace:
+            squared(model(x)).backward()
+            optimizer.step()
+        (span,) = trace.spans
+        peak = span.peak + found.chain.rests
+        assert found.peak_bytes == pytest.approx(peak, rel=WITHIN)
+        assert {"parameters", "gradients"} < set(found.parts)
+    assert ("optimizer state" in found.chain.resting) == (name == "AdamW")
+
+
+@pytest.mark.parametrize("case", ["mixed", "pre-norm, lossy"])
+def test_larger_budgets_are_never_slower_and_smaller_ones_never_take_more(case):
+    fastest = planned(case)
+    found = [fastest.within(budget) for budget in budgets(fastest, 40)]
+    for less, more in itertools.pairwise(found):
+        assert more.seconds <= less.seconds
+        assert more.peak_bytes >= less.peak_bytes
+    assert found[-1].seconds == fastest.seconds
+    peaks = [p.peak_bytes for p in fastest.frontier]
+    assert peaks == sorted(peaks)
+
+
+@pytest.mark.parametrize("case", ["pre-norm", "mixed", "llama"])
+def test_no_method_is_predicted_faster_at_equal_peak(case):
+    fastest = planned(case)
+    faster = 0
+    for method in ("uniform", "sqrt", "greedy"):
+        peaks = budgets(fastest) if method != "sqrt" else [None]
+        for budget in peaks:
+            try:
+                other = fastest.within(budget, method)
+            except BudgetError:
+                continue
+            ours = fastest.within(other.peak_bytes)
+            assert ours.seconds <= other.seconds
+            faster += ours.seconds < other.seconds
+    assert faster
+
+
+def test_an_impossible_budget_says_what_the_least_is_and_what_it_is_made_of():
+    model, args, _, loss = given("pre-norm")
+    with pytest.raises(BudgetError, match="no 'optimal' plan has a peak within") as info:
+        plan(model, *args, loss=loss, budget="10KiB", costs="analytic")
+    error = info.value
+    assert isinstance(error, ValueError)
+    assert error.budget == 10 * 1024
+    assert sum(error.parts.values()) == error.least
+    assert f"({error.least} bytes)" in str(error)
+    assert next(iter(error.parts)) in str(error)
+    least = plan(model, *args, loss=loss, budget=error.least, costs="analytic")
+    assert least.peak_bytes == error.least
+
+
+def test_sqrt_says_what_its_own_segments_need():
+    fastest = planned("pre-norm")
+    needs = fastest.within(None, "sqrt").peak_bytes
+    assert fastest.frontier[0].peak_bytes < needs
+    with pytest.raises(BudgetError, match="the peak of its segments is") as info:
+        fastest.within(needs - 1, "sqrt")
+    assert info.value.least == needs
+
+
+def test_planning_leaves_everything_as_it_was():
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(2, 16, 32)
+    classes = [type(m) for m in model.modules()]
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    grad, state = model.head.weight.grad, torch.get_rng_state()
+    plan(model, x, costs="analytic", accumulates=True)
+    assert [type(m) for m in model.modules()] == classes
+    assert model.head.weight.grad is grad and (grad == 1).all()
+    assert model.head.bias.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+    convert(model, policy="lean")
+    plan(model, x, costs="analytic")
+    assert {m.policy for m in model.modules() if isinstance(m, FusedLayer)} == {"lean"}
+
+
+@pytest.mark.parametrize("case", ["mixed", "pre-norm, lossy"])
+def test_a_plan_is_read_back_from_its_json(case, tmp_path):
+    fastest = planned(case)
+    tight = (fastest.within(budget) for budget in budgets(fastest, 20)[1:])
+    found = next(made for made in tight if is_lossy(made) == (case in LOSSY))
+    path = tmp_path / "plan.json"
+    text = found.to_json(path)
+    again = Plan.from_json(path.read_text(encoding="utf-8"))
+    assert again == found and again.table() == found.table() and again.to_json() == text
+    assert again.within(found.peak_bytes).choice == found.choice
+    model = again.apply(given(case)[0])
+    assert {n: m.policy for n, m in model.named_modules() if n in found.policies} == found.policies
+    shown = any(name in found.table() for name in (":int8", *LOSSY_PRESETS))
+    stored = {form for policy in found.policies.values() for form in policy.formats.values()}
+    assert shown == ("int8" in stored) == (case in LOSSY)
+    with pytest.raises(ValueError, match="is not the JSON of a plan"):
+        Plan.from_json("{}")
+
+
+def test_applying_to_another_model_raises_and_changes_nothing():
+    found = planned("mixed")
+    other = convert(encoder(layers=2), policy="lean")
+    with pytest.raises(ValueError, match=r"does not have: 'first\.0'"):
+        found.apply(other)
+    assert [layer.policy for layer in other.layers] == ["lean", "lean"]
+
+
+def test_manual_takes_patterns_and_segments():
+    model, args, kwargs, loss = given("pre-norm")
+    policies = {
+        "layers.0": "none",
+        "layers.1": Policy({"attn"}, segment="first"),
+        "layers.[23]": Policy({"attn"}, segment="inner"),
+        "*": "full",
+    }
+    found = plan(model, *args, loss=loss, method="manual", policies=policies, costs="analytic")
+    assert found.choice.segments == ((1, 4),)
+    assert found.layers[0].label == "none" and found.layers[5].label == "full"
+    assert_holds(found, model, args, kwargs, loss)
+    with pytest.raises(ValueError, match=r"no pattern of policies= matches 'layers\.1'"):
+        plan(model, *args, method="manual", policies={"layers.0": "full"}, costs="analytic")
+    for policy in ("none", "fast8"):
+        how = {"method": "manual", "policies": {"*": policy}, "costs": "analytic"}
+        with pytest.raises(BudgetError, match="the peak of the policies is"):
+            plan(model, *args, budget=1000, **how)
+
+
+def test_options_restrict_the_choice():
+    model, args, _, loss = given("pre-norm")
+    found = plan(model, *args, loss=loss, options=["full", "lean", "fast"], costs="analytic")
+    assert {layer.label for layer in found.layers} <= {"full", "lean", "fast"}
+    assert len(found.chain.calls[0].options) == 3
+
+
+def test_ceilings_are_bytes_and_seconds(monkeypatch):
+    """Of 2**24 float32 numbers, read and written, and of 100 operations, which took 2 s each."""
+    module = importlib.import_module("fused_remat.planner.calibration")
+    monkeypatch.setattr(module, "_CALIBRATIONS", {})
+    monkeypatch.setattr(module, "_best", lambda *_: 2.0)
+    found = calibrate("cpu")
+    assert (found.bandwidth, found.overhead) == (2 * 4 * 2**24 / 2.0, 0.02)
+
+
+def test_measured_and_analytic_costs_of_every_step():
+    model, args, _, loss = given("pre-norm")
+    calibration = calibrate("cpu")
+    assert calibration.bandwidth > 0 and calibration.overhead > 0
+    found = plan(model, *args, loss=loss, costs=calibration)
+    assert found.costs == "measured"
+    steps = {(cost.which, cost.step) for cost in found.steps}
+    assert {
+        ("forward", "compute qkv"),
+        ("backward", "compute up"),
+        ("backward", "backward up"),
+    } <= (steps)
+    assert all(cost.measured > 0 and cost.analytic > 0 for cost in found.steps)
+    untimed = plan(model, *args, loss=loss, costs="analytic")
+    assert {cost.measured for cost in untimed.steps} == {None}
+
+
+def test_predicted_optimizer_state_is_what_it_comes_to():
+    model = encoder(layers=1)
+    for make in (
+        lambda p: torch.optim.AdamW(p),
+        lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True),
+        lambda p: torch.optim.SGD(p, momentum=0.9),
+        lambda p: torch.optim.RMSprop(p),
+    ):
+        optimizer = make(model.parameters())
+        state, update = predict_optimizer(optimizer)
+        assert not optimizer.state
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with AllocationTrace() as trace:
+            optimizer.step()
+            trace.mark("second")
+            optimizer.step()
+        first, second = trace.spans
+        assert state == first.end
+        assert update == pytest.approx(second.peak - second.start, abs=256)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"budget": "six"}, ValueError, "cannot read 'six' as an amount of memory"),
+        ({"budget": 1.5}, ValueError, r"in \(0, 1\], got 1.5"),
+        ({"budget": 0}, ValueError, "at least 1 byte and .* got 0"),
+        ({"budget": 10**30}, ValueError, r"less than 2\*\*63 bytes, got 1000"),
+        ({"budget": True}, TypeError, "got True"),
+        ({"budget": [1]}, TypeError, r"got \[1\]"),
+        ({"method": "best"}, ValueError, "unknown method 'best'; valid: optimal"),
+        ({"costs": "guess"}, ValueError, "got 'guess'"),
+        ({"method": "manual"}, ValueError, "policies="),
+        ({"policies": {"*": "full"}}, ValueError, "policies="),
+        ({"options": "full"}, TypeError, "list of policies, got 'full'"),
+        ({"options": 2.0}, TypeError, "list of policies, got 2.0"),
+        ({"loss": torch.ones(1)}, TypeError, "function of the model's output, got Tensor"),
+        ({"optimizer": "adamw"}, TypeError, "got str"),
+        ({"options": ["fastest"]}, ValueError, "unknown policy 'fastest'"),
+        ({"lossy": "int8"}, TypeError, "lossy= is True or False, got 'int8'"),
+        ({"loss": lambda y: 1.0}, TypeError, "got float"),
+        ({"loss": lambda y: y.detach().sum()}, ValueError, "with requires_grad=False"),
+        (
+            {"loss": lambda y: y},
+            ValueError,
+            r"scalar .* of shape \(2, 8, 32\) with requires_grad=True",
+        ),
+    ],
+)
+def test_bad_arguments(options, error, match):
+    with pytest.raises(error, match=match):
+        plan(encoder(layers=1), torch.randn(2, 8, 32), **options)
+
+
+def test_models_that_cannot_be_planned():
+    frozen, x = encoder(layers=1).requires_grad_(False), torch.randn(2, 8, 32)
+    with pytest.raises(TypeError, match="got int"):
+        plan(3, x)
+    with pytest.raises(ValueError, match="no layer to convert"):
+        plan(nn.Linear(32, 4), x)
+    with pytest.raises(ValueError, match="keeps anything for backward"):
+        plan(frozen, x)
+    assert type(frozen.layers[0]) is nn.TransformerEncoderLayer
+
+
+def test_layers_with_adapters_keep_names_that_their_policies_take():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    kwargs = labelled()
+    found = plan(model, loss=hf_loss, costs="analytic", **kwargs)
+    for choice in (found, found.within(found.frontier[0].peak_bytes)):
+        assert_holds(choice, model, (), kwargs, hf_loss)
+
+
+def test_layers_that_the_loss_does_not_depend_on_are_not_planned():
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x)).detach()
+        return self.layers[3](self.layers[2](x))
+
+    model, x = Model(forward, layers=encoder(layers=4).layers), torch.randn(4, 64, 32)
+    found = plan(model, x, loss=squared, costs="analytic")
+    assert list(found.policies) == ["layers.2", "layers.3"]
+    assert_holds(found, model, (x,), {}, squared)
+    gone = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match="that the loss depends on them"):
+        plan(encoder(layers=1), x, loss=lambda y: gone * y.detach().sum(), costs="analytic")
+
+
+@pytest.mark.parametrize("target", ["grad", "main_grad"])
+def test_gradients_that_blocks_accumulate_are_as_before(target):
+    model, x = convert(encoder(), accumulate_into=target), torch.randn(4, 64, 32)
+    for p in model.parameters():
+        p.grad, p.main_grad = torch.ones_like(p), torch.ones_like(p)
+    grads = [(p.grad, p.main_grad) for p in model.parameters()]
+    plan(model, x, loss=squared, accumulates=True, costs="analytic")
+    for p, (grad, main_grad) in zip(model.parameters(), grads, strict=True):
+        assert p.grad is grad and p.main_grad is main_grad
+        assert (grad == 1).all() and (main_grad == 1).all()
+
+
+def test_plans_in_two_threads_wait_for_each_other():
+    x = torch.randn(4, 64, 32)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(plan, encoder(layers=2), x, costs="analytic") for _ in range(2)]
+        first, second = (run.result() for run in runs)
+    assert first.peak_bytes == second.peak_bytes == plan(encoder(2), x, costs="analytic").peak_bytes
+
+
+def test_layers_that_run_now_and_then_raise():
+    """LayerDrop: another number of layers in every step."""
+
+    def forward(self, x):
+        self.steps += 1
+        for _ in range(self.steps):
+            x = self.layer(x)
+        return x
+
+    model = Model(forward, layer=FusedRematLayer(32, 4, 64, 0.0, batch_first=True), steps=0)
+    with pytest.raises(ValueError, match="'layer' was not called as often in one step"):
+        plan(model, torch.randn(2, 8, 32), costs="analytic")
+
+
+def test_public_names():
+    for name in ("plan", "Plan", "fit", "calibrate", "BudgetError"):
+        assert name in fused_remat.__all__
+    assert dataclasses.is_dataclass(Plan)
+    assert revert(convert(encoder(layers=1)))
+    assert chains.Choice((0,)).segments == ()
+
+
+# --- formats that lose something: never unless asked for
+
+
+def test_kept_bytes_are_what_autograd_saves():
+    fastest = planned("pre-norm, lossy")
+    found = fastest.within(budgets(fastest)[2])
+    assert is_lossy(found)
+    torch.manual_seed(0)
+    model, x = found.apply(uneven()), torch.randn(4, 64, 32)
+    with SavedBytes(exclude=model.parameters()) as saved:
+        loss = squared(model(x))
+    assert saved.total == found.kept_bytes
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("case", LOSSY)
+def test_nothing_lossy_without_being_asked_for(case):
+    exact = planned(case, False)
+    saves = {option.save for call in exact.chain.calls for option in call.options}
+    assert not any(":" in name for save in saves for name in save)
+
+
+@pytest.mark.parametrize("case", LOSSY)
+def test_lossy_plans_are_never_slower_at_a_budget_and_reach_no_less(case):
+    """As predicted; the options without formats are all there still."""
+    lossy, exact = planned(case), planned(case, False)
+    measured = {"seconds": lossy.chain.seconds, "moments": lossy.chain.moments}
+    exact = dataclasses.replace(exact, chain=dataclasses.replace(exact.chain, **measured))
+    faster = 0
+    for budget in budgets(exact, 12):
+        ours, theirs = lossy.within(budget), exact.within(budget)
+        assert ours.seconds <= theirs.seconds
+        faster += ours.seconds < theirs.seconds
+    assert faster
+    assert lossy.frontier[0].peak_bytes <= exact.frontier[0].peak_bytes
+
+
+def test_only_what_the_lossy_rungs_pack_is_packed():
+    """A weight gradient, a norm and the residual stream read the other names."""
+    graphs = [block_graph(nn_layer_spec(norm_first, 4, 8, "gelu")) for norm_first in (True, False)]
+    for placement in ("pre", "post", "sandwich"):
+        for qk_norm in (False, True):
+            layer = FusedRematCausalLayer(32, 4, 64, placement=placement, qk_norm=qk_norm)
+            graphs.append(layer._example())
+    graphs += [
+        FusedRematDecoderLayer(32, 4, norm_first=first)._example() for first in (True, False)
+    ]
+    for graph in graphs:
+        names = {f"{name}:int8" for name in packable(graph)}
+        assert names == {n for n in kept_names("fast8", graph) if ":" in n}
+
+
+def test_what_fits_as_it_is_is_not_packed():
+    plain, lossy = planned("pre-norm, lossy", False), planned("pre-norm, lossy")
+    roomy = 2 * plain.peak_bytes
+    assert not is_lossy(lossy.within(roomy))
+    assert lossy.within(roomy).policies == plain.within(roomy).policies
+
+
+def test_lossy_policies_that_are_named_need_no_flag():
+    x = torch.randn(4, 64, 32)
+    options = ["full", "fast8", "balanced8", Policy({"attn": "native", "up": "int8"})]
+    found = plan(uneven(), x, loss=squared, costs="analytic", options=options)
+    shown = {found.within(budget).layers[1].label for budget in budgets(found)}
+    assert "fast8" in shown <= {"full", "fast8", "balanced8", "attn, up:int8"}
+    policies = {"layers.0": "fast8", "*": Policy({"attn", "qkv:int8"})}
+    found = plan(uneven(), x, loss=squared, method="manual", policies=policies, costs="analytic")
+    assert [layer.label for layer in found.layers] == ["fast8", *["attn, qkv:int8"] * 2]
+    assert "fast8" in found.table() and "attn, qkv:int8" in found.table()
+    with pytest.raises(ValueError, match="unknown format 'int9'"):
+        Policy({"up": "int9"})
+
+
+def test_seconds_are_of_backward_and_of_packing():
+    layer = FusedRematLayer(32, 4, 160, 0.0, batch_first=True)
+    example = example_of(layer, torch.randn(2, 8, 32))
+    taken = {("forward", "compute up"): 1.0, ("forward", "compute up:int8"): 10.0}
+    taken |= {("backward", "compute act from up:int8"): 100.0, ("backward", "backward act"): 1e3}
+    options = options_for(example, lambda *_: taken, [("up",), ("up:int8",)])
+    assert [option.seconds for option in options] == [1100.0, 1110.0]
+
+
+def test_steps_that_pack_and_unpack_are_timed():
+    found = plan(uneven(), torch.randn(4, 64, 32), loss=squared, options=["full", "fast8"])
+    base, fast8 = found.chain.calls[0].options
+    assert set(fast8.save) == {"attn", "mid", "qkv:int8", "up:int8"}
+    assert base.seconds > 0 and fast8.seconds > 0
