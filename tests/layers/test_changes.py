@@ -51,7 +51,7 @@ def step(layer, x=X, **kwargs):
 
 
 def assert_same(got, expected):
-    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(list(got), list(expected))
 
 
 @pytest.mark.parametrize(
