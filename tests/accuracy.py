@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,3 +51,13 @@ def check_error(
         if computed is not None:
             floor = max(floor, torch.finfo(computed).eps / 2)
         assert error <= 1.5 * allowed + floor, f"{name}: {error:.3g}, PyTorch's {allowed:.3g}"
+
+
+def assert_close(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Of float64 results, which differ by the order of sums."""
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def assert_bits(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

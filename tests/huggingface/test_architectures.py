@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from hf_models import (
+    IDS,
     MODELS,
     S,
     allowed,
@@ -117,6 +118,20 @@ def test_packed_sequences_are_as_those_by_themselves(name):
     alone = torch.cat([model(input_ids=part).logits[0] for part in parts])
     # transformers' RMSNorm after the last layer is float32.
     torch.testing.assert_close(got, alone, rtol=1e-6, atol=1e-6)
+
+
+def test_sequences_have_their_own_positions():
+    stock = build("llama")
+    fused = convert(copy.deepcopy(stock))
+    tokens = IDS["input_ids"].shape[1]
+    # Of any distance: without a mask transformers would take a gap for the next packed sequence.
+    places = torch.arange(tokens) * torch.tensor([[1], [4]])
+    given = {**IDS, "attention_mask": torch.ones_like(IDS["input_ids"]), "position_ids": places}
+    with reasons() as why:
+        found = fused(**given).logits
+    assert not why
+    # transformers' RMSNorm is float32 in a float64 model
+    torch.testing.assert_close(found, stock(**given).logits, rtol=1e-6, atol=1e-6)
 
 
 def test_bounds_and_windows_of_flash_attention():

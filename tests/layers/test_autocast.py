@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import check_error
+from accuracy import assert_bits, assert_close, check_error
 from layer_kinds import (
     KINDS,
     TORCH_NN,
@@ -15,8 +15,6 @@ from layer_kinds import (
     D,
     H,
     S,
-    assert_bits,
-    assert_close,
     check_errors,
     in_double,
     run,

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from accuracy import assert_bits, assert_close
 from block_inputs import in_pieces
 from layer_kinds import (
     DECODERS,
@@ -14,8 +15,6 @@ from layer_kinds import (
     F,
     M,
     S,
-    assert_bits,
-    assert_close,
     run,
 )  # fmt: skip
 from tiers import pairwise

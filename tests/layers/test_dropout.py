@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 import torch
-from layer_kinds import KINDS, TORCH_NN, assert_bits, assert_close, run
+from accuracy import assert_bits, assert_close
+from layer_kinds import KINDS, TORCH_NN, run
 from reference import EXACT_PRESETS, masked_encoder, pair
 from torch import nn
 

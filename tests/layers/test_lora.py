@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from accuracy import check_error
+from accuracy import assert_bits, assert_close, check_error
 from block_inputs import Block, calls, in_pieces, leaves, normal, results
-from layer_kinds import KINDS, assert_bits, assert_close, run
+from layer_kinds import KINDS, run
 from peft import LoraConfig, inject_adapter_in_model
 from reference import EXACT_PRESETS
 from reference import causal_block as plain
@@ -69,8 +69,7 @@ def test_encoder_block_as_in_plain_pytorch(norm_first):
     own = {"is_causal": False, "placement": block.placement, "norm": block.norm}
     named = [*leaves(x, w, lora).values()]
     found = results(lambda: ops.encoder_block(x, w, 4, norm_first=norm_first, **kw), named)
-    for a, b in zip(found, results(lambda: plain(x, w, 4, **own, **kw), named), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(found, results(lambda: plain(x, w, 4, **own, **kw), named))
 
 
 @pytest.mark.parametrize("rows", [4096, 2], ids=["whole", "in pieces"])
@@ -269,8 +268,7 @@ def test_peft_on_the_encoder_layer(norm_first, recwarn):
     x = normal(5, 2, 8)
     for _ in range(2):
         assert fused.why_not_fused(x) is None
-        for a, b in zip(grads(fused, x), grads(stock, x), strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(grads(fused, x), grads(stock, x))
         stock.linear1.set_adapter([])  # one of the two is off
     stock.eval()
     with torch.no_grad():  # the stock layer's kernel would ignore the adapters
@@ -307,8 +305,7 @@ def test_other_adapters_run_under_ordinary_rebuild(targets, config, reason):
     fused, x = FusedRematLayer.from_layer(copy.deepcopy(stock)), normal(5, 2, 8)
     with pytest.warns(FusedRematWarning, match=reason):
         found = grads(fused, x)
-    for a, b in zip(found, grads(stock, x), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(found, grads(stock, x))
 
 
 def test_an_adapter_around_an_adapter_is_not_passed_over():

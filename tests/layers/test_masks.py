@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from accuracy import check_error
-from layer_kinds import TORCH_NN, assert_close, run
+from accuracy import assert_close, check_error
+from layer_kinds import TORCH_NN, run
 from reference import pair
 from torch import nn
 

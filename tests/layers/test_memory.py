@@ -9,8 +9,7 @@ from layer_kinds import DECODERS, KINDS, MODELS, B, D, H, M, S, run
 from reference import EXACT_PRESETS
 
 from fused_remat import FusedRematLayer, memory_report
-from fused_remat.graph.schedule import kept_bytes
-from fused_remat.report.allocations import SavedBytes, measure_allocations
+from fused_remat.report.allocations import SavedBytes, measure_allocations, predict_kept_bytes
 
 FP32, BF16 = torch.float32, torch.bfloat16
 autocast = functools.partial(torch.autocast, "cpu")
@@ -44,8 +43,8 @@ def kept(layer, inputs, low=None, **given):
             ((block, shapes),) = calls(call)
         # The output is there, and as large as the input, which was there before.
         alive = measure_allocations(call).net + sum(t.nbytes for t in inputs[1:])
-    itemsize = inputs[0].itemsize
-    predicted = kept_bytes(block.graph, block.save, block.needs_grad, shapes, itemsize)
+    given = (layer.policy, shapes, block.needs_grad, *inputs[0].shape[:2], inputs[0].dtype)
+    predicted = predict_kept_bytes(block.graph, *given)
     return saved.total, alive, sum(predicted.values())
 
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from accuracy import assert_bits, assert_close
 from block_inputs import in_pieces
 from layer_kinds import (
     FORMS,
@@ -19,8 +20,6 @@ from layer_kinds import (
     M,
     S,
     as_op,
-    assert_bits,
-    assert_close,
     by_block,
     check_errors,
     run,
@@ -60,7 +59,7 @@ def test_a_causal_layers_twin_is_the_reference(name, form):
     kind = KINDS[name]
     stock, _ = kind.pair(dtype=FP64)
     tensors, given = kind.data(), kind.given(form)
-    reference = functools.partial(plain, w=by_block(stock), nhead=stock.nhead, **as_op(stock))
+    reference = functools.partial(plain, weights=by_block(stock), nhead=stock.nhead, **as_op(stock))
     leaves = [given["attn_mask"]] if "attn_mask" in given else []
     found = []
     for call in (stock, reference):

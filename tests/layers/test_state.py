@@ -8,7 +8,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from layer_kinds import KINDS, MODELS, TORCH_NN, assert_bits, run
+from accuracy import assert_bits
+from layer_kinds import KINDS, MODELS, TORCH_NN, run
 from reference import PARAM_NAMES, X, pair
 from torch import nn
 
@@ -174,6 +175,19 @@ def test_from_layer_shares_parameters_mode_and_hooks():
     assert calls == [1]
     fused.train()
     assert not stock.training  # a module of its own, though its children are shared
+
+
+def test_a_layer_without_biases_is_fused():
+    layer = FusedRematLayer(8, 2, 12, bias=False)
+    assert layer.why_not_fused(torch.zeros(3, 2, 8, requires_grad=True)) is None
+
+
+def test_from_layer_makes_a_module_of_its_own():
+    stock = nn.TransformerEncoderLayer(8, 2, 12)
+    fused = FusedRematLayer.from_layer(stock)
+    fused.norm1 = nn.Identity()
+    fused.register_forward_hook(lambda *_: None)
+    assert type(stock.norm1) is nn.LayerNorm and not stock._forward_hooks
 
 
 # --- model code that looks at types
