@@ -165,12 +165,12 @@ def main() -> int:
             for mutant, (how, taken) in zip(mutants, pool.map(run, mutants), strict=True):
                 how = {mutant.ending: "caught", "passes": "SURVIVED"}.get(how, f"({how})")
                 print(f"{how:9}{taken:6.1f} s  {mutant.name}", flush=True)
-                count[mutant.name.partition(":")[0], how] += 1
+                count[mutant.test.split("/")[1], how] += 1
         finally:  # also when interrupted
             pool.shutdown(cancel_futures=True)
-    for room in dict.fromkeys(room for room, _ in count):
-        of = sum(n for (which, _), n in count.items() if which == room)
-        print(f"{room}: {count[room, 'caught']} of {of} caught")
+    for folder in dict.fromkeys(folder for folder, _ in count):
+        of = sum(n for (which, _), n in count.items() if which == folder)
+        print(f"tests/{folder}: {count[folder, 'caught']} of {of} caught")
     return int(any(how != "caught" for _, how in count))
 
 
