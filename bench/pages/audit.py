@@ -14,10 +14,11 @@ def audit_table() -> str:
     largest: dict[str, Row] = {}  # kernel -> of its largest tile, which comes first
     tiles: dict[str, str] = {}
     for row in rows:
-        name, *_, block, warps, stages = row["name"].split(" ") if row["product"] else [""] * 4
-        tile = f"{block} {warps} {stages}"
-        if name and tiles.setdefault(name, tile) == tile:
-            largest[name] = max(largest.get(name, row), row, key=lambda r: r["registers"])
+        if row["product"]:
+            name, *_, block, warps, stages = row["name"].split(" ")
+            tile = f"{block} {warps} {stages}"
+            if tiles.setdefault(name, tile) == tile:
+                largest[name] = max(largest.get(name, row), row, key=lambda r: r["registers"])
     cells: list[list[Cell]] = [
         [f"`{name}`", tiles[name], str(row["registers"]), f"{row['shared'] / 1024:.0f} KiB",
          str(row["tensor_core"]), str(row["tma"]), f"{row['code'] / 1024:.0f} KiB"]
