@@ -207,6 +207,18 @@ def why_not(way: Row) -> str | None:
     return reason and ("absent: " if absent else "FAIL: ") + " ".join(reason.split())
 
 
+def errors_of(
+    rows: Iterable[Row], title: Callable[[Row], str], most: int | None = None
+) -> list[str]:
+    """Every error of the rows and of their ways, in a line; `most`: letters of an error."""
+    found = []
+    for row in rows:
+        ways = row.get("ways", {}).items()
+        named = [("", row), *((f"{name}: ", way) for name, way in ways)]
+        found += [f"{title(row)}: {name}{o['error'][:most]}" for name, o in named if "error" in o]
+    return found
+
+
 def place(path: Path) -> str:
     """Of a file in the results folder, or in a folder of it: its path in the repository.
 

@@ -32,7 +32,8 @@ STYLES: dict[str, Style] = {
     "ours, triton": ("#009E73", "^", True),
     "ours, compiled": ("#E69F00", "P", True),
 }
-_MARK = "frontier data sha256:"
+#: Before the digest in a file.
+MARK = "frontier data sha256:"
 
 
 @contextlib.contextmanager
@@ -52,7 +53,7 @@ def drawing(name: str, width: float, height: float) -> Iterator[Any]:
 
 def save(figure: Any, folder: Path, name: str, drawn: str) -> list[Path]:
     """Write `name`.png and `name`.svg, which say by a digest what they are drawn of."""
-    mark = _MARK + drawn
+    mark = MARK + drawn
     folder.mkdir(parents=True, exist_ok=True)
     png, svg = folder / f"{name}.png", folder / f"{name}.svg"
     figure.savefig(png, dpi=150, metadata={"Software": None, "Description": mark})
@@ -108,7 +109,7 @@ def drawn_of(path: Path) -> str | None:
         return None
     content = path.read_bytes()
     text = _png_text(content) if path.suffix == ".png" else content.decode()
-    found = re.search(_MARK + "([0-9a-f]{64})", text)
+    found = re.search(MARK + "([0-9a-f]{64})", text)
     return found.group(1) if found else None
 
 

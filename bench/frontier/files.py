@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from bench.figures import frontier as figure
 from bench.figures.drawing import digest, drawn_of
 from bench.frontier.pareto import derive
 from bench.frontier.points import COLLECTED, collected, panels
 from bench.frontier.report import report
-from bench.tables import read
+from bench.tables import Row, read
 
 DATA, PAGE = "frontier.json", "frontier.md"
 PICTURES = ("frontier.png", "frontier.svg")
 DERIVED = "frontier"  # the data's key for what follows from its rows
 
 
-def write(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
+def write(folder: Path, data: Row) -> Row:
     """Write the rows with what follows from them, the page and the pictures; returns the second.
 
     Raises: ValueError without a step beside eager's, ImportError without matplotlib (the pictures
@@ -32,7 +31,7 @@ def write(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
     return derived
 
 
-def source(folder: Path) -> dict[str, Any]:
+def source(folder: Path) -> Row:
     """The rows of a folder's frontier: its own, or those of the files beside it that it is of."""
     data = read(folder / DATA)
     given = [folder / name for name in data.get(COLLECTED, ())]

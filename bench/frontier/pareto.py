@@ -6,9 +6,9 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from bench.frontier.points import Panel, Point, family, is_lossy, is_ours, title
+from bench.tables import Row
 
 #: Kept bytes at most, relative to eager's.
 MEMORY_POINTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
@@ -20,13 +20,7 @@ SWEEPS = {"seq_len": ("seq_len", "batch"), "d_model": ("d_model", "nhead")}
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:
-    """The ways of which none other is as fast within the same bytes, fewest bytes first.
-
-    >>> made = [Point(name, kept, 0.0, {"p50": time})
-    ...         for name, kept, time in [("a", 1.0, 1.0), ("b", 0.5, 1.2), ("c", 0.6, 1.3)]]
-    >>> [point.way for point in frontier(made)]
-    ['b', 'a']
-    """
+    """The ways of which none other is as fast within the same bytes, fewest bytes first."""
     found: list[Point] = []
     for point in sorted(points, key=lambda p: (p.kept, p.p50)):
         if not found or point.p50 < found[-1].p50:
@@ -39,7 +33,7 @@ def is_tie(first: Point, second: Point) -> bool:
     return abs(second.p50 - first.p50) <= max(first.spread, second.spread)
 
 
-def winner(panel: Panel, at_most: float) -> dict[str, Any] | None:
+def winner(panel: Panel, at_most: float) -> Row | None:
     """The fastest way within so much memory, and by how much; None where none keeps so little.
 
     `other`: the fastest of the other side, FusedRemat's ways being one.
@@ -49,14 +43,14 @@ def winner(panel: Panel, at_most: float) -> dict[str, Any] | None:
         return None
     first, rest = order[0], order[1:]
     others = [point for point in rest if is_ours(point.way) != is_ours(first.way)]
-    found = {
+    return {
         "way": first.way, "time": first.p50, "kept": first.kept,
         "kept_bytes_per_token": first.kept_bytes_per_token,
+        "runner_up": _behind(first, rest), "other": _behind(first, others),
     }  # fmt: skip
-    return found | {"runner_up": _behind(first, rest), "other": _behind(first, others)}
 
 
-def _behind(first: Point, rest: Sequence[Point]) -> dict[str, Any] | None:
+def _behind(first: Point, rest: Sequence[Point]) -> Row | None:
     if not rest:
         return None
     second = rest[0]
@@ -64,7 +58,7 @@ def _behind(first: Point, rest: Sequence[Point]) -> dict[str, Any] | None:
     return {"way": second.way, "time": second.p50, "slower": slower, "tie": is_tie(first, second)}
 
 
-def changes(panels: Sequence[Panel]) -> list[dict[str, Any]]:
+def changes(panels: Sequence[Panel]) -> list[Row]:
     """Along each sweep, at each memory point: who wins at each size, and where that changes."""
     found = []
     for along, alike in sweeps(panels):
@@ -101,7 +95,7 @@ def sweeps(panels: Sequence[Panel]) -> Iterator[tuple[str, list[Panel]]]:
                 yield along, sorted(group, key=lambda p: int(p.case[along]))
 
 
-def _change(along: str, at_most: float, before: Panel, after: Panel) -> dict[str, Any]:
+def _change(along: str, at_most: float, before: Panel, after: Panel) -> Row:
     """Clear, unless at either end the two that change places are in a tie there."""
     one, other = winner(before, at_most), winner(after, at_most)
     ways = [None if win is None else win["way"] for win in (one, other)]
@@ -114,7 +108,7 @@ def _change(along: str, at_most: float, before: Panel, after: Panel) -> dict[str
     return {"between": between, "from": ways[0], "to": ways[1], "tie": tie}
 
 
-def derive(panels: Sequence[Panel]) -> dict[str, Any]:
+def derive(panels: Sequence[Panel]) -> Row:
     """All that is drawn and said, as JSON holds it."""
     found = []
     for panel in panels:
@@ -130,5 +124,5 @@ def derive(panels: Sequence[Panel]) -> dict[str, Any]:
             "rounds": panel.rounds,
         })  # fmt: skip
     derived = {"panels": found, "sweeps": changes(panels)}
-    copied: dict[str, Any] = json.loads(json.dumps(derived))
+    copied: Row = json.loads(json.dumps(derived))
     return copied

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from bench import tables
+from bench.tables import Row
 from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
 BASELINE = "eager"
@@ -20,12 +20,13 @@ LOSSY = "ours, lossy"
 NEEDED = {"dtype", "norm", "dropout", "batch", "seq_len", "d_model", "nhead"}
 #: Key of a results file -> the files that it was made of.
 COLLECTED = "from"
+_EXACT = "|".join(EXACT_PRESETS)
 #: Family -> what its ways are called; the first that fits is theirs.
 FAMILIES = {
-    "ours, compiled": re.compile(rf"({'|'.join(EXACT_PRESETS)})_compiled"),
-    "ours, triton": re.compile(rf"({'|'.join(EXACT_PRESETS)})_triton"),
-    "ours, eager backend": re.compile(rf"({'|'.join(EXACT_PRESETS)})_eager"),
-    OURS: re.compile("|".join(EXACT_PRESETS)),
+    "ours, compiled": re.compile(rf"({_EXACT})_compiled"),
+    "ours, triton": re.compile(rf"({_EXACT})_triton"),
+    "ours, eager backend": re.compile(rf"({_EXACT})_eager"),
+    OURS: re.compile(_EXACT),
     LOSSY: re.compile("|".join(LOSSY_PRESETS)),
     "compile": re.compile(r"compile(_budget_[\d.]+)?"),
     "checkpointing": re.compile(r"(checkpoint|selective|torch_remat).*"),
@@ -34,11 +35,7 @@ FAMILIES = {
 
 
 def family(way: str) -> str:
-    """The family of a way, by its name.
-
-    >>> [family(way) for way in ("eager", "checkpoint", "compile_budget_0.5", "lean_compiled")]
-    ['stock', 'checkpointing', 'compile', 'ours, compiled']
-    """
+    """The family of a way, by its name."""
     return next(name for name, pattern in FAMILIES.items() if pattern.fullmatch(way))
 
 
@@ -54,18 +51,12 @@ def is_lossy(way: str) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """A way whose results are right.
-
-    Attributes:
-        kept: bytes kept for backward, relative to eager's.
-        kept_bytes_per_token, step_peak_bytes: the latter None where it was not measured.
-        time: p20, p50, p80 of the step's ratio to eager's, round by round.
-    """
+    """A way whose results are right."""
 
     way: str
-    kept: float
+    kept: float  # bytes kept for backward, relative to eager's
     kept_bytes_per_token: float
-    time: dict[str, float]
+    time: dict[str, float]  # p20, p50, p80 of the step's ratio to eager's, round by round
     step_peak_bytes: float | None = None
 
     @property
@@ -80,22 +71,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """All ways at one shape.
+    """All ways at one shape."""
 
-    Attributes:
-        case: dtype, norm, dropout, batch, seq_len, d_model, nhead, and what else sets it apart.
-        machine: what it was measured on.
-        points: in the order of the table.
-        absent, wrong: way -> why there is no point.
-        rounds: in which all ways took turns; None where the row does not say.
-    """
-
-    case: dict[str, Any]
-    machine: dict[str, Any]
-    points: tuple[Point, ...]
-    absent: dict[str, str] = field(default_factory=dict)
+    case: Row  # `NEEDED`, and what else sets it apart
+    machine: Row
+    points: tuple[Point, ...]  # in the order of the table
+    absent: dict[str, str] = field(default_factory=dict)  # way -> why there is no point
     wrong: dict[str, str] = field(default_factory=dict)
-    rounds: int | None = None
+    rounds: int | None = None  # in which all ways took turns
 
     def within(self, at_most: float) -> list[Point]:
         """Exact ways that keep no more than so much of eager's, the fastest first."""
@@ -104,41 +87,30 @@ class Panel:
 
     def with_more(self, other: Panel) -> Panel:
         """With the ways of the same shape that another row has, and this one has not."""
-        known = {point.way for point in self.points}
-        more = tuple(point for point in other.points if point.way not in known | set(self.wrong))
-        known |= {point.way for point in more}
-        absent = {**other.absent, **self.absent}
-        return Panel(
-            self.case, self.machine, self.points + more,
-            {way: why for way, why in absent.items() if way not in known},
-            {**other.wrong, **self.wrong}, self.rounds,
-        )  # fmt: skip
+        known = {point.way for point in self.points} | set(self.wrong)
+        points = (*self.points, *(point for point in other.points if point.way not in known))
+        known = {point.way for point in points}
+        absent = {w: why for w, why in (other.absent | self.absent).items() if w not in known}
+        return replace(self, points=points, absent=absent, wrong=other.wrong | self.wrong)
 
 
-def title(case: dict[str, Any]) -> str:
-    """A shape in a few words.
-
-    >>> title({"dtype": "float32", "norm": "pre", "dropout": 0.0, "batch": 4, "seq_len": 512,
-    ...        "d_model": 256, "nhead": 4, "activation": "gelu"})
-    'S = 512, D = 256, B = 4, H = 4, float32, pre-norm, dropout 0'
-    """
-    words = [
-        f"S = {case['seq_len']}", f"D = {case['d_model']}", f"B = {case['batch']}",
-        f"H = {case['nhead']}", case["dtype"], f"{case['norm']}-norm",
-        f"dropout {case['dropout']:g}",
-    ]  # fmt: skip
-    words += [name for name in (case.get("activation"),) if name not in (None, "gelu")]
-    words += ["causal"] * bool(case.get("causal"))
-    return ", ".join(words)
+def title(case: Row) -> str:
+    """A shape in a few words."""
+    text = (
+        f"S = {case['seq_len']}, D = {case['d_model']}, B = {case['batch']}, H = {case['nhead']}, "
+        f"{case['dtype']}, {case['norm']}-norm, dropout {case['dropout']:g}"
+    )
+    act = case.get("activation", "gelu")
+    return text + (f", {act}" if act != "gelu" else "") + ", causal" * bool(case.get("causal"))
 
 
-def case_of(row: dict[str, Any]) -> dict[str, Any]:
+def case_of(row: Row) -> Row:
     """The layer that a row is of: of `bench gpu`'s, "layer" says it; {} where it is of none."""
-    case: dict[str, Any] = row.get("layer") or row["case"]
+    case: Row = row.get("layer") or row["case"]
     return case if set(case) >= NEEDED else {}
 
 
-def panel_of(row: dict[str, Any]) -> Panel | None:
+def panel_of(row: Row) -> Panel | None:
     """The panel of a measured row; None where eager has none, so that nothing is relative to it."""
     ways = row.get("ways", {})
     eager = ways.get(BASELINE, {})
@@ -163,17 +135,17 @@ def panel_of(row: dict[str, Any]) -> Panel | None:
     return Panel(case, machine, tuple(points), absent, wrong, row.get("rounds"))
 
 
-def _kept(found: dict[str, Any]) -> float:
+def _kept(found: Row) -> float:
     """Bytes kept: by autograd's account, or where that sees nothing, by the allocator's."""
     return float(found.get("kept_bytes") or found.get("held_bytes") or 0.0)
 
 
-def _ratio(found: dict[str, Any]) -> dict[str, float] | None:
+def _ratio(found: Row) -> dict[str, float] | None:
     ratios: dict[str, dict[str, float]] = found.get("step_ratio") or found.get("ratio") or {}
     return ratios.get(BASELINE)
 
 
-def current(data: dict[str, Any]) -> list[dict[str, Any]]:
+def current(data: Row) -> list[Row]:
     """A file's steps of whole layers, on its machine and code: not what is left of others.
 
     All of them in a file that was made of several (`collected`).
@@ -182,7 +154,7 @@ def current(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in rows if case_of(row)]
 
 
-def collected(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def collected(files: dict[str, Row]) -> Row:
     """One results file of several, by name: each row with the machine it was measured on."""
     rows = [
         {**row, "machine": row.get("machine", data["machine"])}
@@ -193,7 +165,7 @@ def collected(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"machine": first["machine"], COLLECTED: list(files), "results": rows}
 
 
-def panels(data: dict[str, Any]) -> list[Panel]:
+def panels(data: Row) -> list[Panel]:
     """A results file's panels. Raises: ValueError where no step was measured beside eager's."""
     found: dict[str, Panel] = {}
     for row in current(data):

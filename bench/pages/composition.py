@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.measure.machine import ROOT
 from bench.tables import Cell, load, markdown
@@ -29,24 +28,16 @@ GROUPS = (
 _Test = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-@dataclass(frozen=True)
-class Mark:
-    """One `composes` mark, and what else is known of the test that carries it.
-
-    Attributes:
-        group, name, limits: the mark's arguments.
-        path, test: the file, relative to the repository, and the test's name in it.
-        gpu: it needs a GPU.
-        fails: why it is expected to fail (xfail); "" if it is not.
-    """
+class Mark(NamedTuple):
+    """One `composes` mark, and what else is known of the test that carries it."""
 
     group: str
     name: str
     limits: str
-    path: str
-    test: str
-    gpu: bool = False
-    fails: str = ""
+    path: str  # of the file, relative to the repository
+    test: str  # its name in the file
+    gpu: bool = False  # it needs a GPU
+    fails: str = ""  # why it is expected to fail (xfail)
 
     @property
     def node(self) -> str:
@@ -65,31 +56,35 @@ def marks(files: Iterable[Path], root: Path = ROOT) -> list[Mark]:
 
 def _marks_of(path: Path, shown: str) -> Iterator[Mark]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    everywhere = [
-        name
+    of_file = [
+        mark
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-        for name in ast.walk(node.value)
+        for mark in ast.walk(node.value)
     ]
-    on_gpu = any(_kind(node) == "gpu" for node in everywhere)
     seen: set[ast.AST] = set()
-    for outer in tree.body:
-        if not isinstance(outer, _Test):
-            continue
-        inner = [n for n in outer.body if isinstance(n, _Test)]
-        for test in [outer, *(inner if isinstance(outer, ast.ClassDef) else ())]:
-            above = outer.decorator_list if test is not outer else []
-            own = [d for d in test.decorator_list if _kind(d) == "composes"]
-            others = [*above, *test.decorator_list]
-            gpu = on_gpu or any(_kind(d) == "gpu" for d in others)
-            fails = "; ".join(_reason(d, shown) for d in others if _kind(d) == "xfail")
-            name = test.name if test is outer else f"{outer.name}::{test.name}"
-            for decorator in own:
+    for test, name, above in _tests(tree):
+        others = [*above, *test.decorator_list]
+        gpu = any(_kind(mark) == "gpu" for mark in (*of_file, *others))
+        fails = "; ".join(_reason(d, shown) for d in others if _kind(d) == "xfail")
+        for decorator in test.decorator_list:
+            if _kind(decorator) == "composes":
                 seen.update(ast.walk(decorator))
                 yield Mark(*_arguments(decorator, shown), shown, name, gpu, fails)
     for node in ast.walk(tree):
         if _kind(node) == "composes" and node not in seen:
             raise ValueError(f"{_where(node, shown)}: the mark composes must decorate a test")
+
+
+def _tests(tree: ast.Module) -> Iterator[tuple[_Test, str, list[ast.expr]]]:
+    """Tests, classes of tests and tests in them: the name, and the decorators of the class."""
+    for outer in tree.body:
+        if isinstance(outer, _Test):
+            yield outer, outer.name, []
+        if isinstance(outer, ast.ClassDef):
+            for inner in outer.body:
+                if isinstance(inner, _Test):
+                    yield inner, f"{outer.name}::{inner.name}", outer.decorator_list
 
 
 def _kind(node: ast.AST) -> str:
@@ -103,18 +98,20 @@ def _where(node: Any, shown: str) -> str:
     return f"{shown}:{node.lineno}"
 
 
+def _composes(group: str, name: str, limits: str = "") -> tuple[str, str, str]:
+    """The arguments of the mark."""
+    assert name and all(isinstance(v, str) for v in (group, name, limits))
+    return group, name, limits
+
+
 def _arguments(mark: ast.expr, shown: str) -> tuple[str, str, str]:
     where = _where(mark, shown)
     try:
         assert isinstance(mark, ast.Call)
         given = [ast.literal_eval(a) for a in mark.args]
-        names = ("group", "name", "limits")
-        found = dict(zip(names, given, strict=False))
-        found |= {str(k.arg): ast.literal_eval(k.value) for k in mark.keywords}
-        group, name, limits = found.pop("group"), found.pop("name"), found.pop("limits", "")
-        assert not found and len(given) <= len(names)
-        assert all(isinstance(v, str) for v in (group, name, limits)) and name
-    except (AssertionError, KeyError, ValueError) as error:
+        named = {str(k.arg): ast.literal_eval(k.value) for k in mark.keywords}
+        group, name, limits = _composes(*given, **named)
+    except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
             f'{where}: expected composes("group", "name", limits="..."), in literal strings'
         ) from error
@@ -128,11 +125,8 @@ def _arguments(mark: ast.expr, shown: str) -> tuple[str, str, str]:
 def _reason(mark: ast.expr, shown: str) -> str:
     keywords = mark.keywords if isinstance(mark, ast.Call) else []
     for keyword in keywords:
-        if keyword.arg == "reason":
-            try:
-                return str(ast.literal_eval(keyword.value))
-            except ValueError:
-                break
+        if keyword.arg == "reason" and isinstance(keyword.value, ast.Constant):
+            return str(keyword.value.value)
     raise ValueError(f"{_where(mark, shown)}: xfail needs a literal reason")
 
 
@@ -160,17 +154,15 @@ def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
 
 def table(found: Iterable[Mark] | None = None, outcomes: Mapping[str, Any] | None = None) -> str:
     """A heading and a table for each group that has a mark, in the order of `GROUPS`."""
-    if outcomes is None:
-        outcomes = load(OUTCOMES) or {}
-    rows: dict[tuple[str, str], list[Mark]] = {}
+    outcomes = load(OUTCOMES) or {} if outcomes is None else outcomes
+    rows: dict[str, dict[str, list[Mark]]] = {group: {} for group in GROUPS}
     for mark in marks(sorted((ROOT / "tests").rglob("test_*.py"))) if found is None else found:
-        rows.setdefault((mark.group, mark.name), []).append(mark)
-    head = ("what", "works", "tested where", "limits")
+        rows[mark.group].setdefault(mark.name, []).append(mark)
     parts = []
-    for group in GROUPS:
-        cells = [_cells(name, row, outcomes) for (g, name), row in rows.items() if g == group]
-        if cells:
-            parts.append(f"## {group}\n\n{markdown(head, cells)}")
+    for group, names in rows.items():
+        cells = [_cells(name, row, outcomes) for name, row in names.items()]
+        shown = markdown(("what", "works", "tested where", "limits"), cells)
+        parts += [f"## {group}\n\n{shown}"] if cells else []
     return "\n\n".join(parts)
 
 

@@ -6,6 +6,7 @@ from the block's graph and schedules.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -49,10 +50,6 @@ _BOXES = {
     "act": (685, 150, "activation · 4D", False),
     "output": (760, 30, "mid + linear · D", True),
 }
-_EDGES = (
-    ("input", "norm1"), ("norm1", "qkv"), ("qkv", "attn"), ("attn", "mid"), ("mid", "norm2"),
-    ("norm2", "up"), ("up", "act"), ("act", "output"),
-)  # fmt: skip
 _WIDTH, _HEIGHT = 100, 46
 
 
@@ -68,6 +65,10 @@ def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "middle")
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}" class="{kind}">{text}</text>'
 
 
+def _circle(kind: str, x: float, y: float, radius: float) -> str:
+    return f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}"/>'
+
+
 def block() -> str:
     """The pre-norm encoder block: the stream above, its two branches below."""
     graph = presets.block(True)
@@ -78,7 +79,7 @@ def block() -> str:
         parts.append(
             f'<path class="stream" d="M{x + _WIDTH} {y + _HEIGHT / 2} H{_BOXES[right][0]}"/>'
         )
-    for source, target in _EDGES:
+    for source, target in itertools.pairwise(_BOXES):
         (x, y, *_), (to_x, to_y, *_) = _BOXES[source], _BOXES[target]
         start, end = (x + _WIDTH, y + _HEIGHT / 2), (to_x, to_y + _HEIGHT / 2)
         if y < to_y:  # down into a branch
@@ -105,12 +106,14 @@ def block() -> str:
 def kept() -> str:
     """What each exact preset keeps of the block, and what backward rebuilds."""
     graph = presets.block(True)
+    widths = graph.widths(presets.SHAPES)
     columns = ["input", *graph.names, "output"]
     step, left, top = 68, 120, 58
+    size, rebuilds = (left + len(columns) * step + more for more in (-15, 105))
     parts = [_text(left + i * step, 26, name, "name") for i, name in enumerate(columns)]
     parts += [
-        _text(left + len(columns) * step - 15, 26, "bytes a token", "name", "start"),
-        _text(left + len(columns) * step + 105, 26, "rebuilds", "name", "start"),
+        _text(size, 26, "bytes a token", "name", "start"),
+        _text(rebuilds, 26, "rebuilds", "name", "start"),
     ]
     for row, preset in enumerate(EXACT_PRESETS):
         y = top + row * 34
@@ -118,24 +121,20 @@ def kept() -> str:
         rebuilt = {n.name for n in presets.rebuilt_nodes(graph, frozenset(names) - {"input"})}
         parts.append(_text(10, y + 5, f"&quot;{preset}&quot;", "name", "start"))
         for i, name in enumerate(columns):
-            x = left + i * step
             if name in names:
-                parts.append(f'<circle class="kept" cx="{x}" cy="{y}" r="9"/>')
+                parts.append(_circle("kept", left + i * step, y, 9))
             elif name in rebuilt:
-                parts.append(f'<circle class="rebuilt" cx="{x}" cy="{y}" r="8"/>')
-        widths = graph.widths(presets.SHAPES)
+                parts.append(_circle("rebuilt", left + i * step, y, 8))
         count = presets.in_widths(sum(presets.row_bytes(name, widths) for name in names))
-        parts.append(_text(left + len(columns) * step - 15, y + 5, f"{count}D", "", "start"))
-        parts.append(
-            _text(
-                left + len(columns) * step + 105, y + 5, presets.rebuilt(graph, preset), "", "start"
-            )
-        )
+        parts += [
+            _text(size, y + 5, f"{count}D", "", "start"),
+            _text(rebuilds, y + 5, presets.rebuilt(graph, preset), "", "start"),
+        ]
     y = top + len(EXACT_PRESETS) * 34 + 8
     parts += [
-        f'<circle class="kept" cx="{left}" cy="{y}" r="6"/>',
+        _circle("kept", left, y, 6),
         _text(left + 14, y + 4, "kept", "small", "start"),
-        f'<circle class="rebuilt" cx="{left + step}" cy="{y}" r="5.5"/>',
+        _circle("rebuilt", left + step, y, 5.5),
         _text(left + step + 14, y + 4, "rebuilt in backward, once", "small", "start"),
         _text(left + 4 * step, y + 4, "no circle: backward does not read it", "small", "start"),
     ]

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench.frontier.points import case_of
-from bench.pages.presets import (
-    SHAPES,
-    D,
-    block,
-    in_widths,
-    rebuilt_nodes,
-    row_bytes,
-    trained,
-)
+from bench.pages.presets import SHAPES, D, block, in_widths, rebuilt_nodes, row_bytes, trained
 from bench.tables import Cell, Row, current, gpu_sets, markdown
 from fused_remat.formats import split_name
 from fused_remat.graph.graph import Graph
@@ -28,21 +21,13 @@ from fused_remat.policies import ALL_PRESETS, kept_names
 MOST_TIME, MOST_BYTES = 1.03, 0.68
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A set of names, each as it is or in 8 bits.
-
-    Attributes:
-        save: the names.
-        bytes: of a token, input, scales and statistics included.
-        products: FLOPs of a token that backward rebuilds in products.
-        attentions: how many attentions it runs again.
-    """
+class Kept(NamedTuple):
+    """A set of names, each as it is or in 8 bits, and what backward then costs."""
 
     save: frozenset[str]
-    bytes: int
-    products: int
-    attentions: int
+    bytes: int  # of a token, input, scales and statistics included
+    products: int  # FLOPs of a token that backward rebuilds in products
+    attentions: int  # how many attentions it runs again
 
     @property
     def cost(self) -> tuple[int, int, int]:
@@ -142,7 +127,6 @@ def _target(row: Row) -> list[Cell]:
     times = [way["step_ratio"]["eager"]["p50"] for way in found]
     sizes = [way.get("kept_bytes") for way in found]
     time = times[0] / times[1]
-    size = sizes[0] / sizes[1] if all(sizes) else None
-    met = time <= MOST_TIME and size is not None and size <= MOST_BYTES
-    shown = "-" if size is None else f"{size:.3f}×"
-    return [where, f"{time:.3f}×", shown, "yes" if met else "no"]
+    size = sizes[0] / sizes[1] if all(sizes) else math.inf
+    met = time <= MOST_TIME and size <= MOST_BYTES
+    return [where, f"{time:.3f}×", f"{size:.3f}×" if all(sizes) else "-", "yes" if met else "no"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from bench.frontier import files, points
 from bench.frontier.pareto import derive
 from bench.frontier.report import brief, changes, panel_table, rules, sentences
-from bench.tables import RESULTS, folded, gpu_sets, load, machine_line, picture
+from bench.tables import RESULTS, Row, folded, gpu_sets, load, machine_line, picture
 
 CPU = RESULTS / "frontier-cpu"
 UNMEASURED = "Not measured yet: `python -m bench frontier --device cpu`."
@@ -20,7 +19,7 @@ def folders(root: Path = RESULTS) -> list[Path]:
     return sorted(found, key=lambda folder: folder.name != CPU.name)
 
 
-def undrawn(root: Path = RESULTS) -> dict[Path, dict[str, Any]]:
+def undrawn(root: Path = RESULTS) -> dict[Path, Row]:
     """Folders of a GPU's results with steps of layers and no frontier yet -> its data."""
     found = {}
     for folder in gpu_sets(root):
@@ -46,25 +45,23 @@ def rewrite(root: Path = RESULTS) -> None:
             files.write(folder, files.source(folder))
 
 
-def _derived(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+def _derived(folder: Path) -> tuple[Row, Row]:
     data = load(folder / files.DATA)
-    return None if data is None else (data["machine"], derive(points.panels(data)))
-
-
-def readme() -> str:
-    """This CPU's picture, and what every set of its says in a line."""
-    found = _derived(CPU)
-    if found is None:
-        return UNMEASURED
-    others = [data for folder in folders() if folder != CPU and (data := _derived(folder))]
-    alike = [derived for machine, derived in (found, *others) if not machine.get("gpu")]
-    lines = "\n".join(map(brief, alike))
-    return "\n\n".join([_picture(CPU), lines, machine_line(found[0])])
+    return data["machine"], derive(points.panels(data))
 
 
 def _picture(folder: Path) -> str:
     text = "Step time against bytes kept for backward, a panel per shape"
     return picture(folder / files.DATA, text)
+
+
+def readme() -> str:
+    """This CPU's picture, and what every set of its says in a line."""
+    if not (CPU / files.DATA).exists():
+        return UNMEASURED
+    found = [_derived(folder) for folder in (CPU, *(f for f in folders() if f != CPU))]
+    lines = "\n".join(brief(derived) for machine, derived in found if not machine.get("gpu"))
+    return "\n\n".join([_picture(CPU), lines, machine_line(found[0][0])])
 
 
 def section() -> str:
@@ -73,12 +70,9 @@ def section() -> str:
 
 
 def _set(folder: Path) -> str:
-    found = _derived(folder)
-    assert found is not None
-    machine, derived = found
-    where = machine.get("gpu") or machine["cpu"]
+    machine, derived = _derived(folder)
     parts = [
-        f"### {where} (`bench/results/{folder.name}`)",
+        f"### {machine.get('gpu') or machine['cpu']} (`bench/results/{folder.name}`)",
         _picture(folder),
         machine_line(machine),
         sentences(derived),

@@ -7,7 +7,17 @@ from pathlib import Path
 
 from bench.gpu import targets
 from bench.gpu.kinds import KINDS
-from bench.tables import MIB, Row, current, folded, gpu_sets, load, machine_line, terminal
+from bench.tables import (
+    MIB,
+    Row,
+    current,
+    errors_of,
+    folded,
+    gpu_sets,
+    load,
+    machine_line,
+    terminal,
+)
 
 UNMEASURED = "not yet run on hardware"
 
@@ -50,14 +60,7 @@ def line(row: Row) -> str:
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """Every error of the rows and of their ways, in a line."""
-    found = []
-    for row in rows:
-        if "error" in row:
-            found.append(f"{_title(row)}: {row['error'][:160]}")
-        for name, way in row.get("ways", {}).items():
-            if "error" in way:
-                found.append(f"{_title(row)}: {name}: {way['error'][:160]}")
-    return found
+    return errors_of(rows, _title, most=160)
 
 
 def profile_table(row: Row) -> str:

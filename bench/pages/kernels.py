@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,7 @@ from bench.tables import (
     Cell,
     Row,
     current,
+    errors_of,
     folded,
     geometric_mean,
     gpu_sets,
@@ -99,38 +101,25 @@ def means(rows: Sequence[Row]) -> str:
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """Everything that is wrong, in a line each."""
-    found = [f"{title(row)}: {row['error']}" for row in rows if "error" in row]
-    for row in rows:
-        ways = row.get("ways", {}).items()
-        found += [f"{title(row)}: {name}: {way['error']}" for name, way in ways if "error" in way]
-    return found
+    return errors_of(rows, title)
 
 
 # --- for a page
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A measured case: its work, the time it takes at least, and who took how long.
-
-    Attributes:
-        floor: microseconds at the same run's ceilings.
-        bound: what sets the floor, "products" or "memory".
-        ours: microseconds by name, the fastest first.
-        peer: the fastest of the others: name, microseconds; None where there is none.
-        wrong: providers whose results are wrong.
-    """
+class Entry(NamedTuple):
+    """A measured case: its work, the least time that it takes, and who took how long (µs)."""
 
     op: str
     direction: str
     name: str
     flops: float
     bytes: float
-    floor: float
-    bound: str
-    ours: dict[str, float]
-    peer: tuple[str, float] | None
-    wrong: tuple[str, ...]
+    floor: float  # at the same run's ceilings
+    bound: str  # what sets the floor, "products" or "memory"
+    ours: dict[str, float]  # the fastest first
+    peer: tuple[str, float] | None  # the fastest of the others
+    wrong: tuple[str, ...]  # providers whose results are wrong
 
 
 def ceilings(rows: Sequence[Row]) -> dict[str, float]:
@@ -163,27 +152,25 @@ def of_op(row: Row) -> tuple[str, str, str] | None:
 def entries(rows: Sequence[Row]) -> list[Entry]:
     """The rows of a run that have a floor."""
     most = ceilings(rows)
-    return [_entry(row, most) for row in rows if row.get("floor_us") and of_op(row)]
+    found = ((row, of_op(row)) for row in rows if row.get("floor_us"))
+    return [_entry(row, most, *op) for row, op in found if op]
 
 
-def _entry(row: Row, most: dict[str, float]) -> Entry:
-    work, times = row["work"], {n: w["us"]["p50"] for n, w in row["ways"].items() if "us" in w}
+def _entry(row: Row, most: dict[str, float], op: str, direction: str, form: str) -> Entry:
+    work, ways = row["work"], row["ways"]
     seconds = {
         bound: work[amount] / (UNITS[unit] * most[unit])
         for unit, (amount, bound) in BOUNDS.items()
         if work[amount]
     }
-    order = sorted((us, name) for name, us in times.items() if name != BARE)
-    ours = {n.removeprefix(OURS).strip() or n: us for us, n in order if n.startswith(OURS)}
-    peers = [(name, us) for us, name in order if not name.startswith(OURS)]
-    wrong = tuple(name for name, way in row["ways"].items() if "error" in way)
-    found = of_op(row)
-    assert found is not None
-    op, direction, form = found
+    timed = ((way["us"]["p50"], name) for name, way in ways.items() if "us" in way)
+    order = [(name, us) for us, name in sorted(timed) if name != BARE]
+    ours = {n.removeprefix(OURS).strip() or n: us for n, us in order if n.startswith(OURS)}
+    peers = (item for item in order if not item[0].startswith(OURS))
+    wrong = tuple(name for name, way in ways.items() if "error" in way)
     return Entry(
-        op, direction, _name(row["case"], form), work["flops"],
-        work["bytes"], row["floor_us"], max(seconds, key=lambda bound: seconds[bound]),
-        ours, peers[0] if peers else None, wrong,
+        op, direction, _name(row["case"], form), work["flops"], work["bytes"], row["floor_us"],
+        max(seconds, key=lambda bound: seconds[bound]), ours, next(peers, None), wrong,
     )  # fmt: skip
 
 
@@ -241,12 +228,6 @@ def _between(values: Sequence[float], form: str) -> str:
     return f"{min(values):{form}} to {max(values):{form}}"
 
 
-def tables(found: Sequence[Entry]) -> str:
-    """Every case, op by op, folded."""
-    ops = dict.fromkeys(entry.op for entry in found)
-    return "\n\n".join(_table(op, [e for e in found if e.op == op]) for op in ops)
-
-
 def _table(op: str, found: Sequence[Entry]) -> str:
     head = (
         "case", "", "GFLOP", "MB at least", "floor", "bound by", "ours (of the floor's speed)",
@@ -273,18 +254,15 @@ def _time(name: str, us: float, floor: float) -> str:
 
 def absences(rows: Sequence[Row]) -> str:
     """Who took part in no case, and why; whose results were wrong; which cases failed whole."""
+    ways = [item for row in rows for item in row.get("ways", {}).items()]
+    present = {name for name, way in ways if "us" in way}
     why: dict[str, set[str]] = {}
-    present: set[str] = set()
-    wrong: dict[str, int] = {}
-    for row in rows:
-        for name, way in row.get("ways", {}).items():
-            present |= {name} if "us" in way else set()
-            if "absent" in way:
-                why.setdefault(name, set()).add(way["absent"])
-            if "error" in way:
-                wrong[name] = wrong.get(name, 0) + 1
-    missing = [f"{n} ({'; '.join(sorted(r))})" for n, r in why.items() if n not in present]
-    parts = [f"Absent everywhere: {', '.join(missing)}."] if missing else []
+    for name, way in ways:
+        if "absent" in way and name not in present:
+            why.setdefault(name, set()).add(way["absent"])
+    missing = ", ".join(f"{name} ({'; '.join(sorted(r))})" for name, r in why.items())
+    wrong = Counter(name for name, way in ways if "error" in way)
+    parts = [f"Absent everywhere: {missing}."] if missing else []
     parts += [f"Wrong results: {n} in {count} cases." for n, count in wrong.items()]
     failed = sum("error" in row for row in rows)
     parts += [f"{failed} cases could not be measured."] if failed else []
@@ -303,7 +281,9 @@ def section(data: Row) -> str:
     found = entries(rows)
     missing = absences([row for row in rows if of_op(row)])
     parts = [f"{machine_line(data['machine'])} Ceilings: {most}.", summary(found), missing]
-    return "\n\n".join(filter(None, [*parts, tables(found)]))
+    ops = dict.fromkeys(entry.op for entry in found)
+    parts += [_table(op, [e for e in found if e.op == op]) for op in ops]
+    return "\n\n".join(filter(None, parts))
 
 
 def cpu() -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from bench.commands import profile as profile_step
 from bench.tables import (
@@ -60,15 +61,10 @@ def case_table(row: Row) -> str:
     return ways_table(row["ways"], _columns(more=1), write=terminal)
 
 
-def _folded_case(row: Row) -> str:
-    return folded(f"{title(row)}, {row['rounds']} rounds", ways_table(row["ways"], _columns()))
-
-
 # --- the targets
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """A limit to the ratio of step times (medians over the rounds), in every case it is for."""
 
     dtype: str
@@ -87,9 +83,8 @@ class Target:
 
     def covers(self, case: Row) -> bool:
         return (
-            case["dtype"] == self.dtype
+            (case["dtype"], case["dropout"]) == (self.dtype, self.dropout)
             and case["norm"] in self.norms
-            and case["dropout"] == self.dropout
             and WIDTHS[0] <= case["d_model"] <= WIDTHS[1]
             and case.get("activation", "gelu") == "gelu"
             and not case.get("causal")
@@ -115,27 +110,19 @@ SLOW_BFLOAT16 = (
 )
 
 
-def _ratios(target: Target, results: Row) -> Iterator[tuple[float | None, str]]:
-    """(median ratio, where) of every way and case that the target is for; None: wrong results."""
-    for row in current(results):
+def verdict(target: Target, results: Row) -> Verdict:
+    """A target's verdict: met if it is in every case that was measured."""
+    wrong, ratios = [], []
+    for row in (row for row in current(results) if target.covers(row["case"])):
         c = row["case"]
-        if not target.covers(c):
-            continue
         sizes = "x".join(str(c[name]) for name in ("batch", "seq_len", "d_model", "nhead"))
         for way in target.ways:
             found = row["ways"].get(way, {})
             where = f"{way} {c['norm']}-norm {sizes}"
             if "failure" in found:
-                yield None, where
+                wrong.append(where)
             elif target.baseline in found.get("step_ratio", {}):
-                yield found["step_ratio"][target.baseline]["p50"], where
-
-
-def verdict(target: Target, results: Row) -> Verdict:
-    """A target's verdict: met if it is in every case that was measured."""
-    found = list(_ratios(target, results))
-    wrong = [where for ratio, where in found if ratio is None]
-    ratios = [(ratio, where) for ratio, where in found if ratio is not None]
+                ratios.append((found["step_ratio"][target.baseline]["p50"], where))
     if wrong:
         return Verdict(target.text, f"wrong results: {', '.join(wrong)}", False)
     if not ratios:
@@ -157,25 +144,30 @@ def target_table(results: Row, targets: Sequence[Target] = TARGETS) -> str:
 # --- parts of pages
 
 
+def _part(path: Path, unmeasured: str, make: Callable[[Row], str]) -> str:
+    found = load(path)
+    return make(found) if found else unmeasured
+
+
 def machine() -> str:
     """Where and with what the layers were measured."""
-    found = load(LAYERS)
-    return machine_line(found["machine"]) if found else UNMEASURED
+    return _part(LAYERS, UNMEASURED, lambda found: machine_line(found["machine"]))
 
 
 def targets() -> str:
     """The targets of CPUs, met or not."""
-    found = load(LAYERS)
-    return target_table(found) if found else UNMEASURED
+    return _part(LAYERS, UNMEASURED, target_table)
 
 
 def profile() -> str:
     """Where a step spends its time."""
-    found = load(PROFILE)
-    return profile_step.table(found) if found else UNPROFILED
+    return _part(PROFILE, UNPROFILED, profile_step.table)
 
 
 def tables() -> str:
     """Every measured case: times beside eager's and checkpoint's, kept bytes, peaks."""
-    found = load(LAYERS)
-    return "\n\n".join(map(_folded_case, current(found))) if found else UNMEASURED
+    return _part(LAYERS, UNMEASURED, lambda found: "\n\n".join(map(_case, current(found))))
+
+
+def _case(row: Row) -> str:
+    return folded(f"{title(row)}, {row['rounds']} rounds", ways_table(row["ways"], _columns()))

@@ -9,12 +9,7 @@ from fused_remat.graph.build import block_graph
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import kept_bytes, schedule
 from fused_remat.policies import ALL_PRESETS, kept_names
-from fused_remat.spec import (
-    BlockSpec,
-    LoraSpec,
-    lora_params,
-    transformer_spec,
-)
+from fused_remat.spec import BlockSpec, LoraSpec, lora_params, transformer_spec
 from fused_remat.steps.linear import Linear
 
 # Llama-3-8B's block: width, heads and their width, the MLP's; a rank as they are used.
@@ -73,12 +68,10 @@ def _rows(layers: tuple[str, ...] | None) -> list[list[str]]:
         apart = [update for n in updated if n.name not in again for update in n.updates]
         products += sum(2 * math.prod(of[update.a]) for update in apart)
         shown = [n.label if n.reads_quantized else n.name for n in nodes]
-        cells = [
-            f'`"{preset}"`', ", ".join(names), f"{sum(kept.values()) / TOKENS / 1024:.1f}",
-            ", ".join([*shown, *low]) or "nothing",
-            f"{products / whole:.0%}",
-        ]  # fmt: skip
-        rows.append(cells)
+        size = f"{sum(kept.values()) / TOKENS / 1024:.1f}"
+        rebuilt = ", ".join([*shown, *low]) or "nothing"
+        share = f"{products / whole:.0%}"
+        rows.append([f'`"{preset}"`', ", ".join(names), size, rebuilt, share])
     return rows
 
 

@@ -33,18 +33,14 @@ def models(data: Row) -> dict[str, Rows]:
 def title(rows: Rows) -> str:
     """A model and its sizes in a line."""
     case = rows[0]["case"]
+    rise = f"{case.get('warmup_steps', 5)} steps of warm-up"
     return (
         f"{TITLES[case['model']]}, {rows[0]['parameters'] / 1e6:.2f} M parameters: "
         f"{case['layers']} layers, D = {case['d_model']}, H = {case['nhead']}, "
         f"F = {case['dim_feedforward']}, S = {case['seq_len']}, B = {case['batch']}, "
-        f"dropout {case['dropout']:g}, {case['dtype']}; {_schedule(case)}"
+        f"dropout {case['dropout']:g}, {case['dtype']}; {rise}, then "
+        + ("a cosine to 0" if case.get("decays") else "constant")
     )
-
-
-def _schedule(case: Row) -> str:
-    """How the learning rate goes."""
-    rise = f"{case.get('warmup_steps', 5)} steps of warm-up"
-    return f"{rise}, then a cosine to 0" if case.get("decays") else f"{rise}, then constant"
 
 
 def finals(rows: Rows, way: str, measure: str) -> list[float]:
@@ -56,11 +52,7 @@ def finals(rows: Rows, way: str, measure: str) -> list[float]:
 
 
 def spread(values: list[float]) -> float:
-    """The standard deviation over seeds; nan of one.
-
-    >>> spread([1.0, 2.0, 3.0]), spread([1.0])
-    (1.0, nan)
-    """
+    """The standard deviation over seeds; nan of one."""
     return stdev(values) if len(values) > 1 else float("nan")
 
 
@@ -68,11 +60,6 @@ def apart(rows: Rows, way: str, other: str, measure: str) -> list[float]:
     """By how much a way's loss at the end is above another's, by seed."""
     pairs = zip(finals(rows, way, measure), finals(rows, other, measure), strict=True)
     return [mine - theirs for mine, theirs in pairs]
-
-
-def gap(rows: Rows, way: str, measure: str) -> tuple[float, float]:
-    """Between a way's mean over seeds and eager's, without sign; and eager's spread."""
-    return abs(fmean(apart(rows, way, "eager", measure))), spread(finals(rows, "eager", measure))
 
 
 # --- the page
@@ -87,14 +74,11 @@ def table(data: Row) -> str:
     lines = []
     for name, rows in models(data).items():
         for way in rows[0]["ways"]:
-            ends = [_mean(finals(rows, way, measure)) for measure in MEASURES]
+            ends = [finals(rows, way, measure) for measure in MEASURES]
+            means = [f"{fmean(values):.4f} ± {spread(values):.4f}" for values in ends]
             others = [_signed(rows, way, other) for other in ("eager", "native")]
-            lines.append([TITLES[name], way, *ends, *others])
+            lines.append([TITLES[name], way, *means, *others])
     return markdown(head, lines)
-
-
-def _mean(values: list[float]) -> str:
-    return f"{fmean(values):.4f} ± {spread(values):.4f}"
 
 
 def _signed(rows: Rows, way: str, other: str) -> str:
@@ -111,9 +95,11 @@ def verdicts(data: Row) -> str:
     lines = []
     for name, rows in models(data).items():
         for measure in MEASURES:
-            distance, noise = gap(rows, "fast8", measure)
-            exact, _ = gap(rows, "native", measure)
-            rounding = abs(fmean(apart(rows, "fast8", "native", measure)))
+            noise = spread(finals(rows, "eager", measure))
+            distance, exact, rounding = (
+                abs(fmean(apart(rows, *pair, measure)))
+                for pair in (("fast8", "eager"), ("native", "eager"), ("fast8", "native"))
+            )
             verdict = f"**{'within' if distance <= noise else 'NOT within'}**"
             if isnan(noise):
                 verdict = "one seed says nothing"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from bench.subjects.configs import MODELS
 from bench.tables import (
@@ -23,6 +22,7 @@ from bench.tables import (
     mib,
     ms,
     number,
+    span,
     times,
     verdict_table,
     ways_table,
@@ -45,9 +45,8 @@ def title(row: Row) -> str:
     published = MODELS[c["model"]].layers
     layers = "all" if c["layers"] == published else f"{c['layers']} of {published}"
     kind = f"LoRA of rank {c['lora']}" if c["lora"] else "full fine-tuning"
-    return (
-        f"{c['model']}, {layers} layers, {kind}, {c['dtype']}, B = {c['batch']}, S = {c['seq_len']}"
-    )
+    sizes = f"B = {c['batch']}, S = {c['seq_len']}"
+    return f"{c['model']}, {layers} layers, {kind}, {c['dtype']}, {sizes}"
 
 
 def case_table(row: Row) -> str:
@@ -113,47 +112,22 @@ def losses_table(row: Row) -> str:
 # --- the targets
 
 
-@dataclass(frozen=True)
-class Target:
-    """A limit in every case of full fine-tuning of SmolLM-135M, in float32 on a CPU.
-
-    Attributes:
-        what: "kept_bytes" and "kept_below_head_bytes" against eager's, "step" against HF's
-            gradient checkpointing.
-    """
-
-    way: str
-    what: str
-    limit: float
-
-    @property
-    def text(self) -> str:
-        names = {
-            "kept_bytes": "bytes kept ≤ {:.2f}× eager's, head and loss included",
-            "kept_below_head_bytes": "bytes kept ≤ {:.2f}× eager's, up to the head",
-            "step": "step ≤ {:.2f}× gradient checkpointing's",
-        }
-        return f"{self.way}: {names[self.what].format(self.limit)}"
-
-    def value(self, found: Row, row: Row) -> float | None:
-        """What the limit is for, of a way that was measured."""
-        if "step_ratio" not in found:
-            return None
-        if self.what == "step":
-            ratio: float | None = found["step_ratio"].get("checkpoint", {}).get("p50")
-            return ratio
-        return kept_share(found, row, self.what)
-
-
-#: Of the whole model the head's logits are a large share, which no layer can do without: there the
-#: ways with a fused loss are judged.
+#: What is limited -> how: bytes against eager's, a step against HF's gradient checkpointing.
+LIMITS = {
+    "kept_bytes": "bytes kept ≤ {:.2f}× eager's, head and loss included",
+    "kept_below_head_bytes": "bytes kept ≤ {:.2f}× eager's, up to the head",
+    "step": "step ≤ {:.2f}× gradient checkpointing's",
+}
+#: Way, what is limited, and to what: in every case of full fine-tuning of `MODEL`, in float32 on a
+#: CPU. Of the whole model the head's logits are a large share, which no layer can do without: there
+#: the ways with a fused loss are judged.
 TARGETS = (
-    Target("full", "kept_below_head_bytes", 0.10),
-    Target("full_loss", "kept_bytes", 0.10),
-    Target("fast", "kept_below_head_bytes", 0.45),
-    Target("fast_loss", "kept_bytes", 0.45),
-    Target("full", "step", 0.95),
-    Target("lean", "step", 0.90),
+    ("full", "kept_below_head_bytes", 0.10),
+    ("full_loss", "kept_bytes", 0.10),
+    ("fast", "kept_below_head_bytes", 0.45),
+    ("fast_loss", "kept_bytes", 0.45),
+    ("full", "step", 0.95),
+    ("lean", "step", 0.90),
 )
 MODEL = "smollm-135m"
 
@@ -162,18 +136,23 @@ def verdicts(results: Row) -> list[Verdict]:
     """Every target's verdict, from the results file's data; the last is that of the losses."""
     rows = [row for row in rows_of(results) if row["case"]["model"] == MODEL]
     mine = [row for row in rows if not row["case"]["lora"]]
-    return [*(_verdict(target, mine) for target in TARGETS), _same_losses(rows)]
+    return [*(_verdict(*target, mine) for target in TARGETS), _same_losses(rows)]
 
 
-def _verdict(target: Target, rows: Sequence[Row]) -> Verdict:
-    found = [(row["ways"].get(target.way, {}), row) for row in rows]
+def _verdict(name: str, what: str, limit: float, rows: Sequence[Row]) -> Verdict:
+    text = f"{name}: {LIMITS[what].format(limit)}"
+    found = [(way, row) for row in rows if (way := row["ways"].get(name))]
     if any("failure" in way for way, _ in found):
-        return Verdict(target.text, f"wrong results: {target.way}", False)
-    values = [value for way, row in found if (value := target.value(way, row)) is not None]
+        return Verdict(text, f"wrong results: {name}", False)
+    measured = [(way, row) for way, row in found if "step_ratio" in way]
+    if what == "step":
+        ratios = [way["step_ratio"].get("checkpoint", {}).get("p50") for way, _ in measured]
+    else:
+        ratios = [kept_share(way, row, what) for way, row in measured]
+    values = [value for value in ratios if value is not None]
     if not values:
-        return Verdict(target.text, "not measured", None)
-    span = " to ".join(f"{value:.3f}" for value in sorted({min(values), max(values)}))
-    return Verdict(target.text, span, max(values) <= target.limit)
+        return Verdict(text, "not measured", None)
+    return Verdict(text, span(values, ".3f"), max(values) <= limit)
 
 
 def _same_losses(rows: Sequence[Row]) -> Verdict:
@@ -218,11 +197,9 @@ def section() -> str:
 
 
 def _set(data: Row) -> str:
-    targets = [] if data["machine"].get("gpu") else [target_table(data)]
-    return "\n\n".join([machine_line(data["machine"]), *targets, *_cases(data)])
-
-
-def _cases(data: Row) -> Iterator[str]:
+    parts = [machine_line(data["machine"])]
+    parts += [] if data["machine"].get("gpu") else [target_table(data)]
     for row in rows_of(data):
         losses = [losses_table(row)] if has_losses(row) else []
-        yield folded(title(row), case_table(row), *losses)
+        parts.append(folded(title(row), case_table(row), *losses))
+    return "\n\n".join(parts)

@@ -7,15 +7,23 @@ that no other beats in both. It is written once for light pages and once for dar
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.figures.drawing import digest, drawn_of
-from bench.pages import demo, presets
-from bench.tables import RESULTS
+from bench.figures.drawing import MARK, digest, drawn_of
+from bench.pages import demo, plans, presets
+from bench.tables import (
+    RESULTS,
+    Cell,
+    Row,
+    geometric_mean,
+    load,
+    markdown,
+    measured_on,
+    mib,
+    times,
+)
 from fused_remat.formats import NATIVE, split_name
 from fused_remat.graph.graph import Graph
 from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS
@@ -30,21 +38,20 @@ PICTURES = {theme: RESULTS / f"overview-{theme}.svg" for theme in ("light", "dar
 #: Theme -> text, faint lines, and the colour of each family.
 THEMES: dict[str, dict[str, str]] = {
     "light": {
-        "text": "#1f2328", "faint": "#d8dee4", "ours": "#0969da", "ours, compiled": "#0969da",
-        "checkpointing": "#c2410c", "compile": "#8250df", "stock": "#1f2328",
+        "text": "#1f2328", "faint": "#d8dee4", "ours": "#0969da", "checkpointing": "#c2410c",
+        "compile": "#8250df", "stock": "#1f2328",
     },
     "dark": {
-        "text": "#e6edf3", "faint": "#3d444d", "ours": "#58a6ff", "ours, compiled": "#58a6ff",
-        "checkpointing": "#f0883e", "compile": "#bc8cff", "stock": "#e6edf3",
+        "text": "#e6edf3", "faint": "#3d444d", "ours": "#58a6ff", "checkpointing": "#f0883e",
+        "compile": "#bc8cff", "stock": "#e6edf3",
     },
 }  # fmt: skip
 #: Way -> its label, where the name alone does not say it.
 LABELS = {
-    "checkpoint": "checkpoint", "checkpoint_reentrant": "checkpoint, reentrant",
+    "checkpoint_reentrant": "checkpoint, reentrant", "torch_remat": "torch-remat",
     "selective_matmuls": "selective: products", "selective_attention": "selective: attention",
-    "torch_remat": "torch-remat", "compile": "compile", "compile_budget_0": "compile, budget 0",
-    "compile_budget_0.25": "budget 0.25", "compile_budget_0.5": "budget 0.5",
-    "compile_budget_0.75": "budget 0.75",
+    "compile_budget_0": "compile, budget 0", "compile_budget_0.25": "budget 0.25",
+    "compile_budget_0.5": "budget 0.5", "compile_budget_0.75": "budget 0.75",
 }  # fmt: skip
 #: Panel's title -> way -> where its label goes from its point, in points, and from which side.
 PLACES: dict[str, dict[str, tuple[float, float, str]]] = {
@@ -68,14 +75,10 @@ PLACES: dict[str, dict[str, tuple[float, float, str]]] = {
 LIMITS = {"Dropout 0.1": ((1 / 54, 1.9), (0.76, 1.62)), "No dropout": ((1 / 64, 2.1), (0.95, 1.38))}
 
 
-def _mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
-
-
-def points(folder: Path) -> list[dict[str, Any]]:
+def points(folder: Path) -> list[Row]:
     """Of each way measured at all shapes: its kept bytes and step time relative to eager."""
-    panels = _data(folder / "frontier.json")["frontier"]["panels"]
-    found: dict[str, list[dict[str, Any]]] = {}
+    panels = load(folder / "frontier.json")["frontier"]["panels"]
+    found: dict[str, list[Row]] = {}
     for panel in panels:
         for point in panel["points"]:
             found.setdefault(point["way"], []).append(point)
@@ -83,8 +86,8 @@ def points(folder: Path) -> list[dict[str, Any]]:
         {
             "way": way,
             "family": alike[0]["family"],
-            "kept": _mean([p["kept"] for p in alike]),
-            "time": _mean([p["time"]["p50"] for p in alike]),
+            "kept": geometric_mean([p["kept"] for p in alike]),
+            "time": geometric_mean([p["time"]["p50"] for p in alike]),
         }
         for way, alike in found.items()
         if len(alike) == len(panels)
@@ -92,16 +95,7 @@ def points(folder: Path) -> list[dict[str, Any]]:
     return sorted(means, key=lambda p: (p["kept"], p["time"]))
 
 
-def front(means: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that are faster than all that keep no more, fewest bytes first."""
-    best: list[dict[str, Any]] = []
-    for point in means:
-        if not best or point["time"] < best[-1]["time"]:
-            best.append(point)
-    return best
-
-
-def data() -> dict[str, Any]:
+def data() -> Row:
     """All that is drawn."""
     return {title: points(folder) for title, folder in PANELS}
 
@@ -139,12 +133,11 @@ def draw(theme: str, path: Path) -> None:
             _panel(panel, title, points(folder), colours)
         axes[0].set_ylabel("step time, relative to eager")
         figure.supxlabel("memory kept for backward, relative to eager", fontsize=10)
-        mark = f"frontier data sha256:{digest(data())}"
-        metadata = {"Date": None, "Creator": None, "Description": mark}
+        metadata = {"Date": None, "Creator": None, "Description": MARK + digest(data())}
         figure.savefig(path, transparent=True, metadata=metadata)
 
 
-def _panel(axes: Any, title: str, means: list[dict[str, Any]], colours: dict[str, str]) -> None:
+def _panel(axes: Any, title: str, means: list[Row], colours: dict[str, str]) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator
 
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
@@ -159,7 +152,10 @@ def _panel(axes: Any, title: str, means: list[dict[str, Any]], colours: dict[str
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(length=3, color=colours["faint"])
     axes.axhline(1.0, color=colours["faint"], linewidth=1.0, zorder=0)
-    best = front(means)
+    best: list[Row] = []  # those that are faster than all that keep no more
+    for point in means:
+        if not best or point["time"] < best[-1]["time"]:
+            best.append(point)
     axes.plot([p["kept"] for p in best], [p["time"] for p in best], color=colours["text"],
               linewidth=7, alpha=0.13, solid_capstyle="round", zorder=1)  # fmt: skip
     axes.text(0, 0.02, "  lower left is better", transform=axes.transAxes, fontsize=8.5, alpha=0.6)
@@ -170,9 +166,9 @@ def _panel(axes: Any, title: str, means: list[dict[str, Any]], colours: dict[str
         _point(axes, title, point, colours)
 
 
-def _point(axes: Any, title: str, point: dict[str, Any], colours: dict[str, str]) -> None:
+def _point(axes: Any, title: str, point: Row, colours: dict[str, str]) -> None:
     way, family = point["way"], point["family"]
-    at, colour = (point["kept"], point["time"]), colours[family]
+    at, colour = (point["kept"], point["time"]), colours[family.removesuffix(", compiled")]
     compiled = family == "ours, compiled"
     axes.plot(*at, marker="o", markersize=4.5 if compiled else 8 if family == "ours" else 6.5,
               color=colour, markerfacecolor="none" if compiled else colour,
@@ -188,8 +184,9 @@ def _point(axes: Any, title: str, point: dict[str, Any], colours: dict[str, str]
 def picture() -> str:
     """The picture, for a light page or a dark one, and what its points are."""
     light, dark = (f"bench/results/{PICTURES[theme].name}" for theme in ("light", "dark"))
-    found = [_data(folder / "frontier.json") for _, folder in PANELS]
+    found = [load(folder / "frontier.json") for _, folder in PANELS]
     with_dropout, without = (len(data["frontier"]["panels"]) for data in found)
+    where = measured_on({**found[0]["machine"], "commit": None})
     alt = "Step time against memory kept for backward, for every way to train a layer"
     lines = [
         "<picture>",
@@ -197,7 +194,7 @@ def picture() -> str:
         f'  <img alt="{alt}" src="{light}">',
         "</picture>",
         "",
-        f"Every way to train an `nn.TransformerEncoderLayer` (float32, {_where(found[0])}): means "
+        f"Every way to train an `nn.TransformerEncoderLayer` (float32, {where}): means "
         f"over {with_dropout} shapes with dropout and {without} without. The band joins the ways "
         "that no other beats.",
     ]
@@ -206,28 +203,29 @@ def picture() -> str:
 
 def headline() -> str:
     """The demo's figures, those of a Llama with its loss, and those of plans, in three lines."""
+    return "\n".join((_demo(), _llama(), _plans()))
+
+
+def _demo() -> str:
     found = demo.results()
     ways, dropout = found["ways"], found["sizes"]["dropout"]
-    time = {way: f"{row['step_time_ratio']['p50']:.2f}×" for way, row in ways.items()}
+    time = {way: times(row["step_time_ratio"]) for way, row in ways.items()}
     peak = {way: mib(row["step_peak_bytes"]) for way, row in ways.items()}
-    ours = sorted(time[way] for way in ways if way in ALL_PRESETS)
-    lines = [
+    ours = sorted(str(time[way]) for way in ways if way in ALL_PRESETS)
+    return (
         f"- **Checkpointing's memory, at about its time or less.** A step of the demo (byte-level "
         f"language model, dropout {dropout}) peaks at {peak['full']} instead of {peak['eager']}, "
         f"and takes {time['full']} eager's time; `torch.utils.checkpoint`: {peak['checkpoint']}, "
-        f"{time['checkpoint']}. Presets take {ours[0]} to {ours[-1]}.",
-        _llama(),
-        _plans(),
-    ]
-    return "\n".join(lines)
+        f"{time['checkpoint']}. Presets take {ours[0]} to {ours[-1]}."
+    )
 
 
 def _llama() -> str:
-    found = [row for path in sorted(RESULTS.glob("*/model-cpu.json")) for row in rows(path)]
+    found = [row for path in sorted(RESULTS.glob("*/model-cpu.json")) for row in _rows(path)]
     row = next(r for r in found if r["case"]["model"] == "smollm-135m" and r["case"]["lora"])
     ways = {way: r for way, r in row["ways"].items() if "step_ratio" in r}
     peak = {way: mib(r["step_peak_bytes"]) for way, r in ways.items()}
-    time = {way: f"{r['step_ratio']['eager']['p50']:.2f}×" for way, r in ways.items()}
+    time = {way: times(r["step_ratio"]["eager"]) for way, r in ways.items()}
     return (
         f"- **The loss too.** LoRA on a Llama (SmolLM-135M's shape, {row['case']['seq_len']} "
         f"tokens, `loss=True`) peaks at {peak['full_loss']} instead of {peak['eager']}, at "
@@ -236,42 +234,33 @@ def _llama() -> str:
     )
 
 
-def models_table() -> str:
-    """Of every model measured on a CPU: peaks and times of the main ways."""
-    shown = ("eager", "checkpoint", "full", "lean", "fast", "none", "full_loss")
-    lines = [f"| model | {' | '.join(shown)} |", "|---" * (1 + len(shown)) + "|"]
-    for path in (RESULTS / "model-cpu.json", *sorted(RESULTS.glob("*/model-cpu.json"))):
-        lines += [_model_row(row, shown) for row in rows(path)]
-    return "\n".join(lines)
-
-
-def _model_row(row: dict[str, Any], shown: Sequence[str]) -> str:
-    case, ways = row["case"], row["ways"]
-    kind = f"LoRA {case['lora']}" if case["lora"] else "all trained"
-    where = row["machine"]["cpu"]
-    cells = [f"{case['model']}, {case['layers']} layers, S = {case['seq_len']}, {kind}; {where}"]
-    for way in shown:
-        found = ways.get(way, {})
-        ratio = found.get("step_ratio", {}).get("eager")
-        time = "" if ratio is None else f"<br>{ratio['p50']:.2f}×"
-        peak = mib(found["step_peak_bytes"]).replace(" ", "&nbsp;") if time else ""
-        cells.append(peak + time)
-    return f"| {' | '.join(cells)} |"
-
-
 def _plans() -> str:
-    runs = [
-        way
-        for row in rows(RESULTS / "plan-cpu.json")
-        for way in row["ways"].values()
-        if "predicted" in way and "peak_bytes" in way
-    ]
+    rows = _rows(RESULTS / "plan-cpu.json")
+    runs = [way for row in rows for way in plans.right(row).values() if "predicted" in way]
     off = max(abs(way["predicted"]["peak_bytes"] / way["peak_bytes"] - 1) for way in runs)
     return (
         f"- **Plans to a budget.** `plan(model, x, budget=...)` finds the fastest policies "
         f"that fit. {len(runs)} plans were run; the measured peak was "
         f"{'the predicted one, to the byte' if off == 0 else f'{off:.1%} off at most'}."
     )
+
+
+def models_table() -> str:
+    """Of every model measured on a CPU: peaks and times of the main ways."""
+    shown = ("eager", "checkpoint", "full", "lean", "fast", "none", "full_loss")
+    files = (RESULTS / "model-cpu.json", *sorted(RESULTS.glob("*/model-cpu.json")))
+    rows = []
+    for row in (row for path in files for row in _rows(path)):
+        case = row["case"]
+        kind = f"LoRA {case['lora']}" if case["lora"] else "all trained"
+        name = f"{case['model']}, {case['layers']} layers, S = {case['seq_len']}, {kind}; "
+        cells = [name + row["machine"]["cpu"]]
+        for way in (row["ways"].get(way, {}) for way in shown):
+            time = times(way.get("step_ratio", {}).get("eager"))
+            peak = str(mib(way.get("step_peak_bytes"))).replace(" ", "&nbsp;")
+            cells.append(f"{peak}<br>{time}" if time else "")
+        rows.append(cells)
+    return markdown(["model", *shown], rows)
 
 
 #: Name of an activation -> what it is.
@@ -286,50 +275,41 @@ WORDS = {
 
 def presets_table() -> str:
     """The presets of a pre-norm encoder layer in words, beside eager and checkpoint."""
-    graph, ways = presets.block(True), demo.results()["ways"]
-    eager = _eager_widths()
-    forward = sum(_products(graph, graph.nodes))
-    lines = [
-        "| policy | keeps for backward | memory kept | products rebuilt | demo: peak | step |",
-        "|---|---|---|---|---|---|",
-        _row("eager PyTorch", "everything", 1.0, "0%", ways.get("eager")),
-    ]
+    graph, eager = presets.block(True), _eager_widths()
+    forward = _products(graph, graph.nodes)
     # Where nothing after the last product is saved (dropout's mask is), checkpoint stops before it.
-    last = sum(_products(graph, [graph.nodes[-1]]))
+    last = _products(graph, [graph.nodes[-1]])
     replayed = f"{(forward - last) / forward / 3:.0%} to {1 / 3:.0%} + attention"
-    name = "`torch.utils.checkpoint`"
-    lines.append(_row(name, WORDS["input"], 2 / eager, replayed, ways.get("checkpoint")))
+    rows = [
+        ["eager PyTorch", "everything", f"{1:.0%}", "0%", *_measured("eager")],
+        ["`torch.utils.checkpoint`", WORDS["input"], f"{2 / eager:.0%}", replayed,
+         *_measured("checkpoint")],
+    ]  # fmt: skip
     before: list[str] = []
     for preset in ALL_PRESETS:
         kept = presets.kept_of(graph, preset)
-        save = frozenset(kept) - {"input"}
         nbytes = sum(presets.row_bytes(name, graph.widths(presets.SHAPES)) for name in kept)
-        nodes = presets.rebuilt_nodes(graph, save)
-        share = sum(_products(graph, nodes)) / (3 * forward)
-        rebuilt = [f"{share:.0%}"]
-        rebuilt += ["attention"] if any(node.per_sequence for node in nodes) else []
-        name = f'`"{preset}"`' + (" (default)" if preset == "full" else "")
-        kept_share = nbytes / presets.D / eager
-        what = " + ".join(rebuilt)
-        lines.append(_row(name, _words(kept, before), kept_share, what, ways.get(preset)))
+        nodes = presets.rebuilt_nodes(graph, frozenset(kept) - {"input"})
+        rebuilt = f"{_products(graph, nodes) / (3 * forward):.0%}"
+        rebuilt += " + attention" * any(node.per_sequence for node in nodes)
+        name = f'`"{preset}"`' + " (default)" * (preset == "full")
+        share = f"{nbytes / presets.D / eager:.0%}"
+        rows.append([name, _words(kept, before), share, rebuilt, *_measured(preset)])
         before = kept if preset in EXACT_PRESETS else before
-    return "\n".join(lines)
+    head = (
+        "policy", "keeps for backward", "memory kept", "products rebuilt", "demo: peak", "step"
+    )  # fmt: skip
+    return markdown(head, rows)
 
 
-def _row(name: str, words: str, kept: float, rebuilt: str, way: dict[str, Any] | None) -> str:
-    peak = "" if way is None else mib(way["step_peak_bytes"])
-    time = "" if way is None else f"{way['step_time_ratio']['p50']:.2f}×"
-    return f"| {name} | {words} | {kept:.0%} | {rebuilt} | {peak} | {time} |"
+def _measured(way: str) -> list[Cell]:
+    """Peak and step time in the demo."""
+    found = demo.results()["ways"].get(way, {})
+    return [mib(found.get("step_peak_bytes")), times(found.get("step_time_ratio"))]
 
 
 def _words(kept: list[str], before: list[str]) -> str:
-    """What is kept, beside what an exact preset keeps; `before` is the row above, or "none".
-
-    >>> _words(["input", "attn"], ["input"])
-    "+ attention's output"
-    >>> print(_words(["input", "up:int8"], ["input", "mid", "up"]))
-    as `"none"` without the sum between attention and MLP; in 8 bits: the MLP before its activation
-    """
+    """What is kept, beside what an exact preset keeps; `before` is the row above, or "none"."""
     names = dict(map(split_name, kept))
     packed = [WORDS[name] for name, stored in names.items() if stored != NATIVE]
     if packed:
@@ -343,27 +323,27 @@ def _words(kept: list[str], before: list[str]) -> str:
 def _eager_widths() -> float:
     """Bytes of a token that eager keeps at 16 bits, in widths D, as measured in float32."""
     _, folder = PANELS[1]
-    panels = _data(folder / "frontier.json")["frontier"]["panels"]
     shares = [
         point["kept_bytes_per_token"] / panel["case"]["d_model"] / 2
-        for panel in panels
+        for panel in load(folder / "frontier.json")["frontier"]["panels"]
         for point in panel["points"]
         if point["way"] == "eager"
     ]
     return sum(shares) / len(shares)
 
 
-def _products(graph: Graph, nodes: Iterable[Node]) -> list[int]:
-    """FLOPs of a token in each node's products, attention apart."""
+def _products(graph: Graph, nodes: Iterable[Node]) -> int:
+    """FLOPs of a token in the nodes' products, attention apart."""
     widths = graph.widths(presets.SHAPES)
-    return [n.flops(widths, presets.SHAPES, presets.S) for n in nodes if not n.per_sequence]
+    return sum(n.flops(widths, presets.SHAPES, presets.S) for n in nodes if not n.per_sequence)
 
 
 def status() -> str:
     """What has run, what stands for GPUs until one has run anything, and what is not timed."""
-    files = [RESULTS / "audit" / name for name in ("audit.json", "others/audit.json")]
-    mine, others = ({row["target"].split(" ")[0] for row in _data(path)["rows"]} for path in files)
-    default = _data(files[0])["rows"]
+    default, more = (
+        load(RESULTS / "audit" / name)["rows"] for name in ("audit.json", "others/audit.json")
+    )
+    mine, others = ({row["target"].split(" ")[0] for row in rows} for rows in (default, more))
     spilling = sum(bool(row["spills"] or row["stack"]) for row in default)
     lines = [
         "**Status: nothing has run on a GPU yet.**",
@@ -380,26 +360,6 @@ def status() -> str:
     return "\n".join(f"> {line}".rstrip() for line in lines)
 
 
-def mib(nbytes: float) -> str:
-    """In MiB.
-
-    >>> mib(3 * 2**20)
-    '3 MiB'
-    """
-    return f"{nbytes / 2**20:,.0f} MiB"
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    """A results file's rows."""
-    found: list[dict[str, Any]] = _data(path)["results"]
+def _rows(path: Path) -> list[Row]:
+    found: list[Row] = load(path)["results"]
     return found
-
-
-def _data(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
-
-
-def _where(data: dict[str, Any]) -> str:
-    machine = data["machine"]
-    return f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.tables import (
     RESULTS,
@@ -43,19 +43,14 @@ def read(path: Path) -> Row:
 
 
 def title(row: Row) -> str:
-    """The model in a few words.
-
-    >>> title({"case": {"layers": 8, "dtype": "float32", "norm": "pre", "dropout": 0.0, "batch": 2,
-    ...        "seq_len": 256, "width": 512, "heads": 8, "causal": True}})
-    '8 layers, D = 512, H = 8, B = 2, S = 256, float32, pre-norm, dropout 0, causal'
-    """
-    case = row["case"]
-    words = [
-        f"{case['layers']} layers", f"D = {case['width']}", f"H = {case['heads']}",
-        f"B = {case['batch']}", f"S = {case['seq_len']}", case["dtype"], f"{case['norm']}-norm",
-        f"dropout {case['dropout']:g}",
-    ]  # fmt: skip
-    return ", ".join([*words, *["causal"] * case["causal"]])
+    """The model in a few words."""
+    c = row["case"]
+    return (
+        f"{c['layers']} layers, D = {c['width']}, H = {c['heads']}, B = {c['batch']}, "
+        f"S = {c['seq_len']}, {c['dtype']}, {c['norm']}-norm, dropout {c['dropout']:g}"
+        + ", causal"
+        * c["causal"]
+    )
 
 
 def right(row: Row, *families: str) -> dict[str, Row]:
@@ -71,18 +66,12 @@ def is_ours(way: Row) -> bool:
     return str(way["family"]).startswith("ours")
 
 
-@dataclass(frozen=True)
-class Rival:
-    """A peer, and our plan for a budget of the peer's peak.
-
-    Attributes:
-        way: ours; None where there is no plan within the budget.
-        least: of a plan's peak, where there is none.
-    """
+class Rival(NamedTuple):
+    """A peer, and our plan for a budget of the peer's peak."""
 
     peer: str
-    way: str | None
-    least: int | None = None
+    way: str | None  # None where there is no plan within the budget
+    least: int | None = None  # of a plan's peak, where there is none
 
 
 def rivals(row: Row) -> Iterator[Rival]:
@@ -98,24 +87,22 @@ def rivals(row: Row) -> Iterator[Rival]:
 # --- tables of a case
 
 
+#: What is said of a way.
+COLUMNS: Columns = [
+    ("peak", lambda way: mib(way["peak_bytes"], 1)),
+    ("kept", lambda way: mib(way["kept_bytes"], 1)),
+    ("step", lambda way: _ms(way["step_seconds"]["p50"])),
+    ("vs eager (p20 to p80)", lambda way: times(way["step_ratio"].get("eager"), spread=True)),
+    ("predicted: peak", lambda way: mib(way.get("predicted", {}).get("peak_bytes"), 1)),
+    ("kept", lambda way: mib(way.get("predicted", {}).get("kept_bytes"), 1)),
+    ("step, costs measured", lambda way: _ms(way.get("predicted", {}).get("seconds"))),
+    ("analytic", lambda way: _ms(way.get("predicted", {}).get("analytic_seconds"))),
+]
+
+
 def table(row: Row) -> str:
     """Every way: peak, kept bytes, time, and what was predicted of ours."""
-    columns: Columns = [
-        ("peak", lambda way: mib(way["peak_bytes"], 1)),
-        ("kept", lambda way: mib(way["kept_bytes"], 1)),
-        ("step", lambda way: _ms(way["step_seconds"]["p50"])),
-        ("vs eager (p20 to p80)", lambda way: times(way["step_ratio"].get("eager"), spread=True)),
-        ("predicted: peak", lambda way: mib(_predicted(way, "peak_bytes"), 1)),
-        ("kept", lambda way: mib(_predicted(way, "kept_bytes"), 1)),
-        ("step, costs measured", lambda way: _ms(_predicted(way, "seconds"))),
-        ("analytic", lambda way: _ms(_predicted(way, "analytic_seconds"))),
-    ]
-    return ways_table(row["ways"], columns, "way")
-
-
-def _predicted(way: Row, key: str) -> float | None:
-    found: float | None = way.get("predicted", {}).get(key)
-    return found
+    return ways_table(row["ways"], COLUMNS, "way")
 
 
 def _ms(seconds: float | None) -> Cell:
@@ -170,19 +157,19 @@ def errors(row: Row) -> dict[str, dict[str, float]]:
     mine = {name: way for name, way in right(row).items() if "predicted" in way}
     if not mine:
         return {}
-    best = [way for way in mine.values() if way["family"] == "ours"] or list(mine.values())
+    best = [way for way in mine.values() if way["family"] == "ours"] or mine.values()
     fastest = max(best, key=lambda way: float(way["peak_bytes"]))
+
+    def share(way: Row, key: str, measured: str) -> float:
+        actual = way[measured]
+        actual = actual["p50"] if isinstance(actual, dict) else actual
+        return float(way["predicted"][key] / actual)
+
     found = {}
     for what, key, measured, relative in PREDICTIONS:
-        unit = _share(fastest, key, measured) if relative else 1.0
-        found[what] = {name: _share(way, key, measured) / unit - 1 for name, way in mine.items()}
+        unit = share(fastest, key, measured) if relative else 1.0
+        found[what] = {name: share(way, key, measured) / unit - 1 for name, way in mine.items()}
     return found
-
-
-def _share(way: Row, key: str, measured: str) -> float:
-    """Predicted over measured."""
-    actual = way[measured]
-    return float(way["predicted"][key] / (actual["p50"] if isinstance(actual, dict) else actual))
 
 
 def error_table(row: Row) -> str:
@@ -206,11 +193,7 @@ def step_table(row: Row) -> str:
 
 
 def percent(error: float, sign: str = "") -> str:
-    """With enough digits to tell small from none.
-
-    >>> percent(0.123, "+"), percent(-0.00006, "+"), percent(0.0)
-    ('+12.3%', '-0.006%', '0%')
-    """
+    """With enough digits to tell small from none."""
     if error == 0:
         return "0%"
     digits = 1 if abs(error) >= 1e-3 else 3
@@ -223,7 +206,7 @@ def summary(row: Row) -> str:
     against = {
         rival.peer: ways[rival.way]["step_ratio"][rival.peer]["p50"]
         for rival in rivals(row)
-        if rival.way is not None and rival.way in ways and rival.peer in ways
+        if rival.way is not None and rival.way in ways
     }
     if not against:
         return f"{title(row)}: no peer was measured."
@@ -255,36 +238,34 @@ def _picture(path: Path) -> str:
     return picture(path, "Step time against the measured peak; predicted against measured peak")
 
 
-def section(root: Path = RESULTS) -> str:
-    """Of every file: the picture, and the tables of every case."""
-    return "\n\n".join(map(_set, files(root))) or UNMEASURED
-
-
 def readme(root: Path = RESULTS) -> str:
     """Of the first file: the picture, and how its cases come out in a line each."""
-    path = next(iter(files(root)), None)
-    if path is None:
-        return UNMEASURED
-    rows = read(path)["results"]
-    lines = "\n".join(f"- {summary(row)}" for row in rows)
-    return "\n\n".join([_picture(path), lines, machine_line(rows[0]["machine"])])
+    for path in files(root)[:1]:
+        rows = read(path)["results"]
+        lines = "\n".join(f"- {summary(row)}" for row in rows)
+        return "\n\n".join([_picture(path), lines, machine_line(rows[0]["machine"])])
+    return UNMEASURED
 
 
-def _set(path: Path) -> str:
+def section(root: Path = RESULTS) -> str:
+    """Of every file: the picture, and the tables of every case."""
+    return "\n\n".join(text for path in files(root) for text in _set(path)) or UNMEASURED
+
+
+def _set(path: Path) -> Iterator[str]:
     data = read(path)
     machine = data["machine"]
-    heading = f"### {machine.get('gpu') or machine['cpu']} (`{place(path)}`)"
-    cases = [text for row in data["results"] for text in _case(row)]
-    return "\n\n".join([heading, _picture(path), *cases])
-
-
-def _case(row: Row) -> Iterator[str]:
-    yield f"**{title(row)}**, {row['rounds']} rounds. {machine_line(row['machine'])}"
-    yield "Each peer, and our optimal plan whose budget is the peer's measured peak:"
-    yield rival_table(row)
-    yield "Predictions against what was measured, of all our plans that were run:"
-    yield error_table(row)
-    yield "Simpler rules within the same budgets: predicted time, relative to the optimal plan's:"
-    yield rule_table(row)
-    yield folded("Every way", table(row))
-    yield folded("A layer's steps: measured, and analytic", step_table(row))
+    yield f"### {machine.get('gpu') or machine['cpu']} (`{place(path)}`)"
+    yield _picture(path)
+    for row in data["results"]:
+        yield f"**{title(row)}**, {row['rounds']} rounds. {machine_line(row['machine'])}"
+        yield "Each peer, and our optimal plan whose budget is the peer's measured peak:"
+        yield rival_table(row)
+        yield "Predictions against what was measured, of all our plans that were run:"
+        yield error_table(row)
+        yield (
+            "Simpler rules within the same budgets: predicted time, relative to the optimal plan's:"
+        )
+        yield rule_table(row)
+        yield folded("Every way", table(row))
+        yield folded("A layer's steps: measured, and analytic", step_table(row))

@@ -55,11 +55,7 @@ def row_bytes(name: str, widths: Mapping[str, int]) -> int:
 
 
 def in_widths(nbytes: float) -> str:
-    """Bytes of a token in D.
-
-    >>> in_widths(20 * D), in_widths(10.125 * D)
-    ('20', '10.125')
-    """
+    """Bytes of a token in D."""
     return f"{nbytes / D:.3f}".rstrip("0").rstrip(".")
 
 

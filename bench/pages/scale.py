@@ -24,10 +24,7 @@ def is_right(row: Row) -> bool:
 
 
 def title(case: Row) -> str:
-    """
-    >>> title({"data": 2, "tensor": 2, "sequence": True})
-    'FSDP2 2 × tensor parallel 2, stream divided'
-    """
+    """A layout in a few words."""
     parts = [f"FSDP2 {case['data']}"] if case["data"] > 1 else []
     parts += [f"tensor parallel {case['tensor']}"] if case["tensor"] > 1 else []
     divided = ", stream divided" if case["sequence"] else ""
