@@ -232,12 +232,18 @@ def gated_gradients(dact: Tensor, gate: Tensor, up: Tensor) -> Results:
     return {"act": act * up, "dgate": dgate, "dup": dact * act}
 
 
+#: Whether it is gated -> activation, results of a backward, and what they are.
+ENDS: dict[bool, tuple[str, tuple[str, ...], Callable[..., Results]]] = {
+    False: ("gelu", ("act", "dup"), gelu_gradients),
+    True: ("silu", ("act", "dgate", "dup"), gated_gradients),
+}
+
+
 def mlp_bwd(m: Mlp, gated: bool) -> Contest:
     """Rebuild what goes into the activation, dy @ down, the activation and its gradients."""
     down, target = m.down[0], m.rig.target
     layers = {"gate": m.gate, "product": m.up} if gated else {"product": m.up}
-    act, gradients = ("silu", gated_gradients) if gated else ("gelu", gelu_gradients)
-    names = ("act", "dgate", "dup") if gated else ("act", "dup")
+    act, names, gradients = ENDS[gated]
     made = [{name: m.hidden() for name in names} for _ in range(3)]
 
     def pre(index: int) -> list[Tensor]:
