@@ -28,7 +28,7 @@ MODELS_FIRST = ("llama3-8b", "smollm-135m", "bert-base", "qwen2-1.5b", "gpt2", "
 def slow_to_start(op: Op) -> list[str]:
     """Providers that `torch.compile` makes, or that tune themselves."""
     made = ("compile", "flex")
-    return [n for n in op.providers if n in made or op.providers[n].traits.get("autotunes")]
+    return [n for n in op if n in made or op[n].traits.get("autotunes")]
 
 
 def entries_of(
@@ -42,14 +42,14 @@ def entries_of(
     names: of the providers; by default all that start soon.
     """
     slow = slow_to_start(op)
-    names = [name for name in op.providers if name not in slow] if names is None else names
+    names = [name for name in op if name not in slow] if names is None else names
     made = problem()
     for direction in directions:
 
         def build(rig: Rig, direction: str = direction) -> Contest:
             return dict(contests(op, problem(), names))[direction]
 
-        yield {"name": f"{op.providers.name}_{direction} {made.name}", **made.sizes}, build
+        yield {"name": f"{op.name}_{direction} {made.name}", **made.sizes}, build
 
 
 # --- attention
@@ -135,11 +135,11 @@ def slow_entries(rig: Rig) -> Iterator[Entry]:
     """Two models' beside the peers that do not; ours and the baseline with them."""
     given = (MODELS_FIRST[1:2], ("norm",)) if rig.dry else (MODELS_FIRST[:2],)
     for op, model, make in _problems(rig, *given):
-        ours = [name for name in op.providers if op.providers[name].traits.get("ours")]
+        ours = [name for name in op if op[name].traits.get("ours")]
         slow = [name for name in slow_to_start(op) if name != "flex"]  # which has its own section
         if not slow:
             continue
-        names = [*op.providers.baselines, *slow, *ours]
+        names = [*op.baselines, *slow, *ours]
         for case, build in entries_of(op, make, names):
             of = {"model": model, "beside": "slow starters"}
             yield {"name": case.pop("name"), **of, **case}, build

@@ -12,31 +12,37 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.kernels.attention_problem import SEED, Attention
 from bench.kernels.problem import (
     DIRECTIONS,
-    Build,
     Function,
     Op,
     Problem,
     Ways,
-    add_ours,
     compiled,
     failing,
     through_autograd,
 )
 from bench.kernels.shapes import Size
+from bench.measure.admission import Absent
 from bench.measure.contest import Rig
-from bench.measure.registry import Absent, Registry
 from fused_remat import ops
 
 #: Bytes of scores that a provider may hold which holds all of them.
 _MOST_SCORES = 1 << 30
 
-ATTENTION: Registry[Build] = Registry("attention")
+
+def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
+    """The model's own heads."""
+    model = size.model
+    heads = model.nhead, model.kv_heads, size.seq_len, model.head_dim
+    yield Attention(rig, "causal" if model.causal else "full", size.batch, *heads)
+
+
+OP = Op("attention", of_model)
 
 
 # --- PyTorch's
 
 
-@ATTENTION.provider("aten", baseline=True)
+@OP.provider("aten", baseline=True)
 def aten(p: Attention) -> Function:
     """scaled_dot_product_attention with the kernel that PyTorch chooses."""
     return p.reference
@@ -57,25 +63,25 @@ def _sdpa(p: Attention, backend: SDPBackend) -> Function:
     return attend
 
 
-@ATTENTION.provider("flash", needs="cuda")
+@OP.provider("flash", needs="cuda")
 def flash(p: Attention) -> Function:
     """FlashAttention-2, as PyTorch has it."""
     return _sdpa(p, SDPBackend.FLASH_ATTENTION)
 
 
-@ATTENTION.provider("cudnn", needs="cuda", optional=True)
+@OP.provider("cudnn", needs="cuda", optional=True)
 def cudnn(p: Attention) -> Function:
     """cuDNN's; it may find no plan for what PyTorch believes it serves."""
     return _sdpa(p, SDPBackend.CUDNN_ATTENTION)
 
 
-@ATTENTION.provider("efficient", needs="cuda")
+@OP.provider("efficient", needs="cuda")
 def efficient(p: Attention) -> Function:
     """The memory-efficient one of xFormers."""
     return _sdpa(p, SDPBackend.EFFICIENT_ATTENTION)
 
 
-@ATTENTION.provider("math")
+@OP.provider("math")
 def math(p: Attention) -> Function:
     """Explicit products and softmax, where the scores are not too many."""
     size = p.batch * p.nhead * p.seq_len**2 * p.rig.dtype.itemsize
@@ -84,7 +90,7 @@ def math(p: Attention) -> Function:
     return _sdpa(p, SDPBackend.MATH)
 
 
-@ATTENTION.provider("flex", optional=True)
+@OP.provider("flex", optional=True)
 def flex(p: Attention) -> Ways:
     """FlexAttention, compiled; on a CPU it has a forward only, without a gradient."""
     if p.form.p:
@@ -107,7 +113,7 @@ def flex(p: Attention) -> Ways:
     return ways
 
 
-@ATTENTION.provider("varlen", needs="cuda", optional=True)
+@OP.provider("varlen", needs="cuda", optional=True)
 def varlen(p: Attention) -> Function:
     """torch.nn.attention.varlen: FlashAttention over packed sequences."""
     if not p.form.packed:
@@ -154,7 +160,7 @@ def _flash_attn(p: Attention, fixed: Callable[..., Any], packed: Callable[..., A
     return of_packed if p.form.packed else of_batch
 
 
-@ATTENTION.provider("flash-attn", module="flash_attn", needs="cuda", optional=True)
+@OP.provider("flash-attn", module="flash_attn", needs="cuda", optional=True)
 def flash_attn(p: Attention) -> Function:
     """FlashAttention-2 from its own package."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -162,7 +168,7 @@ def flash_attn(p: Attention) -> Function:
     return _flash_attn(p, flash_attn_func, flash_attn_varlen_func)
 
 
-@ATTENTION.provider("flash-attn 3", module="flash_attn_interface", needs="cuda", optional=True)
+@OP.provider("flash-attn 3", module="flash_attn_interface", needs="cuda", optional=True)
 def flash_attn_3(p: Attention) -> Function:
     """FlashAttention-3, for Hopper."""
     if p.form.p:
@@ -194,10 +200,10 @@ def _ours(p: Attention, backend: str) -> Ways:
     return {name: dataclasses.replace(way, truth=None) for name, way in ways.items()}
 
 
-add_ours(ATTENTION, _ours)
+OP.add_ours(_ours)
 
 
-@ATTENTION.provider("fused_remat kernel", needs="triton", ours=True)
+@OP.provider("fused_remat kernel", needs="triton", ours=True)
 def kernel(p: Attention) -> Ways:
     """Our Triton kernels by themselves, whatever the library would take."""
     from bench.kernels.attention_launches import Kernels
@@ -209,13 +215,3 @@ def kernel(p: Attention) -> Ways:
     if reason is not None:
         raise Absent(reason)
     return {direction: Kernels(p, direction).way() for direction in DIRECTIONS}
-
-
-def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's own heads."""
-    model = size.model
-    heads = model.nhead, model.kv_heads, size.seq_len, model.head_dim
-    yield Attention(rig, "causal" if model.causal else "full", size.batch, *heads)
-
-
-OP = Op(ATTENTION, of_model)

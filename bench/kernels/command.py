@@ -126,7 +126,7 @@ def run_item(
 
 def asked(args: argparse.Namespace, op: str) -> list[str]:
     """An op's providers that are asked for, its baseline always among them."""
-    providers = OPS[op].providers
+    providers = OPS[op]
     return [
         name
         for name in providers
@@ -163,7 +163,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     sweep = "lengths of one sequence; none: no sweep"
     add("--sweep", nargs="*", type=positive, metavar="S", help=sweep)
     add("--sweep-model", choices=MODELS, help="whose shapes are swept")
-    every = list(dict.fromkeys(name for op in OPS.values() for name in op.providers))
+    every = list(dict.fromkeys(name for op in OPS.values() for name in op))
     parser.several("providers", choices=every, metavar="NAME", help=f"of {every} (all)")
     args = parser.parse(arguments)
     kind = args.device.split(":")[0]
