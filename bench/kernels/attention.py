@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -63,22 +65,15 @@ def _sdpa(p: Attention, backend: SDPBackend) -> Function:
     return attend
 
 
-@OP.provider("flash", needs="cuda")
-def flash(p: Attention) -> Function:
-    """FlashAttention-2, as PyTorch has it."""
-    return _sdpa(p, SDPBackend.FLASH_ATTENTION)
-
-
-@OP.provider("cudnn", needs="cuda", optional=True)
-def cudnn(p: Attention) -> Function:
-    """cuDNN's; it may find no plan for what PyTorch believes it serves."""
-    return _sdpa(p, SDPBackend.CUDNN_ATTENTION)
-
-
-@OP.provider("efficient", needs="cuda")
-def efficient(p: Attention) -> Function:
-    """The memory-efficient one of xFormers."""
-    return _sdpa(p, SDPBackend.EFFICIENT_ATTENTION)
+#: FlashAttention-2 as PyTorch has it; cuDNN's, which may find no plan for what PyTorch believes it
+#: serves; the memory-efficient one of xFormers.
+for _name, _backend, _optional in (
+    ("flash", SDPBackend.FLASH_ATTENTION, False),
+    ("cudnn", SDPBackend.CUDNN_ATTENTION, True),
+    ("efficient", SDPBackend.EFFICIENT_ATTENTION, False),
+):
+    _one_kernel = functools.partial(_sdpa, backend=_backend)
+    OP.provider(_name, needs="cuda", optional=_optional)(_one_kernel)
 
 
 @OP.provider("math")
@@ -135,13 +130,16 @@ def varlen(p: Attention) -> Function:
 # --- others'
 
 
-def _flash_attn(p: Attention, fixed: Callable[..., Any], packed: Callable[..., Any]) -> Function:
-    """FlashAttention's own functions, of tokens before heads; `packed`: of sequences by bounds."""
-    if p.form.checkered:
-        raise Absent("it takes no mask")
+def _flash_attn(p: Attention, module: str) -> Function:
+    """FlashAttention's own functions, of tokens before heads."""
     options: dict[str, Any] = {"causal": p.form.causal}
     options |= {"window_size": (p.window - 1, 0)} if p.form.window else {}
     options |= {"dropout_p": p.form.p} if p.form.p else {}
+    if p.form.checkered:
+        raise Absent("it takes no mask")
+    if p.form.p and module == "flash_attn_interface":
+        raise Absent("it has no dropout")
+    functions = importlib.import_module(module)
 
     def first(made: Any) -> Tensor:
         """Some versions return the logsumexp too."""
@@ -150,32 +148,21 @@ def _flash_attn(p: Attention, fixed: Callable[..., Any], packed: Callable[..., A
         return out
 
     def of_batch(*heads: Tensor) -> Tensor:
-        return first(fixed(*(t.transpose(1, 2) for t in heads), **options)).transpose(1, 2)
+        rows = (t.transpose(1, 2) for t in heads)
+        return first(functions.flash_attn_func(*rows, **options)).transpose(1, 2)
 
     def of_packed(*heads: Tensor) -> Tensor:
         rows = [t[0].transpose(0, 1) for t in heads]
-        bounds = p.cu, p.cu, p.longest, p.longest
-        return first(packed(*rows, *bounds, **options)).transpose(0, 1)[None]
+        given = *rows, p.cu, p.cu, p.longest, p.longest
+        return first(functions.flash_attn_varlen_func(*given, **options)).transpose(0, 1)[None]
 
     return of_packed if p.form.packed else of_batch
 
 
-@OP.provider("flash-attn", module="flash_attn", needs="cuda", optional=True)
-def flash_attn(p: Attention) -> Function:
-    """FlashAttention-2 from its own package."""
-    from flash_attn import flash_attn_func, flash_attn_varlen_func
-
-    return _flash_attn(p, flash_attn_func, flash_attn_varlen_func)
-
-
-@OP.provider("flash-attn 3", module="flash_attn_interface", needs="cuda", optional=True)
-def flash_attn_3(p: Attention) -> Function:
-    """FlashAttention-3, for Hopper."""
-    if p.form.p:
-        raise Absent("it has no dropout")
-    from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
-
-    return _flash_attn(p, flash_attn_func, flash_attn_varlen_func)
+#: FlashAttention-2 from its own package, and FlashAttention-3, for Hopper.
+for _name, _module in (("flash-attn", "flash_attn"), ("flash-attn 3", "flash_attn_interface")):
+    _own = functools.partial(_flash_attn, module=_module)
+    OP.provider(_name, module=_module, needs="cuda", optional=True)(_own)
 
 
 # --- ours

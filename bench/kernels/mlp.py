@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,6 +172,7 @@ def apart(dx: Tensor, dgate_up: Tensor, ddown: Tensor) -> tuple[Tensor, ...]:
 
 
 def _quack(p: Mlp, recompute: bool) -> Function | Ways:
+    """QuACK's MLP: activation and gate in the products, both ways; keeps the hidden half or x."""
     from quack.mlp import mlp_func
 
     known = QUACK_GATED if p.gated else QUACK_PLAIN
@@ -191,16 +193,9 @@ def _quack(p: Mlp, recompute: bool) -> Function | Ways:
     return through_autograd(gated, p, optional=True, pack=side_by_side, unpack=apart)
 
 
-@OP.provider("quack", module="quack", needs="cuda", optional=True, autotunes=True)
-def quack(p: Mlp) -> Function | Ways:
-    """QuACK's MLP: activation and gate in the products, both ways; keeps the hidden half."""
-    return _quack(p, recompute=False)
-
-
-@OP.provider("quack recompute", module="quack", needs="cuda", optional=True, autotunes=True)
-def quack_recompute(p: Mlp) -> Function | Ways:
-    """The same keeping its input."""
-    return _quack(p, recompute=True)
+for _name, _recompute in (("quack", False), ("quack recompute", True)):
+    _build = functools.partial(_quack, recompute=_recompute)
+    OP.provider(_name, module="quack", needs="cuda", optional=True, autotunes=True)(_build)
 
 
 def _ours(p: Mlp, backend: str, policy: str) -> Function:

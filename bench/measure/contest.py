@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import time
@@ -74,6 +75,10 @@ class Rig:
         if not all(unit in self.ceilings for unit, amount in needs.items() if amount):
             return None
         return max(n / (UNITS[u] * self.ceilings[u]) for u, n in needs.items() if n)
+
+    def longer(self, times: float) -> Rig:
+        """The same with so many times the seconds."""
+        return dataclasses.replace(self, seconds=times * self.seconds)
 
     def size(self, full: int, tiny: int) -> int:
         return tiny if self.dry else full
@@ -155,8 +160,8 @@ class Contest:
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
-#: A contest to be built, with what it is called.
-Entry = tuple[dict[str, Any], Callable[[Rig], Contest]]
+#: A case, and what measures it, or builds the contest that is to be measured.
+Entry = tuple[dict[str, Any], Callable[[Rig], "dict[str, Any] | Contest"]]
 
 
 def errors(found: Results, truth: Results) -> dict[str, float]:
