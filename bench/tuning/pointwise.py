@@ -124,15 +124,11 @@ def _gated_bwd(gate: Tensor, up: Tensor, dy: Tensor) -> Results:
 
 PASSES: dict[str, Callable[[Rig, int, int], Contest]] = {
     "act_fwd gelu": Pass(
-        1,
-        lambda x: {"y": F.gelu(x)},
-        lambda x, y: pointwise.act_fwd(x, "gelu", None, y),
+        1, lambda x: {"y": F.gelu(x)}, lambda x, y: pointwise.act_fwd(x, "gelu", None, y)
     ).contest,
     "act_fwd gelu dropout": act_dropout,
     "act_bwd gelu, with act": Pass(
-        2,
-        _act_bwd,
-        lambda x, dy, dx, y: pointwise.act_bwd(dy, x, "gelu", None, dx, y),
+        2, _act_bwd, lambda x, dy, dx, y: pointwise.act_bwd(dy, x, "gelu", None, dx, y)
     ).contest,
     "gated_fwd silu": Pass(
         2,

@@ -183,11 +183,7 @@ def linear_normed(m: Mlp) -> Contest:
         given = m.xs[index], weight, bias, None, None, None, None, fused
         return products.linear_fwd(*given, rig.target, (*stats[index], *affine))
 
-    ways = {
-        "aten": Way(aten),
-        "kernel": per_set(kernel, {"y": fused}),
-        "split": Way(in_two),
-    }
+    ways = {"aten": Way(aten), "kernel": per_set(kernel, {"y": fused}), "split": Way(in_two)}
     return Contest(ways, truth, Work(flops=m.flops), ("aten",))
 
 
