@@ -57,10 +57,10 @@ def rows() -> Iterator[Any]:
     """Every op, problem, direction, and provider that is the baseline or ours."""
     listed = rig_of(torch.device("cpu"))  # no tensor is made of it
     for op, row in OPS.items():
-        names = [n for n in row.providers if row.providers[n].traits.get("ours")]
+        names = [n for n in row if row[n].traits.get("ours")]
         for problem in problems(op, listed):
             for direction in DIRECTIONS:
-                for name in [*row.providers.baselines, *names]:
+                for name in [*row.baselines, *names]:
                     given = (op, problem, direction, name)
                     yield pytest.param(*given, id=re.sub(r"[^\w.-]+", "_", "-".join(given)))
 
@@ -91,7 +91,7 @@ def test_op(
     """One op: forward as in training, or backward after a forward that is not timed."""
     torch.manual_seed(0)
     rig = rig_of(device)
-    names = dict.fromkeys([*OPS[op].providers.baselines, provider])  # by whose errors it is judged
+    names = dict.fromkeys([*OPS[op].baselines, provider])  # by whose errors it is judged
     contest = dict(contests(OPS[op], problems(op, rig)[problem], names))[direction]
     found = admit(contest)[provider]
     if "absent" in found:

@@ -106,7 +106,11 @@ def main(arguments: Sequence[str]) -> int:
     """
     args = parse(arguments)
     try:
-        found, complete = (given(args), True) if args.given else run(args)
+        if args.given:
+            files_by_path = {os.path.relpath(path, args.out): read(path) for path in args.given}
+            found, complete = collected(files_by_path), True
+        else:
+            found, complete = run(args)
         derived = files.write(args.out, found)
     except (ValueError, ImportError) as error:
         print(f"python -m bench frontier: {error}", file=sys.stderr)
@@ -116,8 +120,3 @@ def main(arguments: Sequence[str]) -> int:
     print("", *(args.out / name for name in (files.DATA, files.PAGE, *files.PICTURES)), sep="\n")
     wrong = {way for panel in derived["panels"] for way in panel["wrong"]}
     return int(not complete or any(map(is_ours, wrong)))
-
-
-def given(args: argparse.Namespace) -> dict[str, Any]:
-    """What the files of `--from` hold, by their paths from the folder."""
-    return collected({os.path.relpath(path, args.out): read(path) for path in args.given})

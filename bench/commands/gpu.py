@@ -34,23 +34,19 @@ from bench.gpu import kernels, layers, models, profile
 from bench.measure import ceilings, contest
 from bench.measure.admission import described
 from bench.measure.case import DTYPES
-from bench.measure.contest import Contest, Rig
+from bench.measure.contest import Contest, Entry, Rig
 from bench.measure.machine import ROOT, checkout, environment, source
 from bench.measure.options import Parser
 from bench.measure.results import ResultsFile
 from bench.pages.gpu import failures, line, report
 from bench.tables import read
 from bench.tuning import attention_tiles, pointwise, product_tiles, products
-from fused_remat.triton.launch import INTERPRETED, Target, target_of
+from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: A worker's exit status after a case that hung or broke the device: another one takes over.
 BROKEN = 3
 _WORKERS_AT_MOST = 8
 UNFINISHED = "the process ended within this case: a crash, or no answer for too long"
-
-
-#: A case, and what measures it, or the contest that is to be measured.
-Entry = tuple[dict[str, Any], Callable[[Rig], dict[str, Any] | Contest]]
 
 
 @dataclass(frozen=True)
@@ -68,29 +64,25 @@ class Section:
     entries: Callable[[Rig], Iterable[Entry]]
 
 
-def _environment_entries(rig: Rig) -> Iterator[Entry]:
-    yield {"name": "environment"}, lambda rig: {"found": environment(rig.device)}
+def _environment(rig: Rig) -> dict[str, Any]:
+    return {"found": environment(rig.device)}
 
 
-def _ceiling_entries(rig: Rig) -> Iterator[Entry]:
+def _ceilings(rig: Rig) -> Iterator[Entry]:
     for unit, what in ceilings.CEILINGS.items():
         yield {"name": what.__name__}, functools.partial(ceilings.measure, unit=unit)
 
 
-def _compile_entries(rig: Rig) -> Iterator[Entry]:
-    yield {"name": "kernels compiled"}, lambda rig: precompile(rig, min(75.0, 0.2 * rig.left))
-
-
-def _pointwise_entries(rig: Rig) -> Iterator[Entry]:
+def _pointwise(rig: Rig) -> Iterator[Entry]:
     yield from kernels.dropout_entries(rig)
     yield from pointwise.pointwise_entries(rig)
 
 
-def precompile(rig: Rig, seconds: float) -> dict[str, Any]:
+def precompile(rig: Rig) -> dict[str, Any]:
     """Compile what the contests launch on all cores, as far as time allows; the rest when used."""
-    start = time.perf_counter()
-    cases = (c.launch for c in audit_cases.cases(rig.target, rig.dtype) if c.default)
-    launches, done = list(cases), 0
+    start, seconds = time.perf_counter(), min(75.0, 0.2 * rig.left)
+    cases = audit_cases.cases(rig.target, rig.dtype)
+    launches, done = [case.launch for case in cases if case.default], 0
     if rig.dry:
         return {"found": {"kernels": len(launches), "compiled": 0}}
     batch = 2 * (os.cpu_count() or 1)
@@ -104,9 +96,9 @@ def precompile(rig: Rig, seconds: float) -> dict[str, Any]:
 #: In this order; shares are of what is left. `torch.compile` late: it takes long to start;
 #: the profiler last, since it may stay attached.
 SECTIONS: dict[str, Section] = {
-    "environment": Section(1.0, 5.0, _environment_entries),
-    "ceilings": Section(1.0, 5.0, _ceiling_entries),
-    "precompile": Section(10.0, 90.0, _compile_entries),
+    "environment": Section(1.0, 5.0, lambda rig: [({"name": "environment"}, _environment)]),
+    "ceilings": Section(1.0, 5.0, _ceilings),
+    "precompile": Section(10.0, 90.0, lambda rig: [({"name": "kernels compiled"}, precompile)]),
     "attention": Section(14.0, 8.0, kernels.attention_entries),
     "products": Section(9.0, 6.0, products.route_entries),
     "layers": Section(10.0, 20.0, layers.layer_entries),
@@ -120,7 +112,7 @@ SECTIONS: dict[str, Section] = {
     "tiles": Section(5.0, 10.0, product_tiles.tile_entries),
     "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
     "mlp": Section(3.0, 15.0, layers.mlp_entries),
-    "pointwise": Section(3.0, 5.0, _pointwise_entries),
+    "pointwise": Section(3.0, 5.0, _pointwise),
     "rotary": Section(2.0, 5.0, kernels.rotary_entries),
     "replayed": Section(4.0, 20.0, layers.replay_entries),
     "flex": Section(3.0, 45.0, kernels.flex_entries),
@@ -145,7 +137,8 @@ def run_entry(entry: Entry, section: str, rig: Rig, results: ResultsFile, run: s
     start = time.perf_counter()
     torch.manual_seed(0)
     try:
-        row |= _measured(measure(rig), rig)
+        found = measure(rig)
+        row |= contest.measure(found, rig) if isinstance(found, Contest) else found
     except Exception as error:  # recorded, and the next case is measured
         row |= {"error": described(error)}
     row["seconds"] = time.perf_counter() - start
@@ -159,10 +152,6 @@ def run_entry(entry: Entry, section: str, rig: Rig, results: ResultsFile, run: s
         except RuntimeError:
             os._exit(BROKEN)
     watch.cancel()
-
-
-def _measured(found: dict[str, Any] | Contest, rig: Rig) -> dict[str, Any]:
-    return contest.measure(found, rig) if isinstance(found, Contest) else found
 
 
 def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile, run: str) -> None:
@@ -232,9 +221,9 @@ def work(args: argparse.Namespace, run: str) -> int:
     """All that is left of a run, in this process."""
     start = time.perf_counter()
     device = torch.device("cpu" if args.dry_run else f"cuda:{torch.cuda.current_device()}")
-    target: Target = target_of(device)
     # A tenth is kept: the process has started before, and the last case may take longer.
-    rig = Rig(device, DTYPES[args.dtype], args.dry_run, target, start + 54.0 * args.minutes)
+    ends = start + 54.0 * args.minutes
+    rig = Rig(device, DTYPES[args.dtype], args.dry_run, target_of(device), ends)
     if not args.dry_run:
         gc.collect()
         gc.freeze()  # measuring memory collects garbage, again and again

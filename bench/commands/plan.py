@@ -189,13 +189,6 @@ def measured(args: argparse.Namespace, path: Path) -> dict[str, Any] | None:
     return row
 
 
-def show(row: dict[str, Any]) -> None:
-    """Print the tables of a row."""
-    print(f"\n{title(row)}, {row['rounds']} rounds")
-    for heading, make in TABLES.items():
-        print(f"\n{heading}\n\n{make(row)}")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measure or read, draw, and print the tables.
 
@@ -210,7 +203,9 @@ def main(arguments: Sequence[str]) -> int:
         wanted = dataclasses.asdict(args.case)
         rows = [r for r in data["results"] if args.given or r["case"] == wanted]
         for row in rows:
-            show(row)
+            print(f"\n{title(row)}, {row['rounds']} rounds")
+            for heading, make in TABLES.items():
+                print(f"\n{heading}\n\n{make(row)}")
         pictures = figure.draw(data, path.parent, path.stem)
     except (ValueError, ImportError) as error:
         print(f"python -m bench plan: {error}", file=sys.stderr)

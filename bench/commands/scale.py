@@ -79,7 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     times = not args.no_times
     config = {"rounds": args.rounds if times else 0}
     results = ResultsFile(args.out / "scale-cpu.json", environment("cpu"), config)
-    costs = _in_processes(1, _costs)[0] if times else None
+    machine = of_this_machine, torch.float32, HARDWARE["h100"]
+    costs = _in_processes(1, *machine)[0] if times else None
     for layout in LAYOUTS:
         setup = setup_of(layout, args.width, args.layers, args.seq)
         for row in measured(setup, costs, args.rounds if times else 0):
@@ -127,10 +128,6 @@ def predicted_seconds(setup: Setup, policy: str, costs: Costs) -> float:
     chosen = [(way_of(setup, costs, policy), setup.model.layers)]
     alone = sum(step_seconds(setup, costs, chosen).values())
     return alone * max(1.0, setup.layout.mesh.devices / (os.cpu_count() or 1))
-
-
-def _costs() -> Costs:
-    return of_this_machine(torch.float32, HARDWARE["h100"])
 
 
 def _in_processes(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from bench.measure.case import Subject
-from bench.measure.contest import UNITS
+from bench.measure.contest import UNITS, Work
 from fused_remat.execution.observe import OBSERVERS, BlockRun
 from fused_remat.graph.schedule import schedule
 from fused_remat.planner.calibration import Example, Sizer, steps_of
@@ -21,26 +21,18 @@ from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.steps.norm import Norm
 
 
-@dataclass(frozen=True)
-class Part:
-    """A step of a layer's forward or backward.
+@dataclass(frozen=True, kw_only=True)
+class Part(Work):
+    """The work of a step of a layer's forward or backward.
 
     Attributes:
         kind: "products", "attention", "norms" or "pointwise".
         rebuilt: backward computes again what forward has.
-        flops: of products. bytes: read and written.
     """
 
     kind: str
     backward: bool
     rebuilt: bool
-    flops: float
-    bytes: float
-
-    def microseconds(self, ceilings: Mapping[str, float]) -> float:
-        """At least, at these ceilings ("TFLOP/s", "GB/s")."""
-        needs = {"TFLOP/s": self.flops, "GB/s": self.bytes}
-        return 1e6 * max(n / (UNITS[u] * ceilings[u]) for u, n in needs.items())
 
 
 def example_of(subject: Subject) -> Example:
@@ -73,7 +65,8 @@ def parts(example: Example, save: Iterable[str]) -> Iterator[Part]:
             else:
                 kind = "norms" if isinstance(node, Norm) else "pointwise"
             backward = which == "backward"
-            yield Part(kind, backward, backward and step.kind == "compute", flops, moved)
+            rebuilt = backward and step.kind == "compute"
+            yield Part(flops, moved, kind=kind, backward=backward, rebuilt=rebuilt)
 
 
 def parts_of(way: str, example: Example) -> list[Part]:
@@ -101,5 +94,5 @@ def least(way: str, example: Example, ceilings: Mapping[str, float]) -> dict[str
         return {}
     found: dict[str, float] = {}
     for part in parts_of(way, example):
-        found[part.kind] = found.get(part.kind, 0.0) + part.microseconds(ceilings)
+        found[part.kind] = found.get(part.kind, 0.0) + 1e6 * (part.floor(ceilings) or 0.0)
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from bench.kernels import attention, dropout, norm, rope
@@ -28,7 +28,7 @@ MODELS_FIRST = ("llama3-8b", "smollm-135m", "bert-base", "qwen2-1.5b", "gpt2", "
 def slow_to_start(op: Op) -> list[str]:
     """Providers that `torch.compile` makes, or that tune themselves."""
     made = ("compile", "flex")
-    return [n for n in op.providers if n in made or op.providers[n].traits.get("autotunes")]
+    return [n for n in op if n in made or op[n].traits.get("autotunes")]
 
 
 def entries_of(
@@ -42,14 +42,14 @@ def entries_of(
     names: of the providers; by default all that start soon.
     """
     slow = slow_to_start(op)
-    names = [name for name in op.providers if name not in slow] if names is None else names
+    names = [name for name in op if name not in slow] if names is None else names
     made = problem()
     for direction in directions:
 
         def build(rig: Rig, direction: str = direction) -> Contest:
             return dict(contests(op, problem(), names))[direction]
 
-        yield {"name": f"{op.providers.name}_{direction} {made.name}", **made.sizes}, build
+        yield {"name": f"{op.name}_{direction} {made.name}", **made.sizes}, build
 
 
 # --- attention
@@ -105,17 +105,18 @@ def flex_entries(rig: Rig) -> Iterator[Entry]:
 # --- every op at the sizes of models
 
 
-def _problems(
-    rig: Rig, models: Sequence[str], ops: Sequence[str] = tuple(OPS)
-) -> Iterator[tuple[Op, str, Callable[[], Problem]]]:
-    """Op, model, and what makes the problem; op by op of each model."""
+def _of_models(
+    rig: Rig, models: Iterable[str], providers: Mapping[str, Iterable[str] | None], **said: str
+) -> Iterator[Entry]:
+    """The problems that each model has of each op, beside these providers of the op."""
     for name in models:
         model = tiny(MODELS[name]) if rig.dry else MODELS[name]
         size = at_tokens(model, rig.size(TOKENS, 32))
-        for op in map(OPS.__getitem__, ops):
-            for index, _ in enumerate(op.of_model(rig, size)):
-                again = functools.partial(_nth, op, rig, size, index)
-                yield op, name, again
+        for op, names in providers.items():
+            for index, _ in enumerate(OPS[op].of_model(rig, size)):
+                make = functools.partial(_nth, OPS[op], rig, size, index)
+                for case, build in entries_of(OPS[op], make, names):
+                    yield {"name": case.pop("name"), "model": name, **said, **case}, build
 
 
 def _nth(op: Op, rig: Rig, size: Size, index: int) -> Problem:
@@ -125,24 +126,21 @@ def _nth(op: Op, rig: Rig, size: Size, index: int) -> Problem:
 def model_entries(rig: Rig) -> Iterator[Entry]:
     """Every op of every model, beside the peers that start soon."""
     # Dry, what no other section has: the interpreter is slow.
-    given = (MODELS_FIRST[:1], ("linear", "mlp")) if rig.dry else (MODELS_FIRST,)
-    for op, model, make in _problems(rig, *given):
-        for case, build in entries_of(op, make):
-            yield {"name": case.pop("name"), "model": model, **case}, build
+    ops = ("linear", "mlp") if rig.dry else tuple(OPS)
+    yield from _of_models(rig, MODELS_FIRST[:1] if rig.dry else MODELS_FIRST, dict.fromkeys(ops))
 
 
 def slow_entries(rig: Rig) -> Iterator[Entry]:
     """Two models' beside the peers that do not; ours and the baseline with them."""
-    given = (MODELS_FIRST[1:2], ("norm",)) if rig.dry else (MODELS_FIRST[:2],)
-    for op, model, make in _problems(rig, *given):
-        ours = [name for name in op.providers if op.providers[name].traits.get("ours")]
+    names: dict[str, Iterable[str] | None] = {}
+    for key in ("norm",) if rig.dry else OPS:
+        op = OPS[key]
         slow = [name for name in slow_to_start(op) if name != "flex"]  # which has its own section
-        if not slow:
-            continue
-        names = [*op.providers.baselines, *slow, *ours]
-        for case, build in entries_of(op, make, names):
-            of = {"model": model, "beside": "slow starters"}
-            yield {"name": case.pop("name"), **of, **case}, build
+        if slow:
+            ours = [name for name in op if op[name].traits.get("ours")]
+            names[key] = [*op.baselines, *slow, *ours]
+    models = MODELS_FIRST[1:2] if rig.dry else MODELS_FIRST[:2]
+    yield from _of_models(rig, models, names, beside="slow starters")
 
 
 # --- what is bound by memory

@@ -7,12 +7,13 @@ and "ratio" of a step, "host_us", the time the host takes to launch one; "error"
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.measure import step_contest
 from bench.measure.case import Subject, dtype_name
-from bench.measure.contest import P, Rig
+from bench.measure.contest import Entry, P, Rig
 from bench.measure.steps import ReplayedStep, Step
 from bench.subjects import layers
 from bench.subjects.layer_ways import BUDGETS
@@ -36,8 +37,6 @@ BUDGETED = (*_STOCK, "compile", *_BUDGETS, "full", "lean", "fast")
 DRY = ("eager", "checkpoint", "full", "none")
 _LONGER = 2.5  # than a kernel's contest, for steps take longer
 
-Entry = tuple[dict[str, Any], Callable[[Rig], dict[str, Any]]]
-
 
 def measure(
     subject: Subject,
@@ -52,28 +51,25 @@ def measure(
     if rig.dry:
         subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
     subject.captured = timer is ReplayedStep
-    longer = dataclasses.replace(rig, seconds=_LONGER * rig.seconds)
-    return as_contest(
-        step_contest.measure(subject, LAYER_WAYS, names, longer, timer, beside=beside)
-    )
+    given = subject, LAYER_WAYS, names, rig.longer(_LONGER), timer
+    return as_contest(step_contest.measure(*given, beside=beside))
 
 
 def as_contest(row: dict[str, Any]) -> dict[str, Any]:
     """A row whose ways are as those of kernels' contests."""
-    return row | {"ways": {name: _as_contest(found) for name, found in row["ways"].items()}}
-
-
-def _as_contest(found: dict[str, Any]) -> dict[str, Any]:
-    if "failure" in found:
-        return {"error": found["failure"]}
-    if "unavailable" in found:
-        return {"absent": found["unavailable"]}
-    times = {
-        "us": {level: 1e6 * t for level, t in found["step_seconds"].items()},
-        "ratio": found["step_ratio"],
-        "host_us": 1e6 * found["host_seconds"]["p50"],
-    }
-    return found | times
+    ways = {}
+    for name, found in row["ways"].items():
+        if "failure" in found:
+            ways[name] = {"error": found["failure"]}
+        elif "unavailable" in found:
+            ways[name] = {"absent": found["unavailable"]}
+        else:
+            ways[name] = found | {
+                "us": {level: 1e6 * t for level, t in found["step_seconds"].items()},
+                "ratio": found["step_ratio"],
+                "host_us": 1e6 * found["host_seconds"]["p50"],
+            }
+    return row | {"ways": ways}
 
 
 def _entry(
@@ -92,6 +88,11 @@ def _entry(
     return case, run
 
 
+def tokens_of(width: int) -> int:
+    """Tokens of a step."""
+    return 16384 if width <= 2048 else 8192
+
+
 def encoder(rig: Rig, norm: str, width: int, dropout: float = 0.0) -> Case:
     """A causal encoder layer, head dim 128; dropout of the residuals and in the MLP."""
     batch, seq_len = rig.size(tokens_of(width) // SEQ_LEN, 2), rig.size(SEQ_LEN, 9)
@@ -107,11 +108,6 @@ def long_encoder(rig: Rig) -> Case:
     return dataclasses.replace(base, batch=1, seq_len=rig.size(LONG_LEN, 5))
 
 
-def tokens_of(width: int) -> int:
-    """Tokens of a step."""
-    return 16384 if width <= 2048 else 8192
-
-
 # --- what is measured, the most telling first
 
 
@@ -124,10 +120,9 @@ def _widths(rig: Rig) -> Sequence[int]:
     return (32,) if rig.dry else WIDTHS
 
 
-def _grid(rig: Rig) -> list[tuple[str, int]]:
+def _grid(rig: Rig) -> Iterator[tuple[str, int]]:
     """Norm and width; in a dry run one of each."""
-    found = [(norm, width) for norm in ("pre", "post") for width in _widths(rig)]
-    return found[:1] if rig.dry else found
+    return itertools.product(("pre",) if rig.dry else ("pre", "post"), _widths(rig))
 
 
 def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:

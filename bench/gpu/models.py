@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.commands import plan
-from bench.gpu.layers import Entry, as_contest
+from bench.gpu.layers import as_contest
 from bench.measure.case import dtype_name
-from bench.measure.contest import Rig
+from bench.measure.contest import Entry, Rig
 from bench.model.measure import Options, measure
 from bench.subjects import stacks
 from bench.subjects.configs import MODELS
@@ -56,7 +56,7 @@ def _entry(rig: Rig, model: str, lora: int, cap: int | None, ways: Sequence[str]
     options = Options(ways, memory=cap, backend="triton" if rig.dry else "auto")
 
     def run(rig: Rig) -> dict[str, Any]:
-        row = measure(case, options, _longer(rig, _LONGER))
+        row = measure(case, options, rig.longer(_LONGER))
         return {"model": dataclasses.asdict(case)} | _row(row, {"held_bytes": "kept_bytes"})
 
     return named, run
@@ -69,15 +69,11 @@ def plan_entries(rig: Rig) -> Iterator[Entry]:
     case = stacks.Case(*kind, batch, seq_len, width, heads, causal=True)
 
     def run(rig: Rig) -> dict[str, Any]:
-        row = plan.measure(case, plan.peers(compiled=False), _longer(rig, _PLANS_LONGER))
+        row = plan.measure(case, plan.peers(compiled=False), rig.longer(_PLANS_LONGER))
         known = {"held_bytes": "kept_bytes", "step_peak_bytes": "peak_bytes"}
         return {"stack": dataclasses.asdict(case)} | _row(row, known)
 
     yield {"name": "plans", "layers": layers, "width": width}, run
-
-
-def _longer(rig: Rig, times: float) -> Rig:
-    return dataclasses.replace(rig, seconds=times * rig.seconds)
 
 
 def _row(row: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ without it, back to back, less what they keep the device busy with it.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu import floors
 from bench.gpu.kinds import FORWARD, KINDS, kind_of
-from bench.gpu.layers import WIDTHS, Entry, as_contest, encoder, long_encoder
+from bench.gpu.layers import WIDTHS, as_contest, encoder, long_encoder
 from bench.measure import step_contest
 from bench.measure.case import Forward, Subject
-from bench.measure.contest import Rig
+from bench.measure.contest import Entry, Rig
 from bench.measure.steps import QueuedStep
 from bench.subjects.layer_ways import WAYS as LAYER_WAYS
 from bench.subjects.layers import Case
@@ -41,10 +42,6 @@ class Event:
     name: str
     start: float
     end: float
-
-    @property
-    def us(self) -> float:
-        return self.end - self.start
 
 
 class NothingRecordedError(Exception):
@@ -95,11 +92,10 @@ def tally(events: Sequence[Event], steps: int) -> dict[str, Any]:
     "busy_us", "launches" (kernels, copies and fills), "kinds_us" by kind, "attention_forwards", and
     "kernels": name, kind, "us" and "count" of those that take longest.
     """
-    us: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    counts = Counter(event.name for event in events)
+    us = dict.fromkeys(counts, 0.0)
     for event in events:
-        us[event.name] = us.get(event.name, 0.0) + event.us
-        counts[event.name] = counts.get(event.name, 0) + 1
+        us[event.name] += event.end - event.start
     by_kind = dict.fromkeys(KINDS, 0.0)
     for name, time in us.items():
         by_kind[kind_of(name)] += time / steps
@@ -142,8 +138,8 @@ def measure(case: Case, rig: Rig) -> dict[str, Any]:
     Raises: NothingRecordedError.
     """
     subject = case.subject(rig.device)
-    measured = step_contest.measure
-    row = as_contest(measured(subject, LAYER_WAYS, WAYS, rig, QueuedStep, beside=("none",)))
+    given = subject, LAYER_WAYS, WAYS, rig, QueuedStep
+    row = as_contest(step_contest.measure(*given, beside=("none",)))
     ways = row["ways"]
     right = [name for name, found in ways.items() if "us" in found]
     example = floors.example_of(subject)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -12,31 +14,37 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.kernels.attention_problem import SEED, Attention
 from bench.kernels.problem import (
     DIRECTIONS,
-    Build,
     Function,
     Op,
     Problem,
     Ways,
-    add_ours,
     compiled,
     failing,
     through_autograd,
 )
 from bench.kernels.shapes import Size
+from bench.measure.admission import Absent
 from bench.measure.contest import Rig
-from bench.measure.registry import Absent, Registry
 from fused_remat import ops
 
 #: Bytes of scores that a provider may hold which holds all of them.
 _MOST_SCORES = 1 << 30
 
-ATTENTION: Registry[Build] = Registry("attention")
+
+def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
+    """The model's own heads."""
+    model = size.model
+    heads = model.nhead, model.kv_heads, size.seq_len, model.head_dim
+    yield Attention(rig, "causal" if model.causal else "full", size.batch, *heads)
+
+
+OP = Op("attention", of_model)
 
 
 # --- PyTorch's
 
 
-@ATTENTION.provider("aten", baseline=True)
+@OP.provider("aten", baseline=True)
 def aten(p: Attention) -> Function:
     """scaled_dot_product_attention with the kernel that PyTorch chooses."""
     return p.reference
@@ -57,25 +65,18 @@ def _sdpa(p: Attention, backend: SDPBackend) -> Function:
     return attend
 
 
-@ATTENTION.provider("flash", needs="cuda")
-def flash(p: Attention) -> Function:
-    """FlashAttention-2, as PyTorch has it."""
-    return _sdpa(p, SDPBackend.FLASH_ATTENTION)
+#: FlashAttention-2 as PyTorch has it; cuDNN's, which may find no plan for what PyTorch believes it
+#: serves; the memory-efficient one of xFormers.
+for _name, _backend, _optional in (
+    ("flash", SDPBackend.FLASH_ATTENTION, False),
+    ("cudnn", SDPBackend.CUDNN_ATTENTION, True),
+    ("efficient", SDPBackend.EFFICIENT_ATTENTION, False),
+):
+    _one_kernel = functools.partial(_sdpa, backend=_backend)
+    OP.provider(_name, needs="cuda", optional=_optional)(_one_kernel)
 
 
-@ATTENTION.provider("cudnn", needs="cuda", optional=True)
-def cudnn(p: Attention) -> Function:
-    """cuDNN's; it may find no plan for what PyTorch believes it serves."""
-    return _sdpa(p, SDPBackend.CUDNN_ATTENTION)
-
-
-@ATTENTION.provider("efficient", needs="cuda")
-def efficient(p: Attention) -> Function:
-    """The memory-efficient one of xFormers."""
-    return _sdpa(p, SDPBackend.EFFICIENT_ATTENTION)
-
-
-@ATTENTION.provider("math")
+@OP.provider("math")
 def math(p: Attention) -> Function:
     """Explicit products and softmax, where the scores are not too many."""
     size = p.batch * p.nhead * p.seq_len**2 * p.rig.dtype.itemsize
@@ -84,7 +85,7 @@ def math(p: Attention) -> Function:
     return _sdpa(p, SDPBackend.MATH)
 
 
-@ATTENTION.provider("flex", optional=True)
+@OP.provider("flex", optional=True)
 def flex(p: Attention) -> Ways:
     """FlexAttention, compiled; on a CPU it has a forward only, without a gradient."""
     if p.form.p:
@@ -107,7 +108,7 @@ def flex(p: Attention) -> Ways:
     return ways
 
 
-@ATTENTION.provider("varlen", needs="cuda", optional=True)
+@OP.provider("varlen", needs="cuda", optional=True)
 def varlen(p: Attention) -> Function:
     """torch.nn.attention.varlen: FlashAttention over packed sequences."""
     if not p.form.packed:
@@ -129,13 +130,16 @@ def varlen(p: Attention) -> Function:
 # --- others'
 
 
-def _flash_attn(p: Attention, fixed: Callable[..., Any], packed: Callable[..., Any]) -> Function:
-    """FlashAttention's own functions, of tokens before heads; `packed`: of sequences by bounds."""
-    if p.form.checkered:
-        raise Absent("it takes no mask")
+def _flash_attn(p: Attention, module: str) -> Function:
+    """FlashAttention's own functions, of tokens before heads."""
     options: dict[str, Any] = {"causal": p.form.causal}
     options |= {"window_size": (p.window - 1, 0)} if p.form.window else {}
     options |= {"dropout_p": p.form.p} if p.form.p else {}
+    if p.form.checkered:
+        raise Absent("it takes no mask")
+    if p.form.p and module == "flash_attn_interface":
+        raise Absent("it has no dropout")
+    functions = importlib.import_module(module)
 
     def first(made: Any) -> Tensor:
         """Some versions return the logsumexp too."""
@@ -144,32 +148,21 @@ def _flash_attn(p: Attention, fixed: Callable[..., Any], packed: Callable[..., A
         return out
 
     def of_batch(*heads: Tensor) -> Tensor:
-        return first(fixed(*(t.transpose(1, 2) for t in heads), **options)).transpose(1, 2)
+        rows = (t.transpose(1, 2) for t in heads)
+        return first(functions.flash_attn_func(*rows, **options)).transpose(1, 2)
 
     def of_packed(*heads: Tensor) -> Tensor:
         rows = [t[0].transpose(0, 1) for t in heads]
-        bounds = p.cu, p.cu, p.longest, p.longest
-        return first(packed(*rows, *bounds, **options)).transpose(0, 1)[None]
+        given = *rows, p.cu, p.cu, p.longest, p.longest
+        return first(functions.flash_attn_varlen_func(*given, **options)).transpose(0, 1)[None]
 
     return of_packed if p.form.packed else of_batch
 
 
-@ATTENTION.provider("flash-attn", module="flash_attn", needs="cuda", optional=True)
-def flash_attn(p: Attention) -> Function:
-    """FlashAttention-2 from its own package."""
-    from flash_attn import flash_attn_func, flash_attn_varlen_func
-
-    return _flash_attn(p, flash_attn_func, flash_attn_varlen_func)
-
-
-@ATTENTION.provider("flash-attn 3", module="flash_attn_interface", needs="cuda", optional=True)
-def flash_attn_3(p: Attention) -> Function:
-    """FlashAttention-3, for Hopper."""
-    if p.form.p:
-        raise Absent("it has no dropout")
-    from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
-
-    return _flash_attn(p, flash_attn_func, flash_attn_varlen_func)
+#: FlashAttention-2 from its own package, and FlashAttention-3, for Hopper.
+for _name, _module in (("flash-attn", "flash_attn"), ("flash-attn 3", "flash_attn_interface")):
+    _own = functools.partial(_flash_attn, module=_module)
+    OP.provider(_name, module=_module, needs="cuda", optional=True)(_own)
 
 
 # --- ours
@@ -194,10 +187,10 @@ def _ours(p: Attention, backend: str) -> Ways:
     return {name: dataclasses.replace(way, truth=None) for name, way in ways.items()}
 
 
-add_ours(ATTENTION, _ours)
+OP.add_ours(_ours)
 
 
-@ATTENTION.provider("fused_remat kernel", needs="triton", ours=True)
+@OP.provider("fused_remat kernel", needs="triton", ours=True)
 def kernel(p: Attention) -> Ways:
     """Our Triton kernels by themselves, whatever the library would take."""
     from bench.kernels.attention_launches import Kernels
@@ -209,13 +202,3 @@ def kernel(p: Attention) -> Ways:
     if reason is not None:
         raise Absent(reason)
     return {direction: Kernels(p, direction).way() for direction in DIRECTIONS}
-
-
-def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's own heads."""
-    model = size.model
-    heads = model.nhead, model.kv_heads, size.seq_len, model.head_dim
-    yield Attention(rig, "causal" if model.causal else "full", size.batch, *heads)
-
-
-OP = Op(ATTENTION, of_model)

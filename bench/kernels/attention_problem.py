@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.kernels.dropout_masks import as_much_dropped, same_mask
 from bench.kernels.problem import Problem
-from bench.measure.contest import P, Results, Rig, Work
+from bench.measure.contest import P, Results, Work
 from fused_remat import random
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention import attention_bwd, attention_fwd
@@ -57,30 +57,31 @@ FORMS: dict[str, Form] = {
 }
 
 
+@dataclass(eq=False)
 class Attention(Problem):
     """q, k and v (B, heads, S, E), views of a packed projection; out (B, H, S, E)."""
 
     #: Probabilities, their gradients and the output, which the backward reads, are rounded
     #: besides, some of them alike along a whole row.
-    factor = 2.5
+    factor: ClassVar[float] = 2.5
 
-    def __init__(
-        self, rig: Rig, name: str, batch: int, nhead: int, kv_heads: int, seq_len: int, width: int
-    ) -> None:
-        sizes = {"batch": batch, "nhead": nhead, "kv_heads": kv_heads}
-        super().__init__(rig, name, sizes | {"seq_len": seq_len, "head_dim": width})
-        self.form = FORMS[name]
-        if self.form.packed and batch != 1:
-            raise ValueError(f"packed sequences are one batch, got {batch}")
-        self.batch, self.nhead, self.kv_heads = batch, nhead, kv_heads
-        self.seq_len, self.width = seq_len, width
+    batch: int
+    nhead: int
+    kv_heads: int
+    seq_len: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        self.form = FORMS[self.name]
+        if self.form.packed and self.batch != 1:
+            raise ValueError(f"packed sequences are one batch, got {self.batch}")
         self._undropped: dict[str, tuple[Results, Results]] = {}
 
     # --- operands
 
     @property
     def packed_shape(self) -> tuple[int, int, int, int]:
-        return self.batch, self.seq_len, self.nhead + 2 * self.kv_heads, self.width
+        return self.batch, self.seq_len, self.nhead + 2 * self.kv_heads, self.head_dim
 
     def heads(self, packed: Tensor) -> Heads:
         counts = (self.nhead, self.kv_heads, self.kv_heads)
@@ -88,11 +89,11 @@ class Attention(Problem):
 
     def as_heads(self, rows: Tensor) -> Tensor:
         """(B·S, H·E) as (B, H, S, E), a view."""
-        return rows.view(self.batch, self.seq_len, self.nhead, self.width).transpose(1, 2)
+        return rows.view(self.batch, self.seq_len, self.nhead, self.head_dim).transpose(1, 2)
 
     @property
     def rows(self) -> tuple[int, int]:
-        return self.batch * self.seq_len, self.nhead * self.width
+        return self.batch * self.seq_len, self.nhead * self.head_dim
 
     def draw(self) -> dict[str, Tensor]:
         return dict(zip("qkv", self.heads(self.rig.normal(*self.packed_shape)), strict=True))
@@ -176,8 +177,8 @@ class Attention(Problem):
             options = {"site_key": random.site_keys(seed)[random.ATTENTION]}
         window = self.window - 1 if form.window else -1, 0 if form.causal else -1
         spec = AttentionSpec(
-            num_heads=self.nhead, num_kv_heads=self.kv_heads, head_dim=self.width,
-            scale=self.width**-0.5, window=window, dropout=form.p,
+            num_heads=self.nhead, num_kv_heads=self.kv_heads, head_dim=self.head_dim,
+            scale=self.head_dim**-0.5, window=window, dropout=form.p,
         )  # fmt: skip
         return AttentionCall(spec, self.batch, self.seq_len, self.seq_len, **options)
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from bench.kernels.problem import DIRECTIONS, Problem, contests
-from bench.kernels.shapes import MODELS, Size, at_tokens, sweep, tiny
+from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
 from bench.kernels.table import OPS
 from bench.measure import ceilings
 from bench.measure.admission import described
-from bench.measure.case import DTYPES
+from bench.measure.case import DTYPES, dtype_name
 from bench.measure.contest import ROUNDS, Rig, measure
 from bench.measure.machine import environment
 from bench.measure.options import DEVICE, Parser, positive
@@ -52,7 +52,7 @@ class Item:
         s = self.size
         where = {"model": s.model.name, "batch": s.batch, "seq_len": s.seq_len}
         of = {"op": self.op, "name": self.problem.name, "direction": direction}
-        dtype = str(self.problem.rig.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.problem.rig.dtype)
         return of | where | {"dtype": dtype, "sizes": self.problem.sizes}
 
 
@@ -63,7 +63,7 @@ def sizes_of(args: argparse.Namespace) -> list[Size]:
     if args.dry_run:
         models, swept = [tiny(model) for model in models], tiny(swept)
     found = [at_tokens(model, args.tokens) for model in models]
-    return list(dict.fromkeys([*found, *sweep(swept, args.sweep)]))
+    return list(dict.fromkeys([*found, *(Size(swept, 1, seq_len) for seq_len in args.sweep)]))
 
 
 def items(rig: Rig, args: argparse.Namespace) -> Iterator[Item]:
@@ -83,11 +83,9 @@ def rig_of(args: argparse.Namespace) -> Rig:
     device = torch.device(args.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # whose events the clock takes
-    known = device.type == "cuda" or INTERPRETED
-    target = target_of(device) if known else None
-    seconds, rounds = args.seconds, args.rounds
-    dtype = DTYPES[args.dtype]
-    return Rig(device, dtype, args.dry_run, target, float("inf"), seconds, rounds)
+    target = target_of(device) if device.type == "cuda" or INTERPRETED else None
+    much = {"seconds": args.seconds, "rounds": args.rounds}
+    return Rig(device, DTYPES[args.dtype], args.dry_run, target, **much)
 
 
 def find_ceilings(rig: Rig, results: ResultsFile, fresh: bool) -> None:
@@ -126,12 +124,8 @@ def run_item(
 
 def asked(args: argparse.Namespace, op: str) -> list[str]:
     """An op's providers that are asked for, its baseline always among them."""
-    providers = OPS[op].providers
-    return [
-        name
-        for name in providers
-        if args.providers is None or name in {*args.providers, *providers.baselines}
-    ]
+    names = OPS[op] if args.providers is None else {*args.providers, *OPS[op].baselines}
+    return [name for name in OPS[op] if name in names]
 
 
 def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[dict[str, Any]]:
@@ -163,7 +157,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     sweep = "lengths of one sequence; none: no sweep"
     add("--sweep", nargs="*", type=positive, metavar="S", help=sweep)
     add("--sweep-model", choices=MODELS, help="whose shapes are swept")
-    every = list(dict.fromkeys(name for op in OPS.values() for name in op.providers))
+    every = list(dict.fromkeys(name for op in OPS.values() for name in op))
     parser.several("providers", choices=every, metavar="NAME", help=f"of {every} (all)")
     args = parser.parse(arguments)
     kind = args.device.split(":")[0]

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench.kernels.dropout_masks import check_share
-from bench.kernels.problem import Build, Function, Op, Problem, add_ours, add_stock
+from bench.kernels.problem import Function, Op, Problem
 from bench.kernels.shapes import Size
 from bench.measure.contest import P, Results, Rig, Work, WrongResultError
-from bench.measure.registry import Registry
 from fused_remat import ops
 
 #: Of 1 + |residual|: an x above shows in y whether it was kept, in any dtype.
 _SHOWS = 0.1
 
 
+@dataclass(eq=False)
 class Dropout(Problem):
     """x and residual (T, D). Everyone draws a mask, a new one at every call, and shows it in y."""
 
-    def __init__(self, rig: Rig, tokens: int, width: int) -> None:
-        super().__init__(rig, "dropout + residual", {"tokens": tokens, "width": width})
-        self.shape = (tokens, width)
-        self._seen: list[Tensor] = []  # masks of all calls that were checked
+    name: str = field(default="dropout + residual", init=False)
+    tokens: int
+    width: int
+    _seen: list[Tensor] = field(default_factory=list, init=False)  # masks of all checked calls
 
     def draw(self) -> dict[str, Tensor]:
-        return {name: self.rig.normal(*self.shape) for name in ("x", "residual")}
+        return {name: self.rig.normal(self.tokens, self.width) for name in ("x", "residual")}
 
     def reference(self, *inputs: Tensor) -> Tensor:
         x, residual = inputs
@@ -36,7 +37,7 @@ class Dropout(Problem):
 
     def work(self, direction: str) -> Work:
         """x, residual and y; or dy and dx: the residual's gradient is dy itself."""
-        matrix = self.shape[0] * self.shape[1] * self.rig.dtype.itemsize
+        matrix = self.tokens * self.width * self.rig.dtype.itemsize
         return Work(bytes={"fwd": 3.0, "bwd": 2.0}[direction] * matrix)
 
     def truth(self, direction: str) -> Results:
@@ -75,8 +76,13 @@ def _nearer(value: Tensor, kept: Tensor) -> Tensor:
     return (value - kept).abs() < value.abs()
 
 
-DROPOUT: Registry[Build] = Registry("dropout")
-add_stock(DROPOUT)
+def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
+    """At the model's width, whether it is trained with dropout or not."""
+    yield Dropout(rig, size.tokens, size.model.d_model)
+
+
+OP = Op("dropout", of_model)
+OP.add_stock()
 
 
 def _ours(p: Dropout, backend: str) -> Function:
@@ -84,12 +90,4 @@ def _ours(p: Dropout, backend: str) -> Function:
     return lambda x, residual: ops.dropout_add(x, residual, P, backend=backend)
 
 
-add_ours(DROPOUT, _ours)
-
-
-def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
-    """At the model's width, whether it is trained with dropout or not."""
-    yield Dropout(rig, size.tokens, size.model.d_model)
-
-
-OP = Op(DROPOUT, of_model)
+OP.add_ours(_ours)

@@ -9,20 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import (
-    Build,
-    Function,
-    Op,
-    Problem,
-    Ways,
-    add_stock,
-    failing,
-    through_autograd,
-)
+from bench.kernels.problem import Function, Op, Problem, Ways, failing, through_autograd
 from bench.kernels.products import QUACK_PLAIN, Products, gradients
 from bench.kernels.shapes import Size
+from bench.measure.admission import Absent
 from bench.measure.contest import Results, Rig, Way
-from bench.measure.registry import Absent, Registry
 from fused_remat.triton import products
 from fused_remat.triton.launch import Launch
 
@@ -31,13 +22,7 @@ class Linear(Products):
     """act(x @ weightᵀ + bias), x (T, D), weight (F, D)."""
 
     def __init__(
-        self,
-        rig: Rig,
-        tokens: int,
-        width: int,
-        out: int,
-        act: str | None = None,
-        bias: bool = True,
+        self, rig: Rig, tokens: int, width: int, out: int, act: str | None = None, bias: bool = True
     ) -> None:
         name = "linear" if act is None else f"linear + {act}"
         shapes = {"x": (tokens, width), "weight": (out, width)} | ({"bias": (out,)} if bias else {})
@@ -48,11 +33,20 @@ class Linear(Products):
         return self.activate(F.linear(*inputs))
 
 
-LINEAR: Registry[Build] = Registry("linear")
-add_stock(LINEAR)
+def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
+    """The feed-forward's first layer: alone, and with its activation where nothing gates it."""
+    model = size.model
+    sizes = size.tokens, model.d_model, model.d_ff
+    yield Linear(rig, *sizes, bias=model.bias)
+    if not model.gated:
+        yield Linear(rig, *sizes, act=model.activation, bias=model.bias)
 
 
-@LINEAR.provider("bare")
+OP = Op("linear", of_model)
+OP.add_stock()
+
+
+@OP.provider("bare")
 def bare(p: Linear) -> Ways:
     """The products alone: what a kernel would take that does the rest for nothing."""
     if p.act is None and "bias" not in p.shapes:
@@ -77,7 +71,7 @@ def bare(p: Linear) -> Ways:
     }
 
 
-@LINEAR.provider("quack", module="quack", needs="cuda", optional=True, autotunes=True)
+@OP.provider("quack", module="quack", needs="cuda", optional=True, autotunes=True)
 def quack(p: Linear) -> Function | Ways:
     """QuACK's product; with the activation in it, forward only, and as ours keeping no more."""
     from quack.linear import linear_act_func, linear_func
@@ -96,7 +90,7 @@ def quack(p: Linear) -> Function | Ways:
     return {"fwd": forward, "bwd": failing(Absent("its gradient is only in its MLP"))}
 
 
-@LINEAR.provider("fused_remat triton", needs="triton", ours=True)
+@OP.provider("fused_remat triton", needs="triton", ours=True)
 def triton(p: Linear) -> Ways:
     """Ours, bias and activation in the product's kernel; our blocks' backwards use ATen's."""
 
@@ -115,15 +109,3 @@ def triton(p: Linear) -> Ways:
         "fwd": Way(run, prepare=prepare),
         "bwd": failing(Absent("our backwards take ATen's products, or are a whole MLP's")),
     }
-
-
-def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The feed-forward's first layer: alone, and with its activation where nothing gates it."""
-    model = size.model
-    sizes = size.tokens, model.d_model, model.d_ff
-    yield Linear(rig, *sizes, bias=model.bias)
-    if not model.gated:
-        yield Linear(rig, *sizes, act=model.activation, bias=model.bias)
-
-
-OP = Op(LINEAR, of_model)

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import Build, Function, Op, Problem, add_ours, add_stock
+from bench.kernels.problem import Function, Op, Problem
 from bench.kernels.shapes import Size
 from bench.measure.contest import Rig, Work
-from bench.measure.registry import Registry
 from fused_remat import ops
 
 #: Of a vocabulary, on a CPU: what is exact, in float64, is to fit its memory.
 _CPU_VOCAB = 1 << 15
 
 
+@dataclass(eq=False)
 class Loss(Problem):
     """Of x (T, D), weight (V, D) and fixed targets; the result is rounded to x's dtype, as all."""
 
-    def __init__(self, rig: Rig, tokens: int, width: int, vocab: int) -> None:
-        super().__init__(rig, "loss", {"tokens": tokens, "width": width, "vocab": vocab})
-        self.tokens, self.width, self.vocab = tokens, width, vocab
+    name: str = field(default="loss", init=False)
+    tokens: int
+    width: int
+    vocab: int
 
     def draw(self) -> dict[str, Tensor]:
         weight = self.rig.normal(self.vocab, self.width) * self.width**-0.5
@@ -49,11 +51,19 @@ class Loss(Problem):
         return Work(flops=product * (1 + backward), bytes=float(given * (1 + backward)))
 
 
-LOSS: Registry[Build] = Registry("loss")
-add_stock(LOSS)
+def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
+    """The model's head, if it predicts tokens."""
+    model = size.model
+    if model.vocab:
+        vocab = min(model.vocab, _CPU_VOCAB) if rig.device.type == "cpu" else model.vocab
+        yield Loss(rig, size.tokens, model.d_model, vocab)
 
 
-@LOSS.provider("liger", module="liger_kernel", needs="cuda")
+OP = Op("loss", of_model)
+OP.add_stock()
+
+
+@OP.provider("liger", module="liger_kernel", needs="cuda")
 def liger(p: Loss) -> Function:
     """Liger-Kernel's: gradients are computed in forward, and backward scales them."""
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
@@ -72,15 +82,4 @@ def _ours(p: Loss, backend: str) -> Function:
     return function
 
 
-add_ours(LOSS, _ours)
-
-
-def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's head, if it predicts tokens."""
-    model = size.model
-    if model.vocab:
-        vocab = min(model.vocab, _CPU_VOCAB) if rig.device.type == "cpu" else model.vocab
-        yield Loss(rig, size.tokens, model.d_model, vocab)
-
-
-OP = Op(LOSS, of_model)
+OP.add_ours(_ours)

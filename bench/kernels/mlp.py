@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,21 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import (
-    Build,
-    Function,
-    Op,
-    Problem,
-    Ways,
-    accumulated,
-    add_ours,
-    add_stock,
-    through_autograd,
-)
+from bench.kernels.problem import Function, Op, Problem, Ways, accumulated, through_autograd
 from bench.kernels.products import QUACK_GATED, QUACK_PLAIN, Products, gradients
 from bench.kernels.shapes import Size
+from bench.measure.admission import Absent
 from bench.measure.contest import Results, Rig
-from bench.measure.registry import Absent, Registry
 from fused_remat import ops
 
 
@@ -52,11 +43,20 @@ class Mlp(Products):
         return F.linear(self.activate(F.linear(x, weight1, bias1)), weight2, bias2)
 
 
-MLP: Registry[Build] = Registry("mlp")
-add_stock(MLP)
+def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
+    """The model's own MLP."""
+    model = size.model
+    if model.bias == model.gated:
+        raise ValueError(f"{model.name}: plain MLPs have biases here, gated ones have none")
+    sizes = size.batch, size.seq_len, model.d_model, model.d_ff
+    yield Mlp(rig, model.gated, model.activation, *sizes)
 
 
-@MLP.provider("bare")
+OP = Op("mlp", of_model)
+OP.add_stock()
+
+
+@OP.provider("bare")
 def bare(p: Mlp) -> Ways:
     """The products alone: what an MLP would take that does the rest for nothing.
 
@@ -120,7 +120,7 @@ def _liger_act(p: Mlp) -> Any:
     return known[p.act]
 
 
-@MLP.provider("liger", module="liger_kernel", needs="cuda")
+@OP.provider("liger", module="liger_kernel", needs="cuda")
 def liger(p: Mlp) -> Function:
     """Liger-Kernel's MLP: its gate between PyTorch's linears, its backward in what it saved."""
     gate_up = _liger_act(p)
@@ -129,7 +129,7 @@ def liger(p: Mlp) -> Function:
     )
 
 
-@MLP.provider("liger tiled", module="liger_kernel", needs="cuda")
+@OP.provider("liger tiled", module="liger_kernel", needs="cuda")
 def liger_tiled(p: Mlp) -> Ways:
     """The same over pieces of the sequence, as many as it takes itself, rebuilt in backward.
 
@@ -149,7 +149,7 @@ def liger_tiled(p: Mlp) -> Ways:
     return through_autograd(tiled, p, gradients_of=accumulated)
 
 
-@MLP.provider("liger fused", module="liger_kernel", needs="cuda", optional=True, autotunes=True)
+@OP.provider("liger fused", module="liger_kernel", needs="cuda", optional=True, autotunes=True)
 def liger_fused(p: Mlp) -> Function:
     """Liger-Kernel's Triton products with the gate in them; they take tensor descriptors."""
     from liger_kernel.ops import LigerMLPFunction
@@ -172,6 +172,7 @@ def apart(dx: Tensor, dgate_up: Tensor, ddown: Tensor) -> tuple[Tensor, ...]:
 
 
 def _quack(p: Mlp, recompute: bool) -> Function | Ways:
+    """QuACK's MLP: activation and gate in the products, both ways; keeps the hidden half or x."""
     from quack.mlp import mlp_func
 
     known = QUACK_GATED if p.gated else QUACK_PLAIN
@@ -192,16 +193,9 @@ def _quack(p: Mlp, recompute: bool) -> Function | Ways:
     return through_autograd(gated, p, optional=True, pack=side_by_side, unpack=apart)
 
 
-@MLP.provider("quack", module="quack", needs="cuda", optional=True, autotunes=True)
-def quack(p: Mlp) -> Function | Ways:
-    """QuACK's MLP: activation and gate in the products, both ways; keeps the hidden half."""
-    return _quack(p, recompute=False)
-
-
-@MLP.provider("quack recompute", module="quack", needs="cuda", optional=True, autotunes=True)
-def quack_recompute(p: Mlp) -> Function | Ways:
-    """The same keeping its input."""
-    return _quack(p, recompute=True)
+for _name, _recompute in (("quack", False), ("quack recompute", True)):
+    _build = functools.partial(_quack, recompute=_recompute)
+    OP.provider(_name, module="quack", needs="cuda", optional=True, autotunes=True)(_build)
 
 
 def _ours(p: Mlp, backend: str, policy: str) -> Function:
@@ -210,16 +204,4 @@ def _ours(p: Mlp, backend: str, policy: str) -> Function:
     return lambda *inputs: mlp(*inputs, activation=p.act, policy=policy, backend=backend)
 
 
-add_ours(MLP, _ours, ("none", "full"))
-
-
-def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's own MLP."""
-    model = size.model
-    if model.bias == model.gated:
-        raise ValueError(f"{model.name}: plain MLPs have biases here, gated ones have none")
-    sizes = size.batch, size.seq_len, model.d_model, model.d_ff
-    yield Mlp(rig, model.gated, model.activation, *sizes)
-
-
-OP = Op(MLP, of_model)
+OP.add_ours(_ours, ("none", "full"))

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import Build, Function, Op, Problem, add_ours, add_stock
+from bench.kernels.problem import Function, Op, Problem
 from bench.kernels.shapes import Size
+from bench.measure.admission import Absent
 from bench.measure.contest import Rig, Work
-from bench.measure.registry import Absent, Registry
 from fused_remat import ops
 
 EPS = 1e-5
 
 
+@dataclass(eq=False)
 class Norm(Problem):
     """`layer_norm` or `rms_norm` of x (T, D)."""
 
-    def __init__(self, rig: Rig, name: str, tokens: int, width: int) -> None:
-        super().__init__(rig, name, {"tokens": tokens, "width": width})
-        self.shape = (tokens, width)
+    tokens: int
+    width: int
 
     def draw(self) -> dict[str, Tensor]:
-        width = self.shape[1]
-        drawn = {"x": self.rig.normal(*self.shape, shift=0.5)}
-        drawn["weight"] = self.rig.normal(width, shift=1.0)
-        return drawn | ({"bias": self.rig.normal(width)} if self.name == "layer_norm" else {})
+        drawn = {"x": self.rig.normal(self.tokens, self.width, shift=0.5)}
+        drawn["weight"] = self.rig.normal(self.width, shift=1.0)
+        return drawn | ({"bias": self.rig.normal(self.width)} if self.name == "layer_norm" else {})
 
     def reference(self, *inputs: Tensor) -> Tensor:
         x, *affine = inputs
@@ -36,15 +36,20 @@ class Norm(Problem):
 
     def work(self, direction: str) -> Work:
         """x and y; or x, dy and dx."""
-        matrix = self.shape[0] * self.shape[1] * self.rig.dtype.itemsize
+        matrix = self.tokens * self.width * self.rig.dtype.itemsize
         return Work(bytes={"fwd": 2.0, "bwd": 3.0}[direction] * matrix)
 
 
-NORM: Registry[Build] = Registry("norm")
-add_stock(NORM)
+def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
+    """The model's own norm."""
+    yield Norm(rig, size.model.norm, size.tokens, size.model.d_model)
 
 
-@NORM.provider("liger", module="liger_kernel", needs="cuda")
+OP = Op("norm", of_model)
+OP.add_stock()
+
+
+@OP.provider("liger", module="liger_kernel", needs="cuda")
 def liger(p: Norm) -> Function:
     """Liger-Kernel, RMSNorm not in place."""
     from liger_kernel.ops import LigerLayerNormFunction, LigerRMSNormFunction
@@ -54,7 +59,7 @@ def liger(p: Norm) -> Function:
     return lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
 
 
-@NORM.provider("quack", module="quack", needs="cuda", optional=True)
+@OP.provider("quack", module="quack", needs="cuda", optional=True)
 def quack(p: Norm) -> Function:
     """QuACK's RMSNorm; its LayerNorm wants float32 weights and no bias."""
     if p.name != "rms_norm":
@@ -69,12 +74,4 @@ def _ours(p: Norm, backend: str) -> Function:
     return lambda x, *affine: norm(x, *affine, eps=EPS, backend=backend)
 
 
-add_ours(NORM, _ours)
-
-
-def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's own norm."""
-    yield Norm(rig, size.model.norm, size.tokens, size.model.d_model)
-
-
-OP = Op(NORM, of_model)
+OP.add_ours(_ours)

@@ -7,10 +7,11 @@ timed. What cannot be had that way is given as `Ways`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,19 +28,24 @@ Ways = Mapping[str, Way]
 Build = Callable[[Any], "Function | Ways"]
 
 
+@dataclass(eq=False)
 class Problem:
-    """An op at a size. Subclasses say what its inputs, its math and its work are.
+    """An op at a size. Subclasses have its sizes as fields; inputs, math and work are theirs.
 
     Attributes:
         name: which form of the op.
-        sizes: what tells its cases apart.
         factor: how many times `TOLERANCE` a result may be off.
     """
 
-    factor = 1.0
+    factor: ClassVar[float] = 1.0
+    rig: Rig
+    name: str
 
-    def __init__(self, rig: Rig, name: str, sizes: Mapping[str, Any]) -> None:
-        self.rig, self.name, self.sizes = rig, name, dict(sizes)
+    @functools.cached_property
+    def sizes(self) -> dict[str, Any]:
+        """What tells its cases apart: what its subclass is made of."""
+        own = [field.name for field in dataclasses.fields(self)[2:] if field.init]
+        return {name: getattr(self, name) for name in own}
 
     def draw(self) -> dict[str, Tensor]:
         """Fresh inputs by name, in the order in which functions take them; each gets a gradient."""
@@ -157,42 +163,30 @@ def compiled(function: Function) -> Function:
     return made
 
 
-def add_stock(registry: Registry[Build]) -> None:
-    """PyTorch's own operators, which everyone is compared with, and torch.compile of them."""
-    registry.provider("aten", baseline=True)(lambda p: p.reference)
-    registry.provider("compile")(lambda p: compiled(p.reference))
+class Op(Registry[Build]):
+    """The providers of an op, with the baseline; `of_model`, the problems a model has at a size."""
 
+    def __init__(self, name: str, of_model: Callable[[Rig, Size], Iterator[Problem]]) -> None:
+        super().__init__(name)
+        self.of_model = of_model
 
-def add_ours(
-    registry: Registry[Build], build: Callable[..., Function | Ways], forms: Sequence[str] = ()
-) -> None:
-    """Ours, `build(problem, backend, *form)`, in ATen's operators and in Triton kernels."""
-    for backend, needs in (("eager", None), ("triton", "triton")):
-        for form in [[form] for form in forms] or [[]]:
-            name = " ".join(["fused_remat", backend, *form])
-            made = lambda p, given=(backend, *form): build(p, *given)  # noqa: E731
-            registry.provider(name, needs=needs, ours=True)(made)
+    def add_stock(self) -> None:
+        """PyTorch's own operators, which everyone is compared with, and torch.compile of them."""
+        self.provider("aten", baseline=True)(lambda p: p.reference)
+        self.provider("compile")(lambda p: compiled(p.reference))
 
-
-@dataclass(frozen=True)
-class Op:
-    """A row of the table of ops.
-
-    Attributes:
-        providers: in its registry, with the baseline.
-        of_model: the problems that a model has of it at a size.
-    """
-
-    providers: Registry[Build]
-    of_model: Callable[[Rig, Size], Iterator[Problem]]
+    def add_ours(self, build: Callable[..., Function | Ways], forms: Sequence[str] = ()) -> None:
+        """Ours, `build(problem, backend, *form)`, in ATen's operators and in Triton kernels."""
+        for backend, needs in (("eager", None), ("triton", "triton")):
+            for form in [[form] for form in forms] or [[]]:
+                name = " ".join(["fused_remat", backend, *form])
+                made = lambda p, given=(backend, *form): build(p, *given)  # noqa: E731
+                self.provider(name, needs=needs, ours=True)(made)
 
 
 def ways_of(provider: Provider[Build], problem: Problem) -> Ways:
     """A provider's ways of all directions. Raises: Absent, or what building it raises."""
-    reason = provider.why_not(problem.rig.device)
-    if reason is not None:
-        raise Absent(reason)
-    made = provider.build(problem)
+    made = provider.make(problem.rig.device, problem)
     if isinstance(made, Mapping):
         return made
     traits = {name: bool(provider.traits.get(name)) for name in ("in_place", "optional")}
@@ -205,17 +199,17 @@ def contests(
     """A contest for each direction, with everyone, or those of `names`, who serves it."""
     built: dict[str, Ways] = {}
     absent: dict[str, str] = {}
-    for name in op.providers if names is None else names:
+    for name in op if names is None else names:
         try:
-            built[name] = ways_of(op.providers[name], problem)
+            built[name] = ways_of(op[name], problem)
         except (Absent, ImportError) as error:
             absent[name] = str(error)
         except Exception as error:  # one broken provider must not cost the others' results
-            optional = bool(op.providers[name].traits.get("optional"))
+            optional = bool(op[name].traits.get("optional"))
             built[name] = dict.fromkeys(DIRECTIONS, failing(error, optional))
     for direction in DIRECTIONS:
         ways = {name: made[direction] for name, made in built.items() if direction in made}
         yield direction, Contest(
             ways, functools.partial(problem.truth, direction), problem.work(direction),
-            op.providers.baselines, problem.factor, absent,
+            op.baselines, problem.factor, absent,
         )  # fmt: skip

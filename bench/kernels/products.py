@@ -38,7 +38,8 @@ class Products(Problem):
     ) -> None:
         if act is not None and act not in ACTIVATIONS:
             raise ValueError(f"unknown activation {act!r}; valid: {', '.join(ACTIVATIONS)}")
-        super().__init__(rig, name, sizes)
+        super().__init__(rig, name)
+        self.sizes = dict(sizes)
         self.act, self.shapes, self.out = act, dict(shapes), out
 
     @property

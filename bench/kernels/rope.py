@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.problem import Build, Function, Op, Problem, add_ours, add_stock
+from bench.kernels.problem import Function, Op, Problem
 from bench.kernels.shapes import Size
+from bench.measure.admission import Absent
 from bench.measure.contest import Rig, Work
-from bench.measure.registry import Absent, Registry
 from fused_remat import ops
 
 EPS = 1e-6
@@ -20,32 +21,35 @@ BASE = 1e4  # of the angles
 NORMED = "normed rope"
 
 
+@dataclass(eq=False)
 class Rope(Problem):
     """x (B, S, (H + 2·Hkv)·E), query heads first, of which halves are turned; values stay.
 
     `NORMED`: each query and key head is divided by its root mean square before, and weighted.
     """
 
-    def __init__(
-        self, rig: Rig, name: str, batch: int, nhead: int, kv_heads: int, seq_len: int, width: int
-    ) -> None:
-        sizes = {"batch": batch, "nhead": nhead, "kv_heads": kv_heads}
-        super().__init__(rig, name, sizes | {"seq_len": seq_len, "head_dim": width})
-        self.counts = (nhead, kv_heads, kv_heads)
-        self.grid, self.width = (batch, seq_len), width
-        self.nhead, self.kv_heads = nhead, kv_heads
+    batch: int
+    nhead: int
+    kv_heads: int
+    seq_len: int
+    head_dim: int
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Of query, key and value heads."""
+        return self.nhead, self.kv_heads, self.kv_heads
 
     def draw(self) -> dict[str, Tensor]:
-        drawn = {"x": self.rig.normal(*self.grid, sum(self.counts) * self.width)}
+        drawn = {"x": self.rig.normal(self.batch, self.seq_len, sum(self.counts) * self.head_dim)}
         for name in ("q_weight", "k_weight") if self.name == NORMED else ():
-            drawn[name] = self.rig.normal(self.width, shift=1.0)
+            drawn[name] = self.rig.normal(self.head_dim, shift=1.0)
         return drawn
 
     @functools.cached_property
     def tables(self) -> tuple[Tensor, Tensor]:
         """cos and sin (S, E/2), rounded as models hold them, so that all are given the same."""
-        place = torch.arange(self.grid[1], device=self.rig.device, dtype=torch.float64)
-        power = torch.arange(0, self.width, 2, device=self.rig.device) / self.width
+        place = torch.arange(self.seq_len, device=self.rig.device, dtype=torch.float64)
+        power = torch.arange(0, self.head_dim, 2, device=self.rig.device) / self.head_dim
         angle = place[:, None] / BASE**power
         return angle.cos().to(self.rig.dtype), angle.sin().to(self.rig.dtype)
 
@@ -57,7 +61,7 @@ class Rope(Problem):
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values (B, S, heads, E), views."""
-        return x.unflatten(-1, (-1, self.width)).split_with_sizes(self.counts, 2)
+        return x.unflatten(-1, (-1, self.head_dim)).split_with_sizes(self.counts, 2)
 
     def reference(self, *inputs: Tensor) -> Tensor:
         """As models are written: heads apart, halves turned, and put together again."""
@@ -65,7 +69,7 @@ class Rope(Problem):
         q, k, v = self.heads(x)
         if weights:
             pairs = zip((q, k), weights, strict=True)
-            q, k = (F.rms_norm(t, (self.width,), weight, EPS) for t, weight in pairs)
+            q, k = (F.rms_norm(t, (self.head_dim,), weight, EPS) for t, weight in pairs)
         cos, sin = (t.to(x.dtype)[:, None] for t in self.doubled_tables)
 
         def turned(t: Tensor) -> Tensor:
@@ -76,14 +80,21 @@ class Rope(Problem):
 
     def work(self, direction: str) -> Work:
         """x and y, or dy and dx; x again for its norms' gradients. The tables are small."""
-        batch, seq_len = self.grid
-        matrix = batch * seq_len * sum(self.counts) * self.width * self.rig.dtype.itemsize
+        elements = self.batch * self.seq_len * sum(self.counts) * self.head_dim
         normed = direction == "bwd" and self.name == NORMED
-        return Work(bytes=(3.0 if normed else 2.0) * matrix)
+        return Work(bytes=(3.0 if normed else 2.0) * elements * self.rig.dtype.itemsize)
 
 
-ROPE: Registry[Build] = Registry("rope")
-add_stock(ROPE)
+def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
+    """The model's own heads, if it rotates them."""
+    model = size.model
+    if model.rope:
+        heads = model.nhead, model.kv_heads, size.seq_len, model.head_dim
+        yield Rope(rig, "rope", size.batch, *heads)
+
+
+OP = Op("rope", of_model)
+OP.add_stock()
 
 
 def _without_norms(p: Rope) -> None:
@@ -91,7 +102,7 @@ def _without_norms(p: Rope) -> None:
         raise Absent("it has no norm")
 
 
-@ROPE.provider("liger", module="liger_kernel", needs="triton", in_place=True)
+@OP.provider("liger", module="liger_kernel", needs="triton", in_place=True)
 def liger(p: Rope) -> Function:
     """Liger-Kernel's, which takes queries and keys apart and copies those of a packed x."""
     _without_norms(p)
@@ -107,18 +118,18 @@ def liger(p: Rope) -> Function:
     return function
 
 
-@ROPE.provider("quack", module="quack", needs="cuda", in_place=True, optional=True)
+@OP.provider("quack", module="quack", needs="cuda", in_place=True, optional=True)
 def quack(p: Rope) -> Function:
     """QuACK's, in place of a packed x."""
     _without_norms(p)
     from quack.rotary import apply_rotary_emb_qkv_
 
     cos, sin = p.tables
-    given = {"num_heads_q": p.nhead, "headdim": p.width}
+    given = {"num_heads_q": p.nhead, "headdim": p.head_dim}
     return lambda x: apply_rotary_emb_qkv_(x, cos, sin, **given)
 
 
-@ROPE.provider("flash-attn", module="flash_attn", needs="cuda", in_place=True, optional=True)
+@OP.provider("flash-attn", module="flash_attn", needs="cuda", in_place=True, optional=True)
 def flash_attn(p: Rope) -> Function:
     """flash-attn's Triton kernel, in place of a packed x."""
     _without_norms(p)
@@ -127,7 +138,7 @@ def flash_attn(p: Rope) -> Function:
     cos, sin = p.tables
 
     def function(x: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (-1, p.width))
+        heads = x.unflatten(-1, (-1, p.head_dim))
         made: Tensor = apply_rotary_emb_qkv_(heads, cos, sin, num_heads_q=p.nhead)
         return made.flatten(2)
 
@@ -144,15 +155,4 @@ def _ours(p: Rope, backend: str) -> Function:
     return function
 
 
-add_ours(ROPE, _ours)
-
-
-def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's own heads, if it rotates them."""
-    model = size.model
-    if model.rope:
-        heads = model.nhead, model.kv_heads, size.seq_len, model.head_dim
-        yield Rope(rig, "rope", size.batch, *heads)
-
-
-OP = Op(ROPE, of_model)
+OP.add_ours(_ours)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fused_remat.scale.shapes import MODELS, Model
 
-__all__ = ["MODELS", "Model", "Size", "at_tokens", "sweep", "tiny"]
+__all__ = ["MODELS", "Model", "Size", "at_tokens", "tiny"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,3 @@ def tiny(model: Model) -> Model:
     sizes = {"d_model": 32, "nhead": 4, "kv_heads": kv_heads, "head_dim": 8, "d_ff": 48}
     sizes["vocab"] = min(model.vocab, 100)
     return dataclasses.replace(model, seq_len=min(model.seq_len, 16), **sizes)
-
-
-def sweep(model: Model, seq_lens: Iterable[int]) -> list[Size]:
-    """One sequence of each length."""
-    return [Size(model, 1, seq_len) for seq_len in seq_lens]

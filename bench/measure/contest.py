@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import time
@@ -68,12 +69,9 @@ class Rig:
     def clock(self) -> Clock:
         return Clock(self.device)
 
-    def floor(self, work: Work) -> float | None:
-        """Seconds in which no way can do it, at the ceilings; None where one is not known."""
-        needs = {"TFLOP/s": work.flops, "GB/s": work.bytes}
-        if not all(unit in self.ceilings for unit, amount in needs.items() if amount):
-            return None
-        return max(n / (UNITS[u] * self.ceilings[u]) for u, n in needs.items() if n)
+    def longer(self, times: float) -> Rig:
+        """The same with so many times the seconds."""
+        return dataclasses.replace(self, seconds=times * self.seconds)
 
     def size(self, full: int, tiny: int) -> int:
         return tiny if self.dry else full
@@ -116,6 +114,19 @@ class Work:
     flops: float = 0.0
     bytes: float = 0.0
 
+    @property
+    def amounts(self) -> dict[str, float]:
+        """By unit, of what is counted."""
+        counted = {"TFLOP/s": self.flops / UNITS["TFLOP/s"], "GB/s": self.bytes / UNITS["GB/s"]}
+        return {unit: amount for unit, amount in counted.items() if amount}
+
+    def floor(self, ceilings: Mapping[str, float]) -> float | None:
+        """Seconds in which no way can do it, at the ceilings; None where one is not known."""
+        amounts = self.amounts
+        if not amounts.keys() <= ceilings.keys():
+            return None
+        return max((amount / ceilings[unit] for unit, amount in amounts.items()), default=0.0)
+
 
 @dataclass(frozen=True)
 class Way:
@@ -155,25 +166,22 @@ class Contest:
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
-#: A contest to be built, with what it is called.
-Entry = tuple[dict[str, Any], Callable[[Rig], Contest]]
+#: A case, and what measures it, or builds the contest that is to be measured.
+Entry = tuple[dict[str, Any], Callable[[Rig], "dict[str, Any] | Contest"]]
 
 
 def errors(found: Results, truth: Results) -> dict[str, float]:
     """Relative L2 errors by name; NaN of what is not finite or was not written."""
     assert found, "a way without results cannot be checked"
-    return {name: _error(value, truth[name].reshape(value.shape)) for name, value in found.items()}
-
-
-def _error(value: Tensor, exact: Tensor) -> float:
-    return ((value.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+    off = {}
+    for name, value in found.items():
+        exact = truth[name].reshape(value.shape)
+        off[name] = ((value.double() - exact).norm() / exact.norm().clamp_min(1e-300)).item()
+    return off
 
 
 def check(
-    found: Results,
-    truth: Results,
-    factor: float = 1.0,
-    theirs: Mapping[str, float] | None = None,
+    found: Results, truth: Results, factor: float = 1.0, theirs: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
     """The result that is off most of what is allowed, by its relative L2 error.
 
@@ -236,7 +244,7 @@ def measure(contest: Contest, rig: Rig) -> dict[str, Any]:
     right = {name: contest.ways[name] for name, row in rows.items() if "check" in row}
     steps = {name: rig.clock.sampler(w.run, w.prepare, SETS) for name, w in right.items()}
     times = in_turns(steps, rig)
-    work, floor = contest.work, rig.floor(contest.work)
+    work, floor = contest.work, contest.work.floor(rig.ceilings)
     for name, found in summary(times, contest.baselines).items():
         seconds = 1e-6 * found["us"]["p50"]
         rows[name] |= found | rates(work, seconds)
@@ -249,8 +257,7 @@ def measure(contest: Contest, rig: Rig) -> dict[str, Any]:
 
 def rates(work: Work, seconds: float) -> dict[str, float]:
     """What of the work is counted, a second, in its unit."""
-    amounts = {"TFLOP/s": work.flops, "GB/s": work.bytes}
-    return {unit: n / UNITS[unit] / seconds for unit, n in amounts.items() if n}
+    return {unit: amount / seconds for unit, amount in work.amounts.items()}
 
 
 def in_turns(

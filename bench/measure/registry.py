@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -51,7 +51,7 @@ class Provider(Generic[Build]):
         return self.build(*given)
 
 
-class Registry(Generic[Build]):
+class Registry(dict[str, Provider[Build]]):
     """Providers of one thing by name, in the order of the tables.
 
     >>> REVERSED = Registry("reversed")
@@ -70,8 +70,8 @@ class Registry(Generic[Build]):
     """
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
-        self._rows: dict[str, Provider[Build]] = {}
 
     def provider(
         self,
@@ -85,9 +85,9 @@ class Registry(Generic[Build]):
         """Register a function. Raises: ValueError if the name is taken."""
 
         def register(build: Build) -> Build:
-            if name in self._rows:
+            if name in self:
                 raise ValueError(f"{self.name} has a provider {name!r} already")
-            self._rows[name] = Provider(name, build, baseline, module, needs, traits)
+            self[name] = Provider(name, build, baseline, module, needs, traits)
             return build
 
         return register
@@ -95,12 +95,12 @@ class Registry(Generic[Build]):
     @property
     def baselines(self) -> tuple[str, ...]:
         """Names of the declared baselines."""
-        return tuple(name for name, row in self._rows.items() if row.is_baseline)
+        return tuple(name for name, row in self.items() if row.is_baseline)
 
     @property
     def groups(self) -> tuple[str, ...]:
         """What ways are asked for by, besides their names: the trait `group`."""
-        found = (row.traits.get("group") for row in self._rows.values())
+        found = (row.traits.get("group") for row in self.values())
         return tuple(dict.fromkeys(group for group in found if group is not None))
 
     def select(
@@ -115,25 +115,13 @@ class Registry(Generic[Build]):
         Raises: ValueError for an unknown name.
         """
         names = set(names)
-        unknown = sorted(names - set(self._rows) - set(self.groups))
+        unknown = sorted(names - set(self) - set(self.groups))
         if unknown:
-            valid = ", ".join((*self.groups, *self._rows))
+            valid = ", ".join((*self.groups, *self))
             raise ValueError(f"unknown way {unknown[0]!r}; valid: {valid}")
         names |= set(self.baselines[:1])
         return [
             name
-            for name, row in self._rows.items()
+            for name, row in self.items()
             if name in names or (row.traits.get("group") in names and in_group(row))
         ]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
-
-    def __getitem__(self, name: str) -> Provider[Build]:
-        return self._rows[name]

@@ -77,11 +77,8 @@ def checkpointed(subject: Subject) -> Forward:
 
     In a capture without the generator's state, which cannot be read there.
     """
-    keep_state = not subject.captured
-    forward = subject.stock(subject.module)
-    return functools.partial(
-        checkpoint, forward, use_reentrant=False, preserve_rng_state=keep_state
-    )
+    options = {"use_reentrant": False, "preserve_rng_state": not subject.captured}
+    return functools.partial(checkpoint, subject.stock(subject.module), **options)
 
 
 @_way("checkpoint_reentrant")
@@ -188,21 +185,18 @@ def torch_remat(subject: Subject) -> Forward:
 # --- compiled
 
 
-@_way("compile", "compiled", "own")
-def compiled_stock(subject: Subject) -> Forward:
-    """`torch.compile` of the stock layer, Inductor, static shapes; its memory budget is 1."""
-    return Compiled(eager(subject), subject)
+def _compiled(subject: Subject, budget: float | None = None) -> Forward:
+    """`torch.compile` of the stock layer, Inductor, static shapes.
 
-
-def _budgeted(subject: Subject, budget: float) -> Forward:
-    """The same with `activation_memory_budget`: how much of what it would keep it may keep."""
+    budget: `activation_memory_budget`, how much of what it would keep it may keep; it is 1 else.
+    """
     return Compiled(eager(subject), subject, budget)
 
 
+_way("compile", "compiled", "own")(_compiled)
 for _budget in BUDGETS:
-    _way(f"compile_budget_{_budget:g}", "compiled", "own")(
-        functools.partial(_budgeted, budget=_budget)
-    )
+    _build = functools.partial(_compiled, budget=_budget)
+    _way(f"compile_budget_{_budget:g}", "compiled", "own")(_build)
 
 
 # --- ours
@@ -231,10 +225,8 @@ for _name in LOSSY_PRESETS:
     _way(_name, "lossy", "ours", lossy=True)(functools.partial(_preset, preset=_name))
 for _backend, _needs in (("eager", None), ("triton", "triton")):
     for _name in EXACT_PRESETS:
-        _way(f"{_name}_{_backend}", "ours", "ours", backend=_backend, needs=_needs)(
-            functools.partial(_preset_on, preset=_name, backend=_backend)
-        )
+        _build = functools.partial(_preset_on, preset=_name, backend=_backend)
+        _way(f"{_name}_{_backend}", "ours", "ours", backend=_backend, needs=_needs)(_build)
 for _name in EXACT_PRESETS:
-    _way(f"{_name}_compiled", "ours", "ours", compiled=True)(
-        functools.partial(_preset_compiled, preset=_name)
-    )
+    _build = functools.partial(_preset_compiled, preset=_name)
+    _way(f"{_name}_compiled", "ours", "ours", compiled=True)(_build)

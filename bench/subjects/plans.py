@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,6 +16,8 @@ from fused_remat import Policy
 from fused_remat.planner import BudgetError, Plan, plan
 from fused_remat.planner import chain as chains
 from fused_remat.planner.chain import Chain, Choice
+
+T = TypeVar("T")
 
 #: Ours by other rules than the best there is.
 RULES = ("uniform", "sqrt", "greedy")
@@ -100,7 +102,8 @@ class Planner:
         The best within each budget and along the frontier; of the simpler rules, a few.
         """
         wanted = [(of, nbytes, "optimal") for of, nbytes in budgets.items()]
-        wanted += [("sweep", nbytes, "optimal") for nbytes in self._sweep()]
+        points = _spread(self.plan.frontier, SWEEP)
+        wanted += [("sweep", point.peak_bytes, "optimal") for point in points]
         wanted += [(of, nbytes, rule) for rule in RULES for of, nbytes in budgets.items()]
         entries: dict[tuple[str, Choice], Entry] = {}
         asked: list[dict[str, Any]] = []
@@ -121,12 +124,11 @@ class Planner:
                 row["way"] = names.get(id(row["way"]))
         return chosen, asked
 
-    def _sweep(self) -> list[int]:
-        frontier = self.plan.frontier
-        if len(frontier) <= SWEEP:
-            return [point.peak_bytes for point in frontier]
-        last = len(frontier) - 1
-        return [frontier[round(i * last / (SWEEP - 1))].peak_bytes for i in range(SWEEP)]
+
+def _spread(items: Sequence[T], count: int) -> Sequence[T]:
+    """So many of them at most, the first and the last included, evenly between."""
+    last = len(items) - 1
+    return items if last < count else [items[round(i * last / (count - 1))] for i in range(count)]
 
 
 def _chosen(entries: list[Entry]) -> Iterator[Entry]:
@@ -134,11 +136,9 @@ def _chosen(entries: list[Entry]) -> Iterator[Entry]:
     for method in ("optimal", *RULES):
         mine = [e for e in entries if e.plan.method == method]
         mine.sort(key=lambda e: e.plan.peak_bytes)
-        if method != "optimal" and len(mine) > MOST_OF_A_RULE:
-            last = len(mine) - 1
-            mine = [mine[round(i * last / (MOST_OF_A_RULE - 1))] for i in range(MOST_OF_A_RULE)]
-        for index, entry in enumerate(mine, start=1):
-            entry.name = f"{method}_{index}" if len(mine) > 1 else method
+        some = mine if method == "optimal" else _spread(mine, MOST_OF_A_RULE)
+        for index, entry in enumerate(some, start=1):
+            entry.name = f"{method}_{index}" if len(some) > 1 else method
             yield entry
 
 

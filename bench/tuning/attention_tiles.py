@@ -56,7 +56,7 @@ def contest(p: Attention, kernel: str, tiles: tuple[AttentionTile, ...]) -> Cont
     """A kernel with the tables' tile, which the others are compared with, and with these."""
     direction, share = KERNELS[kernel]
     assert p.rig.target is not None
-    first = attention_tile(kernel, p.rig.target, p.width, p.call)
+    first = attention_tile(kernel, p.rig.target, p.head_dim, p.call)
     ways, launches = {}, []
     for tile in dict.fromkeys((first, *tiles)):
         own = Kernels(p, direction)

@@ -7,6 +7,7 @@ it stands for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,6 @@ from bench.measure.contest import (
     multiplier,
 )
 from bench.tuning.products import EPS, doubled, per_set
-from fused_remat.random import DropoutMask
 from fused_remat.spec import NormSpec
 from fused_remat.triton import norm as norms
 from fused_remat.triton import pointwise
@@ -69,84 +69,80 @@ def sum_norm_fwd(rig: Rig, rows: int, width: int) -> Contest:
 # --- one pass over a matrix
 
 
-def act_fwd(rig: Rig, rows: int, width: int, dropped: bool) -> Contest:
-    """GELU, and dropout of it."""
+def act_dropout(rig: Rig, rows: int, width: int) -> Contest:
+    """Dropout of GELU."""
     xs, y = [rig.normal(rows, width) for _ in range(SETS)], rig.poisoned(rows, width)
-    keep = rig.keep(rows, width) if dropped else None
+    keep = rig.keep(rows, width)
 
     def aten(index: int) -> Results:
-        act = F.gelu(xs[index])
-        if not dropped:
-            return {"y": act}
-        return dict(zip(("y", "mask"), torch.native_dropout(act, P, True), strict=True))
+        dropped, mask = torch.native_dropout(F.gelu(xs[index]), P, True)
+        return {"y": dropped, "mask": mask}
 
-    def exact(scale: Tensor | None) -> Results:
-        act = F.gelu(xs[0].double())
-        return {"y": act if scale is None else act * scale}
+    def exact(scale: Tensor) -> Results:
+        return {"y": F.gelu(xs[0].double()) * scale}
 
-    own = (lambda found: exact(from_mask(found["mask"]))) if dropped else None
     ways = {
-        "aten": Way(aten, own),
+        "aten": Way(aten, lambda found: exact(from_mask(found["mask"]))),
         "kernel": per_set(lambda i: pointwise.act_fwd(xs[i], "gelu", keep, y), {"y": y}),
     }
-    return Contest(ways, lambda: exact(_scale(keep)), Work(bytes=2 * y.nbytes), ("aten",))
+    return Contest(ways, lambda: exact(multiplier(keep)), Work(bytes=2 * y.nbytes), ("aten",))
 
 
-def _scale(keep: DropoutMask | None) -> Tensor | None:
-    return None if keep is None else multiplier(keep)
+@dataclass(frozen=True)
+class Pass:
+    """A pass without dropout, each matrix of which is read or written once.
+
+    Attributes:
+        inputs: how many matrices it reads.
+        aten: results of the inputs in ATen's operators, in any dtype.
+        launch: our kernel of the inputs and then the results.
+    """
+
+    inputs: int
+    aten: Callable[..., Results]
+    launch: Callable[..., Launch]
+
+    def contest(self, rig: Rig, rows: int, width: int) -> Contest:
+        sets = [[rig.normal(rows, width) for _ in range(self.inputs)] for _ in range(SETS)]
+        truth = lambda: self.aten(*doubled(*sets[0]))  # noqa: E731
+        results = {name: rig.poisoned(rows, width) for name in truth()}
+        ways = {
+            "aten": Way(lambda index: self.aten(*sets[index])),
+            "kernel": per_set(lambda i: self.launch(*sets[i], *results.values()), results),
+        }
+        matrices = self.inputs + len(results)
+        return Contest(ways, truth, Work(bytes=matrices * sets[0][0].nbytes), ("aten",))
 
 
-def act_bwd(rig: Rig, rows: int, width: int) -> Contest:
-    """GELU's gradient, and GELU again: two ATen kernels, one of ours."""
-    xs = [rig.normal(rows, width) for _ in range(SETS)]
-    dy, dx, y = rig.normal(rows, width), rig.poisoned(rows, width), rig.poisoned(rows, width)
+def _act_bwd(x: Tensor, dy: Tensor) -> Results:
+    return {"dx": _aten.gelu_backward(dy, x), "y": F.gelu(x)}
 
-    def aten(index: int) -> Results:
-        return {"dx": _aten.gelu_backward(dy, xs[index]), "y": F.gelu(xs[index])}
 
-    def truth() -> Results:
-        x = xs[0].double()
-        return {"dx": _aten.gelu_backward(dy.double(), x), "y": F.gelu(x)}
+def _gated_bwd(gate: Tensor, up: Tensor, dy: Tensor) -> Results:
+    return {"dgate": _aten.silu_backward(dy * up, gate), "dup": dy * F.silu(gate)}
 
-    ways = {
-        "aten": Way(aten),
-        "kernel": per_set(
-            lambda i: pointwise.act_bwd(dy, xs[i], "gelu", None, dx, y), {"dx": dx, "y": y}
+
+PASSES: dict[str, Callable[[Rig, int, int], Contest]] = {
+    "act_fwd gelu": Pass(
+        1, lambda x: {"y": F.gelu(x)}, lambda x, y: pointwise.act_fwd(x, "gelu", None, y)
+    ).contest,
+    "act_fwd gelu dropout": act_dropout,
+    "act_bwd gelu, with act": Pass(
+        2, _act_bwd, lambda x, dy, dx, y: pointwise.act_bwd(dy, x, "gelu", None, dx, y)
+    ).contest,
+    "gated_fwd silu": Pass(
+        2,
+        lambda gate, up: {"y": F.silu(gate) * up},
+        lambda gate, up, y: pointwise.gated_fwd(gate, up, "silu", None, y),
+    ).contest,
+    "gated_bwd silu": Pass(
+        3,
+        _gated_bwd,
+        lambda gate, up, dy, dgate, dup: pointwise.gated_bwd(
+            dy, gate, up, "silu", None, dgate, dup
         ),
-    }
-    return Contest(ways, truth, Work(bytes=4 * y.nbytes), ("aten",))
-
-
-def gated_fwd(rig: Rig, rows: int, width: int) -> Contest:
-    """silu(gate) * up."""
-    gates = [rig.normal(rows, width) for _ in range(SETS)]
-    up, y = rig.normal(rows, width), rig.poisoned(rows, width)
-    ways = {
-        "aten": Way(lambda index: {"y": F.silu(gates[index]) * up}),
-        "kernel": per_set(lambda i: pointwise.gated_fwd(gates[i], up, "silu", None, y), {"y": y}),
-    }
-    truth = lambda: {"y": F.silu(gates[0].double()) * up.double()}  # noqa: E731
-    return Contest(ways, truth, Work(bytes=3 * y.nbytes), ("aten",))
-
-
-def gated_bwd(rig: Rig, rows: int, width: int) -> Contest:
-    """The gradients of silu(gate) * up."""
-    gates = [rig.normal(rows, width) for _ in range(SETS)]
-    up, dy = rig.normal(rows, width), rig.normal(rows, width)
-    dgate, dup = rig.poisoned(rows, width), rig.poisoned(rows, width)
-
-    def gradients(dy: Tensor, gate: Tensor, up: Tensor) -> Results:
-        return {"dgate": _aten.silu_backward(dy * up, gate), "dup": dy * F.silu(gate)}
-
-    ways = {
-        "aten": Way(lambda index: gradients(dy, gates[index], up)),
-        "kernel": per_set(
-            lambda i: pointwise.gated_bwd(dy, gates[i], up, "silu", None, dgate, dup),
-            {"dgate": dgate, "dup": dup},
-        ),
-    }
-    truth = lambda: gradients(*doubled(dy, gates[0], up))  # noqa: E731
-    return Contest(ways, truth, Work(bytes=5 * dup.nbytes), ("aten",))
+    ).contest,
+}
 
 
 # --- what is measured, the most telling first
@@ -159,13 +155,6 @@ def pointwise_entries(rig: Rig) -> Iterator[Entry]:
         case = {"name": "dropout + residual + layer_norm", "rows": rows, "width": width}
         yield case, lambda rig, r=rows, w=width: sum_norm_fwd(rig, r, w)
     rows, width = (64, 96) if rig.dry else (8192, ELEMENTS // 8192)
-    passes: dict[str, Callable[[Rig, int, int], Contest]] = {
-        "act_fwd gelu": lambda *given: act_fwd(*given, False),
-        "act_fwd gelu dropout": lambda *given: act_fwd(*given, True),
-        "act_bwd gelu, with act": act_bwd,
-        "gated_fwd silu": gated_fwd,
-        "gated_bwd silu": gated_bwd,
-    }
-    for name, contest in passes.items():
+    for name, contest in PASSES.items():
         case = {"name": name, "rows": rows, "width": width}
         yield case, lambda rig, c=contest, r=rows, w=width: c(rig, r, w)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +11,11 @@ from torch import Tensor
 
 from bench.measure.contest import Contest, Results, Rig, Way, Work
 from bench.tuning.products import (
+    ENDS,
     WIDTHS,
     Entry,
     Mlp,
     doubled,
-    gated_gradients,
-    gelu_gradients,
     mlp_at,
     per_set,
     product_of,
@@ -26,7 +26,6 @@ from fused_remat.triton.launch import Launch, cdiv
 from fused_remat.triton.tables import Tile
 
 Outputs = dict[str, Tensor]
-_GATED = ("act", "dgate", "dup")
 
 
 def tile_name(tile: Tile) -> str:
@@ -39,162 +38,129 @@ def tile_name(tile: Tile) -> str:
     return f"{tile.block_m}x{tile.block_n}{parts}x{tile.block_k} w{tile.warps} s{tile.stages}"
 
 
+@dataclass(frozen=True)
 class Tiled:
-    """A kernel of `tables.TILES`: one subclass for each.
+    """A kernel of `tables.TILES` on an MLP's operands.
 
     Attributes:
-        outputs: names of what it writes, in the order of its launcher's arguments.
+        launch: (input set, what it writes, tile) -> the launch.
+        truth: what it writes of the first set, in float64.
+        out: makes one of its results, poisoned.
+        outputs: their names, in the order of its launcher's arguments.
         products: how many products it computes.
     """
 
+    launch: Callable[[int, Outputs, Tile], Launch]
+    truth: Callable[[], Results]
+    out: Callable[[], Tensor]
     outputs: tuple[str, ...] = ("y",)
-    products = 1
-
-    def __init__(self, m: Mlp) -> None:
-        self.m = m
-        self.down, self.at = m.down[0], m.rig.target
-
-    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        raise NotImplementedError
-
-    def truth(self) -> Results:
-        raise NotImplementedError
-
-    def made(self) -> Outputs:
-        """What it writes, poisoned."""
-        return {name: self.m.hidden() for name in self.outputs}
+    products: int = 1
 
 
-class _Linear(Tiled):
-    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        given = self.m.xs[index], *self.m.up, None, None, "gelu", None
-        return products.linear_fwd(*given, out["y"], self.at, None, tile)
+def _linear(m: Mlp) -> Tiled:
+    def launch(index: int, out: Outputs, tile: Tile) -> Launch:
+        given = m.xs[index], *m.up, None, None, "gelu", None
+        return products.linear_fwd(*given, out["y"], m.rig.target, None, tile)
 
-    def truth(self) -> Results:
-        return {"y": F.gelu(self.m.exact_pre())}
-
-
-class _GatedMlpFwd(Tiled):
-    products = 2
-
-    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        given = self.m.xs[index], *self.m.gate, *self.m.up, None, "silu"
-        return products.gated_mlp_fwd(*given, out["y"], self.at, tile)
-
-    def truth(self) -> Results:
-        return {"y": F.silu(self.m.exact_pre(self.m.gate)) * self.m.exact_pre()}
+    return Tiled(launch, lambda: {"y": F.gelu(m.exact_pre())}, m.hidden)
 
 
-class _MlpBwd(Tiled):
-    outputs, products = ("act", "dup"), 2
-    act, gated = "gelu", False
+def _gated_mlp_fwd(m: Mlp) -> Tiled:
+    def launch(index: int, out: Outputs, tile: Tile) -> Launch:
+        given = m.xs[index], *m.gate, *m.up, None, "silu"
+        return products.gated_mlp_fwd(*given, out["y"], m.rig.target, tile)
 
-    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        layers = (self.m.gate, self.m.up) if self.gated else (self.m.up,)
-        given = self.m.xs[index], layers, self.m.dys[index], self.down, None, self.act
-        act, *dups = out.values()
-        return products.mlp_bwd(*given, act, tuple(dups), self.at, tile)
+    def truth() -> Results:
+        return {"y": F.silu(m.exact_pre(m.gate)) * m.exact_pre()}
 
-    def truth(self) -> Results:
-        return gelu_gradients(self.m.exact_dact(), self.m.exact_pre())
+    return Tiled(launch, truth, m.hidden, products=2)
 
 
-class _GatedMlpBwd(_MlpBwd):
-    outputs, products = _GATED, 3
-    act, gated = "silu", True
+def _mlp_bwd(m: Mlp, gated: bool) -> Tiled:
+    act, outputs, gradients = ENDS[gated]
+    layers = (m.gate, m.up) if gated else (m.up,)
 
-    def truth(self) -> Results:
-        m = self.m
-        return gated_gradients(m.exact_dact(), m.exact_pre(m.gate), m.exact_pre())
+    def launch(index: int, out: Outputs, tile: Tile) -> Launch:
+        y, *dups = out.values()
+        given = m.xs[index], layers, m.dys[index], m.down[0], None, act
+        return products.mlp_bwd(*given, y, tuple(dups), m.rig.target, tile)
 
+    def truth() -> Results:
+        return gradients(m.exact_dact(), *map(m.exact_pre, layers))
 
-class _LinearActBwd(Tiled):
-    outputs, act = ("act", "dup"), "gelu"
-    gate: Tensor | None = None
-
-    def __init__(self, m: Mlp) -> None:
-        super().__init__(m)
-        self.up = m.pre(0)
-
-    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        given = self.m.dys[index], self.down, self.gate, self.up, None, self.act
-        gradients = out["act"], out.get("dgate"), out["dup"]
-        return products.linear_act_bwd(*given, *gradients, self.at, tile)
-
-    def truth(self) -> Results:
-        return gelu_gradients(self.m.exact_dact(), self.up.double())
+    return Tiled(launch, truth, m.hidden, outputs, 1 + len(layers))
 
 
-class _GatedActBwd(_LinearActBwd):
-    outputs, act = _GATED, "silu"
+def _act_bwd(m: Mlp, gated: bool) -> Tiled:
+    act, outputs, gradients = ENDS[gated]
+    gate, up = m.pre(0, m.gate) if gated else None, m.pre(0)
 
-    def __init__(self, m: Mlp) -> None:
-        super().__init__(m)
-        self.gate = m.pre(0, m.gate)
+    def launch(index: int, out: Outputs, tile: Tile) -> Launch:
+        given = m.dys[index], m.down[0], gate, up, None, act
+        results = out["act"], out.get("dgate"), out["dup"]
+        return products.linear_act_bwd(*given, *results, m.rig.target, tile)
 
-    def truth(self) -> Results:
-        assert self.gate is not None
-        return gated_gradients(self.m.exact_dact(), *doubled(self.gate, self.up))
+    def truth() -> Results:
+        return gradients(m.exact_dact(), *doubled(*((up,) if gate is None else (gate, up))))
 
-
-class _CrossEntropyBwd(Tiled):
-    """The gradient of F logits a token, of the mean of their losses."""
-
-    outputs = ("dlogits",)
-
-    def __init__(self, m: Mlp) -> None:
-        super().__init__(m)
-        self.labels = torch.arange(m.tokens, device=self.down.device) % m.f
-        mass = torch.full((m.tokens,), 1.0 / m.tokens, device=self.down.device)
-        self.slopes = (mass, None, -mass)
-        self.stats = []
-        for x in m.xs:
-            logits = torch.addmm(m.up[1].float(), x.float(), m.up[0].float().t())
-            high = logits.amax(1)
-            self.stats.append((high, logits.logsumexp(1) - high))
-
-    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
-        return cross_entropy.cross_entropy_bwd(
-            self.m.xs[index], *self.m.up, self.labels, 0.0, 0, self.stats[index], self.slopes,
-            out["dlogits"], self.at, tile,
-        )  # fmt: skip
-
-    def truth(self) -> Results:
-        truth = self.m.exact_pre().softmax(1)
-        truth[torch.arange(self.m.tokens), self.labels] -= 1
-        return {"dlogits": truth / self.m.tokens}
+    return Tiled(launch, truth, m.hidden, outputs)
 
 
-class _CrossEntropyFwd(_CrossEntropyBwd):
-    """What a softmax needs of each tile of logits; the labels' own logits are compared."""
+def _labels(m: Mlp) -> Tensor:
+    return torch.arange(m.tokens, device=m.xs[0].device) % m.f
 
-    outputs = ("picked",)
 
-    def launch(self, index: int, tile: Tile, out: Outputs) -> Launch:
+def _cross_entropy_fwd(m: Mlp) -> Tiled:
+    """What a softmax needs of each tile of F logits; the labels' own logits are compared."""
+    labels = _labels(m)
+
+    def launch(index: int, out: Outputs, tile: Tile) -> Launch:
         picked = out["picked"]
-        highs = picked.new_empty((cdiv(self.m.f, tile.block_n), self.m.tokens))
-        return cross_entropy.cross_entropy_fwd(
-            self.m.xs[index], *self.m.up, self.labels, 0.0, 0, highs, torch.empty_like(highs), None,
-            picked, self.at, tile,
-        )  # fmt: skip
+        highs = picked.new_empty((cdiv(m.f, tile.block_n), m.tokens))
+        sums = torch.empty_like(highs)
+        given = m.xs[index], *m.up, labels, 0.0, 0, highs, sums, None, picked
+        return cross_entropy.cross_entropy_fwd(*given, m.rig.target, tile)
 
-    def made(self) -> Outputs:
-        return {"picked": torch.full_like(self.stats[0][0], torch.nan)}
+    def truth() -> Results:
+        return {"picked": m.exact_pre()[torch.arange(m.tokens), labels]}
 
-    def truth(self) -> Results:
-        return {"picked": self.m.exact_pre()[torch.arange(self.m.tokens), self.labels]}
+    out = lambda: m.rig.poisoned(m.tokens, dtype=torch.float32)  # noqa: E731
+    return Tiled(launch, truth, out, ("picked",))
+
+
+def _cross_entropy_bwd(m: Mlp) -> Tiled:
+    """The gradient of F logits a token, of the mean of their losses."""
+    labels = _labels(m)
+    mass = torch.full((m.tokens,), 1.0 / m.tokens, device=labels.device)
+    stats = []
+    for x in m.xs:
+        logits = torch.addmm(m.up[1].float(), x.float(), m.up[0].float().t())
+        high = logits.amax(1)
+        stats.append((high, logits.logsumexp(1) - high))
+
+    def launch(index: int, out: Outputs, tile: Tile) -> Launch:
+        slopes = mass, None, -mass
+        given = m.xs[index], *m.up, labels, 0.0, 0, stats[index], slopes, out["dlogits"]
+        return cross_entropy.cross_entropy_bwd(*given, m.rig.target, tile)
+
+    def truth() -> Results:
+        exact = m.exact_pre().softmax(1)
+        exact[torch.arange(m.tokens), labels] -= 1
+        return {"dlogits": exact / m.tokens}
+
+    return Tiled(launch, truth, m.hidden, ("dlogits",))
 
 
 #: A row of `tables.TILES` -> its kernel.
 KERNELS: dict[str, Callable[[Mlp], Tiled]] = {
-    "linear": _Linear,
-    "gated_mlp_fwd": _GatedMlpFwd,
-    "linear_act_bwd": _LinearActBwd,
-    "gated_act_bwd": _GatedActBwd,
-    "mlp_bwd": _MlpBwd,
-    "gated_mlp_bwd": _GatedMlpBwd,
-    "cross_entropy_fwd": _CrossEntropyFwd,
-    "cross_entropy_bwd": _CrossEntropyBwd,
+    "linear": _linear,
+    "gated_mlp_fwd": _gated_mlp_fwd,
+    "linear_act_bwd": lambda m: _act_bwd(m, False),
+    "gated_act_bwd": lambda m: _act_bwd(m, True),
+    "mlp_bwd": lambda m: _mlp_bwd(m, False),
+    "gated_mlp_bwd": lambda m: _mlp_bwd(m, True),
+    "cross_entropy_fwd": _cross_entropy_fwd,
+    "cross_entropy_bwd": _cross_entropy_bwd,
 }
 
 
@@ -209,8 +175,8 @@ def contest(m: Mlp, kernel: str) -> Contest:
 
     ways = {"bare": Way(bare, lambda _: {"product": product_of(m.xs[0], m.up[0])})}
     for tile in tables.TILES[kernel][tables.family(m.rig.target)]:
-        out = tiled.made()
-        ways[tile_name(tile)] = per_set(lambda i, t=tile, o=out: tiled.launch(i, t, o), out)
+        out = {name: tiled.out() for name in tiled.outputs}
+        ways[tile_name(tile)] = per_set(lambda i, t=tile, o=out: tiled.launch(i, o, t), out)
     return Contest(ways, tiled.truth, Work(flops=tiled.products * m.flops), ("bare",))
 
 

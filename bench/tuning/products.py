@@ -183,11 +183,7 @@ def linear_normed(m: Mlp) -> Contest:
         given = m.xs[index], weight, bias, None, None, None, None, fused
         return products.linear_fwd(*given, rig.target, (*stats[index], *affine))
 
-    ways = {
-        "aten": Way(aten),
-        "kernel": per_set(kernel, {"y": fused}),
-        "split": Way(in_two),
-    }
+    ways = {"aten": Way(aten), "kernel": per_set(kernel, {"y": fused}), "split": Way(in_two)}
     return Contest(ways, truth, Work(flops=m.flops), ("aten",))
 
 
@@ -232,12 +228,18 @@ def gated_gradients(dact: Tensor, gate: Tensor, up: Tensor) -> Results:
     return {"act": act * up, "dgate": dgate, "dup": dact * act}
 
 
+#: Whether it is gated -> activation, results of a backward, and what they are.
+ENDS: dict[bool, tuple[str, tuple[str, ...], Callable[..., Results]]] = {
+    False: ("gelu", ("act", "dup"), gelu_gradients),
+    True: ("silu", ("act", "dgate", "dup"), gated_gradients),
+}
+
+
 def mlp_bwd(m: Mlp, gated: bool) -> Contest:
     """Rebuild what goes into the activation, dy @ down, the activation and its gradients."""
     down, target = m.down[0], m.rig.target
     layers = {"gate": m.gate, "product": m.up} if gated else {"product": m.up}
-    act, gradients = ("silu", gated_gradients) if gated else ("gelu", gelu_gradients)
-    names = ("act", "dgate", "dup") if gated else ("act", "dup")
+    act, names, gradients = ENDS[gated]
     made = [{name: m.hidden() for name in names} for _ in range(3)]
 
     def pre(index: int) -> list[Tensor]:

@@ -211,7 +211,7 @@ def test_no_speed_of_what_is_wrong_and_ours_fails_the_command(
         options += ["--sizes", "1x8x16x2", "--norm", "pre", "--dropout", "0", "--ways", way]
     if way in registry:
         wrong = dataclasses.replace(registry[way], build=doubled(registry[way].build))
-        monkeypatch.setitem(registry._rows, way, wrong)
+        monkeypatch.setitem(registry, way, wrong)
     else:
         ours = plan.forward_of
         monkeypatch.setattr(plan, "forward_of", lambda *given: lambda x: 2 * ours(*given)(x))
@@ -237,7 +237,7 @@ def test_what_holds_nothing_to_draw_is_an_error(command, content, tmp_path, caps
 def test_what_is_absent_says_why(tmp_path, monkeypatch, capsys):
     eager = WAYS["eager"]
     monkeypatch.setitem(
-        WAYS._rows,
+        WAYS,
         "absent",
         dataclasses.replace(eager, name="absent", module="no_such_package", is_baseline=False),
     )

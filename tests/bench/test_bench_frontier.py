@@ -211,7 +211,7 @@ def test_a_shape_without_eagers_step_fails_the_command_and_costs_no_other(tmp_pa
             return lambda x: 2 * subject.module(x)
         return subject.module
 
-    monkeypatch.setitem(WAYS._rows, "eager", dataclasses.replace(WAYS["eager"], build=build))
+    monkeypatch.setitem(WAYS, "eager", dataclasses.replace(WAYS["eager"], build=build))
     options = ["--device", "cpu", "--sizes", "1x9x16x2", "1x8x16x2", "--rounds", "1"]
     assert command.main(["--out", str(tmp_path), *options, "--ways", "checkpoint"]) == 1
     found = read(tmp_path / files.DATA)[files.DERIVED]["panels"]

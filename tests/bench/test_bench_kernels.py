@@ -11,13 +11,12 @@ from bench.kernels.problem import Op, Problem, contests, through_autograd
 from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
 from bench.kernels.table import OPS
 from bench.measure.contest import Rig, Work, admit
-from bench.measure.registry import Registry
 from bench.pages import kernels as report
 
 TINY = ["--device", "cpu", "--dry-run", "--models", "gpt2", "qwen2-1.5b"]
 #: Compiled once, below: each shape takes seconds.
 COMPILED = ("compile", "flex")
-UNCOMPILED = [n for n in dict.fromkeys(n for op in OPS.values() for n in op.providers)
+UNCOMPILED = [n for n in dict.fromkeys(n for op in OPS.values() for n in op)
               if n not in COMPILED]  # fmt: skip
 
 
@@ -47,7 +46,7 @@ def test_every_op_is_measured_both_ways_beside_its_peers(rows):
         if row["case"]["op"] == "ceilings":
             continue
         ways = row["ways"]
-        assert set(ways) <= set(OPS[row["case"]["op"]].providers)
+        assert set(ways) <= set(OPS[row["case"]["op"]])
         assert {"us", "ratio", "check", "of_ceiling"} <= set(ways["aten"]), row["case"]
         assert ways["aten"]["ratio"]["aten"]["p50"] == 1.0
         assert any(name.startswith("fused_remat") for name, way in ways.items() if "us" in way) or (
@@ -191,7 +190,7 @@ class InPlace(torch.autograd.Function):
 
 
 def test_a_provider_that_overwrites_its_inputs_finds_them_whole_every_time(rig):
-    problem = Doubled(rig, "doubled", {})
+    problem = Doubled(rig, "doubled")
     ways = through_autograd(InPlace.apply, problem, in_place=True)
     for _ in range(3):
         for direction, way in ways.items():
@@ -201,13 +200,12 @@ def test_a_provider_that_overwrites_its_inputs_finds_them_whole_every_time(rig):
 
 
 def test_a_wrong_gradient_fails_and_a_wrong_output_too(rig):
-    registry = Registry("it")
-    registry.provider("aten", baseline=True)(lambda p: p.reference)
-    registry.provider("detached")(lambda p: lambda x: x + x.detach())
-    registry.provider("scaled")(lambda p: lambda x: 2.001 * x)
-    registry.provider("shifted")(lambda p: lambda x: 2.0 * x + 0.1)
-    op = Op(registry, lambda rig, size: iter(()))
-    found = {d: admit(c) for d, c in contests(op, Doubled(rig, "doubled", {}))}
+    op = Op("it", lambda rig, size: iter(()))
+    op.provider("aten", baseline=True)(lambda p: p.reference)
+    op.provider("detached")(lambda p: lambda x: x + x.detach())
+    op.provider("scaled")(lambda p: lambda x: 2.001 * x)
+    op.provider("shifted")(lambda p: lambda x: 2.0 * x + 0.1)
+    found = {d: admit(c) for d, c in contests(op, Doubled(rig, "doubled"))}
     assert "check" in found["fwd"]["detached"]
     assert "relative error of dx is 0.5" in found["bwd"]["detached"]["error"]
     assert "relative error of y is 0.0005" in found["fwd"]["scaled"]["error"]

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.kernels import dropout, rope
-from bench.kernels.attention import ATTENTION
 from bench.kernels.attention import OP as ATTENTION_OP
 from bench.kernels.attention_problem import FORMS, Attention
 from bench.kernels.dropout import Dropout
@@ -14,7 +13,6 @@ from bench.kernels.problem import Op, contests, through_autograd
 from bench.kernels.rope import NORMED, Rope
 from bench.kernels.table import OPS
 from bench.measure.contest import P, Rig, admit
-from bench.measure.registry import Registry
 
 #: Compiled by inductor, which takes longer than all the rest; see the dry runs.
 COMPILED = ("compile", "flex")
@@ -40,7 +38,7 @@ def problems(dtype):
 
 def found(op, problem):
     """Direction -> provider -> its row before it is timed; what needs no compiler."""
-    names = [name for name in op.providers if name not in COMPILED]
+    names = [name for name in op if name not in COMPILED]
     return {direction: admit(contest) for direction, contest in contests(op, problem, names)}
 
 
@@ -85,10 +83,9 @@ def test_truth_of_attention_is_softmax_of_what_flex_would_see(form):
 
 def judged(problem, wrong):
     """Of both directions, the row of a wrong provider beside the baseline."""
-    registry = Registry("it")
-    registry.provider("aten", baseline=True)(lambda p: p.reference)
-    registry.provider("wrong")(lambda p: wrong)
-    op = Op(registry, lambda rig, size: iter(()))
+    op = Op("it", lambda rig, size: iter(()))
+    op.provider("aten", baseline=True)(lambda p: p.reference)
+    op.provider("wrong")(lambda p: wrong)
     return {direction: admit(contest)["wrong"] for direction, contest in contests(op, problem)}
 
 
@@ -187,15 +184,14 @@ def test_rotating_the_other_way_or_the_values_too_fails():
 
 
 def test_a_provider_that_cannot_be_built_costs_nobody_else_their_results():
-    registry = Registry("it")
-    registry.provider("aten", baseline=True)(lambda p: p.reference)
+    op = Op("it", lambda rig, size: iter(()))
+    op.provider("aten", baseline=True)(lambda p: p.reference)
 
     def broken(p):
         raise ValueError("no such version")
 
-    registry.provider("broken")(broken)
-    registry.provider("may fail", optional=True)(broken)
-    op = Op(registry, lambda rig, size: iter(()))
+    op.provider("broken")(broken)
+    op.provider("may fail", optional=True)(broken)
     for _, contest in contests(op, Rope(rig_of(), "rope", 1, 2, 1, 4, 8)):
         rows = admit(contest)
         assert "check" in rows["aten"]
@@ -213,7 +209,8 @@ def test_work_of_attention_is_counted_by_hand_and_by_torch():
     assert problem.work("fwd").flops == 2 * product and problem.work("bwd").flops == 5 * product
     assert problem.work("fwd").bytes == (4 + 2 + 2 + 4) * tokens  # q, k, v, out
     assert problem.work("bwd").bytes == 2 * (4 + 2 + 2 + 4) * tokens
-    explicit = through_autograd(ATTENTION["math"].build(problem), problem)  # others are not counted
+    # Others are not counted.
+    explicit = through_autograd(ATTENTION_OP["math"].build(problem), problem)
     for direction, products in (("fwd", 2), ("bwd", 4)):  # which keeps the scores
         way = explicit[direction]
         given = way.prepare(0)
@@ -257,5 +254,5 @@ def test_packed_sequences_are_one_batch():
 
 def test_every_op_has_one_baseline_and_both_of_ours():
     for name, op in OPS.items():
-        assert op.providers.baselines == ("aten",), name
-    assert {"fused_remat eager", "fused_remat triton", "fused_remat kernel"} <= set(ATTENTION)
+        assert op.baselines == ("aten",), name
+    assert {"fused_remat eager", "fused_remat triton", "fused_remat kernel"} <= set(ATTENTION_OP)

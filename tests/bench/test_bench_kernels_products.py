@@ -66,7 +66,7 @@ def test_every_provider_is_right_or_says_why_it_is_absent(form, dtype):
         assert {name for name, row in rows.items() if "check" in row} == present, direction
         assert not [row["error"] for row in rows.values() if "error" in row]
         assert all(row.get("absent", "here") for row in rows.values())
-        assert set(rows) == set(op.providers) - {"compile"}
+        assert set(rows) == set(op) - {"compile"}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -102,7 +102,7 @@ def test_bare_is_every_product_and_each_is_checked(form):
     """As many operations as the work says, and no way to be wrong in one of them."""
     op, problem, _ = FORMS[form]
     made = problem(rig_of())
-    for direction, way in ways_of(op.providers["bare"], made).items():
+    for direction, way in ways_of(op["bare"], made).items():
         given = way.prepare(0)
         with FlopCounterMode(display=False) as counter:
             found = way.run(given)

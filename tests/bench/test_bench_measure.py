@@ -131,7 +131,7 @@ def test_no_time_of_what_is_wrong_and_the_absent_are_listed(rig):
 )
 def test_no_floor_without_the_ceilings_it_needs(rig, work, floor):
     rig.ceilings["TFLOP/s"] = 2.0
-    assert rig.floor(work) == floor
+    assert work.floor(rig.ceilings) == floor
 
 
 def test_percentiles_are_of_times_and_of_ratios_round_by_round():

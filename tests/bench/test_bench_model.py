@@ -126,7 +126,7 @@ def wrong_gradient(subject):
 
 
 def test_a_wrong_way_is_a_failure_and_nothing_of_it_is_measured(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(WAYS._rows, "fast", dataclasses.replace(WAYS["fast"], build=wrong_gradient))
+    monkeypatch.setitem(WAYS, "fast", dataclasses.replace(WAYS["fast"], build=wrong_gradient))
     found = measure.measure(TINY, dataclasses.replace(QUICK, ways=["fast"]), RIG)
     failed = found["ways"]["fast"]
     assert list(failed) == ["failure"] and "input_layernorm.weight is 0.00" in failed["failure"]

@@ -21,7 +21,7 @@ def rig():
 
 
 def check(op, problem):
-    for direction, contest in contests(op, problem, [n for n in op.providers if n not in COMPILED]):
+    for direction, contest in contests(op, problem, [n for n in op if n not in COMPILED]):
         rows = admit(contest)
         wrong = {name: row["error"] for name, row in rows.items() if "error" in row}
         assert not wrong, (direction, problem.name, wrong)

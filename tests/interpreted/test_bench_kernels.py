@@ -45,7 +45,7 @@ PROBLEMS = {
 def test_our_triton_providers_are_right_both_ways(name):
     torch.manual_seed(0)
     op, made = PROBLEMS[name]
-    ours = [n for n in op.providers if op.providers[n].needs == "triton" and n != "liger"]
+    ours = [n for n in op if op[n].needs == "triton" and n != "liger"]
     assert ours and all(n.startswith("fused_remat ") for n in ours)
     for direction, contest in contests(op, made(), ["aten", *ours]):
         rows = admit(contest)
@@ -62,11 +62,11 @@ def test_liger_is_right_both_ways(name, floats_are_tensors, monkeypatch):
     pytest.importorskip("liger_kernel", reason="Liger-Kernel is not installed")
     torch.manual_seed(0)
     if name.startswith("mlp "):  # the tiled one takes three pieces
-        provider = mlp.MLP[name.removeprefix("mlp ")]
+        provider = mlp.OP[name.removeprefix("mlp ")]
         problem = mlp.Mlp(RIG, True, "silu", 2, 50, 24, 40)
     else:
         op, made = PROBLEMS[name]
-        problem, provider = made(), op.providers["liger"]
+        problem, provider = made(), op["liger"]
     if name.endswith("norm"):  # which CUDA's library of functions computes, that nothing interprets
         monkeypatch.setattr(f"liger_kernel.ops.{name}.rsqrt", lambda x: 1.0 / tl.sqrt(x))
     ways, in_place = provider.build(problem), bool(provider.traits.get("in_place"))
@@ -84,4 +84,4 @@ def test_liger_says_what_it_has_not(gated, act):
     pytest.importorskip("liger_kernel", reason="Liger-Kernel is not installed")
     for name in ("liger", "liger tiled", "liger fused"):
         with pytest.raises(mlp.Absent, match="it has gated MLPs only, of silu"):
-            mlp.MLP[name].build(mlp.Mlp(RIG, gated, act, *SIZES))
+            mlp.OP[name].build(mlp.Mlp(RIG, gated, act, *SIZES))
