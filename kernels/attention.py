@@ -112,7 +112,7 @@ class Tile(NamedTuple):
     EVEN_E: bool = False
     EVEN_V: bool = False
     TMA: bool = False
-    PARTIAL: bool = True
+    PARTIAL: bool = False
     WARP_SPECIALIZE: bool = False
 
 

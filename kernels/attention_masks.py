@@ -222,10 +222,8 @@ def attention_mask_bwd_kernel(
         there = (offs_n[None, :] >= low[:, None]) & (offs_n[None, :] < high[:, None])
         acc += tl.where(there & (offs_m < M)[:, None], ds, 0.0)
     base = dmask_ptr + batch.to(tl.int64) * sums.strides[0] + head.to(tl.int64) * sums.strides[1]
-    offs_m, offs_n = (
-        number * BLOCK_M + tl.arange(0, BLOCK_M),
-        block * BLOCK_N + tl.arange(0, BLOCK_N),
-    )
+    offs_m = number * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     if OVER_ROWS:
         acc = tl.sum(acc, 0, keep_dims=True)
         offs_m = tl.arange(0, 1)

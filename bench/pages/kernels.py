@@ -145,7 +145,7 @@ def of_op(row: Row) -> tuple[str, str, str] | None:
     match = re.fullmatch(r"(\w+)_(fwd|bwd) (.+)", case.get("name", ""))
     if match is None or match[1] not in OPS:
         return None
-    known = set(row.get("ways", ())) <= set(OPS[match[1]].providers)
+    known = set(row.get("ways", ())) <= set(OPS[match[1]])
     return (match[1], match[2], match[3]) if known else None
 
 
