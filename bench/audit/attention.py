@@ -46,7 +46,8 @@ _DEPENDS_ON: dict[str, tuple[str, ...]] = {
 Fields = tuple[str, Launch, bool, bool]
 
 
-def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
+def meta(dtype: torch.dtype, *shape: int) -> Tensor:
+    """A tensor without data."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -55,18 +56,18 @@ def variants(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 
     "stored": the format in which backward is given q, k and v.
     """
-    causal, dropout = {"right": 0}, {"p": 0.1, "site_key": _meta(torch.int64)}
-    cu = _meta(torch.int32, 9)
-    mask, padding = _meta(dtype, _B, 1, _S, _S), _meta(torch.bool, _B, _S)
-    lengths = {"lengths": _meta(torch.int32, _B)}
-    uneven = {"q_len": _UNEVEN, "kv_len": _UNEVEN, "mask": _meta(dtype, _B, 1, _UNEVEN, _UNEVEN)}
+    causal, dropout = {"right": 0}, {"p": 0.1, "site_key": meta(torch.int64)}
+    cu = meta(torch.int32, 9)
+    mask, padding = meta(dtype, _B, 1, _S, _S), meta(torch.bool, _B, _S)
+    lengths = {"lengths": meta(torch.int32, _B)}
+    uneven = {"q_len": _UNEVEN, "kv_len": _UNEVEN, "mask": meta(dtype, _B, 1, _UNEVEN, _UNEVEN)}
     return {
         "full": {},
         "causal": causal,
         "causal dropout": causal | dropout,
         "mask padding dropout": {
             "mask": mask, "padding": padding, **dropout, "mask_grad": True,
-            "dmask": _meta(torch.float32, *mask.shape),
+            "dmask": meta(torch.float32, *mask.shape),
         },
         "softcap window": causal | {"softcap": 30.0, "left": 512},
         "lengths": causal | lengths,
@@ -92,28 +93,24 @@ def call_of(width: int, given: dict[str, Any]) -> AttentionCall:
     return AttentionCall(spec, **rest)
 
 
-def _counts(call: AttentionCall) -> tuple[int, int, int]:
-    return call.spec.num_heads, call.spec.num_kv_heads, call.spec.num_kv_heads
-
-
 def _heads(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """q, k and v as views of one packed projection."""
-    packed = _meta(dtype, call.batch, call.q_len, sum(_counts(call)), call.spec.head_dim)
-    return packed.transpose(1, 2).split_with_sizes(_counts(call), 1)
+    counts = call.spec.num_heads, call.spec.num_kv_heads, call.spec.num_kv_heads
+    packed = meta(dtype, call.batch, call.q_len, sum(counts), call.spec.head_dim)
+    return packed.transpose(1, 2).split_with_sizes(counts, 1)
 
 
 def _packed(call: AttentionCall, dtype: torch.dtype, stored: str) -> tuple[QuantizedHeads, ...]:
     """The same, kept in a format."""
-    counts, width = _counts(call), call.spec.head_dim
-    rows, columns = call.batch * call.q_len, sum(counts) * width
+    heads, kv_heads, width = call.spec.num_heads, call.spec.num_kv_heads, call.spec.head_dim
+    rows, columns = call.batch * call.q_len, (heads + 2 * kv_heads) * width
     form = FORMATS[stored]
-    codes = _meta(form.dtype, rows, form.code_width(columns))
-    scale = _meta(torch.float32, rows, form.scale_width(columns))
+    codes = meta(form.dtype, rows, form.code_width(columns))
+    scale = meta(torch.float32, rows, form.scale_width(columns))
     whole = Quantized(stored, (codes, scale), columns, dtype)
-    firsts = (0, counts[0] * width, (counts[0] + counts[1]) * width)
+    places = ((0, heads), (heads, kv_heads), (heads + kv_heads, kv_heads))
     return tuple(
-        QuantizedHeads(whole, call.batch, first, count, width)
-        for first, count in zip(firsts, counts, strict=True)
+        QuantizedHeads(whole, call.batch, first * width, count, width) for first, count in places
     )
 
 
@@ -126,8 +123,8 @@ def launches_of(
     call = call_of(width, given)
     q, k, v = _heads(call, dtype)
     dq, dk, dv = _heads(call, dtype)
-    out = _meta(dtype, call.batch * call.q_len, call.spec.num_heads * width)
-    lse = _meta(torch.float32, call.batch, call.spec.num_heads, call.q_len)
+    out = meta(dtype, call.batch * call.q_len, call.spec.num_heads * width)
+    lse = meta(torch.float32, call.batch, call.spec.num_heads, call.q_len)
     found = [] if stored else list(attention.forward(q, k, v, call, out, lse, at))
     loaded = _packed(call, dtype, stored) if stored else (q, k, v)
     found += attention.backward(out, *loaded, out, lse, call, (dq, dk, dv), at)

@@ -6,13 +6,14 @@ audited is what runs. A case is "default" if ordinary tensors lead to it: aligne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bench.audit import attention as audit_attention
+from bench.audit.attention import meta
 from fused_remat.formats import BLOCK, Quantized
 from fused_remat.random import DropoutMask, Uniform
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
@@ -39,25 +40,13 @@ def target(arch: int) -> Target:
     return Target("cuda" if arch else "hip", arch, SMS[arch])
 
 
-@dataclass(frozen=True)
-class Case:
-    """One launch to compile.
+class Case(NamedTuple):
+    """One launch to compile."""
 
-    Attributes:
-        name: kernel, sizes and what is special.
-        launch: what would be launched.
-        default: whether ordinary tensors lead to it.
-        product: whether it is a matrix product.
-    """
-
-    name: str
+    name: str  # kernel, sizes and what is special
     launch: Launch
-    default: bool
-    product: bool
-
-
-def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    default: bool  # whether ordinary tensors lead to it
+    product: bool  # whether it is a matrix product
 
 
 def _keep(width: int) -> DropoutMask:
@@ -79,10 +68,10 @@ def _part(launch: Launch) -> str:
 def norm_cases(at: Target, dtype: torch.dtype) -> Named:
     """Forward, with and without its fused sum, rebuild, backward; narrow and wide rows."""
     for width in (512, 1024, 2048, 4096, 8192, 16384, 65536):
-        x, y, affine = _meta(dtype, ROWS, width), _meta(dtype, ROWS, width), _meta(dtype, width)
-        grads = [_meta(FP32, width) for _ in range(2)]
+        x, y, affine = meta(dtype, ROWS, width), meta(dtype, ROWS, width), meta(dtype, width)
+        grads = [meta(FP32, width) for _ in range(2)]
         for kind, row in NORMS.items():
-            spec, stats = NormSpec(kind=kind), tuple(_meta(FP32, ROWS, 1) for _ in row.stats)
+            spec, stats = NormSpec(kind=kind), tuple(meta(FP32, ROWS, 1) for _ in row.stats)
             plain = (spec, x, None, None, affine, affine, None, y, stats)
             yield f"norm_fwd {kind} {width}", norms.norm_fwd(*plain, False)
             yield f"norm_rebuild {kind} {width}", norms.norm_fwd(*plain, True)
@@ -96,7 +85,7 @@ def norm_cases(at: Target, dtype: torch.dtype) -> Named:
 
 def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
     """One pass over a matrix each, with dropout; every activation."""
-    x, y, z = (_meta(dtype, ROWS, 4096) for _ in range(3))
+    x, y, z = (meta(dtype, ROWS, 4096) for _ in range(3))
     keep = _keep(4096)
     yield "dropout_add_fwd", pointwise.dropout_add_fwd(x, y, None, z)
     yield "dropout_add_fwd dropout", pointwise.dropout_add_fwd(x, y, keep, z)
@@ -110,7 +99,7 @@ def pointwise_cases(at: Target, dtype: torch.dtype) -> Named:
 
 def packing_cases(at: Target, dtype: torch.dtype) -> Named:
     """Packing and unpacking in a pass of their own, and one pass over what is packed."""
-    x, y, z = (_meta(dtype, ROWS, 4096) for _ in range(3))
+    x, y, z = (meta(dtype, ROWS, 4096) for _ in range(3))
     for stored in sorted(storage.KERNELS):
         packing, parts = _codes(x, stored)
         yield f"pack_{stored}_fwd", storage.quantize_int8(x, packing, parts)
@@ -132,18 +121,18 @@ def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
     """
     spec = NormSpec()
     for width in (1024, 8192, 16384, 65536):
-        x, y, low = _meta(FP32, ROWS, width), _meta(FP32, ROWS, width), _meta(dtype, ROWS, width)
-        affine, stats = _meta(FP32, width), tuple(_meta(FP32, ROWS, 1) for _ in range(2))
+        x, y, low = meta(FP32, ROWS, width), meta(FP32, ROWS, width), meta(dtype, ROWS, width)
+        affine, stats = meta(FP32, width), tuple(meta(FP32, ROWS, 1) for _ in range(2))
         launch = norms.norm_fwd(spec, x, None, None, affine, affine, None, low, stats, False)
         yield f"norm_fwd mixed {width}", launch
         for name, made in (("mixed", low), ("float32", y)) if width <= norms.FWD_WIDTH else ():
             fused = (spec, low, x, _keep(width), affine, affine, y, made, stats, False)
             yield f"norm_fwd {name} {width} mixed dropout residual", norms.norm_fwd(*fused)
-        grads = [_meta(FP32, width) for _ in range(2)]
+        grads = [meta(FP32, width) for _ in range(2)]
         for launch in norms.norm_bwd(spec, low, x, stats, affine, y, y, *grads, at):
             if _part(launch) != "column_sum":
                 yield f"{_part(launch)} mixed {width}", launch
-    x, y, low = _meta(FP32, ROWS, 4096), _meta(FP32, ROWS, 4096), _meta(dtype, ROWS, 4096)
+    x, y, low = meta(FP32, ROWS, 4096), meta(FP32, ROWS, 4096), meta(dtype, ROWS, 4096)
     keep = _keep(4096)
     yield "dropout_add_fwd mixed", pointwise.dropout_add_fwd(low, x, None, y)
     yield "dropout_add_fwd mixed dropout", pointwise.dropout_add_fwd(low, x, keep, y)
@@ -152,13 +141,13 @@ def mixed_cases(at: Target, dtype: torch.dtype) -> Named:
 
 def shifted_cases(at: Target, dtype: torch.dtype) -> Named:
     """Weights in float32 beside activations of `dtype`: norms with an offset, norms of heads."""
-    x, y, affine = _meta(dtype, ROWS, 4096), _meta(dtype, ROWS, 4096), _meta(FP32, 4096)
-    spec, stats = NormSpec(kind="rms_norm"), (_meta(FP32, ROWS, 1),)
+    x, y, affine = meta(dtype, ROWS, 4096), meta(dtype, ROWS, 4096), meta(FP32, 4096)
+    spec, stats = NormSpec(kind="rms_norm"), (meta(FP32, ROWS, 1),)
     name = "norm_fwd rms_norm 4096 shifted"
     yield name, norms.norm_fwd(spec, x, None, None, affine, None, None, y, stats, False)
     fused = norms.norm_fwd(spec, x, x, _keep(4096), affine, None, x, y, stats, False)
     yield f"{name} dropout residual", fused
-    launch, *_ = norms.norm_bwd(spec, y, x, stats, affine, x, y, _meta(FP32, 4096), None, at)
+    launch, *_ = norms.norm_bwd(spec, y, x, stats, affine, x, y, meta(FP32, 4096), None, at)
     yield "norm_bwd rms_norm 4096 shifted", launch
     for name, launch in _rotary_cases("norm half", at, dtype, FP32):
         if not name.endswith("in place"):
@@ -191,16 +180,16 @@ def _rotary_cases(name: str, at: Target, dtype: torch.dtype, norm_dtype: torch.d
         rotary=RotarySpec(interleaved=interleaved) if rotated else None,
         head_norm=NormSpec(kind="rms_norm", eps=1e-6) if norm else None,
     )  # fmt: skip
-    x, y, z = (_meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
-    cos, sin = (_meta(FP32, 2048, rotated // 2) if rotated else None for _ in "cs")
-    weights = [_meta(norm_dtype, width) if norm else None for _ in "qk"]
+    x, y, z = (meta(dtype, ROWS, (nhead + 2 * kv_heads) * width) for _ in range(3))
+    cos, sin = (meta(FP32, 2048, rotated // 2) if rotated else None for _ in "cs")
+    weights = [meta(norm_dtype, width) if norm else None for _ in "qk"]
     call = RotaryCall(spec, cos, sin, *weights, 0, 2048)
     yield f"rotary_fwd {name}", rotary.rotary_fwd(x, call, y, at)
     yield f"rotary_fwd {name} in place", rotary.rotary_fwd(x, call, x, at)
     if not norm:
         yield f"rotary_bwd {name}", rotary.rotary_fwd(x, call, x, at, True)
         return
-    sums = (_meta(FP32, width), _meta(FP32, width))
+    sums = (meta(FP32, width), meta(FP32, width))
     for suffix, dx in (("", z), (" in place", y)):
         launch, *_ = rotary.rotary_norm_bwd(y, x, call, dx, *sums, at)
         yield f"rotary_norm_bwd {name}{suffix}", launch
@@ -217,98 +206,95 @@ class _Products:
     def __init__(self, at: Target, dtype: torch.dtype, even: bool) -> None:
         d, f = (2048, 8192) if even else (UNEVEN, 4 * UNEVEN + 1)
         self.at, self.keep = at, _keep(f)
-        self.x, self.dy = (_meta(dtype, ROWS, d) for _ in range(2))
-        self.y, self.pre, self.other = (_meta(dtype, ROWS, f) for _ in range(3))
-        self.up, self.down = _meta(dtype, f, d), _meta(dtype, d, f)
-        self.bias, self.affine = _meta(dtype, f), (_meta(dtype, d), _meta(dtype, d))
-        self.stats = tuple(_meta(torch.float32, ROWS, 1) for _ in range(2))
-        self.labels, self.column = _meta(torch.int64, ROWS), _meta(torch.float32, ROWS)
+        self.x, self.dy = (meta(dtype, ROWS, d) for _ in range(2))
+        self.y, self.pre, self.other = (meta(dtype, ROWS, f) for _ in range(3))
+        self.up, self.down = meta(dtype, f, d), meta(dtype, d, f)
+        self.bias, self.affine = meta(dtype, f), (meta(dtype, d), meta(dtype, d))
+        self.stats = tuple(meta(torch.float32, ROWS, 1) for _ in range(2))
+        self.labels, self.column = meta(torch.int64, ROWS), meta(torch.float32, ROWS)
 
     def linear(self, tile: tables.Tile) -> dict[str, Launch]:
-        """`linear_fwd` by what fuses with it."""
-        x, up, bias, y, at = self.x, self.up, self.bias, self.y, self.at
-        norm = (*self.stats, *self.affine)
+        """`linear_fwd` by what fuses with it: residual, dropout, activation, pre, norm, format."""
+        pre, keep, norm = self.pre, self.keep, (*self.stats, *self.affine)
         ends = {
-            "act": (None, None, "gelu", None, None),
-            "dropout residual": (self.pre, self.keep, None, None, None),
-            "norm act": (None, None, "gelu", None, norm),
-        } | {f"{act} dropout pre": (None, self.keep, act, self.pre, None) for act in _ACTS}
-        launches = {
-            name: products.linear_fwd(x, up, bias, residual, keep, act, pre, y, at, before, tile)
-            for name, (residual, keep, act, pre, before) in ends.items()
+            "act": (None, None, "gelu", None, None, None),
+            "dropout residual": (pre, keep, None, None, None, None),
+            "norm act": (None, None, "gelu", None, norm, None),
+            **{f"{act} dropout pre": (None, keep, act, pre, None, None) for act in _ACTS},
         }
-        return launches | {
+        if tile.block_n % BLOCK == 0:
+            ends |= {
+                "act int8": (None, None, "gelu", None, None, "int8"),
+                "gelu dropout int8 stochastic": (None, keep, "gelu", None, None, "int8_stochastic"),
+                "gelu dropout pre int8": (None, keep, "gelu", pre, None, "int8"),
+            }
+        return {
             name: products.linear_fwd(
-                x, up, bias, None, keep, "gelu", pre, y, at, None, tile, _codes(y, stored)
+                self.x, self.up, self.bias, *end, self.y, self.at, before, tile, self._codes(stored)
             )
-            for name, keep, pre, stored in (
-                ("act int8", None, None, "int8"),
-                ("gelu dropout int8 stochastic", self.keep, None, "int8_stochastic"),
-                ("gelu dropout pre int8", self.keep, self.pre, "int8"),
-            )
-            if tile.block_n % BLOCK == 0
+            for name, (*end, before, stored) in ends.items()
         }
 
     def gated_mlp_fwd(self, tile: tables.Tile) -> dict[str, Launch]:
-        """`gated_mlp_fwd` by activation, dropout, and what is kept of gate and up."""
-        given, pres = (self.x, self.up, self.bias, self.up, self.bias), (self.pre, self.other)
-        launches = {
-            name: products.gated_mlp_fwd(*given, keep, act, self.y, self.at, tile)
-            for name, act, keep in self._acts("silu")
+        """`gated_mlp_fwd` by dropout, activation, and what is kept of gate and up, as it is or not.
+
+        With dropout for every activation.
+        """
+        keep, nothing = self.keep, (None, None)
+        ends = {
+            "silu": (None, "silu", nothing, None),
+            **{f"{act} dropout": (keep, act, nothing, None) for act in _ACTS},
+            "silu dropout pre": (keep, "silu", (self.pre, self.other), None),
         }
-        launches["silu dropout pre"] = products.gated_mlp_fwd(
-            *given, self.keep, "silu", self.y, self.at, tile, pres
-        )
-        if tile.block_n % BLOCK:
-            return launches
-        return launches | {
+        if tile.block_n % BLOCK == 0:
+            ends |= {
+                "silu int8": (None, "silu", nothing, "int8"),
+                "silu dropout int8 stochastic": (keep, "silu", nothing, "int8_stochastic"),
+            }
+        return {
             name: products.gated_mlp_fwd(
-                *given, keep, "silu", self.y, self.at, tile,
-                quantized=(_codes(self.y, stored), _codes(self.y, stored)),
+                self.x, self.up, self.bias, self.up, self.bias, mask, act, self.y, self.at, tile,
+                pres, (self._codes(stored), self._codes(stored)),
             )
-            for name, keep, stored in (
-                ("silu int8", None, "int8"),
-                ("silu dropout int8 stochastic", self.keep, "int8_stochastic"),
-            )
+            for name, (mask, act, pres, stored) in ends.items()
         }  # fmt: skip
 
+    def _codes(self, stored: str | None) -> storage.Codes | None:
+        return _codes(self.y, stored) if stored else None
+
+    def _by_act(
+        self, plain: str, make: Callable[[DropoutMask | None, str], Launch]
+    ) -> dict[str, Launch]:
+        """Every activation with dropout, and `plain` without."""
+        with_dropout = {f"{act} dropout": make(self.keep, act) for act in _ACTS}
+        return {plain: make(None, plain)} | with_dropout
+
     def linear_act_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
-        """`linear_act_bwd` without a gate, act in the place of up."""
-        given, made = (self.dy, self.down, None, self.y), (self.y, None, self.pre)
-        return {
-            name: products.linear_act_bwd(*given, keep, act, *made, self.at, tile)
-            for name, act, keep in self._acts("gelu")
-        }
+        """Without a gate, act in the place of up."""
+        given, made = (self.dy, self.down, None, self.y), (self.y, None, self.pre, self.at, tile)
+        return self._by_act("gelu", lambda *act: products.linear_act_bwd(*given, *act, *made))
 
     def gated_act_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
         """`linear_act_bwd` with a gate, act in the place of up and dgate in that of gate."""
         given = self.dy, self.down, self.other, self.y
-        made = self.y, self.other, self.pre
-        return {
-            name: products.linear_act_bwd(*given, keep, act, *made, self.at, tile)
-            for name, act, keep in self._acts("silu")
-        }
+        made = self.y, self.other, self.pre, self.at, tile
+        return self._by_act("silu", lambda *act: products.linear_act_bwd(*given, *act, *made))
 
     def mlp_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
-        """`mlp_bwd` by activation and dropout."""
+        """Without a gate."""
         given = self.x, ((self.up, self.bias),), self.dy, self.down
-        return {
-            name: products.mlp_bwd(*given, keep, act, self.y, (self.pre,), self.at, tile)
-            for name, act, keep in self._acts("gelu")
-        }
+        made = self.y, (self.pre,), self.at, tile
+        return self._by_act("gelu", lambda *act: products.mlp_bwd(*given, *act, *made))
 
     def gated_mlp_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
-        """`gated_mlp_bwd` by activation and dropout."""
+        """`mlp_bwd` with a gate."""
         given = self.x, ((self.up, self.bias),) * 2, self.dy, self.down
-        dups = self.pre, self.other
-        return {
-            name: products.mlp_bwd(*given, keep, act, self.y, dups, self.at, tile)
-            for name, act, keep in self._acts("silu")
-        }
+        made = self.y, (self.pre, self.other), self.at, tile
+        return self._by_act("silu", lambda *act: products.mlp_bwd(*given, *act, *made))
 
     def cross_entropy_fwd(self, tile: tables.Tile) -> dict[str, Launch]:
         """The loss of a head as wide as the MLP: plain, and with all options."""
-        rows = _meta(torch.float32, -(-self.up.shape[0] // tile.block_n), ROWS)
+        rows = meta(torch.float32, -(-self.up.shape[0] // tile.block_n), ROWS)
         return {
             name: cross_entropy.cross_entropy_fwd(
                 self.x, self.up, bias, self.labels, softcap, 0, rows, rows, totals, self.column,
@@ -332,10 +318,6 @@ class _Products:
             )
         }  # fmt: skip
 
-    def _acts(self, plain: str) -> list[tuple[str, str, DropoutMask | None]]:
-        """Every activation with dropout, and `plain` without."""
-        return [(plain, plain, None), *((f"{act} dropout", act, self.keep) for act in _ACTS)]
-
 
 def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """Products with their ends: every tile of the tables, even and uneven sizes, every end."""
@@ -352,8 +334,7 @@ def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
 def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """All cases of a target and dtype; products in float32 are ATen's and not among them."""
     makers = [norm_cases, pointwise_cases, packing_cases, rotary_cases]
-    if dtype.itemsize == 2:
-        makers += [mixed_cases, shifted_cases]
+    makers += [mixed_cases, shifted_cases] if dtype.itemsize == 2 else []
     for make in makers:
         yield from (Case(name, launch, True, False) for name, launch in make(at, dtype))
     if dtype.itemsize == 2:
