@@ -118,7 +118,7 @@ def test_the_page(run: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None
     assert pictures.stale(tmp_path) == []
     assert (tmp_path / "losses-cpu.svg").read_bytes() == run[0].with_suffix(".svg").read_bytes()
     text = page.section(tmp_path)
-    assert "(bench/results/losses-cpu.png)" in text
+    assert f"(bench/results/{tmp_path.name}/losses-cpu.png)" in text
     assert "SmolLM-shaped, 0.44 M parameters: 1 layers, D = 192, H = 3, F = 512, S = 16" in text
     assert "2 seeds, 4 steps each" in text
 
