@@ -33,7 +33,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "rounds": {"type": positive, "help": "timed of a case at most (%(default)s)"},
     "seconds": {"type": float, "help": "timed of a case, about (%(default)g)"},
     "threads": {"type": positive, "help": "torch's threads on CPU"},
-    "out": {"type": Path, "help": "folder of the results (default: bench/results)"},
+    "out": {"type": Path},
     "fresh": {"action": "store_true", "help": "measure again what is in the file already"},
     "dry-run": {"action": "store_true", "help": "tiny sizes, one round: no measurement"},
 }
@@ -60,8 +60,9 @@ class Parser(argparse.ArgumentParser):
         self.add = self.add_argument
         self._lists: set[str] = set()
         self._folder = folder
+        usual = f"folder of the results (default: bench/results/{folder.format(device='DEVICE')})"
         for option in shared.split():
-            self.add(f"--{option}", **SHARED[option])
+            self.add(f"--{option}", **SHARED[option] | ({"help": usual} if option == "out" else {}))
         if "device" in shared.split():
             self.set_defaults(device=DEVICE)
         self.set_defaults(**defaults)

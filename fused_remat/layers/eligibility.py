@@ -24,7 +24,8 @@ from fused_remat.steps.collective import in_context_parallel
 
 PLAIN = (Tensor, nn.Parameter)
 _ATTENTION = F.scaled_dot_product_attention
-#: The forwards that PyTorch gave the classes that a block can stand for.
+#: The forwards that PyTorch gave the classes that a block can stand for; of any other norm that is
+#: registered, the forward that its class had when it was first read.
 _FORWARDS: dict[type, Any] = {
     kind: kind.forward
     for kind in (

@@ -286,7 +286,7 @@ def _mask_grad(problem: Problem, heads: Given, dmask: Tensor, tile: AttentionTil
     constants = {
         "OVER_ROWS": over[2],
         "OVER_COLS": over[3],
-        "tile": KernelTile(tile.block_m, tile.block_n, *map(_padded, widths)),
+        "tile": KernelTile(tile.block_m, tile.block_n, _padded(widths[0]), _padded(widths[1])),
     }
     grid = (counts[0] * counts[1] * counts[2] * counts[3],)
     return Launch(
@@ -302,10 +302,10 @@ def _sizes(problem: Problem, widths: tuple[int, int]) -> Sizes:
 def _constants(
     tile: AttentionTile, widths: tuple[int, int], partial: bool, tma: bool
 ) -> dict[str, Any]:
-    padded = tuple(map(_padded, widths))
-    even = (width == full for width, full in zip(widths, padded, strict=True))
-    sizes = (tile.block_m, tile.block_n, *padded, *even)
-    return {"tile": KernelTile(*sizes, tma, partial, tile.warp_specialize)}
+    e, v = map(_padded, widths)
+    even_e, even_v = e == widths[0], v == widths[1]
+    blocks = KernelTile(tile.block_m, tile.block_n, e, v, even_e, even_v, tma)
+    return {"tile": blocks._replace(PARTIAL=partial, WARP_SPECIALIZE=tile.warp_specialize)}
 
 
 def _padded(width: int) -> int:

@@ -130,7 +130,11 @@ def gated_bwd(
 
 
 def _over(
-    y: Tensor, kernel: Any, mask: DropoutMask | None, *matrices: Matrix | None, **constants: Any
+    y: Tensor,
+    kernel: Any,
+    mask: DropoutMask | None,
+    *matrices: Matrix | PackedMatrix | None,
+    **constants: Any,
 ) -> Launch:
     """A launch over tiles of `y`. Where a matrix is packed, a tile is as wide as a block."""
     rows, width = y.shape

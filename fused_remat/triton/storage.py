@@ -65,7 +65,7 @@ def _over_blocks(kernel: object, args: tuple[object, ...], x: Tensor) -> Launch:
     return Launch(kernel, grid, args, constants, num_warps=8, device=x.device)
 
 
-def loaded(x: Loaded | None) -> Matrix | None:
+def loaded(x: Loaded | None) -> Matrix | PackedMatrix | None:
     """`operand`, of what may be packed."""
     if isinstance(x, Quantized):
         codes, step = x.parts

@@ -42,7 +42,7 @@ INF = float("inf")
 NAMES = ("out", "dq", "dk", "dv")
 # Exponentials to 2 ulp of an argument of about 5; of 16 bits, the probabilities and their gradients
 # are rounded too.
-FACTOR = at(3, 2)
+FACTOR = at(2.5, 2)
 # (B, H, Hkv, S_q, S_k, E).
 SIZES = at((2, 4, 2, 1018, 1032, 64), (2, 2, 2, 18, 24, 16))
 SQUARE = at((2, 4, 4, 1032, 1032, 64), (2, 2, 2, 20, 20, 16))
