@@ -216,7 +216,8 @@ def _demo() -> str:
     low, high = f"{min(without):.2f}×", f"{max(without):.2f}×"
     return (
         f"- **Checkpointing's memory, at about its time or less.** A step of the demo (byte-level "
-        f"language model, dropout {dropout}) peaks at {peak['full']} instead of {peak['eager']}, "
+        f"language model, dropout {dropout}, on {measured_on(found['machine'])}) peaks at "
+        f"{peak['full']} instead of {peak['eager']}, "
         f"and takes {time['full']} eager's time; `torch.utils.checkpoint`: {peak['checkpoint']}, "
         f"{time['checkpoint']}. Presets take {ours[0]} to {ours[-1]}; without dropout, in the "
         f"picture, {low} to {high}."
