@@ -4,7 +4,6 @@ Each is a row: what it does to a layer of torch.nn, or to a base class; why the 
 serve such a layer ("" if it can); and what is special about it.
 """
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,24 +56,6 @@ class Squashed(nn.Module):
         return weight.tanh()
 
 
-class Wrapped(nn.Module):
-    """As adapters, loggers and wrappers do: attributes of the inner module show through."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, *args, **kwargs):
-        out = self.inner(*args, **kwargs)
-        return (out[0] * 1.5, out[1]) if isinstance(out, tuple) else out * 1.5
-
-
 class LoRA(nn.Module):
     """As PEFT wraps a linear layer: its `weight` and `bias` show, and are not the whole story."""
 
@@ -102,17 +83,6 @@ class LoudAttention(nn.MultiheadAttention):
 
 def replace(name, new):
     return lambda layer: setattr(layer, name, new(layer.get_submodule(name)))
-
-
-def old_weight_norm(layer):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        nn.utils.weight_norm(layer.linear1)
-
-
-def pruned_for_good(layer):
-    prune.l1_unstructured(layer.linear1, "weight", 0.5)
-    prune.remove(layer.linear1, "weight")
 
 
 def hidden_attention(layer):
@@ -148,12 +118,6 @@ def norm(name, *args, **options):
     return replace(name, lambda _: nn.LayerNorm(*args, **options, dtype=DOUBLE))
 
 
-def parametrized(module, name):
-    return lambda layer: parametrize.register_parametrization(
-        layer.get_submodule(module), name, Squashed()
-    )
-
-
 def instead_of(kind):
     return "; the fused path supports torch.nn." + kind
 
@@ -162,7 +126,6 @@ PARAMETRIZED = " is torch.nn.utils.parametrize.Parametrized"
 LINEAR, LAYER_NORM, ATTENTION = map(instead_of, ("Linear", "LayerNorm", "MultiheadAttention"))
 OUT_PROJ = "NonDynamicallyQuantizableLinear"
 SURGERY = {
-    "weight_norm, old": Change("linear1 has hooks", old_weight_norm),
     "spectral_norm": Change(
         "linear2" + PARAMETRIZED + "Linear" + LINEAR,
         lambda m: parametrizations.spectral_norm(m.linear2), updates=True,
@@ -174,13 +137,9 @@ SURGERY = {
     "pruned": Change(
         "linear1 has hooks", lambda m: prune.l1_unstructured(m.linear1, "weight", 0.5)
     ),
-    "pruned for good": Change("", pruned_for_good),
     "parametrized in_proj_weight": Change(
         "self_attn" + PARAMETRIZED + "MultiheadAttention" + ATTENTION,
-        parametrized("self_attn", "in_proj_weight"),
-    ),
-    "parametrized norm": Change(
-        "norm1" + PARAMETRIZED + "LayerNorm" + LAYER_NORM, parametrized("norm1", "weight")
+        lambda m: parametrize.register_parametrization(m.self_attn, "in_proj_weight", Squashed()),
     ),
     "linear in a Sequential": Change(
         "linear1 is torch.nn.Sequential" + LINEAR,
@@ -201,9 +160,6 @@ SURGERY = {
     ),
     "another linear": Change("", replace("linear1", lambda _: nn.Linear(8, 12, dtype=DOUBLE))),
     "linear without a bias": Change("", attribute("linear1", "bias", None), breaks_eval=True),
-    "wrapped attention": Change(
-        "self_attn is changes.Wrapped" + ATTENTION, replace("self_attn", Wrapped)
-    ),
     "LoRA on linear1": Change(
         "linear1 is changes.LoRA" + LINEAR, replace("linear1", LoRA), breaks_eval=True
     ),

@@ -265,27 +265,6 @@ def test_packed_sequences_are_as_if_they_were_alone():
     assert_close(whole, sums)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_inside_transformer_encoder_in_train_and_eval():
-    layers = pair(16, 4, 32, dropout=0.0, batch_first=True, dtype=FP64)
-    stock, fused = (
-        nn.TransformerEncoder(layer, 3, norm=nn.LayerNorm(16).double()) for layer in layers
-    )
-    x, dy = torch.randn(2, 3, 6, 16, dtype=FP64).unbind()
-    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 1 + [True] * 5])
-    causal = nn.Transformer.generate_square_subsequent_mask(6, dtype=FP64)
-    for kwargs in (
-        {"src_key_padding_mask": padding},
-        {"mask": causal, "is_causal": True},
-        {"mask": causal.bool(), "src_key_padding_mask": padding},
-    ):
-        assert_close(run(fused, x, dy, **kwargs), run(stock, x, dy, **kwargs))
-    stock.eval(), fused.eval()
-    with torch.no_grad():
-        for kwargs in ({}, {"src_key_padding_mask": padding}):
-            assert torch.equal(fused(x, **kwargs), stock(x, **kwargs))
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_norm_weights_gradients_are_summed_in_float32(dtype, threads):

@@ -88,17 +88,6 @@ def test_unusual_but_accepted_arguments_train(dropout, ff):
         assert y.isfinite().all() and x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("activation", "flag"),
-    [("relu", 1), (F.relu, 1), (nn.ReLU(), 1), ("gelu", 2), (F.gelu, 2), (nn.GELU(), 2),
-     (nn.GELU("tanh"), 2), (F.silu, 0), (nn.SiLU(), 0), (torch.tanh, 0)],
-)  # fmt: skip
-def test_activation_flag_and_child(activation, flag):
-    layer, stock = (cls(8, 2, activation=activation) for cls in (FusedRematLayer, STOCK))
-    assert layer.activation_relu_or_gelu == stock.activation_relu_or_gelu == flag
-    assert [n for n, _ in layer.named_children()] == [n for n, _ in stock.named_children()]
-
-
 def test_setstate_restores_activation_and_policy():
     state = FusedRematLayer(8, 2, policy="lean").__dict__.copy()
     del state["activation"]
