@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +26,12 @@ def normal(
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
     return (scale * values).to(dtype).requires_grad_()
+
+
+def tables(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """cos and sin (..., S, R/2) of angles that no two places, pairs or sequences share."""
+    angle = normal(*shape, seed=7, scale=3.0).detach()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +96,7 @@ class Block:
         return made
 
     def rope(self, seq: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """cos and sin (seq, head_dim / 2) of angles that no two places or pairs share."""
-        angle = normal(seq, self.head_dim // 2, seed=7, scale=3.0).detach()
-        return angle.cos().to(dtype), angle.sin().to(dtype)
+        return tables(seq, self.head_dim // 2, dtype=dtype)
 
 
 def leaves(x: Tensor, weights: Tensors, lora: Sequence[Update] = ()) -> dict[str, Tensor]:
@@ -116,6 +123,32 @@ def mask_of(kind: str, shape: Sequence[int], seed: int = 4) -> Tensor:
     if kind == "float32":
         return values.detach().float()
     return values if kind == "wants a gradient" else values.detach()
+
+
+def covering(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Combinations in which every two values of different factors meet at least once.
+
+    >>> len(covering({"a": (0, 1), "b": (0, 1), "c": (0, 1)}))
+    4
+    """
+    draw, indices = random.Random(seed), {n: range(len(vs)) for n, vs in factors.items()}
+
+    def pairs(chosen: Mapping[str, int]) -> set[tuple[tuple[str, int], ...]]:
+        return set(itertools.combinations(chosen.items(), 2))
+
+    left = {
+        pair
+        for two in itertools.combinations(indices, 2)
+        for pair in itertools.product(*([(name, i) for i in indices[name]] for name in two))
+    }
+    found = []
+    while left:
+        must = dict(min(left))
+        tries = [{n: draw.choice(i) for n, i in indices.items()} | must for _ in range(50)]
+        best = max(tries, key=lambda chosen: len(left & pairs(chosen)))
+        left -= pairs(best)
+        found.append({name: factors[name][i] for name, i in best.items()})
+    return found
 
 
 # --- calls and their results

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import block_inputs
 import torch
 from block_inputs import normal
 from reference import Tensors, attention, causal_block, dropout, norm, plain_block, rotate
@@ -107,13 +108,7 @@ def _rope(tokens: int, dtype: torch.dtype) -> Tables:
 
 
 Tables = tuple[Tensor, Tensor]
-
-
-@functools.cache
-def tables(lead: tuple[int, ...], pairs: int, dtype: torch.dtype) -> Tables:
-    """cos and sin (*lead, pairs) of angles that no two places, pairs or sequences share."""
-    angle = normal(*lead, pairs, seed=7, scale=3.0).detach()
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+tables = functools.cache(block_inputs.tables)
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,7 @@ class Heads:
         if not self.rotated or not isinstance(x, Tensor) or x.dim() != 3:
             return None
         lead = tuple(x.shape[:2]) if self.batched else (x.shape[1],)
-        return tables(lead, self.rotated // 2, x.dtype)
+        return tables(*lead, self.rotated // 2, dtype=x.dtype)
 
     def spec(self, window: tuple[int, int] = (-1, -1)) -> AttentionSpec:
         return AttentionSpec(
