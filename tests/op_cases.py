@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import block_inputs
@@ -84,6 +84,29 @@ def _bounds(tokens: int) -> tuple[Tensor, Tensor]:
     sides = [0, third, third, tokens - 1], [1, half, half, tokens]
     of_queries, of_keys = torch.tensor(sides, dtype=torch.int32).clamp(0, tokens)
     return of_queries, of_keys
+
+
+#: Bounds of queries and of keys (None: the same), and how many tokens there are of each.
+PACKS = {
+    "self": ([0, 3, 20, 57], None, 57, 57),
+    "one sequence": ([0, 19], None, 19, 19),
+    "one token each": ([0, 1, 2, 3], None, 3, 3),
+    "one token in all": ([0, 0, 1], None, 1, 1),
+    "fewer queries, and more": ([0, 4, 27, 30], [0, 9, 17, 51], 30, 51),
+    "without queries, keys, both": ([0, 0, 5, 5, 9], [0, 3, 3, 3, 8], 9, 8),
+    "tokens of none": ([2, 7, 9], [1, 4, 10], 12, 13),
+    "no sequence": ([4], [3], 9, 7),
+    "one query": ([0, 0, 1], [0, 4, 9], 1, 9),
+    "one key": ([0, 4, 9], [0, 1, 1], 9, 1),
+}
+
+
+def packed(
+    cu_q: Sequence[int], cu_k: Sequence[int] | None = None, dtype: torch.dtype = torch.int64
+) -> dict[str, Tensor | None]:
+    """Bounds as options of `ops.attention`."""
+    of_keys = None if cu_k is None else torch.tensor(cu_k, dtype=dtype)
+    return {"cu_seqlens_q": torch.tensor(cu_q, dtype=dtype), "cu_seqlens_k": of_keys}
 
 
 def key_lengths(x: Tensor) -> Tensor:
