@@ -89,7 +89,7 @@ def test_key_lengths_are_a_padding_mask_by_another_name(dtype, tokens, options):
 
     for fn, leaves, lengths, kv_len in (
         (alone, qkv, torch.tensor([7, 0, 3]), 7),
-        (block, list(tensors.values()), key_lengths(tensors["x"]), 5),
+        (block, list(tensors.values()), key_lengths(tensors["x"].shape), 5),
     ):
         padding = torch.arange(kv_len) >= lengths[:, None]
         with in_pieces(tokens):
