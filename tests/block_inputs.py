@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from reference import Tensors, Update, attention, matrices
+from reference import Tensors, Update, matrices
 from torch import Tensor
 
-from fused_remat import ops
 from fused_remat.autograd import function
 from fused_remat.spec import BlockSpec, transformer_spec
 
@@ -125,6 +124,27 @@ def mask_of(kind: str, shape: Sequence[int], seed: int = 4) -> Tensor:
     return values if kind == "wants a gradient" else values.detach()
 
 
+def swapped(a: int, b: int) -> Callable[[Tensor], Tensor]:
+    """Two dimensions the other way round in memory, where there are both."""
+
+    def lay(t: Tensor) -> Tensor:
+        few = t.dim() < max(-a, -b, a + 1, b + 1)
+        return t if few else t.transpose(a, b).contiguous().transpose(a, b)
+
+    return lay
+
+
+#: Ways to lie in memory; "heads inside": (B, H, S, E) as projections make it, of (B, S, H, E).
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda t: t,
+    "first last": swapped(0, -1),
+    "heads inside": swapped(-3, -2),
+    "turned": swapped(-2, -1),
+    "strided": lambda t: torch.stack((t, t), -1)[..., 0],
+    "expanded": lambda t: t[:1].expand_as(t) if t.dim() and t.shape[0] else t,
+}
+
+
 def covering(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
     """Combinations in which every two values of different factors meet at least once.
 
@@ -169,17 +189,6 @@ def compare(
     """Output and every gradient are close, in float64."""
     for a, b in zip(results(got, leaves), results(expected, leaves), strict=True):
         torch.testing.assert_close(a, b)
-
-
-def compare_attention(
-    args: Sequence[Tensor | None], options: dict[str, object], leaves: Sequence[Tensor]
-) -> None:
-    """`ops.attention`, whole and in blocks of 16 query rows, beside the same in plain PyTorch."""
-    for tokens in (512, 4):
-        with in_pieces(tokens):
-            compare(
-                lambda: ops.attention(*args, **options), lambda: attention(*args, **options), leaves
-            )
 
 
 def same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:

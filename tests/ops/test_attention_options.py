@@ -4,7 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import check_error
-from block_inputs import compare, covering, heads, in_pieces, mask_of, normal, results, same_bits
+from block_inputs import (
+    LAYOUTS,
+    compare,
+    covering,
+    heads,
+    in_pieces,
+    mask_of,
+    normal,
+    results,
+    same_bits,
+)
 from op_cases import PACKS, packed
 from reference import attention, plain_block, visible
 from tiers import pairwise
@@ -15,18 +25,6 @@ from fused_remat.spec import AttentionSpec, BlockSpec, BranchSpec, NormSpec
 # --- any options together
 
 
-def inside(t):
-    """Heads inside tokens."""
-    return t.transpose(-3, -2).contiguous().transpose(-3, -2) if t.dim() > 2 else t
-
-
-LAYOUTS = {
-    "as it is": lambda t: t,
-    "heads inside": inside,
-    "turned": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
-    "strided": lambda t: torch.stack((t, t), -1)[..., 0],
-    "expanded": lambda t: t[:1].expand_as(t) if t.dim() else t,
-}
 KINDS = ("bool", "float", "float32", "wants a gradient")
 PADDED = [(5, 7), (7, 5), (1, 7), (20, 37), (37, 20)]
 LENGTHS = [(7, 7), (5, 7), (20, 33)]

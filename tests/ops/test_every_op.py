@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accuracy import check_error
-from block_inputs import calls, compare, in_pieces, normal, results, same_bits
+from block_inputs import LAYOUTS, calls, compare, in_pieces, normal, results, same_bits
 from op_cases import CASES, LOSS, ROTARY, ROTARY_BLOCKS, D
 from reference import EXACT_PRESETS
 from tiers import exhaustive, pairwise
@@ -162,38 +162,13 @@ def test_weights_that_may_be_none(any_case):
 LEADS = [(), (1,), (7,), (3, 5), (2, 3, 5), (0,), (3, 0), (0, 5), (2, 0, 3)]
 
 
-def transposed(x):
-    return x.transpose(0, -1).contiguous().transpose(0, -1)
-
-
-def heads_inside(x):
-    """(B, H, S, E) in the memory of (B, S, H, E), as projections make it."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else transposed(x)
-
-
-def turned(x):
-    """The last two dimensions the other way round in memory."""
-    return x.mT.contiguous().mT if x.dim() > 1 else x
-
-
-def strided(x):
-    return torch.stack((x, x + 1), -1)[..., 0]
-
-
-def expanded(x):
-    return x[:1].expand_as(x) if x.dim() > 1 and x.shape[0] else x
-
-
-LAYOUTS = [torch.Tensor.contiguous, transposed, heads_inside, turned, strided, expanded]
-
-
-@pytest.mark.parametrize("layout, tokens", pairwise(LAYOUTS, [512, 16, 4]))
+@pytest.mark.parametrize("layout, tokens", pairwise(list(LAYOUTS), [512, 16, 4]))
 def test_inputs_of_any_layout(any_case, layout, tokens):
     tensors = any_case.tensors(batch=3)
     names = [name for name in tensors if name in (*READ_AGAIN, "residual") and name != "slope"]
 
     def given():
-        return tensors | {name: layout(tensors[name]) for name in names}
+        return tensors | {name: LAYOUTS[layout](tensors[name]) for name in names}
 
     with in_pieces(tokens):
         compare(
@@ -214,7 +189,7 @@ def test_tokens_in_any_dimensions(name, layout):
             tensors = made | {name: normal(*lead, D, seed=i) for i, name in enumerate(streams)}
 
             def given(tensors=tensors):
-                return tensors | {name: layout(tensors[name]) for name in streams}
+                return tensors | {name: LAYOUTS[layout](tensors[name]) for name in streams}
 
             with in_pieces(tokens):
                 compare(
