@@ -115,12 +115,14 @@ def heads(
 
 
 def mask_of(kind: str, shape: Sequence[int], seed: int = 4) -> Tensor:
-    """A mask: "bool", "float", "float32", or a float64 leaf that "wants a gradient"."""
+    """A mask: "bool", "float", "float32", or a float64 leaf, "-inf" with keys that it excludes."""
     values = normal(*shape, seed=seed)
     if kind == "bool":
         return (values > -0.5).detach()
     if kind == "float32":
         return values.detach().float()
+    if kind == "-inf":
+        return values.detach().masked_fill(values < -0.5, -torch.inf).requires_grad_()
     return values if kind == "wants a gradient" else values.detach()
 
 

@@ -324,24 +324,34 @@ def attention_case(shapes: Shapes, how: Callable[[Tensors], dict[str, object]]) 
 
 def attention_block_case(
     shapes: Shapes, op: AttentionSpec, kind: str = "layer_norm", residual: float = 0.0,
-    eps: float = 1e-3, packed: bool = False, heads: Heads | None = None,
+    eps: float = 1e-3, ends: str = "", heads: Heads | None = None,
 ) -> Case:  # fmt: skip
-    """`residual`: the probability of dropout of what is added, in parts of p."""
+    """`residual`: the probability of dropout of what is added, in parts of p; `ends`: what says
+    where sequences end, "bounds" or "lengths"."""
 
     def call(t: Tensors, p: float, **kw: object) -> Tensor:
-        how = {"cu_seqlens": bounds(t["x"].shape)[0]} if packed else {}
+        how = {"attn_mask": t.get("mask"), "key_padding_mask": t.get("padding_mask")}
+        if ends == "bounds":
+            how["cu_seqlens"] = bounds(t["x"].shape)[0]
+        if ends == "lengths":
+            how["key_lengths"] = key_lengths(t["x"].shape)
         if heads is not None:
-            how = {"rope": heads.tables(t["x"]), "rope_interleaved": heads.interleaved}
+            how |= {"rope": heads.tables(t["x"]), "rope_interleaved": heads.interleaved}
+        given = named({name: tensor for name, tensor in t.items() if not name.endswith("mask")})
         return ops.attention_block(
-            **({"norm_bias": None} | named(t)), nhead=op.num_heads, kv_heads=op.num_kv_heads,
-            dropout_p=p, residual_dropout_p=p * residual, window=op.window, norm=kind, eps=eps,
-            **(how | kw),
+            **({"norm_bias": None} | given), nhead=op.num_heads, kv_heads=op.num_kv_heads,
+            dropout_p=p, residual_dropout_p=p * residual, window=op.window, scale=op.scale,
+            softcap=op.softcap, norm=kind, eps=eps, **(how | kw),
         )  # fmt: skip
 
     def expected(t: Tensors, p: float, seed: int) -> Tensor:
-        more = dict.fromkeys(("cu_q", "cu_k"), bounds(t["x"].shape)[0]) if packed else {}
+        more = {"padding": t.get("padding_mask")}
+        if ends == "bounds":
+            more |= dict.fromkeys(("cu_q", "cu_k"), bounds(t["x"].shape)[0])
+        if ends == "lengths":
+            more["lengths"] = key_lengths(t["x"].shape)
         if heads is not None:
-            more = dict(zip(("cos", "sin"), heads.tables(t["x"]) or (), strict=False))
+            more |= zip(("cos", "sin"), heads.tables(t["x"]) or (), strict=False)
         spec = one_branch(replace(op, dropout=p), kind, p * residual, eps)
         return plain(spec, {**t, **more}, seed)
 
@@ -394,15 +404,16 @@ CASES: dict[str, Case] = {
         QKV_HEADS, lambda t: {"key_lengths": key_lengths(t["query"].shape)}
     ),
     "attention_block": attention_block_case(
-        X | NORM | QKV, replace(HEADS_OF_BLOCK, window=(20, 1)), residual=0.5
+        X | NORM | QKV | {"mask": ("B", 1, "S", "S"), "padding_mask": ("B", "S")},
+        replace(HEADS_OF_BLOCK, window=(20, 1), softcap=3.0, scale=0.4), residual=0.5,
     ),
     "attention_block_packed": attention_block_case(
         {"x": (1, "T", D)} | NORM | QKV, replace(HEADS_OF_BLOCK, window=(-1, 0)), residual=0.5,
-        eps=1e-5, packed=True,
+        eps=1e-5, ends="bounds",
     ),
     "qk_norm_attention_block": attention_block_case(
         X | {"norm.weight": (D,)} | QKV | {"q_norm.weight": (E,), "k_norm.weight": (E,)},
-        replace(HEADS_OF_BLOCK, head_norm=RMS), "rms_norm",
+        replace(HEADS_OF_BLOCK, head_norm=RMS), "rms_norm", ends="lengths",
     ),
     "causal_block": causal_case(LLAMA, 2),
     "causal_block_sandwich": causal_case(GEMMA, 4),

@@ -20,10 +20,6 @@ from reference import ACTIVATIONS, EXACT_PRESETS, causal_block, make, pair, weig
 from torch import nn
 
 from fused_remat import ops
-from fused_remat.graph.build import block_graph
-from fused_remat.graph.schedule import schedule
-from fused_remat.policies import kept_names
-from fused_remat.spec import transformer_spec
 
 # --- an encoder's
 
@@ -160,59 +156,3 @@ def test_every_pair_of_variations_is_plain_pytorchs(part):
             for a, b, e in zip(got, first, expected, strict=True):
                 assert torch.equal(a, b), v
                 torch.testing.assert_close(a, e, msg=lambda m: f"{v}: {m}")  # noqa: B023
-
-
-@pytest.mark.parametrize(
-    "activation", [F.silu, nn.SiLU(), "silu"], ids=["function", "module", "name"]
-)
-def test_an_activation_by_name_function_or_module(activation):
-    x, weights = normal(2, 5, 12), Block().weights()
-    y = ops.causal_block(x, weights, 4, kv_heads=2, activation=activation)
-    torch.testing.assert_close(y, causal_block(x, weights, 4, kv_heads=2))
-
-
-# --- what is rebuilt
-
-FIELDS = {
-    "activation": "silu", "gated": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6,
-    "scale": 0.4, "window": (-1, 0), "projection": "split", "rotary": True,
-}  # fmt: skip
-SPEC = transformer_spec("rms_norm", 1e-6, **FIELDS)
-
-
-def backward_steps(spec, policy, frozen=()):
-    graph = block_graph(spec)
-    needs_grad = {"input", *(n for n in spec.weights if not n.startswith(tuple(frozen)))}
-    plan = schedule(graph, kept_names(policy, graph), frozenset(needs_grad), tiled=False)
-    return [str(step) for step in plan.backward]
-
-
-def rebuilt(spec, policy, frozen=()):
-    return [s for s in backward_steps(spec, policy, frozen) if s.startswith("compute")]
-
-
-def test_gate_and_up_are_rebuilt_together_once_and_nothing_that_is_not_asked_for():
-    assert backward_steps(SPEC, "full") == [
-        "compute norm1", "compute qkv", "compute rotated", "compute attn", "compute mid",
-        "compute norm2", "compute gate", "compute up", "compute act",
-        "backward output", "backward act", "backward up", "backward gate", "backward norm2",
-        "backward mid", "backward attn", "backward rotated", "backward qkv", "backward norm1",
-    ]  # fmt: skip
-    assert rebuilt(SPEC, "fast") == [
-        "compute norm2", "compute gate", "compute up", "compute act", "compute norm1",
-    ]  # fmt: skip
-    assert rebuilt(SPEC, "none") == ["compute act", "compute norm2", "compute norm1"]
-
-
-@pytest.mark.parametrize("placement, of_fc2", [("post", "sum2"), ("sandwich", "down")])
-def test_fc2_is_rebuilt_only_where_its_norm_asks_for_it(placement, of_fc2):
-    spec = transformer_spec("rms_norm", 1e-6, placement=placement, **FIELDS)
-    found = [f"compute {of_fc2}" in rebuilt(spec, policy) for policy in EXACT_PRESETS]
-    assert found == [True, False, False, False, False]
-
-
-def test_what_frozen_weights_alone_would_ask_for_is_not_rebuilt():
-    all_linear = ("q.", "k.", "v.", "proj", "gate", "fc1", "fc2")
-    assert rebuilt(SPEC, "none", frozen=all_linear) == []
-    steps = rebuilt(SPEC, "lean", frozen=("fc2",))
-    assert "compute act" not in steps and "compute up" in steps
