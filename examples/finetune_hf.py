@@ -32,9 +32,8 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from byte_lm_report import machine, quantiles
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -42,12 +41,17 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 from transformers.utils import logging as transformers_logging
 
+sys.path.append(str(Path(__file__).parents[1]))  # for `bench`, which is not installed
+from bench.measure.machine import machine
+from bench.measure.turns import quantiles
+from bench.tables import markdown, mib, ms
 from fused_remat import convert
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.allocations import measure_allocations
@@ -73,19 +77,6 @@ def smollm(layers: int, vocabulary: int, seq_len: int, kv_heads: int = 3) -> Lla
     )  # fmt: skip
 
 
-def train_tokenizer(text: str, vocabulary: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of `text`."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([text], trainer)
-    return tokenizer
-
-
 class Blocks(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """The text's tokens in blocks of `seq_len`; the labels are the tokens (the model shifts)."""
 
@@ -104,14 +95,13 @@ class Blocks(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": block, "labels": block}
 
     def batch(self, step: int, size: int, device: str) -> dict[str, Tensor]:
-        items = [self[step * size + i]["input_ids"] for i in range(size)]
-        tokens = torch.stack(items).to(device)
-        return {"input_ids": tokens, "labels": tokens}
+        items = [self[step * size + i] for i in range(size)]
+        return {name: torch.stack([item[name] for item in items]).to(device) for name in items[0]}
 
 
 @dataclass
-class Way:
-    """One way's model, and what was measured of it."""
+class Way(TrainerCallback):
+    """One way's model, and what was measured of it; by Trainer itself where that trains it."""
 
     name: str
     model: Any
@@ -119,6 +109,16 @@ class Way:
     seconds: list[float] = field(default_factory=list)
     kept_bytes: int = 0
     peak_bytes: int = 0
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.start)
+
+    def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" in logs:  # of each step; and once of all
+            self.losses.append(float(logs["loss"]))
 
 
 def build(base: PreTrainedModel, name: str, mode: str, args: argparse.Namespace) -> Way:
@@ -155,32 +155,17 @@ def train_plain(ways: list[Way], blocks: Blocks, mode: str, args: argparse.Names
         batch = blocks.batch(step, args.batch, args.device)
         turns = list(zip(ways, optimizers, strict=True))
         for way, optimizer in turns[step % len(ways) :] + turns[: step % len(ways)]:
-            start = time.perf_counter()
+            way.on_step_begin()
             loss = way.model(**batch).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
             way.losses.append(loss.item())  # waits for the device
-            way.seconds.append(time.perf_counter() - start)
+            way.on_step_end()
         show(f"{mode}, plain loop: step {step + 1}/{args.steps}, loss {ways[0].losses[-1]:.3f}")
 
 
-class Clock(TrainerCallback):
-    """Notes how long each of Trainer's steps takes."""
-
-    def __init__(self, way: Way) -> None:
-        self.way = way
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.start = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.way.seconds.append(time.perf_counter() - self.start)
-
-
-def train_with_trainer(
-    ways: list[Way], blocks: Blocks, mode: str, args: argparse.Namespace
-) -> None:
+def train_by_trainer(ways: list[Way], blocks: Blocks, mode: str, args: argparse.Namespace) -> None:
     """One way after another, each with a Trainer of its own, over the same batches."""
     for way in ways:
         show(f"{mode}, Trainer: {way.name}")
@@ -191,15 +176,9 @@ def train_with_trainer(
                 report_to=[], disable_tqdm=True, seed=0, use_cpu=args.device == "cpu",
                 lr_scheduler_type="constant", max_grad_norm=1.0, dataloader_pin_memory=False,
             )  # fmt: skip
-            trainer = Trainer(way.model, settings, train_dataset=blocks, callbacks=[Clock(way)])
-            trainer.log = lambda logs, *rest, way=way: note(way, logs)  # type: ignore[method-assign]
+            trainer = Trainer(way.model, settings, train_dataset=blocks, callbacks=[way])
+            trainer.remove_callback(PrinterCallback)
             trainer.train()
-
-
-def note(way: Way, logs: dict[str, float]) -> None:
-    """Trainer reports the loss of each step; not printed, but kept."""
-    if "loss" in logs:
-        way.losses.append(float(logs["loss"]))
 
 
 def show(line: str) -> None:
@@ -223,22 +202,20 @@ def rows(ways: list[Way], mode: str, loop: str) -> Iterator[dict[str, Any]]:
 def table(found: list[dict[str, Any]]) -> str:
     """The rows as Markdown, each beside the first of its mode and loop."""
     head = ("fine-tuning", "loop", "way", "kept", "", "peak", "step", "", "loss", "differs by")
-    lines = [head, ("---",) * len(head)]
-    eager: dict[str, Any] = {}
+    cells = []
     for row in found:
         if row["way"] == found[0]["way"]:
             eager = row
-        kept, peak, step = row["kept_bytes"], row["peak_bytes"], row["seconds"]["p50"]
-        lines.append(
+        kept, step, losses = row["kept_bytes"], row["seconds"]["p50"], row["losses"]
+        cells.append(
             (
-                row["mode"], row["loop"], row["way"], f"{kept / 2**20:.0f} MiB",
-                f"{kept / eager['kept_bytes']:.2f}×", f"{peak / 2**20:.0f} MiB",
-                f"{1e3 * step:.0f} ms", f"{step / eager['seconds']['p50']:.2f}×",
-                f"{row['losses'][0]:.3f} → {row['losses'][-1]:.3f}",
+                row["mode"], row["loop"], row["way"], mib(kept),
+                f"{kept / eager['kept_bytes']:.2f}×", mib(row["peak_bytes"]), ms(step),
+                f"{step / eager['seconds']['p50']:.2f}×", f"{losses[0]:.3f} → {losses[-1]:.3f}",
                 f"{row['largest_loss_difference']:.1e}",
             )
         )  # fmt: skip
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(head, cells)
 
 
 def load(args: argparse.Namespace) -> tuple[PreTrainedModel, Blocks]:
@@ -249,7 +226,8 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, Blocks]:
         tokens = AutoTokenizer.from_pretrained(args.model, local_files_only=True)(text)["input_ids"]
         model = AutoModelForCausalLM.from_pretrained(args.model, local_files_only=True)
     else:
-        tokenizer = train_tokenizer(text, args.vocabulary)
+        tokenizer = ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator([text], args.vocabulary, min_frequency=0, show_progress=False)
         tokens = tokenizer.encode(text).ids
         config = smollm(args.layers, tokenizer.get_vocab_size(), args.seq_len)
         model = LlamaForCausalLM(config)
@@ -289,19 +267,15 @@ def main() -> None:
             for way in ways:
                 show(f"{mode}: measuring the memory of {way.name}")
                 measure_memory(way, blocks, args)
-            train = train_plain if loop == "plain" else train_with_trainer
+            train = train_plain if loop == "plain" else train_by_trainer
             train(ways, blocks, mode, args)
             found += rows(ways, mode, loop)
     print(file=sys.stderr)
     parameters = sum(p.numel() for p in base.parameters())
     on = machine(args.device)
-    print(
-        f"{type(base).__name__}, {base.config.num_hidden_layers} layers, {parameters / 1e6:.1f} M"
-    )
-    print(
-        f"parameters; {args.batch} × {args.seq_len} tokens, {args.dtype}; {on['gpu'] or on['cpu']}"
-    )
-    print(f"\n{table(found)}")
+    print(f"{type(base).__name__}, {base.config.num_hidden_layers} layers,", end=" ")
+    print(f"{parameters / 1e6:.1f} M parameters; {args.batch} × {args.seq_len} tokens,", end=" ")
+    print(f"{args.dtype}; {on['gpu'] or on['cpu']}\n\n{table(found)}")
     if args.json is not None:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
         report = {"machine": on, "settings": settings, "parameters": parameters, "rows": found}

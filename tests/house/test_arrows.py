@@ -65,16 +65,12 @@ def row(name: str) -> str | None:
     return max((room for room in ARROWS if within(name, room)), key=len, default=None)
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-
-
 def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes below `node` that run, so not those under `if TYPE_CHECKING`."""
     yield node
-    skipped = node.body if is_type_checking(node) else []
+    types = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
     for child in ast.iter_child_nodes(node):
-        if child not in skipped:
+        if not (types and child in node.body):
             yield from runtime_nodes(child)
 
 
@@ -135,8 +131,7 @@ def test_kernels_import_triton_and_each_other_only(name):
 def test_kernels_are_flat_and_never_a_package_of_their_own():
     # Hugging Face has a package called `kernels`; ours is `fused_remat.kernels`.
     names = {path.name for path in (ROOT / "kernels").iterdir()} - {"__pycache__"}
-    assert "__init__.py" not in names
-    assert all(name.endswith(".py") for name in names)
+    assert "__init__.py" not in names and all(name.endswith(".py") for name in names)
 
 
 IMPORT_ALONE = """
@@ -156,9 +151,8 @@ print(*sorted(set(sys.modules) - before))
 
 
 def test_the_package_imports_without_triton_and_loads_little():
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALONE], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", IMPORT_ALONE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     loaded = done.stdout.split()
     roots = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)

@@ -3,9 +3,9 @@
 `TRITON_INTERPRET=1 python frames.py` prints them as JSON.
 
 A depth is the number of frames from the library's outermost one (the layer's `forward`; in
-backward, what autograd calls) to the one that calls ATen, both counted. Frames of PyTorch and
-Triton are left out, and those of comprehensions, which Python has only up to 3.11. "operation" is
-the depth of a row of the operation table, without its private helpers.
+backward, what autograd calls) to a row of the operation table, or to the frame that launches, both
+counted. Frames of PyTorch and Triton are left out, and those of comprehensions, which Python has
+only up to 3.11.
 
 No kernel runs: a launch is noted where Triton takes it, `InterpretedFunction.run`, and its key is
 that by which Triton's `JITFunction` looks for a compiled kernel, for an sm_90. Tiles are those that
@@ -29,16 +29,13 @@ from torch import Tensor, nn
 from fused_remat import FusedRematCausalLayer, convert
 from fused_remat.steps.operations import OPERATIONS
 
-BATCH, SEQ, WIDTH, HEADS = 2, 16, 64, 4
-#: Of these sequences a block is computed in tiles.
-LONG = 600
+BATCH, WIDTH, HEADS = 2, 64, 4
+#: Of the long sequences a block is computed in tiles.
+SHORT, LONG = 16, 600
 #: Batch and sequence of a life: Triton has other code for 1 and for what 16 divides. Sequences of
 #: 300 are computed one by one, those of 600 in tiles; the last batch is a smaller one.
 SIZES = ((4, 64), (4, 17), (4, 16), (4, 1), (1, 1), (4, 300), (2, 600), (3, 64))
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
-_PRODUCTS = ("addmm", "addmm_", "mm", "matmul", "linear")
-#: Methods of a tensor that have an operation's name but compute nothing.
-_METADATA = ("size", "stride", "dim", "numel", "is_contiguous", "storage_offset")
 
 #: A layer, and the arguments of a call besides x (B, S, D) and its name.
 Case = tuple[nn.Module, str, Callable[[Tensor], dict[str, Any]]]
@@ -88,11 +85,11 @@ STOCK: dict[str, Callable[[], Case]] = {
 
 
 def make(
-    name: str, dtype: torch.dtype = torch.float32, fuse: bool = True, **options: str
+    name: str, dtype: torch.dtype, **options: str
 ) -> tuple[Any, Callable[[int, int], dict[str, Any]]]:
-    """A layer, the stock one or with `options`, policy and backend; its arguments by batch, seq."""
+    """A fused layer with `options`, policy and backend; its arguments by batch and sequence."""
     layer, x_name, others = STOCK[name]()
-    if fuse and not hasattr(layer, "policy"):
+    if not hasattr(layer, "policy"):
         layer = convert(nn.Sequential(layer))[0]
     for option, value in options.items():
         setattr(layer, option, value)
@@ -117,15 +114,6 @@ def depth(frame: FrameType | None) -> int:
     return found
 
 
-def is_operation(function: Any) -> bool:
-    """Whether a builtin is an operation of ATen: a tensor's method, torch's or an overload's."""
-    owner, name = getattr(function, "__self__", None), function.__name__
-    where = getattr(owner, "__name__", type(owner).__name__)
-    if not isinstance(owner, Tensor) and not where.startswith(("torch._C", "_Var", "PyCapsule")):
-        return False
-    return name not in _METADATA and hasattr(torch.ops.aten, name)
-
-
 def on_launch(note: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
     """From now on no kernel runs, but `note` gets it, its arguments and its options."""
     from triton.runtime.interpreter import InterpretedFunction
@@ -134,13 +122,12 @@ def on_launch(note: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> N
 
 
 def passes(name: str, seq: int) -> dict[str, dict[str, int]]:
-    """Of each pass of a training step the Python calls, and the largest depth of a call of ATen, of
-    an operation, of a linear product, and, in a step on the triton backend, of a launch.
+    """Of each pass of a training step the Python calls, and the largest depth of an operation and,
+    in a step on the triton backend, of a launch.
     """
-    layer, inputs = make(name, policy="balanced", backend="eager")
+    layer, inputs = make(name, torch.float32, policy="balanced", backend="eager")
     given, dy = inputs(BATCH, seq), torch.randn(BATCH, seq, WIDTH)
-    names = ("any", "operation", "product", "launch", "calls")
-    forward, backward = (dict.fromkeys(names, 0) for _ in range(2))
+    forward, backward = (dict.fromkeys(("operation", "launch", "calls"), 0) for _ in range(2))
     operations = {run.__code__ for run in OPERATIONS}
     now = forward
 
@@ -151,10 +138,6 @@ def passes(name: str, seq: int) -> dict[str, dict[str, int]]:
         if event == "call" and frame.f_code in operations:
             reached("operation", frame)
         now["calls"] += event == "call" and frame.f_code.co_name not in _COMPREHENSIONS
-        if event == "c_call" and is_operation(arg):
-            reached("any", frame)
-            if arg.__name__ in _PRODUCTS:
-                reached("product", frame)
 
     def step(hook: Callable[[FrameType, str, Any], None] | None = None) -> None:
         nonlocal now
@@ -213,5 +196,5 @@ def compiles(name: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    depths = {f"{name}, S = {seq}": passes(name, seq) for name in STOCK for seq in (SEQ, LONG)}
+    depths = {f"{name}, S = {seq}": passes(name, seq) for name in STOCK for seq in (SHORT, LONG)}
     print(json.dumps({"frames": depths, "compiles": {name: compiles(name) for name in STOCK}}))
