@@ -21,11 +21,11 @@ os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 
 import argparse
 import copy
+import itertools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -77,26 +77,20 @@ def smollm(layers: int, vocabulary: int, seq_len: int, kv_heads: int = 3) -> Lla
     )  # fmt: skip
 
 
-class Blocks(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """The text's tokens in blocks of `seq_len`; the labels are the tokens (the model shifts)."""
+def blocks_of(tokens: Tensor, seq_len: int) -> Tensor:
+    """The text's tokens in blocks (N, S), shuffled."""
+    count = len(tokens) // seq_len
+    if not count:
+        raise ValueError(f"the text has {len(tokens)} tokens, fewer than a block of {seq_len}")
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return tokens[: count * seq_len].view(count, seq_len)[order]
 
-    def __init__(self, tokens: Tensor, seq_len: int) -> None:
-        count = len(tokens) // seq_len
-        if not count:
-            raise ValueError(f"the text has {len(tokens)} tokens, fewer than a block of {seq_len}")
-        blocks = tokens[: count * seq_len].view(count, seq_len)
-        self.blocks = blocks[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
 
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        block = self.blocks[index % len(self)]
-        return {"input_ids": block, "labels": block}
-
-    def batch(self, step: int, size: int, device: str) -> dict[str, Tensor]:
-        items = [self[step * size + i] for i in range(size)]
-        return {name: torch.stack([item[name] for item in items]).to(device) for name in items[0]}
+def batch_of(blocks: Tensor, step: int, args: argparse.Namespace) -> dict[str, Tensor]:
+    """The batch of a step, without end; the labels are the tokens (the model shifts)."""
+    places = torch.arange(step * args.batch, (step + 1) * args.batch) % len(blocks)
+    tokens = blocks[places].to(args.device)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 @dataclass
@@ -135,12 +129,12 @@ def build(base: PreTrainedModel, name: str, mode: str, args: argparse.Namespace)
     return Way(name, model)
 
 
-def measure_memory(way: Way, blocks: Blocks, args: argparse.Namespace) -> None:
+def measure_memory(way: Way, blocks: Tensor, args: argparse.Namespace) -> None:
     """Bytes between forward and backward, and at the peak of a step, above weights and gradients.
 
     A first step allocates the gradients. The logits and the loss are counted in both.
     """
-    batch = blocks.batch(0, args.batch, args.device)
+    batch = batch_of(blocks, 0, args)
     way.model(**batch).loss.backward()
     way.kept_bytes = measure_allocations(lambda: way.model(**batch).loss, args.device).net
     step = measure_allocations(lambda: way.model(**batch).loss.backward(), args.device)
@@ -148,11 +142,11 @@ def measure_memory(way: Way, blocks: Blocks, args: argparse.Namespace) -> None:
     way.model.zero_grad(set_to_none=True)
 
 
-def train_plain(ways: list[Way], blocks: Blocks, mode: str, args: argparse.Namespace) -> None:
+def train_plain(ways: list[Way], blocks: Tensor, mode: str, args: argparse.Namespace) -> None:
     """All ways in turn, one step each per round, so that what the machine does falls on all."""
     optimizers = [torch.optim.AdamW(way.model.parameters(), lr=LEARNING_RATE[mode]) for way in ways]
     for step in range(args.steps):
-        batch = blocks.batch(step, args.batch, args.device)
+        batch = batch_of(blocks, step, args)
         turns = list(zip(ways, optimizers, strict=True))
         for way, optimizer in turns[step % len(ways) :] + turns[: step % len(ways)]:
             way.on_step_begin()
@@ -165,8 +159,9 @@ def train_plain(ways: list[Way], blocks: Blocks, mode: str, args: argparse.Names
         show(f"{mode}, plain loop: step {step + 1}/{args.steps}, loss {ways[0].losses[-1]:.3f}")
 
 
-def train_by_trainer(ways: list[Way], blocks: Blocks, mode: str, args: argparse.Namespace) -> None:
+def train_by_trainer(ways: list[Way], blocks: Tensor, mode: str, args: argparse.Namespace) -> None:
     """One way after another, each with a Trainer of its own, over the same batches."""
+    dataset = [{"input_ids": block, "labels": block} for block in blocks]
     for way in ways:
         show(f"{mode}, Trainer: {way.name}")
         with tempfile.TemporaryDirectory() as folder:
@@ -176,7 +171,7 @@ def train_by_trainer(ways: list[Way], blocks: Blocks, mode: str, args: argparse.
                 report_to=[], disable_tqdm=True, seed=0, use_cpu=args.device == "cpu",
                 lr_scheduler_type="constant", max_grad_norm=1.0, dataloader_pin_memory=False,
             )  # fmt: skip
-            trainer = Trainer(way.model, settings, train_dataset=blocks, callbacks=[way])
+            trainer = Trainer(way.model, settings, train_dataset=dataset, callbacks=[way])
             trainer.remove_callback(PrinterCallback)
             trainer.train()
 
@@ -187,16 +182,18 @@ def show(line: str) -> None:
     print(f"\r{line:<78}" if not end else line, end=end, file=sys.stderr, flush=True)
 
 
-def rows(ways: list[Way], mode: str, loop: str) -> Iterator[dict[str, Any]]:
+def rows(ways: list[Way], mode: str, loop: str) -> list[dict[str, Any]]:
     """What was measured of each way, beside the first one."""
-    first = ways[0]
-    for way in ways:
-        differences = [abs(a - b) for a, b in zip(way.losses, first.losses, strict=True)]
-        yield {
+    return [
+        {
             "mode": mode, "loop": loop, "way": way.name, "kept_bytes": way.kept_bytes,
-            "peak_bytes": way.peak_bytes, "seconds": quantiles(way.seconds),
-            "losses": way.losses, "largest_loss_difference": max(differences),
-        }  # fmt: skip
+            "peak_bytes": way.peak_bytes, "seconds": quantiles(way.seconds), "losses": way.losses,
+            "largest_loss_difference": max(
+                abs(a - b) for a, b in zip(way.losses, ways[0].losses, strict=True)
+            ),
+        }
+        for way in ways
+    ]  # fmt: skip
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -218,7 +215,7 @@ def table(found: list[dict[str, Any]]) -> str:
     return markdown(head, cells)
 
 
-def load(args: argparse.Namespace) -> tuple[PreTrainedModel, Blocks]:
+def load(args: argparse.Namespace) -> tuple[PreTrainedModel, Tensor]:
     """The model and the blocks of text, in tokens of the model's."""
     text = args.text.read_text(encoding="utf-8") if args.text else "".join(topics.values())
     torch.manual_seed(0)
@@ -231,7 +228,7 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, Blocks]:
         tokens = tokenizer.encode(text).ids
         config = smollm(args.layers, tokenizer.get_vocab_size(), args.seq_len)
         model = LlamaForCausalLM(config)
-    return model, Blocks(torch.tensor(tokens), args.seq_len)
+    return model, blocks_of(torch.tensor(tokens), args.seq_len)
 
 
 def parse() -> argparse.Namespace:
@@ -261,15 +258,14 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     base, blocks = load(args)
     found: list[dict[str, Any]] = []
-    for mode in args.modes:
-        for loop in args.loops:
-            ways = [build(base, name, mode, args) for name in (*PEERS, *args.policies)]
-            for way in ways:
-                show(f"{mode}: measuring the memory of {way.name}")
-                measure_memory(way, blocks, args)
-            train = train_plain if loop == "plain" else train_by_trainer
-            train(ways, blocks, mode, args)
-            found += rows(ways, mode, loop)
+    for mode, loop in itertools.product(args.modes, args.loops):
+        ways = [build(base, name, mode, args) for name in (*PEERS, *args.policies)]
+        for way in ways:
+            show(f"{mode}: measuring the memory of {way.name}")
+            measure_memory(way, blocks, args)
+        train = train_plain if loop == "plain" else train_by_trainer
+        train(ways, blocks, mode, args)
+        found += rows(ways, mode, loop)
     print(file=sys.stderr)
     parameters = sum(p.numel() for p in base.parameters())
     on = machine(args.device)

@@ -80,16 +80,41 @@ def test_a_stock_model_keeps_what_saved_bytes_counts(dropout, norm_first, requir
     assert "saved" not in names and "predicted" not in str(report)
 
 
-def test_a_mixed_model():
-    model = convert(encoder(4), "lean", every=2)
-    report = memory_report(model, data())
-    kinds = [layer.kind for layer in report.layers]
-    assert kinds == ["FusedRematLayer", "TransformerEncoderLayer"] * 2
-    fused, stock = report.layers[::2], report.layers[1::2]
-    assert all(layer.kept_bytes == layer.predicted_bytes for layer in fused)
-    assert all(layer.predicted_bytes is None and layer.policy is None for layer in stock)
-    assert report.predicted_bytes == sum(layer.kept_bytes for layer in fused)
-    assert stock[0].kept_bytes > 5 * fused[0].kept_bytes
+LAYER = FusedRematLayer(D, H, 4 * D, batch_first=True)
+FUSED, STOCK = "FusedRematLayer", "TransformerEncoderLayer"
+MIXED = [(f"layers.{i}", (FUSED, STOCK)[i % 2], 1, None) for i in range(4)]
+INSIDE = [(f"layers.{i}", FUSED, 1, None) for i in range(2)]
+OTHER = ("(other)", "", 0, ["EmbeddingBackward0.indices", "AddmmBackward0.mat1"])
+MLP = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+PLAIN = [
+    ("0", "Linear", 1, ["AddmmBackward0.mat1"]), ("1", "ReLU", 1, ["ReluBackward0.result"]),
+    ("2", "Linear", 1, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "expected"),
+    [
+        (convert(encoder(4), "lean", every=2), data(), MIXED),
+        (convert(LanguageModel(), "balanced"), ids(), [*INSIDE, OTHER]),
+        (LAYER, data(), [("(model)", FUSED, 1, None)]),
+        (Model(lambda self, x: self.layer(self.layer(x)), layer=LAYER), data(),
+         [("layer", FUSED, 2, None)]),
+        (MLP, torch.randn(TOKENS, 8), PLAIN),
+    ],
+)  # fmt: skip
+def test_rows(model, x, expected):
+    """What is listed, how often it is called, and by name what is kept but by fused layers."""
+    report = memory_report(model, x)
+    assert [(row.name, row.kind, row.calls) for row in report.layers] == [e[:3] for e in expected]
+    for row, (*_, names) in zip(report.layers, expected, strict=True):
+        assert row.predicted_bytes == (row.kept_bytes if row.kind == FUSED else None)
+        assert (row.policy is not None) == (row.kind == FUSED)
+        assert (f"called {row.calls}×" in str(report)) == (row.calls > 1)
+        assert names in (None, [a.name for a in row.activations])
+    assert report.kept_bytes == saved_bytes(model, x) and report.tokens == TOKENS
+    predicted = [row.predicted_bytes for row in report.layers if row.kind == FUSED]
+    assert report.predicted_bytes == (sum(predicted) if predicted else None)
 
 
 @pytest.mark.parametrize("wrap", ["direct", "lambda"])
@@ -128,39 +153,6 @@ def test_a_fused_layer_that_falls_back():
         first, second = memory_report(model, data()).layers
     assert first.predicted_bytes is None and [a.name for a in first.activations] == ["checkpoint"]
     assert second.predicted_bytes == second.kept_bytes
-
-
-def test_a_sequential_mlp():
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    x = torch.randn(5, 8)
-    report = memory_report(model, x)
-    found = [[(a.name, a.shape, a.bytes) for a in layer.activations] for layer in report.layers]
-    assert found == [
-        [("AddmmBackward0.mat1", (5, 8), 160)], [("ReluBackward0.result", (5, 16), 320)], []
-    ]  # fmt: skip
-    assert [layer.name for layer in report.layers] == ["0", "1", "2"]
-    assert report.tokens == 5 and report.kept_bytes == saved_bytes(model, x)
-
-
-def test_a_layer_applied_twice():
-    layer = FusedRematLayer(D, H, 4 * D, batch_first=True)
-    model = Model(lambda self, x: self.layer(self.layer(x)), layer=layer)
-    (twice,) = memory_report(model, data()).layers
-    assert twice.calls == 2 and "called 2×" in str(memory_report(model, data()))
-    assert twice.kept_bytes == twice.predicted_bytes
-    (once,) = memory_report(layer, data()).layers
-    assert twice.kept_bytes == 2 * once.kept_bytes and once.name == "(model)"
-
-
-def test_what_is_outside_the_layers():
-    report = memory_report(convert(LanguageModel(), "balanced"), ids())
-    *layers, other = report.layers
-    assert all(layer.kept_bytes == layer.predicted_bytes for layer in layers)
-    assert (other.name, other.kind, other.calls) == ("(other)", "", 0)
-    assert [a.name for a in other.activations] == [
-        "EmbeddingBackward0.indices", "AddmmBackward0.mat1"
-    ]  # fmt: skip
-    assert other.activations[0].is_input and report.tokens == TOKENS
 
 
 def test_a_block_as_a_function():

@@ -134,7 +134,7 @@ def brute_force(chain):
 
 
 def measured(chain, choice):
-    return None if choice is None else (seconds(chain, choice), peak(chain, choice))
+    return choice and (seconds(chain, choice), peak(chain, choice))
 
 
 def budgets(every):
@@ -147,50 +147,33 @@ def budgets(every):
 @FEW
 @given(SEEDS)
 def test_optimal_is_the_best_of_all_choices(seed):
+    """No method is better, nor over its budget."""
     chain = random_chain(seed)
     every = brute_force(chain)
     for budget in budgets(every):
         fitting = [(time, most) for time, most, _ in every if budget is None or most <= budget]
-        choice = optimal(chain, budget)
-        assert measured(chain, choice) == min(fitting, default=None)
-        assert choice is None or valid(chain, choice)
-
-
-@FEW
-@given(SEEDS)
-def test_least_peak_is_the_least_of_all_choices(seed):
-    chain = random_chain(seed)
-    most, fastest = min((most, time) for time, most, _ in brute_force(chain))
-    choice = least_peak(chain)
-    assert valid(chain, choice)
-    assert measured(chain, choice) == (fastest, most)
+        best = min(fitting, default=None)
+        assert measured(chain, optimal(chain, budget)) == best
+        for method in METHODS.values():
+            choice = method(chain, budget)
+            if choice is not None:
+                assert valid(chain, choice) and choice == method(chain, budget)
+                assert budget is None or peak(chain, choice) <= budget
+                assert seconds(chain, choice) >= best[0]
 
 
 @FEW
 @given(SEEDS, st.sampled_from([1, 2, 5, 24]))
-def test_frontier_goes_from_least_peak_to_fastest(seed, points):
+def test_frontier_goes_from_the_least_peak_of_all_choices_to_the_fastest(seed, points):
     chain = random_chain(seed)
+    every = brute_force(chain)
     found = [measured(chain, choice) for choice in frontier(chain, points)]
-    assert len(found) <= points
-    assert found[0] == measured(chain, least_peak(chain))
-    assert points == 1 or found[-1] == measured(chain, optimal(chain, None))
+    assert len(found) <= points and valid(chain, least_peak(chain))
+    most, fastest = min((most, time) for time, most, _ in every)
+    assert found[0] == measured(chain, least_peak(chain)) == (fastest, most)
+    assert points == 1 or found[-1] == min((time, most) for time, most, _ in every)
     for (slow, small), (fast, large) in itertools.pairwise(found):
         assert fast < slow and large > small
-
-
-@pytest.mark.parametrize("method", METHODS)
-@FEW
-@given(seed=SEEDS)
-def test_method_keeps_to_the_budget(method, seed):
-    chain = random_chain(seed)
-    for budget in budgets(brute_force(chain)):
-        choice, best = METHODS[method](chain, budget), optimal(chain, budget)
-        if choice is None:
-            continue
-        assert valid(chain, choice)
-        assert budget is None or peak(chain, choice) <= budget
-        assert seconds(chain, choice) >= seconds(chain, best)
-        assert choice == METHODS[method](chain, budget)
 
 
 # In that of seed 30 the calls of a segment have different saves.
@@ -251,16 +234,6 @@ def three_calls():
     return Chain(calls, moments, {"parameters": 60, "gradients": 40}, 20.0, update=7)
 
 
-def test_what_is_in_transit_counts():
-    chain = offloading(three_calls(), 1)
-    moved = chain.calls[0].options[-1].moved
-    away = Choice(tuple(len(call.options) // 2 for call in chain.calls))
-    assert kept(chain, away) == tuple(call.base.kept - moved for call in chain.calls)
-    assert {event.aside for event in timeline(chain, away)} == {2 * moved}
-    # The first call keeps nothing yet.
-    assert next(timeline(chain, away)).peak == chain.rests + chain.moments[0].peak + 2 * moved
-
-
 def test_timeline_of_an_option():
     chain, choice = three_calls(), Choice((0, 1, 0))
     assert kept(chain, choice) == (10, 16, 10)
@@ -301,6 +274,15 @@ def test_timeline_of_a_segment():
         (-1, "update", 100, 107),
     ]
     assert peak(chain, choice) == 155
+
+
+def test_timeline_of_what_is_offloaded():
+    """It is in transit; nothing is yet when the first call starts."""
+    chain = offloading(three_calls(), 1)
+    moved, away = chain.calls[0].options[-1].moved, Choice((2, 2, 2))
+    assert kept(chain, away) == (10 - moved,) * 3
+    assert {event.aside for event in timeline(chain, away)} == {2 * moved}
+    assert next(timeline(chain, away)).peak == 105 + 2 * moved
 
 
 @pytest.mark.parametrize(
