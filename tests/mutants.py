@@ -27,6 +27,7 @@ from pathlib import Path
 
 ROOT, LIST = Path(__file__).parents[1], Path(__file__).with_name("mutants.txt")
 SECONDS = 300  # for one mutant's tests
+ENDINGS = {"passes": "SURVIVED", "fails": "caught", "crashes": "caught"}
 INTERPRETED = ("tests/kernels/", "tests/backend/", "tests/interpreted/")  # by TRITON_INTERPRET=1
 OWN = """
 import sys, fused_remat, fused_remat.kernels.norms as kernel
@@ -42,8 +43,7 @@ class Mutant:
     within: str
     before: str
     after: str
-    test: str  # which catches it
-    ending: str = "fails"  # or "crashes", "hangs"
+    test: str  # which catches it: it fails, or crashes
 
 
 def read(path: Path = LIST) -> list[Mutant]:
@@ -53,7 +53,7 @@ def read(path: Path = LIST) -> list[Mutant]:
     for block in filter(None, map(str.strip, text.split("\n\n"))):
         name, within, before, after, test = block.split("\n")
         assert (before[:1], after[:1]) == ("-", "+"), block
-        made.append(Mutant(name, within, before[2:], after[2:], *test.split()))
+        made.append(Mutant(name, within, before[2:], after[2:], test))
     return made
 
 
@@ -163,7 +163,7 @@ def main() -> int:
                 return 2
         try:
             for mutant, (how, taken) in zip(mutants, pool.map(run, mutants), strict=True):
-                how = {mutant.ending: "caught", "passes": "SURVIVED"}.get(how, f"({how})")
+                how = ENDINGS.get(how, f"({how})")
                 print(f"{how:9}{taken:6.1f} s  {mutant.name}", flush=True)
                 count[mutant.test.split("/")[1], how] += 1
         finally:  # also when interrupted

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         state.load(args.resume)
     elif args.resume is not None:
         accelerator.load_state(str(args.resume))
-    first = schedule.last_epoch  # which follows from the place in the data, too
+    first = schedule.last_epoch  # the place in the data follows from it
     losses = Losses(args.out, first)
     batches = accelerator.skip_first_batches(loader, first)
     for step, windows in zip(range(first + 1, args.steps + 1), batches, strict=False):

@@ -37,15 +37,15 @@ SHORT, LONG = 16, 600
 SIZES = ((4, 64), (4, 17), (4, 16), (4, 1), (1, 1), (4, 300), (2, 600), (3, 64))
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
 
-#: A layer, and the arguments of a call besides x (B, S, D) and its name.
-Case = tuple[nn.Module, str, Callable[[Tensor], dict[str, Any]]]
+#: A layer, and the arguments of a call by x (B, S, D).
+Case = tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]
 
 
 def encoder(dropout: float) -> Case:
     """PyTorch's layer, norms first."""
     options = {"batch_first": True, "norm_first": True}
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout, **options)
-    return layer, "src", lambda x: {}
+    return layer, lambda x: {"src": x}
 
 
 def llama() -> Case:
@@ -57,9 +57,12 @@ def llama() -> Case:
         num_key_value_heads=HEADS // 2, attn_implementation="sdpa",
     )  # fmt: skip
     rotary = modeling_llama.LlamaRotaryEmbedding(config)
-    layer = modeling_llama.LlamaDecoderLayer(config, 0)
-    tables = lambda x: rotary(x, torch.arange(x.shape[1]).expand(x.shape[:2]))  # noqa: E731
-    return layer, "hidden_states", lambda x: {"position_embeddings": tables(x)}
+
+    def given(x: Tensor) -> dict[str, Any]:
+        tables = rotary(x, torch.arange(x.shape[1]).expand(x.shape[:2]))
+        return {"hidden_states": x, "position_embeddings": tables}
+
+    return modeling_llama.LlamaDecoderLayer(config, 0), given
 
 
 def causal() -> Case:
@@ -69,36 +72,31 @@ def causal() -> Case:
         qk_norm=True, window=20, softcap=30.0, placement="sandwich",
     )  # fmt: skip
 
-    def others(x: Tensor) -> dict[str, Any]:
+    def given(x: Tensor) -> dict[str, Any]:
         batch, seq, _ = x.shape
         mask = torch.randn(batch, 1, seq, seq).to(x.dtype).requires_grad_()
-        return {"rope": torch.randn(2, seq, WIDTH // HEADS // 2).unbind(), "attn_mask": mask,
-                "key_lengths": torch.full((batch,), seq)}  # fmt: skip
+        rope = torch.randn(2, seq, WIDTH // HEADS // 2).unbind()
+        return {"x": x, "rope": rope, "attn_mask": mask, "key_lengths": torch.full((batch,), seq)}
 
-    return layer, "x", others
+    return layer, given
 
 
-STOCK: dict[str, Callable[[], Case]] = {
+CASES: dict[str, Callable[[], Case]] = {
     "FusedRematLayer": functools.partial(encoder, 0.0), "Llama": llama,
     "FusedRematLayer, dropout": functools.partial(encoder, 0.1), "FusedRematCausalLayer": causal,
 }  # fmt: skip
 
 
 def make(
-    name: str, dtype: torch.dtype, **options: str
+    name: str, dtype: torch.dtype, policy: str, backend: str
 ) -> tuple[Any, Callable[[int, int], dict[str, Any]]]:
-    """A fused layer with `options`, policy and backend; its arguments by batch and sequence."""
-    layer, x_name, others = STOCK[name]()
-    if not hasattr(layer, "policy"):
-        layer = convert(nn.Sequential(layer))[0]
-    for option, value in options.items():
-        setattr(layer, option, value)
-
-    def inputs(batch: int, seq: int) -> dict[str, Any]:
-        x = torch.randn(batch, seq, WIDTH).to(dtype).requires_grad_()
-        return {x_name: x, **others(x)}
-
-    return layer.to(dtype), inputs
+    """A fused layer, and its arguments by batch and sequence."""
+    layer, given = CASES[name]()
+    layer = layer if hasattr(layer, "policy") else convert(nn.Sequential(layer))[0]
+    layer.policy, layer.backend = policy, backend
+    return layer.to(dtype), lambda batch, seq: given(
+        torch.randn(batch, seq, WIDTH).to(dtype).requires_grad_()
+    )
 
 
 def depth(frame: FrameType | None) -> int:
@@ -125,7 +123,7 @@ def passes(name: str, seq: int) -> dict[str, dict[str, int]]:
     """Of each pass of a training step the Python calls, and the largest depth of an operation and,
     in a step on the triton backend, of a launch.
     """
-    layer, inputs = make(name, torch.float32, policy="balanced", backend="eager")
+    layer, inputs = make(name, torch.float32, "balanced", "eager")
     given, dy = inputs(BATCH, seq), torch.randn(BATCH, seq, WIDTH)
     forward, backward = (dict.fromkeys(("operation", "launch", "calls"), 0) for _ in range(2))
     operations = {run.__code__ for run in OPERATIONS}
@@ -182,7 +180,7 @@ def compiles(name: str) -> dict[str, int]:
         keys.setdefault(kernel.__name__, set()).add(f"{specialization} {rest}")
 
     on_launch(note)
-    layer, inputs = make(name, torch.float16, backend="triton")  # no bfloat16 when interpreted
+    layer, inputs = make(name, torch.float16, "full", "triton")  # no bfloat16 when interpreted
     for size in SIZES:
         given = inputs(*size)
         for _ in range(2):
@@ -196,5 +194,5 @@ def compiles(name: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    depths = {f"{name}, S = {seq}": passes(name, seq) for name in STOCK for seq in (SHORT, LONG)}
-    print(json.dumps({"frames": depths, "compiles": {name: compiles(name) for name in STOCK}}))
+    depths = {f"{name}, S = {seq}": passes(name, seq) for name in CASES for seq in (SHORT, LONG)}
+    print(json.dumps({"frames": depths, "compiles": {name: compiles(name) for name in CASES}}))
