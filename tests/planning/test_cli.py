@@ -19,16 +19,6 @@ from fused_remat.scale.shapes import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 PARSERS = {"report": report.parse, "plan": plan.parse, "scale": scale.parse}
-#: Parameters, as their model cards count them; of bert-base without token types, pooler and the
-#: head's transform, of vit-l without the class token.
-PARAMETERS = {
-    "bert-base": 108_890_112,
-    "gpt2": 124_439_808,
-    "vit-l": 304_326_632 - 1024,
-    "smollm-135m": 134_515_008,
-    "qwen2-1.5b": 1_543_714_304,
-    "llama3-8b": 8_030_261_248,
-}
 MINE = """
 import torch
 from torch import nn
@@ -81,7 +71,7 @@ def said(capsys, *arguments):
 
 
 def test_help_teaches_with_examples_that_parse(capsys):
-    helps = [said(capsys, *command, "--help") for command in ((), *zip(COMMANDS))]
+    helps = [said(capsys, "--help"), *(said(capsys, name, "--help") for name in COMMANDS)]
     assert {status for status, *_ in helps} == {0}
     text = "".join(text for _, text, _ in helps)
     for named in ("balanced8, fast8", "names:attn,qkv:int8", "formats: int8"):
@@ -141,12 +131,6 @@ def test_doctor_is_1_where_the_fused_path_is_not_taken(capsys):
     finally:
         hook.remove()
     assert status == 1 and "FAIL" in text and "not fused: " in text and "result: failed" in text
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_shape_has_the_parameters_of_its_model(name):
-    model, _ = models.build(MODELS[name], 1, MODELS[name].seq_len, device="meta")
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("name", MODELS)
