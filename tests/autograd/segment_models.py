@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from reference import EXACT_PRESETS, randomize
+from reference import randomize
 from same_bits import assert_same_bits, step
 from small_layers import B, D, F, H, S
 from torch import nn
@@ -37,9 +37,10 @@ def unheeded():
 
 
 def place(layers, places=ALL, save=()):
-    """Policies of `layers`: places in segments, or presets."""
+    """Policies of `layers`: places in segments, or presets, or policies."""
     for layer, where in zip(layers, places, strict=True):
-        layer.policy = where if where in EXACT_PRESETS else Policy(save=save, segment=where)
+        in_segment = where in ("first", "inner")
+        layer.policy = Policy(save=save, segment=where) if in_segment else where
     return layers
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from fused_remat import FusedRematLayer, convert
+from fused_remat import convert
 
 PROCESS = str(Path(__file__).with_name("engine_process.py"))
 LAYERS = 2  # of every script's model
@@ -132,48 +133,41 @@ def test_deepspeed(titan, tmp_path):
         assert line["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
-def model_of(kind: str, fused: bool) -> nn.Module:
-    if kind == "encoder":
-        return encoder(cls=FusedRematLayer if fused else nn.TransformerEncoderLayer)
-    model = build("llama")
-    return convert(model, policy="lean") if fused else model
+def model_of(kind: str) -> nn.Module:
+    return encoder(cls=nn.TransformerEncoderLayer) if kind == "encoder" else build("llama")
 
 
 def sharded(kind: str) -> nn.Module:
-    model = model_of(kind, fused=True)
+    model = convert(model_of(kind), policy="lean")
     for layer in model if kind == "encoder" else model.model.layers:
         fully_shard(layer)
     return fully_shard(model)
 
 
-def inputs_of(kind: str) -> torch.Tensor:
+def output_of(model: nn.Module, kind: str, part: Callable = lambda x: x) -> torch.Tensor:
+    """Of all of a batch, or of this rank's part."""
     generator = torch.Generator().manual_seed(1)
     if kind == "llama":
-        return torch.randint(3, VOCAB, (4, S), generator=generator)
-    return torch.randn(4, 5, 8, generator=generator, dtype=torch.float64)
+        return model(part(torch.randint(3, VOCAB, (4, S), generator=generator))).logits.detach()
+    return model(part(torch.randn(4, 5, 8, generator=generator, dtype=torch.float64))).detach()
 
 
-def output_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y = model(x)
-    return (y.logits if hasattr(y, "logits") else y).detach()
-
-
-def save_sharded(kind, folder):
+def save_sharded(kind: str, folder: Path) -> torch.Tensor:
     """Weights that a fresh model does not have; this rank's output of them."""
     model = sharded(kind)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.25)
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
-    return output_of(model, mine(inputs_of(kind)))
+    return output_of(model, kind, mine)
 
 
-def load_sharded(kind, folder):
+def load_sharded(kind: str, folder: Path) -> torch.Tensor:
     model = sharded(kind)
     state = {"model": get_model_state_dict(model)}
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
-    return output_of(model, mine(inputs_of(kind)))
+    return output_of(model, kind, mine)
 
 
 @pytest.mark.composes(
@@ -182,12 +176,12 @@ def load_sharded(kind, folder):
 @pytest.mark.parametrize("kind", ["encoder", "llama"])
 def test_checkpoints_of_fused_and_stock_models_are_the_same(two_processes, tmp_path, kind):
     fused = two_processes.run(save_sharded, kind, tmp_path / "fused")
-    stock = model_of(kind, False)
+    stock = model_of(kind)
     state = {"model": stock.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path / "fused", no_dist=True)
     stock.load_state_dict(state["model"])
     close = {"rtol": 1e-5, "atol": 1e-6} if kind == "llama" else {"rtol": 1e-10, "atol": 1e-12}
-    torch.testing.assert_close(output_of(stock, inputs_of(kind)), torch.cat(fused), **close)
+    torch.testing.assert_close(output_of(stock, kind), torch.cat(fused), **close)
     dcp.save({"model": stock.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True)
     back = two_processes.run(load_sharded, kind, tmp_path / "stock")
     assert all(map(torch.equal, back, fused))
