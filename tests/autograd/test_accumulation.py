@@ -8,7 +8,6 @@ import torch
 from reference import EXACT_PRESETS, pair
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, FusedRematWarning, convert, explain, memory_report
 from fused_remat.convert import revert
@@ -144,18 +143,6 @@ def test_a_second_backward_adds_again(target):
     y.backward(retain_graph=True)
     y.backward()
     assert_close(sums(twice), {name: 2 * t for name, t in sums(once).items()})
-
-
-@pytest.mark.composes(
-    "Outer checkpointing", "accumulate_into: gradients are added once, reentrant or not"
-)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_under_an_outer_checkpoint_it_adds_once(reentrant):
-    inside, outside = make(), make()
-    leaf = X.clone().requires_grad_()
-    checkpoint(inside, leaf, use_reentrant=reentrant).sum().backward()
-    outside(X).sum().backward()
-    assert_close(sums(inside), sums(outside), rtol=0, atol=0)
 
 
 @TARGETS

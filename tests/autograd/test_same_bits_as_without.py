@@ -125,6 +125,9 @@ FORWARDS = {
 @pytest.mark.composes("Outer checkpointing", "torch.utils.checkpoint, both kinds, nested or not")
 @pytest.mark.composes("Outer checkpointing", "checkpoint_sequential")
 @pytest.mark.composes(
+    "Outer checkpointing", "accumulate_into: gradients are added once, reentrant or not"
+)
+@pytest.mark.composes(
     "Outer checkpointing",
     "torch_remat, whole layers and regions",
     limits="dropout needs a RecomputeStateHook, as torch_remat says of any dropout",
