@@ -128,17 +128,20 @@ def test_out_of_memory_anywhere_leaves_no_trace(policy, tokens, norm_first):
     "Concurrency and faults",
     "`layer.policy` and `layer.backend` set between forward and backward: for the next call",
 )
-def test_policy_and_backend_are_those_of_forward():
+def test_what_counts_is_what_forward_read():
+    """Policy, backend and tensors, whatever became of the module since."""
     layer, leaves, forward = layer_and_step("full", True)
     expected = torch.autograd.grad(forward(), leaves)
     loss = forward()
     node = block_of(loss)
     layer.policy, layer.backend = "none", "eager"
+    linear, layer.linear1 = layer.linear1, nn.Linear(D, FF)
+    layer.eval()
     assert node.execution.call.save == frozenset() and node.execution.call.backend == "auto"
-    got = torch.autograd.grad(loss, leaves)
+    assert_same_bits(torch.autograd.grad(loss, leaves), expected)
+    layer.linear1 = linear
     node = block_of(forward())
     assert {"attn", "up"} <= node.execution.call.save and node.execution.call.backend == "eager"
-    assert_same_bits(got, expected)
 
 
 def block_of(loss):
