@@ -18,15 +18,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from bench.commands.layers import cases, config_of, measured, parser_of
+from bench.commands.layers import cases, measured, parser_of
 from bench.frontier import files
 from bench.frontier.points import collected, is_ours, title
 from bench.frontier.report import changes, panel_table, sentences
-from bench.measure.machine import environment
 from bench.measure.options import positive
-from bench.measure.results import ResultsFile
+from bench.measure.results import Row
 from bench.subjects.layer_ways import BASELINE, WAYS, select
 from bench.tables import read
 
@@ -48,10 +46,10 @@ def sweep(
     Raises: ValueError where the tokens are no whole sequences, or a width no whole heads.
     """
     for seq_len in seq_lens:
-        if not 1 <= seq_len <= tokens or tokens % seq_len:
+        if tokens % seq_len:
             raise ValueError(f"{tokens} tokens are no whole sequences of {seq_len}")
     for d_model in d_models:
-        if d_model < 1 or d_model % head_dim:
+        if d_model % head_dim:
             raise ValueError(f"a width of {d_model} is no whole heads of {head_dim}")
     middle_s, middle_d = seq_lens[len(seq_lens) // 2], d_models[len(d_models) // 2]
     pairs = [*((s, middle_d) for s in seq_lens), *((middle_s, d) for d in d_models)]
@@ -75,27 +73,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         args.tokens or tokens, args.seq_len or list(seq_lens), args.d_model or list(d_models),
         args.head_dim or head_dim,
     )  # fmt: skip
-    try:
+    with parser.usage_errors():
         args.ways = select(args.ways, args.device)
-        args.cases = cases(args, args.sizes or sweep(*axes))
-    except ValueError as error:
-        parser.error(str(error))
+        args.cases = cases(args, sweep(*axes))
     return args
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+def run(args: argparse.Namespace) -> tuple[Row, bool]:
     """The data of a run, and whether every shape has its row, eager's results being right.
 
     Every shape that the file does not have is measured; what is there of other shapes leaves it.
     """
-    results = ResultsFile(args.out / files.DATA, environment(args.device), config_of(args))
-    complete = True
-    for case, row, how, progress in measured(args, results):
-        progress.line(f"{title(dataclasses.asdict(case))}: {how}")
-        complete &= row is not None and "failure" not in row["ways"][BASELINE]
+    results, rows = measured(args, files.DATA, title=lambda row: title(row["case"]))
     wanted = [dataclasses.asdict(case) for case in args.cases]
     results.rows = [row for row in results.rows if row["case"] in wanted]
-    return results.data, complete
+    return results.data, all(row and "failure" not in row["ways"][BASELINE] for row in rows)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.measure.case import DTYPES
-from bench.measure.registry import Registry
+from bench.measure.registry import Absent, Registry
 from bench.measure.results import folder_of
 from fused_remat.triton.launch import INTERPRETED
 
@@ -28,7 +29,7 @@ def positive(text: str) -> int:
 
 #: Shared options by name; defaults come from the command.
 SHARED: dict[str, dict[str, Any]] = {
-    "device": {"choices": tuple(DTYPE), "help": f"(default here: {DEVICE})"},
+    "device": {"choices": tuple(DTYPE), "default": DEVICE, "help": f"(default here: {DEVICE})"},
     "dtype": {"choices": DTYPES, "help": "(default: float32; on cuda bfloat16)"},
     "rounds": {"type": positive, "help": "timed of a case at most (%(default)s)"},
     "seconds": {"type": float, "help": "timed of a case, about (%(default)g)"},
@@ -63,8 +64,6 @@ class Parser(argparse.ArgumentParser):
         usual = f"folder of the results (default: bench/results/{folder.format(device='DEVICE')})"
         for option in shared.split():
             self.add(f"--{option}", **SHARED[option] | ({"help": usual} if option == "out" else {}))
-        if "device" in shared.split():
-            self.set_defaults(device=DEVICE)
         self.set_defaults(**defaults)
 
     def several(self, option: str, **rest: Any) -> None:
@@ -76,8 +75,15 @@ class Parser(argparse.ArgumentParser):
         """`--ways` of a registry, by name or group."""
         shown = f"names, groups ({', '.join(default)})"
         self.add("--ways", nargs="+", default=list(default), metavar="WAY", help=shown)
-        groups = ", ".join(ways.groups)
-        self.epilog = f"ways: {', '.join(ways)}\ngroups of them: {groups}"
+        self.epilog = f"ways: {', '.join(ways)}\ngroups of them: {', '.join(ways.groups)}"
+
+    @contextlib.contextmanager
+    def usage_errors(self) -> Iterator[None]:
+        """What is raised within of bad values, or of what is absent, ends the process as such."""
+        try:
+            yield
+        except (ValueError, argparse.ArgumentTypeError, Absent) as error:
+            self.error(str(error))
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The command line: the device is there, dtype and folder are set, as are torch's threads.
@@ -93,9 +99,8 @@ class Parser(argparse.ArgumentParser):
             self.error("no CUDA device")
         if INTERPRETED and hasattr(args, "dry_run") and not dry:
             self.error("times under Triton's interpreter mean nothing: --dry-run")
-        if hasattr(args, "dtype") and hasattr(args, "device") and args.dtype is None:
-            usual = DTYPE[kind]
-            args.dtype = [usual] if "dtype" in self._lists else usual
+        if hasattr(args, "device") and getattr(args, "dtype", "") is None:
+            args.dtype = [DTYPE[kind]] if "dtype" in self._lists else DTYPE[kind]
         if hasattr(args, "out"):
             args.out_is_usual = args.out is None
             args.out = args.out or folder_of(dry) / self._folder.format(device=device)
