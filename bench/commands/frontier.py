@@ -57,7 +57,6 @@ def sweep(
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line, with the cases that it asks for."""
     parser = parser_of(
         "frontier", __doc__, ["pre"], [0.0], WAYS.groups, folder="frontier-{device}",
         rounds=24, seconds=120.0,

@@ -50,8 +50,6 @@ UNFINISHED = "the process ended within this case: a crash, or no answer for too 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the benchmark."""
-
     share: float  # of the time that is left, relative to the sections after it
     needs: float  # seconds that a case takes at most, if all goes well
     entries: Callable[[Rig], Iterable[Entry]]  # the most important first
@@ -68,7 +66,6 @@ def _pointwise(rig: Rig) -> Iterator[Entry]:
 
 
 def surroundings(rig: Rig) -> Row:
-    """What is measured on."""
     return {"found": environment(rig.device)}
 
 
@@ -248,7 +245,6 @@ def supervise(args: argparse.Namespace, run: str) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("gpu", __doc__, "dtype out fresh dry-run", folder="gpu")
     parser.add("--minutes", type=float, default=8.0, help="it ends well within these (default: 8)")
     parser.add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))

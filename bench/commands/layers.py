@@ -18,8 +18,8 @@ from bench.measure.contest import Rig
 from bench.measure.machine import environment, version
 from bench.measure.options import Parser, positive
 from bench.measure.registry import Registry
-from bench.measure.results import Progress, ResultsFile, Row, run
-from bench.measure.steps import measure
+from bench.measure.results import Progress, ResultsFile, Row
+from bench.measure.steps import measure, run
 from bench.pages.layers import case_table, target_table, title
 from bench.subjects.layer_ways import BASELINE, DEFAULT, WAYS, select
 from bench.subjects.layers import ACTIVATIONS, NORMS, Case

@@ -22,7 +22,8 @@ from bench.commands.layers import wrong_of_ours
 from bench.measure.contest import Rig
 from bench.measure.machine import environment, version
 from bench.measure.options import Parser, positive
-from bench.measure.results import Progress, ResultsFile, Row, run
+from bench.measure.results import Progress, ResultsFile, Row
+from bench.measure.steps import run
 from bench.model.measure import Options, measure
 from bench.pages.models import article, case_table, has_losses, losses_table, target_table, title
 from bench.subjects.configs import MODELS
@@ -103,7 +104,6 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def tables(row: Row) -> str:
-    """What is printed of a case."""
     return "\n\n".join(["", case_table(row), *([losses_table(row)] if has_losses(row) else [])])
 
 

@@ -30,8 +30,8 @@ from bench.measure.checks import Checks
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
 from bench.measure.options import Parser, positive
-from bench.measure.results import Progress, ResultsFile, Row, run
-from bench.measure.steps import Step, Steps, kept_bytes, peaks
+from bench.measure.results import Progress, ResultsFile, Row
+from bench.measure.steps import Step, Steps, kept_bytes, peaks, run
 from bench.pages import plans as page
 from bench.subjects.layers import NORMS
 from bench.subjects.plans import Planner, forward_of, loss
@@ -123,7 +123,6 @@ def _admit_all(steps: Steps, planner: Planner, names: Sequence[str]) -> list[Row
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line, with the case that it asks for."""
     parser = Parser(
         "plan", __doc__, "device dtype rounds seconds threads out fresh", rounds=12, seconds=150.0
     )

@@ -51,7 +51,6 @@ LAYOUTS = (
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("scale", __doc__, "rounds out", rounds=10)
     parser.add("--width", type=positive, default=256, help="a multiple of 256 (256)")
     parser.add("--layers", type=positive, default=4, help="(4)")

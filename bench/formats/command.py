@@ -35,7 +35,6 @@ def policies_of(layer: FusedLayer) -> dict[str, str | Policy]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure every shape; returns 0."""
     parser = Parser("formats", __doc__, "out")
     parser.several("shapes", choices=SHAPES, default=list(SHAPES))
     parser.add("--seeds", type=positive, default=4, help="draws (default: 4)")

@@ -10,8 +10,9 @@
 - `contest`: a `Contest` of `Way`s; `admit` checks each against float64, `measure` times in turns
   those that are right. `Rig` is what is measured on; `ceilings`, how fast that is at most.
 - `steps`: the same of training steps. `measure` is a layer's; `Steps.admit` builds, checks and
-  weighs a way, `Steps.time` times all. `checks.Checks` are a step's checks.
+  weighs a way, `Steps.time` times all; `run` measures cases, but those that a file has.
+  `checks.Checks` are a step's checks.
 - `clock`: times of calls, in turns; percentiles and ratios.
-- `results.ResultsFile`: rows in a file; `results.run` measures cases, but those that are in it.
+- `results.ResultsFile`: rows in a file. `results.Progress`: how many there will be.
 - `machine`: where, with what and of which code.
 """

@@ -19,7 +19,6 @@ Forward = Callable[[Any], Any]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As `DTYPES` has it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -84,7 +83,6 @@ class Subject:
         return next(self.module.parameters()).dtype
 
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors that want a gradient."""
         x = {"x": self.x} if isinstance(self.x, Tensor) and self.x.requires_grad else {}
         return x | {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
@@ -94,13 +92,10 @@ class Subject:
             leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.zero_()
 
     def clear(self) -> None:
-        """No gradients are there."""
         for leaf in self.leaves().values():
             leaf.grad = None
 
     def double(self) -> Subject:
-        """A copy in float64."""
-
         def exact(t: Tensor) -> Tensor:
             return t.detach().double() if t.is_floating_point() else t
 

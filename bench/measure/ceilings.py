@@ -20,7 +20,6 @@ def copy(rig: Rig) -> tuple[Callable[[int], Any], Work]:
 
 
 def product(rig: Rig) -> tuple[Callable[[int], Any], Work]:
-    """Square matrices."""
     n = rig.size(8192 if rig.device.type == "cuda" else 2048, 64)
     x, w = rig.normal(n, n), rig.normal(n, n)
     return lambda index: torch.mm(x, w), Work(flops=2.0 * n**3)

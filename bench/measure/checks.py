@@ -209,7 +209,6 @@ class Checks:
         return errors(*self._paired(found))
 
     def _lossy(self) -> dict[str, float]:
-        """What a lossy way's results may be off."""
         if not self._allowed_lossy:
             subject = self.subject
             native = subject.fused(subject.module, "none", subject.backend)

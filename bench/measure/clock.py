@@ -98,7 +98,6 @@ def _calls(seconds: float) -> int:
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """The 20th, 50th and 80th percentile."""
     levels = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     found = torch.tensor(values, dtype=torch.float64).quantile(levels).tolist()
     return dict(zip(("p20", "p50", "p80"), found, strict=True))

@@ -52,7 +52,6 @@ class Rig:
 
     @property
     def left(self) -> float:
-        """Seconds."""
         return self.ends - time.perf_counter()
 
     @functools.cached_property
@@ -64,7 +63,6 @@ class Rig:
         return dataclasses.replace(self, seconds=times * self.seconds)
 
     def in_turns(self, steps: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
-        """What every step returned in every round."""
         if self.dry:
             return {name: [step()] for name, step in steps.items()}
         return interleave(steps, self.rounds, self.seconds)
@@ -73,12 +71,10 @@ class Rig:
         return tiny if self.dry else full
 
     def normal(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-        """Fresh random numbers."""
         x = torch.empty(shape, device=self.device, dtype=torch.float32)
         return x.normal_(shift, scale).to(self.dtype)
 
     def poisoned(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """NaN, to be written."""
         return torch.full(shape, torch.nan, device=self.device, dtype=dtype or self.dtype)
 
     def keep(self, rows: int, width: int) -> DropoutMask:

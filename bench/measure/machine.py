@@ -21,7 +21,6 @@ PEERS = ("triton", "liger-kernel", "flash-attn", "quack-kernels", "torch-remat",
 
 
 def _output(*command: str) -> str | None:
-    """Of a command that is there and ends well."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -46,13 +45,11 @@ def source() -> str:
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait for what the device still computes."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, if it is installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -67,12 +67,10 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(**defaults)
 
     def several(self, option: str, **rest: Any) -> None:
-        """A shared option that may be given several values."""
         self._lists.add(option)
         self.add(f"--{option}", nargs="+", **{**SHARED.get(option, {}), **rest})
 
     def add_ways(self, ways: Registry[Any], default: Sequence[str]) -> None:
-        """`--ways` of a registry, by name or group."""
         shown = f"names, groups ({', '.join(default)})"
         self.add("--ways", nargs="+", default=list(default), metavar="WAY", help=shown)
         self.epilog = f"ways: {', '.join(ways)}\ngroups of them: {', '.join(ways.groups)}"

@@ -25,7 +25,6 @@ class WrongResultError(Exception):
 
 
 def described(error: Exception) -> str:
-    """An exception in a line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:600]}"
 
@@ -53,7 +52,6 @@ class Provider(Generic[Build]):
     traits: dict[str, Any]  # what else its registry wants to know of it
 
     def why_not(self, device: torch.device) -> str | None:
-        """Why it cannot run on `device`, or None if it can."""
         if self.module and importlib.util.find_spec(self.module) is None:
             return f"{self.module} is not installed"
         if device.type == "cuda" or self.needs is None:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bench.measure.case import DTYPES, Case
-from bench.measure.contest import Rig
 from bench.measure.machine import ROOT
-from bench.measure.registry import described
 
 PATIENCE = 10.0  # seconds without a bar
 Row = dict[str, Any]
@@ -39,7 +32,6 @@ class ResultsFile:
 
     @property
     def data(self) -> Row:
-        """What the file holds."""
         return {"machine": self.machine, "config": self.config, "results": self.rows}
 
     def find(self, case: Row, ways: Iterable[str]) -> Row | None:
@@ -85,7 +77,6 @@ class Progress:
         )  # fmt: skip
 
     def line(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
         if self._bar is None or self._bar.disable:
             print(text, flush=True)
         else:
@@ -98,7 +89,6 @@ class Progress:
             self._bar.set_description(what, refresh=shown)
 
     def done(self, count: int = 1) -> None:
-        """So much more is done."""
         if self._bar is not None:
             self._bar.update(count)
 
@@ -108,43 +98,3 @@ class Progress:
     def __exit__(self, *error: Any) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def run(
-    args: argparse.Namespace,
-    results: ResultsFile,
-    measure: Callable[[Case, Rig, Progress], Row],
-    units: int,
-    title: Callable[[Row], str],
-    table: Callable[[Row], str] = lambda row: "",
-) -> list[Row | None]:
-    """Every case's row, from the file or measured, each printed; None of what cannot be measured.
-
-    Args:
-        args: has `cases`, and `ways`, which a row of the file has to have, or it is measured again.
-        measure: gives the progress so many `units`.
-        title, table: of a row.
-    """
-    rows: list[Row | None] = []
-    with Progress(len(args.cases) * units, "steps") as progress:
-        for index, case in enumerate(args.cases, start=1):
-            start, named = time.perf_counter(), {"case": dataclasses.asdict(case)}
-            row = None if args.fresh else results.find(named["case"], args.ways)
-            how = "in the file already"
-            if row is not None:
-                progress.done(units)
-            else:
-                much = {"seconds": args.seconds, "rounds": args.rounds}
-                rig = Rig(torch.device(args.device), DTYPES[case.dtype], **much)
-                try:
-                    row = named | measure(case, rig, progress)
-                    results.put(row)
-                    how = f"{time.perf_counter() - start:.0f} s"
-                except Exception as error:  # a case too large must not cost the others' results
-                    how = f"FAIL: {described(error)}"
-            rows.append(row)
-            how += f", {row['rounds']} rounds" if row else ""
-            progress.line(f"\n[{index}/{len(args.cases)}] {title(row or named)} ({how})")
-            if row is not None and (text := table(row)):
-                progress.line(text)
-    return rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -10,12 +12,12 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from bench.measure.case import Forward, Subject
+from bench.measure.case import DTYPES, Case, Forward, Subject
 from bench.measure.checks import Checks, no_fallback
 from bench.measure.clock import Clock, quantiles, ratios
 from bench.measure.contest import Rig
-from bench.measure.registry import Provider, Registry, refusal
-from bench.measure.results import Progress
+from bench.measure.registry import Provider, Registry, described, refusal
+from bench.measure.results import Progress, ResultsFile, Row
 from fused_remat.report.allocations import AllocationTrace, SavedBytes, measure_allocations
 
 _TIMED_SECONDS = 1e-2  # of a sample on a GPU, about
@@ -305,3 +307,43 @@ def measure(
         del checks  # whose results in float64 are gone before anything is timed
         steps.time(timer, subject, (*ways.baselines, *beside))
     return {"rounds": steps.rounds, "ways": steps.rows}
+
+
+def run(
+    args: argparse.Namespace,
+    results: ResultsFile,
+    measure: Callable[[Case, Rig, Progress], Row],
+    units: int,
+    title: Callable[[Row], str],
+    table: Callable[[Row], str] = lambda row: "",
+) -> list[Row | None]:
+    """Every case's row, from the file or measured, each printed; None of what cannot be measured.
+
+    Args:
+        args: has `cases`, and `ways`, which a row of the file has to have, or it is measured again.
+        measure: gives the progress so many `units`.
+        title, table: of a row.
+    """
+    rows: list[Row | None] = []
+    with Progress(len(args.cases) * units, "steps") as progress:
+        for index, case in enumerate(args.cases, start=1):
+            start, named = time.perf_counter(), {"case": dataclasses.asdict(case)}
+            row = None if args.fresh else results.find(named["case"], args.ways)
+            how = "in the file already"
+            if row is not None:
+                progress.done(units)
+            else:
+                much = {"seconds": args.seconds, "rounds": args.rounds}
+                rig = Rig(torch.device(args.device), DTYPES[case.dtype], **much)
+                try:
+                    row = named | measure(case, rig, progress)
+                    results.put(row)
+                    how = f"{time.perf_counter() - start:.0f} s"
+                except Exception as error:  # a case too large must not cost the others' results
+                    how = f"FAIL: {described(error)}"
+            rows.append(row)
+            how += f", {row['rounds']} rounds" if row else ""
+            progress.line(f"\n[{index}/{len(args.cases)}] {title(row or named)} ({how})")
+            if row is not None and (text := table(row)):
+                progress.line(text)
+    return rows

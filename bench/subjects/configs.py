@@ -28,7 +28,6 @@ class Published:
 
     @property
     def longest(self) -> int:
-        """Tokens that a sequence may have."""
         return self.image_tokens or self.values["max_position_embeddings"]
 
 

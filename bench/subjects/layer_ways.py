@@ -64,7 +64,6 @@ def _own_backend(name: str, device: torch.device) -> str:
 
 @WAYS.provider(BASELINE, baseline=True)
 def eager(subject: Subject) -> Forward:
-    """The stock layer."""
     return subject.stock(subject.module)
 
 

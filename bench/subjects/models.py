@@ -58,7 +58,6 @@ class Case(case.Case):
 
     @property
     def published(self) -> Published:
-        """The model's configuration."""
         return tiny(MODELS[self.model]) if self.tiny else MODELS[self.model]
 
     def subject(self, device: torch.device | str, published: Published | None = None) -> Subject:
@@ -188,7 +187,6 @@ def fixed_bytes(model: nn.Module) -> int:
 
 
 def memory_of(device: torch.device | str) -> int:
-    """Bytes that are free on a device."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -64,7 +64,6 @@ class Planner:
         return [(c.which, c.step, c.measured, c.analytic) for c in costs if c.measured is not None]
 
     def predicted(self, found: Plan) -> dict[str, float]:
-        """Bytes and seconds; the latter from both costs."""
         calls = zip(found.chain.calls, self.analytic.calls, found.choice.options, strict=True)
         same = [  # the choice among the options of the other costs
             next(i for i, o in enumerate(theirs.options) if o.save == mine.options[chosen].save)
@@ -79,7 +78,6 @@ class Planner:
         }
 
     def said_of(self, entry: Entry) -> dict[str, Any]:
-        """What a row says of our plan before it is run."""
         return {
             "family": "ours" if entry.plan.method == "optimal" else "ours, by a rule",
             "method": entry.plan.method,

@@ -46,7 +46,6 @@ class Case(case.Case):
         self.sizes_fit(self.width, self.heads, self.dropout, *sizes)
 
     def subject(self, device: torch.device | str) -> Subject:
-        """A stack with random parameters, and random bytes."""
         self.seed()
         kind = self.width, self.heads, self.dropout, self.norm
         with torch.device(device):
@@ -83,7 +82,6 @@ class Stack(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def of(self, layer: nn.Module) -> Forward:
-        """A layer's forward, with the mask."""
         if self.mask is None:
             return layer
         return lambda h: layer(h, self.mask, is_causal=True)
@@ -119,7 +117,6 @@ EVERY = (2, 4)
 
 @PEERS.provider(BASELINE, family="stock", baseline=True)
 def eager(subject: Subject) -> Forward:
-    """The stock layers."""
     return subject.module
 
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.measure import ceilings, clock, contest, machine
+from bench.measure import clock, contest, machine
 from bench.measure.clock import interleave, quantiles, ratios, rotated
 from bench.measure.contest import Contest, Rig, Way, Work, check, measure
 from bench.measure.options import Parser
 from bench.measure.registry import Absent, Registry, WrongResultError
-from bench.measure.results import Progress, ResultsFile
+from bench.measure.results import ResultsFile
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ONES = {"y": torch.ones(2, dtype=torch.float64)}
@@ -172,8 +172,13 @@ def hands(monkeypatch):
 
 
 @pytest.mark.parametrize("samples", [1e-3, 0.3, 1, 2])  # a call takes so many
-def test_what_is_prepared_is_not_timed_and_sets_take_turns(hands, samples):
+def test_only_the_call_is_timed_and_sets_take_turns(hands, samples):
+    """Neither what is prepared, nor the freeing of what it made."""
     seen = []
+
+    class Made:
+        def __del__(self):
+            hands.wait(50)
 
     def prepare(index):
         seen.append(("prepare", index))
@@ -183,39 +188,17 @@ def test_what_is_prepared_is_not_timed_and_sets_take_turns(hands, samples):
     def run(given):
         seen.append(("run", given))
         hands.wait(samples)
+        return Made()
 
     calls = {1e-3: clock.MOST_CALLS, 0.3: 3, 1: 1, 2: 1}[samples]
     sample = clock.Clock(CPU).sampler(run, prepare, 2)
     for times in (1, 2):  # of a call, whatever it takes to prepare one
         assert sample() == pytest.approx(samples * clock.SAMPLE_SECONDS)
         assert len(seen) == 2 * (1 + times * calls)
+    assert hands.now >= (50 + 7) * len(seen) / 2 * clock.SAMPLE_SECONDS
     turns = itertools.cycle(range(2))
     for (first, i), (second, given), turn in zip(seen[::2], seen[1::2], turns, strict=False):
         assert (first, i, second, given) == ("prepare", turn, "run", 10 + turn)
-
-
-def test_what_a_call_made_is_freed_off_the_clock(hands):
-    class SlowToFree:
-        """What takes a while to be let go of, as much memory does."""
-
-        def __del__(self):
-            hands.wait(50)
-
-    def run(given):
-        hands.wait(1)
-        return SlowToFree()
-
-    sample = clock.Clock(CPU).sampler(run, lambda index: index, 2)
-    assert sample() == pytest.approx(clock.SAMPLE_SECONDS)
-    assert hands.now >= 2 * 51 * clock.SAMPLE_SECONDS  # it was, all the same
-
-
-def test_ceilings_are_measured(rig):
-    rig.dry = True
-    for unit in ceilings.CEILINGS:
-        row = ceilings.measure(rig, unit)
-        assert rig.ceilings[unit] == row["ways"]["torch"][unit] > 0
-    assert list(rig.ceilings) == ["GB/s", "TFLOP/s"]
 
 
 def test_the_environment_names_machine_commit_and_versions():
@@ -262,14 +245,6 @@ def test_a_run_that_was_cut_short_is_taken_up(tmp_path):
     assert json.loads(path.read_text())["machine"]["commit"] == "a"
     later.put({"case": case, "error": "OutOfMemoryError"})  # which is no result
     assert later.find(case, ["aten"]) is later.find(case, []) is None
-
-
-def test_lines_are_printed_with_or_without_a_bar(capsys):
-    with Progress(2, "cases") as progress:
-        progress.at("first")
-        progress.line("found")
-        progress.done()
-    assert capsys.readouterr().out == "found\n"
 
 
 DOCUMENTED = [path for path in sorted((machine.ROOT / "bench").rglob("*.py"))
