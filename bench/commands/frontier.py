@@ -28,12 +28,6 @@ from bench.measure.results import Row
 from bench.subjects.layer_ways import BASELINE, WAYS, select
 from bench.tables import read
 
-#: Device -> tokens of a step, lengths, widths, and the width of a head.
-SHAPES = {
-    "cpu": (2048, (128, 512, 2048), (256, 512, 1024), 64),
-    "cuda": (16384, (512, 2048, 16384), (1024, 2048, 4096), 128),
-}
-
 
 def sweep(
     tokens: int, seq_lens: list[int], d_models: list[int], head_dim: int
@@ -64,14 +58,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add("--from", dest="given", nargs="+", type=Path, metavar="FILE", help="draw these")
     parser.add("--tokens", type=positive, help="of a step (default: 2048; on cuda 16384)")
     parser.add("--head-dim", type=positive, help="(default: 64; on cuda 128)")
+    parser.by_device(
+        tokens=(2048, 16384), seq_len=([128, 512, 2048], [512, 2048, 16384]),
+        d_model=([256, 512, 1024], [1024, 2048, 4096]), head_dim=(64, 128),
+    )  # fmt: skip
     args = parser.parse(arguments)
     if args.given and args.out_is_usual:
         parser.error("--from needs --out, the folder to write to")
-    tokens, seq_lens, d_models, head_dim = SHAPES[args.device]
-    axes = (
-        args.tokens or tokens, args.seq_len or list(seq_lens), args.d_model or list(d_models),
-        args.head_dim or head_dim,
-    )  # fmt: skip
+    axes = args.tokens, args.seq_len, args.d_model, args.head_dim
     with parser.usage_errors():
         args.ways = select(args.ways, args.device)
         args.cases = cases(args, sweep(*axes))

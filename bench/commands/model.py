@@ -14,7 +14,6 @@ LoRA, the largest batch within a memory cap, and 30 steps' losses.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,29 +28,12 @@ from bench.pages.models import article, case_table, has_losses, losses_table, ta
 from bench.subjects.configs import MODELS
 from bench.subjects.model_ways import DEFAULT, WAYS
 from bench.subjects.models import Case, affordable_layers, memory_of, usual_tokens
+from fused_remat.report.units import bytes_of
 
-#: By device: sequences and tokens of each, and the memory within which the largest batch is sought.
-BATCH = {"cpu": 1, "cuda": 8}
-TOKENS = {"cpu": 512, "cuda": 2048}
-MEMORY = {"cpu": "4GiB", "cuda": "24GiB"}
 #: What `--article` is short for.
 ARTICLE: dict[str, Any] = {
     "model": ["smollm-135m", "qwen2-1.5b"], "lora": [0, 16], "losses": 30,
 }  # fmt: skip
-_UNITS = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
-          **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
-
-
-def size(text: str) -> int:
-    """Bytes of "8GiB". Raises: ArgumentTypeError, whose text the user sees.
-
-    >>> size("1.5GiB"), size("20MB")
-    (1610612736, 20000000)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)?", text)
-    if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"expected a size such as 8GiB, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -69,6 +51,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=positive, default=12, dest="rounds", help="timed of a way at most (12)")
     add("--losses", type=int, help="training steps whose losses are compared (default: none)")
     parser.add_ways(WAYS, DEFAULT)
+    parser.by_device(batch=(1, 8), seq=(512, 2048), memory=("4GiB", "24GiB"))
     args = parser.parse(arguments)
     if args.article and args.model:
         parser.error("--article has its own models: give --model or --article")
@@ -78,9 +61,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, value in (ARTICLE if args.article else short).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    memory = args.memory or MEMORY[args.device]
     with parser.usage_errors():
-        args.memory = None if memory == "none" else size(memory)
+        args.memory = None if args.memory == "none" else bytes_of(args.memory, args.device)
         args.ways = WAYS.select(args.ways)
         args.cases = cases(args)
     return args
@@ -91,15 +73,13 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
     All of a model's have the layers that training all of it can afford.
     """
-    batch = BATCH[args.device] if args.batch is None else args.batch
-    asked = TOKENS[args.device] if args.seq is None else args.seq
     free = memory_of(args.device)
     found = []
     for model in args.model:
         least = min(args.lora)
         layers = args.layers or affordable_layers(model, args.dtype, least, free)
-        tokens = usual_tokens(model, asked)
-        found += [Case(model, layers, batch, tokens, args.dtype, rank) for rank in args.lora]
+        kind = layers, args.batch, usual_tokens(model, args.seq), args.dtype
+        found += [Case(model, *kind, rank) for rank in args.lora]
     return found
 
 

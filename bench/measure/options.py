@@ -16,8 +16,6 @@ from bench.measure.results import folder_of
 from fused_remat.triton.launch import INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: What is computed in where nobody asks otherwise.
-DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def positive(text: str) -> int:
@@ -29,7 +27,7 @@ def positive(text: str) -> int:
 
 #: Shared options by name; defaults come from the command.
 SHARED: dict[str, dict[str, Any]] = {
-    "device": {"choices": tuple(DTYPE), "default": DEVICE, "help": f"(default here: {DEVICE})"},
+    "device": {"choices": ("cpu", "cuda"), "default": DEVICE, "help": f"(default here: {DEVICE})"},
     "dtype": {"choices": DTYPES, "help": "(default: float32; on cuda bfloat16)"},
     "rounds": {"type": positive, "help": "timed of a case at most (%(default)s)"},
     "seconds": {"type": float, "help": "timed of a case, about (%(default)g)"},
@@ -59,16 +57,22 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.add = self.add_argument
-        self._lists: set[str] = set()
         self._folder = folder
+        self._by_device: dict[str, Sequence[Any]] = {}
+        self.by_device(dtype=("float32", "bfloat16"))
         usual = f"folder of the results (default: bench/results/{folder.format(device='DEVICE')})"
         for option in shared.split():
             self.add(f"--{option}", **SHARED[option] | ({"help": usual} if option == "out" else {}))
         self.set_defaults(**defaults)
 
     def several(self, option: str, **rest: Any) -> None:
-        self._lists.add(option)
+        if option == "dtype":
+            self.by_device(dtype=(["float32"], ["bfloat16"]))
         self.add(f"--{option}", nargs="+", **{**SHARED.get(option, {}), **rest})
+
+    def by_device(self, **usual: Sequence[Any]) -> None:
+        """Values of options that are not given: on a CPU, and on a GPU."""
+        self._by_device |= usual
 
     def add_ways(self, ways: Registry[Any], default: Sequence[str]) -> None:
         shown = f"names, groups ({', '.join(default)})"
@@ -80,25 +84,26 @@ class Parser(argparse.ArgumentParser):
         """What is raised within of bad values, or of what is absent, ends the process as such."""
         try:
             yield
-        except (ValueError, argparse.ArgumentTypeError, Absent) as error:
+        except (ValueError, Absent) as error:
             self.error(str(error))
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """The command line: the device is there, dtype and folder are set, as are torch's threads.
+        """The command line: the device is there; values are set, as are torch's threads.
 
         Ends the process with status 2 and a message where that cannot be.
         """
         args = self.parse_args(arguments)
         device, dry = getattr(args, "device", "cpu"), getattr(args, "dry_run", False)
         kind = device.split(":")[0]
-        if kind not in DTYPE:
+        if kind not in ("cpu", "cuda"):
             self.error(f"--device must be cpu or cuda, not {device}")
         if kind == "cuda" and not torch.cuda.is_available():
             self.error("no CUDA device")
         if INTERPRETED and hasattr(args, "dry_run") and not dry:
             self.error("times under Triton's interpreter mean nothing: --dry-run")
-        if hasattr(args, "device") and getattr(args, "dtype", "") is None:
-            args.dtype = [DTYPE[kind]] if "dtype" in self._lists else DTYPE[kind]
+        for name, usual in self._by_device.items():
+            if hasattr(args, "device") and getattr(args, name, "") is None:
+                setattr(args, name, usual[kind == "cuda"])
         if hasattr(args, "out"):
             args.out_is_usual = args.out is None
             args.out = args.out or folder_of(dry) / self._folder.format(device=device)
