@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import check_error
 from block_inputs import (
     LAYOUTS,
+    check_beside,
     compare,
     covering,
     heads,
@@ -60,6 +60,10 @@ CALLS = covering(
     }
 )  # fmt: skip
 OPTIONS = ("window", "is_causal", "softcap", "scale", "dropout_p")
+
+
+def qkv(**sizes):
+    return dict(zip(("query", "key", "value"), heads(**sizes), strict=True))
 
 
 def wanted(*tensors):
@@ -124,21 +128,15 @@ SDPA = {
 )
 def test_errors_are_no_larger_than_sdpas(name, dtype, tokens):
     options, others, kv_heads = SDPA[name]
-    inputs = heads(batch=3, q_len=9, kv_len=9, kv_heads=kv_heads, dtype=dtype)
-    dy = normal(3, 4, 9, 4, seed=5).detach().to(dtype)
-
-    def run(fn, to, **options):
-        given = [t.detach().to(to).requires_grad_() for t in inputs]
-        mask = options.get("attn_mask")
-        if mask is not None and mask.is_floating_point():
-            options["attn_mask"] = mask.to(dtype).to(to)
-        return results(lambda: fn(*given, **options), given, dy.to(to))
-
-    with in_pieces(tokens):
-        got = run(ops.attention, dtype, **options)
+    tensors = qkv(batch=3, q_len=9, kv_len=9, kv_heads=kv_heads, dtype=dtype)
+    mask = options.get("attn_mask")
+    if mask is not None:
+        tensors["attn_mask"] = mask if mask.dtype == torch.bool else mask.to(dtype)
     sdpa = F.scaled_dot_product_attention
-    peer, exact = (run(sdpa, to, **options, **others) for to in (dtype, torch.float64))
-    check_error(got, peer, exact, ["output", "query", "key", "value"])
+    check_beside(
+        lambda t: ops.attention(**options | t), lambda t: sdpa(**options | others | t), tensors,
+        tokens=tokens,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(3, 7), (7, 3), (1, 7), (20, 37)])
@@ -192,19 +190,14 @@ def test_a_float32_mask_beside_16_bits_is_not_rounded():
 
 def test_a_masks_gradient_is_summed_over_pieces_in_float32():
     """1500 sequences that all want more of the first key: terms of one sign."""
-    q, k, v = (t.detach().bfloat16() for t in heads(batch=1500, nhead=1, kv_heads=1))
-    v = torch.zeros_like(v).index_fill_(2, torch.tensor(0), 1.0)
-    mask = normal(5, 7, dtype=torch.bfloat16)
-
-    def run(fn, dtype):
-        leaf = mask.detach().to(dtype).requires_grad_()
-        dy = torch.ones(1500, 1, 5, 4, dtype=dtype)
-        return results(lambda: fn(*(t.to(dtype) for t in (q, k, v)), leaf), [leaf], dy)
-
-    with in_pieces(5):
-        ours = run(ops.attention, torch.bfloat16)
-    peer, exact = run(attention, torch.bfloat16), run(attention, torch.float64)
-    check_error(ours, peer, exact, ["output", "mask"])
+    tensors = {n: t.detach().bfloat16() for n, t in qkv(batch=1500, nhead=1, kv_heads=1).items()}
+    tensors["value"] = torch.zeros(1500, 1, 7, 4).bfloat16()
+    tensors["value"][:, :, 0] = 1.0
+    tensors["attn_mask"] = normal(5, 7, dtype=torch.bfloat16)
+    dy = torch.ones(1500, 1, 5, 4, dtype=torch.bfloat16)
+    check_beside(
+        lambda t: ops.attention(**t), lambda t: attention(*t.values()), tensors, dy, tokens=5
+    )
 
 
 # --- what may not change

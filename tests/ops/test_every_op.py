@@ -2,8 +2,16 @@
 
 import pytest
 import torch
-from accuracy import check_error
-from block_inputs import LAYOUTS, calls, compare, in_pieces, normal, results, same_bits
+from block_inputs import (
+    LAYOUTS,
+    calls,
+    check_beside,
+    compare,
+    in_pieces,
+    normal,
+    results,
+    same_bits,
+)
 from op_cases import CASES, LOSS, ROTARY, ROTARY_BLOCKS, D
 from reference import EXACT_PRESETS
 from tiers import exhaustive, pairwise
@@ -64,14 +72,10 @@ def test_outputs_and_gradients_are_plain_pytorchs(any_case, p, tokens):
 
 @pytest.mark.parametrize("p, dtype", either((0.0, torch.float32), (0.3, torch.bfloat16)))
 def test_errors_are_no_larger_than_pytorchs(case, dtype, p):
-    tensors = case.tensors(batch=3, seq=37, dtype=dtype)
-    exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
-    dy = normal(*case.plain(tensors, p, 7).shape, seed=99).detach().to(dtype)
-    with in_pieces(64):
-        ours = results(lambda: case.op(tensors, p, **case.seed()), leaves(tensors), dy)
-    peer = results(lambda: case.plain(tensors, p, 7), leaves(tensors), dy)
-    truth = results(lambda: case.plain(exact, p, 7), leaves(exact), dy.double())
-    check_error(ours, peer, truth, ["output", *tensors])
+    check_beside(
+        lambda t: case.op(t, p, **case.seed()), lambda t: case.plain(t, p, 7),
+        case.tensors(batch=3, seq=37, dtype=dtype), tokens=64,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("p, policy", either((0.3, "full"), (0.0, "none")))
