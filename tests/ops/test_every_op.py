@@ -262,44 +262,30 @@ def test_nothing_is_kept_without_gradients(case):
 @pytest.mark.parametrize("name", RANDOM)
 def test_a_seed_makes_a_call_repeatable(name):
     case, tensors = CASES[name], CASES[name].tensors()
-    state = torch.get_rng_state()
-    seeds = (3, torch.tensor(3), 4, -(2**63))
+    state, changed = torch.get_rng_state(), torch.tensor(3)
+    seeds = (3, changed, 4, -(2**63))
     runs = [results(lambda: case.op(tensors, 0.5, seed=s), leaves(tensors)) for s in seeds]  # noqa: B023
     assert torch.equal(torch.get_rng_state(), state)
     assert same_bits(runs[0], runs[1])
     assert not torch.equal(runs[0][0], runs[2][0]) and not torch.equal(runs[2][0], runs[3][0])
+    y = case.op(tensors, 0.5, seed=changed)
+    changed.add_(1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_without_a_seed_the_generator_advances_once_a_call(name):
     case, tensors = CASES[name], CASES[name].tensors()
-
-    def states(p):
-        torch.manual_seed(5)
-        before = torch.get_rng_state()
-        y = case.op(tensors, p)
-        after = torch.get_rng_state()
-        torch.autograd.grad(y.sum(), leaves(tensors))
-        assert torch.equal(torch.get_rng_state(), after)
-        return y, before, after
-
-    drawn, _, after = states(0.5)
     torch.manual_seed(5)
-    seed = random.draw_seed(torch.device("cpu"))
+    seed, after = random.draw_seed(torch.device("cpu")), torch.get_rng_state()
+    torch.manual_seed(5)
+    drawn = case.op(tensors, 0.5)
+    torch.autograd.grad(drawn.sum(), leaves(tensors))
+    case.op(tensors, 0.0)
     assert torch.equal(torch.get_rng_state(), after)
     assert torch.equal(drawn, case.op(tensors, 0.5, seed=seed))
     assert not torch.equal(drawn, case.op(tensors, 0.5))
-    _, before, after = states(0.0)
-    assert torch.equal(before, after)
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_changing_the_seed_raises(name):
-    seed = torch.tensor(3)
-    y = CASES[name].op(CASES[name].tensors(), 0.3, seed=seed)
-    seed.add_(1)
-    with pytest.raises(RuntimeError, match="inplace"):
-        y.sum().backward()
 
 
 # --- autograd and autocast
