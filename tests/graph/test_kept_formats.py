@@ -311,17 +311,6 @@ def test_segments_keep_packed_what_they_run_again(up, mid):
     check_close(*found, 2e-2)
 
 
-def test_double_use_of_a_graph_and_batched_gradients():
-    layer = encoder("fast8")
-    x = source().requires_grad_()
-    y = layer(x)
-    first = torch.autograd.grad(y.sum(), [x], retain_graph=True)[0]
-    assert torch.equal(torch.autograd.grad(y.sum(), [x], retain_graph=True)[0], first)
-    dys = torch.stack([torch.ones_like(y), 2 * torch.ones_like(y)])
-    batched = torch.autograd.grad(y, [x], dys, is_grads_batched=True)[0]
-    assert torch.equal(batched[0], first)
-
-
 @pytest.mark.composes("Outer checkpointing", "kept activations in 8 bits")
 def test_an_outer_checkpoint_packs_the_same_again():
     layer = encoder(Policy(save={"qkv": "int8_stochastic", "up": "int8"}), 0.2)
@@ -399,8 +388,7 @@ def test_a_row_that_does_not_fit_is_told(monkeypatch):
     row = Format(pack=one, unpack=lambda parts, width: parts[0], dtype=torch.float16)
     monkeypatch.setitem(FORMATS, "one part", row)
     with pytest.raises(
-        ValueError,
-        match="'one part' must return a tuple of codes and scales, since block=64",
+        ValueError, match="'one part' must return a tuple of codes and scales, since block=64"
     ):
         encoder(Policy(save={"up": "one part"}))(source())
     for name in ("", "native", "a:b"):

@@ -103,7 +103,7 @@ def test_gradients_are_the_same_bits_in_every_policy(any_case, dtype, tokens):
     assert all(same_bits(found[0], other) for other in found[1:])
 
 
-@pytest.mark.parametrize("policy, tokens", either(("full", 4), ("none", 512)))
+@pytest.mark.parametrize("policy, tokens", [*either(("full", 4), ("none", 512)), ("fast8", 4)])
 def test_backward_twice_gives_the_same_and_changes_no_operand(any_case, policy, tokens):
     tensors = any_case.tensors(batch=3)
     given = [*tensors.values(), *any_case.own(tensors)]
@@ -123,9 +123,10 @@ def test_backward_twice_gives_the_same_and_changes_no_operand(any_case, policy, 
             y.backward(dy)
 
 
-def test_a_batch_of_gradients_at_once(any_case):
+@pytest.mark.parametrize("policy", ["full", "fast8"])
+def test_a_batch_of_gradients_at_once(any_case, policy):
     tensors = any_case.tensors()
-    y = any_case.op(tensors, 0.3)
+    y = any_case.op(tensors, 0.3, policy=policy)
     dys = torch.randn(3, *y.shape, dtype=y.dtype)
     batched = torch.autograd.grad(y, leaves(tensors), dys, is_grads_batched=True, retain_graph=True)
     for i, dy in enumerate(dys):

@@ -47,8 +47,7 @@ def compare_losses(leaves, target, chunk=None, **options):
 
 
 @pytest.mark.parametrize(
-    "reduction, options, chunk",
-    pairwise(["mean", "sum", "none"], list(OPTIONS), [None, BLOCKS, 1]),
+    "reduction, options, chunk", pairwise(["mean", "sum", "none"], list(OPTIONS), [None, BLOCKS, 1])
 )
 def test_is_cross_entropy_of_the_logits(reduction, options, chunk):
     *leaves, target = operands()

@@ -13,11 +13,7 @@ from fused_remat import explain, ops
 from fused_remat.report.allocations import measure_allocations
 from fused_remat.steps.attention import attention_fwd
 
-OPTIONS = [
-    {},
-    {"is_causal": True},
-    {"dropout_p": 0.3, "seed": 7, "window": (7, 2), "softcap": 1.5},
-]
+OPTIONS = [{}, {"is_causal": True}, {"dropout_p": 0.3, "seed": 7, "window": (7, 2), "softcap": 1.5}]
 
 
 def one(q_len, kv_len, **sizes):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from block_inputs import calls, check_beside, compare, in_pieces, normal, results
+from block_inputs import calls, check_beside, compare, in_pieces, normal
 from op_cases import HEADS, ROTARY_BLOCKS, D, Heads, rotary, rotated
 
 from fused_remat import Policy, explain
@@ -101,12 +101,7 @@ def test_weight_gradients_of_16_bits_are_summed_in_float32(tokens):
     t = inputs(heads, torch.bfloat16, batch=2000)
     t["x"] = t["x"].detach().abs() + 1
     dy = torch.ones_like(t["x"])
-    with in_pieces(tokens):
-        ours = results(lambda: rotary(t, heads), list(t.values())[1:], dy)
-    wide = {name: v.detach().double().requires_grad_() for name, v in t.items()}
-    exact = results(lambda: rotated(wide, heads), list(wide.values())[1:], dy.double())
-    for a, b in zip(ours[1:], exact[1:], strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=2**-8, atol=0)  # one rounding
+    check_beside(lambda t: rotary(t, heads), lambda t: rotated(t, heads), t, dy, tokens)
 
 
 # --- work in place
