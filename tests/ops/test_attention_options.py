@@ -156,22 +156,19 @@ def test_causal_aligns_the_last_query_with_the_last_key(q_len, kv_len):
 # --- masks
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("padded", [True, False])
-def test_a_row_of_the_lowest_finite_value_is_uniform(options, padded):
+def test_a_row_of_the_lowest_finite_value_is_uniform(softcap, padded):
     """What models write for -inf: the scores drown in it, and softmax makes them equal."""
     q, k, v = heads(dtype=torch.float32)
     mask = torch.zeros(2, 1, 5, 7)
     mask[0, 0, 2] = mask[1, 0, :, 4:] = torch.finfo(torch.float32).min
     padding = torch.tensor([[0.0] * 6 + [-torch.inf], [0.0] * 7]) if padded else None
-    given = {"key_padding_mask": padding, **options}
-    compare(
-        lambda: ops.attention(q, k, v, mask, **given),
-        lambda: attention(q, k, v, mask, **given),
-        [q, k, v],
-    )
+    given = {"key_padding_mask": padding, "softcap": softcap}
+    ours, plain = (lambda fn=fn: fn(q, k, v, mask, **given) for fn in (ops.attention, attention))
+    compare(ours, plain, [q, k, v])
     mean = v[0, :, : 6 if padded else 7].mean(1).repeat_interleave(2, 0)
-    torch.testing.assert_close(ops.attention(q, k, v, mask, **given)[0, :, 2], mean)
+    torch.testing.assert_close(ours()[0, :, 2], mean)
 
 
 def test_a_float32_mask_beside_16_bits_is_not_rounded():
@@ -203,23 +200,23 @@ def test_a_masks_gradient_is_summed_over_pieces_in_float32():
 # --- what may not change
 
 
+CU = {f"cu_seqlens_{side}": torch.tensor([0, 3, 5]) for side in "qk"}
+
+
 @pytest.mark.parametrize(
-    "name, changed",
+    "name, given",
     [
-        ("attn_mask", mask_of("bool", (7, 7))),
-        ("attn_mask", mask_of("float", (7, 7))),
-        ("key_padding_mask", mask_of("bool", (1, 7))),
-        ("key_lengths", torch.tensor([3])),
-        ("cu_seqlens_q", torch.tensor([0, 3, 5])),
-        ("cu_seqlens_k", torch.tensor([0, 3, 5])),
+        ("attn_mask", {"attn_mask": mask_of("bool", (7, 7))}),
+        ("attn_mask", {"attn_mask": mask_of("float", (7, 7))}),
+        ("key_padding_mask", {"key_padding_mask": mask_of("bool", (1, 7))}),
+        ("key_lengths", {"key_lengths": torch.tensor([3])}),
+        *((name, CU) for name in CU),
     ],
 )
-def test_changing_masks_and_lengths_raises(name, changed):
-    qkv, given = heads(1, q_len=7), {name: changed}
-    if name.startswith("cu"):
-        given = {n: torch.tensor([0, 3, 5]) for n in ("cu_seqlens_q", "cu_seqlens_k")} | given
-    y = ops.attention(*qkv, **given)
-    changed.zero_()
+def test_changing_masks_and_lengths_raises(name, given):
+    given = {n: t.clone() for n, t in given.items()}
+    y = ops.attention(*heads(1, q_len=7), **given)
+    given[name].zero_()
     with pytest.raises(RuntimeError, match="inplace"):
         y.sum().backward()
 

@@ -70,6 +70,16 @@ FIRST = {"dropout_add": "x", "attention": "query", "rotary": "qkv", "causal_bloc
 REFUSED = [
     *((op, {name: ["0"]}, f"{name} must be a Tensor, got list", TypeError)
       for op, name in FIRST.items()),
+    *((op, {name: value}, part, error)
+      for op in ("layer_norm", *FIRST) for name, value, part, error in [
+        ("policy", "lavish", "unknown policy 'lavish'; valid presets: full, lean", ValueError),
+        ("policy", Policy(save={"nothing"}), "unknown activation 'nothing'", ValueError),
+        ("policy", None, "policy", TypeError),
+        ("backend", "abacus", "unknown backend 'abacus'; valid: auto, eager", ValueError),
+    ]),
+    *(("mlp", {"seed": seed}, "seed must", TypeError) for seed in (0.5, True, "0")),
+    *(("mlp", {"seed": seed}, "seed must")
+      for seed in (2**63, torch.tensor(0.5), torch.tensor([1]), torch.tensor(1, device="meta"))),
     # --- norms, the sum with a residual, MLPs
     ("layer_norm", {"weight": [7]}, "weight | (7,) | (8,) | (2, 8)"),
     ("layer_norm", {"x": []}, "()"),
@@ -264,39 +274,6 @@ def test_arguments_that_do_not_fit_raise_and_are_named(row):
 RANDOM = [name for name, case in CASES.items() if case.dropout]
 
 
-@pytest.fixture(params=CASES)
-def case(request):
-    return CASES[request.param]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"policy": "lavish"}, ValueError, "unknown policy 'lavish'; valid presets: full, lean"),
-        ({"policy": Policy(save={"nothing"})}, ValueError, "unknown activation 'nothing'"),
-        ({"policy": None}, TypeError, "policy"),
-        ({"backend": "abacus"}, ValueError, "unknown backend 'abacus'; valid: auto, eager"),
-    ],
-)
-def test_unknown_policies_and_backends_raise(case, options, error, message):
-    with pytest.raises(error, match=message):
-        case.op(case.tensors(), 0.0, **options)
-
-
-@pytest.mark.parametrize(
-    ("seed", "error"),
-    [
-        (0.5, TypeError), (True, TypeError), ("0", TypeError), (2**63, ValueError),
-        (torch.tensor(0.5), ValueError), (torch.tensor([1]), ValueError),
-        (torch.tensor(1, device="meta"), ValueError),
-    ],
-)  # fmt: skip
-def test_bad_seeds_raise(seed, error):
-    for name in RANDOM:
-        with pytest.raises(error, match="seed must"):
-            CASES[name].op(CASES[name].tensors(), 0.1, seed=seed)
-
-
 @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
 @pytest.mark.parametrize("name", RANDOM)
 def test_probabilities_outside_0_1_raise(name, p):
@@ -304,6 +281,7 @@ def test_probabilities_outside_0_1_raise(name, p):
         CASES[name].op(CASES[name].tensors(), p)
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_mixed_dtypes_and_devices_raise(case):
     for name, t in case.tensors().items():
         for other in (t.detach().to(torch.bfloat16), t.detach().to("meta"), t.detach().long()):
