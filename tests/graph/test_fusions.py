@@ -150,21 +150,21 @@ def test_graphs_that_no_block_has_give_the_same_bits(fusing, name, frozen, kept)
     check_same_bits(lambda on: function.run_block(graph, save, given, backend=on), given)
 
 
+def forward_and_backward(name, fusion):
+    """The steps of an odd graph with frozen weights, so that no layer reads `act` in backward."""
+    wanted = frozenset({"input"})
+    plan = schedule(odd_graph(name), frozenset(), wanted, False, frozenset({fusion}))
+    return plan.forward, plan.backward
+
+
 def test_an_activation_whose_gradient_two_layers_give():
-    """The weights are frozen, so that neither reads it in backward."""
-    fusions = frozenset({"mlp_bwd gelu"})
-    plan = schedule(
-        odd_graph("two layers of act"), frozenset(), frozenset({"input"}), False, fusions
-    )
-    assert not any(isinstance(step.node, MlpBackward) for step in plan.backward)
+    _, steps = forward_and_backward("two layers of act", "mlp_bwd gelu")
+    assert not any(isinstance(step.node, MlpBackward) for step in steps)
 
 
 def test_a_product_that_is_read_before_its_activation():
-    fusions = frozenset({"linear_act gelu"})
-    plan = schedule(
-        odd_graph("a layer of up before act"), frozenset(), frozenset({"input"}), False, fusions
-    )
-    check_reads(plan.forward, {"input"}, set())
+    steps, _ = forward_and_backward("a layer of up before act", "linear_act gelu")
+    check_reads(steps, {"input"}, set())
 
 
 SAVES = [
