@@ -55,19 +55,27 @@ def policies(op, tensors, p):
     return (*EXACT_PRESETS, *(Policy(save={name}) for name in names), Policy(save=set(names)))
 
 
+def check(case, tensors, p, tokens=512, lay=lambda tensors: tensors):
+    """Output and every gradient are plain PyTorch's, of tensors that `lay` has laid out."""
+    with in_pieces(tokens):
+        compare(
+            lambda: case.op(lay(tensors), p, **case.seed()),
+            lambda: case.plain(lay(tensors), p, 7),
+            [t for t in tensors.values() if t is not None],
+        )
+
+
+def laid(layout, names):
+    return lambda tensors: tensors | {name: LAYOUTS[layout](tensors[name]) for name in names}
+
+
 # --- results and gradients
 
 
 @pytest.mark.parametrize("p, tokens", [*either((0.3, 4), (0.0, 512)), (0.3, 80), (1.0, 512)])
 def test_outputs_and_gradients_are_plain_pytorchs(any_case, p, tokens):
     """Whole, in groups of two sequences, in tiles that begin within one; all dropped at 1."""
-    tensors = any_case.tensors(batch=3, seq=37)
-    with in_pieces(tokens):
-        compare(
-            lambda: any_case.op(tensors, p, **any_case.seed()),
-            lambda: any_case.plain(tensors, p, 7),
-            leaves(tensors),
-        )
+    check(any_case, any_case.tensors(batch=3, seq=37), p, tokens)
 
 
 @pytest.mark.parametrize("p, dtype", either((0.0, torch.float32), (0.3, torch.bfloat16)))
@@ -152,13 +160,8 @@ def test_weights_that_may_be_none(any_case):
     norms = [name for name in tensors if name.startswith("norm") or name in ("weight", "bias")]
     for kept in ((), norms, *((name,) for name in optional)):
         gone = {*optional, *norms} - {*kept}
-        given = tensors | dict.fromkeys(gone)
         if gone:
-            compare(
-                lambda: any_case.op(given, 0.3, **any_case.seed()),  # noqa: B023
-                lambda: any_case.plain(given, 0.3, 7),  # noqa: B023
-                [t for t in given.values() if t is not None],
-            )
+            check(any_case, tensors | dict.fromkeys(gone), 0.3)
 
 
 # --- shapes and layouts
@@ -171,16 +174,7 @@ LEADS = [(), (1,), (7,), (3, 5), (2, 3, 5), (0,), (3, 0), (0, 5), (2, 0, 3)]
 def test_inputs_of_any_layout(any_case, layout, tokens):
     tensors = any_case.tensors(batch=3)
     names = [name for name in tensors if name in (*READ_AGAIN, "residual") and name != "slope"]
-
-    def given():
-        return tensors | {name: LAYOUTS[layout](tensors[name]) for name in names}
-
-    with in_pieces(tokens):
-        compare(
-            lambda: any_case.op(given(), 0.3, **any_case.seed()),
-            lambda: any_case.plain(given(), 0.3, 7),
-            leaves(tensors),
-        )
+    check(any_case, tensors, 0.3, tokens, laid(layout, names))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -192,16 +186,7 @@ def test_tokens_in_any_dimensions(name, layout):
     for tokens, leads in ((4, LEADS), (512, [(), (2, 3, 5), (0, 5)])):  # whole, any is a matrix
         for lead in leads:
             tensors = made | {name: normal(*lead, D, seed=i) for i, name in enumerate(streams)}
-
-            def given(tensors=tensors):
-                return tensors | {name: LAYOUTS[layout](tensors[name]) for name in streams}
-
-            with in_pieces(tokens):
-                compare(
-                    lambda: case.op(given(), 0.3, **case.seed()),
-                    lambda: case.plain(given(), 0.3, 7),
-                    leaves(tensors),
-                )
+            check(case, tensors, 0.3, tokens, laid(layout, streams))
 
 
 @pytest.mark.parametrize("batch, seq", [(0, 5), (3, 0)])
