@@ -89,6 +89,8 @@ BLOCKS_ROUTE = {
     "window": (3, {"window": (700, 300)}),
     "soft-cap": (5, {"softcap": 2.0}),
     "mask with gradient": (3, {"attn_mask": torch.zeros(1, 2048, requires_grad=True)}),
+    "packed": (0, {"cu_seqlens_q": torch.tensor([0, 1500, 2048])}),
+    "packed causal": (0, {"is_causal": True, "cu_seqlens_q": torch.tensor([0, 1500, 2048])}),
     "packed dropout": (3, {"dropout_p": 0.1, "cu_seqlens_q": torch.tensor([0, 1500, 2048])}),
 }
 
