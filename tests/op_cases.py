@@ -475,5 +475,7 @@ LOSS = Case(
     (D, 2),
     dropout=False,
 )
-ROTARY = {f"rotary {name}": rotary_case(heads) for name, heads in HEADS.items()}
+#: Some heads alone, of which each calls the step in another way; all of them in their block.
+ALONE = ("half", "interleaved partial", "norm half", "norm alone")
+ROTARY = {f"rotary {name}": rotary_case(HEADS[name]) for name in ALONE}
 ROTARY_BLOCKS = {f"{name} block": rotary_block_case(heads) for name, heads in HEADS.items()}
