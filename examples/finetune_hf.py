@@ -111,7 +111,7 @@ class Way(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.start)
 
     def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "loss" in logs:  # of each step; and once of all
+        if "loss" in logs:  # of a step; the last logs are of the whole run
             self.losses.append(float(logs["loss"]))
 
 
