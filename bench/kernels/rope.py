@@ -39,11 +39,11 @@ class Rope(Problem):
         """Of query, key and value heads."""
         return self.nhead, self.kv_heads, self.kv_heads
 
-    def draw(self) -> dict[str, Tensor]:
-        drawn = {"x": self.rig.normal(self.batch, self.seq_len, sum(self.counts) * self.head_dim)}
-        for name in ("q_weight", "k_weight") if self.name == NORMED else ():
-            drawn[name] = self.rig.normal(self.head_dim, shift=1.0)
-        return drawn
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        norms = ("q_weight", "k_weight") if self.name == NORMED else ()
+        x = self.batch, self.seq_len, sum(self.counts) * self.head_dim
+        return {"x": x, **dict.fromkeys(norms, (self.head_dim,))}
 
     @functools.cached_property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -54,10 +54,9 @@ class Rope(Problem):
         return angle.cos().to(self.rig.dtype), angle.sin().to(self.rig.dtype)
 
     @functools.cached_property
-    def doubled_tables(self) -> tuple[Tensor, Tensor]:
+    def doubled_tables(self) -> list[Tensor]:
         """The same for both halves, (S, E)."""
-        cos, sin = (torch.cat([t, t], -1) for t in self.tables)
-        return cos, sin
+        return [torch.cat([t, t], -1) for t in self.tables]
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values (B, S, heads, E), views."""
@@ -135,14 +134,8 @@ def flash_attn(p: Rope) -> Function:
     _without_norms(p)
     from flash_attn.layers.rotary import apply_rotary_emb_qkv_
 
-    cos, sin = p.tables
-
-    def function(x: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (-1, p.head_dim))
-        made: Tensor = apply_rotary_emb_qkv_(heads, cos, sin, num_heads_q=p.nhead)
-        return made.flatten(2)
-
-    return function
+    given = {"cos": p.tables[0], "sin": p.tables[1], "num_heads_q": p.nhead}
+    return lambda x: apply_rotary_emb_qkv_(x.unflatten(-1, (-1, p.head_dim)), **given).flatten(2)
 
 
 def _ours(p: Rope, backend: str) -> Function:

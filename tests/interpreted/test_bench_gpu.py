@@ -18,7 +18,7 @@ from bench.gpu.kinds import KINDS
 from bench.measure.contest import Rig
 from bench.measure.results import ResultsFile
 from bench.pages.gpu import failures
-from bench.tuning import attention_tiles, product_tiles
+from bench.tuning import attention_tiles, forms
 from fused_remat.triton import tables
 
 TARGET = target()
@@ -72,7 +72,7 @@ def test_every_way_is_right_and_timed(rows):
 def test_every_tile_and_rung_is_there(rows):
     ways = {(row["case"]["section"], row["case"]["name"]): row.get("ways", {}) for row in rows}
     for kernel, families in tables.TILES.items():
-        names = {product_tiles.tile_name(tile) for tile in families["interpreter"]}
+        names = {forms.tile_name(tile) for tile in families["interpreter"]}
         assert set(ways["tiles", f"tiles of {kernel}"]) == {"bare", *names}
     for kernel in attention_tiles.KERNELS:
         found = ways["attention tiles", f"tiles of attention_{kernel} causal"]
