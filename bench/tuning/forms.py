@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.audit.cases import tile_name
 from bench.measure.contest import (
     SETS,
     Contest,
@@ -147,13 +148,3 @@ def contest(form: Form, sets: Sequence[Any], rig: Rig, tiles: Iterable[Tile] = (
         work = Work(bytes=float(matrices * poisoned()[form.outputs[0]].nbytes))
     truth = lambda: exact(None if keep is None else multiplier(keep))  # noqa: E731
     return Contest(ways, truth, work, baselines)
-
-
-def tile_name(tile: Tile) -> str:
-    """As in `python -m bench audit`.
-
-    >>> tile_name(Tile(128, 256, 64, 8, 3, parts=4))
-    '128x256/4x64 w8 s3'
-    """
-    parts = f"/{tile.parts}" if tile.parts > 1 else ""
-    return f"{tile.block_m}x{tile.block_n}{parts}x{tile.block_k} w{tile.warps} s{tile.stages}"

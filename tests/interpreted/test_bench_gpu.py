@@ -12,13 +12,14 @@ import pytest
 import torch
 from places import target
 
+from bench.audit.cases import tile_name
 from bench.commands import gpu
 from bench.gpu import layers as gpu_layers
 from bench.gpu.kinds import KINDS
 from bench.measure.contest import Rig
 from bench.measure.results import ResultsFile
 from bench.pages.gpu import failures
-from bench.tuning import attention_tiles, forms
+from bench.tuning import attention_tiles
 from fused_remat.triton import tables
 
 TARGET = target()
@@ -72,7 +73,7 @@ def test_every_way_is_right_and_timed(rows):
 def test_every_tile_and_rung_is_there(rows):
     ways = {(row["case"]["section"], row["case"]["name"]): row.get("ways", {}) for row in rows}
     for kernel, families in tables.TILES.items():
-        names = {forms.tile_name(tile) for tile in families["interpreter"]}
+        names = {tile_name(tile) for tile in families["interpreter"]}
         assert set(ways["tiles", f"tiles of {kernel}"]) == {"bare", *names}
     for kernel in attention_tiles.KERNELS:
         found = ways["attention tiles", f"tiles of attention_{kernel} causal"]
