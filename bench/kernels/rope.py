@@ -96,15 +96,17 @@ OP = Op("rope", of_model)
 OP.add_stock()
 
 
-def _without_norms(p: Rope) -> None:
+def _tables(p: Rope) -> tuple[Tensor, Tensor]:
+    """For who has no norm."""
     if p.name == NORMED:
         raise Absent("it has no norm")
+    return p.tables
 
 
 @OP.provider("liger", module="liger_kernel", needs="triton", in_place=True)
 def liger(p: Rope) -> Function:
     """Liger-Kernel's, which takes queries and keys apart and copies those of a packed x."""
-    _without_norms(p)
+    _tables(p)
     from liger_kernel.ops import LigerRopeFunction
 
     cos, sin = (t[None] for t in p.doubled_tables)
@@ -120,22 +122,19 @@ def liger(p: Rope) -> Function:
 @OP.provider("quack", module="quack", needs="cuda", in_place=True, optional=True)
 def quack(p: Rope) -> Function:
     """QuACK's, in place of a packed x."""
-    _without_norms(p)
+    tables, given = _tables(p), {"num_heads_q": p.nhead, "headdim": p.head_dim}
     from quack.rotary import apply_rotary_emb_qkv_
 
-    cos, sin = p.tables
-    given = {"num_heads_q": p.nhead, "headdim": p.head_dim}
-    return lambda x: apply_rotary_emb_qkv_(x, cos, sin, **given)
+    return lambda x: apply_rotary_emb_qkv_(x, *tables, **given)
 
 
 @OP.provider("flash-attn", module="flash_attn", needs="cuda", in_place=True, optional=True)
 def flash_attn(p: Rope) -> Function:
     """flash-attn's Triton kernel, in place of a packed x."""
-    _without_norms(p)
-    from flash_attn.layers.rotary import apply_rotary_emb_qkv_
+    tables, heads = _tables(p), (-1, p.head_dim)
+    from flash_attn.layers.rotary import apply_rotary_emb_qkv_ as apply
 
-    given = {"cos": p.tables[0], "sin": p.tables[1], "num_heads_q": p.nhead}
-    return lambda x: apply_rotary_emb_qkv_(x.unflatten(-1, (-1, p.head_dim)), **given).flatten(2)
+    return lambda x: apply(x.unflatten(-1, heads), *tables, num_heads_q=p.nhead).flatten(2)
 
 
 def _ours(p: Rope, backend: str) -> Function:

@@ -20,6 +20,7 @@ from bench.measure.contest import Rig
 from bench.measure.results import ResultsFile
 from bench.pages.gpu import failures
 from bench.tuning import attention_tiles
+from fused_remat.policies import EXACT_PRESETS
 from fused_remat.triton import tables
 
 TARGET = target()
@@ -91,19 +92,11 @@ def test_the_long_case_is_compared_with_what_keeps_all(rows):
     assert {"eager", "none"} <= set(row["ways"]["eager"]["ratio"])
 
 
-def test_one_long_sequence_on_a_gpu():
-    """Of the presets and the stock ways, with enough time and before what matters less."""
-    rig = Rig(torch.device("cpu"), torch.bfloat16, False, TARGET, ends=0.0)  # nothing is made of it
-    ((case, _),) = gpu.SECTIONS["long"].entries(rig)
-    assert case == {"name": "pre-norm", "width": 2048, "seq_len": 32768}
-    assert gpu_layers.long_encoder(rig).batch == 1
-    order = list(gpu.SECTIONS)
-    assert order.index("layers") < order.index("long") < order.index("model")
-
-
 def test_every_way_of_a_profile_is_taken_apart(rows):
     (row,) = [row for row in rows if row["case"]["section"] == "profile"]
+    assert list(row["ways"]) == ["eager", "checkpoint", *EXACT_PRESETS]
     for name, way in row["ways"].items():
+        assert way["us"]["p50"] - way["busy_us"] == way["gaps_us"]
         assert set(way["kinds_us"]) == set(KINDS) and way["launches"] and way["kernels"], name
         assert {"products", "attention", "norms", "pointwise"} == set(way["least_us"]), name
         assert {"us", "check", "ratio", "host_us", "busy_us", "gaps_us"} <= set(way), name

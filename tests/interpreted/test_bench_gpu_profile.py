@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from bench.audit import cases as audit_cases
-from bench.gpu import floors, kinds, profile
+from bench.commands import gpu
+from bench.gpu import floors, kinds, layers, profile
 from bench.measure.contest import Rig
 from bench.pages.gpu import profile_table
-from bench.subjects.layer_ways import WAYS
 from bench.subjects.layers import Case
-from fused_remat.policies import EXACT_PRESETS
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 #: As CUDA 12 and 13, ATen and cuDNN 9 name them on Hopper.
@@ -166,21 +165,14 @@ def test_the_least_is_what_the_graph_computes():
         floors.parts_of("torch_remat", example)
 
 
-def test_rows_of_a_profile_on_a_cpu():
-    """What a row of a GPU's has, of every way; no ceiling, no least."""
-    rig = Rig(torch.device("cpu"), torch.float32, True, None, 0.0)
-    case = Case("float32", "pre", 0.0, 1, 5, 16, 2, causal=True, attention_dropout=0.0)
-    row = profile.measure(case, rig)
-    assert list(row["ways"]) == list(profile.WAYS) == [*list(WAYS)[:2], *EXACT_PRESETS]
-    for found in row["ways"].values():
-        assert set(found["kinds_us"]) == set(kinds.KINDS) and found["launches"] > 10
-        assert found["us"]["p50"] - found["busy_us"] == found["gaps_us"]
-        assert found["check"] and found["kernels"] and found["least_us"] == {}
-
-
 def test_what_is_profiled_on_a_gpu():
+    """And the one long sequence of the presets and the stock ways, before what matters less."""
     rig = Rig(torch.device("cpu"), torch.bfloat16, False, None, 0.0)  # no tensor is made of it
     cases = [case for case, _ in profile.profile_entries(rig)]
     assert [(case["width"], case["seq_len"]) for case in cases] == [
         (2048, 2048), (1024, 2048), (4096, 2048), (2048, 32768),
     ]  # fmt: skip
+    ((case, _),) = gpu.SECTIONS["long"].entries(rig)
+    assert case == cases[-1] and layers.long_encoder(rig).batch == 1
+    order = list(gpu.SECTIONS)
+    assert order.index("layers") < order.index("long") < order.index("model")
