@@ -23,7 +23,7 @@ from fused_remat.triton.launch import Launch
 _aten = torch.ops.aten
 ELEMENTS = 1 << 26  # 128 MiB in bfloat16, twice an H200's cache
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
-NORM = NormSpec(eps=1e-5)
+NORM, AFFINE = NormSpec(eps=1e-5), {"weight": "D", "shift": "D"}
 
 
 def _sum_norm(t: Any) -> Results:
@@ -39,14 +39,9 @@ def _norm_fwd(t: Any, out: Results) -> Launch:
 
 
 SUM_NORM = Form(
-    {"x": "TD", "residual": "TD", "weight": "D", "shift": "D"},
-    _sum_norm,
-    _norm_fwd,
-    products=0,
-    outputs=("total", "y"),
-    shape="TD",
-    dropped=True,
-)
+    {"x": "TD", "residual": "TD", **AFFINE}, _sum_norm, _norm_fwd,
+    products=0, outputs=("total", "y"), shape="TD", dropped=True,
+)  # fmt: skip
 ACT_FWD = Form(
     {"x": "TF"},
     lambda t: {"y": t.drop(F.gelu(t.x))},

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.measure.contest import Entry, Results, Rig
 from bench.tuning.forms import Form
-from bench.tuning.pointwise import NORM
+from bench.tuning.pointwise import AFFINE, NORM
 from fused_remat.steps.norm import norm_fwd
 from fused_remat.triton import cross_entropy, pointwise, products, tables
 from fused_remat.triton import norm as norms
@@ -106,12 +106,9 @@ def _norm_first(t: Any, out: Results) -> None:
 
 
 LINEAR_NORMED = Form(
-    {"x": "TD", **_UP, "weight": "D", "shift": "D"},
-    _normed,
-    _linear_normed,
-    others={"split": _norm_first},
+    {"x": "TD", **_UP, **AFFINE}, _normed, _linear_normed, None, {"split": _norm_first},
     derive=_statistics,
-)
+)  # fmt: skip
 
 
 def _gated(t: Any, out: Results, tile: Tile | None = None) -> Launch:
@@ -240,12 +237,7 @@ LOSS = Form(
     derive=_labels,
 )
 LOSS_BWD = Form(
-    {"x": "TD", **_UP},
-    _dlogits,
-    _loss_gradient,
-    _product,
-    outputs=("dlogits",),
-    derive=_saved,
+    {"x": "TD", **_UP}, _dlogits, _loss_gradient, _product, outputs=("dlogits",), derive=_saved
 )
 
 
