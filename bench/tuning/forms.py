@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -92,13 +93,8 @@ def contest(form: Form, sets: Sequence[Any], rig: Rig, tiles: Iterable[Tile] = (
         return {name: rig.poisoned(*shape, dtype=form.dtype) for name in form.outputs}
 
     def exact(scale: Tensor | None) -> Results:
-        doubled = {
-            name: value.double()
-            if isinstance(value, Tensor) and value.is_floating_point()
-            else value
-            for name, value in vars(sets[0]).items()
-        }
-        t = SimpleNamespace(**doubled, drop=lambda x: x if scale is None else x * scale)
+        t = SimpleNamespace(**vars(sets[0]), drop=lambda x: x if scale is None else x * scale)
+        vars(t).update({name: getattr(t, name).double() for name in form.operands})
         return {**form.aten(t), **(form.bare(t) if form.bare else {})}
 
     def aten(index: int) -> Results:
@@ -145,6 +141,6 @@ def contest(form: Form, sets: Sequence[Any], rig: Rig, tiles: Iterable[Tile] = (
         work = Work(flops=2.0 * form.products * sizes["T"] * sizes["D"] * sizes["F"])
     else:
         matrices = len(form.outputs) + sum(name[0] == "T" for name in form.operands.values())
-        work = Work(bytes=float(matrices * poisoned()[form.outputs[0]].nbytes))
+        work = Work(bytes=float(matrices * math.prod(shape) * rig.dtype.itemsize))
     truth = lambda: exact(None if keep is None else multiplier(keep))  # noqa: E731
     return Contest(ways, truth, work, baselines)

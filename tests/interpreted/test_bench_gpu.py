@@ -16,6 +16,7 @@ from bench.audit.cases import tile_name
 from bench.commands import gpu
 from bench.gpu import layers as gpu_layers
 from bench.gpu.kinds import KINDS
+from bench.measure import options
 from bench.measure.contest import Rig
 from bench.measure.results import ResultsFile
 from bench.pages.gpu import failures
@@ -175,32 +176,24 @@ def test_what_is_given_again_tries_again_where_a_process_ended(tmp_path):
     assert gpu.rows_of("now", ResultsFile(path, {"gpu": "another"}, {})) == []
 
 
-def test_workers_that_never_end_well_are_a_failure(monkeypatch, tmp_path):
-    """Though they wrote nothing that says so."""
-    failed = types.SimpleNamespace(returncode=1)
-    monkeypatch.setattr(gpu.subprocess, "run", lambda command, **rest: failed)
-    monkeypatch.setattr(gpu, "INTERPRETED", False)
-    monkeypatch.setattr("bench.measure.options.INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpu.main(["--out", str(tmp_path / "new")]) == 1
-    with pytest.raises(SystemExit, match="2"):
-        gpu.parse(["--minutes", "0.2"])
-
-
-def test_workers_follow_one_another_until_one_ends_well(monkeypatch, tmp_path):
-    statuses, commands = [gpu.BROKEN, 1, 0, 0], []
+@pytest.mark.parametrize(("statuses", "status"), [((gpu.BROKEN, 1, 0), 0), ((1,) * 8, 1)])
+def test_workers_follow_one_another_until_one_ends_well(statuses, status, monkeypatch, tmp_path):
+    """That none does is a failure, though they wrote nothing that says so."""
+    left, commands = list(statuses), []
 
     def run(command, **rest):
         commands.append(command)
-        return types.SimpleNamespace(returncode=statuses[len(commands) - 1])
+        return types.SimpleNamespace(returncode=left.pop(0))
 
     monkeypatch.setattr(gpu.subprocess, "run", run)
-    args = gpu.argparse.Namespace(
-        out=tmp_path, minutes=8.0, dtype="bfloat16", sections=list(gpu.SECTIONS)
-    )
-    assert gpu.supervise(args, "now") == 0
-    assert len(commands) == 3 and commands[0][:4] == [sys.executable, "-m", "bench", "gpu"]
-    assert "--run" in commands[0]
+    for module in (gpu, options):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu.main(["--out", str(tmp_path / "new")]) == status and not left
+    assert all(command[:4] == [sys.executable, "-m", "bench", "gpu"] for command in commands)
+    assert all("--run" in command for command in commands)
+    with pytest.raises(SystemExit, match="2"):
+        gpu.parse(["--minutes", "0.2"])
 
 
 def test_dry_runs_are_interpreted(monkeypatch):
