@@ -7,13 +7,11 @@ audited is what runs. A case is "default" if ordinary tensors lead to it: aligne
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.audit import attention as audit_attention
-from bench.audit.attention import meta
+from bench.audit.attention import Case, attention_cases, meta
 from fused_remat.formats import BLOCK, Quantized
 from fused_remat.random import DropoutMask, Uniform
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
@@ -39,15 +37,6 @@ SMS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 188, 0: 304}
 def target(arch: int) -> Target:
     """The target of an architecture, e.g. 90; 0 for gfx942."""
     return Target("cuda" if arch else "hip", arch, SMS[arch])
-
-
-class Case(NamedTuple):
-    """One launch to compile."""
-
-    name: str  # kernel, sizes and what is special
-    launch: Launch
-    default: bool  # whether ordinary tensors lead to it
-    product: bool  # whether it is a matrix product
 
 
 def _keep(width: int) -> DropoutMask:
@@ -331,4 +320,4 @@ def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
         yield from (Case(name, launch, True, False) for name, launch in make(at, dtype))
     if dtype.itemsize == 2:
         yield from gemm_cases(at, dtype)
-        yield from (Case(*fields) for fields in audit_attention.attention_cases(at, dtype))
+        yield from attention_cases(at, dtype)
