@@ -108,11 +108,8 @@ def _between(rows: Sequence[Row], row: Row, way: str, baseline: str) -> str:
 
 def of_profile(rows: Sequence[Row], width: int, seq_len: int, way: str, baseline: str) -> str:
     """The least of a way's step relative to the baseline's step, and what takes how much more."""
-    at = {"width": width, "seq_len": seq_len}
-    profiles = (
-        r["ways"] for r in _rows(rows, "profile", "pre-norm") if at.items() <= r["case"].items()
-    )
-    ways = next(profiles, {})
+    at, profiles = {"width": width, "seq_len": seq_len}, _rows(rows, "profile", "pre-norm")
+    ways = next((r["ways"] for r in profiles if at.items() <= r["case"].items()), {})
     if not all("kinds_us" in ways.get(name, {}) for name in (way, baseline)):
         return "not profiled"
     found, least = ways[way], ways[way]["least_us"]
@@ -128,18 +125,13 @@ def of_profile(rows: Sequence[Row], width: int, seq_len: int, way: str, baseline
     return f"{said}; above the least, µs: {', '.join(parts) or 'nothing'}"
 
 
-def _ceiling(rows: Sequence[Row], unit: str) -> float | None:
-    found = (way.get(unit) for row in _rows(rows, "ceilings") for way in row["ways"].values())
-    return next((float(most) for most in found if most), None)
-
-
 def _mlp_least(rows: Sequence[Row], row: Row, baseline: str) -> str:
-    most, case = _ceiling(rows, "TFLOP/s"), row["case"]
-    theirs = row["ways"].get(baseline, {})
-    if most is None or "tokens" not in case or "us" not in theirs:
+    ceilings = [way for found in _rows(rows, "ceilings") for way in found["ways"].values()]
+    most = [way["TFLOP/s"] for way in ceilings if "TFLOP/s" in way]
+    case, theirs = row["case"], row["ways"].get(baseline, {})
+    if not most or "tokens" not in case or "us" not in theirs:
         return ""
-    flops = _MLP_PRODUCTS * 2.0 * case["tokens"] * 4 * case["width"] ** 2
-    least = flops / most / 1e6
+    least = _MLP_PRODUCTS * 2e-6 * case["tokens"] * 4 * case["width"] ** 2 / most[0]
     said = f"{_MLP_PRODUCTS} products take {least:,.0f} µs at least"
     return f"{said}, {least / theirs['us']['p50']:.2f}× {baseline}'s step"
 
