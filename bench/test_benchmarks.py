@@ -22,7 +22,7 @@ from bench.measure.case import DTYPES
 from bench.measure.checks import Checks
 from bench.measure.contest import SETS, Rig, admit
 from bench.measure.machine import environment, synchronize
-from bench.measure.step_contest import Steps
+from bench.measure.steps import Steps
 from bench.subjects.layer_ways import BASELINE, WAYS
 from bench.subjects.layers import Case
 from fused_remat.policies import EXACT_PRESETS
@@ -32,8 +32,8 @@ from fused_remat.triton.launch import INTERPRETED, target_of
 SIZES = {name: Size(MODELS[name], 1, 128) for name in ("gpt2", "smollm-135m")}
 ROUNDS, WARMUP = 15, 2
 DEVICE = torch.device(options.DEVICE)
-#: What is trained in there.
-LAYER = Case(options.DTYPE[DEVICE.type], "pre", 0.0, 1, 256, 256, 4)
+#: In the dtype that is trained in there.
+LAYER = Case("bfloat16" if DEVICE.type == "cuda" else "float32", "pre", 0.0, 1, 256, 256, 4)
 #: The machine, the versions and the commit, as every benchmark's extra_info has them.
 MEASURED_ON = environment(DEVICE)
 
@@ -99,7 +99,7 @@ def test_layer(way: str, benchmark: Any) -> None:
     """A training step of one layer, forward and backward."""
     subject = LAYER.subject(DEVICE)
     steps = Steps(rig())
-    steps.admit_way(WAYS[way], subject, Checks(subject))
+    steps.admit_way(WAYS[way], Checks(subject))
     assert way in steps.forwards, steps.rows
     forward = steps.forwards[way]
     benchmark.group = "layer"

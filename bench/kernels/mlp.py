@@ -14,8 +14,8 @@ from bench.kernels import linear
 from bench.kernels.linear import Products
 from bench.kernels.problem import Function, Op, Problem, Ways, accumulated, through_autograd
 from bench.kernels.shapes import Size
-from bench.measure.admission import Absent
 from bench.measure.contest import Rig
+from bench.measure.registry import Absent
 from fused_remat import ops
 
 #: Our name of an activation -> QuACK's of one whose result multiplies another matrix.
