@@ -268,14 +268,16 @@ def test_rows_more_than_2_31_elements_apart(offset):
 @pytest.mark.parametrize("layout", ["aligned", "misaligned"])
 def test_every_tile_of_the_tables(kernel, layout):
     from bench.measure.contest import Rig, admit
-    from bench.tuning.product_tiles import contest
-    from bench.tuning.products import Mlp
+    from bench.tuning.forms import contest
+    from bench.tuning.products import TILED
 
-    m = Mlp(Rig(DEVICE, BF16, not ON_GPU, target(), ends=0.0), *sized(2048, 1024, 4096))
-    if layout == "misaligned":
-        m.xs, m.dys = ([misaligned(t) for t in ts] for ts in (m.xs, m.dys))
-    rows = admit(contest(m, kernel))
-    assert len(rows) == 1 + len(tables.TILES[kernel][tables.family(target())])
+    rig, sizes = Rig(DEVICE, BF16, not ON_GPU, target(), ends=0.0), sized(2048, 1024, 4096)
+    form, tiles = TILED[kernel], tables.TILES[kernel][tables.family(target())]
+    sets = form.draw(rig, dict(zip("TDF", sizes, strict=True)))
+    for t in sets if layout == "misaligned" else ():
+        vars(t).update({n: misaligned(getattr(t, n)) for n in ("x", "dy") if n in form.operands})
+    rows = admit(contest(form, sets, rig, tiles))
+    assert len(rows) == 1 + len(tiles)
     assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
 
 
