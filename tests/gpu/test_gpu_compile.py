@@ -2,56 +2,38 @@
 
 import pytest
 import torch
-from places import BF16, DEVICE, ON_GPU, error_of, normal, sized
+from gpu_layers import B, D, S, data, stack_of, step
+from places import BF16, assert_bits, deterministic, error_of, normal
 from reference import EXACT_PRESETS
-from torch import nn
 
-from fused_remat import FusedRematLayer
 from fused_remat.report.allocations import SavedBytes
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
 ]
-B, S, D, H = sized(4, 512, 1024, 8) if ON_GPU else (2, 9, 24, 3)
 
 
 @pytest.fixture(autouse=True)
-def deterministic():
-    """The routines of forward and backward are then the same, compiled or not."""
+def same_routines():
+    """Of forward and backward, compiled or not."""
     torch._dynamo.reset()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def encoder(policy, dropout=0.1):
-    torch.manual_seed(0)
-    how = {"batch_first": True, "norm_first": True, "device": DEVICE, "dtype": BF16}
-    layer = FusedRematLayer(D, H, 4 * D, dropout, **how, policy=policy)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-def step(call, x, model):
-    torch.manual_seed(1)
-    x = x.detach().requires_grad_()
-    y = call(x)
-    return [y, *torch.autograd.grad(y.float().square().mean(), [x, *model.parameters()])]
+    with deterministic():
+        yield
 
 
 @pytest.mark.composes("torch.compile", "Inductor on CUDA: eager mode's bits and bytes kept")
 @pytest.mark.parametrize("policy", EXACT_PRESETS)
 def test_inductor(policy):
-    model = encoder(policy)
+    model = stack_of([policy] * 2)
     call = torch.compile(model, fullgraph=True, dynamic=True)
     for batch in (B, B + 1):
         x = normal(BF16, batch, S, D)
-        for got, expected in zip(step(call, x, model), step(model, x, model), strict=True):
-            assert torch.equal(got, expected)
+        assert_bits(step(call, model, x), step(model, model, x))
     kept = []
     for way in (model, call):
         with SavedBytes(exclude=model.parameters()) as saved:
-            y = way(normal(BF16, B, S, D).requires_grad_())
+            y = way(data().requires_grad_())
         kept.append(saved.total)
         del y
     assert kept[0] == kept[1]
@@ -61,9 +43,9 @@ def test_inductor(policy):
     "torch.compile", 'mode="reduce-overhead" (CUDA graphs), dropout anew at every step'
 )
 def test_reduce_overhead():
-    model = encoder("lean", dropout=0.5)
+    model = stack_of(["lean"] * 2, dropout=0.5)
     call = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-    x = normal(BF16, B, S, D)
+    x = data()
     made = []
     for seed in (1, 2, 1, 2, 1):
         torch.compiler.cudagraph_mark_step_begin()

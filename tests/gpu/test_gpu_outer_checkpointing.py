@@ -4,22 +4,16 @@ import functools
 
 import pytest
 import torch
-from places import BF16, DEVICE, ON_GPU, error_of, normal, sized
+from gpu_layers import APART, data, stack_of
+from places import DEVICE, ON_GPU, error_of
 from reference import EXACT_PRESETS
-from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from fused_remat import FusedRematLayer
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not ON_GPU, reason="reads the generator of CUDA"),
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
 ]
-B, S, D, H = sized(4, 256, 512, 8, tiny=(2, 9, 24, 3))
-#: Of two runs of a call in bfloat16, whose attention may add in any order (test_encoder_layers.py);
-#: other dropout masks would be some 0.5 apart.
-APART = 2e-2
 
 
 def step(model, forward, x, dy):
@@ -38,14 +32,8 @@ def step(model, forward, x, dy):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("backend", ["triton", "eager"])
 def test_the_same_as_without(backend, use_reentrant):
-    torch.manual_seed(0)
-    layers = [
-        FusedRematLayer(D, H, 4 * D, 0.5, batch_first=True, norm_first=i % 2 == 0, device=DEVICE,
-                        dtype=BF16, policy=policy, backend=backend)
-        for i, policy in enumerate(EXACT_PRESETS)
-    ]  # fmt: skip
-    model = nn.Sequential(*layers)
-    x, dy = normal(BF16, B, S, D), normal(BF16, B, S, D)
+    model = stack_of(EXACT_PRESETS, 0.5, alternating=True, backend=backend)
+    x, dy = data(), data()
     way = functools.partial(checkpoint, use_reentrant=use_reentrant)
     found, states = step(model, lambda x: functools.reduce(lambda h, m: way(m, h), model, x), x, dy)
     expected, expected_states = step(model, model, x, dy)

@@ -2,34 +2,28 @@
 
 import pytest
 import torch
-from places import DEVICE, ON_GPU, normal
+from gpu_layers import B, D, S, data, layer_of, stack_of
+from places import DEVICE, ON_GPU, assert_bits
 
-from fused_remat import FusedRematLayer
+from fused_remat import Policy
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not ON_GPU, reason="runs on CUDA streams"),
 ]
-B, S, D, H = 8, 512, 512, 8
 
 
-def layer_of(policy):
-    torch.manual_seed(0)
-    how = {"batch_first": True, "norm_first": True, "device": DEVICE, "dtype": torch.bfloat16}
-    return FusedRematLayer(D, H, 4 * D, 0.1, policy=policy, **how)
-
-
-def step(layer, x, stream=None):
+def step(model, x, stream=None):
     """Gradients, forward on `stream`; what it frees is written over at once by another tensor."""
     torch.manual_seed(1)
     here = torch.cuda.current_stream()
     stream = here if stream is None else stream
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
-        y = layer(x)
+        y = model(x)
     here.wait_stream(stream)
     y.record_stream(here)
-    grads = torch.autograd.grad(y.float().square().mean(), list(layer.parameters()))
+    grads = torch.autograd.grad(y.float().square().mean(), list(model.parameters()))
     del y
     for side in (here, stream):
         with torch.cuda.stream(side):
@@ -37,18 +31,20 @@ def step(layer, x, stream=None):
     return grads
 
 
+OFFLOAD = Policy(save={"attn", "qkv"}, offload={"input", "qkv"})
+
+
 @pytest.mark.composes(
     "Concurrency and faults",
     "layers on two CUDA streams, forward on a side stream and backward on the default one",
 )
-@pytest.mark.parametrize("policy", ["full", "none"])
+@pytest.mark.parametrize("policy", ["full", "none", OFFLOAD], ids=["full", "none", "offload"])
 def test_forward_on_a_side_stream_and_backward_on_the_default_one(policy):
-    layer, x = layer_of(policy), normal(torch.bfloat16, B, S, D).detach()
-    expected = step(layer, x)
-    side = torch.cuda.Stream()
+    """Of several layers: what the last one offloads does not leave."""
+    model, x = stack_of([policy] * 3), data()
+    expected, side = step(model, x), torch.cuda.Stream()
     for _ in range(5):
-        got = step(layer, x, side)
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert_bits(step(model, x, side), expected)
 
 
 @pytest.mark.composes(
@@ -56,8 +52,7 @@ def test_forward_on_a_side_stream_and_backward_on_the_default_one(policy):
     "layers on two CUDA streams, forward on a side stream and backward on the default one",
 )
 def test_two_layers_on_two_streams():
-    layers = [layer_of("full"), layer_of("fast")]
-    x = normal(torch.bfloat16, B, S, D).detach()
+    layers, x = [layer_of("full"), layer_of("fast")], data()
     expected = [step(layer, x) for layer in layers]
     here, streams = torch.cuda.current_stream(), [torch.cuda.Stream() for _ in layers]
     for _ in range(5):
@@ -70,5 +65,4 @@ def test_two_layers_on_two_streams():
         for stream in streams:
             here.wait_stream(stream)
         params = [p for layer in layers for p in layer.parameters()]
-        got = torch.autograd.grad(losses, params)
-        assert all(torch.equal(a, b) for a, b in zip(got, sum(expected, ()), strict=True))
+        assert_bits(torch.autograd.grad(losses, params), sum(expected, ()))

@@ -3,6 +3,7 @@
 In deterministic mode, where PyTorch fills what is not written with NaN.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -227,35 +228,30 @@ def test_windows_wider_than_32_bits_hold_sums_of(far, right):
         check(s, window=(far, far if right == "far" else 0), **packed)
 
 
-@pytest.mark.parametrize("call", ["plain", "causal", "bias of heads", "all"])
-@pytest.mark.parametrize("lengths", [(0.5, 1.0), (1.0, 0.6), (0.001, 1.0)], ids=str)
-def test_other_lengths(call, lengths):
-    """The last query is at the last key."""
-    whole = sizes_of()
-    m, n = max(1, int(lengths[0] * whole.m) - 3), max(1, int(lengths[1] * whole.n))
-    s = sizes_of(h=4, kv=4, m=m, n=n)  # of one query and two heads, an error is no mean
-    check(s, **CALLS[call](s))
-
-
-@pytest.mark.parametrize("call", ["plain", "causal", "bias of heads", "causal dropout"])
-@pytest.mark.parametrize("heads", at([(8, 2), (4, 1), (6, 3)], [(4, 1), (6, 2)]), ids=str)
-def test_shared_key_heads(call, heads):
-    s = sizes_of(h=heads[0], kv=heads[1])
-    check(s, **CALLS[call](s))
+#: The last query is at the last key; of one query and two heads, an error is no mean.
+LENGTHS = [
+    {"h": 4, "kv": 4, "m": at(513, 17), "n": at(1032, 40)},
+    {"h": 4, "kv": 4, "m": at(1029, 37), "n": at(619, 24)},
+    {"h": 4, "kv": 4, "m": 1, "n": at(1032, 40)},
+]
+SHARED = [{"h": h, "kv": kv} for h, kv in at([(8, 2), (4, 1), (6, 3)], [(4, 1), (6, 2)])]
+WIDTHS = [{"e": e} for e in at([16, 40, 64, 80, 96, 128, 192, 256], [1, 8, 20, 40, 72, 256])]
+WIDTHS += [{"e": e, "v": v} for e, v in ((64, 128), (192, 128), (33, 20))]
 
 
 @EITHER
-@pytest.mark.parametrize("call", at(["plain", "causal dropout", "all"], ["causal dropout"]))
-@pytest.mark.parametrize("width", at([16, 40, 64, 80, 96, 128, 192, 256], [1, 8, 20, 40, 72, 256]))
-def test_heads_of_any_width(width, call, dtype):
-    s = sizes_of(dtype, e=width)
-    check(s, **CALLS[call](s))
-
-
-@pytest.mark.parametrize("call", ["causal", "all"])
-@pytest.mark.parametrize("widths", [(64, 128), (192, 128), (33, 20)], ids=str)
-def test_values_of_another_width(call, widths):
-    s = sizes_of(e=widths[0], v=widths[1])
+@pytest.mark.parametrize(
+    "sizes, call",
+    [
+        *itertools.product(LENGTHS, ["plain", "causal", "bias of heads", "all"]),
+        *itertools.product(SHARED, ["plain", "causal", "bias of heads", "causal dropout"]),
+        *itertools.product(WIDTHS, at(["plain", "causal dropout", "all"], ["causal dropout"])),
+    ],
+    ids=str,
+)
+def test_sizes(sizes, call, dtype):
+    """Lengths that differ, key heads that are shared, heads and values of any width."""
+    s = sizes_of(dtype, **sizes)
     check(s, **CALLS[call](s))
 
 

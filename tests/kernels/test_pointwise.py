@@ -20,6 +20,7 @@ from places import (
     normal,
     poisoned,
     run,
+    served,
     sized,
     target,
     wide,
@@ -30,6 +31,7 @@ from fused_remat.steps.activation import ACTIVATIONS, activation_bwd, activation
 from fused_remat.steps.linear import linear_fwd
 from fused_remat.steps.norm import norm_fwd
 from fused_remat.steps.residual import dropout, residual_add
+from fused_remat.steps.storage import QuantizeCall, quantize
 from fused_remat.triton import norm, pointwise, products
 
 DTYPES = [BF16, torch.float32]
@@ -122,20 +124,25 @@ def test_activations_at_the_ends_of_the_line(act):
     slope = activation_bwd(act, one.double(), None, x.double(), None, False)[1]
     dx = run(activation_bwd, act, one, None, x, None, False)[1]
     torch.testing.assert_close(dx.double(), slope, rtol=1e-5, atol=1e-6)
+    spoiled = x.masked_fill(x == 0.2, torch.nan)
+    assert torch.equal(served(activation_fwd, act, None, spoiled, None).isnan(), spoiled.isnan())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("act", pointwise.PAIRS)
-def test_not_a_number_stays_one(act):
-    y, x = torch.zeros(1, 3, device=DEVICE), torch.tensor([[1.0, torch.nan, 2.0]], device=DEVICE)
-    pointwise.act_fwd(x, act, None, y).run()
-    assert y.isnan().tolist() == [[False, True, False]]
-
-
-def test_rows_more_than_2_31_elements_apart():
+@pytest.mark.parametrize(
+    "function, args",
+    [
+        (residual_add, lambda x: (x, x.clone(), None)),
+        (activation_fwd, lambda x: ("gelu", None, x, None)),
+        (norm_fwd, lambda x: (NormSpec(), x, None, None)),
+        (quantize, lambda x: (x, QuantizeCall("int8"))),
+    ],
+    ids=["residual", "activation", "norm", "codes"],
+)
+def test_rows_more_than_2_31_elements_apart(function, args):
+    """The same bits as of a copy."""
     x = far_apart(3, 64)
-    y = run(residual_add, x, torch.zeros(3, 64, dtype=x.dtype, device=DEVICE), None)
-    assert torch.equal(y, x)
+    found, expected = (run(function, *args(t)) for t in (x, x.clone()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
