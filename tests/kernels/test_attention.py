@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import reference
 import torch
+from accuracy import check_error
 from block_inputs import results
 from places import BF16, DEVICE, ON_GPU, PLACE, assert_bits, at, deterministic, normal, sized
 from tiers import pairwise
@@ -113,14 +114,8 @@ def check(s, inputs=None, **options):
     with DEVICE:
         theirs = run(plain, *cleaned, options, torch.Tensor.float)
         exact = run(plain, *cleaned, options, torch.Tensor.double)
-    largest = max(1e-30, *(t.norm().item() for t in exact.values()))
-    for name, true in exact.items():
-        # A gradient that is all cancellation has no relative error of its own.
-        scale = true.norm().item() if true.norm().item() > 1e-3 * largest else largest
-        made = found[name], theirs[name].to(s.dtype)
-        error, other = ((t.double() - true).norm().item() / scale for t in made)
-        allowed = 1.5 * other + FLOOR[s.dtype]
-        assert error <= allowed, f"relative error of {name} is {error:.1e}, allowed {allowed:.1e}"
+    rounded = [t.to(s.dtype) for t in theirs.values()]
+    check_error([*found.values()], rounded, [*exact.values()], [*exact], floor=FLOOR[s.dtype])
     return found
 
 
