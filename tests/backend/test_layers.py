@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accuracy import check_error, scales
-from decoder_cases import pair as decoder_pair
 from op_cases import CASES
 from places import BF16, DEVICE, ON_GPU, ROUTES, assert_bits, at, deterministic, error_of, normal
 from reference import EXACT_PRESETS, pair, randomize
@@ -160,8 +159,8 @@ def decoder(norm_first, hints=False):
     """Causal, and the memory padded; or both attentions causal by hints, which stand for masks."""
 
     def make(dropout, policy):
-        sizes = {"d_model": D, "nhead": H, "dim_feedforward": 4 * D}
-        return decoder_pair(policy, dropout=dropout, norm_first=norm_first, **sizes)
+        how = {"batch_first": True, "norm_first": norm_first, "activation": "gelu"}
+        return pair(D, H, 4 * D, dropout, policy=policy, decoder=True, **how)
 
     def masks(dtype):
         hint = torch.zeros(1, 1, device=DEVICE)
