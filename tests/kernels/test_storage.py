@@ -8,7 +8,6 @@ from places import (
     BF16,
     DEVICE,
     PLACE,
-    TRITON,
     assert_bits,
     at,
     deterministic,
@@ -157,9 +156,9 @@ def said_of(function, *args):
 def test_formats_without_kernels_are_atens():
     x = normal(F32, 5, 130)
     for stored in sorted(set(formats.FORMATS) - storage.KERNELS):
-        packed = Quantized(stored, TRITON[quantize](x, QuantizeCall(stored)), 130, x.dtype)
-        assert torch.equal(TRITON[dequantize](packed), packed.tensor())
-        assert TRITON[activation_fwd]("relu", None, packed, None).shape == x.shape
+        packed = Quantized(stored, served(quantize, x, QuantizeCall(stored)), 130, x.dtype)
+        assert torch.equal(served(dequantize, packed), packed.tensor())
+        assert served(activation_fwd, "relu", None, packed, None).shape == x.shape
         for said in (
             said_of(dequantize, packed),
             said_of(activation_fwd, "relu", None, packed, None),
