@@ -201,8 +201,8 @@ WIDTHS += [{"e": e, "v": v} for e, v in ((64, 128), (192, 128), (33, 20))]
 @pytest.mark.parametrize(
     "sizes, call",
     [
-        *itertools.product(LENGTHS, ["plain", "causal", "bias of heads", "all"]),
         *itertools.product(SHARED, ["plain", "causal", "bias of heads", "causal dropout"]),
+        *itertools.product(LENGTHS, ["plain", "causal", "bias of heads", "all"]),
         *itertools.product(WIDTHS, at(["plain", "causal dropout", "all"], ["causal dropout"])),
     ],
     ids=str,
