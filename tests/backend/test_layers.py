@@ -266,14 +266,16 @@ def test_sequences_one_at_a_time(policy, pieces, monkeypatch):
 
 
 FROZEN = {
-    "a weight": lambda name: name == "linear2.weight",
-    "a layer": lambda name: name.startswith("linear1"),
-    "all but a layer": lambda name: not name.startswith("linear2"),
+    "a weight": lambda name: name in ("linear2.weight", "down.weight"),
+    "a layer": lambda name: name.startswith(("linear1", "up")),
+    "all but a layer": lambda name: not name.startswith(("linear2", "down")),
 }
 
 
 @pytest.mark.parametrize(
-    "name, policy, frozen", pairwise(list(ENCODERS), ["full", "fast"], list(FROZEN)), ids=str
+    "name, policy, frozen",
+    pairwise([*ENCODERS, "llama"], ["full", "fast"], list(FROZEN)),
+    ids=str,
 )
 def test_frozen_parameters(name, policy, frozen, routes):
     _, fused = SUBJECTS[name].layers(0.2, policy, dtype := at(BF16, F32))
