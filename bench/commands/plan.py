@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench.commands.layers import heads
-from bench.figures import plans as figure
+from bench.figures.plans import picture
 from bench.measure.case import DTYPES, Forward, Subject
 from bench.measure.checks import Checks
 from bench.measure.contest import Rig
@@ -206,11 +206,12 @@ def main(arguments: Sequence[str]) -> int:
             print(f"\n{title(row)}, {row['rounds']} rounds")
             for heading, make in TABLES.items():
                 print(f"\n{heading}\n\n{make(row)}")
-        pictures = figure.draw(data, path.parent, path.stem)
+        made = picture(path, data["results"])
+        made.write()
     except (ValueError, ImportError) as error:
         print(f"python -m bench plan: {error}", file=sys.stderr)
         return 2
-    print("", path, *pictures, sep="\n")
+    print("", path, *made.files, sep="\n")
     return int(any(map(wrong, rows)))
 
 

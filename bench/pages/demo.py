@@ -13,13 +13,12 @@ def results() -> Row:
     return found
 
 
-def demo_table() -> str:
+def table() -> str:
     """The demo's results, a row per way."""
-    found = results()
     head = ("", "validation loss", "bytes kept per token per layer", "whole-step peak", "step time")
     rows = [
         [way, number(r["validation_loss"], 3), number(r["kept_bytes_per_token_per_layer"]),
          mib(r["step_peak_bytes"]), times(r["step_time_ratio"])]
-        for way, r in found["ways"].items()
+        for way, r in results()["ways"].items()
     ]  # fmt: skip
     return markdown(head, rows)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from bench.formats.errors import KINDS
-from bench.tables import RESULTS, Row, load, machine_line, markdown
+from bench.tables import RESULTS, Row, machine_line, markdown, part
 
 UNMEASURED = "Not measured yet: `python -m bench formats`."
 
 
-def section(path: Path = RESULTS / "formats-cpu.json") -> str:
+def section() -> str:
     """A row for each shape and size of outliers: the largest ratio to the error of "none"."""
-    data = load(path)
-    if data is None:
-        return UNMEASURED
-    rows = data["results"]
-    ways = [way for way in rows[0]["ways"] if way != "none"]
+    return part(RESULTS / "formats-cpu.json", _table, UNMEASURED)
+
+
+def _table(data: Row) -> str:
+    ways = [way for way in data["results"][0]["ways"] if way != "none"]
     head = ("layer", "outliers", "bf16's own error", *(f"`{way}`" for way in ways))
     lines = []
-    for row in rows:
+    for row in data["results"]:
         case, own = row["case"], row["ways"]["none"]
         name = f"{case['shape']} ({KINDS[case['shape']]})"
         error = f"{min(own) * 1e3:.1f} to {max(own) * 1e3:.1f}e-3"
