@@ -194,16 +194,12 @@ def ways_table(
     """A line for each way: its name and cells, or its name and why it has no numbers."""
     rows: list[list[Cell]] = []
     for name, way in ways.items():
-        why = why_not(way)
-        rows.append([name, *([why] if why else [cell(way) for _, cell in columns])])
+        absent = way.get("unavailable") or way.get("absent")
+        reason = absent or way.get("failure") or way.get("error")
+        if reason:
+            why = ("absent: " if absent else "FAIL: ") + " ".join(reason.split())
+        rows.append([name, *([why] if reason else [cell(way) for _, cell in columns])])
     return write([first, *(heading for heading, _ in columns)], rows)
-
-
-def why_not(way: Row) -> str | None:
-    """Why a way has no numbers: its results are wrong, or it is absent. None: it has them."""
-    absent = way.get("unavailable") or way.get("absent")
-    reason = absent or way.get("failure") or way.get("error")
-    return reason and ("absent: " if absent else "FAIL: ") + " ".join(reason.split())
 
 
 def errors_of(
@@ -262,7 +258,8 @@ class Verdict:
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        return self.target, self.measured, {True: "yes", False: "no", None: "-"}[self.met]
+        said = "-" if self.met is None else "yes" if self.met else "no"
+        return self.target, self.measured, said
 
 
 def verdict_table(verdicts: Iterable[Verdict], of: str = "target") -> str:

@@ -39,7 +39,6 @@ from bench.pages.plans import (
     is_ours,
     read,
     rival_table,
-    rule_table,
     step_table,
     table,
     title,
@@ -57,7 +56,6 @@ TIMES = ("step_seconds", "host_seconds", "step_ratio")
 TABLES = {
     "All ways:": table,
     "Ours within each peer's peak:": rival_table,
-    "Simpler rules within the same, as predicted:": rule_table,
     "Predictions against what was measured of all plans that were run:": error_table,
     "A layer's steps:": step_table,
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import geometric_mean
 from typing import NamedTuple
@@ -219,7 +218,7 @@ def _cells(e: Entry) -> list[Cell]:
 
 
 def absences(rows: Sequence[Row]) -> str:
-    """Who took part in no case, and why; whose results were wrong; which cases failed whole."""
+    """Who took part in no case, and why; which cases failed whole."""
     ways = [item for row in rows for item in row.get("ways", {}).items()]
     present = {name for name, way in ways if "us" in way}
     why: dict[str, set[str]] = {}
@@ -227,12 +226,9 @@ def absences(rows: Sequence[Row]) -> str:
         if "absent" in way and name not in present:
             why.setdefault(name, set()).add(way["absent"])
     missing = ", ".join(f"{name} ({'; '.join(sorted(r))})" for name, r in why.items())
-    wrong = Counter(name for name, way in ways if "error" in way)
-    parts = [f"Absent everywhere: {missing}."] if missing else []
-    parts += [f"Wrong results: {n} in {count} cases." for n, count in wrong.items()]
     failed = sum("error" in row for row in rows)
-    parts += [f"{failed} cases could not be measured."] if failed else []
-    return " ".join(parts)
+    parts = [f"Absent everywhere: {missing}."] * bool(why)
+    return " ".join(parts + [f"{failed} cases could not be measured."] * bool(failed))
 
 
 def section(data: Row) -> str:

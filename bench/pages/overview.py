@@ -14,11 +14,12 @@ from statistics import fmean, geometric_mean
 from bench import tables
 from bench.figures.overview import PICTURES
 from bench.frontier import DATA, Panel, family, panels
-from bench.pages import demo, plans, presets
+from bench.pages import plans, presets
 from bench.tables import RESULTS, Cell, Row
 from fused_remat.formats import NATIVE, split_name
 from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS
 
+DEMO = RESULTS / "demo-cpu" / "demo.json"
 WITHOUT_DROPOUT = "No dropout"
 #: A panel's title -> its measurements.
 PANELS = {
@@ -69,7 +70,7 @@ def headline() -> str:
 
 
 def _demo() -> str:
-    found = demo.results()
+    found = tables.load(DEMO)
     ways, dropout = found["ways"], found["sizes"]["dropout"]
     time = {way: tables.times(row["step_time_ratio"]) for way, row in ways.items()}
     peak = {way: tables.mib(row["step_peak_bytes"]) for way, row in ways.items()}
@@ -83,6 +84,17 @@ def _demo() -> str:
         f"{ours[0]} to {ours[-1]}; without dropout, in the picture, {min(without):.2f}× to "
         f"{max(without):.2f}×."
     )
+
+
+def demo() -> str:
+    """What `make demo` wrote, a row per way."""
+    head = ("", "validation loss", "bytes kept per token per layer", "whole-step peak", "step time")
+    rows = [
+        [way, tables.number(r["validation_loss"], 3),
+         tables.number(r["kept_bytes_per_token_per_layer"]), *_measured(r, "step_time_ratio")]
+        for way, r in tables.load(DEMO)["ways"].items()
+    ]  # fmt: skip
+    return tables.markdown(head, rows)
 
 
 def _llama() -> str:
@@ -139,7 +151,7 @@ WORDS = {
 
 def presets_table() -> str:
     """The presets of a pre-norm encoder layer in words, beside eager and checkpoint."""
-    graph, ran = presets.block(True), demo.results()["ways"]
+    graph, ran = presets.block(True), tables.load(DEMO)["ways"]
     # Bytes of a token that eager keeps at 16 bits, in widths D, as measured in float32.
     points = [(p, panel) for panel in _panels()[WITHOUT_DROPOUT] for p in panel.points]
     eager = fmean(

@@ -125,22 +125,6 @@ def _cells(way: Row) -> list[Cell]:
     return [tables.mib(way["peak_bytes"], 1), tables.mib(way["kept_bytes"], 1), tables.times(ratio)]
 
 
-def rule_table(row: Row) -> str:
-    """What simpler rules choose within the peers' peaks, against the best: as predicted."""
-    methods = list(dict.fromkeys(a["method"] for a in row["plans"] if a["method"] != "optimal"))
-    rows = []
-    for of in dict.fromkeys(a["of"] for a in row["plans"] if a["of"] != "sweep"):
-        mine = {a["method"]: a for a in row["plans"] if a["of"] == of}
-        best = mine["optimal"].get("predicted")
-        cells = [of, tables.mib(mine["optimal"]["budget_bytes"], 1)]
-        cells.append(_ms(best["seconds"]) if best else "none")
-        for found in (mine[method].get("predicted") for method in methods):
-            ratio = f"{found['seconds'] / best['seconds']:.3f}×" if found else "does not fit"
-            cells.append(ratio)
-        rows.append(cells)
-    return tables.markdown(["within the peak of", "budget", "optimal, predicted", *methods], rows)
-
-
 def errors(row: Row) -> dict[str, dict[str, float]]:
     """By what is predicted, then by our way: predicted over measured, less 1."""
 
@@ -244,9 +228,5 @@ def _set(path: Path) -> Iterator[str]:
         yield rival_table(row)
         yield "Predictions against what was measured, of all our plans that were run:"
         yield error_table(row)
-        yield (
-            "Simpler rules within the same budgets: predicted time, relative to the optimal plan's:"
-        )
-        yield rule_table(row)
         yield tables.folded("Every way", table(row))
         yield tables.folded("A layer's steps: measured, and analytic", step_table(row))
