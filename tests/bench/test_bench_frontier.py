@@ -168,20 +168,6 @@ def test_a_run_is_taken_up_and_the_picture_is_the_same(folder, tmp_path, monkeyp
     assert (tmp_path / "frontier.svg").read_bytes() == (folder / "frontier.svg").read_bytes()
 
 
-def test_what_is_stale_is_found_and_drawn(folder, tmp_path):
-    copied = tmp_path / "frontier"
-    copied.mkdir()
-    data, svg = json.loads((folder / DATA).read_text()), folder / "frontier.svg"
-    (copied / svg.name).write_bytes(svg.read_bytes())
-    (copied / DATA).write_text(json.dumps(data))
-    assert [path.name for path in pictures.stale(tmp_path)] == ["frontier.png"]
-    data["results"][0]["ways"]["full"]["step_ratio"]["eager"]["p50"] *= 0.5
-    (copied / DATA).write_text(json.dumps(data))
-    assert len(pictures.stale(tmp_path)) == 2
-    pictures.rewrite(tmp_path)
-    assert pictures.stale(tmp_path) == []
-
-
 def test_drawing_what_files_hold(folder, tmp_path):
     here = read(folder / DATA)
     there = {**here["machine"], "cpu": "another CPU"}
@@ -217,8 +203,8 @@ def test_labels_do_not_cover_points_or_each_other():
     renderer = FigureCanvasAgg(fig).get_renderer()
     axes = fig.add_subplot()
     axes.set(xlim=(0, 1), ylim=(0, 1))
-    at = [(0.03 + 0.01 * i, 0.9 - 0.04 * (i % 3)) for i in range(8)]
-    labels.place(axes, [labels.Label(*xy, f"a label {xy}", "black") for xy in at], renderer)
+    at = [(0.03 + 0.01 * i, 0.9 - 0.04 * (i % 3), f"a label {i}", "black") for i in range(8)]
+    labels.place(axes, [labels.Label(*point) for point in at], renderer)
     boxes = np.array([text.get_window_extent(renderer).extents for text in axes.texts])
     area = labels.overlap(boxes, boxes)
     assert max(area[i, j] / area[i, i] for i, j in combinations(range(8), 2)) < 0.05  # an edge
