@@ -34,8 +34,7 @@ def _draw(rows: Rows, files: Sequence[Path]) -> None:
         for (left, middle, right), mine in zip(grid, found.values(), strict=True):
             eager = np.mean([row["ways"]["eager"]["losses"] for row in mine], axis=0)
             _lines(left, mine, 0 * eager)
-            name, _, sizes = title(mine).partition(": ")
-            finish(left, f"{name}\n{sizes}", "step",
+            finish(left, title(mine).replace(": ", "\n").replace("; ", "\n"), "step",
                    f"training loss, nats per byte\n(mean of {WINDOW} steps)")  # fmt: skip
             _lines(middle, mine, eager)
             finish(middle, "three lines of a seed have the same batches", "step",
