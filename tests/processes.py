@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import importlib
@@ -9,12 +10,12 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ LIMIT_S = 800  # for what hangs: starting and a call are within a test's own lim
 GRACE_S = 10  # what the other process gets to fail too, once one has: it may wait in a collective
 
 
-def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
-    """Run what comes down the pipe, and send back its result or its traceback."""
+def _join(rank: int, world: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
@@ -34,16 +34,15 @@ def _serve(rank: int, world: int, rendezvous: str, pipe: Connection) -> None:
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=LIMIT_S),
     )  # fmt: skip
-    pipe.send_bytes(pickle.dumps((True, "started")))
-    while True:
-        request = pipe.recv_bytes()
-        try:
-            fn, args, kwargs = pickle.loads(request)
-            torch.manual_seed(0)
-            answer = pickle.dumps((True, fn(*args, **kwargs)))
-        except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
-        pipe.send_bytes(answer)
+
+
+def _run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bytes:
+    """The result as bytes: as itself, a tensor would be shared with this process."""
+    torch.manual_seed(0)
+    try:
+        return pickle.dumps(fn(*args, **kwargs))
+    except BaseException:  # those of pytest cannot be pickled
+        raise AssertionError(traceback.format_exc()) from None
 
 
 class Processes:
@@ -55,8 +54,8 @@ class Processes:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
+        self._ranks: list[ProcessPoolExecutor] = []  # of one process each
+        self._pids: list[int] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list:
         """What `fn`, a function of some test module, returns in each rank, all at the same time.
@@ -64,66 +63,47 @@ class Processes:
         Raises: AssertionError with the traceback of every rank that failed, died or took longer
             than `LIMIT_S` seconds.
         """
-        if not self._processes:
+        if not self._ranks:
             self._start()
-        request = pickle.dumps((fn, args, kwargs))
-        for pipe in self._pipes:
-            pipe.send_bytes(request)
-        return self._collect(fn.__name__)
+        results = self._collect([rank.submit(_run, fn, *args, **kwargs) for rank in self._ranks])
+        return [pickle.loads(result) for result in results]
 
     def close(self) -> None:
-        if self._processes:
-            self._kill()  # they are idle; leaving a gloo group in order takes seconds
+        """Kill the ranks, if there are any: leaving a gloo group in order takes seconds."""
+        if not self._ranks:
+            return
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for rank in self._ranks:
+            rank.shutdown()
+        self._ranks, self._pids = [], []
+        self._folder.cleanup()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._directory = tempfile.TemporaryDirectory()
-        rendezvous = str(Path(self._directory.name) / "rendezvous")
+        spawn = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        rendezvous = str(Path(self._folder.name) / "rendezvous")
         for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.world, rendezvous, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()  # so that the pipe ends with the process
-            self._processes.append(process)
-            self._pipes.append(ours)
-        self._collect("starting")
+            given = (rank, self.world, rendezvous)
+            self._ranks.append(ProcessPoolExecutor(1, spawn, _join, given))
+        self._pids = self._collect([rank.submit(os.getpid) for rank in self._ranks])
 
-    def _collect(self, what: str) -> list:
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        end = time.monotonic() + LIMIT_S
-        while waiting:
-            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
-            if not ready:
-                failures |= dict.fromkeys(waiting.values(), f"no answer in time ({LIMIT_S} s)")
-                break
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    fine, value = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    self._processes[rank].join(10)
-                    fine, value = False, f"died, exit code {self._processes[rank].exitcode}"
-                (results if fine else failures)[rank] = value
-                if not fine:
-                    end = min(end, time.monotonic() + GRACE_S)
-        if failures:
-            self._kill()
-            shown = "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
-            raise AssertionError(f"{what} failed in another process\n{shown}")
-        return [results[rank] for rank in range(self.world)]
+    def _collect(self, answers: list[Future]) -> list:
+        done, waiting = wait(answers, LIMIT_S, FIRST_EXCEPTION)
+        if waiting and done:
+            wait(waiting, GRACE_S)
+        if all(answer.done() and answer.exception() is None for answer in answers):
+            return [answer.result() for answer in answers]
+        self.close()
+        shown = [f"rank {rank}: {_failure(answer)}" for rank, answer in enumerate(answers)]
+        raise AssertionError("failed in other processes\n" + "\n".join(shown))
 
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes = [], []
-        self._directory.cleanup()
+
+def _failure(answer: Future) -> str:
+    if not answer.done():
+        return f"no answer in time ({LIMIT_S} s)"
+    return str(answer.exception() or "done")
 
 
 def in_two_processes(test: Callable[..., None]) -> Callable[..., None]:

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from reference import EXACT_PRESETS, randomize
+from reference import randomize
 from same_bits import assert_same_bits, step
 from small_layers import B, D, F, H, S
 from torch import nn
@@ -36,30 +36,23 @@ def unheeded():
         yield
 
 
-@contextlib.contextmanager
-def quiet():
-    """One thread for small matrices; a layer that silently kept its input would pass much here."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", FusedRematWarning)
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def place(layers, places=ALL, save=()):
-    """Policies of `layers`: places in segments, or presets."""
+    """Policies of `layers`: places in segments, or presets, or policies."""
     for layer, where in zip(layers, places, strict=True):
-        layer.policy = where if where in EXACT_PRESETS else Policy(save=save, segment=where)
+        in_segment = where in ("first", "inner")
+        layer.policy = Policy(save=save, segment=where) if in_segment else where
     return layers
 
 
-def stack(places=ALL, save=(), **kwargs):
+def stack(places=ALL, save=(), mixed=False, **kwargs):
+    """`mixed`: pre-norm, post-norm, and an activation without a row that has a parameter."""
     torch.manual_seed(0)
     options = {"dropout": 0.1, "batch_first": True, "norm_first": True, **kwargs}
-    made = [FusedRematLayer(D, H, F, **options) for _ in places]
+    kinds = ({}, {"norm_first": False}, {"activation": nn.PReLU(init=0.2)})
+    made = [
+        FusedRematLayer(D, H, F, **options | (kinds[i % 3] if mixed else {}))
+        for i in range(len(places))
+    ]
     return place(randomize(nn.Sequential(*made)), places, save)
 
 

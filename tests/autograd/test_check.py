@@ -230,25 +230,22 @@ class Flipping:
         return self._count("norm1", y, (2, 6)), mean, self._count("rstd", rstd, (4, 0))
 
 
+#: The calls that have the other bit (of the forward run again, and of the policy's own rebuild
+#: after), what is said, and of how many elements.
 PLACES = {
-    # Which call has the other bit: of the forward run again, or of the policy's own rebuild after.
-    "up, again": (2, "'up' differs at (sequence 0, token 3, channel 5)", 5 * FF),
-    "up, rebuilt": (3, "'up' differs at (sequence 0, token 3, channel 5)", 5 * FF),
-    "attn, again": (2, "'attn' differs at (sequence 0, token 1, channel 7)", 5 * D),
-    "attn, rebuilt": (3, "'attn' differs at (sequence 0, token 1, channel 7)", 5 * D),
-    "lse, again": (2, "'attn.lse' differs at (sequence 0, head 1, token 4)", 5 * H),
-    "lse, rebuilt": (3, "'attn.lse' differs at (sequence 0, head 1, token 4)", 5 * H),
+    "up": ((2, 3), "'up' differs at (sequence 0, token 3, channel 5)", 5 * FF),
+    "attn": ((2, 3), "'attn' differs at (sequence 0, token 1, channel 7)", 5 * D),
+    "lse": ((2, 3), "'attn.lse' differs at (sequence 0, head 1, token 4)", 5 * H),
     # There are two norms.
-    "norm1, again": (3, "'norm1' differs at (sequence 0, token 2, channel 6)", 5 * D),
-    "norm1, rebuilt": (5, "'norm1' differs at (sequence 0, token 2, channel 6)", 5 * D),
-    "rstd, again": (3, "'norm1.rstd' differs at (sequence 0, token 4, channel 0)", 5),
+    "norm1": ((3, 5), "'norm1' differs at (sequence 0, token 2, channel 6)", 5 * D),
+    "rstd": ((3,), "'norm1.rstd' differs at (sequence 0, token 4, channel 0)", 5),
 }
 
 
-@pytest.mark.parametrize("which", PLACES)
-def test_one_bit_of_a_backends_rebuild_is_named(which, monkeypatch):
-    at, where, size = PLACES[which]
-    flipping = Flipping(which.partition(",")[0], at)
+@pytest.mark.parametrize("name, at", [(name, at) for name in PLACES for at in PLACES[name][0]])
+def test_one_bit_of_a_backends_rebuild_is_named(name, at, monkeypatch):
+    _, where, size = PLACES[name]
+    flipping = Flipping(name, at)
     for function in (linear_fwd, attention_fwd, norm_fwd):
         run = getattr(flipping, function.__name__)
         other = Faster(run, lambda key: None, "")

@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import warnings
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch.nn.functional as F
 from block_inputs import Block, leaves, normal
 from reference import EXACT_PRESETS, X, make, randomize
 from same_bits import assert_same_bits
-from segment_models import quiet, stack
+from segment_models import place
 from small_layers import KINDS, draw, layers_of
 from tiers import pairwise
 from torch import nn
@@ -34,14 +32,8 @@ from fused_remat.execution import choose
 from fused_remat.graph.schedule import schedule
 
 WIDE = torch.float64
+pytestmark = pytest.mark.usefixtures("one_thread", "served")
 PARTS = ("input", "params", "one weight", "one bias", "all but the input's", "input and a weight")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """For tensors as small as these a second one only waits; and no layer may fall back."""
-    with quiet():
-        yield
 
 
 def of_kind(kind, policy, **options):
@@ -216,17 +208,6 @@ def test_an_ordinary_backward_is_never_taken_for_a_part(way, defer, monkeypatch)
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
 
 
-def test_what_cannot_be_told_is_everything():
-    class Unknown:  # compiled autograd's; nor is any pass running
-        execution = SimpleNamespace(needs_grad=frozenset({"input", "weight"}))
-
-    assert partial.asked(Unknown()) is Unknown.execution.needs_grad
-    _, layer = make("full")
-    node = layer(X.clone().requires_grad_()).grad_fn
-    node = node if hasattr(node, "execution") else node.next_functions[0][0]
-    assert partial.asked(node) == node.execution.needs_grad
-
-
 # --- split in two, as the zero-bubble schedules do it
 
 
@@ -288,6 +269,9 @@ def test_two_passes_give_what_one_does(policy):
     model.zero_grad()
     with defer_weight_gradients():
         deferred = in_two(model)
+        model.zero_grad()
+        with check_replay():
+            same(in_two(model), whole)
     same(deferred, whole)
     assert deferred[2] == (whole[2] - products(), products())
 
@@ -319,32 +303,12 @@ def test_bytes_held_between_the_passes(policy):
 
 
 def test_segments_need_the_factors():
-    model = stack(dtype=WIDE)
-    x = draw(3, 6, 8)
-
-    def split():
-        torch.manual_seed(1)
-        x.grad = None
-        model.zero_grad()
-        y = model(x)
-        dx, groups = stage_backward_input([y], [torch.ones_like(y)], [x], model.parameters())
-        stage_backward_weight(model.parameters(), groups)
-        return dx[0], [p.grad for p in model.parameters()]
-
-    torch.manual_seed(1)
-    model(x).sum().backward()
-    whole = x.grad, [p.grad for p in model.parameters()]
-    with pytest.raises(RuntimeError, match="second time"):  # the first layer's is freed by then
-        split()
-    with defer_weight_gradients():
-        same(split(), whole)
-
-
-@pytest.mark.parametrize("defer", [False, True])
-def test_the_replay_check(defer):
-    model = net("balanced", depth=1)
+    model = place(net("full", depth=4))
     whole = in_one(model)
-    with check_replay(), defer_weight_gradients() if defer else contextlib.nullcontext():
+    with pytest.raises(RuntimeError, match="second time"):  # the first layer's is freed by then
+        in_two(model)
+    model.zero_grad()
+    with defer_weight_gradients():
         same(in_two(model), whole)
 
 
@@ -364,8 +328,8 @@ def test_accumulation(target):
     with defer_weight_gradients():
         torch.autograd.grad(y, x, dy, retain_graph=True)
         assert not any(map(torch.any, sums()))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FusedRematWarning)  # of main_grad
+        refused = pytest.warns(FusedRematWarning, match="not added to main_grad")
+        with refused if target == "main_grad" else contextlib.nullcontext():
             found = torch.autograd.grad(y, weights, dy, retain_graph=True)
         assert not any(map(torch.any, sums()))  # they were asked for, and given
         y.backward(dy, inputs=weights)
@@ -421,17 +385,6 @@ def test_nothing_that_is_held_is_written_over():
     assert not in_place(
         schedule(call.graph, call.save, call.needs_grad, tiled=False, overwrites=False)
     )
-
-
-def test_weights_alone_do_not_reach_main_grad_silently():
-    layer = FusedRematLayer(8, 2, 12, 0.0, batch_first=True, accumulate_into="main_grad")
-    for p in layer.parameters():
-        p.main_grad = torch.zeros_like(p)
-    y = layer(torch.randn(2, 3, 8, requires_grad=True))
-    params = list(layer.parameters())
-    with pytest.warns(FusedRematWarning, match="not added to main_grad"):
-        grads = torch.autograd.grad(y.sum(), params)
-    assert all(g is not None for g in grads) and not any(p.main_grad.any() for p in params)
 
 
 def test_factors_go_with_the_graph(one):

@@ -5,7 +5,6 @@ An exported program outlives the policy and the library: nothing in it may be ou
 
 import collections
 import io
-import warnings
 
 import pytest
 import torch
@@ -15,17 +14,13 @@ from tiers import exhaustive
 from torch import nn
 from torch.export import Dim, export
 
-from fused_remat import FusedRematWarning, convert
+from fused_remat import convert
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # export on itself
+pytestmark = [
+    pytest.mark.usefixtures("served"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # export on itself
+]
 SHAPES = {"static": None, "dynamic": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}}
-
-
-@pytest.fixture(autouse=True)
-def no_word():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FusedRematWarning)
-        yield
 
 
 def x_of(batch=3, seq_len=7):

@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import itertools
+import re
 
 import pytest
 import torch
@@ -127,17 +128,20 @@ def test_out_of_memory_anywhere_leaves_no_trace(policy, tokens, norm_first):
     "Concurrency and faults",
     "`layer.policy` and `layer.backend` set between forward and backward: for the next call",
 )
-def test_policy_and_backend_are_those_of_forward():
+def test_what_counts_is_what_forward_read():
+    """Policy, backend and tensors, whatever became of the module since."""
     layer, leaves, forward = layer_and_step("full", True)
     expected = torch.autograd.grad(forward(), leaves)
     loss = forward()
     node = block_of(loss)
     layer.policy, layer.backend = "none", "eager"
+    linear, layer.linear1 = layer.linear1, nn.Linear(D, FF)
+    layer.eval()
     assert node.execution.call.save == frozenset() and node.execution.call.backend == "auto"
-    got = torch.autograd.grad(loss, leaves)
+    assert_same_bits(torch.autograd.grad(loss, leaves), expected)
+    layer.linear1 = linear
     node = block_of(forward())
     assert {"attn", "up"} <= node.execution.call.save and node.execution.call.backend == "eager"
-    assert_same_bits(got, expected)
 
 
 def block_of(loss):
@@ -201,39 +205,30 @@ def test_what_backward_reads_again_must_not_have_been_moved(policy, norm_first):
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 @pytest.mark.parametrize("path", ["fused", "fallback"])
 def test_a_whole_layer_must_not_have_been_cast(path):
-    layer = FusedRematLayer(D, H, FF, 0.0)
+    layer, x = FusedRematLayer(D, H, FF, 0.0), torch.randn(5, 2, D)
     if path == "fallback":
         layer.linear1 = nn.Sequential(layer.linear1)
-    y, weight = layer(torch.randn(5, 2, D)), layer.linear2.weight
+    y, weight = layer(x), layer.linear2.weight
     layer.to("meta")  # makes new parameters: those that forward read are as they were
     y.sum().backward(retain_graph=True)
     assert weight.grad is not None and layer.linear2.weight.grad is None
     layer = layer.to_empty(device="cpu")
-    y = layer(torch.randn(5, 2, D))
+    y = layer(x)
     layer.half()
-    with pytest.raises(
-        RuntimeError, match=r"again, which was torch.float32 of shape .* now: do not"
-    ):
+    again = "again, which was torch.float32 of shape"
+    with pytest.raises(RuntimeError, match=f"{again} .* now: do not"):
         y.sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
-def test_the_fallbacks_replay_names_what_was_moved():
-    layer = FusedRematLayer(D, H, FF, 0.0)
-    layer.linear1 = nn.Sequential(layer.linear1)
-    x = torch.randn(5, 2, D)
-    y = layer(x)
-    weight = layer.linear2.weight.data
-    layer.linear2.weight.data = weight[:2]
-    with pytest.raises(
-        RuntimeError, match=r"'linear2.weight' again, which was .* \(8, 12\) on cpu"
-    ):
-        y.sum().backward()
-    layer.linear2.weight.data = weight
-    y = layer(x)
-    x.data = x.data.double()
-    with pytest.raises(RuntimeError, match=r"'src' again, .* is torch.float64 of"):
-        y.sum().backward()
+    layer.float()
+    changes = {
+        "linear2.weight": (layer.linear2.weight, lambda t: t[:2]),
+        "src": (x, torch.Tensor.double),
+    }
+    for name, (t, change) in changes.items() if path == "fallback" else ():
+        y, data, was = layer(x), t.data, tuple(t.shape)
+        t.data = change(data)
+        with pytest.raises(RuntimeError, match=re.escape(f"{name!r} {again} {was} on cpu")):
+            y.sum().backward()
+        t.data = data
 
 
 def test_numbers_and_captured_tensors_may_be_elsewhere():
@@ -251,23 +246,18 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-def in_a_hook_of(leaf):
-    return lambda layer, x: leaf(layer, x).register_hook(interrupt)
-
-
-def unpacking(layer, x):
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), interrupt)
-
-
+#: Each interrupts backward inside of its context.
 INTERRUPTS = {
-    "a gradient's hook of the input": in_a_hook_of(lambda layer, x: x),
-    "a gradient's hook of a weight": in_a_hook_of(lambda layer, x: layer.linear1.weight),
+    "a gradient's hook of the input": lambda layer, x: x.register_hook(interrupt),
+    "a gradient's hook of a weight": lambda layer, x: layer.linear1.weight.register_hook(interrupt),
     "a hook after accumulation": lambda layer, x: (
         layer.norm2.bias.register_post_accumulate_grad_hook(interrupt)
     ),
     "a module's backward hook": lambda layer, x: layer.register_full_backward_hook(interrupt),
-    "unpacking": unpacking,
-    "the activation": lambda layer, x: None,
+    "unpacking": lambda layer, x: torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.clone(), interrupt
+    ),
+    "the activation": lambda layer, x: contextlib.nullcontext(),
     "a hook in the fallback's replay": lambda layer, x: layer.linear1.register_forward_hook(
         InReplay(interrupt)
     ),
@@ -308,14 +298,10 @@ def test_an_interrupt_in_backward_leaves_the_layer_usable(where):
 
     def failing():
         activation.calls = 0
-        handle = INTERRUPTS[where](layer, x)
-        hooks = handle if hasattr(handle, "__enter__") and where == "unpacking" else None
-        with hooks or contextlib.nullcontext():
+        with INTERRUPTS[where](layer, x):
             y = layer(x)
-        with pytest.raises(KeyboardInterrupt):
-            y.square().sum().backward()
-        if handle is not None and hooks is None:
-            handle.remove()
+            with pytest.raises(KeyboardInterrupt):
+                y.square().sum().backward()
         layer.zero_grad()
         x.grad = None
         gc.collect()  # the exception's frames

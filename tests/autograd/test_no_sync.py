@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from attention_calls import attention_call
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -154,20 +154,19 @@ def test_layers(policy, norm_first, masks, backend):
 
 
 @pytest.mark.parametrize("policy", ["full", "none"])
-def test_layers_in_float32_and_without_dropout(policy, backend):
-    layer = make(policy, backend, norm_first=False, dtype=torch.float32)
-    x = values(B, S, D, dtype=torch.float32)
+def test_layers_of_other_kinds(policy, backend):
+    x = values(B, S, D)
+    unknown = make(policy, backend, act=F.softsign)  # which is tried on one token at every call
+    assert unknown.why_not_fused(x) is None
+    watched(lambda: unknown(x), draws=1)
+    layer, x = make(policy, backend, False, torch.float32), values(B, S, D, dtype=torch.float32)
     watched(lambda: layer(x), draws=1)
+    with torch.no_grad(), Observer() as watch:
+        nn.Sequential(layer, layer)(plain(B, S, D, dtype=torch.float32))
+    assert len(watch.drawn) == 2
     for module in (layer.self_attn, layer.dropout, layer.dropout1, layer.dropout2):
         module.eval()
     watched(lambda: layer(x), draws=0)
-
-
-def test_frozen_weights(backend):
-    layer = make("full", backend)
-    layer.linear1.requires_grad_(False)
-    layer.norm2.requires_grad_(False)
-    watched(lambda: layer(values(B, S, D)), draws=1)
 
 
 def heads(count):
@@ -234,13 +233,6 @@ def test_a_seed_that_is_a_number(seed):
     assert seed_tensor(seed, torch.device("cpu")).item() == seed
 
 
-def test_an_activation_without_a_row(backend):
-    """It is tried on one token at every call."""
-    layer = make("full", backend, act=F.softsign)
-    assert layer.why_not_fused(values(B, S, D)) is None
-    watched(lambda: layer(values(B, S, D)), draws=1)
-
-
 def test_an_activation_is_tried_while_a_graph_is_captured(monkeypatch):
     """When the generator's state cannot be read, the operators say whether they draw."""
     monkeypatch.setattr(activation, "_generator", lambda device: None)
@@ -288,16 +280,3 @@ def test_atens_kernels_on_cuda(name, monkeypatch):
             mask = call.mask
             attn, lse = attention_library.cuda_forward(*heads, call, mask)
             attention_library.cuda_backward(attn, *heads, attn, lse, call, mask)
-
-
-def test_a_fake_tensor_has_no_values():
-    """What the test above leans on."""
-    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
-        torch.empty(3, device="cuda").sum().item()
-
-
-def test_without_gradients(backend):
-    layer = make("full", backend)
-    with torch.no_grad(), Observer() as watch:
-        nn.Sequential(layer, layer)(values(B, S, D, grad=False))
-    assert len(watch.drawn) == 2

@@ -8,23 +8,20 @@ import pickle
 import pytest
 import torch
 from offload_mover import moving
-from reference import randomize
 from same_bits import assert_same_bits, step
+from segment_models import stack as stack_of
 from small_layers import KINDS, B, D, F, H, S, layers_of
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import (
-    FusedRematLayer,
     Policy,
     check_replay,
     explain,
     memory_report,
     ops,
 )
-from fused_remat.autograd.operators import parse_call
 from fused_remat.autograd.replay_check import ReplayError
 from fused_remat.graph.build import block_graph
 from fused_remat.policies import ALL_PRESETS, kept_names
@@ -36,10 +33,8 @@ SPEC = nn_layer_spec(True, H, D // H, "relu")
 INPUT = Policy(offload={"input"})
 
 
-def stack(policy, layers=4, dropout=0.1, norm_first=True):
-    torch.manual_seed(0)
-    options = {"dropout": dropout, "batch_first": True, "norm_first": norm_first, "policy": policy}
-    return randomize(nn.Sequential(*(FusedRematLayer(D, H, F, **options) for _ in range(layers))))
+def stack(policy, layers=4, **options):
+    return stack_of((policy,) * layers, **options)
 
 
 def data():
@@ -226,19 +221,6 @@ def test_under_a_checkpoint(reentrant):
         assert not mover.events
 
 
-def test_segments():
-    """The first's input moves; the replay takes it from the host."""
-    model = stack("full")
-    expected = step(model, model, data())
-    for layer in model:
-        layer.policy = Policy(save={"attn"}, segment="inner")
-    model[0].policy = Policy(save={"attn"}, segment="first", offload={"input"})
-    model[2].policy = Policy(segment="first", offload={"input"})
-    with moving() as mover:
-        assert_same_bits(step(model, model, data()), expected)
-    assert mover.backs() == [0]
-
-
 @pytest.mark.composes("Replay check", "offload: what comes back is compared")
 def test_replay_check():
     model = stack(BOTH, layers=2)
@@ -249,23 +231,16 @@ def test_replay_check():
             y.sum().backward()
 
 
-def test_a_device_that_cannot_now():
-    """A CUDA graph that is captured, say: everything stays."""
-    model = stack(BOTH)
-    expected = step(model, model, data())
-    with moving() as mover:
-        mover.able = False
-        assert_same_bits(step(model, model, data()), expected)
-        assert not mover.events
-
-
-@pytest.mark.parametrize("x", ["sliced", "fake"])
+@pytest.mark.parametrize("x", ["sliced", "fake", "while a graph is captured"])
 def test_what_does_not_move(x):
     layer = stack(INPUT, layers=1, dropout=0.0)
     sliced = torch.randn(B, S, 2 * D)[..., ::2].requires_grad_()
     with moving() as mover:
         if x == "sliced":  # its copy would have other strides
             layer(sliced).sum().backward()
+        elif x == "while a graph is captured":
+            mover.able = False
+            layer(data()).sum().backward()
         else:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 fake = torch.randn(B, S, D, requires_grad=True)
@@ -319,20 +294,6 @@ def test_compiled(save):
             assert_same_bits(step(compiled, model, data()), expected)
             if events is not None:
                 assert {e[0] for e in events.events} == {"out", "back", "wait"}
-
-
-def test_the_text_of_a_compiled_call_has_it():
-    layer = stack(BOTH, layers=1)
-    graphs = []
-
-    def note(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    torch._dynamo.reset()
-    torch.compile(layer, backend=note)(data())
-    (text,) = [a for n in graphs[0].graph.nodes for a in n.args if str(a)[:2] == '{"']
-    assert parse_call(text).call.offload == {"qkv", "input"}
 
 
 @pytest.mark.parametrize("policy", [BOTH, Policy({"qkv": "int8", "attn": "native"}, None, {"qkv"})])

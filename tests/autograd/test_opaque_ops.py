@@ -1,7 +1,6 @@
 """The operators behind torch.compile: PyTorch's own checks of them, and the text of a call."""
 
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from fused_remat.autograd import function, operators
 from fused_remat.graph.build import block_graph, norm_graph
 from fused_remat.graph.text import block, graph_of
 from fused_remat.report.allocations import measure_allocations
-from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec, nn_layer_spec
+from fused_remat.spec import BlockSpec, BranchSpec, MLPSpec, NormSpec
 
 X = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(2))
 NAMES = [name for name in CASES if name != "mlp_custom"]
@@ -112,13 +111,6 @@ def test_the_text_of_a_call_is_all_there_is_of_it(tmp_path):
 # --- graphs as text
 
 
-def test_a_text_makes_the_same_graph():
-    eps, dropout = (1e-6, float("inf")), (0.0, 0.0, 0.1, 0.0)
-    graph = block_graph(nn_layer_spec(True, 2, 8, "gelu", eps, dropout, masks=("mask",)))
-    assert graph_of(graph.text) is graph
-    assert "NormSpec(eps=inf)" in graph.text and "gelu', dropout=0.1" in graph.text
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -149,9 +141,9 @@ def test_builders_take_plain_numbers_and_have_names_of_their_own():
 
 
 def test_numbers_that_are_not_pythons_own():
-    eps = np.float32(1e-5)
-    graph = norm_graph(NormSpec(eps=eps))
-    assert graph_of(graph.text).digest == graph.digest
+    for eps in (float("inf"), np.float32(1e-5)):
+        graph = norm_graph(NormSpec(eps=eps))
+        assert graph_of(graph.text).digest == graph.digest
     assert norm_graph(NormSpec(eps=torch.tensor(0.5))).text == "norm_graph(NormSpec(eps=0.5))"
     module = FusedRematLayer(16, np.int64(2), 32, 0.1, layer_norm_eps=eps)
     assert module.why_not_fused(torch.zeros(5, 3, 16)) is None
@@ -221,16 +213,6 @@ def test_compiled_autograd_of_a_forward_in_eager_mode():
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         loss.backward()
     assert_same_bits([x.grad, *(p.grad for p in module.parameters())], expected)
-
-
-def test_the_text_is_readable():
-    case = CASES["rms_norm"]
-    ((operator, args),) = operator_calls(lambda: opaque(lambda: case.op(case.tensors(), 0.0))())
-    assert str(operator) == "fused_remat.norm.default"
-    fields = json.loads(args[1])
-    assert fields["graph"] == "norm_graph(NormSpec(kind='rms_norm', eps=0.001))"
-    assert fields["needs_grad"] == ["input", "norm.weight"]
-    assert fields["dtypes"] == {"input": "float64", "norm.weight": "float64"}
 
 
 # --- selective checkpointing

@@ -1,92 +1,33 @@
-"""Layers and ops inside checkpoints of other makers: the same bits, dropout and random state.
+"""Inside checkpoints of other makers: ops, fallbacks, what is kept, and Hugging Face's checkpoints.
 
-Every comparison is of bits: on a CPU the eager backend runs the same routines in the same pieces
-when a checkpoint calls it again, on the seed that it draws again.
+That a stack has the same bits in every kind of checkpoint is in test_same_bits_as_without.py.
 """
 
-import contextlib
 import functools
 
 import pytest
 import torch
-from reference import EXACT_PRESETS, PARAM_NAMES, X, pair
+from reference import EXACT_PRESETS, PARAM_NAMES
 from same_bits import assert_same_bits, step
+from segment_models import X, stack
+from test_same_bits_as_without import FORWARDS, each, plain, reentrant, remat
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint
 
-from bench.subjects.layer_ways import RandomState
 from fused_remat import FusedRematLayer, FusedRematWarning, ops
 from fused_remat.report.allocations import SavedBytes, measure_allocations
 
 PRESET = pytest.mark.parametrize("policy", EXACT_PRESETS)
-#: Of the three layers of a stack: every preset.
-POLICIES = {"frugal": ("full", "lean", "balanced"), "fast": ("fast", "none", "full")}
-STACKS = pytest.mark.parametrize("policies", POLICIES)
 REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reent"])
-plain = functools.partial(checkpoint, use_reentrant=False)
-reentrant = functools.partial(checkpoint, use_reentrant=True)
 
 
-def stack(policies="frugal", dropout=0.1):
-    """Pre-norm, post-norm, and an activation without a row that has a parameter of its own."""
-    how = {"dropout": dropout, "batch_first": True}
-    kinds = ({"norm_first": True}, {}, {"norm_first": True, "activation": nn.PReLU(init=0.2)})
-    layers = [
-        pair(8, 2, 12, **how, **kind, policy=policy, seed=seed)[1]
-        for seed, (kind, policy) in enumerate(zip(kinds, POLICIES[policies], strict=True))
-    ]
-    return nn.Sequential(*layers)
+def mixed(**kwargs):
+    return stack(("full", "lean", "balanced"), mixed=True, **kwargs)
 
 
 def assert_alike(way, forward, module):
     """A step of `way` has the bits of one of `forward`."""
-    x = X.transpose(0, 1).float()
-    assert_same_bits(step(way, module, x), step(forward, module, x))
-
-
-def each(way):
-    """Every layer in a checkpoint of its own."""
-
-    def of(model):
-        return lambda x: functools.reduce(lambda h, layer: way(layer, h), model, x)
-
-    return of
-
-
-def remat(model):
-    """As torch_remat's documentation says for dropout: with a hook for torch's generator."""
-    torch_remat = pytest.importorskip("torch_remat")
-    hooks = (RandomState(torch.device("cpu")),)
-    return torch_remat.checkpoint(region_name="stack", recompute_state_hooks=hooks)(model)
-
-
-WAYS = {
-    "non-reentrant": each(plain),
-    "reentrant": each(reentrant),
-    "the stack": lambda model: functools.partial(plain, model),
-    "no determinism check": each(functools.partial(plain, determinism_check="none")),
-    "sequential": lambda m: lambda x: checkpoint_sequential(m, 2, x, use_reentrant=False),
-    "sequential, reentrant": lambda m: lambda x: checkpoint_sequential(m, 2, x, use_reentrant=True),
-    "nested": lambda model: functools.partial(plain, each(plain)(model)),
-    "nested, reentrant": lambda model: functools.partial(reentrant, each(reentrant)(model)),
-    "non-reentrant in reentrant": lambda model: functools.partial(reentrant, each(plain)(model)),
-}
-
-
-@pytest.mark.composes("Outer checkpointing", "torch.utils.checkpoint, both kinds, nested or not")
-@pytest.mark.composes("Outer checkpointing", "checkpoint_sequential")
-@pytest.mark.filterwarnings("ignore:None of the inputs:UserWarning")  # the inner, reentrant
-@STACKS
-@pytest.mark.parametrize("way", WAYS)
-def test_the_same_bits_as_without(way, policies):
-    model = stack(policies)
-    assert_alike(WAYS[way](model), model, model)
-
-
-def test_without_early_stop():
-    model = stack()
-    with set_checkpoint_early_stop(False):
-        assert_alike(each(plain)(model), model, model)
+    assert_same_bits(step(way, module, X), step(forward, module, X))
 
 
 @pytest.mark.composes(
@@ -98,9 +39,8 @@ def test_without_early_stop():
 @REENTRANT
 def test_without_the_random_state(use_reentrant):
     way = functools.partial(checkpoint, use_reentrant=use_reentrant, preserve_rng_state=False)
-    model = stack(dropout=0.0)
+    model = mixed(dropout=0.0)
     assert_alike(each(way)(model), model, model)
-
     weights = nn.ParameterList(torch.randn(size) for size in ((12, 8), (8, 12)))
 
     def mlp(x):
@@ -108,15 +48,6 @@ def test_without_the_random_state(use_reentrant):
         return ops.mlp(x, up, None, down, None, dropout_p=0.5, seed=3)
 
     assert_alike(functools.partial(way, mlp), mlp, weights)
-
-
-def test_without_the_random_state_dropout_is_drawn_again():
-    """What the limit above says: the gradients are then those of other masks."""
-    model = stack()
-    way = functools.partial(plain, preserve_rng_state=False)
-    x = X.transpose(0, 1).float()
-    found, expected = step(each(way)(model), model, x), step(model, model, x)
-    assert torch.equal(found[0], expected[0]) and not torch.equal(found[1], expected[1])
 
 
 @pytest.mark.composes("Outer checkpointing", "the functional ops")
@@ -138,47 +69,38 @@ def test_ops(use_reentrant, policy):
     assert_alike(functools.partial(checkpoint, half, use_reentrant=use_reentrant), half, w)
 
 
-@pytest.mark.composes(
-    "Outer checkpointing",
-    "torch_remat, whole layers and regions",
-    limits="dropout needs a RecomputeStateHook, as torch_remat says of any dropout",
-)
-@STACKS
-def test_torch_remat(policies):
-    model = stack(policies)
-    assert_alike(remat(model), model, model)
-
-
-@pytest.mark.parametrize("kept", [0, 1, 2])
-def test_torch_remat_regions(kept):
+def test_torch_remat_regions():
     """One layer's activations stay, the others' are computed again."""
     torch_remat = pytest.importorskip("torch_remat")
-    model = stack()
+    model = mixed()
 
     def forward(x):
         for i, layer in enumerate(model):
-            x = torch_remat.region(layer, f"layer {i}", recompute=i != kept)(x)
+            x = torch_remat.region(layer, f"layer {i}", recompute=i != 1)(x)
             torch_remat.recompute_needs_tensor(x)
         return x
 
     assert_alike(remat(forward), model, model)
 
 
-# --- where the layer runs PyTorch's own forward, in a checkpoint of its own
-
-
 @pytest.mark.composes("Outer checkpointing", "a layer on its fallback path, itself a checkpoint")
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 @pytest.mark.filterwarnings("ignore:None of the inputs:UserWarning")
-@pytest.mark.parametrize("way", [*WAYS, "torch_remat"])
+@pytest.mark.parametrize("way", [way for way in FORWARDS if way != "no determinism check"])
 def test_the_fallback(way):
-    model = stack("fast")
+    model = stack(("fast", "none", "full"), mixed=True)
     for layer in model:
         layer.linear1.register_forward_hook(lambda module, args, y: y * 1.5)
-    assert_alike(WAYS.get(way, remat)(model), model, model)
+    assert_alike(FORWARDS[way](model), model, model)
 
 
-# --- what is kept
+def test_a_warning_of_the_fallback_inside_a_checkpoint_comes_once():
+    layer = mixed()[0]
+    layer.linear1.register_forward_hook(lambda module, args, y: None)
+    with pytest.warns(FusedRematWarning, match="linear1 has hooks") as seen:
+        for _ in range(2):
+            step(functools.partial(plain, layer), layer, X)
+    assert sum(w.category is FusedRematWarning for w in seen) == 1
 
 
 @pytest.mark.composes(
@@ -205,36 +127,27 @@ def test_kept_bytes(dropout, fallback, policy):
 @PRESET
 def test_backward_of_a_checkpoint_keeps_as_the_policy_says(policy):
     """Between the replay and the backward inside, which a reentrant one runs at once."""
-    layer = pair(8, 2, 12, batch_first=True, policy=policy)[1]
-    x = X.transpose(0, 1).float().clone().requires_grad_()
-    with SavedBytes(exclude=layer.parameters()) as alone:
-        layer(x)
-    replays = []
+    (layer,), kept = stack((policy,)), []
 
     def forward(x):
-        context = contextlib.nullcontext()
-        if torch.is_grad_enabled():
-            context = SavedBytes(exclude=layer.parameters())
-            replays.append(context)
-        with context:
-            return layer(x)
+        with SavedBytes(exclude=layer.parameters()) as saved:
+            y = layer(x)
+        kept.append(saved.total)
+        return y
 
+    x = X.clone().requires_grad_()
+    forward(x)
     reentrant(forward, x).sum().backward()
-    (again,) = replays
-    assert again.total == alone.total
+    assert kept == [kept[0], 0, kept[0]]  # alone; without gradients; the replay
 
 
-# --- Hugging Face
-
-
-@pytest.fixture(scope="module")
-def hf_model():
-    """Makes a small model, whose layers hold a `FusedRematLayer` each."""
-    transformers = pytest.importorskip("transformers")
+@pytest.mark.composes(
+    "Outer checkpointing",
+    "Hugging Face's gradient checkpointing, around layers that hold a FusedRematLayer",
+)
+@REENTRANT
+def test_gradient_checkpointing_of_hugging_face(use_reentrant):
     from transformers.modeling_layers import GradientCheckpointingLayer
-
-    class Config(transformers.PreTrainedConfig):
-        model_type = "fused_remat_test"
 
     class Layer(GradientCheckpointingLayer):
         def __init__(self, block):
@@ -244,74 +157,29 @@ def hf_model():
         def forward(self, hidden_states, attention_mask=None):
             return self.block(hidden_states, src_key_padding_mask=attention_mask)
 
-    class Model(transformers.PreTrainedModel):
-        config_class = Config
-        supports_gradient_checkpointing = True
-
-        def __init__(self, config, blocks):
-            super().__init__(config)
-            self.layers = nn.ModuleList(map(Layer, blocks))
-            self.post_init()
-
-        def get_input_embeddings(self):
-            return None
-
-        def forward(self, hidden_states, attention_mask=None):
-            for layer in self.layers:
-                hidden_states = layer(hidden_states, attention_mask=attention_mask)
-            return hidden_states
-
-    return lambda policies="frugal": Model(Config(), stack(policies)).train()
-
-
-@pytest.mark.composes(
-    "Outer checkpointing",
-    "Hugging Face's gradient checkpointing, around layers that hold a FusedRematLayer",
-    limits="architectures are not converted yet",
-)
-@STACKS
-@REENTRANT
-def test_gradient_checkpointing_of_hugging_face(hf_model, use_reentrant, policies):
-    model = hf_model(policies)
-    padding = torch.zeros(2, 5, dtype=torch.bool)
+    model, replays = nn.ModuleList(map(Layer, mixed())), []
+    padding = torch.zeros(X.shape[:2], dtype=torch.bool)
     padding[1, 3:] = True
-    forward, x = functools.partial(model, attention_mask=padding), X.transpose(0, 1).float()
-    expected = step(forward, model, x)
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
-    assert all(layer.gradient_checkpointing for layer in model.layers)
-    replays = []
-    model.layers[0].block.register_forward_pre_hook(lambda *_: replays.append(1))
-    assert_same_bits(step(forward, model, x), expected)
+
+    def forward(x):
+        return functools.reduce(lambda h, layer: layer(h, attention_mask=padding), model, x)
+
+    expected = step(forward, model, X)
+    for layer in model:  # as PreTrainedModel.gradient_checkpointing_enable does
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = functools.partial(
+            checkpoint, use_reentrant=use_reentrant
+        )
+    model[0].block.register_forward_pre_hook(lambda *_: replays.append(1))
+    assert_same_bits(step(forward, model, X), expected)
     assert len(replays) == 2  # it did checkpoint
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
-def test_the_older_name_of_hugging_faces_gradient_checkpointing(hf_model):
-    model, x = hf_model(), X.transpose(0, 1).float()
-    expected = step(model, model, x)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert_same_bits(step(model, model, x), expected)
-
-
-# --- partly frozen models
-
-
 @REENTRANT
-@STACKS
-def test_frozen_weights(use_reentrant, policies):
+def test_frozen_weights(use_reentrant):
     """Within the checkpoint nothing wants a gradient but the last norms and x."""
-    model = stack(policies)
+    model = mixed()
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith(PARAM_NAMES[-2:]))
-    assert_alike(
-        each(functools.partial(checkpoint, use_reentrant=use_reentrant))(model), model, model
-    )
-
-
-def test_a_warning_of_the_fallback_inside_a_checkpoint_comes_once():
-    layer = stack()[0]
-    layer.linear1.register_forward_hook(lambda module, args, y: None)
-    with pytest.warns(FusedRematWarning, match="linear1 has hooks") as seen:
-        for _ in range(2):
-            step(functools.partial(plain, layer), layer, X.transpose(0, 1).float())
-    assert sum(w.category is FusedRematWarning for w in seen) == 1
+    way = each(functools.partial(checkpoint, use_reentrant=use_reentrant))
+    assert_alike(way(model), model, model)

@@ -1,4 +1,4 @@
-"""What no feature changes: the bits of a stack of layers, in whatever way its backward is run.
+"""What no feature changes: the bits of a stack of layers, in whatever way forward or backward run.
 
 Each feature (other presets, segments, offload, accumulation, deferral, the replay check) in each
 way, beside policy "full" without any of them. What a feature does besides is in its own file.
@@ -13,18 +13,19 @@ import pytest
 import torch
 from offload_mover import LateMover, moving
 from same_bits import assert_same_bits, step
-from segment_models import X, full, grads_of, place, quiet, stack, unheeded
+from segment_models import X, full, grads_of, place, stack, unheeded
 from test_concurrency import together
-from test_outer_checkpointing import WAYS, remat
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
+from bench.subjects.layer_ways import RandomState
 from fused_remat import Policy, check_replay, defer_weight_gradients
 
+plain = functools.partial(checkpoint, use_reentrant=False)
+reentrant = functools.partial(checkpoint, use_reentrant=True)
 
-@pytest.fixture(autouse=True)
-def without_warnings():
-    with quiet():
-        yield
+
+pytestmark = pytest.mark.usefixtures("one_thread", "served")
 
 
 def offload(model):
@@ -48,11 +49,22 @@ def placed(*places):
     return feature
 
 
+SEGMENT = placed("first", "inner", "inner", "inner")
+
+
+def all_at_once(model):
+    """The first's input moves; the replay takes it from the host."""
+    SEGMENT(model), accumulation(model)
+    model[0].policy = Policy(save={"attn"}, segment="first", offload={"input"})
+    return moving(LateMover())
+
+
 FEATURES = {
     "presets": placed("lean", "balanced", "fast", "none"),
-    "segments": placed("first", "inner", "inner", "inner"),
+    "segments": SEGMENT,
     "offload": offload,
     "accumulation": accumulation,
+    "segments, offload, accumulation": all_at_once,
     "deferral": lambda model: defer_weight_gradients(),
     "replay check": lambda model: check_replay(),
 }
@@ -60,32 +72,69 @@ FEATURES = {
 
 def made(feature, **kwargs):
     """A model with policy "full", one like it for the feature, and the context of the feature."""
-    model = full(stack(**kwargs))
+    model = full(stack(mixed=True, **kwargs))
     other = copy.deepcopy(model)
     return model, other, FEATURES[feature](other)
 
 
-def inside(context, model):
-    """A forward in a context."""
-
-    def forward(x):
-        with context():
-            return model(x)
-
-    return forward
+# --- forward: in checkpoints of other makers, and under hooks on saved tensors
 
 
-FORWARDS = WAYS | {
+def each(way):
+    """Every layer in a checkpoint of its own."""
+    return lambda model: lambda x: functools.reduce(lambda h, layer: way(layer, h), model, x)
+
+
+def remat(model):
+    """As torch_remat's documentation says for dropout: with a hook for torch's generator."""
+    torch_remat = pytest.importorskip("torch_remat")
+    hooks = (RandomState(torch.device("cpu")),)
+    return torch_remat.checkpoint(region_name="stack", recompute_state_hooks=hooks)(model)
+
+
+def inside(context, way=lambda model: model):
+    """`way`, in a context."""
+
+    def of(model):
+        def forward(x):
+            with context():
+                return way(model)(x)
+
+        return forward
+
+    return of
+
+
+FORWARDS = {
+    "non-reentrant": each(plain),
+    "reentrant": each(reentrant),
+    "the stack": lambda model: functools.partial(plain, model),
+    "no determinism check": each(functools.partial(plain, determinism_check="none")),
+    "no early stop": inside(functools.partial(set_checkpoint_early_stop, False), each(plain)),
+    "sequential": lambda m: lambda x: checkpoint_sequential(m, 2, x, use_reentrant=False),
+    "sequential, reentrant": lambda m: lambda x: checkpoint_sequential(m, 2, x, use_reentrant=True),
+    "nested": lambda model: functools.partial(plain, each(plain)(model)),
+    "nested, reentrant": lambda model: functools.partial(reentrant, each(reentrant)(model)),
+    "non-reentrant in reentrant": lambda model: functools.partial(reentrant, each(plain)(model)),
     "torch_remat": remat,
-    "save_on_cpu": functools.partial(inside, save_on_cpu),
-    "hooks that copy": functools.partial(
-        inside, functools.partial(saved_tensors_hooks, torch.clone, torch.clone)
-    ),
+    "save_on_cpu": inside(save_on_cpu),
+    "hooks that copy": inside(functools.partial(saved_tensors_hooks, torch.clone, torch.clone)),
 }
 
 
+@pytest.mark.composes("Outer checkpointing", "torch.utils.checkpoint, both kinds, nested or not")
+@pytest.mark.composes("Outer checkpointing", "checkpoint_sequential")
+@pytest.mark.composes(
+    "Outer checkpointing", "accumulate_into: gradients are added once, reentrant or not"
+)
+@pytest.mark.composes(
+    "Outer checkpointing",
+    "torch_remat, whole layers and regions",
+    limits="dropout needs a RecomputeStateHook, as torch_remat says of any dropout",
+)
 @pytest.mark.composes("Outer checkpointing", "offload, with hooks on saved tensors (save_on_cpu)")
 @pytest.mark.composes("Outer checkpointing", "segments, with hooks on saved tensors (save_on_cpu)")
+@pytest.mark.filterwarnings("ignore:None of the inputs:UserWarning")  # the inner, reentrant
 @pytest.mark.parametrize("way", FORWARDS)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_forward(feature, way):
@@ -93,6 +142,9 @@ def test_forward(feature, way):
     expected = step(model, model, X)
     with unheeded(), context:  # of a segment's layers behind a reentrant checkpoint
         assert_same_bits(step(FORWARDS[way](other), other, X), expected)
+
+
+# --- backward
 
 
 def retained(model, x, leaves):
@@ -142,16 +194,23 @@ def in_threads(model, x, leaves):
     return first
 
 
-def within(context, model, x, leaves):
-    with context():
+def under_autocast(model, x, leaves):
+    """Forward in bfloat16; backward where another dtype is on."""
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    with torch.autocast("cpu", torch.float16):
+        return grads_of(y, leaves)
+
+
+def in_anomaly_mode(model, x, leaves):
+    with torch.autograd.detect_anomaly():
         return grads_of(model(x), leaves)
 
 
-@contextlib.contextmanager
-def deterministic():
+def deterministic(model, x, leaves):
     torch.use_deterministic_algorithms(True)
     try:
-        yield
+        return grads_of(model(x), leaves)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -161,12 +220,13 @@ BACKWARDS = {
     "is_grads_batched": batched,
     "after an exception": after_an_exception,
     "in threads": in_threads,
-    "autocast": functools.partial(within, functools.partial(torch.autocast, "cpu", torch.bfloat16)),
-    "anomaly mode": functools.partial(within, torch.autograd.detect_anomaly),
-    "deterministic algorithms": functools.partial(within, deterministic),
+    "autocast": under_autocast,
+    "anomaly mode": in_anomaly_mode,
+    "deterministic algorithms": deterministic,
 }
 
 
+@pytest.mark.composes("Autocast", "segments: layers of which only the first keeps its input")
 @pytest.mark.composes("Replay check", "outer checkpointing, `retain_graph`, `is_grads_batched`")
 @pytest.mark.composes("Concurrency and faults", "one model in several threads, on the fused path")
 @pytest.mark.composes("Concurrency and faults", "segments in threads, of models or of one graph")
@@ -177,9 +237,9 @@ BACKWARDS = {
     "feature, way",
     # Under autocast accumulation rounds less than autograd does: test_accumulation.py.
     [
-        pair
-        for pair in itertools.product(FEATURES, BACKWARDS)
-        if pair != ("accumulation", "autocast")
+        (feature, way)
+        for feature, way in itertools.product(FEATURES, BACKWARDS)
+        if way != "autocast" or "accumulation" not in feature
     ],
 )
 def test_backward(feature, dropout, way):

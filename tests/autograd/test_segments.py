@@ -5,54 +5,48 @@ every comparison is of bits.
 """
 
 import contextlib
-import copy
 import functools
 import pickle
+import random
 import weakref
 
 import pytest
 import torch
+from block_inputs import normal
 from same_bits import assert_same_bits, step
 from segment_models import (
     ALL,
     PLACES,
-    B,
-    D,
-    F,
-    H,
-    S,
     X,
     assert_as_full,
     full,
     grads_of,
     keeps_input,
     place,
-    quiet,
     segments_of,
     stack,
     unheeded,
     warned,
 )
-from small_layers import KINDS, layers_of
+from small_layers import KINDS, B, D, F, S, layers_of
+from test_same_bits_as_without import plain, reentrant
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fused_remat import (
-    FusedRematDecoderLayer,
     FusedRematWarning,
     Policy,
+    check_replay,
     convert,
     explain,
     memory_report,
     ops,
 )
-from fused_remat.report.allocations import SavedBytes, measure_allocations, predict_kept_bytes
+from fused_remat.autograd.replay_check import ReplayError
+from fused_remat.report.allocations import SavedBytes, measure_allocations
 
-
-@pytest.fixture(autouse=True)
-def without_warnings():
-    with quiet():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread", "served")
 
 
 # --- gradients
@@ -136,29 +130,6 @@ def test_lora():
     assert keeps_input(y) == [True, False, False, False]
 
 
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.composes("Autocast", "segments: layers of which only the first keeps its input")
-def test_autocast(norm_first):
-    model = stack(save=("attn", "qkv"), norm_first=norm_first)
-
-    def forward(model, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x)
-
-    def grads_with(model, around):
-        torch.manual_seed(1)
-        x = X.clone().requires_grad_()
-        y = model(x)
-        with around:
-            return torch.autograd.grad(y.sum(), [x, *model.parameters()])
-
-    other = full(model)
-    assert_same_bits(*(step(functools.partial(forward, m), m, X) for m in (model, other)))
-    assert keeps_input(forward(model, X)) == [True, False, False, False]
-    backward_in = grads_with(model, torch.autocast("cpu", torch.float16))
-    assert_same_bits(backward_in, grads_with(other, contextlib.nullcontext()))
-
-
 def test_layouts_and_empty_inputs():
     model = stack(save=("mid",))
     assert_as_full(model, x=X.transpose(0, 1).contiguous().transpose(0, 1))
@@ -191,31 +162,6 @@ def test_kept_bytes(places, dropout):
     assert "first of segment" in str(report) and "inner of segment" in str(report)
 
 
-def test_prediction_from_the_graph():
-    graph = stack()[0]._example()
-    shapes = {"input": (D,), "qkv.weight": (3 * D, D), "proj.weight": (D, D),
-              "fc1.weight": (F, D), "fc2.weight": (D, F)}  # fmt: skip
-    sizes = {
-        str(policy): predict_kept_bytes(graph, policy, shapes, shapes, B, S, torch.float32)
-        for policy in ("full", Policy({"up"}, "first"), Policy({"up"}, "inner"))
-    }
-    whole, first, inner = sizes.values()
-    assert first == whole and inner == {n: size for n, size in whole.items() if n != "input"}
-
-
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_report_of_decoders(norm_first):
-    layer = FusedRematDecoderLayer(D, H, F, 0.1, batch_first=True, norm_first=norm_first)
-    model = nn.TransformerDecoder(layer, 3)
-    place(model.layers, ("first", "inner", "inner"), ("cross",))
-    x, memory = X.clone().requires_grad_(), torch.randn(B, 5, D, requires_grad=True)
-    report = memory_report(model, x, memory)
-    names = [{a.name for a in layer.activations} for layer in report.layers]
-    assert [("input" in found) for found in names] == [True, False, False]
-    # What all layers keep is counted in the first, and predicted of each (as of every policy).
-    assert report.predicted_bytes == report.kept_bytes + 2 * memory.nbytes
-
-
 def test_inputs_are_gone_after_forward_and_all_else_after_backward():
     model = stack(save=("attn", "up"))
     made, storages = [], []
@@ -237,20 +183,6 @@ def test_inputs_are_gone_after_forward_and_all_else_after_backward():
     assert measure_allocations(lambda: step(model, model, X) and None).net <= 64 + sum(
         t.nbytes for t in (X, *model.parameters())
     )
-
-
-def test_graphs_that_are_used_again():
-    model, x = stack(save=("attn", "up")), X.clone().requires_grad_()
-    leaves, y = [x, *model.parameters()], model(x)
-    first = torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True)
-    once = torch.autograd.grad(y.sin().sum(), leaves, create_graph=True)
-    assert_same_bits([g.detach() for g in once], first)
-    with pytest.raises(RuntimeError, match="double backward is not supported"):
-        once[0].sum().backward()
-    grads_of(y, leaves)
-    with pytest.raises(RuntimeError, match="a second time"):
-        y.sum().backward()
-    assert all(segment.replayed is None for segment in segments_of(y))
 
 
 def part(of, last, model, x):
@@ -278,14 +210,10 @@ def side_by_side(model, x):
     return grads_of(model[2](h) + model[3](h), [x, *model.parameters()])
 
 
-@pytest.mark.parametrize(
-    "gradients",
-    [
-        *(functools.partial(part, of, n) for of in ("parameters", "input") for n in range(4)),
-        turns,
-        side_by_side,
-    ],
-)
+ORDERS = [functools.partial(part, of, n) for of in ("parameters", "input") for n in range(4)]
+
+
+@pytest.mark.parametrize("gradients", [*ORDERS, turns, side_by_side])
 def test_backward_in_other_orders(gradients):
     model, found = stack(save=("attn", "up")), []
     for m in (model, full(model)):
@@ -332,11 +260,6 @@ def in_place_unseen(x):
         return x.add_(1)
 
 
-def in_place_of_a_view(x):
-    x.detach()[0].mul_(2)
-    return x
-
-
 def other_memory(x):
     x.data = x.data * 2
     return x
@@ -344,14 +267,11 @@ def other_memory(x):
 
 BETWEEN = {
     "a module": (nn.Tanh(), "TanhBackward0"),
-    "plus one": (lambda x: x + 1, "AddBackward0"),
     "in place": (lambda x: x.add_(1), "AddBackward0"),
     "in place, unseen": (in_place_unseen, "changed in place"),
-    "in place, of a view": (in_place_of_a_view, "changed in place"),
     "other memory": (other_memory, "changed in place"),
     "a view": (lambda x: x.view(B, S, D), "ViewBackward0"),
     "a leaf": (lambda x: x.detach().requires_grad_(), "is a leaf"),
-    "half of it": (lambda x: x[:2], "SliceBackward0"),
     "a block of another policy": (lambda x: ops.layer_norm(x), "FusedRematBlockBackward"),
 }
 
@@ -381,9 +301,6 @@ def test_hooks_of_layers():
     model[0].register_forward_hook(lambda layer, args, out: None)  # looks only
     assert_as_full(model)
     assert keeps_input(model(X)) == [True, False, False, False]
-    model[1].register_forward_hook(lambda layer, args, out: out * 2)
-    with warned("MulBackward0"):
-        assert_as_full(model)
     model[2].register_full_backward_hook(lambda layer, grad_input, grad_output: None)
     with warned("BackwardHookFunction"):
         assert_as_full(model)
@@ -421,14 +338,6 @@ def test_changes_after_use():
 # --- what is said
 
 
-def test_models_are_copied_and_pickled():
-    model = stack(save=("attn",))
-    again, twin = pickle.loads(pickle.dumps(model)), copy.deepcopy(model)
-    assert [layer.policy for layer in twin] == [layer.policy for layer in model]
-    for other in (again, twin):
-        assert_same_bits(step(other, other, X), step(model, model, X))
-
-
 def test_errors_and_repr():
     with pytest.raises(ValueError, match=r"segment=.* must be 'first', 'inner' or None, got 'x'"):
         Policy(segment="x")
@@ -451,3 +360,179 @@ def test_explain():
     with warned():
         kept = explain(nn.Sequential(model[0], nn.Tanh(), model[1]), X.clone().requires_grad_())
     assert ["input" in block.kept for block in kept] == [True, True]
+
+
+# --- other libraries' rebuilding, and hooks on saved tensors
+
+
+def parts(way, first, last):
+    """The layers from first to last in one checkpoint."""
+    return lambda model: lambda x: model[last:](way(model[first:last], model[:first](x)))
+
+
+@pytest.mark.composes(
+    "Outer checkpointing",
+    "segments, with torch.utils.checkpoint around one of its layers, some or all",
+    limits="layers inside keep their input until its replay's backward; the one behind a reentrant "
+    "checkpoint keeps its own, with a warning",
+)
+@pytest.mark.parametrize("first, last", [(0, 1), (1, 2), (3, 4), (1, 3), (0, 2), (2, 4), (0, 4)])
+@pytest.mark.parametrize("way", [plain, reentrant], ids=["non-reentrant", "reentrant"])
+def test_checkpoints(way, first, last):
+    model = stack(save=("attn", "up"))
+    tells = way is reentrant and last < 4
+    with warned("CheckpointFunctionBackward") if tells else contextlib.nullcontext():
+        assert_as_full(model, parts(way, first, last))
+
+
+def test_selective_checkpoint():
+    def chosen(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, chosen)
+    way = functools.partial(plain, context_fn=contexts)
+    model = stack(save=("attn",))
+    assert_as_full(model, parts(way, 0, 4))
+    with warned("fused_remat_encoder_prenorm"):
+        assert_as_full(model, parts(way, 1, 3))
+
+
+def test_hooks_on_saved_tensors():
+    model, unpacked = stack(save=("attn",)), []
+
+    def unpack(packed):
+        unpacked.append(packed[0])
+        return packed[1].clone()
+
+    def counted(model):
+        def forward(x):
+            with counting():
+                return model(x)
+
+        return forward
+
+    counting = functools.partial(
+        torch.autograd.graph.saved_tensors_hooks, lambda t: (object(), t.clone()), unpack
+    )
+    assert_as_full(model, counted)
+    assert len(unpacked) == len(set(unpacked))  # each once
+    with counting():
+        h = model[:2](X)
+        sides = model[2](h) + model[3](h)  # two ask for the same layers' inputs
+    sides.sum().backward()
+    assert len(unpacked) == len(set(unpacked))
+
+
+def random_graph(seed):
+    """A model with random policies, and a forward through its layers in any order and company."""
+    rng = random.Random(seed)
+    model = stack(tuple(rng.choices(("first", "inner", "lean"), (2, 6, 1), k=4)), ("attn", "up"))
+    for p in model.parameters():
+        p.requires_grad_(rng.random() < 0.8)
+    steps = [
+        (
+            i if rng.random() < 0.8 else rng.randrange(4),  # the layer
+            -1 if rng.random() < 0.8 else rng.randrange(i + 1),  # of which result
+            rng.choice(("", "", "", "", "checkpoint", "twice", "offload", "scale")),
+            rng.choice((0, 0, 0, 1)),
+        )
+        for i in range(4)
+    ]
+
+    def forward(model):
+        def run(x):
+            made = [x]
+            for i, of, way, more in steps:
+                h, layer = made[of], model[i]
+                if way == "checkpoint":
+                    h = plain(layer, h)
+                elif way == "twice":
+                    h = plain(lambda t, layer=layer: layer(layer(t)), h)
+                elif way == "offload":
+                    with torch.autograd.graph.save_on_cpu():
+                        h = layer(h)
+                else:
+                    h = layer(h * 1.5 if way else h)
+                made.append(h + made[-1] if more else h)
+            return made[-1] + made[-2].sin()
+
+        return run
+
+    return model, forward
+
+
+@pytest.mark.parametrize("seeds", [range(20), range(20, 40)], ids=str)
+def test_random_graphs(seeds):
+    for seed in seeds:
+        model, forward = random_graph(seed)
+        other = full(model)
+        with unheeded():
+            assert_same_bits(step(forward(model), model, X), step(forward(other), other, X))
+
+
+# --- everything else around
+
+
+@pytest.mark.composes("Replay check", "segments: what differs is named where it is")
+def test_replay_check():
+    model = stack(save=("attn", "up"))
+    with check_replay():
+        assert_as_full(model)
+        y = model(X.clone().requires_grad_())
+    model[1].linear1.weight.data[0] += 1
+    with pytest.raises(ReplayError, match=r"1 \(FusedRematLayer\): 'fc1.weight' differs"):
+        y.sum().backward()
+    with check_replay():
+        hidden = model[:2](X)
+        hidden.data.add_(1)  # which nothing sees
+        y = model[2:](hidden)
+    with pytest.raises(ReplayError, match=r"2 .*'input' differs"):
+        y.sum().backward()
+
+
+@pytest.mark.composes(
+    "torch.compile", "segments", limits="each layer keeps its input, with a warning"
+)
+def test_compile():
+    torch._dynamo.reset()
+    model, other = stack(save=("attn",)), stack(("full",) * 4)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.warns(FusedRematWarning, match="keeps its input: segments work in eager") as seen:
+        found = step(call, model, X)
+    assert len(seen) == 3
+    assert_same_bits(found, step(other, other, X))
+    assert_same_bits(step(call, model, X), found)
+    torch._dynamo.reset()
+    one = stack(save=("attn",))
+    one[2].compile(backend="aot_eager")
+    with pytest.warns(FusedRematWarning) as seen:
+        assert_as_full(one)
+    reasons = {str(w.message).partition(" keeps its input")[2] for w in seen}
+    assert any("CompiledFunctionBackward" in reason for reason in reasons), reasons
+
+
+def test_compiled_autograd_raises():
+    model = stack()
+    loss = model(X.clone().requires_grad_()).sum()
+    compiler = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    message = pytest.raises(RuntimeError, match="segments do not run under compiled autograd")
+    with compiler, message:
+        loss.backward()
+
+
+def test_ops():
+    up, down = (normal(*size, dtype=torch.float32) for size in ((F, D), (D, F)))
+
+    def forward(x, places):
+        for where in places:
+            policy = "full" if where is None else Policy({"up"}, where)
+            x = ops.mlp(x, up, None, down, None, policy=policy, dropout_p=0.1, seed=3)
+        return x
+
+    x = X.clone().requires_grad_()
+    y = forward(x, ALL)
+    assert keeps_input(y) == [True, False, False, False]
+    found = grads_of(y, [x, up, down])
+    assert_same_bits(found, grads_of(forward(x, [None] * 4), [x, up, down]))
+    with pytest.warns(FusedRematWarning, match="inside a segment keeps its input: the input is a"):
+        forward(x, ["inner"])

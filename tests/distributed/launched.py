@@ -24,35 +24,12 @@ def environment() -> dict[str, str]:
     }  # fmt: skip
 
 
-def both_ranks(*arguments: str) -> None:
-    """A script in two processes, as torchrun would start them, but without its own process."""
-    env = environment()
-    ranks = [env | {"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": "2"} for r in "10"]
-    _finish([_start(arguments, one) for one in ranks])
-
-
 def torchrun(*arguments: str) -> str:
-    """The same by torchrun: what it printed."""
+    """A script by torchrun: what it printed."""
     env = environment()
-    (shown,) = _finish([_start([*TORCHRUN.split(), env["MASTER_PORT"], *arguments], env)])
-    return shown
-
-
-def _start(arguments, env: dict[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments], env=env, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-def _finish(processes: list[subprocess.Popen[str]]) -> list[str]:
-    """Wait for all; one that fails leaves the others waiting in a collective."""
-    printed = []
-    try:
-        for process in processes:
-            printed.append(process.communicate()[0])
-            assert process.returncode == 0, printed[-1][-6000:]
-    finally:
-        for process in processes:
-            process.kill()
-    return printed
+    command = [sys.executable, *TORCHRUN.split(), env["MASTER_PORT"], *arguments]
+    done = subprocess.run(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout

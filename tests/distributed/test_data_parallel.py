@@ -20,7 +20,6 @@ from distributed_steps import (
     mine,
     per_layer,
     train,
-    train_in_ranks,
 )
 from hf_models import VOCAB, S, build, reasons
 from offload_mover import moving
@@ -118,43 +117,63 @@ def preset(policy):
     return functools.partial(encoder, policy, policy != "lean")
 
 
-EVERY_PRESET = {policy: preset(policy) for policy in EXACT_PRESETS}
-FROZEN = {part: functools.partial(without, part) for part in ("linear1", "norm", "0.self_attn")}
+def converted(wrap):
+    """A stock model converted, then wrapped: its state is as before."""
+
+    def wrapped(stock):
+        expected = {name: value.clone() for name, value in stock.state_dict().items()}
+        model = wrap(convert(stock, policy="balanced"))
+        state = getattr(model, "module", model).state_dict()
+        assert [*state] == [*expected]
+        assert all(torch.equal(whole(state[name]), value) for name, value in expected.items())
+        return model
+
+    return wrapped
+
+
 # Pinning asks for an accelerator; on a CPU mesh it is FSDP2's bookkeeping that is tested.
 HOST = CPUOffloadPolicy(pin_memory=False)
-#: By wrapper, and by what is asked of it: the model, and the wrapper where it has options.
+#: The model, and how it is wrapped.
 CASES = {
-    **{("DDP", name): (make, DDP) for name, make in (EVERY_PRESET | FROZEN).items()},
-    ("DDP", "static graph"): (encoder, functools.partial(DDP, static_graph=True)),
-    ("DDP", "unused layer"): (
+    **{
+        f"{name}, {how}": (make, WRAPPERS[name])
+        for name in ("DDP", "FSDP2")
+        for how, make in (
+            *((policy, preset(policy)) for policy in EXACT_PRESETS),
+            *((part, functools.partial(without, part)) for part in ("linear1", "norm", "0.self")),
+        )
+    },
+    "DDP, static graph": (encoder, functools.partial(DDP, static_graph=True)),
+    "DDP, unused layer": (
         lambda: WithUnused(*encoder(layers=3)), functools.partial(DDP, find_unused_parameters=True)
     ),
-    ("DDP", "views"): (encoder, functools.partial(DDP, gradient_as_bucket_view=True)),
-    ("DDP", "layers compiled"): (preset("lean"), layers_compiled(DDP)),
-    ("DDP", "compiled"): (functools.partial(encoder, "lean"), wrapper_compiled),
-    ("DDP", "segments"): (in_segments, DDP),
-    **{("FSDP2", name): (make, per_layer) for name, make in (EVERY_PRESET | FROZEN).items()},
+    "DDP, views": (encoder, functools.partial(DDP, gradient_as_bucket_view=True)),
+    "DDP, layers compiled": (preset("lean"), layers_compiled(DDP)),
+    "DDP, compiled": (functools.partial(encoder, "lean"), wrapper_compiled),
+    "DDP, segments": (in_segments, DDP),
+    "DDP, converted": (functools.partial(encoder, cls=STOCK), converted(DDP)),
     **{
-        ("FSDP2", f"{wrap.__name__}, {reshard}"): (
+        f"FSDP2, {wrap.__name__}, {reshard}": (
             encoder, functools.partial(wrap, reshard_after_forward=reshard)
         )
         for wrap in (per_layer, fully_shard) for reshard in (True, False)
     },
-    ("FSDP2", "CPU offload"): (encoder, functools.partial(per_layer, offload_policy=HOST)),
-    ("FSDP2", "layers compiled"): (preset("fast"), layers_compiled(per_layer)),
+    "FSDP2, CPU offload": (encoder, functools.partial(per_layer, offload_policy=HOST)),
+    "FSDP2, layers compiled": (preset("fast"), layers_compiled(per_layer)),
+    "FSDP2, converted": (functools.partial(encoder, cls=STOCK), converted(per_layer)),
+    "FSDP2, linears, full": (preset("full"), per_linear),
+    "FSDP2, linears, none": (preset("none"), per_linear),
+    "FSDP2, segments": (in_segments, per_layer),
+    "FSDP2, segments, root only": (in_segments, fully_shard),
+    **{name: (encoder, wrap) for name, wrap in WRAPPERS.items() if "FSDP1" in name},
 }  # fmt: skip
-#: Where layers leave the fused path, or keep their input, and say so: the model and the wrapper.
-SAID = {
-    "linears, full": (preset("full"), per_linear, "FSDPLinear; the fused path"),
-    "linears, none": (preset("none"), per_linear, "FSDPLinear; the fused path"),
-    "segments": (in_segments, per_layer, "FSDP manages its parameters"),
-    "segments, root only": (in_segments, fully_shard, "FSDP manages its parameters"),
-}
+#: What two layers say that leave the fused path, or keep their input.
+SAID = {"linears": "FSDPLinear; the fused path", "segments": "FSDP manages its parameters"}
 
 
-def as_one_process(case, table=CASES, gradients=True):
-    make, wrap, *_ = table[case]
-    return compare(make(), wrap, gradients)
+def as_one_process(case):
+    make, wrap = CASES[case]
+    return compare(make(), wrap, gradients="FSDP1" not in case)
 
 
 @pytest.mark.composes("DDP", "losses and gradients of one process on the whole batch, every policy")
@@ -164,6 +183,7 @@ def as_one_process(case, table=CASES, gradients=True):
 @pytest.mark.composes("DDP", "frozen parameters")
 @pytest.mark.composes("DDP", "torch.compile of each layer, or of the wrapped model")
 @pytest.mark.composes("DDP", "segments: layers of which only the first keeps its input")
+@pytest.mark.composes("DDP", "convert(model) before wrapping; state_dict as before")
 @pytest.mark.composes("FSDP2", "fully_shard per layer, every policy, as one process")
 @pytest.mark.composes("FSDP2", "reshard_after_forward True and False; the root only")
 @pytest.mark.composes("FSDP2", "frozen parameters")
@@ -171,11 +191,7 @@ def as_one_process(case, table=CASES, gradients=True):
     "FSDP2", "CPUOffloadPolicy", limits="on a CPU mesh, where nothing is moved; pin_memory=False"
 )
 @pytest.mark.composes("FSDP2", "torch.compile of each layer, fully_shard per layer")
-@pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_losses_and_gradients_are_those_of_one_process(two_processes, case):
-    assert two_processes.run(as_one_process, case) == [[], []]
-
-
+@pytest.mark.composes("FSDP2", "convert(model) before wrapping; state_dict as before")
 @pytest.mark.composes(
     "FSDP2",
     "fully_shard of a layer's linears",
@@ -187,17 +203,12 @@ def test_losses_and_gradients_are_those_of_one_process(two_processes, case):
     "segments",
     limits="each layer keeps its input, with a warning: FSDP frees parameters that a segment needs",
 )
-@pytest.mark.parametrize("case", SAID)
-def test_what_is_right_with_a_warning(two_processes, case):
-    for texts in two_processes.run(as_one_process, case, SAID):
-        assert len(texts) == 2 and all(SAID[case][-1] in text for text in texts)
-
-
 @pytest.mark.composes("FSDP1", "use_orig_params True and False, wrapped by the layer's class")
-@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if "FSDP1" in name])
-def test_fsdp1(two_processes, wrapper):
-    ran = two_processes.run(as_one_process, wrapper, {wrapper: (encoder, WRAPPERS[wrapper])}, False)
-    assert ran == [[], []]
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_those_of_one_process(two_processes, case):
+    said = [text for name, text in SAID.items() if name in case and "FSDP2" in case]
+    for texts in two_processes.run(as_one_process, case):
+        assert len(texts) == 2 * len(said) and all(said[0] in text for text in texts)
 
 
 def reproduces(wrapper):
@@ -238,22 +249,6 @@ def test_gradient_accumulation(wrapper):
         loss_of(alone(x)).backward()
     found, expected = ([whole(p.grad) for p in m.parameters()] for m in (model, alone))
     torch.testing.assert_close(found, expected, **CLOSE)
-
-
-@pytest.mark.composes("DDP", "convert(model) before wrapping; state_dict as before")
-@pytest.mark.composes("FSDP2", "convert(model) before wrapping; state_dict as before")
-@BOTH
-@in_two_processes
-def test_convert(wrapper):
-    stock = encoder(cls=STOCK)
-    expected = {name: value.clone() for name, value in stock.state_dict().items()}
-    losses, _ = train(copy.deepcopy(stock), batches())
-    wrapped = WRAPPERS[wrapper](convert(stock, policy="balanced"))
-    state = getattr(wrapped, "module", wrapped).state_dict()
-    assert [*state] == [*expected]
-    assert all(torch.equal(whole(state[name]), value) for name, value in expected.items())
-    found, _ = train_in_ranks(wrapped)
-    torch.testing.assert_close(found, torch.stack(losses), **CLOSE)
 
 
 @pytest.mark.composes("FSDP2", "a Hugging Face model, `fully_shard` per layer")
@@ -307,41 +302,6 @@ def accumulating(target="grad"):
     return model
 
 
-def refuses_to_accumulate(wrapper, reason):
-    wrapped = WRAPPERS[wrapper](accumulating())
-    with pytest.raises(RuntimeError, match=reason):
-        wrapped(mine(batches()[0]))
-    if wrapper == "DDP":
-        with torch.no_grad():
-            wrapped(mine(batches()[0]))
-
-
-def refuses_under_a_reentrant_checkpoint():
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = accumulating("main_grad")
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=True)
-
-    wrapped = DDP(Checkpointed(), static_graph=True)
-    loss = loss_of(wrapped(mine(batches()[0]).requires_grad_()))
-    with pytest.raises(RuntimeError, match="called by DistributedDataParallel"):
-        loss.backward()
-
-
-def reduces_main_grads():
-    """Data parallelism as who keeps `main_grad` writes it: micro-batches, then one all-reduce."""
-    model, alone = accumulating("main_grad"), encoder()
-    for x in batches():
-        loss_of(model(mine(x))).backward()
-        loss_of(alone(x)).backward()
-    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-        dist.all_reduce(p.main_grad)
-        torch.testing.assert_close(p.main_grad / dist.get_world_size(), q.grad, **CLOSE)
-
-
 @pytest.mark.composes(
     "FSDP2", "accumulate_into", limits="refused with RuntimeError; so under FSDP1"
 )
@@ -351,16 +311,33 @@ def reduces_main_grads():
     limits="RuntimeError under the wrapper; main_grad reduced by hand works",
 )
 @pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "FSDP2, linears"])
-def test_accumulation_is_refused(two_processes, wrapper):
-    reason = "FSDP manages the layer's parameters"
-    if wrapper == "DDP":
-        reason = "by DistributedDataParallel, which waits"
-    two_processes.run(refuses_to_accumulate, wrapper, reason)
+@in_two_processes
+def test_accumulation_is_refused(wrapper):
+    wrapped, x = WRAPPERS[wrapper](accumulating()), mine(batches()[0])
+    by_ddp = wrapper == "DDP"
+    with pytest.raises(RuntimeError, match="DistributedDataParallel" if by_ddp else "FSDP manages"):
+        wrapped(x)
+    if by_ddp:
+        with torch.no_grad():
+            wrapped(x)
+        model = accumulating("main_grad")
+        inner = model.forward
+        model.forward = functools.partial(checkpoint, inner, use_reentrant=True)
+        loss = loss_of(DDP(model, static_graph=True)(x.requires_grad_()))
+        with pytest.raises(RuntimeError, match="called by DistributedDataParallel"):
+            loss.backward()
 
 
-@pytest.mark.parametrize("run", [refuses_under_a_reentrant_checkpoint, reduces_main_grads])
-def test_accumulation_beside_ddp(two_processes, run):
-    two_processes.run(run)
+@in_two_processes
+def test_main_grads_reduced_by_hand():
+    """Data parallelism as who keeps `main_grad` writes it: micro-batches, then one all-reduce."""
+    model, alone = accumulating("main_grad"), encoder()
+    for x in batches():
+        loss_of(model(mine(x))).backward()
+        loss_of(alone(x)).backward()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(p.main_grad)
+        torch.testing.assert_close(p.main_grad / dist.get_world_size(), q.grad, **CLOSE)
 
 
 # --- what fully_shard gathers, and frees
@@ -389,18 +366,14 @@ def test_collectives_are_the_stock_layers(two_processes, wrapper, policy):
     assert found == expected
 
 
-def saved_in(forward):
-    """Bytes of the storages that autograd saves in `forward()`, and what that returns."""
+def saved_in(forward, exclude=()):
+    """Bytes of the storages that autograd saves in `forward`, as they are after it; the loss."""
     saved = []
-
-    def pack(t):
-        saved.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        result = forward()
-    storages = (t.untyped_storage() for t in saved)
-    return {storage._cdata: storage.nbytes() for storage in storages}, result
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        loss = loss_of(forward(mine(batches()[0])))
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+    excluded = {p.untyped_storage()._cdata for p in exclude}
+    return sum(size for data, size in sizes.items() if data not in excluded), loss
 
 
 @pytest.mark.composes("FSDP2", "what is kept between forward and backward holds no gathered weight")
@@ -416,19 +389,17 @@ def test_gathered_weights_are_freed(policy):
 
     for layer in model:
         layer.register_forward_pre_hook(note)  # after FSDP2's own, which gathers
-    sizes, loss = saved_in(lambda: loss_of(model[0](mine(batches()[0]))))
+    kept, loss = saved_in(model[0])
     assert len(gathered) == 12
     assert sum(p.untyped_storage().nbytes() for p in gathered) == 0
-    kept = sum(sizes.values())
     loss.backward()
-    # As one such layer without a wrapper, parameters not counted.
-    layer = encoder(policy)[0]
-    params = {p.untyped_storage()._cdata for p in layer.parameters()}
-    sizes, _ = saved_in(lambda: loss_of(layer(mine(batches()[0]))))
-    assert kept == sum(size for storage, size in sizes.items() if storage not in params)
+    layer = encoder(policy)[0]  # without a wrapper
+    assert kept == saved_in(layer, exclude=layer.parameters())[0]
 
 
-def mixed_precision_errors():
+@pytest.mark.composes("FSDP2", "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)")
+@in_two_processes
+def test_mixed_precision():
     """Relative L2 errors of gradients against float64: of the stock layer, and of the fused one."""
     exact, x, errors = encoder(cls=STOCK), batches()[0], []
     loss_of(exact(x)).backward()
@@ -445,15 +416,9 @@ def mixed_precision_errors():
         assert {g.dtype for g in grads} == {torch.float32}
         pairs = zip(grads, exact.parameters(), strict=True)
         errors.append([float((g - p.grad).norm() / p.grad.norm()) for g, p in pairs])
-    return errors
-
-
-@pytest.mark.composes("FSDP2", "MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)")
-def test_mixed_precision(two_processes):
-    stock, fused = two_processes.run(mixed_precision_errors)[0]
-    for a, b in zip(stock, fused, strict=True):
+    for a, b in zip(*errors, strict=True):
         # The rule of all tests in low precision; the floor is four units of bfloat16.
-        assert b <= 1.5 * a + 4 * 2.0**-8, (stock, fused)
+        assert b <= 1.5 * a + 4 * 2.0**-8, errors
 
 
 @pytest.mark.composes("FSDP2", "evaluation without gradients, masked and not")

@@ -190,9 +190,10 @@ def test_microbatches_in_flight(two_processes, name, in_flight):
     assert two_processes.run(most_kept, name) == in_flight
 
 
-def with_dropout(name, policy, defer):
-    torch.manual_seed(3)
-    parts = layers("encoder", policy, dropout=0.2)
+def stepped(name, policies, dropout=0.0, defer=False):
+    parts = layers("encoder", "full", dropout)
+    for layer, policy in zip(parts, policies, strict=True):
+        layer.policy = policy
     torch.manual_seed(4 + dist.get_rank())
     return step(name, parts, 8, defer)
 
@@ -200,28 +201,20 @@ def with_dropout(name, policy, defer):
 @pytest.mark.composes(
     "Pipeline parallel", "dropout: a function of the seed, whatever the policy and the split"
 )
-def test_dropout(two_processes):
-    ways = [("full", False), ("balanced", False), ("full", True)]
-    first, *others = [two_processes.run(with_dropout, "ZBVZeroBubble", *w) for w in ways]
-    for other in others:
-        torch.testing.assert_close(other, first, rtol=0, atol=0)
-
-
-def with_segments(places):
-    parts = layers("encoder", "full")
-    for layer, place in zip(parts, places, strict=True):
-        layer.policy = Policy(save=(), segment=place)
-    return step("1F1B", parts, 8)
-
-
 @pytest.mark.composes(
     "Pipeline parallel",
     "segments within a stage",
     limits="in zero-bubble schedules inside `defer_weight_gradients()` only, else RuntimeError",
 )
-def test_segments(two_processes):
-    runs = [two_processes.run(with_segments, p) for p in (["first", "inner"] * 2, [None] * 4)]
-    torch.testing.assert_close(*runs, rtol=0, atol=0)
+def test_dropout_and_segments(two_processes):
+    full, segments = ["full"] * 4, [Policy(save=(), segment=p) for p in ("first", "inner")] * 2
+    for name, *ways in (
+        ("ZBVZeroBubble", (full, 0.2), (["balanced"] * 4, 0.2), (full, 0.2, True)),
+        ("1F1B", (full,), (segments,)),
+    ):
+        first, *others = [two_processes.run(stepped, name, *way) for way in ways]
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
 @pytest.mark.composes("Pipeline parallel", "`examples/pipeline_1f1b.py --schedule zero-bubble`")

@@ -1,5 +1,8 @@
 """Fused layers divided among ranks: the losses, gradients and outputs of one process."""
 
+import contextlib
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -233,31 +236,25 @@ def kept_bytes(policy, sequence):
 
 
 @pytest.mark.composes("Tensor parallel", "segments")
+@pytest.mark.composes("Tensor parallel", "an outer checkpoint; the replay check")
+@pytest.mark.composes(
+    "Tensor parallel", "torch.compile", limits="the layers run outside of the compiled graph"
+)
+@pytest.mark.parametrize("way", ["segments", "checkpoint", "replay check", "compile"])
 @in_two_processes
-def test_segments():
+def test_ways_to_run(way):
     model = stack("causal", "full", count=3)
     other = divided(model, sequence=True)
-    for layer, place in zip(other.layers, ("first", "inner", "inner"), strict=True):
-        layer.policy = Policy(save={"attn"}, segment=place)
-    check(model, other, given(), **options_of("causal", False))
-
-
-@pytest.mark.composes("Tensor parallel", "an outer checkpoint; the replay check")
-@in_two_processes
-def test_outer_checkpoint_and_replay_check():
-    model = stack("causal", "lean")
-    other = divided(model, sequence=True)
-    kwargs = options_of("causal", False)
-    expected = step(model, given(), **kwargs)
-    inner = other.forward
-    other.forward = lambda x, **kw: checkpoint(inner, x, use_reentrant=False, **kw)
-    found = step(other, given(), **kwargs)
-    assert_close(found[1], expected[1], **CLOSE)
-    del other.forward
-    other.zero_grad()
-    with check_replay():
-        found = step(other, given(), **kwargs)
-    assert_close(found[1], expected[1], **CLOSE)
+    if way == "segments":
+        for layer, place in zip(other.layers, ("first", "inner", "inner"), strict=True):
+            layer.policy = Policy(save={"attn"}, segment=place)
+    elif way == "checkpoint":
+        other.forward = functools.partial(checkpoint, other.forward, use_reentrant=False)
+    elif way == "compile":
+        torch._dynamo.reset()
+        other.compile(backend="aot_eager")
+    with check_replay() if way == "replay check" else contextlib.nullcontext():
+        check(model, other, given(), **options_of("causal", False))
 
 
 @pytest.mark.composes("Tensor parallel", "autocast to bfloat16")
@@ -275,16 +272,3 @@ def test_autocast(kind):
         # Partial sums are rounded once more each.
         error = [(t[1] - exact[1]).norm() / exact[1].norm() for t in (expected, found)]
         assert error[1] < 1.5 * error[0] + 2 * 2**-8, error
-
-
-@pytest.mark.composes(
-    "Tensor parallel", "torch.compile", limits="the layers run outside of the compiled graph"
-)
-@in_two_processes
-def test_compiled():
-    model = stack("causal", "lean")
-    other = divided(model, sequence=True)
-    expected = step(model, given(), **options_of("causal", False))
-    torch._dynamo.reset()
-    found = step(torch.compile(other, backend="aot_eager"), given(), **options_of("causal", False))
-    assert_close(found[1], expected[1], **CLOSE)
