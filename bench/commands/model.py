@@ -30,7 +30,7 @@ from bench.measure.options import Parser, positive
 from bench.measure.progress import Progress
 from bench.measure.results import ResultsFile, rows_of
 from bench.model.measure import Options, measure
-from bench.pages.models import article, case_table, losses_table, target_table, title
+from bench.pages.models import article, case_table, has_losses, losses_table, target_table, title
 from bench.subjects.configs import MODELS
 from bench.subjects.model_ways import DEFAULT, WAYS
 from bench.subjects.models import Case, affordable_layers, memory_of, usual_tokens
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace, results: ResultsFile) -> bool:
         progress.line(f"\n[{index}/{len(args.cases)}] {what} ({how})\n")
         if row is not None:
             progress.line(case_table(row))
-            progress.line("\n" + losses_table(row))
+            progress.line("\n" + losses_table(row) if has_losses(row) else "")
         right &= row is not None and not answered_for(row)
     return right
 

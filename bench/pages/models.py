@@ -64,13 +64,16 @@ def kept_share(found: Row, row: Row, what: str) -> float | None:
     return found[what] / theirs if theirs and found.get(what) is not None else None
 
 
+def has_losses(row: Row) -> bool:
+    """Whether losses were asked for."""
+    return "losses" in row or "losses_failure" in row
+
+
 def losses_table(row: Row) -> str:
-    """Losses of every step side by side, and the largest relative differences; "": not asked."""
+    """Losses of every step side by side, and the largest relative differences."""
     if "losses_failure" in row:
         return f"Losses: FAIL: {row['losses_failure']}"
-    found = row.get("losses")
-    if found is None:
-        return ""
+    found = row["losses"]
     steps = enumerate(zip(*found["curves"].values(), strict=True), 1)
     rows = [[str(step), *(f"{loss:.6f}" for loss in losses)] for step, losses in steps]
     differences = ", ".join(f"{way} {d:.1e}" for way, d in found["differences"].items())
@@ -153,8 +156,7 @@ def article(results: Row) -> str:
     parts = ["# Fine-tuning in every way"]
     for row in rows_of(results):
         parts += [f"## {title(row)}", case_table(row)]
-        losses = losses_table(row)
-        parts += ["### Losses", losses] if losses else []
+        parts += ["### Losses", losses_table(row)] if has_losses(row) else []
     return "\n\n".join([*parts, "## Targets", target_table(results)]) + "\n"
 
 
@@ -174,4 +176,5 @@ def _set(data: Row) -> Iterator[str]:
     if not data["machine"].get("gpu"):
         yield target_table(data)
     for row in rows_of(data):
-        yield tables.folded(title(row), case_table(row), *filter(None, [losses_table(row)]))
+        losses = [losses_table(row)] if has_losses(row) else []
+        yield tables.folded(title(row), case_table(row), *losses)
