@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import trange
 
+from bench.measure.clock import quantiles, ratios
 from bench.measure.machine import machine, synchronize
-from bench.measure.turns import quantiles, ratios
 from fused_remat import convert
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.allocations import measure_allocations
