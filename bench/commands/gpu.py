@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from bench.audit import cases as audit_cases
-from bench.frontier import files as frontier
-from bench.frontier.points import collected
+from bench.figures.frontier import picture
+from bench.frontier import panels
 from bench.gpu import kernels, layers, models, profile
 from bench.measure import ceilings, contest
 from bench.measure.case import DTYPES
@@ -265,16 +265,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def draw(path: Path) -> str:
     """Write the frontier of the layers' steps beside the results; what came of it, in a line."""
     try:
-        frontier.write(path.parent, collected({path.name: read(path)}))
+        made = picture(path.parent, panels(read(path)))
+        made.write()
     except (ValueError, ImportError) as error:  # no layer was measured, no matplotlib
         return f"no picture of the frontier: {error}"
-    return f"the frontier: {path.parent / frontier.PAGE}"
+    return f"the frontier: {made.files[0]}"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, write and print the table, draw the frontier; 1 if anything failed, a worker too.
 
-    Files: gpu.json, gpu.txt, frontier.json, .md, .png and .svg.
+    Files: gpu.json, gpu.txt, frontier.png and .svg.
     """
     args = parse(arguments)
     if args.run is not None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from torch import Tensor
 
 from bench.commands.layers import heads
-from bench.figures import plans as figure
+from bench.figures.plans import picture
 from bench.measure.case import Forward, Subject
 from bench.measure.checks import Checks
 from bench.measure.contest import Rig
@@ -42,7 +42,6 @@ _OURS = 14  # ways, about: their number is known once the peers have been measur
 TABLES = {
     "All ways:": page.table,
     "Ours within each peer's peak:": page.rival_table,
-    "Simpler rules within the same, as predicted:": page.rule_table,
     "Predictions against what was measured of all plans that were run:": page.error_table,
     "A layer's steps:": page.step_table,
 }
@@ -173,11 +172,12 @@ def main(arguments: Sequence[str]) -> int:
             print(f"\n{page.title(row)}, {row['rounds']} rounds")
             for heading, make in TABLES.items():
                 print(f"\n{heading}\n\n{make(row)}")
-        pictures = figure.draw(data, path.parent, path.stem)
+        made = picture(path, data["results"])
+        made.write()
     except (ValueError, ImportError) as error:
         print(f"python -m bench plan: {error}", file=sys.stderr)
         return 2
-    print("", path, *pictures, sep="\n")
+    print("", path, *made.files, sep="\n")
     return int(any(map(wrong, rows)))
 
 

@@ -29,6 +29,7 @@ from bench.measure.options import DEVICE, Parser, positive
 from bench.measure.registry import described
 from bench.measure.results import Progress, ResultsFile
 from bench.pages import kernels as report
+from bench.tables import current
 from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: Of a model's batch, about; lengths of one sequence; the model whose kernels they are swept for.
@@ -169,7 +170,8 @@ def main(arguments: Sequence[str]) -> int:
     start = time.perf_counter()
     rows = run(args, rig, results)
     took, known = time.perf_counter() - start, sum("machine" in row for row in rows)
-    print(f"\n{report.means(rows)}\n\n{took:.0f} s, {known} of {len(rows)} known before; {path}")
+    print("", report.summary(report.entries(current(results.data))), sep="\n")
+    print(f"\n{took:.0f} s, {known} of {len(rows)} known before; {path}")
     wrong = report.failures(rows)
     print(*wrong, sep="\n", file=sys.stderr) if wrong else None
     return 1 if wrong else 0
