@@ -19,8 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_steps import encoder, mine
 from hf_models import VOCAB, S, build
-from launched import ROOT, environment, torchrun
-from processes import Processes
+from processes import ROOT, Processes, environment, torchrun
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard

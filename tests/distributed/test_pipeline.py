@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_steps import CLOSE, encoder, loss_of
-from launched import ROOT, torchrun
+from processes import ROOT, torchrun
 from reference import randomize
 from torch import nn
 from torch.distributed import pipelining

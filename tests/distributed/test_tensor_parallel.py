@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from block_inputs import in_pieces
 from processes import in_two_processes
 from reference import EXACT_PRESETS, randomize
 from tensor_parallel_steps import (
@@ -45,9 +46,10 @@ from fused_remat.report.allocations import SavedBytes
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 
 
-def divided_as_whole(kind, policy, sequence, masks=False):
+def divided_as_whole(kind, policy, sequence, tokens=512):
     model = stack(kind, policy)
-    check(model, divided(model, sequence), given(), **options_of(kind, masks))
+    with in_pieces(tokens):
+        check(model, divided(model, sequence), given(), **options_of(kind, masks=True))
 
 
 @pytest.mark.composes(
@@ -57,15 +59,22 @@ def divided_as_whole(kind, policy, sequence, masks=False):
 @SEQUENCE
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers(two_processes, kind, sequence):
-    two_processes.run(divided_as_whole, kind, "full", sequence, masks=True)
+    two_processes.run(divided_as_whole, kind, "full", sequence)
 
 
 @pytest.mark.composes("Tensor parallel", "every policy, kept activations in 8 bits among them")
+@pytest.mark.composes("Tensor parallel", "groups of sequences and tiles of tokens")
 @SEQUENCE
-@pytest.mark.parametrize("policy", [*EXACT_PRESETS[1:], "fast8"])
-def test_policies(two_processes, policy, sequence):
-    run = divided_as_whole if policy != "fast8" else near_whole
-    two_processes.run(run, "causal, heads normed", policy, sequence)
+@pytest.mark.parametrize(
+    "policy, kind",
+    [(policy, "causal, heads normed") for policy in (*EXACT_PRESETS[1:], "fast8")]
+    + [("balanced", "encoder pre-norm"), ("balanced", "causal, sandwich")],
+)
+def test_policies(two_processes, kind, policy, sequence):
+    if policy == "fast8":
+        two_processes.run(near_whole, kind, policy, sequence)
+    else:
+        two_processes.run(divided_as_whole, kind, policy, sequence, tokens=2)
 
 
 def near_whole(kind, policy, sequence):
@@ -100,20 +109,6 @@ def test_decoder(norm_first, sequence):
         y, dx, grads = step(m, given(1, (S, B, D)), memory=own, tgt_mask=mask)
         results.append([y, dx, own.grad, pack_attention(grads)])
     assert_close(*results, **CLOSE)
-
-
-@pytest.mark.composes("Tensor parallel", "groups of sequences and tiles of tokens")
-@SEQUENCE
-@in_two_processes
-def test_groups_and_tiles(sequence):
-    from fused_remat.execution import choose
-
-    before, choose._CPU_TOKENS = choose._CPU_TOKENS, 2
-    try:
-        for kind in ("encoder pre-norm", "causal, sandwich"):
-            divided_as_whole(kind, "balanced", sequence, masks=True)
-    finally:
-        choose._CPU_TOKENS = before
 
 
 @pytest.mark.composes(
