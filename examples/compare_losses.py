@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from transformers import LlamaForCausalLM
 from fused_remat import convert
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))
+sys.path.append(str(ROOT))  # for `bench`, which is not installed
 from bench.figures.losses import draw
 from bench.measure.machine import environment
 from bench.measure.results import ResultsFile
@@ -67,11 +68,6 @@ class Subject:
     loss_of: Callable[[Any, Tensor], Tensor]
 
 
-def byte_lm(sizes: Sizes) -> nn.Module:
-    """The demo's model."""
-    return ByteLM(sizes, StockLayer)
-
-
 def smollm_shaped(sizes: Sizes) -> nn.Module:
     """A model over bytes in SmolLM's proportions; three heads share a key head."""
     config = smollm(sizes.layers, VOCABULARY, sizes.seq_len, kv_heads=sizes.nhead // 3)
@@ -86,15 +82,13 @@ def shifted_loss(model: Any, windows: Tensor) -> Tensor:
     return loss
 
 
-_RUN = Sizes(
-    seq_len=128, batch=8, steps=500, validation_batches=32, warmup_steps=50, decays=True
-)  # fmt: skip
+_RUN = Sizes(seq_len=128, steps=500, validation_batches=32, warmup_steps=50, decays=True)
 _SMOLLM = {"d_model": 192, "nhead": 3, "dim_feedforward": 512, "dropout": 0.0}
 SUBJECTS = {
     "byte_lm": Subject(
-        dataclasses.replace(_RUN, d_model=128, nhead=4, dim_feedforward=512, layers=3),
+        dataclasses.replace(_RUN, d_model=128, dim_feedforward=512, layers=3),
         dataclasses.replace(QUICK, d_model=32, dim_feedforward=64, seq_len=16),
-        byte_lm,
+        lambda sizes: ByteLM(sizes, StockLayer),
         loss_of,
     ),
     "smollm": Subject(
@@ -120,42 +114,31 @@ def build(subject: Subject, sizes: Sizes, seed: int, device: str, dtype: torch.d
     return runs
 
 
-def case_of(name: str, sizes: Sizes, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """What names a row of the results."""
-    return {"model": name, "seed": seed, "dtype": args.dtype, **dataclasses.asdict(sizes)}
-
-
-def row_of(case: dict[str, Any], runs: list[Run]) -> dict[str, Any]:
-    """A seed's runs of one model, as plain data."""
-    parameters = sum(p.numel() for p in runs[0].model.parameters())
-    ways = {
-        run.way: {
-            "policy": WAYS[run.way],
-            "validation_loss": run.validation_loss,
-            "losses": run.losses,
-        }
-        for run in runs
-    }
-    return {"case": case, "parameters": parameters, "ways": ways}
-
-
 def compare(file: ResultsFile, args: argparse.Namespace) -> None:
     """Train what is not in the file yet, all ways of a model and seed in turn."""
-    for name in args.models:
+    for name, seed in itertools.product(args.models, args.seeds):
         subject = SUBJECTS[name]
         sizes = subject.quick if args.quick else subject.sizes
         if args.steps is not None:
             sizes = dataclasses.replace(sizes, steps=args.steps)
         if args.constant:
             sizes = dataclasses.replace(sizes, warmup_steps=5, decays=False)
-        for seed in args.seeds:
-            case = case_of(name, sizes, seed, args)
-            if file.find(case, WAYS) is not None:
-                continue
-            print(f"{name}, seed {seed}: {sizes.steps} rounds of {len(WAYS)}", file=sys.stderr)
-            runs = build(subject, sizes, seed, args.device, getattr(torch, args.dtype))
-            train(runs, Text.load(sizes, args.device, seed), args.device)
-            file.put(row_of(case, runs))
+        case = {"model": name, "seed": seed, "dtype": args.dtype, **dataclasses.asdict(sizes)}
+        if file.find(case, WAYS) is not None:
+            continue
+        print(f"{name}, seed {seed}: {sizes.steps} rounds of {len(WAYS)}", file=sys.stderr)
+        runs = build(subject, sizes, seed, args.device, getattr(torch, args.dtype))
+        train(runs, Text(sizes, args.device, seed), args.device)
+        parameters = sum(p.numel() for p in runs[0].model.parameters())
+        ways = {
+            run.way: {
+                "policy": WAYS[run.way],
+                "validation_loss": run.validation_loss,
+                "losses": run.losses,
+            }
+            for run in runs
+        }
+        file.put({"case": case, "parameters": parameters, "ways": ways})
 
 
 def parse() -> argparse.Namespace:

@@ -21,20 +21,19 @@ os.environ["KINETO_LOG_LEVEL"] = os.environ.get("KINETO_LOG_LEVEL", "99")
 
 import argparse
 import copy
+import itertools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from byte_lm_report import machine, quantiles
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -42,12 +41,17 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 from transformers.utils import logging as transformers_logging
 
+sys.path.append(str(Path(__file__).parents[1]))  # for `bench`, which is not installed
+from bench.measure.machine import machine
+from bench.measure.turns import quantiles
+from bench.tables import markdown, mib, ms
 from fused_remat import convert
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.allocations import measure_allocations
@@ -73,45 +77,25 @@ def smollm(layers: int, vocabulary: int, seq_len: int, kv_heads: int = 3) -> Lla
     )  # fmt: skip
 
 
-def train_tokenizer(text: str, vocabulary: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of `text`."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([text], trainer)
-    return tokenizer
+def blocks_of(tokens: Tensor, seq_len: int) -> Tensor:
+    """The text's tokens in blocks (N, S), shuffled."""
+    count = len(tokens) // seq_len
+    if not count:
+        raise ValueError(f"the text has {len(tokens)} tokens, fewer than a block of {seq_len}")
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return tokens[: count * seq_len].view(count, seq_len)[order]
 
 
-class Blocks(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """The text's tokens in blocks of `seq_len`; the labels are the tokens (the model shifts)."""
-
-    def __init__(self, tokens: Tensor, seq_len: int) -> None:
-        count = len(tokens) // seq_len
-        if not count:
-            raise ValueError(f"the text has {len(tokens)} tokens, fewer than a block of {seq_len}")
-        blocks = tokens[: count * seq_len].view(count, seq_len)
-        self.blocks = blocks[torch.randperm(count, generator=torch.Generator().manual_seed(0))]
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        block = self.blocks[index % len(self)]
-        return {"input_ids": block, "labels": block}
-
-    def batch(self, step: int, size: int, device: str) -> dict[str, Tensor]:
-        items = [self[step * size + i]["input_ids"] for i in range(size)]
-        tokens = torch.stack(items).to(device)
-        return {"input_ids": tokens, "labels": tokens}
+def batch_of(blocks: Tensor, step: int, args: argparse.Namespace) -> dict[str, Tensor]:
+    """The batch of a step, without end; the labels are the tokens (the model shifts)."""
+    places = torch.arange(step * args.batch, (step + 1) * args.batch) % len(blocks)
+    tokens = blocks[places].to(args.device)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 @dataclass
-class Way:
-    """One way's model, and what was measured of it."""
+class Way(TrainerCallback):
+    """One way's model, and what was measured of it; by Trainer itself where that trains it."""
 
     name: str
     model: Any
@@ -119,6 +103,16 @@ class Way:
     seconds: list[float] = field(default_factory=list)
     kept_bytes: int = 0
     peak_bytes: int = 0
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.start)
+
+    def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" in logs:  # of each step; and once of all
+            self.losses.append(float(logs["loss"]))
 
 
 def build(base: PreTrainedModel, name: str, mode: str, args: argparse.Namespace) -> Way:
@@ -135,12 +129,12 @@ def build(base: PreTrainedModel, name: str, mode: str, args: argparse.Namespace)
     return Way(name, model)
 
 
-def measure_memory(way: Way, blocks: Blocks, args: argparse.Namespace) -> None:
+def measure_memory(way: Way, blocks: Tensor, args: argparse.Namespace) -> None:
     """Bytes between forward and backward, and at the peak of a step, above weights and gradients.
 
     A first step allocates the gradients. The logits and the loss are counted in both.
     """
-    batch = blocks.batch(0, args.batch, args.device)
+    batch = batch_of(blocks, 0, args)
     way.model(**batch).loss.backward()
     way.kept_bytes = measure_allocations(lambda: way.model(**batch).loss, args.device).net
     step = measure_allocations(lambda: way.model(**batch).loss.backward(), args.device)
@@ -148,40 +142,26 @@ def measure_memory(way: Way, blocks: Blocks, args: argparse.Namespace) -> None:
     way.model.zero_grad(set_to_none=True)
 
 
-def train_plain(ways: list[Way], blocks: Blocks, mode: str, args: argparse.Namespace) -> None:
+def train_plain(ways: list[Way], blocks: Tensor, mode: str, args: argparse.Namespace) -> None:
     """All ways in turn, one step each per round, so that what the machine does falls on all."""
     optimizers = [torch.optim.AdamW(way.model.parameters(), lr=LEARNING_RATE[mode]) for way in ways]
     for step in range(args.steps):
-        batch = blocks.batch(step, args.batch, args.device)
+        batch = batch_of(blocks, step, args)
         turns = list(zip(ways, optimizers, strict=True))
         for way, optimizer in turns[step % len(ways) :] + turns[: step % len(ways)]:
-            start = time.perf_counter()
+            way.on_step_begin()
             loss = way.model(**batch).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
             way.losses.append(loss.item())  # waits for the device
-            way.seconds.append(time.perf_counter() - start)
+            way.on_step_end()
         show(f"{mode}, plain loop: step {step + 1}/{args.steps}, loss {ways[0].losses[-1]:.3f}")
 
 
-class Clock(TrainerCallback):
-    """Notes how long each of Trainer's steps takes."""
-
-    def __init__(self, way: Way) -> None:
-        self.way = way
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.start = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.way.seconds.append(time.perf_counter() - self.start)
-
-
-def train_with_trainer(
-    ways: list[Way], blocks: Blocks, mode: str, args: argparse.Namespace
-) -> None:
+def train_by_trainer(ways: list[Way], blocks: Tensor, mode: str, args: argparse.Namespace) -> None:
     """One way after another, each with a Trainer of its own, over the same batches."""
+    dataset = [{"input_ids": block, "labels": block} for block in blocks]
     for way in ways:
         show(f"{mode}, Trainer: {way.name}")
         with tempfile.TemporaryDirectory() as folder:
@@ -191,15 +171,9 @@ def train_with_trainer(
                 report_to=[], disable_tqdm=True, seed=0, use_cpu=args.device == "cpu",
                 lr_scheduler_type="constant", max_grad_norm=1.0, dataloader_pin_memory=False,
             )  # fmt: skip
-            trainer = Trainer(way.model, settings, train_dataset=blocks, callbacks=[Clock(way)])
-            trainer.log = lambda logs, *rest, way=way: note(way, logs)  # type: ignore[method-assign]
+            trainer = Trainer(way.model, settings, train_dataset=dataset, callbacks=[way])
+            trainer.remove_callback(PrinterCallback)
             trainer.train()
-
-
-def note(way: Way, logs: dict[str, float]) -> None:
-    """Trainer reports the loss of each step; not printed, but kept."""
-    if "loss" in logs:
-        way.losses.append(float(logs["loss"]))
 
 
 def show(line: str) -> None:
@@ -208,40 +182,40 @@ def show(line: str) -> None:
     print(f"\r{line:<78}" if not end else line, end=end, file=sys.stderr, flush=True)
 
 
-def rows(ways: list[Way], mode: str, loop: str) -> Iterator[dict[str, Any]]:
+def rows(ways: list[Way], mode: str, loop: str) -> list[dict[str, Any]]:
     """What was measured of each way, beside the first one."""
-    first = ways[0]
-    for way in ways:
-        differences = [abs(a - b) for a, b in zip(way.losses, first.losses, strict=True)]
-        yield {
+    return [
+        {
             "mode": mode, "loop": loop, "way": way.name, "kept_bytes": way.kept_bytes,
-            "peak_bytes": way.peak_bytes, "seconds": quantiles(way.seconds),
-            "losses": way.losses, "largest_loss_difference": max(differences),
-        }  # fmt: skip
+            "peak_bytes": way.peak_bytes, "seconds": quantiles(way.seconds), "losses": way.losses,
+            "largest_loss_difference": max(
+                abs(a - b) for a, b in zip(way.losses, ways[0].losses, strict=True)
+            ),
+        }
+        for way in ways
+    ]  # fmt: skip
 
 
 def table(found: list[dict[str, Any]]) -> str:
     """The rows as Markdown, each beside the first of its mode and loop."""
     head = ("fine-tuning", "loop", "way", "kept", "", "peak", "step", "", "loss", "differs by")
-    lines = [head, ("---",) * len(head)]
-    eager: dict[str, Any] = {}
+    cells = []
     for row in found:
         if row["way"] == found[0]["way"]:
             eager = row
-        kept, peak, step = row["kept_bytes"], row["peak_bytes"], row["seconds"]["p50"]
-        lines.append(
+        kept, step, losses = row["kept_bytes"], row["seconds"]["p50"], row["losses"]
+        cells.append(
             (
-                row["mode"], row["loop"], row["way"], f"{kept / 2**20:.0f} MiB",
-                f"{kept / eager['kept_bytes']:.2f}×", f"{peak / 2**20:.0f} MiB",
-                f"{1e3 * step:.0f} ms", f"{step / eager['seconds']['p50']:.2f}×",
-                f"{row['losses'][0]:.3f} → {row['losses'][-1]:.3f}",
+                row["mode"], row["loop"], row["way"], mib(kept),
+                f"{kept / eager['kept_bytes']:.2f}×", mib(row["peak_bytes"]), ms(step),
+                f"{step / eager['seconds']['p50']:.2f}×", f"{losses[0]:.3f} → {losses[-1]:.3f}",
                 f"{row['largest_loss_difference']:.1e}",
             )
         )  # fmt: skip
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(head, cells)
 
 
-def load(args: argparse.Namespace) -> tuple[PreTrainedModel, Blocks]:
+def load(args: argparse.Namespace) -> tuple[PreTrainedModel, Tensor]:
     """The model and the blocks of text, in tokens of the model's."""
     text = args.text.read_text(encoding="utf-8") if args.text else "".join(topics.values())
     torch.manual_seed(0)
@@ -249,11 +223,12 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, Blocks]:
         tokens = AutoTokenizer.from_pretrained(args.model, local_files_only=True)(text)["input_ids"]
         model = AutoModelForCausalLM.from_pretrained(args.model, local_files_only=True)
     else:
-        tokenizer = train_tokenizer(text, args.vocabulary)
+        tokenizer = ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator([text], args.vocabulary, min_frequency=0, show_progress=False)
         tokens = tokenizer.encode(text).ids
         config = smollm(args.layers, tokenizer.get_vocab_size(), args.seq_len)
         model = LlamaForCausalLM(config)
-    return model, Blocks(torch.tensor(tokens), args.seq_len)
+    return model, blocks_of(torch.tensor(tokens), args.seq_len)
 
 
 def parse() -> argparse.Namespace:
@@ -283,25 +258,20 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     base, blocks = load(args)
     found: list[dict[str, Any]] = []
-    for mode in args.modes:
-        for loop in args.loops:
-            ways = [build(base, name, mode, args) for name in (*PEERS, *args.policies)]
-            for way in ways:
-                show(f"{mode}: measuring the memory of {way.name}")
-                measure_memory(way, blocks, args)
-            train = train_plain if loop == "plain" else train_with_trainer
-            train(ways, blocks, mode, args)
-            found += rows(ways, mode, loop)
+    for mode, loop in itertools.product(args.modes, args.loops):
+        ways = [build(base, name, mode, args) for name in (*PEERS, *args.policies)]
+        for way in ways:
+            show(f"{mode}: measuring the memory of {way.name}")
+            measure_memory(way, blocks, args)
+        train = train_plain if loop == "plain" else train_by_trainer
+        train(ways, blocks, mode, args)
+        found += rows(ways, mode, loop)
     print(file=sys.stderr)
     parameters = sum(p.numel() for p in base.parameters())
     on = machine(args.device)
-    print(
-        f"{type(base).__name__}, {base.config.num_hidden_layers} layers, {parameters / 1e6:.1f} M"
-    )
-    print(
-        f"parameters; {args.batch} × {args.seq_len} tokens, {args.dtype}; {on['gpu'] or on['cpu']}"
-    )
-    print(f"\n{table(found)}")
+    print(f"{type(base).__name__}, {base.config.num_hidden_layers} layers,", end=" ")
+    print(f"{parameters / 1e6:.1f} M parameters; {args.batch} × {args.seq_len} tokens,", end=" ")
+    print(f"{args.dtype}; {on['gpu'] or on['cpu']}\n\n{table(found)}")
     if args.json is not None:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
         report = {"machine": on, "settings": settings, "parameters": parameters, "rows": found}

@@ -26,14 +26,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from byte_lm_report import machine, notes, plot, quantiles, table, title
+from byte_lm_report import notes, plot, table, title
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from tqdm import trange
 
+from bench.measure.machine import machine, synchronize
+from bench.measure.turns import quantiles, ratios
 from fused_remat import convert
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.allocations import measure_allocations
@@ -72,9 +76,7 @@ class Sizes:
         return 0.5 + 0.5 * math.cos(math.pi * done)
 
 
-QUICK = Sizes(
-    d_model=64, nhead=4, dim_feedforward=256, layers=2, seq_len=64, batch=4, steps=4
-)  # fmt: skip
+QUICK = Sizes(d_model=64, dim_feedforward=256, layers=2, seq_len=64, batch=4, steps=4)
 
 
 class CheckpointedLayer(StockLayer):
@@ -116,24 +118,18 @@ def loss_of(model: ByteLM, windows: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
-@dataclass
 class Text:
     """The training and validation bytes, int64 on the device, and how windows are cut from them.
 
     `seed` is that of the order of the training windows and of dropout.
     """
 
-    train: Tensor
-    validation: Tensor
-    sizes: Sizes
-    seed: int = 0
-
-    @classmethod
-    def load(cls, sizes: Sizes, device: str, seed: int = 0) -> Text:
+    def __init__(self, sizes: Sizes, device: str, seed: int = 0) -> None:
         raw = bytearray("".join(topics.values()).encode())
         text = torch.frombuffer(raw, dtype=torch.uint8).long().to(device)
         split = len(text) * 9 // 10
-        return cls(text[:split], text[split:], sizes, seed)
+        self.train, self.validation = text[:split], text[split:]
+        self.sizes, self.seed = sizes, seed
 
     def _windows(self, text: Tensor, starts: Tensor) -> Tensor:
         columns = torch.arange(self.sizes.seq_len + 1)
@@ -171,11 +167,6 @@ class Run:
     kept_bytes: float = float("nan")
     peak_bytes: int = 0
 
-    @property
-    def final_loss(self) -> float:
-        last = self.losses[-FINAL_STEPS:]
-        return sum(last) / len(last)
-
 
 def build(sizes: Sizes, device: str, dtype: torch.dtype) -> list[Run]:
     """One run per way, all with the same initial weights."""
@@ -211,12 +202,6 @@ def measure_memory(run: Run, text: Text, device: str) -> None:
     run.kept_bytes = net / (sizes.batch * sizes.seq_len)
 
 
-def synchronize(device: str) -> None:
-    """Wait for what the device still computes."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def train_step(run: Run, windows: Tensor, rate: float, device: str) -> None:
     """One timed step: forward, loss, backward and the optimizer's."""
     for group in run.optimizer.param_groups:
@@ -243,39 +228,16 @@ def validate(run: Run, text: Text) -> None:
 
 def train(runs: list[Run], text: Text, device: str) -> None:
     """All runs in turn, one step each per round; who goes first rotates."""
-    progress = Progress(text.sizes.steps)
-    for step in range(text.sizes.steps):
+    rounds = trange(text.sizes.steps, unit=" rounds", disable=None)  # a bar on a terminal
+    for step in rounds:
         windows = text.training_batch(step)
         first = step % len(runs)
         for run in runs[first:] + runs[:first]:
             torch.manual_seed(text.seed_of(step))
             train_step(run, windows, text.sizes.rate(step), device)
-        progress.show(step + 1, runs)
+        rounds.set_postfix({run.way: f"{run.losses[-1]:.3f}" for run in (runs[0], runs[-1])})
     for run in runs:
         validate(run, text)
-
-
-class Progress:
-    """A bar on stderr; where that is not a terminal, about eight lines in all."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-        self.start = time.perf_counter()
-        self.is_terminal = sys.stderr.isatty()
-
-    def show(self, done: int, runs: list[Run]) -> None:
-        filled = 16 * done // self.rounds
-        losses = "  ".join(f"{run.way} {run.losses[-1]:.3f}" for run in (runs[0], runs[-1]))
-        left = (time.perf_counter() - self.start) * (self.rounds - done) / done
-        line = (
-            f"[{'#' * filled}{'.' * (16 - filled)}] round {done:>2}/{self.rounds}"
-            f"  loss: {losses}  {left:3.0f} s left"
-        )
-        if self.is_terminal:
-            end = "\n" if done == self.rounds else ""
-            print(f"\r{line}", end=end, file=sys.stderr, flush=True)
-        elif done == self.rounds or done % max(1, self.rounds // 8) == 0:
-            print(line, file=sys.stderr, flush=True)
 
 
 def agree(runs: list[Run]) -> bool:
@@ -293,18 +255,16 @@ def agree(runs: list[Run]) -> bool:
 def results(runs: list[Run], sizes: Sizes, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Everything measured, as plain data."""
     by_way = {run.way: run for run in runs}
-    eager = by_way["eager"]
+    beside_eager = ratios({run.way: run.seconds for run in runs}, ["eager"])
     ways = {
         run.way: {
-            "final_loss": run.final_loss,
+            "final_loss": fmean(run.losses[-FINAL_STEPS:]),
             "validation_loss": run.validation_loss,
             "losses": run.losses,
             "kept_bytes_per_token_per_layer": run.kept_bytes,
             "step_peak_bytes": run.peak_bytes,
             "step_seconds": quantiles(run.seconds),
-            "step_time_ratio": quantiles(
-                [mine / other for mine, other in zip(run.seconds, eager.seconds, strict=True)]
-            ),
+            "step_time_ratio": beside_eager[run.way]["eager"],
         }
         for run in runs
     }
@@ -314,7 +274,7 @@ def results(runs: list[Run], sizes: Sizes, device: str, dtype: torch.dtype) -> d
         "sizes": dataclasses.asdict(sizes) | {"dtype": str(dtype).removeprefix("torch.")},
         "final_steps": min(FINAL_STEPS, sizes.steps),
         "rungs_bit_identical": agree([by_way[preset] for preset in EXACT_PRESETS]),
-        "checkpoint_bit_identical_to_eager": agree([eager, by_way["checkpoint"]]),
+        "checkpoint_bit_identical_to_eager": agree([by_way["eager"], by_way["checkpoint"]]),
         "ways": ways,
     }
 
@@ -339,7 +299,7 @@ def main() -> None:
     if args.steps is not None:
         sizes = dataclasses.replace(sizes, steps=args.steps)
     dtype = getattr(torch, args.dtype)
-    text, runs = Text.load(sizes, args.device), build(sizes, args.device, dtype)
+    text, runs = Text(sizes, args.device), build(sizes, args.device, dtype)
     print(f"measuring memory, then {sizes.steps} rounds of {len(runs)} ways", file=sys.stderr)
     for run in runs:
         measure_memory(run, text, args.device)

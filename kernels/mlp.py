@@ -3,8 +3,8 @@
 Forward: act(x @ w1ᵀ + b1), gated or (`kernels.linear`) plain. Backward ends in the activation and
 the gradient of the pre-activation: `linear_act_bwd_kernel` reads a pre-activation that was computed
 again before; the `mlp_bwd` kernels compute both products of a tile, one after the other, and never
-write one. Arguments as in `kernels.linear`; all are persistent but the `mlp_bwd` kernels, whose two
-inner loops leave no registers for an outer one.
+write one. Arguments as in `kernels.linear`; `keep` is dropout's multiplier. All are persistent but
+the `mlp_bwd` kernels, whose two inner loops leave no registers for an outer one.
 """
 
 import triton

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from reference import Tensors, Update, attention, matrices
+from reference import Tensors, Update, matrices
 from torch import Tensor
 
-from fused_remat import ops
 from fused_remat.autograd import function
 from fused_remat.spec import BlockSpec, transformer_spec
 
@@ -23,6 +25,12 @@ def normal(
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
     return (scale * values).to(dtype).requires_grad_()
+
+
+def tables(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """cos and sin (..., S, R/2) of angles that no two places, pairs or sequences share."""
+    angle = normal(*shape, seed=7, scale=3.0).detach()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +95,7 @@ class Block:
         return made
 
     def rope(self, seq: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """cos and sin (seq, head_dim / 2) of angles that no two places or pairs share."""
-        angle = normal(seq, self.head_dim // 2, seed=7, scale=3.0).detach()
-        return angle.cos().to(dtype), angle.sin().to(dtype)
+        return tables(seq, self.head_dim // 2, dtype=dtype)
 
 
 def leaves(x: Tensor, weights: Tensors, lora: Sequence[Update] = ()) -> dict[str, Tensor]:
@@ -109,13 +115,62 @@ def heads(
 
 
 def mask_of(kind: str, shape: Sequence[int], seed: int = 4) -> Tensor:
-    """A mask: "bool", "float", "float32", or a float64 leaf that "wants a gradient"."""
+    """A mask: "bool", "float", "float32", or a float64 leaf, "-inf" with keys that it excludes."""
     values = normal(*shape, seed=seed)
     if kind == "bool":
         return (values > -0.5).detach()
     if kind == "float32":
         return values.detach().float()
+    if kind == "-inf":
+        return values.detach().masked_fill(values < -0.5, -torch.inf).requires_grad_()
     return values if kind == "wants a gradient" else values.detach()
+
+
+def swapped(a: int, b: int) -> Callable[[Tensor], Tensor]:
+    """Two dimensions the other way round in memory, where there are both."""
+
+    def lay(t: Tensor) -> Tensor:
+        few = t.dim() < max(-a, -b, a + 1, b + 1)
+        return t if few else t.transpose(a, b).contiguous().transpose(a, b)
+
+    return lay
+
+
+#: Ways to lie in memory; "heads inside": (B, H, S, E) as projections make it, of (B, S, H, E).
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda t: t,
+    "first last": swapped(0, -1),
+    "heads inside": swapped(-3, -2),
+    "turned": swapped(-2, -1),
+    "strided": lambda t: torch.stack((t, t), -1)[..., 0],
+    "expanded": lambda t: t[:1].expand_as(t) if t.dim() and t.shape[0] else t,
+}
+
+
+def covering(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Combinations in which every two values of different factors meet at least once.
+
+    >>> len(covering({"a": (0, 1), "b": (0, 1), "c": (0, 1)}))
+    4
+    """
+    draw, indices = random.Random(seed), {n: range(len(vs)) for n, vs in factors.items()}
+
+    def pairs(chosen: Mapping[str, int]) -> set[tuple[tuple[str, int], ...]]:
+        return set(itertools.combinations(chosen.items(), 2))
+
+    left = {
+        pair
+        for two in itertools.combinations(indices, 2)
+        for pair in itertools.product(*([(name, i) for i in indices[name]] for name in two))
+    }
+    found = []
+    while left:
+        must = dict(min(left))
+        tries = [{n: draw.choice(i) for n, i in indices.items()} | must for _ in range(50)]
+        best = max(tries, key=lambda chosen: len(left & pairs(chosen)))
+        left -= pairs(best)
+        found.append({name: factors[name][i] for name, i in best.items()})
+    return found
 
 
 # --- calls and their results
@@ -136,17 +191,6 @@ def compare(
     """Output and every gradient are close, in float64."""
     for a, b in zip(results(got, leaves), results(expected, leaves), strict=True):
         torch.testing.assert_close(a, b)
-
-
-def compare_attention(
-    args: Sequence[Tensor | None], options: dict[str, object], leaves: Sequence[Tensor]
-) -> None:
-    """`ops.attention`, whole and in blocks of 16 query rows, beside the same in plain PyTorch."""
-    for tokens in (512, 4):
-        with in_pieces(tokens):
-            compare(
-                lambda: ops.attention(*args, **options), lambda: attention(*args, **options), leaves
-            )
 
 
 def same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:

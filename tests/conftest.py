@@ -116,6 +116,14 @@ def routes(request, monkeypatch):
 
 
 @pytest.fixture
+def poisoned():
+    """New memory is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def one_thread():
     """Each thread has temporaries of its own; and on small sizes a second one only waits."""
     threads = torch.get_num_threads()

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import block_inputs
 import torch
 from block_inputs import normal
-from reference import Tensors, attention, causal_block, dropout, norm, plain_block, rotate
+from reference import (
+    Tensors,
+    attention,
+    causal_block,
+    dropout,
+    linear_cross_entropy,
+    norm,
+    plain_block,
+    rotate,
+)
 from torch import Tensor
 
 from fused_remat import ops, random
@@ -66,54 +76,67 @@ class Case:
         x = next(iter(tensors.values()))
         given = [t for name, t in tensors.items() if name.endswith(ends)]
         tables = [t for heads in HEADS.values() for t in heads.tables(x) or ()]
-        return [*given, *bounds(x), key_lengths(x), *rope(x), *tables]
+        made = [*bounds(x.shape), key_lengths(x.shape), *rope(x.shape[1], x.dtype), *tables]
+        return [*given, *made, targets(x.shape[:-1])]
 
 
 # Made once, so that what a call saves of them is known by its storage.
 
 
-def bounds(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of three packed sequences of queries and of keys, one empty, with a token of none."""
-    return _bounds(x.shape[-2] if isinstance(x, Tensor) else 1)
-
-
 @functools.cache
-def _bounds(tokens: int) -> tuple[Tensor, Tensor]:
+def bounds(shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Of three packed sequences of queries and of keys, one empty, with a token of none."""
+    tokens = shape[-2]
     third, half = tokens // 3, tokens // 2
     sides = [0, third, third, tokens - 1], [1, half, half, tokens]
     of_queries, of_keys = torch.tensor(sides, dtype=torch.int32).clamp(0, tokens)
     return of_queries, of_keys
 
 
-def key_lengths(x: Tensor) -> Tensor:
-    """Of sequences that are all shorter than `x` (B, ..., S, E), one without a key among many."""
-    return _key_lengths(x.shape[0], x.shape[-2]) if isinstance(x, Tensor) else torch.tensor([1])
+@functools.cache
+def key_lengths(shape: torch.Size) -> Tensor:
+    """Of sequences that are all shorter than (B, ..., S, E), one without a key among many."""
+    return (shape[-2] - 1 - 2 * torch.arange(shape[0])).clamp(min=0)
 
 
 @functools.cache
-def _key_lengths(batch: int, seq: int) -> Tensor:
-    return (seq - 1 - 2 * torch.arange(batch)).clamp(min=0)
-
-
-def rope(x: Tensor) -> Tables:
-    """cos and sin for tokens of `x` (B, S, ...) with heads 2 wide."""
-    return _rope(x.shape[1], x.dtype) if isinstance(x, Tensor) else (torch.ones(1, 1),) * 2
-
-
-@functools.cache
-def _rope(tokens: int, dtype: torch.dtype) -> Tables:
+def rope(tokens: int, dtype: torch.dtype) -> Tables:
+    """cos and sin for heads 2 wide."""
     angle = torch.arange(tokens, dtype=torch.float64)[:, None]  # which the compiler can trace
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-Tables = tuple[Tensor, Tensor]
-
-
 @functools.cache
-def tables(lead: tuple[int, ...], pairs: int, dtype: torch.dtype) -> Tables:
-    """cos and sin (*lead, pairs) of angles that no two places, pairs or sequences share."""
-    angle = normal(*lead, pairs, seed=7, scale=3.0).detach()
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+def targets(shape: torch.Size) -> Tensor:
+    """Classes of the loss; some tokens are ignored."""
+    number = torch.arange(shape.numel()).view(shape)
+    return torch.where(number % 4 == 3, -100, 5 * number % VOCAB)
+
+
+Tables = tuple[Tensor, Tensor]
+tables = functools.cache(block_inputs.tables)
+
+#: Bounds of queries and of keys (None: the same), and how many tokens there are of each.
+PACKS = {
+    "self": ([0, 3, 20, 57], None, 57, 57),
+    "one sequence": ([0, 19], None, 19, 19),
+    "one token each": ([0, 1, 2, 3], None, 3, 3),
+    "one token in all": ([0, 0, 1], None, 1, 1),
+    "fewer queries, and more": ([0, 4, 27, 30], [0, 9, 17, 51], 30, 51),
+    "without queries, keys, both": ([0, 0, 5, 5, 9], [0, 3, 3, 3, 8], 9, 8),
+    "tokens of none": ([2, 7, 9], [1, 4, 10], 12, 13),
+    "no sequence": ([4], [3], 9, 7),
+    "one query": ([0, 0, 1], [0, 4, 9], 1, 9),
+    "one key": ([0, 4, 9], [0, 1, 1], 9, 1),
+}
+
+
+def packed(
+    cu_q: Sequence[int], cu_k: Sequence[int] | None = None, dtype: torch.dtype = torch.int64
+) -> dict[str, Tensor | None]:
+    """Bounds as options of `ops.attention`."""
+    of_keys = None if cu_k is None else torch.tensor(cu_k, dtype=dtype)
+    return {"cu_seqlens_q": torch.tensor(cu_q, dtype=dtype), "cu_seqlens_k": of_keys}
 
 
 @dataclass(frozen=True)
@@ -139,10 +162,10 @@ class Heads:
 
     def tables(self, x: Tensor) -> Tables | None:
         """For tokens of x (B, S, ...)."""
-        if not self.rotated or not isinstance(x, Tensor) or x.dim() != 3:
+        if not self.rotated or x.dim() != 3:
             return None
         lead = tuple(x.shape[:2]) if self.batched else (x.shape[1],)
-        return tables(lead, self.rotated // 2, x.dtype)
+        return tables(*lead, self.rotated // 2, dtype=x.dtype)
 
     def spec(self, window: tuple[int, int] = (-1, -1)) -> AttentionSpec:
         return AttentionSpec(
@@ -164,7 +187,7 @@ HEADS = {
     "norm alone": Heads(4, 2, 6, 0, norm=True),
 }
 
-D, FF, H, KV, E = 8, 12, 4, 2, 2
+D, FF, H, KV, E, VOCAB = 8, 12, 4, 2, 2, 11
 X = {"x": ("B", "S", D)}
 FC = {"fc1.weight": (FF, D), "fc1.bias": (FF,), "fc2.weight": (D, FF), "fc2.bias": (D,)}
 GATE = {"gate.weight": (FF, D), "gate.bias": (FF,)}
@@ -175,20 +198,18 @@ QKV = {
 }  # fmt: skip
 QKV_HEADS = {"query": ("B", H, "S", E), "key": ("B", KV, "S", E), "value": ("B", KV, "S", E)}
 WIDE_VALUES = QKV_HEADS | {"value": ("B", KV, "S", E + 1)}
-NORMS = {f"norm{i}.{kind}": (D,) for i in (1, 2) for kind in ("weight", "bias")}
-ENCODER = {"qkv.weight": (3 * D, D), "qkv.bias": (3 * D,), "proj.weight": (D, D),
-           "proj.bias": (D,)} | FC | NORMS  # fmt: skip
-LLAMA = {
-    f"{name}.weight": shape
-    for name, shape in {"norm1": (D,), "q": (H * E, D), "k": (KV * E, D), "v": (KV * E, D),
-                        "proj": (D, H * E), "norm2": (D,), "gate": (FF, D), "fc1": (FF, D),
-                        "fc2": (D, FF)}.items()
-}  # fmt: skip
+
+
+def block_shapes(**how: object) -> Shapes:
+    """Of the weights of a whole block."""
+    made = block_inputs.Block(d=D, nhead=H, head_dim=E, hidden=FF, **how).weights()
+    return {name: tuple(t.shape) for name, t in made.items()}
+
+
+ENCODER = block_shapes(kv_heads=H, split=False, gated=False, norm="layer_norm", bias=True)
+LLAMA = block_shapes()
 #: Gemma-3's norms, and an update of the packed projection and of fc2.
-GEMMA = {
-    **{name: shape for name, shape in LLAMA.items() if name[0] not in "qkv"},
-    "qkv.weight": QKV["qkv.weight"], "qkv.bias": QKV["qkv.bias"], "post1.weight": (D,),
-    "post2.weight": (D,), "q_norm.weight": (E,), "k_norm.weight": (E,),
+GEMMA = block_shapes(split=False, placement="sandwich", qk_norm=True, qkv_bias=True) | {
     "qkv.A.weight": (3, D), "qkv.B.weight": (QKV["qkv.weight"][0], 3),
     "fc2.A.weight": (2, FF), "fc2.B.weight": (D, 2),
 }  # fmt: skip
@@ -240,7 +261,13 @@ def causal_case(shapes: Shapes, statistics: int) -> Case:
 
     def call(fn: Callable[..., Tensor], t: Tensors, p: float, **kw: object) -> Tensor:
         weights = {name: tensor for name, tensor in t.items() if name != "x"}
-        how = {"dropout_p": p, "kv_heads": KV, "rope": rope(t["x"]), "eps": 1e-3, **kw}
+        how = {
+            "dropout_p": p,
+            "kv_heads": KV,
+            "rope": rope(t["x"].shape[1], t["x"].dtype),
+            "eps": 1e-3,
+            **kw,
+        }
         if "post1.weight" in weights:
             pairs = {n: [weights.pop(f"{n}.{m}.weight") for m in "AB"] for n in ("qkv", "fc2")}
             how |= {
@@ -297,24 +324,34 @@ def attention_case(shapes: Shapes, how: Callable[[Tensors], dict[str, object]]) 
 
 def attention_block_case(
     shapes: Shapes, op: AttentionSpec, kind: str = "layer_norm", residual: float = 0.0,
-    eps: float = 1e-3, packed: bool = False, heads: Heads | None = None,
+    eps: float = 1e-3, ends: str = "", heads: Heads | None = None,
 ) -> Case:  # fmt: skip
-    """`residual`: the probability of dropout of what is added, in parts of p."""
+    """`residual`: the probability of dropout of what is added, in parts of p; `ends`: what says
+    where sequences end, "bounds" or "lengths"."""
 
     def call(t: Tensors, p: float, **kw: object) -> Tensor:
-        how = {"cu_seqlens": bounds(t["x"])[0]} if packed else {}
+        how = {"attn_mask": t.get("mask"), "key_padding_mask": t.get("padding_mask")}
+        if ends == "bounds":
+            how["cu_seqlens"] = bounds(t["x"].shape)[0]
+        if ends == "lengths":
+            how["key_lengths"] = key_lengths(t["x"].shape)
         if heads is not None:
-            how = {"rope": heads.tables(t["x"]), "rope_interleaved": heads.interleaved}
+            how |= {"rope": heads.tables(t["x"]), "rope_interleaved": heads.interleaved}
+        given = named({name: tensor for name, tensor in t.items() if not name.endswith("mask")})
         return ops.attention_block(
-            **({"norm_bias": None} | named(t)), nhead=op.num_heads, kv_heads=op.num_kv_heads,
-            dropout_p=p, residual_dropout_p=p * residual, window=op.window, norm=kind, eps=eps,
-            **(how | kw),
+            **({"norm_bias": None} | given), nhead=op.num_heads, kv_heads=op.num_kv_heads,
+            dropout_p=p, residual_dropout_p=p * residual, window=op.window, scale=op.scale,
+            softcap=op.softcap, norm=kind, eps=eps, **(how | kw),
         )  # fmt: skip
 
     def expected(t: Tensors, p: float, seed: int) -> Tensor:
-        more = dict.fromkeys(("cu_q", "cu_k"), bounds(t["x"])[0]) if packed else {}
+        more = {"padding": t.get("padding_mask")}
+        if ends == "bounds":
+            more |= dict.fromkeys(("cu_q", "cu_k"), bounds(t["x"].shape)[0])
+        if ends == "lengths":
+            more["lengths"] = key_lengths(t["x"].shape)
         if heads is not None:
-            more = dict(zip(("cos", "sin"), heads.tables(t["x"]) or (), strict=False))
+            more |= zip(("cos", "sin"), heads.tables(t["x"]) or (), strict=False)
         spec = one_branch(replace(op, dropout=p), kind, p * residual, eps)
         return plain(spec, {**t, **more}, seed)
 
@@ -360,22 +397,23 @@ CASES: dict[str, Case] = {
         {"query": (1, H, "T", E), "key": (1, KV, "T", E), "value": (1, KV, "T", E + 1),
          "mask": (H, 1, "T")},
         lambda t: {"is_causal": True} | dict(
-            zip(("cu_seqlens_q", "cu_seqlens_k"), bounds(t["query"]), strict=True)
+            zip(("cu_seqlens_q", "cu_seqlens_k"), bounds(t["query"].shape), strict=True)
         ),
     ),
     "attention_lengths": attention_case(
-        QKV_HEADS, lambda t: {"key_lengths": key_lengths(t["query"])}
+        QKV_HEADS, lambda t: {"key_lengths": key_lengths(t["query"].shape)}
     ),
     "attention_block": attention_block_case(
-        X | NORM | QKV, replace(HEADS_OF_BLOCK, window=(20, 1)), residual=0.5
+        X | NORM | QKV | {"mask": ("B", 1, "S", "S"), "padding_mask": ("B", "S")},
+        replace(HEADS_OF_BLOCK, window=(20, 1), softcap=3.0, scale=0.4), residual=0.5,
     ),
     "attention_block_packed": attention_block_case(
         {"x": (1, "T", D)} | NORM | QKV, replace(HEADS_OF_BLOCK, window=(-1, 0)), residual=0.5,
-        eps=1e-5, packed=True,
+        eps=1e-5, ends="bounds",
     ),
     "qk_norm_attention_block": attention_block_case(
         X | {"norm.weight": (D,)} | QKV | {"q_norm.weight": (E,), "k_norm.weight": (E,)},
-        replace(HEADS_OF_BLOCK, head_norm=RMS), "rms_norm",
+        replace(HEADS_OF_BLOCK, head_norm=RMS), "rms_norm", ends="lengths",
     ),
     "causal_block": causal_case(LLAMA, 2),
     "causal_block_sandwich": causal_case(GEMMA, 4),
@@ -425,5 +463,20 @@ def rotary_block_case(heads: Heads) -> Case:
     )
 
 
+def loss(fn: Callable[..., Tensor], t: Tensors, **how: object) -> Tensor:
+    """Of each token, with every option."""
+    given = (t["x"], t["head.weight"], targets(t["x"].shape[:-1]), t["head.bias"])
+    options = {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 2.0}
+    return fn(*given, **options, reduction="none", **how)
+
+
+#: Its blocks are of 40 logits: 6 tokens by 6 columns or so.
+LOSS = Case(
+    lambda t, p, policy="full": loss(ops.linear_cross_entropy, t, chunk=40),
+    lambda t, p, seed: loss(linear_cross_entropy, t),
+    X | {"head.weight": (VOCAB, D), "head.bias": (VOCAB,)},
+    (D, 2),
+    dropout=False,
+)
 ROTARY = {f"rotary {name}": rotary_case(heads) for name, heads in HEADS.items()}
 ROTARY_BLOCKS = {f"{name} block": rotary_block_case(heads) for name, heads in HEADS.items()}

@@ -291,6 +291,24 @@ def causal_block(
     return plain_block(spec, {**weights, **matrices(lora), **given}, None if named else activation)
 
 
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
+    reduction: str = "mean", ignore_index: int = -100,
+) -> Tensor:  # fmt: skip
+    """`ops.linear_cross_entropy`, logits whole, in float32 at least, as Hugging Face has them."""
+    logits = F.linear(hidden, weight, bias).reshape(-1, len(weight))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index}
+    loss = F.cross_entropy(logits, target.flatten(), reduction="none", **options)
+    used = target.flatten() != ignore_index
+    loss = loss + z_loss * logits.logsumexp(-1).square() * used if z_loss else loss
+    if reduction == "none":
+        return loss.view_as(target)
+    return loss.sum() if reduction == "sum" else loss.sum() / used.sum()
+
+
 # --- PyTorch's own layers
 
 EXACT_PRESETS = ("full", "lean", "balanced", "fast", "none")

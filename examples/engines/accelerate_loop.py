@@ -39,19 +39,6 @@ def shard_on_cpus(plugin: FullyShardedDataParallelPlugin) -> None:
     AcceleratorState._shared_state["fsdp_plugin"] = plugin
 
 
-class Step:
-    """How far training is: the place in the data follows from it."""
-
-    def __init__(self) -> None:
-        self.done = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.done = state["done"]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Build, resume if asked to, train."""
     args = tiny_lm.parse(__doc__, argv)
@@ -66,15 +53,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     loader = DataLoader(Windows(), BATCH, shuffle=True, drop_last=True, generator=order)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     # Not prepared: Accelerate would step a schedule once for each process.
-    schedule, counted = tiny_lm.warmup(optimizer.optimizer), Step()
-    accelerator.register_for_checkpointing(schedule, counted)
+    schedule = tiny_lm.warmup(optimizer.optimizer)
+    accelerator.register_for_checkpointing(schedule)
     tiny_lm.seed_rank()
-    state = TrainState(model, [optimizer.optimizer], schedule=schedule, counted=counted)
+    state = TrainState(model, [optimizer.optimizer], schedule=schedule)
     if args.resume is not None and (args.resume / ".metadata").exists():
         state.load(args.resume)
     elif args.resume is not None:
         accelerator.load_state(str(args.resume))
-    first = counted.done
+    first = schedule.last_epoch  # the place in the data follows from it
     losses = Losses(args.out, first)
     batches = accelerator.skip_first_batches(loader, first)
     for step, windows in zip(range(first + 1, args.steps + 1), batches, strict=False):
@@ -84,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        counted.done = step
         losses.note(step, loss)
         if step == args.save_at:
             accelerator.save_state(str(args.out / f"own-{step}"))

@@ -17,7 +17,6 @@ Data and dropout are those of titan_loop.py, and the losses differ from its by r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -33,7 +32,6 @@ from deepspeed.utils import (
     set_z3_leaf_modules,
 )
 from tiny_lm import Batches, Losses, RandomState, TinyLM, loss_of
-from torch import nn
 
 from fused_remat import FusedRematCausalLayer
 
@@ -71,7 +69,10 @@ class ZeroState:
         self.engine, self.others = engine, others
 
     def state_dict(self) -> dict[str, Any]:
-        self._make_moments()
+        for flat, adam in self._adam_states():
+            if not adam:  # AdamW makes moments at its first step; a checkpoint is loaded before
+                fresh = {key: torch.zeros_like(flat) for key in MOMENTS}
+                adam |= {"step": torch.tensor(0.0), **fresh}
         named = dict(self.engine.module.named_parameters())
         moments = {
             name: {key: safe_get_full_optimizer_state(p, key) for key in MOMENTS}
@@ -86,33 +87,23 @@ class ZeroState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, p in self.engine.module.named_parameters():
-            self._set_weight(p, state["model"][name])
+            safe_set_full_fp32_param(p, state["model"][name])  # what the optimizer steps
+            with deepspeed.zero.GatheredParameters(p, modifier_rank=0), torch.no_grad():
+                p.copy_(state["model"][name])  # what forward reads until then
             for key in MOMENTS:
                 safe_set_full_optimizer_state(p, state["optimizer"]["state"][name][key], key)
         self.others.load_state_dict(state[f"rank{dist.get_rank()}"])
-        for adam in self._adam_states():
+        for _, adam in self._adam_states():
             adam["step"].fill_(self.others.batches.taken)
         schedule, adamw = self.engine.lr_scheduler, self.engine.optimizer.optimizer
         schedule.load_state_dict(state["schedule"])
         for group, rate in zip(adamw.param_groups, schedule.get_last_lr(), strict=True):
             group["lr"] = rate
 
-    def _set_weight(self, p: nn.Parameter, value: torch.Tensor) -> None:
-        safe_set_full_fp32_param(p, value)  # what the optimizer steps
-        with deepspeed.zero.GatheredParameters(p, modifier_rank=0), torch.no_grad():
-            p.copy_(value)  # what forward reads until then
-
-    def _adam_states(self) -> list[dict[str, torch.Tensor]]:
+    def _adam_states(self) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """This rank's flat parameters and AdamW's state of each."""
         zero = self.engine.optimizer
-        return [zero.optimizer.state[flat] for flat in zero.fp32_partitioned_groups_flat]
-
-    def _make_moments(self) -> None:
-        """AdamW makes them at its first step, and a checkpoint is loaded before that."""
-        zero = self.engine.optimizer
-        for flat in zero.fp32_partitioned_groups_flat:
-            if not zero.optimizer.state[flat]:
-                fresh = {key: torch.zeros_like(flat) for key in MOMENTS}
-                zero.optimizer.state[flat] = {"step": torch.tensor(0.0), **fresh}
+        return [(flat, zero.optimizer.state[flat]) for flat in zero.fp32_partitioned_groups_flat]
 
 
 class OwnState:
@@ -129,19 +120,6 @@ class OwnState:
         self.random.load_state_dict(state["random"])
 
 
-def resume(engine: Any, own: OwnState, folder: Path) -> None:
-    if (folder / ".metadata").exists():
-        dcp.load({"train": ZeroState(engine, own)}, checkpoint_id=folder)
-    else:
-        _, client_state = engine.load_checkpoint(str(folder.parent), folder.name)
-        own.load_state_dict(client_state)
-
-
-def save(engine: Any, own: OwnState, folder: Path, step: int) -> None:
-    engine.save_checkpoint(str(folder), f"own-{step}", own.state_dict())
-    dcp.save({"train": ZeroState(engine, own)}, checkpoint_id=folder / f"dcp-{step}")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Build, resume if asked to, train."""
     args = tiny_lm.parse(__doc__, argv)
@@ -149,8 +127,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     deepspeed.init_distributed(dist.get_backend())
     engine, own = build(args.policy), OwnState()
     tiny_lm.seed_rank()
-    if args.resume is not None:
-        resume(engine, own, args.resume)
+    state = {"train": ZeroState(engine, own)}
+    if args.resume is not None and (args.resume / ".metadata").exists():
+        dcp.load(state, checkpoint_id=args.resume)
+    elif args.resume is not None:
+        _, client_state = engine.load_checkpoint(str(args.resume.parent), args.resume.name)
+        own.load_state_dict(client_state)
     first = own.batches.taken
     losses = Losses(args.out, first)
     for step, windows in zip(range(first + 1, args.steps + 1), own.batches, strict=False):
@@ -159,7 +141,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         engine.step()
         losses.note(step, loss)
         if step == args.save_at:
-            save(engine, own, args.out, step)
+            engine.save_checkpoint(str(args.out), f"own-{step}", own.state_dict())
+            dcp.save(state, checkpoint_id=args.out / f"dcp-{step}")
 
 
 if __name__ == "__main__":

@@ -190,17 +190,12 @@ class Losses:
                 print(line, file=file)
 
 
-def device() -> torch.device:
-    """This rank's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def join() -> torch.device:
-    """Join the processes that torchrun started: over gloo on CPUs, nccl on GPUs."""
-    where = device()
+    """Join the processes that torchrun started; this rank's GPU, or the CPU where there is none."""
+    where = torch.device("cpu")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        where = torch.device("cuda", torch.cuda.current_device())
     if not dist.is_initialized():
         dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
     return where
@@ -225,9 +220,9 @@ def seed_rank() -> None:
 
 
 def parse(
-    description: str, argv: Sequence[str] | None = None, **more: str | int
+    description: str, argv: Sequence[str] | None = None, **more: dict[str, Any]
 ) -> argparse.Namespace:
-    """The command line that all scripts have, and `more` of one: a flag's help, or a number."""
+    """The command line that all scripts have, and `more` of one: its options, as argparse's."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     add = parser.add_argument
     add("--steps", type=int, default=20, help="the step to train to")
@@ -236,8 +231,5 @@ def parse(
     add("--resume", type=Path, help="a checkpoint that the script wrote")
     add("--policy", default="lean", help="what layers keep: see README.md")
     for name, given in more.items():
-        if isinstance(given, str):
-            add(f"--{name}", action="store_true", help=given)
-        else:
-            add(f"--{name}", type=int, default=given)
+        add(f"--{name}", **given)
     return parser.parse_args(argv)

@@ -43,7 +43,8 @@ def parallelize(model: TinyLM, mesh: DeviceMesh, compiles: bool) -> TinyLM:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Build, resume if asked to, train."""
-    args = tiny_lm.parse(__doc__, argv, compile="compile each layer", tensor=1)
+    compiles = {"action": "store_true", "help": "compile each layer"}
+    args = tiny_lm.parse(__doc__, argv, compile=compiles, tensor={"type": int, "default": 1})
     device = tiny_lm.join()
     shape = (dist.get_world_size() // args.tensor, args.tensor)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))

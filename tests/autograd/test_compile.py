@@ -309,7 +309,7 @@ def test_ops(name):
     for batch, seq in ((2, 5), (3, 40)):
         tensors = case.tensors(batch, seq)
         x = next(iter(tensors.values()))
-        bounds(x), key_lengths(x)  # made outside, and once
+        bounds(x.shape), key_lengths(x.shape)  # made outside, and once
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
             whole = compiled(call, dynamic=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 import torch.nn.functional as F
-from decoder_cases import pair as decoder_pair
 from places import BF16, DEVICE, ON_GPU, ROUTES, assert_bits, at, deterministic, error_of, normal
 from reference import EXACT_PRESETS, pair, randomize
 from tiers import pairwise
@@ -120,8 +119,8 @@ def decoder(norm_first, hints=False):
     """Causal, and the memory padded; or both attentions causal by hints, which stand for masks."""
 
     def make(dropout, policy):
-        sizes = {"d_model": D, "nhead": H, "dim_feedforward": 4 * D}
-        return decoder_pair(policy, dropout=dropout, norm_first=norm_first, **sizes)
+        how = {"batch_first": True, "norm_first": norm_first, "activation": "gelu"}
+        return pair(D, H, 4 * D, dropout, policy=policy, decoder=True, **how)
 
     def masks(dtype):
         hint = torch.zeros(1, 1, device=DEVICE)

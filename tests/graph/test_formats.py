@@ -1,5 +1,7 @@
 """Storage formats: what is lost, what is not, and how many bytes they take."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -170,7 +172,8 @@ def test_a_policy_of_formats():
     assert hash(policy) == hash(Policy(save={"attn", "qkv:int8"}))
     assert policy != Policy(save={"attn", "qkv"})
     assert repr(policy) == "Policy(save={'attn': 'native', 'qkv': 'int8'})"
-    assert eval(repr(policy), {"Policy": Policy}) == policy
+    for same in (eval(repr(policy), {"Policy": Policy}), pickle.loads(pickle.dumps(policy))):
+        assert same == policy and same.formats == {"attn": "native", "qkv": "int8"}
     assert Policy(save={"attn": "native"}) == Policy(save={"attn"})
     assert repr(Policy(save={"attn": "native"})) == "Policy(save={'attn'})"
     graph = block_graph(nn_layer_spec(True, 2, 4, "gelu"))

@@ -5,10 +5,11 @@ import itertools
 import pytest
 import torch
 from block_inputs import normal, same_bits
+from op_cases import CASES
 from reference import EXACT_PRESETS
 from tiers import pairwise
 
-from fused_remat import Policy, ops
+from fused_remat import Policy
 from fused_remat.autograd import function
 from fused_remat.execution import choose
 from fused_remat.graph.build import BlockBuilder, block_graph
@@ -45,19 +46,10 @@ def fusing(monkeypatch):
     choose.forget()
 
 
-def tensors_of(shapes, needs_grad, bias=True):
-    """float32 weights, and biases, of layers; those that a test wants are leaves."""
-    named = {f"{name}.weight": shape for name, shape in shapes.items()}
-    named |= {f"{name}.bias": shape[:1] for name, shape in shapes.items()} if bias else {}
-    made = {n: normal(*s, seed=i, dtype=torch.float32) for i, (n, s) in enumerate(named.items())}
-    return {name: t.requires_grad_(needs_grad(name)) for name, t in made.items()}
-
-
-def check_same_bits(call, x, tensors):
+def check_same_bits(call, tensors):
     """`call(backend)` gives the same output and gradients where steps are fused."""
-    wanted, found = [t for t in (x, *tensors.values()) if t.requires_grad], []
+    wanted, found = [t for t in tensors.values() if t.requires_grad], []
     for backend in ("fusing", "eager"):
-        torch.manual_seed(1)
         y = call(backend)
         dy = normal(*y.shape, seed=99, dtype=y.dtype).detach()
         grads = torch.autograd.grad(y, wanted, dy, allow_unused=True)
@@ -65,51 +57,36 @@ def check_same_bits(call, x, tensors):
     assert same_bits(*found)
 
 
-def input_of(wants):
-    return normal(3, 5, 8, dtype=torch.float32).requires_grad_(wants)
-
-
-ENCODER = {
-    "qkv": (24, 8), "proj": (8, 8), "fc1": (16, 8), "fc2": (8, 16), "norm1": (8,), "norm2": (8,),
-}  # fmt: skip
 WANTS = {
     "all": lambda name: True,
-    "input": lambda name: name == "input",
-    "weights": lambda name: name != "input",
-    "fc2 frozen": lambda name: not name.startswith("fc2"),
+    "input": lambda name: name == "x",
+    "weights": lambda name: name != "x",
+    "fc1 frozen": lambda name: not name.startswith(("fc1", "up")),
+    "fc2 frozen": lambda name: not name.startswith(("fc2", "down")),
     "fc2.bias only": lambda name: name == "fc2.bias",
     "fc1 only": lambda name: name.startswith("fc1"),
-    "norm2 only": lambda name: name.startswith("norm2"),
+    "norms only": lambda name: name.startswith(("norm", "fc1.bias")),
 }
 
 
 @pytest.mark.parametrize(
-    "norm_first, policy, needs_grad", pairwise([False, True], list(EXACT_PRESETS), list(WANTS))
-)
-def test_encoder_gives_the_same_bits(fusing, policy, norm_first, needs_grad):
-    x = input_of(WANTS[needs_grad]("input"))
-    weights = tensors_of(ENCODER, WANTS[needs_grad])
-    how = {"norm_first": norm_first, "activation": "gelu", "dropout_p": 0.2, "policy": policy}
-    check_same_bits(lambda on: ops.encoder_block(x, weights, 2, backend=on, **how), x, weights)
-    assert {"mlp_up_fwd", "linear_norm_fwd"} <= fusing
-    if needs_grad in ("all", "fc2 frozen", "input"):
+    "name, policy, wants",
+    pairwise(
+        ["encoder_prenorm", "encoder_postnorm", "mlp", "gated_mlp", "mlp_block", "gated_mlp_block"],
+        list(EXACT_PRESETS), list(WANTS),
+    ),
+)  # fmt: skip
+def test_ops_give_the_same_bits(fusing, name, policy, wants):
+    case, tensors = CASES[name], CASES[name].tensors(batch=3, dtype=torch.float32)
+    for of, t in tensors.items():
+        t.requires_grad_(WANTS[wants](of))
+    check_same_bits(lambda on: case.op(tensors, 0.2, policy=policy, seed=1, backend=on), tensors)
+    if name.startswith("encoder"):
+        assert {"mlp_up_fwd", "linear_norm_fwd"} <= fusing
+    if wants in ("all", "fc2 frozen", "input"):
         # "none" keeps up; post-norm, "full" rebuilds it anyway, for sum2.
-        kept = policy == "none" or (policy == "full" and not norm_first)
+        kept = policy == "none" or (policy == "full" and name == "encoder_postnorm")
         assert ("mlp_bwd" in fusing) != kept
-
-
-@pytest.mark.parametrize(
-    "gated, policy, frozen",
-    pairwise([False, True], ["full", "none"], [(), (0,), (1,), (2,), (0, 1)]),
-)
-def test_mlp_gives_the_same_bits(fusing, gated, policy, frozen):
-    x, op = input_of(True), ops.gated_mlp if gated else ops.mlp
-    shapes = [(16, 8), (16, 8), (8, 16)] if gated else [(16, 8), (16,), (8, 16), (8,)]
-    layers = {str(i): shape for i, shape in enumerate(shapes)}
-    weights = tensors_of(layers, lambda name: int(name[0]) not in frozen, bias=False)
-    how = {"dropout_p": 0.3, "policy": policy}
-    check_same_bits(lambda on: op(x, *weights.values(), backend=on, **how), x, weights)
-    assert ("mlp_bwd" in fusing) == (policy == "full")
 
 
 def gate_of_another_input(b):
@@ -160,10 +137,13 @@ SHAPES = {"square": (8, 8), "up": (16, 8), "down": (8, 16), "other": (8, 16), "n
 def test_graphs_that_no_block_has_give_the_same_bits(fusing, draw, frozen, kept):
     b = BlockBuilder()
     draw(b)
-    graph, x = b.graph("odd"), input_of(True)
-    tensors = tensors_of(SHAPES, lambda name: name.split(".")[0] not in frozen)
-    save, given = Policy(save=set(kept) & set(graph.names)), {**tensors, "input": x}
-    check_same_bits(lambda on: function.run_block(graph, save, given, backend=on), x, tensors)
+    graph, given = b.graph("odd"), {"input": normal(3, 5, 8, dtype=torch.float32)}
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        for kind, size in (("weight", shape), ("bias", shape[:1])):
+            leaf = normal(*size, seed=i, dtype=torch.float32)
+            given[f"{name}.{kind}"] = leaf.requires_grad_(name not in frozen)
+    save = Policy(save=set(kept) & set(graph.names))
+    check_same_bits(lambda on: function.run_block(graph, save, given, backend=on), given)
 
 
 def built(before_act):

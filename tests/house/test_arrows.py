@@ -65,55 +65,31 @@ def row(name: str) -> str | None:
     return max((room for room in ARROWS if within(name, room)), key=len, default=None)
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-
-
 def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes below `node` that run, so not those under `if TYPE_CHECKING`."""
     yield node
-    skipped = node.body if is_type_checking(node) else []
+    types = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
     for child in ast.iter_child_nodes(node):
-        if child not in skipped:
+        if not (types and child in node.body):
             yield from runtime_nodes(child)
 
 
-def imports(source: str, package: str) -> Iterator[str]:
-    """Absolute names that a module of `package` imports; `from a import b` gives `a.b`."""
+def imports_of(name: str) -> set[str]:
+    """What a module imports when it runs; `from a import b` gives `a.b`."""
+    found, source = set(), MODULES[name].read_text(encoding="utf-8")
+    assert "import_module(" not in source, "imports are statements"
     for node in runtime_nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: -node.level + 1 or None] if node.level else []
-            base = ".".join([*parents, *filter(None, [node.module])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            assert isinstance(node.args[0], ast.Constant), "import_module of a computed name"
-            yield str(node.args[0].value)
+            assert not node.level, "imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
 
 
-def imports_of(name: str) -> set[str]:
-    path = MODULES[name]
-    parents = path.parent.relative_to(ROOT).parts
-    package = ".".join(("fused_remat", *(p for p in parents if p != "fused_remat")))
-    return set(imports(path.read_text(encoding="utf-8"), package))
-
-
-def test_imports_are_found_wherever_they_stand():
-    source = """
-import a.b
-from typing import TYPE_CHECKING
-if TYPE_CHECKING:
-    import hidden
-else:
-    import c
-def f():
-    from . import d
-    from ..up import e
-    importlib.import_module("g")
-"""
-    found = set(imports(source, "p.q"))
-    assert found == {"a.b", "typing.TYPE_CHECKING", "c", "p.q.d", "p.up.e", "g"}
+def test_imports_are_found_in_functions_too_but_not_those_for_types():
+    assert "fused_remat.planner.plot.plot" in imports_of("planner.plan")
+    assert "fused_remat.planner.plan.Plan" not in imports_of("planner.plot")
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -135,8 +111,7 @@ def test_kernels_import_triton_and_each_other_only(name):
 def test_kernels_are_flat_and_never_a_package_of_their_own():
     # Hugging Face has a package called `kernels`; ours is `fused_remat.kernels`.
     names = {path.name for path in (ROOT / "kernels").iterdir()} - {"__pycache__"}
-    assert "__init__.py" not in names
-    assert all(name.endswith(".py") for name in names)
+    assert "__init__.py" not in names and all(name.endswith(".py") for name in names)
 
 
 IMPORT_ALONE = """
@@ -156,9 +131,8 @@ print(*sorted(set(sys.modules) - before))
 
 
 def test_the_package_imports_without_triton_and_loads_little():
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALONE], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", IMPORT_ALONE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     loaded = done.stdout.split()
     roots = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)

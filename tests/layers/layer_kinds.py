@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from accuracy import check_error, scales
+from block_inputs import tables
 from reference import causal_block as plain
 from reference import masked_decoder, masked_encoder, randomize
 from torch import Tensor, nn
-from transformer_variations import tables
 
 from fused_remat import FusedRematCausalLayer, FusedRematDecoderLayer, FusedRematLayer
 from fused_remat.layers.plain_causal import CausalLayer
@@ -82,7 +82,7 @@ class Kind:
         made: dict[str, Any] = {}
         if self.rope:
             wide = torch.promote_types(dtype, torch.float32)
-            made["rope"] = tables(self.rope, seq, wide)
+            made["rope"] = tables(seq, 3 if self.rope == "whole" else 2, dtype=wide)
         generator = torch.Generator().manual_seed(1)
         groups = list(zip(self.masks, (seq, memory), strict=False))
         # That one is of the memory's keys alone where there is a memory.

@@ -69,16 +69,6 @@ def test_eps_keeps_a_constant_row_finite():
 # --- the sum with a residual
 
 
-def test_dropout_add_drops_the_generators_elements():
-    x, residual = normal(3, 5, D), normal(3, 5, D, seed=1)
-    key = random.site_keys(torch.tensor(11))[random.RESIDUAL1]
-    keep = random.keep_scale(key, 0, 15, D, 0.25, torch.float64)
-    y = ops.dropout_add(x, residual, 0.25, seed=11)
-    assert torch.equal(y, torch.addcmul(residual, x, keep.view_as(x)))
-    assert torch.equal(ops.dropout_add(x, residual, 0.0), x + residual)
-    assert torch.equal(ops.dropout_add(x, residual, 1.0), residual)
-
-
 def test_dropout_add_of_one_tensor_twice():
     x = normal(3, D)
     compare(

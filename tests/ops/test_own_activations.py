@@ -92,15 +92,6 @@ def test_a_frozen_parameter_gets_no_gradient():
     assert FROZEN.weight.grad is None
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
-def test_gradcheck_of_a_captured_parameter(p):
-    def fn(x, w1, slope):
-        return ops.mlp(x, w1, None, W2, None, lambda t: torch.sin(t * slope), p, seed=5)
-
-    x, slope = normal(3, D), normal(FF)
-    assert torch.autograd.gradcheck(fn, (x, W1, slope), fast_mode=True)
-
-
 def test_hooks_of_a_captured_parameter_see_its_gradient_once_and_whole():
     slope, seen = normal(FF, seed=3), []
     slope.register_hook(lambda grad: seen.append(grad) or 3 * grad)
@@ -128,15 +119,6 @@ def test_a_captured_parameters_gradient_is_summed_over_pieces_in_float32():
         ours = run(ops.mlp, torch.bfloat16)
     peer, exact = run(plain, torch.bfloat16), run(plain, torch.float64)
     check_error(ours, peer, exact, ["output", "slope"])
-
-
-def test_changing_a_captured_parameter_raises():
-    slope = normal(FF)
-    y = mlp(lambda t: t * slope)
-    with torch.no_grad():
-        slope.mul_(2.0)
-    with pytest.raises(RuntimeError, match="inplace"):
-        y.sum().backward()
 
 
 def test_capturing_something_else_in_backward_raises():
@@ -194,11 +176,6 @@ def test_an_activation_whose_shape_changes_later_raises():
         mlp(lambda t: t if t.shape[0] == 2 else t[:1])
 
 
-def test_what_is_neither_a_name_nor_a_function_raises():
-    with pytest.raises(TypeError, match="activation"):
-        mlp(3)
-
-
 @pytest.mark.parametrize(
     ("activation", "name"),
     [(F.relu, "relu"), (nn.GELU("tanh"), "gelu_tanh"), (nn.SiLU(), "silu"), (F.gelu, "gelu"),
@@ -209,14 +186,6 @@ def test_functions_with_a_name_are_that_name(activation, name):
     gate = normal(FF, D)
     gated = [ops.gated_mlp(X, gate, W1, W2, activation=a) for a in (activation, name)]
     assert torch.equal(*gated)
-
-
-def test_a_gated_mlp_takes_no_function():
-    x, w, down = normal(3, D), normal(FF, D), normal(D, FF)
-    with pytest.raises(ValueError, match="takes the name of an activation"):
-        ops.gated_mlp(x, w, w, down, activation=torch.sin)
-    with pytest.raises(ValueError, match="takes the name of an activation"):
-        ops.mlp_block(x, None, None, w, None, down, None, torch.sin, gate_weight=w)
 
 
 def test_an_activation_with_a_product_in_it_runs_outside_autocast_too():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from block_inputs import Block, heads
+from block_inputs import Block
 from op_cases import CASES, ENCODER
 from torch import nn
 
@@ -63,46 +63,43 @@ def test_the_arguments_that_are_changed_below_are_valid(valid):
 
 CU, ONE, TRUE = torch.tensor([0, 3, 5]), torch.ones(7, 3), torch.ones(5, 7, dtype=torch.bool)
 A, B = torch.ones(3, 12), torch.ones(16, 3)
+HOOKED = nn.ReLU()
+HOOKED.register_forward_hook(lambda *_: None)
+FIRST = {"dropout_add": "x", "attention": "query", "rotary": "qkv", "causal_block": "x", "mlp": "x"}
 # What is called; the changes; parts of the message; the error, where it is no ValueError.
 REFUSED = [
+    *((op, {name: ["0"]}, f"{name} must be a Tensor, got list", TypeError)
+      for op, name in FIRST.items()),
     # --- norms, the sum with a residual, MLPs
     ("layer_norm", {"weight": [7]}, "weight | (7,) | (8,) | (2, 8)"),
-    ("layer_norm", {"bias": [8, 1]}, "bias | (8, 1) | (8,) | (2, 8)"),
     ("layer_norm", {"x": []}, "()"),
-    ("rms_norm", {"weight": [1]}, "weight | (1,) | (8,) | (2, 8)"),
     ("dropout_add", {"residual": [8]}, "residual | (8,) | (2, 8)"),
     ("mlp", {"fc1_weight": [4, 7]}, "fc1_weight | (4, 7) | (2, 8)"),
     ("mlp", {"fc1_weight": [8]}, "fc1_weight | (8,) | (2, 8)"),
     ("mlp", {"fc1_bias": [8]}, "fc1_bias | (8,) | (4,) | (4, 8)"),
     ("mlp", {"fc2_weight": [8, 5]}, "fc2_weight | (8, 5) | (4, 8)"),
-    ("mlp", {"fc2_bias": [4]}, "fc2_bias | (4,) | (8,) | (8, 4)"),
     ("mlp", {"x": []}, "at least one dimension"),
     ("mlp", {"fc1_weight": None}, "fc1_weight | missing | (F, 8)"),
+    ("mlp", {"activation": 3}, "activation must be a name or a function, got 3", TypeError),
+    ("mlp", {"activation": HOOKED}, "has hooks"),
+    ("mlp", {"activation": nn.BatchNorm1d(4)}, "has buffers"),
+    ("gated_mlp", {"activation": torch.sin}, "takes the name of an activation"),
+    ("mlp_block", {"activation": torch.sin, "gate_weight": [4, 8]}, "takes the name of an act"),
     ("gated_mlp", {"gate_weight": [5, 8]}, "gate_weight | (5, 8) | (4, 8)"),
-    ("gated_mlp", {"up_weight": [4, 7]}, "up_weight | (4, 7) | (2, 8)"),
     ("gated_mlp", {"down_weight": [8, 5]}, "down_weight | (8, 5) | (4, 8)"),
-    ("gated_mlp", {"gate_bias": [8]}, "gate_bias | (8,) | (4,)"),
     ("gated_mlp", {"up_bias": [8]}, "up_bias | (8,) | (4,)"),
-    ("gated_mlp", {"down_bias": [4]}, "down_bias | (4,) | (8,)"),
-    ("gated_mlp", {"gate_weight": None}, "gate_weight | missing | (4, 8)"),
     ("mlp_block", {"norm_weight": [7]}, "norm_weight | (7,) | (8,) | (2, 8)"),
-    ("mlp_block", {"norm_bias": [7]}, "norm_bias | (7,) | (8,) | (2, 8)"),
     ("mlp_block", {"fc2_weight": [7, 4]}, "fc2_weight | (7, 4) | (8, 4) | (2, 8)"),
     ("mlp_block", {"gate_bias": [4]}, "gate_bias | without | gate_weight"),
     ("mlp_block", {"norm": "batch"}, "'layer_norm' | 'rms_norm' | 'batch'"),
     # --- attention and its block
     ("attention", {"query": [4, 5, 8]}, "query | (4, 5, 8) | (B, heads, S, E)"),
-    ("attention", {"value": [2, 7, 6]}, "value | (2, 7, 6) | (B, heads, S, E)"),
     ("attention", {"key": [2, 2, 7, 6]}, "key | (2, 2, 7, 6) | (2, 4, 5, 8)"),
     ("attention", {"key": [1, 2, 7, 8]}, "key | (1, 2, 7, 8) | (2, 4, 5, 8)"),
     ("attention", {"value": [2, 2, 5, 6]}, "value | (2, 2, 5, 6) | (2, 2, 7, 8)"),
-    ("attention", {"value": [2, 4, 7, 6]}, "value | (2, 4, 7, 6) | (2, 2, 7, 8)"),
     ("attention", {"key": [2, 3, 7, 8], "value": [2, 3, 7, 6]},
      "4 and 3 | (2, 4, 5, 8) | (2, 3, 7, 8)"),
-    ("attention", {"key": [2, 8, 7, 8], "value": [2, 8, 7, 6]},
-     "4 and 8 | (2, 4, 5, 8) | (2, 8, 7, 8)"),
     ("attention", {"attn_mask": TRUE.T}, "attn_mask | (7, 5) | (2, 4, 5, 7)"),
-    ("attention", {"attn_mask": TRUE.expand(2, 5, 7)}, "attn_mask | (2, 5, 7) | (2, 4, 5, 7)"),
     ("attention", {"attn_mask": TRUE[None, None, None]},
      "attn_mask | (1, 1, 1, 5, 7) | (2, 4, 5, 7)"),
     ("attention", {"key_padding_mask": TRUE}, "key_padding_mask | (5, 7) | (2, 7)"),
@@ -112,25 +109,23 @@ REFUSED = [
     ("attention", {"attn_mask": [[1]]}, "must", TypeError),
     ("attention", {"window": 2}, "must | ints", TypeError),
     ("attention", {"window": (1.0, 1)}, "must | ints", TypeError),
+    *(("attention", {name: mask}, name, RuntimeError)
+      for name, mask in [("attn_mask", TRUE), ("key_padding_mask", TRUE[:2])]
+      for mask in (mask.long(), mask.byte(), mask.half(), mask.to("meta"))),
     ("attention", {"softcaps": 1.0}, "unexpected keyword argument 'softcaps'", TypeError),
     ("attention_block", {"x": [5, 8]}, "x has shape (5, 8) | (B, S, D)"),
     ("attention_block", {"norm_weight": [7]}, "norm_weight | (7,) | (2, 5, 8)"),
-    ("attention_block", {"norm_bias": [1]}, "norm_bias | (1,) | (2, 5, 8)"),
     ("attention_block", {"qkv_weight": [24, 7]}, "qkv_weight | (24, 7) | (2, 5, 8)"),
     ("attention_block", {"qkv_weight": [25, 8]},
      "qkv_weight | (25, 8) | multiples of 6 | (2, 5, 8)"),
-    ("attention_block", {"qkv_bias": [8]}, "qkv_bias | (8,) | (24, 8)"),
     ("attention_block", {"proj_weight": [8, 7]}, "proj_weight | (8, 7) | (8, 8) | (24, 8)"),
-    ("attention_block", {"proj_bias": [1]}, "proj_bias | (1,) | (8, 8)"),
     ("attention_block", {"nhead": 4, "kv_heads": 3}, "4 and 3"),
     ("attention_block", {"nhead": 0}, "0 and 0"),
-    ("attention_block", {"nhead": 3.0}, "must", TypeError),
     ("attention_block", {"residual_dropout_p": 2.0}, "residual_dropout_p | 2.0"),
     ("attention_block", {"attn_mask": TRUE}, "attn_mask | (5, 7) | (2, 2, 5, 5)"),
     ("attention_block", {"qkv_weight": None}, "qkv_weight and proj_weight", TypeError),
     # --- lengths and bounds of sequences
     ("attention (packed)", {"key_lengths": CU}, "key_lengths | (3,) | (1,)"),
-    ("attention (packed)", {"key_lengths": torch.tensor(3)}, "key_lengths | () | (1,)"),
     ("attention (packed, of two)", {"key_lengths": torch.tensor([2, 6])},
      "key_lengths[1] is 6 | 0 to 5"),
     ("attention (packed, of two)", {"key_lengths": torch.tensor([-1, 5])},
@@ -146,18 +141,23 @@ REFUSED = [
      "cu_seqlens_k is missing | 5 queries and 7 keys"),
     ("attention (packed)", {"cu_seqlens_q": CU[None]}, "cu_seqlens_q | (1, 3) | (N + 1,)"),
     ("attention (packed)", {"cu_seqlens_q": CU[:0]}, "cu_seqlens_q | (0,) | (N + 1,)"),
-    ("attention (packed)", {"cu_seqlens_q": CU, "cu_seqlens_k": CU[None]},
-     "cu_seqlens_k | (1, 3) | (N + 1,)"),
     ("attention (packed)", {"cu_seqlens_q": CU, "cu_seqlens_k": CU[:2]},
      "cu_seqlens_q | (3,) | (2,)"),
     ("attention (packed)", {"cu_seqlens_q": CU + 1}, "cu_seqlens_q[2] is 6 | 0 to 5"),
-    ("attention (packed)", {"cu_seqlens_q": CU - 1}, "cu_seqlens_q[0] is -1 | 0 to 5"),
     ("attention (packed)", {"cu_seqlens_q": CU.flip(0)}, "cu_seqlens_q[1] is 3 | less than 5"),
-    ("attention (packed)", {"cu_seqlens_q": CU, "cu_seqlens_k": CU.flip(0)},
-     "cu_seqlens_k[1] is 3 | less than 5"),
     ("attention (packed)",
      {"key": [1, 2, 4, 4], "value": [1, 2, 4, 4], "cu_seqlens_q": CU, "cu_seqlens_k": CU},
      "cu_seqlens_k[2] is 5 | 0 to 4"),
+    *(("attention (packed)", {"cu_seqlens_q": CU, name: cu}, f"{name} is | torch. | expected",
+       RuntimeError)
+      for name in ("cu_seqlens_q", "cu_seqlens_k")
+      for cu in (CU.double(), CU.byte(), CU.to("meta"))),
+    ("attention (packed)", {"key_lengths": CU[:1].double()}, "key_lengths is torch.float64",
+     RuntimeError),
+    ("attention (packed)", {"cu_seqlens_q": ["0"]}, "cu_seqlens_q must be a Tensor, got list",
+     TypeError),
+    ("attention (packed)", {"key_lengths": ["0"]}, "key_lengths must be a Tensor, got list",
+     TypeError),
     ("attention_block", {"cu_seqlens": CU}, "cu_seqlens needs | batch of 2"),
     ("attention_block (packed)", {"cu_seqlens": CU + 1}, "cu_seqlens[2] is 6 | 0 to 5"),
     ("attention_block (packed)", {"cu_seqlens": CU, "key_lengths": CU[:1]},
@@ -169,18 +169,14 @@ REFUSED = [
     ("rotary", {"nhead": 2.0}, "2.0", TypeError),
     ("rotary", {"cos": [7, 4]}, "cos | (7, 4) | (7, R/2) | at most 6"),
     ("rotary", {"cos": [7, 0]}, "cos | (7, 0)"),
-    ("rotary", {"cos": [6, 3]}, "cos | (6, 3) | (2, 7, R/2)"),
     ("rotary", {"cos": [3, 7, 3]}, "cos | (3, 7, 3)"),
-    ("rotary", {"cos": [2, 7, 4, 3]}, "cos | (2, 7, 4, 3)"),
-    ("rotary", {"cos": []}, "cos | ()"),
+    ("rotary", {"cos": [6, 3]}, "cos | (6, 3) | (2, 7, R/2)"),
     ("rotary", {"sin": [7, 2]}, "sin | (7, 2) | (7, 3)"),
-    ("rotary", {"sin": [2, 7, 3]}, "sin | (2, 7, 3) | (7, 3)"),
     ("rotary", {"q_norm_weight": [6]}, "go together"),
     ("rotary", {"q_norm_weight": [6], "k_norm_weight": [5]}, "k_norm_weight | (5,)"),
     ("rotary", {"cos": None, "sin": None}, "nothing"),
     ("rotary", {"sin": None}, "NoneType", TypeError),
     ("rotary", {"cos": ONE.double()}, "cos | float64 | float32", RuntimeError),
-    ("rotary", {"cos": ONE.half()}, "cos | float16", RuntimeError),
     ("rotary", {"cos": ONE.to("meta")}, "cos | meta | cpu", RuntimeError),
     ("rotary", {"sin": ONE.clone().requires_grad_()}, "sin requires a gradient", RuntimeError),
     ("rotary", {"q_norm_weight": torch.ones(6).double(), "k_norm_weight": [6]},
@@ -195,21 +191,13 @@ REFUSED = [
     ("encoder_block", {"x": [5, 8]}, "(5, 8)"),
     ("encoder_block", {"x": [2, 5, 6], "nhead": 2}, "(24, 8) | (2, 5, 6)"),
     ("encoder_block", {"qkv.weight": [8, 8]}, "(8, 8) | (24, 8)"),
-    ("encoder_block", {"qkv.bias": [8]}, "(8,) | (24,)"),
-    ("encoder_block", {"proj.weight": [8, 7]}, "(8, 7) | (8, 8)"),
-    ("encoder_block", {"fc1.weight": [12, 7]}, "(12, 7) | (12, 8)"),
-    ("encoder_block", {"fc2.weight": [8, 11]}, "(8, 11) | (8, 12)"),
-    ("encoder_block", {"norm1.weight": [7]}, "(7,) | (8,)"),
-    ("encoder_block", {"norm2.bias": [1]}, "(1,) | (8,)"),
     ("encoder_block", {"fc3.weight": [8, 8]}, "unknown weights ['fc3.weight'] | fc1.bias"),
     ("encoder_block", {"fc1.weight": None}, "fc1.weight is missing | (F, 8)"),
-    ("encoder_block", {"proj.weight": None}, "proj.weight is missing | (8, 8)"),
     ("encoder_block", {"weights": None}, "must", TypeError),
     ("encoder_block", {"nhead": 3}, "nhead must divide x's width, got 3 and 8"),
     ("encoder_block", {"nhead": 0}, "nhead must divide"),
     ("encoder_block", {"activation": "sigmoid"}, "unknown activation 'sigmoid'; valid: relu, gelu"),
     ("encoder_block", {"activation": F.dropout}, "draws random numbers"),
-    ("encoder_block", {"activation": lambda t: t[..., :1]}, "changes the shape or dtype"),
     ("encoder_block", {"attn_mask": TRUE[:4, :5]}, "(4, 5), expected | (2, 4, 5, 5)"),
     ("encoder_block", {"key_padding_mask": TRUE[:, :2]}, "(5, 2), expected (2, 5)"),
     ("causal_block", {"fc3.weight": [3]}, "unknown weights ['fc3.weight'] | fc1.bias"),
@@ -217,15 +205,8 @@ REFUSED = [
     ("causal_block", {"qkv.weight": [32, 12]}, "either qkv.weight, or q.weight"),
     ("causal_block", {"q.weight": None}, "either qkv.weight, or q.weight"),
     ("causal_block", {"q.weight": [15, 12]}, "(15, 12) | 4 heads"),
-    ("causal_block", {"q.weight": [16, 11]}, "(16, 11) | (4·E, 12)"),
     ("causal_block", {"k.weight": [16, 12]}, "k.weight | (16, 12) | (8, 12)"),
     ("causal_block", {"v.weight": None}, "v.weight is missing | (8, 12)"),
-    ("causal_block", {"v.bias": [3]}, "v.bias | (3,) | (8,)"),
-    ("causal_block", {"proj.weight": [12, 12]}, "proj.weight | (12, 16)"),
-    ("causal_block", {"fc1.weight": None}, "fc1.weight is missing | (F, 12)"),
-    ("causal_block", {"fc2.weight": [12, 19]}, "fc2.weight | (12, 19) | (12, 20)"),
-    ("causal_block", {"gate.weight": [19, 12]}, "gate.weight | (19, 12)"),
-    ("causal_block", {"norm1.weight": [11]}, "norm1.weight | (11,) | (12,)"),
     ("causal_block", {"q_norm.weight": [4]}, "go together"),
     ("causal_block", {"norm2.weight": torch.ones(12).double()}, "norm2.weight | float64",
      RuntimeError),
@@ -239,8 +220,6 @@ REFUSED = [
     ("causal_block", {"activation": torch.sin}, "takes the name of an activation"),
     ("causal_block", {"dropout_p": 1.5}, "dropout_p must be between 0 and 1, got 1.5"),
     ("causal_block", {"attention_dropout_p": -1}, "attention_dropout_p | got -1"),
-    ("causal_block", {"softcap": -1.0}, "softcap"),
-    ("causal_block", {"window": (1,)}, "window must be two ints", TypeError),
     ("causal_block", {"rope": (A, A)}, "(3, 12), expected (5, R/2)"),
     ("causal_block", {"lora": [("q", A, B)]}, "lora takes (layer, A, B, scale)", TypeError),
     ("causal_block", {"lora": [("w", A, B, 1.0)]}, "no layer 'w' to update; valid: q, k, v"),
@@ -326,33 +305,11 @@ def test_probabilities_outside_0_1_raise(name, p):
 
 
 def test_mixed_dtypes_and_devices_raise(case):
-    captured = "slope"  # not given
     for name, t in case.tensors().items():
         for other in (t.detach().to(torch.bfloat16), t.detach().to("meta"), t.detach().long()):
-            if name != captured:
+            if name != "slope":  # captured, not given
                 with pytest.raises(RuntimeError, match=r"torch\.(float64|int64|bfloat16)"):
                     case.op({**case.tensors(), name: other}, 0.0)
-    with pytest.raises(TypeError, match="Tensor"):
-        case.op({**case.tensors(), next(iter(case.shapes)): [1.0]}, 0.0)
-
-
-@pytest.mark.parametrize("name", ["attn_mask", "key_padding_mask"])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float16])
-def test_masks_of_another_dtype_or_device_raise(name, dtype):
-    shape = (5, 7) if name == "attn_mask" else (2, 7)
-    for mask in (torch.zeros(shape, dtype=dtype), torch.zeros(shape, device="meta")):
-        with pytest.raises(RuntimeError, match=name):
-            ops.attention(*heads(), **{name: mask})
-
-
-@pytest.mark.parametrize("name", ["key_lengths", "cu_seqlens_q", "cu_seqlens_k"])
-def test_lengths_of_another_kind_raise(name):
-    given = {"cu_seqlens_q": CU} if name == "cu_seqlens_k" else {}
-    for other in (CU.double(), CU.to(torch.uint8), CU.to("meta")):
-        with pytest.raises(RuntimeError, match=rf"{name} is torch\.\w+ on \w+, expected"):
-            call("attention (packed)", **given | {name: other})
-    with pytest.raises(TypeError, match=rf"{name} must be a Tensor, got list"):
-        call("attention (packed)", **given | {name: ["0"]})
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
@@ -360,14 +317,6 @@ def test_functorch_transforms_raise_and_say_so(transform):
     x, w = torch.randn(3, 8), torch.randn(16, 8)
     with pytest.raises(RuntimeError, match=r"inside torch\.func transforms"):
         transform(lambda w: ops.mlp(x, w, None, w.t(), None).sum())(w)
-
-
-def test_a_modules_hooks_and_buffers_are_refused():
-    hooked = nn.ReLU()
-    hooked.register_forward_hook(lambda *_: None)
-    for activation, reason in ((hooked, "has hooks"), (nn.BatchNorm1d(4), "has buffers")):
-        with pytest.raises(ValueError, match=reason):
-            call("mlp", activation=activation)
 
 
 def test_tables_that_want_a_gradient_serve_where_there_is_none():

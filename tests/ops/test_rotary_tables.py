@@ -75,17 +75,6 @@ def test_one_sequences_tables_serve_the_whole_batch():
         assert torch.equal(rotary(t, heads, whole), expected)
 
 
-@pytest.mark.parametrize("name", ["half", "interleaved"])
-def test_scores_depend_on_the_distance_alone(name):
-    """What it is for: places moved by any number, the same attention."""
-    case, rate = ROTARY_BLOCKS[f"{name} block"], torch.tensor([1.0, 0.3, 0.05]).double()
-    t = case.tensors(BATCH, SEQ)
-    at = [torch.arange(start, start + SEQ)[:, None] * rate for start in (0, 11)]
-    first, later, other = (case.op(t, 0.0, rope=(a.cos(), a.sin())) for a in (*at, 2 * at[0]))
-    torch.testing.assert_close(first, later)
-    assert not torch.allclose(first, other)
-
-
 def test_agreement_with_transformers():
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     heads, t = HEADS["half"], inputs(HEADS["half"])
@@ -96,13 +85,13 @@ def test_agreement_with_transformers():
     torch.testing.assert_close(rotary(t, heads), expected)
 
 
-@pytest.mark.parametrize("name", ["cos", "sin", "q_norm.weight"])
-def test_changing_what_backward_reads_raises(name):
-    heads, t = HEADS["norm half"], inputs(HEADS["norm half"])
+@pytest.mark.parametrize("name", ["cos", "sin"])
+def test_changing_tables_raises(name):
+    heads, t = HEADS["half"], inputs(HEADS["half"])
     cos, sin = (table.clone() for table in heads.tables(t["x"]))
     y = rotary(t, heads, (cos, sin))
     with torch.no_grad():
-        {"cos": cos, "sin": sin, **t}[name].add_(1.0)
+        {"cos": cos, "sin": sin}[name].add_(1.0)
     with pytest.raises(RuntimeError, match="inplace"):
         y.sum().backward()
 

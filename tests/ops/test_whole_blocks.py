@@ -3,18 +3,23 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from block_inputs import Block, compare, in_pieces, normal, results, same_bits
+from block_inputs import (
+    Block,
+    compare,
+    covering,
+    in_pieces,
+    mask_of,
+    normal,
+    results,
+    same_bits,
+    tables,
+)
 from block_inputs import leaves as leaves_of
 from op_cases import CASES, FF, D, H, leaky
-from reference import EXACT_PRESETS, causal_block, make, pair, weights_of
+from reference import ACTIVATIONS, EXACT_PRESETS, causal_block, make, pair, weights_of
 from torch import nn
-from transformer_variations import FACTORS, block, inputs, options, pairwise
 
 from fused_remat import ops
-from fused_remat.graph.build import block_graph
-from fused_remat.graph.schedule import schedule
-from fused_remat.policies import kept_names
-from fused_remat.spec import transformer_spec
 
 # --- an encoder's
 
@@ -77,90 +82,77 @@ def test_encoder_block_gives_an_activation_whole_tensors(tokens):
 
 # --- a language model's
 
-VARIATIONS = list(pairwise(FACTORS))
+BATCH, SEQ = 2, 7
+PADDING = torch.zeros(2, BATCH, SEQ, dtype=torch.bool)
+PADDING[0, 1, :3] = PADDING[1, 0, -2:] = True
+#: Which keys take part, as options of the op; "packed" is for a batch of one.
+KEYS = {
+    "all": {},
+    "window": {"window": (2, 1)},
+    "bool mask": {"attn_mask": mask_of("bool", (SEQ, SEQ))},
+    "float mask": {"attn_mask": mask_of("wants a gradient", (BATCH, 1, SEQ, SEQ))},
+    "left padding": {"key_padding_mask": PADDING[0]},
+    "right padding": {"key_padding_mask": PADDING[1]},
+    "lengths": {"key_lengths": torch.tensor([SEQ, 0])},
+    "packed": {"cu_seqlens": torch.tensor([0, 2, 2, SEQ - 1])},
+}
+#: What a block may be, and all that it may be.
+VARIATIONS = covering(
+    {
+        "split": (True, False),
+        "gated": (True, False),
+        "placement": ("pre", "post", "sandwich"),
+        "norm": ("rms_norm", "layer_norm"),
+        "norm_offset": (0.0, 1.0),
+        "kv_heads": (2, 4, 1),
+        "bias": ("", "qkv", "all"),
+        "qk_norm": (False, True),
+        "rope": ("whole", "partial", "interleaved batched", ""),
+        "activation": tuple(ACTIVATIONS),
+        "keys": tuple(KEYS),
+        "is_causal": (True, False),
+        "softcap": (0.0, 2.0),
+        "lora": (False, True),
+        "dropout_p": (0.0, 0.3),
+        "tokens": (512, 8),
+    }
+)
 
 
-def given(v, dtype=torch.float64):
-    """What both functions take, and the leaves among it."""
-    x, named, how = inputs(v, dtype), block(v).weights(dtype), options(v, dtype)
+def given(v):
+    """x, weights and options of a variation, for the op and for plain PyTorch; its leaves."""
+    shared = {n: v[n] for n in ("placement", "norm", "kv_heads")}
+    biases = {"bias": v["bias"] == "all", "qkv_bias": v["bias"] == "qkv"}
+    sizes = {n: v[n] for n in ("split", "gated", "qk_norm")}
+    block = Block(head_dim=6, **shared, **sizes, **biases)
+    batch = 1 if v["keys"] == "packed" else BATCH
+    x, weights, how = normal(batch, SEQ, block.d, seed=1), block.weights(), {**shared, "seed": 11}
+    how |= {n: v[n] for n in ("dropout_p", "is_causal", "softcap", "norm_offset", "activation")}
+    if v["rope"]:
+        lead = (batch, SEQ) if "batched" in v["rope"] else (SEQ,)
+        how["rope"] = tables(*lead, 3 if v["rope"] == "whole" else 2)
+        how["rope_interleaved"] = "interleaved" in v["rope"]
     if v["lora"]:
-        every = [*block(v).linears, "fc2"]  # fc2 has two updates
-        how |= {"lora": block(v).updates(every, dtype=dtype), "lora_dropout_p": v["dropout_p"]}
-    leaves = list(leaves_of(x, named, how.get("lora", ())).values())
-    mask = how.get("attn_mask")
-    return x, named, how, leaves + [mask] * (mask is not None and mask.requires_grad)
+        every = [*block.linears, "fc2"]  # fc2 has two updates
+        how |= {"lora": block.updates(every), "lora_dropout_p": v["dropout_p"]}
+    leaves = list(leaves_of(x, weights, how.get("lora", ())).values())
+    if v["keys"] == "float mask":
+        leaves.append(KEYS["float mask"]["attn_mask"])
+    return x, weights, how | KEYS[v["keys"]], leaves
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_every_pair_of_variations_is_plain_pytorchs(part):
     """In float64; the presets, of which each variation takes two, have the same bits."""
     for number, v in enumerate(VARIATIONS[part::4]):
-        x, named, how, leaves = given(v)
-        expected = results(lambda: causal_block(x, named, 4, **how), leaves)  # noqa: B023
+        x, weights, how, leaves = given(v)
+        expected = results(lambda: causal_block(x, weights, 4, **how), leaves)  # noqa: B023
         first = None
         for policy in (EXACT_PRESETS[number % 5], EXACT_PRESETS[(number + 2) % 5]):
+            call = lambda: ops.causal_block(x, weights, 4, **how, policy=policy)  # noqa: B023, E731
             with in_pieces(v["tokens"]):
-                got = results(
-                    lambda: ops.causal_block(x, named, 4, **how, policy=policy),  # noqa: B023
-                    leaves,
-                )
+                got = results(call, leaves)
             first = first or got
             for a, b, e in zip(got, first, expected, strict=True):
                 assert torch.equal(a, b), v
                 torch.testing.assert_close(a, e, msg=lambda m: f"{v}: {m}")  # noqa: B023
-
-
-@pytest.mark.parametrize(
-    "activation", [F.silu, nn.SiLU(), "silu"], ids=["function", "module", "name"]
-)
-def test_an_activation_by_name_function_or_module(activation):
-    x, weights = normal(2, 5, 12), Block().weights()
-    y = ops.causal_block(x, weights, 4, kv_heads=2, activation=activation)
-    torch.testing.assert_close(y, causal_block(x, weights, 4, kv_heads=2))
-
-
-# --- what is rebuilt
-
-FIELDS = {
-    "activation": "silu", "gated": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6,
-    "scale": 0.4, "window": (-1, 0), "projection": "split", "rotary": True,
-}  # fmt: skip
-SPEC = transformer_spec("rms_norm", 1e-6, **FIELDS)
-
-
-def backward_steps(spec, policy, frozen=()):
-    graph = block_graph(spec)
-    needs_grad = {"input", *(n for n in spec.weights if not n.startswith(tuple(frozen)))}
-    plan = schedule(graph, kept_names(policy, graph), frozenset(needs_grad), tiled=False)
-    return [str(step) for step in plan.backward]
-
-
-def rebuilt(spec, policy, frozen=()):
-    return [s for s in backward_steps(spec, policy, frozen) if s.startswith("compute")]
-
-
-def test_gate_and_up_are_rebuilt_together_once_and_nothing_that_is_not_asked_for():
-    assert backward_steps(SPEC, "full") == [
-        "compute norm1", "compute qkv", "compute rotated", "compute attn", "compute mid",
-        "compute norm2", "compute gate", "compute up", "compute act",
-        "backward output", "backward act", "backward up", "backward gate", "backward norm2",
-        "backward mid", "backward attn", "backward rotated", "backward qkv", "backward norm1",
-    ]  # fmt: skip
-    assert rebuilt(SPEC, "fast") == [
-        "compute norm2", "compute gate", "compute up", "compute act", "compute norm1",
-    ]  # fmt: skip
-    assert rebuilt(SPEC, "none") == ["compute act", "compute norm2", "compute norm1"]
-
-
-@pytest.mark.parametrize("placement, of_fc2", [("post", "sum2"), ("sandwich", "down")])
-def test_fc2_is_rebuilt_only_where_its_norm_asks_for_it(placement, of_fc2):
-    spec = transformer_spec("rms_norm", 1e-6, placement=placement, **FIELDS)
-    found = [f"compute {of_fc2}" in rebuilt(spec, policy) for policy in EXACT_PRESETS]
-    assert found == [True, False, False, False, False]
-
-
-def test_what_frozen_weights_alone_would_ask_for_is_not_rebuilt():
-    all_linear = ("q.", "k.", "v.", "proj", "gate", "fc1", "fc2")
-    assert rebuilt(SPEC, "none", frozen=all_linear) == []
-    steps = rebuilt(SPEC, "lean", frozen=("fc2",))
-    assert "compute act" not in steps and "compute up" in steps

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from report_models import Model
+from report_models import Model, encoder
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,24 +63,15 @@ def partly_checkpointed():
     return Model(forward, layers=nn.ModuleList(fused() for _ in range(4)))
 
 
-def encoder(layers=6, norm_first=True, width=32, dropout=0.0, hidden=None):
-    layer = nn.TransformerEncoderLayer(
-        width, 4, hidden or 4 * width, dropout, batch_first=True, norm_first=norm_first
-    )
-    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-
-
 def transformer(layers):
     return nn.Transformer(32, 4, layers, layers, 128, 0.0, batch_first=True)
 
 
 def llama():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=88, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).train()
+    pytest.importorskip("transformers")
+    from hf_models import build
+
+    return build("llama", torch.float32, num_hidden_layers=4)
 
 
 def squared(output):
@@ -91,33 +82,24 @@ def hf_loss(output):
     return output.loss
 
 
-def x_of():
-    return (torch.randn(4, 64, 32),)
-
-
-def both():
-    return torch.randn(4, 64, 32), torch.randn(4, 48, 32)
-
-
-def labelled():
-    tokens = torch.randint(64, (4, 64))
-    return {"input_ids": tokens, "labels": tokens}
-
-
+X = torch.randn(4, 64, 32)
+BOTH = X, torch.randn(4, 48, 32)
+TOKENS = torch.randint(50, (4, 64))
+LABELLED = {"input_ids": TOKENS, "labels": TOKENS}
 # A width whose feed-forward rows are not whole blocks: their last scales are counted.
-uneven = functools.partial(encoder, 3, hidden=5 * 32)
+uneven = functools.partial(encoder, 3, dim_feedforward=5 * 32)
 #: By name: the model, its inputs, its loss, and whether plans of it may keep lossy formats.
 CASES = {
-    "pre-norm": (encoder, x_of, squared, False),
-    "post-norm dropout": (lambda: encoder(6, False, dropout=0.1), x_of, squared, False),
-    "mixed": (Mixed, x_of, squared, False),
-    "encoder-decoder": (lambda: transformer(2), both, squared, False),
-    "shared": (shared, x_of, squared, False),
-    "checkpointed": (partly_checkpointed, x_of, squared, False),
-    "llama": (llama, labelled, hf_loss, False),
-    "pre-norm, lossy": (uneven, x_of, squared, True),
-    "post-norm dropout, lossy": (lambda: uneven(False, dropout=0.1), x_of, squared, True),
-    "encoder-decoder, lossy": (lambda: transformer(1), both, squared, True),
+    "pre-norm": (lambda: encoder(6), (X,), squared, False),
+    "post-norm dropout": (lambda: encoder(6, 0.1, False), (X,), squared, False),
+    "mixed": (Mixed, (X,), squared, False),
+    "encoder-decoder": (lambda: transformer(2), BOTH, squared, False),
+    "shared": (shared, (X,), squared, False),
+    "checkpointed": (partly_checkpointed, (X,), squared, False),
+    "llama": (llama, LABELLED, hf_loss, False),
+    "pre-norm, lossy": (uneven, (X,), squared, True),
+    "post-norm dropout, lossy": (lambda: uneven(0.1, False), (X,), squared, True),
+    "encoder-decoder, lossy": (lambda: transformer(1), BOTH, squared, True),
 }
 LOSSY = [name for name, (*_, lossy) in CASES.items() if lossy]
 
@@ -126,8 +108,7 @@ def given(case):
     """The model, its positional and keyword inputs, and its loss."""
     torch.manual_seed(0)
     build, inputs, loss, _ = CASES[case]
-    made = inputs()
-    args, kwargs = ((), made) if isinstance(made, dict) else (made, {})
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     return build(), args, kwargs, loss
 
 

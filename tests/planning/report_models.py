@@ -10,10 +10,11 @@ B, S, D, H = 3, 40, 32, 4
 TOKENS = B * S
 
 
-def encoder(layers=2, dropout=0.0, norm_first=True, **kwargs):
+def encoder(layers=2, dropout=0.0, norm_first=True, width=D, **kwargs):
     layer = nn.TransformerEncoderLayer(
-        D, H, 4 * D, dropout, norm_first=norm_first, batch_first=True, **kwargs
-    )
+        width, H, kwargs.pop("dim_feedforward", 4 * width), dropout,
+        norm_first=norm_first, batch_first=True, **kwargs,
+    )  # fmt: skip
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 

@@ -4,7 +4,8 @@ import importlib
 
 import pytest
 import torch
-from planned_models import encoder, squared, uneven
+from planned_models import squared, uneven
+from report_models import encoder
 
 from fused_remat import BudgetError, fit, plan
 
@@ -14,9 +15,7 @@ def batch(size):
 
 
 def test_fit_finds_the_largest_batch_that_fits():
-    torch.manual_seed(0)
-    model = encoder(layers=3)
-
+    model = encoder(3)
     found = fit(model, batch, "1MiB", costs="analytic", loss=squared)
     assert found.plan.peak_bytes <= 2**20 == found.plan.budget
     assert plan(model, batch(found.size), loss=squared, budget="1MiB", costs="analytic")
@@ -38,11 +37,11 @@ def test_fit_takes_less_where_the_device_has_no_room_to_measure_all_options(monk
         return plan(model, x, **options)
 
     monkeypatch.setattr(module, "plan", out_of_memory_once)
-    found = fit(encoder(layers=1), batch, "1GiB", most=2, costs="analytic", loss=squared)
+    found = fit(encoder(1), batch, "1GiB", most=2, costs="analytic", loss=squared)
     assert asked == [2, 1] and found.size == 1 and set(found.tried) == {1, 2}
     with pytest.raises(torch.OutOfMemoryError):
         asked.clear()
-        fit(encoder(layers=1), batch, "1GiB", most=1, costs="analytic", loss=squared)
+        fit(encoder(1), batch, "1GiB", most=1, costs="analytic", loss=squared)
 
 
 def test_fit_measures_all_options_of_the_size_that_does_not_fit_alone(monkeypatch):
@@ -54,26 +53,29 @@ def test_fit_measures_all_options_of_the_size_that_does_not_fit_alone(monkeypatc
         return measure(model, args, kwargs, request, *rest)
 
     monkeypatch.setattr(module, "measure_chain", seen)
-    model = encoder(layers=2)
+    model = encoder(2)
     found = fit(model, batch, "600KiB", costs="analytic")
     assert next(size for size, all_options in measured if all_options) > 1
     assert sorted(found.tried) == sorted({size for size, _ in measured})
     assert len(measured) == len(set(measured))
 
 
-def test_fit_has_no_other_arguments():
-    with pytest.raises(TypeError, match="fit has no argument 'method'"):
-        fit(encoder(layers=1), batch, "1GiB", method="greedy")
-
-
-def test_fit_stops_where_batches_do_not_grow():
-    x = torch.randn(8, 16, 32)
-    with pytest.raises(ValueError, match=r"is no larger than make_batch\(8\), which fits"):
-        fit(encoder(layers=1), lambda size: x[:size], "1GiB", costs="analytic")
+@pytest.mark.parametrize(
+    ("make", "options", "error", "match"),
+    [
+        (batch, {"method": "greedy"}, TypeError, "fit has no argument 'method'"),
+        (lambda size: batch(8)[:size], {"costs": "analytic"}, ValueError,
+         r"is no larger than make_batch\(8\), which fits"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(make, options, error, match):
+    """A batch has to grow with its size."""
+    with pytest.raises(error, match=match):
+        fit(encoder(1), make, "1GiB", **options)
 
 
 def test_fit_finds_the_longest_sequence_that_fits():
-    model = encoder(layers=2)
+    model = encoder(2)
     found = fit(model, lambda s: (torch.randn(1, s, 32),), "600KiB", multiple=8, costs="analytic")
     assert found.size % 8 == 0 and found.size >= 64
     assert all(n % 8 == 0 for n in found.tried)

@@ -2,33 +2,31 @@
 
 import dataclasses
 import importlib
-import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from planned_models import (
     CASES,
+    LABELLED,
     LOSSY,
     WITHIN,
     Mixed,
+    X,
     assert_holds,
     budgets,
-    encoder,
     example_of,
     given,
     hf_loss,
     is_lossy,
-    labelled,
     llama,
     planned,
     squared,
     uneven,
 )
-from report_models import Model
+from report_models import Model, encoder
 from torch import nn
 
-import fused_remat
 from fused_remat import (
     BudgetError,
     FusedRematCausalLayer,
@@ -38,16 +36,14 @@ from fused_remat import (
     Policy,
     convert,
     plan,
-    revert,
 )
 from fused_remat.graph.build import block_graph
 from fused_remat.layers import FusedLayer
 from fused_remat.planner import calibrate
-from fused_remat.planner import chain as chains
 from fused_remat.planner.measure import predict_optimizer
 from fused_remat.planner.options import options_for, packable
 from fused_remat.policies import LOSSY_PRESETS, kept_names
-from fused_remat.report.allocations import AllocationTrace, SavedBytes
+from fused_remat.report.allocations import AllocationTrace
 from fused_remat.spec import nn_layer_spec
 
 pytestmark = pytest.mark.usefixtures("one_machine")
@@ -84,15 +80,14 @@ def test_a_plan_of_any_method_gives_the_gradients_of_every_other(method):
 
 
 def test_segments_are_planned_where_memory_is_least_and_hold():
-    torch.manual_seed(0)
-    model, args, loss = encoder(), (torch.randn(16, 64, 32),), squared
-    fastest = plan(model, *args, loss=loss, costs="analytic")
+    model, args = encoder(6), (torch.randn(16, 64, 32),)
+    fastest = plan(model, *args, loss=squared, costs="analytic")
     least = fastest.within(fastest.frontier[0].peak_bytes)
     assert least.choice.segments
-    without = plan(model, *args, loss=loss, costs="analytic", segments=False)
+    without = plan(model, *args, loss=squared, costs="analytic", segments=False)
     assert not any(call.linked for call in without.chain.calls)
     assert least.peak_bytes < without.frontier[0].peak_bytes
-    assert_holds(least, model, args, {}, loss)
+    assert_holds(least, model, args, {}, squared)
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
@@ -100,7 +95,7 @@ def test_segments_are_planned_where_memory_is_least_and_hold():
 def test_the_peak_of_whole_steps_with_an_optimizer(name, accumulates):
     """All of a training loop's allocations, from the second step on, in one trace."""
     torch.manual_seed(0)
-    model, x = encoder(layers=3, width=64), torch.randn(4, 32, 64)
+    model, x = encoder(3, width=64), torch.randn(4, 32, 64)
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3)
     options = {"optimizer": optimizer, "loss": squared, "costs": "analytic"}
     fastest = plan(model, x, accumulates=accumulates, **options)
@@ -121,35 +116,6 @@ def test_the_peak_of_whole_steps_with_an_optimizer(name, accumulates):
         assert found.peak_bytes == pytest.approx(peak, rel=WITHIN)
         assert {"parameters", "gradients"} < set(found.parts)
     assert ("optimizer state" in found.chain.resting) == (name == "AdamW")
-
-
-@pytest.mark.parametrize("case", ["mixed", "pre-norm, lossy"])
-def test_larger_budgets_are_never_slower_and_smaller_ones_never_take_more(case):
-    fastest = planned(case)
-    found = [fastest.within(budget) for budget in budgets(fastest, 40)]
-    for less, more in itertools.pairwise(found):
-        assert more.seconds <= less.seconds
-        assert more.peak_bytes >= less.peak_bytes
-    assert found[-1].seconds == fastest.seconds
-    peaks = [p.peak_bytes for p in fastest.frontier]
-    assert peaks == sorted(peaks)
-
-
-@pytest.mark.parametrize("case", ["pre-norm", "mixed", "llama"])
-def test_no_method_is_predicted_faster_at_equal_peak(case):
-    fastest = planned(case)
-    faster = 0
-    for method in ("uniform", "sqrt", "greedy"):
-        peaks = budgets(fastest) if method != "sqrt" else [None]
-        for budget in peaks:
-            try:
-                other = fastest.within(budget, method)
-            except BudgetError:
-                continue
-            ours = fastest.within(other.peak_bytes)
-            assert ours.seconds <= other.seconds
-            faster += ours.seconds < other.seconds
-    assert faster
 
 
 def test_an_impossible_budget_says_what_the_least_is_and_what_it_is_made_of():
@@ -175,20 +141,24 @@ def test_sqrt_says_what_its_own_segments_need():
     assert info.value.least == needs
 
 
-def test_planning_leaves_everything_as_it_was():
-    torch.manual_seed(0)
+@pytest.mark.parametrize("target", [None, "grad", "main_grad"])
+def test_planning_leaves_everything_as_it_was(target):
+    """With gradients that blocks accumulate, and without."""
     model, x = Mixed(), torch.randn(2, 16, 32)
-    classes = [type(m) for m in model.modules()]
-    model.head.weight.grad = torch.ones_like(model.head.weight)
-    grad, state = model.head.weight.grad, torch.get_rng_state()
+    if target:
+        convert(model, policy="lean", accumulate_into=target)
+    for p in model.parameters():
+        p.grad, p.main_grad = torch.ones_like(p), torch.ones_like(p)
+    model.head.bias.grad = None
+    grads = [(p.grad, p.main_grad) for p in model.parameters()]
+    classes, state = [type(m) for m in model.modules()], torch.get_rng_state()
     plan(model, x, costs="analytic", accumulates=True)
     assert [type(m) for m in model.modules()] == classes
-    assert model.head.weight.grad is grad and (grad == 1).all()
-    assert model.head.bias.grad is None
+    assert {m.policy for m in model.modules() if isinstance(m, FusedLayer)} <= {"lean"}
+    for p, (grad, main_grad) in zip(model.parameters(), grads, strict=True):
+        assert p.grad is grad and p.main_grad is main_grad
+        assert (grad is None or (grad == 1).all()) and (main_grad == 1).all()
     assert torch.equal(torch.get_rng_state(), state)
-    convert(model, policy="lean")
-    plan(model, x, costs="analytic")
-    assert {m.policy for m in model.modules() if isinstance(m, FusedLayer)} == {"lean"}
 
 
 @pytest.mark.parametrize("case", ["mixed", "pre-norm, lossy"])
@@ -212,7 +182,7 @@ def test_a_plan_is_read_back_from_its_json(case, tmp_path):
 
 def test_applying_to_another_model_raises_and_changes_nothing():
     found = planned("mixed")
-    other = convert(encoder(layers=2), policy="lean")
+    other = convert(encoder(2), policy="lean")
     with pytest.raises(ValueError, match=r"does not have: 'first\.0'"):
         found.apply(other)
     assert [layer.policy for layer in other.layers] == ["lean", "lean"]
@@ -238,13 +208,6 @@ def test_manual_takes_patterns_and_segments():
             plan(model, *args, budget=1000, **how)
 
 
-def test_options_restrict_the_choice():
-    model, args, _, loss = given("pre-norm")
-    found = plan(model, *args, loss=loss, options=["full", "lean", "fast"], costs="analytic")
-    assert {layer.label for layer in found.layers} <= {"full", "lean", "fast"}
-    assert len(found.chain.calls[0].options) == 3
-
-
 def test_ceilings_are_bytes_and_seconds(monkeypatch):
     """Of 2**24 float32 numbers, read and written, and of 100 operations, which took 2 s each."""
     module = importlib.import_module("fused_remat.planner.calibration")
@@ -255,42 +218,50 @@ def test_ceilings_are_bytes_and_seconds(monkeypatch):
 
 
 def test_measured_and_analytic_costs_of_every_step():
-    model, args, _, loss = given("pre-norm")
+    """Those that pack and unpack, too."""
     calibration = calibrate("cpu")
     assert calibration.bandwidth > 0 and calibration.overhead > 0
-    found = plan(model, *args, loss=loss, costs=calibration)
+    found = plan(uneven(), X, loss=squared, costs=calibration, options=["full", "fast8"])
     assert found.costs == "measured"
-    steps = {(cost.which, cost.step) for cost in found.steps}
-    assert {
-        ("forward", "compute qkv"),
-        ("backward", "compute up"),
-        ("backward", "backward up"),
-    } <= (steps)
+    steps = {"forward": "compute qkv", "backward": "compute up"}.items()
+    assert {*steps, ("backward", "backward up")} <= {
+        (cost.which, cost.step) for cost in found.steps
+    }
     assert all(cost.measured > 0 and cost.analytic > 0 for cost in found.steps)
-    untimed = plan(model, *args, loss=loss, costs="analytic")
-    assert {cost.measured for cost in untimed.steps} == {None}
+    base, fast8 = found.chain.calls[0].options
+    assert set(fast8.save) == {"attn", "mid", "qkv:int8", "up:int8"}
+    assert base.seconds > 0 and fast8.seconds > 0
+    assert {cost.measured for cost in planned("pre-norm").steps} == {None}
 
 
-def test_predicted_optimizer_state_is_what_it_comes_to():
-    model = encoder(layers=1)
-    for make in (
-        lambda p: torch.optim.AdamW(p),
-        lambda p: torch.optim.AdamW(p, foreach=True, amsgrad=True),
-        lambda p: torch.optim.SGD(p, momentum=0.9),
-        lambda p: torch.optim.RMSprop(p),
-    ):
-        optimizer = make(model.parameters())
-        state, update = predict_optimizer(optimizer)
-        assert not optimizer.state
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        with AllocationTrace() as trace:
-            optimizer.step()
-            trace.mark("second")
-            optimizer.step()
-        first, second = trace.spans
-        assert state == first.end
-        assert update == pytest.approx(second.peak - second.start, abs=256)
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.RMSprop, {}),
+    ],
+)
+def test_predicted_optimizer_state_is_what_it_comes_to(make, options):
+    model = encoder(1)
+    optimizer = make(model.parameters(), **options)
+    state, update = predict_optimizer(optimizer)
+    assert not optimizer.state
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with AllocationTrace() as trace:
+        optimizer.step()
+        trace.mark("second")
+        optimizer.step()
+    first, second = trace.spans
+    assert state == first.end
+    assert update == pytest.approx(second.peak - second.start, abs=256)
+
+
+GONE, MOVED = nn.Parameter(torch.ones(())), Policy(offload={"input"})
+SCALAR = r"scalar .* of shape \(2, 8, 32\) with requires_grad=True"
+HERE = r"offload=\{'input'\}.*with offload=True"
 
 
 @pytest.mark.parametrize(
@@ -314,36 +285,32 @@ def test_predicted_optimizer_state_is_what_it_comes_to():
         ({"lossy": "int8"}, TypeError, "lossy= is True or False, got 'int8'"),
         ({"loss": lambda y: 1.0}, TypeError, "got float"),
         ({"loss": lambda y: y.detach().sum()}, ValueError, "with requires_grad=False"),
-        (
-            {"loss": lambda y: y},
-            ValueError,
-            r"scalar .* of shape \(2, 8, 32\) with requires_grad=True",
-        ),
+        ({"loss": lambda y: y}, ValueError, SCALAR),
+        ({"loss": lambda y: GONE * y.detach().sum()}, ValueError, "that the loss depends on them"),
+        ({"offload": True}, ValueError, "offload=True on cpu: .* nothing can be moved"),
+        ({"offload": "input"}, TypeError, "offload= is True or False, got 'input'"),
+        ({"options": ["full", MOVED]}, ValueError, HERE),
+        ({"method": "manual", "policies": {"*": MOVED}}, ValueError, HERE),
+        ({"model": 3}, TypeError, "got int"),
+        ({"model": nn.Linear(32, 4)}, ValueError, "no layer to convert"),
+        ({"model": encoder(1).requires_grad_(False)}, ValueError, "keeps anything for backward"),
     ],
 )
 def test_bad_arguments(options, error, match):
+    model = options.get("model", encoder(1))
+    others = {name: value for name, value in options.items() if name != "model"}
     with pytest.raises(error, match=match):
-        plan(encoder(layers=1), torch.randn(2, 8, 32), **options)
-
-
-def test_models_that_cannot_be_planned():
-    frozen, x = encoder(layers=1).requires_grad_(False), torch.randn(2, 8, 32)
-    with pytest.raises(TypeError, match="got int"):
-        plan(3, x)
-    with pytest.raises(ValueError, match="no layer to convert"):
-        plan(nn.Linear(32, 4), x)
-    with pytest.raises(ValueError, match="keeps anything for backward"):
-        plan(frozen, x)
-    assert type(frozen.layers[0]) is nn.TransformerEncoderLayer
+        plan(model, torch.randn(2, 8, 32), **others)
+    if isinstance(model, nn.TransformerEncoder):
+        assert type(model.layers[0]) is nn.TransformerEncoderLayer
 
 
 def test_layers_with_adapters_keep_names_that_their_policies_take():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    kwargs = labelled()
-    found = plan(model, loss=hf_loss, costs="analytic", **kwargs)
+    found = plan(model, loss=hf_loss, costs="analytic", **LABELLED)
     for choice in (found, found.within(found.frontier[0].peak_bytes)):
-        assert_holds(choice, model, (), kwargs, hf_loss)
+        assert_holds(choice, model, (), LABELLED, hf_loss)
 
 
 def test_layers_that_the_loss_does_not_depend_on_are_not_planned():
@@ -351,33 +318,17 @@ def test_layers_that_the_loss_does_not_depend_on_are_not_planned():
         x = self.layers[1](self.layers[0](x)).detach()
         return self.layers[3](self.layers[2](x))
 
-    model, x = Model(forward, layers=encoder(layers=4).layers), torch.randn(4, 64, 32)
-    found = plan(model, x, loss=squared, costs="analytic")
+    model = Model(forward, layers=encoder(4).layers)
+    found = plan(model, X, loss=squared, costs="analytic")
     assert list(found.policies) == ["layers.2", "layers.3"]
-    assert_holds(found, model, (x,), {}, squared)
-    gone = nn.Parameter(torch.ones(()))
-    with pytest.raises(ValueError, match="that the loss depends on them"):
-        plan(encoder(layers=1), x, loss=lambda y: gone * y.detach().sum(), costs="analytic")
-
-
-@pytest.mark.parametrize("target", ["grad", "main_grad"])
-def test_gradients_that_blocks_accumulate_are_as_before(target):
-    model, x = convert(encoder(), accumulate_into=target), torch.randn(4, 64, 32)
-    for p in model.parameters():
-        p.grad, p.main_grad = torch.ones_like(p), torch.ones_like(p)
-    grads = [(p.grad, p.main_grad) for p in model.parameters()]
-    plan(model, x, loss=squared, accumulates=True, costs="analytic")
-    for p, (grad, main_grad) in zip(model.parameters(), grads, strict=True):
-        assert p.grad is grad and p.main_grad is main_grad
-        assert (grad == 1).all() and (main_grad == 1).all()
+    assert_holds(found, model, (X,), {}, squared)
 
 
 def test_plans_in_two_threads_wait_for_each_other():
-    x = torch.randn(4, 64, 32)
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(plan, encoder(layers=2), x, costs="analytic") for _ in range(2)]
-        first, second = (run.result() for run in runs)
-    assert first.peak_bytes == second.peak_bytes == plan(encoder(2), x, costs="analytic").peak_bytes
+        runs = [pool.submit(plan, encoder(2), X, costs="analytic") for _ in range(2)]
+        peaks = {run.result().peak_bytes for run in runs}
+    assert peaks == {plan(encoder(2), X, costs="analytic").peak_bytes}
 
 
 def test_layers_that_run_now_and_then_raise():
@@ -394,41 +345,15 @@ def test_layers_that_run_now_and_then_raise():
         plan(model, torch.randn(2, 8, 32), costs="analytic")
 
 
-def test_public_names():
-    for name in ("plan", "Plan", "fit", "calibrate", "BudgetError"):
-        assert name in fused_remat.__all__
-    assert dataclasses.is_dataclass(Plan)
-    assert revert(convert(encoder(layers=1)))
-    assert chains.Choice((0,)).segments == ()
-
-
-# --- formats that lose something: never unless asked for
-
-
-def test_kept_bytes_are_what_autograd_saves():
-    fastest = planned("pre-norm, lossy")
-    found = fastest.within(budgets(fastest)[2])
-    assert is_lossy(found)
-    torch.manual_seed(0)
-    model, x = found.apply(uneven()), torch.randn(4, 64, 32)
-    with SavedBytes(exclude=model.parameters()) as saved:
-        loss = squared(model(x))
-    assert saved.total == found.kept_bytes
-    loss.backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
-
-
 @pytest.mark.parametrize("case", LOSSY)
-def test_nothing_lossy_without_being_asked_for(case):
-    exact = planned(case, False)
+def test_formats_that_lose_something_are_asked_for_and_pay(case):
+    """As predicted; the options without formats are all there still, and taken with room enough."""
+    lossy, exact = planned(case), planned(case, False)
     saves = {option.save for call in exact.chain.calls for option in call.options}
     assert not any(":" in name for save in saves for name in save)
-
-
-@pytest.mark.parametrize("case", LOSSY)
-def test_lossy_plans_are_never_slower_at_a_budget_and_reach_no_less(case):
-    """As predicted; the options without formats are all there still."""
-    lossy, exact = planned(case), planned(case, False)
+    roomy = lossy.within(2 * exact.peak_bytes)
+    assert not is_lossy(roomy)
+    assert roomy.policies == exact.within(2 * exact.peak_bytes).policies
     measured = {"seconds": lossy.chain.seconds, "moments": lossy.chain.moments}
     exact = dataclasses.replace(exact, chain=dataclasses.replace(exact.chain, **measured))
     faster = 0
@@ -455,25 +380,15 @@ def test_only_what_the_lossy_rungs_pack_is_packed():
         assert names == {n for n in kept_names("fast8", graph) if ":" in n}
 
 
-def test_what_fits_as_it_is_is_not_packed():
-    plain, lossy = planned("pre-norm, lossy", False), planned("pre-norm, lossy")
-    roomy = 2 * plain.peak_bytes
-    assert not is_lossy(lossy.within(roomy))
-    assert lossy.within(roomy).policies == plain.within(roomy).policies
-
-
 def test_lossy_policies_that_are_named_need_no_flag():
-    x = torch.randn(4, 64, 32)
     options = ["full", "fast8", "balanced8", Policy({"attn": "native", "up": "int8"})]
-    found = plan(uneven(), x, loss=squared, costs="analytic", options=options)
+    found = plan(uneven(), X, loss=squared, costs="analytic", options=options)
     shown = {found.within(budget).layers[1].label for budget in budgets(found)}
     assert "fast8" in shown <= {"full", "fast8", "balanced8", "attn, up:int8"}
     policies = {"layers.0": "fast8", "*": Policy({"attn", "qkv:int8"})}
-    found = plan(uneven(), x, loss=squared, method="manual", policies=policies, costs="analytic")
+    found = plan(uneven(), X, loss=squared, method="manual", policies=policies, costs="analytic")
     assert [layer.label for layer in found.layers] == ["fast8", *["attn, qkv:int8"] * 2]
     assert "fast8" in found.table() and "attn, qkv:int8" in found.table()
-    with pytest.raises(ValueError, match="unknown format 'int9'"):
-        Policy({"up": "int9"})
 
 
 def test_seconds_are_of_backward_and_of_packing():
@@ -483,10 +398,3 @@ def test_seconds_are_of_backward_and_of_packing():
     taken |= {("backward", "compute act from up:int8"): 100.0, ("backward", "backward act"): 1e3}
     options = options_for(example, lambda *_: taken, [("up",), ("up:int8",)])
     assert [option.seconds for option in options] == [1100.0, 1110.0]
-
-
-def test_steps_that_pack_and_unpack_are_timed():
-    found = plan(uneven(), torch.randn(4, 64, 32), loss=squared, options=["full", "fast8"])
-    base, fast8 = found.chain.calls[0].options
-    assert set(fast8.save) == {"attn", "mid", "qkv:int8", "up:int8"}
-    assert base.seconds > 0 and fast8.seconds > 0

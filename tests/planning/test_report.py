@@ -17,13 +17,16 @@ from fused_remat.report.allocations import AllocationTrace, measure_allocations
 
 
 @pytest.mark.parametrize(
-    "policy, norm_first, dropout, dtype",
+    "policy, norm_first, dropout, dtype, fixture",
     pairwise(
         [*EXACT_PRESETS, *LOSSY_PRESETS, Policy(save={"qkv", "act"})], [True, False], [0.0, 0.1],
-        [torch.float32, torch.bfloat16],
+        [torch.float32, torch.bfloat16], ["served", "pieces"],
     ),
 )  # fmt: skip
-def test_a_fused_model_keeps_what_is_predicted(policy, norm_first, dropout, dtype):
+def test_a_fused_model_keeps_what_is_predicted(
+    policy, norm_first, dropout, dtype, fixture, request
+):
+    request.getfixturevalue(fixture)
     if not norm_first and isinstance(policy, Policy):
         policy = Policy(save={"sum1"})
     model = convert(encoder(3, dropout, norm_first).to(dtype), policy)
@@ -43,42 +46,31 @@ def test_a_fused_model_keeps_what_is_predicted(policy, norm_first, dropout, dtyp
     assert not any(a.is_input for a in report.layers[1].activations)
 
 
-def test_activations_in_pieces(monkeypatch):
-    monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 16)
+@pytest.mark.usefixtures("pieces")
+def test_activations_in_pieces():
     report = memory_report(convert(encoder(1), "none"), data())
-    (layer,) = report.layers
-    assert layer.kept_bytes == layer.predicted_bytes
-    up = next(a for a in layer.activations if a.name == "up")
+    up = next(a for a in report.layers[0].activations if a.name == "up")
     assert up.shape is None and up.count > B and up.bytes == up.predicted == TOKENS * 4 * D * 4
     assert "up in pieces float32" in str(report)
 
 
-@pytest.mark.parametrize("tokens", [None, 16])
-def test_a_format_is_a_line_and_its_scales_another(tokens, monkeypatch):
-    """As other statistics are; also of pieces."""
-    if tokens is not None:
-        monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
-    model, x = (
-        convert(encoder(1), Policy({"attn": "native", "up": "int8", "qkv": "fp8_e4m3"})),
-        data(),
-    )
-    report = memory_report(model, x)
-    (layer,) = report.layers
-    assert layer.kept_bytes == layer.predicted_bytes == saved_bytes(model, x)
-    found = {a.name: (a.dtype, a.bytes) for a in layer.activations}
-    blocks = {"up": -(-4 * D // BLOCK), "qkv": -(-3 * D // BLOCK)}
-    assert found["up:int8"] == ("int8", TOKENS * 4 * D)
-    assert found["up:int8.scale"] == ("float32", TOKENS * blocks["up"] * 4)
-    assert found["qkv:fp8_e4m3"] == ("float8_e4m3fn", TOKENS * 3 * D)
-    assert found["qkv:fp8_e4m3.scale"] == ("float32", TOKENS * blocks["qkv"] * 4)
+def test_a_format_is_a_line_and_its_scales_another():
+    """As other statistics are."""
+    policy = Policy({"attn": "native", "up": "int8", "qkv": "fp8_e4m3"})
+    report = memory_report(convert(encoder(1), policy), data())
+    found = {a.name: (a.dtype, a.bytes) for a in report.layers[0].activations}
+    expected = (("up:int8", "int8", 4 * D), ("qkv:fp8_e4m3", "float8_e4m3fn", 3 * D))
+    for name, stored, width in expected:
+        assert found[name] == (stored, TOKENS * width)
+        assert found[f"{name}.scale"] == ("float32", TOKENS * -(-width // BLOCK) * 4)
     assert not {"up", "qkv"} & set(found)
     assert "FusedRematLayer {attn, qkv:fp8_e4m3, up:int8}" in str(report)
 
 
-@pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_stock_model_keeps_what_saved_bytes_counts(norm_first, dropout, requires_grad):
+@pytest.mark.parametrize(
+    "dropout, norm_first, requires_grad", [(0.0, True, False), (0.1, False, True)]
+)
+def test_a_stock_model_keeps_what_saved_bytes_counts(dropout, norm_first, requires_grad):
     model, x = encoder(2, dropout, norm_first), data(requires_grad=requires_grad)
     report = memory_report(model, x)
     assert report.kept_bytes == saved_bytes(model, x)
@@ -88,16 +80,41 @@ def test_a_stock_model_keeps_what_saved_bytes_counts(norm_first, dropout, requir
     assert "saved" not in names and "predicted" not in str(report)
 
 
-def test_a_mixed_model():
-    model = convert(encoder(4), "lean", every=2)
-    report = memory_report(model, data())
-    kinds = [layer.kind for layer in report.layers]
-    assert kinds == ["FusedRematLayer", "TransformerEncoderLayer"] * 2
-    fused, stock = report.layers[::2], report.layers[1::2]
-    assert all(layer.kept_bytes == layer.predicted_bytes for layer in fused)
-    assert all(layer.predicted_bytes is None and layer.policy is None for layer in stock)
-    assert report.predicted_bytes == sum(layer.kept_bytes for layer in fused)
-    assert stock[0].kept_bytes > 5 * fused[0].kept_bytes
+LAYER = FusedRematLayer(D, H, 4 * D, batch_first=True)
+FUSED, STOCK = "FusedRematLayer", "TransformerEncoderLayer"
+MIXED = [(f"layers.{i}", (FUSED, STOCK)[i % 2], 1, None) for i in range(4)]
+INSIDE = [(f"layers.{i}", FUSED, 1, None) for i in range(2)]
+OTHER = ("(other)", "", 0, ["EmbeddingBackward0.indices", "AddmmBackward0.mat1"])
+MLP = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+PLAIN = [
+    ("0", "Linear", 1, ["AddmmBackward0.mat1"]), ("1", "ReLU", 1, ["ReluBackward0.result"]),
+    ("2", "Linear", 1, []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "expected"),
+    [
+        (convert(encoder(4), "lean", every=2), data(), MIXED),
+        (convert(LanguageModel(), "balanced"), ids(), [*INSIDE, OTHER]),
+        (LAYER, data(), [("(model)", FUSED, 1, None)]),
+        (Model(lambda self, x: self.layer(self.layer(x)), layer=LAYER), data(),
+         [("layer", FUSED, 2, None)]),
+        (MLP, torch.randn(TOKENS, 8), PLAIN),
+    ],
+)  # fmt: skip
+def test_rows(model, x, expected):
+    """What is listed, how often it is called, and by name what is kept but by fused layers."""
+    report = memory_report(model, x)
+    assert [(row.name, row.kind, row.calls) for row in report.layers] == [e[:3] for e in expected]
+    for row, (*_, names) in zip(report.layers, expected, strict=True):
+        assert row.predicted_bytes == (row.kept_bytes if row.kind == FUSED else None)
+        assert (row.policy is not None) == (row.kind == FUSED)
+        assert (f"called {row.calls}×" in str(report)) == (row.calls > 1)
+        assert names in (None, [a.name for a in row.activations])
+    assert report.kept_bytes == saved_bytes(model, x) and report.tokens == TOKENS
+    predicted = [row.predicted_bytes for row in report.layers if row.kind == FUSED]
+    assert report.predicted_bytes == (sum(predicted) if predicted else None)
 
 
 @pytest.mark.parametrize("wrap", ["direct", "lambda"])
@@ -138,41 +155,6 @@ def test_a_fused_layer_that_falls_back():
     assert second.predicted_bytes == second.kept_bytes
 
 
-def test_a_sequential_mlp():
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    x = torch.randn(5, 8)
-    report = memory_report(model, x)
-    found = [[(a.name, a.shape, a.bytes) for a in layer.activations] for layer in report.layers]
-    assert found == [
-        [("AddmmBackward0.mat1", (5, 8), 160)], [("ReluBackward0.result", (5, 16), 320)], []
-    ]  # fmt: skip
-    assert [layer.name for layer in report.layers] == ["0", "1", "2"]
-    assert report.tokens == 5 and report.kept_bytes == saved_bytes(model, x)
-
-
-def test_a_layer_applied_twice():
-    layer = FusedRematLayer(D, H, 4 * D, batch_first=True)
-    model = Model(lambda self, x: self.layer(self.layer(x)), layer=layer)
-    report = memory_report(model, data())
-    (layer,) = report.layers
-    assert layer.calls == 2 and "called 2×" in str(report)
-    assert layer.kept_bytes == layer.predicted_bytes
-    once = memory_report(model.layer, data())
-    assert report.kept_bytes == 2 * once.kept_bytes
-    assert once.layers[0].name == "(model)"
-
-
-def test_what_is_outside_the_layers():
-    report = memory_report(convert(LanguageModel(), "balanced"), ids())
-    *layers, other = report.layers
-    assert all(layer.kept_bytes == layer.predicted_bytes for layer in layers)
-    assert (other.name, other.kind, other.calls) == ("(other)", "", 0)
-    assert [a.name for a in other.activations] == [
-        "EmbeddingBackward0.indices", "AddmmBackward0.mat1"
-    ]  # fmt: skip
-    assert other.activations[0].is_input and report.tokens == TOKENS
-
-
 def test_a_block_as_a_function():
     def forward(self, x, mask):
         weights = {f"{name}.weight": p for name, p in self.named_parameters()}
@@ -181,19 +163,15 @@ def test_a_block_as_a_function():
     rows = {"qkv": 3 * D, "proj": D, "fc1": D, "fc2": D}
     params = {name: nn.Parameter(torch.randn(n, D)) for name, n in rows.items()}
     mask = torch.ones(S, S, dtype=torch.bool).tril()
-    (other,) = memory_report(Model(forward, **params), data(), mask).layers
+    model = Model(forward, **params)
+    (other,) = memory_report(model, data(), mask).layers
     found = {a.name: a for a in other.activations}
     assert other.kept_bytes == other.predicted_bytes + mask.nbytes
     assert (found["mask"].bytes, found["mask"].predicted) == (mask.nbytes, 0)
     assert found["mask"].is_input and found["attn"].bytes == TOKENS * D * 4
-
-
-def test_masks_that_are_buffers_do_not_count():
-    layer = FusedRematLayer(D, H, 4 * D, batch_first=True)
-    mask = nn.Buffer(torch.randn(S, S))
-    model = Model(lambda self, x: self.layer(x, src_mask=self.mask), layer=layer, mask=mask)
-    report = memory_report(model, data())
-    assert report.kept_bytes == report.predicted_bytes
+    model.register_buffer("mask", mask)  # which does not count
+    (same,) = memory_report(model, data(), mask).layers
+    assert same.kept_bytes == same.predicted_bytes == other.predicted_bytes
 
 
 def test_frozen_parameters():
@@ -216,10 +194,9 @@ def test_inside_no_grad(fused):
     model, x = encoder(1), data()
     model = convert(model) if fused else model
     expected = memory_report(model, x)
-    with torch.no_grad():
-        assert memory_report(model, x) == expected
-    with torch.inference_mode():
-        assert memory_report(model, x) == expected
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert memory_report(model, x) == expected
     assert expected.kept_bytes > 0
 
 
@@ -263,14 +240,14 @@ def test_the_peak_of_the_step_is_that_of_a_step(fused):
 def test_peaks_are_those_of_the_layers():
     wide = Model(lambda self, x: x.repeat(1, 64).exp().sum(1, keepdim=True) * x)
     x = torch.randn(256, 1)
-    model = nn.Sequential(nn.Linear(1, 1), wide, nn.Linear(1, 1))
-    first, wide, last = memory_report(model, x).layers
+    first, wide, last = memory_report(
+        nn.Sequential(nn.Linear(1, 1), wide, nn.Linear(1, 1)), x
+    ).layers
     wide_bytes = 64 * x.nbytes
     assert 2 * wide_bytes <= wide.forward_peak <= 2 * wide_bytes + 4 * x.nbytes
     assert 0.9 * wide_bytes <= wide.backward_peak <= 3 * wide_bytes
-    assert max(first.forward_peak, first.backward_peak, last.forward_peak, last.backward_peak) < (
-        wide_bytes / 4
-    )
+    for narrow in (first, last):
+        assert max(narrow.forward_peak, narrow.backward_peak) < wide_bytes / 4
 
 
 def test_what_comes_before_the_first_layer_is_none_of_its_peak():

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -16,22 +15,6 @@ from fused_remat import MemoryReport, Policy, convert, memory_report
 # Models, inputs and outputs
 
 
-class ModelOutput(OrderedDict):
-    """As Hugging Face's: a dataclass that is a mapping, too."""
-
-    def __post_init__(self):
-        for entry in dataclasses.fields(self):
-            if getattr(self, entry.name) is not None:
-                self[entry.name] = getattr(self, entry.name)
-
-
-@dataclasses.dataclass
-class Hidden(ModelOutput):
-    last: torch.Tensor = None
-    hidden: tuple = None
-    loss: torch.Tensor = None
-
-
 @dataclasses.dataclass
 class Plain:
     last: torch.Tensor
@@ -41,7 +24,9 @@ class Plain:
 OUTPUTS = {
     "tuple": lambda y: (y, None, "text"),
     "nested": lambda y: [{"a": (y, 3)}],
-    "model output": lambda y: Hidden(last=y, hidden=(y, y)),
+    "model output": lambda y: pytest.importorskip("transformers.modeling_outputs").BaseModelOutput(
+        y, (y, y)
+    ),
     "dataclass": Plain,
     "named tuple": lambda y: torch.return_types.max((y, y.long())),
 }
@@ -53,17 +38,23 @@ def test_outputs(kind):
         assert flag
         return OUTPUTS[kind](self.layers[0](x))
 
-    report = memory_report(Model(forward, layers=encoder(1).layers), data(), flag=True)
-    assert report.layers[0].backward_peak > 0
-    assert report.kept_bytes > 0
-    assert "saved" not in {a.name for a in report.layers[0].activations}
+    layer, *_ = memory_report(Model(forward, layers=encoder(1).layers), data(), flag=True).layers
+    assert layer.backward_peak > 0 and layer.kept_bytes > 0
+    assert "saved" not in {a.name for a in layer.activations}
 
 
-def test_outputs_without_numbers():
-    with pytest.raises(TypeError, match="returned dict without a floating-point tensor"):
-        memory_report(Model(lambda self, x: {"class": x.argmax(-1)}), data())
-    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got function"):
-        memory_report(lambda x: x, data())
+@pytest.mark.parametrize(
+    ("model", "error", "match"),
+    [
+        (Model(lambda self, x: {"class": x.argmax(-1)}), TypeError,
+         "returned dict without a floating-point tensor"),
+        (lambda x: x, TypeError, r"takes a torch\.nn\.Module, got function"),
+        (nn.LazyLinear(3), ValueError, "lazy parameters"),
+    ],
+)  # fmt: skip
+def test_what_has_no_report(model, error, match):
+    with pytest.raises(error, match=match):
+        memory_report(model, data())
 
 
 def test_keyword_inputs():
@@ -78,33 +69,26 @@ def test_keyword_inputs():
 def test_intermediate_results_as_inputs():
     leaf = data(requires_grad=True)
     x = leaf.exp()
-    x.register_hook(lambda g: calls.append(g))
     calls = []
-    model = encoder(1)
-    report = memory_report(model, x)
-    assert report.kept_bytes > 0 and not calls
+    x.register_hook(calls.append)
+    assert memory_report(encoder(1), x).kept_bytes > 0 and not calls
     x.sum().backward()  # its graph is still there
     assert leaf.grad is not None and len(calls) == 1
-
-
-def test_lazy_parameters():
-    with pytest.raises(ValueError, match="lazy parameters"):
-        memory_report(nn.LazyLinear(3), data())
 
 
 # Which layers
 
 
+def names(model, *args, **options):
+    return [layer.name for layer in memory_report(model, *args, **options).layers]
+
+
 def test_default_layers():
-    names = lambda model, *args: [x.name for x in memory_report(model, *args).layers]  # noqa: E731
     decoder = nn.TransformerDecoderLayer(D, H, 4 * D, batch_first=True)
-    transformer = nn.Transformer(
-        D, H, 1, 0, 4 * D, batch_first=True,
-        custom_decoder=nn.TransformerDecoder(decoder, 2),
-    )  # fmt: skip
-    assert names(transformer, data(), data()) == [
-        "encoder.layers.0", "decoder.layers.0", "decoder.layers.1", "(other)"
-    ]  # fmt: skip
+    stack = nn.TransformerDecoder(decoder, 2)
+    transformer = nn.Transformer(D, H, 1, 0, 4 * D, custom_decoder=stack, batch_first=True)
+    decoders = ["decoder.layers.0", "decoder.layers.1"]
+    assert names(transformer, data(), data()) == ["encoder.layers.0", *decoders, "(other)"]
     nested = nn.Sequential(nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Linear(D, 1))
     assert names(nested, data()) == ["0", "1"]
     assert names(nn.Bilinear(D, D, 2), data(), data()) == ["(model)"]
@@ -113,25 +97,19 @@ def test_default_layers():
 
 
 class Mlp(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(D, D), nn.Tanh())
-
-    def forward(self, x):
+    def forward(self, x):  # its own: that of torch.nn is not compiled in place
         return self[1](self[0](x))
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["wrapped", "inner", "in place"])
 def test_what_is_compiled_is_one_layer(how):
-    mlp = Mlp()
+    mlp = Mlp(nn.Linear(D, D), nn.Tanh())
     if how == "in place":
         mlp.compile(backend="aot_eager")
-        model, name = nn.Sequential(mlp, nn.ReLU()), "0"
-    else:
-        compiled = torch.compile(mlp, backend="aot_eager")
-        model, name = {
-            "wrapped": (compiled, "(model)"), "inner": (nn.Sequential(compiled, nn.ReLU()), "0")
-        }[how]  # fmt: skip
+    compiled = mlp if how == "in place" else torch.compile(mlp, backend="aot_eager")
+    model = compiled if how == "wrapped" else nn.Sequential(compiled, nn.ReLU())
+    name = "(model)" if how == "wrapped" else "0"
     call = mlp._compiled_call_impl
     for _ in range(2):  # compiling, and compiled
         report = memory_report(model, data())
@@ -168,22 +146,28 @@ def test_scripted_layers_take_no_hooks():
     assert first.kept_bytes == other.kept_bytes == TOKENS * D * 4
 
 
-def test_patterns():
-    model, x = encoder(3), data()
-    names = lambda layers: [r.name for r in memory_report(model, x, layers=layers).layers]  # noqa: E731
-    assert names(["layers.[02]"]) == ["layers.0", "layers.2", "(other)"]
-    assert names(["layers.*"]) == ["layers.0", "layers.1", "layers.2"]
-    assert names("layers.1") == ["layers.1", "(other)"]
-    assert names(["layers.0.linear1", "layers.0.norm2"])[:2] == [
-        "layers.0.linear1", "layers.0.norm2"
-    ]  # fmt: skip
-    assert names([""]) == ["(model)"]
-    assert names([]) == ["(other)"]
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        (["layers.[02]"], ["layers.0", "layers.2", "(other)"]),
+        (["layers.*"], ["layers.0", "layers.1", "layers.2"]),
+        ("layers.1", ["layers.1", "(other)"]),
+        (["layers.0.linear1", "layers.0.norm2"],
+         ["layers.0.linear1", "layers.0.norm2", "(other)"]),
+        ([""], ["(model)"]),
+        ([], ["(other)"]),
+    ],
+)  # fmt: skip
+def test_patterns(layers, found):
+    assert names(encoder(3), data(), layers=layers) == found
+
+
+def test_patterns_that_match_nothing_to_report():
+    model = encoder(3)
     with pytest.raises(ValueError, match=r"no module matches 'blocks\.\*'; modules: 'layers', "):
-        names(["blocks.*"])
-    convert(model)
+        names(model, data(), layers=["blocks.*"])
     with pytest.raises(ValueError, match=r"inside 'layers\.0', a fused layer"):
-        names(["layers.0.linear1"])
+        names(convert(model), data(), layers=["layers.0.linear1"])
 
 
 def test_every_choice_of_layers_keeps_the_same():

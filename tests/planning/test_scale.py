@@ -6,22 +6,27 @@ import math
 import pytest
 import torch
 
-from fused_remat.planner import chain as chains
-from fused_remat.planner.chain import Choice
+from fused_remat.planner.chain import Choice, timeline
 from fused_remat.policies import EXACT_PRESETS, kept_names
 from fused_remat.report.allocations import predict_kept_bytes
-from fused_remat.scale import HARDWARE, Layout, Mesh, Setup, estimate, smallest_mesh
+from fused_remat.scale import HARDWARE, Layout, Mesh, Setup, estimate, models, smallest_mesh
 from fused_remat.scale.costs import of_file
 from fused_remat.scale.estimate import PLANNER, largest_batch, peak_of, way_of
 from fused_remat.scale.layer import kept_by_eager, passes
-from fused_remat.scale.layout import mesh_of, parameters_of, sharded
+from fused_remat.scale.layout import parameters_of, sharded
 from fused_remat.scale.memory import chain_of, state_bytes, weight_bytes
 from fused_remat.scale.shapes import LARGE, MODELS
 from fused_remat.scale.time import link_of
 
-#: As published: Grattafiori et al. 2024 and model cards (Llama 3), Yang et al. 2025 (Qwen3), Brown
-#: et al. 2020 (GPT-3, with its positions: 174.6 B).
+#: As published: model cards; Grattafiori et al. 2024 (Llama 3), Yang et al. 2025 (Qwen3), Brown et
+#: al. 2020 (GPT-3, with its positions: 174.6 B). Of bert-base without token types, pooler and the
+#: head's transform, of vit-l without the class token.
 PARAMETERS = {
+    "bert-base": 108_890_112,
+    "gpt2": 124_439_808,
+    "vit-l": 304_326_632 - 1024,
+    "smollm-135m": 134_515_008,
+    "qwen2-1.5b": 1_543_714_304,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
@@ -44,8 +49,13 @@ def found():
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_shapes_have_the_published_parameters(name):
-    model = {**MODELS, **LARGE}[name]
-    assert parameters_of(model, model.seq_len).count() == PARAMETERS[name]
+    """Those of a model that is built, and on paper those of a language model."""
+    shape = {**MODELS, **LARGE}[name]
+    if name in MODELS:
+        model, _ = models.build(shape, 1, shape.seq_len, device="meta")
+        assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+    if name not in ("bert-base", "vit-l"):
+        assert parameters_of(shape, shape.seq_len).count() == PARAMETERS[name]
 
 
 def test_shards_of_all_ranks_are_the_model():
@@ -122,17 +132,12 @@ def test_the_planner_is_as_fast_as_any_that_fits(found):
     assert found.fits(PLANNER) and found.rows[PLANNER].step <= min(fits) * (1 + 1e-9)
 
 
-def test_gradients_come_as_what_is_kept_goes():
+@pytest.mark.parametrize(("batch", "policy", "calls"), [(1, "full", {0}), (4, "none", {-1, 79})])
+def test_gradients_come_as_what_is_kept_goes(batch, policy, calls):
     """The peak is where backward begins while layers keep much, and where it ends when not."""
-    lean, large = (
-        chain_of(s, [way_of(s, H100, p).option])
-        for s, p in ((setup_of(), "full"), (setup_of(batch=4), "none"))
-    )
-    top = [
-        max(chains.timeline(c, Choice((0,) * 80)), key=lambda event: event.peak)
-        for c in (lean, large)
-    ]
-    assert top[0].call == 0 and top[1].call in (-1, 79)
+    setup = setup_of(batch=batch)
+    chain = chain_of(setup, [way_of(setup, H100, policy).option])
+    assert max(timeline(chain, Choice((0,) * 80)), key=lambda event: event.peak).call in calls
 
 
 def test_hosted_bytes_leave_the_device():
@@ -144,8 +149,8 @@ def test_hosted_bytes_leave_the_device():
 
 
 def test_whole_logits_take_more():
-    peaks = [peak_of(setup_of(fused_loss=f, batch=4), H100, "none") for f in (False, True)]
-    assert peaks[0] > peaks[1]
+    whole, fused = (setup_of(fused_loss=fused, batch=4) for fused in (False, True))
+    assert peak_of(whole, H100, "none") > peak_of(fused, H100, "none")
 
 
 def test_a_transient_holds_its_largest_step():
@@ -155,22 +160,17 @@ def test_a_transient_holds_its_largest_step():
 
 
 def test_eager_keeps_32_bytes_of_a_plain_block_and_more_of_a_gated_one():
-    plain = kept_by_eager(LARGE["gpt3-175b"], Layout(Mesh(1, 1)), 2048, torch.bfloat16)
-    assert plain / 2048 / 12288 == pytest.approx(32, abs=0.1)
-    parts = [
-        kept_by_eager(LARGE["llama3-70b"], Layout(Mesh(8, 8), s), 2048, torch.bfloat16)
-        for s in (True, False)
-    ]
-    assert parts[0] < parts[1]
+    def kept(name, *layout):
+        return kept_by_eager(LARGE[name], Layout(*layout), 2048, torch.bfloat16)
+
+    assert kept("gpt3-175b", Mesh(1, 1)) / 2048 / 12288 == pytest.approx(32, abs=0.1)
+    assert kept("llama3-70b", Mesh(8, 8), True) < kept("llama3-70b", Mesh(8, 8), False)
 
 
 def test_the_largest_batch_fits_and_one_more_does_not():
-    setup = setup_of()
-    most = largest_batch(setup, H100, MEMORY, "balanced")
-    peaks = [
-        peak_of(dataclasses.replace(setup, batch=most + more), H100, "balanced") for more in (0, 1)
-    ]
-    assert peaks[0] <= MEMORY < peaks[1]
+    most = largest_batch(setup_of(), H100, MEMORY, "balanced")
+    fits, exceeds = (peak_of(setup_of(batch=most + i), H100, "balanced") for i in (0, 1))
+    assert fits <= MEMORY < exceeds
 
 
 def test_the_smallest_mesh():
@@ -200,7 +200,3 @@ def test_costs_of_files_say_where_they_are_from(tmp_path):
     path.write_text('{"products_tflops": -1}')
     with pytest.raises(ValueError, match="positive number, got -1"):
         of_file(path, H100)
-
-
-def test_a_mesh_is_written_in_one_or_two():
-    assert mesh_of("64") == Mesh(64, 1) and str(mesh_of("8x4")) == "8x4"

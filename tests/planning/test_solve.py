@@ -1,8 +1,9 @@
 """The planner's search against every choice there is, on chains of a few calls."""
 
-import dataclasses
+import contextlib
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +37,10 @@ def random_chain(seed):
     names = [f"layers.{i}" for i in range(n)]
     if n > 2 and draw.random() < 0.4:
         names[draw.randrange(1, n)] = names[0]
-    saves = {name: random_saves(draw, 3 if n < 5 else 2) for name in names}
+    more = 2 if n < 5 else 1  # options than the base; two may keep the same names
+    saves = {
+        name: [(), *(draw.choice(SAVES) for _ in range(draw.randint(1, more)))] for name in names
+    }
     calls = tuple(random_call(draw, name, saves[name], i) for i, name in enumerate(names))
     resting = {"parameters": draw.randint(0, 20), "gradients": draw.randint(0, 5)}
     moments = tuple(random_moments(draw, calls))
@@ -46,37 +50,24 @@ def random_chain(seed):
 def offloading(chain, seed):
     """Each of a call's options may also move some of what it keeps."""
     moved, slower = seed % 4 + 1, seed % 2 / 8
-    calls = []
-    for call in chain.calls:
-        more = (
-            dataclasses.replace(
-                o, offload=("input",), kept=o.kept - moved, moved=moved, seconds=o.seconds + slower
-            )
-            for o in call.options
-        )
-        calls.append(dataclasses.replace(call, options=(*call.options, *more)))
-    return dataclasses.replace(chain, calls=tuple(calls))
 
+    def away(o):
+        changes = {"kept": o.kept - moved, "moved": moved, "seconds": o.seconds + slower}
+        return replace(o, offload=("input",), **changes)
 
-def random_saves(draw, most):
-    """The base keeps no names; two options may keep the same ones."""
-    return [(), *(draw.choice(SAVES) for _ in range(draw.randint(1, most - 1)))]
+    calls = [replace(c, options=(*c.options, *map(away, c.options))) for c in chain.calls]
+    return replace(chain, calls=tuple(calls))
 
 
 def random_call(draw, name, saves, i):
     base = draw.randint(2, 6)
-    options = tuple(
-        Option(
-            save,
-            base + (draw.randint(0, 6) if o else 0),
-            draw.randint(0, 8),
-            draw.randint(0, 8),
-            draw.randint(0, 8) / 8,
-        )
-        for o, save in enumerate(saves)
-    )
+    options = []
+    for save in saves:
+        kept = base + (draw.randint(0, 6) if options else 0)
+        forward, backward, eighths = (draw.randint(0, 8) for _ in range(3))
+        options.append(Option(save, kept, forward, backward, eighths / 8))
     forward, linked = draw.randint(0, 8) / 8, draw.random() < 0.85
-    return Call(name, "block", options, forward, draw.randint(0, base), linked and i > 0)
+    return Call(name, "block", tuple(options), forward, draw.randint(0, base), linked and i > 0)
 
 
 def random_moments(draw, calls):
@@ -104,22 +95,18 @@ def random_moments(draw, calls):
 
 def valid(chain, choice):
     """As the planner's choices are defined, said in another way than it searches them."""
-    saves = [call.options[o].save for call, o in zip(chain.calls, choice.options, strict=True)]
+    chosen = [call.options[o] for call, o in zip(chain.calls, choice.options, strict=True)]
     names = [call.layer for call in chain.calls]
-    index = dict(zip(names, choice.options, strict=True))
     inside = [i for segment in choice.segments for i in range(*segment)]
     return (
-        all(index[name] == o for name, o in zip(names, choice.options, strict=True))
+        len(set(zip(names, choice.options, strict=True))) == len(set(names))
         and len(inside) == len(set(inside))
-        and all(names.count(names[i]) == 1 for i in inside)
+        and all(names.count(names[i]) == 1 and not chosen[i].offload for i in inside)
         and all(
             last - first >= 2
             and all(chain.calls[i].linked for i in range(first + 1, last))
-            and len(set(saves[first : last - 1])) == 1
+            and len({option.save for option in chosen[first : last - 1]}) == 1
             and choice.options[last - 1] == 0
-            and not any(
-                chain.calls[i].options[choice.options[i]].offload for i in range(first, last)
-            )
             for first, last in choice.segments
         )
     )
@@ -142,7 +129,7 @@ def brute_force(chain):
 
 
 def measured(chain, choice):
-    return None if choice is None else (seconds(chain, choice), peak(chain, choice))
+    return choice and (seconds(chain, choice), peak(chain, choice))
 
 
 def budgets(every):
@@ -155,60 +142,33 @@ def budgets(every):
 @FEW
 @given(SEEDS)
 def test_optimal_is_the_best_of_all_choices(seed):
+    """No method is better, nor over its budget."""
     chain = random_chain(seed)
     every = brute_force(chain)
     for budget in budgets(every):
         fitting = [(time, most) for time, most, _ in every if budget is None or most <= budget]
-        choice = optimal(chain, budget)
-        assert measured(chain, choice) == min(fitting, default=None)
-        assert choice is None or valid(chain, choice)
-
-
-@FEW
-@given(SEEDS)
-def test_least_peak_is_the_least_of_all_choices(seed):
-    chain = random_chain(seed)
-    most, fastest = min((most, time) for time, most, _ in brute_force(chain))
-    choice = least_peak(chain)
-    assert valid(chain, choice)
-    assert measured(chain, choice) == (fastest, most)
-
-
-@FEW
-@given(SEEDS)
-def test_larger_budget_is_never_slower_nor_smaller(seed):
-    chain = random_chain(seed)
-    low, high = peak(chain, least_peak(chain)), peak(chain, optimal(chain, None))
-    found = [measured(chain, optimal(chain, budget)) for budget in range(low, high + 3)]
-    for (slow, small), (fast, large) in itertools.pairwise(found):
-        assert (fast, large) == (slow, small) or (fast < slow and large > small)
+        best = min(fitting, default=None)
+        assert measured(chain, optimal(chain, budget)) == best
+        for method in METHODS.values():
+            choice = method(chain, budget)
+            if choice is not None:
+                assert valid(chain, choice) and choice == method(chain, budget)
+                assert budget is None or peak(chain, choice) <= budget
+                assert seconds(chain, choice) >= best[0]
 
 
 @FEW
 @given(SEEDS, st.sampled_from([1, 2, 5, 24]))
-def test_frontier_goes_from_least_peak_to_fastest(seed, points):
+def test_frontier_goes_from_the_least_peak_of_all_choices_to_the_fastest(seed, points):
     chain = random_chain(seed)
+    every = brute_force(chain)
     found = [measured(chain, choice) for choice in frontier(chain, points)]
-    assert len(found) <= points
-    assert found[0] == measured(chain, least_peak(chain))
-    assert points == 1 or found[-1] == measured(chain, optimal(chain, None))
+    assert len(found) <= points and valid(chain, least_peak(chain))
+    most, fastest = min((most, time) for time, most, _ in every)
+    assert found[0] == measured(chain, least_peak(chain)) == (fastest, most)
+    assert points == 1 or found[-1] == min((time, most) for time, most, _ in every)
     for (slow, small), (fast, large) in itertools.pairwise(found):
         assert fast < slow and large > small
-
-
-@pytest.mark.parametrize("method", METHODS)
-@FEW
-@given(seed=SEEDS)
-def test_method_keeps_to_the_budget(method, seed):
-    chain = random_chain(seed)
-    for budget in budgets(brute_force(chain)):
-        choice, best = METHODS[method](chain, budget), optimal(chain, budget)
-        if choice is None:
-            continue
-        assert valid(chain, choice)
-        assert budget is None or peak(chain, choice) <= budget
-        assert seconds(chain, choice) >= seconds(chain, best)
-        assert choice == METHODS[method](chain, budget)
 
 
 # In that of seed 30 the calls of a segment have different saves.
@@ -228,12 +188,10 @@ def test_the_choice_with_offload_is_the_best_of_all(seed):
             assert error.value.least == peak(chain, frontier_of(chain)[0]) == budget + 1
     fastest = peak(chain, choose(chain, None, "optimal", {}))
     for method, budget in itertools.product(METHODS, (fastest, None)):
-        try:
+        with contextlib.suppress(BudgetError):
             found = choose(chain, budget, method, {})
-        except BudgetError:
-            continue
-        assert budget is None or peak(chain, found) <= budget
-        assert len(found.options) == len(chain.calls)
+            assert budget is None or peak(chain, found) <= budget
+            assert len(found.options) == len(chain.calls)
 
 
 def equal_layers(n, kept=(2, 4, 7), rebuild=(2.0, 1.0, 0.25), forward=4.0):
@@ -246,6 +204,10 @@ def equal_layers(n, kept=(2, 4, 7), rebuild=(2.0, 1.0, 0.25), forward=4.0):
     up = [Moment(i, False, i * kept[0], i * kept[0] + 1, i) for i in range(n)]
     down = [Moment(i, True, (i + 1) * kept[0], (i + 1) * kept[0] + 3, i + 1) for i in range(n)]
     return Chain(calls, (*up, *reversed(down)), {"parameters": 10}, 100.0)
+
+
+def rows(chain, choice):
+    return [(e.call, e.what, e.level, e.peak) for e in timeline(chain, choice)]
 
 
 def three_calls():
@@ -265,35 +227,12 @@ def three_calls():
     return Chain(calls, moments, {"parameters": 60, "gradients": 40}, 20.0, update=7)
 
 
-def as_rows(events):
-    return [(e.call, e.what, e.level, e.peak) for e in events]
-
-
-def test_what_is_in_transit_counts():
-    chain = offloading(three_calls(), 1)
-    moved = chain.calls[0].options[-1].moved
-    away = Choice(tuple(len(call.options) // 2 for call in chain.calls))
-    assert kept(chain, away) == tuple(call.base.kept - moved for call in chain.calls)
-    assert {event.aside for event in timeline(chain, away)} == {2 * moved}
-    # The first call keeps nothing yet.
-    assert next(timeline(chain, away)).peak == chain.rests + chain.moments[0].peak + 2 * moved
-
-
-def test_timeline_of_base_options_is_what_was_measured():
-    chain = three_calls()
-    events = list(timeline(chain, Choice((0, 0, 0))))
-    assert [(e.level, e.peak) for e in events[:-1]] == [
-        (100 + m.level, 100 + m.peak) for m in chain.moments
-    ]
-    assert as_rows(events)[-1] == (-1, "update", 100, 107)
-
-
 def test_timeline_of_an_option():
     chain, choice = three_calls(), Choice((0, 1, 0))
     assert kept(chain, choice) == (10, 16, 10)
     assert seconds(chain, choice) == 20 - 0.75
     # Call 1 takes 2 more in forward, keeps 6 more until its backward is over, takes 4 less there.
-    assert as_rows(timeline(chain, choice)) == [
+    assert rows(chain, choice) == [
         (0, "forward", 100, 105),
         (1, "forward", 110, 117),
         (2, "forward", 126, 131),
@@ -312,7 +251,7 @@ def test_timeline_of_a_segment():
     chain, choice = three_calls(), Choice((1, 1, 0), ((0, 3),))
     assert kept(chain, choice) == (10, 6, 6)  # all but the first drop their inputs of 4
     assert seconds(chain, choice) == 20 + 2 * (2 - 0.75)  # two more forwards, two shorter rebuilds
-    assert as_rows(timeline(chain, choice)) == [
+    assert rows(chain, choice) == [
         (0, "forward", 100, 105),
         (1, "forward", 110, 115),
         (2, "forward", 116, 121),  # one input less
@@ -328,6 +267,15 @@ def test_timeline_of_a_segment():
         (-1, "update", 100, 107),
     ]
     assert peak(chain, choice) == 155
+
+
+def test_timeline_of_what_is_offloaded():
+    """It is in transit; nothing is yet when the first call starts."""
+    chain = offloading(three_calls(), 1)
+    moved, away = chain.calls[0].options[-1].moved, Choice((2, 2, 2))
+    assert kept(chain, away) == (10 - moved,) * 3
+    assert {event.aside for event in timeline(chain, away)} == {2 * moved}
+    assert next(timeline(chain, away)).peak == 105 + 2 * moved
 
 
 @pytest.mark.parametrize(
@@ -366,8 +314,8 @@ def test_rules_of_segments():
 def called_twice(*layers):
     """A chain whose layers, by these names, may be called more than once."""
     chain = equal_layers(len(layers))
-    calls = map(lambda call, name: dataclasses.replace(call, layer=name), chain.calls, layers)
-    return dataclasses.replace(chain, calls=tuple(calls))
+    calls = map(lambda call, name: replace(call, layer=name), chain.calls, layers)
+    return replace(chain, calls=tuple(calls))
 
 
 def test_too_many_shared_layers_have_one_save(monkeypatch):
@@ -378,18 +326,15 @@ def test_too_many_shared_layers_have_one_save(monkeypatch):
     assert optimal(chain, 29) == Choice((1, 1, 1, 1))
 
 
-def test_calls_of_one_layer_have_the_same_options():
+def test_chains_that_cannot_be_are_refused():
     chain = called_twice("a", "a")
     one, two = chain.calls
-    other = dataclasses.replace(two, options=two.options[:2])
+    calls = one, replace(two, options=two.options[:2])
     with pytest.raises(ValueError, match="the calls of layer 'a' have different options"):
-        optimal(Chain((one, other), chain.moments, {}, 1.0), None)
-
-
-def test_moment_with_other_calls_alive_is_refused():
-    chain = equal_layers(2)
+        optimal(replace(chain, calls=calls), None)
+    alive = replace(equal_layers(2), moments=(Moment(0, True, 1, 2, 2),))
     with pytest.raises(ValueError, match="call 0 has a moment with 2 calls alive; expected 1"):
-        optimal(Chain(chain.calls, (Moment(0, True, 1, 2, 2),), {}, 1.0), None)
+        optimal(alive, None)
 
 
 def test_chain_without_calls():

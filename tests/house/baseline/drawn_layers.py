@@ -1,7 +1,7 @@
-"""Forty layers drawn from seeds: what each keeps for backward, and the bits of what it computes.
+"""Forty layers, once drawn at random: what each keeps for backward, and the bits it computes.
 
-This file and Python's `random` alone decide the layers, and it calls public names only, so that the
-record outlives any change inside the library.
+`layers.json` has them. This file calls public names only, so that the record outlives any change
+inside the library.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,11 @@ from torch import Tensor, nn
 
 import fused_remat as fr
 
-COUNT = 40
 KINDS = {
     "encoder": fr.FusedRematLayer, "decoder": fr.FusedRematDecoderLayer,
     "causal": fr.FusedRematCausalLayer,
 }  # fmt: skip
 PRESETS = ("full", "lean", "balanced", "fast", "none", "balanced8", "fast8")
-POLICIES = (*PRESETS, "attn qkv:int8_stochastic up:fp8_e4m3", "qkv up")
 #: "sin" is a function that the library has no name for.
 FUNCTIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh, "sin": torch.sin}
 #: Environment variables that choose the arithmetic of oneDNN and MKL.
@@ -34,41 +31,6 @@ SETTINGS = ("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
             "MKL_ENABLE_INSTRUCTIONS", "FUSED_REMAT_TEST_SEED")  # fmt: skip
 
 Drawn = dict[str, Any]
-
-
-def draw(seed: int) -> Drawn:
-    """The layer of a seed and its call, as JSON has them; 27 seeds have every kind and policy."""
-    r = random.Random(seed)
-    kind, nhead = list(KINDS)[seed % 3], r.choice((2, 4))
-    dtype = r.choice(("float32", "float32", "bfloat16"))
-    if kind == "causal":
-        masks = ("none", "mask", "padding", "lengths", "packed")
-        options: dict[str, Any] = {
-            "activation": r.choice(("relu", "gelu", "gelu_tanh", "silu", "tanh")),
-            "kv_heads": nhead // r.choice((1, 2)), "gated": r.random() < 0.7,
-            "norm": r.choice(("rms_norm", "rms_norm", "layer_norm")), "bias": r.random() < 0.3,
-            "placement": r.choice(("pre", "post", "sandwich")), "qk_norm": r.random() < 0.4,
-            "window": r.choice((None, None, 3)), "softcap": r.choice((0.0, 0.0, 2.0)),
-            "is_causal": r.random() < 0.8, "rope_interleaved": r.random() < 0.3,
-        }  # fmt: skip
-    else:
-        masks = ("none", "mask", "causal", "padding", "mask and padding")
-        options = {
-            "activation": r.choice(list(FUNCTIONS)), "norm_first": r.random() < 0.5,
-            "batch_first": r.random() < 0.5, "bias": r.random() < 0.75,
-        }  # fmt: skip
-    masked = r.choice(masks)
-    return {
-        "kind": kind, "policy": POLICIES[seed // 3 % len(POLICIES)], "nhead": nhead,
-        "d_model": nhead * r.choice((6, 8, 12)), "dim_feedforward": r.randint(20, 70),
-        "dropout": r.choice((0.0, 0.1, 0.3)), "dtype": dtype, "options": options,
-        "batch": 1 if masked == "packed" else r.choice((2, 3)),
-        # A CPU computes 512 tokens at a time: some layers have more.
-        "seq": 300 if seed % 8 == 5 else r.choice((7, 11, 16, 17)), "masked": masked,
-        "float_mask": r.random() < 0.5, "rotated": r.choice((0.0, 0.5, 1.0)),
-        "train": r.random() < 0.9, "frozen": r.random() < 0.2,
-        "autocast": dtype == "float32" and r.random() < 0.25,
-    }  # fmt: skip
 
 
 def build(drawn: Drawn, seed: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -187,20 +149,12 @@ def cpu() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
     about = {name.strip(): value.strip() for name, _, value in (s.partition(":") for s in lines)}
-    flags = [
-        s for s in about.get("flags", "").split() if s.startswith(("sse", "avx", "fma", "amx"))
-    ]
+    arithmetic = ("sse", "avx", "fma", "amx")
+    flags = [s for s in about.get("flags", "").split() if s.startswith(arithmetic)]
     digest = hashlib.sha256(" ".join((*sorted(flags), about.get("cache size", ""))).encode())
-    named = [about.get(name, "unknown") for name in ("vendor_id", "cpu family", "model")]
-    settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
-    capability = torch.backends.cpu.get_cpu_capability().replace(" ", "")
-    libc = "-".join(platform.libc_ver())
-    parts = (
-        f"torch-{torch.__version__}",
-        libc,
-        capability,
-        *named,
-        digest.hexdigest()[:6],
-        *settings,
-    )
+    parts = [f"torch-{torch.__version__}", "-".join(platform.libc_ver())]
+    parts += [torch.backends.cpu.get_cpu_capability().replace(" ", "")]
+    parts += [about.get(name, "unknown") for name in ("vendor_id", "cpu family", "model")]
+    parts += [digest.hexdigest()[:6]]
+    parts += [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
     return "_".join(parts).replace(os.sep, "-")

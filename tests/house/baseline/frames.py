@@ -3,9 +3,9 @@
 `TRITON_INTERPRET=1 python frames.py` prints them as JSON.
 
 A depth is the number of frames from the library's outermost one (the layer's `forward`; in
-backward, what autograd calls) to the one that calls ATen, both counted. Frames of PyTorch and
-Triton are left out, and those of comprehensions, which Python has only up to 3.11. "operation" is
-the depth of a row of the operation table, without its private helpers.
+backward, what autograd calls) to a row of the operation table, or to the frame that launches, both
+counted. Frames of PyTorch and Triton are left out, and those of comprehensions, which Python has
+only up to 3.11.
 
 No kernel runs: a launch is noted where Triton takes it, `InterpretedFunction.run`, and its key is
 that by which Triton's `JITFunction` looks for a compiled kernel, for an sm_90. Tiles are those that
@@ -29,26 +29,23 @@ from torch import Tensor, nn
 from fused_remat import FusedRematCausalLayer, convert
 from fused_remat.steps.operations import OPERATIONS
 
-BATCH, SEQ, WIDTH, HEADS = 2, 16, 64, 4
-#: Of these sequences a block is computed in tiles.
-LONG = 600
+BATCH, WIDTH, HEADS = 2, 64, 4
+#: Of the long sequences a block is computed in tiles.
+SHORT, LONG = 16, 600
 #: Batch and sequence of a life: Triton has other code for 1 and for what 16 divides. Sequences of
 #: 300 are computed one by one, those of 600 in tiles; the last batch is a smaller one.
 SIZES = ((4, 64), (4, 17), (4, 16), (4, 1), (1, 1), (4, 300), (2, 600), (3, 64))
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
-_PRODUCTS = ("addmm", "addmm_", "mm", "matmul", "linear")
-#: Methods of a tensor that have an operation's name but compute nothing.
-_METADATA = ("size", "stride", "dim", "numel", "is_contiguous", "storage_offset")
 
-#: A layer, and the arguments of a call besides x (B, S, D) and its name.
-Case = tuple[nn.Module, str, Callable[[Tensor], dict[str, Any]]]
+#: A layer, and the arguments of a call by x (B, S, D).
+Case = tuple[nn.Module, Callable[[Tensor], dict[str, Any]]]
 
 
 def encoder(dropout: float) -> Case:
     """PyTorch's layer, norms first."""
     options = {"batch_first": True, "norm_first": True}
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout, **options)
-    return layer, "src", lambda x: {}
+    return layer, lambda x: {"src": x}
 
 
 def llama() -> Case:
@@ -60,9 +57,12 @@ def llama() -> Case:
         num_key_value_heads=HEADS // 2, attn_implementation="sdpa",
     )  # fmt: skip
     rotary = modeling_llama.LlamaRotaryEmbedding(config)
-    layer = modeling_llama.LlamaDecoderLayer(config, 0)
-    tables = lambda x: rotary(x, torch.arange(x.shape[1]).expand(x.shape[:2]))  # noqa: E731
-    return layer, "hidden_states", lambda x: {"position_embeddings": tables(x)}
+
+    def given(x: Tensor) -> dict[str, Any]:
+        tables = rotary(x, torch.arange(x.shape[1]).expand(x.shape[:2]))
+        return {"hidden_states": x, "position_embeddings": tables}
+
+    return modeling_llama.LlamaDecoderLayer(config, 0), given
 
 
 def causal() -> Case:
@@ -72,36 +72,31 @@ def causal() -> Case:
         qk_norm=True, window=20, softcap=30.0, placement="sandwich",
     )  # fmt: skip
 
-    def others(x: Tensor) -> dict[str, Any]:
+    def given(x: Tensor) -> dict[str, Any]:
         batch, seq, _ = x.shape
         mask = torch.randn(batch, 1, seq, seq).to(x.dtype).requires_grad_()
-        return {"rope": torch.randn(2, seq, WIDTH // HEADS // 2).unbind(), "attn_mask": mask,
-                "key_lengths": torch.full((batch,), seq)}  # fmt: skip
+        rope = torch.randn(2, seq, WIDTH // HEADS // 2).unbind()
+        return {"x": x, "rope": rope, "attn_mask": mask, "key_lengths": torch.full((batch,), seq)}
 
-    return layer, "x", others
+    return layer, given
 
 
-STOCK: dict[str, Callable[[], Case]] = {
+CASES: dict[str, Callable[[], Case]] = {
     "FusedRematLayer": functools.partial(encoder, 0.0), "Llama": llama,
     "FusedRematLayer, dropout": functools.partial(encoder, 0.1), "FusedRematCausalLayer": causal,
 }  # fmt: skip
 
 
 def make(
-    name: str, dtype: torch.dtype = torch.float32, fuse: bool = True, **options: str
+    name: str, dtype: torch.dtype, policy: str, backend: str
 ) -> tuple[Any, Callable[[int, int], dict[str, Any]]]:
-    """A layer, the stock one or with `options`, policy and backend; its arguments by batch, seq."""
-    layer, x_name, others = STOCK[name]()
-    if fuse and not hasattr(layer, "policy"):
-        layer = convert(nn.Sequential(layer))[0]
-    for option, value in options.items():
-        setattr(layer, option, value)
-
-    def inputs(batch: int, seq: int) -> dict[str, Any]:
-        x = torch.randn(batch, seq, WIDTH).to(dtype).requires_grad_()
-        return {x_name: x, **others(x)}
-
-    return layer.to(dtype), inputs
+    """A fused layer, and its arguments by batch and sequence."""
+    layer, given = CASES[name]()
+    layer = layer if hasattr(layer, "policy") else convert(nn.Sequential(layer))[0]
+    layer.policy, layer.backend = policy, backend
+    return layer.to(dtype), lambda batch, seq: given(
+        torch.randn(batch, seq, WIDTH).to(dtype).requires_grad_()
+    )
 
 
 def depth(frame: FrameType | None) -> int:
@@ -117,15 +112,6 @@ def depth(frame: FrameType | None) -> int:
     return found
 
 
-def is_operation(function: Any) -> bool:
-    """Whether a builtin is an operation of ATen: a tensor's method, torch's or an overload's."""
-    owner, name = getattr(function, "__self__", None), function.__name__
-    where = getattr(owner, "__name__", type(owner).__name__)
-    if not isinstance(owner, Tensor) and not where.startswith(("torch._C", "_Var", "PyCapsule")):
-        return False
-    return name not in _METADATA and hasattr(torch.ops.aten, name)
-
-
 def on_launch(note: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> None:
     """From now on no kernel runs, but `note` gets it, its arguments and its options."""
     from triton.runtime.interpreter import InterpretedFunction
@@ -134,13 +120,12 @@ def on_launch(note: Callable[[Any, tuple[Any, ...], dict[str, Any]], None]) -> N
 
 
 def passes(name: str, seq: int) -> dict[str, dict[str, int]]:
-    """Of each pass of a training step the Python calls, and the largest depth of a call of ATen, of
-    an operation, of a linear product, and, in a step on the triton backend, of a launch.
+    """Of each pass of a training step the Python calls, and the largest depth of an operation and,
+    in a step on the triton backend, of a launch.
     """
-    layer, inputs = make(name, policy="balanced", backend="eager")
+    layer, inputs = make(name, torch.float32, "balanced", "eager")
     given, dy = inputs(BATCH, seq), torch.randn(BATCH, seq, WIDTH)
-    names = ("any", "operation", "product", "launch", "calls")
-    forward, backward = (dict.fromkeys(names, 0) for _ in range(2))
+    forward, backward = (dict.fromkeys(("operation", "launch", "calls"), 0) for _ in range(2))
     operations = {run.__code__ for run in OPERATIONS}
     now = forward
 
@@ -151,10 +136,6 @@ def passes(name: str, seq: int) -> dict[str, dict[str, int]]:
         if event == "call" and frame.f_code in operations:
             reached("operation", frame)
         now["calls"] += event == "call" and frame.f_code.co_name not in _COMPREHENSIONS
-        if event == "c_call" and is_operation(arg):
-            reached("any", frame)
-            if arg.__name__ in _PRODUCTS:
-                reached("product", frame)
 
     def step(hook: Callable[[FrameType, str, Any], None] | None = None) -> None:
         nonlocal now
@@ -199,7 +180,7 @@ def compiles(name: str) -> dict[str, int]:
         keys.setdefault(kernel.__name__, set()).add(f"{specialization} {rest}")
 
     on_launch(note)
-    layer, inputs = make(name, torch.float16, backend="triton")  # no bfloat16 when interpreted
+    layer, inputs = make(name, torch.float16, "full", "triton")  # no bfloat16 when interpreted
     for size in SIZES:
         given = inputs(*size)
         for _ in range(2):
@@ -213,5 +194,5 @@ def compiles(name: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    depths = {f"{name}, S = {seq}": passes(name, seq) for name in STOCK for seq in (SEQ, LONG)}
-    print(json.dumps({"frames": depths, "compiles": {name: compiles(name) for name in STOCK}}))
+    depths = {f"{name}, S = {seq}": passes(name, seq) for name in CASES for seq in (SHORT, LONG)}
+    print(json.dumps({"frames": depths, "compiles": {name: compiles(name) for name in CASES}}))

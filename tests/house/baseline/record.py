@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import drawn_layers
-import frames
 import torch
 
 HERE = Path(__file__).parent
@@ -61,37 +58,14 @@ def interpreted() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def microseconds(rounds: int = 500) -> dict[str, dict[str, int]]:
-    """The median time of a training step, by layer and policy, measured in turns."""
-    steps = {}
-    for name in ("FusedRematLayer", "Llama"):
-        for policy in ("stock", "none", "full"):
-            options = {} if policy == "stock" else {"policy": policy}
-            layer, inputs = frames.make(name, fuse=policy != "stock", **options)
-            steps[name, policy] = layer, inputs(frames.BATCH, frames.SEQ)
-    dy = torch.randn(frames.BATCH, frames.SEQ, frames.WIDTH)
-    times: dict[tuple[str, str], list[float]] = {which: [] for which in steps}
-    for _ in range(rounds):
-        for which, (layer, given) in steps.items():
-            start = time.perf_counter()
-            layer(**given).backward(dy)
-            layer.zero_grad()
-            times[which].append(1e6 * (time.perf_counter() - start))
-    found: dict[str, dict[str, int]] = {name: {} for name, _ in steps}
-    for (name, policy), taken in times.items():
-        found[name][policy] = round(statistics.median(taken))
-    return found
-
-
 def main() -> None:
     """Record everything, or the bits of this CPU."""
     torch.set_num_threads(1)
     (HERE / "bits").mkdir(exist_ok=True)
+    drawn = {seed: row["drawn"] for seed, row in recorded("layers.json").items()}
     if "--bits" in sys.argv:
-        drawn = {seed: row["drawn"] for seed, row in recorded("layers.json").items()}
         write(bits_file(), {s: drawn_layers.bits(row, int(s)) for s, row in drawn.items()})
         return
-    drawn = {str(seed): drawn_layers.draw(seed) for seed in range(drawn_layers.COUNT)}
     kept = drawn_layers.kept(drawn)
     write("layers.json", {s: {"drawn": row, "kept": kept[s]} for s, row in drawn.items()})
     for setting in SETTINGS:
@@ -100,10 +74,6 @@ def main() -> None:
     found = interpreted()
     write("frames.json", {"versions": versions(), **found["frames"]})
     write("compiles.json", found["compiles"])
-    before, now = recorded("host.json"), microseconds()
-    size = [frames.BATCH, frames.SEQ, frames.WIDTH, frames.HEADS]
-    write("host.json", {"machine": drawn_layers.cpu(), "size": size, "microseconds": now})
-    print(f"before, on {before.get('machine')}: {before.get('microseconds')}\nnow: {now}")
 
 
 if __name__ == "__main__":
