@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
@@ -30,7 +31,15 @@ LIMIT_S = 800  # for what hangs: starting and a call are within a test's own lim
 GRACE_S = 10  # what the other process gets to fail too, once one has: it may wait in a collective
 
 
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _join(rank: int, world: int, rendezvous: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
