@@ -21,7 +21,7 @@ from bench.measure.case import DTYPES
 from bench.measure.checks import Checks
 from bench.measure.contest import SETS, Rig, admit
 from bench.measure.machine import synchronize
-from bench.measure.step_contest import Steps
+from bench.measure.steps import Steps
 from bench.subjects.layer_ways import BASELINE, WAYS
 from bench.subjects.layers import Case
 from fused_remat.policies import EXACT_PRESETS
@@ -108,7 +108,7 @@ def test_layer(way: str, benchmark: Any, device: torch.device, measured_on: dict
     case = dataclasses.replace(LAYER, dtype=dtype_of(device))
     subject = case.subject(device)
     steps = Steps(rig_of(device))
-    steps.admit_way(WAYS[way], subject, Checks(subject))
+    steps.admit_way(WAYS[way], Checks(subject))
     assert way in steps.forwards, steps.rows
     forward = steps.forwards[way]
     benchmark.group = "layer"

@@ -49,8 +49,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 sys.path.append(str(Path(__file__).parents[1]))  # for `bench`, which is not installed
+from bench.measure.clock import quantiles
 from bench.measure.machine import machine
-from bench.measure.turns import quantiles
 from bench.tables import markdown, mib, ms
 from fused_remat import convert
 from fused_remat.policies import EXACT_PRESETS
@@ -111,7 +111,7 @@ class Way(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.start)
 
     def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "loss" in logs:  # of each step; and once of all
+        if "loss" in logs:  # of a step; the last logs are of the whole run
             self.losses.append(float(logs["loss"]))
 
 

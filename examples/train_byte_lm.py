@@ -36,8 +36,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import trange
 
+sys.path.append(str(Path(__file__).parents[1]))  # for `bench`, which is not installed
+from bench.measure.clock import quantiles, ratios
 from bench.measure.machine import machine, synchronize
-from bench.measure.turns import quantiles, ratios
 from fused_remat import convert
 from fused_remat.policies import EXACT_PRESETS
 from fused_remat.report.allocations import measure_allocations

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accuracy import check_error
 from reference import Tensors, Update, matrices
 from torch import Tensor
 
@@ -191,6 +192,29 @@ def compare(
     """Output and every gradient are close, in float64."""
     for a, b in zip(results(got, leaves), results(expected, leaves), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def check_beside(
+    ours: Callable[[dict[str, Tensor]], Tensor], peer: Callable[[dict[str, Tensor]], Tensor],
+    tensors: Tensors, dy: Tensor | None = None, tokens: int = 512,
+    computed: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Errors of output and gradients of named tensors against float64 are at most the peer's."""
+    given = {name: t for name, t in tensors.items() if t is not None}
+    exact = {
+        name: (t.detach().double() if t.is_floating_point() else t).requires_grad_(t.requires_grad)
+        for name, t in given.items()
+    }
+
+    def run(fn: Callable[[dict[str, Tensor]], Tensor], given: dict[str, Tensor]) -> list[Tensor]:
+        direction = None if dy is None else dy.double() if given is exact else dy
+        return results(lambda: fn(given), [t for t in given.values() if t.requires_grad], direction)
+
+    with in_pieces(tokens):
+        found = run(ours, given)
+    dy = normal(*found[0].shape, dtype=found[0].dtype, seed=99).detach() if dy is None else dy
+    names = ["output", *(name for name, t in given.items() if t.requires_grad)]
+    check_error(found, run(peer, given), run(peer, exact), names, computed)
 
 
 def same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:

@@ -15,39 +15,34 @@ transformers = pytest.importorskip("transformers")
 
 B, S, VOCAB = 2, 12, 50
 _TEXT = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 _DECODER = {
-    **_TEXT, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    **_TEXT, **_SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }  # fmt: skip
 _ENCODER = {
-    **_TEXT, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 70, "hidden_dropout_prob": 0.0,
+    **_TEXT, **_SIZES, "max_position_embeddings": 70, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 _GPT2 = {
     **_TEXT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
-_VIT = {
-    **_ENCODER, "image_size": 16, "patch_size": 4, "num_channels": 1, "num_labels": 5,
-}  # fmt: skip
+_VIT = {**_ENCODER, "image_size": 16, "patch_size": 4, "num_channels": 1, "num_labels": 5}
 _LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
-_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 9, **_LOCAL}
+_GEMMA = {**_DECODER, "head_dim": 16, "query_pre_attn_scalar": 9, **_LOCAL}
 
 #: Name: the config's class, the model's class, the config.
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {**_DECODER, "attention_bias": True}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {**_DECODER, "sliding_window": 5}),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {**_DECODER}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _DECODER),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_DECODER, "head_dim": 16}),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {**_DECODER, "no_rope_layers": [1, 0]}),
-    "gemma2": (
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        {**_DECODER, **_GEMMA, "attn_logit_softcapping": 2.0},
-    ),
-    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_DECODER, **_GEMMA}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_GEMMA, "attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**_GPT2, "scale_attn_by_inverse_layer_idx": True}),
     "bert": ("BertConfig", "BertForMaskedLM", _ENCODER),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", _ENCODER),
@@ -130,15 +125,26 @@ def distance(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, f
 def reasons():
     """Why calls inside did not take the fused path."""
     found: list[str] = []
-
-    def observe(layer: nn.Module, reason: str) -> None:
-        found.append(reason)
-
+    observe = lambda layer, reason: found.append(reason)  # noqa: E731
     DECISIONS.append(observe)
     try:
         yield found
     finally:
         DECISIONS.remove(observe)
+
+
+@contextlib.contextmanager
+def all_served():
+    """Every call inside takes the fused path."""
+    with reasons() as why:
+        yield
+    assert not why, why
+
+
+def served(model: nn.Module, given: dict) -> dict[str, Tensor]:
+    """A step of a converted model, all of whose layers run as blocks."""
+    with all_served():
+        return step(model, given)
 
 
 def fused_layers(model: nn.Module) -> list[FusedLayer]:

@@ -72,7 +72,7 @@ class Case:
     @staticmethod
     def own(tensors: Tensors) -> list[Tensor]:
         """What is the caller's and not counted as kept: weights, masks, lengths and tables."""
-        ends = ("weight", "bias", "slope", "mask")
+        ends = ("weight", "bias", "slope", "mask", "padding")
         x = next(iter(tensors.values()))
         given = [t for name, t in tensors.items() if name.endswith(ends)]
         tables = [t for heads in HEADS.values() for t in heads.tables(x) or ()]
@@ -220,9 +220,16 @@ def leaky(slope: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda t: t * torch.sigmoid(t * slope) + slope
 
 
+#: What ops call what has another name in a block.
+ARGUMENTS = {
+    "mask": "attn_mask", "padding": "key_padding_mask", "lengths": "key_lengths",
+    "cu_q": "cu_seqlens",
+}  # fmt: skip
+
+
 def named(t: Tensors) -> dict[str, Tensor | None]:
     """Tensors as arguments: `fc1_weight=...`."""
-    return {name.replace(".", "_"): tensor for name, tensor in t.items()}
+    return {ARGUMENTS.get(name, name.replace(".", "_")): tensor for name, tensor in t.items()}
 
 
 def one_branch(
@@ -239,50 +246,43 @@ def plain(spec: BlockSpec, t: Tensors, seed: int, **more: object) -> Tensor:
     return plain_block(spec, {**t, "input": t["x"], "seed": seed}, **more)
 
 
-def encoder_case(norm_first: bool) -> Case:
-    def weights(t: Tensors) -> dict[str, Tensor | None]:
-        return {name: tensor for name, tensor in t.items() if name != "x"}
-
-    return Case(
-        lambda t, p, **kw: ops.encoder_block(
-            t["x"], weights(t), H, dropout_p=p, norm_first=norm_first, activation="gelu", **kw
-        ),
-        lambda t, p, seed: causal_block(
-            t["x"], weights(t), H, None, p, False, placement="pre" if norm_first else "post",
-            norm="layer_norm", eps=1e-5, activation="gelu", seed=seed,
-        ),
-        X | ENCODER,
-        (D, 4),
-    )  # fmt: skip
+Options = dict[str, object]
 
 
-def causal_case(shapes: Shapes, statistics: int) -> Case:
-    """A Llama's block, or a Gemma's."""
+def block_case(
+    op: Callable[..., Tensor], shapes: Shapes, statistics: int, how: Options, plain: Options
+) -> Case:
+    """The block of an encoder, a Llama or a Gemma; options of ours, and of PyTorch's."""
 
-    def call(fn: Callable[..., Tensor], t: Tensors, p: float, **kw: object) -> Tensor:
+    def call(fn: Callable[..., Tensor], t: Tensors, p: float, **how: object) -> Tensor:
         weights = {name: tensor for name, tensor in t.items() if name != "x"}
-        how = {
-            "dropout_p": p,
-            "kv_heads": KV,
-            "rope": rope(t["x"].shape[1], t["x"].dtype),
-            "eps": 1e-3,
-            **kw,
-        }
+        if "gate.weight" in weights:
+            how["rope"] = rope(t["x"].shape[1], t["x"].dtype)
         if "post1.weight" in weights:
             pairs = {n: [weights.pop(f"{n}.{m}.weight") for m in "AB"] for n in ("qkv", "fc2")}
-            how |= {
-                "placement": "sandwich", "norm_offset": 1.0, "activation": "gelu_tanh",
-                "lora": [(n, *pair, 0.5) for n, pair in pairs.items()], "lora_dropout_p": p,
-                "softcap": 2.0, "window": (20, 0),
-            }  # fmt: skip
-        return fn(t["x"], weights, H, **how)
+            how |= {"lora": [(n, *two, 0.5) for n, two in pairs.items()], "lora_dropout_p": p}
+        return fn(t["x"], weights, H, dropout_p=p, **how)
 
     return Case(
-        functools.partial(call, ops.causal_block),
-        lambda t, p, seed: call(causal_block, t, p, seed=seed),
+        lambda t, p, **kw: call(op, t, p, **how, **kw),
+        lambda t, p, seed: call(causal_block, t, p, **plain, seed=seed),
         X | shapes,
         (D, statistics),
     )
+
+
+def encoder_case(norm_first: bool) -> Case:
+    plain = {
+        "placement": "pre" if norm_first else "post", "norm": "layer_norm", "eps": 1e-5,
+        "is_causal": False, "activation": "gelu",
+    }  # fmt: skip
+    how = {"norm_first": norm_first, "activation": "gelu"}
+    return block_case(ops.encoder_block, ENCODER, 4, how, plain)
+
+
+def causal_case(shapes: Shapes, statistics: int, **how: object) -> Case:
+    how |= {"kv_heads": KV, "eps": 1e-3}
+    return block_case(ops.causal_block, shapes, statistics, how, how)
 
 
 def mlp_case(op: Callable[..., Tensor], shapes: Shapes, activation: str, kind: str = "") -> Case:
@@ -324,36 +324,27 @@ def attention_case(shapes: Shapes, how: Callable[[Tensors], dict[str, object]]) 
 
 def attention_block_case(
     shapes: Shapes, op: AttentionSpec, kind: str = "layer_norm", residual: float = 0.0,
-    eps: float = 1e-3, ends: str = "", heads: Heads | None = None,
+    eps: float = 1e-3, more: Callable[[Tensors], Tensors] = lambda t: {},
 ) -> Case:  # fmt: skip
-    """`residual`: the probability of dropout of what is added, in parts of p; `ends`: what says
-    where sequences end, "bounds" or "lengths"."""
+    """`residual`: the probability of dropout of what is added, in parts of p; `more`: tensors that
+    are no leaves, by their names in a block."""
 
     def call(t: Tensors, p: float, **kw: object) -> Tensor:
-        how = {"attn_mask": t.get("mask"), "key_padding_mask": t.get("padding_mask")}
-        if ends == "bounds":
-            how["cu_seqlens"] = bounds(t["x"].shape)[0]
-        if ends == "lengths":
-            how["key_lengths"] = key_lengths(t["x"].shape)
-        if heads is not None:
-            how |= {"rope": heads.tables(t["x"]), "rope_interleaved": heads.interleaved}
-        given = named({name: tensor for name, tensor in t.items() if not name.endswith("mask")})
-        return ops.attention_block(
-            **({"norm_bias": None} | given), nhead=op.num_heads, kv_heads=op.num_kv_heads,
-            dropout_p=p, residual_dropout_p=p * residual, window=op.window, scale=op.scale,
-            softcap=op.softcap, norm=kind, eps=eps, **(how | kw),
-        )  # fmt: skip
+        given = {"norm_bias": None, **t, **more(t)}
+        given.pop("cu_k", None)
+        tables = given.pop("cos", None), given.pop("sin", None)
+        how = {
+            "nhead": op.num_heads, "kv_heads": op.num_kv_heads, "dropout_p": p,
+            "residual_dropout_p": p * residual, "window": op.window, "scale": op.scale,
+            "softcap": op.softcap, "norm": kind, "eps": eps,
+            "rope": None if tables[0] is None else tables,
+            "rope_interleaved": op.rotary is not None and op.rotary.interleaved,
+        }  # fmt: skip
+        return ops.attention_block(**named(given), **(how | kw))
 
     def expected(t: Tensors, p: float, seed: int) -> Tensor:
-        more = {"padding": t.get("padding_mask")}
-        if ends == "bounds":
-            more |= dict.fromkeys(("cu_q", "cu_k"), bounds(t["x"].shape)[0])
-        if ends == "lengths":
-            more["lengths"] = key_lengths(t["x"].shape)
-        if heads is not None:
-            more |= zip(("cos", "sin"), heads.tables(t["x"]) or (), strict=False)
         spec = one_branch(replace(op, dropout=p), kind, p * residual, eps)
-        return plain(spec, {**t, **more}, seed)
+        return plain(spec, {**t, **more(t)}, seed)
 
     return Case(call, expected, shapes, (D, 2 if kind == "layer_norm" else 1))
 
@@ -404,19 +395,23 @@ CASES: dict[str, Case] = {
         QKV_HEADS, lambda t: {"key_lengths": key_lengths(t["query"].shape)}
     ),
     "attention_block": attention_block_case(
-        X | NORM | QKV | {"mask": ("B", 1, "S", "S"), "padding_mask": ("B", "S")},
+        X | NORM | QKV | {"mask": ("B", 1, "S", "S"), "padding": ("B", "S")},
         replace(HEADS_OF_BLOCK, window=(20, 1), softcap=3.0, scale=0.4), residual=0.5,
     ),
     "attention_block_packed": attention_block_case(
         {"x": (1, "T", D)} | NORM | QKV, replace(HEADS_OF_BLOCK, window=(-1, 0)), residual=0.5,
-        eps=1e-5, ends="bounds",
+        eps=1e-5, more=lambda t: dict.fromkeys(("cu_q", "cu_k"), bounds(t["x"].shape)[0]),
     ),
     "qk_norm_attention_block": attention_block_case(
         X | {"norm.weight": (D,)} | QKV | {"q_norm.weight": (E,), "k_norm.weight": (E,)},
-        replace(HEADS_OF_BLOCK, head_norm=RMS), "rms_norm", ends="lengths",
+        replace(HEADS_OF_BLOCK, head_norm=RMS), "rms_norm",
+        more=lambda t: {"lengths": key_lengths(t["x"].shape)},
     ),
     "causal_block": causal_case(LLAMA, 2),
-    "causal_block_sandwich": causal_case(GEMMA, 4),
+    "causal_block_sandwich": causal_case(
+        GEMMA, 4, placement="sandwich", norm_offset=1.0, activation="gelu_tanh", softcap=2.0,
+        window=(20, 0),
+    ),
     "encoder_prenorm": encoder_case(True),
     "encoder_postnorm": encoder_case(False),
 }  # fmt: skip
@@ -459,7 +454,9 @@ def rotary_block_case(heads: Heads) -> Case:
         "proj.weight": (D, heads.nhead * heads.width), "proj.bias": (D,),
     }  # fmt: skip
     return attention_block_case(
-        X | NORM | shapes | heads.weights, heads.spec(window=(-1, 0)), heads=heads
+        X | NORM | shapes | heads.weights,
+        heads.spec(window=(-1, 0)),
+        more=lambda t: dict(zip(("cos", "sin"), heads.tables(t["x"]) or (), strict=False)),
     )
 
 
@@ -478,5 +475,7 @@ LOSS = Case(
     (D, 2),
     dropout=False,
 )
-ROTARY = {f"rotary {name}": rotary_case(heads) for name, heads in HEADS.items()}
+#: Some heads alone, of which each calls the step in another way; all of them in their block.
+ALONE = ("half", "interleaved partial", "norm half", "norm alone")
+ROTARY = {f"rotary {name}": rotary_case(HEADS[name]) for name in ALONE}
 ROTARY_BLOCKS = {f"{name} block": rotary_block_case(heads) for name, heads in HEADS.items()}

@@ -18,23 +18,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from bench.commands.layers import cases, config_of, measured, parser_of
+from bench.commands.layers import cases, measured, parser_of
 from bench.frontier import files
 from bench.frontier.points import collected, is_ours, title
 from bench.frontier.report import changes, panel_table, sentences
-from bench.measure.machine import environment
 from bench.measure.options import positive
-from bench.measure.results import ResultsFile
+from bench.measure.results import Row
 from bench.subjects.layer_ways import BASELINE, WAYS, select
 from bench.tables import read
-
-#: Device -> tokens of a step, lengths, widths, and the width of a head.
-SHAPES = {
-    "cpu": (2048, (128, 512, 2048), (256, 512, 1024), 64),
-    "cuda": (16384, (512, 2048, 16384), (1024, 2048, 4096), 128),
-}
 
 
 def sweep(
@@ -48,10 +40,10 @@ def sweep(
     Raises: ValueError where the tokens are no whole sequences, or a width no whole heads.
     """
     for seq_len in seq_lens:
-        if not 1 <= seq_len <= tokens or tokens % seq_len:
+        if tokens % seq_len:
             raise ValueError(f"{tokens} tokens are no whole sequences of {seq_len}")
     for d_model in d_models:
-        if d_model < 1 or d_model % head_dim:
+        if d_model % head_dim:
             raise ValueError(f"a width of {d_model} is no whole heads of {head_dim}")
     middle_s, middle_d = seq_lens[len(seq_lens) // 2], d_models[len(d_models) // 2]
     pairs = [*((s, middle_d) for s in seq_lens), *((middle_s, d) for d in d_models)]
@@ -59,7 +51,6 @@ def sweep(
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line, with the cases that it asks for."""
     parser = parser_of(
         "frontier", __doc__, ["pre"], [0.0], WAYS.groups, folder="frontier-{device}",
         rounds=24, seconds=120.0,
@@ -67,35 +58,29 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add("--from", dest="given", nargs="+", type=Path, metavar="FILE", help="draw these")
     parser.add("--tokens", type=positive, help="of a step (default: 2048; on cuda 16384)")
     parser.add("--head-dim", type=positive, help="(default: 64; on cuda 128)")
+    parser.by_device(
+        tokens=(2048, 16384), seq_len=([128, 512, 2048], [512, 2048, 16384]),
+        d_model=([256, 512, 1024], [1024, 2048, 4096]), head_dim=(64, 128),
+    )  # fmt: skip
     args = parser.parse(arguments)
     if args.given and args.out_is_usual:
         parser.error("--from needs --out, the folder to write to")
-    tokens, seq_lens, d_models, head_dim = SHAPES[args.device]
-    axes = (
-        args.tokens or tokens, args.seq_len or list(seq_lens), args.d_model or list(d_models),
-        args.head_dim or head_dim,
-    )  # fmt: skip
-    try:
+    axes = args.tokens, args.seq_len, args.d_model, args.head_dim
+    with parser.usage_errors():
         args.ways = select(args.ways, args.device)
-        args.cases = cases(args, args.sizes or sweep(*axes))
-    except ValueError as error:
-        parser.error(str(error))
+        args.cases = cases(args, sweep(*axes))
     return args
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+def run(args: argparse.Namespace) -> tuple[Row, bool]:
     """The data of a run, and whether every shape has its row, eager's results being right.
 
     Every shape that the file does not have is measured; what is there of other shapes leaves it.
     """
-    results = ResultsFile(args.out / files.DATA, environment(args.device), config_of(args))
-    complete = True
-    for case, row, how, progress in measured(args, results):
-        progress.line(f"{title(dataclasses.asdict(case))}: {how}")
-        complete &= row is not None and "failure" not in row["ways"][BASELINE]
+    results, rows = measured(args, files.DATA, title=lambda row: title(row["case"]))
     wanted = [dataclasses.asdict(case) for case in args.cases]
     results.rows = [row for row in results.rows if row["case"] in wanted]
-    return results.data, complete
+    return results.data, all(row and "failure" not in row["ways"][BASELINE] for row in rows)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,12 +31,12 @@ from bench.frontier import files as frontier
 from bench.frontier.points import collected
 from bench.gpu import kernels, layers, models, profile
 from bench.measure import ceilings, contest
-from bench.measure.admission import described
 from bench.measure.case import DTYPES
 from bench.measure.contest import Contest, Entry, Rig
 from bench.measure.machine import ROOT, checkout, environment, source
 from bench.measure.options import Parser
-from bench.measure.results import ResultsFile
+from bench.measure.registry import described
+from bench.measure.results import ResultsFile, Row
 from bench.pages.gpu import failures, line, report
 from bench.tables import read
 from bench.tuning import attention_tiles, pointwise, product_tiles, products
@@ -51,21 +50,9 @@ UNFINISHED = "the process ended within this case: a crash, or no answer for too 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the benchmark.
-
-    Attributes:
-        share: of the time that is left, relative to the sections after it.
-        needs: seconds that a case takes at most, if all goes well.
-        entries: the most important first.
-    """
-
-    share: float
-    needs: float
-    entries: Callable[[Rig], Iterable[Entry]]
-
-
-def _environment(rig: Rig) -> dict[str, Any]:
-    return {"found": environment(rig.device)}
+    share: float  # of the time that is left, relative to the sections after it
+    needs: float  # seconds that a case takes at most, if all goes well
+    entries: Callable[[Rig], Iterable[Entry]]  # the most important first
 
 
 def _ceilings(rig: Rig) -> Iterator[Entry]:
@@ -78,7 +65,11 @@ def _pointwise(rig: Rig) -> Iterator[Entry]:
     yield from pointwise.pointwise_entries(rig)
 
 
-def precompile(rig: Rig) -> dict[str, Any]:
+def surroundings(rig: Rig) -> Row:
+    return {"found": environment(rig.device)}
+
+
+def precompile(rig: Rig) -> Row:
     """Compile what the contests launch on all cores, as far as time allows; the rest when used."""
     start, seconds = time.perf_counter(), min(75.0, 0.2 * rig.left)
     cases = audit_cases.cases(rig.target, rig.dtype)
@@ -96,7 +87,7 @@ def precompile(rig: Rig) -> dict[str, Any]:
 #: In this order; shares are of what is left. `torch.compile` late: it takes long to start;
 #: the profiler last, since it may stay attached.
 SECTIONS: dict[str, Section] = {
-    "environment": Section(1.0, 5.0, lambda rig: [({"name": "environment"}, _environment)]),
+    "environment": Section(1.0, 5.0, lambda rig: [({"name": "environment"}, surroundings)]),
     "ceilings": Section(1.0, 5.0, _ceilings),
     "precompile": Section(10.0, 90.0, lambda rig: [({"name": "kernels compiled"}, precompile)]),
     "attention": Section(14.0, 8.0, kernels.attention_entries),
@@ -176,7 +167,7 @@ def run_all(sections: Iterable[str], rig: Rig, results: ResultsFile, run: str) -
             results.put({"case": case, "run": run, "skipped": "no time was left"})
 
 
-def rows_of(run: str, results: ResultsFile) -> list[dict[str, Any]]:
+def rows_of(run: str, results: ResultsFile) -> list[Row]:
     """What earlier workers of this run measured on this GPU."""
     gpu = results.machine.get("gpu")
     mine = [row for row in results.rows if row.get("run") == run]
@@ -185,16 +176,11 @@ def rows_of(run: str, results: ResultsFile) -> list[dict[str, Any]]:
 
 def known_ceilings(results: ResultsFile, run: str) -> dict[str, float]:
     """Unit -> what an earlier worker of this run found."""
-    rows = [row for row in rows_of(run, results) if row["case"]["section"] == "ceilings"]
-    return {r["unit"]: way[r["unit"]] for r in rows if "ways" in r for way in r["ways"].values()}
+    rows = [r for r in rows_of(run, results) if r["case"]["section"] == "ceilings" and "ways" in r]
+    return {row["unit"]: row["ways"]["torch"][row["unit"]] for row in rows}
 
 
-def config_of(args: argparse.Namespace) -> dict[str, Any]:
-    """How a run measures."""
-    return {"dtype": args.dtype, "dry_run": args.dry_run, "rounds": contest.ROUNDS}
-
-
-def run_to_go_on(path: Path, config: dict[str, Any]) -> str | None:
+def run_to_go_on(path: Path, config: Row) -> str | None:
     """The last run that the file has of this very code, measured like this; None: there is none.
 
     Rows of other code stand between its own, in whose place they come one by one.
@@ -227,7 +213,7 @@ def work(args: argparse.Namespace, run: str) -> int:
     if not args.dry_run:
         gc.collect()
         gc.freeze()  # measuring memory collects garbage, again and again
-    results = ResultsFile(args.out / "gpu.json", environment(device), config_of(args))
+    results = ResultsFile(args.out / "gpu.json", environment(device), args.config)
     rig.ceilings |= known_ceilings(results, run)
     run_all(args.sections, rig, results, run)
     return 0
@@ -241,9 +227,10 @@ def supervise(args: argparse.Namespace, run: str) -> int:
         minutes = (ends - time.perf_counter()) / 60.0
         if minutes < 0.5:
             break
-        command = [sys.executable, "-m", "bench", "gpu", "--out", str(args.out), "--run", run]
-        command += ["--minutes", f"{minutes:.2f}", "--dtype", args.dtype]
-        command += ["--sections", *args.sections]
+        command = [
+            sys.executable, "-m", "bench", "gpu", "--out", str(args.out), "--run", run,
+            "--minutes", f"{minutes:.2f}", "--dtype", args.dtype, "--sections", *args.sections,
+        ]  # fmt: skip
         try:
             status = subprocess.run(command, cwd=ROOT, check=False, timeout=60 * minutes).returncode
         except subprocess.TimeoutExpired:
@@ -258,7 +245,6 @@ def supervise(args: argparse.Namespace, run: str) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("gpu", __doc__, "dtype out fresh dry-run", folder="gpu")
     parser.add("--minutes", type=float, default=8.0, help="it ends well within these (default: 8)")
     parser.add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
@@ -272,6 +258,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if args.minutes < 1 and not args.dry_run and args.run is None:
         parser.error(f"--minutes must be at least 1, not {args.minutes:g}")
     args.out = args.out.absolute()
+    args.config = {"dtype": args.dtype, "dry_run": args.dry_run, "rounds": contest.ROUNDS}
     return args
 
 
@@ -293,7 +280,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.run is not None:
         return work(args, args.run)
     path = args.out / "gpu.json"
-    known = None if args.fresh else run_to_go_on(path, config_of(args))
+    known = None if args.fresh else run_to_go_on(path, args.config)
     if known is not None:
         try_again(path, known)
     run = known or time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -10,21 +10,16 @@ Every way is checked before it is timed: a wrong one prints FAIL instead.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
-from bench.measure.case import DTYPES
 from bench.measure.contest import Rig
 from bench.measure.machine import environment, version
-from bench.measure.options import Parser
-from bench.measure.progress import Progress
+from bench.measure.options import Parser, positive
 from bench.measure.registry import Registry
-from bench.measure.results import ResultsFile, rows_of
-from bench.measure.step_contest import measure
+from bench.measure.results import Progress, ResultsFile, Row
+from bench.measure.steps import measure, run
 from bench.pages.layers import case_table, target_table, title
 from bench.subjects.layer_ways import BASELINE, DEFAULT, WAYS, select
 from bench.subjects.layers import ACTIVATIONS, NORMS, Case
@@ -38,19 +33,19 @@ SIZES: dict[str, tuple[Sizes, ...]] = {
 }
 
 
-def grid(args: argparse.Namespace) -> list[Case]:
-    """The cases that the command line asks for, each once.
+def grid(args: argparse.Namespace) -> list[Sizes]:
+    """The sizes that the command line asks for, each once.
 
-    An axis that is given takes the place of that of `--sizes`; without `--nhead`, heads stay as
-    wide as they are there.
+    An axis that is given takes the place of that of `SIZES`; without `--nhead`, heads stay as wide
+    as they are there.
     """
     every: dict[Sizes, None] = {}
-    for batch, seq_len, width, nhead in args.sizes:
+    for batch, seq_len, width, nhead in SIZES[args.device]:
         axes = (args.batch or [batch], args.seq_len or [seq_len], args.d_model or [width])
         for b, s, d in itertools.product(*axes):
             for h in args.nhead or [heads(d, width // nhead)]:
                 every[b, s, d, h] = None
-    return cases(args, every)
+    return list(every)
 
 
 def cases(args: argparse.Namespace, sizes: Iterable[Sizes]) -> list[Case]:
@@ -68,17 +63,6 @@ def heads(d_model: int, head_width: int) -> int:
     return max(1, d_model // head_width)
 
 
-def sizes(text: str) -> Sizes:
-    """(B, S, D, H) of "4x512x512x8". Raises: ArgumentTypeError, whose text the user sees."""
-    found = [int(part) for part in text.split("x") if part.isdecimal()]
-    if len(found) != text.count("x") + 1 or len(found) != 4:
-        raise argparse.ArgumentTypeError(f"expected BxSxDxH, got {text!r}")
-    batch, seq_len, d_model, nhead = found
-    if min(found) < 1 or d_model % nhead:
-        raise argparse.ArgumentTypeError(f"{text}: all positive, D a multiple of H")
-    return batch, seq_len, d_model, nhead
-
-
 def parser_of(
     name: str,
     about: str | None,
@@ -92,9 +76,8 @@ def parser_of(
     parser.several("dtype")
     parser.several("norm", default=list(norms), choices=NORMS)
     parser.several("dropout", type=float, default=list(dropouts))
-    parser.several("sizes", type=sizes, metavar="BxSxDxH")
-    parser.several("seq-len", type=int, metavar="S", help="in place of that of --sizes")
-    parser.several("d-model", type=int, metavar="D", help="in place of that of --sizes")
+    parser.several("seq-len", type=positive, metavar="S")
+    parser.several("d-model", type=positive, metavar="D")
     parser.add("--activation", default="gelu", choices=ACTIVATIONS)
     parser.add("--causal", action="store_true", help="with a causal mask")
     parser.add_ways(WAYS, ways)
@@ -105,42 +88,35 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; the ways come in the order of the table, the baseline always with them."""
     parser = parser_of("layers", __doc__, NORMS, (0.0, 0.1), DEFAULT, rounds=36, seconds=60.0)
     for axis in ("batch", "nhead"):
-        parser.several(axis, type=int, help="in place of that of --sizes")
+        parser.several(axis, type=positive)
     args = parser.parse(arguments)
-    args.sizes = args.sizes or list(SIZES[args.device])
-    try:
+    with parser.usage_errors():
         args.ways = select(args.ways, args.device)
-        args.cases = grid(args)
-    except ValueError as error:
-        parser.error(str(error))
+        args.cases = cases(args, grid(args))
     return args
 
 
 def measured(
-    args: argparse.Namespace, results: ResultsFile
-) -> Iterator[tuple[Case, dict[str, Any] | None, str, Progress]]:
-    """Each case, its row, how it came, and where to say so."""
+    args: argparse.Namespace, name: str, **how: Any
+) -> tuple[ResultsFile, list[Row | None]]:
+    """The results file of a run, and each case's row; `how`: as `run` prints them."""
+    config = {name: getattr(args, name) for name in ("ways", "rounds", "seconds")}
+    config["torch_remat"] = version("torch-remat")
+    results = ResultsFile(args.out / name, environment(args.device), config)
 
-    def one(case: Case, progress: Progress) -> dict[str, Any]:
-        much = {"seconds": args.seconds, "rounds": args.rounds}
-        rig = Rig(torch.device(args.device), DTYPES[case.dtype], **much)
+    def one(case: Case, rig: Rig, progress: Progress) -> Row:
         return measure(case.subject(rig.device), WAYS, args.ways, rig, progress=progress)
 
-    return rows_of(args.cases, args.ways, results, one, args.fresh, 2 * len(args.ways))
+    return results, run(args, results, one, 2 * len(args.ways), **how)
 
 
-def config_of(args: argparse.Namespace) -> dict[str, Any]:
-    """How a run measures, as its file has it."""
-    return {
-        "ways": args.ways,
-        "rounds": args.rounds,
-        "seconds": args.seconds,
-        "torch_remat": version("torch-remat"),
-    }
+def wrong_of_ours(row: Row | None, ways: Registry[Any], *groups: str) -> list[str]:
+    """Whose wrong results are an error of this project: ours, and what all are compared with.
 
-
-def wrong_of_ours(row: dict[str, Any], ways: Registry[Any], groups: Sequence[str]) -> list[str]:
-    """Whose wrong results are an error of this project: ours, and what all are compared with."""
+    A case that could not be measured is one, too.
+    """
+    if row is None:
+        return ["all"]
     wrong = [name for name, found in row["ways"].items() if "failure" in found]
     return [n for n in wrong if n == BASELINE or ways[n].traits["group"] in groups]
 
@@ -151,15 +127,8 @@ def main(arguments: Sequence[str]) -> int:
     Returns 1 if a result of ours was wrong: of PyTorch's own, FAIL in the table says it.
     """
     args = parse(arguments)
-    config = config_of(args) | {"dim_feedforward": "4 D"}
-    path = args.out / f"layers-{args.device}.json"
-    results = ResultsFile(path, environment(args.device), config)
-    right = True
-    for index, (case, row, how, progress) in enumerate(measured(args, results), start=1):
-        what = title(row or {"case": dataclasses.asdict(case)})
-        progress.line(f"\n[{index}/{len(args.cases)}] {what}")
-        progress.line(f"({how})" if row is None else f"{case_table(row)}\n({how})")
-        right &= row is not None and not wrong_of_ours(row, WAYS, ("ours",))
+    name = f"layers-{args.device}.json"
+    results, rows = measured(args, name, title=title, table=case_table)
     targets = f"\n{target_table(results.data)}\n" if args.device == "cpu" else ""
-    print(f"{targets}\n{path}")
-    return 0 if right else 1
+    print(f"{targets}\n{results.path}")
+    return int(any(wrong_of_ours(row, WAYS, "ours") for row in rows))

@@ -14,49 +14,26 @@ LoRA, the largest batch within a memory cap, and 30 steps' losses.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from bench.commands.layers import wrong_of_ours
-from bench.measure.admission import Absent
-from bench.measure.case import DTYPES
 from bench.measure.contest import Rig
 from bench.measure.machine import environment, version
 from bench.measure.options import Parser, positive
-from bench.measure.progress import Progress
-from bench.measure.results import ResultsFile, rows_of
+from bench.measure.results import Progress, ResultsFile, Row
+from bench.measure.steps import run
 from bench.model.measure import Options, measure
 from bench.pages.models import article, case_table, has_losses, losses_table, target_table, title
 from bench.subjects.configs import MODELS
 from bench.subjects.model_ways import DEFAULT, WAYS
 from bench.subjects.models import Case, affordable_layers, memory_of, usual_tokens
+from fused_remat.report.units import bytes_of
 
-#: By device: sequences and tokens of each, and the memory within which the largest batch is sought.
-BATCH = {"cpu": 1, "cuda": 8}
-TOKENS = {"cpu": 512, "cuda": 2048}
-MEMORY = {"cpu": "4GiB", "cuda": "24GiB"}
 #: What `--article` is short for.
 ARTICLE: dict[str, Any] = {
     "model": ["smollm-135m", "qwen2-1.5b"], "lora": [0, 16], "losses": 30,
 }  # fmt: skip
-_UNITS = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
-          **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
-
-
-def size(text: str) -> int:
-    """Bytes of "8GiB". Raises: ArgumentTypeError, whose text the user sees.
-
-    >>> size("1.5GiB"), size("20MB")
-    (1610612736, 20000000)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]i?B)?", text)
-    if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"expected a size such as 8GiB, got {text!r}")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -71,9 +48,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.several("lora", type=int, metavar="RANK", help="ranks; 0: all is trained (default)")
     add("--memory", metavar="SIZE", help="cap of the largest batch, or none (4GiB; cuda: 24GiB)")
     add("--most-batch", type=positive, default=4096, help="the largest batch that is tried (4096)")
-    add("--steps", type=positive, default=12, help="timed of a way at most (12)")
+    add("--steps", type=positive, default=12, dest="rounds", help="timed of a way at most (12)")
     add("--losses", type=int, help="training steps whose losses are compared (default: none)")
     parser.add_ways(WAYS, DEFAULT)
+    parser.by_device(batch=(1, 8), seq=(512, 2048), memory=("4GiB", "24GiB"))
     args = parser.parse(arguments)
     if args.article and args.model:
         parser.error("--article has its own models: give --model or --article")
@@ -83,13 +61,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, value in (ARTICLE if args.article else short).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    memory = args.memory or MEMORY[args.device]
-    try:
-        args.memory = None if memory == "none" else size(memory)
+    with parser.usage_errors():
+        args.memory = None if args.memory == "none" else bytes_of(args.memory, args.device)
         args.ways = WAYS.select(args.ways)
         args.cases = cases(args)
-    except (ValueError, argparse.ArgumentTypeError, Absent) as error:
-        parser.error(str(error))
     return args
 
 
@@ -98,44 +73,25 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
     All of a model's have the layers that training all of it can afford.
     """
-    batch = BATCH[args.device] if args.batch is None else args.batch
-    asked = TOKENS[args.device] if args.seq is None else args.seq
     free = memory_of(args.device)
     found = []
     for model in args.model:
         least = min(args.lora)
         layers = args.layers or affordable_layers(model, args.dtype, least, free)
-        tokens = usual_tokens(model, asked)
-        found += [Case(model, layers, batch, tokens, args.dtype, rank) for rank in args.lora]
+        kind = layers, args.batch, usual_tokens(model, args.seq), args.dtype
+        found += [Case(model, *kind, rank) for rank in args.lora]
     return found
 
 
-def run(args: argparse.Namespace, results: ResultsFile) -> bool:
-    """Measure and print the cases that the file does not have; whether what is ours was right."""
-    options = Options(args.ways, args.memory, args.most_batch, args.losses)
-    much = {"seconds": args.seconds, "rounds": args.steps}
-    rig = Rig(torch.device(args.device), DTYPES[args.dtype], **much)
-
-    def one(case: Case, progress: Progress) -> dict[str, Any]:
-        return measure(case, options, rig, progress)
-
-    rows = rows_of(args.cases, args.ways, results, one, args.fresh, options.units)
-    right = True
-    for index, (case, row, how, progress) in enumerate(rows, start=1):
-        what = title(row or {"case": dataclasses.asdict(case)})
-        progress.line(f"\n[{index}/{len(args.cases)}] {what} ({how})\n")
-        if row is not None:
-            progress.line(case_table(row))
-            progress.line("\n" + losses_table(row) if has_losses(row) else "")
-        right &= row is not None and not answered_for(row)
-    return right
+def tables(row: Row) -> str:
+    return "\n\n".join(["", case_table(row), *([losses_table(row)] if has_losses(row) else [])])
 
 
-def answered_for(row: dict[str, Any]) -> list[str]:
+def answered_for(row: Row | None) -> list[str]:
     """Whose wrong results are an error of this project, losses of ours included."""
-    mine = wrong_of_ours(row, WAYS, ("ours", "loss"))
-    losses = row.get("losses", {"differences": {}})
-    mine += ["losses"] if "losses_failure" in row else []
+    mine = wrong_of_ours(row, WAYS, "ours", "loss")
+    mine += ["losses"] if row and "losses_failure" in row else []
+    losses = (row or {}).get("losses", {"differences": {}})
     return mine + [n for n, d in losses["differences"].items() if not d <= losses["allowed"]]
 
 
@@ -145,15 +101,18 @@ def main(arguments: Sequence[str]) -> int:
     Returns 1 if a result of ours was wrong: of others', FAIL in the table says it.
     """
     args = parse(arguments)
-    config = {
-        "ways": args.ways, "rounds": args.steps, "seconds": args.seconds, "memory": args.memory,
-        "most_batch": args.most_batch, "losses": args.losses, "peft": version("peft"),
-    }  # fmt: skip
+    names = ("ways", "rounds", "seconds", "memory", "most_batch", "losses")
+    config = {name: getattr(args, name) for name in names} | {"peft": version("peft")}
     path = args.out / f"model-{args.device}.json"
     results = ResultsFile(path, environment(args.device), config)
-    right = run(args, results)
+    options = Options(args.ways, args.memory, args.most_batch, args.losses)
+
+    def one(case: Case, rig: Rig, progress: Progress) -> Row:
+        return measure(case, options, rig, progress)
+
+    rows = run(args, results, one, options.units, title, tables)
     page = path.with_suffix(".md")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(article(results.data))
     print(f"\n{target_table(results.data)}\n\n{path}\n{page}")
-    return 0 if right else 1
+    return int(any(map(answered_for, rows)))

@@ -16,50 +16,36 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
+from torch import Tensor
 
 from bench.commands.layers import heads
 from bench.figures import plans as figure
-from bench.measure.case import DTYPES, Forward, Subject
+from bench.measure.case import Forward, Subject
 from bench.measure.checks import Checks
 from bench.measure.contest import Rig
 from bench.measure.machine import environment
 from bench.measure.options import Parser, positive
-from bench.measure.progress import Progress
-from bench.measure.results import ResultsFile, rows_of
-from bench.measure.step_contest import Steps
-from bench.measure.steps import Step, kept_bytes, peaks
-from bench.pages.plans import (
-    error_table,
-    is_ours,
-    read,
-    rival_table,
-    rule_table,
-    step_table,
-    table,
-    title,
-)
+from bench.measure.results import Progress, ResultsFile, Row
+from bench.measure.steps import Step, Steps, kept_bytes, peaks, run
+from bench.pages import plans as page
 from bench.subjects.layers import NORMS
 from bench.subjects.plans import Planner, forward_of, loss
-from bench.subjects.stack_ways import BASELINE, PEERS
-from bench.subjects.stacks import Case
+from bench.subjects.stacks import BASELINE, PEERS, Case
 
 #: By device: layers, batch, tokens of a sequence, width, heads.
 SIZES = {"cpu": (8, 4, 256, 256, 4), "cuda": (12, 4, 2048, 1024, 8)}
 _OURS = 14  # ways, about: their number is known once the peers have been measured
-#: Of what is said of a way's times, what its row has.
-TIMES = ("step_seconds", "host_seconds", "step_ratio")
 TABLES = {
-    "All ways:": table,
-    "Ours within each peer's peak:": rival_table,
-    "Simpler rules within the same, as predicted:": rule_table,
-    "Predictions against what was measured of all plans that were run:": error_table,
-    "A layer's steps:": step_table,
+    "All ways:": page.table,
+    "Ours within each peer's peak:": page.rival_table,
+    "Simpler rules within the same, as predicted:": page.rule_table,
+    "Predictions against what was measured of all plans that were run:": page.error_table,
+    "A layer's steps:": page.step_table,
 }
 
 
@@ -68,13 +54,13 @@ def peers(compiled: bool) -> list[str]:
     return [name for name in PEERS if compiled or not PEERS[name].traits["compiled"]]
 
 
-def memory(forward: Forward, subject: Subject, resting: int, kept_by: str) -> dict[str, Any]:
+def memory(forward: Forward, subject: Subject, resting: int, kept_by: str) -> Row:
     """Bytes: kept from forward to backward, and the most in a step with what rests.
 
     At its beginning no gradients are there. Kept are inputs too, as the planner counts.
     """
 
-    def run() -> torch.Tensor:
+    def run() -> Tensor:
         return loss(subject, forward(subject.x))
 
     subject.clear()
@@ -84,9 +70,7 @@ def memory(forward: Forward, subject: Subject, resting: int, kept_by: str) -> di
     return {"peak_bytes": resting + step, "kept_bytes": kept, "kept_by": kept_by}
 
 
-def measure(
-    case: Case, names: Sequence[str], rig: Rig, progress: Progress | None = None
-) -> dict[str, Any]:
+def measure(case: Case, names: Sequence[str], rig: Rig, progress: Progress | None = None) -> Row:
     """A row of the results file, but for the case: first these peers, then our plans within the
     peak of each of them, then all in turns.
 
@@ -100,15 +84,11 @@ def measure(
         progress: gets two units for each way, whose number is not known before.
     """
     subject = case.subject(rig.device)
-    planner, steps = Planner(subject), Steps(rig, progress)
-    try:
-        asked = _admit_all(steps, planner, names)
-        timed = [name for name in names if name in steps.forwards]
-        steps.time(Step, subject, timed, TIMES)
-    finally:
-        if any(PEERS[name].traits["compiled"] for name in names):
-            torch._dynamo.reset()  # lets go of this case's tensors
+    planner = Planner(subject)
     chain = planner.plan.chain
+    with Steps(rig, progress) as steps:
+        asked = _admit_all(steps, planner, names)
+        steps.time(Step, subject, [name for name in names if name in steps.forwards])
     return {
         "rounds": steps.rounds,
         "baseline": BASELINE,
@@ -121,13 +101,14 @@ def measure(
     }
 
 
-def _admit_all(steps: Steps, planner: Planner, names: Sequence[str]) -> list[dict[str, Any]]:
+def _admit_all(steps: Steps, planner: Planner, names: Sequence[str]) -> list[Row]:
     """Check and weigh the peers and our plans; what was asked of the planner."""
-    subject, rests = planner.subject, planner.plan.chain.rests
+    subject = planner.subject
     checks = Checks(subject)  # whose results in float64 are gone before anything is timed
+    weigh = functools.partial(memory, subject=subject, resting=planner.plan.chain.rests)
     for way in map(PEERS.__getitem__, names):
-        weigh = lambda forward, by=way.traits["kept_by"]: memory(forward, subject, rests, by)  # noqa: E731
-        steps.admit_way(way, subject, checks, weigh, family=way.traits["family"])
+        weighed = functools.partial(weigh, kept_by=way.traits["kept_by"])
+        steps.admit_way(way, checks, weighed, family=way.traits["family"])
     budgets = {n: w["peak_bytes"] for n, w in steps.rows.items() if "peak_bytes" in w}
     entries, asked = planner.at(budgets)
     for entry in entries:
@@ -135,14 +116,13 @@ def _admit_all(steps: Steps, planner: Planner, names: Sequence[str]) -> list[dic
             entry.name,
             lambda entry=entry: forward_of(subject, entry),
             lambda forward: {"check": checks.check(forward, "ours")},
-            lambda forward: memory(forward, subject, rests, "autograd"),
+            functools.partial(weigh, kept_by="autograd"),
             **planner.said_of(entry),
         )
     return asked
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line, with the case that it asks for."""
     parser = Parser(
         "plan", __doc__, "device dtype rounds seconds threads out fresh", rounds=12, seconds=150.0
     )
@@ -158,35 +138,28 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--dropout", type=float, default=0.0)
     add("--no-compile", action="store_true", help="without torch.compile, which takes long")
     args = parser.parse(arguments)
+    args.ways = peers(compiled=not args.no_compile)
     layers, batch, seq, width, nhead = SIZES[args.device]
     wide = args.d_model or width
-    try:
-        args.case = Case(
-            args.layers or layers, args.dtype,
-            next(name for name, first in NORMS.items() if first != args.post_norm), args.dropout,
-            args.batch or batch, args.seq or seq, wide,
-            args.nhead or heads(wide, width // nhead), args.causal,
+    norm = {first: name for name, first in NORMS.items()}[not args.post_norm]
+    with parser.usage_errors():
+        case = Case(
+            args.layers or layers, args.dtype, norm, args.dropout, args.batch or batch,
+            args.seq or seq, wide, args.nhead or heads(wide, width // nhead), args.causal,
         )  # fmt: skip
-    except ValueError as error:
-        parser.error(str(error))
+    args.cases = [case]
     return args
 
 
-def measured(args: argparse.Namespace, path: Path) -> dict[str, Any] | None:
-    """The case's row, from the file or measured; None if it cannot be."""
-    compiled = not args.no_compile
-    config = {"compiled": compiled, "rounds": args.rounds, "seconds": args.seconds}
-    results, names = ResultsFile(path, environment(args.device), config), peers(compiled)
-    much = {"seconds": args.seconds, "rounds": args.rounds}
-    rig = Rig(torch.device(args.device), DTYPES[args.dtype], **much)
+def measured(args: argparse.Namespace, path: Path) -> bool:
+    """Whether the case's row is in the file, or now is: it is measured if need be."""
+    config = {"compiled": not args.no_compile, "rounds": args.rounds, "seconds": args.seconds}
+    results = ResultsFile(path, environment(args.device), config)
 
-    def one(case: Case, progress: Progress) -> dict[str, Any]:
-        return measure(case, names, rig, progress)
+    def one(case: Case, rig: Rig, progress: Progress) -> Row:
+        return measure(case, args.ways, rig, progress)
 
-    units = 2 * (len(names) + _OURS)
-    ((_, row, how, progress),) = rows_of([args.case], names, results, one, args.fresh, units)
-    progress.line(how)
-    return row
+    return None not in run(args, results, one, 2 * (len(args.ways) + _OURS), page.title)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -197,13 +170,13 @@ def main(arguments: Sequence[str]) -> int:
     args = parse(arguments)
     path = args.given or args.out / f"plan-{args.device}.json"
     try:
-        if args.given is None and measured(args, path) is None:
+        if not args.given and not measured(args, path):
             return 1
-        data = read(path)
-        wanted = dataclasses.asdict(args.case)
-        rows = [r for r in data["results"] if args.given or r["case"] == wanted]
+        data = page.read(path)
+        wanted = [dataclasses.asdict(case) for case in args.cases]
+        rows = [row for row in data["results"] if args.given or row["case"] in wanted]
         for row in rows:
-            print(f"\n{title(row)}, {row['rounds']} rounds")
+            print(f"\n{page.title(row)}, {row['rounds']} rounds")
             for heading, make in TABLES.items():
                 print(f"\n{heading}\n\n{make(row)}")
         pictures = figure.draw(data, path.parent, path.stem)
@@ -214,7 +187,7 @@ def main(arguments: Sequence[str]) -> int:
     return int(any(map(wrong, rows)))
 
 
-def wrong(row: dict[str, Any]) -> bool:
+def wrong(row: Row) -> bool:
     """Whether a result of ours, or of what all are compared with, was not right."""
     ways = row["ways"].items()
-    return any("failure" in way for name, way in ways if name == BASELINE or is_ours(way))
+    return any("failure" in way for name, way in ways if name == BASELINE or page.is_ours(way))

@@ -6,18 +6,20 @@ profiler; the times are each operator's own (without what it calls), means over 
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-from bench.measure.admission import Absent
+from bench.measure.clock import interleave
 from bench.measure.machine import machine
 from bench.measure.options import Parser
-from bench.measure.turns import WARMUP_ROUNDS, rotated
+from bench.measure.registry import Absent
 from bench.subjects.layer_ways import BASELINE, WAYS
 from bench.subjects.layers import Case
 from bench.tables import markdown
@@ -36,13 +38,7 @@ KINDS = {
 }
 
 
-def kinds(events: Sequence[Any]) -> Counter[str]:
-    """Microseconds of a profile by kind of operator."""
-    of = {name: kind for kind, names in KINDS.items() for name in names}
-    found: Counter[str] = Counter()
-    for event in events:
-        found[of.get(event.key, "the rest")] += event.self_cpu_time_total
-    return found
+KIND_OF = {name: kind for kind, names in KINDS.items() for name in names}
 
 
 def measure(case: Case, ways: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
@@ -57,19 +53,21 @@ def measure(case: Case, ways: Sequence[str], rounds: int) -> dict[str, dict[str,
             forwards[name] = WAYS[name].make(subject.device, subject)
         except Absent as error:
             raise Absent(f"{name}: {error}") from error
-    found: dict[str, Counter[str]] = {name: Counter() for name in ways}
-    for index in range(WARMUP_ROUNDS + rounds):
-        for name in rotated(ways, index):
-            with profile(activities=[ProfilerActivity.CPU]) as recorded:
-                start = time.perf_counter()
-                forwards[name](subject.x).backward(subject.dy)
-                wall = time.perf_counter() - start
-            if index >= WARMUP_ROUNDS:
-                found[name] += kinds(recorded.key_averages())
-                found[name]["step"] += 1e6 * wall  # type: ignore[assignment]
+
+    def milliseconds(name: str) -> dict[str, float]:
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            start = time.perf_counter()
+            forwards[name](subject.x).backward(subject.dy)
+            found = {"step": 1e3 * (time.perf_counter() - start)}
+        for event in recorded.key_averages():
+            kind = KIND_OF.get(event.key, "the rest")
+            found[kind] = found.get(kind, 0.0) + 1e-3 * event.self_cpu_time_total
+        return found
+
+    steps = {name: functools.partial(milliseconds, name) for name in ways}
     return {
-        name: {kind: total / rounds / 1e3 for kind, total in sums.items()}
-        for name, sums in found.items()
+        name: {kind: statistics.fmean(r.get(kind, 0.0) for r in found) for kind in found[0]}
+        for name, found in interleave(steps, rounds, math.inf).items()
     }
 
 

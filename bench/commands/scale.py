@@ -28,7 +28,7 @@ import torch.multiprocessing as processes
 
 from bench.measure.machine import environment
 from bench.measure.options import Parser, positive
-from bench.measure.results import ResultsFile
+from bench.measure.results import ResultsFile, Row
 from bench.pages import scale as report
 from bench.scale import runs
 from fused_remat.planner import chain as chains
@@ -50,18 +50,7 @@ LAYOUTS = (
 )
 
 
-def setup_of(layout: Layout, width: int, layers: int, seq: int) -> Setup:
-    """A small model of Llama-3-70B's kind: heads of 32, four of them to a key and value head."""
-    heads = width // 32
-    model = dataclasses.replace(
-        LARGE["llama3-70b"], name="tiny", d_model=width, nhead=heads, kv_heads=heads // 4,
-        head_dim=32, d_ff=3 * width, layers=layers, vocab=4096, seq_len=seq,
-    )  # fmt: skip
-    return Setup(model, layout, 2, seq, torch.float32)
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
     parser = Parser("scale", __doc__, "rounds out", rounds=10)
     parser.add("--width", type=positive, default=256, help="a multiple of 256 (256)")
     parser.add("--layers", type=positive, default=4, help="(4)")
@@ -76,14 +65,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Run all layouts and policies; 1 if a rank's bytes are not as predicted."""
     args = parse(arguments)
-    times = not args.no_times
-    config = {"rounds": args.rounds if times else 0}
-    results = ResultsFile(args.out / "scale-cpu.json", environment("cpu"), config)
-    machine = of_this_machine, torch.float32, HARDWARE["h100"]
-    costs = _in_processes(1, *machine)[0] if times else None
+    rounds = 0 if args.no_times else args.rounds
+    results = ResultsFile(args.out / "scale-cpu.json", environment("cpu"), {"rounds": rounds})
+    ceilings = (1, of_this_machine, torch.float32, HARDWARE["h100"])
+    costs = _in_processes(*ceilings)[0] if rounds else None
+    heads = args.width // 32  # of 32 each, four of them to a key and value head
+    model = dataclasses.replace(
+        LARGE["llama3-70b"], name="tiny", d_model=args.width, nhead=heads, kv_heads=heads // 4,
+        head_dim=32, d_ff=3 * args.width, layers=args.layers, vocab=4096, seq_len=args.seq,
+    )  # fmt: skip
     for layout in LAYOUTS:
-        setup = setup_of(layout, args.width, args.layers, args.seq)
-        for row in measured(setup, costs, args.rounds if times else 0):
+        for row in measured(Setup(model, layout, 2, args.seq, torch.float32), costs, rounds):
             results.put(row)
             print(report.line(row), flush=True)
     print(f"\n{report.table(results.data)}\n\n{results.path}")
@@ -93,41 +85,31 @@ def main(arguments: Sequence[str]) -> int:
     return int(bool(wrong))
 
 
-def measured(setup: Setup, costs: Costs | None, rounds: int) -> Iterator[dict[str, Any]]:
+def measured(setup: Setup, costs: Costs | None, rounds: int) -> Iterator[Row]:
     """A row for every policy: each rank's bytes, the most that a step takes, and its time."""
-    layout = setup.layout
-    ranks = _in_processes(layout.mesh.devices, runs.everything, setup, POLICIES, rounds)
+    layout, model = setup.layout, setup.model
+    world = layout.mesh.devices
+    ranks = _in_processes(world, runs.everything, setup, POLICIES, rounds)
+    crowd = max(1.0, world / (os.cpu_count() or 1))  # processes take turns beyond the cores
     for policy in POLICIES:
         found = [rank[policy] for rank in ranks]
-        case = {
-            "data": layout.mesh.data, "tensor": layout.mesh.tensor,
-            "sequence": layout.stream > 1, "policy": policy, "width": setup.model.d_model,
-            "layers": setup.model.layers, "seq": setup.seq,
-        }  # fmt: skip
+        way = way_of(setup, costs or HARDWARE["h100"], policy)
+        chain = chain_of(setup, [way.option])
+        between = ("weights", "optimizer states", "tokens and tables")
+        peak = chains.peak(chain, Choice((0,) * model.layers))
+        alone = sum(step_seconds(setup, costs, [(way, model.layers)]).values()) if costs else None
         yield {
-            "case": case,
+            "case": {
+                "data": layout.mesh.data, "tensor": layout.mesh.tensor,
+                "sequence": layout.stream > 1, "policy": policy, "width": model.d_model,
+                "layers": model.layers, "seq": setup.seq,
+            },
             "ranks": [rank["held"] for rank in found],
             "taken": max(rank["taken"] for rank in found),
-            "bound": bound(setup, policy),
+            "bound": peak - sum(chain.resting[name] for name in between),
             "seconds": max(rank["seconds"] for rank in found) if rounds else None,
-            "predicted_seconds": predicted_seconds(setup, policy, costs) if costs else None,
-        }
-
-
-def bound(setup: Setup, policy: str) -> int:
-    """Most bytes that a step takes above what is there between steps, on paper."""
-    option = way_of(setup, HARDWARE["h100"], policy).option
-    chain = chain_of(setup, [option])
-    between = ("weights", "optimizer states", "tokens and tables")
-    rests = sum(chain.resting[name] for name in between)
-    return chains.peak(chain, Choice((0,) * setup.model.layers)) - rests
-
-
-def predicted_seconds(setup: Setup, policy: str, costs: Costs) -> float:
-    """Of a step; processes take turns where there are more of them than cores."""
-    chosen = [(way_of(setup, costs, policy), setup.model.layers)]
-    alone = sum(step_seconds(setup, costs, chosen).values())
-    return alone * max(1.0, setup.layout.mesh.devices / (os.cpu_count() or 1))
+            "predicted_seconds": alone and crowd * alone,
+        }  # fmt: skip
 
 
 def _in_processes(world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -78,7 +78,6 @@ def output(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def gradients(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """Of x and of every parameter."""
     x = x.detach().requires_grad_()
     y = output(layer, x)
     found: tuple[Tensor, ...] = torch.autograd.grad(y, [x, *layer.parameters()], dy)
@@ -98,7 +97,6 @@ def names_kept(layer: FusedLayer, policy: str) -> frozenset[str]:
 
 
 def names_of(layer: nn.Module) -> list[str]:
-    """What `gradients` are of."""
     return ["x", *(name for name, _ in layer.named_parameters())]
 
 
@@ -132,18 +130,16 @@ def errors(
 
     Shapes: a list of (1 + number of parameters,) float32.
     """
-    policies = list(policies)
     exact = copy.deepcopy(layer).double()
     exact.policy = "full"
-    squares = [torch.zeros(()) for _ in policies]
-    seeds = list(seeds)
+    policies, found = list(policies), []
     for seed in seeds:
         x = outlying_input(layer, scale, seed).bfloat16()
         other = torch.Generator().manual_seed(1000 + seed)  # dy like x has all but no gradient
         dy = torch.randn(x.shape, generator=other).bfloat16()
         truth = gradients(exact, x.double(), dy.double())
-        for i, policy in enumerate(policies):
+        for policy in policies:
             layer.policy = policy
-            found = relative(gradients(layer, x, dy), truth, names_of(layer))
-            squares[i] = squares[i] + found.square()
-    return [(total / len(seeds)).sqrt() for total in squares]
+            found.append(relative(gradients(layer, x, dy), truth, names_of(layer)))
+    by_seed = torch.stack(found).unflatten(0, (-1, len(policies)))
+    return list(by_seed.square().mean(0).sqrt())

@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.measure import step_contest
 from bench.measure.case import Subject, dtype_name
 from bench.measure.contest import Entry, P, Rig
 from bench.measure.steps import ReplayedStep, Step
+from bench.measure.steps import measure as measure_ways
 from bench.subjects import layers
 from bench.subjects.layer_ways import BUDGETS
 from bench.subjects.layer_ways import WAYS as LAYER_WAYS
@@ -52,7 +52,7 @@ def measure(
         subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
     subject.captured = timer is ReplayedStep
     given = subject, LAYER_WAYS, names, rig.longer(_LONGER), timer
-    return as_contest(step_contest.measure(*given, beside=beside))
+    return as_contest(measure_ways(*given, beside=beside))
 
 
 def as_contest(row: dict[str, Any]) -> dict[str, Any]:

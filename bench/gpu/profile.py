@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 from bench.gpu import floors
 from bench.gpu.kinds import FORWARD, KINDS, kind_of
 from bench.gpu.layers import WIDTHS, as_contest, encoder, long_encoder
-from bench.measure import step_contest
 from bench.measure.case import Forward, Subject
 from bench.measure.contest import Entry, Rig
 from bench.measure.steps import QueuedStep
+from bench.measure.steps import measure as measure_ways
 from bench.subjects.layer_ways import WAYS as LAYER_WAYS
 from bench.subjects.layers import Case
 from fused_remat.policies import EXACT_PRESETS
@@ -139,7 +139,7 @@ def measure(case: Case, rig: Rig) -> dict[str, Any]:
     """
     subject = case.subject(rig.device)
     given = subject, LAYER_WAYS, WAYS, rig, QueuedStep
-    row = as_contest(step_contest.measure(*given, beside=("none",)))
+    row = as_contest(measure_ways(*given, beside=("none",)))
     ways = row["ways"]
     right = [name for name, found in ways.items() if "us" in found]
     example = floors.example_of(subject)

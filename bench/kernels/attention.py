@@ -23,8 +23,8 @@ from bench.kernels.problem import (
     through_autograd,
 )
 from bench.kernels.shapes import Size
-from bench.measure.admission import Absent
 from bench.measure.contest import Rig
+from bench.measure.registry import Absent
 from fused_remat import ops
 
 #: Bytes of scores that a provider may hold which holds all of them.

@@ -23,13 +23,12 @@ from bench.kernels.problem import DIRECTIONS, Problem, contests
 from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
 from bench.kernels.table import OPS
 from bench.measure import ceilings
-from bench.measure.admission import described
 from bench.measure.case import DTYPES, dtype_name
 from bench.measure.contest import ROUNDS, Rig, measure
 from bench.measure.machine import environment
 from bench.measure.options import DEVICE, Parser, positive
-from bench.measure.progress import Progress
-from bench.measure.results import ResultsFile
+from bench.measure.registry import described
+from bench.measure.results import Progress, ResultsFile
 from bench.pages import kernels as report
 from fused_remat.triton.launch import INTERPRETED, target_of
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from bench.kernels.problem import Function, Op, Problem, Ways, failing, through_autograd
 from bench.kernels.products import QUACK_PLAIN, Products, gradients
 from bench.kernels.shapes import Size
-from bench.measure.admission import Absent
 from bench.measure.contest import Results, Rig, Way
+from bench.measure.registry import Absent
 from fused_remat.triton import products
 from fused_remat.triton.launch import Launch
 

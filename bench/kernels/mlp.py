@@ -13,8 +13,8 @@ from torch import Tensor
 from bench.kernels.problem import Function, Op, Problem, Ways, accumulated, through_autograd
 from bench.kernels.products import QUACK_GATED, QUACK_PLAIN, Products, gradients
 from bench.kernels.shapes import Size
-from bench.measure.admission import Absent
 from bench.measure.contest import Results, Rig
+from bench.measure.registry import Absent
 from fused_remat import ops
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bench.kernels.problem import Function, Op, Problem
 from bench.kernels.shapes import Size
-from bench.measure.admission import Absent
 from bench.measure.contest import Rig, Work
+from bench.measure.registry import Absent
 from fused_remat import ops
 
 EPS = 1e-5

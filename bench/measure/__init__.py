@@ -6,13 +6,13 @@
   folder and torch's threads.
 - `case.Case`: what is measured, as a result file has it. `case.Subject`: what is made of it.
 - `registry.Registry`: who is compared. `select` takes names and groups; `Provider.make` builds one.
-- `admission`: `Absent`, `WrongResultError`, and `refusal`, what a row says of whoever raised one.
+  `Absent`, `WrongResultError`, and `refusal`, what a row says of whoever raised one.
 - `contest`: a `Contest` of `Way`s; `admit` checks each against float64, `measure` times in turns
-  those that are right. `Rig` is what is measured on.
-- `step_contest`: the same of training steps. `measure` is a layer's; `Steps.admit` builds, checks
-  and weighs a way, `Steps.time` times all. `checks.Checks` are a step's checks, `steps` its times
-  and memory.
-- `clock.Clock`, `turns.interleave`, `turns.quantiles`, `turns.ratios`: times.
-- `results.ResultsFile`: rows in a file; `results.rows_of` gives cases' rows from it, or measures.
-- `machine`, `progress`, `ceilings`: where, how far, and how fast at most.
+  those that are right. `Rig` is what is measured on; `ceilings`, how fast that is at most.
+- `steps`: the same of training steps. `measure` is a layer's; `Steps.admit` builds, checks and
+  weighs a way, `Steps.time` times all; `run` measures cases, but those that a file has.
+  `checks.Checks` are a step's checks.
+- `clock`: times of calls, in turns; percentiles and ratios.
+- `results.ResultsFile`: rows in a file. `results.Progress`: how many there will be.
+- `machine`: where, with what and of which code.
 """

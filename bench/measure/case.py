@@ -19,7 +19,6 @@ Forward = Callable[[Any], Any]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As `DTYPES` has it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -27,19 +26,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Case:
     """A point of a benchmark's grid: its fields are those of a result file's row.
 
-    Subclasses have the fields, `check` and `subject`.
+    Subclasses have the fields and `subject(device)`: random parameters and data that depend on
+    nothing but the case. What cannot be raises ValueError.
     """
-
-    def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """Raises: ValueError for a case that cannot be."""
-        raise NotImplementedError
-
-    def subject(self, device: torch.device | str) -> Subject:
-        """What is measured, with random parameters and data that depend on nothing but the case."""
-        raise NotImplementedError
 
     def seed(self) -> None:
         """What is drawn from here on is the same in every run."""
@@ -60,44 +49,25 @@ class Case:
             raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
 
 
-def _itself(module: nn.Module) -> Forward:
-    return module
-
-
-def _none_of_ours(module: nn.Module, policy: str, backend: str) -> Forward:
-    raise NotImplementedError
-
-
 @dataclass
 class Subject:
     """A module, what its training step is given, and how forwards of such a module are built.
 
-    Attributes:
-        x: the input, a tensor or a model's tensors by name; it gets a gradient if it can have one.
-        dy: the gradient of the output; None where that is a loss.
-        dropout: the module's dropout probability.
-        stock: the module's own forward.
-        fused: (module, policy, backend) -> ours, on the same parameters.
-        causal: every token sees itself and what is before it.
-        masks: the caller's own tensors, which no way is said to keep.
-        fresh: no gradients are there when a step begins, as after `zero_grad()`.
-        backend: what a preset runs on where its name says nothing.
-        compiler: `torch.compile`'s backend.
-        captured: steps are to be captured as CUDA graphs.
+    `stock` gives the module's own; `fused`, of a policy and a backend, ours on the same parameters.
     """
 
     module: nn.Module
-    x: Any
-    dy: Tensor | None = None
-    dropout: float = 0.0
-    stock: Callable[[nn.Module], Forward] = _itself
-    fused: Callable[[nn.Module, str, str], Forward] = _none_of_ours
-    causal: bool = False
-    masks: tuple[Tensor, ...] = ()
-    fresh: bool = False
-    backend: str = "auto"
-    compiler: str = "inductor"
-    captured: bool = False
+    x: Any  # a tensor, or a model's by name; it gets a gradient if it can have one
+    dy: Tensor | None = None  # the gradient of the output; None where that is a loss
+    dropout: float = 0.0  # the module's
+    stock: Callable[[nn.Module], Forward] = lambda module: module
+    fused: Callable[[nn.Module, str, str], Forward] | None = None
+    causal: bool = False  # every token sees itself and what is before it
+    masks: tuple[Tensor, ...] = ()  # the caller's own tensors, which no way is said to keep
+    fresh: bool = False  # no gradients are there when a step begins, as after `zero_grad()`
+    backend: str = "auto"  # what a preset runs on where its name says nothing
+    compiler: str = "inductor"  # `torch.compile`'s backend
+    captured: bool = False  # steps are to be captured as CUDA graphs
 
     def __post_init__(self) -> None:
         if isinstance(self.x, Tensor) and self.x.is_floating_point():
@@ -108,34 +78,34 @@ class Subject:
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype
+
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors that want a gradient."""
         x = {"x": self.x} if isinstance(self.x, Tensor) and self.x.requires_grad else {}
         return x | {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def zero(self) -> None:
         """Gradients are there, and 0: a step adds to them."""
         for leaf in self.leaves().values():
-            if leaf.grad is None:
-                leaf.grad = torch.zeros_like(leaf)
-            else:
-                leaf.grad.zero_()
+            leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.zero_()
 
     def clear(self) -> None:
-        """No gradients are there."""
         for leaf in self.leaves().values():
             leaf.grad = None
 
     def double(self) -> Subject:
-        """A copy in float64."""
-        x = {"x": self.x} if isinstance(self.x, Tensor) else self.x
-        x = {k: t.detach().double() if t.is_floating_point() else t for k, t in x.items()}
+        def exact(t: Tensor) -> Tensor:
+            return t.detach().double() if t.is_floating_point() else t
+
         return dataclasses.replace(
             self,
             module=copy.deepcopy(self.module).double(),
-            x=x["x"] if isinstance(self.x, Tensor) else x,
+            x=exact(self.x) if isinstance(self.x, Tensor) else
+              {name: exact(t) for name, t in self.x.items()},
             dy=None if self.dy is None else self.dy.double(),
-        )
+        )  # fmt: skip
 
 
 def perturb(module: nn.Module) -> None:

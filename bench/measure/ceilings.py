@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bench.measure.contest import SETS, Rig, Work, in_turns, rates, summary
+from bench.measure.clock import quantiles
+from bench.measure.contest import SETS, Rig, Work
 
 
 def copy(rig: Rig) -> tuple[Callable[[int], Any], Work]:
     """Bytes read and written; far more than any cache holds."""
-    large = 1 << 30 if rig.device.type == "cuda" else 1 << 26
-    count = rig.size(large, 1 << 10)
+    count = rig.size(1 << 30 if rig.device.type == "cuda" else 1 << 26, 1 << 10)
     x, y = rig.normal(count), rig.poisoned(count)
     return lambda index: y.copy_(x), Work(bytes=2.0 * x.nbytes)
 
 
 def product(rig: Rig) -> tuple[Callable[[int], Any], Work]:
-    """Square matrices."""
     n = rig.size(8192 if rig.device.type == "cuda" else 2048, 64)
     x, w = rig.normal(n, n), rig.normal(n, n)
     return lambda index: torch.mm(x, w), Work(flops=2.0 * n**3)
@@ -34,7 +34,7 @@ def measure(rig: Rig, unit: str) -> dict[str, Any]:
     run, work = CEILINGS[unit](rig)
     run(0)
     sampler = rig.clock.sampler(run, lambda index: index, SETS)
-    (row,) = summary(in_turns({"torch": sampler}, rig, longer=3.0), ()).values()
-    rig.ceilings[unit] = rates(work, 1e-6 * row["us"]["p20"])[unit]
-    found = {"unit": unit, "work": {"flops": work.flops, "bytes": work.bytes}}
-    return found | {"ways": {"torch": row | {unit: rig.ceilings[unit]}}}
+    us = quantiles([1e6 * seconds for seconds in rig.longer(3.0).in_turns({"": sampler})[""]])
+    rig.ceilings[unit] = work.rates(1e-6 * us["p20"])[unit]
+    way = {"us": us, "ratio": {}, unit: rig.ceilings[unit]}
+    return {"unit": unit, "work": dataclasses.asdict(work), "ways": {"torch": way}}

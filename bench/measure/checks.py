@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from bench.measure.admission import WrongResultError
-from bench.measure.by_head import exact_by_head
 from bench.measure.case import Forward, Subject
 from bench.measure.contest import errors, within
+from bench.measure.registry import WrongResultError
 from fused_remat import FusedRematWarning
 
 SEED = 1
@@ -33,6 +34,10 @@ SPREAD = (0.5, 2.0)
 #: the outputs' rounding (by `_CLEAR`) takes a smaller one, down to an eighth: ReLU has kinks.
 STEPS = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 2e-3}
 _CLEAR = 500.0
+#: Beside the largest gradient, the norm of one that float64 itself finds to be zero: a key's bias
+#: in softmax, where nothing is rotated.
+_ZERO = 1e-6
+_MOST_SCORES = 2**31  # bytes of scores in float64 that are written at once
 
 
 @contextlib.contextmanager
@@ -56,22 +61,72 @@ def poisoned(active: bool = True) -> Iterator[None]:
         torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
+@contextlib.contextmanager
+def exact_by_head(most: int = _MOST_SCORES) -> Iterator[None]:
+    """PyTorch's attention in float64, a head at a time where all scores would take more bytes.
+
+    A GPU has no flash kernel for float64: all scores are written, several times, 34 GB each at 16
+    heads of 16384 tokens. Where a head's own take more, and nothing is masked but what comes later,
+    it is some rows of queries at a time. Backward replays each part.
+    """
+    whole = F.scaled_dot_product_attention
+
+    def by_head(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        length, keys = q.shape[-2], k.shape[-2]
+        if q.dtype != torch.float64 or q.shape[:-1].numel() * keys * q.itemsize <= most:
+            return whole(q, k, v, attn_mask, dropout_p, is_causal, **options)
+        plain = attn_mask is None and not dropout_p
+        rows = max(1, most // (keys * q.itemsize)) if plain else length
+
+        def part(q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+            if rows >= length:
+                return whole(q, k, v, attn_mask, dropout_p, is_causal, **options)
+            seen = min(first + rows, keys) if is_causal else keys
+            mask = torch.ones(q.shape[-2], seen, dtype=torch.bool, device=q.device).tril(first)
+            past = k[..., :seen, :], v[..., :seen, :]
+            return whole(q, *past, mask if is_causal else None, **options)
+
+        def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            made = [
+                checkpoint(part, some, k, v, index * rows, use_reentrant=False)
+                for index, some in enumerate(q.split(rows, -2))
+            ]
+            return torch.cat(made, -2)
+
+        heads = zip(*(t.flatten(0, -3).split(1) for t in (q, k, v)), strict=True)
+        return torch.cat([one(*head) for head in heads]).view_as(q)
+
+    F.scaled_dot_product_attention = by_head
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = whole
+
+
 def results_of(forward: Forward, subject: Subject, seed: int = SEED) -> dict[str, Tensor]:
     """The output and all gradients of one step at a seed, by name."""
     subject.zero()
+    leaves = subject.leaves()
     torch.manual_seed(seed)
     y = forward(subject.x)
     y.backward(subject.dy)
-    leaves = subject.leaves().items()
-    gradients = {f"gradient of {n}": t.grad.clone() for n, t in leaves if t.grad is not None}
-    return {"output": y.detach(), **gradients}
+    return {"output": y.detach()} | {f"gradient of {n}": t.grad.clone() for n, t in leaves.items()}
 
 
 class Checks:
     """The checks of one subject's ways, by whose dropout they draw ("stock", "ours", "own").
 
     Without dropout: the output and every gradient against the stock forward in float64; the error
-    may be 1.5 times the stock forward's own in the sample's dtype, plus `FLOORS`, up to `GROSS`.
+    may be 1.5 times the stock forward's own in the sample's dtype, plus `floor` (by default that of
+    `FLOORS`), up to `GROSS`. A bias whose gradient is zero is taken together with its weight.
 
     With dropout, every way: the same seed gives the same output, another seed another one. And
 
@@ -87,26 +142,30 @@ class Checks:
     as it is, or by `LOSSY_FLOOR`; its output by no more than another's.
     """
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, floor: float | None = None) -> None:
         self.subject = subject
         self._poison = subject.device.type == "cpu"  # on a GPU it would choose other kernels
+        self._floor = FLOORS[subject.dtype] if floor is None else floor
         build = subject.stock
-        if self.subject.dropout:
+        if subject.dropout:
             build = lambda module: subject.fused(module, "full", "eager")  # noqa: E731
         with no_fallback(), poisoned(self._poison), exact_by_head():
             exact = subject.double()
             self._truth = results_of(build(exact.module), exact)
-            theirs = errors(results_of(build(subject.module), subject), self._truth)
-        self._allowed = {name: self._allow(name, error) for name, error in theirs.items()}
+            theirs = self._errors(results_of(build(subject.module), subject))
+        self._allowed = {  # NaN of theirs allows no more than what is gross
+            name: min(GROSS[name.split()[0]], 1.5 * error + self._floor)
+            for name, error in theirs.items()
+        }
         self._allowed_lossy: dict[str, float] = {}
-        if self.subject.dropout:
+        if subject.dropout:
             self._stock = results_of(subject.stock(subject.module), subject)
             with exact_by_head():  # gradients wanted: the forward that is trained
                 exact = subject.double()
                 self._plain = subject.stock(exact.module.eval())(exact.x).detach()
 
     def check(
-        self, forward: Forward, draws: str, compiled: bool = False, lossy: bool = False
+        self, forward: Forward, draws: str = "stock", compiled: bool = False, lossy: bool = False
     ) -> dict[str, Any]:
         """How the results were found right. Raises: WrongResultError, or what the way raises.
 
@@ -121,48 +180,46 @@ class Checks:
                 if not t.isfinite().all():
                     raise WrongResultError(f"{name} is not finite")
             if not self.subject.dropout:
-                return {"against": "float64"} | self._near(found, self._truth, allowed)
-            self._seeded(forward, found)
+                return {"against": "float64"} | within(*self._paired(found), allowed)
+            # On a GPU too: no kernel adds atomically.
+            if not torch.equal(self._output(forward, SEED), found["output"]):
+                raise WrongResultError("the same seed gives another output")
+            if torch.equal(self._output(forward, SEED + 1), found["output"]):
+                raise WrongResultError("another seed gives the same output: no dropout")
             if draws == "ours":
-                near = self._near(found, self._truth, allowed)
+                near = within(*self._paired(found), allowed)
                 return {"against": "float64, the same bits"} | near
             if draws == "stock":
                 return self._as_stock(found)
-            self._spread(found)
-            return {"against": "itself, dropout fixed"} | self._derivatives(forward, found)
+            return {"against": "itself, dropout fixed"} | self._as_itself(forward, found)
 
-    def _allow(self, name: str, error: float) -> float:
-        """The most that a result may be off whose yardstick is off by `error`."""
-        gross = GROSS["output" if name == "output" else "gradient"]
-        return min(gross, 1.5 * error + FLOORS[self.subject.dy.dtype])  # the former, too, if NaN
+    def _paired(self, found: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Results and the truth; what is zero but for rounding in one with its weight's."""
+        mine, truth = dict(found), dict(self._truth)
+        norms = {name: t.norm().item() for name, t in truth.items() if name != "output"}
+        for name, norm in norms.items():
+            if name.endswith("bias") and norm < _ZERO * max(norms.values()):
+                for results in (mine, truth):
+                    weight = name.removesuffix("bias") + "weight"
+                    both = results.pop(name), results[weight]
+                    results[weight] = torch.cat([t.flatten() for t in both])
+        return mine, truth
+
+    def _errors(self, found: Mapping[str, Tensor]) -> dict[str, float]:
+        return errors(*self._paired(found))
 
     def _lossy(self) -> dict[str, float]:
-        """What a lossy way's results may be off."""
         if not self._allowed_lossy:
-            subject, dtype = self.subject, self.subject.dy.dtype
+            subject = self.subject
             native = subject.fused(subject.module, "none", subject.backend)
             with no_fallback(), poisoned(self._poison):
-                exact = errors(results_of(native, subject), self._truth)
-            most = {n: LOSSY_TIMES * e + FLOORS[dtype] for n, e in exact.items()}
-            if dtype != torch.bfloat16:
-                most = {name: max(error, LOSSY_FLOOR) for name, error in most.items()}
-            most = {name: min(error, GROSS["gradient"]) for name, error in most.items()}
-            self._allowed_lossy = most | {"output": self._allowed["output"]}
+                exact = self._errors(results_of(native, subject))
+            least = 0.0 if subject.dtype == torch.bfloat16 else LOSSY_FLOOR
+            self._allowed_lossy = {
+                name: min(GROSS["gradient"], max(LOSSY_TIMES * error + self._floor, least))
+                for name, error in exact.items()
+            } | {"output": self._allowed["output"]}
         return self._allowed_lossy
-
-    def _near(
-        self, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], allowed: Mapping[str, float]
-    ) -> dict[str, Any]:
-        """Every error within what is allowed; reports the one that comes nearest to it."""
-        worst, error = within(found, truth, allowed)
-        return {"worst": worst, "error": error, "allowed": allowed[worst]}
-
-    def _seeded(self, forward: Forward, found: Mapping[str, Tensor]) -> None:
-        """On a GPU too a forward has the same bits at the same seed: no kernel adds atomically."""
-        if not torch.equal(self._output(forward, SEED), found["output"]):
-            raise WrongResultError("the same seed gives another output")
-        if torch.equal(self._output(forward, SEED + 1), found["output"]):
-            raise WrongResultError("another seed gives the same output: no dropout")
 
     def _output(self, forward: Forward, seed: int) -> Tensor:
         torch.manual_seed(seed)
@@ -170,25 +227,21 @@ class Checks:
 
     def _as_stock(self, found: Mapping[str, Tensor]) -> dict[str, Any]:
         if self.subject.device.type == "cuda":
-            near = self._near(found, {n: t.double() for n, t in self._stock.items()}, self._allowed)
-            return {"against": "eager at the same seed"} | near
+            stock = {name: t.double() for name, t in self._stock.items()}
+            return {"against": "eager at the same seed"} | within(found, stock, self._allowed)
         for name, t in self._stock.items():
             if not torch.equal(found[name], t):
                 raise WrongResultError(f"{name} is not, bit for bit, that of eager")
         return {"against": "same seed, bits of eager"}
 
-    def _spread(self, found: Mapping[str, Tensor]) -> None:
-        mine, theirs = (
-            (y["output"].double() - self._plain).norm().item() for y in (found, self._stock)
-        )
-        if not SPREAD[0] * theirs < mine < SPREAD[1] * theirs:
-            raise WrongResultError(
-                f"dropout moves the output {mine / theirs:.2g} times as far as eager's does"
-            )
-
-    def _derivatives(self, forward: Forward, found: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _as_itself(self, forward: Forward, found: Mapping[str, Tensor]) -> dict[str, Any]:
         """The leaf whose gradient is farthest from the difference quotient, of what is allowed."""
-        worst: dict[str, Any] = {"error": -1.0, "allowed": 1.0}
+        moved = [(r["output"].double() - self._plain).norm().item() for r in (found, self._stock)]
+        if not SPREAD[0] < (times := moved[0] / moved[1]) < SPREAD[1]:
+            raise WrongResultError(
+                f"dropout moves the output {times:.2g} times as far as eager's does"
+            )
+        rows = []
         for name, leaf in self.subject.leaves().items():
             gradient = found[f"gradient of {name}"].double()
             if gradient.norm() == 0:
@@ -199,9 +252,8 @@ class Checks:
                     f"gradient of {name} is not that of the forward at the same seed: off by "
                     f"{error:.2g} along it, allowed {allowed:.2g}"
                 )
-            if error / allowed > worst["error"] / worst["allowed"]:
-                worst = {"worst": f"gradient of {name}", "error": error, "allowed": allowed}
-        return worst
+            rows.append({"worst": f"gradient of {name}", "error": error, "allowed": allowed})
+        return max(rows, key=lambda row: row["error"] / row["allowed"])
 
     def _derivative(
         self, forward: Forward, y: Tensor, leaf: Tensor, gradient: Tensor
@@ -211,7 +263,7 @@ class Checks:
         Where backward draws a mask again, it is off by about 2 p. p / 2 is allowed, or 10% where
         that is less, and five times what the rounding of both outputs comes to.
         """
-        dtype, dy = self.subject.dy.dtype, self.subject.dy.double()
+        dtype, dy = self.subject.dtype, self.subject.dy.double()
         kept = leaf.detach().clone()
         noise = torch.finfo(dtype).eps * (y.double().norm() * dy.norm()).item() / y.numel() ** 0.5
         size, slope = kept.double().norm().item(), gradient.norm().item()

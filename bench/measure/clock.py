@@ -1,21 +1,25 @@
-"""Timing one call on a device: CUDA events after a flush of the L2, or the host's clock."""
+"""Times: of one call on a device, and of many side by side, in turns; their percentiles."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 SAMPLE_SECONDS = 1e-3  # of calls that are timed at once: several short ones, or a long one
 MOST_CALLS = 20
 #: Cycles a second that a GPU does not exceed: how long to hold it while the host gets ahead.
 _GPU_HERTZ = 2.0e9
 _SPARE_HOST_SECONDS = 20e-6
+WARMUP_ROUNDS = 2
+FEWEST_ROUNDS = 5  # whatever the time limit says, if as many are asked for
 
 #: A call is prepared, untimed, and then run on what that gave.
 Prepare = Callable[[int], Any]
@@ -46,9 +50,9 @@ class Clock:
 
     def sampler(self, run: Run, prepare: Prepare, sets: int) -> Callable[[], float]:
         """A function that times `run(prepare(i))`, i in turn below `sets`: seconds of a call."""
+        turns = itertools.cycle(range(sets))
         if self.device.type == "cuda":
             return self._gpu_sampler(run, prepare, sets)
-        turns = itertools.cycle(range(sets))
 
         def once() -> float:
             given = prepare(next(turns))
@@ -71,24 +75,21 @@ class Clock:
             host = time.perf_counter() - start
             torch.cuda.synchronize(self.device)
         hold = int((1.5 * host + _SPARE_HOST_SECONDS) * _GPU_HERTZ)
-        once = self._between_events(run, prepare, sets, hold) / sets
-        count = _calls(once)
-        return lambda: self._between_events(run, prepare, count, hold, sets) / count
-
-    def _between_events(
-        self, run: Run, prepare: Prepare, count: int, hold: int, sets: int | None = None
-    ) -> float:
         event = functools.partial(torch.cuda.Event, enable_timing=True)
-        pairs = [(event(), event()) for _ in range(count)]
-        for index, (start, end) in enumerate(pairs):
-            given = prepare(index % (sets or count))
-            self.flush()
-            torch.cuda._sleep(hold)
-            start.record()
-            run(given)
-            end.record()
-        torch.cuda.synchronize(self.device)
-        return 1e-3 * sum(start.elapsed_time(end) for start, end in pairs)
+
+        def sample(count: int) -> float:
+            pairs = [(event(), event()) for _ in range(count)]
+            for index, (start, end) in enumerate(pairs):
+                given = prepare(index % sets)
+                self.flush()
+                torch.cuda._sleep(hold)
+                start.record()
+                run(given)
+                end.record()
+            torch.cuda.synchronize(self.device)
+            return 1e-3 * sum(start.elapsed_time(end) for start, end in pairs) / count
+
+        return functools.partial(sample, _calls(sample(sets)))
 
 
 def _calls(seconds: float) -> int:
@@ -96,20 +97,54 @@ def _calls(seconds: float) -> int:
     return max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / seconds)))
 
 
-def captured(work: Callable[[], Any]) -> Callable[[], None]:
-    """`work`, which has run before, as a CUDA graph's replay: launches take the host no time.
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    levels = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    found = torch.tensor(values, dtype=torch.float64).quantile(levels).tolist()
+    return dict(zip(("p20", "p50", "p80"), found, strict=True))
 
-    Raises: RuntimeError where it cannot be captured.
+
+def ratios(
+    times: Mapping[str, Sequence[float]], baselines: Iterable[str]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Percentiles of everyone's ratio, round by round, to each baseline that was timed."""
+    there = [name for name in baselines if name in times]
+
+    def beside(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+        return quantiles([a / b for a, b in zip(mine, theirs, strict=True)])
+
+    return {
+        name: {other: beside(mine, times[other]) for other in there}
+        for name, mine in times.items()
+    }  # fmt: skip
+
+
+def rotated(names: Sequence[str], index: int) -> list[str]:
+    """The order of round `index`: who goes first rotates; every other round runs backwards.
+
+    Without the latter every name but the first would always follow the same other one, and find
+    the caches as that one leaves them.
     """
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        work()  # what is set up for each stream, cuBLAS's workspace for one
-        torch.cuda.synchronize()
-        graph.capture_begin()
-        try:
-            work()
-        finally:
-            graph.capture_end()
-    torch.cuda.synchronize()
-    return graph.replay
+    first = index // 2 % max(1, len(names))
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if index % 2 else order
+
+
+def interleave(
+    steps: Mapping[str, Callable[[], T]], rounds: int, seconds: float
+) -> dict[str, list[T]]:
+    """What every step returned in every round; in a round each runs once, after warm-up rounds.
+
+    Ends after `rounds` rounds; once `FEWEST_ROUNDS` are done, also after `seconds`.
+    """
+    names = list(steps)
+    found: dict[str, list[T]] = {name: [] for name in names}
+    for index in range(WARMUP_ROUNDS):
+        for name in rotated(names, index):
+            steps[name]()
+    end = time.perf_counter() + seconds
+    for index in range(rounds):
+        for name in rotated(names, index):
+            found[name].append(steps[name]())
+        if index + 1 >= FEWEST_ROUNDS and time.perf_counter() >= end:
+            break
+    return found

@@ -16,9 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from bench.measure.admission import WrongResultError, refusal
-from bench.measure.clock import Clock
-from bench.measure.turns import interleave, quantiles, ratios
+from bench.measure.clock import Clock, T, interleave, quantiles, ratios
+from bench.measure.registry import WrongResultError, refusal
 from fused_remat import random
 from fused_remat.random import DropoutMask
 from fused_remat.triton.launch import Launch, Target
@@ -40,29 +39,19 @@ Results = Mapping[str, Tensor]
 
 @dataclass
 class Rig:
-    """What is measured on, in which dtype, and what was found of it.
-
-    Attributes:
-        dry: tiny sizes, one round: the whole path, but no measurement.
-        target: of the kernels; None where there are none to launch.
-        ceilings: unit ("GB/s", "TFLOP/s") -> the measured most of it.
-        seconds: timed seconds of a contest at most, about.
-        rounds: of a contest, at most.
-        ends: `time.perf_counter()` at which everything should have ended.
-    """
+    """What is measured on, in which dtype, and what was found of it."""
 
     device: torch.device
     dtype: torch.dtype
-    dry: bool = False
-    target: Target | None = None
-    ends: float = float("inf")
-    seconds: float = 1.0
-    rounds: int = ROUNDS
-    ceilings: dict[str, float] = field(default_factory=dict)
+    dry: bool = False  # tiny sizes, one round: the whole path, but no measurement
+    target: Target | None = None  # of the kernels; None where there are none to launch
+    ends: float = float("inf")  # `time.perf_counter()` at which everything should have ended
+    seconds: float = 1.0  # of a contest, timed, at most, about
+    rounds: int = ROUNDS  # of a contest, at most
+    ceilings: dict[str, float] = field(default_factory=dict)  # by unit: the most of it
 
     @property
     def left(self) -> float:
-        """Seconds."""
         return self.ends - time.perf_counter()
 
     @functools.cached_property
@@ -73,16 +62,19 @@ class Rig:
         """The same with so many times the seconds."""
         return dataclasses.replace(self, seconds=times * self.seconds)
 
+    def in_turns(self, steps: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
+        if self.dry:
+            return {name: [step()] for name, step in steps.items()}
+        return interleave(steps, self.rounds, self.seconds)
+
     def size(self, full: int, tiny: int) -> int:
         return tiny if self.dry else full
 
     def normal(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-        """Fresh random numbers."""
         x = torch.empty(shape, device=self.device, dtype=torch.float32)
         return x.normal_(shift, scale).to(self.dtype)
 
     def poisoned(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """NaN, to be written."""
         return torch.full(shape, torch.nan, device=self.device, dtype=dtype or self.dtype)
 
     def keep(self, rows: int, width: int) -> DropoutMask:
@@ -93,8 +85,8 @@ class Rig:
 
 def multiplier(keep: DropoutMask) -> Tensor:
     """A site's multiplier in float64."""
-    key, dtype = keep.site_key, torch.float64
-    return random.keep_scale(key, keep.row0, keep.rows, keep.width, keep.p, dtype)
+    where = keep.site_key, keep.row0, keep.rows, keep.width
+    return random.keep_scale(*where, keep.p, torch.float64)
 
 
 def from_mask(mask: Tensor) -> Tensor:
@@ -104,21 +96,20 @@ def from_mask(mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Work:
-    """What a call has to do at least: each operation once, each input read, each output written.
+    """What a call has to do at least: each operation once, each input read, each output written."""
 
-    Attributes:
-        flops: floating-point operations of the products.
-        bytes: to and from memory.
-    """
-
-    flops: float = 0.0
-    bytes: float = 0.0
+    flops: float = 0.0  # floating-point operations of the products
+    bytes: float = 0.0  # to and from memory
 
     @property
     def amounts(self) -> dict[str, float]:
         """By unit, of what is counted."""
         counted = {"TFLOP/s": self.flops / UNITS["TFLOP/s"], "GB/s": self.bytes / UNITS["GB/s"]}
         return {unit: amount for unit, amount in counted.items() if amount}
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """What of it is counted, a second, by unit."""
+        return {unit: amount / seconds for unit, amount in self.amounts.items()}
 
     def floor(self, ceilings: Mapping[str, float]) -> float | None:
         """Seconds in which no way can do it, at the ceilings; None where one is not known."""
@@ -132,38 +123,26 @@ class Work:
 class Way:
     """One way to compute it.
 
-    Attributes:
-        run: computes on what `prepare` gave; what it returns is checked by name.
-        prepare: makes ready, untimed, for a call on an input set: the forward before a backward;
-            by default gives the set's index.
-        truth: what its results should be, where that depends on them (its own dropout mask).
-        optional: it may not serve here, which is no failure; its results have to be right.
+    `prepare` makes ready, untimed, for a call on an input set: the forward before a backward; by
+    default it gives the set's index. `run` computes on what it gave; results are checked by name.
     """
 
     run: Callable[[Any], Results]
-    truth: Callable[[Results], Results] | None = None
-    optional: bool = False
+    truth: Callable[[Results], Results] | None = None  # where it depends on them: own dropout
+    optional: bool = False  # it may not serve here, but its results have to be right
     prepare: Callable[[int], Any] = lambda index: index
 
 
 @dataclass(frozen=True)
 class Contest:
-    """Ways to compute the same, and how much work that is.
-
-    Attributes:
-        truth: the results on the first input set, in float64; a way may return fewer.
-        work: of a call.
-        baselines: ways that all are compared with.
-        factor: how many times `TOLERANCE` a result may be off.
-        absent: who cannot take part -> why.
-    """
+    """Ways to compute the same, and how much work that is."""
 
     ways: Mapping[str, Way]
-    truth: Callable[[], Results]
-    work: Work
-    baselines: tuple[str, ...]
-    factor: float = 1.0
-    absent: Mapping[str, str] = field(default_factory=dict)
+    truth: Callable[[], Results]  # on the first input set, in float64; a way may return fewer
+    work: Work  # of a call
+    baselines: tuple[str, ...]  # ways that all are compared with
+    factor: float = 1.0  # how many times `TOLERANCE` a result may be off
+    absent: Mapping[str, str] = field(default_factory=dict)  # who cannot take part -> why
 
 
 #: A case, and what measures it, or builds the contest that is to be measured.
@@ -194,12 +173,11 @@ def check(
         name: max(factor * TOLERANCE[t.dtype], 1.5 * (theirs or {}).get(name, 0.0))
         for name, t in found.items()
     }
-    worst, error = within(found, truth, allowed)
-    return {"result": worst, "error": error, "allowed": allowed[worst]}
+    return within(found, truth, allowed)
 
 
-def within(found: Results, truth: Results, allowed: Mapping[str, float]) -> tuple[str, float]:
-    """The result whose error comes nearest to what is allowed, and that error.
+def within(found: Results, truth: Results, allowed: Mapping[str, float]) -> dict[str, Any]:
+    """The result whose error comes nearest to what is allowed.
 
     Raises: WrongResultError for the one that is beyond by most.
     """
@@ -210,7 +188,7 @@ def within(found: Results, truth: Results, allowed: Mapping[str, float]) -> tupl
         raise WrongResultError(
             f"relative error of {worst} is {off[worst]:.2g}, allowed {allowed[worst]:.2g}"
         )
-    return worst, off[worst]
+    return {"worst": worst, "error": off[worst], "allowed": allowed[worst]}
 
 
 def admit(contest: Contest) -> dict[str, dict[str, Any]]:
@@ -222,7 +200,7 @@ def admit(contest: Contest) -> dict[str, dict[str, Any]]:
     theirs: dict[str, float] = {}
     found: dict[str, dict[str, Any]] = {}
     first = [name for name in contest.baselines if name in contest.ways][:1]
-    for name in [*first, *(name for name in contest.ways if name not in first)]:
+    for name in dict.fromkeys([*first, *contest.ways]):
         way = contest.ways[name]
         try:
             results = {k: t.detach() for k, t in way.run(way.prepare(0)).items()}
@@ -233,50 +211,29 @@ def admit(contest: Contest) -> dict[str, dict[str, Any]]:
             theirs = theirs or (errors(own, exact) if name in first else {})
         except Exception as error:  # one broken way must not cost the others' results
             found[name] = refusal(error, way.optional)
-    return {name: found[name] for name in contest.ways} | {
-        name: {"absent": why} for name, why in contest.absent.items()
-    }
+    absent = {name: {"absent": why} for name, why in contest.absent.items()}
+    return {name: found[name] for name in contest.ways} | absent
 
 
 def measure(contest: Contest, rig: Rig) -> dict[str, Any]:
     """A row: every way checked, and those that are right timed."""
     rows = admit(contest)
     right = {name: contest.ways[name] for name, row in rows.items() if "check" in row}
-    steps = {name: rig.clock.sampler(w.run, w.prepare, SETS) for name, w in right.items()}
-    times = in_turns(steps, rig)
+    times = rig.in_turns(
+        {name: rig.clock.sampler(way.run, way.prepare, SETS) for name, way in right.items()}
+    )
     work, floor = contest.work, contest.work.floor(rig.ceilings)
-    for name, found in summary(times, contest.baselines).items():
-        seconds = 1e-6 * found["us"]["p50"]
-        rows[name] |= found | rates(work, seconds)
+    beside = ratios(times, contest.baselines)
+    for name, mine in times.items():
+        us = quantiles([1e6 * seconds for seconds in mine])
+        rows[name] |= {"us": us, "ratio": beside[name], **work.rates(1e-6 * us["p50"])}
         if floor is not None:
-            rows[name]["of_ceiling"] = floor / seconds
-    rounds = max(map(len, times.values()), default=0)
-    row = {"rounds": rounds, "work": {"flops": work.flops, "bytes": work.bytes}}
-    return row | {"floor_us": None if floor is None else 1e6 * floor, "ways": rows}
-
-
-def rates(work: Work, seconds: float) -> dict[str, float]:
-    """What of the work is counted, a second, in its unit."""
-    return {unit: amount / seconds for unit, amount in work.amounts.items()}
-
-
-def in_turns(
-    steps: Mapping[str, Callable[[], float]], rig: Rig, longer: float = 1.0
-) -> dict[str, list[float]]:
-    """Seconds of every step in every round; `longer`: times the rig's seconds."""
-    if rig.dry:
-        return {name: [step()] for name, step in steps.items()}
-    return interleave(steps, rig.rounds, longer * rig.seconds)
-
-
-def summary(
-    times: Mapping[str, list[float]], baselines: tuple[str, ...]
-) -> dict[str, dict[str, Any]]:
-    """Microseconds, and the ratio to each baseline by round: percentiles."""
-    beside = ratios(times, baselines)
+            rows[name]["of_ceiling"] = 1e6 * floor / us["p50"]
     return {
-        name: {"us": quantiles([1e6 * t for t in mine]), "ratio": beside[name]}
-        for name, mine in times.items()
+        "rounds": max(map(len, times.values()), default=0),
+        "work": dataclasses.asdict(work),
+        "floor_us": None if floor is None else 1e6 * floor,
+        "ways": rows,
     }
 
 

@@ -16,14 +16,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 _CODE = ("fused_remat", "kernels", "bench")
+#: Packages that are compared, or that what is compared is made with.
+PEERS = ("triton", "liger-kernel", "flash-attn", "quack-kernels", "torch-remat", "transformers")
 
 
-def _git(*arguments: str) -> str | None:
-    if shutil.which("git") is None:
+def _output(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
         return None
-    done = subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
@@ -32,11 +32,10 @@ def checkout() -> tuple[str | None, bool]:
 
     New files count where there is code: results may be written to any folder of the checkout.
     """
-    commit = _git("rev-parse", "--short=12", "HEAD")
-    status = ("status", "--porcelain")
-    changed = _git(*status, "--untracked-files=no", "--", ".", ":!bench/results")
-    new = _git(*status, "--", *_CODE, ":!bench/results")
-    return commit, bool(changed or new)
+    status = ("git", "status", "--porcelain")
+    changed = _output(*status, "--untracked-files=no", "--", ".", ":!bench/results")
+    new = _output(*status, "--", *_CODE, ":!bench/results")
+    return _output("git", "rev-parse", "--short=12", "HEAD"), bool(changed or new)
 
 
 def source() -> str:
@@ -46,12 +45,18 @@ def source() -> str:
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait for what the device still computes."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def machine(device: str) -> dict[str, Any]:
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def machine(device: torch.device | str) -> dict[str, Any]:
     """What the numbers are measured on, of which code, and when."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -74,39 +79,18 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
-#: Packages that are compared, or that what is compared is made with.
-PEERS = ("triton", "liger-kernel", "flash-attn", "quack-kernels", "torch-remat", "transformers")
-
-
-def version(package: str) -> str | None:
-    """The installed version of a package, if it is installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def environment(device: torch.device | str) -> dict[str, Any]:
     """The machine, its GPU, and the versions of what is compared on it."""
-    device = torch.device(device)
-    found = machine(str(device)) | {"versions": {name: version(name) for name in PEERS}}
-    if device.type == "cuda":
+    found = machine(device) | {"versions": {name: version(name) for name in PEERS}}
+    if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         found |= {
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "driver": _driver(),
+            "driver": driver.splitlines()[0] if driver else None,
             "compute_capability": f"{properties.major}.{properties.minor}",
             "sms": properties.multi_processor_count,
             "memory_bytes": properties.total_memory,
-            "l2_bytes": getattr(properties, "L2_cache_size", None),
         }
     return found
-
-
-def _driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None

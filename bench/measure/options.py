@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.measure.case import DTYPES
-from bench.measure.registry import Registry
+from bench.measure.registry import Absent, Registry
 from bench.measure.results import folder_of
 from fused_remat.triton.launch import INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-#: What is computed in where nobody asks otherwise.
-DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def positive(text: str) -> int:
@@ -28,7 +27,7 @@ def positive(text: str) -> int:
 
 #: Shared options by name; defaults come from the command.
 SHARED: dict[str, dict[str, Any]] = {
-    "device": {"choices": tuple(DTYPE), "help": f"(default here: {DEVICE})"},
+    "device": {"choices": ("cpu", "cuda"), "default": DEVICE, "help": f"(default here: {DEVICE})"},
     "dtype": {"choices": DTYPES, "help": "(default: float32; on cuda bfloat16)"},
     "rounds": {"type": positive, "help": "timed of a case at most (%(default)s)"},
     "seconds": {"type": float, "help": "timed of a case, about (%(default)g)"},
@@ -58,44 +57,53 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.add = self.add_argument
-        self._lists: set[str] = set()
         self._folder = folder
+        self._by_device: dict[str, Sequence[Any]] = {}
+        self.by_device(dtype=("float32", "bfloat16"))
         usual = f"folder of the results (default: bench/results/{folder.format(device='DEVICE')})"
         for option in shared.split():
             self.add(f"--{option}", **SHARED[option] | ({"help": usual} if option == "out" else {}))
-        if "device" in shared.split():
-            self.set_defaults(device=DEVICE)
         self.set_defaults(**defaults)
 
     def several(self, option: str, **rest: Any) -> None:
-        """A shared option that may be given several values."""
-        self._lists.add(option)
+        if option == "dtype":
+            self.by_device(dtype=(["float32"], ["bfloat16"]))
         self.add(f"--{option}", nargs="+", **{**SHARED.get(option, {}), **rest})
 
+    def by_device(self, **usual: Sequence[Any]) -> None:
+        """Values of options that are not given: on a CPU, and on a GPU."""
+        self._by_device |= usual
+
     def add_ways(self, ways: Registry[Any], default: Sequence[str]) -> None:
-        """`--ways` of a registry, by name or group."""
         shown = f"names, groups ({', '.join(default)})"
         self.add("--ways", nargs="+", default=list(default), metavar="WAY", help=shown)
-        groups = ", ".join(ways.groups)
-        self.epilog = f"ways: {', '.join(ways)}\ngroups of them: {groups}"
+        self.epilog = f"ways: {', '.join(ways)}\ngroups of them: {', '.join(ways.groups)}"
+
+    @contextlib.contextmanager
+    def usage_errors(self) -> Iterator[None]:
+        """What is raised within of bad values, or of what is absent, ends the process as such."""
+        try:
+            yield
+        except (ValueError, Absent) as error:
+            self.error(str(error))
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """The command line: the device is there, dtype and folder are set, as are torch's threads.
+        """The command line: the device is there; values are set, as are torch's threads.
 
         Ends the process with status 2 and a message where that cannot be.
         """
         args = self.parse_args(arguments)
         device, dry = getattr(args, "device", "cpu"), getattr(args, "dry_run", False)
         kind = device.split(":")[0]
-        if kind not in DTYPE:
+        if kind not in ("cpu", "cuda"):
             self.error(f"--device must be cpu or cuda, not {device}")
         if kind == "cuda" and not torch.cuda.is_available():
             self.error("no CUDA device")
         if INTERPRETED and hasattr(args, "dry_run") and not dry:
             self.error("times under Triton's interpreter mean nothing: --dry-run")
-        if hasattr(args, "dtype") and hasattr(args, "device") and args.dtype is None:
-            usual = DTYPE[kind]
-            args.dtype = [usual] if "dtype" in self._lists else usual
+        for name, usual in self._by_device.items():
+            if hasattr(args, "device") and getattr(args, name, "") is None:
+                setattr(args, name, usual[kind == "cuda"])
         if hasattr(args, "out"):
             args.out_is_usual = args.out is None
             args.out = args.out or folder_of(dry) / self._folder.format(device=device)

@@ -1,41 +1,57 @@
-"""Who is compared: decorated functions in a registry, one of them the declared baseline."""
+"""Who is compared: decorated functions in a registry, one of them the declared baseline.
+
+What is absent says why, and no speed is reported of what is wrong.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from bench.measure.admission import Absent
-
 Build = TypeVar("Build", bound=Callable[..., Any])
+
+
+class Absent(Exception):
+    """A provider that cannot serve here; the message says why."""
+
+
+class WrongResultError(Exception):
+    """A result that is not right."""
+
+
+def described(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:600]}"
+
+
+def refusal(error: Exception, optional: bool = False) -> dict[str, str]:
+    """What a row says of whoever raised it: {"absent": why} or {"error": what is wrong}.
+
+    optional: it may not serve here, which is no failure; its results have to be right.
+    """
+    if isinstance(error, Absent):
+        return {"absent": str(error)}
+    absent = optional and not isinstance(error, WrongResultError)
+    return {"absent" if absent else "error": described(error)}
 
 
 @dataclass(frozen=True)
 class Provider(Generic[Build]):
-    """A row of a registry.
-
-    Attributes:
-        build: raises Absent where it cannot serve what it is given.
-        is_baseline: whether everyone's time is also given as a ratio to this one's.
-        module: the package that it comes from, if that may be missing.
-        needs: "cuda", a CUDA device; "triton", that or Triton's interpreter; None, neither.
-        traits: what else its registry wants to know of it.
-    """
+    """A row of a registry."""
 
     name: str
-    build: Build
-    is_baseline: bool
-    module: str | None
-    needs: str | None
-    traits: dict[str, Any] = field(default_factory=dict)
+    build: Build  # raises Absent where it cannot serve what it is given
+    is_baseline: bool  # everyone's time is also given as a ratio to this one's
+    module: str | None  # the package that it comes from, if that may be missing
+    needs: str | None  # "cuda", a CUDA device; "triton", that or Triton's interpreter
+    traits: dict[str, Any]  # what else its registry wants to know of it
 
     def why_not(self, device: torch.device) -> str | None:
-        """Why it cannot run on `device`, or None if it can."""
         if self.module and importlib.util.find_spec(self.module) is None:
             return f"{self.module} is not installed"
         if device.type == "cuda" or self.needs is None:
@@ -52,26 +68,19 @@ class Provider(Generic[Build]):
 
 
 class Registry(dict[str, Provider[Build]]):
-    """Providers of one thing by name, in the order of the tables.
+    """Providers of one thing by name, in the order of the tables; `usual`: traits unless told.
 
     >>> REVERSED = Registry("reversed")
     >>> @REVERSED.provider("slices", baseline=True)
     ... def slices(values):
     ...     return values[::-1]
-    >>> @REVERSED.provider("theirs", module="no_such_package")
-    ... def theirs(values):
-    ...     raise NotImplementedError
-    >>> REVERSED.baselines
-    ('slices',)
-    >>> REVERSED["slices"].build([1, 2])
-    [2, 1]
-    >>> REVERSED["theirs"].why_not(torch.device("cpu"))
-    'no_such_package is not installed'
+    >>> REVERSED.baselines, REVERSED["slices"].build([1, 2])
+    (('slices',), [2, 1])
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **usual: Any) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.usual = name, usual
 
     def provider(
         self,
@@ -87,14 +96,13 @@ class Registry(dict[str, Provider[Build]]):
         def register(build: Build) -> Build:
             if name in self:
                 raise ValueError(f"{self.name} has a provider {name!r} already")
-            self[name] = Provider(name, build, baseline, module, needs, traits)
+            self[name] = Provider(name, build, baseline, module, needs, self.usual | traits)
             return build
 
         return register
 
     @property
     def baselines(self) -> tuple[str, ...]:
-        """Names of the declared baselines."""
         return tuple(name for name, row in self.items() if row.is_baseline)
 
     @property

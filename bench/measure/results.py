@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.measure.admission import described
-from bench.measure.case import Case
 from bench.measure.machine import ROOT
-from bench.measure.progress import Progress
+
+PATIENCE = 10.0  # seconds without a bar
+Row = dict[str, Any]
 
 
 def folder_of(dry_run: bool) -> Path:
@@ -27,70 +26,75 @@ class ResultsFile:
     written after every case, so that a run that was cut short is taken up where it ended.
     """
 
-    def __init__(self, path: Path, machine: dict[str, Any], config: dict[str, Any]) -> None:
+    def __init__(self, path: Path, machine: Row, config: Row) -> None:
         self.path, self.machine, self.config = path, machine, config
-        self.rows: list[dict[str, Any]] = []
-        if path.exists():
-            self.rows = json.loads(path.read_text())["results"]
+        self.rows: list[Row] = json.loads(path.read_text())["results"] if path.exists() else []
 
     @property
-    def data(self) -> dict[str, Any]:
-        """What the file holds."""
+    def data(self) -> Row:
         return {"machine": self.machine, "config": self.config, "results": self.rows}
 
-    def find(self, case: dict[str, Any], ways: Iterable[str]) -> dict[str, Any] | None:
+    def find(self, case: Row, ways: Iterable[str]) -> Row | None:
         """The case's row, if these ways were measured on this machine, commit, code and config."""
-        for row in self.rows:
-            if "ways" not in row:  # it failed as a whole, and is tried again
-                continue
-            same = row["case"] == case and set(ways) <= set(row["ways"])
-            same = same and {**row["machine"], "date": None} == {**self.machine, "date": None}
-            if same and {**row["config"], "ways": None} == {**self.config, "ways": None}:
-                return row
-        return None
 
-    def put(self, row: dict[str, Any]) -> None:
+        def fits(row: Row) -> bool:
+            if row["case"] != case or "ways" not in row:  # it failed as a whole, and is tried again
+                return False
+            here = {**row["machine"], "date": None} == {**self.machine, "date": None}
+            alike = {**row["config"], "ways": None} == {**self.config, "ways": None}
+            return here and alike and set(ways) <= set(row["ways"])
+
+        return next(filter(fits, self.rows), None)
+
+    def put(self, row: Row) -> None:
         """Add the row of a case, in place of the one that is there, and write the file."""
         new = row | {"machine": self.machine, "config": self.config}
-        for index, old in enumerate(self.rows):
-            if old["case"] == row["case"]:
-                self.rows[index] = new
-                break
-        else:
-            self.rows.append(new)
+        there = [old["case"] for old in self.rows]
+        at = there.index(row["case"]) if row["case"] in there else len(there)
+        self.rows[at : at + 1] = [new]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_suffix(".new")
         unfinished.write_text(json.dumps(self.data, indent=1) + "\n")
         unfinished.replace(self.path)
 
 
-def rows_of(
-    cases: Sequence[Case],
-    ways: Sequence[str],
-    results: ResultsFile,
-    measure: Callable[[Case, Progress], dict[str, Any]],
-    fresh: bool,
-    units: int,
-) -> Iterator[tuple[Case, dict[str, Any] | None, str, Progress]]:
-    """Every case's row, from the file or measured, and which; None and why if it cannot be.
+class Progress:
+    """How much of `total` is done, and the lines of what was found.
 
-    Args:
-        ways: what a row of the file has to have, or it is measured again; `fresh`: all are.
-        measure: gives the progress so many `units`.
+    The bar is tqdm's, on a terminal, for what takes long; without either, only the lines are
+    printed.
     """
-    with Progress(len(cases) * units, "steps") as progress:
-        for case in cases:
-            row = None if fresh else results.find(dataclasses.asdict(case), ways)
-            if row is not None:
-                progress.done(units)
-                yield case, row, f"in the file already, {row['rounds']} rounds", progress
-                continue
-            start = time.perf_counter()
-            try:
-                row = {"case": dataclasses.asdict(case)} | measure(case, progress)
-            except Exception as error:  # a case too large, say, must not cost the others' results
-                yield case, None, f"FAIL: {described(error)}", progress
-                continue
-            results.put(row)
-            seconds = time.perf_counter() - start
-            yield case, row, f"{seconds:.0f} s, {row['rounds']} rounds", progress
+
+    def __init__(self, total: int, unit: str) -> None:
+        self._bar: Any = None
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return
+        self._bar = tqdm(
+            total=total, unit=f" {unit}", delay=PATIENCE, disable=None, dynamic_ncols=True,
+            smoothing=0.1, leave=False,
+        )  # fmt: skip
+
+    def line(self, text: str) -> None:
+        if self._bar is None or self._bar.disable:
+            print(text, flush=True)
+        else:
+            self._bar.write(text)
+
+    def at(self, what: str) -> None:
+        """Say what is being measured now: until the next is done the bar is not drawn again."""
+        if self._bar is not None:
+            shown = not self._bar.disable and time.time() >= self._bar.start_t + PATIENCE
+            self._bar.set_description(what, refresh=shown)
+
+    def done(self, count: int = 1) -> None:
+        if self._bar is not None:
+            self._bar.update(count)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,16 +1,23 @@
-"""A training step, forward and backward: how long it takes and what memory it needs."""
+"""Training steps, forward and backward: each way admitted and weighed, then all timed in turns."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo
 
-from bench.measure.case import Forward, Subject
-from bench.measure.clock import Clock, captured
-from bench.measure.turns import quantiles, ratios
+from bench.measure.case import DTYPES, Case, Forward, Subject
+from bench.measure.checks import Checks, no_fallback
+from bench.measure.clock import Clock, quantiles, ratios
+from bench.measure.contest import Rig
+from bench.measure.registry import Provider, Registry, described, refusal
+from bench.measure.results import Progress, ResultsFile, Row
 from fused_remat.report.allocations import AllocationTrace, SavedBytes, measure_allocations
 
 _TIMED_SECONDS = 1e-2  # of a sample on a GPU, about
@@ -19,6 +26,8 @@ _QUEUED = 3  # steps back to back, at least
 #: Seconds by what was timed: "forward", "backward", "step", and "host", which is what the host
 #: takes to launch a step.
 Times = dict[str, float]
+#: What is found of a forward, to be added to its row.
+Find = Callable[[Forward], dict[str, Any]]
 
 
 class Step:
@@ -29,12 +38,15 @@ class Step:
     between steps is not timed.
     """
 
+    fewest = 1
+
     def __init__(self, forward: Forward, subject: Subject, clock: Clock) -> None:
         self.forward, self.subject, self.clock = forward, subject, clock
-        self.count = 1
+        self.count = self.fewest
         if clock.device.type == "cuda":
             self()
-            self.count = max(1, min(_MOST_STEPS, round(_TIMED_SECONDS / self()["step"])))
+            enough = min(_MOST_STEPS, round(_TIMED_SECONDS / self()["step"]))
+            self.count = max(self.fewest, enough)
 
     def __call__(self) -> Times:
         if self.clock.device.type == "cuda":
@@ -55,17 +67,22 @@ class Step:
 
     def _between_events(self) -> Times:
         self._queue([])
-        queued: list[list[torch.cuda.Event]] = []
+        queued: list[list[torch.cuda.Event]] = [[] for _ in range(self.count)]
         host = 0.0
-        for _ in range(self.count):
+        for events in queued:
             self.clock.flush()
-            queued.append([])
             before = time.perf_counter()
-            self._queue(queued[-1])
+            self._queue(events)
             host += time.perf_counter() - before
+        return self._times(queued, host)
+
+    def _times(self, queued: Sequence[Sequence[torch.cuda.Event]], host: float) -> Times:
+        """Of a step; forward and backward apart where there is an event between them."""
         torch.cuda.synchronize(self.clock.device)
-        parts = [1e-3 * sum(s[i].elapsed_time(s[i + 1]) for s in queued) / self.count
-                 for i in range(len(queued[0]) - 1)]  # fmt: skip
+        parts = [
+            1e-3 * sum(events[i].elapsed_time(events[i + 1]) for events in queued) / self.count
+            for i in range(len(queued[0]) - 1)
+        ]
         apart = dict(zip(("forward", "backward"), parts, strict=True)) if len(parts) == 2 else {}
         return apart | {"step": sum(parts), "host": host / self.count}
 
@@ -86,39 +103,39 @@ class QueuedStep(Step):
     launched. Where launching takes longer than the steps themselves, that shows.
     """
 
-    def __init__(self, forward: Forward, subject: Subject, clock: Clock) -> None:
-        super().__init__(forward, subject, clock)
-        self.count = max(_QUEUED, self.count)
+    fewest = _QUEUED
 
     def _between_events(self) -> Times:
         ends: list[torch.cuda.Event] = []
-        self._run()
+        self._queue([])
         _record(ends)
         before = time.perf_counter()
         for _ in range(self.count):
-            self._run()
+            self.forward(self.subject.x).backward(self.subject.dy)
         host = time.perf_counter() - before
         _record(ends)
-        torch.cuda.synchronize(self.clock.device)
-        step = 1e-3 * ends[0].elapsed_time(ends[1])
-        return {"step": step / self.count, "host": host / self.count}
-
-    def _run(self) -> None:
-        self.forward(self.subject.x).backward(self.subject.dy)
+        return self._times([ends], host)
 
 
 class ReplayedStep(Step):
-    """The same of a step captured as a CUDA graph, as a whole: the host's share does not show."""
+    """The same of a step captured as a CUDA graph, as a whole: the host's share does not show.
+
+    Raises: RuntimeError where it cannot be captured.
+    """
 
     def __init__(self, forward: Forward, subject: Subject, clock: Clock) -> None:
         if clock.device.type == "cuda":
-            work = lambda: forward(subject.x).backward(subject.dy)  # noqa: E731
-            self._replay = captured(work)
+            stream, self._graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):  # what is set up for each, cuBLAS's workspace for one
+                forward(subject.x).backward(subject.dy)
+            with torch.cuda.graph(self._graph, stream=stream):
+                forward(subject.x).backward(subject.dy)
         super().__init__(forward, subject, clock)
 
     def _queue(self, events: list[torch.cuda.Event]) -> None:
         _record(events)
-        self._replay()
+        self._graph.replay()
         _record(events)
 
 
@@ -126,18 +143,6 @@ def _record(events: list[torch.cuda.Event]) -> None:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     events.append(event)
-
-
-def summary(
-    times: Mapping[str, Sequence[Times]], baselines: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """Percentiles of every way's times, and of its step's ratio to each baseline's, by round."""
-    beside = ratios({name: [t["step"] for t in mine] for name, mine in times.items()}, baselines)
-    return {
-        name: {f"{part}_seconds": quantiles([t[part] for t in mine]) for part in mine[0]}
-        | {"step_ratio": beside[name]}
-        for name, mine in times.items()
-    }
 
 
 def kept_bytes(run: Callable[[], Any], subject: Subject, by: str = "autograd") -> int:
@@ -171,3 +176,174 @@ def peaks(
         "backward_peak_bytes": second.peak - second.start,
         "step_peak_bytes": max(first.peak, second.peak),
     }
+
+
+def memory(forward: Forward, subject: Subject, kept_by: str = "autograd") -> dict[str, Any]:
+    """What a way keeps between forward and backward, and what its step takes at the peak.
+
+    "kept_bytes" is what is kept for backward, by autograd's account or the allocator's, as
+    "kept_by" says; "held_bytes" is always the allocator's, a copy of the input that nobody else
+    holds included, and of the output only what backward needs.
+    """
+    x, dy = subject.x, subject.dy
+    held = kept_bytes(lambda: forward(x.clone()), subject, "allocator")
+    kept = held if kept_by == "allocator" else kept_bytes(lambda: forward(x), subject)
+    return {
+        "kept_bytes": kept,
+        "kept_by": kept_by,
+        "kept_bytes_per_token": kept / x[..., 0].numel(),
+        "held_bytes": held,
+    } | peaks(lambda: forward(x), lambda y: y.backward(dy), subject.device)
+
+
+class Steps:
+    """What is found of each way of a step, first one by one, then side by side.
+
+    A context manager: in the end what was compiled lets go of the subject's tensors.
+
+    Attributes:
+        rows: name -> what is found: {"unavailable": why it cannot run here}, {"failure": what is
+            wrong}, or what `admit` was asked to find and `time` adds.
+        forwards: those that are right.
+    """
+
+    def __init__(self, rig: Rig, progress: Progress | None = None) -> None:
+        self.rig, self.progress = rig, progress or Progress(0, "steps")
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.forwards: dict[str, Forward] = {}
+        self._said: dict[str, dict[str, Any]] = {}
+        self.rounds = 0
+
+    def __enter__(self) -> Steps:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch._dynamo.reset()
+
+    def admit(self, name: str, build: Callable[[], Forward], *finds: Find, **said: Any) -> None:
+        """Build a way, and add to what is `said` of it what each of `finds` finds: checks first."""
+        self.progress.at(name)
+        said = self._said.setdefault(name, said)
+        row = self.rows.get(name, said)
+        try:
+            with no_fallback():
+                self.forwards[name] = build()
+            for find in finds:
+                row = row | find(self.forwards[name])
+            self.rows[name] = row
+        except Exception as error:  # one broken way must not cost the results of the others
+            self._refuse(name, error)
+        self.progress.done()
+
+    def admit_way(self, way: Provider[Any], checks: Checks, *finds: Find, **said: Any) -> None:
+        """The same of a way of a registry, whose traits say how it is checked."""
+        subject, traits = checks.subject, way.traits
+        told = {name: traits[name] for name in ("draws", "compiled", "lossy")}
+
+        def check(forward: Forward) -> dict[str, Any]:
+            return {"check": checks.check(forward, **told)}
+
+        self.admit(way.name, lambda: way.make(subject.device, subject), check, *finds, **said)
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        """`refusal` as rows of steps have it."""
+        self.forwards.pop(name, None)
+        ((key, why),) = refusal(error).items()
+        word = {"absent": "unavailable", "error": "failure"}[key]
+        self.rows[name] = self._said[name] | {word: why.removeprefix("WrongResultError: ")}
+
+    def time(self, timer: Callable[..., Step], subject: Subject, baselines: Sequence[str]) -> None:
+        """Time all that are right in turns: percentiles, and of the step's ratio by round."""
+        steps = {}
+        for name, forward in list(self.forwards.items()):
+            try:
+                steps[name] = timer(forward, subject, self.rig.clock)
+            except Exception as error:  # as above: what cannot be captured as a graph, say
+                self._refuse(name, error)
+        self.progress.at("all in turns")
+        times = self.rig.in_turns(steps)
+        self.rounds = max(map(len, times.values()), default=0)
+        beside = ratios(
+            {name: [t["step"] for t in mine] for name, mine in times.items()}, baselines
+        )
+        for name, mine in times.items():
+            for part in mine[0]:
+                self.rows[name][f"{part}_seconds"] = quantiles([t[part] for t in mine])
+            self.rows[name]["step_ratio"] = beside[name]
+        self.progress.done(len(self.rows))
+
+
+def measure(
+    subject: Subject,
+    ways: Registry[Any],
+    names: Sequence[str],
+    rig: Rig,
+    timer: type[Step] = Step,
+    progress: Progress | None = None,
+    beside: Sequence[str] = (),
+) -> dict[str, Any]:
+    """{"rounds": int, "ways": {name: found}} of a layer's step in these ways, timed by `timer`.
+
+    What is found of a way is one of
+
+    - {"unavailable": why it cannot run here};
+    - {"failure": what is wrong with its results}: nothing was measured;
+    - {"check", what `memory` says, and percentiles (by "p20", "p50", "p80"): "forward_seconds",
+      "backward_seconds", "step_seconds", "host_seconds", and "step_ratio" to each baseline that was
+      measured}.
+
+    Memory is not measured in a dry run, nor of steps that a graph replays.
+
+    Args:
+        progress: gets two units for each way.
+        beside: ways that all are compared with besides the baselines.
+    """
+    with Steps(rig, progress) as steps:
+        checks = Checks(subject)
+        for name in names:
+            weigh = functools.partial(memory, subject=subject, kept_by=ways[name].traits["kept_by"])
+            finds = [weigh] if timer is Step and not rig.dry else []
+            steps.admit_way(ways[name], checks, *finds)
+        del checks  # whose results in float64 are gone before anything is timed
+        steps.time(timer, subject, (*ways.baselines, *beside))
+    return {"rounds": steps.rounds, "ways": steps.rows}
+
+
+def run(
+    args: argparse.Namespace,
+    results: ResultsFile,
+    measure: Callable[[Case, Rig, Progress], Row],
+    units: int,
+    title: Callable[[Row], str],
+    table: Callable[[Row], str] = lambda row: "",
+) -> list[Row | None]:
+    """Every case's row, from the file or measured, each printed; None of what cannot be measured.
+
+    Args:
+        args: has `cases`, and `ways`, which a row of the file has to have, or it is measured again.
+        measure: gives the progress so many `units`.
+        title, table: of a row.
+    """
+    rows: list[Row | None] = []
+    with Progress(len(args.cases) * units, "steps") as progress:
+        for index, case in enumerate(args.cases, start=1):
+            start, named = time.perf_counter(), {"case": dataclasses.asdict(case)}
+            row = None if args.fresh else results.find(named["case"], args.ways)
+            how = "in the file already"
+            if row is not None:
+                progress.done(units)
+            else:
+                much = {"seconds": args.seconds, "rounds": args.rounds}
+                rig = Rig(torch.device(args.device), DTYPES[case.dtype], **much)
+                try:
+                    row = named | measure(case, rig, progress)
+                    results.put(row)
+                    how = f"{time.perf_counter() - start:.0f} s"
+                except Exception as error:  # a case too large must not cost the others' results
+                    how = f"FAIL: {described(error)}"
+            rows.append(row)
+            how += f", {row['rounds']} rounds" if row else ""
+            progress.line(f"\n[{index}/{len(args.cases)}] {title(row or named)} ({how})")
+            if row is not None and (text := table(row)):
+                progress.line(text)
+    return rows

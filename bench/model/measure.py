@@ -1,49 +1,56 @@
-"""A case in every way: checked, and where results are right, memory, time and batch measured."""
+"""A model's step in every way: checked, and where results are right, memory, time and batch."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from bench.measure.admission import Absent, described
 from bench.measure.case import DTYPES
-from bench.measure.contest import Rig
-from bench.measure.progress import Progress
-from bench.measure.step_contest import Steps
-from bench.measure.steps import Step
-from bench.measure.turns import quantiles, rotated
-from bench.model import losses
-from bench.model.checks import Checks, checked_subject, same_loss
-from bench.model.memory import largest_batch, memory, peak_of
-from bench.subjects.forwards import Forward
+from bench.measure.checks import Checks, no_fallback
+from bench.measure.clock import quantiles, rotated
+from bench.measure.contest import TOLERANCE, Rig
+from bench.measure.registry import Absent, WrongResultError, described
+from bench.measure.results import Progress
+from bench.measure.steps import Step, Steps, kept_bytes, peaks
+from bench.subjects.configs import dropout_free
 from bench.subjects.model_ways import BASELINE, DEFAULT, WAYS
-from bench.subjects.models import Case, Subject, build
+from bench.subjects.models import Case, Forward, Inputs, Loss, Subject, build, fixed_bytes
+from fused_remat.report.allocations import measure_allocations
 
+#: Layers, sequences and tokens of the model that is compared with float64: layers are alike, and
+#: float64 takes twice to four times the memory.
+LAYERS, BATCH, TOKENS = 2, 2, 128
+#: Bytes that the float64 copy of the parameters may take; a vocabulary beyond that is cut.
+_LARGEST = 4 << 30
+_FEW_WORDS = {"vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0}
+#: Roundings follow one another in a model: of how many single operations a result may be off.
+_FACTOR = 3.0
 #: At the largest batch, where a step takes longest; those of the search have warmed it up.
 _ROUNDS_THERE = 3
+LEARNING_RATE = 1e-4
+#: How many times farther from the unconverted model's losses than those of the model that rounding
+#: moved: the largest of a few dozen differences varies by about that.
+_NOISES = 3.0
+
+#: Bytes that a step takes at its peak at a batch, all included; None: more than there is.
+Peak = Callable[[int], int | None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a case is measured.
+    """How a case is measured; backend and compiler as of `Subject`."""
 
-    Attributes:
-        ways: names or groups of `model_ways.WAYS`; the baseline is always among them.
-        memory: bytes within which the largest batch is searched for; None: it is not.
-        most: the largest batch that is tried.
-        losses: steps that are trained to compare losses; 0: none.
-        backend, compiler: as of `Subject`.
-    """
-
-    ways: Sequence[str] = DEFAULT
-    memory: int | None = None
-    most: int = 4096
-    losses: int = 0
+    ways: Sequence[str] = DEFAULT  # names or groups; the baseline is always among them
+    memory: int | None = None  # bytes within which the largest batch is searched for, if it is
+    most: int = 4096  # the largest batch that is tried
+    losses: int = 0  # steps that are trained to compare losses
     backend: str = "auto"
     compiler: str = "inductor"
 
@@ -64,7 +71,7 @@ def measure(
     """A row of the results file, but for the case.
 
     {"fixed_bytes", "rounds", "ways": {name: found}} and, if asked for, "memory_cap" and "losses"
-    (`losses.compare`). What is found of a way is one of
+    (`compare_losses`). What is found of a way is one of
 
     - {"unavailable": why it cannot run here};
     - {"failure": what is wrong with its results}: nothing was measured;
@@ -77,65 +84,101 @@ def measure(
 
     Raises: ValueError for an unknown way; Absent where no model can be made.
     """
-    names, steps = options.names, Steps(rig, progress)
-    _load(case)
-    try:
-        return _measure(case, names, options, steps)
-    finally:
-        if any(WAYS[name].traits["compiled"] for name in names):
-            torch._dynamo.reset()  # lets go of this case's tensors
-
-
-def _load(case: Case) -> None:
-    """What making such a model imports, out of the garbage collector's way.
-
-    Every memory measurement collects garbage, and would walk all of transformers each time.
-    """
-    tiny = dataclasses.replace(case, layers=1, seq_len=1, tiny=True)
-    build(tiny.published, 1, DTYPES[case.dtype], "meta", case.lora)
+    names, routes = options.names, {"backend": options.backend, "compiler": options.compiler}
+    # What making such a model imports, out of the garbage collector's way: every memory
+    # measurement collects garbage, and would walk all of transformers each time.
+    one = dataclasses.replace(case, layers=1, seq_len=1, tiny=True)
+    build(one.published, 1, DTYPES[case.dtype], "meta", case.lora)
     gc.collect()
     gc.freeze()
+    with Steps(rig, progress) as steps:
+        checks = checks_of(dataclasses.replace(checked_subject(case, rig.device), **routes))
+        for name in names:
+            steps.admit_way(WAYS[name], checks)
+        steps.forwards.clear()  # no forward of the small model is left
+        del checks
+        subject = dataclasses.replace(case.subject(rig.device), **routes)
+        _weigh(subject, steps)
+        steps.time(Step, subject, WAYS.baselines)
+        row = {"fixed_bytes": fixed_bytes(subject.module), "rounds": steps.rounds}
+        if options.memory is not None:
+            row["memory_cap"] = options.memory
+            _enlarge(subject, options, steps)
+        if options.losses:
+            steps.progress.at("losses")
+            del subject
+            steps.forwards.clear()
+            try:
+                compared = _first_right_ones(steps.rows)
+                row["losses"] = compare_losses(case, compared, options.losses, rig.device)
+            except Exception as error:  # must not cost what was measured
+                row["losses_failure"] = described(error)
+    return row | {"ways": steps.rows}
 
 
-def _measure(case: Case, names: Sequence[str], options: Options, steps: Steps) -> dict[str, Any]:
-    routes = {"backend": options.backend, "compiler": options.compiler}
-    device = steps.rig.device
-    _check(names, dataclasses.replace(checked_subject(case, device), **routes), steps)
-    subject = dataclasses.replace(case.subject(device), **routes)
-    _weigh(subject, steps)
-    steps.time(Step, subject, WAYS.baselines)
-    row = {"fixed_bytes": subject.fixed_bytes(), "rounds": steps.rounds, "ways": steps.rows}
-    if options.memory is not None:
-        row["memory_cap"] = options.memory
-        _enlarge(subject, options, steps)
-    if options.losses:
-        steps.progress.at("losses")
-        del subject
-        steps.forwards.clear()
-        try:
-            row["losses"] = losses.compare(case, _trained(steps.rows), options.losses, device)
-        except Exception as error:  # must not cost what was measured
-            row["losses_failure"] = described(error)
-    return row
+# --- checks
 
 
-def _trained(ways: dict[str, dict[str, Any]]) -> list[str]:
-    """The first right way of ours, and the first with a fused loss: presets differ in memory."""
-    of = {name: WAYS[name].traits["group"] for name, found in ways.items() if "check" in found}
-    firsts = (next((name for name in of if of[name] == group), None) for group in ("ours", "loss"))
-    return [name for name in firsts if name is not None]
+def checked_subject(case: Case, device: torch.device | str) -> Subject:
+    """The case's model for comparing results: few layers at full width, few tokens, no dropout."""
+    published = dropout_free(case.published)
+    seq_len = published.image_tokens or min(TOKENS, case.seq_len)
+    layers = min(LAYERS, case.layers)
+    model = build(published, layers, torch.float32, "meta", 0)
+    if 8 * sum(p.numel() for p in model.parameters()) > _LARGEST:
+        published = dataclasses.replace(published, values=published.values | _FEW_WORDS)
+    small = dataclasses.replace(case, layers=layers, batch=BATCH, seq_len=seq_len)
+    return small.subject(device, published)
 
 
-def _check(names: Sequence[str], small: Subject, steps: Steps) -> None:
-    """The beginning of every way's row; no forward of the small model is left."""
-    checks = Checks(small)
-    for name in names:
-        steps.admit(
-            name,
-            lambda way=WAYS[name]: way.make(small.device, small),
-            lambda forward: {"check": checks.check(forward)},
+def checks_of(small: Subject) -> Checks:
+    """Of its ways. Where transformers' own code computes in float32 whatever the dtype is, in norms
+    and the loss, so does the model in float64."""
+    return Checks(small, _FACTOR * TOLERANCE[small.dtype])
+
+
+def same_loss(found: float, theirs: float, dtype: torch.dtype) -> float:
+    """How far a loss is from that of the unconverted model, of the whole size that is measured.
+
+    Raises: WrongResultError beyond the roundings of ten results of the dtype: of a sum over all
+        tokens that is generous, and what is wrong in a layer moves it by more.
+    """
+    error = abs(found - theirs) / abs(theirs)
+    if not error <= 10 * TOLERANCE[dtype]:
+        raise WrongResultError(
+            f"the loss at the measured size is {found:.6g}, the unconverted model's {theirs:.6g}"
         )
-    steps.forwards.clear()
+    return error
+
+
+# --- memory
+
+
+def memory(forward: Forward, subject: Subject, split: bool = True) -> dict[str, Any]:
+    """Bytes by the allocator's account, above what is there before a step.
+
+    "kept_bytes" is what is alive between forward and backward, "kept_below_head_bytes" what of it
+    embeddings and layers keep (None unless `split`): the rest is the head's and the loss's. Peaks
+    are of a step that adds to gradients which are there; what it has before is "fixed_bytes":
+    parameters, gradients, AdamW's moments (as torch's, in the parameters' dtype).
+    """
+    x, device, values = subject.x, subject.device, []
+    kept = kept_bytes(lambda: forward(x).value, subject, "allocator")
+    below = measure_allocations(lambda: forward.below_head(x), device).net if split else None
+
+    def backward(loss: Loss) -> None:
+        loss.backward()
+        values.append(loss.value.item())
+
+    step = peaks(lambda: forward(x), backward, device)
+    return {
+        "loss": values[0],
+        "kept_bytes": kept,
+        "kept_below_head_bytes": below,
+        "kept_bytes_per_token": kept / (subject.case.batch * subject.case.seq_len),
+        **step,
+        "fixed_bytes": fixed_bytes(subject.module),
+    }
 
 
 def _weigh(subject: Subject, steps: Steps) -> None:
@@ -144,7 +187,7 @@ def _weigh(subject: Subject, steps: Steps) -> None:
     With dropout it depends on whose draws they are.
     """
     dropout = any(v for k, v in subject.published.values.items() if "dropout" in k)
-    rows, dtype = steps.rows, DTYPES[subject.case.dtype]
+    rows = steps.rows
 
     def weigh(forward: Forward, name: str) -> dict[str, Any]:
         try:
@@ -152,13 +195,68 @@ def _weigh(subject: Subject, steps: Steps) -> None:
         except torch.OutOfMemoryError as error:
             raise Absent("out of memory at this batch") from error
         if not dropout and BASELINE in steps.forwards and name != BASELINE:
-            loss = same_loss(found["loss"], rows[BASELINE]["loss"], dtype)
+            loss = same_loss(found["loss"], rows[BASELINE]["loss"], subject.dtype)
             found["check"] = rows[name]["check"] | {"loss": loss}
         return found
 
     for name in [name for name, row in rows.items() if "check" in row]:
-        finds = [] if steps.rig.dry else [lambda forward, name=name: weigh(forward, name)]
-        steps.admit(name, lambda way=WAYS[name]: way.build(subject), *finds)
+        finds = [] if steps.rig.dry else [functools.partial(weigh, name=name)]
+        steps.admit(name, functools.partial(WAYS[name].build, subject), *finds)
+
+
+def peak_of(forward: Forward, subject: Subject) -> Peak:
+    """A step's measured peak at any batch, and the fixed bytes."""
+
+    def peak(batch: int) -> int | None:
+        x = subject.inputs(batch)
+        own = sum(t.nbytes for t in x.values())
+        try:
+            found = measure_allocations(lambda: forward(x).backward(), subject.device).peak
+        except torch.OutOfMemoryError:
+            gc.collect()
+            torch.cuda.empty_cache()
+            return None
+        return found + own + fixed_bytes(subject.module)
+
+    return peak
+
+
+def largest_batch(peak: Peak, cap: int, most: int) -> tuple[int, dict[int, int | None]]:
+    """The largest batch, `most` at most, whose peak is within `cap`, and all that was measured.
+
+    Doubling as long as it fits (farther the memory may not be there), then bisection, both cut
+    short where peaks grow evenly: the line through the two largest that fit says where that would
+    end. That is tried first, then the one after it; every other time the middle of what is left.
+
+    >>> largest_batch(lambda batch: 100 + 7 * batch, cap=500, most=1000)[0]
+    57
+    """
+    tried: dict[int, int | None] = {}
+    fits, fails = 0, most + 1
+    while fails - fits > 1:
+        line = _line_end(tried, fits, cap)
+        if fails > most:
+            batch = min(max(1, 2 * fits), line or most)
+        elif line is None or (len(tried) % 2 and line > fits + 1):
+            batch = (fits + fails) // 2
+        else:
+            batch = line
+        batch = min(max(batch, fits + 1), fails - 1)
+        tried[batch] = found = peak(batch)
+        if found is not None and found <= cap:
+            fits = batch
+        else:
+            fails = batch
+    return fits, tried
+
+
+def _line_end(tried: dict[int, int | None], fits: int, cap: int) -> int | None:
+    """Where the line through the two largest batches that fit reaches the cap."""
+    below = sorted((b, n) for b, n in tried.items() if n is not None and b <= fits)[-2:]
+    if len(below) < 2 or below[1][1] <= below[0][1]:
+        return None
+    (first, low), (last, high) = below
+    return last + (cap - high) * (last - first) // (high - low)
 
 
 def _enlarge(subject: Subject, options: Options, steps: Steps) -> None:
@@ -175,16 +273,79 @@ def _enlarge(subject: Subject, options: Options, steps: Steps) -> None:
 
     for name, forward in list(steps.forwards.items()):
         if not WAYS[name].traits["compiled"]:
-            found = [lambda forward, name=name: enlarge(forward, name)]
-            steps.admit(name, lambda forward=forward: forward, *found)
+            find = functools.partial(enlarge, name=name)
+            steps.admit(name, lambda forward=forward: forward, find)
     times: dict[str, list[float]] = {name: [] for name in there}
     for index in range(1 if steps.rig.dry else _ROUNDS_THERE):
-        for name in rotated(list(there), index) if there else ():
+        for name in rotated(list(there), index):
             times[name].append(there[name]()["step"])
-    for name, found_times in times.items():
-        seconds = quantiles(found_times)
+    for name, found in times.items():
+        seconds = quantiles(found)
         tokens = steps.rows[name]["largest_batch"] * subject.case.seq_len
-        steps.rows[name] |= {
-            "step_seconds_there": seconds,
-            "tokens_per_second": tokens / seconds["p50"],
-        }
+        rate = tokens / seconds["p50"]
+        steps.rows[name] |= {"step_seconds_there": seconds, "tokens_per_second": rate}
+
+
+# --- losses
+
+
+def _first_right_ones(ways: dict[str, dict[str, Any]]) -> list[str]:
+    """The first right way of ours, and the first with a fused loss: presets differ in memory."""
+    right = [name for name, found in ways.items() if "check" in found]
+    of = {WAYS[name].traits["group"]: name for name in reversed(right)}
+    return [of[group] for group in ("ours", "loss") if group in of]
+
+
+def compare_losses(
+    case: Case, names: Sequence[str], steps: int, device: torch.device | str
+) -> dict[str, Any]:
+    """Losses of AdamW's first steps by way, from equal weights on equal data, without dropout.
+
+    {"steps", "curves": {way: losses}, "differences": {way: the largest, relative}, "noise",
+    "allowed"}. The noise is the largest difference of an unconverted model of which every parameter
+    was moved by the rounding of one operation: what any other order of sums does, too.
+    """
+    subject = case.subject(device, dropout_free(case.published))
+    data = [subject.inputs(case.batch) for _ in range(steps)]
+    start = {name: p.detach().clone() for name, p in subject.leaves().items()}
+    eps = torch.finfo(DTYPES[case.dtype]).eps
+    moved = {
+        name: p * (1 + eps * (torch.rand_like(p, dtype=torch.float32) - 0.5).sign()).to(p.dtype)
+        for name, p in start.items()
+    }
+    theirs = _train(subject, BASELINE, data, start)
+    curves = {name: _train(subject, name, data, start) for name in names}
+    noise = _difference(_train(subject, BASELINE, data, moved), theirs)
+    return {
+        "steps": steps,
+        "curves": {BASELINE: theirs} | curves,
+        "differences": {name: _difference(mine, theirs) for name, mine in curves.items()},
+        "noise": noise,
+        "allowed": max(TOLERANCE[DTYPES[case.dtype]], _NOISES * noise),
+    }
+
+
+def _train(
+    subject: Subject, name: str, data: Sequence[Inputs], start: dict[str, Tensor]
+) -> list[float]:
+    leaves = subject.leaves()
+    with torch.no_grad():
+        for leaf_name, leaf in leaves.items():
+            leaf.copy_(start[leaf_name])
+    found = []
+    with no_fallback():
+        forward = WAYS[name].build(subject)
+        optimizer = torch.optim.AdamW(leaves.values(), lr=LEARNING_RATE)
+        for x in data:
+            optimizer.zero_grad()
+            loss = forward(x)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.value.item())
+    return found
+
+
+def _difference(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    """NaN is the largest there is."""
+    found = [abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True)]
+    return float(torch.tensor(found, dtype=torch.float64).max())

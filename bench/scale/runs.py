@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,26 +23,24 @@ from fused_remat.report.allocations import AllocationTrace, SavedBytes
 from fused_remat.scale import models
 from fused_remat.scale.layout import Layout, Mesh, gathered
 from fused_remat.scale.memory import Setup, state_bytes, weight_bytes
-from fused_remat.scale.shapes import LARGE, MODELS, Model
-
-
-def small(name: str) -> Model:
-    """A tiny model of the same kind, of widths that two data ranks do not divide evenly."""
-    model = {**MODELS, **LARGE}[name]
-    kv = 4 if model.kv_heads == model.nhead else 2
-    return dataclasses.replace(
-        model, d_model=30, nhead=4, kv_heads=kv, head_dim=8, d_ff=42, layers=3, vocab=50, seq_len=11
-    )
+from fused_remat.scale.shapes import LARGE, MODELS
 
 
 def tiny(name: str, data: int, tensor: int, sequence: bool = True, low: bool = False) -> Setup:
-    """A setup of `small`; `low`: computed in bfloat16."""
+    """A tiny model of the same kind, of widths that two data ranks do not divide evenly.
+
+    low: computed in bfloat16.
+    """
+    model = {**MODELS, **LARGE}[name]
+    kv = 4 if model.kv_heads == model.nhead else 2
+    small = dataclasses.replace(
+        model, d_model=30, nhead=4, kv_heads=kv, head_dim=8, d_ff=42, layers=3, vocab=50, seq_len=11
+    )
     layout = Layout(Mesh(data, tensor), sequence)
-    return Setup(small(name), layout, 2, 8, torch.bfloat16 if low else torch.float32)
+    return Setup(small, layout, 2, 8, torch.bfloat16 if low else torch.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """A part of a rank's memory in bytes: measured in a step, and on paper."""
 
     measured: int
@@ -50,12 +48,11 @@ class Held:
 
 
 def _local(t: Any) -> Tensor:
-    found: Tensor = t.to_local() if hasattr(t, "to_local") else t
-    return found
+    return t.to_local() if hasattr(t, "to_local") else t
 
 
 def _nbytes(tensors: Iterable[Any]) -> int:
-    return sum(t.numel() * t.element_size() for t in map(_local, tensors))
+    return sum(_local(t).nbytes for t in tensors)
 
 
 def divided(setup: Setup, policy: str) -> tuple[nn.Module, tuple[Tensor, ...], int]:
@@ -82,54 +79,41 @@ def divided(setup: Setup, policy: str) -> tuple[nn.Module, tuple[Tensor, ...], i
     return model, inputs, grid["data"].get_local_rank()
 
 
-class _Layers:
-    """Hooks on the layers: what each has gathered when its forward begins, and what that saves."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.kept: list[SavedBytes] = []
-        self.gathered: list[int] = []
-        self._tables = [t for t in model.buffers() if t is not None]
-        layers: Any = model.layers
-        for layer in layers:  # called after FSDP2's own hooks, which gather
-            layer.register_forward_pre_hook(self._enter)
-            layer.register_forward_hook(self._leave)
-
-    def _enter(self, layer: nn.Module, args: Any) -> None:
-        self.gathered.append(_nbytes(layer.parameters()))
-        self.kept.append(SavedBytes([*map(_local, layer.parameters()), *self._tables]))
-        self.kept[-1].__enter__()
-
-    def _leave(self, layer: nn.Module, args: Any, output: Any) -> None:
-        self.kept[-1].__exit__(None, None, None)
-
-
 def held(setup: Setup, policy: str) -> dict[str, Held]:
     """This rank's bytes by part, in a step of a model whose layers all have `policy`."""
     model, inputs, place = divided(setup, policy)
-    found = {"weights": _nbytes(model.parameters())}
-    layers, optimizer = _Layers(model), torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    tables = [t for t in model.buffers() if t is not None]
+    kept: list[SavedBytes] = []
+    whole: list[int] = []
+
+    def enter(layer: nn.Module, args: Any) -> None:  # after FSDP2's own hooks, which gather
+        whole.append(_nbytes(layer.parameters()))
+        kept.append(SavedBytes([*map(_local, layer.parameters()), *tables]))
+        kept[-1].__enter__()
+
+    def leave(layer: nn.Module, args: Any, output: Any) -> None:
+        kept[-1].__exit__(None, None, None)
+
+    layers: Any = model.layers
+    for layer in layers:
+        layer.register_forward_pre_hook(enter)
+        layer.register_forward_hook(leave)
+    weights = _nbytes(model.parameters())
     model(*inputs).backward()
-    found["a layer, gathered"] = layers.gathered[0]
-    found["kept by layers"] = sum(saved.total for saved in layers.kept)
-    found["gradients"] = _nbytes(p.grad for p in model.parameters())
+    gradients = _nbytes(p.grad for p in model.parameters())
     optimizer.step()
+    named = kept_by_name(setup.example, kept_names(policy, setup.example.call.graph))
+    gathers = gathered(setup.parameters.layer, setup.layout) * setup.dtype.itemsize
     states = [t for of in optimizer.state.values() for t in of.values()]
-    found["optimizer states"] = _nbytes(states)
-    on_paper = predicted(setup, policy, place)
-    return {part: Held(nbytes, on_paper[part]) for part, nbytes in found.items()}
-
-
-def predicted(setup: Setup, policy: str, data_rank: int) -> dict[str, int]:
-    """The same, on paper."""
-    graph = setup.example.call.graph
-    kept = kept_by_name(setup.example, kept_names(policy, graph))
-    weights = weight_bytes(setup, data_rank)
+    predicted = weight_bytes(setup, place)
+    keeps = setup.model.layers * sum(named.values())
     return {
-        "weights": weights,
-        "a layer, gathered": gathered(setup.parameters.layer, setup.layout) * setup.dtype.itemsize,
-        "kept by layers": setup.model.layers * sum(kept.values()),
-        "gradients": weights,
-        "optimizer states": state_bytes(setup, data_rank),
+        "weights": Held(weights, predicted),
+        "a layer, gathered": Held(whole[0], gathers),
+        "kept by layers": Held(sum(saved.total for saved in kept), keeps),
+        "gradients": Held(gradients, predicted),
+        "optimizer states": Held(_nbytes(states), state_bytes(setup, place)),
     }
 
 
@@ -147,25 +131,26 @@ def timed(setup: Setup, policy: str, rounds: int) -> float:
     """Seconds of a step, forward, backward and AdamW: the median of some, all ranks together."""
     model, inputs, _ = divided(setup, policy)
     optimizer = torch.optim.AdamW(model.parameters())
+    together = dist.barrier if dist.is_initialized() else lambda: None
     found = []
     for _ in range(rounds + 1):
-        if dist.is_initialized():
-            dist.barrier()
+        together()
         begin = time.perf_counter()
         model(*inputs).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if dist.is_initialized():
-            dist.barrier()
+        together()
         found.append(time.perf_counter() - begin)
     return statistics.median(found[1:])
 
 
 def everything(setup: Setup, policies: tuple[str, ...], rounds: int) -> dict[str, Any]:
     """By policy: this rank's bytes, the most that a step takes, and its time (None: no rounds)."""
-    found = {}
-    for policy in policies:
-        parts = {name: dataclasses.asdict(part) for name, part in held(setup, policy).items()}
-        seconds = timed(setup, policy, rounds) if rounds else None
-        found[policy] = {"held": parts, "taken": taken(setup, policy), "seconds": seconds}
-    return found
+    return {
+        policy: {
+            "held": {name: part._asdict() for name, part in held(setup, policy).items()},
+            "taken": taken(setup, policy),
+            "seconds": timed(setup, policy, rounds) if rounds else None,
+        }
+        for policy in policies
+    }

@@ -9,49 +9,33 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Published:
-    """A model's configuration as its card gives it.
+    """A model's configuration as its card gives it."""
 
-    Attributes:
-        config: the class of transformers that the values are given to.
-        task: the model that is made of it, a class of transformers with a loss of its own.
-        values: of config.json, without what is the class's default anyway.
-        source: where config.json lies.
-    """
-
-    name: str
-    config: str
-    task: str
-    values: dict[str, Any]
-    source: str
+    config: str  # the class of transformers that the values are given to
+    task: str  # the model that is made of it, a class of transformers with a loss of its own
+    values: dict[str, Any]  # of config.json, without what is the class's default anyway
 
     @property
     def layers(self) -> int:
-        """Of the whole model."""
-        found: int = self.values["num_hidden_layers"]
-        return found
+        return self.values["num_hidden_layers"]
 
     @property
     def image_tokens(self) -> int | None:
         """Tokens of an image, its class token included; None for a model of text."""
         if "image_size" not in self.values:
             return None
-        side: int = self.values["image_size"] // self.values["patch_size"]
-        return side * side + 1
+        return (self.values["image_size"] // self.values["patch_size"]) ** 2 + 1
 
     @property
     def longest(self) -> int:
-        """Tokens that a sequence may have."""
-        return self.image_tokens or int(self.values["max_position_embeddings"])
+        return self.image_tokens or self.values["max_position_embeddings"]
 
 
 def _rope(theta: float) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_type": "default"}
 
 
-def _hub(path: str) -> str:
-    return f"huggingface.co/{path}/blob/main/config.json"
-
-
+# huggingface.co/HuggingFaceTB/SmolLM-135M/blob/main/config.json, and so on
 _SMOLLM = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152,
@@ -59,6 +43,7 @@ _SMOLLM = {
     "hidden_act": "silu", "initializer_range": 0.041666666666666664, "tie_word_embeddings": True,
     "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
+# Qwen/Qwen2-1.5B
 _QWEN2 = {
     "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
     "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
@@ -66,6 +51,7 @@ _QWEN2 = {
     "hidden_act": "silu", "use_sliding_window": False, "tie_word_embeddings": True,
     "bos_token_id": 151643, "eos_token_id": 151643,
 }  # fmt: skip
+# meta-llama/Meta-Llama-3-8B
 _LLAMA3 = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
@@ -73,12 +59,14 @@ _LLAMA3 = {
     "hidden_act": "silu", "tie_word_embeddings": False,
     "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
+# google-bert/bert-base-uncased
 _BERT = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
     "num_attention_heads": 12, "vocab_size": 30522, "max_position_embeddings": 512,
     "type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
     "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
 }  # fmt: skip
+# google/vit-large-patch16-224
 _VIT = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
     "num_attention_heads": 16, "image_size": 224, "patch_size": 16, "num_channels": 3,
@@ -88,19 +76,12 @@ _VIT = {
 
 #: By name.
 MODELS: dict[str, Published] = {
-    model.name: model
-    for model in (
-        Published("smollm-135m", "LlamaConfig", "LlamaForCausalLM", _SMOLLM,
-                  _hub("HuggingFaceTB/SmolLM-135M")),
-        Published("qwen2-1.5b", "Qwen2Config", "Qwen2ForCausalLM", _QWEN2, _hub("Qwen/Qwen2-1.5B")),
-        Published("llama3-8b", "LlamaConfig", "LlamaForCausalLM", _LLAMA3,
-                  _hub("meta-llama/Meta-Llama-3-8B")),
-        Published("bert-base", "BertConfig", "BertForMaskedLM", _BERT,
-                  _hub("google-bert/bert-base-uncased")),
-        Published("vit-l", "ViTConfig", "ViTForImageClassification", _VIT,
-                  _hub("google/vit-large-patch16-224")),
-    )
-}  # fmt: skip
+    "smollm-135m": Published("LlamaConfig", "LlamaForCausalLM", _SMOLLM),
+    "qwen2-1.5b": Published("Qwen2Config", "Qwen2ForCausalLM", _QWEN2),
+    "llama3-8b": Published("LlamaConfig", "LlamaForCausalLM", _LLAMA3),
+    "bert-base": Published("BertConfig", "BertForMaskedLM", _BERT),
+    "vit-l": Published("ViTConfig", "ViTForImageClassification", _VIT),
+}
 
 
 def tiny(model: Published) -> Published:

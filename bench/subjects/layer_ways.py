@@ -12,18 +12,19 @@ bits are a group of their own, "lossy".
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from bench.measure.admission import Absent
 from bench.measure.case import Forward, Subject
-from bench.measure.registry import Registry
-from bench.subjects.compiled import Compiled
+from bench.measure.registry import Absent, Registry
 from fused_remat.execution.choose import BACKENDS, DEFAULTS
 from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
@@ -33,17 +34,14 @@ Build = Callable[[Subject], Forward]
 #: "ours", or "own": nobody else's); `group`, by which ways are asked for; `backend`, that it names;
 #: `kept_by`, who sees what it keeps: "autograd", or only the "allocator"; `lossy`, whether its
 #: gradients are those of rounded values; `compiled`, whether `torch.compile` made it.
-WAYS: Registry[Build] = Registry("layer ways")
+WAYS: Registry[Build] = Registry(
+    "layer ways", group="stock", draws="stock", kept_by="autograd", backend=None, lossy=False,
+    compiled=False,
+)  # fmt: skip
 BASELINE = "eager"
 #: What is measured unless asked otherwise.
 DEFAULT = ("stock", "compiled", "ours")
 BUDGETS = (0.0, 0.25, 0.5, 0.75)
-
-
-def _way(name: str, group: str = "stock", draws: str = "stock", **rest: Any) -> Any:
-    compiled = group == "compiled"
-    traits = {"kept_by": "autograd", "backend": None, "lossy": False, "compiled": compiled} | rest
-    return WAYS.provider(name, group=group, draws=draws, **traits)
 
 
 def select(names: Sequence[str], device: torch.device | str) -> list[str]:
@@ -53,8 +51,7 @@ def select(names: Sequence[str], device: torch.device | str) -> list[str]:
 
     Raises: ValueError for an unknown name.
     """
-    own = _own_backend("auto", torch.device(device))
-    here = {None, "eager"} - {own}
+    here = {None, "eager"} - {_own_backend("auto", torch.device(device))}
     return WAYS.select(names, lambda way: way.traits["backend"] in here)
 
 
@@ -65,53 +62,50 @@ def _own_backend(name: str, device: torch.device) -> str:
 # --- PyTorch's own
 
 
-@_way(BASELINE, baseline=True)
+@WAYS.provider(BASELINE, baseline=True)
 def eager(subject: Subject) -> Forward:
-    """The stock layer."""
     return subject.stock(subject.module)
 
 
-@_way("checkpoint", baseline=True)
+@WAYS.provider("checkpoint", baseline=True)
 def checkpointed(subject: Subject) -> Forward:
     """`torch.utils.checkpoint` as recommended: stops replaying once it has what it needs.
 
     In a capture without the generator's state, which cannot be read there.
     """
     options = {"use_reentrant": False, "preserve_rng_state": not subject.captured}
-    return functools.partial(checkpoint, subject.stock(subject.module), **options)
+    return functools.partial(checkpoint, eager(subject), **options)
 
 
-@_way("checkpoint_reentrant")
+@WAYS.provider("checkpoint_reentrant")
 def checkpointed_reentrant(subject: Subject) -> Forward:
     """The older `torch.utils.checkpoint`: replays the whole layer."""
-    return functools.partial(checkpoint, subject.stock(subject.module), use_reentrant=True)
+    return functools.partial(checkpoint, eager(subject), use_reentrant=True)
 
 
-def _products() -> list[Any]:
-    """Every matrix product of ATen's, and attention's kernels, as far as this PyTorch has them."""
-    names = (
-        "mm", "addmm", "bmm", "baddbmm",
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )  # fmt: skip
-    found = (getattr(torch.ops.aten, name, None) for name in names)
-    return [packet.default for packet in found if packet is not None]
+#: Every matrix product of ATen's, and attention's kernels, as far as this PyTorch has them.
+PRODUCTS = (
+    "mm", "addmm", "bmm", "baddbmm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)  # fmt: skip
 
 
-@_way("selective_matmuls", kept_by="allocator")
+@WAYS.provider("selective_matmuls", kept_by="allocator")
 def selective_matmuls(subject: Subject) -> Forward:
     """Selective checkpointing that keeps the results of all products and replays the rest.
 
     The policy of PyTorch's documentation and of torchtitan's per-op mode. What it keeps lies in a
     cache of its own, unseen by autograd's hooks.
     """
-    contexts = functools.partial(create_selective_checkpoint_contexts, _products())
-    forward = subject.stock(subject.module)
-    return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+    packets = (getattr(torch.ops.aten, name, None) for name in PRODUCTS)
+    kept = [packet.default for packet in packets if packet is not None]
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    return functools.partial(checkpoint, eager(subject), use_reentrant=False, context_fn=contexts)
 
 
-@_way("selective_attention")
+@WAYS.provider("selective_attention")
 def selective_attention(subject: Subject) -> Forward:
     """Selective recomputation after Korthikanti et al. 2022: only attention's core is replayed.
 
@@ -159,17 +153,11 @@ class RandomState:
     """torch's generator for a device, as a `torch_remat.RecomputeStateHook`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module: Any = torch.cuda if device.type == "cuda" else torch
-
-    def snapshot(self) -> Tensor:
-        state: Tensor = self._module.get_rng_state()
-        return state
-
-    def restore(self, state: Tensor) -> None:
-        self._module.set_rng_state(state)
+        module: Any = torch.cuda if device.type == "cuda" else torch
+        self.snapshot, self.restore = module.get_rng_state, module.set_rng_state
 
 
-@_way("torch_remat", module="torch_remat")
+@WAYS.provider("torch_remat", module="torch_remat")
 def torch_remat(subject: Subject) -> Forward:
     """`torch_remat` around the whole layer, as in its quick start; replays the whole layer.
 
@@ -177,7 +165,7 @@ def torch_remat(subject: Subject) -> Forward:
     """
     from torch_remat import checkpoint as remat
 
-    forward = subject.stock(subject.module)
+    forward = eager(subject)
     hooks = (RandomState(subject.device),) if subject.dropout else ()
     return lambda x: remat(region_name="layer", recompute_state_hooks=hooks)(forward)(x)
 
@@ -185,48 +173,86 @@ def torch_remat(subject: Subject) -> Forward:
 # --- compiled
 
 
-def _compiled(subject: Subject, budget: float | None = None) -> Forward:
+class Compiled:
+    """A forward compiled whole, with its backward, for the subject's input.
+
+    Its code object is its own, so that Dynamo's cache of it, and the limit of that cache, are too.
+    It compiles in the constructor, under the memory budget; a call that would have to compile
+    again, under other settings, raises RuntimeError instead.
+
+    Args:
+        budget: `torch._functorch.config.activation_memory_budget`; None leaves it.
+    """
+
+    def __init__(self, forward: Forward, subject: Subject, budget: float | None = None) -> None:
+        compiler = torch._dynamo.lookup_backend(subject.compiler)
+        self._built = False
+
+        def once(graph: Any, inputs: list[Tensor]) -> Any:
+            if self._built:
+                raise RuntimeError("the call does not fit what was compiled")
+            return compiler(graph, inputs)
+
+        def call(x: Tensor) -> Tensor:
+            return forward(x)
+
+        own = types.FunctionType(
+            call.__code__.replace(), call.__globals__, "call", None, call.__closure__
+        )
+        self._call = torch.compile(own, backend=once, fullgraph=True, dynamic=False)
+        settings: dict[str, Any] = {} if budget is None else {"activation_memory_budget": budget}
+        with torch._functorch.config.patch(settings):
+            self(subject.x).backward(subject.dy)
+        self._built = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._call(x)
+        return y
+
+
+def _compiled(budget: float | None = None) -> Build:
     """`torch.compile` of the stock layer, Inductor, static shapes.
 
     budget: `activation_memory_budget`, how much of what it would keep it may keep; it is 1 else.
     """
-    return Compiled(eager(subject), subject, budget)
+    return lambda subject: Compiled(eager(subject), subject, budget)
 
 
-_way("compile", "compiled", "own")(_compiled)
+_theirs = functools.partial(WAYS.provider, group="compiled", draws="own", compiled=True)
+_theirs("compile")(_compiled())
 for _budget in BUDGETS:
-    _build = functools.partial(_compiled, budget=_budget)
-    _way(f"compile_budget_{_budget:g}", "compiled", "own")(_build)
+    _theirs(f"compile_budget_{_budget:g}")(_compiled(_budget))
 
 
 # --- ours
 
 
-def _preset(subject: Subject, preset: str) -> Forward:
-    return subject.fused(subject.module, preset, subject.backend)
+def _preset(preset: str, backend: str | None = None) -> Build:
+    """On the subject's backend, or on another one that is named."""
+
+    def build(subject: Subject) -> Forward:
+        if backend is not None:
+            if _own_backend(subject.backend, subject.device) == backend:
+                raise Absent(f"on this device the same as {preset}")
+            found = BACKENDS[backend]()
+            if isinstance(found, str):
+                raise Absent(found)
+        return subject.fused(subject.module, preset, backend or subject.backend)
+
+    return build
 
 
-def _preset_on(subject: Subject, preset: str, backend: str) -> Forward:
-    if _own_backend(subject.backend, subject.device) == backend:
-        raise Absent(f"on this device the same as {preset}")
-    found = BACKENDS[backend]()
-    if isinstance(found, str):
-        raise Absent(found)
-    return subject.fused(subject.module, preset, backend)
+def _preset_compiled(preset: str) -> Build:
+    return lambda subject: Compiled(_preset(preset)(subject), subject)
 
 
-def _preset_compiled(subject: Subject, preset: str) -> Forward:
-    return Compiled(_preset(subject, preset), subject)
-
-
+_ours = functools.partial(WAYS.provider, group="ours", draws="ours")
 for _name in EXACT_PRESETS:
-    _way(_name, "ours", "ours")(functools.partial(_preset, preset=_name))
+    _ours(_name)(_preset(_name))
 for _name in LOSSY_PRESETS:
-    _way(_name, "lossy", "ours", lossy=True)(functools.partial(_preset, preset=_name))
+    _ours(_name, group="lossy", lossy=True)(_preset(_name))
 for _backend, _needs in (("eager", None), ("triton", "triton")):
     for _name in EXACT_PRESETS:
-        _build = functools.partial(_preset_on, preset=_name, backend=_backend)
-        _way(f"{_name}_{_backend}", "ours", "ours", backend=_backend, needs=_needs)(_build)
+        _ours(f"{_name}_{_backend}", backend=_backend, needs=_needs)(_preset(_name, _backend))
 for _name in EXACT_PRESETS:
-    _build = functools.partial(_preset_compiled, preset=_name)
-    _way(f"{_name}_compiled", "ours", "ours", compiled=True)(_build)
+    _ours(f"{_name}_compiled", compiled=True)(_preset_compiled(_name))

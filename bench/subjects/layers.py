@@ -18,12 +18,7 @@ ACTIVATIONS = ("gelu", "relu")
 
 @dataclass(frozen=True)
 class Case(case.Case):
-    """An encoder layer and its input.
-
-    Attributes:
-        dtype, norm, activation: keys of `DTYPES` and `NORMS`, one of `ACTIVATIONS`.
-        attention_dropout: of the probabilities; None: as everywhere else.
-    """
+    """An encoder layer and its input; names of `DTYPES`, `NORMS` and `ACTIVATIONS`."""
 
     dtype: str
     norm: str
@@ -34,9 +29,9 @@ class Case(case.Case):
     nhead: int
     activation: str = "gelu"
     causal: bool = False
-    attention_dropout: float | None = None
+    attention_dropout: float | None = None  # None: as everywhere else
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         self.one_of(dtype=DTYPES, norm=NORMS, activation=ACTIVATIONS)
         self.sizes_fit(self.d_model, self.nhead, self.dropout, self.batch, self.seq_len)
 
@@ -44,18 +39,28 @@ class Case(case.Case):
         """A layer with random parameters, biases and norms included, and random data."""
         self.seed()
         dtype = DTYPES[self.dtype]
+        kind = self.d_model, self.nhead, self.dropout, self.norm, self.activation
         with torch.device(device):
-            layer = encoder_layer(
-                self.d_model, self.nhead, self.dropout, self.norm, self.activation
-            )
+            layer = encoder_layer(*kind)
             if self.attention_dropout is not None:
                 layer.self_attn.dropout = self.attention_dropout
             perturb(layer)
             x, dy = torch.randn(2, self.batch, self.seq_len, self.d_model).unbind()
-        layer.to(dtype)
-        # clone: of their own, not halves of one storage, whose bytes would be counted twice
-        given = layer, x.to(dtype).clone(), dy.to(dtype).clone(), self.dropout
-        return causal(*given) if self.causal else Subject(*given, fused=fused)
+            # In the layer's dtype: of a bool mask the stock layer would make such a one every time.
+            make = nn.Transformer.generate_square_subsequent_mask
+            masks = (make(self.seq_len, dtype=dtype),) if self.causal else ()
+
+        def stock(module: nn.Module) -> Forward:
+            if not self.causal:
+                return module
+            return lambda x: module(x, masks[0].to(x.dtype), is_causal=True)
+
+        return Subject(
+            layer.to(dtype),
+            # clone: of their own, not halves of one storage, whose bytes would be counted twice
+            x.to(dtype).clone(), dy.to(dtype).clone(), self.dropout, stock,
+            lambda *ours: stock(fused(*ours)), self.causal, masks,
+        )  # fmt: skip
 
 
 def encoder_layer(
@@ -67,24 +72,9 @@ def encoder_layer(
     )
 
 
-def fused(module: Any, policy: str, backend: str) -> Forward:
+def fused(module: Any, policy: str, backend: str) -> FusedRematLayer:
     """Ours, on the module's own submodules."""
     return FusedRematLayer.from_layer(module, policy, backend)
-
-
-def causal(*given: Any) -> Subject:
-    """A layer that is called with a causal mask."""
-    _, x, *_ = given
-    # In the layer's dtype: of a bool mask the stock layer would make such a one at every call.
-    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device, x.dtype)
-
-    def masked(module: nn.Module) -> Forward:
-        return lambda x: module(x, mask.to(x.dtype), is_causal=True)
-
-    def masked_fused(module: nn.Module, policy: str, backend: str) -> Forward:
-        return masked(fused(module, policy, backend))
-
-    return Subject(*given, stock=masked, fused=masked_fused, causal=True, masks=(mask,))
 
 
 def mlp(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Subject:
@@ -94,11 +84,10 @@ def mlp(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -
         module = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
         perturb(module)
         x, dy = (torch.randn(tokens, width).to(dtype) for _ in range(2))
-    module.to(dtype)
 
     def fused(module: Any, policy: str, backend: str) -> Forward:
         first, _, last = module
         weights = first.weight, first.bias, last.weight, last.bias
         return lambda x: ops.mlp(x, *weights, "gelu", policy=policy, backend=backend)
 
-    return Subject(module, x, dy, fused=fused)
+    return Subject(module.to(dtype), x, dy, fused=fused)

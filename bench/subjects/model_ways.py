@@ -11,72 +11,71 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
-from bench.measure.admission import Absent
-from bench.measure.registry import Registry
-from bench.subjects.forwards import Forward, patched, unchanged
-from bench.subjects.models import Subject
+from bench.measure.registry import Absent, Registry
+from bench.subjects.models import Forward, Subject
 from fused_remat import convert
 from fused_remat.policies import EXACT_PRESETS
 
 Build = Callable[[Subject], Forward]
 
 #: In the order of the tables. Traits: `group`, by which ways are asked for; `compiled`, whether
-#: it is for one batch alone, so that the largest cannot be searched for.
-WAYS: Registry[Build] = Registry("model ways")
+#: it is for one batch alone, so that the largest cannot be searched for; and as of layers' ways,
+#: where nobody has dropout of its own.
+WAYS: Registry[Build] = Registry(
+    "model ways", group="stock", draws="stock", lossy=False, compiled=False
+)
 BASELINE = "eager"
 #: What is measured unless asked otherwise: compiling a whole model takes minutes.
 DEFAULT = ("stock", "peers", "ours", "loss")
 LOSS_PRESETS = ("full", "lean", "fast")
 
 
-def _way(name: str, group: str, **rest: Any) -> Any:
-    return WAYS.provider(name, group=group, **({"compiled": False} | rest))
-
-
 # --- Hugging Face's own
 
 
-@_way(BASELINE, "stock", baseline=True)
+@WAYS.provider(BASELINE, baseline=True)
 def eager(subject: Subject) -> Forward:
     """The model as transformers makes it, attention by PyTorch's own."""
     return Forward(subject.shared())
 
 
-@_way("checkpoint", "stock", baseline=True)
-def checkpointed(subject: Subject) -> Forward:
-    """Gradient checkpointing of every layer, as transformers enables it by default."""
-    return with_checkpoints(Forward(subject.shared()), subject, reentrant=False)
-
-
-@_way("checkpoint_reentrant", "stock")
-def checkpointed_reentrant(subject: Subject) -> Forward:
-    """The older kind."""
-    return with_checkpoints(Forward(subject.shared()), subject, reentrant=True)
-
-
-def with_checkpoints(forward: Forward, subject: Subject, reentrant: bool) -> Forward:
-    """With transformers' gradient checkpointing on.
+def with_checkpoints(build: Build, reentrant: bool = False) -> Build:
+    """With transformers' gradient checkpointing of every layer on, as it enables it by default.
 
     Where the embeddings are frozen their output is made to want a gradient, as PEFT does it: the
     older kind would otherwise give the layers none.
     """
-    model: Any = forward.model
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # its new name is not in older versions
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if subject.case.lora:
-        model.enable_input_require_grads()
-    return forward
+
+    def built(subject: Subject) -> Forward:
+        forward = build(subject)
+        model: Any = forward.model
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # its new name is not in older versions
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if subject.case.lora:
+            model.enable_input_require_grads()
+        return forward
+
+    return built
+
+
+WAYS.provider("checkpoint", baseline=True)(with_checkpoints(eager))
+WAYS.provider("checkpoint_reentrant")(with_checkpoints(eager, reentrant=True))
 
 
 # --- Liger
 
 
-@_way("liger", "peers", module="liger_kernel", needs="cuda")
+_peer = functools.partial(WAYS.provider, group="peers", module="liger_kernel", needs="cuda")
+
+
+@_peer("liger")
 def liger(subject: Subject) -> Forward:
     """Liger's kernels, its fused head and loss included.
 
@@ -91,40 +90,45 @@ def liger(subject: Subject) -> Forward:
     if kind not in patches:
         raise Absent(f"has no kernels for {kind}")
     module = importlib.import_module(type(stock).__module__)
-    with unchanged(module) as names:
-        patches[kind](model=stock)
-    return Forward(model, functools.partial(patched, module, names))
+    names = undone(module, lambda: patches[kind](model=stock))
+    return Forward(model, functools.partial(mock.patch.multiple, module, **names))
 
 
-@_way("liger_checkpoint", "peers", module="liger_kernel", needs="cuda")
-def liger_checkpointed(subject: Subject) -> Forward:
-    """Both."""
-    return with_checkpoints(liger(subject), subject, reentrant=False)
+def undone(module: ModuleType, change: Callable[[], Any]) -> dict[str, Any]:
+    """What a call changes of a module's names, which are as before when it has ended."""
+    before, names = dict(vars(module)), {}
+    try:
+        change()
+    finally:
+        names |= {name: v for name, v in vars(module).items() if before.get(name) is not v}
+        vars(module).update((name, before[name]) for name in names)
+    return names
+
+
+_peer("liger_checkpoint")(with_checkpoints(liger))
 
 
 # --- ours
 
 
-def _preset(subject: Subject, preset: str, **rest: Any) -> Forward:
-    return Forward(convert(subject.shared(), policy=preset, backend=subject.backend, **rest))
-
-
-def _preset_with_loss(subject: Subject, preset: str) -> Forward:
-    if not subject.published.task.endswith("ForCausalLM"):
+def _preset(subject: Subject, preset: str, loss: bool = False) -> Forward:
+    if loss and not subject.published.task.endswith("ForCausalLM"):
         raise Absent("the fused loss is for causal language models")
-    return _preset(subject, preset, loss=True)
+    model = subject.shared()
+    return Forward(convert(model, policy=preset, backend=subject.backend, loss=loss))
 
 
 for _name in EXACT_PRESETS:
-    _way(_name, "ours")(functools.partial(_preset, preset=_name))
+    WAYS.provider(_name, group="ours")(functools.partial(_preset, preset=_name))
 for _name in LOSS_PRESETS:
-    _way(f"{_name}_loss", "loss")(functools.partial(_preset_with_loss, preset=_name))
+    _build = functools.partial(_preset, preset=_name, loss=True)
+    WAYS.provider(f"{_name}_loss", group="loss")(_build)
 
 
 # --- compiled
 
 
-@_way("compile", "compiled", compiled=True)
+@WAYS.provider("compile", group="compiled", compiled=True)
 def compiled(subject: Subject) -> Forward:
     """`torch.compile` of the whole model, static shapes."""
     model = torch.compile(subject.shared(), backend=subject.compiler, dynamic=False)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import case
-from bench.measure.admission import Absent
 from bench.measure.case import DTYPES, perturb
+from bench.measure.registry import Absent
 from bench.subjects.configs import MODELS, Published, tiny
 
 Inputs = dict[str, Tensor]
+Around = Callable[[], AbstractContextManager[None]]
 
 #: Of the tokens, how many a masked language model has to tell: as in Devlin et al. 2018.
 _MASKED = 0.15
@@ -30,38 +34,30 @@ _SHARE = 0.5
 class Case(case.Case):
     """A model and the size of its step.
 
-    Attributes:
-        model: a key of `MODELS`.
-        layers: of the model's; all the rest is at its full width.
-        dtype: of parameters and activations, a key of `DTYPES`.
-        lora: the rank of adapters on every linear of the layers, whose base weights are frozen;
-            0: every parameter is trained.
-        tiny: in sizes that show nothing but whether it runs.
+    lora: the rank of adapters on every linear of the layers, whose base weights are frozen; 0:
+    every parameter is trained.
     """
 
-    model: str
-    layers: int
+    model: str  # a key of `MODELS`
+    layers: int  # of the model's; all the rest is at its full width
     batch: int
     seq_len: int
-    dtype: str
+    dtype: str  # of parameters and activations, a key of `DTYPES`
     lora: int = 0
-    tiny: bool = False
+    tiny: bool = False  # in sizes that show nothing but whether it runs
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         self.one_of(model=MODELS, dtype=DTYPES)
         if min(self.layers, self.batch, self.seq_len) < 1 or self.lora < 0:
             raise ValueError(f"sizes must be positive, the rank at least 0: {self}")
-        published = self.published
-        if self.layers > published.layers:
-            raise ValueError(f"{self.model} has {published.layers} layers, got {self.layers}")
-        if self.seq_len > published.longest:
-            raise ValueError(
-                f"{self.model} takes {published.longest} tokens at most, got {self.seq_len}"
-            )
+        layers, longest = self.published.layers, self.published.longest
+        if self.layers > layers:
+            raise ValueError(f"{self.model} has {layers} layers, got {self.layers}")
+        if self.seq_len > longest:
+            raise ValueError(f"{self.model} takes {longest} tokens at most, got {self.seq_len}")
 
     @property
     def published(self) -> Published:
-        """The model's configuration."""
         return tiny(MODELS[self.model]) if self.tiny else MODELS[self.model]
 
     def subject(self, device: torch.device | str, published: Published | None = None) -> Subject:
@@ -115,10 +111,46 @@ def adapted(model: nn.Module, rank: int) -> nn.Module:
         return get_peft_model(model, config)
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A loss whose backward runs in what its forward ran in: a checkpoint's replay reads it too."""
+
+    value: Tensor
+    around: Around
+
+    def backward(self, dy: None = None) -> None:
+        with self.around():
+            self.value.backward(dy)
+
+    def detach(self) -> Tensor:
+        return self.value.detach()
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A model that computes its own loss, from its inputs."""
+
+    model: nn.Module  # of the way's own, on the subject's parameters
+    around: Around = contextlib.nullcontext  # what forward and backward run in
+
+    def __call__(self, x: Inputs) -> Loss:
+        with self.around():
+            return Loss(self.model(**x).loss, self.around)
+
+    def below_head(self, x: Inputs) -> Any:
+        """The autograd node of what the head is given: whatever is kept up to there hangs on it."""
+        adapted = getattr(self.model, "get_base_model", None)
+        model: Any = self.model if adapted is None else adapted()
+        given = {name: t for name, t in x.items() if name != "labels"}
+        with self.around():
+            return model.base_model(**given).last_hidden_state.grad_fn
+
+
 @dataclass
 class Subject(case.Subject):
     """A model, its inputs by name, and where more of them come from."""
 
+    stock: Callable[[nn.Module], Forward] = Forward
     case: Case = field(kw_only=True)
     published: Published = field(kw_only=True)
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(7))
@@ -146,20 +178,15 @@ class Subject(case.Subject):
         same = {id(t): t for t in (*self.module.parameters(), *self.module.buffers())}
         return copy.deepcopy(self.module, same)
 
-    def fixed_bytes(self) -> int:
-        """Parameters, gradients of those that are trained, and AdamW's two moments of them."""
-        return fixed_bytes(self.module)
-
 
 def fixed_bytes(model: nn.Module) -> int:
-    """See `Subject.fixed_bytes`."""
+    """Parameters, gradients of those that are trained, and AdamW's two moments of them."""
     every = sum(p.nbytes for p in model.parameters())
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return every + (_COPIES - 1) * trained
 
 
 def memory_of(device: torch.device | str) -> int:
-    """Bytes that are free on a device."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

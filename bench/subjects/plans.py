@@ -34,16 +34,11 @@ def loss(subject: Subject, y: Tensor) -> Tensor:
 
 @dataclass
 class Entry:
-    """A choice to be run.
-
-    Attributes:
-        name: of the way: its method, and which of it from the least peak on.
-        asked: (whose budget, bytes) that it is the answer to.
-    """
+    """A choice to be run."""
 
     plan: Plan
-    name: str = ""
-    asked: list[tuple[str, int]] = field(default_factory=list)
+    name: str | None = None  # its method, and which of it from the least peak on
+    asked: list[tuple[str, int]] = field(default_factory=list)  # whose budgets, and bytes
 
 
 class Planner:
@@ -52,12 +47,12 @@ class Planner:
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         subject.clear()
-        self.stack: Stack = fused(subject.module, "full", subject.backend)
+        stack = fused(subject.module, "full", subject.backend)
         given = {"loss": functools.partial(loss, subject)}
-        self.plan = plan(self.stack, subject.x, **given)
+        self.plan = plan(stack, subject.x, **given)
         saves = {o.save: None for call in self.plan.chain.calls for o in call.options}
         options = [Policy(save) for save in saves]
-        analytic = plan(self.stack, subject.x, costs="analytic", options=options, **given)
+        analytic = plan(stack, subject.x, costs="analytic", options=options, **given)
         # The same step: what differs is what the choices cost in it.
         seconds = self.plan.chain.seconds
         self.analytic: Chain = dataclasses.replace(analytic.chain, seconds=seconds)
@@ -69,16 +64,20 @@ class Planner:
         return [(c.which, c.step, c.measured, c.analytic) for c in costs if c.measured is not None]
 
     def predicted(self, found: Plan) -> dict[str, float]:
-        """Bytes and seconds; the latter from both costs."""
+        calls = zip(found.chain.calls, self.analytic.calls, found.choice.options, strict=True)
+        same = [  # the choice among the options of the other costs
+            next(i for i, o in enumerate(theirs.options) if o.save == mine.options[chosen].save)
+            for mine, theirs, chosen in calls
+        ]
+        choice = Choice(tuple(same), found.choice.segments)
         return {
             "peak_bytes": found.peak_bytes,
             "kept_bytes": found.kept_bytes,
             "seconds": found.seconds,
-            "analytic_seconds": chains.seconds(self.analytic, self._as_analytic(found)),
+            "analytic_seconds": chains.seconds(self.analytic, choice),
         }
 
     def said_of(self, entry: Entry) -> dict[str, Any]:
-        """What a row says of our plan before it is run."""
         return {
             "family": "ours" if entry.plan.method == "optimal" else "ours, by a rule",
             "method": entry.plan.method,
@@ -87,42 +86,29 @@ class Planner:
             "predicted": self.predicted(entry.plan),
         }
 
-    def _as_analytic(self, found: Plan) -> Choice:
-        """The same choice among the options of the other costs."""
-        calls = zip(found.chain.calls, self.analytic.calls, found.choice.options, strict=True)
-        options = [
-            next(i for i, o in enumerate(theirs.options) if o.save == mine.options[chosen].save)
-            for mine, theirs, chosen in calls
-        ]
-        return Choice(tuple(options), found.choice.segments)
-
     def at(self, budgets: Mapping[str, int]) -> tuple[list[Entry], list[dict[str, Any]]]:
         """The choices to be run, each once, and everything that was asked for.
 
         The best within each budget and along the frontier; of the simpler rules, a few.
         """
-        wanted = [(of, nbytes, "optimal") for of, nbytes in budgets.items()]
         points = _spread(self.plan.frontier, SWEEP)
+        wanted = [(of, nbytes, "optimal") for of, nbytes in budgets.items()]
         wanted += [("sweep", point.peak_bytes, "optimal") for point in points]
         wanted += [(of, nbytes, rule) for rule in RULES for of, nbytes in budgets.items()]
         entries: dict[tuple[str, Choice], Entry] = {}
-        asked: list[dict[str, Any]] = []
+        asked: list[tuple[dict[str, Any], Entry | None]] = []
         for of, nbytes, method in wanted:
             row: dict[str, Any] = {"method": method, "of": of, "budget_bytes": nbytes}
             try:
                 found = self.plan.within(nbytes, method)
             except BudgetError as error:
-                asked.append(row | {"least_bytes": error.least})
+                asked.append((row | {"least_bytes": error.least}, None))
                 continue
             entry = entries.setdefault((method, found.choice), Entry(found))
             entry.asked.append((of, nbytes))
-            asked.append(row | {"predicted": self.predicted(found), "way": entry})
+            asked.append((row | {"predicted": self.predicted(found)}, entry))
         chosen = list(_chosen(list(entries.values())))
-        names = {id(entry): entry.name for entry in chosen}
-        for row in asked:
-            if "way" in row:
-                row["way"] = names.get(id(row["way"]))
-        return chosen, asked
+        return chosen, [row | ({"way": entry.name} if entry else {}) for row, entry in asked]
 
 
 def _spread(items: Sequence[T], count: int) -> Sequence[T]:

@@ -1,18 +1,26 @@
-"""The model that plans are compared on: an embedding, a stack of encoder layers, a head, a loss."""
+"""The model that plans are compared on: an embedding, encoder layers, a head, a loss; their peers.
+
+Peers are builders in a registry, as those of layers, of whole stacks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bench.measure import case
 from bench.measure.case import DTYPES, Forward, Subject, perturb
-from bench.subjects import layers
+from bench.measure.registry import Absent, Registry
+from bench.subjects import layer_ways, layers
 from bench.subjects.layers import NORMS
 
 VOCABULARY = 256  # bytes
@@ -32,13 +40,12 @@ class Case(case.Case):
     heads: int
     causal: bool = False
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         self.one_of(dtype=DTYPES, norm=NORMS)
         sizes = self.layers, self.batch, self.seq_len
         self.sizes_fit(self.width, self.heads, self.dropout, *sizes)
 
     def subject(self, device: torch.device | str) -> Subject:
-        """A stack with random parameters, and random bytes."""
         self.seed()
         kind = self.width, self.heads, self.dropout, self.norm
         with torch.device(device):
@@ -75,7 +82,6 @@ class Stack(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def of(self, layer: nn.Module) -> Forward:
-        """A layer's forward, with the mask."""
         if self.mask is None:
             return layer
         return lambda h: layer(h, self.mask, is_causal=True)
@@ -97,3 +103,75 @@ def fused(module: Any, policy: str = "full", backend: str = "auto") -> Stack:
     """Ours, on the very parameters of a stack."""
     parts = [layers.fused(layer, policy, backend) for layer in module.layers]
     return Stack(parts, module.mask, module.embedding, module.norm, module.head)
+
+
+#: In the order of the tables. Traits as of `layer_ways.WAYS`; `family`, of the picture.
+PEERS: Registry[Callable[[Subject], Forward]] = Registry(
+    "peers of plans", family="checkpointing", draws="stock", kept_by="autograd", lossy=False,
+    compiled=False,
+)  # fmt: skip
+BASELINE = "eager"
+BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
+EVERY = (2, 4)
+
+
+@PEERS.provider(BASELINE, family="stock", baseline=True)
+def eager(subject: Subject) -> Forward:
+    return subject.module
+
+
+def _each(subject: Subject, way: str, every: int = 1) -> Forward:
+    """Every so many layers as a way of layers has them, the first included; the others as stock."""
+    stack: Any = subject.module
+    if every > 1 and len(stack.layers) <= every // 2:
+        raise Absent(f"the same as every {every // 2}")
+
+    def built(layer: nn.Module) -> Forward:
+        alone = dataclasses.replace(subject, module=layer, stock=stack.of)
+        return layer_ways.WAYS[way].build(alone)
+
+    forwards = [(stack.of if i % every else built)(o) for i, o in enumerate(stack.layers)]
+    return lambda x: stack.through(x, forwards)
+
+
+PEERS.provider("checkpoint")(functools.partial(_each, way="checkpoint"))
+for _k in EVERY:
+    _build = functools.partial(_each, way="checkpoint", every=_k)
+    PEERS.provider(f"checkpoint_every_{_k}")(_build)
+
+
+@PEERS.provider("checkpoint_sqrt")
+def segments(subject: Subject) -> Forward:
+    """Around every segment of ⌈√n⌉ layers (Chen et al. 2016)."""
+    stack: Any = subject.module
+    count = len(stack.layers)
+    length = math.isqrt(count - 1) + 1
+    if length == 1:
+        raise Absent("the same as checkpoint")
+
+    def segment(first: int) -> Forward:
+        def run(h: Any) -> Any:
+            for layer in stack.layers[first : first + length]:
+                h = stack.of(layer)(h)
+            return h
+
+        return functools.partial(checkpoint, run, use_reentrant=False)
+
+    forwards = [segment(first) for first in range(0, count, length)]
+    return lambda x: stack.through(x, forwards)
+
+
+#: In every layer: the results of products are kept; attention's core is replayed (Megatron's).
+for _way, _by in (("selective_matmuls", "allocator"), ("selective_attention", "autograd")):
+    PEERS.provider(_way, kept_by=_by)(functools.partial(_each, way=_way))
+
+
+def _compiled(subject: Subject, budget: float) -> Forward:
+    """`torch.compile` of the whole model with an `activation_memory_budget`."""
+    return layer_ways.Compiled(eager(subject), subject, budget)
+
+
+for _budget in BUDGETS:
+    _build = functools.partial(_compiled, budget=_budget)
+    _rest = {"family": "compile", "draws": "own", "compiled": True}
+    PEERS.provider(f"compile_budget_{_budget:g}", **_rest)(_build)

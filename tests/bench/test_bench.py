@@ -11,25 +11,30 @@ import torch
 from bench.commands import frontier, layers, model, plan
 from bench.measure import machine
 from bench.pages.layers import TARGETS, case_table, target_table, verdict
-from bench.subjects import stack_ways
 from bench.subjects.layer_ways import WAYS, select
+from bench.subjects.stacks import PEERS
 from fused_remat.policies import EXACT_PRESETS, LOSSY_PRESETS
 
-TINY = ["--device", "cpu", "--sizes", "2x9x16x2", "--norm", "pre", "--rounds", "2"]
+#: Of `bench layers`.
+TINY = "--batch 2 --seq-len 9 --d-model 16 --nhead 2 --norm pre --rounds 2"
 STOCK = ["eager", "checkpoint", "checkpoint_reentrant", "selective_matmuls",
          "selective_attention", "torch_remat"]  # fmt: skip
 EVERY_WAY = [*STOCK, *EXACT_PRESETS]
 
 
-def bench(folder, *arguments, status=0):
+def options(text):
+    return ["--device", "cpu", *text.split()]
+
+
+def bench(folder, text, status=0):
     """The results file after `python -m bench layers`."""
-    assert layers.main(["--out", str(folder), *TINY, *arguments]) == status
+    assert layers.main([*options(f"{TINY} {text}"), "--out", str(folder)]) == status
     return json.loads((folder / "layers-cpu.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return bench(tmp_path_factory.mktemp("bench"), "--ways", *EVERY_WAY)
+    return bench(tmp_path_factory.mktemp("bench"), f"--ways {' '.join(EVERY_WAY)}")
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"]])
@@ -42,45 +47,39 @@ def test_anything_but_a_sub_command_is_a_usage_error(arguments):
 
 #: Command -> what it refuses, each to be split at spaces.
 BAD = {
-    layers: ("--sizes=1x2x3", "--sizes=1x2x9x2", "--ways=fastest", "--d-model=511", "--dropout=1",
-             "--rounds=0", "--threads=none"),
-    frontier: ("--from a.json", "--seq-len=100", "--d-model=100", "--rounds=0", "--ways=fastest",
-               "--sizes=1x2x3", "--seq-len=0"),
+    layers: ("--nhead=3", "--ways=fastest", "--d-model=511", "--dropout=1", "--rounds=0"),
+    frontier: ("--from a.json", "--seq-len=100", "--d-model=100", "--ways=fastest"),
     model: ("--model=gpt5", "--ways=fastest", "--memory=much", "--layers=31", "--seq=0",
             "--lora=-1 --layers=1", "--article --model=vit-l", "--losses=-1 --layers=1"),
-    plan: ("--d-model=100", "--nhead=5", "--dropout=1", "--rounds=0", "--seq=-1", "--dtype=int8"),
+    plan: ("--d-model=100", "--nhead=5", "--dropout=1", "--seq=-1", "--dtype=int8"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("command", "options"),
-    [(command, options) for command, given in BAD.items() for options in given],
+    ("command", "text"),
+    [(command, text) for command, given in BAD.items() for text in given],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_bad_options_are_usage_errors(command, options, capsys):
+def test_bad_options_are_usage_errors(command, text, capsys):
     with pytest.raises(SystemExit, match="2"):
-        command.parse(["--device", "cpu", *options.split()])
+        command.parse(options(text))
     assert "error: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("command", BAD, ids=lambda command: command.__name__)
-def test_a_device_that_is_not_there_is_a_usage_error(command, capsys):
+def test_a_device_that_is_not_there_is_a_usage_error(capsys):
     with pytest.raises(SystemExit, match="2"):
-        command.parse(["--device", "cuda"])
+        layers.parse(["--device", "cuda"])
     assert "no CUDA device" in capsys.readouterr().err
 
 
 def test_axes_make_a_grid():
     """Each point once; heads as wide as those of the sizes they take the place in."""
-    options = ["--device", "cpu", "--sizes", "4x512x512x8", "2x64x1024x16", "--causal"]
-    options += ["--d-model", "64", "128", "--seq-len", "9", "--norm", "pre", "--dropout", "0"]
-    args = layers.parse(options)
+    args = layers.parse(options("--d-model 64 128 --seq-len 9 --norm pre --dropout 0 --causal"))
     sizes = [(c.batch, c.seq_len, c.d_model, c.nhead) for c in args.cases]
     assert sizes == [(4, 9, 64, 1), (4, 9, 128, 2), (2, 9, 64, 1), (2, 9, 128, 2)]
     assert all(c.causal and c.dtype == "float32" for c in args.cases)
-    options = ["--device", "cpu", "--nhead", "2", "4", "--batch", "1", "--norm", "pre"]
-    args = layers.parse([*options, "--dropout", "0"])
+    args = layers.parse(options("--nhead 2 4 --batch 1 --norm pre --dropout 0"))
     assert [(c.d_model, c.nhead) for c in args.cases] == [(512, 2), (512, 4), (1024, 2), (1024, 4)]
 
 
@@ -149,15 +148,14 @@ def test_a_run_is_taken_up_where_it_ended(tmp_path, monkeypatch):
         return measure(subject, *rest, **more)
 
     monkeypatch.setattr(layers, "measure", counted)
-    ways = ("--ways", "full", "--dropout")
-    bench(tmp_path, *ways, "0")
-    assert len(bench(tmp_path, *ways, "0", "0.1")["results"]) == 2
+    bench(tmp_path, "--ways full --dropout 0")
+    assert len(bench(tmp_path, "--ways full --dropout 0 0.1")["results"]) == 2
     assert measured == [0.0, 0.1]
-    bench(tmp_path, "--ways", "lean", "--dropout", "0")  # a way that the row lacks
-    assert len(bench(tmp_path, *ways, "0.1", "--fresh")["results"]) == 2
+    bench(tmp_path, "--ways lean --dropout 0")  # a way that the row lacks
+    assert len(bench(tmp_path, "--ways full --dropout 0.1 --fresh")["results"]) == 2
     assert measured == [0.0, 0.1, 0.0, 0.1]
     monkeypatch.setattr(machine, "checkout", lambda: ("another commit", False))
-    found = bench(tmp_path, *ways, "0.1")
+    found = bench(tmp_path, "--ways full --dropout 0.1")
     assert len(measured) == 5 and len(found["results"]) == 2
     assert [row["machine"]["commit"] for row in found["results"]].count("another commit") == 1
 
@@ -171,19 +169,21 @@ def test_a_case_that_cannot_be_measured_costs_no_other(tmp_path, monkeypatch, ca
         return measure(subject, *rest, **more)
 
     monkeypatch.setattr(layers, "measure", limited)
-    options = ["--sizes", "1x9x16x2", "1x8x16x2", "--dropout", "0", "--ways", "eager"]
-    found = bench(tmp_path, *options, status=1)
+    found = bench(tmp_path, "--seq-len 9 8 --dropout 0 --ways eager", status=1)
     assert [row["case"]["seq_len"] for row in found["results"]] == [8]
     assert "(FAIL: MemoryError: too large)" in capsys.readouterr().out
 
 
-def doubled(build):
-    """A way whose output is twice what it should be."""
-    return lambda subject: lambda x: 2 * build(subject)(x)
+#: Command -> its registry, and options.
+QUICK = {
+    layers: (WAYS, f"{TINY} --dropout 0 --ways"),
+    frontier: (WAYS, "--tokens 8 --seq-len 8 --d-model 16 --head-dim 8 --rounds 1 --ways"),
+    plan: (PEERS, "--layers 2 --batch 1 --seq 8 --d-model 16 --nhead 2 --rounds 1 --no-compile"),
+}
 
 
 @pytest.mark.parametrize(("way", "status"), [("full", 1), ("eager", 1), ("selective_matmuls", 0)])
-@pytest.mark.parametrize("command", [layers, frontier, plan], ids=lambda command: command.__name__)
+@pytest.mark.parametrize("command", QUICK, ids=lambda command: command.__name__)
 def test_no_speed_of_what_is_wrong_and_ours_fails_the_command(
     command, way, status, tmp_path, monkeypatch, capsys
 ):
@@ -191,57 +191,38 @@ def test_no_speed_of_what_is_wrong_and_ours_fails_the_command(
     pytest.importorskip("matplotlib")
     if way == "eager" and command is not layers:
         status = 2  # nothing is left to draw
-    registry = stack_ways.PEERS if command is plan else WAYS
-    options = ["--device", "cpu", "--rounds", "1", "--out", str(tmp_path)]
-    if command is plan:
-        options += [
-            "--layers",
-            "2",
-            "--batch",
-            "1",
-            "--seq",
-            "8",
-            "--d-model",
-            "16",
-            "--nhead",
-            "2",
-            "--no-compile",
-        ]
-    else:
-        options += ["--sizes", "1x8x16x2", "--norm", "pre", "--dropout", "0", "--ways", way]
+    registry, text = QUICK[command]
+
+    def doubled(build):
+        return lambda *given: lambda x: 2 * build(*given)(x)
+
     if way in registry:
         wrong = dataclasses.replace(registry[way], build=doubled(registry[way].build))
         monkeypatch.setitem(registry, way, wrong)
     else:
-        ours = plan.forward_of
-        monkeypatch.setattr(plan, "forward_of", lambda *given: lambda x: 2 * ours(*given)(x))
-    assert command.main(options) == status
+        monkeypatch.setattr(plan, "forward_of", doubled(plan.forward_of))
+    given = options(text) if command is plan else options(f"{text} {way}")
+    assert command.main([*given, "--out", str(tmp_path)]) == status
     if command is layers:
         (row,) = json.loads((tmp_path / "layers-cpu.json").read_text())["results"]
         assert list(row["ways"][way]) == ["failure"]
-    assert status == 2 or "relative error of " in "".join(capsys.readouterr()) + "".join(
-        path.read_text() for path in tmp_path.glob("*.md")
-    )
+    pages = "".join(path.read_text() for path in tmp_path.glob("*.md"))
+    assert status == 2 or "relative error of " in "".join(capsys.readouterr()) + pages
 
 
 @pytest.mark.parametrize("content", ["not json", "[]", '{"machine": {}, "results": []}'])
 @pytest.mark.parametrize("command", [frontier, plan], ids=lambda command: command.__name__)
 def test_what_holds_nothing_to_draw_is_an_error(command, content, tmp_path, capsys):
     (tmp_path / "a.json").write_text(content)
-    given = ["--device", "cpu", "--from", str(tmp_path / "a.json"), "--out", str(tmp_path)]
-    assert command.main(given) == 2
+    assert command.main(options(f"--from {tmp_path}/a.json --out {tmp_path}")) == 2
     name = command.__name__.split(".")[-1]
     assert capsys.readouterr().err.startswith(f"python -m bench {name}: ")
 
 
 def test_what_is_absent_says_why(tmp_path, monkeypatch, capsys):
-    eager = WAYS["eager"]
-    monkeypatch.setitem(
-        WAYS,
-        "absent",
-        dataclasses.replace(eager, name="absent", module="no_such_package", is_baseline=False),
-    )
-    found = bench(tmp_path, "--dropout", "0", "--ways", "absent")
+    absent = {"name": "absent", "module": "no_such_package", "is_baseline": False}
+    monkeypatch.setitem(WAYS, "absent", dataclasses.replace(WAYS["eager"], **absent))
+    found = bench(tmp_path, "--dropout 0 --ways absent")
     reason = "no_such_package is not installed"
     assert found["results"][0]["ways"]["absent"] == {"unavailable": reason}
     assert f"\nabsent  absent: {reason}" in capsys.readouterr().out
@@ -250,13 +231,11 @@ def test_what_is_absent_says_why(tmp_path, monkeypatch, capsys):
 def row(way, ratio, commit="now", **case):
     """A case in which one way was measured: `ratio` times checkpoint, or wrong if None."""
     sizes = {"dtype": "float32", "batch": 4, "seq_len": 512, "d_model": 512, "nhead": 8}
-    found = {"failure": "wrong"}
-    if ratio is not None:
-        found = {"step_ratio": {"checkpoint": {"p50": ratio}}}
+    right = {"step_ratio": {"checkpoint": {"p50": ratio}}}
     return {
         "case": {"norm": "pre", "dropout": 0.0, **sizes, **case},
         "machine": {"commit": commit, "date": "some day"},
-        "ways": {way: found},
+        "ways": {way: {"failure": "wrong"} if ratio is None else right},
     }
 
 

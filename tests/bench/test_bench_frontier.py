@@ -212,7 +212,8 @@ def test_a_shape_without_eagers_step_fails_the_command_and_costs_no_other(tmp_pa
         return subject.module
 
     monkeypatch.setitem(WAYS, "eager", dataclasses.replace(WAYS["eager"], build=build))
-    options = ["--device", "cpu", "--sizes", "1x9x16x2", "1x8x16x2", "--rounds", "1"]
+    options = ["--device", "cpu", "--tokens", "72", "--seq-len", "9", "8", "--d-model", "16"]
+    options += ["--head-dim", "8", "--rounds", "1"]
     assert command.main(["--out", str(tmp_path), *options, "--ways", "checkpoint"]) == 1
     found = read(tmp_path / files.DATA)[files.DERIVED]["panels"]
     assert [p["case"]["seq_len"] for p in found] == [8]

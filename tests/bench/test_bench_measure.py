@@ -5,18 +5,17 @@ import importlib
 import itertools
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench.measure import ceilings, clock, contest, machine, turns
-from bench.measure.admission import Absent, WrongResultError
+from bench.measure import clock, contest, machine
+from bench.measure.clock import interleave, quantiles, ratios, rotated
 from bench.measure.contest import Contest, Rig, Way, Work, check, measure
 from bench.measure.options import Parser
-from bench.measure.progress import Progress
-from bench.measure.registry import Registry
+from bench.measure.registry import Absent, Registry, WrongResultError
 from bench.measure.results import ResultsFile
-from bench.measure.turns import interleave, quantiles, ratios, rotated
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ONES = {"y": torch.ones(2, dtype=torch.float64)}
@@ -158,75 +157,48 @@ def test_rounds_take_turns():
 
 
 def test_time_ends_the_rounds_but_not_the_first_few():
-    assert len(interleave({"a": lambda: 0}, 100, 0.0)["a"]) == turns.FEWEST_ROUNDS
+    assert len(interleave({"a": lambda: 0}, 100, 0.0)["a"]) == clock.FEWEST_ROUNDS
     assert len(interleave({"a": lambda: 0}, 3, 0.0)["a"]) == 3
-
-
-class Hands:
-    """A clock that stands still but while somebody waits: no machine is too slow for it."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-    def wait(self, seconds):
-        self.now += seconds
 
 
 @pytest.fixture
 def hands(monkeypatch):
-    these = Hands()
+    """A clock that stands still but while somebody waits: no machine is too slow for it."""
+    these = SimpleNamespace(now=0.0)
+    these.perf_counter = lambda: these.now
+    these.wait = lambda samples: setattr(these, "now", these.now + samples * clock.SAMPLE_SECONDS)
     monkeypatch.setattr(clock, "time", these)
     return these
 
 
 @pytest.mark.parametrize("samples", [1e-3, 0.3, 1, 2])  # a call takes so many
-def test_what_is_prepared_is_not_timed_and_sets_take_turns(hands, samples):
+def test_only_the_call_is_timed_and_sets_take_turns(hands, samples):
+    """Neither what is prepared, nor the freeing of what it made."""
     seen = []
+
+    class Made:
+        def __del__(self):
+            hands.wait(50)
 
     def prepare(index):
         seen.append(("prepare", index))
-        hands.wait(7 * clock.SAMPLE_SECONDS)
+        hands.wait(7)
         return 10 + index
 
     def run(given):
         seen.append(("run", given))
-        hands.wait(samples * clock.SAMPLE_SECONDS)
+        hands.wait(samples)
+        return Made()
 
     calls = {1e-3: clock.MOST_CALLS, 0.3: 3, 1: 1, 2: 1}[samples]
     sample = clock.Clock(CPU).sampler(run, prepare, 2)
     for times in (1, 2):  # of a call, whatever it takes to prepare one
         assert sample() == pytest.approx(samples * clock.SAMPLE_SECONDS)
         assert len(seen) == 2 * (1 + times * calls)
+    assert hands.now >= (50 + 7) * len(seen) / 2 * clock.SAMPLE_SECONDS
     turns = itertools.cycle(range(2))
     for (first, i), (second, given), turn in zip(seen[::2], seen[1::2], turns, strict=False):
         assert (first, i, second, given) == ("prepare", turn, "run", 10 + turn)
-
-
-def test_what_a_call_made_is_freed_off_the_clock(hands):
-    class SlowToFree:
-        """What takes a while to be let go of, as much memory does."""
-
-        def __del__(self):
-            hands.wait(50 * clock.SAMPLE_SECONDS)
-
-    def run(given):
-        hands.wait(clock.SAMPLE_SECONDS)
-        return SlowToFree()
-
-    sample = clock.Clock(CPU).sampler(run, lambda index: index, 2)
-    assert sample() == pytest.approx(clock.SAMPLE_SECONDS)
-    assert hands.now >= 2 * 51 * clock.SAMPLE_SECONDS  # it was, all the same
-
-
-def test_ceilings_are_measured(rig):
-    rig.dry = True
-    for unit in ceilings.CEILINGS:
-        row = ceilings.measure(rig, unit)
-        assert rig.ceilings[unit] == row["ways"]["torch"][unit] > 0
-    assert list(rig.ceilings) == ["GB/s", "TFLOP/s"]
 
 
 def test_the_environment_names_machine_commit_and_versions():
@@ -261,24 +233,18 @@ def test_results_in_a_folder_of_the_checkout_change_no_code(tmp_path, monkeypatc
 
 def test_a_run_that_was_cut_short_is_taken_up(tmp_path):
     """Rows of the same machine, code and config are found again, of another commit are not."""
-    path, here = tmp_path / "it.json", {"commit": "a", "date": "now"}
-    ResultsFile(path, here, {"rounds": 3}).put({"case": {"op": "norm"}, "ways": {"aten": {}}})
-    later = ResultsFile(path, here | {"date": "later"}, {"rounds": 3})
-    assert later.find({"op": "norm"}, ["aten"]) is not None
-    assert later.find({"op": "norm"}, ["aten", "liger"]) is None
-    assert ResultsFile(path, here | {"commit": "b"}, {"rounds": 3}).find({"op": "norm"}, []) is None
-    assert ResultsFile(path, here, {"rounds": 4}).find({"op": "norm"}, []) is None
+    path, here, case = tmp_path / "it.json", {"commit": "a", "date": "now"}, {"op": "norm"}
+
+    def file(config=3, **machine):
+        return ResultsFile(path, here | machine, {"rounds": config})
+
+    file().put({"case": case, "ways": {"aten": {}}})
+    later = file(date="later")
+    assert later.find(case, ["aten"]) and not later.find(case, ["aten", "liger"])
+    assert not file(commit="b").find(case, []) and not file(4).find(case, [])
     assert json.loads(path.read_text())["machine"]["commit"] == "a"
-    later.put({"case": {"op": "norm"}, "error": "OutOfMemoryError"})  # which is no result
-    assert later.find({"op": "norm"}, ["aten"]) is later.find({"op": "norm"}, []) is None
-
-
-def test_lines_are_printed_with_or_without_a_bar(capsys):
-    with Progress(2, "cases") as progress:
-        progress.at("first")
-        progress.line("found")
-        progress.done()
-    assert capsys.readouterr().out == "found\n"
+    later.put({"case": case, "error": "OutOfMemoryError"})  # which is no result
+    assert later.find(case, ["aten"]) is later.find(case, []) is None
 
 
 DOCUMENTED = [path for path in sorted((machine.ROOT / "bench").rglob("*.py"))

@@ -13,13 +13,12 @@ from torch import nn
 from bench.commands import model as command
 from bench.measure.contest import Rig
 from bench.measure.registry import Absent
-from bench.model import checks, measure
-from bench.model.memory import largest_batch
+from bench.model import measure
+from bench.model.measure import largest_batch
 from bench.pages import models as page
 from bench.subjects.configs import MODELS
-from bench.subjects.forwards import Forward, patched, unchanged
-from bench.subjects.model_ways import WAYS, with_checkpoints
-from bench.subjects.models import Case, affordable_layers
+from bench.subjects.model_ways import WAYS, undone
+from bench.subjects.models import Case, Forward, affordable_layers, fixed_bytes
 from fused_remat import convert
 
 pytest.importorskip("transformers")
@@ -27,7 +26,6 @@ pytest.importorskip("transformers")
 TINY = Case("smollm-135m", 2, 2, 9, "float32", tiny=True)
 KINDS = [Case(name, 1, 2, 5, "float32", tiny=True) for name in ("qwen2-1.5b", "bert-base", "vit-l")]
 STOCK = ["eager", "checkpoint", "checkpoint_reentrant"]
-QUICK = measure.Options()
 RIG = Rig(torch.device("cpu"), torch.float32, rounds=1)
 
 
@@ -51,7 +49,7 @@ def _little_to_do():
 def row():
     """Every way that runs on a CPU, all that can be measured of it."""
     cap = 1 << 19  # bytes: a handful of sequences
-    options = dataclasses.replace(QUICK, memory=cap, most=8, losses=3)
+    options = measure.Options(memory=cap, most=8, losses=3)
     return {"case": dataclasses.asdict(TINY)} | measure.measure(TINY, options, RIG)
 
 
@@ -106,13 +104,14 @@ def test_losses_are_compared_step_by_step(row):
 def test_every_kind_of_model_is_checked(case):
     """With everything trained, and with adapters only."""
     for lora in (0, 2):
-        small = checks.checked_subject(dataclasses.replace(case, lora=lora), "cpu")
-        found = checks.Checks(small)
+        small = measure.checked_subject(dataclasses.replace(case, lora=lora), "cpu")
+        found = measure.checks_of(small)
         for name in ("checkpoint_reentrant", "full"):
             assert found.check(WAYS[name].build(small))["error"] < 1e-4
         trained = small.leaves()
         assert all(("lora_" in name) == bool(lora) for name in trained)
-        assert small.fixed_bytes() > 4 * sum(p.nbytes for p in trained.values()) * (not lora) - 1
+        copies = 4 * sum(p.nbytes for p in trained.values())
+        assert (fixed_bytes(small.module) == copies) is not bool(lora)
 
 
 def wrong_gradient(subject):
@@ -127,53 +126,39 @@ def wrong_gradient(subject):
 
 def test_a_wrong_way_is_a_failure_and_nothing_of_it_is_measured(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(WAYS, "fast", dataclasses.replace(WAYS["fast"], build=wrong_gradient))
-    found = measure.measure(TINY, dataclasses.replace(QUICK, ways=["fast"]), RIG)
+    found = measure.measure(TINY, measure.Options(["fast"]), RIG)
     failed = found["ways"]["fast"]
     assert list(failed) == ["failure"] and "input_layernorm.weight is 0.00" in failed["failure"]
     assert command.answered_for(found) == ["fast"]
     assert "| fast | FAIL: relative error of" in page.case_table(found)
 
 
-def test_a_layer_that_falls_back_is_no_rung(monkeypatch):
+def test_a_layer_that_falls_back_is_no_rung():
     """It would be measured as ours, and is PyTorch's own."""
-    build = WAYS["full"].build
-
-    def hooked(subject):
-        forward = build(subject)
-        for module in forward.model.modules():
-            if isinstance(module, nn.Linear):
-                module.register_forward_hook(lambda *args: None)
-        return forward
-
-    small = checks.checked_subject(TINY, "cpu")
+    small = measure.checked_subject(TINY, "cpu")
+    forward = WAYS["full"].build(small)
+    for module in forward.model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *args: None)
     with pytest.raises(Warning, match=r"(?i)hook"):
-        checks.Checks(small).check(hooked(small))
+        measure.checks_of(small).check(forward)
 
 
 def test_ways_have_modules_of_their_own_on_the_same_parameters():
     subject = TINY.subject("cpu")
-    one, two = subject.shared(), subject.shared()
-    assert one.model.layers[0] is not two.model.layers[0]  # type: ignore[union-attr, index]
+    one, two = (WAYS[name].build(subject).model for name in ("checkpoint", "eager"))
     pairs = zip(one.parameters(), two.parameters(), strict=True)
     assert all(a is b and a.grad is not None for a, b in pairs)
-    with_checkpoints(Forward(one), subject, reentrant=False)
-    on = [
-        any(getattr(m, "gradient_checkpointing", False) for m in way.modules())
-        for way in (one, two)
-    ]
-    assert on == [True, False]
+    on = [{getattr(m, "gradient_checkpointing", None) for m in way.modules()} for way in (one, two)]
+    assert True in on[0] and True not in on[1]
 
 
 def test_a_patch_of_a_module_lasts_as_long_as_it_is_used():
     """As Liger's of transformers' modules, which it leaves behind."""
     module: Any = ModuleType("theirs")
     module.rotate = "stock"
-    with unchanged(module) as names:
-        module.rotate = "theirs"
+    names = undone(module, lambda: setattr(module, "rotate", "theirs"))
     assert module.rotate == "stock" and names == {"rotate": "theirs"}
-    with patched(module, names):
-        assert module.rotate == "theirs"
-    assert module.rotate == "stock"
 
 
 PEAKS = {
@@ -251,23 +236,26 @@ def test_what_is_not_installed_is_absent(monkeypatch):
 
 
 def test_the_check_sees_a_missing_gradient():
-    small = checks.checked_subject(TINY, "cpu")
-    found = checks.Checks(small)
+    small = measure.checked_subject(TINY, "cpu")
+    found = measure.checks_of(small)
 
     def frozen(x):
         small.module.model.norm.weight.requires_grad_(False)
         return forward(x)
 
     forward = WAYS["eager"].build(small)
-    with pytest.raises(checks.WrongResultError, match=r"norm\.weight is 1"):
+    with pytest.raises(measure.WrongResultError, match=r"norm\.weight is 1"):
         found.check(frozen)  # type: ignore[arg-type]
 
 
-def test_sizes_of_a_case_are_checked():
-    with pytest.raises(ValueError, match="smollm-135m has 30 layers, got 31"):
-        Case("smollm-135m", 31, 1, 8, "float32")
-    with pytest.raises(ValueError, match="bert-base takes 512 tokens at most, got 513"):
-        Case("bert-base", 1, 1, 513, "float32")
-    with pytest.raises(ValueError, match="unknown dtype 'int8'"):
-        Case("bert-base", 1, 1, 8, "int8")
-    assert torch.get_default_dtype() == torch.float32
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (("smollm-135m", 31, 1, 8, "float32"), "smollm-135m has 30 layers, got 31"),
+        (("bert-base", 1, 1, 513, "float32"), "bert-base takes 512 tokens at most, got 513"),
+        (("bert-base", 1, 1, 8, "int8"), "unknown dtype 'int8'"),
+    ],
+)
+def test_sizes_of_a_case_are_checked(case, message):
+    with pytest.raises(ValueError, match=message):
+        Case(*case)

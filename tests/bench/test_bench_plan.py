@@ -13,8 +13,7 @@ from bench.measure.contest import Rig, errors
 from bench.pages import pictures
 from bench.pages import plans as report
 from bench.subjects.plans import Planner, forward_of
-from bench.subjects.stack_ways import PEERS
-from bench.subjects.stacks import Case
+from bench.subjects.stacks import PEERS, Case
 from bench.tables import RESULTS
 
 TINY = Case(3, "float32", "pre", 0.0, 2, 8, 16, 2)

@@ -89,88 +89,82 @@ def test_ops_give_the_same_bits(fusing, name, policy, wants):
         assert ("mlp_bwd" in fusing) != kept
 
 
-def gate_of_another_input(b):
-    b.linear("h", "input", "square")
-    b.linear("gate", "input", "up")
-    b.linear("up", "h", "up")
-    b.add(MLPActivation(name="act", gate="gate", up="up", act="silu"))
-    b.linear("output", "act", "down")
+def gelu(b, **gate):
+    b.add(MLPActivation(name="act", up="up", act="gelu", **gate))
 
 
-def act_is_the_residual_too(b):
-    b.linear("up", "input", "square")
-    b.add(MLPActivation(name="act", up="up", act="gelu"))
-    b.linear("output", "act", "square", residual="act")
-
-
-def act_is_read_twice(b):
-    b.linear("up", "input", "up")
-    b.add(MLPActivation(name="act", up="up", act="gelu"))
-    b.linear("one", "act", "down")
-    b.linear("output", "act", "other", residual="one")
-
-
-def residual_made_after_act(b):
-    b.linear("up", "input", "up")
-    b.add(MLPActivation(name="act", up="up", act="gelu"))
-    b.linear("r", "input", "square")
-    b.linear("output", "act", "down", residual="r")
-
-
-def sum_read_before_its_norm(b):
-    b.linear("sum", "input", "square", residual="input")
-    b.linear("up", "sum", "up")
-    b.norm("normed", "sum", NormSpec(), weights="norm")
-    b.linear("down", "up", "down")
-    b.sum("output", "normed", "down")
-
-
-ODD = (gate_of_another_input, act_is_the_residual_too, act_is_read_twice, residual_made_after_act,
-       sum_read_before_its_norm)  # fmt: skip
+#: What calls of a builder draw.
+ODD = {
+    "a gate of another input": lambda b: (
+        b.linear("h", "input", "square"), b.linear("gate", "input", "up"),
+        b.linear("up", "h", "up"), gelu(b, gate="gate"), b.linear("output", "act", "down"),
+    ),
+    "act is the residual too": lambda b: (
+        b.linear("up", "input", "square"), gelu(b),
+        b.linear("output", "act", "square", residual="act"),
+    ),
+    "act is read twice": lambda b: (
+        b.linear("up", "input", "up"), gelu(b), b.linear("one", "act", "down"),
+        b.linear("output", "act", "other", residual="one"),
+    ),
+    "a residual made after act": lambda b: (
+        b.linear("up", "input", "up"), gelu(b), b.linear("r", "input", "square"),
+        b.linear("output", "act", "down", residual="r"),
+    ),
+    "a sum read before its norm": lambda b: (
+        b.linear("sum", "input", "square", residual="input"), b.linear("up", "sum", "up"),
+        b.norm("normed", "sum", NormSpec(), weights="norm"), b.linear("down", "up", "down"),
+        b.sum("output", "normed", "down"),
+    ),
+    "two layers of act": lambda b: (
+        b.linear("up", "input", "up"), gelu(b), b.linear("one", "act", "down"),
+        b.linear("two", "act", "other"), b.sum("output", "one", "two"),
+    ),
+    "a layer of up before act": lambda b: (
+        b.linear("up", "input", "up"), b.linear("one", "up", "down"), gelu(b),
+        b.linear("two", "act", "other"), b.sum("output", "one", "two"),
+    ),
+}  # fmt: skip
 SHAPES = {"square": (8, 8), "up": (16, 8), "down": (8, 16), "other": (8, 16), "norm": (8,)}
 
 
-@pytest.mark.parametrize(
-    "draw, frozen, kept",
-    pairwise(ODD, [(), ("down",), ("down", "other", "square"), ("up",)], [(), ("up",), ("act",)]),
-)
-def test_graphs_that_no_block_has_give_the_same_bits(fusing, draw, frozen, kept):
+def odd_graph(name):
     b = BlockBuilder()
-    draw(b)
-    graph, given = b.graph("odd"), {"input": normal(3, 5, 8, dtype=torch.float32)}
-    for i, (name, shape) in enumerate(SHAPES.items()):
+    ODD[name](b)
+    return b.graph("odd")
+
+
+@pytest.mark.parametrize(
+    "name, frozen, kept",
+    pairwise(
+        list(ODD), [(), ("down",), ("down", "other", "square"), ("up",)], [(), ("up",), ("act",)]
+    ),
+)
+def test_graphs_that_no_block_has_give_the_same_bits(fusing, name, frozen, kept):
+    graph, given = odd_graph(name), {"input": normal(3, 5, 8, dtype=torch.float32)}
+    for i, (layer, shape) in enumerate(SHAPES.items()):
         for kind, size in (("weight", shape), ("bias", shape[:1])):
             leaf = normal(*size, seed=i, dtype=torch.float32)
-            given[f"{name}.{kind}"] = leaf.requires_grad_(name not in frozen)
+            given[f"{layer}.{kind}"] = leaf.requires_grad_(layer not in frozen)
     save = Policy(save=set(kept) & set(graph.names))
     check_same_bits(lambda on: function.run_block(graph, save, given, backend=on), given)
 
 
-def built(before_act):
-    """output = one + two(act), act = gelu(up), and one a layer of up, made before, or of act."""
-    b = BlockBuilder()
-    b.linear("up", "input", "up")
-    if before_act:
-        b.linear("one", "up", "one")
-    b.add(MLPActivation(name="act", up="up", act="gelu"))
-    if not before_act:
-        b.linear("one", "act", "one")
-    b.linear("two", "act", "two")
-    b.sum("output", "one", "two")
-    return b.graph("odd")
+def forward_and_backward(name, fusion):
+    """The steps of an odd graph with frozen weights, so that no layer reads `act` in backward."""
+    wanted = frozenset({"input"})
+    plan = schedule(odd_graph(name), frozenset(), wanted, False, frozenset({fusion}))
+    return plan.forward, plan.backward
 
 
 def test_an_activation_whose_gradient_two_layers_give():
-    """The weights are frozen, so that neither reads it in backward."""
-    fusions = frozenset({"mlp_bwd gelu"})
-    plan = schedule(built(False), frozenset(), frozenset({"input"}), False, fusions)
-    assert not any(isinstance(step.node, MlpBackward) for step in plan.backward)
+    _, steps = forward_and_backward("two layers of act", "mlp_bwd gelu")
+    assert not any(isinstance(step.node, MlpBackward) for step in steps)
 
 
 def test_a_product_that_is_read_before_its_activation():
-    fusions = frozenset({"linear_act gelu"})
-    plan = schedule(built(True), frozenset(), frozenset({"input"}), False, fusions)
-    check_reads(plan.forward, {"input"}, set())
+    steps, _ = forward_and_backward("a layer of up before act", "linear_act gelu")
+    check_reads(steps, {"input"}, set())
 
 
 SAVES = [

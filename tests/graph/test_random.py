@@ -108,13 +108,6 @@ def test_sites_and_seeds_are_independent():
         assert abs(product.mean()) * np.sqrt(product.size) < 4.5
 
 
-def test_survivors_are_scaled_and_extremes_hold():
-    key = random.site_keys(torch.tensor(3))[0]
-    keep = random.keep_scale(key, 0, 64, 64, 0.25, torch.float32)
-    assert set(keep.unique().tolist()) == {0.0, torch.tensor(1 / 0.75).item()}
-    assert not random.keep_scale(key, 0, 64, 64, 1.0, torch.float32).any()
-
-
 def test_seed_is_a_device_tensor_from_the_default_generator():
     torch.manual_seed(5)
     a, b = random.draw_seed(torch.device("cpu")), random.draw_seed(torch.device("cpu"))

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from block_inputs import compare, normal
-from reference import plain_block
+from reference import EXACT_PRESETS, plain_block
 from tiers import pairwise
 
-from fused_remat import Policy, ops
+from fused_remat import Policy, ops, policies
 from fused_remat.autograd import function
-from fused_remat.graph.build import BlockBuilder, attention_graph, block_graph
+from fused_remat.graph.build import attention_graph, block_graph
 from fused_remat.graph.text import graph_of
 from fused_remat.policies import ALL_PRESETS, kept_names
 from fused_remat.spec import (
@@ -95,7 +95,7 @@ def test_presets_know_a_new_block_by_the_roles_of_its_activations():
         "last normed": (),
     }  # fmt: skip
     kept = [kept_names(preset, graph) for preset in ("lean", "balanced", "fast", "none")]
-    assert kept[0] == {"attn"}
+    assert kept[0] == {"attn"} and tuple(policies.EXACT_PRESETS) == EXACT_PRESETS
     assert all(fewer < more for fewer, more in itertools.pairwise(kept))
     assert kept_names("fast8", graph) == {"attn", "mid", "qkv:int8", "gate:int8", "up:int8"}
 
@@ -186,13 +186,6 @@ def test_keys_that_no_query_sees_have_no_gradient():
         assert torch.equal(grad[:, :, 5:], torch.zeros(1, H, 2, 4))
     expected = F.scaled_dot_product_attention(q, k[:, :, :5], v[:, :, :5], is_causal=True)
     torch.testing.assert_close(y, expected.transpose(1, 2).flatten(2))
-
-
-def test_steps_have_names_of_their_own():
-    b = BlockBuilder()
-    b.norm("norm", "input", NORM)
-    with pytest.raises(ValueError, match="two steps of a block make 'norm'"):
-        b.norm("norm", "input", NORM)
 
 
 def test_functions_list_the_options_of_attention():

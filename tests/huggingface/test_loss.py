@@ -74,22 +74,17 @@ def test_a_frozen_head_and_a_head_with_a_bias():
     model.lm_head = torch.nn.Linear(32, VOCAB)
     compare(model, convert(copy.deepcopy(model), loss=True), **batch())
     model.lm_head.requires_grad_(False)
-    compare(model, convert(copy.deepcopy(model), loss=True), **batch())
-
-
-@torch.no_grad()
-def _evaluated(model):
-    model.eval()
-    logits = model(**batch()).logits
-    made = model.generate(batch()["input_ids"], max_new_tokens=4, do_sample=False)
-    return logits, made
+    compare(model, convert(convert(copy.deepcopy(model)), loss=True), **batch())  # later
 
 
 def test_evaluation_and_generation_are_transformers_own():
-    model = llama()
-    expected = _evaluated(model)
-    found = _evaluated(convert(copy.deepcopy(model), loss=True))
-    assert_bits(expected, found)
+    model, found = llama().eval(), []
+    for one in (model, convert(copy.deepcopy(model), loss=True)):
+        tokens = batch()["input_ids"]
+        with torch.no_grad():
+            logits = one(**batch()).logits
+            found.append([logits, one.generate(tokens, max_new_tokens=4, do_sample=False)])
+    assert_bits(*found)
 
 
 @pytest.mark.parametrize(
@@ -135,13 +130,13 @@ def test_copies_pickles_and_saving(tmp_path):
     assert fused(**batch()).logits is not None
 
 
-def test_peft_before_and_after():
+def adapted(model):
+    torch.manual_seed(2)
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config)
 
-    def adapted(model):
-        torch.manual_seed(2)
-        return get_peft_model(model, config)
 
+def test_peft_before_and_after():
     model = adapted(llama())
     for fused in (convert(adapted(llama()), loss=True), adapted(convert(llama(), loss=True))):
         compare(model, fused, **batch())
@@ -157,11 +152,6 @@ def test_no_whole_logits_in_a_step():
         step(fused, **inputs)
     logits = inputs["input_ids"].numel() * 20_000 * 4
     assert max(span.peak for span in trace.spans) < logits / 2
-
-
-def test_the_loss_may_be_converted_later():
-    model = llama()
-    compare(model, convert(convert(copy.deepcopy(model)), loss=True), **batch())
 
 
 def test_models_without_a_head_are_told():

@@ -1,12 +1,12 @@
 """Caches of converted models, and where a block cannot stand in for a layer of transformers."""
 
+import functools
 import logging
-import warnings
 
 import pytest
 import torch
 import transformers
-from hf_models import IDS, VOCAB, build, close, fused_layers, reasons, step
+from hf_models import IDS, VOCAB, build, close, fused_layers, step
 from torch import nn
 
 from fused_remat import FusedRematWarning, convert
@@ -77,11 +77,7 @@ def test_an_unsupported_architecture():
     [
         ("gpt2", {"add_cross_attention": True}, "the layer has cross-att"),
         ("gpt2", {"reorder_and_upcast_attn": True}, "the layer has reorder_and_upcast_attn"),
-        (
-            "bert",
-            {"is_decoder": True, "add_cross_attention": True},
-            "the layer has cross-att",
-        ),
+        ("bert", {"is_decoder": True, "add_cross_attention": True}, "the layer has cross-att"),
         ("llama", {"hidden_act": "relu2"}, "the activation mlp.act_fn is .*ReLUSquaredActivation"),
     ],
 )
@@ -95,9 +91,8 @@ def test_an_unsupported_feature_leaves_the_layer(name, differences, reason):
 
 def test_layers_of_an_older_transformers_are_left(model, monkeypatch):
     monkeypatch.setattr("transformers.__version__", "5.16.3")  # by name: it replaces its module
-    with pytest.warns(
-        FusedRematWarning, match="transformers is 5.16.3; FusedRemat supports 5.17 and later"
-    ):
+    text = "transformers is 5.16.3; FusedRemat supports 5.17 and later"
+    with pytest.warns(FusedRematWarning, match=text):
         convert(model)
     assert not fused_layers(model)
 
@@ -110,9 +105,7 @@ def test_a_layer_with_a_forward_of_its_own_is_left(model, blocks_run):
         convert(model)
     assert fused_layers(model) == [model.model.layers[1]]
     close(step(model, IDS), expected)
-    assert (
-        len(blocks_run) == 1
-    )  # the first layer has filled its part of the cache, not the second's
+    assert len(blocks_run) == 1  # the first layer has filled its part of the cache
 
 
 @pytest.mark.parametrize("converted", [False, True])
@@ -141,27 +134,24 @@ def replaced_forward(layer):
     layer.self_attn.forward = layer.self_attn.forward
 
 
+NORM = "transformers.models.llama.modeling_llama.LlamaRMSNorm"
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (
-            wrapped_norm,
-            "input_layernorm is torch.nn.Sequential; the fused path supports "
-            "transformers.models.llama.modeling_llama.LlamaRMSNorm",
-        ),
+        (wrapped_norm, f"input_layernorm is torch.nn.Sequential; the fused path supports {NORM}"),
         (hooked_linear, "mlp.up_proj has hooks"),
         (replaced_forward, "self_attn.forward was replaced"),
     ],
 )
 @pytest.mark.parametrize("policy", ["full", "none"])
 def test_where_the_block_cannot_stand_in(model, blocks_run, change, reason, policy):
-    convert(model, policy=policy)
-    expected = step(model, IDS)
+    expected = step(convert(model, policy=policy), IDS)
     change(model.model.layers[0])
     assert model.model.layers[0].why_not_fused(torch.zeros(1, 2, 32), use_cache=True) == reason
-    with pytest.warns(
-        FusedRematWarning, match=f"LlamaDecoderLayer runs transformers' own forward.*{reason}"
-    ):
+    text = f"LlamaDecoderLayer runs transformers' own forward.*{reason}"
+    with pytest.warns(FusedRematWarning, match=text):
         got = step(model, IDS)
     assert len(blocks_run) == 3
     close(dict(zip(expected, got.values(), strict=True)), expected)
@@ -171,16 +161,14 @@ def test_where_the_block_cannot_stand_in(model, blocks_run, change, reason, poli
     "given, reason",
     [
         ({"attention_mask": torch.ones(2, 1, 12, 13) > 0}, "attention_mask has shape"),
-        (
-            {"attention_mask": torch.ones(2, 3, 12, 12) > 0},
-            "attention_mask is for 3 heads, and the layer has 4",
-        ),
+        ({"attention_mask": torch.ones(2, 3, 12, 12) > 0},
+         "attention_mask is for 3 heads, and the layer has 4"),
         ({"position_bias": torch.zeros(1)}, "the call passes position_bias"),
         ({"position_embeddings": None}, "position_embeddings is NoneType"),
         ({"hidden_states": torch.zeros(2, 12, 32)}, "cos is torch.float64 beside torch.float32"),
         ({"hidden_states": torch.zeros(12, 32)}, "hidden_states has shape (12, 32)"),
     ],
-)
+)  # fmt: skip
 def test_calls_that_the_block_does_not_take(model, given, reason):
     layer = convert(model).model.layers[0]
     tables = (torch.ones(1, 12, 8, dtype=torch.float64),) * 2
@@ -193,25 +181,16 @@ def test_calls_that_the_block_does_not_take(model, given, reason):
 
 def test_attention_functions_that_were_replaced(model, monkeypatch):
     layer, x = convert(model).model.layers[0], torch.zeros(1, 1, 32).double()
-    table = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    table = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping
     call = {"position_embeddings": (torch.ones(1, 1, 8).double(),) * 2}
-    assert layer.why_not_fused(x, **call) is None
-    with monkeypatch.context() as patch:  # as sequence parallelism does
-        patch.setitem(table._global_mapping, "sdpa", lambda *a, **k: table["sdpa"](*a, **k))
+    for change in (  # as sequence parallelism does, and others
+        functools.partial(monkeypatch.setitem, table, "sdpa"),
+        functools.partial(monkeypatch.setattr, nn.functional, "scaled_dot_product_attention"),
+    ):
+        assert layer.why_not_fused(x, **call) is None
+        change(lambda *args, **kwargs: None)
         assert layer.why_not_fused(x, **call) == "the attention function 'sdpa' was replaced"
-    with monkeypatch.context() as patch:
-        sdpa = nn.functional.scaled_dot_product_attention
-        patch.setattr(nn.functional, "scaled_dot_product_attention", lambda *a, **k: sdpa(*a, **k))
-        assert layer.why_not_fused(x, **call) == "the attention function 'sdpa' was replaced"
-
-
-def test_no_warning_where_all_is_served(model):
-    convert(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FusedRematWarning)
-        with reasons() as why:
-            step(model, IDS)
-    assert not why
+        monkeypatch.undo()
 
 
 def test_the_cache_of_an_encoder_and_decoder_is_looked_into():

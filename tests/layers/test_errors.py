@@ -8,6 +8,8 @@ from torch import nn
 
 from fused_remat import FusedRematCausalLayer, FusedRematDecoderLayer, FusedRematLayer, Policy, ops
 
+STOCK = nn.TransformerEncoderLayer
+
 
 def raised(call, *args, **kwargs):
     with pytest.raises(Exception) as info:
@@ -16,25 +18,22 @@ def raised(call, *args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("error", "args", "kwargs"),
+    ("args", "kwargs"),
     [
-        (ValueError, (0, 1), {}),
-        (ValueError, (8, 0), {}),
-        (ValueError, (8, -2), {}),
-        (ValueError, (8, 2), {"dropout": 1.5}),
-        (ValueError, (8, 2), {"dropout": -0.1}),
-        (AssertionError, (8, 3), {}),
-        (RuntimeError, (8, 2), {"activation": "silu"}),
-        (RuntimeError, (8, 2, -1), {}),
-        (RuntimeError, (8, 2), {"dtype": torch.int32}),
-        (TypeError, (8.0, 2), {}),
-        (TypeError, (8, 2), {"nonsense": 1}),
+        ((0, 1), {}),
+        ((8, 0), {}),
+        ((8, -2), {}),
+        ((8, 2), {"dropout": 1.5}),
+        ((8, 2), {"dropout": -0.1}),
+        ((8, 3), {}),
+        ((8, 2), {"activation": "silu"}),
+        ((8, 2, -1), {}),
+        ((8, 2), {"dtype": torch.int32}),
+        ((8.0, 2), {}),
     ],
 )
-def test_bad_constructor_arguments_raise_what_pytorch_raises(error, args, kwargs):
-    for cls in (nn.TransformerEncoderLayer, FusedRematLayer):
-        with pytest.raises(error):
-            cls(*args, **kwargs)
+def test_bad_constructor_arguments_raise_what_pytorch_raises(args, kwargs):
+    assert raised(FusedRematLayer, *args, **kwargs) == raised(STOCK, *args, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -63,21 +62,19 @@ def test_bad_arguments_of_the_causal_layer(options, message):
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "word"),
-    [({"policy": "ful"}, "full"), ({"policy": Policy(save={"sum2"})}, "norm1"),
-     ({"backend": "cuda"}, "eager")],
-)  # fmt: skip
-def test_unknown_policy_or_backend_raises_and_lists_the_valid_ones(kwargs, word):
-    with pytest.raises(ValueError, match=word) as info:
+    ("kwargs", "error", "message"),
+    [
+        ({"policy": "ful"}, ValueError, "'ful'.*full"),
+        ({"policy": Policy(save={"sum2"})}, ValueError, "'sum2'.*norm1"),
+        ({"backend": "cuda"}, ValueError, "'cuda'.*eager"),
+        ({"policy": 3}, TypeError, "Policy"),
+        ({"policy": None}, TypeError, "Policy"),
+        ({"policy": {"attn"}}, TypeError, "Policy"),
+    ],
+)
+def test_a_bad_policy_or_backend_raises_and_lists_the_valid_ones(kwargs, error, message):
+    with pytest.raises(error, match=message):
         FusedRematLayer(8, 2, norm_first=True, **kwargs)
-    bad = next(iter(kwargs.values()))
-    assert (next(iter(bad.save)) if isinstance(bad, Policy) else bad) in str(info.value)
-
-
-@pytest.mark.parametrize("bad", [3, None, {"attn"}])
-def test_a_policy_of_another_type_raises_type_error(bad):
-    with pytest.raises(TypeError, match="Policy"):
-        FusedRematLayer(8, 2, policy=bad)
 
 
 def test_policy_takes_names_not_a_string():
@@ -101,7 +98,7 @@ def test_policies_name_the_activations_of_the_layer():
 
 
 def test_from_layer_takes_the_stock_class_alone():
-    class Mine(nn.TransformerEncoderLayer):
+    class Mine(STOCK):
         pass
 
     with pytest.raises(TypeError, match="Mine"):
@@ -110,27 +107,26 @@ def test_from_layer_takes_the_stock_class_alone():
         FusedRematDecoderLayer.from_layer(nn.Linear(2, 2))
 
 
-ENCODER = [
-    (AssertionError, (8,), {}),
-    (AssertionError, (2, 2, 2, 8), {}),
-    (AssertionError, (5, 2, 7), {}),
-    (AssertionError, (5, 2, 8), {"src_mask": torch.zeros(5, 5, dtype=torch.int32)}),
-    (AssertionError, (5, 2, 8), {"src_mask": torch.zeros(5)}),
-    (AssertionError, (5, 2, 8), {"src_mask": torch.zeros(1, 4, 5, 5)}),
-    (RuntimeError, (5, 2, 8), {"src_mask": torch.zeros(4, 4)}),
-    (RuntimeError, (5, 2, 8), {"src_mask": torch.zeros(2, 5, 5)}),
-    (RuntimeError, (5, 2, 8), {"src_mask": torch.zeros(5, 5, dtype=torch.float64)}),
-    (AssertionError, (5, 2, 8), {"src_key_padding_mask": torch.zeros(5, 2)}),
-    (AssertionError, (5, 2, 8), {"src_key_padding_mask": torch.zeros(2, 5, 1)}),
-    (AssertionError, (5, 8), {"src_key_padding_mask": torch.zeros(1, 5)}),
-]
-
-
-@pytest.mark.parametrize(("error", "x", "kwargs"), ENCODER)
-def test_bad_inputs_of_the_encoder_layer_raise_what_pytorch_raises(error, x, kwargs):
+@pytest.mark.parametrize(
+    ("x", "kwargs"),
+    [
+        ((8,), {}),
+        ((2, 2, 2, 8), {}),
+        ((5, 2, 7), {}),
+        ((5, 2, 8), {"src_mask": torch.zeros(5, 5, dtype=torch.int32)}),
+        ((5, 2, 8), {"src_mask": torch.zeros(5)}),
+        ((5, 2, 8), {"src_mask": torch.zeros(1, 4, 5, 5)}),
+        ((5, 2, 8), {"src_mask": torch.zeros(4, 4)}),
+        ((5, 2, 8), {"src_mask": torch.zeros(2, 5, 5)}),
+        ((5, 2, 8), {"src_mask": torch.zeros(5, 5, dtype=torch.float64)}),
+        ((5, 2, 8), {"src_key_padding_mask": torch.zeros(5, 2)}),
+        ((5, 2, 8), {"src_key_padding_mask": torch.zeros(2, 5, 1)}),
+        ((5, 8), {"src_key_padding_mask": torch.zeros(1, 5)}),
+    ],
+)
+def test_bad_inputs_of_the_encoder_layer_raise_what_pytorch_raises(x, kwargs):
     stock, fused = pair(8, 2, 16, dropout=0.0)
-    expected = raised(stock, torch.randn(x), **kwargs)
-    assert raised(fused, torch.randn(x), **kwargs) == expected and expected[0] is error
+    assert raised(fused, torch.randn(x), **kwargs) == raised(stock, torch.randn(x), **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +162,9 @@ def test_bad_tensors_raise_what_pytorch_raises():
 
 
 def test_complex_is_not_implemented():
-    for cls in (nn.TransformerEncoderLayer, FusedRematLayer):
-        layer = cls(8, 2, 16, dtype=torch.complex64)
+    for cls in (STOCK, FusedRematLayer):
         with pytest.raises(NotImplementedError):
-            layer(torch.randn(5, 2, 8, dtype=torch.complex64))
+            cls(8, 2, 16, dtype=torch.complex64)(torch.randn(5, 2, 8, dtype=torch.complex64))
 
 
 @pytest.mark.parametrize(

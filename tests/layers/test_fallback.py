@@ -4,7 +4,7 @@ The encoder layer's changes are rows of `changes.py`.
 """
 
 import re
-import sys
+import traceback
 import warnings
 
 import pytest
@@ -16,15 +16,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fused_remat import (
-    FusedRematCausalLayer,
-    FusedRematDecoderLayer,
     FusedRematLayer,
     FusedRematWarning,
-    convert,
 )
 from fused_remat.autograd import run_block
 from fused_remat.layers import fused_layer
-from fused_remat.layers.eligibility import qualified
 from fused_remat.report.allocations import SavedBytes
 
 DOUBLE = torch.float64
@@ -57,44 +53,23 @@ def a_bias_for_q(layer):
 
 
 #: A kind, the change, and its reason.
+DECODER = "decoder, post-norm"
 FALLBACKS = [
-    (
-        "encoder, post-norm",
-        set_to("activation", lambda _: nn.RReLU()),
-        "the activation function draws random numbers: it calls aten.rrelu_with_noise.default",
-    ),
-    ("decoder, post-norm", hook("multihead_attn"), "multihead_attn has hooks"),
-    (
-        "decoder, post-norm",
-        set_to("norm3", lambda _: nn.RMSNorm(D, dtype=DOUBLE)),
-        "norm3 is torch.nn.RMSNorm; the fused path supports torch.nn.LayerNorm",
-    ),
-    (
-        "decoder, post-norm",
-        set_to("_mha_block", doubled_block),
-        "FusedRematDecoderLayer._mha_block is overridden",
-    ),
-    (
-        "decoder, post-norm",
-        set_to(
-            "multihead_attn", lambda _: nn.MultiheadAttention(D, 2, batch_first=True, dtype=DOUBLE)
-        ),
-        "multihead_attn differs from self_attn in num_heads",
-    ),
+    (DECODER, hook("multihead_attn"), "multihead_attn has hooks"),
+    (DECODER, set_to("norm3", lambda _: nn.RMSNorm(D, dtype=DOUBLE)),
+     "norm3 is torch.nn.RMSNorm; the fused path supports torch.nn.LayerNorm"),
+    (DECODER, set_to("_mha_block", doubled_block),
+     "FusedRematDecoderLayer._mha_block is overridden"),
+    (DECODER, set_to("multihead_attn", two_heads),
+     "multihead_attn differs from self_attn in num_heads"),
     ("llama", hook("down", lambda module, args, out: 2 * out), "down has hooks"),
-    (
-        "llama",
-        set_to("down", lambda _: Doubled(F, D, False, dtype=DOUBLE)),
-        "down is test_fallback.Doubled; the fused path supports torch.nn.Linear",
-    ),
-    (
-        "llama",
-        set_to("norm2", lambda _: nn.LayerNorm(D, dtype=DOUBLE)),
-        "norm1 is torch.nn.RMSNorm and norm2 is torch.nn.LayerNorm; the fused path supports norms "
-        "of one class",
-    ),
+    ("llama", set_to("down", lambda _: Doubled(F, D, False, dtype=DOUBLE)),
+     "down is test_fallback.Doubled; the fused path supports torch.nn.Linear"),
+    ("llama", set_to("norm2", lambda _: nn.LayerNorm(D, dtype=DOUBLE)),
+     "norm1 is torch.nn.RMSNorm and norm2 is torch.nn.LayerNorm; the fused path supports norms "
+     "of one class"),
     ("llama", a_bias_for_q, "q.bias has shape (1,), expected (24,)"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "change", "reason"), FALLBACKS)
@@ -136,27 +111,22 @@ def test_weights_of_another_dtype_raise_what_the_stock_layer_raises():
         layer(x)
 
 
-def with_hook(*layers):
+def pair_with_hook(**options):
+    layers = make(**options)
     for layer in layers:
-        layer.linear1.register_forward_hook(lambda *a: None)
+        hook("linear1")(layer)
+    return layers
 
 
 @IGNORED
 def test_the_fallback_replays_what_the_first_run_read():
     """Parameters passed by functional_call, and training flags."""
-    stock, fused = make()
-    with_hook(stock, fused)
-    params = {n: (2 * p).detach().requires_grad_() for n, p in fused.named_parameters()}
+    layers = pair_with_hook()
+    params = {n: (2 * p).detach().requires_grad_() for n, p in layers[1].named_parameters()}
+    found = [torch.func.functional_call(layer, params, (X,)).square().sum() for layer in layers]
+    assert_bits(*(torch.autograd.grad(y, list(params.values())) for y in found))
     grads = []
-    for layer in (stock, fused):
-        y = torch.func.functional_call(layer, params, (X,))
-        grads.append(torch.autograd.grad(y.square().sum(), list(params.values())))
-    assert_bits(*grads)
-
-    stock, fused = make(dropout=0.3)
-    with_hook(stock, fused)
-    grads = []
-    for layer in (stock, fused):
+    for layer in pair_with_hook(dropout=0.3):
         torch.manual_seed(0)
         y = layer(X).sum()
         layer.eval()
@@ -166,28 +136,26 @@ def test_the_fallback_replays_what_the_first_run_read():
 
 
 @IGNORED
-def test_the_fallback_raises_when_a_parameter_or_the_input_changed():
-    for change in ("linear2.weight", "norm1.bias", "x"):
-        _, fused = make()
-        with_hook(fused)
-        x = X.clone()
-        y = fused(x).sum()
-        with torch.no_grad():
-            (x if change == "x" else fused.get_parameter(change)).mul_(3.0)
-        with pytest.raises(RuntimeError, match="inplace"):
-            y.backward()
+@pytest.mark.parametrize("change", ["linear2.weight", "norm1.bias", "x"])
+def test_the_fallback_raises_when_a_parameter_or_the_input_changed(change):
+    _, fused = pair_with_hook()
+    x = X.clone()
+    y = fused(x).sum()
+    with torch.no_grad():
+        (x if change == "x" else fused.get_parameter(change)).mul_(3.0)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.backward()
 
 
 @IGNORED
-def test_the_fallback_raises_when_a_parameter_became_another_tensor():
+@pytest.mark.parametrize("change", [torch.Tensor.float, lambda p: p[:1].clone()])
+def test_the_fallback_raises_when_a_parameter_became_another_tensor(change):
     """Cast or resized through `.data`, which has no version."""
-    for change in (torch.Tensor.float, lambda p: p[:1].clone()):
-        _, fused = make()
-        with_hook(fused)
-        y = fused(X).sum()
-        fused.norm1.weight.data = change(fused.norm1.weight.data)
-        with pytest.raises(RuntimeError, match=r"'norm1\.weight' again"):
-            y.backward()
+    _, fused = pair_with_hook()
+    y = fused(X).sum()
+    fused.norm1.weight.data = change(fused.norm1.weight.data)
+    with pytest.raises(RuntimeError, match=r"'norm1\.weight' again"):
+        y.backward()
 
 
 def test_patched_classes_and_function_modes_are_noticed(monkeypatch):
@@ -222,27 +190,16 @@ def test_a_buffer_that_forward_updates_is_told(policy, count):
 
 def test_forward_calls_the_block_through_one_door(monkeypatch):
     """The user-visible forward, `_call`, `run_block`: nothing between them."""
-    stacks = []
+    stacks = set()
 
     def spy(*args, **kwargs):
-        frame, names = sys._getframe(1), []
-        while frame is not None and frame.f_globals["__name__"].startswith("fused_remat"):
-            names.append(frame.f_code.co_name)
-            frame = frame.f_back
-        stacks.append(names)
+        stacks.add(tuple(frame.name for frame in traceback.extract_stack()[-4:]))
         return run_block(*args, **kwargs)
 
     monkeypatch.setattr(fused_layer, "run_block", spy)
-    x = torch.randn(3, 2, 8, requires_grad=True)
-    FusedRematLayer(8, 2, 12)(x)
-    FusedRematDecoderLayer(8, 2, 12)(x, x)
-    FusedRematCausalLayer(8, 2, 12)(x)
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=12)
-    layer = transformers.models.bert.modeling_bert.BertLayer(config)
-    layer.attention.self.config._attn_implementation = "sdpa"
-    convert(nn.ModuleList([layer]))[0](x)
-    assert stacks == [["_call", "forward"]] * 4
+    for kind in KINDS.values():
+        kind.pair(dtype=DOUBLE)[1](*kind.data()[:-1])
+    assert stacks == {("_call_impl", "forward", "_call", "spy")}
 
 
 @pytest.mark.parametrize(
@@ -262,36 +219,16 @@ def test_reasons_name_the_input(src, reason):
     assert make()[1].why_not_fused(src) == reason
 
 
-def test_qualified_names_are_the_shortest_public_ones():
-    kinds = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear, torch.Tensor, list)
-    assert [qualified(kind) for kind in kinds] == [
-        "torch.nn.Linear",
-        "torch.nn.modules.linear.NonDynamicallyQuantizableLinear",
-        "torch.Tensor",
-        "list",
-    ]
-
-
-def test_a_missing_part_is_named():
-    _, layer = make()
-    layer.dropout1 = None
-    assert layer.why_not_fused(X) == "dropout1 is missing"
-
-
 @pytest.mark.parametrize("policy", ["full", "none"])
 def test_a_warning_points_at_the_users_line_however_deep_the_layer_is(policy):
     _, layer = make(policy)
-    layer.norm1 = nn.Identity()
+    layer.dropout1 = None
     model = nn.Sequential(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.raises(TypeError), pytest.warns(FusedRematWarning) as caught:
         model(X)
     under = "" if policy == "none" else " under torch.utils.checkpoint"
-    (found,) = caught
-    assert found.category is FusedRematWarning and found.filename == __file__
-    reason = "norm1 is torch.nn.Identity; the fused path supports torch.nn.LayerNorm"
-    text = f"fused_remat: FusedRematLayer runs PyTorch's own forward{under}: {reason}"
-    assert str(found.message) == text
+    text = f"fused_remat: FusedRematLayer runs PyTorch's own forward{under}: dropout1 is missing"
+    assert [(w.filename, str(w.message)) for w in caught] == [(__file__, text)]
 
 
 def test_a_mask_warning_of_pytorchs_points_at_the_users_line():

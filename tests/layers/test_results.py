@@ -26,7 +26,7 @@ from layer_kinds import (
 )  # fmt: skip
 from reference import EXACT_PRESETS, pair
 from reference import causal_block as plain
-from tiers import exhaustive, pairwise
+from tiers import pairwise
 from torch import nn
 
 from fused_remat import Policy
@@ -91,9 +91,14 @@ def test_layouts(name, layout, bias, form):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_strides_of_inputs_outputs_and_gradients(name):
-    """Views of every kind, and gradients that are expanded or permuted; in pieces and whole."""
+    """Views of every kind, and gradients that are expanded or permuted; in pieces and whole.
+
+    Of parameters with a gap after every element.
+    """
     kind = KINDS[name]
     stock, fused = kind.pair(dtype=FP64)
+    for p in fused.parameters():
+        p.data = torch.stack([p.data, p.data], -1)[..., 0]
     base, *more = kind.data()[:-1]
     wide = torch.randn(B, S, 2 * D, dtype=FP64)
     dense = (base, base.transpose(0, 1).contiguous().transpose(0, 1), wide[..., ::2])
@@ -141,20 +146,25 @@ def test_error_at_a_real_size(dtype, norm_first, activation, monkeypatch):
     check_errors(kind, run(fused, *tensors), run(stock, *tensors), exact)
 
 
+def same_in(policies, fused, *tensors, **given):
+    found = []
+    for fused.policy in policies:
+        torch.manual_seed(1)
+        found.append(run(fused, *tensors, **given))
+    for other in found[1:]:
+        assert_bits(other, found[0])
+
+
 @pytest.mark.parametrize(
     "name, tokens, low", pairwise(list(KINDS), [4, 7, 512], [None, BF16, FP16])
 )
 def test_every_policy_gives_the_same_bits(name, tokens, low, monkeypatch):
     """Under autocast too (`low`)."""
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", tokens)
-    kind, found = KINDS[name], []
+    kind = KINDS[name]
     _, fused = kind.pair(dropout=0.2)
-    tensors, given = kind.data(FP32), kind.given("a hint", FP32)
-    for fused.policy in (*EXACT_PRESETS, *(Policy(save=names) for names in kind.saves)):
-        torch.manual_seed(1)
-        found.append(run(fused, *tensors, low=low, **given))
-    for other in found[1:]:
-        assert_bits(other, found[0])
+    policies = (*EXACT_PRESETS, *(Policy(save=names) for names in kind.saves))
+    same_in(policies, fused, *kind.data(FP32), low=low, **kind.given("a hint", FP32))
 
 
 @pytest.mark.parametrize(
@@ -167,66 +177,41 @@ def test_the_same_bits_at_sizes_that_use_groups_and_tiles(norm_first, dtype, siz
         d_model, nhead, 3 * d_model + 1, dropout=0.1, norm_first=norm_first, batch_first=True,
         activation="gelu", dtype=dtype,
     )  # fmt: skip
-    tensors, found = torch.randn(2, batch, seq_len, d_model).to(dtype).unbind(), []
-    for fused.policy in EXACT_PRESETS:
-        torch.manual_seed(1)
-        found.append(run(fused, *tensors))
-    for other in found[1:]:
-        assert_bits(other, found[0])
+    same_in(EXACT_PRESETS, fused, *torch.randn(2, batch, seq_len, d_model).to(dtype))
 
 
-@pytest.mark.parametrize(
-    ("batch", "seq"), [(0, 3), (2, 0), (0, 0), (None, 0)], ids=["batch", "tokens", "both", "alone"]
-)
+@pytest.mark.parametrize(("batch", "seq"), [(0, 3), (2, 0)])
 @pytest.mark.parametrize("name", TORCH_NN)
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_empty_inputs_work_with_backward(name, batch, seq, batch_first):
+def test_empty_inputs_work_with_backward(name, batch, seq):
     kind = KINDS[name]
-    stock, fused = kind.pair(dropout=0.0 if kind.has_memory else 0.1, batch_first=batch_first)
-    tensors = kind.data(FP32, seq, batch=1 if batch is None else batch)
-    if batch is None:
-        tensors = [t[0] for t in tensors]
-    elif not batch_first:
-        tensors = [t.transpose(0, 1) for t in tensors]
-    for a, b in zip(run(fused, *tensors), run(stock, *tensors), strict=True):
-        if kind.has_memory:
-            torch.testing.assert_close(a, b)
-        else:
-            assert torch.equal(a, b)
+    for batch_first in (True, False):
+        # A decoder's memory has tokens, on which dropout acts.
+        p = 0.0 if kind.has_memory else 0.1
+        stock, fused = kind.pair(dropout=p, batch_first=batch_first, dtype=FP64)
+        tensors = kind.data(FP64, seq, batch=batch)
+        if not batch_first:
+            tensors = [t.transpose(0, 1) for t in tensors]
+        assert_close(run(fused, *tensors), run(stock, *tensors))
+        if batch:
+            alone = [t[0] for t in kind.data(FP64, seq)]
+            assert_close(run(fused, *alone), run(stock, *alone))
 
 
-ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "F.relu": F.relu,
-    "torch.relu": torch.relu,
-    "F.gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "F.silu": F.silu,
-    "torch.tanh": torch.tanh,
-    "F.tanh": F.tanh,
-    "nn.ReLU": nn.ReLU(),
-    "nn.GELU": nn.GELU(),
-    "nn.GELU_tanh": nn.GELU(approximate="tanh"),
-    "nn.SiLU": nn.SiLU(),
-    "nn.Tanh": nn.Tanh(),
-}
+#: Every way to name those that have a row.
+ACTIVATIONS = [
+    "relu", "gelu", F.relu, torch.relu, F.gelu, functools.partial(F.gelu, approximate="tanh"),
+    F.silu, torch.tanh, F.tanh, nn.ReLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU(),
+    nn.Tanh(),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, policy",
-    [
-        (name, policy)
-        if policy == "full" or name in ("relu", "F.silu")
-        else exhaustive(name, policy)
-        for name in ACTIVATIONS
-        for policy in EXACT_PRESETS
-    ],
-)
-def test_activations(name, policy):
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_activations(activation):
     kind = TORCH_NN["encoder, post-norm"]
-    stock, fused = kind.pair(policy, activation=ACTIVATIONS[name], dtype=FP64)
-    assert_close(run(fused, *kind.data()), run(stock, *kind.data()))
+    stock, fused = kind.pair(activation=activation, dtype=FP64)
+    expected = run(stock, *kind.data())
+    for fused.policy in EXACT_PRESETS:
+        assert_close(run(fused, *kind.data()), expected)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -240,18 +225,17 @@ def test_without_biases_and_without_affine_norms(bias, name):
     assert_close(run(fused, *kind.data()), run(stock, *kind.data()))
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (63, 7, 1000, 2), (33, 3, 65, 9)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (63, 7, 1000)])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_odd_sizes(sizes, norm_first):
-    d_model, nhead, ff, batch = sizes
-    stock, fused = pair(d_model, nhead, ff, dropout=0.0, norm_first=norm_first, dtype=FP64)
-    tensors = torch.randn(2, 17, batch, d_model, dtype=FP64).unbind()
+    stock, fused = pair(*sizes, dropout=0.0, norm_first=norm_first, dtype=FP64)
+    tensors = torch.randn(2, 17, 2, sizes[0], dtype=FP64).unbind()
     assert_close(run(fused, *tensors), run(stock, *tensors))
 
 
-@pytest.mark.parametrize("default", [FP64, BF16])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(
+    "default, dtype, affine", pairwise([FP64, BF16], [BF16, FP16], [True, False])
+)
 def test_another_default_dtype(default, dtype, affine):
     kind = TORCH_NN["encoder, post-norm"]
     torch.set_default_dtype(default)
@@ -259,10 +243,9 @@ def test_another_default_dtype(default, dtype, affine):
         stock, fused = kind.pair(bias=False, activation="relu", dtype=dtype)
         for layer in (stock, fused):
             layer.norm1 = nn.LayerNorm(D, elementwise_affine=affine, bias=False, dtype=dtype)
-        tensors = torch.randn(2, 5, 2, D, dtype=dtype).unbind()
+        tensors = kind.data(dtype)
         found, peer = run(fused, *tensors), run(stock, *tensors)
-        exact = run(stock.double(), *(t.double() for t in tensors))
-        check_errors(kind, found, peer, exact)
+        check_errors(kind, found, peer, run(stock.double(), *(t.double() for t in tensors)))
     finally:
         torch.set_default_dtype(FP32)
 
@@ -280,29 +263,6 @@ def test_packed_sequences_are_as_if_they_were_alone():
         sums[0][:, a:b], sums[1][:, a:b], *grads = run(layer, x[:, a:b], dy[:, a:b], rope=rope)
         sums[2:] = [s + g for s, g in zip(sums[2:], grads, strict=True)]
     assert_close(whole, sums)
-
-
-def test_inside_transformer_encoder_in_train_and_eval():
-    stock_layer, fused_layer = pair(16, 4, 32, dropout=0.0, batch_first=True)
-    stock = nn.TransformerEncoder(stock_layer, 3, norm=nn.LayerNorm(16))
-    fused = nn.TransformerEncoder(fused_layer, 3, norm=nn.LayerNorm(16))
-    fused.load_state_dict(stock.state_dict())
-    # Of random gradients: of ones, the last norm leaves nothing but rounding.
-    x, dy = torch.randn(2, 3, 6, 16).unbind()
-    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 1 + [True] * 5])
-    for kwargs in (
-        {},
-        {"src_key_padding_mask": padding},
-        {"mask": nn.Transformer.generate_square_subsequent_mask(6), "is_causal": True},
-        {"mask": torch.ones(6, 6).triu(1).bool(), "src_key_padding_mask": padding},
-    ):
-        for a, b in zip(run(fused, x, dy, **kwargs), run(stock, x, dy, **kwargs), strict=True):
-            # float32 through three layers, other order of summation
-            assert (a - b).norm() <= 1e-4 * b.norm()
-    stock.eval(), fused.eval()
-    with torch.no_grad():
-        for kwargs in ({}, {"src_key_padding_mask": padding}):
-            assert torch.equal(fused(x, **kwargs), stock(x, **kwargs))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import check_error
 from block_inputs import (
     LAYOUTS,
+    check_beside,
     compare,
     covering,
     heads,
@@ -60,6 +60,10 @@ CALLS = covering(
     }
 )  # fmt: skip
 OPTIONS = ("window", "is_causal", "softcap", "scale", "dropout_p")
+
+
+def qkv(**sizes):
+    return dict(zip(("query", "key", "value"), heads(**sizes), strict=True))
 
 
 def wanted(*tensors):
@@ -124,21 +128,15 @@ SDPA = {
 )
 def test_errors_are_no_larger_than_sdpas(name, dtype, tokens):
     options, others, kv_heads = SDPA[name]
-    inputs = heads(batch=3, q_len=9, kv_len=9, kv_heads=kv_heads, dtype=dtype)
-    dy = normal(3, 4, 9, 4, seed=5).detach().to(dtype)
-
-    def run(fn, to, **options):
-        given = [t.detach().to(to).requires_grad_() for t in inputs]
-        mask = options.get("attn_mask")
-        if mask is not None and mask.is_floating_point():
-            options["attn_mask"] = mask.to(dtype).to(to)
-        return results(lambda: fn(*given, **options), given, dy.to(to))
-
-    with in_pieces(tokens):
-        got = run(ops.attention, dtype, **options)
+    tensors = qkv(batch=3, q_len=9, kv_len=9, kv_heads=kv_heads, dtype=dtype)
+    mask = options.get("attn_mask")
+    if mask is not None:
+        tensors["attn_mask"] = mask if mask.dtype == torch.bool else mask.to(dtype)
     sdpa = F.scaled_dot_product_attention
-    peer, exact = (run(sdpa, to, **options, **others) for to in (dtype, torch.float64))
-    check_error(got, peer, exact, ["output", "query", "key", "value"])
+    check_beside(
+        lambda t: ops.attention(**options | t), lambda t: sdpa(**options | others | t), tensors,
+        tokens=tokens,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(3, 7), (7, 3), (1, 7), (20, 37)])
@@ -158,22 +156,19 @@ def test_causal_aligns_the_last_query_with_the_last_key(q_len, kv_len):
 # --- masks
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("padded", [True, False])
-def test_a_row_of_the_lowest_finite_value_is_uniform(options, padded):
+def test_a_row_of_the_lowest_finite_value_is_uniform(softcap, padded):
     """What models write for -inf: the scores drown in it, and softmax makes them equal."""
     q, k, v = heads(dtype=torch.float32)
     mask = torch.zeros(2, 1, 5, 7)
     mask[0, 0, 2] = mask[1, 0, :, 4:] = torch.finfo(torch.float32).min
     padding = torch.tensor([[0.0] * 6 + [-torch.inf], [0.0] * 7]) if padded else None
-    given = {"key_padding_mask": padding, **options}
-    compare(
-        lambda: ops.attention(q, k, v, mask, **given),
-        lambda: attention(q, k, v, mask, **given),
-        [q, k, v],
-    )
+    given = {"key_padding_mask": padding, "softcap": softcap}
+    ours, plain = (lambda fn=fn: fn(q, k, v, mask, **given) for fn in (ops.attention, attention))
+    compare(ours, plain, [q, k, v])
     mean = v[0, :, : 6 if padded else 7].mean(1).repeat_interleave(2, 0)
-    torch.testing.assert_close(ops.attention(q, k, v, mask, **given)[0, :, 2], mean)
+    torch.testing.assert_close(ours()[0, :, 2], mean)
 
 
 def test_a_float32_mask_beside_16_bits_is_not_rounded():
@@ -192,41 +187,36 @@ def test_a_float32_mask_beside_16_bits_is_not_rounded():
 
 def test_a_masks_gradient_is_summed_over_pieces_in_float32():
     """1500 sequences that all want more of the first key: terms of one sign."""
-    q, k, v = (t.detach().bfloat16() for t in heads(batch=1500, nhead=1, kv_heads=1))
-    v = torch.zeros_like(v).index_fill_(2, torch.tensor(0), 1.0)
-    mask = normal(5, 7, dtype=torch.bfloat16)
-
-    def run(fn, dtype):
-        leaf = mask.detach().to(dtype).requires_grad_()
-        dy = torch.ones(1500, 1, 5, 4, dtype=dtype)
-        return results(lambda: fn(*(t.to(dtype) for t in (q, k, v)), leaf), [leaf], dy)
-
-    with in_pieces(5):
-        ours = run(ops.attention, torch.bfloat16)
-    peer, exact = run(attention, torch.bfloat16), run(attention, torch.float64)
-    check_error(ours, peer, exact, ["output", "mask"])
+    tensors = {n: t.detach().bfloat16() for n, t in qkv(batch=1500, nhead=1, kv_heads=1).items()}
+    tensors["value"] = torch.zeros(1500, 1, 7, 4).bfloat16()
+    tensors["value"][:, :, 0] = 1.0
+    tensors["attn_mask"] = normal(5, 7, dtype=torch.bfloat16)
+    dy = torch.ones(1500, 1, 5, 4, dtype=torch.bfloat16)
+    check_beside(
+        lambda t: ops.attention(**t), lambda t: attention(*t.values()), tensors, dy, tokens=5
+    )
 
 
 # --- what may not change
 
 
+CU = {f"cu_seqlens_{side}": torch.tensor([0, 3, 5]) for side in "qk"}
+
+
 @pytest.mark.parametrize(
-    "name, changed",
+    "name, given",
     [
-        ("attn_mask", mask_of("bool", (7, 7))),
-        ("attn_mask", mask_of("float", (7, 7))),
-        ("key_padding_mask", mask_of("bool", (1, 7))),
-        ("key_lengths", torch.tensor([3])),
-        ("cu_seqlens_q", torch.tensor([0, 3, 5])),
-        ("cu_seqlens_k", torch.tensor([0, 3, 5])),
+        ("attn_mask", {"attn_mask": mask_of("bool", (7, 7))}),
+        ("attn_mask", {"attn_mask": mask_of("float", (7, 7))}),
+        ("key_padding_mask", {"key_padding_mask": mask_of("bool", (1, 7))}),
+        ("key_lengths", {"key_lengths": torch.tensor([3])}),
+        *((name, CU) for name in CU),
     ],
 )
-def test_changing_masks_and_lengths_raises(name, changed):
-    qkv, given = heads(1, q_len=7), {name: changed}
-    if name.startswith("cu"):
-        given = {n: torch.tensor([0, 3, 5]) for n in ("cu_seqlens_q", "cu_seqlens_k")} | given
-    y = ops.attention(*qkv, **given)
-    changed.zero_()
+def test_changing_masks_and_lengths_raises(name, given):
+    given = {n: t.clone() for n, t in given.items()}
+    y = ops.attention(*heads(1, q_len=7), **given)
+    given[name].zero_()
     with pytest.raises(RuntimeError, match="inplace"):
         y.sum().backward()
 

@@ -2,8 +2,16 @@
 
 import pytest
 import torch
-from accuracy import check_error
-from block_inputs import LAYOUTS, calls, compare, in_pieces, normal, results, same_bits
+from block_inputs import (
+    LAYOUTS,
+    calls,
+    check_beside,
+    compare,
+    in_pieces,
+    normal,
+    results,
+    same_bits,
+)
 from op_cases import CASES, LOSS, ROTARY, ROTARY_BLOCKS, D
 from reference import EXACT_PRESETS
 from tiers import exhaustive, pairwise
@@ -47,31 +55,35 @@ def policies(op, tensors, p):
     return (*EXACT_PRESETS, *(Policy(save={name}) for name in names), Policy(save=set(names)))
 
 
+def check(case, tensors, p, tokens=512, lay=lambda tensors: tensors):
+    """Output and every gradient are plain PyTorch's, of tensors that `lay` has laid out."""
+    with in_pieces(tokens):
+        compare(
+            lambda: case.op(lay(tensors), p, **case.seed()),
+            lambda: case.plain(lay(tensors), p, 7),
+            [t for t in tensors.values() if t is not None],
+        )
+
+
+def laid(layout, names):
+    return lambda tensors: tensors | {name: LAYOUTS[layout](tensors[name]) for name in names}
+
+
 # --- results and gradients
 
 
 @pytest.mark.parametrize("p, tokens", [*either((0.3, 4), (0.0, 512)), (0.3, 80), (1.0, 512)])
 def test_outputs_and_gradients_are_plain_pytorchs(any_case, p, tokens):
     """Whole, in groups of two sequences, in tiles that begin within one; all dropped at 1."""
-    tensors = any_case.tensors(batch=3, seq=37)
-    with in_pieces(tokens):
-        compare(
-            lambda: any_case.op(tensors, p, **any_case.seed()),
-            lambda: any_case.plain(tensors, p, 7),
-            leaves(tensors),
-        )
+    check(any_case, any_case.tensors(batch=3, seq=37), p, tokens)
 
 
 @pytest.mark.parametrize("p, dtype", either((0.0, torch.float32), (0.3, torch.bfloat16)))
 def test_errors_are_no_larger_than_pytorchs(case, dtype, p):
-    tensors = case.tensors(batch=3, seq=37, dtype=dtype)
-    exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
-    dy = normal(*case.plain(tensors, p, 7).shape, seed=99).detach().to(dtype)
-    with in_pieces(64):
-        ours = results(lambda: case.op(tensors, p, **case.seed()), leaves(tensors), dy)
-    peer = results(lambda: case.plain(tensors, p, 7), leaves(tensors), dy)
-    truth = results(lambda: case.plain(exact, p, 7), leaves(exact), dy.double())
-    check_error(ours, peer, truth, ["output", *tensors])
+    check_beside(
+        lambda t: case.op(t, p, **case.seed()), lambda t: case.plain(t, p, 7),
+        case.tensors(batch=3, seq=37, dtype=dtype), tokens=64,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("p, policy", either((0.3, "full"), (0.0, "none")))
@@ -99,7 +111,7 @@ def test_gradients_are_the_same_bits_in_every_policy(any_case, dtype, tokens):
     assert all(same_bits(found[0], other) for other in found[1:])
 
 
-@pytest.mark.parametrize("policy, tokens", either(("full", 4), ("none", 512)))
+@pytest.mark.parametrize("policy, tokens", [*either(("full", 4), ("none", 512)), ("fast8", 4)])
 def test_backward_twice_gives_the_same_and_changes_no_operand(any_case, policy, tokens):
     tensors = any_case.tensors(batch=3)
     given = [*tensors.values(), *any_case.own(tensors)]
@@ -119,9 +131,10 @@ def test_backward_twice_gives_the_same_and_changes_no_operand(any_case, policy, 
             y.backward(dy)
 
 
-def test_a_batch_of_gradients_at_once(any_case):
+@pytest.mark.parametrize("policy", ["full", "fast8"])
+def test_a_batch_of_gradients_at_once(any_case, policy):
     tensors = any_case.tensors()
-    y = any_case.op(tensors, 0.3)
+    y = any_case.op(tensors, 0.3, policy=policy)
     dys = torch.randn(3, *y.shape, dtype=y.dtype)
     batched = torch.autograd.grad(y, leaves(tensors), dys, is_grads_batched=True, retain_graph=True)
     for i, dy in enumerate(dys):
@@ -147,13 +160,8 @@ def test_weights_that_may_be_none(any_case):
     norms = [name for name in tensors if name.startswith("norm") or name in ("weight", "bias")]
     for kept in ((), norms, *((name,) for name in optional)):
         gone = {*optional, *norms} - {*kept}
-        given = tensors | dict.fromkeys(gone)
         if gone:
-            compare(
-                lambda: any_case.op(given, 0.3, **any_case.seed()),  # noqa: B023
-                lambda: any_case.plain(given, 0.3, 7),  # noqa: B023
-                [t for t in given.values() if t is not None],
-            )
+            check(any_case, tensors | dict.fromkeys(gone), 0.3)
 
 
 # --- shapes and layouts
@@ -166,16 +174,7 @@ LEADS = [(), (1,), (7,), (3, 5), (2, 3, 5), (0,), (3, 0), (0, 5), (2, 0, 3)]
 def test_inputs_of_any_layout(any_case, layout, tokens):
     tensors = any_case.tensors(batch=3)
     names = [name for name in tensors if name in (*READ_AGAIN, "residual") and name != "slope"]
-
-    def given():
-        return tensors | {name: LAYOUTS[layout](tensors[name]) for name in names}
-
-    with in_pieces(tokens):
-        compare(
-            lambda: any_case.op(given(), 0.3, **any_case.seed()),
-            lambda: any_case.plain(given(), 0.3, 7),
-            leaves(tensors),
-        )
+    check(any_case, tensors, 0.3, tokens, laid(layout, names))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -187,16 +186,7 @@ def test_tokens_in_any_dimensions(name, layout):
     for tokens, leads in ((4, LEADS), (512, [(), (2, 3, 5), (0, 5)])):  # whole, any is a matrix
         for lead in leads:
             tensors = made | {name: normal(*lead, D, seed=i) for i, name in enumerate(streams)}
-
-            def given(tensors=tensors):
-                return tensors | {name: LAYOUTS[layout](tensors[name]) for name in streams}
-
-            with in_pieces(tokens):
-                compare(
-                    lambda: case.op(given(), 0.3, **case.seed()),
-                    lambda: case.plain(given(), 0.3, 7),
-                    leaves(tensors),
-                )
+            check(case, tensors, 0.3, tokens, laid(layout, streams))
 
 
 @pytest.mark.parametrize("batch, seq", [(0, 5), (3, 0)])
@@ -258,44 +248,30 @@ def test_nothing_is_kept_without_gradients(case):
 @pytest.mark.parametrize("name", RANDOM)
 def test_a_seed_makes_a_call_repeatable(name):
     case, tensors = CASES[name], CASES[name].tensors()
-    state = torch.get_rng_state()
-    seeds = (3, torch.tensor(3), 4, -(2**63))
+    state, changed = torch.get_rng_state(), torch.tensor(3)
+    seeds = (3, changed, 4, -(2**63))
     runs = [results(lambda: case.op(tensors, 0.5, seed=s), leaves(tensors)) for s in seeds]  # noqa: B023
     assert torch.equal(torch.get_rng_state(), state)
     assert same_bits(runs[0], runs[1])
     assert not torch.equal(runs[0][0], runs[2][0]) and not torch.equal(runs[2][0], runs[3][0])
+    y = case.op(tensors, 0.5, seed=changed)
+    changed.add_(1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_without_a_seed_the_generator_advances_once_a_call(name):
     case, tensors = CASES[name], CASES[name].tensors()
-
-    def states(p):
-        torch.manual_seed(5)
-        before = torch.get_rng_state()
-        y = case.op(tensors, p)
-        after = torch.get_rng_state()
-        torch.autograd.grad(y.sum(), leaves(tensors))
-        assert torch.equal(torch.get_rng_state(), after)
-        return y, before, after
-
-    drawn, _, after = states(0.5)
     torch.manual_seed(5)
-    seed = random.draw_seed(torch.device("cpu"))
+    seed, after = random.draw_seed(torch.device("cpu")), torch.get_rng_state()
+    torch.manual_seed(5)
+    drawn = case.op(tensors, 0.5)
+    torch.autograd.grad(drawn.sum(), leaves(tensors))
+    case.op(tensors, 0.0)
     assert torch.equal(torch.get_rng_state(), after)
     assert torch.equal(drawn, case.op(tensors, 0.5, seed=seed))
     assert not torch.equal(drawn, case.op(tensors, 0.5))
-    _, before, after = states(0.0)
-    assert torch.equal(before, after)
-
-
-@pytest.mark.parametrize("name", RANDOM)
-def test_changing_the_seed_raises(name):
-    seed = torch.tensor(3)
-    y = CASES[name].op(CASES[name].tensors(), 0.3, seed=seed)
-    seed.add_(1)
-    with pytest.raises(RuntimeError, match="inplace"):
-        y.sum().backward()
 
 
 # --- autograd and autocast

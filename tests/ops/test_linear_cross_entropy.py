@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import check_error
-from block_inputs import compare, normal, results
+from block_inputs import check_beside, compare, normal, results
 from reference import linear_cross_entropy as plain
 from tiers import exhaustive, pairwise
 
@@ -48,8 +47,7 @@ def compare_losses(leaves, target, chunk=None, **options):
 
 
 @pytest.mark.parametrize(
-    "reduction, options, chunk",
-    pairwise(["mean", "sum", "none"], list(OPTIONS), [None, BLOCKS, 1]),
+    "reduction, options, chunk", pairwise(["mean", "sum", "none"], list(OPTIONS), [None, BLOCKS, 1])
 )
 def test_is_cross_entropy_of_the_logits(reduction, options, chunk):
     *leaves, target = operands()
@@ -62,22 +60,18 @@ def test_is_cross_entropy_of_the_logits(reduction, options, chunk):
 @pytest.mark.parametrize("options", ["plain", "all"])
 def test_errors_are_within_those_of_pytorch(dtype, scale, options):
     """Also where a target has nearly all of the mass, and the loss is small beside the logits."""
-    *leaves, target = operands(dtype, scale=scale)
-    hidden, weight, bias = leaves
+    hidden, weight, bias, target = operands(dtype, scale=scale)
     with torch.no_grad():
         best = F.linear(hidden, weight, bias).argmax(-1)
         target = torch.where(target == -100, target, best) if scale > 1 else target
     # A loss for each token: the error of one sum is a matter of chance.
     given = OPTIONS[options] | {"reduction": "none"}
-    ours = results(
-        lambda: ops.linear_cross_entropy(hidden, weight, target, bias, chunk=BLOCKS, **given),
-        leaves,
-    )
-    assert ours[0].dtype == torch.float32
-    theirs = results(lambda: plain(hidden, weight, target, bias, **given), leaves)
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    truth = results(lambda: plain(*exact[:2], target, exact[2], **given), exact)
-    check_error(ours, theirs, truth, ["loss", "hidden", "weight", "bias"], computed=dtype)
+    tensors = {"hidden": hidden, "weight": weight, "bias": bias, "target": target}
+    check_beside(
+        lambda t: ops.linear_cross_entropy(**t, chunk=BLOCKS, **given),
+        lambda t: plain(**t, **given), tensors, computed=dtype,
+    )  # fmt: skip
+    assert ops.linear_cross_entropy(**tensors).dtype == torch.float32
 
 
 def test_a_small_loss_keeps_its_digits():

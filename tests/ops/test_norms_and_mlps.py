@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import check_error
-from block_inputs import compare, in_pieces, normal, results
+from block_inputs import check_beside, compare, in_pieces, normal
 from op_cases import FF, D, one_branch
 from reference import dropout, plain_block
 
@@ -22,20 +21,12 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("bias", [None, "bias"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_with_and_without_weight_and_bias(weight, bias, dtype):
-    x = normal(7, 33, dtype=dtype)
-    w = weight and normal(33, dtype=dtype, seed=1)
-    b = bias and normal(33, dtype=dtype, seed=2)
-
-    def run(norm, to):
-        given = [None if t is None else t.detach().to(to).requires_grad_() for t in (x, w, b)]
-        dy = normal(7, 33, seed=3).detach().to(dtype).to(to)
-        return results(lambda: norm(*given), [t for t in given if t is not None], dy)
-
-    def peer(x, w, b):
-        return F.layer_norm(x, (33,), w, b)
-
-    names = ["output", "x", *(n for n in (weight, bias) if n)]
-    check_error(run(ops.layer_norm, dtype), run(peer, dtype), run(peer, torch.float64), names)
+    tensors = {"input": normal(7, 33, dtype=dtype)}
+    tensors |= {n: normal(33, dtype=dtype, seed=i) for i, n in enumerate((weight, bias), 1) if n}
+    check_beside(
+        lambda t: ops.layer_norm(t["input"], t.get("weight"), t.get("bias")),
+        lambda t: F.layer_norm(normalized_shape=(33,), **t), tensors,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,8 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import check_error
-from block_inputs import in_pieces, normal, results, same_bits
+from block_inputs import check_beside, in_pieces, normal, results, same_bits
 from op_cases import FF, D
 from reference import dropout
 from tiers import pairwise
@@ -105,20 +104,19 @@ def test_hooks_of_a_captured_parameter_see_its_gradient_once_and_whole():
 
 def test_a_captured_parameters_gradient_is_summed_over_pieces_in_float32():
     """600 terms of one sign: added up in bfloat16, most would change nothing."""
-    wide = [normal(600, D), normal(FF, D), normal(D, FF).abs(), normal(FF), normal(600, D).abs()]
-    low = [t.detach().bfloat16() for t in wide]
+    shapes = {"x": (600, D), "w1": (FF, D), "w2": (D, FF), "slope": (FF,)}
+    t = {n: normal(*shape, dtype=torch.bfloat16).detach() for n, shape in shapes.items()}
+    t["slope"].requires_grad_()
+    dy = normal(600, D).detach().abs().bfloat16()
 
-    def run(fn, dtype):
-        x, w1, w2, slope, dy = (t.to(dtype).requires_grad_() for t in low)
-        return results(lambda: fn(x, w1, None, w2, None, lambda t: t.sin() + slope), [slope], dy)
+    def ours(t):
+        act = lambda up: up.sin() + t["slope"]  # noqa: E731
+        return ops.mlp(t["x"], t["w1"], None, t["w2"].abs(), None, act)
 
-    def plain(x, w1, b1, w2, b2, act):
-        return F.linear(act(F.linear(x, w1)), w2)
+    def peer(t):
+        return F.linear(F.linear(t["x"], t["w1"]).sin() + t["slope"], t["w2"].abs())
 
-    with in_pieces(2):
-        ours = run(ops.mlp, torch.bfloat16)
-    peer, exact = run(plain, torch.bfloat16), run(plain, torch.float64)
-    check_error(ours, peer, exact, ["output", "slope"])
+    check_beside(ours, peer, t, dy, tokens=2)
 
 
 def test_capturing_something_else_in_backward_raises():

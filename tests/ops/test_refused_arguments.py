@@ -27,10 +27,10 @@ VALID = {
     "gated_mlp": {"x": [2, 8], "gate_weight": [4, 8], "up_weight": [4, 8], "down_weight": [8, 4]},
     "mlp_block": {**MLP, "norm_weight": None, "norm_bias": None},
     "attention": ATTENTION,
-    "attention (packed)": PACKED,
-    "attention (packed, of two)": {name: [2, *shape[1:]] for name, shape in PACKED.items()},
+    "attention of 1": PACKED,
+    "attention of 2": {name: [2, *shape[1:]] for name, shape in PACKED.items()},
     "attention_block": BLOCK,
-    "attention_block (packed)": BLOCK | {"x": [1, 5, 8]},
+    "attention_block of 1": BLOCK | {"x": [1, 5, 8]},
     "rotary": {"qkv": [2, 7, 48], "cos": [7, 3], "sin": [7, 3], "nhead": 4, "kv_heads": 2},
     "encoder_block": {"x": [2, 5, 8], "nhead": 4, **{n: [*s] for n, s in ENCODER.items()}},
     "causal_block": {
@@ -70,6 +70,16 @@ FIRST = {"dropout_add": "x", "attention": "query", "rotary": "qkv", "causal_bloc
 REFUSED = [
     *((op, {name: ["0"]}, f"{name} must be a Tensor, got list", TypeError)
       for op, name in FIRST.items()),
+    *((op, {name: value}, part, error)
+      for op in ("layer_norm", *FIRST) for name, value, part, error in [
+        ("policy", "lavish", "unknown policy 'lavish'; valid presets: full, lean", ValueError),
+        ("policy", Policy(save={"nothing"}), "unknown activation 'nothing'", ValueError),
+        ("policy", None, "policy", TypeError),
+        ("backend", "abacus", "unknown backend 'abacus'; valid: auto, eager", ValueError),
+    ]),
+    *(("mlp", {"seed": seed}, "seed must", TypeError) for seed in (0.5, True, "0")),
+    *(("mlp", {"seed": seed}, "seed must")
+      for seed in (2**63, torch.tensor(0.5), torch.tensor([1]), torch.tensor(1, device="meta"))),
     # --- norms, the sum with a residual, MLPs
     ("layer_norm", {"weight": [7]}, "weight | (7,) | (8,) | (2, 8)"),
     ("layer_norm", {"x": []}, "()"),
@@ -125,42 +135,37 @@ REFUSED = [
     ("attention_block", {"attn_mask": TRUE}, "attn_mask | (5, 7) | (2, 2, 5, 5)"),
     ("attention_block", {"qkv_weight": None}, "qkv_weight and proj_weight", TypeError),
     # --- lengths and bounds of sequences
-    ("attention (packed)", {"key_lengths": CU}, "key_lengths | (3,) | (1,)"),
-    ("attention (packed, of two)", {"key_lengths": torch.tensor([2, 6])},
-     "key_lengths[1] is 6 | 0 to 5"),
-    ("attention (packed, of two)", {"key_lengths": torch.tensor([-1, 5])},
-     "key_lengths[0] is -1 | 0 to 5"),
-    ("attention (packed)", {"key_lengths": CU[:1], "cu_seqlens_q": CU},
+    ("attention of 1", {"key_lengths": CU}, "key_lengths | (3,) | (1,)"),
+    ("attention of 2", {"key_lengths": torch.tensor([2, 6])}, "key_lengths[1] is 6 | 0 to 5"),
+    ("attention of 2", {"key_lengths": torch.tensor([-1, 5])}, "key_lengths[0] is -1 | 0 to 5"),
+    ("attention of 1", {"key_lengths": CU[:1], "cu_seqlens_q": CU},
      "key_lengths | cu_seqlens_q | not both"),
-    ("attention (packed)", {"key_lengths": CU[:1], "cu_seqlens_k": CU},
+    ("attention of 1", {"key_lengths": CU[:1], "cu_seqlens_k": CU},
      "key_lengths | cu_seqlens_q | not both"),
-    ("attention (packed)", {"cu_seqlens_k": CU}, "cu_seqlens_k is given without cu_seqlens_q"),
-    ("attention (packed, of two)", {"cu_seqlens_q": CU},
-     "cu_seqlens_q | batch of 1 | batch of 2"),
-    ("attention (packed)", {"key": [1, 2, 7, 4], "value": [1, 2, 7, 4], "cu_seqlens_q": CU},
+    ("attention of 1", {"cu_seqlens_k": CU}, "cu_seqlens_k is given without cu_seqlens_q"),
+    ("attention of 2", {"cu_seqlens_q": CU}, "cu_seqlens_q | batch of 1 | batch of 2"),
+    ("attention of 1", {"key": [1, 2, 7, 4], "value": [1, 2, 7, 4], "cu_seqlens_q": CU},
      "cu_seqlens_k is missing | 5 queries and 7 keys"),
-    ("attention (packed)", {"cu_seqlens_q": CU[None]}, "cu_seqlens_q | (1, 3) | (N + 1,)"),
-    ("attention (packed)", {"cu_seqlens_q": CU[:0]}, "cu_seqlens_q | (0,) | (N + 1,)"),
-    ("attention (packed)", {"cu_seqlens_q": CU, "cu_seqlens_k": CU[:2]},
-     "cu_seqlens_q | (3,) | (2,)"),
-    ("attention (packed)", {"cu_seqlens_q": CU + 1}, "cu_seqlens_q[2] is 6 | 0 to 5"),
-    ("attention (packed)", {"cu_seqlens_q": CU.flip(0)}, "cu_seqlens_q[1] is 3 | less than 5"),
-    ("attention (packed)",
+    ("attention of 1", {"cu_seqlens_q": CU[None]}, "cu_seqlens_q | (1, 3) | (N + 1,)"),
+    ("attention of 1", {"cu_seqlens_q": CU[:0]}, "cu_seqlens_q | (0,) | (N + 1,)"),
+    ("attention of 1", {"cu_seqlens_q": CU, "cu_seqlens_k": CU[:2]}, "cu_seqlens_q | (3,) | (2,)"),
+    ("attention of 1", {"cu_seqlens_q": CU + 1}, "cu_seqlens_q[2] is 6 | 0 to 5"),
+    ("attention of 1", {"cu_seqlens_q": CU.flip(0)}, "cu_seqlens_q[1] is 3 | less than 5"),
+    ("attention of 1",
      {"key": [1, 2, 4, 4], "value": [1, 2, 4, 4], "cu_seqlens_q": CU, "cu_seqlens_k": CU},
      "cu_seqlens_k[2] is 5 | 0 to 4"),
-    *(("attention (packed)", {"cu_seqlens_q": CU, name: cu}, f"{name} is | torch. | expected",
+    *(("attention of 1", {"cu_seqlens_q": CU, name: cu}, f"{name} is | torch. | expected",
        RuntimeError)
       for name in ("cu_seqlens_q", "cu_seqlens_k")
       for cu in (CU.double(), CU.byte(), CU.to("meta"))),
-    ("attention (packed)", {"key_lengths": CU[:1].double()}, "key_lengths is torch.float64",
+    ("attention of 1", {"key_lengths": CU[:1].double()}, "key_lengths is torch.float64",
      RuntimeError),
-    ("attention (packed)", {"cu_seqlens_q": ["0"]}, "cu_seqlens_q must be a Tensor, got list",
+    ("attention of 1", {"cu_seqlens_q": ["0"]}, "cu_seqlens_q must be a Tensor, got list",
      TypeError),
-    ("attention (packed)", {"key_lengths": ["0"]}, "key_lengths must be a Tensor, got list",
-     TypeError),
+    ("attention of 1", {"key_lengths": ["0"]}, "key_lengths must be a Tensor, got list", TypeError),
     ("attention_block", {"cu_seqlens": CU}, "cu_seqlens needs | batch of 2"),
-    ("attention_block (packed)", {"cu_seqlens": CU + 1}, "cu_seqlens[2] is 6 | 0 to 5"),
-    ("attention_block (packed)", {"cu_seqlens": CU, "key_lengths": CU[:1]},
+    ("attention_block of 1", {"cu_seqlens": CU + 1}, "cu_seqlens[2] is 6 | 0 to 5"),
+    ("attention_block of 1", {"cu_seqlens": CU, "key_lengths": CU[:1]},
      "key_lengths | cu_seqlens | not both"),
     # --- rotation
     ("rotary", {"qkv": [7, 48]}, "qkv | (7, 48) | (B, S, 8·E)"),
@@ -264,39 +269,6 @@ def test_arguments_that_do_not_fit_raise_and_are_named(row):
 RANDOM = [name for name, case in CASES.items() if case.dropout]
 
 
-@pytest.fixture(params=CASES)
-def case(request):
-    return CASES[request.param]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"policy": "lavish"}, ValueError, "unknown policy 'lavish'; valid presets: full, lean"),
-        ({"policy": Policy(save={"nothing"})}, ValueError, "unknown activation 'nothing'"),
-        ({"policy": None}, TypeError, "policy"),
-        ({"backend": "abacus"}, ValueError, "unknown backend 'abacus'; valid: auto, eager"),
-    ],
-)
-def test_unknown_policies_and_backends_raise(case, options, error, message):
-    with pytest.raises(error, match=message):
-        case.op(case.tensors(), 0.0, **options)
-
-
-@pytest.mark.parametrize(
-    ("seed", "error"),
-    [
-        (0.5, TypeError), (True, TypeError), ("0", TypeError), (2**63, ValueError),
-        (torch.tensor(0.5), ValueError), (torch.tensor([1]), ValueError),
-        (torch.tensor(1, device="meta"), ValueError),
-    ],
-)  # fmt: skip
-def test_bad_seeds_raise(seed, error):
-    for name in RANDOM:
-        with pytest.raises(error, match="seed must"):
-            CASES[name].op(CASES[name].tensors(), 0.1, seed=seed)
-
-
 @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
 @pytest.mark.parametrize("name", RANDOM)
 def test_probabilities_outside_0_1_raise(name, p):
@@ -304,6 +276,7 @@ def test_probabilities_outside_0_1_raise(name, p):
         CASES[name].op(CASES[name].tensors(), p)
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_mixed_dtypes_and_devices_raise(case):
     for name, t in case.tensors().items():
         for other in (t.detach().to(torch.bfloat16), t.detach().to("meta"), t.detach().long()):

@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from accuracy import check_error
-from block_inputs import calls, compare, in_pieces, normal, results
+from block_inputs import calls, check_beside, compare, in_pieces, normal
 from op_cases import HEADS, ROTARY_BLOCKS, D, Heads, rotary, rotated
 
 from fused_remat import Policy, explain
@@ -36,18 +35,17 @@ def inputs(heads, dtype=torch.float64, batch=BATCH):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("table", [torch.float32, None])
 def test_errors_are_no_larger_than_pytorchs(heads, dtype, table):
-    given = inputs(heads, dtype)
-    dy, cos_sin = normal(*given["x"].shape, seed=99).detach().to(dtype), heads.tables(given["x"])
+    tables = heads.tables(normal(BATCH, SEQ, 1, dtype=table or dtype)) or ()
+    given = inputs(heads, dtype) | dict(zip(("cos", "sin"), tables, strict=False))
 
-    def run(fn, to):
-        leaves = {name: t.detach().to(to).requires_grad_() for name, t in given.items()}
-        wide = cos_sin and tuple(
-            t.to(table or dtype).to(torch.promote_types(table or dtype, to)) for t in cos_sin
-        )
-        return results(lambda: fn(leaves, heads, wide), list(leaves.values()), dy.to(to))
+    def turned(fn):
+        def call(t):
+            t = dict(t)
+            return fn(t, heads, (t.pop("cos"), t.pop("sin")) if tables else None)
 
-    peer, exact = run(rotated, dtype), run(rotated, torch.float64)
-    check_error(run(rotary, dtype), peer, exact, ["output", *given])
+        return call
+
+    check_beside(turned(rotary), turned(rotated), given)
 
 
 def test_float32_tables_beside_16_bits_are_not_rounded():
@@ -103,12 +101,7 @@ def test_weight_gradients_of_16_bits_are_summed_in_float32(tokens):
     t = inputs(heads, torch.bfloat16, batch=2000)
     t["x"] = t["x"].detach().abs() + 1
     dy = torch.ones_like(t["x"])
-    with in_pieces(tokens):
-        ours = results(lambda: rotary(t, heads), list(t.values())[1:], dy)
-    wide = {name: v.detach().double().requires_grad_() for name, v in t.items()}
-    exact = results(lambda: rotated(wide, heads), list(wide.values())[1:], dy.double())
-    for a, b in zip(ours[1:], exact[1:], strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=2**-8, atol=0)  # one rounding
+    check_beside(lambda t: rotary(t, heads), lambda t: rotated(t, heads), t, dy, tokens)
 
 
 # --- work in place
