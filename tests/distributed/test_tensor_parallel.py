@@ -206,28 +206,23 @@ def test_dropout_of_the_stream_is_one_processs():
 
 
 @pytest.mark.composes("Tensor parallel", "kept bytes of a rank, as predicted from its graph")
+@SEQUENCE
 @pytest.mark.parametrize("policy", EXACT_PRESETS)
-def test_kept_bytes(two_processes, policy):
-    for sequence in (False, True):
-        for kept, report, predicted, table in two_processes.run(kept_bytes, policy, sequence):
-            assert kept == report == predicted == table
-
-
-def kept_bytes(policy, sequence):
+@in_two_processes
+def test_kept_bytes(policy, sequence):
     """Bytes that autograd saves, that the report says, and of docs/scale.md."""
     layer = FusedRematLayer(D, H, 4 * D, 0.0, norm_first=True, batch_first=True, policy=policy)
     layer = parallelize_module(layer, mesh_of(), LayerParallel(sequence=sequence))
     tokens = S // 2 if sequence else S
     x = torch.randn(B, tokens, D, requires_grad=True)
     with SavedBytes(exclude=[p.to_local() for p in layer.parameters()]) as saved:
-        y = layer(x)
+        layer(x)
     report = memory_report(layer, x)
     stream = {"full": 1, "lean": 1, "balanced": 2, "fast": 2, "none": 2}[policy] * tokens
     heads = {"full": 0, "lean": 1, "balanced": 1, "fast": 4, "none": 8}[policy] * S // 2
     lse = 0 if policy == "full" else S * H // 2
     table = 4 * B * (D * (stream + heads) + 4 * tokens + lse)
-    del y
-    return saved.total, report.kept_bytes, report.predicted_bytes, table
+    assert saved.total == report.kept_bytes == report.predicted_bytes == table
 
 
 @pytest.mark.composes("Tensor parallel", "segments")
