@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> tuple[Row, bool]:
 
     Every shape that the file does not have is measured; what is there of other shapes leaves it.
     """
-    results, rows = measured(args, files.DATA, title=lambda row: title(row["case"]))
+    results, rows = measured(args, files.DATA, lambda row: title(row["case"]))
     wanted = [dataclasses.asdict(case) for case in args.cases]
     results.rows = [row for row in results.rows if row["case"] in wanted]
     return results.data, all(row and "failure" not in row["ways"][BASELINE] for row in rows)

@@ -39,7 +39,7 @@ from bench.measure.registry import described
 from bench.measure.results import ResultsFile, Row
 from bench.pages.gpu import failures, line, report
 from bench.tables import read
-from bench.tuning import attention_tiles, pointwise, product_tiles, products
+from bench.tuning import attention_tiles, pointwise, products
 from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: A worker's exit status after a case that hung or broke the device: another one takes over.
@@ -100,7 +100,7 @@ SECTIONS: dict[str, Section] = {
     "norms": Section(5.0, 5.0, kernels.norm_entries),
     "models": Section(8.0, 6.0, kernels.model_entries),
     "frontier": Section(4.0, 20.0, layers.frontier_entries),
-    "tiles": Section(5.0, 10.0, product_tiles.tile_entries),
+    "tiles": Section(5.0, 10.0, products.tile_entries),
     "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
     "mlp": Section(3.0, 15.0, layers.mlp_entries),
     "pointwise": Section(3.0, 5.0, _pointwise),

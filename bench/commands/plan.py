@@ -28,9 +28,8 @@ from bench.figures import plans as figure
 from bench.measure.case import Forward, Subject
 from bench.measure.checks import Checks
 from bench.measure.contest import Rig
-from bench.measure.machine import environment
 from bench.measure.options import Parser, positive
-from bench.measure.results import Progress, ResultsFile, Row
+from bench.measure.results import Progress, Row
 from bench.measure.steps import Step, Steps, kept_bytes, peaks, run
 from bench.pages import plans as page
 from bench.subjects.layers import NORMS
@@ -151,17 +150,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def measured(args: argparse.Namespace, path: Path) -> bool:
-    """Whether the case's row is in the file, or now is: it is measured if need be."""
-    config = {"compiled": not args.no_compile, "rounds": args.rounds, "seconds": args.seconds}
-    results = ResultsFile(path, environment(args.device), config)
-
-    def one(case: Case, rig: Rig, progress: Progress) -> Row:
-        return measure(case, args.ways, rig, progress)
-
-    return None not in run(args, results, one, 2 * (len(args.ways) + _OURS), page.title)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measure or read, draw, and print the tables.
 
@@ -169,9 +157,15 @@ def main(arguments: Sequence[str]) -> int:
     """
     args = parse(arguments)
     path = args.given or args.out / f"plan-{args.device}.json"
+
+    def one(case: Case, rig: Rig, progress: Progress) -> Row:
+        return measure(case, args.ways, rig, progress)
+
     try:
-        if not args.given and not measured(args, path):
-            return 1
+        if not args.given:
+            units = 2 * (len(args.ways) + _OURS)
+            if None in run(args, path.name, one, units, page.title)[1]:
+                return 1
         data = page.read(path)
         wanted = [dataclasses.asdict(case) for case in args.cases]
         rows = [row for row in data["results"] if args.given or row["case"] in wanted]

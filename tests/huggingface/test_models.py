@@ -18,6 +18,9 @@ from fused_remat.huggingface.layer import HuggingFaceLayer
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}  # transformers' RMSNorm is float32 in a float64 model
 
 
+LOSS = pytest.mark.parametrize("loss", [False, True], ids=["layers", "loss, too"])
+
+
 @pytest.fixture
 def model():
     return build("llama")
@@ -50,16 +53,17 @@ def test_policies_name_the_activations_of_the_layer(model):
 
 
 @pytest.mark.composes("Hugging Face", "`generate()` and evaluation: transformers' own, bit for bit")
-def test_generation(model):
+@LOSS
+def test_generation(model, loss):
     model = model.float().eval()
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     prompt = {"input_ids": IDS["input_ids"][:, :5]}
-    before = model.generate(**prompt, **options)
-    logits = model(**IDS).logits
-    convert(model)
-    assert torch.equal(model.generate(**prompt, **options), before)
-    with torch.no_grad():
-        assert torch.equal(model(**IDS).logits, logits)
+    found = []
+    for one in (model, convert(copy.deepcopy(model), loss=loss)):
+        with torch.no_grad():
+            logits = one(**IDS, labels=IDS["input_ids"]).logits
+        found.append([one.generate(**prompt, **options), logits])
+    assert_bits(*found)
 
 
 @pytest.mark.composes("Hugging Face", "`output_hidden_states`; `output_attentions` by fallback")
@@ -117,27 +121,30 @@ def test_gradient_checkpointing_does_not_rebuild_twice(model, blocks_run, reentr
 
 
 @pytest.mark.composes("Hugging Face", "save_pretrained and from_pretrained: the same files")
-def test_saving(model, tmp_path):
-    model = model.float()
+@LOSS
+def test_saving(model, tmp_path, loss):
+    model, stock = model.float(), type(model)
     model.save_pretrained(tmp_path / "stock")
-    convert(model, policy="fast")
+    convert(model, policy="fast", loss=loss)
     model.save_pretrained(tmp_path / "fused")
     for file in (tmp_path / "stock").iterdir():
         assert file.read_bytes() == (tmp_path / "fused" / file.name).read_bytes(), file.name
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "fused").train()
-    assert not fused_layers(loaded)
+    assert type(loaded) is stock and not fused_layers(loaded)
     expected = model(**IDS).logits
     assert torch.equal(convert(loaded, policy="fast")(**IDS).logits, expected)
+    assert type(revert(model)) is stock
 
 
-def test_copies_and_pickles(model):
-    convert(model, policy="lean")
+@LOSS
+def test_copies_and_pickles(model, loss):
+    convert(model, policy="lean", loss=loss)
     expected, file = step(model, IDS), io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
-        assert [type(layer) for layer in other.model.layers] == [type(model.model.layers[0])] * 2
+        assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
         assert [layer.policy for layer in fused_layers(other)] == ["lean", "lean"]
         assert all(torch.equal(value, expected[n]) for n, value in step(other, IDS).items())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -215,19 +216,25 @@ def in_double(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_errors(kind: Kind, ours, peer, exact, computed: torch.dtype | None = None) -> None:
-    """`check_error`; a causal layer's vectors are taken together: its norms' dozen numbers are no
-    sample."""
-    if not kind.is_causal:
-        return check_error(ours, peer, exact, computed=computed)
+def check_errors(kind: Kind, stock, fused, *tensors: Tensor, low=None, **given) -> list[Tensor]:
+    """`check_error` of the fused layer beside the stock one and that in float64; its results.
+
+    A causal layer's vectors are taken together: its norms' dozen numbers are no sample.
+    """
+    found = [run(layer, *tensors, low=low, **given) for layer in (fused, stock)]
+    stock = copy.deepcopy(stock).double()
+    exact = run(stock, *(t.double() for t in tensors), **in_double(given))
     vectors, norms = [i for i, t in enumerate(exact) if t.dim() == 1], scales(exact)
 
-    def joined(found):
-        ends = [found[i].double() / norms[i] for i in vectors]
-        others = [t for i, t in enumerate(found) if i not in vectors]
-        return [*others, torch.cat(ends).to(found[-1].dtype)]
+    def joined(results):
+        if not kind.is_causal:
+            return results
+        ends = [results[i].double() / norms[i] for i in vectors]
+        others = [t for i, t in enumerate(results) if i not in vectors]
+        return [*others, torch.cat(ends).to(results[-1].dtype)]
 
-    return check_error(joined(ours), joined(peer), joined(exact), computed=computed)
+    check_error(*map(joined, (*found, exact)), computed=low)
+    return found[0]
 
 
 def by_block(layer: nn.Module) -> dict[str, Tensor]:

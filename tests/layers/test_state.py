@@ -55,7 +55,7 @@ def test_initial_parameters_and_children_are_the_stock_layers(name):
     stock, fused = made
     assert list(fused.state_dict()) == list(stock.state_dict())
     assert_bits(stock.parameters(), fused.parameters())
-    (mine, *within), (_, *expected) = ([(n, type(m)) for n, m in m.named_modules()] for m in made)
+    (_, *expected), (mine, *within) = ([(n, type(m)) for n, m in m.named_modules()] for m in made)
     assert within == expected and mine == ("", kind.fused) and isinstance(fused, kind.fused.stock)
     fused.eval()
     x = kind.data(torch.float32)[:-1]
