@@ -6,7 +6,6 @@ A cell is text; None is one of which nothing is known.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,9 +145,13 @@ def span(values: Collection[float], form: str = ".2f", unit: str = "") -> str:
     return (low if low == high else f"{low.rstrip('%')} to {high}") + unit
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    """Of ratios."""
-    return math.exp(sum(map(math.log, values)) / len(values))
+def fraction(x: float) -> str:
+    """A power of two as people say it.
+
+    >>> fraction(1.0), fraction(0.0625), fraction(2.0)
+    ('1', '1/16', '2')
+    """
+    return f"{x:.0f}" if x >= 1 else f"1/{1 / x:.0f}"
 
 
 # --- tables
@@ -156,13 +159,9 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     """A table for a page; a row of fewer cells than the head lacks the last ones."""
-    lines = [_line(head), "|" + "---|" * len(head)]
-    lines += [_line([*row, *[None] * (len(head) - len(row))]) for row in rows]
-    return "\n".join(lines)
-
-
-def _line(cells: Sequence[Cell]) -> str:
-    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+    full = [head, *([*row, *[None] * (len(head) - len(row))] for row in rows)]
+    lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in full]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
 
 
 def terminal(head: Sequence[str], rows: Iterable[Sequence[Cell]], indent: str = "") -> str:
@@ -195,16 +194,12 @@ def ways_table(
     """A line for each way: its name and cells, or its name and why it has no numbers."""
     rows: list[list[Cell]] = []
     for name, way in ways.items():
-        why = why_not(way)
-        rows.append([name, *([why] if why else [cell(way) for _, cell in columns])])
+        absent = way.get("unavailable") or way.get("absent")
+        reason = absent or way.get("failure") or way.get("error")
+        if reason:
+            why = ("absent: " if absent else "FAIL: ") + " ".join(reason.split())
+        rows.append([name, *([why] if reason else [cell(way) for _, cell in columns])])
     return write([first, *(heading for heading, _ in columns)], rows)
-
-
-def why_not(way: Row) -> str | None:
-    """Why a way has no numbers: its results are wrong, or it is absent. None: it has them."""
-    absent = way.get("unavailable") or way.get("absent")
-    reason = absent or way.get("failure") or way.get("error")
-    return reason and ("absent: " if absent else "FAIL: ") + " ".join(reason.split())
 
 
 def errors_of(
@@ -227,6 +222,17 @@ def place(path: Path) -> str:
     """
     folder = "" if path.parent.name == RESULTS.name else f"{path.parent.name}/"
     return f"bench/results/{folder}{path.name}"
+
+
+def where(machine: Row, path: Path) -> str:
+    """What a file or a folder was measured on, and where it is."""
+    return f"{machine.get('gpu') or machine['cpu']} (`{place(path)}`)"
+
+
+def part(path: Path, make: Callable[[Any], str], unmeasured: str) -> str:
+    """A part of a page, made of a results file, or why there is none."""
+    data = load(path)
+    return make(data) if data else unmeasured
 
 
 def picture(path: Path, text: str) -> str:
@@ -252,8 +258,8 @@ class Verdict:
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        """The target, what was measured, and whether that is enough."""
-        return self.target, self.measured, {True: "yes", False: "no", None: "-"}[self.met]
+        said = "-" if self.met is None else "yes" if self.met else "no"
+        return self.target, self.measured, said
 
 
 def verdict_table(verdicts: Iterable[Verdict], of: str = "target") -> str:

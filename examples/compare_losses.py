@@ -49,7 +49,7 @@ from fused_remat import convert
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # for `bench`, which is not installed
-from bench.figures.losses import draw
+from bench.figures.losses import picture
 from bench.measure.machine import environment
 from bench.measure.results import ResultsFile
 from bench.pages.losses import table, verdicts
@@ -162,9 +162,10 @@ def main() -> None:
     config = {"learning_rate": LEARNING_RATE, "optimizer": "AdamW"}
     file = ResultsFile(args.out, environment(args.device), config)
     compare(file, args)
-    pictures = draw(file.data, args.out.parent, args.out.stem)
+    made = picture(args.out, file.data["results"])
+    made.write()
     print(f"{table(file.data)}\n\n{verdicts(file.data)}")
-    print(f"\n{', '.join(str(path) for path in (args.out, *pictures))} written")
+    print(f"\n{', '.join(str(path) for path in (args.out, *made.files))} written")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ Persistent: the grid is as large as the device, and each program walks over outp
 An operand or a result is a pointer, or a tensor descriptor (TMA: Hopper and later) whose block is
 the tile. Triton launches a descriptor only as an argument of its own, so a kernel takes matrices
 one by one, their row strides together (`strides`), and makes each a `Matrix`. An argument that a
-call has no use for is None. Descriptors read 0 outside, and so do masked loads. `keep` in formulas
-is dropout's multiplier: 0, or 1 / (1 - p).
+call has no use for is None. Descriptors read 0 outside, and so do masked loads.
 """
 
 from typing import Any, NamedTuple

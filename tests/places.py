@@ -78,7 +78,7 @@ def run(function: Callable[..., T], *args: Any, odd: bool = False, **options: An
     made: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", _poisoned_empty(torch.empty, made, odd))
-        result = TRITON[function](*args, **options)
+        result = served(function, *args, **options)
     for x in made:
         check_written(x)
     return result
@@ -102,19 +102,11 @@ def _poisoned_empty(
     return poisoned_empty
 
 
-class _Triton:
-    """The operations of the Triton backend, which is not imported before it is asked for."""
-
-    def __getitem__(self, function: Callable[..., T]) -> Callable[..., T]:
-        return ops_for("triton", torch.empty(1, device=DEVICE))[function]
-
-
-TRITON = _Triton()
-
-
 def served(function: Callable[..., T], *args: Any, **options: Any) -> T:
     """An operation by whatever serves it here: there are dtypes and formats that no kernel has."""
-    return (function if PLACE == "aten" else TRITON[function])(*args, **options)
+    if PLACE != "aten":
+        function = ops_for("triton", torch.empty(1, device=DEVICE))[function]
+    return function(*args, **options)
 
 
 # --- inputs and outputs

@@ -11,8 +11,11 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
@@ -22,11 +25,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+ROOT = Path(__file__).parents[1]
+TORCHRUN = "-m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 --master-port"
 LIMIT_S = 800  # for what hangs: starting and a call are within a test's own limit
 GRACE_S = 10  # what the other process gets to fail too, once one has: it may wait in a collective
 
 
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _join(rank: int, world: int, rendezvous: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not resolve
@@ -123,3 +136,29 @@ def in_two_processes(test: Callable[..., None]) -> Callable[..., None]:
 
 def _body(module: str, test: str, parameters: dict[str, Any]) -> None:
     getattr(importlib.import_module(module), test).__wrapped__(**parameters)
+
+
+# --- scripts in two processes of their own, as torchrun starts them
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    with socket.socket() as one:  # torchrun's `--standalone` would need the host's name to resolve
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    return os.environ | {
+        "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+
+
+def torchrun(*arguments: str) -> str:
+    """A script by torchrun: what it printed."""
+    env = environment()
+    command = [sys.executable, *TORCHRUN.split(), env["MASTER_PORT"], *arguments]
+    done = subprocess.run(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +42,15 @@ _DEPENDS_ON: dict[str, tuple[str, ...]] = {
     "attention_shift_fwd": ("call",),
     "attention_blocks_fwd": ("call", "tile", "side"),
 }
-#: Name, launch, whether ordinary tensors lead to it, whether it is a matrix product.
-Fields = tuple[str, Launch, bool, bool]
+
+
+class Case(NamedTuple):
+    """One launch to compile."""
+
+    name: str  # kernel, sizes and what is special
+    launch: Launch
+    default: bool  # whether ordinary tensors lead to it
+    product: bool  # whether it is a matrix product
 
 
 def meta(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -93,41 +100,32 @@ def call_of(width: int, given: dict[str, Any]) -> AttentionCall:
     return AttentionCall(spec, **rest)
 
 
-def _heads(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """q, k and v as views of one packed projection."""
-    counts = call.spec.num_heads, call.spec.num_kv_heads, call.spec.num_kv_heads
-    packed = meta(dtype, call.batch, call.q_len, sum(counts), call.spec.head_dim)
-    return packed.transpose(1, 2).split_with_sizes(counts, 1)
-
-
-def _packed(call: AttentionCall, dtype: torch.dtype, stored: str) -> tuple[QuantizedHeads, ...]:
-    """The same, kept in a format."""
+def _heads(call: AttentionCall, dtype: torch.dtype, stored: str | None = None) -> tuple[Any, ...]:
+    """q, k and v of one packed projection: views, or kept in a format."""
     heads, kv_heads, width = call.spec.num_heads, call.spec.num_kv_heads, call.spec.head_dim
-    rows, columns = call.batch * call.q_len, (heads + 2 * kv_heads) * width
-    form = FORMATS[stored]
+    counts = heads, kv_heads, kv_heads
+    if stored is None:
+        packed = meta(dtype, call.batch, call.q_len, sum(counts), width)
+        return packed.transpose(1, 2).split_with_sizes(counts, 1)
+    rows, columns, form = call.batch * call.q_len, sum(counts) * width, FORMATS[stored]
     codes = meta(form.dtype, rows, form.code_width(columns))
     scale = meta(torch.float32, rows, form.scale_width(columns))
-    whole = Quantized(stored, (codes, scale), columns, dtype)
-    places = ((0, heads), (heads, kv_heads), (heads + kv_heads, kv_heads))
-    return tuple(
-        QuantizedHeads(whole, call.batch, first * width, count, width) for first, count in places
-    )
+    whole, places = Quantized(stored, (codes, scale), columns, dtype), (0, heads, heads + kv_heads)
+    given = [(first * width, count, width) for first, count in zip(places, counts, strict=True)]
+    return tuple(QuantizedHeads(whole, call.batch, *one) for one in given)
 
 
 def launches_of(
     width: int, given: dict[str, Any], at: Target, dtype: torch.dtype
 ) -> Iterator[tuple[str, Launch]]:
     """Every launch of a forward and a backward, by its kernel's name; of dk and dv, which one."""
-    given = dict(given)
-    stored = given.pop("stored", None)
-    call = call_of(width, given)
-    q, k, v = _heads(call, dtype)
-    dq, dk, dv = _heads(call, dtype)
+    stored = given.get("stored")
+    call = call_of(width, {name: value for name, value in given.items() if name != "stored"})
+    heads, gradients = _heads(call, dtype, stored), _heads(call, dtype)
     out = meta(dtype, call.batch * call.q_len, call.spec.num_heads * width)
     lse = meta(torch.float32, call.batch, call.spec.num_heads, call.q_len)
-    found = [] if stored else list(attention.forward(q, k, v, call, out, lse, at))
-    loaded = _packed(call, dtype, stored) if stored else (q, k, v)
-    found += attention.backward(out, *loaded, out, lse, call, (dq, dk, dv), at)
+    found = [] if stored else list(attention.forward(*heads, call, out, lse, at))
+    found += attention.backward(out, *heads, out, lse, call, gradients, at)
     for launch in found:
         names = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
         wanted = [w for w in ("dk", "dv") if names.get(w) is not None]
@@ -149,19 +147,16 @@ def case_name(kernel: str, width: int, variant: str, launch: Launch) -> str:
     return " ".join((kernel, *(words[word] for word in depends)))
 
 
-def attention_cases(at: Target, dtype: torch.dtype) -> Iterator[Fields]:
+def attention_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """Every width with the calls of `CALLS`: each kernel of a forward and a backward once.
 
     For 16 bits: the kernels are not launched in float32.
     """
-    seen = set()
-    known = variants(dtype)
+    found: dict[str, Case] = {}
     for width, names in CALLS.items():
         for variant in names:
-            for kernel, launch in launches_of(width, known[variant], at, dtype):
+            default = variant in (*DEFAULTS, *PACKED) and width != 80
+            for kernel, launch in launches_of(width, variants(dtype)[variant], at, dtype):
                 name = case_name(kernel, width, variant, launch)
-                default = variant in (*DEFAULTS, *PACKED) and width != 80
-                product = kernel.split()[0] in PRODUCTS
-                if name not in seen:
-                    yield name, launch, default, product
-                seen.add(name)
+                found.setdefault(name, Case(name, launch, default, kernel.split()[0] in PRODUCTS))
+    yield from found.values()

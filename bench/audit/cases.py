@@ -6,14 +6,12 @@ audited is what runs. A case is "default" if ordinary tensors lead to it: aligne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from bench.audit import attention as audit_attention
-from bench.audit.attention import meta
+from bench.audit.attention import Case, attention_cases, meta
 from fused_remat.formats import BLOCK, Quantized
 from fused_remat.random import DropoutMask, Uniform
 from fused_remat.spec import AttentionSpec, NormSpec, RotarySpec
@@ -22,7 +20,8 @@ from fused_remat.steps.rotary import RotaryCall
 from fused_remat.steps.storage import QuantizeCall
 from fused_remat.triton import cross_entropy, pointwise, products, rotary, storage, tables
 from fused_remat.triton import norm as norms
-from fused_remat.triton.launch import Launch, Target
+from fused_remat.triton.launch import Launch, Target, cdiv
+from fused_remat.triton.tables import Tile
 
 ROWS = 8192
 FP32 = torch.float32
@@ -40,15 +39,6 @@ def target(arch: int) -> Target:
     return Target("cuda" if arch else "hip", arch, SMS[arch])
 
 
-class Case(NamedTuple):
-    """One launch to compile."""
-
-    name: str  # kernel, sizes and what is special
-    launch: Launch
-    default: bool  # whether ordinary tensors lead to it
-    product: bool  # whether it is a matrix product
-
-
 def _keep(width: int) -> DropoutMask:
     key = torch.empty((), dtype=torch.int64, device="meta")
     return DropoutMask(key, 0, ROWS, width, 0.1, torch.float32)
@@ -59,6 +49,16 @@ def _codes(x: Tensor, stored: str) -> storage.Codes:
     key = torch.empty((), dtype=torch.int64, device="meta")
     packing = QuantizeCall(stored, Uniform(key, 0, *x.shape))
     return packing, storage.new_parts(x, packing)
+
+
+def tile_name(tile: Tile) -> str:
+    """Its sizes, in how many parts it ends, warps and stages.
+
+    >>> tile_name(Tile(128, 256, 64, 8, 3, parts=4))
+    '128x256/4x64 w8 s3'
+    """
+    parts = f"/{tile.parts}" if tile.parts > 1 else ""
+    return f"{tile.block_m}x{tile.block_n}{parts}x{tile.block_k} w{tile.warps} s{tile.stages}"
 
 
 def _part(launch: Launch) -> str:
@@ -195,13 +195,11 @@ def _rotary_cases(name: str, at: Target, dtype: torch.dtype, norm_dtype: torch.d
         yield f"rotary_norm_bwd {name}{suffix}", launch
 
 
-def _tile_name(tile: tables.Tile) -> str:
-    parts = f"/{tile.parts}" if tile.parts > 1 else ""
-    return f"{tile.block_m}x{tile.block_n}{parts}x{tile.block_k} w{tile.warps} s{tile.stages}"
+class Products:
+    """Operands of products over ROWS tokens, and the launches over them with a tile.
 
-
-class _Products:
-    """Operands of products over ROWS tokens, and the launches over them with a tile."""
+    `launches(kernel, tile)`: of a kernel of `tables.TILES`, by what fuses with it.
+    """
 
     def __init__(self, at: Target, dtype: torch.dtype, even: bool) -> None:
         d, f = (2048, 8192) if even else (UNEVEN, 4 * UNEVEN + 1)
@@ -210,17 +208,28 @@ class _Products:
         self.y, self.pre, self.other = (meta(dtype, ROWS, f) for _ in range(3))
         self.up, self.down = meta(dtype, f, d), meta(dtype, d, f)
         self.bias, self.affine = meta(dtype, f), (meta(dtype, d), meta(dtype, d))
-        self.stats = tuple(meta(torch.float32, ROWS, 1) for _ in range(2))
-        self.labels, self.column = meta(torch.int64, ROWS), meta(torch.float32, ROWS)
+        self.stats = tuple(meta(FP32, ROWS, 1) for _ in range(2))
+        self.labels, self.column = meta(torch.int64, ROWS), meta(FP32, ROWS)
+        self.dropped = {f"{act} dropout": (self.keep, act) for act in _ACTS}
 
-    def linear(self, tile: tables.Tile) -> dict[str, Launch]:
+    def launches(self, kernel: str, tile: Tile) -> dict[str, Launch]:
+        if kernel.startswith("cross_entropy"):
+            return self._loss(kernel, tile)
+        if kernel.endswith("bwd"):
+            return self._backward(kernel, tile)
+        return self._linear(tile) if kernel == "linear" else self._gated(tile)
+
+    def _codes(self, stored: str | None) -> storage.Codes | None:
+        return _codes(self.y, stored) if stored else None
+
+    def _linear(self, tile: Tile) -> dict[str, Launch]:
         """`linear_fwd` by what fuses with it: residual, dropout, activation, pre, norm, format."""
         pre, keep, norm = self.pre, self.keep, (*self.stats, *self.affine)
         ends = {
             "act": (None, None, "gelu", None, None, None),
             "dropout residual": (pre, keep, None, None, None, None),
             "norm act": (None, None, "gelu", None, norm, None),
-            **{f"{act} dropout pre": (None, keep, act, pre, None, None) for act in _ACTS},
+            **{f"{name} pre": (None, *end, pre, None, None) for name, end in self.dropped.items()},
         }
         if tile.block_n % BLOCK == 0:
             ends |= {
@@ -230,20 +239,20 @@ class _Products:
             }
         return {
             name: products.linear_fwd(
-                self.x, self.up, self.bias, *end, self.y, self.at, before, tile, self._codes(stored)
+                self.x, self.up, self.bias, *end, self.y, self.at, norm, tile, self._codes(stored)
             )
-            for name, (*end, before, stored) in ends.items()
+            for name, (*end, norm, stored) in ends.items()
         }
 
-    def gated_mlp_fwd(self, tile: tables.Tile) -> dict[str, Launch]:
+    def _gated(self, tile: Tile) -> dict[str, Launch]:
         """`gated_mlp_fwd` by dropout, activation, and what is kept of gate and up, as it is or not.
 
         With dropout for every activation.
         """
-        keep, nothing = self.keep, (None, None)
+        keep, nothing, layer = self.keep, (None, None), (self.up, self.bias)
         ends = {
             "silu": (None, "silu", nothing, None),
-            **{f"{act} dropout": (keep, act, nothing, None) for act in _ACTS},
+            **{name: (*end, nothing, None) for name, end in self.dropped.items()},
             "silu dropout pre": (keep, "silu", (self.pre, self.other), None),
         }
         if tile.block_n % BLOCK == 0:
@@ -253,81 +262,53 @@ class _Products:
             }
         return {
             name: products.gated_mlp_fwd(
-                self.x, self.up, self.bias, self.up, self.bias, mask, act, self.y, self.at, tile,
-                pres, (self._codes(stored), self._codes(stored)),
+                self.x, *layer, *layer, *end, self.y, self.at, tile, pres,
+                (self._codes(stored), self._codes(stored)),
             )
-            for name, (mask, act, pres, stored) in ends.items()
+            for name, (*end, pres, stored) in ends.items()
         }  # fmt: skip
 
-    def _codes(self, stored: str | None) -> storage.Codes | None:
-        return _codes(self.y, stored) if stored else None
+    def _backward(self, kernel: str, tile: Tile) -> dict[str, Launch]:
+        """Of every activation with dropout, and of one without; act in the place of up."""
+        gated = kernel.startswith("gated")
+        act, gate = ("silu", self.other) if gated else ("gelu", None)
+        if kernel.endswith("mlp_bwd"):
+            make = products.mlp_bwd
+            given = self.x, ((self.up, self.bias),) * (1 + gated), self.dy, self.down
+            made = self.y, (self.pre, gate) if gated else (self.pre,), self.at, tile
+        else:
+            make = products.linear_act_bwd
+            given = self.dy, self.down, gate, self.y
+            made = self.y, gate, self.pre, self.at, tile
+        ends = {act: (None, act), **self.dropped}
+        return {name: make(*given, *end, *made) for name, end in ends.items()}
 
-    def _by_act(
-        self, plain: str, make: Callable[[DropoutMask | None, str], Launch]
-    ) -> dict[str, Launch]:
-        """Every activation with dropout, and `plain` without."""
-        with_dropout = {f"{act} dropout": make(self.keep, act) for act in _ACTS}
-        return {plain: make(None, plain)} | with_dropout
-
-    def linear_act_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
-        """Without a gate, act in the place of up."""
-        given, made = (self.dy, self.down, None, self.y), (self.y, None, self.pre, self.at, tile)
-        return self._by_act("gelu", lambda *act: products.linear_act_bwd(*given, *act, *made))
-
-    def gated_act_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
-        """`linear_act_bwd` with a gate, act in the place of up and dgate in that of gate."""
-        given = self.dy, self.down, self.other, self.y
-        made = self.y, self.other, self.pre, self.at, tile
-        return self._by_act("silu", lambda *act: products.linear_act_bwd(*given, *act, *made))
-
-    def mlp_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
-        """Without a gate."""
-        given = self.x, ((self.up, self.bias),), self.dy, self.down
-        made = self.y, (self.pre,), self.at, tile
-        return self._by_act("gelu", lambda *act: products.mlp_bwd(*given, *act, *made))
-
-    def gated_mlp_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
-        """`mlp_bwd` with a gate."""
-        given = self.x, ((self.up, self.bias),) * 2, self.dy, self.down
-        made = self.y, (self.pre, self.other), self.at, tile
-        return self._by_act("silu", lambda *act: products.mlp_bwd(*given, *act, *made))
-
-    def cross_entropy_fwd(self, tile: tables.Tile) -> dict[str, Launch]:
+    def _loss(self, kernel: str, tile: Tile) -> dict[str, Launch]:
         """The loss of a head as wide as the MLP: plain, and with all options."""
-        rows = meta(torch.float32, -(-self.up.shape[0] // tile.block_n), ROWS)
-        return {
-            name: cross_entropy.cross_entropy_fwd(
-                self.x, self.up, bias, self.labels, softcap, 0, rows, rows, totals, self.column,
-                self.at, tile,
-            )
-            for name, bias, softcap, totals in (
-                ("plain", None, 0.0, None), ("bias softcap smoothing", self.bias, 30.0, rows)
-            )
-        }  # fmt: skip
-
-    def cross_entropy_bwd(self, tile: tables.Tile) -> dict[str, Launch]:
-        """The gradient of its logits."""
-        one = self.column
-        return {
-            name: cross_entropy.cross_entropy_bwd(
-                self.x, self.up, bias, self.labels, softcap, 8192, (one, one), (one, spread, one),
-                self.y, self.at, tile,
-            )
-            for name, bias, softcap, spread in (
-                ("plain", None, 0.0, None), ("bias softcap smoothing", self.bias, 30.0, one)
-            )
-        }  # fmt: skip
+        rows, one = meta(FP32, cdiv(len(self.up), tile.block_n), ROWS), self.column
+        found = {}
+        for name, bias, softcap in (
+            ("plain", None, 0.0),
+            ("bias softcap smoothing", self.bias, 30.0),
+        ):
+            given = self.x, self.up, bias, self.labels, softcap
+            if kernel == "cross_entropy_fwd":
+                made = 0, rows, rows, rows if softcap else None, one, self.at, tile
+                found[name] = cross_entropy.cross_entropy_fwd(*given, *made)
+            else:
+                made = 8192, (one, one), (one, one if softcap else None, one), self.y, self.at, tile
+                found[name] = cross_entropy.cross_entropy_bwd(*given, *made)
+        return found
 
 
 def gemm_cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
     """Products with their ends: every tile of the tables, even and uneven sizes, every end."""
     for even in (True, False):
-        products = _Products(at, dtype, even)
+        products = Products(at, dtype, even)
         for kernel, by_family in tables.TILES.items():
             for tile in by_family[tables.family(at)]:
-                launches: dict[str, Launch] = getattr(products, kernel)(tile)
-                for name, launch in launches.items():
-                    case = f"{kernel} {name} {_tile_name(tile)}{'' if even else ' uneven'}"
+                for name, launch in products.launches(kernel, tile).items():
+                    case = f"{kernel} {name} {tile_name(tile)}{'' if even else ' uneven'}"
                     yield Case(case, launch, even and not name.startswith("norm"), True)
 
 
@@ -339,4 +320,4 @@ def cases(at: Target, dtype: torch.dtype) -> Iterator[Case]:
         yield from (Case(name, launch, True, False) for name, launch in make(at, dtype))
     if dtype.itemsize == 2:
         yield from gemm_cases(at, dtype)
-        yield from (Case(*fields) for fields in audit_attention.attention_cases(at, dtype))
+        yield from attention_cases(at, dtype)

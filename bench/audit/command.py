@@ -37,6 +37,7 @@ from bench.audit import budgets
 from bench.audit import cases as audit_cases
 from fused_remat.triton.launch import INTERPRETED, Launch
 
+ARCHES = {str(arch or "gfx942"): arch for arch in audit_cases.SMS}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # Architecture -> bytes of shared memory a block may have, a multiprocessor has, and its warps.
@@ -160,17 +161,10 @@ def _line(row: Mapping[str, Any]) -> str:
     )
 
 
-def _arch(text: str) -> int:
-    arch = 0 if text == "gfx942" else int(text)
-    if arch not in audit_cases.SMS:
-        valid = ", ".join("gfx942" if a == 0 else str(a) for a in audit_cases.SMS)
-        raise argparse.ArgumentTypeError(f"unknown architecture {text!r}; valid: {valid}")
-    return arch
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench audit", description=__doc__)
-    parser.add_argument("--arch", type=_arch, nargs="+", default=[80, 90, 100], help="e.g. 90")
+    usual = ["80", "90", "100"]
+    parser.add_argument("--arch", choices=ARCHES, nargs="+", default=usual, help="e.g. 90")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"])
     parser.add_argument("--defaults", action="store_true", help="default configurations only")
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -182,6 +176,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.write_budgets and options.only:
         parser.error("--write-budgets needs all cases: it replaces every row of a target")
+    options.arch = [ARCHES[name] for name in options.arch]
     return options
 
 
@@ -190,39 +185,31 @@ def _cases(arch: int, dtype: str) -> tuple[audit_cases.Case, ...]:
     return tuple(audit_cases.cases(audit_cases.target(arch), DTYPES[dtype]))
 
 
-def _label(arch: int, dtype: str) -> str:
-    return f"{'sm_' + str(arch) if arch else 'gfx942'} {dtype}"
-
-
 def _examine(work: tuple[int, str, int]) -> dict[str, Any]:
-    """The row of an architecture's and dtype's case number so and so, in a process of the pool."""
+    """Of an architecture's and dtype's case number so and so, in a process of the pool."""
     arch, dtype, index = work
-    return {"target": _label(arch, dtype)} | examine(_cases(arch, dtype)[index], arch)
-
-
-def _held(work: tuple[int, str, int], known: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """The known row of the same source; named as it is now."""
-    arch, dtype, index = work
-    case = _cases(arch, dtype)[index]
-    row = known.get(digest(case.launch, arch)) if known else None
-    said = {"name": case.name, "default": case.default, "product": case.product}
-    return None if row is None else {"target": _label(arch, dtype)} | row | said
+    return examine(_cases(arch, dtype)[index], arch)
 
 
 def _rows(
     work: Sequence[tuple[int, str, int]], known: Mapping[str, dict[str, Any]], jobs: int
 ) -> Iterator[dict[str, Any]]:
     """In order; what is not known is compiled in processes of its own, none if there is nothing."""
-    held = [_held(one, known) for one in work]
-    new = [one for one, row in zip(work, held, strict=True) if row is None]
+    cases = [_cases(arch, dtype)[index] for arch, dtype, index in work]
+    digests = [
+        digest(case.launch, one[0]) if known else "" for case, one in zip(cases, work, strict=True)
+    ]
+    new = [one for one, name in zip(work, digests, strict=True) if name not in known]
     with contextlib.ExitStack() as stack:
         made: Iterator[dict[str, Any]] = iter(())
         if new:
             context = multiprocessing.get_context("spawn")
             pool = stack.enter_context(context.Pool(min(jobs, len(new))))
             made = pool.imap(_examine, new)
-        for row in held:
-            yield next(made) if row is None else row
+        for (arch, dtype, _), case, name in zip(work, cases, digests, strict=True):
+            target = {"target": f"{'sm_' + str(arch) if arch else 'gfx942'} {dtype}"}
+            said = {"name": case.name, "default": case.default, "product": case.product}
+            yield target | (known[name] if name in known else next(made)) | said
 
 
 def _chosen(options: argparse.Namespace) -> list[tuple[int, str, int]]:

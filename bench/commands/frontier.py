@@ -5,7 +5,7 @@
     python -m bench frontier --from bench/results/layers-cpu.json --out DIR
 
 Measured as `bench layers` does, at a fixed number of tokens: over S at the middle width, and over D
-at the middle length. Written to the folder: frontier.json, .md, .png and .svg. A run is taken up
+at the middle length. Written to the folder: frontier.json, .png and .svg. A run is taken up
 where it ended; shapes that are not asked for leave the folder. `--from` draws what result files
 hold, and measures nothing.
 """
@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench.commands.layers import cases, measured, parser_of
-from bench.frontier import files
-from bench.frontier.points import collected, is_ours, title
-from bench.frontier.report import changes, panel_table, sentences
+from bench.figures.frontier import picture
+from bench.frontier import DATA, collected, is_ours, panels, title
 from bench.measure.options import positive
 from bench.measure.results import Row
+from bench.pages.frontier import RULES, brief, panel_table, sweep_tables
 from bench.subjects.layer_ways import BASELINE, WAYS, select
 from bench.tables import read
 
@@ -77,31 +78,33 @@ def run(args: argparse.Namespace) -> tuple[Row, bool]:
 
     Every shape that the file does not have is measured; what is there of other shapes leaves it.
     """
-    results, rows = measured(args, files.DATA, title=lambda row: title(row["case"]))
+    results, rows = measured(args, DATA, lambda row: title(row["case"]))
     wanted = [dataclasses.asdict(case) for case in args.cases]
     results.rows = [row for row in results.rows if row["case"] in wanted]
     return results.data, all(row and "failure" not in row["ways"][BASELINE] for row in rows)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure or read, write the four files and print the tables.
+    """Measure or read, write the three files and print the tables.
 
     Returns 1 if a result of ours was wrong, or a shape could not be measured: of the others, the
     tables say it.
     """
     args = parse(arguments)
     try:
+        complete = True
         if args.given:
-            files_by_path = {os.path.relpath(path, args.out): read(path) for path in args.given}
-            found, complete = collected(files_by_path), True
+            found = collected({os.path.relpath(p, args.out): read(p) for p in args.given})
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / DATA).write_text(json.dumps(found, indent=1) + "\n")
         else:
             found, complete = run(args)
-        derived = files.write(args.out, found)
+        drawn = panels(found)
+        print("", *map(panel_table, drawn), RULES, sweep_tables(drawn), brief(drawn), sep="\n\n")
+        made = picture(args.out, drawn)
+        made.write()
     except (ValueError, ImportError) as error:
         print(f"python -m bench frontier: {error}", file=sys.stderr)
         return 2
-    tables = map(panel_table, derived["panels"])
-    print("", *tables, changes(derived), sentences(derived), sep="\n\n")
-    print("", *(args.out / name for name in (files.DATA, files.PAGE, *files.PICTURES)), sep="\n")
-    wrong = {way for panel in derived["panels"] for way in panel["wrong"]}
-    return int(not complete or any(map(is_ours, wrong)))
+    print("", args.out / DATA, *made.files, sep="\n")
+    return int(not complete or any(is_ours(way) for panel in drawn for way in panel.wrong))

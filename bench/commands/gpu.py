@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from bench.audit import cases as audit_cases
-from bench.frontier import files as frontier
-from bench.frontier.points import collected
+from bench.figures.frontier import picture
+from bench.frontier import panels
 from bench.gpu import kernels, layers, models, profile
 from bench.measure import ceilings, contest
 from bench.measure.case import DTYPES
@@ -39,7 +39,7 @@ from bench.measure.registry import described
 from bench.measure.results import ResultsFile, Row
 from bench.pages.gpu import failures, line, report
 from bench.tables import read
-from bench.tuning import attention_tiles, pointwise, product_tiles, products
+from bench.tuning import attention_tiles, pointwise, products
 from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: A worker's exit status after a case that hung or broke the device: another one takes over.
@@ -100,7 +100,7 @@ SECTIONS: dict[str, Section] = {
     "norms": Section(5.0, 5.0, kernels.norm_entries),
     "models": Section(8.0, 6.0, kernels.model_entries),
     "frontier": Section(4.0, 20.0, layers.frontier_entries),
-    "tiles": Section(5.0, 10.0, product_tiles.tile_entries),
+    "tiles": Section(5.0, 10.0, products.tile_entries),
     "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
     "mlp": Section(3.0, 15.0, layers.mlp_entries),
     "pointwise": Section(3.0, 5.0, _pointwise),
@@ -265,16 +265,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def draw(path: Path) -> str:
     """Write the frontier of the layers' steps beside the results; what came of it, in a line."""
     try:
-        frontier.write(path.parent, collected({path.name: read(path)}))
+        made = picture(path.parent, panels(read(path)))
+        made.write()
     except (ValueError, ImportError) as error:  # no layer was measured, no matplotlib
         return f"no picture of the frontier: {error}"
-    return f"the frontier: {path.parent / frontier.PAGE}"
+    return f"the frontier: {made.files[0]}"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, write and print the table, draw the frontier; 1 if anything failed, a worker too.
 
-    Files: gpu.json, gpu.txt, frontier.json, .md, .png and .svg.
+    Files: gpu.json, gpu.txt, frontier.png and .svg.
     """
     args = parse(arguments)
     if args.run is not None:

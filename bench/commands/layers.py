@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bench.measure.contest import Rig
-from bench.measure.machine import environment, version
+from bench.measure.machine import version
 from bench.measure.options import Parser, positive
 from bench.measure.registry import Registry
 from bench.measure.results import Progress, ResultsFile, Row
@@ -97,17 +97,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measured(
-    args: argparse.Namespace, name: str, **how: Any
+    args: argparse.Namespace, file: str, *shown: Callable[[Row], str]
 ) -> tuple[ResultsFile, list[Row | None]]:
-    """The results file of a run, and each case's row; `how`: as `run` prints them."""
-    config = {name: getattr(args, name) for name in ("ways", "rounds", "seconds")}
-    config["torch_remat"] = version("torch-remat")
-    results = ResultsFile(args.out / name, environment(args.device), config)
+    """As `run` has it; a row's title and table are `shown`."""
 
     def one(case: Case, rig: Rig, progress: Progress) -> Row:
         return measure(case.subject(rig.device), WAYS, args.ways, rig, progress=progress)
 
-    return results, run(args, results, one, 2 * len(args.ways), **how)
+    remat = version("torch-remat")
+    return run(args, file, one, 2 * len(args.ways), *shown, torch_remat=remat)
 
 
 def wrong_of_ours(row: Row | None, ways: Registry[Any], *groups: str) -> list[str]:
@@ -127,8 +125,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns 1 if a result of ours was wrong: of PyTorch's own, FAIL in the table says it.
     """
     args = parse(arguments)
-    name = f"layers-{args.device}.json"
-    results, rows = measured(args, name, title=title, table=case_table)
+    results, rows = measured(args, f"layers-{args.device}.json", title, case_table)
     targets = f"\n{target_table(results.data)}\n" if args.device == "cpu" else ""
     print(f"{targets}\n{results.path}")
     return int(any(wrong_of_ours(row, WAYS, "ours") for row in rows))

@@ -19,9 +19,9 @@ from typing import Any
 
 from bench.commands.layers import wrong_of_ours
 from bench.measure.contest import Rig
-from bench.measure.machine import environment, version
+from bench.measure.machine import version
 from bench.measure.options import Parser, positive
-from bench.measure.results import Progress, ResultsFile, Row
+from bench.measure.results import Progress, Row
 from bench.measure.steps import run
 from bench.model.measure import Options, measure
 from bench.pages.models import article, case_table, has_losses, losses_table, target_table, title
@@ -101,18 +101,16 @@ def main(arguments: Sequence[str]) -> int:
     Returns 1 if a result of ours was wrong: of others', FAIL in the table says it.
     """
     args = parse(arguments)
-    names = ("ways", "rounds", "seconds", "memory", "most_batch", "losses")
-    config = {name: getattr(args, name) for name in names} | {"peft": version("peft")}
-    path = args.out / f"model-{args.device}.json"
-    results = ResultsFile(path, environment(args.device), config)
+    asked = {"memory": args.memory, "most_batch": args.most_batch, "losses": args.losses}
     options = Options(args.ways, args.memory, args.most_batch, args.losses)
 
     def one(case: Case, rig: Rig, progress: Progress) -> Row:
         return measure(case, options, rig, progress)
 
-    rows = run(args, results, one, options.units, title, tables)
-    page = path.with_suffix(".md")
+    shown = f"model-{args.device}.json", one, options.units, title, tables
+    results, rows = run(args, *shown, **asked, peft=version("peft"))
+    page = results.path.with_suffix(".md")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(article(results.data))
-    print(f"\n{target_table(results.data)}\n\n{path}\n{page}")
+    print(f"\n{target_table(results.data)}\n\n{results.path}\n{page}")
     return int(any(map(answered_for, rows)))

@@ -24,13 +24,12 @@ from pathlib import Path
 from torch import Tensor
 
 from bench.commands.layers import heads
-from bench.figures import plans as figure
+from bench.figures.plans import picture
 from bench.measure.case import Forward, Subject
 from bench.measure.checks import Checks
 from bench.measure.contest import Rig
-from bench.measure.machine import environment
 from bench.measure.options import Parser, positive
-from bench.measure.results import Progress, ResultsFile, Row
+from bench.measure.results import Progress, Row
 from bench.measure.steps import Step, Steps, kept_bytes, peaks, run
 from bench.pages import plans as page
 from bench.subjects.layers import NORMS
@@ -43,7 +42,6 @@ _OURS = 14  # ways, about: their number is known once the peers have been measur
 TABLES = {
     "All ways:": page.table,
     "Ours within each peer's peak:": page.rival_table,
-    "Simpler rules within the same, as predicted:": page.rule_table,
     "Predictions against what was measured of all plans that were run:": page.error_table,
     "A layer's steps:": page.step_table,
 }
@@ -151,17 +149,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def measured(args: argparse.Namespace, path: Path) -> bool:
-    """Whether the case's row is in the file, or now is: it is measured if need be."""
-    config = {"compiled": not args.no_compile, "rounds": args.rounds, "seconds": args.seconds}
-    results = ResultsFile(path, environment(args.device), config)
-
-    def one(case: Case, rig: Rig, progress: Progress) -> Row:
-        return measure(case, args.ways, rig, progress)
-
-    return None not in run(args, results, one, 2 * (len(args.ways) + _OURS), page.title)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measure or read, draw, and print the tables.
 
@@ -169,9 +156,15 @@ def main(arguments: Sequence[str]) -> int:
     """
     args = parse(arguments)
     path = args.given or args.out / f"plan-{args.device}.json"
+
+    def one(case: Case, rig: Rig, progress: Progress) -> Row:
+        return measure(case, args.ways, rig, progress)
+
     try:
-        if not args.given and not measured(args, path):
-            return 1
+        if not args.given:
+            units = 2 * (len(args.ways) + _OURS)
+            if None in run(args, path.name, one, units, page.title)[1]:
+                return 1
         data = page.read(path)
         wanted = [dataclasses.asdict(case) for case in args.cases]
         rows = [row for row in data["results"] if args.given or row["case"] in wanted]
@@ -179,11 +172,12 @@ def main(arguments: Sequence[str]) -> int:
             print(f"\n{page.title(row)}, {row['rounds']} rounds")
             for heading, make in TABLES.items():
                 print(f"\n{heading}\n\n{make(row)}")
-        pictures = figure.draw(data, path.parent, path.stem)
+        made = picture(path, data["results"])
+        made.write()
     except (ValueError, ImportError) as error:
         print(f"python -m bench plan: {error}", file=sys.stderr)
         return 2
-    print("", path, *pictures, sep="\n")
+    print("", path, *made.files, sep="\n")
     return int(any(map(wrong, rows)))
 
 

@@ -1,6 +1,6 @@
 """What the pictures share: styles, points with their spread, and by which data a file was drawn.
 
-The same data gives the same SVG, and either file says by the data's digest what it is drawn of.
+The same data gives the same SVG, and each file says by the data's digest what it is drawn of.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ import contextlib
 import hashlib
 import json
 import re
-import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.figures.labels import place
-from bench.tables import measured_on
+from bench.figures.labels import Label, place
+from bench.tables import Row, measured_on
 
-#: x, y, text, colour of a label.
-Label = tuple[float, float, str, str]
 #: Colour, marker, whether points are joined by a line.
 Style = tuple[str, str, bool]
 # Okabe and Ito's palette, told apart by the colour-blind too; markers tell the same once more.
@@ -36,29 +34,54 @@ STYLES: dict[str, Style] = {
 MARK = "frontier data sha256:"
 
 
+@dataclass(frozen=True)
+class Picture:
+    """Files of a picture, the rows that they show, and what draws rows to files."""
+
+    files: tuple[Path, ...]
+    rows: Any
+    draw: Callable[[Any, Sequence[Path]], None]
+
+    def stale(self) -> list[Path]:
+        """Files that are not of these rows, or not there yet."""
+        drawn = digest(self.rows)
+        return [path for path in self.files if drawn_of(path) != drawn]
+
+    def write(self) -> None:
+        """Raises: ImportError without matplotlib."""
+        self.draw(self.rows, self.files)
+
+
+def beside(path: Path) -> tuple[Path, Path]:
+    """The pictures beside a results file."""
+    return path.with_suffix(".png"), path.with_suffix(".svg")
+
+
 @contextlib.contextmanager
-def drawing(name: str, width: float, height: float) -> Iterator[Any]:
-    """An empty figure, of inches, to be saved within. Raises: ImportError without matplotlib."""
+def drawing(
+    name: str, rows: Any, files: Sequence[Path], width: float, height: float, **settings: Any
+) -> Iterator[Any]:
+    """An empty figure, of inches, to be drawn within, and then written.
+
+    Raises: ImportError without matplotlib.
+    """
     try:
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure  # not pyplot: no window, no global state
     except ImportError as error:
         raise ImportError('a picture needs matplotlib: pip install "fused-remat[bench]"') from error
-    with matplotlib.rc_context({"svg.hashsalt": name, "font.size": 9.0}):
+    with matplotlib.rc_context({"svg.hashsalt": name, "font.size": 9.0, **settings}):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
-
-
-def save(figure: Any, folder: Path, name: str, drawn: str) -> list[Path]:
-    """Write `name`.png and `name`.svg, which say by a digest what they are drawn of."""
-    mark = MARK + drawn
-    folder.mkdir(parents=True, exist_ok=True)
-    png, svg = folder / f"{name}.png", folder / f"{name}.svg"
-    figure.savefig(png, dpi=150, metadata={"Software": None, "Description": mark})
-    figure.savefig(svg, metadata={"Date": None, "Creator": None, "Description": mark})
-    return [png, svg]
+        for path in files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            silent = (
+                {"Software": None} if path.suffix == ".png" else {"Date": None, "Creator": None}
+            )
+            metadata = {**silent, "Description": MARK + digest(rows)}
+            figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def points(
@@ -73,52 +96,43 @@ def points(
               markeredgecolor="white", markeredgewidth=0.5, label=label)  # fmt: skip
 
 
-def bare(axes: Any) -> None:
-    """Without the frame's upper and right sides."""
+def finish(axes: Any, title: str, x: str = "", y: str = "", level: float | None = None) -> None:
+    """A panel's title, its axes' names, a dashed line at a level, and no frame above and right."""
+    axes.set_title(title, fontsize=8.5, loc="left")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if level is not None:
+        axes.axhline(level, color="0.6", linewidth=0.8, linestyle="--", zorder=1)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def machines(figure: Any, rows: Iterable[dict[str, Any]]) -> None:
-    """What was measured on, below all panels."""
-    texts = dict.fromkeys(measured_on(row["machine"]) for row in rows)
+def surround(figure: Any, machines: Iterable[Row], columns: int) -> None:
+    """Around all panels: what is labelled in any, once, above; what was measured on, below."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    where = dict(loc="outside upper left", ncols=columns, frameon=False)
+    figure.legend(handles.values(), handles.keys(), **where)
+    texts = dict.fromkeys(map(measured_on, machines))
     figure.supxlabel("; ".join(texts), fontsize=7.5, color="0.4")
 
 
-def legend(figure: Any, axes: Any, columns: int) -> None:
-    """What is labelled in `axes`, above all panels."""
-    handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper left", ncols=columns, frameon=False)
-
-
-def label(figure: Any, labels: Iterable[tuple[Any, Sequence[Label]]]) -> None:
+def label(figure: Any, labels: Iterable[tuple[Any, Sequence[Label]]], veil: str = "white") -> None:
     """Axes' labels, once the layout is settled: where they fit depends on it."""
     figure.canvas.draw()
     figure.set_layout_engine("none")
     for axes, mine in labels:
-        place(axes, mine, figure.canvas.get_renderer())
+        place(axes, mine, figure.canvas.get_renderer(), veil)
 
 
-def digest(data: dict[str, Any]) -> str:
+def digest(rows: Any) -> str:
     """SHA-256 of what is drawn."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps({"rows": rows}, sort_keys=True).encode()).hexdigest()
 
 
 def drawn_of(path: Path) -> str | None:
     """The digest of the data that a picture was drawn of; None where it does not say."""
-    if not path.exists():
-        return None
-    content = path.read_bytes()
-    text = _png_text(content) if path.suffix == ".png" else content.decode()
-    found = re.search(MARK + "([0-9a-f]{64})", text)
-    return found.group(1) if found else None
-
-
-def _png_text(content: bytes) -> str:
-    """A PNG's text chunks: each chunk is its length, its kind, that many bytes, and a checksum."""
-    found, at = [], 8
-    while at + 8 <= len(content):
-        length, kind = struct.unpack(">I4s", content[at : at + 8])
-        if kind in (b"tEXt", b"iTXt"):
-            found.append(content[at + 8 : at + 8 + length].decode("utf-8", "replace"))
-        at += 12 + length
-    return "\n".join(found)
+    content = path.read_bytes() if path.exists() else b""
+    found = re.search(rb"%s([0-9a-f]{64})" % MARK.encode(), content)
+    return found[1].decode() if found else None

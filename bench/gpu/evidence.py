@@ -6,6 +6,7 @@ its own least, from the profiled steps and the floors of kernels.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,6 @@ from typing import Any
 from bench.gpu.kinds import KINDS
 
 Row = Mapping[str, Any]
-#: Of a target, every case of it that was measured.
-Find = Callable[[Sequence["Row"]], Iterator["Found"]]
 #: Width of a layer -> limit.
 Limits = Mapping[int, float]
 LONG_LEN, SEQ_LEN = 32768, 2048
@@ -61,41 +60,40 @@ def _judged(
         yield Found(where, None if "error" in way else value, limit, between)
 
 
-def _ratio(baseline: str) -> Callable[[Row], float | None]:
+def _ratio(way: Row, baseline: str) -> float | None:
     """Of a step or a call to the baseline's, by round."""
-
-    def read(way: Row) -> float | None:
-        found = way["ratio"].get(baseline)
-        return None if found is None else float(found["p50"])
-
-    return read
+    return way["ratio"].get(baseline, {}).get("p50")
 
 
 def _kept(way: Row) -> float:
     return float(way.get("kept_bytes") or way.get("held_bytes") or 0.0)
 
 
-def _share(baseline: Row) -> Callable[[Row], float | None]:
-    """Of bytes kept, relative to the baseline's."""
-    whole = _kept(baseline)
-    return lambda way: _kept(way) / whole if whole and _kept(way) else None
-
-
 def steps(
-    section: str, name: str, way: str, baseline: str, limits: Limits, kept: bool = False
-) -> Find:
-    """A way's step at every width, or the bytes it keeps, over the baseline's."""
+    rows: Sequence[Row], section: str, name: str, way: str, baseline: str, limits: Limits
+) -> Iterator[Found]:
+    """A way's step at every width over the baseline's."""
+    for width, row in _widths(rows, section, name, way, limits):
+        between = _between(rows, row, way, baseline)
+        read = functools.partial(_ratio, baseline=baseline)
+        yield from _judged(f"D = {width}", row["ways"][way], read, limits[width], between)
 
-    def find(rows: Sequence[Row]) -> Iterator[Found]:
-        for row in _rows(rows, section, name):
-            width, ways = row["case"]["width"], row["ways"]
-            if width not in limits or row["case"].get("dropout") or way not in ways:
-                continue
-            read = _share(ways.get(baseline, {})) if kept else _ratio(baseline)
-            between = "" if kept else _between(rows, row, way, baseline)
-            yield from _judged(f"D = {width}", ways[way], read, limits[width], between)
 
-    return find
+def kept(rows: Sequence[Row], way: str, limits: Limits) -> Iterator[Found]:
+    """The bytes that a way keeps at every width over those of eager."""
+    for width, row in _widths(rows, "layers", "pre-norm", way, limits):
+        whole = _kept(row["ways"].get("eager", {}))
+        read = lambda way, of=whole: (of and _kept(way) / of) or None  # noqa: E731
+        yield from _judged(f"D = {width}", row["ways"][way], read, limits[width])
+
+
+def _widths(
+    rows: Sequence[Row], section: str, name: str, way: str, limits: Limits
+) -> Iterator[tuple[int, Row]]:
+    for row in _rows(rows, section, name):
+        width = row["case"]["width"]
+        if width in limits and not row["case"].get("dropout") and way in row["ways"]:
+            yield width, row
 
 
 def _between(rows: Sequence[Row], row: Row, way: str, baseline: str) -> str:
@@ -110,11 +108,8 @@ def _between(rows: Sequence[Row], row: Row, way: str, baseline: str) -> str:
 
 def of_profile(rows: Sequence[Row], width: int, seq_len: int, way: str, baseline: str) -> str:
     """The least of a way's step relative to the baseline's step, and what takes how much more."""
-    at = {"width": width, "seq_len": seq_len}
-    profiles = (
-        r["ways"] for r in _rows(rows, "profile", "pre-norm") if at.items() <= r["case"].items()
-    )
-    ways = next(profiles, {})
+    at, profiles = {"width": width, "seq_len": seq_len}, _rows(rows, "profile", "pre-norm")
+    ways = next((r["ways"] for r in profiles if at.items() <= r["case"].items()), {})
     if not all("kinds_us" in ways.get(name, {}) for name in (way, baseline)):
         return "not profiled"
     found, least = ways[way], ways[way]["least_us"]
@@ -130,18 +125,13 @@ def of_profile(rows: Sequence[Row], width: int, seq_len: int, way: str, baseline
     return f"{said}; above the least, µs: {', '.join(parts) or 'nothing'}"
 
 
-def _ceiling(rows: Sequence[Row], unit: str) -> float | None:
-    found = (way.get(unit) for row in _rows(rows, "ceilings") for way in row["ways"].values())
-    return next((float(most) for most in found if most), None)
-
-
 def _mlp_least(rows: Sequence[Row], row: Row, baseline: str) -> str:
-    most, case = _ceiling(rows, "TFLOP/s"), row["case"]
-    theirs = row["ways"].get(baseline, {})
-    if most is None or "tokens" not in case or "us" not in theirs:
+    ceilings = [way for found in _rows(rows, "ceilings") for way in found["ways"].values()]
+    most = [way["TFLOP/s"] for way in ceilings if "TFLOP/s" in way]
+    case, theirs = row["case"], row["ways"].get(baseline, {})
+    if not most or "tokens" not in case or "us" not in theirs:
         return ""
-    flops = _MLP_PRODUCTS * 2.0 * case["tokens"] * 4 * case["width"] ** 2
-    least = flops / most / 1e6
+    least = _MLP_PRODUCTS * 2e-6 * case["tokens"] * 4 * case["width"] ** 2 / most[0]
     said = f"{_MLP_PRODUCTS} products take {least:,.0f} µs at least"
     return f"{said}, {least / theirs['us']['p50']:.2f}× {baseline}'s step"
 
@@ -164,14 +154,14 @@ def _where(case: Row) -> str:
 
 def mlp_backward(rows: Sequence[Row]) -> Iterator[Found]:
     """The fastest of our routes over its two products alone; all of them have to be right."""
-    read = _ratio("bare")
     for row in _rows(rows, "products", "mlp_bwd gelu"):
         ways = {name: way for name, way in row["ways"].items() if name not in ("aten", "bare")}
         where = f"D = {row['case']['width']}"
         if any("error" in way for way in ways.values()):
             yield Found(where, None, 1.11)
             continue
-        right = {name: value for name, way in ways.items() if "us" in way and (value := read(way))}
+        right = {name: _ratio(way, "bare") for name, way in ways.items() if "us" in way}
+        right = {name: value for name, value in right.items() if value}
         if right:
             best = min(right, key=lambda name: right[name])
             yield Found(f"{where}, {best}", right[best], 1.11, _of_floor(row, best, "bare"))
@@ -189,26 +179,18 @@ def attention_forwards(rows: Sequence[Row]) -> Iterator[Found]:
             yield Found(f"S = {LONG_LEN}", count, 1.0)
 
 
-def _attention(rows: Sequence[Row]) -> Iterator[Row]:
-    for section in ("attention", "attention calls", "flex"):
-        yield from _rows(rows, section, "attention_")
-
-
-def own_attention(direction: str, limit: float) -> Find:
+def own_attention(rows: Sequence[Row], direction: str, limit: float) -> Iterator[Found]:
     """The speed of our kernel relative to the fastest of the library's."""
     mine = "fused_remat kernel"
-
-    def find(rows: Sequence[Row]) -> Iterator[Found]:
-        for row in _attention(rows):
-            ways, where = row["ways"], _where(row["case"])
+    for section in ("attention", "attention calls", "flex"):
+        for row in _rows(rows, section, f"attention_{direction} "):
+            ways = row["ways"]
             times = {n: ways[n]["us"]["p50"] for n in _LIBRARY if "us" in ways.get(n, {})}
-            if not times or f"_{direction} " not in row["case"]["name"]:
-                continue
-            best = min(times, key=lambda name: times[name])
-            read = lambda way, best=times[best]: best / way["us"]["p50"]  # noqa: E731
-            yield from _judged(where, ways.get(mine, {}), read, limit, _of_floor(row, mine, best))
-
-    return find
+            if times:
+                best = min(times, key=lambda name: times[name])
+                read = lambda way, best=times[best]: best / way["us"]["p50"]  # noqa: E731
+                given = ways.get(mine, {}), read, limit, _of_floor(row, mine, best)
+                yield from _judged(_where(row["case"]), *given)
 
 
 def dispatch(rows: Sequence[Row]) -> Iterator[Found]:
@@ -216,52 +198,46 @@ def dispatch(rows: Sequence[Row]) -> Iterator[Found]:
 
     Device time: the launches of both are queued ahead.
     """
+    read = functools.partial(_ratio, baseline="aten")
     for row in _rows(rows, "attention", "attention_"):
         direction = row["case"]["name"].split()[0].removeprefix("attention_")
         ours = row["ways"].get("fused_remat triton", {})
-        yield from _judged(f"{direction} {_where(row['case'])}", ours, _ratio("aten"), 1.01)
+        yield from _judged(f"{direction} {_where(row['case'])}", ours, read, 1.01)
 
 
-def norms(read: Callable[[Row], float | None], limit: float) -> Find:
+def norms(
+    rows: Sequence[Row], read: Callable[[Row], float | None], limit: float
+) -> Iterator[Found]:
     mine = "fused_remat triton"
-
-    def find(rows: Sequence[Row]) -> Iterator[Found]:
-        for row in _rows(rows, "norms", "norm_bwd"):
-            between = _of_floor(row, mine, "aten")
-            yield from _judged(_where(row["case"]), row["ways"].get(mine, {}), read, limit, between)
-
-    return find
+    for row in _rows(rows, "norms", "norm_bwd"):
+        between = _of_floor(row, mine, "aten")
+        yield from _judged(_where(row["case"]), row["ways"].get(mine, {}), read, limit, between)
 
 
 def norm_speed(way: Row) -> float | None:
-    ratio = _ratio("aten")(way)
+    ratio = _ratio(way, "aten")
     return None if ratio is None else 1.0 / ratio
 
 
-def largest_batch(baseline: str, loss: str) -> Find:
+def largest_batch(rows: Sequence[Row], baseline: str, loss: str) -> Iterator[Found]:
     """The best of ours over gradient checkpointing, each at its own largest batch.
 
     loss: "_loss": of ours with their fused loss, else of those without.
     """
-
-    def find(rows: Sequence[Row]) -> Iterator[Found]:
-        for row in _rows(rows, "model"):
-            model, _, rest = row["case"]["name"].partition(",")
-            ours = {name: row["ways"].get(name + loss, {}) for name in _OURS}
-            theirs = row["ways"].get(baseline, {})
-            if not rest.endswith("the largest batch"):
-                continue
-            if any("error" in way for way in (*ours.values(), theirs)):
-                yield Found(model, None, 1.15)
-            right = {n + loss: w for n, w in ours.items() if "tokens_per_second" in w}
-            if not right or "tokens_per_second" not in theirs:
-                continue
-            best = max(right, key=lambda n: right[n]["tokens_per_second"])
-            batches = f"batches of {right[best]['largest_batch']} and {theirs['largest_batch']}"
-            speed = right[best]["tokens_per_second"] / theirs["tokens_per_second"]
+    for row in _rows(rows, "model"):
+        model, _, rest = row["case"]["name"].partition(",")
+        ours = {name + loss: row["ways"].get(name + loss, {}) for name in _OURS}
+        theirs = row["ways"].get(baseline, {})
+        if not rest.endswith("the largest batch"):
+            continue
+        if any("error" in way for way in (*ours.values(), theirs)):
+            yield Found(model, None, 1.15)
+        speeds = {n: w["tokens_per_second"] for n, w in ours.items() if "tokens_per_second" in w}
+        if speeds and "tokens_per_second" in theirs:
+            best = max(speeds, key=lambda n: speeds[n])
+            batches = f"batches of {ours[best]['largest_batch']} and {theirs['largest_batch']}"
+            speed = speeds[best] / theirs["tokens_per_second"]
             yield Found(f"{model}, {best}", speed, 1.15, batches)
-
-    return find
 
 
 def compiled(rows: Sequence[Row]) -> Iterator[Found]:

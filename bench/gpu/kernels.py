@@ -6,16 +6,15 @@ What compiles or tunes itself at its first call takes long to start: it has sect
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from bench.kernels import attention, dropout, norm, rope
 from bench.kernels.attention_problem import FORMS, Attention
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
-from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
+from bench.kernels.shapes import MODELS, at_tokens, tiny
 from bench.kernels.table import OPS
-from bench.measure.contest import Contest, Entry, Rig
+from bench.measure.contest import Entry, Rig
 
 TOKENS, D_MODEL = 16384, 2048  # of attention, at least the former
 GROUP = 4  # query heads to a key head, where they share one
@@ -32,23 +31,16 @@ def slow_to_start(op: Op) -> list[str]:
 
 
 def entries_of(
-    op: Op,
-    problem: Callable[[], Problem],
-    names: Iterable[str] | None = None,
-    directions: Iterable[str] = DIRECTIONS,
+    op: Op, problem: Callable[[], Problem], names: Any = None, directions: Any = DIRECTIONS
 ) -> Iterator[Entry]:
     """An op's problem, made anew for each direction, since one may have to wait for long.
 
     names: of the providers; by default all that start soon.
     """
-    slow = slow_to_start(op)
+    slow, made = slow_to_start(op), problem()
     names = [name for name in op if name not in slow] if names is None else names
-    made = problem()
     for direction in directions:
-
-        def build(rig: Rig, direction: str = direction) -> Contest:
-            return dict(contests(op, problem(), names))[direction]
-
+        build = lambda rig, d=direction: dict(contests(op, problem(), names))[d]  # noqa: E731
         yield {"name": f"{op.name}_{direction} {made.name}", **made.sizes}, build
 
 
@@ -64,7 +56,7 @@ def _attention(
     batch = rig.size(max(1, TOKENS // seq_len), 1)
     nhead = rig.size(D_MODEL // width, max(2, group))
     sizes = batch, nhead, nhead // group, seq_len, rig.size(width, 16)
-    yield from entries_of(attention.OP, lambda: Attention(rig, form, *sizes), names)
+    yield from entries_of(attention.OP, functools.partial(Attention, rig, form, *sizes), names)
 
 
 def attention_entries(rig: Rig) -> Iterator[Entry]:
@@ -93,13 +85,10 @@ def special_entries(rig: Rig) -> Iterator[Entry]:
 
 def flex_entries(rig: Rig) -> Iterator[Entry]:
     """Beside FlexAttention, which has to be compiled for each mask."""
-    names = ("aten", "flex", "fused_remat kernel")
-    if not rig.dry:
-        for form in ("causal", "window", "half the blocks"):
-            yield from _attention(rig, form, 8192, 128, names=names)
-    yield from _attention(rig, "packed", 8192, 128, names=names)
-    if not rig.dry:
-        yield from _attention(rig, "causal", 8192, 128, GROUP, names)
+    calls = [(form, 1) for form in ("causal", "window", "half the blocks", "packed")]
+    for form, group in [("packed", 1)] if rig.dry else [*calls, ("causal", GROUP)]:
+        names = ("aten", "flex", "fused_remat kernel")
+        yield from _attention(rig, form, 8192, 128, group, names)
 
 
 # --- every op at the sizes of models
@@ -114,13 +103,9 @@ def _of_models(
         size = at_tokens(model, rig.size(TOKENS, 32))
         for op, names in providers.items():
             for index, _ in enumerate(OPS[op].of_model(rig, size)):
-                make = functools.partial(_nth, OPS[op], rig, size, index)
+                make = lambda o=OPS[op], s=size, i=index: list(o.of_model(rig, s))[i]  # noqa: E731
                 for case, build in entries_of(OPS[op], make, names):
                     yield {"name": case.pop("name"), "model": name, **said, **case}, build
-
-
-def _nth(op: Op, rig: Rig, size: Size, index: int) -> Problem:
-    return next(itertools.islice(op.of_model(rig, size), index, None))
 
 
 def model_entries(rig: Rig) -> Iterator[Entry]:
@@ -151,14 +136,14 @@ def norm_entries(rig: Rig) -> Iterator[Entry]:
     for width in (96,) if rig.dry else WIDTHS:
         tokens = rig.size(ELEMENTS // width, 64)
         for kind in ("layer_norm", "rms_norm"):
-            make = lambda k=kind, t=tokens, w=width: norm.Norm(rig, k, t, w)  # noqa: E731
+            make = functools.partial(norm.Norm, rig, kind, tokens, width)
             yield from entries_of(norm.OP, make, directions=("bwd", "fwd"))
 
 
 def dropout_entries(rig: Rig) -> Iterator[Entry]:
     """At one width."""
-    tokens, width = (64, 96) if rig.dry else (ELEMENTS // 8192, 8192)
-    yield from entries_of(dropout.OP, lambda: dropout.Dropout(rig, tokens, width))
+    sizes = (64, 96) if rig.dry else (ELEMENTS // 8192, 8192)
+    yield from entries_of(dropout.OP, functools.partial(dropout.Dropout, rig, *sizes))
 
 
 def rotary_entries(rig: Rig) -> Iterator[Entry]:
@@ -167,5 +152,4 @@ def rotary_entries(rig: Rig) -> Iterator[Entry]:
     for width in (16,) if rig.dry else (128, 64):
         for name in ("rope", rope.NORMED):
             sizes = batch, heads, heads // 4, seq_len, width
-            make = lambda n=name, s=sizes: rope.Rope(rig, n, *s)  # noqa: E731
-            yield from entries_of(rope.OP, make)
+            yield from entries_of(rope.OP, functools.partial(rope.Rope, rig, name, *sizes))

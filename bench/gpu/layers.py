@@ -39,11 +39,7 @@ _LONGER = 2.5  # than a kernel's contest, for steps take longer
 
 
 def measure(
-    subject: Subject,
-    names: Sequence[str],
-    rig: Rig,
-    timer: type[Step] = Step,
-    beside: Sequence[str] = (),
+    subject: Subject, names: Sequence[str], rig: Rig, timer: type[Step] = Step, **beside: Any
 ) -> dict[str, Any]:
     """A row, with ratios to the baselines and `beside`; a dry run has presets on the Triton
     backend, and compiles without Inductor.
@@ -52,18 +48,15 @@ def measure(
         subject.backend, subject.compiler = "triton", "aot_eager_decomp_partition"
     subject.captured = timer is ReplayedStep
     given = subject, LAYER_WAYS, names, rig.longer(_LONGER), timer
-    return as_contest(measure_ways(*given, beside=beside))
+    return as_contest(measure_ways(*given, **beside))
 
 
 def as_contest(row: dict[str, Any]) -> dict[str, Any]:
     """A row whose ways are as those of kernels' contests."""
-    ways = {}
+    words, ways = {"failure": "error", "unavailable": "absent"}, {}
     for name, found in row["ways"].items():
-        if "failure" in found:
-            ways[name] = {"error": found["failure"]}
-        elif "unavailable" in found:
-            ways[name] = {"absent": found["unavailable"]}
-        else:
+        ways[name] = {word: found[key] for key, word in words.items() if key in found}
+        if not ways[name]:
             ways[name] = found | {
                 "us": {level: 1e6 * t for level, t in found["step_seconds"].items()},
                 "ratio": found["step_ratio"],
@@ -73,16 +66,12 @@ def as_contest(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _entry(
-    layer: Case,
-    case: dict[str, Any],
-    ways: Sequence[str],
-    timer: type[Step] = Step,
-    beside: Sequence[str] = (),
+    layer: Case, case: dict[str, Any], ways: Sequence[str], *timer: Any, **rest: Any
 ) -> Entry:
     """A row of an encoder layer, and which: the frontier is drawn of such rows."""
 
     def run(rig: Rig) -> dict[str, Any]:
-        row = measure(layer.subject(rig.device), ways, rig, timer, beside)
+        row = measure(layer.subject(rig.device), ways, rig, *timer, **rest)
         return {"layer": dataclasses.asdict(layer), **row}
 
     return case, run
@@ -116,13 +105,13 @@ def _case(rig: Rig, name: str, width: int, **rest: Any) -> dict[str, Any]:
     return {"name": name, "width": width, **tokens, **rest}
 
 
-def _widths(rig: Rig) -> Sequence[int]:
+def widths(rig: Rig) -> Sequence[int]:
     return (32,) if rig.dry else WIDTHS
 
 
 def _grid(rig: Rig) -> Iterator[tuple[str, int]]:
     """Norm and width; in a dry run one of each."""
-    return itertools.product(("pre",) if rig.dry else ("pre", "post"), _widths(rig))
+    return itertools.product(("pre",) if rig.dry else ("pre", "post"), widths(rig))
 
 
 def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:
@@ -134,7 +123,7 @@ def layer_entries(rig: Rig) -> Iterator[Entry]:
     """Without dropout, then with."""
     for dropout in (0.0, P):
         for norm in ("pre",) if rig.dry and dropout else ("pre", "post"):
-            for width in _widths(rig):
+            for width in widths(rig):
                 case = _case(rig, f"{norm}-norm", width, dropout=dropout)
                 ways = WAYS if (norm, dropout) == ("pre", 0.0) else _fewer(rig, WAYS)
                 yield _entry(encoder(rig, norm, width, dropout), case, ways)
@@ -142,7 +131,7 @@ def layer_entries(rig: Rig) -> Iterator[Entry]:
 
 def frontier_entries(rig: Rig) -> Iterator[Entry]:
     """Short and long sequences at one width: with the layers', the sweep over S of the frontier."""
-    base = encoder(rig, "pre", _widths(rig)[0])
+    base = encoder(rig, "pre", widths(rig)[0])
     for seq_len in (7,) if rig.dry else (16384, 512, 4096):
         batch = max(1, base.batch * base.seq_len // seq_len)
         layer = dataclasses.replace(base, batch=batch, seq_len=seq_len)
@@ -162,12 +151,10 @@ def long_entries(rig: Rig) -> Iterator[Entry]:
 
 def mlp_entries(rig: Rig) -> Iterator[Entry]:
     """The MLP alone: keeping its input only ("full"), the pre-activation too ("none", "fast8")."""
-    for width in _widths(rig):
+    for width in widths(rig):
         sizes = rig.size(tokens_of(width), 32), width, rig.size(4 * width, 64)
-
-        def run(rig: Rig, sizes: tuple[int, int, int] = sizes) -> dict[str, Any]:
-            return measure(layers.mlp(sizes, rig.dtype, rig.device), MLP_WAYS, rig)
-
+        build = lambda rig, sizes=sizes: layers.mlp(sizes, rig.dtype, rig.device)  # noqa: E731
+        run = lambda rig, build=build: measure(build(rig), MLP_WAYS, rig)  # noqa: E731
         yield _case(rig, "mlp", width), run
 
 

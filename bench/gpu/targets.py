@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bench.gpu import evidence, kernels
-from bench.gpu.evidence import LONG_LEN, Find, Found, Limits, Row
+from bench.gpu.evidence import LONG_LEN, Found, Row
 from bench.gpu.models import BATCHES
 from bench.tables import Verdict, markdown
 
@@ -34,20 +35,21 @@ class Target:
     """A part of a target: its text, and what rows say of it.
 
     Attributes:
-        find: every case of it that was measured.
-        cases: how many there have to be; 0: any.
+        find: (rows, *given) -> every case of it that was measured.
+        cases: how many there have to be.
         at_least: the limit is the least that is wanted, not the most.
     """
 
     number: int
     text: str
-    find: Find
-    cases: int = 0
+    find: Callable[..., Iterator[Found]]
+    given: tuple[Any, ...]
+    cases: int
     at_least: bool = False
 
     def line(self, rows: Sequence[Row], unmeasured: str = UNMEASURED) -> Line:
         """Met if it is in every case; not said to be while one of them is not measured."""
-        found = list(self.find(rows))
+        found = list(self.find(rows, *self.given))
         wrong = [one.where for one in found if one.value is None]
         if wrong:
             said = f"wrong, or failed: {', '.join(wrong)}"
@@ -84,82 +86,51 @@ class Target:
 _WIDTHS = (1024, 2048, 4096)
 
 
-def _at(*limits: float) -> dict[int, float]:
-    return dict(zip(_WIDTHS, limits, strict=True))
-
-
-def _step_target(
-    number: int, way: str, baseline: str, limits: Limits, section: str, name: str
-) -> Target:
-    shown = "/".join(f"{limit:.2f}" for limit in limits.values())
+def _step(number: int, way: str, baseline: str, section: str, name: str, *at: float) -> Target:
+    shown, limits = "/".join(f"{limit:.2f}" for limit in at), dict(zip(_WIDTHS, at, strict=True))
     text = f"{name}: {way} ≤ {shown}× the time of {baseline}, D = 1024/2048/4096"
-    find = evidence.steps(section, name, way, baseline, limits)
-    return Target(number, text, find, len(limits))
+    return Target(number, text, evidence.steps, (section, name, way, baseline, limits), len(at))
 
 
-def _kept_target(way: str, limit: float) -> Target:
-    limits = dict.fromkeys(_WIDTHS, limit)
-    find = evidence.steps("layers", "pre-norm", way, "eager", limits, kept=True)
+def _kept(way: str, limit: float) -> Target:
     text = f"pre-norm: {way} keeps ≤ {limit:.2f}× the bytes of eager"
-    return Target(1, text, find, len(limits))
+    return Target(1, text, evidence.kept, (way, dict.fromkeys(_WIDTHS, limit)), len(_WIDTHS))
 
 
 #: Cases of `bench gpu`: plain attention of a direction, norms, of each kind at each width.
 _ATTENTION, _NORMS = 8, 2 * len(kernels.WIDTHS)
 
 TARGETS = (
-    _step_target(1, "fast", "eager", _at(0.98, 1.04, 1.09), "layers", "pre-norm"),
-    _kept_target("fast", 0.39),
-    _step_target(1, "balanced", "eager", _at(1.03, 1.10, 1.16), "layers", "pre-norm"),
-    _kept_target("balanced", 0.20),
-    _step_target(1, "full", "checkpoint", _at(0.90, 0.94, 0.97), "layers", "pre-norm"),
-    _step_target(1, "lean", "checkpoint", _at(0.86, 0.91, 0.95), "layers", "pre-norm"),
-    _step_target(1, "lean", "checkpoint", _at(0.85, 0.88, 0.92), "layers", "post-norm"),
-    _step_target(2, "full", "eager", _at(1.03, 1.11, 1.16), "mlp", "mlp"),
-    Target(
-        3, "MLP backward, rebuild and gradients ≤ 1.11× its two bare products",
-        evidence.mlp_backward, len(_WIDTHS),
-    ),
-    Target(
-        4, f"S = {LONG_LEN}, D = 2048: balanced ≤ 1.08× the time of none",
-        evidence.steps("long", "pre-norm", "balanced", "none", {2048: 1.08}), 1,
-    ),
-    Target(
-        4, f"S = {LONG_LEN}: balanced runs attention's forward once a step",
-        evidence.attention_forwards, 1,
-    ),
-    Target(
-        5, "own attention forward ≥ 0.85× the speed of the best library kernel",
-        evidence.own_attention("fwd", 0.85), _ATTENTION, at_least=True,
-    ),
-    Target(
-        5, "own attention backward ≥ 0.80× the speed of the best library kernel",
-        evidence.own_attention("bwd", 0.80), _ATTENTION, at_least=True,
-    ),
-    Target(
-        5, "where the library's kernel is used ≤ 1.01× its device time (not the host's)",
-        evidence.dispatch, 2 * _ATTENTION,
-    ),
-    Target(
-        6, "norm backward ≥ 0.80× of the copy's bandwidth",
-        evidence.norms(lambda way: way.get("of_ceiling"), 0.80), _NORMS, at_least=True,
-    ),
-    Target(
-        6, "norm backward ≥ 1.00× the speed of torch at every width",
-        evidence.norms(evidence.norm_speed, 1.0), _NORMS, at_least=True,
-    ),
-    Target(
-        7, "within one memory cap, each at its largest batch: tokens/s ≥ 1.15× checkpoint's",
-        evidence.largest_batch("checkpoint", ""), len(BATCHES), at_least=True,
-    ),
-    Target(
-        7, "the same with a fused loss: ≥ 1.15× that of checkpoint with Liger's",
-        evidence.largest_batch("liger_checkpoint", "_loss"), len(BATCHES), at_least=True,
-    ),
-    Target(
-        8, "at no more bytes than torch.compile keeps: ≤ 0.95× its time",
-        evidence.compiled, 2 * len(_WIDTHS),
-    ),
+    _step(1, "fast", "eager", "layers", "pre-norm", 0.98, 1.04, 1.09),
+    _kept("fast", 0.39),
+    _step(1, "balanced", "eager", "layers", "pre-norm", 1.03, 1.10, 1.16),
+    _kept("balanced", 0.20),
+    _step(1, "full", "checkpoint", "layers", "pre-norm", 0.90, 0.94, 0.97),
+    _step(1, "lean", "checkpoint", "layers", "pre-norm", 0.86, 0.91, 0.95),
+    _step(1, "lean", "checkpoint", "layers", "post-norm", 0.85, 0.88, 0.92),
+    _step(2, "full", "eager", "mlp", "mlp", 1.03, 1.11, 1.16),
+    Target(3, "MLP backward, rebuild and gradients ≤ 1.11× its two bare products",
+           evidence.mlp_backward, (), len(_WIDTHS)),
+    Target(4, f"S = {LONG_LEN}, D = 2048: balanced ≤ 1.08× the time of none",
+           evidence.steps, ("long", "pre-norm", "balanced", "none", {2048: 1.08}), 1),
+    Target(4, f"S = {LONG_LEN}: balanced runs attention's forward once a step",
+           evidence.attention_forwards, (), 1),
+    Target(5, "own attention forward ≥ 0.85× the speed of the best library kernel",
+           evidence.own_attention, ("fwd", 0.85), _ATTENTION, at_least=True),
+    Target(5, "own attention backward ≥ 0.80× the speed of the best library kernel",
+           evidence.own_attention, ("bwd", 0.80), _ATTENTION, at_least=True),
+    Target(5, "where the library's kernel is used ≤ 1.01× its device time (not the host's)",
+           evidence.dispatch, (), 2 * _ATTENTION),
+    Target(6, "norm backward ≥ 0.80× of the copy's bandwidth",
+           evidence.norms, (lambda way: way.get("of_ceiling"), 0.80), _NORMS, at_least=True),
+    Target(6, "norm backward ≥ 1.00× the speed of torch at every width",
+           evidence.norms, (evidence.norm_speed, 1.0), _NORMS, at_least=True),
+    Target(7, "within one memory cap, each at its largest batch: tokens/s ≥ 1.15× checkpoint's",
+           evidence.largest_batch, ("checkpoint", ""), len(BATCHES), at_least=True),
+    Target(7, "the same with a fused loss: ≥ 1.15× that of checkpoint with Liger's",
+           evidence.largest_batch, ("liger_checkpoint", "_loss"), len(BATCHES), at_least=True),
+    Target(8, "at no more bytes than torch.compile keeps: ≤ 0.95× its time",
+           evidence.compiled, (), 2 * len(_WIDTHS)),
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -92,20 +92,28 @@ def flex(p: Attention) -> Ways:
         raise Absent("it has no dropout")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    attend: Any = flex_attention if p.rig.dry else compiled(flex_attention)
+    attend = flex_attention if p.rig.dry else compiled(flex_attention)
     sees, length, device = p.sees(), p.seq_len, p.rig.device
     seen = None if sees is None else create_block_mask(sees, None, None, length, length, device)
 
     def function(*heads: Tensor) -> Tensor:
-        heads = tuple(t.detach() for t in heads) if device.type == "cpu" else heads
-        out = attend(*heads, block_mask=seen, enable_gqa=p.nhead != p.kv_heads)
-        assert isinstance(out, Tensor)
-        return out
+        heads = [t.detach() for t in heads] if device.type == "cpu" else heads
+        return attend(*heads, block_mask=seen, enable_gqa=p.nhead != p.kv_heads)
 
     ways = through_autograd(function, p, optional=True)
     if device.type == "cpu":
         ways["bwd"] = failing(Absent("it has no backward on a CPU"))
     return ways
+
+
+def _packed(p: Attention, attend: Callable[..., Tensor]) -> Function:
+    """What is told of the sequences' bounds, of tokens before heads."""
+
+    def function(*heads: Tensor) -> Tensor:
+        rows = (t[0].transpose(0, 1) for t in heads)
+        return attend(*rows, p.cu, p.cu, p.longest, p.longest).transpose(0, 1)[None]
+
+    return function
 
 
 @OP.provider("varlen", needs="cuda", optional=True)
@@ -117,14 +125,7 @@ def varlen(p: Attention) -> Function:
 
     shared = {"enable_gqa": True} if p.nhead != p.kv_heads else {}
 
-    def function(*heads: Tensor) -> Tensor:
-        rows = [t[0].transpose(0, 1) for t in heads]
-        bounds = p.cu, p.cu, p.longest, p.longest
-        out = varlen_attn(*rows, *bounds, window_size=(-1, 0), **shared)
-        assert isinstance(out, Tensor)
-        return out.transpose(0, 1)[None]
-
-    return function
+    return _packed(p, functools.partial(varlen_attn, window_size=(-1, 0), **shared))
 
 
 # --- others'
@@ -141,22 +142,15 @@ def _flash_attn(p: Attention, module: str) -> Function:
         raise Absent("it has no dropout")
     functions = importlib.import_module(module)
 
-    def first(made: Any) -> Tensor:
+    def attend(*given: Any) -> Tensor:
         """Some versions return the logsumexp too."""
-        out = made[0] if isinstance(made, tuple) else made
-        assert isinstance(out, Tensor)
-        return out
+        kind = "flash_attn_varlen_func" if p.form.packed else "flash_attn_func"
+        made = getattr(functions, kind)(*given, **options)
+        return made[0] if isinstance(made, tuple) else made
 
-    def of_batch(*heads: Tensor) -> Tensor:
-        rows = (t.transpose(1, 2) for t in heads)
-        return first(functions.flash_attn_func(*rows, **options)).transpose(1, 2)
-
-    def of_packed(*heads: Tensor) -> Tensor:
-        rows = [t[0].transpose(0, 1) for t in heads]
-        given = *rows, p.cu, p.cu, p.longest, p.longest
-        return first(functions.flash_attn_varlen_func(*given, **options)).transpose(0, 1)[None]
-
-    return of_packed if p.form.packed else of_batch
+    if p.form.packed:
+        return _packed(p, attend)
+    return lambda *heads: attend(*(t.transpose(1, 2) for t in heads)).transpose(1, 2)
 
 
 #: FlashAttention-2 from its own package, and FlashAttention-3, for Hopper.

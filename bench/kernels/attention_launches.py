@@ -38,7 +38,7 @@ class Kernels:
         return list(attention.forward(*given, self.target, tile))
 
     def launches(self, index: int, tile: AttentionTile | None = None) -> list[Launch]:
-        """All of the direction; of a backward, what `forward` has to fill first."""
+        """All of the direction; of a backward, on what `forward` has to fill first."""
         if self.direction == "fwd":
             return self.forward(index, tile)
         problem = self.problem

@@ -14,8 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +29,7 @@ from bench.measure.options import DEVICE, Parser, positive
 from bench.measure.registry import described
 from bench.measure.results import Progress, ResultsFile
 from bench.pages import kernels as report
+from bench.tables import current
 from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: Of a model's batch, about; lengths of one sequence; the model whose kernels they are swept for.
@@ -38,8 +38,7 @@ SWEEP = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 819
 SWEPT = {"cpu": "smollm-135m", "cuda": "qwen2-1.5b"}
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """An op's problem to be measured, in both directions."""
 
     op: str
@@ -48,11 +47,10 @@ class Item:
 
     def case(self, direction: str) -> dict[str, Any]:
         """What tells its row from others."""
-        s = self.size
-        where = {"model": s.model.name, "batch": s.batch, "seq_len": s.seq_len}
         of = {"op": self.op, "name": self.problem.name, "direction": direction}
-        dtype = dtype_name(self.problem.rig.dtype)
-        return of | where | {"dtype": dtype, "sizes": self.problem.sizes}
+        where = {"batch": self.size.batch, "seq_len": self.size.seq_len}
+        how = {"dtype": dtype_name(self.problem.rig.dtype), "sizes": self.problem.sizes}
+        return of | {"model": self.size.model.name} | where | how
 
 
 def sizes_of(args: argparse.Namespace) -> list[Size]:
@@ -68,13 +66,12 @@ def sizes_of(args: argparse.Namespace) -> list[Size]:
 def items(rig: Rig, args: argparse.Namespace) -> Iterator[Item]:
     """All problems, op by op; what two models have in common is measured once."""
     for name in args.op:
-        seen = set()
+        found: dict[Any, Item] = {}
         for size in sizes_of(args):
             for problem in OPS[name].of_model(rig, size):
                 key = (problem.name, *problem.sizes.items())
-                if key not in seen:
-                    seen.add(key)
-                    yield Item(name, size, problem)
+                found.setdefault(key, Item(name, size, problem))
+        yield from found.values()
 
 
 def rig_of(args: argparse.Namespace) -> Rig:
@@ -98,33 +95,27 @@ def find_ceilings(rig: Rig, results: ResultsFile, fresh: bool) -> None:
         rig.ceilings[unit] = row["ways"]["torch"][unit]
 
 
-def run_item(
-    item: Item, rig: Rig, results: ResultsFile, names: Sequence[str], fresh: bool
-) -> Iterator[Any]:
+def run_item(item: Item, args: argparse.Namespace, results: ResultsFile) -> Iterator[Any]:
     """The rows of a problem's directions, from the file if these providers are there.
 
     A direction that cannot be measured at all, for want of memory, is a row with its error.
     """
+    op, fresh = OPS[item.op], args.fresh
+    names = [n for n in op if args.providers is None or n in (*args.providers, *op.baselines)]
     cases = {direction: item.case(direction) for direction in DIRECTIONS}
     known = {d: None if fresh else results.find(case, names) for d, case in cases.items()}
     if all(known.values()):
         yield from known.values()
         return
     torch.manual_seed(0)
-    for direction, contest in contests(OPS[item.op], item.problem, names):
+    for direction, contest in contests(op, item.problem, names):
         row = {"case": cases[direction]}
         try:
-            row |= measure(contest, rig)
+            row |= measure(contest, item.problem.rig)
         except Exception as error:  # one size too large must not cost the others' results
             row["error"] = described(error)
         results.put(row)
         yield row
-
-
-def asked(args: argparse.Namespace, op: str) -> list[str]:
-    """An op's providers that are asked for, its baseline always among them."""
-    names = OPS[op] if args.providers is None else {*args.providers, *OPS[op].baselines}
-    return [name for name in OPS[op] if name in names]
 
 
 def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[dict[str, Any]]:
@@ -137,7 +128,7 @@ def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[dict[s
         while todo:
             item = todo.pop(0)  # its tensors are freed with it
             progress.at(f"{item.op} {item.problem.name}, {item.size.model.name}")
-            for row in run_item(item, rig, results, asked(args, item.op), args.fresh):
+            for row in run_item(item, args, results):
                 rows.append(row)
                 progress.line(report.block(row))
             progress.done()
@@ -179,7 +170,8 @@ def main(arguments: Sequence[str]) -> int:
     start = time.perf_counter()
     rows = run(args, rig, results)
     took, known = time.perf_counter() - start, sum("machine" in row for row in rows)
-    print(f"\n{report.means(rows)}\n\n{took:.0f} s, {known} of {len(rows)} known before; {path}")
+    print("", report.summary(report.entries(current(results.data))), sep="\n")
+    print(f"\n{took:.0f} s, {known} of {len(rows)} known before; {path}")
     wrong = report.failures(rows)
     print(*wrong, sep="\n", file=sys.stderr) if wrong else None
     return 1 if wrong else 0

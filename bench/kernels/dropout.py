@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.dropout_masks import check_share
+from bench.kernels.dropout_masks import SIGMAS
 from bench.kernels.problem import Function, Op, Problem
 from bench.kernels.shapes import Size
 from bench.measure.contest import P, Results, Rig, Work, WrongResultError
@@ -28,8 +28,9 @@ class Dropout(Problem):
     width: int
     _seen: list[Tensor] = field(default_factory=list, init=False)  # masks of all checked calls
 
-    def draw(self) -> dict[str, Tensor]:
-        return {name: self.rig.normal(self.tokens, self.width) for name in ("x", "residual")}
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(("x", "residual"), (self.tokens, self.width))
 
     def reference(self, *inputs: Tensor) -> Tensor:
         x, residual = inputs
@@ -54,8 +55,12 @@ class Dropout(Problem):
             x, residual = (t.double() for t in self.sets[0].values())
             added, dy = found["y"].double() - residual, self.dys[0].double()
             kept, shows = _nearer(added, x / (1.0 - P)), x.abs() > _SHOWS * (1.0 + residual.abs())
-            check_share(kept[shows], P)
-            self._is_new(kept & shows)
+            share, count = kept[shows].double().mean().item(), int(shows.sum())
+            if abs(share - (1.0 - P)) > SIGMAS * (P * (1.0 - P) / count) ** 0.5:
+                raise WrongResultError(f"it keeps {share:.4f} of {count}, expected {1.0 - P:.4f}")
+            if any(torch.equal(kept & shows, before) for before in self._seen):
+                raise WrongResultError("the mask is that of a call before")
+            self._seen.append(kept & shows)
             if direction == "fwd":
                 return {"y": residual + kept * x / (1.0 - P)}
             scaled = dy / (1.0 - P)
@@ -63,12 +68,6 @@ class Dropout(Problem):
             return {"dx": kept * scaled, "dresidual": dy}
 
         return truth
-
-    def _is_new(self, mask: Tensor) -> None:
-        """Not that of another call. Raises: WrongResultError."""
-        if any(torch.equal(mask, before) for before in self._seen):
-            raise WrongResultError("the mask is that of a call before")
-        self._seen.append(mask)
 
 
 def _nearer(value: Tensor, kept: Tensor) -> Tensor:

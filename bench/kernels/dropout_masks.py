@@ -17,14 +17,6 @@ _NOISE = 3.0
 _SAME = 0.1
 
 
-def check_share(kept: Tensor, p: float) -> None:
-    """As many are kept as should be. Raises: WrongResultError."""
-    share, count = kept.double().mean().item(), kept.numel()
-    sigma = (p * (1.0 - p) / count) ** 0.5
-    if abs(share - (1.0 - p)) > SIGMAS * sigma:
-        raise WrongResultError(f"it keeps {share:.4f} of {count}, expected {1.0 - p:.4f}")
-
-
 def as_much_dropped(
     name: str, found: Tensor, plain: Tensor, dropped: Tensor, p: float, factor: float
 ) -> None:

@@ -28,9 +28,9 @@ class Loss(Problem):
     width: int
     vocab: int
 
-    def draw(self) -> dict[str, Tensor]:
-        weight = self.rig.normal(self.vocab, self.width) * self.width**-0.5
-        return {"x": self.rig.normal(self.tokens, self.width), "weight": weight}
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"x": (self.tokens, self.width), "weight": (self.vocab, self.width)}
 
     @functools.cached_property
     def target(self) -> Tensor:
@@ -68,18 +68,13 @@ def liger(p: Loss) -> Function:
     """Liger-Kernel's: gradients are computed in forward, and backward scales them."""
     from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
 
-    def function(x: Tensor, weight: Tensor) -> Tensor:
-        made: Tensor = LigerFusedLinearCrossEntropyFunction.apply(x, weight, p.target)[0]
-        return made.to(x.dtype)
-
-    return function
+    apply = LigerFusedLinearCrossEntropyFunction.apply
+    return lambda x, weight: apply(x, weight, p.target)[0].to(x.dtype)
 
 
 def _ours(p: Loss, backend: str) -> Function:
-    def function(x: Tensor, weight: Tensor) -> Tensor:
-        return ops.linear_cross_entropy(x, weight, p.target, backend=backend).to(x.dtype)
-
-    return function
+    loss = ops.linear_cross_entropy
+    return lambda x, weight: loss(x, weight, p.target, backend=backend).to(x.dtype)
 
 
 OP.add_ours(_ours)

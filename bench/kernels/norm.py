@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,10 +25,12 @@ class Norm(Problem):
     tokens: int
     width: int
 
-    def draw(self) -> dict[str, Tensor]:
-        drawn = {"x": self.rig.normal(self.tokens, self.width, shift=0.5)}
-        drawn["weight"] = self.rig.normal(self.width, shift=1.0)
-        return drawn | ({"bias": self.rig.normal(self.width)} if self.name == "layer_norm" else {})
+    mean: ClassVar[float] = 0.5
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {"x": (self.tokens, self.width), "weight": (self.width,), "bias": (self.width,)}
+        return shapes if self.name == "layer_norm" else {n: shapes[n] for n in ("x", "weight")}
 
     def reference(self, *inputs: Tensor) -> Tensor:
         x, *affine = inputs

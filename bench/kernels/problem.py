@@ -35,11 +35,15 @@ class Problem:
     Attributes:
         name: which form of the op.
         factor: how many times `TOLERANCE` a result may be off.
+        mean: of x.
+        shapes: of the inputs by name, in the order in which functions take them.
     """
 
     factor: ClassVar[float] = 1.0
+    mean: ClassVar[float] = 0.0
     rig: Rig
     name: str
+    shapes: ClassVar[Mapping[str, Sequence[int]]]
 
     @functools.cached_property
     def sizes(self) -> dict[str, Any]:
@@ -48,8 +52,14 @@ class Problem:
         return {name: getattr(self, name) for name in own}
 
     def draw(self) -> dict[str, Tensor]:
-        """Fresh inputs by name, in the order in which functions take them; each gets a gradient."""
-        raise NotImplementedError
+        """Fresh inputs, each of which gets a gradient: results are about as large as x."""
+        drawn = {}
+        for name, shape in self.shapes.items():
+            matrix, vector = ("weight" in name and len(shape) == n for n in (2, 1))
+            scale = shape[-1] ** -0.5 if matrix else 1.0
+            shift = 1.0 if vector else self.mean if name == "x" else 0.0
+            drawn[name] = self.rig.normal(*shape, scale=scale, shift=shift)
+        return drawn
 
     def reference(self, *inputs: Tensor) -> Tensor:
         """The math in PyTorch's own operators, in any dtype."""
@@ -92,18 +102,10 @@ def _gradients(names: Iterable[str], grads: Iterable[Any]) -> dict[str, Tensor]:
     return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
 
 
-#: (y, leaves, dy) -> gradients of the leaves.
-GradientsOf = Callable[[Tensor, Sequence[Tensor], Tensor], Sequence[Any]]
-
-
 def accumulated(y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
     """Gradients as a training step makes them: in `.grad`, which was None."""
     y.backward(dy)
     return [leaf.grad for leaf in leaves]
-
-
-def _as_they_are(*tensors: Tensor) -> Sequence[Tensor]:
-    return tensors
 
 
 def through_autograd(
@@ -112,9 +114,9 @@ def through_autograd(
     *,
     in_place: bool = False,
     optional: bool = False,
-    pack: Callable[..., Sequence[Tensor]] = _as_they_are,
-    unpack: Callable[..., Sequence[Tensor]] = _as_they_are,
-    gradients_of: GradientsOf = torch.autograd.grad,
+    pack: Callable[..., Sequence[Tensor]] = lambda *inputs: inputs,
+    unpack: Callable[..., Sequence[Tensor]] = lambda *gradients: gradients,
+    gradients_of: Callable[..., Sequence[Any]] = torch.autograd.grad,
 ) -> dict[str, Way]:
     """Both directions of a function.
 
@@ -159,8 +161,7 @@ def failing(error: Exception, optional: bool = False) -> Way:
 def compiled(function: Function) -> Function:
     """`torch.compile` of it, for these shapes only, which nothing compiled before stands beside."""
     torch._dynamo.reset()
-    made: Function = torch.compile(function, dynamic=False)
-    return made
+    return torch.compile(function, dynamic=False)
 
 
 class Op(Registry[Build]):
@@ -179,9 +180,10 @@ class Op(Registry[Build]):
         """Ours, `build(problem, backend, *form)`, in ATen's operators and in Triton kernels."""
         for backend, needs in (("eager", None), ("triton", "triton")):
             for form in [[form] for form in forms] or [[]]:
-                name = " ".join(["fused_remat", backend, *form])
-                made = lambda p, given=(backend, *form): build(p, *given)  # noqa: E731
-                self.provider(name, needs=needs, ours=True)(made)
+                register = self.provider(
+                    " ".join(["fused_remat", backend, *form]), needs=needs, ours=True
+                )
+                register(lambda p, given=(backend, *form): build(p, *given))
 
 
 def ways_of(provider: Provider[Build], problem: Problem) -> Ways:

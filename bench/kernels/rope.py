@@ -39,11 +39,11 @@ class Rope(Problem):
         """Of query, key and value heads."""
         return self.nhead, self.kv_heads, self.kv_heads
 
-    def draw(self) -> dict[str, Tensor]:
-        drawn = {"x": self.rig.normal(self.batch, self.seq_len, sum(self.counts) * self.head_dim)}
-        for name in ("q_weight", "k_weight") if self.name == NORMED else ():
-            drawn[name] = self.rig.normal(self.head_dim, shift=1.0)
-        return drawn
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        norms = ("q_weight", "k_weight") if self.name == NORMED else ()
+        x = self.batch, self.seq_len, sum(self.counts) * self.head_dim
+        return {"x": x, **dict.fromkeys(norms, (self.head_dim,))}
 
     @functools.cached_property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -54,10 +54,9 @@ class Rope(Problem):
         return angle.cos().to(self.rig.dtype), angle.sin().to(self.rig.dtype)
 
     @functools.cached_property
-    def doubled_tables(self) -> tuple[Tensor, Tensor]:
+    def doubled_tables(self) -> list[Tensor]:
         """The same for both halves, (S, E)."""
-        cos, sin = (torch.cat([t, t], -1) for t in self.tables)
-        return cos, sin
+        return [torch.cat([t, t], -1) for t in self.tables]
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values (B, S, heads, E), views."""
@@ -97,15 +96,17 @@ OP = Op("rope", of_model)
 OP.add_stock()
 
 
-def _without_norms(p: Rope) -> None:
+def _tables(p: Rope) -> tuple[Tensor, Tensor]:
+    """For who has no norm."""
     if p.name == NORMED:
         raise Absent("it has no norm")
+    return p.tables
 
 
 @OP.provider("liger", module="liger_kernel", needs="triton", in_place=True)
 def liger(p: Rope) -> Function:
     """Liger-Kernel's, which takes queries and keys apart and copies those of a packed x."""
-    _without_norms(p)
+    _tables(p)
     from liger_kernel.ops import LigerRopeFunction
 
     cos, sin = (t[None] for t in p.doubled_tables)
@@ -121,28 +122,19 @@ def liger(p: Rope) -> Function:
 @OP.provider("quack", module="quack", needs="cuda", in_place=True, optional=True)
 def quack(p: Rope) -> Function:
     """QuACK's, in place of a packed x."""
-    _without_norms(p)
+    tables, given = _tables(p), {"num_heads_q": p.nhead, "headdim": p.head_dim}
     from quack.rotary import apply_rotary_emb_qkv_
 
-    cos, sin = p.tables
-    given = {"num_heads_q": p.nhead, "headdim": p.head_dim}
-    return lambda x: apply_rotary_emb_qkv_(x, cos, sin, **given)
+    return lambda x: apply_rotary_emb_qkv_(x, *tables, **given)
 
 
 @OP.provider("flash-attn", module="flash_attn", needs="cuda", in_place=True, optional=True)
 def flash_attn(p: Rope) -> Function:
     """flash-attn's Triton kernel, in place of a packed x."""
-    _without_norms(p)
-    from flash_attn.layers.rotary import apply_rotary_emb_qkv_
+    tables, heads = _tables(p), (-1, p.head_dim)
+    from flash_attn.layers.rotary import apply_rotary_emb_qkv_ as apply
 
-    cos, sin = p.tables
-
-    def function(x: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (-1, p.head_dim))
-        made: Tensor = apply_rotary_emb_qkv_(heads, cos, sin, num_heads_q=p.nhead)
-        return made.flatten(2)
-
-    return function
+    return lambda x: apply(x.unflatten(-1, heads), *tables, num_heads_q=p.nhead).flatten(2)
 
 
 def _ours(p: Rope, backend: str) -> Function:

@@ -16,6 +16,7 @@ from bench.measure.case import DTYPES, Case, Forward, Subject
 from bench.measure.checks import Checks, no_fallback
 from bench.measure.clock import Clock, quantiles, ratios
 from bench.measure.contest import Rig
+from bench.measure.machine import environment
 from bench.measure.registry import Provider, Registry, described, refusal
 from bench.measure.results import Progress, ResultsFile, Row
 from fused_remat.report.allocations import AllocationTrace, SavedBytes, measure_allocations
@@ -311,19 +312,23 @@ def measure(
 
 def run(
     args: argparse.Namespace,
-    results: ResultsFile,
+    file: str,
     measure: Callable[[Case, Rig, Progress], Row],
     units: int,
     title: Callable[[Row], str],
     table: Callable[[Row], str] = lambda row: "",
-) -> list[Row | None]:
-    """Every case's row, from the file or measured, each printed; None of what cannot be measured.
+    **config: Any,
+) -> tuple[ResultsFile, list[Row | None]]:
+    """The file in `args.out`, and each case's row, measured or known; None where that cannot be.
 
     Args:
         args: has `cases`, and `ways`, which a row of the file has to have, or it is measured again.
         measure: gives the progress so many `units`.
-        title, table: of a row.
+        title, table: of a row, as it is printed.
+        config: what else results depend on.
     """
+    config |= {name: getattr(args, name) for name in ("ways", "rounds", "seconds")}
+    results = ResultsFile(args.out / file, environment(args.device), config)
     rows: list[Row | None] = []
     with Progress(len(args.cases) * units, "steps") as progress:
         for index, case in enumerate(args.cases, start=1):
@@ -346,4 +351,4 @@ def run(
             progress.line(f"\n[{index}/{len(args.cases)}] {title(row or named)} ({how})")
             if row is not None and (text := table(row)):
                 progress.line(text)
-    return rows
+    return results, rows

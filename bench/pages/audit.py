@@ -7,7 +7,7 @@ from bench.tables import RESULTS, Cell, Row, load, markdown
 AUDIT = RESULTS / "audit" / "audit.json"
 
 
-def audit_table() -> str:
+def table() -> str:
     """What the compiler made of every product in its largest tile, and of the norms."""
     found = load(AUDIT)
     rows = found["rows"]
@@ -37,7 +37,7 @@ def _spilling(rows: list[Row]) -> int:
     return sum(bool(row["spills"] or row["stack"]) for row in rows)
 
 
-def targets_compiled() -> str:
+def targets() -> str:
     """What the audit found for every architecture; of AMD's only that it compiles."""
     found: dict[str, list[Row]] = {}
     for file in (AUDIT, AUDIT.parent / "others" / "audit.json"):

@@ -1,84 +1,35 @@
 """Writes the generated parts of README.md and docs/, and the figures, from what they are made of.
 
 That is graphs, result files and tests' marks. `python -m bench report` rewrites the text between
-`<!-- name:begin -->` and `<!-- name:end -->`, on whichever page that stands, and each folder's
-frontier and the pictures of plans and of losses where they are not of their data; `--check` fails
-if that would change anything. No number in them is typed by hand.
+`<!-- module.function:begin -->` and its `:end`, on whichever page that stands, by what the function
+of that module beside this one says, and the pictures that are not of their data; `--check` fails if
+that would change anything. No number in them is typed by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from bench.measure.machine import ROOT
-from bench.pages import (
-    audit,
-    composition,
-    demo,
-    drawings,
-    eight_bits,
-    formats,
-    frontier,
-    gpu,
-    kernels,
-    layers,
-    lora,
-    losses,
-    models,
-    overview,
-    pictures,
-    plans,
-    presets,
-    scale,
-)
+from bench.pages import pictures
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-PARTS: dict[str, Callable[[], str]] = {
-    "audit": audit.audit_table,
-    "composition": composition.table,
-    "targets_compiled": audit.targets_compiled,
-    "lora": lora.tables,
-    "losses": losses.section,
-    "presets": presets.rung_table,
-    "decoder_rungs": presets.decoder_rung_table,
-    "rungs_transformer": presets.transformer_table,
-    "overview": overview.picture,
-    "headline": overview.headline,
-    "presets_in_words": overview.presets_table,
-    "status": overview.status,
-    "demo": demo.demo_table,
-    "kernels": kernels.cpu,
-    "work": kernels.work_table,
-    "hardware": kernels.gpu,
-    "targets_gpu": gpu.section,
-    "layers_machine": layers.machine,
-    "layers": layers.tables,
-    "models": models.section,
-    "models_readme": overview.models_table,
-    "profile": layers.profile,
-    "targets": layers.targets,
-    "planner": plans.section,
-    "planner_readme": plans.readme,
-    "scale_example": scale.example,
-    "scale_checked": scale.checked,
-    "formats": formats.section,
-    "frontier8": eight_bits.frontier8,
-    "targets8": eight_bits.targets8,
-    "frontier": frontier.section,
-    "frontier_readme": frontier.readme,
-}
+
+
+def part(name: str) -> str:
+    """What a function of a module beside this one says, by "module.function"."""
+    module, function = name.split(".")
+    text: str = getattr(importlib.import_module(f"bench.pages.{module}"), function)()
+    return text
 
 
 def render(text: str, page: Path) -> str:
-    """A page's text with every generated part made anew; links are written for where it stands.
-
-    Raises: KeyError for a part of no such name.
-    """
+    """A page's text with every generated part made anew; links are written for where it stands."""
 
     def link(match: re.Match[str]) -> str:
         """Parts link files from the root of the repository."""
@@ -87,10 +38,10 @@ def render(text: str, page: Path) -> str:
 
     def replace(match: re.Match[str]) -> str:
         name = match[1]
-        part = re.sub(r"\]\(([\w./-]+)\)", link, PARTS[name]())
-        return f"<!-- {name}:begin -->\n{part}\n<!-- {name}:end -->"
+        text = re.sub(r"\]\(([\w./-]+)\)", link, part(name))
+        return f"<!-- {name}:begin -->\n{text}\n<!-- {name}:end -->"
 
-    return re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", replace, text, flags=re.DOTALL)
+    return re.sub(r"<!-- ([\w.]+):begin -->.*?<!-- \1:end -->", replace, text, flags=re.DOTALL)
 
 
 def stale_pages() -> dict[Path, str]:
@@ -111,21 +62,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench report", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say what is out of date")
     check = parser.parse_args(arguments).check
-    stale = overview.stale() + drawings.stale() + frontier.stale() + pictures.stale()
-    if stale and not check:
+    stale, pages = pictures.stale(), stale_pages()
+    if not check:
         try:
-            overview.rewrite()
-            drawings.rewrite()
-            frontier.rewrite()
             pictures.rewrite()
         except ImportError as error:  # no matplotlib
             print(f"python -m bench report: {error}", file=sys.stderr)
             return 2
-    for page, text in stale_pages().items():
-        stale.append(page)
-        if not check:
+        for page, text in pages.items():
             page.write_text(text)
-    if stale:
-        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+    if stale or pages:
+        names = ", ".join(str(path.relative_to(ROOT)) for path in [*stale, *pages])
         print(("out of date: " if check else "rewritten: ") + names)
-    return int(bool(stale) and check)
+    return int(check and bool(stale or pages))

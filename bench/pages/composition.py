@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.measure.machine import ROOT
-from bench.tables import Cell, load, markdown
+from bench.tables import RESULTS, Cell, load, markdown
 
 #: What the tests on a GPU gave there; written by `make gpu` (`bench.gpu.outcomes`).
-OUTCOMES = ROOT / "bench" / "results" / "gpu" / "tests.json"
+OUTCOMES = RESULTS / "gpu" / "tests.json"
 GROUPS = (
     "torch.compile", "torch.export", "Autocast", "DDP", "FSDP2", "FSDP1", "Tensor parallel",
     "Pipeline parallel", "Engines",
     "CUDA graphs", "Outer checkpointing", "Replay check", "Concurrency and faults", "Hugging Face",
     "PEFT",
 )  # fmt: skip
-_Test = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 class Mark(NamedTuple):
@@ -63,28 +62,27 @@ def _marks_of(path: Path, shown: str) -> Iterator[Mark]:
         for mark in ast.walk(node.value)
     ]
     seen: set[ast.AST] = set()
-    for test, name, above in _tests(tree):
-        others = [*above, *test.decorator_list]
+    for name, own, above in _tests(tree):
+        others = [*above, *own]
         gpu = any(_kind(mark) == "gpu" for mark in (*of_file, *others))
-        fails = "; ".join(_reason(d, shown) for d in others if _kind(d) == "xfail")
-        for decorator in test.decorator_list:
+        fails = "; ".join(_reason(d, f"{shown}:{d.lineno}") for d in others if _kind(d) == "xfail")
+        for decorator in own:
             if _kind(decorator) == "composes":
                 seen.update(ast.walk(decorator))
-                yield Mark(*_arguments(decorator, shown), shown, name, gpu, fails)
+                said = _arguments(decorator, f"{shown}:{decorator.lineno}")
+                yield Mark(*said, shown, name, gpu, fails)
     for node in ast.walk(tree):
-        if _kind(node) == "composes" and node not in seen:
-            raise ValueError(f"{_where(node, shown)}: the mark composes must decorate a test")
+        if isinstance(node, ast.expr) and _kind(node) == "composes" and node not in seen:
+            raise ValueError(f"{shown}:{node.lineno}: the mark composes must decorate a test")
 
 
-def _tests(tree: ast.Module) -> Iterator[tuple[_Test, str, list[ast.expr]]]:
-    """Tests, classes of tests and tests in them: the name, and the decorators of the class."""
-    for outer in tree.body:
-        if isinstance(outer, _Test):
-            yield outer, outer.name, []
-        if isinstance(outer, ast.ClassDef):
-            for inner in outer.body:
-                if isinstance(inner, _Test):
-                    yield inner, f"{outer.name}::{inner.name}", outer.decorator_list
+def _tests(tree: Any, of: str = "", above: Any = ()) -> Iterator[tuple[str, Any, Any]]:
+    """Tests, classes of tests and tests in them: the name, its decorators and the class's."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield of + node.name, node.decorator_list, above
+            if isinstance(node, ast.ClassDef):
+                yield from _tests(node, f"{of}{node.name}::", node.decorator_list)
 
 
 def _kind(node: ast.AST) -> str:
@@ -94,23 +92,17 @@ def _kind(node: ast.AST) -> str:
     return node.attr if is_mark and isinstance(node, ast.Attribute) else ""
 
 
-def _where(node: Any, shown: str) -> str:
-    return f"{shown}:{node.lineno}"
+def _arguments(mark: ast.expr, where: str) -> tuple[str, str, str]:
+    """Group, name and limits of the mark."""
 
+    def composes(group: str, name: str, limits: str = "") -> tuple[str, str, str]:
+        assert name and all(isinstance(v, str) for v in (group, name, limits))
+        return group, name, limits
 
-def _composes(group: str, name: str, limits: str = "") -> tuple[str, str, str]:
-    """The arguments of the mark."""
-    assert name and all(isinstance(v, str) for v in (group, name, limits))
-    return group, name, limits
-
-
-def _arguments(mark: ast.expr, shown: str) -> tuple[str, str, str]:
-    where = _where(mark, shown)
     try:
         assert isinstance(mark, ast.Call)
-        given = [ast.literal_eval(a) for a in mark.args]
         named = {str(k.arg): ast.literal_eval(k.value) for k in mark.keywords}
-        group, name, limits = _composes(*given, **named)
+        group, name, limits = composes(*map(ast.literal_eval, mark.args), **named)
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(
             f'{where}: expected composes("group", "name", limits="..."), in literal strings'
@@ -122,12 +114,11 @@ def _arguments(mark: ast.expr, shown: str) -> tuple[str, str, str]:
     return group, name, limits
 
 
-def _reason(mark: ast.expr, shown: str) -> str:
-    keywords = mark.keywords if isinstance(mark, ast.Call) else []
-    for keyword in keywords:
+def _reason(mark: ast.expr, where: str) -> str:
+    for keyword in mark.keywords if isinstance(mark, ast.Call) else ():
         if keyword.arg == "reason" and isinstance(keyword.value, ast.Constant):
             return str(keyword.value.value)
-    raise ValueError(f"{_where(mark, shown)}: xfail needs a literal reason")
+    raise ValueError(f"{where}: xfail needs a literal reason")
 
 
 def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
@@ -136,19 +127,17 @@ def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
     `outcomes` is what `bench.gpu.outcomes` wrote: the "machine", and "tests" by name.
     """
     here = [m for m in row if not m.gpu and not m.fails]
-    failing = [m.fails for m in row if m.fails]
-    if failing:
-        reasons = "; ".join(dict.fromkeys(failing))
+    reasons = "; ".join(dict.fromkeys(m.fails for m in row if m.fails))
+    if reasons:
         return f"yes, but not: {reasons}" if here else f"no: {reasons}"
-    there = [m for m in row if m.gpu]
-    if not there:
+    results = {outcomes.get("tests", {}).get(m.node) for m in row if m.gpu}
+    if not results:
         return "yes"
-    results = {outcomes.get("tests", {}).get(m.node) for m in there}
     found = "by its GPU test, not yet run on hardware"
     if "failed" in results or results == {"passed"}:
         machine = outcomes["machine"]
-        found = f"on {machine['gpu']} at {machine['commit'][:7]}"
-        found = f"no: failed {found}" if "failed" in results else f"yes, {found}"
+        said = "no: failed" if "failed" in results else "yes,"
+        found = f"{said} on {machine['gpu']} at {machine['commit'][:7]}"
     return f"yes, on a CPU; {found}" if here else found
 
 

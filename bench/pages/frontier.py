@@ -1,84 +1,149 @@
-"""The frontier's parts of the pages, and whether its files are those of its data."""
+"""The frontier in words: who wins at which shape within how much memory, and along sweeps."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
-from bench.frontier import files, points
-from bench.frontier.pareto import derive
-from bench.frontier.report import brief, changes, panel_table, rules, sentences
-from bench.tables import RESULTS, Row, folded, gpu_sets, load, machine_line, picture
+from bench import tables
+from bench.frontier import (
+    DATA,
+    MEMORY_POINTS,
+    SLACK,
+    Panel,
+    Point,
+    Win,
+    is_ours,
+    kind,
+    panels,
+    sets,
+    sweeps,
+    title,
+)
+from bench.tables import RESULTS, Cell, Row
 
 CPU = RESULTS / "frontier-cpu"
 UNMEASURED = "Not measured yet: `python -m bench frontier --device cpu`."
+AXES = {"seq_len": "S", "d_model": "D"}
+RULES = (
+    "Time is a training step's (median ratio to eager, all ways in turns), memory what is kept "
+    f"for backward; a memory point allows {SLACK:.0%} more, for statistics. A tie: the medians are "
+    "nearer than the wider of the two spreads, 20th to 80th percentile. FusedRemat's ways are one "
+    "side, all others the other. The frontier: nobody else is as fast within the same bytes."
+)
 
 
-def folders(root: Path = RESULTS) -> list[Path]:
-    """Every folder with a frontier's data, this CPU's first."""
-    found = [path.parent for path in sorted(root.glob(f"*/{files.DATA}"))]
-    return sorted(found, key=lambda folder: folder.name != CPU.name)
+def panel_table(panel: Panel) -> str:
+    """A shape: the fastest way at each memory point, the frontier, and who is not on it at all."""
+    head = (
+        "kept, of eager's", "fastest", "step", "kept bytes per token", "runner-up",
+        "the other side's best",
+    )  # fmt: skip
+    rows = [[_at_most(m), *_cells(panel.winner(m))] for m in MEMORY_POINTS]
+    rounds = f", {panel.rounds} rounds" if panel.rounds else ""
+    lossy = [point for point in panel.points if point.is_lossy]
+    parts = [
+        f"### {title(panel.case)}{rounds}", tables.markdown(head, rows),
+        f"Frontier: {_places(panel.frontier())}.",
+    ]  # fmt: skip
+    if lossy:
+        parts.append(f"With 8 bits, which no exact way is held against: {_places(lossy)}.")
+    for what, ways in (("Wrong results", panel.wrong), ("Absent", panel.absent)):
+        alike = itertools.groupby(sorted(ways, key=ways.__getitem__), key=ways.__getitem__)
+        said = [f"{', '.join(f'`{way}`' for way in found)} ({why})" for why, found in alike]
+        parts += [f"{what}: {'; '.join(said)}"] * bool(said)
+    return "\n\n".join(parts)
 
 
-def undrawn(root: Path = RESULTS) -> dict[Path, Row]:
-    """Folders of a GPU's results with steps of layers and no frontier yet -> its data."""
-    found = {}
-    for folder in gpu_sets(root):
-        given = {p.name: load(p) for p in sorted(folder.glob("*.json"))}
-        layers = {n: d for n, d in given.items() if d and "results" in d and points.current(d)}
-        if layers and not (folder / files.DATA).exists():
-            found[folder] = points.collected(layers)
-    return found
+def _at_most(at_most: float) -> str:
+    return f"at most {tables.fraction(at_most)}"
 
 
-def stale(root: Path = RESULTS) -> list[Path]:
-    """Files that are not those of their folder's data, or not there yet."""
-    missing = [folder / files.DATA for folder in undrawn(root)]
-    return missing + [path for folder in folders(root) for path in files.stale(folder)]
+def _places(points: Sequence[Point]) -> str:
+    return ", ".join(f"`{p.way}` {p.kept:.3f} at {p.p50:.2f}×" for p in points)
 
 
-def rewrite(root: Path = RESULTS) -> None:
-    """Write the files anew where any is stale."""
-    for folder, data in undrawn(root).items():
-        files.write(folder, data)
-    for folder in folders(root):
-        if files.stale(folder):
-            files.write(folder, files.source(folder))
+def _cells(win: Win | None) -> list[Cell]:
+    if win is None:
+        return ["nobody keeps so little"]
+    first, *others = win
+    bytes_, behind = tables.number(first.kept_bytes_per_token), [_behind(first, p) for p in others]
+    return [f"`{first.way}`", tables.number(first.p50, 2, "×"), bytes_, *behind]
 
 
-def _derived(folder: Path) -> tuple[Row, Row]:
-    data = load(folder / files.DATA)
-    return data["machine"], derive(points.panels(data))
+def _behind(first: Point, other: Point | None) -> str:
+    if other is None:
+        return "nobody"
+    slower = other.p50 / first.p50 - 1
+    gap = f"{slower:.1%} slower" if slower < 1 else f"{1 + slower:.1f} times its time"
+    return f"`{other.way}`, {f'tie ({gap})' if first.ties(other) else gap}"
+
+
+def sweep_tables(found: Sequence[Panel]) -> str:
+    """A table for each sweep: who wins at each size and memory point."""
+    parts = []
+    for along, alike in sweeps(found):
+        axis, case = AXES[along], alike[0].case
+        fixed = next(f"{name} = {case[key]}" for key, name in AXES.items() if key != along)
+        rows = []
+        for at_most in MEMORY_POINTS:
+            wins = [panel.winner(at_most) for panel in alike]
+            rows.append([_at_most(at_most), *(f"`{w.point.way}`" if w else "-" for w in wins)])
+        values = [f"{axis} = {panel.case[along]}" for panel in alike]
+        table = tables.markdown(["kept, of eager's", *values], rows)
+        parts.append(f"**Along {axis}** ({fixed}, {kind(case)})\n\n{table}")
+    return "\n\n".join(parts) or "The shapes are no sweep: nothing to compare."
+
+
+def brief(found: Sequence[Panel]) -> str:
+    """A line for each kind of layer: who is fastest how often, and how clearly."""
+    lines = []
+    for name in dict.fromkeys(kind(panel.case) for panel in found):
+        alike = [panel for panel in found if kind(panel.case) == name]
+        wins = [win for panel in alike for m in MEMORY_POINTS if (win := panel.winner(m))]
+        clear = [win for win in wins if win.other and not win.point.ties(win.other)]
+        ours, ahead = (sum(is_ours(win.point.way) for win in some) for some in (wins, clear))
+        lines.append(
+            f"- {name}: at {len(alike)} shapes and {len(MEMORY_POINTS)} memory points each, "
+            f"FusedRemat's ways are the fastest at {ours} of {len(wins)}, by more than the "
+            f"spread of the rounds at {ahead}; another way by more than that at "
+            f"{len(clear) - ahead}."
+        )
+    return "\n".join(lines)
+
+
+# --- parts of pages
+
+
+def _sets(root: Path) -> dict[Path, Row]:
+    """This CPU's first."""
+    return dict(sorted(sets(root).items(), key=lambda item: item[0].name != CPU.name))
 
 
 def _picture(folder: Path) -> str:
-    text = "Step time against bytes kept for backward, a panel per shape"
-    return picture(folder / files.DATA, text)
+    return tables.picture(
+        folder / DATA, "Step time against bytes kept for backward, a panel per shape"
+    )
 
 
-def readme() -> str:
-    """This CPU's picture, and what every set of its says in a line."""
-    if not (CPU / files.DATA).exists():
+def readme(root: Path = RESULTS) -> str:
+    """This CPU's tables.picture, and what every set of a CPU says in a line."""
+    found = {folder: data for folder, data in _sets(root).items() if not data["machine"].get("gpu")}
+    if not found:
         return UNMEASURED
-    found = [_derived(folder) for folder in (CPU, *(f for f in folders() if f != CPU))]
-    lines = "\n".join(brief(derived) for machine, derived in found if not machine.get("gpu"))
-    return "\n\n".join([_picture(CPU), lines, machine_line(found[0][0])])
+    folder, data = next(iter(found.items()))
+    lines = "\n".join(brief(panels(data)) for data in found.values())
+    return "\n\n".join([_picture(folder), lines, tables.machine_line(data["machine"])])
 
 
-def section() -> str:
-    """Of every set: the picture, what it says, where the winner changes, and all tables, folded."""
-    return "\n\n".join(map(_set, folders())) or UNMEASURED
-
-
-def _set(folder: Path) -> str:
-    machine, derived = _derived(folder)
-    parts = [
-        f"### {machine.get('gpu') or machine['cpu']} (`bench/results/{folder.name}`)",
-        _picture(folder),
-        machine_line(machine),
-        sentences(derived),
-        "Where the winner changes:",
-        changes(derived),
-        rules(),
-        folded("Every shape", *map(panel_table, derived["panels"])),
-    ]
-    return "\n\n".join(parts)
+def section(root: Path = RESULTS) -> str:
+    """Of every set: the tables.picture, where the winner changes, and all tables, folded."""
+    parts = []
+    for folder, data in _sets(root).items():
+        found = panels(data)
+        machine, every = data["machine"], map(panel_table, found)
+        parts += [f"### {tables.where(machine, folder)}", _picture(folder)]
+        parts += [tables.machine_line(machine), "Where the winner changes:", sweep_tables(found)]
+        parts += [RULES, tables.folded("Every shape", *every)]
+    return "\n\n".join(parts) or UNMEASURED

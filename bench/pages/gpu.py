@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bench import tables
 from bench.gpu import targets
 from bench.gpu.kinds import KINDS
-from bench.tables import (
-    MIB,
-    Row,
-    current,
-    errors_of,
-    folded,
-    gpu_sets,
-    load,
-    machine_line,
-    terminal,
-)
+from bench.tables import MIB, Row
 
 UNMEASURED = "not yet run on hardware"
 
@@ -60,7 +51,7 @@ def line(row: Row) -> str:
 
 def failures(rows: Sequence[Row]) -> list[str]:
     """Every error of the rows and of their ways, in a line."""
-    return errors_of(rows, _title, most=160)
+    return tables.errors_of(rows, _title, most=160)
 
 
 def profile_table(row: Row) -> str:
@@ -70,28 +61,33 @@ def profile_table(row: Row) -> str:
     are kernels, copies and fills; "host" is the time to launch a step.
     """
     ways = {name: way for name, way in row["ways"].items() if "kinds_us" in way}
-    rows = [[kind, *(_kind(kind, way) for way in ways.values())] for kind in KINDS]
-    for label in ("busy", "gaps", "host"):
-        rows.append([label, *(f"{way[f'{label}_us']:.0f}" for way in ways.values())])
-    rows.append(["step", *(f"{way['us']['p50']:.0f}" for way in ways.values())])
-    rows.append(["launches", *(f"{way['launches']:.0f}" for way in ways.values())])
-    return f"{_title(row)}, microseconds a step (least)\n{terminal(['', *ways], rows)}"
-
-
-def _kind(kind: str, way: Row) -> str:
-    least = way["least_us"].get(kind)
-    return f"{way['kinds_us'][kind]:.0f}" + ("" if least is None else f" ({least:.0f})")
+    amounts = [
+        {
+            **way["kinds_us"], **{label: way[f"{label}_us"] for label in ("busy", "gaps", "host")},
+            "step": way["us"]["p50"], "launches": way["launches"],
+        }
+        for way in ways.values()
+    ]  # fmt: skip
+    rows = []
+    for label in (*KINDS, "busy", "gaps", "host", "step", "launches"):
+        least = [way["least_us"].get(label) for way in ways.values()]
+        cells = [f"{amount[label]:.0f}" for amount in amounts]
+        brackets = ["" if us is None else f" ({us:.0f})" for us in least]
+        rows.append([label, *map(str.__add__, cells, brackets)])
+    return f"{_title(row)}, microseconds a step (least)\n{tables.terminal(['', *ways], rows)}"
 
 
 def report(path: Path, run: str) -> str:
     """What a run measured, and what failed; profiled steps by kind; the targets."""
-    rows = [row for row in (load(path) or {"results": ()})["results"] if row.get("run") == run]
+    rows = [
+        row for row in (tables.load(path) or {"results": ()})["results"] if row.get("run") == run
+    ]
     lines = [line(row) for row in rows if "ways" in row or "found" in row]
     wrong, skipped = failures(rows), sum("skipped" in row for row in rows)
     lines += [f"\n{len(wrong)} failures, {skipped} cases without time", *wrong]
     legend = "\nmicroseconds, ratio to the first, share of the ceiling or MiB held/peak"
-    tables = ["\n" + profile_table(row) for row in rows if "profiled" in row]
-    return "\n".join([legend, *lines, *tables, "\n" + targets.table(rows)])
+    steps = ["\n" + profile_table(row) for row in rows if "profiled" in row]
+    return "\n".join([legend, *lines, *steps, "\n" + targets.table(rows)])
 
 
 def section() -> str:
@@ -100,14 +96,14 @@ def section() -> str:
 
 
 def _sets() -> Iterator[str]:
-    for folder, files in gpu_sets().items():
+    for folder, files in tables.gpu_sets().items():
         for data in files:
-            rows = [row for row in current(data) if "section" in row["case"]]
+            rows = [row for row in tables.current(data) if "section" in row["case"]]
             if rows:
-                yield f"#### {data['machine']['gpu']} (`bench/results/{folder.name}`)"
-                yield machine_line(data["machine"])
+                yield f"#### {tables.where(data['machine'], folder)}"
+                yield tables.machine_line(data["machine"])
                 yield targets.table(rows)
             found = [profile_table(row) for row in rows if "profiled" in row and "ways" in row]
             if found:
-                tables = "\n\n".join(found)
-                yield folded("Where a step spends its time", f"```\n{tables}\n```")
+                steps = "\n\n".join(found)
+                yield tables.folded("Where a step spends its time", f"```\n{steps}\n```")

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from statistics import geometric_mean
 from typing import NamedTuple
 
 import torch
 
+from bench import tables
 from bench.kernels.shapes import MODELS, Size
 from bench.kernels.table import OPS
 from bench.measure.contest import UNITS, Rig
-from bench.tables import (
-    RESULTS,
-    Cell,
-    Row,
-    current,
-    errors_of,
-    folded,
-    geometric_mean,
-    gpu_sets,
-    load,
-    machine_line,
-    markdown,
-    number,
-    significant,
-    terminal,
-    times,
-)
+from bench.tables import RESULTS, Cell, Row
 
 KERNELS = RESULTS / "kernels-cpu.json"
 UNMEASURED = "Not measured yet: `python -m bench kernels --device cpu`."
+NO_GPU = "Not yet run on hardware: `bench/results` has no set of a GPU's."
 #: How the names of our providers begin.
 OURS = "fused_remat"
 #: Who does less than the op, the products alone: no peer.
@@ -46,7 +32,7 @@ BOUNDS = {"TFLOP/s": ("flops", "products"), "GB/s": ("bytes", "memory")}
 
 def ceilings_line(most: Mapping[str, float]) -> str:
     """What this machine does at most."""
-    found = ", ".join(f"{significant(amount)} {unit}" for unit, amount in most.items())
+    found = ", ".join(f"{tables.significant(amount)} {unit}" for unit, amount in most.items())
     return f"ceilings of this machine: {found}"
 
 
@@ -62,11 +48,10 @@ def title(row: Row) -> str:
 
 def _way_cells(name: str, way: Row) -> list[Cell]:
     us, share = way["us"], way.get("of_ceiling")
-    rates = (way.get(unit) for unit in UNITS)
+    rates = [tables.significant(way[unit]) if unit in way else None for unit in UNITS]
     return [
-        name, *(number(us[level]) for level in ("p50", "p20", "p80")),
-        times(next(iter(way["ratio"].values()), None)),
-        *(None if rate is None else significant(rate) for rate in rates),
+        name, *(tables.number(us[level]) for level in ("p50", "p20", "p80")),
+        tables.times(next(iter(way["ratio"].values()), None)), *rates,
         None if share is None else f"{share:.0%}",
     ]  # fmt: skip
 
@@ -78,30 +63,17 @@ def block(row: Row) -> str:
     ways = row["ways"].items()
     head = ("", "p50 µs", "p20", "p80", "ratio", *UNITS, "of ceiling")
     text = [f"\n{title(row)}"]
-    text += [terminal(head, [_way_cells(n, way) for n, way in ways if "us" in way], indent="  ")]
+    text += [
+        tables.terminal(head, [_way_cells(n, way) for n, way in ways if "us" in way], indent="  ")
+    ]
     text += [f"  {name}  FAIL: {way['error']}" for name, way in ways if "error" in way]
     absent = [f"{name} ({way['absent']})" for name, way in ways if "absent" in way]
     return "\n".join(text + [f"  absent: {', '.join(absent)}"] * bool(absent))
 
 
-def means(rows: Sequence[Row]) -> str:
-    """Per op, direction and provider: the geometric mean of the ratios to the baseline."""
-    ratios: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        of_op = ratios.setdefault(f"{row['case']['op']} {row['case']['direction']}", {})
-        for name, way in row.get("ways", {}).items():
-            if way.get("ratio"):
-                of_op.setdefault(name, []).append(next(iter(way["ratio"].values()))["p50"])
-    lines = ["time over the baseline's, geometric mean over the cases:"]
-    for op, found in ratios.items():
-        shown = (f"{n} {geometric_mean(all_):.2f}× ({len(all_)})" for n, all_ in found.items())
-        lines.append(f"  {op}: {', '.join(shown)}")
-    return "\n".join(lines)
-
-
 def failures(rows: Sequence[Row]) -> list[str]:
     """Everything that is wrong, in a line each."""
-    return errors_of(rows, title)
+    return tables.errors_of(rows, title)
 
 
 # --- for a page
@@ -113,13 +85,12 @@ class Entry(NamedTuple):
     op: str
     direction: str
     name: str
-    flops: float
-    bytes: float
+    work: Mapping[str, float]  # "flops" and "bytes"
     floor: float  # at the same run's ceilings
     bound: str  # what sets the floor, "products" or "memory"
     ours: dict[str, float]  # the fastest first
     peer: tuple[str, float] | None  # the fastest of the others
-    wrong: tuple[str, ...]  # providers whose results are wrong
+    wrong: list[str]  # providers whose results are wrong
 
 
 def ceilings(rows: Sequence[Row]) -> dict[str, float]:
@@ -156,7 +127,7 @@ def entries(rows: Sequence[Row]) -> list[Entry]:
     return [_entry(row, most, *op) for row, op in found if op]
 
 
-def _entry(row: Row, most: dict[str, float], op: str, direction: str, form: str) -> Entry:
+def _entry(row: Row, most: Mapping[str, float], op: str, direction: str, form: str) -> Entry:
     work, ways = row["work"], row["ways"]
     seconds = {
         bound: work[amount] / (UNITS[unit] * most[unit])
@@ -167,11 +138,10 @@ def _entry(row: Row, most: dict[str, float], op: str, direction: str, form: str)
     order = [(name, us) for us, name in sorted(timed) if name != BARE]
     ours = {n.removeprefix(OURS).strip() or n: us for n, us in order if n.startswith(OURS)}
     peers = (item for item in order if not item[0].startswith(OURS))
-    wrong = tuple(name for name, way in ways.items() if "error" in way)
-    return Entry(
-        op, direction, _name(row["case"], form), work["flops"], work["bytes"], row["floor_us"],
-        max(seconds, key=lambda bound: seconds[bound]), ours, next(peers, None), wrong,
-    )  # fmt: skip
+    wrong = [name for name, way in ways.items() if "error" in way]
+    bound = max(seconds, key=seconds.__getitem__)
+    return Entry(op, direction, _name(row["case"], form), work, row["floor_us"], bound, ours,
+                 next(peers, None), wrong)  # fmt: skip
 
 
 def _name(case: Row, form: str) -> str:
@@ -193,7 +163,7 @@ def work_table() -> str:
         problems = (p for m in MODELS.values() for p in row.of_model(rig, Size(m, 1, m.seq_len)))
         said = dict.fromkeys(" ".join((type(p).work.__doc__ or "").split()) for p in problems)
         rows.append([op, " ".join(said)])
-    return markdown(("op", "FLOPs of the products, and bytes; forward, or backward"), rows)
+    return tables.markdown(("op", "FLOPs of the products, and bytes; forward, or backward"), rows)
 
 
 def summary(found: Sequence[Entry]) -> str:
@@ -206,26 +176,21 @@ def summary(found: Sequence[Entry]) -> str:
     for op, direction in dict.fromkeys((e.op, e.direction) for e in found):
         alike = [e for e in found if (e.op, e.direction) == (op, direction)]
         bound = " or ".join(sorted({e.bound for e in alike}))
-        names = dict.fromkeys(name for e in alike for name in e.ours)
-        rows += [[op, direction, bound, *_summary_cells(name, alike)] for name in names or [""]]
-    return markdown(head, rows)
+        for name in dict.fromkeys(name for e in alike for name in e.ours) or [""]:
+            mine = [e for e in alike if name in e.ours or not name]
+            ours = _mean([e.floor / e.ours[name] for e in mine if name], ".0%")
+            peers = _mean([e.floor / e.peer[1] for e in mine if e.peer], ".0%")
+            over = _mean([e.ours[name] / e.peer[1] for e in mine if e.peer and name], ".2f", "×")
+            cells = [name or "absent", str(len(mine)), ours or "-", peers or "-", over]
+            rows.append([op, direction, bound, *cells])
+    return tables.markdown(head, rows)
 
 
-def _summary_cells(name: str, alike: Sequence[Entry]) -> list[str]:
-    mine = [e for e in alike if name in e.ours] if name else list(alike)
-    ours = [e.floor / e.ours[name] for e in mine if name]
-    peers = [e.floor / e.peer[1] for e in mine if e.peer]
-    ratios = [e.ours[name] / e.peer[1] for e in mine if e.peer and name]
-    over = f"{geometric_mean(ratios):.2f}× ({_between(ratios, '.2f')})" if ratios else ""
-    return [name or "absent", str(len(mine)), _shares(ours), _shares(peers), over]
-
-
-def _shares(values: Sequence[float]) -> str:
-    return f"{geometric_mean(values):.0%} ({_between(values, '.0%')})" if values else "-"
-
-
-def _between(values: Sequence[float], form: str) -> str:
-    return f"{min(values):{form}} to {max(values):{form}}"
+def _mean(ratios: Collection[float], form: str, unit: str = "") -> str:
+    """The geometric mean, and in brackets the least and the largest."""
+    if not ratios:
+        return ""
+    return f"{geometric_mean(ratios):{form}}{unit} ({min(ratios):{form}} to {max(ratios):{form}})"
 
 
 def _table(op: str, found: Sequence[Entry]) -> str:
@@ -233,27 +198,27 @@ def _table(op: str, found: Sequence[Entry]) -> str:
         "case", "", "GFLOP", "MB at least", "floor", "bound by", "ours (of the floor's speed)",
         "the best peer", "our best time over it",
     )  # fmt: skip
-    return folded(f"{op}: {len(found)} cases", markdown(head, map(_cells, found)))
+    return tables.folded(f"{op}: {len(found)} cases", tables.markdown(head, map(_cells, found)))
 
 
 def _cells(e: Entry) -> list[Cell]:
+    def timed(name: str, us: float) -> str:
+        return f"{name}, {us:,.0f} µs ({e.floor / us:.0%})"
+
     best = next(iter(e.ours.values()), None)
     failed = f" (FAIL: {', '.join(e.wrong)})" if e.wrong else ""
+    flops, nbytes = e.work["flops"], e.work["bytes"]
     return [
-        e.name + failed, e.direction, number(e.flops / 1e9, 2) if e.flops else "-",
-        number(e.bytes / 1e6, 2), number(e.floor, 0, " µs"), e.bound,
-        "; ".join(_time(*item, e.floor) for item in e.ours.items()) or "absent",
-        _time(*e.peer, e.floor) if e.peer else "absent",
-        f"{best / e.peer[1]:.2f}×" if best and e.peer else "",
+        e.name + failed, e.direction, tables.number(flops / 1e9, 2) if flops else "-",
+        tables.number(nbytes / 1e6, 2), tables.number(e.floor, 0, " µs"), e.bound,
+        "; ".join(timed(*item) for item in e.ours.items()) or "absent",
+        timed(*e.peer) if e.peer else "absent",
+        f"{best / e.peer[1]:.2f}×" if best and e.peer else None,
     ]  # fmt: skip
 
 
-def _time(name: str, us: float, floor: float) -> str:
-    return f"{name}, {us:,.0f} µs ({floor / us:.0%})"
-
-
 def absences(rows: Sequence[Row]) -> str:
-    """Who took part in no case, and why; whose results were wrong; which cases failed whole."""
+    """Who took part in no case, and why; which cases failed whole."""
     ways = [item for row in rows for item in row.get("ways", {}).items()]
     present = {name for name, way in ways if "us" in way}
     why: dict[str, set[str]] = {}
@@ -261,12 +226,9 @@ def absences(rows: Sequence[Row]) -> str:
         if "absent" in way and name not in present:
             why.setdefault(name, set()).add(way["absent"])
     missing = ", ".join(f"{name} ({'; '.join(sorted(r))})" for name, r in why.items())
-    wrong = Counter(name for name, way in ways if "error" in way)
-    parts = [f"Absent everywhere: {missing}."] if missing else []
-    parts += [f"Wrong results: {n} in {count} cases." for n, count in wrong.items()]
     failed = sum("error" in row for row in rows)
-    parts += [f"{failed} cases could not be measured."] if failed else []
-    return " ".join(parts)
+    parts = [f"Absent everywhere: {missing}."] * bool(why)
+    return " ".join(parts + [f"{failed} cases could not be measured."] * bool(failed))
 
 
 def section(data: Row) -> str:
@@ -276,11 +238,11 @@ def section(data: Row) -> str:
     """
     if data["config"].get("dry_run"):
         raise ValueError("a dry run is no measurement: not for a page")
-    rows = current(data)
-    most = ", ".join(f"{significant(n, 4)} {unit}" for unit, n in ceilings(rows).items())
+    rows = tables.current(data)
+    most = ", ".join(f"{tables.significant(n, 4)} {unit}" for unit, n in ceilings(rows).items())
     found = entries(rows)
     missing = absences([row for row in rows if of_op(row)])
-    parts = [f"{machine_line(data['machine'])} Ceilings: {most}.", summary(found), missing]
+    parts = [f"{tables.machine_line(data['machine'])} Ceilings: {most}.", summary(found), missing]
     ops = dict.fromkeys(entry.op for entry in found)
     parts += [_table(op, [e for e in found if e.op == op]) for op in ops]
     return "\n\n".join(filter(None, parts))
@@ -288,18 +250,17 @@ def section(data: Row) -> str:
 
 def cpu() -> str:
     """This CPU's kernels."""
-    data = load(KERNELS)
-    return UNMEASURED if data is None else section(data)
+    return tables.part(KERNELS, section, UNMEASURED)
 
 
 def gpu() -> str:
     """Every set that was measured on a GPU."""
-    return "\n\n".join(_sets()) or "Not yet run on hardware: `bench/results` has no set of a GPU's."
+    return "\n\n".join(_sets()) or NO_GPU
 
 
 def _sets() -> Iterator[str]:
-    for folder, files in gpu_sets().items():
-        yield f"### {files[0]['machine']['gpu']} (`bench/results/{folder.name}`)"
+    for folder, files in tables.gpu_sets().items():
+        yield f"### {tables.where(files[0]['machine'], folder)}"
         for data in files:
-            if entries(current(data)):
+            if entries(tables.current(data)):
                 yield section(data)

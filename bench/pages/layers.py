@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from bench import tables
 from bench.commands import profile as profile_step
-from bench.tables import (
-    RESULTS,
-    Columns,
-    Row,
-    Verdict,
-    current,
-    folded,
-    load,
-    machine_line,
-    mib,
-    ms,
-    number,
-    terminal,
-    times,
-    verdict_table,
-    ways_table,
-)
+from bench.tables import RESULTS, Columns, Row, Verdict
 from fused_remat.policies import EXACT_PRESETS
 
 LAYERS = RESULTS / "layers-cpu.json"
@@ -37,28 +21,27 @@ def title(row: Row) -> str:
     """A case in a few words."""
     c = row["case"]
     sizes = f"(B, S, D, H) = ({c['batch']}, {c['seq_len']}, {c['d_model']}, {c['nhead']})"
-    rest = ["relu"] if c.get("activation") == "relu" else []
-    rest += ["causal"] if c.get("causal") else []
+    rest = ["relu"] * (c.get("activation") == "relu") + ["causal"] * bool(c.get("causal"))
     return ", ".join([c["dtype"], f"{c['norm']}-norm", *rest, f"dropout {c['dropout']:g}", sizes])
 
 
 def _columns(more: int = 0) -> Columns:
     """What is said of a way; `more`: digits than on the page."""
     return [
-        ("forward", lambda way: ms(way["forward_seconds"]["p50"], more, "")),
-        ("backward", lambda way: ms(way["backward_seconds"]["p50"], more, "")),
-        ("step", lambda way: ms(way["step_seconds"]["p50"], more, "")),
-        ("vs eager", lambda way: times(way["step_ratio"].get("eager"), 2 + more)),
-        ("vs checkpoint", lambda way: times(way["step_ratio"].get("checkpoint"), 2 + more)),
-        ("kept bytes per token", lambda way: number(way["kept_bytes_per_token"])),
-        ("backward's peak", lambda way: mib(way.get("backward_peak_bytes"), more)),
-        ("step's peak", lambda way: mib(way.get("step_peak_bytes"), more)),
+        ("forward", lambda way: tables.ms(way["forward_seconds"]["p50"], more, "")),
+        ("backward", lambda way: tables.ms(way["backward_seconds"]["p50"], more, "")),
+        ("step", lambda way: tables.ms(way["step_seconds"]["p50"], more, "")),
+        ("vs eager", lambda way: tables.times(way["step_ratio"].get("eager"), 2 + more)),
+        ("vs checkpoint", lambda way: tables.times(way["step_ratio"].get("checkpoint"), 2 + more)),
+        ("kept bytes per token", lambda way: tables.number(way["kept_bytes_per_token"])),
+        ("backward's peak", lambda way: tables.mib(way.get("backward_peak_bytes"), more)),
+        ("step's peak", lambda way: tables.mib(way.get("step_peak_bytes"), more)),
     ]
 
 
 def case_table(row: Row) -> str:
     """A case's ways, for a terminal."""
-    return ways_table(row["ways"], _columns(more=1), write=terminal)
+    return tables.ways_table(row["ways"], _columns(more=1), write=tables.terminal)
 
 
 # --- the targets
@@ -113,7 +96,7 @@ SLOW_BFLOAT16 = (
 def verdict(target: Target, results: Row) -> Verdict:
     """A target's verdict: met if it is in every case that was measured."""
     wrong, ratios = [], []
-    for row in (row for row in current(results) if target.covers(row["case"])):
+    for row in (row for row in tables.current(results) if target.covers(row["case"])):
         c = row["case"]
         sizes = "x".join(str(c[name]) for name in ("batch", "seq_len", "d_model", "nhead"))
         for way in target.ways:
@@ -130,44 +113,43 @@ def verdict(target: Target, results: Row) -> Verdict:
     worst, where = max(ratios)
     within = sum(ratio <= target.limit for ratio, _ in ratios)
     slow = target.dtype == "bfloat16" and not results["machine"].get("native_bfloat16", True)
-    note = f"; {SLOW_BFLOAT16}" if slow else ""
     several = f"{min(ratios)[0]:.3f} to {worst:.3f}, {within} of {len(ratios)} within"
     measured = several if len(ratios) > 1 else f"{worst:.3f}"
-    return Verdict(target.text, f"{measured} (worst: {where}){note}", worst <= target.limit)
+    said = f"{measured} (worst: {where})" + f"; {SLOW_BFLOAT16}" * slow
+    return Verdict(target.text, said, worst <= target.limit)
 
 
 def target_table(results: Row, targets: Sequence[Target] = TARGETS) -> str:
     """Every target, met or not."""
-    return verdict_table(verdict(target, results) for target in targets)
+    return tables.verdict_table(verdict(target, results) for target in targets)
 
 
 # --- parts of pages
 
 
-def _part(path: Path, unmeasured: str, make: Callable[[Row], str]) -> str:
-    found = load(path)
-    return make(found) if found else unmeasured
-
-
 def machine() -> str:
     """Where and with what the layers were measured."""
-    return _part(LAYERS, UNMEASURED, lambda found: machine_line(found["machine"]))
+    return tables.part(LAYERS, lambda found: tables.machine_line(found["machine"]), UNMEASURED)
 
 
 def targets() -> str:
     """The targets of CPUs, met or not."""
-    return _part(LAYERS, UNMEASURED, target_table)
+    return tables.part(LAYERS, target_table, UNMEASURED)
 
 
 def profile() -> str:
     """Where a step spends its time."""
-    return _part(PROFILE, UNPROFILED, profile_step.table)
+    return tables.part(PROFILE, profile_step.table, UNPROFILED)
 
 
-def tables() -> str:
+def cases() -> str:
     """Every measured case: times beside eager's and checkpoint's, kept bytes, peaks."""
-    return _part(LAYERS, UNMEASURED, lambda found: "\n\n".join(map(_case, current(found))))
+    return tables.part(
+        LAYERS, lambda found: "\n\n".join(map(_case, tables.current(found))), UNMEASURED
+    )
 
 
 def _case(row: Row) -> str:
-    return folded(f"{title(row)}, {row['rounds']} rounds", ways_table(row["ways"], _columns()))
+    return tables.folded(
+        f"{title(row)}, {row['rounds']} rounds", tables.ways_table(row["ways"], _columns())
+    )

@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from bench import tables
 from bench.subjects.configs import MODELS
-from bench.tables import (
-    MIB,
-    RESULTS,
-    Cell,
-    Columns,
-    Row,
-    Verdict,
-    current,
-    folded,
-    gpu_sets,
-    kib,
-    load,
-    machine_line,
-    markdown,
-    mib,
-    ms,
-    number,
-    span,
-    times,
-    verdict_table,
-    ways_table,
-)
+from bench.tables import MIB, RESULTS, Cell, Columns, Row, Verdict
 
 FILE = RESULTS / "model-cpu.json"
 UNMEASURED = "Not measured yet: `python -m bench model --article --device cpu`."
@@ -34,7 +14,7 @@ UNMEASURED = "Not measured yet: `python -m bench model --article --device cpu`."
 
 def rows_of(results: Row) -> list[Row]:
     """The rows of whole models of a file's last run; `bench gpu` has others besides."""
-    rows = [row | {"case": row.get("model", row["case"])} for row in current(results)]
+    rows = [row | {"case": row.get("model", row["case"])} for row in tables.current(results)]
     return [row for row in rows if "ways" in row and row["case"].get("model") in MODELS
             and "fixed_bytes" in row]  # fmt: skip
 
@@ -51,35 +31,31 @@ def title(row: Row) -> str:
 
 def case_table(row: Row) -> str:
     """A case's results, a line per way; below it what they share."""
-    table = ways_table(row["ways"], _columns(row), "way")
+
+    def share(what: str) -> Columns:
+        return [("of eager's", lambda way: tables.number(kept_share(way, row, what), 3))]
+
+    columns: Columns = [
+        ("step", lambda way: tables.ms(way["step_seconds"]["p50"])),
+        ("vs eager", lambda way: tables.times(way["step_ratio"].get("eager"))),
+        ("vs checkpoint", lambda way: tables.times(way["step_ratio"].get("checkpoint"))),
+        ("kept", lambda way: _size(way["kept_bytes"])),
+        *share("kept_bytes"),
+        ("below the head", lambda way: _size(way["kept_below_head_bytes"])),
+        *share("kept_below_head_bytes"),
+        ("peak", lambda way: _size(way["step_peak_bytes"])),
+        ("largest batch", lambda way: tables.number(way.get("largest_batch"))),
+        ("tokens/s there", lambda way: tables.number(way.get("tokens_per_second"))),
+    ]
+    table = tables.ways_table(row["ways"], columns, "way")
     fixed = f"Parameters, gradients and AdamW's moments: {_size(row['fixed_bytes'])}"
     cap = row.get("memory_cap")
     within = f", within the cap of {_size(cap)} as well" if cap else ""
     return f"{table}\n\n{fixed}{within}; {row['rounds']} rounds."
 
 
-def _columns(row: Row) -> Columns:
-    """What is said of a way of a case."""
-
-    def share(way: Row, what: str) -> Cell:
-        return number(kept_share(way, row, what), 3)
-
-    return [
-        ("step", lambda way: ms(way["step_seconds"]["p50"])),
-        ("vs eager", lambda way: times(way["step_ratio"].get("eager"))),
-        ("vs checkpoint", lambda way: times(way["step_ratio"].get("checkpoint"))),
-        ("kept", lambda way: _size(way["kept_bytes"])),
-        ("of eager's", lambda way: share(way, "kept_bytes")),
-        ("below the head", lambda way: _size(way["kept_below_head_bytes"])),
-        ("of eager's", lambda way: share(way, "kept_below_head_bytes")),
-        ("peak", lambda way: _size(way["step_peak_bytes"])),
-        ("largest batch", lambda way: number(way.get("largest_batch"))),
-        ("tokens/s there", lambda way: number(way.get("tokens_per_second"))),
-    ]
-
-
 def _size(nbytes: float | None) -> Cell:
-    return kib(nbytes) if nbytes is not None and nbytes < 10 * MIB else mib(nbytes)
+    return tables.kib(nbytes) if nbytes is not None and nbytes < 10 * MIB else tables.mib(nbytes)
 
 
 def kept_share(found: Row, row: Row, what: str) -> float | None:
@@ -106,7 +82,7 @@ def losses_table(row: Row) -> str:
         f"parameters moved by a rounding each: {found['noise']:.1e}; "
         f"allowed {found['allowed']:.1e}."
     )
-    return f"{markdown(['step', *found['curves']], rows)}\n\n{noise}"
+    return f"{tables.markdown(['step', *found['curves']], rows)}\n\n{noise}"
 
 
 # --- the targets
@@ -141,18 +117,18 @@ def verdicts(results: Row) -> list[Verdict]:
 
 def _verdict(name: str, what: str, limit: float, rows: Sequence[Row]) -> Verdict:
     text = f"{name}: {LIMITS[what].format(limit)}"
-    found = [(way, row) for row in rows if (way := row["ways"].get(name))]
-    if any("failure" in way for way, _ in found):
-        return Verdict(text, f"wrong results: {name}", False)
-    measured = [(way, row) for way, row in found if "step_ratio" in way]
-    if what == "step":
-        ratios = [way["step_ratio"].get("checkpoint", {}).get("p50") for way, _ in measured]
-    else:
-        ratios = [kept_share(way, row, what) for way, row in measured]
-    values = [value for value in ratios if value is not None]
-    if not values:
+    values = []
+    for row in rows:
+        way = row["ways"].get(name, {})
+        if "failure" in way:
+            return Verdict(text, f"wrong results: {name}", False)
+        ratios = way.get("step_ratio", {})
+        shared = kept_share(way, row, what) if ratios and what != "step" else None
+        values.append(ratios.get("checkpoint", {}).get("p50") if what == "step" else shared)
+    known = [value for value in values if value is not None]
+    if not known:
         return Verdict(text, "not measured", None)
-    return Verdict(text, span(values, ".3f"), max(values) <= limit)
+    return Verdict(text, tables.span(known, ".3f"), max(known) <= limit)
 
 
 def _same_losses(rows: Sequence[Row]) -> Verdict:
@@ -162,14 +138,14 @@ def _same_losses(rows: Sequence[Row]) -> Verdict:
     worst = [(d, losses["allowed"]) for losses in found for d in losses["differences"].values()]
     if not worst:
         return Verdict(text, "not measured", None)
-    met = all(difference <= allowed for difference, allowed in worst)
     difference, allowed = max(worst, key=lambda pair: pair[0] / pair[1])
-    return Verdict(text, f"{difference:.1e} relative, allowed {allowed:.1e}", met)
+    said = f"{difference:.1e} relative, allowed {allowed:.1e}"
+    return Verdict(text, said, difference <= allowed)
 
 
 def target_table(results: Row) -> str:
     """The targets, met or not."""
-    return verdict_table(verdicts(results), f"target ({MODEL})")
+    return tables.verdict_table(verdicts(results), f"target ({MODEL})")
 
 
 # --- pages
@@ -180,26 +156,25 @@ def article(results: Row) -> str:
     parts = ["# Fine-tuning in every way"]
     for row in rows_of(results):
         parts += [f"## {title(row)}", case_table(row)]
-        if has_losses(row):
-            parts += ["### Losses", losses_table(row)]
+        parts += ["### Losses", losses_table(row)] if has_losses(row) else []
     return "\n\n".join([*parts, "## Targets", target_table(results)]) + "\n"
 
 
 def section() -> str:
     """Every CPU's, then every set of a GPU's."""
     paths = [FILE, *sorted(RESULTS.glob(f"*/{FILE.name}"), reverse=True)]
-    parts = [_set(data) for data in map(load, paths) if data is not None] or [UNMEASURED]
-    for folder, files in gpu_sets().items():
+    parts = [text for path in paths if path.exists() for text in _set(tables.load(path))]
+    parts = parts or [UNMEASURED]
+    for folder, files in tables.gpu_sets().items():
         for data in filter(rows_of, files):
-            where = f"{data['machine']['gpu']} (`bench/results/{folder.name}`)"
-            parts.append(f"### Models on {where}\n\n{_set(data)}")
+            parts += [f"### Models on {tables.where(data['machine'], folder)}", *_set(data)]
     return "\n\n".join(parts)
 
 
-def _set(data: Row) -> str:
-    parts = [machine_line(data["machine"])]
-    parts += [] if data["machine"].get("gpu") else [target_table(data)]
+def _set(data: Row) -> Iterator[str]:
+    yield tables.machine_line(data["machine"])
+    if not data["machine"].get("gpu"):
+        yield target_table(data)
     for row in rows_of(data):
         losses = [losses_table(row)] if has_losses(row) else []
-        parts.append(folded(title(row), case_table(row), *losses))
-    return "\n\n".join(parts)
+        yield tables.folded(title(row), case_table(row), *losses)

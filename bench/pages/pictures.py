@@ -1,37 +1,39 @@
-"""Pictures beside results files: whether they are of their file's data, and drawing them anew."""
+"""All pictures that are drawn of results and of graphs: which are stale, and drawing them anew."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from bench.figures import losses as losses_figure
-from bench.figures import plans as plans_figure
-from bench.figures.drawing import drawn_of
-from bench.pages import losses, plans
-from bench.tables import RESULTS
+from bench.figures import frontier, losses, overview, plans
+from bench.figures.drawing import Picture
+from bench.frontier import panels, sets
+from bench.pages import drawings
+from bench.pages import losses as losses_page
+from bench.pages import overview as overview_page
+from bench.pages import plans as plans_page
+from bench.tables import RESULTS, read
 
-#: Of a page's results files, the module that draws them.
-FIGURES = ((plans, plans_figure), (losses, losses_figure))
 
-
-def _stale(root: Path) -> Iterator[tuple[Path, Any, Any]]:
-    """Pictures that are not of their file's data, or not there yet; the data, and who draws it."""
-    for page, figure in FIGURES:
+def every(root: Path = RESULTS) -> Iterator[Picture]:
+    """The pictures beside results in a folder; with all results, the README's and drawings too."""
+    for folder, data in sets(root).items():
+        yield frontier.picture(folder, panels(data))
+    for page, figure in ((plans_page, plans), (losses_page, losses)):
         for path in page.files(root):
-            data = page.read(path)
-            for picture in (path.with_suffix(".png"), path.with_suffix(".svg")):
-                if drawn_of(picture) != figure.drawn_from(data):
-                    yield picture, data, figure
+            yield figure.picture(path, read(path)["results"])
+    if root == RESULTS:
+        yield from overview.pictures(overview_page.means())
+        yield drawings.picture()
 
 
 def stale(root: Path = RESULTS) -> list[Path]:
-    """Pictures that are not of their file's data, or not there yet."""
-    return [picture for picture, _, _ in _stale(root)]
+    """Files that are not of their data, or not there yet."""
+    return [path for picture in every(root) for path in picture.stale()]
 
 
 def rewrite(root: Path = RESULTS) -> None:
     """Draw those anew. Raises: ImportError without matplotlib."""
-    for picture, data, figure in _stale(root):
-        figure.draw(data, picture.parent, picture.stem)
+    for picture in every(root):
+        if picture.stale():
+            picture.write()

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median_high
 from typing import NamedTuple
 
-from bench.tables import (
-    RESULTS,
-    Cell,
-    Columns,
-    Row,
-    folded,
-    machine_line,
-    markdown,
-    mib,
-    picture,
-    place,
-    significant,
-    times,
-    ways_table,
-)
+from bench import tables
+from bench.tables import RESULTS, Cell, Columns, Row
 from bench.tables import read as read_results
 
 UNMEASURED = "Not measured yet: `python -m bench plan --device cpu`."
-#: What a prediction is held against: its name, the key of what was measured, and whether both are
-#: taken relative to those of our plan with the largest peak, which no change of the machine between
-#: planning and measuring shows in.
+#: What a prediction is held against: its name, its key, and that of what was measured.
 PREDICTIONS = (
-    ("peak", "peak_bytes", "peak_bytes", False),
-    ("kept", "kept_bytes", "kept_bytes", False),
-    ("time, costs measured", "seconds", "step_seconds", False),
-    ("time, costs analytic", "analytic_seconds", "step_seconds", False),
-    ("time relative to the fastest plan, costs measured", "seconds", "step_seconds", True),
-    ("time relative to the fastest plan, costs analytic", "analytic_seconds", "step_seconds", True),
+    ("peak", "peak_bytes", "peak_bytes"),
+    ("kept", "kept_bytes", "kept_bytes"),
+    ("time, costs measured", "seconds", "step_seconds"),
+    ("time, costs analytic", "analytic_seconds", "step_seconds"),
 )
 
 
@@ -48,9 +32,7 @@ def title(row: Row) -> str:
     return (
         f"{c['layers']} layers, D = {c['width']}, H = {c['heads']}, B = {c['batch']}, "
         f"S = {c['seq_len']}, {c['dtype']}, {c['norm']}-norm, dropout {c['dropout']:g}"
-        + ", causal"
-        * c["causal"]
-    )
+    ) + ", causal" * c["causal"]
 
 
 def right(row: Row, *families: str) -> dict[str, Row]:
@@ -87,26 +69,34 @@ def rivals(row: Row) -> Iterator[Rival]:
 # --- tables of a case
 
 
+def _ms(seconds: float | None) -> Cell:
+    return None if seconds is None else f"{tables.significant(1e3 * seconds)} ms"
+
+
+def _predicted(way: Row, key: str) -> float | None:
+    found: float | None = way.get("predicted", {}).get(key)
+    return found
+
+
 #: What is said of a way.
 COLUMNS: Columns = [
-    ("peak", lambda way: mib(way["peak_bytes"], 1)),
-    ("kept", lambda way: mib(way["kept_bytes"], 1)),
+    ("peak", lambda way: tables.mib(way["peak_bytes"], 1)),
+    ("kept", lambda way: tables.mib(way["kept_bytes"], 1)),
     ("step", lambda way: _ms(way["step_seconds"]["p50"])),
-    ("vs eager (p20 to p80)", lambda way: times(way["step_ratio"].get("eager"), spread=True)),
-    ("predicted: peak", lambda way: mib(way.get("predicted", {}).get("peak_bytes"), 1)),
-    ("kept", lambda way: mib(way.get("predicted", {}).get("kept_bytes"), 1)),
-    ("step, costs measured", lambda way: _ms(way.get("predicted", {}).get("seconds"))),
-    ("analytic", lambda way: _ms(way.get("predicted", {}).get("analytic_seconds"))),
+    (
+        "vs eager (p20 to p80)",
+        lambda way: tables.times(way["step_ratio"].get("eager"), spread=True),
+    ),
+    ("predicted: peak", lambda way: tables.mib(_predicted(way, "peak_bytes"), 1)),
+    ("kept", lambda way: tables.mib(_predicted(way, "kept_bytes"), 1)),
+    ("step, costs measured", lambda way: _ms(_predicted(way, "seconds"))),
+    ("analytic", lambda way: _ms(_predicted(way, "analytic_seconds"))),
 ]
 
 
 def table(row: Row) -> str:
     """Every way: peak, kept bytes, time, and what was predicted of ours."""
-    return ways_table(row["ways"], COLUMNS, "way")
-
-
-def _ms(seconds: float | None) -> Cell:
-    return None if seconds is None else f"{significant(1e3 * seconds)} ms"
+    return tables.ways_table(row["ways"], COLUMNS, "way")
 
 
 def rival_table(row: Row) -> str:
@@ -117,69 +107,50 @@ def rival_table(row: Row) -> str:
         "vs the peer (p20 to p80)",
     )  # fmt: skip
     rows = []
-    for rival in rivals(row):
-        peer = [rival.peer, *_cells(ways[rival.peer])]
-        if rival.way is None:
-            assert rival.least is not None
-            rows.append([*peer, f"none: the least possible is {mib(rival.least, 1)}"])
-            continue
-        found = ways[rival.way]
-        ratio = found["step_ratio"][rival.peer]
-        over = found["peak_bytes"] / ways[rival.peer]["peak_bytes"] - 1
-        shown = rival.way + (f" (over by {over:.1%})" if over > 0 else "")
-        spread = f"**{times(ratio)}** ({ratio['p20']:.2f} to {ratio['p80']:.2f})"
-        rows.append([*peer, shown, *_cells(found), spread])
-    return markdown(head, rows)
+    for peer, way, least in rivals(row):
+        if way is None:
+            found: list[Cell] = [f"none: the least possible is {tables.mib(least, 1)}"]
+        else:
+            over = ways[way]["peak_bytes"] / ways[peer]["peak_bytes"] - 1
+            ratio = f"**{tables.times(ways[way]['step_ratio'][peer], spread=True)}".replace(
+                "×", "×**"
+            )
+            found = [way + f" (over by {over:.1%})" * (over > 0), *_cells(ways[way]), ratio]
+        rows.append([peer, *_cells(ways[peer]), *found])
+    return tables.markdown(head, rows)
 
 
 def _cells(way: Row) -> list[Cell]:
     ratio = way["step_ratio"].get("eager")
-    return [mib(way["peak_bytes"], 1), mib(way["kept_bytes"], 1), times(ratio)]
-
-
-def rule_table(row: Row) -> str:
-    """What simpler rules choose within the peers' peaks, against the best: as predicted."""
-    methods = list(dict.fromkeys(a["method"] for a in row["plans"] if a["method"] != "optimal"))
-    rows = []
-    for of in dict.fromkeys(a["of"] for a in row["plans"] if a["of"] != "sweep"):
-        mine = {a["method"]: a for a in row["plans"] if a["of"] == of}
-        least, best = mine["optimal"], mine["optimal"].get("predicted")
-        cells = [of, mib(least["budget_bytes"], 1), _ms(best["seconds"]) if best else "none"]
-        for found in (mine[method].get("predicted") for method in methods):
-            ratio = f"{found['seconds'] / best['seconds']:.3f}×" if found else "does not fit"
-            cells.append(ratio)
-        rows.append(cells)
-    return markdown(["within the peak of", "budget", "optimal, predicted", *methods], rows)
+    return [tables.mib(way["peak_bytes"], 1), tables.mib(way["kept_bytes"], 1), tables.times(ratio)]
 
 
 def errors(row: Row) -> dict[str, dict[str, float]]:
     """By what is predicted, then by our way: predicted over measured, less 1."""
-    mine = {name: way for name, way in right(row).items() if "predicted" in way}
-    if not mine:
-        return {}
-    best = [way for way in mine.values() if way["family"] == "ours"] or mine.values()
-    fastest = max(best, key=lambda way: float(way["peak_bytes"]))
 
-    def share(way: Row, key: str, measured: str) -> float:
+    def error(way: Row, key: str, measured: str) -> float:
         actual = way[measured]
         actual = actual["p50"] if isinstance(actual, dict) else actual
-        return float(way["predicted"][key] / actual)
+        return float(way["predicted"][key] / actual - 1)
 
-    found = {}
-    for what, key, measured, relative in PREDICTIONS:
-        unit = share(fastest, key, measured) if relative else 1.0
-        found[what] = {name: share(way, key, measured) / unit - 1 for name, way in mine.items()}
-    return found
+    mine = {name: way for name, way in right(row).items() if "predicted" in way}
+    return {
+        what: {name: error(way, key, measured) for name, way in mine.items()}
+        for what, key, measured in PREDICTIONS
+        if mine
+    }
 
 
 def error_table(row: Row) -> str:
     """How far predictions are off what was measured of all our plans that were run."""
     rows = []
     for what, found in errors(row).items():
-        worst = max(found, key=lambda way: abs(found[way]))
-        middle = sorted(map(abs, found.values()))[len(found) // 2]
+        worst, middle = (
+            max(found, key=lambda way: abs(found[way])),
+            median_high(map(abs, found.values())),
+        )
         rows.append([what, str(len(found)), percent(found[worst], "+"), worst, percent(middle)])
-    return markdown(("predicted", "plans", "largest error", "at", "median error"), rows)
+    return tables.markdown(("predicted", "plans", "largest error", "at", "median error"), rows)
 
 
 def step_table(row: Row) -> str:
@@ -189,40 +160,33 @@ def step_table(row: Row) -> str:
         [which, step, _ms(measured), _ms(analytic), f"{analytic / measured:.2f}"]
         for which, step, measured, analytic in [*row["steps"], [None, "all", *sums]]
     ]
-    return markdown(("pass", "step", "measured", "analytic", "analytic / measured"), rows)
+    return tables.markdown(("pass", "step", "measured", "analytic", "analytic / measured"), rows)
 
 
 def percent(error: float, sign: str = "") -> str:
     """With enough digits to tell small from none."""
     if error == 0:
         return "0%"
-    digits = 1 if abs(error) >= 1e-3 else 3
-    return format(error, f"{sign}.{digits}%")
+    return format(error, f"{sign}.{1 if abs(error) >= 1e-3 else 3}%")
 
 
 def summary(row: Row) -> str:
     """How our plans do within the peaks of their peers, and how well they were predicted."""
-    ways = right(row)
-    against = {
-        rival.peer: ways[rival.way]["step_ratio"][rival.peer]["p50"]
-        for rival in rivals(row)
-        if rival.way is not None and rival.way in ways
-    }
+    ways, found = right(row), list(rivals(row))
+    against = {r.peer: ways[r.way]["step_ratio"][r.peer]["p50"] for r in found if r.way in ways}
     if not against:
         return f"{title(row)}: no peer was measured."
     won = sum(ratio < 1 for ratio in against.values())
     best, worst = min(against, key=against.__getitem__), max(against, key=against.__getitem__)
-    mine = [way for way in ways.values() if "predicted" in way]
-    off = [abs(way["predicted"]["peak_bytes"] / way["peak_bytes"] - 1) for way in mine]
-    exact = all(way["predicted"]["kept_bytes"] == way["kept_bytes"] for way in mine)
-    tight = [rival.peer for rival in rivals(row) if rival.way is None]
+    off, kept = (errors(row)[what].values() for what in ("peak", "kept"))
+    tight = [rival.peer for rival in found if rival.way is None]
     none = f"; within that of {', '.join(tight)} there is no plan" if tight else ""
     return (
         f"{title(row)}: within the measured peak of each of {len(against)} other ways, the optimal "
         f"plan is faster than {won}: {against[best]:.2f} times the time of {best} at best, "
-        f"{against[worst]:.2f} times that of {worst} at worst{none}. Of {len(mine)} plans the "
-        f"predicted peak is off by at most {percent(max(off))}, kept bytes are "
-        f"{'exact' if exact else 'not exact'}."
+        f"{against[worst]:.2f} times that of {worst} at worst{none}. Of {len(off)} plans the "
+        f"predicted peak is off by at most {percent(max(map(abs, off)))}, kept bytes are "
+        f"{'not exact' if any(kept) else 'exact'}."
     )
 
 
@@ -235,37 +199,34 @@ def files(root: Path = RESULTS) -> list[Path]:
 
 
 def _picture(path: Path) -> str:
-    return picture(path, "Step time against the measured peak; predicted against measured peak")
+    return tables.picture(
+        path, "Step time against the measured peak; predicted against measured peak"
+    )
 
 
 def readme(root: Path = RESULTS) -> str:
-    """Of the first file: the picture, and how its cases come out in a line each."""
+    """Of the first file: the tables.picture, and how its cases come out in a line each."""
     for path in files(root)[:1]:
         rows = read(path)["results"]
         lines = "\n".join(f"- {summary(row)}" for row in rows)
-        return "\n\n".join([_picture(path), lines, machine_line(rows[0]["machine"])])
+        return "\n\n".join([_picture(path), lines, tables.machine_line(rows[0]["machine"])])
     return UNMEASURED
 
 
 def section(root: Path = RESULTS) -> str:
-    """Of every file: the picture, and the tables of every case."""
+    """Of every file: the tables.picture, and the tables of every case."""
     return "\n\n".join(text for path in files(root) for text in _set(path)) or UNMEASURED
 
 
 def _set(path: Path) -> Iterator[str]:
     data = read(path)
-    machine = data["machine"]
-    yield f"### {machine.get('gpu') or machine['cpu']} (`{place(path)}`)"
+    yield f"### {tables.where(data['machine'], path)}"
     yield _picture(path)
     for row in data["results"]:
-        yield f"**{title(row)}**, {row['rounds']} rounds. {machine_line(row['machine'])}"
+        yield f"**{title(row)}**, {row['rounds']} rounds. {tables.machine_line(row['machine'])}"
         yield "Each peer, and our optimal plan whose budget is the peer's measured peak:"
         yield rival_table(row)
         yield "Predictions against what was measured, of all our plans that were run:"
         yield error_table(row)
-        yield (
-            "Simpler rules within the same budgets: predicted time, relative to the optimal plan's:"
-        )
-        yield rule_table(row)
-        yield folded("Every way", table(row))
-        yield folded("A layer's steps: measured, and analytic", step_table(row))
+        yield tables.folded("Every way", table(row))
+        yield tables.folded("A layer's steps: measured, and analytic", step_table(row))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from bench.tables import markdown
+from bench.tables import Cell, markdown
 from fused_remat.formats import FORMATS, NATIVE, split_name
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.graph import Graph
@@ -22,105 +22,6 @@ SHAPES: Shapes = {
     "cross.weight": (3 * D, D), "cross_proj.weight": (D, D),
     "fc1.weight": (4 * D, D), "fc2.weight": (D, 4 * D),
 }  # fmt: skip
-
-
-def block(norm_first: bool) -> Graph:
-    """The encoder block's graph without dropout."""
-    return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu"))
-
-
-def decoder(norm_first: bool) -> Graph:
-    """The decoder block's graph without dropout."""
-    return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu", (1e-5,) * 3))
-
-
-def trained(graph: Graph) -> frozenset[str]:
-    """All that a gradient is wanted of: inputs and weights."""
-    weights = {n for n in graph.params if n.endswith((".weight", ".bias"))}
-    return frozenset({*graph.inputs, *weights})
-
-
-def rebuilt_nodes(graph: Graph, save: frozenset[str]) -> list[Node]:
-    """What backward rebuilds where `save` is kept, unpacked or computed again."""
-    plan = schedule(in_formats(graph, save), save, trained(graph), tiled=False)
-    return [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
-
-
-def row_bytes(name: str, widths: Mapping[str, int]) -> int:
-    """Bytes of a token's kept name at 16 bits, or in its format with the scales."""
-    base, stored = split_name(name)
-    if stored == NATIVE:
-        return 2 * widths[base]
-    return FORMATS[stored].nbytes(1, widths[base])
-
-
-def in_widths(nbytes: float) -> str:
-    """Bytes of a token in D."""
-    return f"{nbytes / D:.3f}".rstrip("0").rstrip(".")
-
-
-def kept_of(graph: Graph, preset: str) -> list[str]:
-    """The input and the names that a preset keeps, in the graph's order."""
-    save = kept_names(preset, graph)
-    order = {name: i for i, name in enumerate(graph.names)}
-    return ["input", *sorted(save, key=lambda name: order[split_name(name)[0]])]
-
-
-def rebuilt(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> str:
-    """What backward rebuilds, as "16D² + attention"; D²·M/S is a product of the memory's tokens."""
-    nodes = rebuilt_nodes(graph, kept_names(preset, graph))
-    widths = graph.widths(shapes)
-
-    def products(nodes: Iterable[Node]) -> int:
-        return sum(n.flops(widths, shapes, S) for n in nodes if not n.per_sequence) // D**2
-
-    parts = []
-    for source, unit in zip(graph.inputs, ("D²", "D²·M/S"), strict=False):
-        count = products(n for n in nodes if graph.source[n.name] == source)
-        parts += [f"{count}{unit}"] if count else []
-    parts += ["attention"] * any(n.per_sequence for n in nodes)
-    return " + ".join(parts) or "pointwise only"
-
-
-def kept_bytes(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> str:
-    """Bytes of a token at 16 bits, as "6D + 4D·M/S"."""
-    widths, kept = graph.widths(shapes), kept_of(graph, preset)
-    parts = []
-    for source, unit in zip(graph.inputs, ("D", "D·M/S"), strict=False):
-        mine = [n for n in kept if graph.source[split_name(n)[0]] == source]
-        count = sum(row_bytes(name, widths) for name in mine)
-        parts += [f"{in_widths(count)}{unit}"] if count else []
-    return " + ".join(parts)
-
-
-def cells(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> list[str]:
-    """What a preset keeps of a block, the bytes of that, and what backward rebuilds."""
-    kept = ", ".join(kept_of(graph, preset))
-    return [kept, kept_bytes(graph, preset, shapes), rebuilt(graph, preset, shapes)]
-
-
-def _table(pre: Graph, post: Graph) -> str:
-    head = (
-        "preset", "pre-norm keeps", "bytes", "rebuilds", "post-norm keeps", "bytes", "rebuilds"
-    )  # fmt: skip
-    rows = [
-        [f'`"{preset}"`' + " (default)" * (preset == "full"), *cells(pre, preset),
-         *cells(post, preset)]
-        for preset in ALL_PRESETS
-    ]  # fmt: skip
-    return markdown(head, rows)
-
-
-def rung_table() -> str:
-    """The presets of the encoder block: what each keeps and rebuilds."""
-    return _table(block(True), block(False))
-
-
-def decoder_rung_table() -> str:
-    """The presets of the decoder block, besides the memory."""
-    return _table(decoder(True), decoder(False))
-
-
 #: Llama-3-8B's proportions: a quarter as many key heads, an MLP 3.5 times as wide.
 _KEYS, _HIDDEN = D // 4, 7 * D // 2
 TRANSFORMER_SHAPES: Shapes = {
@@ -136,6 +37,16 @@ _TRANSFORMERS = {
 }
 
 
+def block(norm_first: bool) -> Graph:
+    """The encoder block's graph without dropout."""
+    return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu"))
+
+
+def decoder(norm_first: bool) -> Graph:
+    """The decoder block's graph without dropout."""
+    return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu", (1e-5,) * 3))
+
+
 def transformer(placement: str, qk_norm: bool) -> Graph:
     """A rotary, gated transformer block's graph without dropout."""
     spec = transformer_spec(
@@ -146,11 +57,115 @@ def transformer(placement: str, qk_norm: bool) -> Graph:
     return block_graph(spec)
 
 
+def trained(graph: Graph) -> frozenset[str]:
+    """All that a gradient is wanted of: inputs and weights."""
+    weights = {n for n in graph.params if n.endswith((".weight", ".bias"))}
+    return frozenset({*graph.inputs, *weights})
+
+
+def rebuilt_nodes(
+    graph: Graph, save: frozenset[str], needs_grad: frozenset[str] | None = None
+) -> list[Node]:
+    """What backward rebuilds where `save` is kept, unpacked or computed again."""
+    wanted = trained(graph) if needs_grad is None else needs_grad
+    plan = schedule(in_formats(graph, save), save, wanted, tiled=False)
+    return [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
+
+
+def products(graph: Graph, nodes: Iterable[Node], shapes: Shapes = SHAPES) -> int:
+    """FLOPs of a token in the nodes' products, attention apart."""
+    widths = graph.widths(shapes)
+    return sum(n.flops(widths, shapes, S) for n in nodes if not n.per_sequence)
+
+
+def row_bytes(name: str, widths: Mapping[str, int]) -> int:
+    """Bytes of a token's kept name at 16 bits, or in its format with the scales."""
+    base, stored = split_name(name)
+    width = widths[base]
+    return 2 * width if stored == NATIVE else FORMATS[stored].nbytes(1, width)
+
+
+def in_widths(nbytes: float) -> str:
+    """Bytes of a token in D."""
+    return f"{nbytes / D:.3f}".rstrip("0").rstrip(".")
+
+
+def in_order(graph: Graph, save: Iterable[str]) -> list[str]:
+    """Names in the graph's order."""
+    return sorted(save, key=lambda name: graph.names.index(split_name(name)[0]))
+
+
+def kept_of(graph: Graph, preset: str) -> list[str]:
+    """The input and the names that a preset keeps."""
+    return ["input", *in_order(graph, kept_names(preset, graph))]
+
+
+def _by_source(graph: Graph, unit: str, amount: Callable[[str], float]) -> list[str]:
+    """What there is of each input's tokens; "·M/S": of the memory's."""
+    found = [(amount(source), of) for source, of in zip(graph.inputs, ("", "·M/S"), strict=False)]
+    return [f"{in_widths(count * D)}{unit}{of}" for count, of in found if count]
+
+
+def rebuilt(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> str:
+    """What backward rebuilds, as "16D² + attention"; D²·M/S is a product of the memory's tokens."""
+    nodes = rebuilt_nodes(graph, kept_names(preset, graph))
+
+    def amount(source: str) -> float:
+        mine = [node for node in nodes if graph.source[node.name] == source]
+        return products(graph, mine, shapes) // D**2
+
+    parts = _by_source(graph, "D²", amount)
+    parts += ["attention"] * any(node.per_sequence for node in nodes)
+    return " + ".join(parts) or "pointwise only"
+
+
+def kept_bytes(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> str:
+    """Bytes of a token at 16 bits, as "6D + 4D·M/S"."""
+    widths, kept = graph.widths(shapes), kept_of(graph, preset)
+
+    def amount(source: str) -> float:
+        mine = [name for name in kept if graph.source[split_name(name)[0]] == source]
+        return sum(row_bytes(name, widths) for name in mine) / D
+
+    return " + ".join(_by_source(graph, "D", amount))
+
+
+def cells(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> list[Cell]:
+    """What a preset keeps of a block, the bytes of that, and what backward rebuilds."""
+    kept = ", ".join(kept_of(graph, preset))
+    return [kept, kept_bytes(graph, preset, shapes), rebuilt(graph, preset, shapes)]
+
+
+def quoted(preset: str) -> str:
+    """A preset as its user writes it, and whether it is the default."""
+    return f'`"{preset}"`' + " (default)" * (preset == "full")
+
+
+def encoder_table() -> str:
+    """The presets of the encoder block: what each keeps and rebuilds."""
+    return _table(block)
+
+
+def decoder_table() -> str:
+    """The presets of the decoder block, besides the memory."""
+    return _table(decoder)
+
+
+def _table(make: Callable[[bool], Graph]) -> str:
+    graphs = {"pre-norm": make(True), "post-norm": make(False)}
+    head = ["preset", *(h for name in graphs for h in (f"{name} keeps", "bytes", "rebuilds"))]
+    rows = [
+        [quoted(preset), *(cell for graph in graphs.values() for cell in cells(graph, preset))]
+        for preset in ALL_PRESETS
+    ]
+    return markdown(head, rows)
+
+
 def transformer_table() -> str:
     """The presets of the transformer block, kinds one below the other."""
     rows = [
-        [name, f'`"{preset}"`', *cells(transformer(*kind), preset, TRANSFORMER_SHAPES)]
-        for name, kind in _TRANSFORMERS.items()
+        [name, f'`"{preset}"`', *cells(transformer(*of), preset, TRANSFORMER_SHAPES)]
+        for name, of in _TRANSFORMERS.items()
         for preset in ALL_PRESETS
     ]
     return markdown(("norms and heads", "preset", "keeps", "bytes", "rebuilds"), rows)

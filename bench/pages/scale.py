@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.tables import RESULTS, Cell, Row, kib, load, machine_line, markdown, ms
+from bench.tables import RESULTS, Cell, Row, kib, machine_line, markdown, ms, part
 from fused_remat.cli import scale
 
 UNMEASURED = "Not measured yet: `python -m bench scale`."
@@ -66,9 +66,10 @@ def example() -> str:
 
 def checked(root: Path = RESULTS) -> str:
     """The rows of a run on a CPU."""
-    data = load(root / "scale-cpu.json")
-    if data is None:
-        return UNMEASURED
+    return part(root / "scale-cpu.json", _checked, UNMEASURED)
+
+
+def _checked(data: Row) -> str:
     case = data["results"][0]["case"]
     sizes = f"{case['layers']} layers of width {case['width']}, two sequences of {case['seq']}"
     where = machine_line(data["machine"])

@@ -1,321 +1,289 @@
-"""Which route is ours: contests of kernels with fused ends against the same in two steps.
+"""Which route and which tile is ours: kernels with fused ends against the same in two steps.
 
-An MLP's hidden half, its end, its backward. "aten" is the same in PyTorch's own operators, "bare"
-its products alone: what a kernel that fuses the rest for nothing would take. "split" is torch's
-product and our kernel for the rest: where it wins, a table's route changes
-(`fused_remat.triton.tables`).
+An MLP's hidden half, its end, its backward. "split" is torch's product and our kernel for the rest:
+where it wins, a table's route changes (`fused_remat.triton.tables`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.measure.contest import (
-    SETS,
-    Contest,
-    Entry,
-    P,
-    Results,
-    Rig,
-    Way,
-    Work,
-    from_mask,
-    multiplier,
-)
-from fused_remat.spec import NormSpec
-from fused_remat.steps.linear import linear_dx, linear_fwd
+from bench.measure.contest import Entry, Results, Rig
+from bench.tuning.forms import Form
+from bench.tuning.pointwise import AFFINE, NORM
 from fused_remat.steps.norm import norm_fwd
+from fused_remat.triton import cross_entropy, pointwise, products, tables
 from fused_remat.triton import norm as norms
-from fused_remat.triton import pointwise, products
-from fused_remat.triton.launch import Launch
+from fused_remat.triton.launch import Launch, cdiv
+from fused_remat.triton.tables import Tile
 
 _aten = torch.ops.aten
 TOKENS = 8192
 WIDTHS = (2048, 1024, 4096)
-EPS = 1e-5
-BASELINES = ("aten", "bare")
+_UP, _GATE = {"up": "FD", "bias": "F"}, {"gate": "FD", "gate_bias": "F"}
 
 
-def doubled(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """In float64."""
-    return tuple(t.double() for t in tensors)
+def pre(t: Any) -> Tensor:
+    """The pre-activation, by cuBLAS."""
+    return torch.addmm(t.bias, t.x, t.up.t())
 
 
-class Mlp:
-    """An MLP's operands: x and dy (T, D) in sets, weights as `nn.Linear` holds them, F = 4·D."""
-
-    def __init__(self, rig: Rig, tokens: int, d: int, f: int) -> None:
-        self.rig, self.tokens, self.d, self.f = rig, tokens, d, f
-        self.xs = [rig.normal(tokens, d) for _ in range(SETS)]
-        self.dys = [rig.normal(tokens, d) for _ in range(SETS)]
-        self.gate = rig.normal(f, d, scale=d**-0.5), rig.normal(f)
-        self.up = rig.normal(f, d, scale=d**-0.5), rig.normal(f)
-        self.down = rig.normal(d, f, scale=f**-0.5), rig.normal(d)
-        self.flops = 2.0 * tokens * d * f  # of one product
-
-    def hidden(self) -> Tensor:
-        """A poisoned matrix (T, F)."""
-        return self.rig.poisoned(self.tokens, self.f)
-
-    def pre(self, index: int, layer: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """The pre-activation, by cuBLAS."""
-        weight, bias = layer or self.up
-        return torch.addmm(bias, self.xs[index], weight.t())
-
-    def exact_pre(self, layer: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """The first set's, in float64."""
-        return linear_fwd(*doubled(self.xs[0], *(layer or self.up)))
-
-    def exact_dact(self) -> Tensor:
-        """The gradient of the activation, likewise."""
-        return linear_dx(*doubled(self.dys[0], self.down[0]))
+def _gate(t: Any) -> Tensor:
+    return torch.addmm(t.gate_bias, t.x, t.gate.t())
 
 
-def per_set(launch: Callable[[int], Launch], results: Results) -> Way:
-    """A launch that is built once for each input set."""
-    launches = [launch(index) for index in range(SETS)]
-
-    def run(index: int) -> Results:
-        launches[index].run()
-        return results
-
-    return Way(run)
+def _down(t: Any) -> Tensor:
+    return torch.addmm(t.down_bias, t.h, t.down.t())
 
 
-def linear_act(m: Mlp, dropped: bool) -> Contest:
-    """dropout(gelu(x @ upᵀ + b))."""
-    keep = m.rig.keep(m.tokens, m.f) if dropped else None
-    fused, split = m.hidden(), m.hidden()
-
-    def aten(index: int) -> Results:
-        act = F.gelu(m.pre(index))
-        if not dropped:
-            return {"y": act}
-        return dict(zip(("y", "mask"), torch.native_dropout(act, P, True), strict=True))
-
-    def in_two(index: int) -> Results:
-        pointwise.act_fwd(m.pre(index), "gelu", keep, split).run()
-        return {"y": split}
-
-    def exact(scale: Tensor | None) -> Results:
-        act = F.gelu(m.exact_pre())
-        return {"y": act if scale is None else act * scale, "product": product_of(m.xs[0], m.up[0])}
-
-    def kernel(index: int) -> Launch:
-        given = m.xs[index], *m.up, None, keep, "gelu", None, fused
-        return products.linear_fwd(*given, m.rig.target)
-
-    own = (lambda found: exact(from_mask(found["mask"]))) if dropped else None
-    ways = {
-        "aten": Way(aten, own),
-        "bare": Way(lambda index: {"product": torch.mm(m.xs[index], m.up[0].t())}),
-        "kernel": per_set(kernel, {"y": fused}),
-        "split": Way(in_two),
-    }
-    truth = lambda: exact(None if keep is None else multiplier(keep))  # noqa: E731
-    return Contest(ways, truth, Work(flops=m.flops), BASELINES)
+def _product(t: Any) -> Results:
+    return {"product": t.x @ t.up.t()}
 
 
-def product_of(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.mm(x.double(), weight.double().t())
+# --- forwards
 
 
-def linear_end(m: Mlp) -> Contest:
-    """residual + dropout(h @ downᵀ + b), h (T, F)."""
-    rig, (weight, bias) = m.rig, m.down
-    hs = [rig.normal(m.tokens, m.f) for _ in range(SETS)]
-    residual, keep = rig.normal(m.tokens, m.d), rig.keep(m.tokens, m.d)
-    fused, split = rig.poisoned(m.tokens, m.d), rig.poisoned(m.tokens, m.d)
-
-    def aten(index: int) -> Results:
-        dropped, mask = torch.native_dropout(torch.addmm(bias, hs[index], weight.t()), P, True)
-        return {"y": residual + dropped, "mask": mask}
-
-    def in_two(index: int) -> Results:
-        product = torch.addmm(bias, hs[index], weight.t())
-        pointwise.dropout_add_fwd(product, residual, keep, split).run()
-        return {"y": split}
-
-    def exact(scale: Tensor) -> Results:
-        product = product_of(hs[0], weight)
-        return {"y": residual.double() + (product + bias.double()) * scale, "product": product}
-
-    def kernel(index: int) -> Launch:
-        given = hs[index], weight, bias, residual, keep, None, None, fused
-        return products.linear_fwd(*given, rig.target)
-
-    ways = {
-        "aten": Way(aten, lambda found: exact(from_mask(found["mask"]))),
-        "bare": Way(lambda index: {"product": torch.mm(hs[index], weight.t())}),
-        "kernel": per_set(kernel, {"y": fused}),
-        "split": Way(in_two),
-    }
-    truth = lambda: exact(multiplier(keep))  # noqa: E731
-    return Contest(ways, truth, Work(flops=m.flops), BASELINES)
+def _linear(t: Any, out: Results, tile: Tile | None = None) -> Launch:
+    given = t.x, t.up, t.bias, None, t.keep, "gelu", None
+    return products.linear_fwd(*given, out["y"], t.target, None, tile)
 
 
-def linear_normed(m: Mlp) -> Contest:
-    """layer_norm(x) @ upᵀ + b, the norm rebuilt from its statistics."""
-    rig, (weight, bias) = m.rig, m.up
-    affine = rig.normal(m.d, shift=1.0), rig.normal(m.d)
-    spec = NormSpec(eps=EPS)
-    stats = [tuple(s.float() for s in norm_fwd(spec, x.double(), None, None)[1:]) for x in m.xs]
-    fused, normed = m.hidden(), rig.poisoned(m.tokens, m.d)
-
-    def aten(index: int) -> Results:
-        made = torch.native_layer_norm(m.xs[index], [m.d], *affine, EPS)[0]
-        return {"y": torch.addmm(bias, made, weight.t())}
-
-    def in_two(index: int) -> Results:
-        given = spec, m.xs[index], None, None, *affine, None, normed, stats[index], True
-        norms.norm_fwd(*given).run()
-        return {"y": torch.addmm(bias, normed, weight.t())}
-
-    def truth() -> Results:
-        made = F.layer_norm(m.xs[0].double(), [m.d], *doubled(*affine), EPS)
-        return {"y": torch.addmm(bias.double(), made, weight.double().t())}
-
-    def kernel(index: int) -> Launch:
-        given = m.xs[index], weight, bias, None, None, None, None, fused
-        return products.linear_fwd(*given, rig.target, (*stats[index], *affine))
-
-    ways = {"aten": Way(aten), "kernel": per_set(kernel, {"y": fused}), "split": Way(in_two)}
-    return Contest(ways, truth, Work(flops=m.flops), ("aten",))
+LINEAR = Form(
+    {"x": "TD", **_UP},
+    lambda t: {"y": t.drop(F.gelu(pre(t)))},
+    _linear,
+    _product,
+    {"split": lambda t, out: pointwise.act_fwd(pre(t), "gelu", t.keep, out["y"]).run()},
+)
 
 
-def gated_mlp_fwd(m: Mlp) -> Contest:
-    """silu(x @ gateᵀ + bg) * (x @ upᵀ + b)."""
-    fused, split = m.hidden(), m.hidden()
-
-    def in_two(index: int) -> Results:
-        gate, up = m.pre(index, m.gate), m.pre(index)
-        pointwise.gated_fwd(gate, up, "silu", None, split).run()
-        return {"y": split}
-
-    def bare(index: int) -> Results:
-        x = m.xs[index]
-        return {"gate": torch.mm(x, m.gate[0].t()), "product": torch.mm(x, m.up[0].t())}
-
-    def truth() -> Results:
-        gate, up = m.exact_pre(m.gate), m.exact_pre()
-        products = {"gate": gate - m.gate[1].double(), "product": up - m.up[1].double()}
-        return {"y": F.silu(gate) * up, **products}
-
-    def kernel(index: int) -> Launch:
-        given = m.xs[index], *m.gate, *m.up, None, "silu", fused
-        return products.gated_mlp_fwd(*given, m.rig.target)
-
-    ways = {
-        "aten": Way(lambda index: {"y": F.silu(m.pre(index, m.gate)) * m.pre(index)}),
-        "bare": Way(bare),
-        "kernel": per_set(kernel, {"y": fused}),
-        "split": Way(in_two),
-    }
-    return Contest(ways, truth, Work(flops=2 * m.flops), BASELINES)
+def _linear_end(t: Any, out: Results) -> Launch:
+    given = t.h, t.down, t.down_bias, t.residual, t.keep, None, None
+    return products.linear_fwd(*given, out["y"], t.target)
 
 
-def gelu_gradients(dact: Tensor, pre: Tensor) -> Results:
-    return {"act": F.gelu(pre), "dup": _aten.gelu_backward(dact, pre)}
+def _add(t: Any, out: Results) -> None:
+    pointwise.dropout_add_fwd(_down(t), t.residual, t.keep, out["y"]).run()
 
 
-def gated_gradients(dact: Tensor, gate: Tensor, up: Tensor) -> Results:
+LINEAR_END = Form(
+    {"h": "TF", "residual": "TD", "down": "DF", "down_bias": "D"},
+    lambda t: {"y": t.residual + t.drop(_down(t))},
+    _linear_end,
+    lambda t: {"product": t.h @ t.down.t()},
+    {"split": _add},
+    shape="TD",
+    dropped=True,
+)
+
+
+def _normed(t: Any) -> Results:
+    """Of a norm that is rebuilt from its statistics."""
+    made = F.layer_norm(t.x, t.weight.shape, t.weight, t.shift, NORM.eps)
+    return {"y": torch.addmm(t.bias, made, t.up.t())}
+
+
+def _statistics(t: Any) -> dict[str, Any]:
+    return {"stats": tuple(s.float() for s in norm_fwd(NORM, t.x.double(), None, None)[1:])}
+
+
+def _linear_normed(t: Any, out: Results) -> Launch:
+    norm = (*t.stats, t.weight, t.shift)
+    given = t.x, t.up, t.bias, None, None, None, None
+    return products.linear_fwd(*given, out["y"], t.target, norm)
+
+
+def _norm_first(t: Any, out: Results) -> None:
+    made = torch.empty_like(t.x)
+    norms.norm_fwd(NORM, t.x, None, None, t.weight, t.shift, None, made, t.stats, True).run()
+    torch.addmm(t.bias, made, t.up.t(), out=out["y"])
+
+
+LINEAR_NORMED = Form(
+    {"x": "TD", **_UP, **AFFINE}, _normed, _linear_normed, None, {"split": _norm_first},
+    derive=_statistics,
+)  # fmt: skip
+
+
+def _gated(t: Any, out: Results, tile: Tile | None = None) -> Launch:
+    given = t.x, t.gate, t.gate_bias, t.up, t.bias, None, "silu"
+    return products.gated_mlp_fwd(*given, out["y"], t.target, tile)
+
+
+GATED = Form(
+    {"x": "TD", **_GATE, **_UP},
+    lambda t: {"y": F.silu(_gate(t)) * pre(t)},
+    _gated,
+    lambda t: {"gate": t.x @ t.gate.t(), **_product(t)},
+    {"split": lambda t, out: pointwise.gated_fwd(_gate(t), pre(t), "silu", None, out["y"]).run()},
+    products=2,
+)
+
+
+# --- backwards
+
+
+def _gelu_gradients(dact: Tensor, up: Tensor) -> Results:
+    return {"act": F.gelu(up), "dup": _aten.gelu_backward(dact, up)}
+
+
+def _silu_gradients(dact: Tensor, gate: Tensor, up: Tensor) -> Results:
     act = F.silu(gate)
     dgate = _aten.silu_backward(dact * up, gate)
     return {"act": act * up, "dgate": dgate, "dup": dact * act}
 
 
-#: Whether it is gated -> activation, results of a backward, and what they are.
-ENDS: dict[bool, tuple[str, tuple[str, ...], Callable[..., Results]]] = {
-    False: ("gelu", ("act", "dup"), gelu_gradients),
-    True: ("silu", ("act", "dgate", "dup"), gated_gradients),
-}
+def _backwards(gated: bool) -> tuple[Form, Form]:
+    """Of an MLP: one that rebuilds what goes into the activation, one that is given it."""
+    act, gradients = ("silu", _silu_gradients) if gated else ("gelu", _gelu_gradients)
+    outputs = ("act", "dgate", "dup") if gated else ("act", "dup")
 
+    def pres(t: Any) -> tuple[Tensor, ...]:
+        return (_gate(t), pre(t)) if gated else (pre(t),)
 
-def mlp_bwd(m: Mlp, gated: bool) -> Contest:
-    """Rebuild what goes into the activation, dy @ down, the activation and its gradients."""
-    down, target = m.down[0], m.rig.target
-    layers = {"gate": m.gate, "product": m.up} if gated else {"product": m.up}
-    act, names, gradients = ENDS[gated]
-    made = [{name: m.hidden() for name in names} for _ in range(3)]
+    def kernel(t: Any, out: Results, tile: Tile | None = None) -> Launch:
+        ups = ((t.gate, t.gate_bias), (t.up, t.bias)) if gated else ((t.up, t.bias),)
+        y, *dups = out.values()
+        return products.mlp_bwd(t.x, ups, t.dy, t.down, None, act, y, tuple(dups), t.target, tile)
 
-    def pre(index: int) -> list[Tensor]:
-        return [m.pre(index, layer) for layer in layers.values()]
+    def act_bwd(t: Any, given: tuple[Tensor, ...], out: Results, *tile: Tile) -> Launch:
+        results = out["act"], out.get("dgate"), out["dup"]
+        pair = given if gated else (None, *given)
+        return products.linear_act_bwd(t.dy, t.down, *pair, None, act, *results, t.target, *tile)
 
-    def bare(index: int) -> Results:
-        products = {n: torch.mm(m.xs[index], layer[0].t()) for n, layer in layers.items()}
-        return products | {"dact": torch.mm(m.dys[index], down)}
-
-    def in_two(index: int) -> Results:
-        given, dact = pre(index), torch.mm(m.dys[index], down)
-        y, *dups = made[2].values()
+    def split(t: Any, out: Results) -> None:
+        given, dact = pres(t), t.dy @ t.down
+        y, *dups = out.values()
         if gated:
             pointwise.gated_fwd(*given, act, None, y).run()
             pointwise.gated_bwd(dact, *given, act, None, *dups).run()
         else:
             pointwise.act_bwd(dact, *given, act, None, *dups, y).run()
-        return made[2]
 
-    def truth() -> Results:
-        exact, dact = {n: m.exact_pre(layer) for n, layer in layers.items()}, m.exact_dact()
-        products = {n: exact[n] - layer[1].double() for n, layer in layers.items()}
-        return {**gradients(dact, *exact.values()), **products, "dact": dact}
+    def bare(t: Any) -> Results:
+        gate = {"gate": t.x @ t.gate.t()} if gated else {}
+        return {**gate, **_product(t), "dact": t.dy @ t.down}
 
-    def one_kernel(index: int) -> Launch:
-        given = m.xs[index], tuple(layers.values()), m.dys[index], down, None, act
-        y, *dups = made[0].values()
-        return products.mlp_bwd(*given, y, tuple(dups), target)
-
-    def after_products(index: int) -> Results:
-        gate, up = pre(index) if gated else (None, *pre(index))
-        out = {"dgate": None, **made[1]}
-        given = m.dys[index], down, gate, up, None, act, out["act"], out["dgate"], out["dup"]
-        products.linear_act_bwd(*given, target).run()
-        return made[1]
-
-    def aten(index: int) -> Results:
-        return gradients(torch.mm(m.dys[index], down), *pre(index))
-
-    ways = {
-        "aten": Way(aten),
-        "bare": Way(bare),
-        "gated_mlp_bwd" if gated else "mlp_bwd": per_set(one_kernel, made[0]),
-        "linear_act_bwd": Way(after_products),
-        "split": Way(in_two),
-    }
-    return Contest(ways, truth, Work(flops=(1 + len(layers)) * m.flops), BASELINES)
+    names = ("gate", "up") if gated else ("up",)
+    return Form(
+        {"x": "TD", "dy": "TD", **(_GATE if gated else {}), **_UP, "down": "DF"},
+        lambda t: gradients(t.dy @ t.down, *pres(t)),
+        kernel,
+        bare,
+        {"linear_act_bwd": lambda t, out: act_bwd(t, pres(t), out).run(), "split": split},
+        products=1 + len(names),
+        outputs=outputs,
+        name="gated_mlp_bwd" if gated else "mlp_bwd",
+    ), Form(
+        {"dy": "TD", "down": "DF", **dict.fromkeys(names, "TF")},
+        lambda t: gradients(t.dy @ t.down, *(getattr(t, name) for name in names)),
+        lambda t, out, *tile: act_bwd(t, tuple(getattr(t, n) for n in names), out, *tile),
+        lambda t: {"dact": t.dy @ t.down},
+        outputs=outputs,
+    )
 
 
-#: In the order in which they are measured, the most telling first.
-FORMS: dict[str, Callable[[Mlp], Contest]] = {
-    "mlp_bwd gelu": lambda m: mlp_bwd(m, False),
-    "gated_mlp_bwd silu": lambda m: mlp_bwd(m, True),
-    "linear + gelu": lambda m: linear_act(m, False),
-    "gated_mlp_fwd silu": gated_mlp_fwd,
-    "linear + dropout + residual": linear_end,
-    "linear + gelu + dropout": lambda m: linear_act(m, True),
-    "layer_norm + linear": linear_normed,
+MLP_BWD, ACT_BWD = _backwards(False)
+GATED_MLP_BWD, GATED_ACT_BWD = _backwards(True)
+
+
+# --- the loss of a head of F logits
+
+
+def _labels(t: Any) -> dict[str, Any]:
+    return {"labels": torch.arange(len(t.x), device=t.x.device) % len(t.up)}
+
+
+def _loss(t: Any, out: Results, tile: Tile) -> Launch:
+    """What a softmax needs of each tile of logits; the labels' own logits are compared."""
+    picked = out["picked"]
+    highs, sums = (picked.new_empty((cdiv(len(t.up), tile.block_n), len(t.x))) for _ in range(2))
+    given = t.x, t.up, t.bias, t.labels, 0.0, 0, highs, sums, None, picked
+    return cross_entropy.cross_entropy_fwd(*given, t.target, tile)
+
+
+def _saved(t: Any) -> dict[str, Any]:
+    logits = torch.addmm(t.bias.float(), t.x.float(), t.up.float().t())
+    high, mass = logits.amax(1), torch.full((len(t.x),), 1.0 / len(t.x), device=t.x.device)
+    return {**_labels(t), "stats": (high, logits.logsumexp(1) - high), "mass": mass}
+
+
+def _loss_gradient(t: Any, out: Results, tile: Tile) -> Launch:
+    given = t.x, t.up, t.bias, t.labels, 0.0, 0, t.stats, (t.mass, None, -t.mass)
+    return cross_entropy.cross_entropy_bwd(*given, out["dlogits"], t.target, tile)
+
+
+def _dlogits(t: Any) -> Results:
+    """Of the mean of the tokens' losses."""
+    softmax = pre(t).softmax(1)
+    ones = torch.ones_like(softmax[:, :1])
+    return {"dlogits": softmax.scatter_add(1, t.labels[:, None], -ones) / len(t.x)}
+
+
+LOSS = Form(
+    {"x": "TD", **_UP},
+    lambda t: {"picked": pre(t).gather(1, t.labels[:, None])[:, 0]},
+    _loss,
+    _product,
+    outputs=("picked",),
+    shape="T",
+    dtype=torch.float32,
+    derive=_labels,
+)
+LOSS_BWD = Form(
+    {"x": "TD", **_UP}, _dlogits, _loss_gradient, _product, outputs=("dlogits",), derive=_saved
+)
+
+
+# --- what is measured
+
+
+#: Routes, in the order in which they are measured: the most telling first.
+ROUTES = {
+    "mlp_bwd gelu": MLP_BWD,
+    "gated_mlp_bwd silu": GATED_MLP_BWD,
+    "linear + gelu": LINEAR,
+    "gated_mlp_fwd silu": GATED,
+    "linear + dropout + residual": LINEAR_END,
+    "linear + gelu + dropout": dataclasses.replace(LINEAR, dropped=True),
+    "layer_norm + linear": LINEAR_NORMED,
 }
+#: Kernels of `tables.TILES`.
+TILED = {
+    "linear": LINEAR,
+    "gated_mlp_fwd": GATED,
+    "linear_act_bwd": ACT_BWD,
+    "gated_act_bwd": GATED_ACT_BWD,
+    "mlp_bwd": MLP_BWD,
+    "gated_mlp_bwd": GATED_MLP_BWD,
+    "cross_entropy_fwd": LOSS,
+    "cross_entropy_bwd": LOSS_BWD,
+}
+_WORDS = ("tokens", "width", "hidden")
 
 
-def sizes_of(rig: Rig, width: int) -> dict[str, int]:
-    """Tokens, width and hidden width of an MLP."""
+def _sizes(rig: Rig, width: int) -> dict[str, int]:
     if rig.dry:
-        return {"tokens": 32, "width": 64, "hidden": 96}
-    return {"tokens": TOKENS, "width": width, "hidden": 4 * width}
-
-
-def mlp_at(rig: Rig, width: int) -> Mlp:
-    """Its operands."""
-    return Mlp(rig, *sizes_of(rig, width).values())
+        return {"T": 32, "D": 64, "F": 96}
+    return {"T": TOKENS, "D": width, "F": 4 * width}
 
 
 def route_entries(rig: Rig) -> Iterator[Entry]:
     """Every form at every width."""
     for width in WIDTHS[:1] if rig.dry else WIDTHS:
-        for name, form in FORMS.items():
-            case = {"name": name, **sizes_of(rig, width)}
-            yield case, lambda rig, form=form, width=width: form(mlp_at(rig, width))
+        for name, form in ROUTES.items():
+            yield form.entry(name, _sizes(rig, width), *_WORDS)
+
+
+def tile_entries(rig: Rig) -> Iterator[Entry]:
+    """Every kernel of the tables with every tile that they have for this GPU, at one width."""
+    for kernel, of_family in tables.TILES.items():
+        tiles = of_family[tables.family(rig.target)]
+        sizes = _sizes(rig, WIDTHS[0])
+        yield TILED[kernel].entry(f"tiles of {kernel}", sizes, *_WORDS, tiles=tiles)

@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from block_inputs import Block, leaves, normal
 from reference import EXACT_PRESETS, X, make, randomize
 from same_bits import assert_same_bits
@@ -42,13 +41,6 @@ def of_kind(kind, policy, **options):
     return layer(x, **kwargs), [x, *more], list(layer.parameters())
 
 
-def custom(policy):
-    scale = nn.Parameter(torch.tensor(1.5, dtype=WIDE))
-    activation = {"activation": lambda x: F.silu(x * scale)}
-    y, inputs, params = of_kind("pre-norm", policy, **activation)
-    return y, inputs, [*params, scale]
-
-
 def autocast(policy):
     (layer,), x, _, _ = layers_of("pre-norm", policy=policy)
     with torch.autocast("cpu", torch.bfloat16):
@@ -77,10 +69,9 @@ def frozen(policy):
 
 
 BLOCKS = {
-    **{kind: functools.partial(of_kind, kind) for kind in KINDS if kind != "own activation"},
+    **{kind: functools.partial(of_kind, kind) for kind in KINDS},
     # Without dropout a layer's own gradient is what a product takes, and what is added to after.
     "post-norm": functools.partial(of_kind, "post-norm, sequence first, masks", dropout=0.0),
-    "custom": custom,
     "autocast": autocast,
     "cross entropy": cross_entropy,
     "frozen": frozen,

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hf_models import build, distance, inputs_of, reasons, step
+from hf_models import build, distance, inputs_of, served, step
 from places import BF16, DEVICE, ON_GPU, at
 
 from fused_remat import convert
@@ -47,8 +47,5 @@ def test_transposed_weights_strided_tables_and_masks(name):
     model, given = build(name, torch.float32), inputs_of(name)
     expected = step(model, given)
     convert(model, policy="lean", backend="triton")
-    with reasons() as why:
-        got = step(model, given)
-    assert not why
     # Two float32 computations of one thing.
-    assert max(distance(got, expected).values()) < 3e-5
+    assert max(distance(served(model, given), expected).values()) < 3e-5

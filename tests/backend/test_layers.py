@@ -1,22 +1,37 @@
-"""Whole layers on kernels: errors, dropout, bits of every preset, kept bytes, autocast.
+"""Blocks on kernels against float64: outputs and every gradient, at each policy; bits, bytes.
 
-Against plain PyTorch in the same dtype and in float64; with dropout against the eager backend.
+Beside plain PyTorch in the same dtype; with dropout beside the eager backend, which draws the same.
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accuracy import check_error, scales
+from op_cases import CASES
 from places import BF16, DEVICE, ON_GPU, ROUTES, assert_bits, at, deterministic, error_of, normal
 from reference import EXACT_PRESETS, pair, randomize
 from tiers import pairwise
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fused_remat import FusedRematCausalLayer, explain, memory_report
+from fused_remat import (
+    FusedRematCausalLayer,
+    FusedRematWarning,
+    Policy,
+    explain,
+    memory_report,
+    ops,
+)  # fmt: skip
+from fused_remat.execution import choose
+from fused_remat.report.allocations import measure_allocations
 from fused_remat.triton import norm as norms
+from fused_remat.triton import tables
+from fused_remat.triton.tables import Tile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +44,10 @@ B, S, M, D, H, HKV = at((4, 512, 768, 1024, 16, 4), (2, 9, 13, 32, 4, 2))
 FLOOR = {torch.bfloat16: 1e-3, F16: at(1e-4, 1e-3), F32: 1e-5}
 # Under autocast PyTorch's own error of those happens to be next to nothing, and is no yardstick.
 AUTOCAST_FLOOR = {torch.bfloat16: 1e-3, F16: at(1e-4, 4 * torch.finfo(F16).eps)}
+#: How far two routes of the same call may be apart in 16 bits: each is off by up to 7e-3.
+APART = at(2e-2, 2**-9)
+cuda_only = pytest.mark.skipif(not ON_GPU, reason="reads the allocator of CUDA")
+interpreted_only = pytest.mark.skipif(ON_GPU, reason="of the interpreter's routes and dtypes")
 
 
 class Plain(nn.Module):
@@ -47,16 +66,14 @@ class Subject:
     """A layer and the same in plain PyTorch, with random parameters: `make(dropout, policy)`.
 
     Attributes:
-        lengths: of its inputs (B, length, D).
+        lengths: of its inputs (batch, length, D).
         options: all that a call has besides, given a dtype.
-        cancels: gradients this small beside the largest are left over from terms that cancel (a
-            key's bias), and have no relative error.
     """
 
     make: Callable[..., tuple[nn.Module, nn.Module]]
     lengths: tuple[int, ...] = (S,)
     options: Callable[[torch.dtype], dict] = field(default=lambda dtype: {})
-    cancels: float = 1e-3
+    batch: int = B
 
     def layers(self, dropout=0.0, policy="full", dtype=F32):
         """Plain and fused, on the device."""
@@ -66,53 +83,76 @@ class Subject:
 
     def data(self, dtype):
         """Inputs, and the gradient of the output."""
-        return [normal(dtype, B, length, D) for length in (*self.lengths, S)]
+        return [normal(dtype, self.batch, length, D) for length in (*self.lengths, S)]
 
     def run(self, layer, tensors, low=None):
-        """Output, and gradients of inputs and parameters, under autocast if `low` is given."""
+        """Output, and gradients of inputs, parameters and masks; under autocast if `low` is given.
+
+        Inputs are taken as they lie in memory.
+        """
         *inputs, dy = tensors
-        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        leaves = [x.detach().requires_grad_() for x in inputs]
         torch.manual_seed(1)
+        given = self.options(inputs[0].dtype)
         with torch.autocast(DEVICE.type, low or BF16, enabled=low is not None):
-            y = layer(*leaves, **self.options(inputs[0].dtype))
-        leaves += [p for p in layer.parameters() if p.requires_grad]
+            y = layer(*leaves, **given)
+        leaves += [t for t in (*layer.parameters(), *given.values())
+                   if isinstance(t, torch.Tensor) and t.requires_grad]  # fmt: skip
         return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
-    def check(self, fused, other, dtype, low=None, floor=FLOOR, join=False):
-        """Dtypes, and every error, of `fused` beside those of `other`.
+    def check(self, fused, other, dtype, low=None, tensors=None):
+        """Every error of `fused` beside those of `other`.
 
-        `join`: vectors together, of which the dozen numbers of one are no sample.
+        Under autocast vectors of a language model's layer together: the dozen numbers of one are no
+        sample.
         """
-        tensors = self.data(dtype)
+        tensors = self.data(dtype) if tensors is None else tensors
         found, theirs = self.run(fused, tensors, low), self.run(other, tensors, low)
         exact = self.run(copy.deepcopy(other).double(), [t.double() for t in tensors])
-        assert [t.dtype for t in found] == [t.dtype for t in theirs]
-        largest = max(t.norm() for t in exact[1:])
-        rows = [
-            row for row in zip(found, theirs, exact, strict=True)
-            if row[2].norm() > self.cancels * largest
-        ]  # fmt: skip
-        if join:
-            vectors = [row for row in rows if row[2].dim() == 1]
-            ends = zip(*([t / row[2].norm() for t in row] for row in vectors), strict=True)
-            rows = [row for row in rows if row[2].dim() > 1] + [tuple(map(torch.cat, ends))]
-        for i, (mine, yardstick, true) in enumerate(rows):
-            allowed = 1.5 * error_of(yardstick, true) + floor[low or dtype]
-            assert error_of(mine, true) <= allowed, (
-                f"{i}: {error_of(mine, true):.1e}, {allowed:.1e}"
-            )
+        if low is not None and isinstance(fused, FusedRematCausalLayer):
+            sizes = scales(exact)
+
+            def joined(made):
+                vectors = [t / size for t, size in zip(made, sizes, strict=True) if t.dim() == 1]
+                return [*(t for t in made if t.dim() > 1), torch.cat(vectors)]
+
+            found, theirs, exact = map(joined, (found, theirs, exact))
+        check_error(
+            found, theirs, exact, floor=FLOOR[dtype] if low is None else AUTOCAST_FLOOR[low]
+        )
 
 
-def encoder(norm_first):
+def eager_of(fused):
+    """The same layer on the other backend."""
+    eager = copy.deepcopy(fused)
+    eager.backend = "eager"
+    return eager
+
+
+def padding():
+    """On the left and on the right."""
+    excluded = torch.zeros(B, S, dtype=torch.bool, device=DEVICE)
+    excluded[0, : S // 3] = excluded[1, S - S // 3 :] = True
+    return excluded
+
+
+def bias(dtype, *shape):
+    """A float mask that excludes some keys, and wants a gradient."""
+    mask = normal(BF16, *shape)
+    return mask.masked_fill(mask > 1.2, -torch.inf).to(dtype).requires_grad_()
+
+
+def encoder(norm_first, options=lambda dtype: {}):
     def make(dropout, policy):
         how = {"batch_first": True, "norm_first": norm_first, "activation": "gelu"}
         return pair(D, H, 4 * D, dropout, policy=policy, **how)
 
-    def causal(dtype):
-        mask = nn.Transformer.generate_square_subsequent_mask(S, DEVICE, dtype)
-        return {"src_mask": mask, "is_causal": True}
+    return Subject(make, options=options)
 
-    return Subject(make, options=causal, cancels=0.0)
+
+def later(dtype):
+    mask = nn.Transformer.generate_square_subsequent_mask(S, DEVICE, dtype)
+    return {"src_mask": mask, "is_causal": True}
 
 
 def decoder(norm_first, hints=False):
@@ -124,19 +164,19 @@ def decoder(norm_first, hints=False):
 
     def masks(dtype):
         hint = torch.zeros(1, 1, device=DEVICE)
-        later = torch.ones(S, S, dtype=torch.bool, device=DEVICE).triu(1)
-        padding = torch.arange(M, device=DEVICE).expand(B, M) >= M - 5
         if hints:
             given = {"tgt_mask": hint, "memory_mask": hint, "memory_is_causal": True}
         else:
-            given = {"tgt_mask": later, "memory_key_padding_mask": padding}
+            later = torch.ones(S, S, dtype=torch.bool, device=DEVICE).triu(1)
+            padded = torch.arange(M, device=DEVICE).expand(B, M) >= M - 5
+            given = {"tgt_mask": later, "memory_key_padding_mask": padded}
         return {"tgt_is_causal": True, **given}
 
     return Subject(make, (S, M), masks)
 
 
-def causal(padded=False, **options):
-    """The layer of a language model; `padded` on the left and on the right."""
+def causal(masks=lambda dtype: {}, batch=B, **options):
+    """The layer of a language model."""
 
     def make(dropout, policy):
         torch.manual_seed(0)
@@ -148,64 +188,158 @@ def causal(padded=False, **options):
     def given(dtype):
         angles = torch.outer(torch.arange(S), 10.0 ** -torch.arange(D // H // 2)).to(DEVICE)
         wide = torch.promote_types(dtype, F32)
-        made = {"rope": (angles.cos().to(wide), angles.sin().to(wide))}
-        if padded:
-            padding = torch.zeros(B, S, dtype=torch.bool, device=DEVICE)
-            padding[0, : S // 3] = padding[1, S - S // 3 :] = True
-            made["key_padding_mask"] = padding
-        return made
+        return {"rope": (angles.cos().to(wide), angles.sin().to(wide)), **masks(dtype)}
 
-    return Subject(make, options=given)
+    return Subject(make, options=given, batch=batch)
 
 
+def packed(dtype):
+    """Sequences of very different lengths, one of them empty."""
+    return {"cu_seqlens": torch.tensor([0, S // 3, S // 3, S - 2, S], device=DEVICE).int()}
+
+
+ENCODERS = {"encoder post": encoder(False, later), "encoder pre": encoder(True, later)}
 #: Of language models: what is before the heads, around the halves, and seen.
 SUBJECTS = {
-    "encoder post": encoder(False),
-    "encoder pre": encoder(True),
+    **ENCODERS,
     "decoder post": decoder(False),
     "decoder pre": decoder(True),
     "decoder, hints": decoder(True, hints=True),
     "llama": causal(),
-    "llama, padded": causal(padded=True),
+    "llama, padded": causal(lambda dtype: {"key_padding_mask": padding()}),
     "qwen3": causal(qk_norm=True, qkv_bias=True, window=S // 2),
     "gemma": causal(qk_norm=True, placement="sandwich", activation="gelu_tanh", window=S // 3,
                     softcap=2.0),
     "bert": causal(placement="post", norm="layer_norm", gated=False, bias=True, is_causal=False,
                    activation="gelu"),
 }  # fmt: skip
+MASKED = {
+    "encoder, padded": encoder(False, lambda dtype: {"src_key_padding_mask": padding()}),
+    "encoder, masks": encoder(
+        True,
+        lambda dtype: {"src_mask": bias(dtype, S, S), "src_key_padding_mask": bias(dtype, B, S)},
+    ),
+    "a mask of heads": causal(lambda dtype: {"attn_mask": bias(dtype, 1, H, S, S)},
+                              rope_interleaved=True),
+    "packed": causal(packed, batch=1, qk_norm=True),
+}  # fmt: skip
+EVERY = SUBJECTS | MASKED
 DTYPES = [BF16, F32]
-ENCODERS = ("encoder post", "encoder pre")
 
+# --- results
 
 #: On a GPU encoders in all dtypes and presets; else enough for every pair of values.
-EVERY = [(name, dtype, policy) for name in SUBJECTS for dtype in DTYPES for policy in EXACT_PRESETS]
 ERRORS = at(
     [
-        (*case, ROUTES[0])
-        for case in EVERY
-        if case[0] in ENCODERS or (case[1] == BF16 and case[2] in ("full", "fast"))
-    ],
-    pairwise(list(SUBJECTS), DTYPES, list(EXACT_PRESETS), ROUTES),
+        (name, dtype, policy, ROUTES[0])
+        for name in EVERY
+        for dtype in DTYPES
+        for policy in EXACT_PRESETS
+        if name in ENCODERS or (dtype == BF16 and (name in MASKED or policy in ("full", "fast")))
+    ]
+    + [("encoder, padded", F16, "full", ROUTES[0])],
+    pairwise(list(EVERY), DTYPES, list(EXACT_PRESETS), ROUTES),
 )
 DROPOUT = at(
     [case for case in ERRORS if case[1] == BF16],
-    pairwise(list(SUBJECTS), [F32], ["full", "fast"], ROUTES),
+    pairwise(list(EVERY), [F32], ["full", "fast"], ROUTES),
 )
 
 
 @pytest.mark.parametrize("name, dtype, policy, routes", ERRORS, ids=str, indirect=["routes"])
 def test_errors_are_those_of_plain_pytorch(name, dtype, policy, routes):
-    plain, fused = SUBJECTS[name].layers(policy=policy, dtype=dtype)
-    SUBJECTS[name].check(fused, plain, dtype)
+    plain, fused = EVERY[name].layers(policy=policy, dtype=dtype)
+    EVERY[name].check(fused, plain, dtype)
 
 
 @pytest.mark.parametrize("name, dtype, policy, routes", DROPOUT, ids=str, indirect=["routes"])
 def test_dropout_is_the_eager_backends(name, dtype, policy, routes):
-    _, fused = SUBJECTS[name].layers(0.2, policy, dtype)
-    eager = copy.deepcopy(fused)
-    eager.backend = "eager"
-    SUBJECTS[name].check(fused, eager, dtype)
+    _, fused = EVERY[name].layers(0.2, policy, dtype)
+    EVERY[name].check(fused, eager_of(fused), dtype)
 
+
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
+def test_sequences_one_at_a_time(policy, pieces, monkeypatch):
+    monkeypatch.setattr(choose, "_DEVICE_TOKENS", 4)
+    _, fused = SUBJECTS["qwen3"].layers(0.2, policy, DTYPES[0 if ON_GPU else 1])
+    SUBJECTS["qwen3"].check(fused, eager_of(fused), DTYPES[0 if ON_GPU else 1])
+
+
+FROZEN = {
+    "a weight": lambda name: name in ("linear2.weight", "down.weight"),
+    "a layer": lambda name: name.startswith(("linear1", "up")),
+    "all but a layer": lambda name: not name.startswith(("linear2", "down")),
+}
+
+
+@pytest.mark.parametrize(
+    "name, policy, frozen",
+    pairwise([*ENCODERS, "llama"], ["full", "fast"], list(FROZEN)),
+    ids=str,
+)
+def test_frozen_parameters(name, policy, frozen, routes):
+    _, fused = SUBJECTS[name].layers(0.2, policy, dtype := at(BF16, F32))
+    for parameter, p in fused.named_parameters():
+        p.requires_grad_(not FROZEN[frozen](parameter))
+    SUBJECTS[name].check(fused, eager_of(fused), dtype)
+
+
+#: Inputs and the gradient of the output, of memory that is not a matrix of whole rows.
+LAYOUTS = {
+    "transposed": lambda x, dy: (x.transpose(0, 1).contiguous().transpose(0, 1), dy),
+    "every other channel": lambda x, dy: (x.repeat_interleave(2, -1)[..., ::2], dy),
+    "misaligned": lambda x, dy: (torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape), dy),
+    "expanded gradient": lambda x, dy: (x, dy[:1, :1, :1].expand_as(dy)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_inputs_of_any_layout(name, layout):
+    plain, fused = SUBJECTS[name].layers(dtype=BF16)
+    SUBJECTS[name].check(fused, plain, BF16, tensors=LAYOUTS[layout](*SUBJECTS[name].data(BF16)))
+
+
+def test_a_single_token():
+    x = normal(BF16, 1, 1, D).requires_grad_()
+    SUBJECTS["encoder pre"].layers(dtype=BF16)[1](x).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+#: Vectors whose elements are not side by side.
+VECTORS = {
+    "strided": lambda t: t.repeat_interleave(2)[::2],
+    "expanded": lambda t: t[:1].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("how", VECTORS)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_biases_and_norms_of_any_layout(name, how):
+    plain, fused = SUBJECTS[name].layers()
+    for p in (*plain.parameters(), *fused.parameters()):
+        p.data = VECTORS[how](p.data) if p.dim() == 1 else p.data
+    SUBJECTS[name].check(fused, plain, F32)
+
+
+@pytest.mark.parametrize("backend", at(["triton", "eager"], ["triton"]))
+@pytest.mark.parametrize("name", ENCODERS)
+def test_accumulates_into_main_grad(name, backend, routes):
+    """In float32, to which gradients of 16 bits are added before they are rounded."""
+    _, fused = SUBJECTS[name].layers(dtype=BF16)
+    fused.backend = backend
+    (x, dy), params = SUBJECTS[name].data(BF16), [*fused.parameters()]
+    expected = torch.autograd.grad(fused(x), params, dy)
+    fused.accumulate_into = "main_grad"
+    for p in params:
+        p.main_grad = torch.ones_like(p, dtype=F32)
+    fused(x).backward(dy)
+    for p, g in zip(params, expected, strict=True):
+        assert error_of(p.main_grad - 1, g) <= APART
+        assert p.grad is None and not torch.equal(p.main_grad, p.main_grad.to(BF16).float())
+
+
+# --- bits, bytes
 
 #: The dtype of autocast or None, and the routes. In both, encoders.
 WAYS = [(name, None, ROUTES[0]) for name in SUBJECTS]
@@ -215,9 +349,11 @@ WAYS += [(name, low, ROUTES[-1]) for name in ENCODERS for low in at([BF16], [Non
 @pytest.mark.parametrize("name, low, routes", WAYS, ids=str, indirect=["routes"])
 @pytest.mark.parametrize("dropout", at([0.0, 0.1], [0.1]))
 def test_presets_have_the_same_bits_under_deterministic_algorithms(name, low, dropout, routes):
+    """Attention's backward adds in any order otherwise. On a GPU twenty runs."""
     subject, dtype = SUBJECTS[name], BF16 if low is None else F32
     tensors = subject.data(dtype)
-    presets = at(EXACT_PRESETS, EXACT_PRESETS if name in ENCODERS else ("full", "fast", "none"))
+    few = EXACT_PRESETS if name in ENCODERS else ("full", "fast", "none")
+    presets = at(EXACT_PRESETS * 4, few)
     with deterministic():
         first, *others = (
             subject.run(subject.layers(dropout, policy, dtype)[1], tensors, low)
@@ -225,6 +361,24 @@ def test_presets_have_the_same_bits_under_deterministic_algorithms(name, low, dr
         )
     for policy, other in zip(presets[1:], others, strict=True):
         assert_bits(other, first, policy)
+
+
+def test_fused_kernels_have_the_same_bits_in_twenty_runs():
+    """Without attention, in the ordinary mode: no kernel of ours adds in any order."""
+    x, dy = (normal(BF16, B * S, D) for _ in range(2))
+    weights = normal(BF16, 4 * D, D, scale=D**-0.5), normal(BF16, D, 4 * D, scale=0.5 * D**-0.5)
+    norm = normal(BF16, D, shift=1.0), normal(BF16, D)
+    leaves = [t.requires_grad_() for t in (x, *norm, *weights)]
+
+    def step():
+        y = ops.layer_norm(x, *norm, backend="triton")
+        y = ops.mlp(y, weights[0], None, weights[1], None, "gelu", 0.1, seed=3, backend="triton")
+        y = ops.dropout_add(y, x, 0.1, seed=4, backend="triton")
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    first = step()
+    for _ in range(at(20, 1)):
+        assert_bits(step(), first)
 
 
 @pytest.mark.parametrize("name, low, routes", WAYS, ids=str, indirect=["routes"])
@@ -242,11 +396,26 @@ def test_kept_bytes_are_the_predicted(name, low, policy, routes):
             return
         (x,) = inputs
         fused(x).sum().backward()  # workspaces and compiled kernels stay
-        requested = "requested_bytes.all.current"
+        requested = "requested_bytes.all.current"  # before the allocator rounds them
         before = torch.cuda.memory_stats(DEVICE)[requested]
         y = fused(x)
         kept = torch.cuda.memory_stats(DEVICE)[requested] - before - y.nbytes + x.nbytes
     assert kept == row.predicted_bytes  # no copies of weights among them
+
+
+@cuda_only
+@pytest.mark.parametrize("name", ENCODERS)
+def test_nothing_stays_after_a_step_and_its_peak_is_lower(name):
+    x, dy = SUBJECTS[name].data(BF16)
+    peaks = []
+    for layer in SUBJECTS[name].layers(dtype=BF16):
+        for leaf in (x.requires_grad_(), *layer.parameters()):
+            leaf.grad = torch.zeros_like(leaf)
+        layer(x).backward(dy)
+        step = measure_allocations(lambda layer=layer: layer(x).backward(dy), DEVICE)
+        assert step.net == 0
+        peaks.append(step.peak)
+    assert peaks[1] < peaks[0]
 
 
 # --- autocast: a float32 stream
@@ -264,15 +433,14 @@ def test_kept_bytes_are_the_predicted(name, low, policy, routes):
 def test_autocast(name, low, src, policy, routes):
     """Dtypes of output and gradients too, for every dtype of src; norms' parameters are float32."""
     plain, fused = SUBJECTS[name].layers(policy=policy)
-    join = name in ("qwen3", "gemma", "llama", "llama, padded", "bert")
-    SUBJECTS[name].check(fused, plain, src, low, AUTOCAST_FLOOR, join)
+    SUBJECTS[name].check(fused, plain, src, low)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
 @pytest.mark.skipif(not ON_GPU, reason="autocast converts the norms' parameters on CUDA only")
 def test_autocast_of_parameters_in_low_precision(name):
     plain, fused = SUBJECTS[name].layers(dtype=BF16)
-    SUBJECTS[name].check(fused, plain, F32, BF16, AUTOCAST_FLOOR)
+    SUBJECTS[name].check(fused, plain, F32, BF16)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -283,58 +451,176 @@ def test_autocast_with_dropout(name, wide, routes, monkeypatch):
         monkeypatch.setattr(norms, "FWD_WIDTH", 16)
         monkeypatch.setattr(norms, "BWD_WIDTH", 16)
     _, fused = SUBJECTS[name].layers(0.1, "balanced")
-    eager = copy.deepcopy(fused)
-    eager.backend = "eager"
-    SUBJECTS[name].check(fused, eager, F32, BF16, AUTOCAST_FLOOR)
+    SUBJECTS[name].check(fused, eager_of(fused), F32, BF16)
+
+
+# --- training
+
+
+def losses_of(layer, low, steps):
+    """Under autocast the first gradients overflow: that step is skipped."""
+    torch.manual_seed(2)
+    x, target = normal(F32, 2, B, S, D).to(next(layer.parameters()).dtype)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**40, enabled=low is not None)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    found = []
+    for i in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast(DEVICE.type, low, enabled=low is not None):
+            loss = F.mse_loss(layer(x).float(), target.float())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update(None if i else 2.0**8)
+        found.append(loss.detach())
+    return torch.stack(found)
 
 
 @pytest.mark.composes("Autocast", "training with `torch.amp.GradScaler`, float16 on CUDA")
 def test_training_with_a_grad_scaler_follows_the_stock_layer():
-    losses, steps = [], at(20, 4)
-    for layer in SUBJECTS["encoder pre"].layers():
-        torch.manual_seed(2)
-        x, target = normal(F32, 2, B, S, D)
-        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**40)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        found = []
-        for i in range(steps + 1):
-            optimizer.zero_grad()
-            with torch.autocast(DEVICE.type, F16):
-                loss = F.mse_loss(layer(x).float(), target)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            # The first gradients overflow: that step is skipped.
-            scaler.update(None if i else 2.0**8)
-            found.append(loss.detach())
-        assert found[0] == found[1]
-        losses.append(torch.stack(found))
+    layers = SUBJECTS["encoder pre"].layers()
+    theirs, ours = (losses_of(layer, F16, at(21, 5)) for layer in layers)
+    assert ours[0] == ours[1] and theirs[0] == theirs[1]
     # Roundings of two orders of summation, in 20 steps of the same path.
-    torch.testing.assert_close(*losses, rtol=4 * torch.finfo(F16).eps, atol=0.0)
-    assert losses[1][-1] < losses[1][0]
+    torch.testing.assert_close(theirs, ours, rtol=4 * torch.finfo(F16).eps, atol=0.0)
+    assert ours[-1] < ours[0]
+
+
+def test_training_with_dropout_follows_the_eager_backend():
+    _, fused = SUBJECTS["encoder post"].layers(0.1, dtype=at(BF16, F32))
+    ours, theirs = (losses_of(m, None, at(200, 4)) for m in (fused, eager_of(fused)))
+    # Same seeds, so the same dropout: apart by rounding, which training amplifies slowly.
+    torch.testing.assert_close(ours[:5], theirs[:5], rtol=at(2e-2, 1e-5), atol=0.0)
+    torch.testing.assert_close(ours[-20:].mean(), theirs[-20:].mean(), rtol=3e-2, atol=0.0)
+    assert ours[-20:].mean() < ours[0]
+
+
+# --- layers that keep 8 bits
+
+# Blocks in parts, and tiles narrower than a block. On a GPU those of the tables.
+TILES = {
+    "parts": Tile(16, 64, 32, 4, 1, parts=2, group=2),
+    "narrow": Tile(16, 32, 16, 4, 1, parts=2),
+}
+KEEP_8_BITS = at([(BF16, "of the tables")], [(F32, "parts"), (F16, "narrow")])
+
+
+@pytest.mark.parametrize("dtype, tile", KEEP_8_BITS, ids=str)
+@pytest.mark.parametrize("policy", ["fast8", "balanced8"])
+@pytest.mark.parametrize("name", ["encoder post", "llama"])
+def test_layers_that_keep_8_bits(name, policy, dtype, tile, monkeypatch):
+    """Forward has the bits of every other policy; gradients have the error of the codes."""
+    for kernel in ("linear", "gated_mlp_fwd") if tile in TILES else ():
+        monkeypatch.setitem(tables.TILES[kernel], "interpreter", (TILES[tile],))
+    subject = SUBJECTS[name]
+    (_, other), (_, fused) = (subject.layers(0.1, how, dtype) for how in ("none", policy))
+    tensors, layers = subject.data(dtype), (other, fused, eager_of(fused))
+    (y, *exact), (same, *grads), (_, *eager) = (subject.run(m, tensors) for m in layers)
+    assert torch.equal(y, same)
+    # Levels are 1 / 126 of the largest of 64 apart: off by 1 / 250 of it, a hundredth of most. That
+    # error is eager's too, but for the codes that round the other way: a few, in 16 bits many.
+    close = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}[dtype]
+    for mine, theirs, true in zip(grads, eager, exact, strict=True):
+        assert error_of(mine, true) < 5e-2, tuple(mine.shape)
+        off = (mine.double() - theirs.double()).norm() / true.double().norm()
+        assert off < close, tuple(mine.shape)
+    assert any(not torch.equal(a, b) for a, b in zip(grads, exact, strict=True))
+
+
+@pytest.mark.parametrize("dtype", at([BF16], [F32, F16]), ids=str)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_quantized_sum_is_made_by_the_same_kernel(name, dtype):
+    """Whatever is quantized, forward has the bits of a policy that keeps nothing."""
+    (_, fused), (x, _) = SUBJECTS[name].layers(dtype=dtype), SUBJECTS[name].data(dtype)
+    expected = fused(x.clone().requires_grad_())
+    names = [name for name in fused._example().names if name != "output"]
+    fused.policy = Policy(save=dict.fromkeys(names, "int8"))
+    assert torch.equal(fused(x.requires_grad_()), expected)
 
 
 # --- who serves
 
 
-@pytest.mark.skipif(ON_GPU, reason="of the interpreter's routes")
-def test_explain_names_kernels_and_dtypes():
-    subject = SUBJECTS["encoder pre"]
-    fused, x = subject.layers(0.1)[1], subject.data(F32)[0]
-    with torch.autocast("cpu", F16):
+@pytest.mark.parametrize("name", ENCODERS)
+def test_explain_names_the_kernels_of_both_directions(name):
+    text = str(explain(SUBJECTS[name].layers(0.1, dtype=BF16)[1], SUBJECTS[name].data(BF16)[0]))
+    assert "backend triton" in text and "not fused" not in text and "kernel norm_fwd" in text
+    assert "kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: " in text
+
+
+#: A subject, its policy, autocast; what is said of some steps forward, and of one backward.
+SAID = {
+    "autocast": (
+        "encoder pre", "full", F16,
+        {
+            "norm1": "kernel norm_fwd, rounded to float16",
+            "act": "one kernel: product and activation",
+            "output": "ATen's addmm: nothing follows that could be fused; pointwise kernel, added "
+            "to the residual in the stream's dtype",
+        },
+        ["backward output and act (one kernel"],
+    ),
+    "gated": (
+        "llama", "full", None,
+        {
+            "act": "one kernel: product and activation", "gate": None, "up": None,  # never written
+            "qkv": "ATen's addmm: nothing follows that could be fused",
+        },
+        ["backward output and act (one kernel"],
+    ),
+    **{
+        f"8 bits, {name}": (
+            name, "fast8", None,
+            {
+                "qkv:int8": "kernel pack_int8_fwd, int8",  # the product is ATen's
+                "up:int8": "one kernel: product and activation", "up": None,
+            },
+            ["backward act from ", "up:int8"],
+        )
+        for name in ("encoder post", "llama")
+    },
+}  # fmt: skip
+
+
+@interpreted_only
+@pytest.mark.parametrize("case", SAID)
+def test_explain_says_what_is_one_kernel(case):
+    name, policy, low, forward, backward = SAID[case]
+    fused, x = SUBJECTS[name].layers(0.1, policy)[1], SUBJECTS[name].data(F32)[0]
+    with torch.autocast("cpu", low, enabled=low is not None):
         (block,) = explain(fused, x)
-    assert "backend triton, products in float16, stream in float32" in block.title
+    assert low is None or "products in float16, stream in float32" in block.title
     steps = dict(block.forward)
-    assert steps["norm1"] == "kernel norm_fwd, rounded to float16"
-    assert "one kernel: product and activation" in steps["act"]
-    end = "ATen's addmm: nothing follows that could be fused; pointwise kernel"
-    assert steps["output"] == f"{end}, added to the residual in the stream's dtype"
+    assert {step: steps.get(step) for step in forward} == forward
+    assert any(all(word in step for word in backward) for step in block.backward)
 
 
-@pytest.mark.skipif(ON_GPU, reason="of the interpreter's routes")
-def test_the_gated_mlp_is_one_kernel_there_and_back():
-    (block,) = explain(SUBJECTS["llama"].layers()[1], SUBJECTS["llama"].data(F32)[0])
-    steps = dict(block.forward)
-    assert "gate" not in steps and "up" not in steps  # never written
-    assert steps["act"] == "one kernel: product and activation"
-    assert steps["qkv"] == "ATen's addmm: nothing follows that could be fused"
-    assert any(step.startswith("backward output and act (one kernel") for step in block.backward)
+@interpreted_only
+def test_what_the_kernels_cannot_do_falls_back_with_one_warning():
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert choose.ops_for("triton", x).name == "eager"
+            assert choose.ops_for("triton", x.bfloat16()).name == "eager"
+    assert sum("float64" in str(w.message) for w in caught) == 1
+    assert any("bfloat16" in str(w.message) for w in caught)
+    assert all(issubclass(w.category, FusedRematWarning) for w in caught)
+
+
+def test_tensors_without_memory_are_eagers():
+    with FakeTensorMode():
+        x = torch.empty(2, 5, 8, device=DEVICE)
+        assert choose.ops_for("triton", x).name == "eager"
+        up, down = (torch.empty(*shape, device=DEVICE) for shape in ((16, 8), (8, 16)))
+        assert ops.mlp(x, up, None, down, None, backend="triton").shape == x.shape
+
+
+@interpreted_only
+def test_new_settings_of_float32_precision():
+    """The legacy getter raises once the new settings were used."""
+    settings, tensors = torch.backends.cuda.matmul, CASES["mlp"].tensors(dtype=F32)
+    before, settings.fp32_precision = settings.fp32_precision, "tf32"
+    try:
+        CASES["mlp"].op(tensors, 0.3, backend="triton").sum().backward()
+    finally:
+        settings.fp32_precision = before

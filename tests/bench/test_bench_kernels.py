@@ -6,11 +6,9 @@ import json
 import pytest
 import torch
 
-from bench.kernels import command, norm
-from bench.kernels.problem import Op, Problem, contests, through_autograd
-from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
+from bench.kernels import command
+from bench.kernels.shapes import MODELS, at_tokens
 from bench.kernels.table import OPS
-from bench.measure.contest import Rig, Work, admit
 from bench.pages import kernels as report
 
 TINY = ["--device", "cpu", "--dry-run", "--models", "gpt2", "qwen2-1.5b"]
@@ -20,17 +18,11 @@ UNCOMPILED = [n for n in dict.fromkeys(n for op in OPS.values() for n in op)
               if n not in COMPILED]  # fmt: skip
 
 
-@pytest.fixture
-def rig():
-    return Rig(torch.device("cpu"), torch.float32, True, None, float("inf"))
-
-
 def bench(folder, *arguments):
     """The rows after `python -m bench kernels`."""
     given = arguments if "--providers" in arguments else ("--providers", *UNCOMPILED, *arguments)
     command.main(["--out", str(folder), *TINY, *given])
-    rows = json.loads((folder / "kernels-cpu.json").read_text())["results"]
-    return rows
+    return json.loads((folder / "kernels-cpu.json").read_text())["results"]
 
 
 @pytest.fixture(scope="module")
@@ -72,33 +64,12 @@ def test_absent_peers_are_listed_with_the_reason(rows):
 
 
 def test_a_run_is_taken_up_where_it_ended(tmp_path, monkeypatch, capsys):
-    measured = []
-    measure = command.measure
-
-    def counted(contest, rig):
-        measured.append(contest)
-        return measure(contest, rig)
-
-    monkeypatch.setattr(command, "measure", counted)
-    one = ("--op", "norm", "--models", "gpt2")
-    bench(tmp_path, *one)
-    first = capsys.readouterr().out
-    assert len(measured) == 2
-    again = bench(tmp_path, *one)
-    assert len(measured) == 2 and len(again) == 4  # with the ceilings
-    assert first.split("time over")[0] == capsys.readouterr().out.split("time over")[0]
-    bench(tmp_path, *one, "--fresh")
-    assert len(measured) == 4
-
-
-def test_a_direction_that_cannot_be_measured_costs_no_other_and_is_tried_again(
-    tmp_path, monkeypatch
-):
-    one = ("--op", "norm", "--models", "gpt2")
-    measure = command.measure
+    """A direction that cannot be measured costs no other, and is tried again."""
+    one, measured, measure = ("--op", "norm", "--models", "gpt2"), [], command.measure
 
     def too_large(contest, rig):
-        if contest.work.bytes == 3 * 32 * 32 * 4:
+        measured.append(contest)
+        if len(measured) == 2:
             raise MemoryError("the backward is too large")
         return measure(contest, rig)
 
@@ -107,9 +78,15 @@ def test_a_direction_that_cannot_be_measured_costs_no_other_and_is_tried_again(
     assert "us" in fwd["ways"]["aten"] and fwd["case"]["direction"] == "fwd"
     assert bwd["error"] == "MemoryError: the backward is too large"
     assert "FAIL: MemoryError" in report.block(bwd)
-    monkeypatch.setattr(command, "measure", measure)
-    *_, fwd, bwd = bench(tmp_path, *one)
+    *_, fwd, bwd = rows = bench(tmp_path, *one)
     assert "us" in fwd["ways"]["aten"] and "us" in bwd["ways"]["aten"] and "error" not in bwd
+    tried = len(measured)
+    capsys.readouterr()
+    assert bench(tmp_path, *one) == rows and len(rows) == 4  # with the ceilings
+    known = capsys.readouterr().out
+    assert len(measured) == tried and "2 of 2 known before" in known and report.block(bwd) in known
+    bench(tmp_path, *one, "--fresh")
+    assert len(measured) == tried + 2
 
 
 def test_a_dry_run_leaves_measured_results_alone():
@@ -163,60 +140,8 @@ def test_models_are_those_of_their_cards():
                      "qwen2-1.5b": 1310, "llama3-8b": 6979}  # fmt: skip
 
 
-class Doubled(Problem):
-    """y = 2 x."""
-
-    def draw(self):
-        return {"x": self.rig.normal(4, 3)}
-
-    def reference(self, *inputs):
-        return 2.0 * inputs[0]
-
-    def work(self, direction):
-        return Work(bytes=2 * 4 * 3 * 4)
-
-
-class InPlace(torch.autograd.Function):
-    """Doubles its input, and the gradient, where they are."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.mul_(2.0)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy.mul_(2.0)
-
-
-def test_a_provider_that_overwrites_its_inputs_finds_them_whole_every_time(rig):
-    problem = Doubled(rig, "doubled")
-    ways = through_autograd(InPlace.apply, problem, in_place=True)
-    for _ in range(3):
-        for direction, way in ways.items():
-            found = way.run(way.prepare(0))
-            for name, exact in problem.truth(direction).items():
-                assert torch.equal(found[name].double(), exact)
-
-
-def test_a_wrong_gradient_fails_and_a_wrong_output_too(rig):
-    op = Op("it", lambda rig, size: iter(()))
-    op.provider("aten", baseline=True)(lambda p: p.reference)
-    op.provider("detached")(lambda p: lambda x: x + x.detach())
-    op.provider("scaled")(lambda p: lambda x: 2.001 * x)
-    op.provider("shifted")(lambda p: lambda x: 2.0 * x + 0.1)
-    found = {d: admit(c) for d, c in contests(op, Doubled(rig, "doubled"))}
-    assert "check" in found["fwd"]["detached"]
-    assert "relative error of dx is 0.5" in found["bwd"]["detached"]["error"]
-    assert "relative error of y is 0.0005" in found["fwd"]["scaled"]["error"]
-    assert all("relative error of y" in found[d]["shifted"]["error"] for d in found)
-    row = {"case": {"op": "it", "name": "doubled", "direction": "bwd", "model": "m", "sizes": {}}}
-    text = report.block(row | {"ways": found["bwd"]})
-    assert "  detached  FAIL: WrongResultError" in text
-    assert len(report.failures([row | {"ways": found["bwd"]}])) == 3
-
-
-def test_norms_work_is_each_matrix_once(rig):
-    (problem,) = norm.of_model(rig, Size(tiny(MODELS["gpt2"]), 2, 16))
-    matrix = 2 * 16 * 32 * 4
-    assert problem.work("fwd").bytes == 2 * matrix and problem.work("bwd").bytes == 3 * matrix
+def test_a_wrong_result_is_said_in_its_line_and_among_the_failures():
+    case = {"op": "it", "name": "doubled", "direction": "bwd", "model": "m", "sizes": {}}
+    ways = {"aten": {"absent": "no"}, "mine": {"error": "WrongResultError: off"}}
+    assert "  mine  FAIL: WrongResultError" in report.block({"case": case, "ways": ways})
+    assert len(report.failures([{"case": case, "ways": ways}])) == 1

@@ -50,24 +50,26 @@ def test_a_file_of_gpu_tests(mark, tmp_path):
     assert of(source, tmp_path)[0].gpu
 
 
+NO_TEST = [
+    ("MARK = pytest.mark.composes('DDP', 'x')", "must decorate a test"),
+    ("pytestmark = pytest.mark.composes('DDP', 'x')", "must decorate a test"),
+]
+DECORATORS = [
+    ("composes(GROUP, 'x')", "test_it.py:1: expected comp"),
+    ("composes('DDP')", "literal strings"),
+    ("composes('DDP', '')", "literal strings"),
+    ("composes", "literal strings"),
+    ("composes('DDP', 'x', limit='y')", "literal strings"),
+    ("composes('DDP', 'x', 'y', 'z')", "literal strings"),
+    ("composes('FSDP', 'x')", "unknown group 'FSDP'"),
+    ("composes('DDP', 'x|y')", "neither |"),
+    ("composes('DDP', 'x')\n@pytest.mark.xfail", "xfail needs a literal reason"),
+]
+
+
 @pytest.mark.parametrize(
     "source, message",
-    [
-        ("@pytest.mark.composes(GROUP, 'x')\ndef test_it(): ...", "test_it.py:1: expected comp"),
-        ("@pytest.mark.composes('DDP')\ndef test_it(): ...", "literal strings"),
-        ("@pytest.mark.composes('DDP', '')\ndef test_it(): ...", "literal strings"),
-        ("@pytest.mark.composes\ndef test_it(): ...", "literal strings"),
-        ("@pytest.mark.composes('DDP', 'x', limit='y')\ndef test_it(): ...", "literal strings"),
-        ("@pytest.mark.composes('DDP', 'x', 'y', 'z')\ndef test_it(): ...", "literal strings"),
-        ("@pytest.mark.composes('FSDP', 'x')\ndef test_it(): ...", "unknown group 'FSDP'"),
-        ("@pytest.mark.composes('DDP', 'x|y')\ndef test_it(): ...", "neither |"),
-        ("MARK = pytest.mark.composes('DDP', 'x')", "must decorate a test"),
-        ("pytestmark = pytest.mark.composes('DDP', 'x')", "must decorate a test"),
-        (
-            "@pytest.mark.composes('DDP', 'x')\n@pytest.mark.xfail\ndef test_it(): ...",
-            "xfail needs a literal reason",
-        ),
-    ],
+    [*NO_TEST, *((f"@pytest.mark.{d}\ndef test_it(): ...", says) for d, says in DECORATORS)],
 )
 def test_marks_that_make_no_row(source, message, tmp_path):
     with pytest.raises(ValueError, match=message):

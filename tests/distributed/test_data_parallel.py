@@ -323,7 +323,8 @@ def test_accumulation_is_refused(wrapper):
         model = accumulating("main_grad")
         inner = model.forward
         model.forward = functools.partial(checkpoint, inner, use_reentrant=True)
-        loss = loss_of(DDP(model, static_graph=True)(x.requires_grad_()))
+        wrapped = DDP(model, static_graph=True)
+        loss = loss_of(wrapped(x.requires_grad_()))
         with pytest.raises(RuntimeError, match="called by DistributedDataParallel"):
             loss.backward()
 

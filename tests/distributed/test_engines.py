@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
+import copy
+import importlib.util
 import json
 import os
 import random
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -19,15 +22,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_steps import encoder, mine
 from hf_models import VOCAB, S, build
-from launched import ROOT, environment, torchrun
-from processes import Processes
+from processes import ROOT, Processes, environment, torchrun
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from fused_remat import FusedRematWarning, convert
+from fused_remat import FusedRematCausalLayer, FusedRematWarning, Policy, convert
 from fused_remat.autograd.function import OBSERVERS
 
+DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="no DeepSpeed")
 SCRIPTS = ROOT / "examples" / "engines"
 LAYERS = 2  # of every script's model
 
@@ -40,6 +43,21 @@ def processes():
     two.close()
 
 
+def of_torchrun() -> AbstractContextManager:
+    """The environment that torchrun gives this rank."""
+    rank = str(dist.get_rank())
+    of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+    return patch.dict(os.environ, environment() | of_rank)
+
+
+def deepspeed_here() -> Any:
+    import deepspeed
+
+    # Its collectives in shared memory, which it would compile: half a minute at the first time.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
 def start(name: str, out: Path, *arguments: str) -> int:
     """Run a script in this rank: how many blocks ran that kept something.
 
@@ -50,20 +68,15 @@ def start(name: str, out: Path, *arguments: str) -> int:
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(12345)  # nothing may depend on where random numbers were
     if name == "deepspeed_zero3":
-        from deepspeed import ops
-
-        # Its collectives in shared memory, which it would compile: half a minute at the first time.
-        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed_here()
     if name in ("accelerate_loop", "hf_trainer"):
         from accelerate.state import AcceleratorState
 
         AcceleratorState._reset_state(reset_partial_state=True)
     blocks: list[int] = []
     OBSERVERS.append(lambda invocation: blocks.append(len(invocation.kept)))
-    rank = str(dist.get_rank())
-    of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
     try:
-        with patch.dict(os.environ, environment() | of_rank), warnings.catch_warnings():
+        with of_torchrun(), warnings.catch_warnings():
             warnings.simplefilter("error", FusedRematWarning)
             script = importlib.import_module(name)
             script.main(["--steps", "20", "--save-at", "10", "--out", str(out), *arguments])
@@ -162,31 +175,40 @@ def test_lightning(processes, titan, tmp_path):
     limits="`set_z3_leaf_modules` is needed: without it, layers run in ordinary operations under "
     "checkpoint, with a warning",
 )
+@DEEPSPEED
 def test_deepspeed(processes, titan, tmp_path):
-    pytest.importorskip("deepspeed")
     found = starts(processes, "deepspeed_zero3", tmp_path, "own-10", "dcp-10")
     for line, expected in zip(found, losses(titan), strict=True):
         # Another order in which gradients and their norm are summed, in float32, over 20 steps.
         assert line["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
-def model_of(kind: str) -> nn.Module:
-    return encoder(cls=nn.TransformerEncoderLayer) if kind == "encoder" else build("llama")
+# --- models of other kinds: DCP checkpoints, and what ZeRO-3 does to their layers
 
 
-def sharded(kind: str) -> nn.Module:
-    model = convert(model_of(kind), policy="lean")
-    for layer in model if kind == "encoder" else model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+def stock_of(kind: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    if kind == "encoder":
+        return encoder(cls=nn.TransformerEncoderLayer, dtype=dtype)
+    return build(kind, dtype)
 
 
 def output_of(model: nn.Module, kind: str, part: Callable = lambda x: x) -> torch.Tensor:
     """Of all of a batch, or of this rank's part."""
     generator = torch.Generator().manual_seed(1)
-    if kind == "llama":
-        return model(part(torch.randint(3, VOCAB, (4, S), generator=generator))).logits.detach()
-    return model(part(torch.randn(4, 5, 8, generator=generator, dtype=torch.float64))).detach()
+    if kind not in ("causal", "encoder"):
+        ids = torch.randint(3, VOCAB, (4, S), generator=generator)
+        return model(input_ids=part(ids), use_cache=False).logits
+    # Wants a gradient, as after an embedding: DeepSpeed fails on a leaf module, any module, with
+    # inputs that want none.
+    x = torch.randn(4, 5, 8, generator=generator, dtype=next(model.parameters()).dtype)
+    return model(part(x.requires_grad_()))
+
+
+def sharded(kind: str) -> nn.Module:
+    model = convert(stock_of(kind), policy="lean")
+    for layer in model if kind == "encoder" else model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def save_sharded(kind: str, folder: Path) -> torch.Tensor:
@@ -196,7 +218,7 @@ def save_sharded(kind: str, folder: Path) -> torch.Tensor:
         for p in model.parameters():
             p.mul_(1.25)
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
-    return output_of(model, kind, mine)
+    return output_of(model, kind, mine).detach()
 
 
 def load_sharded(kind: str, folder: Path) -> torch.Tensor:
@@ -204,7 +226,7 @@ def load_sharded(kind: str, folder: Path) -> torch.Tensor:
     state = {"model": get_model_state_dict(model)}
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
-    return output_of(model, kind, mine)
+    return output_of(model, kind, mine).detach()
 
 
 @pytest.mark.composes(
@@ -213,12 +235,95 @@ def load_sharded(kind: str, folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["encoder", "llama"])
 def test_checkpoints_of_fused_and_stock_models_are_the_same(processes, tmp_path, kind):
     fused = processes.run(save_sharded, kind, tmp_path / "fused")
-    stock = model_of(kind)
+    stock = stock_of(kind)
     state = {"model": stock.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path / "fused", no_dist=True)
     stock.load_state_dict(state["model"])
     close = {"rtol": 1e-5, "atol": 1e-6} if kind == "llama" else {"rtol": 1e-10, "atol": 1e-12}
-    torch.testing.assert_close(output_of(stock, kind), torch.cat(fused), **close)
+    torch.testing.assert_close(output_of(stock, kind).detach(), torch.cat(fused), **close)
     dcp.save({"model": stock.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True)
     back = processes.run(load_sharded, kind, tmp_path / "stock")
     assert all(map(torch.equal, back, fused))
+
+
+ZERO3 = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def under_zero3(
+    kind: str, leaf: bool = True, policy: str | Policy = "lean", **options: Any
+) -> list:
+    """Raise unless gradients are those of one process; the warnings of fallbacks."""
+    torch.manual_seed(0)
+    if kind == "causal":
+        made = (
+            FusedRematCausalLayer(8, 2, 12, kv_heads=1, policy=policy, **options) for _ in range(2)
+        )
+        model: nn.Module = nn.Sequential(*made)
+    else:
+        model = convert(stock_of(kind, torch.float32), policy=policy)
+    alone, deepspeed = copy.deepcopy(model), deepspeed_here()
+    with of_torchrun(), warnings.catch_warnings(record=True) as caught:
+        deepspeed.init_distributed("gloo")
+        if leaf:
+            layers = {type(m) for m in model.modules() if hasattr(m, "why_not_fused")}
+            deepspeed.utils.set_z3_leaf_modules(model, list(layers))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = deepspeed.initialize(model=model, optimizer=sgd, config=ZERO3)[0]
+        warnings.simplefilter("always", FusedRematWarning)
+        engine.backward(output_of(engine, kind, mine).square().mean())
+    output_of(alone, kind).square().mean().backward()
+    found = {n: deepspeed.utils.safe_get_full_grad(p) for n, p in model.named_parameters()}
+    expected = {name: p.grad for name, p in alone.named_parameters()}
+    # Two halves of a batch summed in float32, through two layers.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    engine.destroy()
+    return [str(w.message) for w in caught if w.category is FusedRematWarning]
+
+
+@pytest.mark.composes(
+    "Engines",
+    "DeepSpeed ZeRO-3, gradients as one process: encoder and causal layers, converted Llama and "
+    "GPT-2",
+    limits="each layer a leaf module; of such modules, any, DeepSpeed needs that an input wants a "
+    "gradient, as after an embedding",
+)
+@DEEPSPEED
+@pytest.mark.parametrize("kind", ["encoder", "causal", "llama", "gpt2"])
+def test_gradients(processes, kind):
+    assert processes.run(under_zero3, kind) == [[], []]
+
+
+@DEEPSPEED
+@pytest.mark.parametrize("kind", ["encoder", "causal", "llama"])
+def test_without_leaf_modules_the_warning_says_what_to_do(processes, kind):
+    for warned in processes.run(under_zero3, kind, leaf=False):
+        assert len(warned) == 2
+        for text in warned:
+            assert "under torch.utils.checkpoint" in text and "set_z3_leaf_modules" in text
+
+
+@pytest.mark.composes(
+    "Engines", "DeepSpeed ZeRO-3, segments", limits="each layer keeps its input, with a warning"
+)
+@DEEPSPEED
+def test_segments(processes):
+    segments = Policy(save={"attn"}, segment="inner")
+    for warned in processes.run(under_zero3, "causal", policy=segments):
+        assert any("ZeRO-3 manages its parameters, and frees them" in text for text in warned)
+
+
+def refuses_to_accumulate() -> None:
+    with pytest.raises(RuntimeError, match="ZeRO-3 manages the layer's parameters"):
+        under_zero3("causal", accumulate_into="grad")
+
+
+@pytest.mark.composes(
+    "Engines", "DeepSpeed ZeRO-3, accumulate_into", limits="refused with RuntimeError"
+)
+@DEEPSPEED
+def test_accumulation_is_refused(processes):
+    processes.run(refuses_to_accumulate)

@@ -9,33 +9,26 @@ from bench.pages import scale
 from bench.pages.scale import is_right
 from bench.scale.runs import held, tiny
 
+#: The model, its mesh (data by tensor) and options, and the policy.
+RUNS = [
+    *((n, (2, 1), {}, p) for n in ("llama3-70b", "gpt3-175b") for p in ("full", "fast", "none")),
+    ("llama3-70b", (2, 1), {"low": True}, "balanced"),
+    *(
+        ("llama3-70b", (1, 2), {"sequence": sequence}, policy)
+        for sequence in (True, False)
+        for policy in ("full", "lean", "none")
+    ),
+    *((name, (2, 2), {}, "fast") for name in ("llama3-70b", "qwen3-32b", "gpt3-175b")),
+]
 
-def equal(ranks):
-    for rank, parts in enumerate(ranks):
+
+@pytest.mark.parametrize("name, mesh, options, policy", RUNS, ids=str)
+def test_every_part_to_the_byte(request, name, mesh, options, policy):
+    processes = request.getfixturevalue("four_processes" if mesh == (2, 2) else "two_processes")
+    for rank, parts in enumerate(processes.run(held, tiny(name, *mesh, **options), policy)):
         assert len(parts) == 5
         for part, held_ in parts.items():
             assert held_.measured == held_.on_paper > 0, f"rank {rank}, {part}: {held_}"
-
-
-@pytest.mark.parametrize("policy", ["full", "fast", "none"])
-@pytest.mark.parametrize("name", ["llama3-70b", "gpt3-175b"])
-def test_sharded_between_two(two_processes, name, policy):
-    equal(two_processes.run(held, tiny(name, 2, 1), policy))
-
-
-def test_computed_in_16_bits(two_processes):
-    equal(two_processes.run(held, tiny("llama3-70b", 2, 1, low=True), "balanced"))
-
-
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole"])
-@pytest.mark.parametrize("policy", ["full", "lean", "none"])
-def test_divided_between_two(two_processes, policy, sequence):
-    equal(two_processes.run(held, tiny("llama3-70b", 1, 2, sequence), policy))
-
-
-@pytest.mark.parametrize("name", ["llama3-70b", "qwen3-32b", "gpt3-175b"])
-def test_two_by_two(four_processes, name):
-    equal(four_processes.run(held, tiny(name, 2, 2), "fast"))
 
 
 def test_the_committed_runs_are_as_predicted(tmp_path):

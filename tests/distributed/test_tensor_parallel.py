@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from block_inputs import in_pieces
 from processes import in_two_processes
 from reference import EXACT_PRESETS, randomize
 from tensor_parallel_steps import (
@@ -45,9 +46,10 @@ from fused_remat.report.allocations import SavedBytes
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 
 
-def divided_as_whole(kind, policy, sequence, masks=False):
+def divided_as_whole(kind, policy, sequence, tokens=512):
     model = stack(kind, policy)
-    check(model, divided(model, sequence), given(), **options_of(kind, masks))
+    with in_pieces(tokens):
+        check(model, divided(model, sequence), given(), **options_of(kind, masks=True))
 
 
 @pytest.mark.composes(
@@ -57,15 +59,22 @@ def divided_as_whole(kind, policy, sequence, masks=False):
 @SEQUENCE
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers(two_processes, kind, sequence):
-    two_processes.run(divided_as_whole, kind, "full", sequence, masks=True)
+    two_processes.run(divided_as_whole, kind, "full", sequence)
 
 
 @pytest.mark.composes("Tensor parallel", "every policy, kept activations in 8 bits among them")
+@pytest.mark.composes("Tensor parallel", "groups of sequences and tiles of tokens")
 @SEQUENCE
-@pytest.mark.parametrize("policy", [*EXACT_PRESETS[1:], "fast8"])
-def test_policies(two_processes, policy, sequence):
-    run = divided_as_whole if policy != "fast8" else near_whole
-    two_processes.run(run, "causal, heads normed", policy, sequence)
+@pytest.mark.parametrize(
+    "policy, kind",
+    [(policy, "causal, heads normed") for policy in (*EXACT_PRESETS[1:], "fast8")]
+    + [("balanced", "encoder pre-norm"), ("balanced", "causal, sandwich")],
+)
+def test_policies(two_processes, kind, policy, sequence):
+    if policy == "fast8":
+        two_processes.run(near_whole, kind, policy, sequence)
+    else:
+        two_processes.run(divided_as_whole, kind, policy, sequence, tokens=2)
 
 
 def near_whole(kind, policy, sequence):
@@ -100,20 +109,6 @@ def test_decoder(norm_first, sequence):
         y, dx, grads = step(m, given(1, (S, B, D)), memory=own, tgt_mask=mask)
         results.append([y, dx, own.grad, pack_attention(grads)])
     assert_close(*results, **CLOSE)
-
-
-@pytest.mark.composes("Tensor parallel", "groups of sequences and tiles of tokens")
-@SEQUENCE
-@in_two_processes
-def test_groups_and_tiles(sequence):
-    from fused_remat.execution import choose
-
-    before, choose._CPU_TOKENS = choose._CPU_TOKENS, 2
-    try:
-        for kind in ("encoder pre-norm", "causal, sandwich"):
-            divided_as_whole(kind, "balanced", sequence, masks=True)
-    finally:
-        choose._CPU_TOKENS = before
 
 
 @pytest.mark.composes(
@@ -211,28 +206,23 @@ def test_dropout_of_the_stream_is_one_processs():
 
 
 @pytest.mark.composes("Tensor parallel", "kept bytes of a rank, as predicted from its graph")
+@SEQUENCE
 @pytest.mark.parametrize("policy", EXACT_PRESETS)
-def test_kept_bytes(two_processes, policy):
-    for sequence in (False, True):
-        for kept, report, predicted, table in two_processes.run(kept_bytes, policy, sequence):
-            assert kept == report == predicted == table
-
-
-def kept_bytes(policy, sequence):
+@in_two_processes
+def test_kept_bytes(policy, sequence):
     """Bytes that autograd saves, that the report says, and of docs/scale.md."""
     layer = FusedRematLayer(D, H, 4 * D, 0.0, norm_first=True, batch_first=True, policy=policy)
     layer = parallelize_module(layer, mesh_of(), LayerParallel(sequence=sequence))
     tokens = S // 2 if sequence else S
     x = torch.randn(B, tokens, D, requires_grad=True)
     with SavedBytes(exclude=[p.to_local() for p in layer.parameters()]) as saved:
-        y = layer(x)
+        layer(x)
     report = memory_report(layer, x)
     stream = {"full": 1, "lean": 1, "balanced": 2, "fast": 2, "none": 2}[policy] * tokens
     heads = {"full": 0, "lean": 1, "balanced": 1, "fast": 4, "none": 8}[policy] * S // 2
     lse = 0 if policy == "full" else S * H // 2
     table = 4 * B * (D * (stream + heads) + 4 * tokens + lse)
-    del y
-    return saved.total, report.kept_bytes, report.predicted_bytes, table
+    assert saved.total == report.kept_bytes == report.predicted_bytes == table
 
 
 @pytest.mark.composes("Tensor parallel", "segments")

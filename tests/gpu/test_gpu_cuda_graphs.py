@@ -8,38 +8,22 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from places import BF16, DEVICE, ON_GPU, error_of, normal, sized
+from block_inputs import results
+from gpu_layers import APART, B, D, H, S, data, layer_of, stack_of
+from places import BF16, DEVICE, ON_GPU, error_of, normal
 from reference import EXACT_PRESETS
 from torch import nn
 
-from fused_remat import FusedRematLayer, ops
+from fused_remat import ops
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not ON_GPU, reason="captures CUDA graphs"),
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
 ]
-B, S, D, H = sized(4, 256, 512, 8, tiny=(2, 9, 24, 3))
-PRESET = pytest.mark.parametrize("policy", EXACT_PRESETS)
 BACKEND = pytest.mark.parametrize("backend", ["triton", "eager"])
-#: How far two runs of a call may be apart in bfloat16: products and ATen's attention may take
-#: another kernel, or add in another order, while a graph is captured (test_encoder_layers.py).
-APART = 2e-2
-#: Results under other masks, at dropout 0.5, are much further apart.
+#: Results under other masks, at dropout 0.5, are much further apart than APART.
 OTHER_MASKS = 0.1
-
-
-def layer_of(policy, backend="triton", dropout=0.5, norm_first=True, activation="gelu"):
-    torch.manual_seed(0)
-    return FusedRematLayer(
-        D, H, 4 * D, dropout, activation, batch_first=True, norm_first=norm_first, device=DEVICE,
-        dtype=BF16, policy=policy, backend=backend,
-    )  # fmt: skip
-
-
-def data():
-    torch.manual_seed(1)
-    return normal(BF16, B, S, D).requires_grad_(), normal(BF16, B, S, D)
 
 
 class Captured:
@@ -67,11 +51,6 @@ class Captured:
         return [t.detach().clone() for t in (self.y, *(leaf.grad for leaf in self.leaves))]
 
 
-def eagerly(function, leaves, dy):
-    y = function()
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-
 def check_close(found, expected, factor=1):
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert error_of(a, b) <= factor * APART, i
@@ -84,7 +63,7 @@ def check_replays(function, leaves, dy, fresh=True):
     replays = [captured.replay() for _ in range(3)]
     after = torch.cuda.get_rng_state(DEVICE)
     torch.manual_seed(7)
-    runs = [eagerly(function, leaves, dy) for _ in range(3)]
+    runs = [results(function, leaves, dy) for _ in range(3)]
     for found, expected in zip(replays, runs, strict=True):
         check_close(found, expected)
     assert torch.equal(after, torch.cuda.get_rng_state(DEVICE))
@@ -103,26 +82,19 @@ def check_replays(function, leaves, dy, fresh=True):
     "generator's state, which PyTorch refuses there",
 )
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("dropout", [0.5, 0.0])
 @BACKEND
-@PRESET
-def test_replays_are_eager_runs(policy, backend, norm_first):
-    layer = layer_of(policy, backend, norm_first=norm_first)
-    x, dy = data()
-    check_replays(lambda: layer(x), [x, *layer.parameters()], dy)
-
-
-@BACKEND
-def test_without_dropout(backend):
-    layer = layer_of("full", backend, dropout=0.0)
-    x, dy = data()
-    check_replays(lambda: layer(x), [x, *layer.parameters()], dy, fresh=False)
+@pytest.mark.parametrize("policy", EXACT_PRESETS)
+def test_replays_are_eager_runs(policy, backend, dropout, norm_first):
+    layer = layer_of(policy, dropout, "gelu", backend=backend, norm_first=norm_first)
+    x = data().requires_grad_()
+    check_replays(lambda: layer(x), [x, *layer.parameters()], data(), fresh=dropout > 0)
 
 
 @pytest.mark.composes("CUDA graphs", "an activation function without a row")
 def test_an_activation_without_a_row():
-    layer = layer_of("lean", activation=F.softsign)
-    x, dy = data()
-    check_replays(lambda: layer(x), [x, *layer.parameters()], dy)
+    layer, x = layer_of("lean", 0.5, F.softsign, backend="triton"), data().requires_grad_()
+    check_replays(lambda: layer(x), [x, *layer.parameters()], data())
 
 
 def masks():
@@ -168,14 +140,14 @@ def test_packed_sequences():
     check_replays(lambda: ops.attention(q, k, v, **call), [q, k, v], dy)
     captured = Captured(lambda: ops.attention(q, k, v, **call | {"dropout_p": 0.0}), [q, k, v], dy)
     cu.copy_(torch.tensor([0, S // 2, S // 2, S], dtype=torch.int32))
-    expected = eagerly(lambda: ops.attention(q, k, v, **call | {"dropout_p": 0.0}), [q, k, v], dy)
+    expected = results(lambda: ops.attention(q, k, v, **call | {"dropout_p": 0.0}), [q, k, v], dy)
     check_close(captured.replay(), expected)
 
 
 @pytest.mark.composes("CUDA graphs", "a seed of one's own, changed in place between replays")
 @BACKEND
 def test_a_seed_in_a_static_tensor(backend):
-    x, dy = data()
+    x, dy = data().requires_grad_(), data()
     up, down = normal(BF16, 4 * D, D, scale=D**-0.5), normal(BF16, D, 4 * D, scale=D**-0.5)
     leaves = [x, up.requires_grad_(), down.requires_grad_()]
     seed = torch.tensor(3, device=DEVICE)
@@ -188,24 +160,16 @@ def test_a_seed_in_a_static_tensor(backend):
     for value in (3, 4, 3):
         seed.fill_(value)
         found.append(captured.replay())
-        check_close(found[-1], eagerly(mlp, leaves, dy))
+        check_close(found[-1], results(mlp, leaves, dy))
     check_close(found[0], found[2])
     assert error_of(found[0][0], found[1][0]) > OTHER_MASKS
 
 
-def twins(model):
-    """The model, and a copy whose results are those of eager runs."""
-    other = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, other)]
-    return other, optimizers
-
-
-def check_training(graphed, other, optimizers):
+def check_training(graphed, other):
     """Five steps of both, from the same seed: losses and gradients."""
-    x, dy = data()
-    models = (graphed, other)
-    losses = []
-    for model, optimizer in zip(models, optimizers, strict=True):
+    x, dy, losses = data().requires_grad_(), data(), []
+    for model in (graphed, other):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         torch.manual_seed(7)
         losses.append([])
         for _ in range(5):
@@ -223,31 +187,16 @@ def check_training(graphed, other, optimizers):
 
 
 @pytest.mark.composes("CUDA graphs", "torch.cuda.make_graphed_callables, of a layer and of a stack")
+@pytest.mark.parametrize("how", [*EXACT_PRESETS, "a stack", "each of a stack"])
 @BACKEND
-@PRESET
-def test_make_graphed_callables_of_a_layer(policy, backend):
-    layer = layer_of(policy, backend)
-    other, optimizers = twins(layer)
-    sample = torch.randn_like(data()[0]).requires_grad_()
-    graphed = torch.cuda.make_graphed_callables(layer, (sample,))
-    check_training(graphed, other, optimizers)
-
-
-@pytest.mark.composes("CUDA graphs", "torch.cuda.make_graphed_callables, of a layer and of a stack")
-@BACKEND
-def test_make_graphed_callables_of_a_stack(backend):
-    """Layers of every preset, each a graph of its own that shares memory with the others."""
-    stack = nn.Sequential(*(layer_of(policy, backend, norm_first=i % 2 == 0)
-                            for i, policy in enumerate(EXACT_PRESETS)))  # fmt: skip
-    other, optimizers = twins(stack)
-    samples = tuple((torch.randn_like(data()[0]).requires_grad_(),) for _ in stack)
-    graphed = nn.Sequential(*torch.cuda.make_graphed_callables(tuple(stack), samples))
-    check_training(graphed, other, optimizers)
-
-
-def test_make_graphed_callables_of_a_stack_as_one():
-    stack = nn.Sequential(*map(layer_of, EXACT_PRESETS))
-    other, optimizers = twins(stack)
-    sample = torch.randn_like(data()[0]).requires_grad_()
-    graphed = torch.cuda.make_graphed_callables(stack, (sample,))
-    check_training(graphed, other, optimizers)
+def test_make_graphed_callables(how, backend):
+    """Of a layer, of layers of every preset, and of each of these, which then share memory."""
+    policies = [how] if how in EXACT_PRESETS else EXACT_PRESETS
+    stack = stack_of(policies, 0.5, alternating=True, activation="gelu", backend=backend)
+    other, samples = copy.deepcopy(stack), [(data().requires_grad_(),) for _ in stack]
+    if how == "each of a stack":
+        graphs = torch.cuda.make_graphed_callables(tuple(stack), tuple(samples))
+        graphed = nn.Sequential(*graphs)
+    else:
+        graphed = torch.cuda.make_graphed_callables(stack, samples[0])
+    check_training(graphed, other)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from places import BF16, DEVICE, ON_GPU, sized
+from places import BF16, DEVICE, ON_GPU, assert_bits, deterministic, normal, sized
 from torch import nn
 
 from fused_remat import convert, plan
@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning"),  # no fallback
 ]
-LAYERS, B, S, D, H = sized(8, 4, 1024, 1024, 16) if ON_GPU else (4, 2, 17, 32, 4)
+LAYERS, B, S, D, H = sized(8, 4, 1024, 1024, 16, tiny=(4, 2, 17, 32, 4))
 WITHIN = 0.03
 
 
@@ -44,7 +44,7 @@ def peak_of(model, x):
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_peaks_hold_and_kept_bytes_are_exact(norm_first):
     model = model_of(norm_first)
-    x = torch.randn(B, S, D, device=DEVICE, dtype=BF16)
+    x = normal(BF16, B, S, D)
     fastest = plan(model, x, loss=squared)
     low, high = fastest.frontier[0].peak_bytes, fastest.peak_bytes
     for i in range(5):
@@ -60,18 +60,14 @@ def test_peaks_hold_and_kept_bytes_are_exact(norm_first):
 
 def test_segments_rebuild_the_same_bits():
     model = model_of(True)
-    x = torch.randn(B, S, D, device=DEVICE, dtype=BF16)
+    x = normal(BF16, B, S, D)
     layers = [m for m in model.modules() if isinstance(m, FusedLayer)]
 
     def grads():
         return torch.autograd.grad(squared(model(x)), list(model.parameters()))
 
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         expected = grads()
         plan(model, x, loss=squared, method="sqrt", costs="analytic").apply(model)
         assert any(layer.policy.segment == "inner" for layer in layers)
-        for got, want in zip(grads(), expected, strict=True):
-            assert torch.equal(got, want)
-    finally:
-        torch.use_deterministic_algorithms(False)
+        assert_bits(grads(), expected)

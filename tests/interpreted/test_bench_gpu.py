@@ -12,13 +12,16 @@ import pytest
 import torch
 from places import target
 
+from bench.audit.cases import tile_name
 from bench.commands import gpu
 from bench.gpu import layers as gpu_layers
 from bench.gpu.kinds import KINDS
+from bench.measure import options
 from bench.measure.contest import Rig
 from bench.measure.results import ResultsFile
 from bench.pages.gpu import failures
-from bench.tuning import attention_tiles, product_tiles
+from bench.tuning import attention_tiles
+from fused_remat.policies import EXACT_PRESETS
 from fused_remat.triton import tables
 
 TARGET = target()
@@ -72,7 +75,7 @@ def test_every_way_is_right_and_timed(rows):
 def test_every_tile_and_rung_is_there(rows):
     ways = {(row["case"]["section"], row["case"]["name"]): row.get("ways", {}) for row in rows}
     for kernel, families in tables.TILES.items():
-        names = {product_tiles.tile_name(tile) for tile in families["interpreter"]}
+        names = {tile_name(tile) for tile in families["interpreter"]}
         assert set(ways["tiles", f"tiles of {kernel}"]) == {"bare", *names}
     for kernel in attention_tiles.KERNELS:
         found = ways["attention tiles", f"tiles of attention_{kernel} causal"]
@@ -90,19 +93,11 @@ def test_the_long_case_is_compared_with_what_keeps_all(rows):
     assert {"eager", "none"} <= set(row["ways"]["eager"]["ratio"])
 
 
-def test_one_long_sequence_on_a_gpu():
-    """Of the presets and the stock ways, with enough time and before what matters less."""
-    rig = Rig(torch.device("cpu"), torch.bfloat16, False, TARGET, ends=0.0)  # nothing is made of it
-    ((case, _),) = gpu.SECTIONS["long"].entries(rig)
-    assert case == {"name": "pre-norm", "width": 2048, "seq_len": 32768}
-    assert gpu_layers.long_encoder(rig).batch == 1
-    order = list(gpu.SECTIONS)
-    assert order.index("layers") < order.index("long") < order.index("model")
-
-
 def test_every_way_of_a_profile_is_taken_apart(rows):
     (row,) = [row for row in rows if row["case"]["section"] == "profile"]
+    assert list(row["ways"]) == ["eager", "checkpoint", *EXACT_PRESETS]
     for name, way in row["ways"].items():
+        assert way["us"]["p50"] - way["busy_us"] == way["gaps_us"]
         assert set(way["kinds_us"]) == set(KINDS) and way["launches"] and way["kernels"], name
         assert {"products", "attention", "norms", "pointwise"} == set(way["least_us"]), name
         assert {"us", "check", "ratio", "host_us", "busy_us", "gaps_us"} <= set(way), name
@@ -181,32 +176,24 @@ def test_what_is_given_again_tries_again_where_a_process_ended(tmp_path):
     assert gpu.rows_of("now", ResultsFile(path, {"gpu": "another"}, {})) == []
 
 
-def test_workers_that_never_end_well_are_a_failure(monkeypatch, tmp_path):
-    """Though they wrote nothing that says so."""
-    failed = types.SimpleNamespace(returncode=1)
-    monkeypatch.setattr(gpu.subprocess, "run", lambda command, **rest: failed)
-    monkeypatch.setattr(gpu, "INTERPRETED", False)
-    monkeypatch.setattr("bench.measure.options.INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert gpu.main(["--out", str(tmp_path / "new")]) == 1
-    with pytest.raises(SystemExit, match="2"):
-        gpu.parse(["--minutes", "0.2"])
-
-
-def test_workers_follow_one_another_until_one_ends_well(monkeypatch, tmp_path):
-    statuses, commands = [gpu.BROKEN, 1, 0, 0], []
+@pytest.mark.parametrize(("statuses", "status"), [((gpu.BROKEN, 1, 0), 0), ((1,) * 8, 1)])
+def test_workers_follow_one_another_until_one_ends_well(statuses, status, monkeypatch, tmp_path):
+    """That none does is a failure, though they wrote nothing that says so."""
+    left, commands = list(statuses), []
 
     def run(command, **rest):
         commands.append(command)
-        return types.SimpleNamespace(returncode=statuses[len(commands) - 1])
+        return types.SimpleNamespace(returncode=left.pop(0))
 
     monkeypatch.setattr(gpu.subprocess, "run", run)
-    args = gpu.argparse.Namespace(
-        out=tmp_path, minutes=8.0, dtype="bfloat16", sections=list(gpu.SECTIONS)
-    )
-    assert gpu.supervise(args, "now") == 0
-    assert len(commands) == 3 and commands[0][:4] == [sys.executable, "-m", "bench", "gpu"]
-    assert "--run" in commands[0]
+    for module in (gpu, options):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert gpu.main(["--out", str(tmp_path / "new")]) == status and not left
+    assert all(command[:4] == [sys.executable, "-m", "bench", "gpu"] for command in commands)
+    assert all("--run" in command for command in commands)
+    with pytest.raises(SystemExit, match="2"):
+        gpu.parse(["--minutes", "0.2"])
 
 
 def test_dry_runs_are_interpreted(monkeypatch):

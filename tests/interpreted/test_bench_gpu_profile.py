@@ -8,21 +8,18 @@ import pytest
 import torch
 
 from bench.audit import cases as audit_cases
-from bench.gpu import floors, kinds, profile
+from bench.commands import gpu
+from bench.gpu import floors, kinds, layers, profile
 from bench.measure.contest import Rig
 from bench.pages.gpu import profile_table
-from bench.subjects.layer_ways import WAYS
 from bench.subjects.layers import Case
-from fused_remat.policies import EXACT_PRESETS
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 #: As CUDA 12 and 13, ATen and cuDNN 9 name them on Hopper.
 NAMES = {
     "products": (
         "nvjet_tst_192x192_64x4_1x2_h_bz_coopB_TNT",
-        "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_bias_TNN",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1",
-        "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_nt",
         "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nt_align8>",
         "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>",
         "void cublasLt::epilogue::impl::globalKernel<8, 32, __nv_bfloat16, float, true, true, 1>",
@@ -31,10 +28,8 @@ NAMES = {
     "attention": (
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false>>",
         "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<128, 64>>",
-        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits>",
         "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>",
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x1x1",
         "void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, int>",
         "fmha_cutlassB_bf16_aligned_128x128_k128_sm80(PyTorchMemEffAttention::AttentionBackward)",
         "attention_dkdv_bwd_kernel",
@@ -42,13 +37,11 @@ NAMES = {
     ),
     "norms": (
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>",
-        "void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<float>",
         "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, 64>",
         "column_sum_kernel",
     ),
     "pointwise": (
         "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(...)>",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
         "void at::native::(anonymous namespace)::fused_dropout_kernel_vec<c10::BFloat16, float>",
         "dropout_add_fwd_kernel",
         "act_bwd_kernel_0d1d2d",
@@ -166,21 +159,14 @@ def test_the_least_is_what_the_graph_computes():
         floors.parts_of("torch_remat", example)
 
 
-def test_rows_of_a_profile_on_a_cpu():
-    """What a row of a GPU's has, of every way; no ceiling, no least."""
-    rig = Rig(torch.device("cpu"), torch.float32, True, None, 0.0)
-    case = Case("float32", "pre", 0.0, 1, 5, 16, 2, causal=True, attention_dropout=0.0)
-    row = profile.measure(case, rig)
-    assert list(row["ways"]) == list(profile.WAYS) == [*list(WAYS)[:2], *EXACT_PRESETS]
-    for found in row["ways"].values():
-        assert set(found["kinds_us"]) == set(kinds.KINDS) and found["launches"] > 10
-        assert found["us"]["p50"] - found["busy_us"] == found["gaps_us"]
-        assert found["check"] and found["kernels"] and found["least_us"] == {}
-
-
 def test_what_is_profiled_on_a_gpu():
+    """And the one long sequence of the presets and the stock ways, before what matters less."""
     rig = Rig(torch.device("cpu"), torch.bfloat16, False, None, 0.0)  # no tensor is made of it
     cases = [case for case, _ in profile.profile_entries(rig)]
     assert [(case["width"], case["seq_len"]) for case in cases] == [
         (2048, 2048), (1024, 2048), (4096, 2048), (2048, 32768),
     ]  # fmt: skip
+    ((case, _),) = gpu.SECTIONS["long"].entries(rig)
+    assert case == cases[-1] and layers.long_encoder(rig).batch == 1
+    order = list(gpu.SECTIONS)
+    assert order.index("layers") < order.index("long") < order.index("model")

@@ -1,4 +1,4 @@
-"""Attention's launches: tiles, what is read and written, masks' blocks, intervals, dropout."""
+"""Attention's launches: tiles, what is read and written, masks' blocks, quantized heads."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ from places import (
 )  # fmt: skip
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_remat import ops, random
+from fused_remat import random
 from fused_remat.execution.choose import ops_for
 from fused_remat.formats import Quantized, QuantizedHeads, quantize
 from fused_remat.random import Uniform, site_keys
@@ -49,9 +49,9 @@ SQUARE = at((2, 4, 4, 1032, 1032, 64), (2, 2, 2, 20, 20, 16))
 interpreted_only = pytest.mark.skipif(PLACE == "gpu", reason="of the interpreter's small tiles")
 
 
-def attention_call(sizes, seed=5, **options):
+def attention_call(sizes, **options):
     """A call over (B, H, Hkv, S_q, S_k, E) without anything, but for `options`."""
-    key = random.site_keys(torch.tensor(seed, device=DEVICE))[random.ATTENTION]
+    key = random.site_keys(torch.tensor(5, device=DEVICE))[random.ATTENTION]
     return call_of(sizes, **{"site_key": key, **options})
 
 
@@ -133,6 +133,7 @@ def check(sizes, dtype=DTYPES[0], value_width=None, tile=SMALL, **options):
 @pytest.mark.parametrize("tile", TILES)
 def test_tiles(tile, dtype):
     check(SQUARE, dtype, tile=TILES[tile], right=0, p=0.2)
+    check(SQUARE, dtype, tile=TILES[tile], p=0.3, row0=2**32 - 3)
     check(SIZES, dtype, tile=TILES[tile], value_width=24)
     cu = torch.tensor([0, 5, 5, SQUARE[3] - 3], device=DEVICE)
     check((1, *SQUARE[1:]), dtype, tile=TILES[tile], cu_q=cu, cu_k=cu, softcap=1.5)
@@ -157,13 +158,6 @@ def test_bool_masks(keeps, padded):
     found = check((2, 1, 1, 33, 40, 16), mask=mask, padding=padding, right=3, **means)
     assert (found["out"].view(2, 33, 16)[0, 20] == 0.0).all()
     assert found["lse"][0, 0, 20] == INF
-
-
-def test_both_masks_have_their_gradient():
-    padding = normal(torch.float32, 2, 24)
-    padding[1, 20:] = -INF
-    mask = normal(torch.float32, 2, 1, 18, 24)
-    check((2, 2, 2, 18, 24, 16), mask=mask, padding=padding, mask_grad=True)
 
 
 def test_rows_that_are_far_everywhere_keep_their_digits():
@@ -226,36 +220,9 @@ def test_descriptors_where_they_can_serve():
     assert not uses_descriptors(SQUARE, lengths=torch.tensor([3, 4], device=DEVICE))
 
 
-# --- which keys a query sees: intervals, and lists of blocks
+# --- which keys a query sees
 
-PACKED = {
-    "self": ([0, 5, 5, 33, 40], None),
-    "tail": ([0, 9, 21], None),
-    "head": ([3, 20, 38], None),
-    "cross": ([0, 5, 20, 20, 40], [0, 17, 21, 30, 36]),
-    "none": ([0], None),
-}
 BY_KEYS = pytest.mark.parametrize("by_keys", [False, True], ids=["by queries", "by keys"])
-
-
-@BY_KEYS
-@pytest.mark.parametrize("name", PACKED)
-def test_intervals_of_packed_sequences(name, by_keys):
-    cu_q, cu_k = (None if c is None else torch.tensor(c, device=DEVICE) for c in PACKED[name])
-    call = attention_call(
-        (1, 1, 1, 40, 40, 16), cu_q=cu_q, cu_k=cu_q if cu_k is None else cu_k, left=4, right=2
-    )
-    bounds, launch = attention._bounds(call, 4, 2, by_keys)
-    launch.run()
-    seen = torch.zeros(40, 40, dtype=torch.bool, device=DEVICE)
-    for i in range(cu_q.numel() - 1):
-        for q in range(int(cu_q[i]), int(cu_q[i + 1])):
-            place = q + int(call.cu_k[i + 1]) - int(cu_q[i + 1])
-            first, last = max(int(call.cu_k[i]), place - 4), min(int(call.cu_k[i + 1]), place + 3)
-            seen[q, first:last] = True
-    row = torch.arange(40, device=DEVICE)
-    expected = seen.t() if by_keys else seen
-    assert torch.equal((row >= bounds[:, :1]) & (row < bounds[:, 1:]), expected)
 
 
 @BY_KEYS
@@ -297,61 +264,6 @@ def test_lists_of_blocks(by_keys):
             partial = [j for j in range(width) if (pieces[j] != -INF).any() and j not in whole]
             assert row[: row[width]].tolist() == partial
             assert sorted(row[width - row[width + 1] : width].tolist()) == whole
-
-
-# --- dropout
-
-
-@pytest.mark.parametrize("row0", [0, 2**32 - 3])
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("length", at([64, 128, 256], [16, 32]))
-def test_all_kernels_drop_the_bits_of_the_definition(length, dtype, causal, row0):
-    """Heads as wide as sequences are long, and identities in the place of operands.
-
-    q = 0: every probability is 1 / keys. v = I: the output is the mask. dout = I: dv is it.
-    k = v = I, dout = 1: where a key was kept dq is positive, else negative.
-    """
-    b, h, p = 2, 3, 0.3
-    sizes = (b, h, h, length, length, length)
-    call = attention_call(sizes, p=p, row0=row0, right=0 if causal else -1)
-    rows = b * h * length
-    kept = random.keep_scale(call.site_key, row0, rows, length, p, torch.float64) > 0
-    kept = kept.view(b, h, length, length)
-    eye = torch.eye(length, dtype=dtype, device=DEVICE).expand(b, h, -1, -1)
-    # In a row, (b, query), heads lie side by side.
-    one_hot = eye.transpose(1, 2).reshape(b * length, h * length)
-    q = torch.zeros_like(eye)
-    seen = torch.ones_like(kept)
-    seen = seen.tril() if causal else seen
-    found = launched(call, q, eye, eye, one_hot, None)
-    out = found["out"].view(b, length, h, length).transpose(1, 2)
-    assert torch.equal(out != 0, kept & seen)
-    assert torch.equal(found["dv"].transpose(-1, -2) != 0, kept & seen)
-    scaled = torch.where(kept & seen, 1.0 / (1.0 - p), 0.0) / seen.sum(-1, keepdim=True)
-    assert error_of(out, scaled) < 5e-3  # the output is rounded once, the probability once
-    dq = launched(call, q, eye, eye, torch.ones_like(one_hot), None)["dq"]
-    # A row of which all or none was kept has no gradient, up to rounding.
-    mixed = seen & (kept & seen).any(-1, keepdim=True) & (~kept & seen).any(-1, keepdim=True)
-    assert torch.equal((dq > 0) & mixed, kept & mixed)
-
-
-def test_ops_take_their_seed_from_the_caller():
-    """And so have the kernels' bits: no other kernel draws these."""
-    b, h, _, length, _, e = sizes = SQUARE
-    call, (q, k, v, dattn) = attention_call(sizes, 3, right=0, p=0.2), inputs_of(sizes, DTYPES[0])
-    out = launched(call, q, k, v, dattn, None)["out"]
-    y = ops.attention(q, k, v, dropout_p=0.2, is_causal=True, seed=3, backend="triton")
-    assert torch.equal(y, out.view(b, length, h, e).transpose(1, 2))
-
-
-def test_gradients_of_masks_have_the_same_bits_twice():
-    """dmask of a mask of keys: (B, 1, 1, S), by the kernels' own gradient."""
-    sizes = SQUARE
-    call = attention_call(sizes, mask=normal(DTYPES[0], sizes[0], 1, 1, sizes[4]), mask_grad=True)
-    given = inputs_of(sizes, DTYPES[0])
-    first, second = (launched(call, *given)["dmask"] for _ in range(2))
-    assert first.any() and torch.equal(first, second)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])

@@ -7,6 +7,7 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
+import reference
 import torch
 from attention_calls import attention_call
 from places import BF16, DEVICE, ON_GPU, PLACE, assert_bits, at, deterministic, error_of, normal
@@ -36,26 +37,18 @@ B, H, S, E = at((2, 8, 1000, 64), (2, 4, 33, 8))
 cuda_only = pytest.mark.skipif(not ON_GPU, reason="needs CUDA's kernels")
 
 
-def make_call(q_len=S, kv_len=S, kv_heads=H, causal=False, mask=None, padding=None, keeps=False):
-    """A call without dropout."""
-    return attention_call(
-        (B, H, kv_heads, q_len, kv_len, E), right=0 if causal else -1, mask=mask, padding=padding,
-        true_means="attend" if keeps else "exclude",
-    )  # fmt: skip
+def call_of(heads, **options):
+    """A call over q, k and v, true where a bool mask excludes."""
+    (b, h, m, e), (_, kv, n, _) = heads[0].shape, heads[1].shape
+    return attention_call((b, h, kv, m, n, e), **{"true_means": "exclude", **options})
 
 
-def exact_attention(q, k, v, call, bias):
-    """softmax(scale * q kᵀ + bias) v in the dtype of q; 0 for a row that sees nothing."""
-    group = call.spec.num_heads // call.spec.num_kv_heads
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = call.spec.scale * q @ k.transpose(-1, -2)
-    if bias is not None:
-        scores = scores + bias
-    if call.spec.window[1] == 0:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    nothing = (scores == -torch.inf).all(-1, keepdim=True)
-    return (scores.masked_fill(nothing, 0.0).softmax(-1) @ v).masked_fill(nothing, 0.0)
+def heads_of(dtype, kv_heads=H, q_len=S, strided=False):
+    """q, k and v; as views of a packed projection if `strided`."""
+    lengths, counts = (q_len, S, S), (H, kv_heads, kv_heads)
+    if strided:
+        return [normal(dtype, B, S, 3, H, E)[:, :, 1].transpose(1, 2) for _ in "qkv"]
+    return [normal(dtype, B, *size, E) for size in zip(counts, lengths, strict=True)]
 
 
 def by_library(call, q, k, v, dattn):
@@ -67,87 +60,7 @@ def by_library(call, q, k, v, dattn):
     return attn, lse, *grads
 
 
-def heads_of(call, dtype, strided=False):
-    """q, k, v and the gradient of the output; as views of a packed projection if `strided`."""
-
-    def heads(count, length):
-        if strided:
-            return normal(dtype, B, length, 3, count, E)[:, :, 1].transpose(1, 2)
-        return normal(dtype, B, count, length, E)
-
-    q, k = heads(call.spec.num_heads, call.q_len), heads(call.spec.num_kv_heads, call.kv_len)
-    return q, k, heads(call.spec.num_kv_heads, call.kv_len), normal(dtype, B * call.q_len, H * E)
-
-
-def check(call, dtype, bias=None, strided=False):
-    """Output and gradients of ATen's kernels."""
-    *heads, dattn = heads_of(call, dtype, strided)
-    attn, lse, *grads = by_library(call, *heads, dattn)
-    assert lse.dtype == F32 and lse.numel() == B * H * call.q_len
-    leaves = [t.double().requires_grad_() for t in heads]
-    exact = exact_attention(*leaves, call, bias).transpose(1, 2).reshape(attn.shape)
-    truth = exact.detach(), *torch.autograd.grad(exact, leaves, dattn.double())
-    for name, mine, true in zip(("attn", "dq", "dk", "dv"), (attn, *grads), truth, strict=True):
-        error = error_of(mine, true)
-        assert error <= TOLERANCE[dtype], f"relative error of {name} is {error:.1e}"
-
-
-@contextlib.contextmanager
-def only(name):
-    """PyTorch may take this kernel alone; skips where it does not serve this device."""
-    with sdpa_kernel([KERNELS[name]]):
-        q = normal(F16, B, H, S, E)
-        if attention_library.kernel(q, *make_call()) != name:
-            pytest.skip(f"no {name} kernel here")
-        yield
-
-
-CPU = [None]
-
-
-@pytest.mark.parametrize("name", at(list(KERNELS), CPU), ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("strided", [False, True], ids=["whole", "strided"])
-def test_kernels_without_a_mask(name, causal, dtype, strided):
-    with only(name) if name else contextlib.nullcontext():
-        check(make_call(causal=causal), dtype, strided=strided)
-
-
-@pytest.mark.parametrize("name", at(list(KERNELS), CPU), ids=str)
-def test_shared_key_heads(name):
-    """Query heads of a group are a call each, on slices of everything."""
-    with only(name) if name else contextlib.nullcontext():
-        check(make_call(kv_heads=H // 4), BF16)
-
-
-def test_shared_key_heads_with_a_mask():
-    mask = normal(BF16, S, S)
-    check(make_call(kv_heads=H // 4, mask=mask), BF16, mask.double())
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-def test_float32(causal):
-    check(make_call(causal=causal), F32)
-
-
-def test_other_lengths():
-    check(make_call(q_len=S // 2 + 3, kv_len=S), BF16)
-
-
-def bias_of(excluded):
-    zeros = torch.zeros(excluded.shape, device=DEVICE, dtype=torch.float64)
-    return zeros.masked_fill(excluded, -torch.inf)
-
-
-def padding_of(*seen):
-    """True beyond the first tokens of each sequence."""
-    return torch.arange(S, device=DEVICE) >= torch.tensor(seen, device=DEVICE)[:, None]
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("padded", [False, True], ids=["mask", "mask and padding"])
-def test_float_masks(dtype, padded):
+def float_mask(dtype):
     """Random; a row that sees nothing, half of it, and one with -1e9 everywhere, for a GPU.
 
     Beside -1e9 a logsumexp loses the scores: such a row is shifted before the kernel sees it.
@@ -156,45 +69,76 @@ def test_float_masks(dtype, padded):
     mask[3], mask[5, : S // 2] = -torch.inf, -torch.inf
     if ON_GPU:  # on a CPU such a row is not the fused kernel's
         mask[7] = -1e9
-    mask = mask.to(dtype)
-    bias = mask.double()
-    if ON_GPU:
-        bias[7] = 0.0  # the same softmax: -1e9 everywhere changes nothing
-    padding = padding_of(S, S - S // 3) if padded else None
-    if padding is not None:
-        bias = bias + bias_of(padding[:, None, None])
-    check(make_call(mask=mask, padding=padding), dtype, bias)
+    return mask.to(dtype)
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["excludes", "keeps"])
-def test_bool_masks(keeps):
+def bool_mask():
     """One for every sequence and head; rows that see nothing."""
     excluded = torch.rand(B, H, S, S, device=DEVICE) < 0.3
     excluded[:, 1, 3:6] = True
-    check(make_call(mask=~excluded if keeps else excluded, keeps=keeps), BF16, bias_of(excluded))
+    return excluded
 
 
-def test_padding_of_a_whole_sequence():
-    padding = padding_of(0, S // 2)
-    check(make_call(padding=padding), BF16, bias_of(padding[:, None, None]))
+def padding_of(*seen):
+    """True beyond the first tokens of each sequence."""
+    return torch.arange(S, device=DEVICE) >= torch.tensor(seen, device=DEVICE)[:, None]
+
+
+#: Heads, and options of the call given a dtype. Query heads of a group are a call each, on slices.
+RESULTS = {
+    "plain": ({}, lambda dtype: {}),
+    "causal": ({}, lambda dtype: {"right": 0}),
+    "strided": ({"strided": True}, lambda dtype: {}),
+    "strided, causal": ({"strided": True}, lambda dtype: {"right": 0}),
+    "shared key heads": ({"kv_heads": H // 4}, lambda dtype: {}),
+    "shared key heads, a mask": ({"kv_heads": H // 4}, lambda dtype: {"mask": normal(dtype, S, S)}),
+    "other lengths": ({"q_len": S // 2 + 3}, lambda dtype: {}),
+    "a float mask": ({}, lambda dtype: {"mask": float_mask(dtype)}),
+    "a float mask and padding": (
+        {}, lambda dtype: {"mask": float_mask(dtype), "padding": padding_of(S, S - S // 3)},
+    ),
+    "a bool mask": ({}, lambda dtype: {"mask": bool_mask()}),
+    "a bool mask that keeps": ({}, lambda dtype: {"mask": ~bool_mask(), "true_means": "attend"}),
+    "padding of a whole sequence": ({}, lambda dtype: {"padding": padding_of(0, S // 2)}),
+}  # fmt: skip
+#: On a GPU each kernel that serves a call without a mask, alone.
+ALONE = [(case, name) for case in RESULTS if "mask" not in case for name in at(list(KERNELS), [])]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("case, name", [*((case, None) for case in RESULTS), *ALONE], ids=str)
+def test_results(case, name, dtype):
+    heads, options = RESULTS[case]
+    q, k, v = heads_of(dtype, **heads)
+    call, dattn = call_of((q, k, v), **options(dtype)), normal(dtype, B * q.shape[2], H * E)
+    with sdpa_kernel([KERNELS[name]]) if name else contextlib.nullcontext():
+        if name and attention_library.kernel(q, call.kv_len, call.spec, call.masked) != name:
+            pytest.skip(f"no {name} kernel here")
+        attn, lse, *grads = by_library(call, q, k, v, dattn)
+    assert lse.dtype == F32 and lse.numel() == B * H * call.q_len
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    with DEVICE:
+        exact = reference.attention(
+            *leaves, call.mask, key_padding_mask=call.padding, is_causal=call.spec.window[1] == 0,
+            true_means=call.spec.true_means,
+        )  # fmt: skip
+    exact = exact.transpose(1, 2).reshape(attn.shape)
+    truth = exact.detach(), *torch.autograd.grad(exact, leaves, dattn.double())
+    for which, mine, true in zip(("attn", "dq", "dk", "dv"), (attn, *grads), truth, strict=True):
+        error = error_of(mine, true)
+        assert error <= TOLERANCE[dtype], f"relative error of {which} is {error:.1e}"
 
 
 def test_same_bits_under_deterministic_algorithms():
-    call = make_call(causal=True)
-    given = heads_of(call, BF16)
+    heads = heads_of(BF16)
+    given = *heads, normal(BF16, B * S, H * E)
     with deterministic():
-        first, *others = (by_library(call, *given) for _ in range(5))
+        first, *others = (by_library(call_of(heads, right=0), *given) for _ in range(5))
     for other in others:
         assert_bits(other, first)
 
 
 # --- how CUDA's kernels are called
-
-
-def call_of(q_len, kv_len, mask=None, padding=None):
-    """A call, true where a bool mask excludes."""
-    sizes, means = (2, 4, 4, q_len, kv_len, 64), {"true_means": "exclude"}
-    return attention_call(sizes, scale=0.125, mask=mask, padding=padding, **means)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F32], ids=str)
@@ -207,7 +151,7 @@ def test_kernels_are_called_as_their_schemas_say(name, dtype, monkeypatch):
         q = torch.empty(2, 4, 33, 64, dtype=dtype, device="cuda")
         k, v = (torch.empty(2, 4, 50, 64, dtype=dtype, device="cuda") for _ in range(2))
         mask = torch.empty(33, 50, device="cuda") if "masked" in name else None
-        call = call_of(33, 50, mask)
+        call = call_of((q, k), mask=mask)
         attn, lse = attention_library.cuda_forward(q, k, v, call, mask)
         grads = attention_library.cuda_backward(attn, q, k, v, attn, lse, call, mask)
     assert attn.shape == q.shape and attn.dtype == dtype
@@ -231,7 +175,7 @@ def test_backward_gives_kernels_dense_lse_and_output(name, monkeypatch):
     half = slice(None, None, 2)
     q, lse = torch.randn(2, 8, 33, 16)[:, half], torch.randn(2, 8, 33)[:, half]
     o = torch.randn(2, 33, 8, 16).transpose(1, 2)[:, half]
-    attention_library.cuda_backward(o, q, q, q, o, lse, call_of(33, 33), None)
+    attention_library.cuda_backward(o, q, q, q, o, lse, call_of((q, q)), None)
     assert seen == [True]
 
 
@@ -251,34 +195,20 @@ def test_a_shifted_mask_changes_no_probability(shape, far):
     torch.testing.assert_close(found * seen, expected.nan_to_num() * seen, atol=1e-5, rtol=1e-5)
 
 
-def test_rows_that_see_nothing_are_marked_and_harmless():
-    mask = torch.zeros(3, 4).masked_fill(torch.tensor([[False], [True], [False]]), -torch.inf)
-    bias, nothing = attention_library._bias(mask, torch.randn(1, 1, 3, 8), torch.randn(1, 1, 4, 8))
-    assert nothing.flatten().tolist() == [False, True, False]
-    assert bias.isfinite().all()
-
-
 def test_a_16_bit_mask_that_is_not_far_from_0_stays_exact():
     mask, q = torch.randn(3, 4).bfloat16(), torch.randn(1, 1, 3, 8).bfloat16()
     bias, _ = attention_library._bias(mask.float(), q, torch.randn(1, 1, 4, 8))
     assert torch.equal(bias[0, 0], mask)
 
 
-def test_the_mask_of_a_call_is_the_sum_of_both():
-    mask, padding = torch.randn(4, 4), torch.tensor([[False, True, False, False]] * 2)
-    merged = attention_library._merged_mask(call_of(4, 4, mask, padding), torch.bfloat16)
-    assert merged.dtype == F32
-    expected = mask.masked_fill(padding[:, None, None, :], -torch.inf)
-    assert torch.equal(merged, expected.expand(merged.shape))
-    assert merged.softmax(-1).isfinite().all()
-
-
 # --- who serves
 
 
-def why_not(q, call):
+def why_not(q, **options):
     """Why no CUDA kernel can serve."""
-    return attention_library._why_not_cuda(call, q.shape[3], q.dtype, q.device)
+    return attention_library._why_not_cuda(
+        call_of((q, q), **options), q.shape[3], q.dtype, q.device
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,14 +220,14 @@ def why_not(q, call):
     ],
 )
 def test_reasons(width, dtype, words):
-    assert words in why_not(torch.empty(1, 1, 4, width, dtype=dtype), call_of(4, 4))
+    assert words in why_not(torch.empty(1, 1, 4, width, dtype=dtype))
 
 
 def test_a_mask_is_not_for_deterministic_mode():
-    q, call = torch.empty(1, 1, 4, 64), call_of(4, 4, torch.zeros(4, 4))
-    assert why_not(q, call) is None
+    q, mask = torch.empty(1, 1, 4, 64), torch.zeros(4, 4)
+    assert why_not(q, mask=mask) is None
     with deterministic():
-        assert "any order" in why_not(q, call)
+        assert "any order" in why_not(q, mask=mask)
 
 
 def route(monkeypatch, dtype=torch.bfloat16, heads=(4, 4), width=64, s=(64, 64), **options):
@@ -320,50 +250,43 @@ def fake(*shape, dtype=torch.bool):
     return lambda: torch.empty(shape, dtype=dtype, device="cuda")
 
 
-LIBRARY = {"full": {}, "causal": {"right": 0}, "cross": {"s": (64, 80)}}
-OWN = {
-    "dropout": {"p": 0.1},
-    "window": {"left": 8, "right": 0},
-    "soft-cap": {"softcap": 30.0},
-    "shared heads": {"heads": (4, 2)},
-    "causal cross": {"s": (64, 80), "right": 0},
-    "mask": {"mask": fake(64, 64)},
-    "mask with gradient": {"mask": fake(64, 64, dtype=F32), "mask_grad": True},
-    "padding": {"padding": fake(2, 64)},
-    "lengths": {"lengths": fake(2, dtype=torch.int32)},
-    "packed": {"cu_q": fake(3, dtype=torch.int32), "cu_k": fake(3, dtype=torch.int32)},
-    "odd width": {"width": 20},
+LIBRARY = "ATen's cudnn kernel"
+OWN = "kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: "
+NEITHER = "blocks of query rows: "
+SERVED = {
+    "full": (LIBRARY, {}),
+    "causal": (LIBRARY, {"right": 0}),
+    "cross": (LIBRARY, {"s": (64, 80)}),
+    "dropout": (OWN, {"p": 0.1}),
+    "window": (OWN, {"left": 8, "right": 0}),
+    "soft-cap": (OWN, {"softcap": 30.0}),
+    "shared heads": (OWN, {"heads": (4, 2)}),
+    "causal cross": (OWN, {"s": (64, 80), "right": 0}),
+    "mask": (OWN, {"mask": fake(64, 64)}),
+    "mask with gradient": (OWN, {"mask": fake(64, 64, dtype=F32), "mask_grad": True}),
+    "padding": (OWN, {"padding": fake(2, 64)}),
+    "lengths": (OWN, {"lengths": fake(2, dtype=torch.int32)}),
+    "packed": (OWN, dict.fromkeys(("cu_q", "cu_k"), fake(3, dtype=torch.int32))),
+    "odd width": (OWN, {"width": 20}),
+    "wide": (NEITHER, {"width": 320}),
+    "negative scale": (NEITHER, {"scale": -1.0, "left": 3}),
+    "float32": (NEITHER, {"dtype": F32, "p": 0.1}),
 }
-NEITHER = {
-    "wide": {"width": 320},
-    "negative scale": {"scale": -1.0, "left": 3},
-    "float32": {"dtype": F32, "p": 0.1},
-}
 
 
-@pytest.mark.parametrize("name", LIBRARY)
-def test_plain_calls_are_atens(name, monkeypatch):
-    assert route(monkeypatch, **LIBRARY[name]) == "ATen's cudnn kernel"
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_other_calls_are_our_kernels_and_say_why(name, monkeypatch):
-    said = route(monkeypatch, **OWN[name])
-    assert said.startswith("kernel attention_fwd; attention_dkdv_bwd and attention_dq_bwd: ")
-
-
-@pytest.mark.parametrize("name", NEITHER)
-def test_what_neither_serves_falls_back_and_says_why(name, monkeypatch):
-    said = route(monkeypatch, **NEITHER[name])
-    assert said.startswith("blocks of query rows: ") and "not triton: " in said
+@pytest.mark.parametrize("name", SERVED)
+def test_who_serves_and_says_why(name, monkeypatch):
+    expected, options = SERVED[name]
+    said = route(monkeypatch, **options)
+    assert said.startswith(expected) and ("not triton: " in said) == (expected == NEITHER)
 
 
 def test_the_library_is_asked_for_nothing_else(monkeypatch):
     """ATen's choice is queried only where its kernels can serve, since a query makes tensors."""
     seen = []
     monkeypatch.setattr(attention_library, "why_not", lambda *_: seen.append(1))
-    route(monkeypatch, **OWN["lengths"])
-    route(monkeypatch, **OWN["mask"])
+    for name in ("lengths", "mask"):
+        route(monkeypatch, **SERVED[name][1])
     assert not seen
 
 

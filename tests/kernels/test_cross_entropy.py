@@ -123,21 +123,23 @@ def test_gradient_of_logits(index, dtype, shape, softcap):
 @pytest.mark.parametrize("dtype", [BF16, F32], **ids)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("vocab", [32_000, 50_257], ids=["even", "odd"])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [*OPTIONS, "frozen weights"])
 @pytest.mark.parametrize("chunk", at([1 << 20], [None, 700]), ids=str)
 def test_loss_and_gradients(dtype, backend, vocab, options, chunk):
     """In one block, and in several, of tokens and of columns, as a default takes for more."""
     tokens, width, classes = sized(1500, 512, vocab, tiny=(21, 24, 75 + vocab % 2))
     *leaves, labels = operands(dtype, tokens, classes, width)
+    wanted = (True, options in OPTIONS, options in OPTIONS)
 
-    def results(backend, *tensors):
-        loss = ops.linear_cross_entropy(
-            *tensors[:2], labels, tensors[2], chunk=chunk, backend=backend, **OPTIONS[options]
-        )
-        return [loss.detach(), *torch.autograd.grad(loss, tensors)]
+    def results(backend, dtype):
+        made = (t.detach().to(dtype) for t in leaves)
+        hidden, weight, bias = (t.requires_grad_(w) for t, w in zip(made, wanted, strict=True))
+        how = {"chunk": chunk, "backend": backend, **OPTIONS.get(options, {})}
+        loss = ops.linear_cross_entropy(hidden, weight, labels, bias, **how)
+        grads = torch.autograd.grad(loss, [t for t in (hidden, weight, bias) if t.requires_grad])
+        return [loss.detach(), *grads]
 
-    found = results(backend, *leaves)
-    exact = results("eager", *(t.detach().double().requires_grad_() for t in leaves))
+    found, exact = results(backend, dtype), results("eager", torch.float64)
     assert found[0].dtype == F32
     # ATen's logits are of 16 bits; here their gradient is rounded to these before the products.
     check_error(found[0], exact[0], at(1, 4), dtype=dtype if PLACE == "aten" else F32)
@@ -171,16 +173,6 @@ def test_no_host_sync_and_autocast():
         # float32 here; operands of the products were rounded to 16 bits.
         assert ours.dtype == F32
         check_error(ours, truth, at(1, 4), dtype=BF16)
-
-
-def test_frozen_weights_have_no_gradient():
-    hidden, weight, bias, labels = operands(F32, 21, 75, 24)
-    given = weight.detach(), labels, bias.detach()
-    loss = ops.linear_cross_entropy(hidden, *given, backend=BACKENDS[0])
-    low = hidden.detach().double().requires_grad_()
-    exact = F.cross_entropy(F.linear(low, *double(weight.detach(), bias.detach())), labels)
-    grads = (torch.autograd.grad(y, [t]) for y, t in ((loss, hidden), (exact, low)))
-    check_all(*grads, at(1, 4))
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")

@@ -1,4 +1,4 @@
-"""Dropout, the residual sum and activations: one pass over a matrix, against float64."""
+"""Dropout and its generator, the residual sum, activations: one pass over a matrix."""
 
 import pytest
 import torch
@@ -20,16 +20,20 @@ from places import (
     normal,
     poisoned,
     run,
+    served,
     sized,
     target,
     wide,
 )  # fmt: skip
 
+from fused_remat import random
+from fused_remat.kernels.dropout import keep_scale_fwd_kernel
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from fused_remat.steps.linear import linear_fwd
 from fused_remat.steps.norm import norm_fwd
 from fused_remat.steps.residual import dropout, residual_add
+from fused_remat.steps.storage import QuantizeCall, quantize
 from fused_remat.triton import norm, pointwise, products
 
 DTYPES = [BF16, torch.float32]
@@ -122,20 +126,25 @@ def test_activations_at_the_ends_of_the_line(act):
     slope = activation_bwd(act, one.double(), None, x.double(), None, False)[1]
     dx = run(activation_bwd, act, one, None, x, None, False)[1]
     torch.testing.assert_close(dx.double(), slope, rtol=1e-5, atol=1e-6)
+    spoiled = x.masked_fill(x == 0.2, torch.nan)
+    assert torch.equal(served(activation_fwd, act, None, spoiled, None).isnan(), spoiled.isnan())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("act", pointwise.PAIRS)
-def test_not_a_number_stays_one(act):
-    y, x = torch.zeros(1, 3, device=DEVICE), torch.tensor([[1.0, torch.nan, 2.0]], device=DEVICE)
-    pointwise.act_fwd(x, act, None, y).run()
-    assert y.isnan().tolist() == [[False, True, False]]
-
-
-def test_rows_more_than_2_31_elements_apart():
+@pytest.mark.parametrize(
+    "function, args",
+    [
+        (residual_add, lambda x: (x, x.clone(), None)),
+        (activation_fwd, lambda x: ("gelu", None, x, None)),
+        (norm_fwd, lambda x: (NormSpec(), x, None, None)),
+        (quantize, lambda x: (x, QuantizeCall("int8"))),
+    ],
+    ids=["residual", "activation", "norm", "codes"],
+)
+def test_rows_more_than_2_31_elements_apart(function, args):
+    """The same bits as of a copy."""
     x = far_apart(3, 64)
-    y = run(residual_add, x, torch.zeros(3, 64, dtype=x.dtype, device=DEVICE), None)
-    assert torch.equal(y, x)
+    found, expected = (run(function, *args(t)) for t in (x, x.clone()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -166,3 +175,79 @@ def test_more_elements_than_32_bits_count(kernel):
             exact = dropout(x[part].double(), wide(there))
     assert not any(block.isnan().any() for block in y.split(2**18)), "an element was not written"
     check_error(y[part], exact)
+
+
+# --- the generator of dropout: the bits of its definition, `random.keep_scale`
+
+# row0, M, N, p: every p; widths 1, 63, 1000; rows about and beyond 2**32; below and above the 2**14
+# elements at which `random.keep_scale` goes from numpy to torch.
+BITS = [
+    (0, 1, 1, 0.5),
+    (5, 3, 63, 0.1),
+    (2**32 - 2, 5, 1000, 0.1),
+    (2**32 - 2, 17, 1000, 0.1),
+    (2**40 + 1, 70, 63, 0.5),
+    (2**40 + 1, 300, 63, 0.5),
+    (2**62, 20000, 1, 0.1),
+    (7, 16, 128, 1.0),
+    (7, 129, 129, 1.0),
+    (7, 40, 65, 0.0),
+]
+
+
+def test_cases_cover_both_paths_of_the_definition():
+    assert {m * n <= random._SMALL for _, m, n, _ in BITS} == {True, False}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1])
+@pytest.mark.parametrize("row0, m, n, p", BITS)
+def test_the_bits_of_the_definition(row0, m, n, p, seed):
+    key = random.site_keys(torch.tensor(seed))[random.MLP]
+    expected = random.keep_scale(key, row0, m, n, p, torch.float32)
+    # Columns two apart, and a margin: what the kernel does not write stays NaN.
+    buffer = torch.full((m + 2, 2 * n + 3), torch.nan, device=DEVICE)
+    out = buffer[1 : m + 1, 1 : 2 * n : 2]
+    block_m = 1024 if n == 1 else 32
+    grid = (-(-m // block_m), -(-n // 64))
+    keep_scale_fwd_kernel[grid](
+        key.to(DEVICE), out, *out.stride(), row0, m, n, random.threshold(p), random.scale(p),
+        BLOCK_M=block_m, BLOCK_N=64,
+    )  # fmt: skip
+    assert torch.equal(out.cpu(), expected)
+    assert buffer.isnan().sum() == buffer.numel() - m * n, "wrote outside its tile"
+
+
+@pytest.mark.parametrize("row0", [0, 2**32 - 3, 2**40 + 1])
+def test_every_place_draws_them(row0):
+    """In a pass over a matrix, in a product's end, and by the definition on this device."""
+    rows, width = sized(515, 4104)
+    mask = mask_of(rows, width, 0.3, row0)
+    expected = random.keep_scale(mask.site_key.cpu(), row0, rows, width, 0.3, torch.float32)
+    y = run(dropout, torch.ones(rows, width, device=DEVICE), mask)
+    assert torch.equal(y.cpu(), expected)
+    assert torch.equal(mask.tensor().cpu(), expected)
+    if PLACE != "aten":
+        ones = [torch.ones(n, 16, device=DEVICE, dtype=BF16) for n in (rows, width)]
+        y = poisoned(rows, width, BF16)
+        products.linear_fwd(*ones, None, None, mask, None, None, y, target()).run()
+        assert torch.equal(y.cpu() != 0, expected != 0)
+
+
+@pytest.mark.skipif(PLACE == "interpreter", reason="compiles, which an interpreting process cannot")
+def test_the_kernel_compiles_ahead_of_time(monkeypatch, tmp_path):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    signature = {
+        "site_key_ptr": "*i64", "out_ptr": "*fp32", "stride_om": "i64", "stride_on": "i32",
+        "row0": "i64", "M": "i64", "N": "i32", "threshold": "i32", "scale": "fp32",
+        "BLOCK_M": "constexpr", "BLOCK_N": "constexpr",
+    }  # fmt: skip
+    source = ASTSource(keep_scale_fwd_kernel, signature, {"BLOCK_M": 32, "BLOCK_N": 64})
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert kernel.asm["cubin"]
+    assert ".target sm_90" in kernel.asm["ptx"]
+    assert kernel.asm["ptx"].count("ld.global") == 1, "the generator loads nothing but the key"

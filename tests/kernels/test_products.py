@@ -28,7 +28,6 @@ from tiers import pairwise
 
 from fused_remat.spec import NormSpec
 from fused_remat.steps.activation import activation_bwd, activation_fwd
-from fused_remat.steps.fused import mlp_bwd, mlp_up_fwd
 from fused_remat.steps.linear import linear_dw, linear_dx, linear_fwd
 from fused_remat.steps.norm import NORMS, norm_fwd
 from fused_remat.triton import products, tables
@@ -176,30 +175,6 @@ def test_mlp_backward(shape, dtype, tile, p, gated, in_one):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], **ids)
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("p", [0.0, 0.3])
-def test_an_mlp_by_operations(dtype, gated, p, routes):
-    (m, f, k), act = sized(1030, 520, 328), "silu" if gated else "gelu"
-    x, dy = normal(dtype, m, k), normal(dtype, m, k)
-    gate, up, mask = layer(dtype, f, k) if gated else None, layer(dtype, f, k), mask_of(m, f, p)
-    down, count = layer(dtype, k, f)[0], 1 + gated
-    y, pres, parts = served(mlp_up_fwd, act, x, gate, up, mask, (True,) * count, (None,) * count)
-    assert parts == ((),) * count
-    check_all(pres, [linear_fwd(*double(x, *w)) for w in (gate, up)[-count:]], at(1, 2))
-    wide_pres = double(pres[0] if gated else None, pres[-1])
-    # ATen rounds the activation and what it is multiplied by.
-    check_error(y, activation_fwd(act, *wide_pres, wide(mask)), 4)
-    for needs_act in (True, False):
-        found = served(mlp_bwd, act, dy, x, gate, up, down, mask, needs_act)
-        assert (found[0] is not None) == needs_act
-        dact = linear_dx(*double(dy, down))
-        exact = activation_bwd(act, dact, *wide_pres, wide(mask), False, (True, True))
-        check_all(found[1:], exact, 4)
-        if needs_act:
-            check_error(found[0], y.double(), 4)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16], **ids)
 def test_a_products_end_and_gradients_by_operations(dtype, routes):
     m, n, k = sized(1030, 520, 328)
     x, (weight, bias), dy = normal(dtype, m, k), layer(dtype, n, k), normal(dtype, m, n)
@@ -268,14 +243,16 @@ def test_rows_more_than_2_31_elements_apart(offset):
 @pytest.mark.parametrize("layout", ["aligned", "misaligned"])
 def test_every_tile_of_the_tables(kernel, layout):
     from bench.measure.contest import Rig, admit
-    from bench.tuning.product_tiles import contest
-    from bench.tuning.products import Mlp
+    from bench.tuning.forms import contest
+    from bench.tuning.products import TILED
 
-    m = Mlp(Rig(DEVICE, BF16, not ON_GPU, target(), ends=0.0), *sized(2048, 1024, 4096))
-    if layout == "misaligned":
-        m.xs, m.dys = ([misaligned(t) for t in ts] for ts in (m.xs, m.dys))
-    rows = admit(contest(m, kernel))
-    assert len(rows) == 1 + len(tables.TILES[kernel][tables.family(target())])
+    rig, sizes = Rig(DEVICE, BF16, not ON_GPU, target(), ends=0.0), sized(2048, 1024, 4096)
+    form, tiles = TILED[kernel], tables.TILES[kernel][tables.family(target())]
+    sets = form.draw(rig, dict(zip("TDF", sizes, strict=True)))
+    for t in sets if layout == "misaligned" else ():
+        vars(t).update({n: misaligned(getattr(t, n)) for n in ("x", "dy") if n in form.operands})
+    rows = admit(contest(form, sets, rig, tiles))
+    assert len(rows) == 1 + len(tiles)
     assert {name: row["error"] for name, row in rows.items() if "error" in row} == {}
 
 
