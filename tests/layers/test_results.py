@@ -201,7 +201,7 @@ ACTIVATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation):
     kind = TORCH_NN["encoder, post-norm"]
     stock, fused = kind.pair(activation=activation, dtype=FP64)
