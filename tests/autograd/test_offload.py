@@ -248,6 +248,16 @@ def test_what_does_not_move(x):
     assert not mover.events
 
 
+def test_segments():
+    """The first layer's input moves, and the replay takes it from the host: of all segments but
+    the last. The bits: `test_same_bits_as_without.py`."""
+    first, inner = Policy({"attn"}, "first", {"input"}), Policy({"attn"}, "inner")
+    model = stack_of((first, inner, first, inner))
+    with moving() as mover:
+        step(model, model, data())
+    assert mover.backs() == [0]
+
+
 def test_policies():
     policy = Policy(save={"qkv": "int8", "attn": "native"}, offload=["qkv", "input"])
     assert policy == pickle.loads(pickle.dumps(policy)) == eval(repr(policy))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from block_inputs import in_pieces, results
+from block_inputs import in_pieces, normal, results
 from op_cases import CASES
 from reference import EXACT_PRESETS
 from same_bits import assert_same_bits, step
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fused_remat import FusedRematLayer, Policy
+from fused_remat import FusedRematDecoderLayer, FusedRematLayer, Policy
 from fused_remat.autograd import function, operators
 from fused_remat.graph.build import block_graph, norm_graph
 from fused_remat.graph.text import block, graph_of
@@ -84,6 +84,15 @@ def test_opcheck(name):
     torch.library.opcheck(forward, (leaves, args[1]))
     saved = [t.detach() for t in back_args[0]]
     torch.library.opcheck(backward, (saved, *back_args[1:]))
+
+
+def test_opcheck_of_a_decoder():
+    """What it keeps of the memory has as many tokens as the memory."""
+    layer = FusedRematDecoderLayer(8, 2, 12, 0.1, batch_first=True, policy="none").double()
+    call = opaque(lambda: layer(normal(2, 5, 8), normal(2, 7, 8)))
+    (forward, args), _ = operator_calls(lambda: call().sum().backward())
+    leaves = [t.detach().requires_grad_(t.requires_grad) for t in args[0]]
+    torch.library.opcheck(forward, (leaves, args[1]))
 
 
 def test_an_empty_batch_keeps_as_many_tensors():

@@ -68,6 +68,16 @@ def test_the_two_paths_give_the_same_bits(dtype, heads, stride, monkeypatch):
     assert torch.equal(small, random.keep_scale(random.site_keys(seed)[1], *args))
 
 
+def test_survivors_keep_the_mean():
+    """scale(p) itself, by which the definition and every reference multiply."""
+    for p in (0.1, 0.25, 0.9):
+        assert random.scale(p) == 1 / (1 - p)
+        key = random.site_keys(torch.tensor(3))[0]
+        mean = random.keep_scale(key, 0, 512, 512, p, torch.float64).mean()
+        assert abs(mean - 1) < 5 * (p / (1 - p)) ** 0.5 / 512  # standard errors
+    assert random.scale(1.0) == 0.0
+
+
 def draws(seed=7, site=2, rows=1024, width=1024, p=0.1):
     key = random.site_keys(torch.tensor(seed))[site]
     keep = random.keep_scale(key, 0, rows, width, p, torch.float32)

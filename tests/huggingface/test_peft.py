@@ -5,7 +5,7 @@ import torch
 from hf_models import IDS, MODELS, allowed, build, distance, in_float64, inputs_of, served, step
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from fused_remat import convert
+from fused_remat import FusedRematWarning, convert
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -95,6 +95,15 @@ def test_dropout_draws_anew_and_only_in_training():
         if isinstance(module, torch.nn.Dropout):
             module.eval()  # each rules its own, whatever the layer's mode is
     check_alike(fused, stock)
+
+
+def test_dora_runs_under_ordinary_rebuild():
+    """More adapters that a block does not have: `tests/layers/test_lora.py`."""
+    stock, fused = pair(lora(use_dora=True))
+    reason = "adapter 'default' of self_attn.q_proj is .*DoraLinearVariant"
+    with pytest.warns(FusedRematWarning, match=reason):
+        found = step(fused, IDS)
+    assert max(distance(found, step(stock, IDS)).values()) < 3e-5
 
 
 def test_a_layer_trained_as_a_whole_beside_adapters():

@@ -128,6 +128,9 @@ def test_activations_at_the_ends_of_the_line(act):
     torch.testing.assert_close(dx.double(), slope, rtol=1e-5, atol=1e-6)
     spoiled = x.masked_fill(x == 0.2, torch.nan)
     assert torch.equal(served(activation_fwd, act, None, spoiled, None).isnan(), spoiled.isnan())
+    slope = activation_bwd(act, one.double(), None, spoiled.double(), None, False)[1]
+    dx = served(activation_bwd, act, one, None, spoiled, None, False)[1]
+    torch.testing.assert_close(dx.double(), slope, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,11 @@ from tiers import pairwise
 from torch import nn
 
 from fused_remat import ops, random
+from fused_remat.autograd import run_block
+from fused_remat.graph.graph import Graph
+from fused_remat.spec import USER_FUNCTION
+from fused_remat.steps.activation import MLPActivation
+from fused_remat.steps.residual import Add
 
 X, W1, B1, W2 = normal(3, 5, D), normal(FF, D, scale=0.3), normal(FF), normal(D, FF, seed=1)
 
@@ -125,6 +130,20 @@ def test_capturing_something_else_in_backward_raises():
     captured[0] = normal(FF)
     with pytest.raises(RuntimeError, match="did not read in forward"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("fn", [lambda t: t, lambda t: t.sum(-1, keepdim=True).expand_as(t)])
+def test_the_callers_gradient_is_never_written_to(fn):
+    """Nor is an expanded one, to which a residual's is added."""
+    nodes = (
+        MLPActivation(name="a", up="input", act=USER_FUNCTION),
+        Add(name="output", x="a", residual="input"),
+    )
+    y = run_block(Graph("custom", nodes, ()), "full", {"input": X}, functions={"activation": fn})
+    dy = torch.ones_like(y)
+    (dx,) = torch.autograd.grad(y, X, dy)
+    assert torch.equal(dy, torch.ones_like(dy))
+    torch.testing.assert_close(dx, torch.autograd.grad((fn(X) + X).sum(), X)[0])
 
 
 def reseeding(t):
