@@ -48,7 +48,7 @@ def notes(results: dict[str, Any]) -> str:
         "step time  forward, loss, backward, optimizer, relative to eager in the same round:\n"
         "           the median, and the 20th and 80th percentile\n"
         "same bits in every loss and every final weight?\n"
-        f"  the five presets: {same[results['rungs_bit_identical']]};"
+        f"  the five presets: {same[results['presets_bit_identical']]};"
         f" checkpoint and eager: {same[results['checkpoint_bit_identical_to_eager']]}\n"
         "  (presets draw other dropout masks than eager: their losses agree within noise)"
     )

@@ -274,7 +274,7 @@ def results(runs: list[Run], sizes: Sizes, device: str, dtype: torch.dtype) -> d
         "device": device,
         "sizes": dataclasses.asdict(sizes) | {"dtype": str(dtype).removeprefix("torch.")},
         "final_steps": min(FINAL_STEPS, sizes.steps),
-        "rungs_bit_identical": agree([by_way[preset] for preset in EXACT_PRESETS]),
+        "presets_bit_identical": agree([by_way[preset] for preset in EXACT_PRESETS]),
         "checkpoint_bit_identical_to_eager": agree([by_way["eager"], by_way["checkpoint"]]),
         "ways": ways,
     }

@@ -61,7 +61,7 @@ def picture() -> str:
 
 Every way to train an `nn.TransformerEncoderLayer` (float32, {machine}): means \
 over {len(with_dropout)} shapes with dropout and {len(without)} without. \
-The band joins the ways that no other beats."""
+The band is the Pareto front."""
 
 
 def headline() -> str:

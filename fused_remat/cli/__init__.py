@@ -25,7 +25,7 @@ examples:
   python -m fused_remat report gpt2 --layers 2 --seq 256 --policy lean
   python -m fused_remat plan vit-l --layers 2 --batch 2 --accumulate-gradients --budget 490MiB
   python -m fused_remat plan mine:training_step --budget 80%
-  python -m fused_remat scale --model llama3-70b --mesh 8x8
+  python -m fused_remat scale --model llama3-70b --mesh 8x8 --batch 2
 
 For the options of a command: python -m fused_remat COMMAND --help"""
 

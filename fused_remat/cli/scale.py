@@ -55,7 +55,7 @@ graphs of the layers and the rates of the hardware; each rate is printed with it
 """
 _EXAMPLES = """
 examples:
-  python -m fused_remat scale --model llama3-70b --mesh 8x8
+  python -m fused_remat scale --model llama3-70b --mesh 8x8 --batch 2
   python -m fused_remat scale --model llama3-405b --mesh 64x8 --batch 2 --policy lean
   python -m fused_remat scale --model llama3-8b --mesh 8 --batch 4 --hardware h200 --fewest-devices
   python -m fused_remat scale --model gpt3-175b --mesh 32x8 --seq 2048 --batch 8 --json
