@@ -208,29 +208,28 @@ def _under_autocast(fn: Function, device_type: str, dtype: torch.dtype) -> Funct
 
 def _with_state_of_now(module: nn.Module) -> Function:
     """`module` with the parameters and attributes that it and its submodules have now."""
-    params: dict[str, Tensor] = dict(module.named_parameters())
-    states = [(m, dict(vars(m))) for m in module.modules()]
+    own = _copied(module, {})  # other threads may be calling `module`
+    states = [(m, dict(vars(m))) for m in own.modules()]
 
     def call(x: Tensor) -> Tensor:
-        later = [(m, dict(vars(m))) for m, _ in states]
-        try:
-            _assign(states)
-            made: Tensor = torch.func.functional_call(module, params, (x,))
-            if any(_identities(vars(m)) != _identities(attributes) for m, attributes in states):
-                raise RuntimeError(
-                    "the activation module changes its own attributes when it is called"
-                )
-            return made
-        finally:
-            _assign(later)
+        made: Tensor = own(x)
+        if any(_identities(vars(m)) != _identities(attributes) for m, attributes in states):
+            raise RuntimeError("the activation module changes its own attributes when it is called")
+        return made
 
     return call
 
 
-def _assign(states: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    for module, attributes in states:
-        vars(module).clear()
-        vars(module).update(attributes)
+def _copied(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
+    """A module like `module`, of copies of its submodules, with the same parameters."""
+    if module not in copies:
+        copies[module] = copy = module.__new__(type(module))
+        vars(copy).update(vars(module))
+        children = {
+            n: None if m is None else _copied(m, copies) for n, m in module._modules.items()
+        }
+        vars(copy).update(_parameters=dict(module._parameters), _modules=children)
+    return copies[module]
 
 
 def _identities(attributes: Mapping[str, Any]) -> dict[str, int]:

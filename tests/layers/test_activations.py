@@ -144,6 +144,21 @@ def test_a_module_keeps_its_attributes_and_mode_of_forward():
     assert layer.activation.temperature == 5.0
 
 
+def test_a_call_in_backward_leaves_the_module_as_other_threads_use_it():
+    seen = []
+
+    class Looking(Heated):
+        def forward(self, x):
+            seen.append((self.temperature, layer.activation.temperature))
+            return super().forward(x)
+
+    layer = FusedRematLayer(D, H, FF, 0.0, Looking(), dtype=DOUBLE)
+    y = layer(X)
+    layer.activation.temperature = 5.0
+    y.sum().backward()
+    assert seen[-1] == (1.0, 5.0)
+
+
 class Moving(nn.Module):
     mean = 0.0
 
