@@ -13,7 +13,7 @@ import pytest
 import torch
 from offload_mover import LateMover, moving
 from same_bits import assert_same_bits, step
-from segment_models import X, full, grads_of, place, stack, unheeded
+from segment_models import X, full, grads_of, place, segments_of, stack, unheeded
 from test_concurrency import together
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
@@ -167,6 +167,32 @@ def batched(model, x, leaves):
     return found
 
 
+def part(of, model, x, leaves):
+    """Of each layer's parameters, or of its input: no other layer's backward runs."""
+    hidden, found = [x], []
+    for layer in model:
+        hidden.append(layer(hidden[-1]))
+    loss = hidden[-1].sin().sum()
+    for layer, h in zip(model, hidden, strict=False):
+        asked = [h] if of == "input" else [*layer.parameters()]
+        found += torch.autograd.grad(loss, asked, retain_graph=True)
+        assert not any(segment.replayed for segment in segments_of(hidden[-1]))
+    return [*found, *torch.autograd.grad(loss, leaves)]
+
+
+def by_turns(model, x, leaves):
+    """The last layers' first, which frees them, and then that of the others."""
+    half = model[:2](x)
+    late = grads_of(model[2:](half), [half, *model[2:].parameters()])
+    return [*late, *torch.autograd.grad(half, [x, *model[:2].parameters()], late[0])]
+
+
+def side_by_side(model, x, leaves):
+    """Two layers that have the same one before them."""
+    h = model[1](model[0](x))
+    return grads_of(model[2](h) + model[3](h), leaves)
+
+
 def after_an_exception(model, x, leaves):
     hidden = model[:2](x)
     handle = hidden.register_hook(lambda grad: 1 / 0)
@@ -218,6 +244,10 @@ def deterministic(model, x, leaves):
 BACKWARDS = {
     "retain_graph": retained,
     "is_grads_batched": batched,
+    "of each layer's input": functools.partial(part, "input"),
+    "of each layer's parameters": functools.partial(part, "parameters"),
+    "by turns": by_turns,
+    "side by side": side_by_side,
     "after an exception": after_an_exception,
     "in threads": in_threads,
     "autocast": under_autocast,
