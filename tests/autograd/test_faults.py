@@ -171,7 +171,7 @@ CHANGES = {
 )
 @pytest.mark.parametrize("policy", ["full", "none"])
 @pytest.mark.parametrize("norm_first", [True, False], ids=["pre", "post"])
-def test_what_backward_reads_again_must_not_have_been_changed(policy, norm_first):
+def test_what_backward_reads_again_must_not_have_been_moved(policy, norm_first):
     """Each tensor in turn; autograd itself sees most of these changes in what was saved not.
 
     What is not read again may change in place, and the gradients are right all the same.
