@@ -57,6 +57,12 @@ def assert_equal(got, expected):
     assert_same_bits(got, expected)
 
 
+def kept_by(call, module, shape):
+    with SavedBytes(exclude=module.parameters()) as saved:
+        call(src(*shape).requires_grad_())
+    return saved.total
+
+
 def assert_as_eager(call, module, x):
     assert_equal(step(call, module, x), step(module, module, x))
 
@@ -67,6 +73,12 @@ def assert_as_eager(call, module, x):
     limits="an activation function of your own, or hooks on submodules: PyTorch's own forward, "
     "with a warning, and what is kept is the compiler's choice; hooks registered after compiling "
     "are not seen, as of any module; `is_grads_batched` raises",
+)
+@pytest.mark.composes(
+    "torch.compile",
+    "what is kept: the same bytes as in eager mode, every preset",
+    limits="`activation_memory_budget` below 1 is obeyed (it rebuilds more than the policy says); "
+    "with dropout it raises, since PyTorch 2.13 would draw again in backward",
 )
 @pytest.mark.parametrize(
     ("policy", "norm_first"),
@@ -84,6 +96,7 @@ def test_every_rung_bit_for_bit_in_one_dynamic_graph(policy, norm_first):
     for shape in ((3, 6), (2, 700)):  # the second is two groups in eager mode
         assert_as_eager(call, layer, src(*shape))
         frames.add(counter.frame_count)
+        assert kept_by(call, layer, shape) == kept_by(layer, layer, shape)
     assert len(frames) == 1  # no compilation after the first call
 
 
@@ -158,37 +171,6 @@ def test_without_gradients(training, masks):
     assert torch.equal(*found)
 
 
-def test_layers_draw_seeds_of_their_own():
-    """Equal layers on equal input: a compiler that merges equal calls would drop the same."""
-    layer = make(dropout=0.5)
-
-    def twice(x):
-        return torch.stack([layer(x), layer(x)])
-
-    first, second = compiled(twice)(src())
-    assert not torch.equal(first, second)
-
-
-@pytest.mark.composes(
-    "torch.compile",
-    "what is kept: the same bytes as in eager mode, every preset",
-    limits="`activation_memory_budget` below 1 is obeyed (it rebuilds more than the policy says); "
-    "with dropout it raises, since PyTorch 2.13 would draw again in backward",
-)
-@pytest.mark.parametrize(
-    ("policy", "norm_first"),
-    [("full", True), ("fast", False), *(exhaustive(r, True) for r in EXACT_PRESETS if r != "full")],
-)
-def test_kept_bytes_are_those_of_eager_mode(policy, norm_first):
-    model = encoder(policy, norm_first)
-    kept = []
-    for call in (model, compiled(model)):
-        with SavedBytes(exclude=model.parameters()) as saved:
-            call(src(4, 300).requires_grad_())
-        kept.append(saved.total)
-    assert kept[0] == kept[1]
-
-
 @pytest.mark.composes("torch.compile", "Inductor, forward and backward, dropout as in eager mode")
 def test_inductor():
     model = encoder("balanced", layers=2)
@@ -230,14 +212,10 @@ def test_what_the_fused_path_cannot_serve_is_pytorchs_own_and_said(why):
 def test_a_budget_of_the_compiler_changes_what_is_kept_and_nothing_else():
     model = encoder("none", dropout=0.0)
     with torch._functorch.config.patch(activation_memory_budget=0.0):
-        x = src(4, 30).requires_grad_()
         call = compiled(model)
-        with SavedBytes(exclude=model.parameters()) as saved:
-            call(x)
+        kept = kept_by(call, model, (4, 30))
         assert_as_eager(call, model, src())
-    with SavedBytes(exclude=model.parameters()) as eager:
-        model(x)
-    assert saved.total < eager.total / 2
+    assert kept < kept_by(model, model, (4, 30)) / 2
 
 
 @pytest.mark.parametrize("setting", [{"activation_memory_budget": 0.5},
@@ -268,12 +246,9 @@ def test_autocast(policy, norm_first):
         with torch.autocast("cpu", torch.bfloat16):
             return layer(x)
 
-    kept, found = [], []
-    for call in (inside, compiled(inside, dynamic=True)):
-        found.append(step(call, layer, src()))
-        with SavedBytes(exclude=layer.parameters()) as saved:
-            call(src().requires_grad_())
-        kept.append(saved.total)
+    calls = inside, compiled(inside, dynamic=True)
+    found = [step(call, layer, src()) for call in calls]
+    kept = [kept_by(call, layer, (3, 6)) for call in calls]
     with torch.autocast("cpu", torch.bfloat16):
         found.append(step(compiled(layer), layer, src()))
     assert found[0][0].dtype == torch.float32 and kept[0] == kept[1]
@@ -328,16 +303,19 @@ def test_a_function_as_activation_breaks_the_graph_and_is_right():
         compiled(call)(tensors)
 
 
-def test_ops_draw_their_seed_in_the_graph():
-    case = CASES["mlp"]
+def test_ops_draw_seeds_of_their_own_in_the_graph():
+    """Equal calls on equal input: a compiler that merges equal calls would drop the same."""
+    case, drawn = CASES["mlp"], []
     tensors = case.tensors()
-    whole = compiled(lambda t: case.op(t, 0.5))
-    drawn = []
-    for call in (whole, lambda t: case.op(t, 0.5)):
+
+    def twice(tensors):
+        return case.op(tensors, 0.5), case.op(tensors, 0.5)
+
+    for call in (compiled(twice), twice):
         torch.manual_seed(5)
-        drawn.append([call(tensors), call(tensors)])
+        drawn.append([*call(tensors), *call(tensors)])
     assert_equal(*drawn)
-    assert not torch.equal(*drawn[0])
+    assert not torch.equal(*drawn[0][:2]) and not torch.equal(*drawn[0][1:3])
 
 
 def test_a_graph_without_a_text_says_what_to_do():

@@ -231,9 +231,11 @@ def test_segments():
 
 def test_policies():
     policy = Policy(save={"qkv": "int8", "attn": "native"}, offload=["qkv", "input"])
-    assert policy == pickle.loads(pickle.dumps(policy)) == eval(repr(policy))
-    assert hash(policy) != hash(Policy(save=policy.save)) and policy != Policy(save=policy.save)
-    assert policy.offload == {"qkv", "input"}
+    others = Policy(policy.save), Policy({"b", "a"}, "inner"), Policy(segment="first"), Policy()
+    for one in (policy, *others):
+        assert one == pickle.loads(pickle.dumps(one)) == eval(repr(one))
+    assert len({policy, *others}) == 5 and policy.offload == {"qkv", "input"}
+    assert repr(others[1]) == "Policy(save={'a', 'b'}, segment='inner')"
     old = Policy.__new__(Policy)  # as it was pickled by a version without offload
     old.__dict__.update(save=frozenset(), segment=None)
     assert old == Policy()
@@ -248,6 +250,7 @@ def test_policies():
         ({"offload": {"qkv"}}, ValueError, "names 'qkv', which the policy does not keep"),
         ({"save": {"qkv": "int8"}, "offload": {"qkv:int8"}}, ValueError, "'qkv:int8'.*'qkv'"),
         ({"offload": {"memory"}}, ValueError, "names 'memory'.*it keeps: 'input'"),
+        ({"segment": "x"}, ValueError, "segment=.* must be 'first', 'inner' or None, got 'x'"),
         ({"segment": "inner", "offload": {"input"}}, ValueError, "segment='inner'.*nothing"),
         ({"save": {"attn"}, "segment": "first", "offload": {"attn"}}, ValueError, "names 'attn'"),
     ],

@@ -1,4 +1,4 @@
-"""Inside checkpoints of other makers: ops, fallbacks, what is kept, and Hugging Face's checkpoints.
+"""Inside checkpoints of other makers: ops, fallbacks and what is kept.
 
 That a stack has the same bits in every kind of checkpoint is in test_same_bits_as_without.py.
 """
@@ -10,7 +10,7 @@ import torch
 from reference import EXACT_PRESETS
 from same_bits import assert_same_bits, step
 from segment_models import X, stack
-from test_same_bits_as_without import FORWARDS, each, plain, reentrant, remat
+from test_same_bits_as_without import FORWARDS, each, plain, reentrant
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -68,20 +68,6 @@ def test_ops(use_reentrant, policy):
     assert_alike(way, forward, weights)
 
 
-def test_torch_remat_regions():
-    """One layer's activations stay, the others' are computed again."""
-    torch_remat = pytest.importorskip("torch_remat")
-    model = mixed()
-
-    def forward(x):
-        for i, layer in enumerate(model):
-            x = torch_remat.region(layer, f"layer {i}", recompute=i != 1)(x)
-            torch_remat.recompute_needs_tensor(x)
-        return x
-
-    assert_alike(remat(forward), model, model)
-
-
 @pytest.mark.composes("Outer checkpointing", "a layer on its fallback path, itself a checkpoint")
 @pytest.mark.filterwarnings("ignore::fused_remat.FusedRematWarning")
 @pytest.mark.filterwarnings("ignore:None of the inputs:UserWarning")
@@ -112,37 +98,3 @@ def test_kept_bytes(dropout, fallback, policy):
         states = (1 + fallback) * torch.get_rng_state().nbytes
         kept = measure_allocations(lambda way=way: way(layer, x)).net - x.nbytes
         assert 0 <= kept <= states + 64 < x.nbytes
-
-
-@pytest.mark.composes(
-    "Outer checkpointing",
-    "Hugging Face's gradient checkpointing, around layers that hold a FusedRematLayer",
-)
-@REENTRANT
-def test_gradient_checkpointing_of_hugging_face(use_reentrant):
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    class Layer(GradientCheckpointingLayer):
-        def __init__(self, block):
-            super().__init__()
-            self.block = block
-
-        def forward(self, hidden_states, attention_mask=None):
-            return self.block(hidden_states, src_key_padding_mask=attention_mask)
-
-    model, replays = nn.ModuleList(map(Layer, mixed())), []
-    padding = torch.zeros(X.shape[:2], dtype=torch.bool)
-    padding[1, 3:] = True
-
-    def forward(x):
-        return functools.reduce(lambda h, layer: layer(h, attention_mask=padding), model, x)
-
-    expected = step(forward, model, X)
-    for layer in model:  # as PreTrainedModel.gradient_checkpointing_enable does
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = functools.partial(
-            checkpoint, use_reentrant=use_reentrant
-        )
-    model[0].block.register_forward_pre_hook(lambda *_: replays.append(1))
-    assert_same_bits(step(forward, model, X), expected)
-    assert len(replays) == 2  # it did checkpoint

@@ -85,11 +85,40 @@ def each(way):
     return lambda model: lambda x: functools.reduce(lambda h, layer: way(layer, h), model, x)
 
 
-def remat(model):
-    """As torch_remat's documentation says for dropout: with a hook for torch's generator."""
+def remat(model, regions=False):
+    """As torch_remat's documentation says for dropout: with a hook for torch's generator.
+
+    With regions, one layer's activations stay, and the others' are computed again.
+    """
     torch_remat = pytest.importorskip("torch_remat")
     hooks = (RandomState(torch.device("cpu")),)
-    return torch_remat.checkpoint(region_name="stack", recompute_state_hooks=hooks)(model)
+
+    def by_region(x):
+        for i, layer in enumerate(model):
+            x = torch_remat.region(layer, f"layer {i}", recompute=i != 1)(x)
+            torch_remat.recompute_needs_tensor(x)
+        return x
+
+    whole = torch_remat.checkpoint(region_name="stack", recompute_state_hooks=hooks)
+    return whole(by_region if regions else model)
+
+
+def hugging_face(model):
+    """As PreTrainedModel.gradient_checkpointing_enable does with layers that hold these."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self, block):
+            super().__init__()
+            self.block, self.gradient_checkpointing = block, True
+            self._gradient_checkpointing_func = plain
+
+        def forward(self, hidden_states, attention_mask=None):
+            return self.block(hidden_states, src_key_padding_mask=attention_mask)
+
+    return lambda x: functools.reduce(
+        lambda h, layer: layer(h, attention_mask=None), map(Layer, model), x
+    )
 
 
 def inside(context, way=lambda model: model):
@@ -117,6 +146,8 @@ FORWARDS = {
     "nested, reentrant": lambda model: functools.partial(reentrant, each(reentrant)(model)),
     "non-reentrant in reentrant": lambda model: functools.partial(reentrant, each(plain)(model)),
     "torch_remat": remat,
+    "torch_remat, regions": functools.partial(remat, regions=True),
+    "Hugging Face's": hugging_face,
     "save_on_cpu": inside(save_on_cpu),
     "hooks that copy": inside(functools.partial(saved_tensors_hooks, torch.clone, torch.clone)),
 }
@@ -131,6 +162,10 @@ FORWARDS = {
     "Outer checkpointing",
     "torch_remat, whole layers and regions",
     limits="dropout needs a RecomputeStateHook, as torch_remat says of any dropout",
+)
+@pytest.mark.composes(
+    "Outer checkpointing",
+    "Hugging Face's gradient checkpointing, around layers that hold a FusedRematLayer",
 )
 @pytest.mark.composes("Outer checkpointing", "offload, with hooks on saved tensors (save_on_cpu)")
 @pytest.mark.composes("Outer checkpointing", "segments, with hooks on saved tensors (save_on_cpu)")
