@@ -221,6 +221,13 @@ def test_attention(name, policy, backend):
         watched(lambda: ops.attention(q, k, v, **how), 0)
 
 
+@pytest.mark.parametrize("policy", ["full", "none"])
+def test_rotary(policy, backend):
+    zeros = torch.zeros(B, S, 3 * D, requires_grad=True), *torch.zeros(2, S, D // H // 2)
+    x, *tables = on_device(zeros)
+    watched(lambda: ops.rotary(x, *tables, H, policy=policy, backend=backend), 0)
+
+
 # --- the eager backend on CUDA: ATen's kernels, on fake tensors of that device
 
 
