@@ -1,13 +1,11 @@
 """A step calls, compiles and keeps no more than when `make baseline` last recorded it."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from baseline import versions
+from processes import printed
 
 HERE = Path(__file__).parent
 BASELINE = json.loads((HERE / "baseline.json").read_text())
@@ -19,11 +17,7 @@ def now():
     """In a process of its own: Triton decides at import to interpret."""
     pytest.importorskip("triton", reason="Triton is not installed")
     pytest.importorskip("transformers")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "baseline.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return json.loads(printed(HERE / "baseline.py", TRITON_INTERPRET="1"))
 
 
 @pytest.mark.parametrize("row", BASELINE)
