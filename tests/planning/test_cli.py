@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import ROOT, printed
 from torch import nn
 
 from fused_remat import MemoryReport, Plan
@@ -17,7 +17,6 @@ from fused_remat.cli.options import DTYPES
 from fused_remat.scale import models
 from fused_remat.scale.shapes import MODELS
 
-ROOT = Path(__file__).resolve().parents[2]
 PARSERS = {"report": report.parse, "plan": plan.parse, "scale": scale.parse}
 MINE = """
 import torch
@@ -104,12 +103,10 @@ def test_an_unknown_command_lists_the_known(capsys, arguments, what):
 
 
 def test_the_module_and_the_installed_command_are_the_same():
-    command = [sys.executable, "-m", "fused_remat", "doctor"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    text = printed("-m", "fused_remat", "doctor")
     for section in ("devices", "versions", "backends", "attention", "replay check", "missing"):
-        assert re.search(f"^{section}", done.stdout, re.MULTILINE), section
-    assert done.stdout.rstrip().endswith("result: ok")
+        assert re.search(f"^{section}", text, re.MULTILINE), section
+    assert text.rstrip().endswith("result: ok")
     assert 'fused-remat = "fused_remat.cli:main"' in (ROOT / "pyproject.toml").read_text()
 
 
@@ -221,7 +218,6 @@ SMALL = ("scale", "--model", "smollm-135m", "--mesh", "2x3", "--seq", 768)
         (("vit-l", "--layers", 10**6), "vit-l with 1000000 layers has "),
         (("vit-l", "--device", "meta"), "'meta'"),
         (("vit-l", "--device", "cuda:99"), "'cuda:99'"),
-        (("vit-l", "--device", "gpu"), "'gpu'"),
         (("vit-l", "--dropout", 1.5), "got 1.5"),
         (("vit-l", "--json", "no/where.json"), "no folder 'no'"),
         (("vit-l", "--plot", "picture.bmp"), "'picture.bmp'"),
@@ -231,7 +227,6 @@ SMALL = ("scale", "--model", "smollm-135m", "--mesh", "2x3", "--seq", 768)
         ((*SMALL, "--mesh", "2x4"), "9 query heads, which 4 tensor-parallel ranks"),
         ((*SMALL, "--mesh", "0x3"), "got '0x3'"),
         ((*SMALL, "--mesh", "2x3x4"), "pipeline stages are not supported); got '2x3x4'"),
-        ((*SMALL, "--batch", "-1"), "--batch must be at least 1, got -1"),
         ((*SMALL, "--seq", "0"), "--seq must be at least 1, got 0"),
         ((*SMALL, "--seq", "100"), "cannot divide 100 tokens evenly among 3"),
         ((*SMALL, "--policy", "leaner"), "got 'leaner'"),
