@@ -8,6 +8,7 @@ import re
 import pytest
 from processes import ROOT
 
+from bench.pages import command, pictures
 from fused_remat.execution.choose import BACKENDS
 from fused_remat.formats import FORMATS
 from fused_remat.huggingface.rows import ARCHITECTURES
@@ -54,6 +55,11 @@ def test_links_lead_somewhere(page):
     assert not re.search("^(<{7}|>{7})", text, flags=re.MULTILINE), "a conflict"
     found = re.findall(r"(?:\]\(|(?:src|srcset|href)=\")(?!\w+:|#)([^)\s\"#]+)", text)
     assert not [path for path in found if not (ROOT / page).parent.joinpath(path).exists()]
+
+
+def test_generated_parts_and_figures_are_up_to_date():
+    assert not command.stale_pages(), "run python -m bench report"
+    assert not pictures.stale(), "run python -m bench report"
 
 
 def test_how_it_works_names_what_exists():
