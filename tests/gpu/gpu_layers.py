@@ -7,8 +7,7 @@ from torch import nn
 
 from fused_remat import FusedRematLayer
 
-#: The tests of a file run on a GPU or interpreted, without fallbacks.
-GPU = [pytest.mark.gpu, pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning")]
+NO_FALLBACK = pytest.mark.filterwarnings("error::fused_remat.FusedRematWarning")
 CUDA_ONLY = pytest.mark.skipif(not ON_GPU, reason="needs CUDA's allocator, streams or graphs")
 B, S, D, H = sized(4, 512, 1024, 8, tiny=(2, 9, 24, 3))
 #: How far two runs of a call may be apart in bfloat16: products and ATen's attention may take

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from gpu_layers import APART, CUDA_ONLY, GPU, B, D, S, data, layer_of, stack_of, step
+from gpu_layers import APART, CUDA_ONLY, NO_FALLBACK, B, D, S, data, layer_of, stack_of, step
 from places import BF16, DEVICE, assert_bits, deterministic, error_of, normal
 from reference import EXACT_PRESETS
 from torch.utils.checkpoint import checkpoint
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_remat import Policy
 from fused_remat.report.allocations import SavedBytes
 
-pytestmark = GPU
+pytestmark = [pytest.mark.gpu, NO_FALLBACK]
 OFFLOAD = Policy(save={"attn", "qkv"}, offload={"input", "qkv"})
 
 

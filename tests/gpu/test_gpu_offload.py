@@ -8,14 +8,14 @@ import contextlib
 
 import pytest
 import torch
-from gpu_layers import CUDA_ONLY, GPU, B, D, S, data, stack_of, step
+from gpu_layers import CUDA_ONLY, NO_FALLBACK, B, D, S, data, stack_of, step
 from offload_mover import moving
 from places import DEVICE, ON_GPU, assert_bits, deterministic
 
 from fused_remat import Policy, memory_report, plan
 from fused_remat.planner import calibrate
 
-pytestmark = GPU
+pytestmark = [pytest.mark.gpu, NO_FALLBACK]
 LAYERS = 6
 POLICIES = {
     "input": Policy(offload={"input"}),
