@@ -21,7 +21,7 @@ from bench.commands.layers import wrong_of_ours
 from bench.measure.contest import Rig
 from bench.measure.machine import version
 from bench.measure.options import Parser, positive
-from bench.measure.results import Progress, Row
+from bench.measure.results import Row
 from bench.measure.steps import run
 from bench.model.measure import Options, measure
 from bench.pages.models import article, case_table, has_losses, losses_table, target_table, title
@@ -104,11 +104,11 @@ def main(arguments: Sequence[str]) -> int:
     asked = {"memory": args.memory, "most_batch": args.most_batch, "losses": args.losses}
     options = Options(args.ways, args.memory, args.most_batch, args.losses)
 
-    def one(case: Case, rig: Rig, progress: Progress) -> Row:
-        return measure(case, options, rig, progress)
+    def one(case: Case, rig: Rig) -> Row:
+        return measure(case, options, rig)
 
-    shown = f"model-{args.device}.json", one, options.units, title, tables
-    results, rows = run(args, *shown, **asked, peft=version("peft"))
+    file = f"model-{args.device}.json"
+    results, rows = run(args, file, one, title, tables, **asked, peft=version("peft"))
     page = results.path.with_suffix(".md")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(article(results.data))

@@ -29,7 +29,7 @@ from bench.measure.case import Forward, Subject
 from bench.measure.checks import Checks
 from bench.measure.contest import Rig
 from bench.measure.options import Parser, positive
-from bench.measure.results import Progress, Row
+from bench.measure.results import Row
 from bench.measure.steps import Step, Steps, kept_bytes, peaks, run
 from bench.pages import plans as page
 from bench.subjects.layers import NORMS
@@ -38,7 +38,6 @@ from bench.subjects.stacks import BASELINE, PEERS, Case
 
 #: By device: layers, batch, tokens of a sequence, width, heads.
 SIZES = {"cpu": (8, 4, 256, 256, 4), "cuda": (12, 4, 2048, 1024, 8)}
-_OURS = 14  # ways, about: their number is known once the peers have been measured
 TABLES = {
     "All ways:": page.table,
     "Ours within each peer's peak:": page.rival_table,
@@ -68,7 +67,7 @@ def memory(forward: Forward, subject: Subject, resting: int, kept_by: str) -> Ro
     return {"peak_bytes": resting + step, "kept_bytes": kept, "kept_by": kept_by}
 
 
-def measure(case: Case, names: Sequence[str], rig: Rig, progress: Progress | None = None) -> Row:
+def measure(case: Case, names: Sequence[str], rig: Rig) -> Row:
     """A row of the results file, but for the case: first these peers, then our plans within the
     peak of each of them, then all in turns.
 
@@ -77,14 +76,11 @@ def measure(case: Case, names: Sequence[str], rig: Rig, progress: Progress | Non
     where found is {"unavailable": why} or {"failure": what is wrong}, or has "check", "peak_bytes",
     "kept_bytes", percentiles of "step_seconds", "host_seconds" (what the host takes to launch a
     step) and "step_ratio" to each peer, and if it is ours, "predicted". All have their "family".
-
-    Args:
-        progress: gets two units for each way, whose number is not known before.
     """
     subject = case.subject(rig.device)
     planner = Planner(subject)
     chain = planner.plan.chain
-    with Steps(rig, progress) as steps:
+    with Steps(rig) as steps:
         asked = _admit_all(steps, planner, names)
         steps.time(Step, subject, [name for name in names if name in steps.forwards])
     return {
@@ -157,14 +153,12 @@ def main(arguments: Sequence[str]) -> int:
     args = parse(arguments)
     path = args.given or args.out / f"plan-{args.device}.json"
 
-    def one(case: Case, rig: Rig, progress: Progress) -> Row:
-        return measure(case, args.ways, rig, progress)
+    def one(case: Case, rig: Rig) -> Row:
+        return measure(case, args.ways, rig)
 
     try:
-        if not args.given:
-            units = 2 * (len(args.ways) + _OURS)
-            if None in run(args, path.name, one, units, page.title)[1]:
-                return 1
+        if not args.given and None in run(args, path.name, one, page.title)[1]:
+            return 1
         data = page.read(path)
         wanted = [dataclasses.asdict(case) for case in args.cases]
         rows = [row for row in data["results"] if args.given or row["case"] in wanted]

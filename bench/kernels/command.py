@@ -14,7 +14,6 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +26,7 @@ from bench.measure.contest import ROUNDS, Rig, measure
 from bench.measure.machine import environment
 from bench.measure.options import DEVICE, Parser, positive
 from bench.measure.registry import described
-from bench.measure.results import Progress, ResultsFile
+from bench.measure.results import ResultsFile, Row
 from bench.pages import kernels as report
 from bench.tables import current
 from fused_remat.triton.launch import INTERPRETED, target_of
@@ -36,21 +35,6 @@ from fused_remat.triton.launch import INTERPRETED, target_of
 TOKENS = {"cpu": 1024, "cuda": 16384}
 SWEEP = {"cpu": (128, 256, 512, 1024, 2048), "cuda": (512, 1024, 2048, 4096, 8192, 16384, 32768)}
 SWEPT = {"cpu": "smollm-135m", "cuda": "qwen2-1.5b"}
-
-
-class Item(NamedTuple):
-    """An op's problem to be measured, in both directions."""
-
-    op: str
-    size: Size
-    problem: Problem
-
-    def case(self, direction: str) -> dict[str, Any]:
-        """What tells its row from others."""
-        of = {"op": self.op, "name": self.problem.name, "direction": direction}
-        where = {"batch": self.size.batch, "seq_len": self.size.seq_len}
-        how = {"dtype": dtype_name(self.problem.rig.dtype), "sizes": self.problem.sizes}
-        return of | {"model": self.size.model.name} | where | how
 
 
 def sizes_of(args: argparse.Namespace) -> list[Size]:
@@ -63,15 +47,21 @@ def sizes_of(args: argparse.Namespace) -> list[Size]:
     return list(dict.fromkeys([*found, *(Size(swept, 1, seq_len) for seq_len in args.sweep)]))
 
 
-def items(rig: Rig, args: argparse.Namespace) -> Iterator[Item]:
-    """All problems, op by op; what two models have in common is measured once."""
-    for name in args.op:
-        found: dict[Any, Item] = {}
+def problems(rig: Rig, args: argparse.Namespace) -> Iterator[tuple[Row, Problem]]:
+    """All problems, op by op, and what tells their rows from others.
+
+    What two models have in common is measured once.
+    """
+    for op in args.op:
+        seen = set()
         for size in sizes_of(args):
-            for problem in OPS[name].of_model(rig, size):
+            where = {"model": size.model.name, "batch": size.batch, "seq_len": size.seq_len}
+            for problem in OPS[op].of_model(rig, size):
                 key = (problem.name, *problem.sizes.items())
-                found.setdefault(key, Item(name, size, problem))
-        yield from found.values()
+                if key not in seen:
+                    seen.add(key)
+                    how = {"dtype": dtype_name(rig.dtype), "sizes": problem.sizes}
+                    yield {"op": op, "name": problem.name} | where | how, problem
 
 
 def rig_of(args: argparse.Namespace) -> Rig:
@@ -95,43 +85,40 @@ def find_ceilings(rig: Rig, results: ResultsFile, fresh: bool) -> None:
         rig.ceilings[unit] = row["ways"]["torch"][unit]
 
 
-def run_item(item: Item, args: argparse.Namespace, results: ResultsFile) -> Iterator[Any]:
+def rows_of(
+    case: Row, problem: Problem, args: argparse.Namespace, results: ResultsFile
+) -> Iterator[Row]:
     """The rows of a problem's directions, from the file if these providers are there.
 
     A direction that cannot be measured at all, for want of memory, is a row with its error.
     """
-    op, fresh = OPS[item.op], args.fresh
+    op = OPS[case["op"]]
     names = [n for n in op if args.providers is None or n in (*args.providers, *op.baselines)]
-    cases = {direction: item.case(direction) for direction in DIRECTIONS}
-    known = {d: None if fresh else results.find(case, names) for d, case in cases.items()}
-    if all(known.values()):
-        yield from known.values()
+    cases = {direction: case | {"direction": direction} for direction in DIRECTIONS}
+    known = [None if args.fresh else results.find(c, names) for c in cases.values()]
+    if all(known):
+        yield from filter(None, known)
         return
     torch.manual_seed(0)
-    for direction, contest in contests(op, item.problem, names):
+    for direction, contest in contests(op, problem, names):
         row = {"case": cases[direction]}
         try:
-            row |= measure(contest, item.problem.rig)
+            row |= measure(contest, problem.rig)
         except Exception as error:  # one size too large must not cost the others' results
             row["error"] = described(error)
         results.put(row)
         yield row
 
 
-def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[dict[str, Any]]:
+def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[Row]:
     """Measure and print everything that was asked for; the rows."""
-    rows: list[dict[str, Any]] = []
-    todo = list(items(rig, args))
-    with Progress(len(todo), "problems") as progress:
-        find_ceilings(rig, results, args.fresh)
-        progress.line(report.ceilings_line(rig.ceilings))
-        while todo:
-            item = todo.pop(0)  # its tensors are freed with it
-            progress.at(f"{item.op} {item.problem.name}, {item.size.model.name}")
-            for row in run_item(item, args, results):
-                rows.append(row)
-                progress.line(report.block(row))
-            progress.done()
+    rows = []
+    find_ceilings(rig, results, args.fresh)
+    print(report.ceilings_line(rig.ceilings))
+    for case, problem in problems(rig, args):
+        for row in rows_of(case, problem, args, results):
+            rows.append(row)
+            print(report.block(row), flush=True)
     return rows
 
 

@@ -13,6 +13,6 @@
   weighs a way, `Steps.time` times all; `run` measures cases, but those that a file has.
   `checks.Checks` are a step's checks.
 - `clock`: times of calls, in turns; percentiles and ratios.
-- `results.ResultsFile`: rows in a file. `results.Progress`: how many there will be.
+- `results.ResultsFile`: rows in a file.
 - `machine`: where, with what and of which code.
 """

@@ -17,7 +17,6 @@ from bench.measure.checks import Checks, no_fallback
 from bench.measure.clock import quantiles, rotated
 from bench.measure.contest import TOLERANCE, Rig
 from bench.measure.registry import Absent, WrongResultError, described
-from bench.measure.results import Progress
 from bench.measure.steps import Step, Steps, kept_bytes, peaks
 from bench.subjects.configs import dropout_free
 from bench.subjects.model_ways import BASELINE, DEFAULT, WAYS
@@ -59,15 +58,8 @@ class Options:
         """The ways by name. Raises: ValueError for an unknown one."""
         return WAYS.select(self.ways)
 
-    @property
-    def units(self) -> int:
-        """Of progress of a case: every way is checked, weighed, timed, then enlarged."""
-        return (3 + (self.memory is not None)) * len(self.names)
 
-
-def measure(
-    case: Case, options: Options, rig: Rig, progress: Progress | None = None
-) -> dict[str, Any]:
+def measure(case: Case, options: Options, rig: Rig) -> dict[str, Any]:
     """A row of the results file, but for the case.
 
     {"fixed_bytes", "rounds", "ways": {name: found}} and, if asked for, "memory_cap" and "losses"
@@ -91,7 +83,7 @@ def measure(
     build(one.published, 1, DTYPES[case.dtype], "meta", case.lora)
     gc.collect()
     gc.freeze()
-    with Steps(rig, progress) as steps:
+    with Steps(rig) as steps:
         checks = checks_of(dataclasses.replace(checked_subject(case, rig.device), **routes))
         for name in names:
             steps.admit_way(WAYS[name], checks)
@@ -105,7 +97,6 @@ def measure(
             row["memory_cap"] = options.memory
             _enlarge(subject, options, steps)
         if options.losses:
-            steps.progress.at("losses")
             del subject
             steps.forwards.clear()
             try:

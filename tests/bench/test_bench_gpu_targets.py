@@ -177,10 +177,9 @@ def test_every_target_has_a_line_and_none_is_measured_at_first():
     assert {(line.verdict.measured, line.verdict.met) for line in lines} == {("not measured", None)}
 
 
-def test_the_table_is_at_the_end_of_a_runs_text(tmp_path):
-    rows = [one | {"run": "now"} for one in (layer(2048, 1.1), profile(2048))]
-    (tmp_path / "gpu.json").write_text(json.dumps({"results": rows}))
-    text = hardware.report(tmp_path / "gpu.json", "now")
+def test_the_table_is_at_the_end_of_a_runs_text():
+    rows = [layer(2048, 1.1), profile(2048)]
+    text = hardware.report(rows)
     assert text.endswith(targets.table(rows))
     assert "profile pre-norm width=2048 seq_len=2048, microseconds a step (least)" in text
 

@@ -1,10 +1,8 @@
 """`python -m bench kernels` at tiny sizes on this CPU."""
 
-import importlib.util
 import json
 
 import pytest
-import torch
 
 from bench.kernels import command
 from bench.kernels.shapes import MODELS, at_tokens
@@ -45,22 +43,12 @@ def test_every_op_is_measured_both_ways_beside_its_peers(rows):
             row["case"]["op"] == "linear"  # whose kernels need a GPU
         )
         assert row["floor_us"] > 0 and any(row["work"].values())
-
-
-def test_what_is_compiled_is_measured_too(tmp_path):
-    rows = bench(tmp_path, "--op", "norm", "--models", "gpt2", "--providers", "compile")
-    for row in rows[2:]:
-        assert list(row["ways"]) == ["aten", "compile"]  # the baseline is always there
-        assert {"us", "check"} <= set(row["ways"]["compile"])
-
-
-def test_absent_peers_are_listed_with_the_reason(rows):
-    row = next(row for row in rows if row["case"]["op"] == "norm")
-    missing = importlib.util.find_spec("quack") is None
-    why = "quack is not installed" if missing else "needs a CUDA device"
-    assert row["ways"]["quack"] == {"absent": why}
-    assert row["ways"]["fused_remat triton"] == {"absent": "needs a CUDA device"}
-    assert "absent: " in report.block(row) and f"quack ({why})" in report.block(row)
+    norm = next(row for row in rows if row["case"]["op"] == "norm")
+    why = {name: way["absent"] for name, way in norm["ways"].items() if "absent" in way}
+    assert why["fused_remat triton"] == "needs a CUDA device"
+    assert f"absent: {', '.join(f'{name} ({said})' for name, said in why.items())}" in (
+        report.block(norm)
+    )
 
 
 def test_a_run_is_taken_up_where_it_ended(tmp_path, monkeypatch, capsys):
@@ -94,29 +82,8 @@ def test_a_dry_run_leaves_measured_results_alone():
     assert command.parse(TINY).out.parts[-2:] == ("build", "dry-run")
     assert command.parse(["--device", "cpu"]).out.parts[-2:] == ("bench", "results")
     args = [command.parse([*TINY, "--dtype", name]) for name in ("float32", "bfloat16")]
-    first, second = (next(command.items(command.rig_of(a), a)).case("fwd") for a in args)
+    (first, _), (second, _) = (next(command.problems(command.rig_of(a), a)) for a in args)
     assert first != second and first | {"dtype": "bfloat16"} == second
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param(
-            ["--device", "cuda"],
-            "no CUDA device",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
-        ),
-        (["--device", "tpu"], "must be cpu or cuda, not tpu"),
-        (["--op", "nonsense"], "invalid choice: 'nonsense'"),
-        (["--tokens", "0"], "at least 1, not 0"),
-        (["--threads", "0"], "at least 1, not 0"),
-        (["--sweep", "128", "-1"], "at least 1, not -1"),
-    ],
-)
-def test_bad_options_are_usage_errors(options, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        command.parse(options)
-    assert message in capsys.readouterr().err
 
 
 def test_sizes_are_the_models_then_the_sweep_each_once():
@@ -125,19 +92,6 @@ def test_sizes_are_the_models_then_the_sweep_each_once():
     found = [(s.model.name, s.batch, s.seq_len) for s in sizes]
     assert found == [("gpt2", 1, 512), ("smollm-135m", 1, 512), ("smollm-135m", 1, 256)]
     assert at_tokens(MODELS["bert-base"], 4096).batch == 8
-
-
-def test_models_are_those_of_their_cards():
-    """Parameters of a block, counted from the shapes, as the models' cards have them in all."""
-    millions = {}
-    for m in MODELS.values():
-        attention = m.d_model * m.head_dim * (2 * m.nhead + 2 * m.kv_heads)
-        millions[m.name] = (attention + (3 if m.gated else 2) * m.d_model * m.d_ff) / 1e6
-    layers = {"bert-base": 12, "gpt2": 12, "vit-l": 24, "smollm-135m": 30,
-              "qwen2-1.5b": 28, "llama3-8b": 32}  # fmt: skip
-    total = {name: round(layers[name] * count) for name, count in millions.items()}
-    assert total == {"bert-base": 85, "gpt2": 85, "vit-l": 302, "smollm-135m": 106,
-                     "qwen2-1.5b": 1310, "llama3-8b": 6979}  # fmt: skip
 
 
 def test_a_wrong_result_is_said_in_its_line_and_among_the_failures():

@@ -201,14 +201,6 @@ def test_only_the_call_is_timed_and_sets_take_turns(hands, samples):
         assert (first, i, second, given) == ("prepare", turn, "run", 10 + turn)
 
 
-def test_the_environment_names_machine_commit_and_versions():
-    found = machine.environment("cpu")
-    assert set(found) >= {"cpu", "cores", "gpu", "torch", "commit", "dirty", "source", "date"}
-    assert found["threads"] == torch.get_num_threads()
-    assert set(found["versions"]) >= {"triton", "liger-kernel", "flash-attn", "quack-kernels"}
-    assert found["versions"]["triton"] and machine.version("no-such-package") is None
-
-
 def test_results_in_a_folder_of_the_checkout_change_no_code(tmp_path, monkeypatch):
     """A run into one goes on as the run of the same code; new and changed code is other code."""
     monkeypatch.setattr(machine, "ROOT", tmp_path)

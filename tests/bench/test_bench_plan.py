@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from bench.commands import plan as command
-from bench.measure.checks import results_of
-from bench.measure.contest import Rig, errors
+from bench.measure.contest import Rig
 from bench.pages import pictures
 from bench.pages import plans as report
-from bench.subjects.plans import Planner, forward_of
 from bench.subjects.stacks import PEERS, Case
 from bench.tables import RESULTS
 
@@ -120,12 +118,6 @@ def test_the_page(folder, tmp_path):
     assert report.section(tmp_path) == report.UNMEASURED
 
 
-def test_a_run_is_taken_up(folder, monkeypatch):
-    known = lambda *_: pytest.fail("it is in the file already")  # noqa: E731
-    monkeypatch.setattr(command, "measure", known)
-    assert command.main([*OPTIONS, "--out", str(folder)]) == 0
-
-
 @pytest.mark.parametrize("case", [
     Case(2, "float32", "post", 0.1, 2, 32, 32, 2),
     Case(1, "float32", "pre", 0.1, 2, 32, 32, 2, causal=True),
@@ -140,22 +132,6 @@ def test_other_stacks_are_right(case):
     few = {"checkpoint_every_2", "checkpoint_every_4", "checkpoint_sqrt"}
     assert absent == (few if case.layers == 1 else {"checkpoint_every_4"})
     assert any(report.is_ours(way) for way in report.right(row).values())
-
-
-def test_the_gradients_of_a_plan_are_those_of_eager():
-    subject = TINY.subject("cpu")
-    planner = Planner(subject)
-    peaks = {"least": planner.plan.frontier[0].peak_bytes,
-             "segments": planner.plan.within(None, "sqrt").peak_bytes}  # fmt: skip
-    entries, asked = planner.at(peaks)
-    truth = results_of(subject.module, subject)
-    assert any(entry.plan.choice.segments for entry in entries)
-    for entry in entries:
-        found = results_of(forward_of(subject, entry), subject)
-        worst = max(errors(found, {n: t.double() for n, t in truth.items()}).values())
-        assert worst < 1e-5, entry.name
-    names = {entry.name for entry in entries}
-    assert {row["way"] for row in asked if row.get("way")} == names
 
 
 #: What the optimal plan within its peak is faster than: of `torch.compile`, what keeps little.

@@ -1,6 +1,5 @@
 """`python -m bench gpu` in a dry run: all but the clock of what runs on a GPU."""
 
-import dataclasses
 import gc
 import json
 import os
@@ -113,67 +112,45 @@ def test_a_failing_case_is_a_row(rig, tmp_path):
         raise ValueError("no\nsuch size")
 
     results = ResultsFile(tmp_path / "gpu.json", {}, {})
-    gpu.run_entry(({"name": "it"}, measure), "norms", rig, results, "now")
+    gpu.run_entry(({"name": "it"}, measure), "norms", rig, results)
     (row,) = rows_of(tmp_path)
     assert row["error"] == "ValueError: no such size"
     assert failures([row]) == ["norms it: ValueError: no such size"]
 
 
-def test_what_a_worker_has_done_is_not_done_again(rig, tmp_path, monkeypatch):
-    """Nor is the case in which it ended."""
-    measured = []
+def test_what_was_measured_is_not_measured_again(rig, tmp_path, monkeypatch):
+    """Nor is the case in which a worker ended, until the command is given again."""
+    measured, path = [], tmp_path / "gpu.json"
 
     def section(needs, *names):
         entries = [({"name": n}, lambda rig, n=n: measured.append(n) or {}) for n in names]
         return gpu.Section(1.0, needs, lambda rig: entries)
 
+    def run(seconds, **code):
+        results = ResultsFile(path, {"gpu": "this"} | code, {})
+        ends = gpu.time.perf_counter() + seconds
+        gpu.run_all(sections, Rig(rig.device, rig.dtype, False, TARGET, ends), results)
+        return {row["case"]["name"]: row for row in results.own}
+
     sections = {"it": section(1.0, "done", "crashed", "next"), "long": section(1e9, "too long")}
     monkeypatch.setattr(gpu, "SECTIONS", sections)
     monkeypatch.setattr(gpu, "line", lambda row: "")
-    results = ResultsFile(tmp_path / "gpu.json", {}, {})
-    for name, more in (("done", {"ways": {}}), ("crashed", {"error": gpu.UNFINISHED})):
-        results.put({"case": {"section": "it", "name": name}, "run": "now"} | more)
-    rig = Rig(rig.device, rig.dtype, False, TARGET, ends=gpu.time.perf_counter() + 60)
-    gpu.run_all(sections, rig, results, "now")
+    for name, more in (("done", {"error": "no"}), ("crashed", {"error": gpu.UNFINISHED})):
+        case = {"section": "it", "name": name}
+        ResultsFile(path, {"gpu": "this", "date": "then"}, {}).put({"case": case} | more)
+    found = run(60)
     assert measured == ["next"]
-    found = {row["case"]["name"]: row for row in rows_of(tmp_path)}
     assert found["crashed"]["error"] == gpu.UNFINISHED and "skipped" in found["too long"]
-    rig = dataclasses.replace(rig, ends=gpu.time.perf_counter() + 1e10)
-    gpu.run_all(sections, rig, results, "now")  # given again, with more time
+    run(1e10)  # more time
     assert measured == ["next", "too long"]
-    gpu.run_all(sections, rig, results, "another run")
-    assert measured[2:] == ["done", "crashed", "next", "too long"]
-
-
-def test_the_same_command_goes_on_with_the_same_codes_run(tmp_path, monkeypatch):
-    """And measures again what it had no time for, not what it has; other code starts anew."""
-    path, config = tmp_path / "gpu.json", {"dtype": "float32"}
-    assert gpu.run_to_go_on(path, config) is None
-    commit, dirty = gpu.checkout()
-    code = {"commit": commit, "dirty": dirty, "source": gpu.source(), "torch": torch.__version__}
-    one, two = ({"case": {"section": "it", "name": name}} for name in ("one", "two"))
-    for case in (one, two):
-        ResultsFile(path, code | {"source": "other"}, config).put(case | {"run": "before"})
-    assert gpu.run_to_go_on(path, config) is None
-    ResultsFile(path, code | {"date": "then"}, config).put(one | {"run": "first"})
-    assert gpu.run_to_go_on(path, config) == "first"  # though a row of other code is the last
-    assert gpu.run_to_go_on(path, {"dtype": "float16"}) is None
-    monkeypatch.setattr(gpu, "source", lambda: "changed")
-    assert gpu.run_to_go_on(path, config) is None
-
-
-def test_what_is_given_again_tries_again_where_a_process_ended(tmp_path):
-    path = tmp_path / "gpu.json"
-    results = ResultsFile(path, {"gpu": "this"}, {})
-    for name, error in (("stopped", gpu.UNFINISHED), ("wrong", "ValueError: no")):
-        results.put({"case": {"section": "it", "name": name}, "run": "now", "error": error})
-    gpu.try_again(path, "another run")
-    assert [row["error"] for row in rows_of(tmp_path)] == [gpu.UNFINISHED, "ValueError: no"]
-    gpu.try_again(path, "now")
-    stopped, wrong = rows_of(tmp_path)
-    assert "error" not in stopped and stopped["skipped"] and wrong["error"]
-    assert len(gpu.rows_of("now", ResultsFile(path, {"gpu": "this"}, {}))) == 2
-    assert gpu.rows_of("now", ResultsFile(path, {"gpu": "another"}, {})) == []
+    gpu.begin(again := ResultsFile(path, {"gpu": "this"}, {}), fresh=False)
+    again.write()
+    run(1e10)
+    assert measured[2:] == ["crashed"]
+    gpu.begin(again := ResultsFile(path, {"gpu": "this"}, {}), fresh=True)
+    assert again.rows == []
+    run(1e10, source="other code")
+    assert measured[3:] == ["done", "crashed", "next", "too long"]
 
 
 @pytest.mark.parametrize(("statuses", "status"), [((gpu.BROKEN, 1, 0), 0), ((1,) * 8, 1)])
@@ -191,7 +168,8 @@ def test_workers_follow_one_another_until_one_ends_well(statuses, status, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert gpu.main(["--out", str(tmp_path / "new")]) == status and not left
     assert all(command[:4] == [sys.executable, "-m", "bench", "gpu"] for command in commands)
-    assert all("--run" in command for command in commands)
+    numbers = [command[command.index("--worker") + 1] for command in commands]
+    assert numbers == [str(index) for index in range(len(commands))]
     with pytest.raises(SystemExit, match="2"):
         gpu.parse(["--minutes", "0.2"])
 
