@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.measure.case import Subject, dtype_name
-from bench.measure.contest import Entry, P, Rig
+from bench.measure.contest import Entry, P, Rig, Work
 from bench.measure.steps import ReplayedStep, Step
 from bench.measure.steps import measure as measure_ways
 from bench.subjects import layers
@@ -35,6 +36,8 @@ _BUDGETS = tuple(f"compile_budget_{budget:g}" for budget in BUDGETS)
 BUDGETED = (*_STOCK, "compile", *_BUDGETS, "full", "lean", "fast")
 #: Of all of them in a dry run, but for its first layer: the interpreter is slow.
 DRY = ("eager", "checkpoint", "full", "none")
+#: Products of an MLP's step that keeps its input only: the rebuilt one, two forward, four backward.
+_MLP_PRODUCTS = 7
 _LONGER = 2.5  # than a kernel's contest, for steps take longer
 
 
@@ -153,8 +156,12 @@ def mlp_entries(rig: Rig) -> Iterator[Entry]:
     """The MLP alone: keeping its input only ("full"), the pre-activation too ("none", "fast8")."""
     for width in widths(rig):
         sizes = rig.size(tokens_of(width), 32), width, rig.size(4 * width, 64)
-        build = lambda rig, sizes=sizes: layers.mlp(sizes, rig.dtype, rig.device)  # noqa: E731
-        run = lambda rig, build=build: measure(build(rig), MLP_WAYS, rig)  # noqa: E731
+
+        def run(rig: Rig, sizes: tuple[int, int, int] = sizes) -> dict[str, Any]:
+            row = measure(layers.mlp(sizes, rig.dtype, rig.device), MLP_WAYS, rig)
+            floor = Work(flops=2.0 * _MLP_PRODUCTS * math.prod(sizes)).floor(rig.ceilings)
+            return row | {"floor_us": floor and 1e6 * floor}
+
         yield _case(rig, "mlp", width), run
 
 
