@@ -145,7 +145,7 @@ def frontier_entries(rig: Rig) -> Iterator[Entry]:
 def long_entries(rig: Rig) -> Iterator[Entry]:
     """One long sequence, of which attention takes most of the time: presets beside each other.
 
-    Checked like the others, against float64 at this very length: `exact_by_head`.
+    Checked like the others, against float64 at this very length: `exact_in_blocks`.
     """
     layer = long_encoder(rig)
     case = {"name": "pre-norm", "width": layer.d_model, "seq_len": layer.seq_len}
