@@ -9,7 +9,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from bench.kernels import attention, dropout, norm, rope
+from bench.kernels import passes
+from bench.kernels.attention import ATTENTION
 from bench.kernels.attention_problem import FORMS, Attention
 from bench.kernels.problem import DIRECTIONS, Op, Problem, contests
 from bench.kernels.shapes import MODELS, at_tokens, tiny
@@ -56,7 +57,7 @@ def _attention(
     batch = rig.size(max(1, TOKENS // seq_len), 1)
     nhead = rig.size(D_MODEL // width, max(2, group))
     sizes = batch, nhead, nhead // group, seq_len, rig.size(width, 16)
-    yield from entries_of(attention.OP, functools.partial(Attention, rig, form, *sizes), names)
+    yield from entries_of(ATTENTION, functools.partial(Attention, rig, form, *sizes), names)
 
 
 def attention_entries(rig: Rig) -> Iterator[Entry]:
@@ -136,20 +137,20 @@ def norm_entries(rig: Rig) -> Iterator[Entry]:
     for width in (96,) if rig.dry else WIDTHS:
         tokens = rig.size(ELEMENTS // width, 64)
         for kind in ("layer_norm", "rms_norm"):
-            make = functools.partial(norm.Norm, rig, kind, tokens, width)
-            yield from entries_of(norm.OP, make, directions=("bwd", "fwd"))
+            make = functools.partial(passes.Norm, rig, kind, tokens, width)
+            yield from entries_of(passes.NORM, make, directions=("bwd", "fwd"))
 
 
 def dropout_entries(rig: Rig) -> Iterator[Entry]:
     """At one width."""
     sizes = (64, 96) if rig.dry else (ELEMENTS // 8192, 8192)
-    yield from entries_of(dropout.OP, functools.partial(dropout.Dropout, rig, *sizes))
+    yield from entries_of(passes.DROPOUT, functools.partial(passes.Dropout, rig, *sizes))
 
 
 def rotary_entries(rig: Rig) -> Iterator[Entry]:
     """Heads of 128 and 64, 32 of them, without and with their norms."""
     batch, heads, seq_len = (2, 4, 8) if rig.dry else (8, 32, 2048)
     for width in (16,) if rig.dry else (128, 64):
-        for name in ("rope", rope.NORMED):
+        for name in ("rope", passes.NORMED):
             sizes = batch, heads, heads // 4, seq_len, width
-            yield from entries_of(rope.OP, functools.partial(rope.Rope, rig, name, *sizes))
+            yield from entries_of(passes.ROPE, functools.partial(passes.Rope, rig, name, *sizes))

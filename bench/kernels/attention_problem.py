@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.kernels.dropout_masks import as_much_dropped, same_mask
-from bench.kernels.problem import Problem
-from bench.measure.contest import P, Results, Work
+from bench.kernels.problem import SIGMAS, Problem
+from bench.measure.contest import TOLERANCE, P, Results, Work, WrongResultError
 from fused_remat import random
 from fused_remat.spec import AttentionSpec
 from fused_remat.steps.attention import attention_bwd, attention_fwd
@@ -26,6 +25,12 @@ from fused_remat.steps.attention_call import AttentionCall
 WINDOW, BLOCK = 1024, 128  # keys; at most half, and a quarter, of a sequence
 SEED = 7  # of dropout, where the mask is known
 _PER_MILLE = (100, 20, 250, 130, 60, 300, 40, 100)  # of all tokens: lengths of packed sequences
+#: By which factor the noise of one mask may be more or less than that of another: a few hundred
+#: rows, the largest of which count most, differ by two.
+_NOISE = 3.0
+#: Of the spread of dy·y over its sum: both sides are rounded to a hundredth of that at most; with
+#: two different masks at p = 0.1 they differ by about a half.
+_SAME = 0.1
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -230,3 +235,49 @@ class Attention(Problem):
             return {name: found[name].double() for name in undropped}
 
         return truth
+
+
+# --- under a random mask that nobody knows
+
+
+def as_much_dropped(
+    name: str, found: Tensor, plain: Tensor, dropped: Tensor, p: float, factor: float
+) -> None:
+    """A result that is linear in its mask is right on average, and as noisy as another mask's.
+
+    plain: what is exact without dropout. dropped: the same under a mask of ours. On average means:
+    its projection on `plain` is 1, but for the mean of many decisions, which rows (the last
+    dimension) make apart, and for `factor` of what is allowed of the result itself. The spread of
+    that mean is what is seen between rows, and at least that of rows which are dropped as a whole:
+    a causal mask leaves one key to the first ones, and these are the largest.
+    Raises: WrongResultError.
+    """
+    allowed, found = factor * TOLERANCE[found.dtype], found.double()
+    mine, exact = (found * plain).sum(-1), plain.square().sum(-1)
+    total = exact.sum()
+    projection = mine.sum() / total
+    seen, whole = mine - projection * exact, (p / (1.0 - p)) ** 0.5 * exact
+    sigma = torch.maximum(seen.norm(), whole.norm()) / total
+    if not (projection - 1.0).abs() <= SIGMAS * sigma + allowed:  # NaN too
+        raise WrongResultError(
+            f"{name} is {projection.item():.4f} of what it should be on average, "
+            f"give or take {SIGMAS * sigma.item():.1g}"
+        )
+    noise = ((found - plain).norm() / (dropped - plain).norm()).item()
+    if not 1.0 / _NOISE <= noise <= _NOISE:
+        raise WrongResultError(f"dropout changes {name} {noise:.2g} times as much as it should")
+
+
+def same_mask(y: Tensor, dy: Tensor, dv: Tensor, v: Tensor) -> None:
+    """Attention's dv is that of the mask that made y: by feature and key head, dy·y = dv·v.
+
+    For y is linear in v, whatever the mask. Raises: WrongResultError.
+    """
+    groups = y.shape[1] // v.shape[1]
+    products = (dy.double() * y.double()).unflatten(1, (-1, groups))
+    theirs = (dv.double() * v.double()).sum(2)
+    difference = (products.sum((2, 3)) - theirs).norm()
+    spread = products.square().sum((2, 3)).sqrt().norm()
+    if not difference <= _SAME * spread:
+        off = (difference / spread).item()
+        raise WrongResultError(f"dv is of another mask than y: dy·y and dv·v are {off:.2g} apart")

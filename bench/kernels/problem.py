@@ -21,6 +21,8 @@ from bench.measure.contest import SETS, Contest, Results, Rig, Way, Work
 from bench.measure.registry import Absent, Provider, Registry
 
 DIRECTIONS = ("fwd", "bwd")
+#: Standard deviations that a sum of random numbers may be off: once in two million.
+SIGMAS = 5.0
 #: Computes the op of the problem's inputs, given in their order.
 Function = Callable[..., Tensor]
 #: Ways of some of the directions, by name.
@@ -176,14 +178,18 @@ class Op(Registry[Build]):
         self.provider("aten", baseline=True)(lambda p: p.reference)
         self.provider("compile")(lambda p: compiled(p.reference))
 
-    def add_ours(self, build: Callable[..., Function | Ways], forms: Sequence[str] = ()) -> None:
-        """Ours, `build(problem, backend, *form)`, in ATen's operators and in Triton kernels."""
-        for backend, needs in (("eager", None), ("triton", "triton")):
-            for form in [[form] for form in forms] or [[]]:
-                register = self.provider(
-                    " ".join(["fused_remat", backend, *form]), needs=needs, ours=True
-                )
-                register(lambda p, given=(backend, *form): build(p, *given))
+    def ours(self, *forms: str) -> Callable[[Build], Build]:
+        """Ours, a function of the problem, a backend and a form: in ATen's operators and Triton."""
+
+        def register(build: Build) -> Build:
+            for backend, needs in (("eager", None), ("triton", "triton")):
+                for form in [[form] for form in forms] or [[]]:
+                    name = " ".join(["fused_remat", backend, *form])
+                    one = lambda p, given=(backend, *form): build(p, *given)  # noqa: E731
+                    self.provider(name, needs=needs, ours=True)(one)
+            return build
+
+        return register
 
 
 def ways_of(provider: Provider[Build], problem: Problem) -> Ways:

@@ -8,12 +8,9 @@ import torch.nn.functional as F
 from kernel_problems import PROBLEMS
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.kernels import attention, linear, mlp
+from bench.kernels.attention import ATTENTION
 from bench.kernels.attention_problem import FORMS, Attention
-from bench.kernels.dropout import Dropout
-from bench.kernels.linear import Linear
-from bench.kernels.mlp import Mlp
-from bench.kernels.norm import Norm
+from bench.kernels.passes import NORMED, Dropout, Norm, Rope
 from bench.kernels.problem import (
     DIRECTIONS,
     Op,
@@ -23,13 +20,13 @@ from bench.kernels.problem import (
     through_autograd,
     ways_of,
 )
-from bench.kernels.rope import NORMED, Rope
+from bench.kernels.products import LINEAR, MLP, Linear, Mlp, apart, side_by_side
 from bench.kernels.shapes import MODELS, at_tokens
 from bench.measure.contest import P, Rig, Work, WrongResultError, admit, check
 
 #: Compiled by inductor, which takes longer than all the rest; see the dry runs.
 COMPILED = ("compile", "flex")
-PRODUCTS = [name for name, (op, _) in PROBLEMS.items() if op in (linear.OP, mlp.OP)]
+PRODUCTS = [name for name, (op, _) in PROBLEMS.items() if op in (LINEAR, MLP)]
 
 
 def rig_of(dtype=torch.float32):
@@ -47,7 +44,7 @@ def test_every_provider_is_right_both_ways_or_says_why_it_is_absent(name, dtype)
     op, made = PROBLEMS[name][0], problem(name, dtype)
     assert made.name == (name if name != "shared heads" else "causal")
     expected = {"aten"} | {n for n in op if n.startswith("fused_remat eager")}
-    expected |= {"math"} if op is attention.OP else set()
+    expected |= {"math"} if op is ATTENTION else set()
     expected |= {"bare"} if "bare" in op and name != "linear, no bias" else set()
     for direction, contest in contests(op, made, [n for n in op if n not in COMPILED]):
         rows = admit(contest)
@@ -59,10 +56,10 @@ def test_every_provider_is_right_both_ways_or_says_why_it_is_absent(name, dtype)
 
 
 def test_flex_has_a_forward_on_a_cpu_and_says_why_it_has_no_backward():
-    made = dict(contests(attention.OP, problem("packed"), ("aten", "flex")))
+    made = dict(contests(ATTENTION, problem("packed"), ("aten", "flex")))
     assert "check" in admit(made["fwd"])["flex"]
     assert admit(made["bwd"])["flex"] == {"absent": "it has no backward on a CPU"}
-    dropped = dict(contests(attention.OP, problem("causal dropout"), ("aten", "flex")))
+    dropped = dict(contests(ATTENTION, problem("causal dropout"), ("aten", "flex")))
     assert dropped["fwd"].absent == {"flex": "it has no dropout"}
 
 
@@ -221,7 +218,7 @@ def test_what_a_provider_may_do_with_inputs_and_gradients(kind):
     p = doubled() if kind == "in place" else problem("gated silu")
     ways = {
         "in place": lambda: through_autograd(InPlace.apply, p, in_place=True),
-        "packed": lambda: through_autograd(packed_mlp, p, pack=mlp.side_by_side, unpack=mlp.apart),
+        "packed": lambda: through_autograd(packed_mlp, p, pack=side_by_side, unpack=apart),
         "accumulated": lambda: through_autograd(p.reference, p, gradients_of=accumulated),
     }[kind]()
     for direction, way in [*ways.items()] * 3:  # inputs are whole every time
@@ -281,7 +278,7 @@ def test_work_is_that_of_the_products(name):
 def test_bare_products_are_those_of_the_function():
     """Of a linear layer all its gradients; of an MLP the last weight's, for its hidden half."""
     made = Linear(rig_of(), 40, 24, 16)
-    way = ways_of(linear.OP["bare"], made)["bwd"]
+    way = ways_of(LINEAR["bare"], made)["bwd"]
     found, exact = way.run(way.prepare(0)), made.truth("bwd")
     assert check({"dx": found["dhidden"], "dweight": found["dlast"]}, exact)
 
@@ -291,7 +288,7 @@ def test_work_of_attention_is_counted_by_hand_and_by_torch():
     product = 2 * (2 * 4) * 10 * 10 * 8  # FLOPs of all heads' scores
     assert made.work("fwd").flops == 2 * product and made.work("bwd").flops == 5 * product
     # Others are not counted; a backward that keeps the scores has a product less.
-    explicit = through_autograd(attention.OP["math"].build(made), made)
+    explicit = through_autograd(ATTENTION["math"].build(made), made)
     for direction, products in (("fwd", 2), ("bwd", 4)):
         way = explicit[direction]
         given = way.prepare(0)
@@ -327,7 +324,7 @@ def test_bytes_are_inputs_and_results_once(made, forward, backward):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_has_its_linears_and_its_mlp(name):
     size = at_tokens(MODELS[name], 64)
-    found = [made.name for op in (linear.OP, mlp.OP) for made in op.of_model(rig_of(), size)]
+    found = [made.name for op in (LINEAR, MLP) for made in op.of_model(rig_of(), size)]
     act = MODELS[name].activation
     gated = ["linear, no bias", f"gated {act}"]
     assert found == (gated if MODELS[name].gated else ["linear", f"linear + {act}", act])
@@ -336,7 +333,7 @@ def test_every_model_has_its_linears_and_its_mlp(name):
 def test_what_no_model_here_has_is_refused():
     biased = dataclasses.replace(MODELS["llama3-8b"], bias=True)
     with pytest.raises(ValueError, match="llama3-8b: plain MLPs have biases here, gated ones"):
-        list(mlp.of_model(rig_of(), at_tokens(biased, 64)))
+        list(MLP.of_model(rig_of(), at_tokens(biased, 64)))
     with pytest.raises(ValueError, match="unknown activation 'mish'; valid: relu, gelu, "):
         Linear(rig_of(), 4, 4, 4, "mish")
     with pytest.raises(ValueError, match="one batch, got 2"):
