@@ -68,16 +68,15 @@ def as_contest(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"ways": ways}
 
 
-def _entry(
-    layer: Case, case: dict[str, Any], ways: Sequence[str], *timer: Any, **rest: Any
-) -> Entry:
+def _entry(layer: Case, ways: Sequence[str], what: str = "", *timer: Any, **rest: Any) -> Entry:
     """A row of an encoder layer, and which: the frontier is drawn of such rows."""
 
     def run(rig: Rig) -> dict[str, Any]:
         row = measure(layer.subject(rig.device), ways, rig, *timer, **rest)
         return {"layer": dataclasses.asdict(layer), **row}
 
-    return case, run
+    told = {name: getattr(layer, name) for name in ("seq_len", "dropout")}
+    return {"name": f"{layer.norm}-norm{what}", "width": layer.d_model, **told}, run
 
 
 def tokens_of(width: int) -> int:
@@ -103,18 +102,14 @@ def long_encoder(rig: Rig) -> Case:
 # --- what is measured, the most telling first
 
 
-def _case(rig: Rig, name: str, width: int, **rest: Any) -> dict[str, Any]:
-    tokens = {} if rig.dry else {"tokens": tokens_of(width)}
-    return {"name": name, "width": width, **tokens, **rest}
-
-
 def widths(rig: Rig) -> Sequence[int]:
     return (32,) if rig.dry else WIDTHS
 
 
-def _grid(rig: Rig) -> Iterator[tuple[str, int]]:
-    """Norm and width; in a dry run one of each."""
-    return itertools.product(("pre",) if rig.dry else ("pre", "post"), widths(rig))
+def _grid(rig: Rig) -> Iterator[Case]:
+    """Both norms at every width; in a dry run one of each."""
+    for norm, width in itertools.product(("pre",) if rig.dry else ("pre", "post"), widths(rig)):
+        yield encoder(rig, norm, width)
 
 
 def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:
@@ -127,9 +122,8 @@ def layer_entries(rig: Rig) -> Iterator[Entry]:
     for dropout in (0.0, P):
         for norm in ("pre",) if rig.dry and dropout else ("pre", "post"):
             for width in widths(rig):
-                case = _case(rig, f"{norm}-norm", width, dropout=dropout)
                 ways = WAYS if (norm, dropout) == ("pre", 0.0) else _fewer(rig, WAYS)
-                yield _entry(encoder(rig, norm, width, dropout), case, ways)
+                yield _entry(encoder(rig, norm, width, dropout), ways)
 
 
 def frontier_entries(rig: Rig) -> Iterator[Entry]:
@@ -138,8 +132,7 @@ def frontier_entries(rig: Rig) -> Iterator[Entry]:
     for seq_len in (7,) if rig.dry else (16384, 512, 4096):
         batch = max(1, base.batch * base.seq_len // seq_len)
         layer = dataclasses.replace(base, batch=batch, seq_len=seq_len)
-        case = _case(rig, "pre-norm", base.d_model, seq_len=seq_len)
-        yield _entry(layer, case, _fewer(rig, WAYS))
+        yield _entry(layer, _fewer(rig, WAYS))
 
 
 def long_entries(rig: Rig) -> Iterator[Entry]:
@@ -147,9 +140,8 @@ def long_entries(rig: Rig) -> Iterator[Entry]:
 
     Checked like the others, against float64 at this very length: `exact_in_blocks`.
     """
-    layer = long_encoder(rig)
-    case = {"name": "pre-norm", "width": layer.d_model, "seq_len": layer.seq_len}
-    yield _entry(layer, case, ("eager", "none") if rig.dry else LONG, beside=("none",))
+    ways = ("eager", "none") if rig.dry else LONG
+    yield _entry(long_encoder(rig), ways, beside=("none",))
 
 
 def mlp_entries(rig: Rig) -> Iterator[Entry]:
@@ -162,19 +154,17 @@ def mlp_entries(rig: Rig) -> Iterator[Entry]:
             floor = Work(flops=2.0 * _MLP_PRODUCTS * math.prod(sizes)).floor(rig.ceilings)
             return row | {"floor_us": floor and 1e6 * floor}
 
-        yield _case(rig, "mlp", width), run
+        yield {"name": "mlp", "width": width}, run
 
 
 def replay_entries(rig: Rig) -> Iterator[Entry]:
     """Layers as CUDA graphs."""
-    for norm, width in _grid(rig):
-        case = _case(rig, f"{norm}-norm, replayed", width)
-        yield _entry(encoder(rig, norm, width), case, _fewer(rig, REPLAYED), ReplayedStep)
+    for layer in _grid(rig):
+        yield _entry(layer, _fewer(rig, REPLAYED), ", replayed", ReplayedStep)
 
 
 def compile_entries(rig: Rig) -> Iterator[Entry]:
     """Beside `torch.compile` of the stock layer; then beside its memory budgets."""
-    for norm, width in _grid(rig):
-        for name, ways in (("compiled", COMPILED), ("budgets", BUDGETED)):
-            case = _case(rig, f"{norm}-norm, {name}", width)
-            yield _entry(encoder(rig, norm, width), case, ways)
+    for layer in _grid(rig):
+        for what, ways in ((", compiled", COMPILED), (", budgets", BUDGETED)):
+            yield _entry(layer, ways, what)
