@@ -111,7 +111,6 @@ def occupancy(registers: int, shared: int, warps: int, arch: int) -> float:
 
 
 def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
-    """The row of a case."""
     kernel = compile_ahead(case.launch, arch)
     row: dict[str, Any] = {"name": case.name, "default": case.default, "product": case.product}
     row |= {"digest": digest(case.launch, arch)}
@@ -139,7 +138,6 @@ def examine(case: audit_cases.Case, arch: int) -> dict[str, Any]:
 
 
 def complaints(row: Mapping[str, Any], arch: int, budget: budgets.Budget | None) -> list[str]:
-    """What is wrong with a row."""
     if not arch:
         return []
     found = []

@@ -49,7 +49,6 @@ def grid(args: argparse.Namespace) -> list[Sizes]:
 
 
 def cases(args: argparse.Namespace, sizes: Iterable[Sizes]) -> list[Case]:
-    """Every size in every dtype, norm and dropout that was asked for."""
     grid = itertools.product(sizes, args.dtype, args.norm, args.dropout)
     return [Case(*kind, *size, args.activation, args.causal) for size, *kind in grid]
 
@@ -85,7 +84,6 @@ def parser_of(
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line; the ways come in the order of the table, the baseline always with them."""
     parser = parser_of("layers", __doc__, NORMS, (0.0, 0.1), DEFAULT, rounds=36, seconds=60.0)
     for axis in ("batch", "nhead"):
         parser.several(axis, type=positive)

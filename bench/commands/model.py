@@ -37,7 +37,6 @@ ARTICLE: dict[str, Any] = {
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line; the ways come in the order of the table, the baseline always with them."""
     parser = Parser("model", __doc__, "device dtype seconds threads out fresh", seconds=120.0)
     add = parser.add
     parser.several("model", choices=MODELS, help="(default: smollm-135m)")

@@ -45,7 +45,6 @@ TABLES = {
 
 
 def peers(compiled: bool) -> list[str]:
-    """In the order of the tables, with or without `torch.compile`."""
     return [name for name in PEERS if compiled or not PEERS[name].traits["compiled"]]
 
 
@@ -168,6 +167,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def wrong(row: Row) -> bool:
-    """Whether a result of ours, or of what all are compared with, was not right."""
     ways = row["ways"].items()
     return any("failure" in way for name, way in ways if name == BASELINE or page.is_ours(way))

@@ -41,7 +41,6 @@ class Found:
 
 
 def _rows(rows: Sequence[Row], section: str, name: str = "") -> Iterator[Row]:
-    """The measured rows of a section, by the beginning of their names."""
     for row in rows:
         case = row["case"]
         if case.get("section") == section and "ways" in row and case["name"].startswith(name):
@@ -74,7 +73,6 @@ def _kept(way: Row) -> float:
 def steps(
     rows: Sequence[Row], section: str, name: str, way: str, baseline: str, limits: Limits
 ) -> Iterator[Found]:
-    """A way's step at every width over the baseline's."""
     for width, row in _widths(rows, section, name, limits):
         found, case = row["ways"].get(way, {}), row["case"]
         between = _of_floor(row, way, baseline)
@@ -86,7 +84,6 @@ def steps(
 
 
 def kept(rows: Sequence[Row], way: str, limits: Limits) -> Iterator[Found]:
-    """The bytes that a way keeps at every width over those of eager."""
     for width, row in _widths(rows, "layers", "pre-norm", limits):
         found, whole = row["ways"].get(way, {}), _kept(row["ways"].get("eager", {}))
         share = (whole and _kept(found) / whole) or None
@@ -132,7 +129,6 @@ def _of_floor(row: Row, *names: str) -> str:
 
 
 def _where(case: Row) -> str:
-    """A contest's case in a few words."""
     names = {"seq_len": "S", "head_dim": "E", "kv_heads": "KV", "width": "D"}
     sizes = [f"{short} = {case[key]}" for key, short in names.items() if key in case]
     return ", ".join([re.sub(r"^\w+_(fwd|bwd) ", "", case["name"]), *sizes])

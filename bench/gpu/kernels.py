@@ -51,7 +51,6 @@ def entries_of(
 def _attention(
     rig: Rig, form: str, seq_len: int, width: int, group: int = 1, names: Any = None
 ) -> Iterator[Entry]:
-    """A form at a size, both directions."""
     packed = FORMS[form].packed
     seq_len = rig.size(TOKENS if packed else seq_len, 48 if packed else 32)
     batch = rig.size(max(1, TOKENS // seq_len), 1)
@@ -61,7 +60,6 @@ def _attention(
 
 
 def attention_entries(rig: Rig) -> Iterator[Entry]:
-    """With and without a causal mask, at the sizes of ordinary training."""
     sizes = ((64, 16),) if rig.dry else ((2048, 128), (8192, 128), (2048, 64), (8192, 64))
     for seq_len, width in sizes:
         for form in ("causal", "full"):
@@ -85,7 +83,6 @@ def special_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def flex_entries(rig: Rig) -> Iterator[Entry]:
-    """Beside FlexAttention, which has to be compiled for each mask."""
     calls = [(form, 1) for form in ("causal", "window", "half the blocks", "packed")]
     for form, group in [("packed", 1)] if rig.dry else [*calls, ("causal", GROUP)]:
         names = ("aten", "flex", "fused_remat kernel")
@@ -110,7 +107,6 @@ def _of_models(
 
 
 def model_entries(rig: Rig) -> Iterator[Entry]:
-    """Every op of every model, beside the peers that start soon."""
     # Dry, what no other section has: the interpreter is slow.
     ops = ("linear", "mlp") if rig.dry else tuple(OPS)
     yield from _of_models(rig, MODELS_FIRST[:1] if rig.dry else MODELS_FIRST, dict.fromkeys(ops))
@@ -142,13 +138,11 @@ def norm_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def dropout_entries(rig: Rig) -> Iterator[Entry]:
-    """At one width."""
     sizes = (64, 96) if rig.dry else (ELEMENTS // 8192, 8192)
     yield from entries_of(passes.DROPOUT, functools.partial(passes.Dropout, rig, *sizes))
 
 
 def rotary_entries(rig: Rig) -> Iterator[Entry]:
-    """Heads of 128 and 64, 32 of them, without and with their norms."""
     batch, heads, seq_len = (2, 4, 8) if rig.dry else (8, 32, 2048)
     for width in (16,) if rig.dry else (128, 64):
         for name in ("rope", passes.NORMED):

@@ -51,7 +51,6 @@ FORWARD = re.compile(
 
 @functools.cache
 def ours() -> dict[str, str]:
-    """Name of each of our kernels -> its kind."""
     found = {}
     for module, kind in OURS.items():
         known = vars(importlib.import_module(f"fused_remat.kernels.{module}"))

@@ -80,7 +80,6 @@ def _entry(layer: Case, ways: Sequence[str], what: str = "", *timer: Any, **rest
 
 
 def tokens_of(width: int) -> int:
-    """Tokens of a step."""
     return 16384 if width <= 2048 else 8192
 
 
@@ -94,7 +93,6 @@ def encoder(rig: Rig, norm: str, width: int, dropout: float = 0.0) -> Case:
 
 
 def long_encoder(rig: Rig) -> Case:
-    """A pre-norm layer of one long sequence."""
     base = encoder(rig, "pre", rig.size(WIDTHS[0], 32))
     return dataclasses.replace(base, batch=1, seq_len=rig.size(LONG_LEN, 5))
 
@@ -107,18 +105,15 @@ def widths(rig: Rig) -> Sequence[int]:
 
 
 def _grid(rig: Rig) -> Iterator[Case]:
-    """Both norms at every width; in a dry run one of each."""
     for norm, width in itertools.product(("pre",) if rig.dry else ("pre", "post"), widths(rig)):
         yield encoder(rig, norm, width)
 
 
 def _fewer(rig: Rig, ways: Sequence[str]) -> Sequence[str]:
-    """All of them, or those of a dry run."""
     return [way for way in ways if way in DRY] if rig.dry else ways
 
 
 def layer_entries(rig: Rig) -> Iterator[Entry]:
-    """Without dropout, then with."""
     for dropout in (0.0, P):
         for norm in ("pre",) if rig.dry and dropout else ("pre", "post"):
             for width in widths(rig):
@@ -158,13 +153,11 @@ def mlp_entries(rig: Rig) -> Iterator[Entry]:
 
 
 def replay_entries(rig: Rig) -> Iterator[Entry]:
-    """Layers as CUDA graphs."""
     for layer in _grid(rig):
         yield _entry(layer, _fewer(rig, REPLAYED), ", replayed", ReplayedStep)
 
 
 def compile_entries(rig: Rig) -> Iterator[Entry]:
-    """Beside `torch.compile` of the stock layer; then beside its memory budgets."""
     for layer in _grid(rig):
         for what, ways in ((", compiled", COMPILED), (", budgets", BUDGETED)):
             yield _entry(layer, ways, what)

@@ -35,7 +35,6 @@ _LONGER, _PLANS_LONGER = 2.5, 5.0
 
 
 def model_entries(rig: Rig) -> Iterator[Entry]:
-    """Both models with everything trained, then with LoRA; then their largest batches."""
     if importlib.util.find_spec("transformers") is None:
         yield {"name": "models"}, lambda rig: {"found": {"absent": "transformers is not installed"}}
         return

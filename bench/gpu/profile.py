@@ -156,7 +156,6 @@ def measure(case: Case, rig: Rig) -> dict[str, Any]:
 
 
 def profile_entries(rig: Rig) -> Iterator[Entry]:
-    """Pre-norm layers at every width, then one long sequence; without dropout."""
     layers = [encoder(rig, "pre", width) for width in ((32,) if rig.dry else WIDTHS)]
     for layer in [*layers, *([] if rig.dry else [long_encoder(rig)])]:
         case = {"name": "pre-norm", "width": layer.d_model, "seq_len": layer.seq_len}

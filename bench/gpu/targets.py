@@ -135,7 +135,6 @@ def lines(rows: Sequence[Row], unmeasured: str = UNMEASURED) -> list[Line]:
 
 
 def table(rows: Sequence[Row], unmeasured: str = UNMEASURED) -> str:
-    """The same as a Markdown table."""
     head = ("", "target", "measured", "met", "the least, and what is above it")
     cells = [[str(line.number), *line.verdict.cells, line.between]
              for line in lines(rows, unmeasured)]  # fmt: skip

@@ -37,7 +37,6 @@ _MOST_SCORES = 1 << 30
 
 
 def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's own heads."""
     model = size.model
     heads = model.nhead, model.kv_heads, size.seq_len, model.head_dim
     yield Attention(rig, "causal" if model.causal else "full", size.batch, *heads)
@@ -242,7 +241,6 @@ class Kernels:
 
 @ATTENTION.provider("fused_remat kernel", needs="triton", ours=True)
 def kernel(p: Attention) -> Ways:
-    """Our Triton kernels by themselves, whatever the library would take."""
     q, _, v = p.sets[0].values()
     reason = triton.why_not(attention_key(q, v, p.call))
     if reason is not None:

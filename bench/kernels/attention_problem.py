@@ -117,18 +117,15 @@ class Attention(Problem):
 
     @property
     def block(self) -> int:
-        """Of the chessboard."""
         return min(BLOCK, max(1, self.seq_len // 4))
 
     @functools.cached_property
     def cu(self) -> Tensor:
-        """Bounds of eight packed sequences."""
         lengths = torch.tensor((0, *_PER_MILLE), device=self.rig.device)
         return (lengths.cumsum(0) * self.seq_len // 1000).to(torch.int32)
 
     @property
     def longest(self) -> int:
-        """Of the packed sequences, at most."""
         return self.seq_len * max(_PER_MILLE) // 1000 + 1
 
     def sees(self) -> Callable[[Any, Any, Any, Any], Any] | None:

@@ -65,7 +65,6 @@ def problems(rig: Rig, args: argparse.Namespace) -> Iterator[tuple[Row, Problem]
 
 
 def rig_of(args: argparse.Namespace) -> Rig:
-    """What is measured on."""
     device = torch.device(args.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # whose events the clock takes
@@ -111,7 +110,6 @@ def rows_of(
 
 
 def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[Row]:
-    """Measure and print everything that was asked for; the rows."""
     rows = []
     find_ceilings(rig, results, args.fresh)
     print(report.ceilings_line(rig.ceilings))
@@ -123,7 +121,6 @@ def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[Row]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
     shared = "dtype rounds seconds threads out fresh dry-run"
     parser = Parser("kernels", __doc__, shared, device=DEVICE, rounds=ROUNDS, seconds=1.0)
     add = parser.add

@@ -53,7 +53,6 @@ class Norm(Problem):
 
 
 def _norms(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's own norm."""
     yield Norm(rig, size.model.norm, size.tokens, size.model.d_model)
 
 
@@ -63,7 +62,6 @@ NORM.add_stock()
 
 @NORM.provider("liger", module="liger_kernel", needs="cuda")
 def liger_norm(p: Norm) -> Function:
-    """Liger-Kernel, RMSNorm not in place."""
     from liger_kernel.ops import LigerLayerNormFunction, LigerRMSNormFunction
 
     if p.name == "layer_norm":
@@ -179,7 +177,6 @@ class Rope(Problem):
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Of query, key and value heads."""
         return self.nhead, self.kv_heads, self.kv_heads
 
     @property
@@ -228,7 +225,6 @@ class Rope(Problem):
 
 
 def _ropes(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's own heads, if it rotates them."""
     model = size.model
     if model.rope:
         heads = model.nhead, model.kv_heads, size.seq_len, model.head_dim
@@ -264,7 +260,6 @@ def liger_rope(p: Rope) -> Function:
 
 @ROPE.provider("quack", module="quack", needs="cuda", in_place=True, optional=True)
 def quack_rope(p: Rope) -> Function:
-    """QuACK's, in place of a packed x."""
     tables, given = _plain_tables(p), {"num_heads_q": p.nhead, "headdim": p.head_dim}
     from quack.rotary import apply_rotary_emb_qkv_
 

@@ -203,7 +203,6 @@ class Mlp(Products):
 
 
 def _mlps(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's own MLP."""
     model = size.model
     if model.bias == model.gated:
         raise ValueError(f"{model.name}: plain MLPs have biases here, gated ones have none")
@@ -229,7 +228,6 @@ def _liger_gated(p: Mlp) -> Function:
 
 @MLP.provider("liger", module="liger_kernel", needs="cuda")
 def liger_mlp(p: Mlp) -> Function:
-    """Liger-Kernel's MLP: its backward in what it saved."""
     return _liger_gated(p)
 
 
@@ -335,7 +333,6 @@ class Loss(Problem):
 
 
 def _losses(rig: Rig, size: Size) -> Iterator[Problem]:
-    """The model's head, if it predicts tokens."""
     model = size.model
     if model.vocab:
         vocab = min(model.vocab, _CPU_VOCAB) if rig.device.type == "cpu" else model.vocab

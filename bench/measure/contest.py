@@ -108,7 +108,6 @@ class Work:
         return {unit: amount for unit, amount in counted.items() if amount}
 
     def rates(self, seconds: float) -> dict[str, float]:
-        """What of it is counted, a second, by unit."""
         return {unit: amount / seconds for unit, amount in self.amounts.items()}
 
     def floor(self, ceilings: Mapping[str, float]) -> float | None:

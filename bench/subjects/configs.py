@@ -100,6 +100,5 @@ def tiny(model: Published) -> Published:
 
 
 def dropout_free(model: Published) -> Published:
-    """Without dropout, as results are compared."""
     zeros = {key: 0.0 for key in model.values if "dropout" in key}
     return dataclasses.replace(model, values=model.values | zeros)

@@ -73,7 +73,6 @@ def encoder_layer(
 
 
 def fused(module: Any, policy: str, backend: str) -> FusedRematLayer:
-    """Ours, on the module's own submodules."""
     return FusedRematLayer.from_layer(module, policy, backend)
 
 

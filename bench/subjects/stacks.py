@@ -100,7 +100,6 @@ class Stack(nn.Module):
 
 
 def fused(module: Any, policy: str = "full", backend: str = "auto") -> Stack:
-    """Ours, on the very parameters of a stack."""
     parts = [layers.fused(layer, policy, backend) for layer in module.layers]
     return Stack(parts, module.mask, module.embedding, module.norm, module.head)
 
@@ -167,7 +166,6 @@ for _way, _by in (("selective_matmuls", "allocator"), ("selective_attention", "a
 
 
 def _compiled(subject: Subject, budget: float) -> Forward:
-    """`torch.compile` of the whole model with an `activation_memory_budget`."""
     return layer_ways.Compiled(eager(subject), subject, budget)
 
 

@@ -60,7 +60,6 @@ class Form:
     name: str = "kernel"
 
     def draw(self, rig: Rig, sizes: Mapping[str, int]) -> list[Any]:
-        """Random operands, a set after the other."""
 
         def drawn(of_tokens: bool) -> dict[str, Tensor]:
             found = {}

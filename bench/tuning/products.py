@@ -30,7 +30,6 @@ _UP, _GATE = {"up": "FD", "bias": "F"}, {"gate": "FD", "gate_bias": "F"}
 
 
 def pre(t: Any) -> Tensor:
-    """The pre-activation, by cuBLAS."""
     return torch.addmm(t.bias, t.x, t.up.t())
 
 
@@ -275,7 +274,6 @@ def _sizes(rig: Rig, width: int) -> dict[str, int]:
 
 
 def route_entries(rig: Rig) -> Iterator[Entry]:
-    """Every form at every width."""
     for width in WIDTHS[:1] if rig.dry else WIDTHS:
         for name, form in ROUTES.items():
             yield form.entry(name, _sizes(rig, width), *_WORDS)

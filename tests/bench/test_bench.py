@@ -29,7 +29,6 @@ def options(text):
 
 
 def bench(folder, text, status=0):
-    """The results file after `python -m bench layers`."""
     assert layers.main([*options(f"{TINY} {text}"), "--out", str(folder)]) == status
     return json.loads((folder / "layers-cpu.json").read_text())
 

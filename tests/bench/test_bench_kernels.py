@@ -17,7 +17,6 @@ UNCOMPILED = [n for n in dict.fromkeys(n for op in OPS.values() for n in op)
 
 
 def bench(folder, *arguments):
-    """The rows after `python -m bench kernels`."""
     given = arguments if "--providers" in arguments else ("--providers", *UNCOMPILED, *arguments)
     command.main(["--out", str(folder), *TINY, *given])
     return json.loads((folder / "kernels-cpu.json").read_text())["results"]

@@ -32,7 +32,6 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of a run of the command."""
     pytest.importorskip("matplotlib")
     found = tmp_path_factory.mktemp("plan")
     assert command.main([*OPTIONS, "--out", str(found)]) == 0
