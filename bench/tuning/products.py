@@ -48,35 +48,27 @@ def _product(t: Any) -> Results:
 # --- forwards
 
 
-def _linear(t: Any, out: Results, tile: Tile | None = None) -> Launch:
-    given = t.x, t.up, t.bias, None, t.keep, "gelu", None
-    return products.linear_fwd(*given, out["y"], t.target, None, tile)
-
-
 LINEAR = Form(
     {"x": "TD", **_UP},
     lambda t: {"y": t.drop(F.gelu(pre(t)))},
-    _linear,
+    lambda t, out, *tile: products.linear_fwd(
+        t.x, t.up, t.bias, None, t.keep, "gelu", None, out["y"], t.target, None, *tile
+    ),
     _product,
     {"split": lambda t, out: pointwise.act_fwd(pre(t), "gelu", t.keep, out["y"]).run()},
 )
-
-
-def _linear_end(t: Any, out: Results) -> Launch:
-    given = t.h, t.down, t.down_bias, t.residual, t.keep, None, None
-    return products.linear_fwd(*given, out["y"], t.target)
-
-
-def _add(t: Any, out: Results) -> None:
-    pointwise.dropout_add_fwd(_down(t), t.residual, t.keep, out["y"]).run()
-
-
 LINEAR_END = Form(
     {"h": "TF", "residual": "TD", "down": "DF", "down_bias": "D"},
     lambda t: {"y": t.residual + t.drop(_down(t))},
-    _linear_end,
+    lambda t, out: products.linear_fwd(
+        t.h, t.down, t.down_bias, t.residual, t.keep, None, None, out["y"], t.target
+    ),
     lambda t: {"product": t.h @ t.down.t()},
-    {"split": _add},
+    {
+        "split": lambda t, out: pointwise.dropout_add_fwd(
+            _down(t), t.residual, t.keep, out["y"]
+        ).run()
+    },
     shape="TD",
     dropped=True,
 )
@@ -88,16 +80,6 @@ def _normed(t: Any) -> Results:
     return {"y": torch.addmm(t.bias, made, t.up.t())}
 
 
-def _statistics(t: Any) -> dict[str, Any]:
-    return {"stats": tuple(s.float() for s in norm_fwd(NORM, t.x.double(), None, None)[1:])}
-
-
-def _linear_normed(t: Any, out: Results) -> Launch:
-    norm = (*t.stats, t.weight, t.shift)
-    given = t.x, t.up, t.bias, None, None, None, None
-    return products.linear_fwd(*given, out["y"], t.target, norm)
-
-
 def _norm_first(t: Any, out: Results) -> None:
     made = torch.empty_like(t.x)
     norms.norm_fwd(NORM, t.x, None, None, t.weight, t.shift, None, made, t.stats, True).run()
@@ -105,20 +87,24 @@ def _norm_first(t: Any, out: Results) -> None:
 
 
 LINEAR_NORMED = Form(
-    {"x": "TD", **_UP, **AFFINE}, _normed, _linear_normed, None, {"split": _norm_first},
-    derive=_statistics,
+    {"x": "TD", **_UP, **AFFINE},
+    _normed,
+    lambda t, out: products.linear_fwd(
+        t.x, t.up, t.bias, None, None, None, None, out["y"], t.target,
+        (*t.stats, t.weight, t.shift),
+    ),
+    None,
+    {"split": _norm_first},
+    derive=lambda t: {
+        "stats": tuple(s.float() for s in norm_fwd(NORM, t.x.double(), None, None)[1:])
+    },
 )  # fmt: skip
-
-
-def _gated(t: Any, out: Results, tile: Tile | None = None) -> Launch:
-    given = t.x, t.gate, t.gate_bias, t.up, t.bias, None, "silu"
-    return products.gated_mlp_fwd(*given, out["y"], t.target, tile)
-
-
 GATED = Form(
     {"x": "TD", **_GATE, **_UP},
     lambda t: {"y": F.silu(_gate(t)) * pre(t)},
-    _gated,
+    lambda t, out, *tile: products.gated_mlp_fwd(
+        t.x, t.gate, t.gate_bias, t.up, t.bias, None, "silu", out["y"], t.target, *tile
+    ),
     lambda t: {"gate": t.x @ t.gate.t(), **_product(t)},
     {"split": lambda t, out: pointwise.gated_fwd(_gate(t), pre(t), "silu", None, out["y"]).run()},
     products=2,
@@ -128,28 +114,25 @@ GATED = Form(
 # --- backwards
 
 
-def _gelu_gradients(dact: Tensor, up: Tensor) -> Results:
-    return {"act": F.gelu(up), "dup": _aten.gelu_backward(dact, up)}
-
-
-def _silu_gradients(dact: Tensor, gate: Tensor, up: Tensor) -> Results:
-    act = F.silu(gate)
-    dgate = _aten.silu_backward(dact * up, gate)
-    return {"act": act * up, "dgate": dgate, "dup": dact * act}
-
-
 def _backwards(gated: bool) -> tuple[Form, Form]:
     """Of an MLP: one that rebuilds what goes into the activation, one that is given it."""
-    act, gradients = ("silu", _silu_gradients) if gated else ("gelu", _gelu_gradients)
-    outputs = ("act", "dgate", "dup") if gated else ("act", "dup")
+    act, outputs = ("silu", ("act", "dgate", "dup")) if gated else ("gelu", ("act", "dup"))
+
+    def gradients(dact: Tensor, *pres: Tensor) -> Results:
+        if not gated:
+            return {"act": F.gelu(*pres), "dup": _aten.gelu_backward(dact, *pres)}
+        gate, up = pres
+        made = F.silu(gate)
+        dgate = _aten.silu_backward(dact * up, gate)
+        return {"act": made * up, "dgate": dgate, "dup": dact * made}
 
     def pres(t: Any) -> tuple[Tensor, ...]:
         return (_gate(t), pre(t)) if gated else (pre(t),)
 
-    def kernel(t: Any, out: Results, tile: Tile | None = None) -> Launch:
+    def kernel(t: Any, out: Results, *tile: Tile) -> Launch:
         ups = ((t.gate, t.gate_bias), (t.up, t.bias)) if gated else ((t.up, t.bias),)
         y, *dups = out.values()
-        return products.mlp_bwd(t.x, ups, t.dy, t.down, None, act, y, tuple(dups), t.target, tile)
+        return products.mlp_bwd(t.x, ups, t.dy, t.down, None, act, y, tuple(dups), t.target, *tile)
 
     def act_bwd(t: Any, given: tuple[Tensor, ...], out: Results, *tile: Tile) -> Launch:
         results = out["act"], out.get("dgate"), out["dup"]
