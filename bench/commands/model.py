@@ -46,7 +46,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seq", type=positive, help="tokens of each, as the model takes them (512; on cuda 2048)")
     parser.several("lora", type=int, metavar="RANK", help="ranks; 0: all is trained (default)")
     add("--memory", metavar="SIZE", help="cap of the largest batch, or none (4GiB; cuda: 24GiB)")
-    add("--most-batch", type=positive, default=4096, help="the largest batch that is tried (4096)")
     add("--steps", type=positive, default=12, dest="rounds", help="timed of a way at most (12)")
     add("--losses", type=int, help="training steps whose losses are compared (default: none)")
     parser.add_ways(WAYS, DEFAULT)
@@ -100,8 +99,8 @@ def main(arguments: Sequence[str]) -> int:
     Returns 1 if a result of ours was wrong: of others', FAIL in the table says it.
     """
     args = parse(arguments)
-    asked = {"memory": args.memory, "most_batch": args.most_batch, "losses": args.losses}
-    options = Options(args.ways, args.memory, args.most_batch, args.losses)
+    asked = {"memory": args.memory, "losses": args.losses}
+    options = Options(args.ways, **asked)
 
     def one(case: Case, rig: Rig) -> Row:
         return measure(case, options, rig)

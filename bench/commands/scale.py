@@ -13,7 +13,6 @@ scale-cpu.json.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import sys
@@ -27,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from bench.measure.machine import environment
-from bench.measure.options import Parser, positive
+from bench.measure.options import Parser
 from bench.measure.results import ResultsFile, Row
 from bench.pages import scale as report
 from bench.scale import runs
@@ -40,6 +39,8 @@ from fused_remat.scale.memory import Setup, chain_of
 from fused_remat.scale.shapes import LARGE
 
 POLICIES = ("full", "fast", "none")
+#: Tokens of each of two sequences.
+SEQ = 512
 #: Data by tensor, and whether the stream is divided.
 LAYOUTS = (
     Layout(Mesh(1, 1)),
@@ -50,32 +51,21 @@ LAYOUTS = (
 )
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("scale", __doc__, "rounds out", rounds=10)
-    parser.add("--width", type=positive, default=256, help="a multiple of 256 (256)")
-    parser.add("--layers", type=positive, default=4, help="(4)")
-    parser.add("--seq", type=positive, default=512, help="tokens of each of two sequences (512)")
-    parser.add("--no-times", action="store_true", help="memory alone")
-    args = parser.parse(arguments)
-    if args.width % 256 or args.seq % 2:
-        parser.error("--width is a multiple of 256, and --seq of 2")
-    return args
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run all layouts and policies; 1 if a rank's bytes are not as predicted."""
-    args = parse(arguments)
+    parser = Parser("scale", __doc__, "rounds out", rounds=10)
+    parser.add("--no-times", action="store_true", help="memory alone")
+    args = parser.parse(arguments)
     rounds = 0 if args.no_times else args.rounds
     results = ResultsFile(args.out / "scale-cpu.json", environment("cpu"), {"rounds": rounds})
     ceilings = (1, of_this_machine, torch.float32, HARDWARE["h100"])
     costs = _in_processes(*ceilings)[0] if rounds else None
-    heads = args.width // 32  # of 32 each, four of them to a key and value head
     model = dataclasses.replace(
-        LARGE["llama3-70b"], name="tiny", d_model=args.width, nhead=heads, kv_heads=heads // 4,
-        head_dim=32, d_ff=3 * args.width, layers=args.layers, vocab=4096, seq_len=args.seq,
+        LARGE["llama3-70b"], name="tiny", d_model=256, nhead=8, kv_heads=2, head_dim=32, d_ff=768,
+        layers=4, vocab=4096, seq_len=SEQ,
     )  # fmt: skip
     for layout in LAYOUTS:
-        for row in measured(Setup(model, layout, 2, args.seq, torch.float32), costs, rounds):
+        for row in measured(Setup(model, layout, 2, SEQ, torch.float32), costs, rounds):
             results.put(row)
             print(report.line(row), flush=True)
     print(f"\n{report.table(results.data)}\n\n{results.path}")

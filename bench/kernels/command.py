@@ -24,7 +24,7 @@ from bench.measure import ceilings
 from bench.measure.case import DTYPES, dtype_name
 from bench.measure.contest import ROUNDS, Rig, measure
 from bench.measure.machine import environment
-from bench.measure.options import DEVICE, Parser, positive
+from bench.measure.options import Parser, positive
 from bench.measure.registry import described
 from bench.measure.results import ResultsFile, Row
 from bench.pages import kernels as report
@@ -40,7 +40,7 @@ SWEPT = {"cpu": "smollm-135m", "cuda": "qwen2-1.5b"}
 def sizes_of(args: argparse.Namespace) -> list[Size]:
     """Every model at its tokens, then the sweep; each once."""
     models = [MODELS[name] for name in args.models]
-    swept = MODELS[args.sweep_model]
+    swept = MODELS[SWEPT[args.device]]
     if args.dry_run:
         models, swept = [tiny(model) for model in models], tiny(swept)
     found = [at_tokens(model, args.tokens) for model in models]
@@ -66,8 +66,6 @@ def problems(rig: Rig, args: argparse.Namespace) -> Iterator[tuple[Row, Problem]
 
 def rig_of(args: argparse.Namespace) -> Rig:
     device = torch.device(args.device)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # whose events the clock takes
     target = target_of(device) if device.type == "cuda" or INTERPRETED else None
     much = {"seconds": args.seconds, "rounds": args.rounds}
     return Rig(device, DTYPES[args.dtype], args.dry_run, target, **much)
@@ -121,24 +119,19 @@ def run(args: argparse.Namespace, rig: Rig, results: ResultsFile) -> list[Row]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    shared = "dtype rounds seconds threads out fresh dry-run"
-    parser = Parser("kernels", __doc__, shared, device=DEVICE, rounds=ROUNDS, seconds=1.0)
-    add = parser.add
-    add("--device", metavar="{cpu,cuda,cuda:N}", help=f"(default here: {DEVICE})")
+    shared = "device dtype rounds seconds threads out fresh dry-run"
+    parser = Parser("kernels", __doc__, shared, rounds=ROUNDS, seconds=1.0)
     parser.several("op", default=list(OPS), choices=OPS)
-    add("--models", nargs="*", default=list(MODELS), choices=MODELS)
-    add("--tokens", type=positive, help="of a model's batch, about (GPU: 16384, CPU: 1024)")
+    parser.add("--models", nargs="*", default=list(MODELS), choices=MODELS)
+    parser.add("--tokens", type=positive, help="of a model's batch, about (1024; on cuda 16384)")
     sweep = "lengths of one sequence; none: no sweep"
-    add("--sweep", nargs="*", type=positive, metavar="S", help=sweep)
-    add("--sweep-model", choices=MODELS, help="whose shapes are swept")
+    parser.add("--sweep", nargs="*", type=positive, metavar="S", help=sweep)
     every = list(dict.fromkeys(name for op in OPS.values() for name in op))
     parser.several("providers", choices=every, metavar="NAME", help=f"of {every} (all)")
     args = parser.parse(arguments)
-    kind = args.device.split(":")[0]
-    args.tokens = args.tokens or (32 if args.dry_run else TOKENS[kind])
-    args.sweep_model = args.sweep_model or SWEPT[kind]
+    args.tokens = args.tokens or (32 if args.dry_run else TOKENS[args.device])
     if args.sweep is None:
-        args.sweep = () if args.dry_run else SWEEP[kind]
+        args.sweep = () if args.dry_run else SWEEP[args.device]
     args.op = [name for name in OPS if name in args.op]
     return args
 
