@@ -29,8 +29,8 @@ import torch
 from bench.audit import cases as audit_cases
 from bench.figures.frontier import picture
 from bench.frontier import panels
-from bench.gpu import kernels, layers, models, profile
-from bench.measure import ceilings, contest
+from bench.gpu import kernels, layers, profile
+from bench.measure import contest
 from bench.measure.case import DTYPES
 from bench.measure.contest import Contest, Entry, Rig
 from bench.measure.machine import ROOT, environment
@@ -40,7 +40,7 @@ from bench.measure.results import ResultsFile, Row
 from bench.pages.gpu import failures, line, report
 from bench.pages.kernels import ceilings as known_ceilings
 from bench.tables import current, read
-from bench.tuning import attention_tiles, pointwise, products
+from bench.tuning import attention_tiles, products
 from fused_remat.triton.launch import INTERPRETED, target_of
 
 #: A worker's exit status after a case that hung or broke the device: another one takes over.
@@ -57,13 +57,13 @@ class Section:
 
 
 def _ceilings(rig: Rig) -> Iterator[Entry]:
-    for unit, what in ceilings.CEILINGS.items():
-        yield {"name": what.__name__}, functools.partial(ceilings.measure, unit=unit)
+    for unit, (name, _) in contest.CEILINGS.items():
+        yield {"name": name}, functools.partial(contest.ceiling, unit=unit)
 
 
 def _pointwise(rig: Rig) -> Iterator[Entry]:
     yield from kernels.dropout_entries(rig)
-    yield from pointwise.pointwise_entries(rig)
+    yield from products.pointwise_entries(rig)
 
 
 def precompile(rig: Rig) -> Row:
@@ -90,8 +90,8 @@ SECTIONS: dict[str, Section] = {
     "products": Section(9.0, 6.0, products.route_entries),
     "layers": Section(10.0, 20.0, layers.layer_entries),
     "long": Section(3.0, 40.0, layers.long_entries),
-    "model": Section(16.0, 60.0, models.model_entries),
-    "plans": Section(5.0, 60.0, models.plan_entries),
+    "model": Section(16.0, 60.0, layers.model_entries),
+    "plans": Section(5.0, 60.0, layers.plan_entries),
     "attention calls": Section(8.0, 8.0, kernels.special_entries),
     "norms": Section(5.0, 5.0, kernels.norm_entries),
     "models": Section(8.0, 6.0, kernels.model_entries),

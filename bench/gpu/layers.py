@@ -1,22 +1,28 @@
-"""Training steps of whole layers and MLPs on a GPU: which of `bench layers`, in which order.
+"""Training steps of layers, MLPs, models and plans on a GPU: which, in which order.
 
-Rows are those of `bench layers`, and besides of each way what a contest's rows have: "us"
-and "ratio" of a step, "host_us", the time the host takes to launch one; "error" and "absent".
+Rows are those of `bench layers`, `model` and `plan`, and besides of each way what a contest's rows
+have: "us" and "ratio" of a step, "host_us", the time the host takes to launch one;
+"error" and "absent".
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from bench.commands import plan
 from bench.measure.case import Subject, dtype_name
 from bench.measure.contest import Entry, P, Rig, Work
 from bench.measure.steps import ReplayedStep, Step
 from bench.measure.steps import measure as measure_ways
-from bench.subjects import layers
+from bench.model.measure import Options
+from bench.model.measure import measure as measure_model
+from bench.subjects import layers, models, stacks
+from bench.subjects.configs import MODELS
 from bench.subjects.layer_ways import BUDGETS
 from bench.subjects.layer_ways import WAYS as LAYER_WAYS
 from bench.subjects.layers import Case
@@ -39,6 +45,20 @@ DRY = ("eager", "checkpoint", "full", "none")
 #: Products of an MLP's step that keeps its input only: the rebuilt one, two forward, four backward.
 _MLP_PRODUCTS = 7
 _LONGER = 2.5  # than a kernel's contest, for steps take longer
+
+#: Model -> sequences of `MODEL_TOKENS` each: what the unconverted model keeps fits into 80 GB.
+BATCHES = {"smollm-135m": 8, "qwen2-1.5b": 4}
+MODEL_TOKENS = 2048
+RANK = 16
+#: Of a card that many have.
+CAP = 24 << 30
+_HF = ("eager", "checkpoint", "checkpoint_reentrant", "liger", "liger_checkpoint")
+MODEL_WAYS = (*_HF, "full", "lean", "fast", "full_loss", "fast_loss")
+SEARCHED = ("eager", "checkpoint", "liger_checkpoint", "full", "fast", "full_loss")
+#: Of all of them in a dry run: the interpreter is slow.
+MODELS_DRY = ("eager", "checkpoint", "liger", "full")
+#: Than a kernel's contest, for there are many ways.
+_PLANS_LONGER = 5.0
 
 
 def measure(
@@ -161,3 +181,55 @@ def compile_entries(rig: Rig) -> Iterator[Entry]:
     for layer in _grid(rig):
         for what, ways in ((", compiled", COMPILED), (", budgets", BUDGETED)):
             yield _entry(layer, ways, what)
+
+
+# --- whole models, and plans
+
+
+def model_entries(rig: Rig) -> Iterator[Entry]:
+    if importlib.util.find_spec("transformers") is None:
+        yield {"name": "models"}, lambda rig: {"found": {"absent": "transformers is not installed"}}
+        return
+    for lora in (0,) if rig.dry else (0, RANK):
+        for model in list(BATCHES)[: 1 if rig.dry else None]:
+            yield _model_entry(rig, model, lora, None, MODELS_DRY if rig.dry else MODEL_WAYS)
+    if not rig.dry:
+        for model in BATCHES:
+            yield _model_entry(rig, model, 0, CAP, SEARCHED)
+
+
+def _model_entry(rig: Rig, model: str, lora: int, cap: int | None, ways: Sequence[str]) -> Entry:
+    layers, batch = rig.size(MODELS[model].layers, 1), rig.size(BATCHES[model], 1)
+    seq_len, dtype = rig.size(MODEL_TOKENS, 5), dtype_name(rig.dtype)
+    case = models.Case(model, layers, batch, seq_len, dtype, lora, tiny=rig.dry)
+    kind = f"LoRA {lora}" if lora else "full fine-tuning"
+    named = {"name": f"{model}, {kind}{', the largest batch' if cap else ''}"}
+    options = Options(ways, memory=cap, backend="triton" if rig.dry else "auto")
+
+    def run(rig: Rig) -> dict[str, Any]:
+        row = measure_model(case, options, rig.longer(_LONGER))
+        return {"model": dataclasses.asdict(case)} | _row(row, {"held_bytes": "kept_bytes"})
+
+    return named, run
+
+
+def plan_entries(rig: Rig) -> Iterator[Entry]:
+    """A causal stack in this dtype, without `torch.compile`, which takes long."""
+    layers, batch, seq_len, width, heads = (3, 1, 8, 16, 2) if rig.dry else plan.SIZES["cuda"]
+    kind = layers, dtype_name(rig.dtype), "pre", 0.0
+    case = stacks.Case(*kind, batch, seq_len, width, heads, causal=True)
+
+    def run(rig: Rig) -> dict[str, Any]:
+        row = plan.measure(case, plan.peers(compiled=False), rig.longer(_PLANS_LONGER))
+        known = {"held_bytes": "kept_bytes", "step_peak_bytes": "peak_bytes"}
+        return {"stack": dataclasses.asdict(case)} | _row(row, known)
+
+    yield {"name": "plans", "layers": layers, "width": width}, run
+
+
+def _row(row: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
+    """As rows of layers are, whose names of bytes are `known` here by others."""
+    made = as_contest(row)
+    for name, found in row["ways"].items():
+        made["ways"][name] |= {name: found[key] for name, key in known.items() if key in found}
+    return made

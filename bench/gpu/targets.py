@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.gpu import evidence, kernels
 from bench.gpu.evidence import LONG_LEN, Found, Row
-from bench.gpu.models import BATCHES
+from bench.gpu.layers import BATCHES
 from bench.tables import Verdict, markdown
 
 UNMEASURED = "not measured"

@@ -20,9 +20,8 @@ import torch
 from bench.kernels.problem import DIRECTIONS, Problem, contests
 from bench.kernels.shapes import MODELS, Size, at_tokens, tiny
 from bench.kernels.table import OPS
-from bench.measure import ceilings
 from bench.measure.case import DTYPES, dtype_name
-from bench.measure.contest import ROUNDS, Rig, measure
+from bench.measure.contest import CEILINGS, ROUNDS, Rig, ceiling, measure
 from bench.measure.machine import environment
 from bench.measure.options import Parser, positive
 from bench.measure.registry import described
@@ -73,11 +72,11 @@ def rig_of(args: argparse.Namespace) -> Rig:
 
 def find_ceilings(rig: Rig, results: ResultsFile, fresh: bool) -> None:
     """Measure them, or take them from the file where the same run measured them before."""
-    for unit, what in ceilings.CEILINGS.items():
-        case = {"op": "ceilings", "name": what.__name__}
+    for unit, (name, _) in CEILINGS.items():
+        case = {"op": "ceilings", "name": name}
         row = None if fresh else results.find(case, ())
         if row is None:
-            row = {"case": case} | ceilings.measure(rig, unit)
+            row = {"case": case} | ceiling(rig, unit)
             results.put(row)
         rig.ceilings[unit] = row["ways"]["torch"][unit]
 

@@ -68,16 +68,9 @@ class Case(case.Case):
 class Stack(nn.Module):
     """Predicts the next byte: tokens (B, S + 1) to losses (B, S)."""
 
-    def __init__(
-        self,
-        layers: Iterable[nn.Module],
-        mask: Tensor | None,
-        embedding: nn.Module,
-        norm: nn.Module,
-        head: nn.Module,
-    ) -> None:
+    def __init__(self, layers: Iterable[Any], mask: Tensor | None, *ends: nn.Module) -> None:
         super().__init__()
-        self.embedding, self.norm, self.head = embedding, norm, head
+        self.embedding, self.norm, self.head = ends
         self.layers = nn.ModuleList(layers)
         self.register_buffer("mask", mask, persistent=False)
 

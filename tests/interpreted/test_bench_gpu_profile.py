@@ -9,7 +9,7 @@ import torch
 
 from bench.audit import cases as audit_cases
 from bench.commands import gpu
-from bench.gpu import floors, kinds, layers, profile
+from bench.gpu import kinds, layers, profile
 from bench.measure.contest import Rig
 from bench.pages.gpu import profile_table
 from bench.subjects.layers import Case
@@ -135,13 +135,13 @@ def test_the_profiler_tells_operators_apart():
 
 
 def flops(way, example, kind):
-    return sum(part.flops for part in floors.parts_of(way, example) if part.kind == kind)
+    return sum(part.flops for part in profile.parts_of(way, example) if part.kind == kind)
 
 
 def test_the_least_is_what_the_graph_computes():
     """Against the FLOPs of such a layer by hand, with D² and S·D a token; MLP 4D wide."""
     case = Case("float32", "pre", 0.0, 2, 12, 32, 2, causal=True, attention_dropout=0.0)
-    example = floors.example_of(case.subject("cpu"))
+    example = profile.example_of(case.subject("cpu"))
     square, core = 24 * 32**2, 24 * 12 * 32
     again = {"eager": (0, 0), "checkpoint": (16, 2), "full": (16, 2), "lean": (16, 0),
              "balanced": (14, 0), "fast": (8, 0), "none": (0, 0)}  # fmt: skip
@@ -150,13 +150,15 @@ def test_the_least_is_what_the_graph_computes():
         assert flops(way, example, "products") == (72 + products) * square, way
         assert flops(way, example, "attention") == (7 + attention) * core, way
     ceilings = {"TFLOP/s": 1e-3, "GB/s": 1e9}  # products alone take time
-    least = floors.least("eager", example, ceilings)
+    least = profile.least("eager", example, ceilings)
     assert least["products"] == pytest.approx(1e6 * 72 * square / 1e9)
-    assert floors.least("eager", example, {}) == {}
-    of_memory = {name: floors.least(name, example, ceilings)["norms"] for name in ("eager", "none")}
+    assert profile.least("eager", example, {}) == {}
+    of_memory = {
+        name: profile.least(name, example, ceilings)["norms"] for name in ("eager", "none")
+    }
     assert of_memory["none"] > of_memory["eager"] > 0.0  # none rebuilds norms
     with pytest.raises(ValueError, match="torch_remat"):
-        floors.parts_of("torch_remat", example)
+        profile.parts_of("torch_remat", example)
 
 
 def test_what_is_profiled_on_a_gpu():
