@@ -119,18 +119,10 @@ def test_no_time_of_what_is_wrong_and_the_absent_are_listed(rig):
     assert found["theirs"] == {"absent": "gone"}
     assert row["rounds"] == 3 and row["work"] == {"flops": 2e9, "bytes": 4e6}
     assert row["floor_us"] == pytest.approx(2e9 / 1e11 * 1e6)  # the products take longer
+    assert work.floor({"TFLOP/s": 0.1}) is None
     seconds = 1e-6 * found["right"]["us"]["p50"]
     assert found["right"]["of_ceiling"] == pytest.approx(0.02 / seconds)
     assert found["right"]["GB/s"] == pytest.approx(4e-3 / seconds)
-
-
-@pytest.mark.parametrize(
-    ("work", "floor"),
-    [(Work(flops=1e12), 0.5), (Work(bytes=1e9), None), (Work(flops=1e12, bytes=1e9), None)],
-)
-def test_no_floor_without_the_ceilings_it_needs(rig, work, floor):
-    rig.ceilings["TFLOP/s"] = 2.0
-    assert work.floor(rig.ceilings) == floor
 
 
 def test_percentiles_are_of_times_and_of_ratios_round_by_round():

@@ -166,13 +166,6 @@ def test_what_needs_another_device_or_is_another_way_is_unavailable():
         assert admit(name, checks)[0] == {"unavailable": reason}
 
 
-@pytest.mark.parametrize("field", [{"dtype": "float8"}, {"nhead": 5}, {"dropout": 1.0}], ids=str)
-def test_a_case_that_cannot_be_is_refused(field):
-    case = {"dtype": "float32", "norm": "pre", "dropout": 0.0, "nhead": 4} | field
-    with pytest.raises(ValueError, match=r"dtype|multiple|dropout"):
-        Case(**case, batch=2, seq_len=9, d_model=16)
-
-
 # --- compiled
 
 

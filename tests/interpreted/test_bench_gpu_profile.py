@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from bench.audit import cases as audit_cases
-from bench.commands import gpu
-from bench.gpu import kinds, layers, profile
-from bench.measure.contest import Rig
+from bench.gpu import kinds, profile
 from bench.pages.gpu import profile_table
 from bench.subjects.layers import Case
 
@@ -159,16 +157,3 @@ def test_the_least_is_what_the_graph_computes():
     assert of_memory["none"] > of_memory["eager"] > 0.0  # none rebuilds norms
     with pytest.raises(ValueError, match="torch_remat"):
         profile.parts_of("torch_remat", example)
-
-
-def test_what_is_profiled_on_a_gpu():
-    """And the one long sequence of the presets and the stock ways, before what matters less."""
-    rig = Rig(torch.device("cpu"), torch.bfloat16, False, None, 0.0)  # no tensor is made of it
-    cases = [case for case, _ in profile.profile_entries(rig)]
-    assert [(case["width"], case["seq_len"]) for case in cases] == [
-        (2048, 2048), (1024, 2048), (4096, 2048), (2048, 32768),
-    ]  # fmt: skip
-    ((case, _),) = gpu.SECTIONS["long"].entries(rig)
-    assert case == cases[-1] and layers.long_encoder(rig).batch == 1
-    order = list(gpu.SECTIONS)
-    assert order.index("layers") < order.index("long") < order.index("model")
