@@ -7,6 +7,7 @@ audited is what runs. A case is "default" if ordinary tensors lead to it: aligne
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -220,50 +221,47 @@ class Products:
         return _codes(self.y, stored) if stored else None
 
     def _linear(self, tile: Tile) -> dict[str, Launch]:
-        """`linear_fwd` by what fuses with it: residual, dropout, activation, pre, norm, format."""
-        pre, keep, norm = self.pre, self.keep, (*self.stats, *self.affine)
-        ends = {
-            "act": (None, None, "gelu", None, None, None),
-            "dropout residual": (pre, keep, None, None, None, None),
-            "norm act": (None, None, "gelu", None, norm, None),
-            **{f"{name} pre": (None, *end, pre, None, None) for name, end in self.dropped.items()},
+        pre, keep = self.pre, self.keep
+
+        def one(*end: Any, norm: Any = None, stored: str | None = None) -> Launch:
+            """`end`: residual, dropout, activation, pre."""
+            given = self.x, self.up, self.bias, *end, self.y, self.at, norm, tile
+            return products.linear_fwd(*given, self._codes(stored))
+
+        found = {
+            "act": one(None, None, "gelu", None),
+            "dropout residual": one(pre, keep, None, None),
+            "norm act": one(None, None, "gelu", None, norm=(*self.stats, *self.affine)),
+            **{f"{name} pre": one(None, *end, pre) for name, end in self.dropped.items()},
         }
         if tile.block_n % BLOCK == 0:
-            ends |= {
-                "act int8": (None, None, "gelu", None, None, "int8"),
-                "gelu dropout int8 stochastic": (None, keep, "gelu", None, None, "int8_stochastic"),
-                "gelu dropout pre int8": (None, keep, "gelu", pre, None, "int8"),
-            }
-        return {
-            name: products.linear_fwd(
-                self.x, self.up, self.bias, *end, self.y, self.at, norm, tile, self._codes(stored)
-            )
-            for name, (*end, norm, stored) in ends.items()
-        }
+            stochastic = one(None, keep, "gelu", None, stored="int8_stochastic")
+            found["act int8"] = one(None, None, "gelu", None, stored="int8")
+            found["gelu dropout int8 stochastic"] = stochastic
+            found["gelu dropout pre int8"] = one(None, keep, "gelu", pre, stored="int8")
+        return found
 
     def _gated(self, tile: Tile) -> dict[str, Launch]:
-        """`gated_mlp_fwd` by dropout, activation, and what is kept of gate and up, as it is or not.
+        """By dropout, activation, and what is kept of gate and up, as it is or not.
 
         With dropout for every activation.
         """
-        keep, nothing, layer = self.keep, (None, None), (self.up, self.bias)
-        ends = {
-            "silu": (None, "silu", nothing, None),
-            **{name: (*end, nothing, None) for name, end in self.dropped.items()},
-            "silu dropout pre": (keep, "silu", (self.pre, self.other), None),
+        layer, nothing = (self.up, self.bias), (None, None)
+
+        def one(keep: Any, act: str, pres: Any = nothing, stored: str | None = None) -> Launch:
+            given = self.x, *layer, *layer, keep, act, self.y, self.at, tile, pres
+            return products.gated_mlp_fwd(*given, (self._codes(stored), self._codes(stored)))
+
+        found = {
+            "silu": one(None, "silu"),
+            **{name: one(*end) for name, end in self.dropped.items()},
+            "silu dropout pre": one(self.keep, "silu", (self.pre, self.other)),
         }
         if tile.block_n % BLOCK == 0:
-            ends |= {
-                "silu int8": (None, "silu", nothing, "int8"),
-                "silu dropout int8 stochastic": (keep, "silu", nothing, "int8_stochastic"),
-            }
-        return {
-            name: products.gated_mlp_fwd(
-                self.x, *layer, *layer, *end, self.y, self.at, tile, pres,
-                (self._codes(stored), self._codes(stored)),
-            )
-            for name, (*end, pres, stored) in ends.items()
-        }  # fmt: skip
+            stochastic = one(self.keep, "silu", stored="int8_stochastic")
+            found["silu int8"] = one(None, "silu", stored="int8")
+            found["silu dropout int8 stochastic"] = stochastic
+        return found
 
     def _backward(self, kernel: str, tile: Tile) -> dict[str, Launch]:
         """Of every activation with dropout, and of one without; act in the place of up."""

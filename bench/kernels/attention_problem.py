@@ -80,7 +80,7 @@ class Attention(Problem):
         self.form = FORMS[self.name]
         if self.form.packed and self.batch != 1:
             raise ValueError(f"packed sequences are one batch, got {self.batch}")
-        self._undropped: dict[str, tuple[Results, Results]] = {}
+        self._known: dict[str, tuple[Results, Results]] = {}  # without and with dropout
 
     # --- operands
 
@@ -141,16 +141,13 @@ class Attention(Problem):
             return lambda b, h, i, j: (i >= j) & (i - j < window)
         return (lambda b, h, i, j: i >= j) if form.causal else None
 
-    @property
-    def plain(self) -> bool:
-        """Whether nothing is hidden but what comes later."""
-        return not (self.form.checkered or self.form.packed or self.form.window)
-
     @functools.cached_property
     def mask(self) -> Tensor | None:
         """True is seen, (S, S); None where SDPA needs none."""
         sees, place = self.sees(), torch.arange(self.seq_len, device=self.rig.device)
-        return None if self.plain or sees is None else sees(0, 0, place[:, None], place)
+        if sees is None or not (self.form.checkered or self.form.packed or self.form.window):
+            return None
+        return sees(0, 0, place[:, None], place)
 
     @property
     def share(self) -> float:
@@ -195,12 +192,12 @@ class Attention(Problem):
             *inputs, self.mask, self.form.p, causal, enable_gqa=shared
         )
 
-    def truth(self, direction: str) -> Results:
+    def truth(self, direction: str, dropped: bool = True) -> Results:
         """In blocks, for no sequence is too long for float64; with dropout, of `SEED`'s mask."""
-        return self._exact_of(direction, self.call)
-
-    def _exact_of(self, direction: str, call: AttentionCall) -> Results:
         q, k, v = (t.double() for t in self.sets[0].values())
+        dropout = self.call.spec.dropout if dropped else 0.0
+        spec = dataclasses.replace(self.call.spec, dropout=dropout)
+        call = dataclasses.replace(self.call, spec=spec)
         out, lse = attention_fwd(q, k, v, call)
         if direction == "fwd":
             return {"y": self.as_heads(out)}
@@ -210,20 +207,15 @@ class Attention(Problem):
         gradients = dict(zip(("dq", "dk", "dv"), grads, strict=True))
         return gradients | {"y": self.as_heads(out)}
 
-    def _without_and_with_dropout(self, direction: str) -> tuple[Results, Results]:
-        if direction not in self._undropped:
-            spec = dataclasses.replace(self.call.spec, dropout=0.0)
-            plain = dataclasses.replace(self.call, spec=spec)
-            self._undropped[direction] = self._exact_of(direction, plain), self.truth(direction)
-        return self._undropped[direction]
-
     def truth_of(self, direction: str) -> Callable[[Results], Results] | None:
         """With a mask that nobody knows: itself, where it is right on average, or an error."""
         if not self.form.p:
             return None
 
         def truth(found: Mapping[str, Tensor]) -> Results:
-            undropped, dropped = self._without_and_with_dropout(direction)
+            if direction not in self._known:
+                self._known[direction] = self.truth(direction, False), self.truth(direction)
+            undropped, dropped = self._known[direction]
             for name, plain in undropped.items():
                 given = found[name], plain, dropped[name], self.form.p, self.factor
                 as_much_dropped(name, *given)
