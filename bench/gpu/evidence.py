@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.gpu.kinds import KINDS
+from bench.gpu.profile import KINDS
 
 Row = Mapping[str, Any]
 #: Width of a layer -> limit.

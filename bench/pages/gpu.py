@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from bench import tables
 from bench.gpu import targets
-from bench.gpu.kinds import KINDS
+from bench.gpu.profile import KINDS
 from bench.tables import MIB, Row
 
 UNMEASURED = "not yet run on hardware"

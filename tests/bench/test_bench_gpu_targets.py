@@ -7,7 +7,7 @@ import pytest
 from bench import tables
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import targets
-from bench.gpu.kinds import KINDS
+from bench.gpu.profile import KINDS
 from bench.measure.machine import environment
 from bench.pages import gpu as hardware
 
