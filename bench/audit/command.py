@@ -193,21 +193,18 @@ def _rows(
     work: Sequence[tuple[int, str, int]], known: Mapping[str, dict[str, Any]], jobs: int
 ) -> Iterator[dict[str, Any]]:
     """In order; what is not known is compiled in processes of its own, none if there is nothing."""
-    cases = [_cases(arch, dtype)[index] for arch, dtype, index in work]
-    digests = [
-        digest(case.launch, one[0]) if known else "" for case, one in zip(cases, work, strict=True)
-    ]
-    new = [one for one, name in zip(work, digests, strict=True) if name not in known]
+    cases = {one: _cases(*one[:2])[one[2]] for one in work}
+    names = {one: digest(case.launch, one[0]) if known else "" for one, case in cases.items()}
+    new = [one for one in work if names[one] not in known]
     with contextlib.ExitStack() as stack:
         made: Iterator[dict[str, Any]] = iter(())
         if new:
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(context.Pool(min(jobs, len(new))))
-            made = pool.imap(_examine, new)
-        for (arch, dtype, _), case, name in zip(work, cases, digests, strict=True):
-            target = {"target": f"{'sm_' + str(arch) if arch else 'gfx942'} {dtype}"}
+            made = stack.enter_context(context.Pool(min(jobs, len(new)))).imap(_examine, new)
+        for one, case in cases.items():
+            target = {"target": f"{f'sm_{one[0]}' if one[0] else 'gfx942'} {one[1]}"}
             said = {"name": case.name, "default": case.default, "product": case.product}
-            yield target | (known[name] if name in known else next(made)) | said
+            yield target | (known.get(names[one]) or next(made)) | said
 
 
 def _chosen(options: argparse.Namespace) -> list[tuple[int, str, int]]:

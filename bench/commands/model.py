@@ -47,14 +47,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.several("lora", type=int, metavar="RANK", help="ranks; 0: all is trained (default)")
     add("--memory", metavar="SIZE", help="cap of the largest batch, or none (4GiB; cuda: 24GiB)")
     add("--steps", type=positive, default=12, dest="rounds", help="timed of a way at most (12)")
-    add("--losses", type=int, help="training steps whose losses are compared (default: none)")
+    add("--losses", type=positive, help="training steps whose losses are compared (default: none)")
     parser.add_ways(WAYS, DEFAULT)
     parser.by_device(batch=(1, 8), seq=(512, 2048), memory=("4GiB", "24GiB"))
     args = parser.parse(arguments)
     if args.article and args.model:
         parser.error("--article has its own models: give --model or --article")
-    if args.losses is not None and args.losses < 0:
-        parser.error("--losses must be at least 0")
     short: dict[str, Any] = {"model": ["smollm-135m"], "lora": [0], "losses": 0}
     for name, value in (ARTICLE if args.article else short).items():
         if getattr(args, name) is None:

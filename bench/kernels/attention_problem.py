@@ -42,7 +42,7 @@ class Form:
     Attributes:
         causal: keys up to the query's own. window: of these, the last ones only.
         checkered: every other block of keys is hidden, as on a chessboard.
-        packed: one batch of sequences side by side, of different lengths.
+        packed: one batch of sequences side by side, of different lengths; the batch is 1.
     """
 
     causal: bool = False
@@ -78,8 +78,6 @@ class Attention(Problem):
 
     def __post_init__(self) -> None:
         self.form = FORMS[self.name]
-        if self.form.packed and self.batch != 1:
-            raise ValueError(f"packed sequences are one batch, got {self.batch}")
         self._known: dict[str, tuple[Results, Results]] = {}  # without and with dropout
 
     # --- operands

@@ -32,7 +32,6 @@ class Case(case.Case):
     attention_dropout: float | None = None  # None: as everywhere else
 
     def __post_init__(self) -> None:
-        self.one_of(dtype=DTYPES, norm=NORMS, activation=ACTIVATIONS)
         self.sizes_fit(self.d_model, self.nhead, self.dropout, self.batch, self.seq_len)
 
     def subject(self, device: torch.device | str) -> Subject:

@@ -47,7 +47,6 @@ class Case(case.Case):
     tiny: bool = False  # in sizes that show nothing but whether it runs
 
     def __post_init__(self) -> None:
-        self.one_of(model=MODELS, dtype=DTYPES)
         if min(self.layers, self.batch, self.seq_len) < 1 or self.lora < 0:
             raise ValueError(f"sizes must be positive, the rank at least 0: {self}")
         layers = self.published.layers

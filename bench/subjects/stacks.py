@@ -41,7 +41,6 @@ class Case(case.Case):
     causal: bool = False
 
     def __post_init__(self) -> None:
-        self.one_of(dtype=DTYPES, norm=NORMS)
         sizes = self.layers, self.batch, self.seq_len
         self.sizes_fit(self.width, self.heads, self.dropout, *sizes)
 
