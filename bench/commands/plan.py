@@ -191,13 +191,7 @@ def memory(forward: Forward, subject: Subject, resting: int, kept_by: str) -> Ro
 
 def measure(case: Case, names: Sequence[str], rig: Rig) -> Row:
     """A row of the results file, but for the case: first these peers, then our plans within the
-    peak of each of them, then all in turns.
-
-    {"rounds", "resting": bytes by what they are, "frontier": predicted points, "plans": what was
-    asked of the planner, "steps": seconds of a layer's steps by both costs, "ways": {name: found}},
-    where found is {"unavailable": why} or {"failure": what is wrong}, or has "check", "peak_bytes",
-    "kept_bytes", percentiles of "step_seconds", "host_seconds" (what the host takes to launch a
-    step) and "step_ratio" to each peer, and if it is ours, "predicted". All have their "family".
+    peak of each of them, then all in turns. All have their "family", ours what was "predicted".
     """
     subject = case.subject(rig.device)
     planner = Planner(subject)

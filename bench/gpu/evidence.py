@@ -26,18 +26,12 @@ _LIBRARY = (
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured of a target in a case.
+    """What was measured of a target in a case."""
 
-    Attributes:
-        where: the case, and of several ways which.
-        value: None where results are wrong, or none came.
-        between: what stands between where it is missed.
-    """
-
-    where: str
-    value: float | None
+    where: str  # the case, and of several ways which
+    value: float | None  # None where results are wrong, or none came
     limit: float
-    between: str = ""
+    between: str = ""  # what stands between where it is missed
 
 
 def _rows(rows: Sequence[Row], section: str, name: str = "") -> Iterator[Row]:

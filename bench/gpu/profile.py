@@ -94,13 +94,7 @@ def ours() -> dict[str, str]:
 
 
 def kind_of(name: str) -> str:
-    """What a kernel, a copy or a fill of that name is for.
-
-    >>> kind_of("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>")
-    'attention'
-    >>> kind_of("norm_bwd_kernel"), kind_of("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT")
-    ('norms', 'products')
-    """
+    """What a kernel, a copy or a fill of that name is for."""
     own = re.fullmatch(r"(?:[\w.]+\.)?(\w+_kernel)(?:_\d\w*)?", name)
     if own is not None and own[1] in ours():
         return ours()[own[1]]
@@ -205,16 +199,11 @@ def profiled(forward: Forward, subject: Subject, steps: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Part(Work):
-    """The work of a step of a layer's forward or backward.
+    """The work of a step of a layer's forward or backward."""
 
-    Attributes:
-        kind: "products", "attention", "norms" or "pointwise".
-        rebuilt: backward computes again what forward has.
-    """
-
-    kind: str
+    kind: str  # "products", "attention", "norms" or "pointwise"
     backward: bool
-    rebuilt: bool
+    rebuilt: bool  # backward computes again what forward has
 
 
 def example_of(subject: Subject) -> Example:

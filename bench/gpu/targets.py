@@ -18,34 +18,23 @@ _FEW = 3
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table: a target or a part of one.
-
-    Attributes:
-        number: of the target.
-        between: the least, and what is above it; "" where it is not missed.
-    """
+    """A line of the table: a target or a part of one."""
 
     number: int
     verdict: Verdict
-    between: str = ""
+    between: str = ""  # the least, and what is above it; "" where it is not missed
 
 
 @dataclass(frozen=True)
 class Target:
-    """A part of a target: its text, and what rows say of it.
-
-    Attributes:
-        find: (rows, *given) -> every case of it that was measured.
-        cases: how many there have to be.
-        at_least: the limit is the least that is wanted, not the most.
-    """
+    """A part of a target: its text, and what rows say of it."""
 
     number: int
     text: str
-    find: Callable[..., Iterator[Found]]
+    find: Callable[..., Iterator[Found]]  # (rows, *given) -> every case that was measured
     given: tuple[Any, ...]
-    cases: int
-    at_least: bool = False
+    cases: int  # how many there have to be
+    at_least: bool = False  # the limit is the least that is wanted, not the most
 
     def line(self, rows: Sequence[Row], unmeasured: str = UNMEASURED) -> Line:
         """Met if it is in every case; not said to be while one of them is not measured."""

@@ -37,18 +37,12 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """What is seen, and whether some of it is dropped.
+    """What is seen, and whether some of it is dropped."""
 
-    Attributes:
-        causal: keys up to the query's own. window: of these, the last ones only.
-        checkered: every other block of keys is hidden, as on a chessboard.
-        packed: one batch of sequences side by side, of different lengths; the batch is 1.
-    """
-
-    causal: bool = False
-    window: bool = False
-    checkered: bool = False
-    packed: bool = False
+    causal: bool = False  # keys up to the query's own
+    window: bool = False  # of these, the last ones only
+    checkered: bool = False  # every other block of keys is hidden, as on a chessboard
+    packed: bool = False  # sequences of different lengths, side by side in a batch of 1
     p: float = 0.0
 
 

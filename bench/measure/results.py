@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def folder_of(dry_run: bool) -> Path:
-    """Where results go by default; a dry run's are kept from those that pages are made of."""
+    """A dry run's results are kept from those that pages are made of."""
     return ROOT / "build" / "dry-run" if dry_run else ROOT / "bench" / "results"
 
 

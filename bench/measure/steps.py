@@ -181,12 +181,8 @@ def memory(forward: Forward, subject: Subject, kept_by: str = "autograd") -> dic
 class Steps:
     """What is found of each way of a step, first one by one, then side by side.
 
-    A context manager: in the end what was compiled lets go of the subject's tensors.
-
-    Attributes:
-        rows: name -> what is found: {"unavailable": why it cannot run here}, {"failure": what is
-            wrong}, or what `admit` was asked to find and `time` adds.
-        forwards: those that are right.
+    A context manager: in the end what was compiled lets go of the subject's tensors. `forwards` are
+    those that are right; `rows` say what was found of all, as `measure` has it.
     """
 
     def __init__(self, rig: Rig) -> None:
@@ -261,18 +257,11 @@ def measure(
 ) -> dict[str, Any]:
     """{"rounds": int, "ways": {name: found}} of a layer's step in these ways, timed by `timer`.
 
-    What is found of a way is one of
-
-    - {"unavailable": why it cannot run here};
-    - {"failure": what is wrong with its results}: nothing was measured;
-    - {"check", what `memory` says, and percentiles (by "p20", "p50", "p80"): "forward_seconds",
-      "backward_seconds", "step_seconds", "host_seconds", and "step_ratio" to each baseline that was
-      measured}.
-
-    Memory is not measured in a dry run, nor of steps that a graph replays.
-
-    Args:
-        beside: ways that all are compared with besides the baselines.
+    What is found of a way is {"unavailable": why it cannot run here}, or {"failure": what is wrong
+    with its results}, of which nothing was measured, or {"check", what `memory` says, percentiles
+    of "forward_seconds", "backward_seconds", "step_seconds" and "host_seconds", and "step_ratio" to
+    each baseline that was measured and to those `beside`}. Memory is not measured in a dry run, nor
+    of steps that a graph replays.
     """
     with Steps(rig) as steps:
         checks = Checks(subject)
@@ -295,10 +284,8 @@ def run(
 ) -> tuple[ResultsFile, list[Row | None]]:
     """The file in `args.out`, and each case's row, measured or known; None where that cannot be.
 
-    Args:
-        args: has `cases`, and `ways`, which a row of the file has to have, or it is measured again.
-        title, table: of a row, as it is printed.
-        config: what else results depend on.
+    `args` has `cases`, and `ways`, which a row of the file has to have, or it is measured again;
+    `title` and `table` are of a row, as it is printed; `config` is what else results depend on.
     """
     config |= {name: getattr(args, name) for name in ("ways", "rounds", "seconds")}
     results = ResultsFile(args.out / file, environment(args.device), config)
