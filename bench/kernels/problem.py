@@ -104,12 +104,6 @@ def _gradients(names: Iterable[str], grads: Iterable[Any]) -> dict[str, Tensor]:
     return {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
 
 
-def accumulated(y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
-    """Gradients as a training step makes them: in `.grad`, which was None."""
-    y.backward(dy)
-    return [leaf.grad for leaf in leaves]
-
-
 def through_autograd(
     function: Function,
     problem: Problem,
@@ -118,7 +112,6 @@ def through_autograd(
     optional: bool = False,
     pack: Callable[..., Sequence[Tensor]] = lambda *inputs: inputs,
     unpack: Callable[..., Sequence[Tensor]] = lambda *gradients: gradients,
-    gradients_of: Callable[..., Sequence[Any]] = torch.autograd.grad,
 ) -> dict[str, Way]:
     """Both directions of a function.
 
@@ -142,8 +135,10 @@ def through_autograd(
         return function(*given), leaves, dy.clone() if in_place else dy
 
     def backward(given: tuple[Tensor, list[Tensor], Tensor]) -> Results:
-        found = unpack(*gradients_of(*given))
-        return {"y": given[0].detach(), **_gradients(problem.sets[0], found)}
+        y, leaves, dy = given
+        y.backward(dy)  # into `.grad`, which was None, as in a training step
+        found = unpack(*(leaf.grad for leaf in leaves))
+        return {"y": y.detach(), **_gradients(problem.sets[0], found)}
 
     return {
         "fwd": Way(forward, problem.truth_of("fwd"), optional, prepare=inputs),

@@ -18,7 +18,6 @@ from bench.kernels.problem import (
     Op,
     Problem,
     Ways,
-    accumulated,
     failing,
     through_autograd,
 )
@@ -229,19 +228,13 @@ def liger_mlp(p: Mlp) -> Function:
 
 
 @MLP.provider("liger tiled", module="liger_kernel", needs="cuda")
-def liger_tiled(p: Mlp) -> Ways:
-    """The same over pieces of the sequence, as many as it takes itself, rebuilt in backward.
-
-    It adds the weights' gradients to `.grad` itself, so they are taken from there.
-    """
+def liger_tiled(p: Mlp) -> Function:
+    """The same over pieces of the sequence, as many as it takes itself, rebuilt in backward."""
     from liger_kernel.ops import apply_tiled_mlp
 
     mlp = _liger_gated(p)
 
-    def tiled(x: Tensor, *weights: Tensor) -> Tensor:
-        return apply_tiled_mlp(lambda module, piece: mlp(piece, *weights), None, x)
-
-    return through_autograd(tiled, p, gradients_of=accumulated)
+    return lambda x, *weights: apply_tiled_mlp(lambda _, piece: mlp(piece, *weights), None, x)
 
 
 @MLP.provider("liger fused", module="liger_kernel", needs="cuda", optional=True, autotunes=True)
