@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -61,11 +62,6 @@ def _ceilings(rig: Rig) -> Iterator[Entry]:
         yield {"name": name}, functools.partial(contest.ceiling, unit=unit)
 
 
-def _pointwise(rig: Rig) -> Iterator[Entry]:
-    yield from kernels.dropout_entries(rig)
-    yield from products.pointwise_entries(rig)
-
-
 def precompile(rig: Rig) -> Row:
     """Compile what the contests launch on all cores, as far as time allows; the rest when used."""
     start, seconds = time.perf_counter(), min(75.0, 0.2 * rig.left)
@@ -81,6 +77,7 @@ def precompile(rig: Rig) -> Row:
     return {"found": {"kernels": len(launches), "compiled": min(done, len(launches)), "s": took}}
 
 
+_POINTWISE = (kernels.dropout_entries, products.pointwise_entries)
 #: In this order; shares are of what is left. `torch.compile` late: it takes long to start;
 #: the profiler last, since it may stay attached.
 SECTIONS: dict[str, Section] = {
@@ -99,7 +96,7 @@ SECTIONS: dict[str, Section] = {
     "tiles": Section(5.0, 10.0, products.tile_entries),
     "attention tiles": Section(5.0, 15.0, attention_tiles.tile_entries),
     "mlp": Section(3.0, 15.0, layers.mlp_entries),
-    "pointwise": Section(3.0, 5.0, _pointwise),
+    "pointwise": Section(3.0, 5.0, lambda rig: chain(*(f(rig) for f in _POINTWISE))),
     "rotary": Section(2.0, 5.0, kernels.rotary_entries),
     "replayed": Section(4.0, 20.0, layers.replay_entries),
     "flex": Section(3.0, 45.0, kernels.flex_entries),

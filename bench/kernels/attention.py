@@ -42,7 +42,7 @@ def of_model(rig: Rig, size: Size) -> Iterator[Problem]:
     yield Attention(rig, "causal" if model.causal else "full", size.batch, *heads)
 
 
-ATTENTION = Op("attention", of_model)
+ATTENTION = Op("attention", of_model, stock=False)
 
 
 # --- PyTorch's

@@ -52,12 +52,7 @@ class Norm(Problem):
         return Work(bytes={"fwd": 2.0, "bwd": 3.0}[direction] * matrix)
 
 
-def _norms(rig: Rig, size: Size) -> Iterator[Problem]:
-    yield Norm(rig, size.model.norm, size.tokens, size.model.d_model)
-
-
-NORM = Op("norm", _norms)
-NORM.add_stock()
+NORM = Op("norm", lambda rig, size: [Norm(rig, size.model.norm, size.tokens, size.model.d_model)])
 
 
 @NORM.provider("liger", module="liger_kernel", needs="cuda")
@@ -144,13 +139,8 @@ def _nearer(value: Tensor, kept: Tensor) -> Tensor:
     return (value - kept).abs() < value.abs()
 
 
-def _dropouts(rig: Rig, size: Size) -> Iterator[Problem]:
-    """At the model's width, whether it is trained with dropout or not."""
-    yield Dropout(rig, size.tokens, size.model.d_model)
-
-
-DROPOUT = Op("dropout", _dropouts)
-DROPOUT.add_stock()
+#: At the model's width, whether it is trained with dropout or not.
+DROPOUT = Op("dropout", lambda rig, size: [Dropout(rig, size.tokens, size.model.d_model)])
 
 
 @DROPOUT.ours()
@@ -232,7 +222,6 @@ def _ropes(rig: Rig, size: Size) -> Iterator[Problem]:
 
 
 ROPE = Op("rope", _ropes)
-ROPE.add_stock()
 
 
 def _plain_tables(p: Rope) -> tuple[Tensor, Tensor]:

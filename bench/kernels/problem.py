@@ -162,16 +162,19 @@ def compiled(function: Function) -> Function:
 
 
 class Op(Registry[Build]):
-    """The providers of an op, with the baseline; `of_model`, the problems a model has at a size."""
+    """The providers of an op; `of_model` gives the problems that a model has at a size.
 
-    def __init__(self, name: str, of_model: Callable[[Rig, Size], Iterator[Problem]]) -> None:
+    `stock`: PyTorch's own operators, which everyone is compared with, and torch.compile of them.
+    """
+
+    def __init__(
+        self, name: str, of_model: Callable[[Rig, Size], Iterable[Problem]], stock: bool = True
+    ) -> None:
         super().__init__(name)
         self.of_model = of_model
-
-    def add_stock(self) -> None:
-        """PyTorch's own operators, which everyone is compared with, and torch.compile of them."""
-        self.provider("aten", baseline=True)(lambda p: p.reference)
-        self.provider("compile")(lambda p: compiled(p.reference))
+        if stock:
+            self.provider("aten", baseline=True)(lambda p: p.reference)
+            self.provider("compile")(lambda p: compiled(p.reference))
 
     def ours(self, *forms: str) -> Callable[[Build], Build]:
         """Ours, a function of the problem, a backend and a form: in ATen's operators and Triton."""

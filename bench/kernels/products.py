@@ -132,7 +132,6 @@ def _linears(rig: Rig, size: Size) -> Iterator[Problem]:
 
 
 LINEAR = Op("linear", _linears)
-LINEAR.add_stock()
 LINEAR.provider("bare")(bare)
 
 
@@ -207,7 +206,6 @@ def _mlps(rig: Rig, size: Size) -> Iterator[Problem]:
 
 
 MLP = Op("mlp", _mlps)
-MLP.add_stock()
 MLP.provider("bare")(bare)
 
 
@@ -330,7 +328,6 @@ def _losses(rig: Rig, size: Size) -> Iterator[Problem]:
 
 
 LOSS = Op("loss", _losses)
-LOSS.add_stock()
 
 
 @LOSS.provider("liger", module="liger_kernel", needs="cuda")

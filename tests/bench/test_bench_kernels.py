@@ -188,7 +188,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_fails_and_says_how(name):
     make, wrong, *messages = WRONG[name]
-    op = Op("it", lambda rig, size: iter(()))
+    op = Op("it", lambda rig, size: (), stock=False)
     op.provider("aten", baseline=True)(lambda p: p.reference)
     op.provider("it")(lambda p: wrong)
     for (direction, contest), message in zip(contests(op, make()), messages, strict=True):
@@ -229,7 +229,7 @@ def test_what_a_provider_may_do_with_inputs_and_gradients(kind):
 
 
 def test_a_provider_that_cannot_be_built_costs_nobody_else_their_results():
-    op = Op("it", lambda rig, size: iter(()))
+    op = Op("it", lambda rig, size: (), stock=False)
     op.provider("aten", baseline=True)(lambda p: p.reference)
 
     def broken(p):
