@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -207,34 +208,28 @@ def _rows(
             yield target | (known.get(names[one]) or next(made)) | said
 
 
-def _chosen(options: argparse.Namespace) -> list[tuple[int, str, int]]:
-    return [
-        (arch, dtype, index)
-        for arch in options.arch
-        for dtype in options.dtype
-        for index, case in enumerate(_cases(arch, dtype))
-        if options.only in case.name and (case.default or not options.defaults)
-    ]
-
-
 def main(arguments: Sequence[str]) -> int:
     """Compile, print, write and check; the exit status."""
     options = _parse(arguments)
     if INTERPRETED:
         raise SystemExit("unset TRITON_INTERPRET: interpreted kernels cannot be compiled")
-    known = budgets.read()
+    known = {} if options.write_budgets else budgets.read()
     if all(key[0] != triton.__version__ for key in known):
         print(f"no budgets for Triton {triton.__version__}: spills, memory, tensor cores only")
     print(f"{'':<70}  reg  stack  shared  occ. tensor  TMA    code")
-    work, rows, wrong = _chosen(options), [], []
+    work = [
+        (arch, dtype, index)
+        for arch, dtype in itertools.product(options.arch, options.dtype)
+        for index, case in enumerate(_cases(arch, dtype))
+        if options.only in case.name and (case.default or not options.defaults)
+    ]
+    rows, wrong = [], []
     reused = json.loads(options.reuse.read_text())["rows"] if options.reuse is not None else []
     by_digest = {row.get("digest"): row for row in reused}
     for (arch, _, _), row in zip(work, _rows(work, by_digest, options.jobs), strict=True):
         rows.append(row)
         print(f"{row['target']:<12}{_line(row)}", flush=True)
-        budget = (
-            None if options.write_budgets else known.get(budgets.key_of(row, triton.__version__))
-        )
+        budget = known.get(budgets.key_of(row, triton.__version__))
         wrong += [f"{row['target']}: {row['name']}: {c}" for c in complaints(row, arch, budget)]
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)

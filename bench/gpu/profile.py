@@ -110,14 +110,10 @@ class Event:
     end: float
 
 
-class NothingRecordedError(Exception):
-    """torch's profiler saw no kernel: it cannot look at this device."""
-
-
 def recorded(work: Callable[[], Any], device: torch.device) -> list[Event]:
     """What ran on the device; on a CPU the operators that call no other.
 
-    Raises: NothingRecordedError.
+    Raises: RuntimeError if torch's profiler cannot look at this device.
     """
     cuda = device.type == "cuda"
     activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
@@ -132,7 +128,7 @@ def recorded(work: Callable[[], Any], device: torch.device) -> list[Event]:
         if event.device_type == where and not _is_note(event)
     ]
     if not events:
-        raise NothingRecordedError("torch.profiler saw nothing run: is CUPTI there, and allowed?")
+        raise RuntimeError("torch.profiler saw nothing run: is CUPTI there, and allowed?")
     return events
 
 
@@ -276,8 +272,6 @@ def measure(case: Case, rig: Rig) -> dict[str, Any]:
     Of each way besides `tally`: "us" of a step and "host_us" of its launch without the profiler,
     "gaps_us", and "least_us" by kind, as `least` has it. In a dry run our ways are those of
     the eager backend.
-
-    Raises: NothingRecordedError.
     """
     subject = case.subject(rig.device)
     given = subject, LAYER_WAYS, WAYS, rig, QueuedStep

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from bench.measure.case import DTYPES
+from bench.measure.machine import ROOT
 from bench.measure.registry import Absent, Registry
-from bench.measure.results import folder_of
 from fused_remat.triton.launch import INTERPRETED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,7 +103,8 @@ class Parser(argparse.ArgumentParser):
                 setattr(args, name, usual[device == "cuda"])
         if hasattr(args, "out"):
             args.out_is_usual = args.out is None
-            args.out = args.out or folder_of(dry) / self._folder.format(device=device)
+            usual = ROOT / ("build/dry-run" if dry else "bench/results")  # which pages are made of
+            args.out = args.out or usual / self._folder.format(device=device)
         if getattr(args, "threads", None) is not None:
             torch.set_num_threads(args.threads)
         return args

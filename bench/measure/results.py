@@ -7,14 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.measure.machine import ROOT
-
 Row = dict[str, Any]
-
-
-def folder_of(dry_run: bool) -> Path:
-    """A dry run's results are kept from those that pages are made of."""
-    return ROOT / "build" / "dry-run" if dry_run else ROOT / "bench" / "results"
 
 
 class ResultsFile:
