@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from bench.formats.errors import SHAPES, errors, names_of
+from bench.commands.formats import SHAPES, errors, names_of
 from fused_remat import (
     FusedRematCausalLayer,
     FusedRematDecoderLayer,
