@@ -74,9 +74,12 @@ def test_policy_takes_names_not_a_string():
 
 
 def test_policies_name_the_activations_of_the_layer():
-    _, decoder = KINDS["decoder, pre-norm"].pair()
+    _, decoder = KINDS["decoder, pre-norm"].pair("fast")
     with pytest.raises(ValueError, match="valid names: norm1, qkv, attn, mid1"):
         decoder.policy = Policy(save={"sum1"})
+    with pytest.raises(ValueError, match="numpy"):
+        decoder.backend = "numpy"
+    assert decoder.policy == "fast" and "policy='fast', backend='auto'" in repr(decoder)
     _, causal = KINDS["vit"].pair()
     with pytest.raises(ValueError, match="unknown activation 'post1' in Policy"):
         causal.policy = Policy(save={"post1"})
