@@ -64,11 +64,11 @@ def draw(seed):
     )  # fmt: skip
 
 
-def layer_of(cfg, dropout=0.0):
+def layer_of(cfg):
     """The stock layer of a configuration, with random parameters."""
     torch.manual_seed(cfg.seed)
     layer = nn.TransformerEncoderLayer(
-        cfg.d_model, cfg.nhead, cfg.dim_feedforward, dropout,
+        cfg.d_model, cfg.nhead, cfg.dim_feedforward, 0.0,
         copy.deepcopy(ACTIVATIONS[cfg.activation]), cfg.eps, cfg.batch_first, cfg.norm_first,
         cfg.bias, dtype=cfg.dtype,
     )  # fmt: skip
@@ -127,23 +127,13 @@ def results(layer, x, dy, given, mode="train", x_grad=True):
     return found
 
 
-@pytest.fixture
-def cut(monkeypatch):
-    """Groups and tiles of so many tokens, attention in blocks of so many elements."""
-
-    def in_pieces_of(cfg):
-        monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", cfg.tokens)
-        monkeypatch.setattr("fused_remat.steps.attention_rows._BLOCK", cfg.block)
-
-    return in_pieces_of
-
-
 @pytest.mark.parametrize("first", range(FIRST, FIRST + COUNT, AT_ONCE))
-def test_random_configurations_agree_with_the_stock_layer(first, cut):
+def test_random_configurations_agree_with_the_stock_layer(first, monkeypatch):
     for cfg in map(draw, range(first, first + AT_ONCE)):
         stock, (x, dy, given) = layer_of(cfg), inputs(cfg)
         fused = FusedRematLayer.from_layer(copy.deepcopy(stock), policy=cfg.policy)
-        cut(cfg)
+        monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", cfg.tokens)
+        monkeypatch.setattr("fused_remat.steps.attention_rows._BLOCK", cfg.block)
         ours = results(fused, x, dy, given, cfg.mode, cfg.x_grad)
         # In eval without gradients the stock layer has defects of its own: float64 trains instead.
         stock.train()
@@ -162,19 +152,3 @@ def test_random_configurations_agree_with_the_stock_layer(first, cut):
             assert (got.shape, got.dtype) == (other.shape, other.dtype), (name, cfg)
             error, own = ((t.double() - truth).norm().item() / sizes[name] for t in (got, other))
             assert error <= 1.5 * own + ROUNDINGS[cfg.dtype], (name, cfg)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1, 0.6])
-@pytest.mark.parametrize("first", range(FIRST, FIRST + 15 * MORE, 5))
-def test_gradients_are_the_same_bits_in_every_policy(dropout, first, cut):
-    for cfg in map(draw, range(first, first + 5)):
-        fused, (x, dy, given) = FusedRematLayer.from_layer(layer_of(cfg, dropout)), inputs(cfg)
-        cut(cfg)
-        expected = None
-        for fused.policy in (*EXACT_PRESETS, Policy(save=("qkv", "act")), cfg.policy):
-            torch.manual_seed(cfg.seed)
-            found = results(fused, x, dy, given, cfg.mode, cfg.x_grad)
-            expected = expected or found
-            for name, value in found.items():
-                assert value is None or torch.equal(value, expected[name]), cfg
-                assert value is None or value.isfinite().all(), cfg

@@ -229,8 +229,14 @@ REFUSED = [
     ("causal_block", {"lora": [("q", A, B)]}, "lora takes (layer, A, B, scale)", TypeError),
     ("causal_block", {"lora": [("w", A, B, 1.0)]}, "no layer 'w' to update; valid: q, k, v"),
     ("causal_block", {"lora": [("k", A, B, 1.0)]}, "B of k has shape (16, 3), expected (8, 3)"),
-    ("causal_block", {"lora": [("q", A.half(), B.half(), 1.0)]}, "torch.float16 | float32",
-     RuntimeError),
+    ("causal_block", {"lora": [("q", A[:, :4], B, 1.0)]},
+     "A of q has shape (3, 4), expected (rank, 12)"),
+    *(("causal_block", {"lora": [("q", a, b, 1.0)]}, part, RuntimeError) for a, b, part in [
+        (A.half(), B.half(), "torch.float16 | float32"),
+        (A.half(), B, "A of q is torch.float16 and B is torch.float32"),
+    ]),
+    ("causal_block", {"lora": [("q", A, None, 1.0)]}, "B of q must be a Tensor, got None",
+     TypeError),
     ("causal_block", {"cu_seqlens": CU}, "batch of 1"),
     # --- the loss
     *(("linear_cross_entropy", *row) for row in [
