@@ -10,7 +10,6 @@ from hf_models import IDS, VOCAB, build, close, fused_layers, step
 from torch import nn
 
 from fused_remat import FusedRematWarning, convert
-from fused_remat.huggingface import layer
 
 
 @pytest.fixture
@@ -191,11 +190,3 @@ def test_attention_functions_that_were_replaced(model, monkeypatch):
         change(lambda *args, **kwargs: None)
         assert layer.why_not_fused(x, **call) == "the attention function 'sdpa' was replaced"
         monkeypatch.undo()
-
-
-def test_the_cache_of_an_encoder_and_decoder_is_looked_into():
-    filled = transformers.DynamicCache()
-    pair = transformers.EncoderDecoderCache(filled, transformers.DynamicCache())
-    assert layer._is_empty(pair, 0)
-    filled.update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
-    assert not layer._is_empty(pair, 0) and layer._is_empty(pair, 1)

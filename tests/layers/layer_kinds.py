@@ -57,9 +57,8 @@ class Kind:
     def is_causal(self) -> bool:
         return self.fused is FusedRematCausalLayer
 
-    @property
-    def heads(self) -> int:
-        return {**self.sizes, **self.options}["nhead"]
+    def size(self, name: str) -> int:
+        return {**self.sizes, **self.options}[name]
 
     def pair(self, policy="full", seed=0, **options):
         """A stock layer with random parameters, and a fused one with the same values."""
@@ -74,9 +73,10 @@ class Kind:
         """The input (B, S, D), the decoder's memory (B, M, D), and the output's gradient."""
         generator = torch.Generator().manual_seed(seq)
         lengths = (seq, memory, seq) if self.has_memory else (seq, seq)
-        return [torch.randn(batch, n, D, generator=generator).to(dtype) for n in lengths]
+        width = self.size("d_model")
+        return [torch.randn(batch, n, width, generator=generator).to(dtype) for n in lengths]
 
-    def given(self, form: str, dtype=torch.float64, seq=S, memory=M) -> dict[str, Any]:
+    def given(self, form: str, dtype=torch.float64, seq=S, memory=M, batch=B) -> dict[str, Any]:
         """Keyword arguments of forward: masks of a form, and tables where heads are rotated."""
         if form == "nothing":
             return {}
@@ -90,21 +90,22 @@ class Kind:
         for names, keys in groups[-1:] if form == "a sequence without keys" else groups:
             mask, padding, hint = FORMS[form]
             if mask:
-                made[names[0]] = self._mask(mask, (seq, keys), dtype, generator)
+                made[names[0]] = self._mask(mask, (batch, seq, keys), dtype, generator)
             if padding:
-                made[names[1]] = _values(padding, (B, keys), dtype, generator)
+                made[names[1]] = _values(padding, (batch, keys), dtype, generator)
             if hint and names[2]:
                 made[names[2]] = True
         return made
 
-    def _mask(self, how: str, size: tuple[int, int], dtype, generator) -> Tensor:
+    def _mask(self, how: str, size: tuple[int, int, int], dtype, generator) -> Tensor:
+        (batch, *size), nhead = size, self.size("nhead")
         if how == "unread":  # a hint stands for the mask, which is not looked at then
             how = "later" if self.is_causal else how
         if how.endswith(" per head"):
-            size = (B * self.heads, *size)
+            size = (batch * nhead, *size)
         mask = _values(how.removesuffix(" per head"), size, dtype, generator)
         if self.is_causal and mask.dim() == 3:
-            mask = mask.detach().unflatten(0, (B, self.heads)).requires_grad_(mask.requires_grad)
+            mask = mask.detach().unflatten(0, (batch, nhead)).requires_grad_(mask.requires_grad)
         # Of a bool mask True is excluded in torch.nn, and takes part in a causal layer.
         return ~mask if self.is_causal and mask.dtype == torch.bool else mask
 
