@@ -273,19 +273,14 @@ def expanded(q, k, v, dy):
     return q, k[:1, :1].expand_as(k), v[:1, :1].expand_as(v), dy[:, :, :1].expand_as(dy)
 
 
-def turned(*heads):
-    """Elements of a column side by side, in which gradients are laid out too."""
-    return map(LAYOUTS["turned"], heads)
-
-
-def strided(*heads):
-    """Elements of a row two apart."""
-    return map(LAYOUTS["strided"], heads)
+def laid(name):
+    return lambda *heads: map(LAYOUTS[name], heads)
 
 
 @pytest.mark.parametrize("call", ["plain", "causal", "all"])
 @pytest.mark.parametrize(
-    "layout", [packed_projection, misaligned, turned, strided, far_apart, expanded]
+    "layout",
+    [packed_projection, misaligned, laid("turned"), laid("strided"), far_apart, expanded],
 )
 def test_layouts(layout, call):
     """Of a layout on which the kernels' results are those of a copy, bit for bit."""

@@ -48,6 +48,16 @@ class Change:
         return made
 
 
+@torch.no_grad()
+def error_of(layer, x, expected, **masks):
+    """The largest error; infinite where PyTorch's kernel misses a part of the layer, or has NaN."""
+    try:
+        found = layer(x, **masks)
+    except AttributeError:
+        return float("inf")
+    return (found - expected).abs().nan_to_num(nan=float("inf")).max().item()
+
+
 # --- surgery
 
 

@@ -14,7 +14,7 @@ from tiers import pairwise
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fused_remat import explain, random
+from fused_remat import random
 from fused_remat.execution.executor import autocast_on
 from fused_remat.graph.build import dropout_add_graph
 from fused_remat.graph.precision import mixed_precision
@@ -281,16 +281,6 @@ def test_grad_scaler_skips_and_recovers_as_with_the_stock_layers(norms):
     stock, fused = found
     assert_same_path(fused, stock, FP16)
     assert fused[5] == fused[6]
-
-
-def test_explain_says_the_dtypes():
-    _, fused = encoder("pre")
-    with autocast(BF16):
-        (block,) = explain(fused, data()[0])
-    assert "products in bfloat16, stream in float32" in block.title and not block.reason
-    steps = dict(block.forward)
-    assert "rounded to bfloat16" in steps["norm1"]
-    assert "added to the residual in the stream's dtype" in steps["mid"]
 
 
 def test_what_autocast_does_not_convert_falls_back_with_a_reason():

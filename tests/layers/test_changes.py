@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from accuracy import assert_bits, assert_close
-from changes import CHANGES, HOOKS, SUBCLASSES, Change
+from changes import CHANGES, HOOKS, SUBCLASSES, Change, error_of
 from layer_kinds import run
 from reference import X, make
 from tiers import pairwise
@@ -82,16 +82,6 @@ def test_in_evaluation(name, batch_first):
             assert error_of(fused, x, expected[0], **kwargs) < 1e-12
         assert_close(step(fused, x, **kwargs), expected)
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-@torch.no_grad()
-def error_of(layer, x, expected, **masks):
-    """The largest error; infinite where PyTorch's kernel misses a part of the layer, or has NaN."""
-    try:
-        found = layer(x, **masks)
-    except AttributeError:
-        return float("inf")
-    return (found - expected).abs().nan_to_num(nan=float("inf")).max().item()
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 import torch
-from changes import LoRA
+from changes import LoRA, error_of
 from reference import pair
 from torch import nn
 from torch.profiler import profile
@@ -54,12 +54,6 @@ DEFECTS = {
 }
 
 
-@torch.no_grad()
-def error(layer, expected, **masks):
-    """The largest error of evaluation without gradients; infinite if it gives NaN."""
-    return (layer(X, **masks) - expected).abs().nan_to_num(nan=float("inf")).max().item()
-
-
 @pytest.mark.parametrize("name", DEFECTS)
 def test_eval_is_right_where_the_stock_layer_is_not(name):
     """Of layers that were changed: `test_changes.py`."""
@@ -67,12 +61,14 @@ def test_eval_is_right_where_the_stock_layer_is_not(name):
     stock, fused = make(**kwargs)
     expected = oracle(stock, **masks)
     if IS_2_13:
-        assert error(stock, expected, **masks) > 1e-5, "mended in PyTorch: see layers/fallback.py"
+        assert error_of(stock, X, expected, **masks) > 1e-5, (
+            "mended in PyTorch: see layers/fallback.py"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert error(fused, expected, **masks) < 1e-12
+        assert error_of(fused, X, expected, **masks) < 1e-12
         fused.linear1 = nn.Sequential(fused.linear1)  # PyTorch's own forward
-        assert error(fused, expected, **masks) < 1e-12
+        assert error_of(fused, X, expected, **masks) < 1e-12
     assert torch.backends.mha.get_fastpath_enabled()
 
 

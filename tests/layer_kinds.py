@@ -29,8 +29,8 @@ CAUSAL = ("attn_mask", "key_padding_mask", "")
 class PlainCausal(CausalLayer):
     """The causal layer in ordinary operations, called as the fused one is."""
 
-    def forward(self, x, rope=None, attn_mask=None, key_padding_mask=None):
-        return super().forward(x, *(rope or (None, None)), attn_mask, key_padding_mask)
+    def forward(self, x, rope=None, **masks):
+        return super().forward(x, *(rope or (None, None)), **masks)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class Kind:
         made: dict[str, Any] = {}
         if self.rope:
             wide = torch.promote_types(dtype, torch.float32)
-            made["rope"] = tables(seq, 3 if self.rope == "whole" else 2, dtype=wide)
+            half = self.size("head_dim") // 2
+            made["rope"] = tables(seq, half if self.rope == "whole" else half - 1, dtype=wide)
         generator = torch.Generator().manual_seed(1)
         groups = list(zip(self.masks, (seq, memory), strict=False))
         # That one is of the memory's keys alone where there is a memory.
@@ -197,10 +198,8 @@ def run(
     The last of `tensors` is the output's gradient. low: the dtype of autocast around forward.
     """
     *inputs, dy = tensors
-    inputs = [
-        t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in inputs
-    ]
-    with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
+    inputs = [t.detach().requires_grad_() for t in inputs]  # as they lie in memory
+    with torch.autocast(dy.device.type, low or torch.bfloat16, enabled=low is not None):
         y = layer(*inputs, **given)
     leaves = [*inputs, *(p for p in layer.parameters() if p.requires_grad)]
     leaves += [m for m in given.values() if isinstance(m, Tensor) and m.requires_grad]
@@ -217,14 +216,21 @@ def in_double(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_errors(kind: Kind, stock, fused, *tensors: Tensor, low=None, **given) -> list[Tensor]:
+def check_errors(
+    kind: Kind, stock, fused, *tensors: Tensor, low=None, floor=None, **given
+) -> list[Tensor]:
     """`check_error` of the fused layer beside the stock one and that in float64; its results.
 
     A causal layer's vectors are taken together: its norms' dozen numbers are no sample.
     """
-    found = [run(layer, *tensors, low=low, **given) for layer in (fused, stock)]
+
+    def seeded(layer, tensors, given, low=None):
+        torch.manual_seed(1)
+        return run(layer, *tensors, low=low, **given)
+
+    found = [seeded(layer, tensors, given, low) for layer in (fused, stock)]
     stock = copy.deepcopy(stock).double()
-    exact = run(stock, *(t.double() for t in tensors), **in_double(given))
+    exact = seeded(stock, [t.double() for t in tensors], in_double(given))
     vectors, norms = [i for i, t in enumerate(exact) if t.dim() == 1], scales(exact)
 
     def joined(results):
@@ -234,7 +240,7 @@ def check_errors(kind: Kind, stock, fused, *tensors: Tensor, low=None, **given) 
         others = [t for i, t in enumerate(results) if i not in vectors]
         return [*others, torch.cat(ends).to(results[-1].dtype)]
 
-    check_error(*map(joined, (*found, exact)), computed=low)
+    check_error(*map(joined, (*found, exact)), computed=low, floor=floor)
     return found[0]
 
 
