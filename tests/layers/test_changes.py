@@ -11,10 +11,7 @@ from changes import CHANGES, HOOKS, SUBCLASSES, Change, error_of
 from layer_kinds import run
 from reference import X, make
 from tiers import pairwise
-from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -178,35 +175,3 @@ def test_swapped_parameters_of_the_same_shape_are_read_at_every_call():
         layer.self_attn.in_proj_weight.data = layer.self_attn.in_proj_weight.data * 2
         found.append(step(layer))
     assert_close(*found)
-
-
-@pytest.fixture
-def mesh():
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("names", [("linear1",), ("self_attn", "norm1", "linear1", "linear2")])
-@POLICIES
-def test_fsdp_of_single_submodules(mesh, names, policy):
-    """Their parameters are gathered by hooks, in forward and again for the replay."""
-    results = []
-    for layer in make(policy, dropout=0.2):
-        fired = []
-        layer.dropout1.register_forward_hook(lambda m, args, y, fired=fired: fired.append(1))
-        for name in names:
-            fully_shard(layer.get_submodule(name), mesh=mesh)
-        for _ in range(2):
-            layer.zero_grad()
-            torch.manual_seed(0)
-            x = X.clone().requires_grad_()
-            y = layer(x)
-            y.square().sum().backward()
-        is_checkpointed = bool(results) and policy == "full"  # the second one is the fused layer
-        assert len(fired) == (4 if is_checkpointed else 2)
-        grads = [getattr(p.grad, "to_local", lambda g=p.grad: g)() for p in layer.parameters()]
-        results.append([y.detach(), x.grad, *grads])
-    assert_close(*results)

@@ -34,11 +34,12 @@ pytestmark = [
 def check(seed, monkeypatch):
     r = random.Random(seed)
     nhead, dtype, frozen = r.randint(1, 4), r.choice(DTYPES), r.choice((0.0, 0.0, 0.3, 1.0))
+    # A norm over few elements is nearly constant, its gradient all cancellation; in 16 bits the
+    # error of a sum of few terms is a matter of chance.
+    few, least = (1, 4) if dtype.itemsize > 2 else (12, 12)
     options = {
-        # A norm over few elements is nearly constant, its gradient all cancellation.
-        "d_model": nhead * r.randint(-(-(4 if dtype.itemsize > 2 else 12) // nhead), 12),
-        "nhead": nhead,
-        "dim_feedforward": r.randint(1, 70), "layer_norm_eps": r.choice((1e-5, 1e-3)),
+        "d_model": nhead * r.randint(-(-least // nhead), 12), "nhead": nhead,
+        "dim_feedforward": r.randint(few, 70), "layer_norm_eps": r.choice((1e-5, 1e-3)),
         "activation": r.choice(WITH_KINKS if dtype.itemsize > 2 else SMOOTH),
         "bias": r.random() < 0.8, "norm_first": r.random() < 0.5, "batch_first": r.random() < 0.5,
     }  # fmt: skip

@@ -1,7 +1,6 @@
 """Every layer gives its stock twin's results: the output, and every gradient."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -204,21 +203,6 @@ def test_another_default_dtype(default, dtype, affine):
         check_errors(kind, stock, fused, *kind.data(dtype))
     finally:
         torch.set_default_dtype(FP32)
-
-
-def test_packed_sequences_are_as_if_they_were_alone():
-    kind, cu = KINDS["llama"], [0, 3, S]
-    _, layer = kind.pair(dtype=FP64)
-    (x, dy), (cos, sin) = kind.data(batch=1), kind.given("tables")["rope"]
-    spans = list(itertools.pairwise(cu))
-    places = torch.cat([torch.arange(b - a) for a, b in spans])
-    whole = run(layer, x, dy, rope=(cos[places], sin[places]), cu_seqlens=torch.tensor(cu))
-    sums = [torch.zeros_like(t) for t in whole]
-    for a, b in spans:
-        rope = (cos[: b - a], sin[: b - a])
-        sums[0][:, a:b], sums[1][:, a:b], *grads = run(layer, x[:, a:b], dy[:, a:b], rope=rope)
-        sums[2:] = [s + g for s, g in zip(sums[2:], grads, strict=True)]
-    assert_close(whole, sums)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)

@@ -97,9 +97,8 @@ def test_no_token_counts(options):
     assert mean.isnan()
     for grad in torch.autograd.grad(mean, leaves):
         assert not grad.any()
-    for reduction in ("sum", "none"):
-        loss = ops.linear_cross_entropy(hidden, weight, nothing, bias, reduction=reduction, **given)
-        assert not loss.any()
+    given = {**given, "reduction": "none"}
+    assert not ops.linear_cross_entropy(hidden, weight, nothing, bias, **given).any()
     empty = ops.linear_cross_entropy(hidden[:0], weight, target[:0], reduction="sum")
     assert empty == 0 and not any(g.any() for g in torch.autograd.grad(empty, leaves[:2]))
 
