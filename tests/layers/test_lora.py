@@ -135,23 +135,6 @@ def test_kept_bytes_are_predicted_and_no_more_than_in_full_training(policy, p):
     assert saved.total <= full + 8 * (p > 0)
 
 
-def test_no_gradient_buffer_for_a_frozen_base():
-    block = Block(d=64, head_dim=16, hidden=2048)
-    w, lora = block.weights(FP32), block.updates(("q",), dtype=FP32)
-    x, kw = normal(1, 4, block.d, seed=50, dtype=FP32), options(block, 4, FP32)
-
-    def peak(weights):
-        step = lambda: ops.causal_block(x, weights, lora=lora, **kw).sum().backward()  # noqa: E731
-        step()  # makes what is made once
-        for t in (x, *weights.values(), *(t for u in lora for t in u[1:3])):
-            t.grad = None
-        return measure_allocations(step).peak
-
-    # Of few tokens, the weights' gradients are nearly all that a step allocates.
-    weights = sum(t.nbytes for t in w.values())
-    assert peak(w) > weights > 10 * peak(frozen(w))
-
-
 # Layers of torch.nn, with the real PEFT.
 
 
