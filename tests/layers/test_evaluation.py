@@ -166,17 +166,6 @@ def test_nested_tensors_in_an_encoder(how):
 
 
 @torch.no_grad()
-def test_other_nested_inputs_raise_what_pytorch_raises():
-    """With a mask, or in training: PyTorch takes neither."""
-    nested = torch.nested.as_nested_tensor(list(X))
-    for layer in make():
-        with pytest.raises((AssertionError, RuntimeError)):
-            layer(nested, CAUSAL)
-        with pytest.raises((AssertionError, RuntimeError)):
-            layer.train()(nested)
-
-
-@torch.no_grad()
 def test_empty_inputs_in_eval():
     for x in (X[:0], X[:, :0]):
         for mask in (None, CAUSAL[: x.shape[1], : x.shape[1]]):
