@@ -1,4 +1,4 @@
-"""Attention's launches: tiles, what is read and written, masks' blocks, quantized heads."""
+"""Attention's launches: what is read and written, descriptors, long sequences, quantized heads."""
 
 import dataclasses
 
