@@ -139,6 +139,11 @@ SURGERY = {
         "linear2" + PARAMETRIZED + "Linear" + LINEAR,
         lambda m: parametrizations.spectral_norm(m.linear2), updates=True,
     ),
+    "orthogonal": Change(
+        "self_attn.out_proj is torch.nn.utils.parametrize.ParametrizedNonDynamicallyQuantizable"
+        "Linear" + instead_of("modules.linear.NonDynamicallyQuantizableLinear"),
+        lambda m: parametrizations.orthogonal(m.self_attn.out_proj),
+    ),
     "pruned": Change(
         "linear1 has hooks", lambda m: prune.l1_unstructured(m.linear1, "weight", 0.5)
     ),

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 import torch
-from accuracy import assert_bits
+import torch.nn.functional as F
+from accuracy import assert_bits, assert_close
 from layer_kinds import run
 from reference import pair
 from tiers import pairwise
@@ -15,6 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fused_remat import FusedRematLayer, FusedRematWarning, memory_report
+from fused_remat.steps import activation as activations
 
 D, H, FF = 12, 3, 20
 DOUBLE = torch.float64
@@ -200,3 +202,13 @@ def test_what_cannot_be_called_again_falls_back_with_the_reason(activation, reas
     assert len(texts) == 1 + updates
     if updates:
         assert activation.calls == 2  # as under torch.utils.checkpoint: once more in backward
+
+
+def test_a_new_activation_is_a_row(monkeypatch):
+    """mish's ATen derivative has no overload that writes to `out`."""
+    backward = torch.ops.aten.mish_backward
+    bwd = lambda dy, x, out: activations._into(backward, dy, out, x)  # noqa: E731
+    row = activations.Activation(F.mish, bwd, modules=(nn.Mish,))
+    monkeypatch.setitem(activations.ACTIVATIONS, "mish", row)
+    stock, fused = pair(D, H, FF, 0.0, nn.Mish(), dtype=DOUBLE)
+    assert_close(run(fused, X, X.cos()), run(stock, X, X.cos()))

@@ -135,6 +135,14 @@ def test_kept_bytes_are_predicted_and_no_more_than_in_full_training(policy, p):
     assert saved.total <= full + 8 * (p > 0)
 
 
+def test_matrices_of_two_dtypes_are_refused():
+    """What else does not fit: `tests/ops/test_refused_arguments.py`."""
+    ((_, a, b, _),) = BLOCK.updates(("q",))
+    with pytest.raises(RuntimeError, match=r"A of q is torch\.float32 and B is torch\.float64"):
+        given = options(lora=[("q", a.float(), b, 1.0)])
+        ops.causal_block(normal(2, 5, BLOCK.d), BLOCK.weights(), **given)
+
+
 # Layers of torch.nn, with the real PEFT.
 
 

@@ -84,6 +84,7 @@ REFUSED = [
     ("layer_norm", {"x": []}, "()"),
     ("dropout_add", {"residual": [8]}, "residual | (8,) | (2, 8)"),
     ("mlp", {"fc1_weight": [4, 7]}, "fc1_weight | (4, 7) | (2, 8)"),
+    ("mlp", {"fc1_weight": [8]}, "fc1_weight | (8,) | (2, 8)"),
     ("mlp", {"fc1_bias": [8]}, "fc1_bias | (8,) | (4,) | (4, 8)"),
     ("mlp", {"fc2_weight": [8, 5]}, "fc2_weight | (8, 5) | (4, 8)"),
     ("mlp", {"fc1_weight": None}, "fc1_weight | missing | (F, 8)"),
@@ -111,6 +112,7 @@ REFUSED = [
     *(("attention", {name: mask}, name, RuntimeError)
       for name, mask in [("attn_mask", TRUE), ("key_padding_mask", TRUE[:2])]
       for mask in (mask.long(), mask.byte(), mask.half(), mask.to("meta"))),
+    ("attention", {"softcaps": 1.0}, "unexpected keyword argument 'softcaps'", TypeError),
     ("attention_block", {"x": [5, 8]}, "x has shape (5, 8) | (B, S, D)"),
     ("attention_block", {"qkv_weight": [24, 7]}, "qkv_weight | (24, 7) | (2, 5, 8)"),
     ("attention_block", {"qkv_weight": [25, 8]},
