@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.formats.errors import KINDS
+from bench.commands.formats import KINDS
 from bench.frontier import panels, sets, title
 from bench.pages.presets import (
     SHAPES,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from bench import tables
 from bench.gpu import targets
-from bench.gpu.kinds import KINDS
+from bench.gpu.profile import KINDS
 from bench.tables import MIB, Row
 
 UNMEASURED = "not yet run on hardware"
@@ -77,11 +76,8 @@ def profile_table(row: Row) -> str:
     return f"{_title(row)}, microseconds a step (least)\n{tables.terminal(['', *ways], rows)}"
 
 
-def report(path: Path, run: str) -> str:
+def report(rows: Sequence[Row]) -> str:
     """What a run measured, and what failed; profiled steps by kind; the targets."""
-    rows = [
-        row for row in (tables.load(path) or {"results": ()})["results"] if row.get("run") == run
-    ]
     lines = [line(row) for row in rows if "ways" in row or "found" in row]
     wrong, skipped = failures(rows), sum("skipped" in row for row in rows)
     lines += [f"\n{len(wrong)} failures, {skipped} cases without time", *wrong]
