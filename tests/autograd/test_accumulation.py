@@ -234,6 +234,7 @@ REFUSED = {
     ),
     "a wrong shape": main_grad_of(torch.Tensor.t, r"of shape \(32, 16\), expected \(16, 32\)"),
     "a wrong device": main_grad_of(lambda t: t.to("meta"), "that is torch.float32 on meta"),
+    "no tensor": main_grad_of(lambda t: 0.0, "that is not a dense tensor"),
     "a sparse one": main_grad_of(torch.Tensor.to_sparse, "that is not a dense tensor"),
     "one of inference": main_grad_of(made_in_inference, "that is an inference tensor"),
     "an expanded one": main_grad_of(lambda t: t[:, :1].expand(16, 32), "that is expanded"),

@@ -14,7 +14,7 @@ from test_same_bits_as_without import FORWARDS, each, plain, reentrant
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_remat import FusedRematLayer, ops
+from fused_remat import FusedRematLayer, FusedRematWarning, ops
 from fused_remat.report.allocations import measure_allocations
 
 REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reent"])
@@ -77,6 +77,15 @@ def test_the_fallback(way):
     for layer in model:
         layer.linear1.register_forward_hook(lambda module, args, y: y * 1.5)
     assert_alike(FORWARDS[way](model), model, model)
+
+
+def test_a_warning_of_the_fallback_inside_a_checkpoint_comes_once():
+    layer = mixed()[0]
+    layer.linear1.register_forward_hook(lambda module, args, y: None)
+    with pytest.warns(FusedRematWarning, match="linear1 has hooks") as seen:
+        for _ in range(2):
+            step(functools.partial(plain, layer), layer, X)
+    assert sum(w.category is FusedRematWarning for w in seen) == 1
 
 
 @pytest.mark.composes(

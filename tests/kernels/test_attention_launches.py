@@ -158,7 +158,10 @@ def test_descriptors_where_they_can_serve():
 # --- which keys a query sees
 
 
-@pytest.mark.parametrize("by_keys", [False, True], ids=["by queries", "by keys"])
+BY_KEYS = pytest.mark.parametrize("by_keys", [False, True], ids=["by queries", "by keys"])
+
+
+@BY_KEYS
 def test_bounds_beyond_the_tokens_reach_no_others(by_keys):
     """On a GPU nobody checks them: nothing beyond the tensors may be read for it."""
     cu = torch.tensor([-5, 9, 1000], device=DEVICE)
@@ -166,6 +169,35 @@ def test_bounds_beyond_the_tokens_reach_no_others(by_keys):
     bounds, launch = attention._bounds(call, 80, 80, by_keys)
     launch.run()
     assert bounds.min() >= 0 and bounds.max() <= 40
+
+
+@interpreted_only
+@BY_KEYS
+def test_lists_of_blocks(by_keys):
+    """Visited is what anything of is seen; without mask arithmetic, what is seen whole."""
+    mask = torch.zeros(2, 1, 37, 70)
+    mask[0, :, :, 16:32], mask[0, 0, 3, 5], mask[1, :, 16:, :20] = -torch.inf, 0.5, -torch.inf
+    padding = (torch.arange(70) >= 50) & torch.tensor([[False], [True]])
+    call = attention_call((2, 3, 3, 37, 70, 16), mask=mask, padding=padding, right=4, left=40)
+    problem, before = attention.prepare(torch.empty(2, 3, 37, 16), call, target(), True)
+    blocks, strides, launches = attention.lists(problem, SMALL, by_keys)
+    for launch in before + launches:
+        launch.run()
+    assert blocks.shape[:2] == (2, 1) and strides[1] == 0
+    far = torch.arange(70) - torch.arange(37)[:, None] - 33
+    hidden = padding[:, None] | (far > 4) | (far < -40)
+    bias = mask[:, 0].masked_fill(hidden, -torch.inf)
+    for row, tile in zip(
+        blocks.flatten(0, 2),
+        [t for b in bias for t in (b.T if by_keys else b).split(16)],
+        strict=True,
+    ):
+        pieces = tile.split(16, 1)
+        whole = [j for j, p in enumerate(pieces) if p.shape[1] == 16 and not p.any()]
+        partial = [j for j, p in enumerate(pieces) if p.isfinite().any() and j not in whole]
+        width = len(pieces)
+        assert row[: row[width]].tolist() == partial
+        assert sorted(row[width - row[width + 1] : width].tolist()) == whole
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])

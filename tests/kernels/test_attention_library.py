@@ -205,13 +205,19 @@ def test_a_16_bit_mask_that_is_not_far_from_0_stays_exact():
 # --- who serves
 
 
-def test_a_mask_is_not_for_deterministic_mode():
-    q = torch.empty(1, 1, 4, 64)
-    call = call_of((q, q), mask=torch.zeros(4, 4))
-    given = call, q.shape[3], q.dtype, q.device
-    assert attention_library._why_not_cuda(*given) is None
+@pytest.mark.parametrize(
+    ("width", "dtype", "reason"),
+    [(8, torch.float64, "float64"), (20, torch.bfloat16, "head dim 20"), (264, F32, "head dim 264"),
+     (64, F32, "any order")],
+)  # fmt: skip
+def test_what_no_kernel_of_cudas_serves(width, dtype, reason):
+    """A mask in deterministic mode; in any mode some dtypes and widths."""
+    q = torch.empty(1, 1, 4, width, dtype=dtype)
+    given = call_of((q, q), mask=torch.zeros(4, 4)), width, dtype, q.device
+    found = attention_library._why_not_cuda(*given)
+    assert found is None if reason == "any order" else reason in found
     with deterministic():
-        assert "any order" in attention_library._why_not_cuda(*given)
+        assert reason in attention_library._why_not_cuda(*given)
 
 
 def route(monkeypatch, dtype=torch.bfloat16, heads=(4, 4), width=64, s=(64, 64), **options):

@@ -139,11 +139,12 @@ def multiplied(name):
     return change
 
 
-def another(make):
+def another(name, make):
     """Cast or resized through `.data`, which has no version."""
 
     def change(layer, x):
-        layer.norm1.weight.data = make(layer.norm1.weight.data)
+        t = x if name == "x" else layer.get_parameter(name)
+        t.data = make(t.data)
 
     return change
 
@@ -153,8 +154,9 @@ def another(make):
     "change, message",
     [
         *((multiplied(name), "inplace") for name in ("linear2.weight", "norm1.bias", "x")),
-        (another(torch.Tensor.float), r"'norm1\.weight' again"),
-        (another(lambda p: p[:1].clone()), r"'norm1\.weight' again"),
+        (another("norm1.weight", torch.Tensor.float), r"'norm1\.weight' again"),
+        (another("norm1.weight", lambda p: p[:1].clone()), r"'norm1\.weight' again"),
+        (another("x", torch.Tensor.float), "'src' again"),
     ],
 )
 def test_the_fallback_raises_when_a_parameter_or_the_input_changed(change, message):

@@ -1,5 +1,7 @@
 """`ops.cross_entropy`: F.cross_entropy and its conventions, memory, autograd, errors."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -170,6 +172,17 @@ def test_logits_are_never_whole_and_a_frozen_head_has_no_gradient(dtype):
     assert frozen <= block + 6 * tokens * width + 64 * tokens  # dx in float32, and as it is given
     assert trained <= frozen + weight.nbytes + 4 * 128 * width  # and a block of it in float32
     assert trained >= frozen + 0.9 * weight.nbytes
+
+
+def test_blocks_are_as_large_as_the_limit_allows():
+    call = cross_entropy.CrossEntropyCall(torch.zeros(0), -100, 0.0, 0.0, 0.0, 0)
+    sizes = itertools.product((0, 1, 100, 10_000, 1_000_000), (1, 1000, 262_144))
+    for (tokens, vocab), (kind, limit) in itertools.product(
+        sizes, (("cpu", 1 << 20), ("cuda", 1 << 26))
+    ):
+        rows, columns = cross_entropy.block_of(tokens, vocab, call, torch.device(kind))
+        assert 1 <= rows <= max(tokens, 1) and 1 <= columns <= vocab
+        assert min(0.9 * limit, max(tokens, 1) * vocab) <= rows * columns <= limit
 
 
 # --- autograd, compilers, checks

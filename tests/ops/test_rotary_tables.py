@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from block_inputs import calls, check_beside, compare, in_pieces, normal
 from op_cases import HEADS, ROTARY_BLOCKS, D, Heads, rotary, rotated
 
-from fused_remat import Policy
+from fused_remat import Policy, explain
 from fused_remat.autograd import run_block
+from fused_remat.execution.observe import TRACERS
 from fused_remat.graph.build import BlockBuilder, rotary_node
 from fused_remat.graph.schedule import schedule
 from fused_remat.policies import EXACT_PRESETS
@@ -124,6 +125,27 @@ def test_where_it_works_in_place(name, tiled):
             made = [s.node for s in steps if s.kind == "compute" and isinstance(s.node, Rotary)]
             found.append(made[0].in_place if made else None)
         assert tuple(found) == expected, policy
+
+
+@pytest.mark.parametrize("policy", ["full", "fast"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_is_the_projections_memory_and_explained(name, policy):
+    case, at = ROTARY_BLOCKS[f"{name} block"], {}
+
+    def trace(step, chunk):
+        at.update({held: chunk[held].data_ptr() for held in ("qkv", "rotated") if held in chunk})
+
+    class Model(torch.nn.Module):
+        def forward(self, tensors):
+            return case.op(tensors, 0.0, policy=policy)
+
+    TRACERS.append(trace)
+    try:
+        (found,) = explain(Model(), case.tensors(BATCH, SEQ))
+    finally:
+        TRACERS.remove(trace)
+    said = dict(found.forward)["rotated"]
+    assert (at["qkv"] == at["rotated"]) == ("in place" in said) == IN_PLACE[name][policy][0]
 
 
 def test_what_is_read_again_is_not_written_over():

@@ -49,6 +49,15 @@ def test_products_in_another_dtype_are_said():
     assert ("float32 copies" in routine(found, "qkv")) != native
 
 
+def test_dtypes_of_autocast_are_said():
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = explain(layer(), X)
+    assert "products in bfloat16, stream in float32" in found.title
+    steps = dict(found.forward)
+    assert "rounded to bfloat16" in steps["norm1"]
+    assert "added to the residual in the stream's dtype" in steps["mid"]
+
+
 def test_pieces_are_said(monkeypatch):
     monkeypatch.setattr("fused_remat.execution.choose._CPU_TOKENS", 8)
     (found,) = explain(layer(), X)
