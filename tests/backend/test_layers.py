@@ -371,8 +371,8 @@ def test_layers_that_keep_8_bits(name, policy, dtype, tile, monkeypatch):
     for mine, theirs, true in zip(grads, eager, exact, strict=True):
         assert error_of(mine, true) < 5e-2, tuple(mine.shape)
         off = (mine.double() - theirs.double()).norm() / true.double().norm()
-        # Of attention's, whose scores are computed from codes again, not more than the codes' own.
-        assert off < max(close, error_of(theirs, true)), tuple(mine.shape)
+        # Twice as far behind attention, whose scores are computed from codes again.
+        assert off < close * (1 + (len(mine) == 3 * D)), tuple(mine.shape)
     assert any(not torch.equal(a, b) for a, b in zip(grads, exact, strict=True))
 
 
