@@ -176,6 +176,8 @@ ANY = ("plan", "mine_for_cli:with_loss", "--costs", "analytic", "--optimizer", "
         ((*SMALL, "--policy", "lean", "--devices", "--link-GBps", 100), 0,
          ("0.13 B parameters on 6 devices", "lean", "eager", "checkpoint", "planner",
           "link: 100 GB/s (assumed, not measured: --link-GBps)", "smallest mesh",
+          *(f"{rate} (assumed, not measured" for rate in ("989.5 TFLOP/s", "780 TFLOP/s",
+            "644 TFLOP/s", "541 TFLOP/s", "3000 GB/s", "50 GB/s", "55 GB/s", "2 µs")),
           "optimizer states", "tensor parallel", "longest sequence")),
         ((*SMALL, "--policy", "full", "--device-memory", "10MiB"), 1,
          ("no policy fits into 10.0 MiB", "planner finds no policies that fit",
