@@ -38,7 +38,7 @@ from bench.measure.options import Parser
 from bench.measure.registry import described
 from bench.measure.results import ResultsFile, Row
 from bench.pages.gpu import failures, line, report
-from bench.tables import read
+from bench.tables import load
 from bench.tuning import attention_tiles, pointwise, products
 from fused_remat.triton.launch import INTERPRETED, target_of
 
@@ -265,7 +265,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def draw(path: Path) -> str:
     """Write the frontier of the layers' steps beside the results; what came of it, in a line."""
     try:
-        made = picture(path.parent, panels(read(path)))
+        made = picture(path.parent, panels(load(path)))
         made.write()
     except (ValueError, ImportError) as error:  # no layer was measured, no matplotlib
         return f"no picture of the frontier: {error}"

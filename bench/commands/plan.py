@@ -3,13 +3,12 @@
     python -m bench plan
     python -m bench plan --d-model 512 --seconds 300
     python -m bench plan --layers 4 --dropout 0.1 --no-compile
-    python -m bench plan --from bench/results/plan-cpu.json
 
 Of a stack of encoder layers: eager, `torch.utils.checkpoint` around every layer, some, or segments,
 selective checkpointing, `torch.compile` with memory budgets; and our plans within the measured peak
 of each of them, and along the frontier. A step is forward and backward; no gradients are there at
 its beginning. Peaks include parameters and gradients. Every way is checked before it is timed.
-Written to the folder: plan-DEVICE.json, .png and .svg. `--from` draws a file again.
+Written to the folder: plan-DEVICE.json, .png and .svg.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from torch import Tensor
 
@@ -125,7 +123,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "plan", __doc__, "device dtype rounds seconds threads out fresh", rounds=12, seconds=150.0
     )
     add = parser.add
-    add("--from", dest="given", type=Path, metavar="FILE", help="draw this file again, beside it")
     add("--layers", type=positive, help="(8; on cuda 12)")
     add("--batch", type=positive, help="sequences (4)")
     add("--seq", type=positive, help="tokens of each (256; on cuda 2048)")
@@ -150,35 +147,29 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure or read, draw, and print the tables.
+    """Measure, draw, and print the tables.
 
     Returns 1 if a result of ours was wrong: of others', FAIL in the table says it.
     """
     args = parse(arguments)
-    path = args.given or args.out / f"plan-{args.device}.json"
 
     def one(case: Case, rig: Rig, progress: Progress) -> Row:
         return measure(case, args.ways, rig, progress)
 
+    units = 2 * (len(args.ways) + _OURS)
+    results, (row,) = run(args, f"plan-{args.device}.json", one, units, page.title)
+    if row is None:
+        return 1
+    for heading, make in TABLES.items():
+        print(f"\n{heading}\n\n{make(row)}")
     try:
-        if not args.given:
-            units = 2 * (len(args.ways) + _OURS)
-            if None in run(args, path.name, one, units, page.title)[1]:
-                return 1
-        data = page.read(path)
-        wanted = [dataclasses.asdict(case) for case in args.cases]
-        rows = [row for row in data["results"] if args.given or row["case"] in wanted]
-        for row in rows:
-            print(f"\n{page.title(row)}, {row['rounds']} rounds")
-            for heading, make in TABLES.items():
-                print(f"\n{heading}\n\n{make(row)}")
-        made = picture(path, data["results"])
+        made = picture(results.path, results.rows)
         made.write()
     except (ValueError, ImportError) as error:
         print(f"python -m bench plan: {error}", file=sys.stderr)
         return 2
-    print("", path, *made.files, sep="\n")
-    return int(any(map(wrong, rows)))
+    print("", results.path, *made.files, sep="\n")
+    return int(wrong(row))
 
 
 def wrong(row: Row) -> bool:

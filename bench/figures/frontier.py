@@ -39,7 +39,9 @@ def short(way: str) -> str:
 
 
 def picture(folder: Path, panels: Sequence[Panel]) -> Picture:
-    """Of a folder's panels."""
+    """Of a folder's panels. Raises: ValueError without any."""
+    if not panels:
+        raise ValueError("no step of a layer was measured beside eager's")
     rows = [asdict(panel) for panel in panels]
     return Picture(beside(folder / DATA), rows, functools.partial(_draw, panels))
 

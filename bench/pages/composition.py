@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.measure.machine import ROOT
-from bench.tables import RESULTS, Cell, load, markdown
+from bench.tables import RESULTS, load, markdown
 
 #: What the tests on a GPU gave there; written by `make gpu` (`bench.gpu.outcomes`).
 OUTCOMES = RESULTS / "gpu" / "tests.json"
@@ -30,13 +30,13 @@ GROUPS = (
 class Mark(NamedTuple):
     """One `composes` mark, and what else is known of the test that carries it."""
 
-    group: str
-    name: str
-    limits: str
     path: str  # of the file, relative to the repository
     test: str  # its name in the file
-    gpu: bool = False  # it needs a GPU
-    fails: str = ""  # why it is expected to fail (xfail)
+    gpu: bool  # it needs a GPU
+    fails: str  # why it is expected to fail (xfail)
+    group: str
+    name: str
+    limits: str = ""
 
     @property
     def node(self) -> str:
@@ -44,36 +44,41 @@ class Mark(NamedTuple):
         return f"{self.path}::{self.test}"
 
 
-def marks(files: Iterable[Path], root: Path = ROOT) -> list[Mark]:
+def marks(files: Iterable[Path], root: Path = ROOT) -> Iterator[Mark]:
     """Every mark in `files`, in their order.
 
     Raises: ValueError for a mark whose arguments are not literal strings, that names no known
         group, or that does not decorate a test or a class of tests.
     """
-    return [mark for path in files for mark in _marks_of(path, path.relative_to(root).as_posix())]
+    for path in files:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        try:
+            found = list(_marks_of(tree, path.relative_to(root).as_posix()))
+            for mark in found:
+                if mark.group not in GROUPS or not mark.name or set("".join(mark[4:])) & set("|\n"):
+                    raise ValueError(f"no known group, no name, or no cells of a table: {mark}")
+            written = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute))
+            if sum(_kind(node) == "composes" for node in written) != len(found):
+                raise ValueError("the mark composes must be called, and decorate a test")
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error!r}") from error
+        yield from found
 
 
-def _marks_of(path: Path, shown: str) -> Iterator[Mark]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def _marks_of(tree: ast.Module, path: str) -> Iterator[Mark]:
     of_file = [
-        mark
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
-        for mark in ast.walk(node.value)
+        node
+        for line in tree.body
+        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "pytestmark"
+        for node in ast.walk(line.value)
     ]
-    seen: set[ast.AST] = set()
     for name, own, above in _tests(tree):
-        others = [*above, *own]
-        gpu = any(_kind(mark) == "gpu" for mark in (*of_file, *others))
-        fails = "; ".join(_reason(d, f"{shown}:{d.lineno}") for d in others if _kind(d) == "xfail")
-        for decorator in own:
-            if _kind(decorator) == "composes":
-                seen.update(ast.walk(decorator))
-                said = _arguments(decorator, f"{shown}:{decorator.lineno}")
-                yield Mark(*said, shown, name, gpu, fails)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.expr) and _kind(node) == "composes" and node not in seen:
-            raise ValueError(f"{shown}:{node.lineno}: the mark composes must decorate a test")
+        kinds = {_kind(node): node for node in (*of_file, *above, *own)}
+        fails = _arguments(kinds["xfail"])[1]["reason"] if "xfail" in kinds else ""
+        for node in own:
+            if _kind(node) == "composes" and isinstance(node, ast.Call):
+                args, named = _arguments(node)
+                yield Mark(path, name, "gpu" in kinds, fails, *args, **named)
 
 
 def _tests(tree: Any, of: str = "", above: Any = ()) -> Iterator[tuple[str, Any, Any]]:
@@ -86,39 +91,15 @@ def _tests(tree: Any, of: str = "", above: Any = ()) -> Iterator[tuple[str, Any,
 
 
 def _kind(node: ast.AST) -> str:
-    """ "gpu" for `pytest.mark.gpu`, called or not; "" for anything else."""
-    node = node.func if isinstance(node, ast.Call) else node
-    is_mark = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pytest.mark"
-    return node.attr if is_mark and isinstance(node, ast.Attribute) else ""
+    """ "gpu" for `pytest.mark.gpu`, called or not; something else for anything else."""
+    text = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+    return text.removeprefix("pytest.mark.")
 
 
-def _arguments(mark: ast.expr, where: str) -> tuple[str, str, str]:
-    """Group, name and limits of the mark."""
-
-    def composes(group: str, name: str, limits: str = "") -> tuple[str, str, str]:
-        assert name and all(isinstance(v, str) for v in (group, name, limits))
-        return group, name, limits
-
-    try:
-        assert isinstance(mark, ast.Call)
-        named = {str(k.arg): ast.literal_eval(k.value) for k in mark.keywords}
-        group, name, limits = composes(*map(ast.literal_eval, mark.args), **named)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(
-            f'{where}: expected composes("group", "name", limits="..."), in literal strings'
-        ) from error
-    if group not in GROUPS:
-        raise ValueError(f"{where}: unknown group {group!r}; known: {', '.join(GROUPS)}")
-    if any(c in text for text in (name, limits) for c in "|\n"):
-        raise ValueError(f"{where}: a cell of a table holds neither | nor line breaks")
-    return group, name, limits
-
-
-def _reason(mark: ast.expr, where: str) -> str:
-    for keyword in mark.keywords if isinstance(mark, ast.Call) else ():
-        if keyword.arg == "reason" and isinstance(keyword.value, ast.Constant):
-            return str(keyword.value.value)
-    raise ValueError(f"{where}: xfail needs a literal reason")
+def _arguments(mark: Any) -> tuple[list[str], dict[str, str]]:
+    """Of a call, whose arguments are literals."""
+    named = {word.arg: ast.literal_eval(word.value) for word in mark.keywords}
+    return [ast.literal_eval(value) for value in mark.args], named
 
 
 def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
@@ -143,20 +124,20 @@ def works(row: list[Mark], outcomes: Mapping[str, Any]) -> str:
 
 def table(found: Iterable[Mark] | None = None, outcomes: Mapping[str, Any] | None = None) -> str:
     """A heading and a table for each group that has a mark, in the order of `GROUPS`."""
-    outcomes = load(OUTCOMES) or {} if outcomes is None else outcomes
+    if outcomes is None:
+        outcomes = load(OUTCOMES) if OUTCOMES.exists() else {}
     rows: dict[str, dict[str, list[Mark]]] = {group: {} for group in GROUPS}
     for mark in marks(sorted((ROOT / "tests").rglob("test_*.py"))) if found is None else found:
         rows[mark.group].setdefault(mark.name, []).append(mark)
     parts = []
     for group, names in rows.items():
-        cells = [_cells(name, row, outcomes) for name, row in names.items()]
+        cells = [[name, works(row, outcomes), *_where(row)] for name, row in names.items()]
         shown = markdown(("what", "works", "tested where", "limits"), cells)
         parts += [f"## {group}\n\n{shown}"] if cells else []
     return "\n\n".join(parts)
 
 
-def _cells(name: str, row: list[Mark], outcomes: Mapping[str, Any]) -> list[Cell]:
-    """Tests are linked from the root of the repository."""
-    where = [f"[{Path(m.path).name}::{m.test}]({m.path})" for m in row]
-    limits = "; ".join(dict.fromkeys(m.limits for m in row if m.limits))
-    return [name, works(row, outcomes), ", ".join(where), limits]
+def _where(row: list[Mark]) -> tuple[str, str]:
+    """The tests, linked from the root of the repository, and their limits."""
+    where = ", ".join(f"[{Path(m.path).name}::{m.test}]({m.path})" for m in row)
+    return where, "; ".join(dict.fromkeys(m.limits for m in row if m.limits))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.formats.errors import KINDS
-from bench.frontier import panels, sets, title
+from bench.frontier import sets, title
 from bench.pages.presets import (
     SHAPES,
     D,
@@ -20,24 +20,20 @@ from bench.pages.presets import (
     row_bytes,
     trained,
 )
-from bench.tables import RESULTS, Cell, Row, machine_line, markdown, part
+from bench.tables import RESULTS, Cell, Row, load, machine_line, markdown
 from fused_remat.graph.graph import Graph
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import kept_bytes
 from fused_remat.planner.options import packable
 from fused_remat.policies import ALL_PRESETS, kept_names
 
-UNMEASURED = "Not measured yet: `python -m bench formats`."
 #: Targets of "fast8" beside "none" on a GPU: time, and kept bytes.
 MOST_TIME, MOST_BYTES = 1.03, 0.68
 
 
-def errors() -> str:
+def errors(root: Path = RESULTS) -> str:
     """A row for each shape and size of outliers: the largest ratio to the error of "none"."""
-    return part(RESULTS / "formats-cpu.json", _table, UNMEASURED)
-
-
-def _table(data: Row) -> str:
+    data = load(root / "formats-cpu.json")
     ways = [way for way in data["results"][0]["ways"] if way != "none"]
     head = ("layer", "outliers", "bf16's own error", *(f"`{way}`" for way in ways))
     lines = []
@@ -125,14 +121,14 @@ def targets(root: Path = RESULTS) -> str:
     """ "fast8" beside "none", at every shape of a layer that was measured with both on a GPU."""
     head = ("on", "layer", f"time (≤ {MOST_TIME}×)", f"kept bytes (≤ {MOST_BYTES}×)", "met")
     rows: list[list[Cell]] = []
-    of_gpu = [data for data in sets(root).values() if data["machine"].get("gpu")]
-    for panel in itertools.chain.from_iterable(map(panels, of_gpu)):
-        case, ways = [panel.machine["gpu"], title(panel.case)], {p.way: p for p in panel.points}
-        if "fast8" in panel.wrong:
+    for panel in itertools.chain.from_iterable(sets(root).values()):
+        case = [panel.machine.get("gpu"), title(panel.case)]
+        ways = {point.way: point for point in panel.points}
+        if case[0] and "fast8" in panel.wrong:
             rows.append([*case, panel.wrong["fast8"], None, "no"])
-        elif {"none", "fast8"} <= ways.keys():
+        elif case[0] and {"none", "fast8"} <= ways.keys():
             time = ways["fast8"].p50 / ways["none"].p50
             size = ways["fast8"].kept / ways["none"].kept
             met = "yes" if time <= MOST_TIME and size <= MOST_BYTES else "no"
             rows.append([*case, f"{time:.3f}×", f"{size:.3f}×", met])
-    return markdown(head, rows) if rows else "Not yet measured on a GPU."
+    return markdown(head, rows) if rows else ""

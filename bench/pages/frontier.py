@@ -16,15 +16,12 @@ from bench.frontier import (
     Win,
     is_ours,
     kind,
-    panels,
     sets,
     sweeps,
     title,
 )
-from bench.tables import RESULTS, Cell, Row
+from bench.tables import RESULTS, Cell
 
-CPU = RESULTS / "frontier-cpu"
-UNMEASURED = "Not measured yet: `python -m bench frontier --device cpu`."
 AXES = {"seq_len": "S", "d_model": "D"}
 RULES = (
     "Time is a training step's (median ratio to eager, all ways in turns), memory what is kept "
@@ -116,34 +113,27 @@ def brief(found: Sequence[Panel]) -> str:
 # --- parts of pages
 
 
-def _sets(root: Path) -> dict[Path, Row]:
-    """This CPU's first."""
-    return dict(sorted(sets(root).items(), key=lambda item: item[0].name != CPU.name))
-
-
 def _picture(folder: Path) -> str:
-    return tables.picture(
-        folder / DATA, "Step time against bytes kept for backward, a panel per shape"
-    )
+    shown = "Step time against bytes kept for backward, a panel per shape"
+    return tables.picture(folder / DATA, shown)
 
 
 def readme(root: Path = RESULTS) -> str:
-    """This CPU's tables.picture, and what every set of a CPU says in a line."""
-    found = {folder: data for folder, data in _sets(root).items() if not data["machine"].get("gpu")}
-    if not found:
-        return UNMEASURED
-    folder, data = next(iter(found.items()))
-    lines = "\n".join(brief(panels(data)) for data in found.values())
-    return "\n\n".join([_picture(folder), lines, tables.machine_line(data["machine"])])
+    """The first CPU's picture, and what every set of a CPU says in a line."""
+    found = {folder: of for folder, of in sets(root).items() if not of[0].machine.get("gpu")}
+    lines = "\n".join(map(brief, found.values()))
+    shown = ((_picture(f), lines, tables.machine_line(of[0].machine)) for f, of in found.items())
+    return "\n\n".join(next(shown, ()))
 
 
 def section(root: Path = RESULTS) -> str:
-    """Of every set: the tables.picture, where the winner changes, and all tables, folded."""
+    """Of every set: the picture, where the winner changes, and all tables, folded."""
     parts = []
-    for folder, data in _sets(root).items():
-        found = panels(data)
-        machine, every = data["machine"], map(panel_table, found)
-        parts += [f"### {tables.where(machine, folder)}", _picture(folder)]
-        parts += [tables.machine_line(machine), "Where the winner changes:", sweep_tables(found)]
-        parts += [RULES, tables.folded("Every shape", *every)]
-    return "\n\n".join(parts) or UNMEASURED
+    for folder, found in sets(root).items():
+        machine = found[0].machine
+        parts += [
+            tables.heading(machine, folder), _picture(folder), tables.machine_line(machine),
+            "Where the winner changes:", sweep_tables(found), RULES,
+            tables.folded("Every shape", *map(panel_table, found)),
+        ]  # fmt: skip
+    return "\n\n".join(parts)

@@ -10,9 +10,10 @@ from math import isnan, nan
 from pathlib import Path
 from statistics import fmean, stdev
 
-from bench.tables import RESULTS, Row, machine_line, markdown, picture, read
+from bench import tables
+from bench.tables import RESULTS, Row, markdown
 
-UNMEASURED = "Not measured yet: `make losses`."
+FILES = "losses-*.json"
 #: How many of the last steps' losses make a run's training loss.
 LAST = 50
 TITLES = {"byte_lm": "Byte-level LM", "smollm": "SmolLM-shaped"}
@@ -100,21 +101,16 @@ def verdicts(data: Row) -> str:
     return "\n".join(lines)
 
 
-def files(root: Path = RESULTS) -> list[Path]:
-    """Every results file of losses."""
-    return sorted(root.glob("losses-*.json"))
-
-
 def section(root: Path = RESULTS) -> str:
     """Of every file: the picture, the sizes, the table, and whether "fast8" is within the noise."""
-    return "\n\n".join(map(_set, files(root))) or UNMEASURED
+    return "\n\n".join(map(_set, tables.files(FILES, root)))
 
 
 def _set(path: Path) -> str:
-    data = read(path)
+    data = tables.load(path)
     seeds, steps = ({row["case"][key] for row in data["results"]} for key in ("seed", "steps"))
     parts = [
-        picture(path, "Training and validation losses, a row of panels per model"),
+        tables.picture(path, "Training and validation losses, a row of panels per model"),
         "\n".join(f"- {title(rows)}" for rows in models(data["results"]).values()),
         f"{len(seeds)} seeds, {max(steps)} steps each. A seed is that of the weights, of the "
         f"order of the batches and of dropout. Training loss: mean of the last {LAST} steps. "
@@ -122,6 +118,6 @@ def _set(path: Path) -> str:
         "loss, each seed beside the same seed's run.",
         table(data),
         verdicts(data),
-        machine_line(data["machine"]),
+        tables.machine_line(data["machine"]),
     ]
     return "\n\n".join(parts)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from bench import tables
 from bench.subjects.configs import MODELS
-from bench.tables import MIB, RESULTS, Cell, Columns, Row, Verdict
+from bench.tables import MIB, RESULTS, Cell, Columns, Row, Verdict, load
 
-FILE = RESULTS / "model-cpu.json"
-UNMEASURED = "Not measured yet: `python -m bench model --article --device cpu`."
+FILE = "model-cpu.json"
 
 
 def rows_of(results: Row) -> list[Row]:
@@ -32,17 +32,17 @@ def title(row: Row) -> str:
 def case_table(row: Row) -> str:
     """A case's results, a line per way; below it what they share."""
 
-    def share(what: str) -> Columns:
-        return [("of eager's", lambda way: tables.number(kept_share(way, row, what), 3))]
+    def share(what: str) -> Callable[[Row], Cell]:
+        return lambda way: tables.number(kept_share(way, row, what), 3)
 
     columns: Columns = [
         ("step", lambda way: tables.ms(way["step_seconds"]["p50"])),
         ("vs eager", lambda way: tables.times(way["step_ratio"].get("eager"))),
         ("vs checkpoint", lambda way: tables.times(way["step_ratio"].get("checkpoint"))),
         ("kept", lambda way: _size(way["kept_bytes"])),
-        *share("kept_bytes"),
+        ("of eager's", share("kept_bytes")),
         ("below the head", lambda way: _size(way["kept_below_head_bytes"])),
-        *share("kept_below_head_bytes"),
+        ("of eager's", share("kept_below_head_bytes")),
         ("peak", lambda way: _size(way["step_peak_bytes"])),
         ("largest batch", lambda way: tables.number(way.get("largest_batch"))),
         ("tokens/s there", lambda way: tables.number(way.get("tokens_per_second"))),
@@ -64,15 +64,12 @@ def kept_share(found: Row, row: Row, what: str) -> float | None:
     return found[what] / theirs if theirs and found.get(what) is not None else None
 
 
-def has_losses(row: Row) -> bool:
-    """Whether losses were asked for."""
-    return "losses" in row or "losses_failure" in row
-
-
 def losses_table(row: Row) -> str:
-    """Losses of every step side by side, and the largest relative differences."""
+    """Losses of every step side by side, and the largest relative differences; "" if not asked."""
     if "losses_failure" in row:
         return f"Losses: FAIL: {row['losses_failure']}"
+    if "losses" not in row:
+        return ""
     found = row["losses"]
     steps = enumerate(zip(*found["curves"].values(), strict=True), 1)
     rows = [[str(step), *(f"{loss:.6f}" for loss in losses)] for step, losses in steps]
@@ -117,14 +114,16 @@ def verdicts(results: Row) -> list[Verdict]:
 
 def _verdict(name: str, what: str, limit: float, rows: Sequence[Row]) -> Verdict:
     text = f"{name}: {LIMITS[what].format(limit)}"
-    values = []
+    values: list[float | None] = []
     for row in rows:
         way = row["ways"].get(name, {})
         if "failure" in way:
             return Verdict(text, f"wrong results: {name}", False)
         ratios = way.get("step_ratio", {})
-        shared = kept_share(way, row, what) if ratios and what != "step" else None
-        values.append(ratios.get("checkpoint", {}).get("p50") if what == "step" else shared)
+        if what == "step":
+            values.append(ratios.get("checkpoint", {}).get("p50"))
+        elif ratios:
+            values.append(kept_share(way, row, what))
     known = [value for value in values if value is not None]
     if not known:
         return Verdict(text, "not measured", None)
@@ -151,30 +150,21 @@ def target_table(results: Row) -> str:
 # --- pages
 
 
-def article(results: Row) -> str:
-    """All cases of a results file as a page: fine-tuning with and without checkpointing."""
-    parts = ["# Fine-tuning in every way"]
-    for row in rows_of(results):
-        parts += [f"## {title(row)}", case_table(row)]
-        parts += ["### Losses", losses_table(row)] if has_losses(row) else []
-    return "\n\n".join([*parts, "## Targets", target_table(results)]) + "\n"
-
-
-def section() -> str:
+def section(root: Path = RESULTS) -> str:
     """Every CPU's, then every set of a GPU's."""
-    paths = [FILE, *sorted(RESULTS.glob(f"*/{FILE.name}"), reverse=True)]
-    parts = [text for path in paths if path.exists() for text in _set(tables.load(path))]
-    parts = parts or [UNMEASURED]
-    for folder, files in tables.gpu_sets().items():
-        for data in filter(rows_of, files):
-            parts += [f"### Models on {tables.where(data['machine'], folder)}", *_set(data)]
+    parts = [file_section(load(path)) for path in tables.files(FILE, root)]
+    for folder, data in tables.gpu_files(root):
+        if rows_of(data):
+            parts += [tables.heading(data["machine"], folder), file_section(data)]
     return "\n\n".join(parts)
 
 
-def _set(data: Row) -> Iterator[str]:
-    yield tables.machine_line(data["machine"])
+def file_section(data: Row) -> str:
+    """A results file: where it was measured, a CPU's targets, and every case."""
+    parts = [tables.machine_line(data["machine"])]
     if not data["machine"].get("gpu"):
-        yield target_table(data)
+        parts.append(target_table(data))
     for row in rows_of(data):
-        losses = [losses_table(row)] if has_losses(row) else []
-        yield tables.folded(title(row), case_table(row), *losses)
+        shown = filter(None, (case_table(row), losses_table(row)))
+        parts.append(tables.folded(title(row), *shown))
+    return "\n\n".join(parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from bench.tables import Cell, markdown
 from fused_remat.formats import FORMATS, NATIVE, split_name
@@ -37,14 +37,9 @@ _TRANSFORMERS = {
 }
 
 
-def block(norm_first: bool) -> Graph:
-    """The encoder block's graph without dropout."""
-    return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu"))
-
-
-def decoder(norm_first: bool) -> Graph:
-    """The decoder block's graph without dropout."""
-    return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu", (1e-5,) * 3))
+def block(norm_first: bool, *norms: float) -> Graph:
+    """The encoder block's graph without dropout; with three norms' eps, the decoder block's."""
+    return block_graph(nn_layer_spec(norm_first, H, D // H, "gelu", *([norms] if norms else [])))
 
 
 def transformer(placement: str, qk_norm: bool) -> Graph:
@@ -100,40 +95,30 @@ def kept_of(graph: Graph, preset: str) -> list[str]:
     return ["input", *in_order(graph, kept_names(preset, graph))]
 
 
-def _by_source(graph: Graph, unit: str, amount: Callable[[str], float]) -> list[str]:
-    """What there is of each input's tokens; "·M/S": of the memory's."""
-    found = [(amount(source), of) for source, of in zip(graph.inputs, ("", "·M/S"), strict=False)]
-    return [f"{in_widths(count * D)}{unit}{of}" for count, of in found if count]
+def _by_source(graph: Graph, amounts: Iterable[tuple[str, float]], unit: str) -> list[str]:
+    """The sum over names, in D, for each input's tokens; "·M/S": of the memory's."""
+    total = dict.fromkeys(graph.inputs, 0.0)
+    for name, amount in amounts:
+        total[graph.source[name]] += amount
+    sums = zip(total.values(), ("", "·M/S"), strict=False)
+    return [f"{in_widths(amount)}{unit}{of}" for amount, of in sums if amount]
 
 
 def rebuilt(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> str:
     """What backward rebuilds, as "16D² + attention"; D²·M/S is a product of the memory's tokens."""
     nodes = rebuilt_nodes(graph, kept_names(preset, graph))
-
-    def amount(source: str) -> float:
-        mine = [node for node in nodes if graph.source[node.name] == source]
-        return products(graph, mine, shapes) // D**2
-
-    parts = _by_source(graph, "D²", amount)
+    amounts = ((node.name, products(graph, [node], shapes) / D) for node in nodes)
+    parts = _by_source(graph, amounts, "D²")
     parts += ["attention"] * any(node.per_sequence for node in nodes)
     return " + ".join(parts) or "pointwise only"
 
 
-def kept_bytes(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> str:
-    """Bytes of a token at 16 bits, as "6D + 4D·M/S"."""
-    widths, kept = graph.widths(shapes), kept_of(graph, preset)
-
-    def amount(source: str) -> float:
-        mine = [name for name in kept if graph.source[split_name(name)[0]] == source]
-        return sum(row_bytes(name, widths) for name in mine) / D
-
-    return " + ".join(_by_source(graph, "D", amount))
-
-
 def cells(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> list[Cell]:
-    """What a preset keeps of a block, the bytes of that, and what backward rebuilds."""
-    kept = ", ".join(kept_of(graph, preset))
-    return [kept, kept_bytes(graph, preset, shapes), rebuilt(graph, preset, shapes)]
+    """What a preset keeps of a block, the bytes of that at 16 bits, and what backward rebuilds."""
+    kept, widths = kept_of(graph, preset), graph.widths(shapes)
+    amounts = ((split_name(name)[0], row_bytes(name, widths)) for name in kept)
+    size = " + ".join(_by_source(graph, amounts, "D"))
+    return [", ".join(kept), size, rebuilt(graph, preset, shapes)]
 
 
 def quoted(preset: str) -> str:
@@ -143,16 +128,16 @@ def quoted(preset: str) -> str:
 
 def encoder_table() -> str:
     """The presets of the encoder block: what each keeps and rebuilds."""
-    return _table(block)
+    return _table()
 
 
 def decoder_table() -> str:
     """The presets of the decoder block, besides the memory."""
-    return _table(decoder)
+    return _table(1e-5, 1e-5, 1e-5)
 
 
-def _table(make: Callable[[bool], Graph]) -> str:
-    graphs = {"pre-norm": make(True), "post-norm": make(False)}
+def _table(*norms: float) -> str:
+    graphs = {name: block(name == "pre-norm", *norms) for name in ("pre-norm", "post-norm")}
     head = ["preset", *(h for name in graphs for h in (f"{name} keeps", "bytes", "rebuilds"))]
     rows = [
         [quoted(preset), *(cell for graph in graphs.values() for cell in cells(graph, preset))]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.tables import RESULTS, Cell, Row, kib, machine_line, markdown, ms, part
+from bench.tables import RESULTS, Cell, Row, kib, load, machine_line, markdown, ms
 from fused_remat.cli import scale
 
-UNMEASURED = "Not measured yet: `python -m bench scale`."
 #: The command whose output is shown.
 EXAMPLE = "--model llama3-70b --mesh 8x8 --seq 8192 --batch 2"
 
@@ -54,7 +53,7 @@ def _cells(row: Row) -> list[Cell]:
         title(row["case"]), f'`"{row["case"]["policy"]}"`', ", ".join(resting),
         kib(first["kept by layers"]), "the same bytes" if is_exact(row) else "**other bytes**",
         kib(row["taken"]), f"{kib(row['bound'])} ({row['bound'] / row['taken']:.2f}×)",
-        *(ms(row[key], group="") or "not timed" for key in ("seconds", "predicted_seconds")),
+        *(ms(row[key]) or "not timed" for key in ("seconds", "predicted_seconds")),
     ]  # fmt: skip
 
 
@@ -66,10 +65,7 @@ def example() -> str:
 
 def checked(root: Path = RESULTS) -> str:
     """The rows of a run on a CPU."""
-    return part(root / "scale-cpu.json", _checked, UNMEASURED)
-
-
-def _checked(data: Row) -> str:
+    data = load(root / "scale-cpu.json")
     case = data["results"][0]["case"]
     sizes = f"{case['layers']} layers of width {case['width']}, two sequences of {case['seq']}"
     where = machine_line(data["machine"])

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from bench import tables
 from bench.gpu import kernels as gpu_kernels
 from bench.gpu import targets
 from bench.gpu.kinds import KINDS
@@ -185,7 +184,7 @@ def test_the_table_is_at_the_end_of_a_runs_text(tmp_path):
     assert "profile pre-norm width=2048 seq_len=2048, microseconds a step (least)" in text
 
 
-def test_the_page_has_every_set_of_a_gpu(tmp_path, monkeypatch):
+def test_the_page_has_every_set_of_a_gpu(tmp_path):
     assert hardware.section() == targets.table((), "not yet run on hardware")
     machine = environment("cpu") | {"gpu": "NVIDIA H200"}
     rows = [one | {"machine": machine} for one in (layer(2048, 1.1), profile(2048))]
@@ -195,9 +194,7 @@ def test_the_page_has_every_set_of_a_gpu(tmp_path, monkeypatch):
     (folder / "gpu.json").write_text(json.dumps(data))
     others = data | {"results": [{"case": {"op": "norm"}, "machine": machine, "ways": {}}]}
     (folder / "kernels-cuda.json").write_text(json.dumps(others))
-    found = tables.gpu_sets(folder.parent)
-    monkeypatch.setattr(tables, "gpu_sets", lambda: found)
-    text = hardware.section()
-    assert text.startswith("#### NVIDIA H200 (`bench/results/2030-01-01-h200-0123456`)")
+    text = hardware.section(folder.parent)
+    assert text.startswith("### NVIDIA H200 (`bench/results/2030-01-01-h200-0123456`)")
     assert text.count("| target |") == 1 and "1.100 (D = 2048)" in text
     assert "<summary>Where a step spends its time</summary>" in text and "70 (60)" in text

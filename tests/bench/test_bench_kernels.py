@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def test_absent_peers_are_listed_with_the_reason(rows):
     why = "quack is not installed" if missing else "needs a CUDA device"
     assert row["ways"]["quack"] == {"absent": why}
     assert row["ways"]["fused_remat triton"] == {"absent": "needs a CUDA device"}
-    assert "absent: " in report.block(row) and f"quack ({why})" in report.block(row)
+    assert re.search(f"^quack +absent: {why}$", report.block(row), re.M)
 
 
 def test_a_run_is_taken_up_where_it_ended(tmp_path, monkeypatch, capsys):
@@ -143,5 +144,5 @@ def test_models_are_those_of_their_cards():
 def test_a_wrong_result_is_said_in_its_line_and_among_the_failures():
     case = {"op": "it", "name": "doubled", "direction": "bwd", "model": "m", "sizes": {}}
     ways = {"aten": {"absent": "no"}, "mine": {"error": "WrongResultError: off"}}
-    assert "  mine  FAIL: WrongResultError" in report.block({"case": case, "ways": ways})
+    assert "mine  FAIL: WrongResultError" in report.block({"case": case, "ways": ways})
     assert len(report.failures([{"case": case, "ways": ways}])) == 1

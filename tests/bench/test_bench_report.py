@@ -23,10 +23,8 @@ from bench.pages import (
     formats,
     frontier,
     kernels,
-    layers,
     overview,
     pictures,
-    plans,
     presets,
 )
 from bench.subjects.layers import Case
@@ -46,6 +44,14 @@ def kernel(direction, floor, work, **us):
     ways = {name.replace("_", " "): {"us": {"p50": t}} for name, t in us.items()}
     ways["liger"] = {"absent": "needs a CUDA device"}
     return {"case": case, "floor_us": floor, "work": work, "ways": ways}
+
+
+@pytest.fixture
+def gpu_folder(tmp_path):
+    """Of a set that was measured on a GPU."""
+    folder = tmp_path / "results" / "2030-01-01-h200-0123456"
+    folder.mkdir(parents=True)
+    return folder
 
 
 def results(**config):
@@ -72,45 +78,28 @@ def test_a_kernel_beside_its_floor_and_its_best_peer():
     assert "Absent everywhere: liger (needs a CUDA device)." in text
 
 
-def test_what_counts_as_work_is_said_of_every_op():
-    rows = kernels.work_table().splitlines()[2:]
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(OPS)
-    assert all(len(row.split(" | ")[1]) > 10 for row in rows)
-
-
 def test_a_dry_run_is_no_measurement():
     with pytest.raises(ValueError, match="a dry run is no measurement"):
         kernels.section(results(dry_run=True))
 
 
-def test_pages_without_results_say_so(tmp_path, monkeypatch):
-    for module, name in ((kernels, "KERNELS"), (layers, "LAYERS"), (layers, "PROFILE")):
-        monkeypatch.setattr(module, name, tmp_path / "none.json")
-    for make in (kernels.cpu, kernels.gpu, layers.machine, layers.cases, layers.targets,
-                 layers.profile):  # fmt: skip
-        assert make().startswith("Not ") and " yet" in make(), make
-    for make in (frontier.section, frontier.readme, plans.section, plans.readme):
-        assert make(tmp_path).startswith("Not measured yet"), make
+def test_parts_without_results_say_so(tmp_path):
+    parts = (
+        "formats.errors formats.targets frontier.readme frontier.section kernels.cpu kernels.gpu "
+        "layers.cases layers.profile layers.targets losses.section models.section plans.readme "
+        "plans.section scale.checked"
+    )
+    assert {command.part(name, root=tmp_path) for name in parts.split()} == {command.UNMEASURED}
 
 
-@pytest.fixture
-def gpu_folder(tmp_path):
-    """Of a set that was measured on a GPU."""
-    folder = tmp_path / "results" / "2030-01-01-h200-0123456"
-    folder.mkdir(parents=True)
-    return folder
-
-
-def test_a_folder_of_a_gpu_is_shown_with_its_machine(gpu_folder, monkeypatch):
+def test_a_folder_of_a_gpu_is_shown_with_its_machine(gpu_folder):
     gpu = {"gpu": "NVIDIA H200", "driver": "1.2", "commit": "0123456789", "dirty": True}
     files = {"gpu": results(machine=gpu), "other": results(),  # of a CPU
              "dry": results(machine=gpu, dry_run=True)}  # fmt: skip
     for name, data in files.items():
         (gpu_folder / f"{name}.json").write_text(json.dumps(data))
-    found = tables.gpu_sets(gpu_folder.parent)
-    assert {path: len(files) for path, files in found.items()} == {gpu_folder: 1}
-    monkeypatch.setattr(tables, "gpu_sets", lambda: found)
-    text = kernels.gpu()
+    assert [folder for folder, _ in tables.gpu_files(gpu_folder.parent)] == [gpu_folder]
+    text = kernels.gpu(gpu_folder.parent)
     assert text.startswith("### NVIDIA H200 (`bench/results/2030-01-01-h200-0123456`)")
     assert "Measured on NVIDIA H200, driver 1.2, " in text
     assert "commit 0123456 with uncommitted changes." in text
