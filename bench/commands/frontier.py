@@ -4,14 +4,13 @@
     python -m bench frontier --norm post --dropout 0.1 --seq-len 512 2048 --d-model 512
 
 Measured as `bench layers` does, at a fixed number of tokens: over S at the middle width, and over D
-at the middle length. Written to the folder: frontier.json, .png and .svg. A run is taken up
-where it ended; shapes that are not asked for leave the folder.
+at the middle length. Written to the folder: frontier.json, .png and .svg, of all shapes that were
+measured there on this machine and commit. A run is taken up where it ended.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -66,13 +65,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Measure every shape that the file has not, write the three files and print the tables.
 
-    What is in the file of other shapes leaves it. Returns 1 if a result of ours was wrong, or a
-    shape could not be measured: of the others, the tables say it.
+    Returns 1 if a result of ours was wrong, or a shape could not be measured: of the others, the
+    tables say it.
     """
     args = parse(arguments)
     results, rows = measured(args, DATA, lambda row: title(row["case"]))
-    wanted = [dataclasses.asdict(case) for case in args.cases]
-    results.rows = [row for row in results.rows if row["case"] in wanted]
     drawn = panels(results.data)
     print("", *map(panel_table, drawn), RULES, sweep_tables(drawn), brief(drawn), sep="\n\n")
     try:
