@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.measure.machine import ROOT
 
@@ -18,8 +17,8 @@ MIB = 2**20
 
 Cell = str | None
 Row = dict[str, Any]
-
-# --- result files
+#: Name -> cell of a way; two columns may have one name.
+Columns = Sequence[tuple[str, Callable[[Row], Cell]]]
 
 
 def load(path: Path) -> Any:
@@ -35,8 +34,7 @@ def files(pattern: str, root: Path = RESULTS) -> list[Path]:
 def current(data: Row) -> list[Row]:
     """The rows that were measured on the file's machine and commit, not those left of others."""
     here = {**data["machine"], "date": None}
-    rows: list[Row] = data["results"]
-    return [row for row in rows if {**row.get("machine", here), "date": None} == here]
+    return [row for row in data["results"] if {**row.get("machine", here), "date": None} == here]
 
 
 def gpu_files(root: Path = RESULTS) -> Iterator[tuple[Path, Row]]:
@@ -75,9 +73,6 @@ def machine_line(machine: Row) -> str:
     return f"Measured on {measured_on(machine, full=True)}{unknown}{changed}."
 
 
-# --- numbers
-
-
 def number(value: float | None, digits: int = 0, unit: str = "") -> Cell:
     """With so many digits after the point, thousands apart; None of None.
 
@@ -98,17 +93,14 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def ms(seconds: float | None, digits: int = 0) -> Cell:
-    """Milliseconds."""
     return number(seconds and 1e3 * seconds, digits, " ms")
 
 
 def mib(nbytes: float | None, digits: int = 0) -> Cell:
-    """Mebibytes."""
     return number(nbytes and nbytes / MIB, digits, " MiB")
 
 
 def kib(nbytes: float) -> str:
-    """Kibibytes."""
     return f"{nbytes / 1024:,.1f} KiB"
 
 
@@ -142,9 +134,6 @@ def fraction(x: float) -> str:
     return f"{x:.0f}" if x >= 1 else f"1/{1 / x:.0f}"
 
 
-# --- tables
-
-
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     """A table for a page; a row of fewer cells than the head lacks the last ones."""
     full = [head, *([*row, *[None] * (len(head) - len(row))] for row in rows)]
@@ -169,18 +158,11 @@ def terminal(head: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     return "\n".join(lines)
 
 
-#: Name -> cell of a way; two columns may have one name.
-Columns = Sequence[tuple[str, Callable[[Row], Cell]]]
-
-
 def ways_table(
-    ways: Mapping[str, Row],
-    columns: Columns,
-    first: str = "",
-    write: Callable[[Sequence[str], Iterable[Sequence[Cell]]], str] = markdown,
+    ways: Mapping[str, Row], columns: Columns, first: str = "", write: Any = markdown
 ) -> str:
     """A line for each way: its name and cells, or its name and why it has no numbers."""
-    rows: list[list[Cell]] = []
+    rows = []
     for name, way in ways.items():
         absent = way.get("unavailable") or way.get("absent")
         reason = absent or way.get("failure") or way.get("error")
@@ -225,11 +207,7 @@ def folded(summary: str, *parts: str) -> str:
     return "\n\n".join([f"<details>\n<summary>{summary}</summary>", *parts, "</details>"])
 
 
-# --- targets
-
-
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What was measured for a target; `met` is None where nothing was."""
 
     target: str
@@ -238,8 +216,7 @@ class Verdict:
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        said = "-" if self.met is None else "yes" if self.met else "no"
-        return self.target, self.measured, said
+        return self.target, self.measured, {None: "-", True: "yes", False: "no"}[self.met]
 
 
 def verdict_table(verdicts: Iterable[Verdict], of: str = "target") -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from bench.pages.presets import products, rebuilt_nodes
+from bench.pages.presets import Kept, products
 from bench.tables import markdown
 from fused_remat.graph.build import block_graph
 from fused_remat.graph.quantized import in_formats
 from fused_remat.graph.schedule import kept_bytes
-from fused_remat.policies import ALL_PRESETS, kept_names
+from fused_remat.policies import ALL_PRESETS
 from fused_remat.spec import LoraSpec, lora_params, transformer_spec
 from fused_remat.steps.linear import Linear
 
@@ -42,14 +42,14 @@ def _case(title: str, layers: tuple[str, ...]) -> str:
     low = [f"{len(layers)} products with A"] if layers else []  # of all updates, for their B
     rows = []
     for preset in ALL_PRESETS:
-        save = kept_names(preset, graph)
-        again = {node.name: node for node in rebuilt_nodes(graph, save, wanted)}
-        nodes = [again[node.name] for node in graph.nodes if node.name in again]
-        kept = kept_bytes(in_formats(graph, save), save, wanted, shapes, 2)
+        found = Kept(graph, preset, shapes, wanted)
+        again = {node.name: node for node in found.nodes}
+        kept = kept_bytes(in_formats(graph, found.save), found.save, wanted, shapes, 2)
         apart = [n for n in graph.nodes if isinstance(n, Linear) and n.name not in again]
-        flops = products(graph, nodes, shapes)
+        flops = found.products
         flops += sum(2 * math.prod(shapes[update.a]) for n in apart for update in n.updates)
-        shown = [n.label if n.reads_quantized else n.name for n in nodes]
+        nodes = (again[node.name] for node in graph.nodes if node.name in again)
+        shown = [node.label if node.reads_quantized else node.name for node in nodes]
         rows.append([
             f'`"{preset}"`', ", ".join(name for name in kept if "." not in name),
             f"{sum(kept.values()) / 1024:.1f}", ", ".join([*shown, *low]) or "nothing",

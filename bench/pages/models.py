@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from bench import tables
 from bench.subjects.configs import MODELS
-from bench.tables import MIB, RESULTS, Cell, Columns, Row, Verdict, load
+from bench.tables import MIB, RESULTS, Cell, Columns, Row, Verdict
 
 FILE = "model-cpu.json"
 
@@ -32,6 +32,9 @@ def title(row: Row) -> str:
 def case_table(row: Row) -> str:
     """A case's results, a line per way; below it what they share."""
 
+    def size(what: str) -> Callable[[Row], Cell]:
+        return lambda way: _size(way[what])
+
     def share(what: str) -> Callable[[Row], Cell]:
         return lambda way: tables.number(kept_share(way, row, what), 3)
 
@@ -39,11 +42,11 @@ def case_table(row: Row) -> str:
         ("step", lambda way: tables.ms(way["step_seconds"]["p50"])),
         ("vs eager", lambda way: tables.times(way["step_ratio"].get("eager"))),
         ("vs checkpoint", lambda way: tables.times(way["step_ratio"].get("checkpoint"))),
-        ("kept", lambda way: _size(way["kept_bytes"])),
+        ("kept", size("kept_bytes")),
         ("of eager's", share("kept_bytes")),
-        ("below the head", lambda way: _size(way["kept_below_head_bytes"])),
+        ("below the head", size("kept_below_head_bytes")),
         ("of eager's", share("kept_below_head_bytes")),
-        ("peak", lambda way: _size(way["step_peak_bytes"])),
+        ("peak", size("step_peak_bytes")),
         ("largest batch", lambda way: tables.number(way.get("largest_batch"))),
         ("tokens/s there", lambda way: tables.number(way.get("tokens_per_second"))),
     ]
@@ -82,9 +85,6 @@ def losses_table(row: Row) -> str:
     return f"{tables.markdown(['step', *found['curves']], rows)}\n\n{noise}"
 
 
-# --- the targets
-
-
 #: What is limited -> how: bytes against eager's, a step against HF's gradient checkpointing.
 LIMITS = {
     "kept_bytes": "bytes kept ≤ {:.2f}× eager's, head and loss included",
@@ -112,25 +112,21 @@ def verdicts(results: Row) -> list[Verdict]:
     return [*(_verdict(*target, mine) for target in TARGETS), _same_losses(rows)]
 
 
-def _verdict(name: str, what: str, limit: float, rows: Sequence[Row]) -> Verdict:
-    text = f"{name}: {LIMITS[what].format(limit)}"
-    values: list[float | None] = []
+def _verdict(name: str, what: str, limit: float, rows: list[Row]) -> Verdict:
+    text, known = f"{name}: {LIMITS[what].format(limit)}", []
     for row in rows:
         way = row["ways"].get(name, {})
         if "failure" in way:
             return Verdict(text, f"wrong results: {name}", False)
-        ratios = way.get("step_ratio", {})
-        if what == "step":
-            values.append(ratios.get("checkpoint", {}).get("p50"))
-        elif ratios:
-            values.append(kept_share(way, row, what))
-    known = [value for value in values if value is not None]
+        time = way.get("step_ratio", {}).get("checkpoint", {}).get("p50")
+        value = time if what == "step" else kept_share(way, row, what)
+        known += [] if value is None else [value]
     if not known:
         return Verdict(text, "not measured", None)
     return Verdict(text, tables.span(known, ".3f"), max(known) <= limit)
 
 
-def _same_losses(rows: Sequence[Row]) -> Verdict:
+def _same_losses(rows: list[Row]) -> Verdict:
     found = [row["losses"] for row in rows if "losses" in row]
     steps = max((losses["steps"] for losses in found), default=30)
     text = f"losses of {steps} steps are the unconverted model's within rounding"
@@ -147,12 +143,9 @@ def target_table(results: Row) -> str:
     return tables.verdict_table(verdicts(results), f"target ({MODEL})")
 
 
-# --- pages
-
-
 def section(root: Path = RESULTS) -> str:
     """Every CPU's, then every set of a GPU's."""
-    parts = [file_section(load(path)) for path in tables.files(FILE, root)]
+    parts = [file_section(tables.load(path)) for path in tables.files(FILE, root)]
     for folder, data in tables.gpu_files(root):
         if rows_of(data):
             parts += [tables.heading(data["machine"], folder), file_section(data)]
@@ -162,8 +155,7 @@ def section(root: Path = RESULTS) -> str:
 def file_section(data: Row) -> str:
     """A results file: where it was measured, a CPU's targets, and every case."""
     parts = [tables.machine_line(data["machine"])]
-    if not data["machine"].get("gpu"):
-        parts.append(target_table(data))
+    parts += [] if data["machine"].get("gpu") else [target_table(data)]
     for row in rows_of(data):
         shown = filter(None, (case_table(row), losses_table(row)))
         parts.append(tables.folded(title(row), *shown))

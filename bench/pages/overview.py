@@ -11,7 +11,8 @@ from statistics import fmean, geometric_mean
 
 from bench import tables
 from bench.frontier import DATA, Panel, family, panels
-from bench.pages import plans, presets
+from bench.pages import plans
+from bench.pages.presets import D, Kept, block, products, quoted
 from bench.tables import RESULTS, Cell, Row
 from fused_remat.formats import NATIVE, split_name
 from fused_remat.policies import ALL_PRESETS, EXACT_PRESETS
@@ -131,7 +132,7 @@ WORDS = {
 
 def presets_table() -> str:
     """The presets of a pre-norm encoder layer in words, beside eager and checkpoint."""
-    graph, ran = presets.block(True), tables.load(DEMO)["ways"]
+    graph, ran = block(True), tables.load(DEMO)["ways"]
     # Bytes of a token that eager keeps at 16 bits, in widths D, as measured in float32.
     points = [(p, panel) for panel in _panels()[WITHOUT_DROPOUT] for p in panel.points]
     eager = fmean(
@@ -139,9 +140,9 @@ def presets_table() -> str:
         for point, panel in points
         if point.way == "eager"
     )
-    forward = presets.products(graph, graph.nodes)
+    forward = products(graph, graph.nodes)
     # Where nothing after the last product is saved (dropout's mask is), checkpoint stops before it.
-    last = presets.products(graph, graph.nodes[-1:])
+    last = products(graph, graph.nodes[-1:])
     replayed = f"{(forward - last) / forward / 3:.0%} to {1 / 3:.0%} + attention"
     rows: list[list[Cell]] = [
         ["eager PyTorch", "everything", f"{1:.0%}", "0%"],
@@ -149,14 +150,11 @@ def presets_table() -> str:
     ]
     before: list[str] = []
     for preset in ALL_PRESETS:
-        kept = presets.kept_of(graph, preset)
-        widths = graph.widths(presets.SHAPES)
-        share = sum(presets.row_bytes(name, widths) for name in kept) / presets.D / eager
-        nodes = presets.rebuilt_nodes(graph, frozenset(kept) - {"input"})
-        rebuilt = f"{presets.products(graph, nodes) / (3 * forward):.0%}"
-        rebuilt += " + attention" * any(node.per_sequence for node in nodes)
-        rows.append([presets.quoted(preset), _words(kept, before), f"{share:.0%}", rebuilt])
-        before = kept if preset in EXACT_PRESETS else before
+        kept = Kept(graph, preset)
+        share = sum(nbytes for _, nbytes in kept.sizes) / D / eager
+        rebuilt = f"{kept.products / (3 * forward):.0%}" + " + attention" * bool(kept.attentions)
+        rows.append([quoted(preset), _words(kept.names, before), f"{share:.0%}", rebuilt])
+        before = kept.names if preset in EXACT_PRESETS else before
     for row, way in zip(rows, ("eager", "checkpoint", *ALL_PRESETS), strict=True):
         row += _measured(ran.get(way, {}))
     head = ("policy", "keeps for backward", "memory kept", "products rebuilt")

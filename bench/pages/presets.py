@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from bench.tables import Cell, markdown
 from fused_remat.formats import FORMATS, NATIVE, split_name
@@ -52,73 +53,69 @@ def transformer(placement: str, qk_norm: bool) -> Graph:
     return block_graph(spec)
 
 
-def trained(graph: Graph) -> frozenset[str]:
-    """All that a gradient is wanted of: inputs and weights."""
-    weights = {n for n in graph.params if n.endswith((".weight", ".bias"))}
-    return frozenset({*graph.inputs, *weights})
+class Kept:
+    """What is kept of a block's call, and what backward then rebuilds.
 
+    Attributes:
+        names: the input and what is kept, in the graph's order.
+        needs_grad: what a gradient is wanted of: inputs and weights, unless it is given.
+        nodes: what backward computes again, in its order; what is unpacked is none of it.
+        work: "16D² + attention"; D²·M/S is a product of the memory's tokens.
+        size: bytes of a token at 16 bits, in formats with the scales, as "6D + 4D·M/S".
+    """
 
-def rebuilt_nodes(
-    graph: Graph, save: frozenset[str], needs_grad: frozenset[str] | None = None
-) -> list[Node]:
-    """What backward rebuilds where `save` is kept, unpacked or computed again."""
-    wanted = trained(graph) if needs_grad is None else needs_grad
-    plan = schedule(in_formats(graph, save), save, wanted, tiled=False)
-    return [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
+    def __init__(
+        self, graph: Graph, save: str | frozenset[str], shapes: Shapes = SHAPES, wanted: Any = None
+    ) -> None:
+        save = kept_names(save, graph) if isinstance(save, str) else save
+        self.graph, self.save, self.shapes = graph, save, shapes
+        order = sorted(save, key=lambda name: graph.names.index(split_name(name)[0]))
+        self.names = ["input", *order]
+        weights = {n for n in graph.params if n.endswith((".weight", ".bias"))}
+        self.needs_grad = frozenset({*graph.inputs, *weights} if wanted is None else wanted)
+        plan = schedule(in_formats(graph, save), save, self.needs_grad, tiled=False)
+        self.nodes = [s.node for s in plan.backward if s.kind == "compute" and s.node is not None]
+        self.products = products(graph, self.nodes, shapes)
+        self.attentions = sum(node.per_sequence for node in self.nodes)
+
+    @property
+    def work(self) -> str:
+        amounts = ((n.name, products(self.graph, [n], self.shapes) / D) for n in self.nodes)
+        parts = self._by_source(amounts, "D²")
+        return " + ".join(parts + ["attention"] * bool(self.attentions)) or "pointwise only"
+
+    @property
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Names without formats, and bytes of a token's."""
+        widths = self.graph.widths(self.shapes)
+        for base, stored in map(split_name, self.names):
+            width = widths[base]
+            yield base, 2 * width if stored == NATIVE else FORMATS[stored].nbytes(1, width)
+
+    @property
+    def size(self) -> str:
+        return " + ".join(self._by_source(self.sizes, "D"))
+
+    def _by_source(self, amounts: Iterable[tuple[str, float]], unit: str) -> list[str]:
+        """The sum over names, in D, for each input's tokens; "·M/S": of the memory's."""
+        total = dict.fromkeys(self.graph.inputs, 0.0)
+        for name, amount in amounts:
+            total[self.graph.source[name]] += amount / D
+        sums = zip(total.values(), ("", "·M/S"), strict=False)
+        return [
+            f"{amount:.3f}".rstrip("0").rstrip(".") + unit + of for amount, of in sums if amount
+        ]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """What is kept, the bytes of that, and what backward rebuilds."""
+        return [", ".join(self.names), self.size, self.work]
 
 
 def products(graph: Graph, nodes: Iterable[Node], shapes: Shapes = SHAPES) -> int:
     """FLOPs of a token in the nodes' products, attention apart."""
     widths = graph.widths(shapes)
     return sum(n.flops(widths, shapes, S) for n in nodes if not n.per_sequence)
-
-
-def row_bytes(name: str, widths: Mapping[str, int]) -> int:
-    """Bytes of a token's kept name at 16 bits, or in its format with the scales."""
-    base, stored = split_name(name)
-    width = widths[base]
-    return 2 * width if stored == NATIVE else FORMATS[stored].nbytes(1, width)
-
-
-def in_widths(nbytes: float) -> str:
-    """Bytes of a token in D."""
-    return f"{nbytes / D:.3f}".rstrip("0").rstrip(".")
-
-
-def in_order(graph: Graph, save: Iterable[str]) -> list[str]:
-    """Names in the graph's order."""
-    return sorted(save, key=lambda name: graph.names.index(split_name(name)[0]))
-
-
-def kept_of(graph: Graph, preset: str) -> list[str]:
-    """The input and the names that a preset keeps."""
-    return ["input", *in_order(graph, kept_names(preset, graph))]
-
-
-def _by_source(graph: Graph, amounts: Iterable[tuple[str, float]], unit: str) -> list[str]:
-    """The sum over names, in D, for each input's tokens; "·M/S": of the memory's."""
-    total = dict.fromkeys(graph.inputs, 0.0)
-    for name, amount in amounts:
-        total[graph.source[name]] += amount
-    sums = zip(total.values(), ("", "·M/S"), strict=False)
-    return [f"{in_widths(amount)}{unit}{of}" for amount, of in sums if amount]
-
-
-def rebuilt(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> str:
-    """What backward rebuilds, as "16D² + attention"; D²·M/S is a product of the memory's tokens."""
-    nodes = rebuilt_nodes(graph, kept_names(preset, graph))
-    amounts = ((node.name, products(graph, [node], shapes) / D) for node in nodes)
-    parts = _by_source(graph, amounts, "D²")
-    parts += ["attention"] * any(node.per_sequence for node in nodes)
-    return " + ".join(parts) or "pointwise only"
-
-
-def cells(graph: Graph, preset: str, shapes: Shapes = SHAPES) -> list[Cell]:
-    """What a preset keeps of a block, the bytes of that at 16 bits, and what backward rebuilds."""
-    kept, widths = kept_of(graph, preset), graph.widths(shapes)
-    amounts = ((split_name(name)[0], row_bytes(name, widths)) for name in kept)
-    size = " + ".join(_by_source(graph, amounts, "D"))
-    return [", ".join(kept), size, rebuilt(graph, preset, shapes)]
 
 
 def quoted(preset: str) -> str:
@@ -140,7 +137,7 @@ def _table(*norms: float) -> str:
     graphs = {name: block(name == "pre-norm", *norms) for name in ("pre-norm", "post-norm")}
     head = ["preset", *(h for name in graphs for h in (f"{name} keeps", "bytes", "rebuilds"))]
     rows = [
-        [quoted(preset), *(cell for graph in graphs.values() for cell in cells(graph, preset))]
+        [quoted(preset), *(cell for graph in graphs.values() for cell in Kept(graph, preset).cells)]
         for preset in ALL_PRESETS
     ]
     return markdown(head, rows)
@@ -149,7 +146,7 @@ def _table(*norms: float) -> str:
 def transformer_table() -> str:
     """The presets of the transformer block, kinds one below the other."""
     rows = [
-        [name, f'`"{preset}"`', *cells(transformer(*of), preset, TRANSFORMER_SHAPES)]
+        [name, f'`"{preset}"`', *Kept(transformer(*of), preset, TRANSFORMER_SHAPES).cells]
         for name, of in _TRANSFORMERS.items()
         for preset in ALL_PRESETS
     ]

@@ -165,8 +165,8 @@ def test_the_sets_of_the_encoder_that_no_other_beats():
         kept = best[kept_names(preset, graph)]
         assert (kept.products // presets.D**2, kept.attentions) == (products, 0)
     for kept in best.values():
-        beaten = (all(a <= b for a, b in zip(o.cost, kept.cost, strict=True)) for o in found
-                  if o.cost != kept.cost)  # fmt: skip
+        beaten = (all(a <= b for a, b in zip(cost, found[kept], strict=True))
+                  for cost in found.values() if cost != found[kept])  # fmt: skip
         assert not any(beaten), kept
 
 
