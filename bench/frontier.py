@@ -56,7 +56,8 @@ def is_ours(way: str) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """A way whose results are right."""
+    """A way whose results are right; a lossy one, whose gradients are of rounded values, is shown
+    and wins nothing."""
 
     way: str
     kept: float  # bytes kept for backward, relative to eager's
@@ -69,7 +70,6 @@ class Point:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether its gradients are those of rounded values: it is shown, and wins nothing."""
         return family(self.way) == LOSSY
 
     def ties(self, other: Point) -> bool:
@@ -160,9 +160,6 @@ def sweeps(panels: Sequence[Panel]) -> Iterator[tuple[str, list[Panel]]]:
         for group in alike.values():
             if len(group) > 1:
                 yield along, sorted(group, key=lambda p: int(p.case[along]))
-
-
-# --- from results files
 
 
 def _kept(found: Row) -> float:

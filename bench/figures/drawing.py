@@ -76,11 +76,9 @@ def drawing(
         FigureCanvasAgg(figure)
         yield figure
         for path in files:
+            silent = ("Software",) if path.suffix == ".png" else ("Date", "Creator")
+            metadata = {**dict.fromkeys(silent), "Description": MARK + digest(rows)}
             path.parent.mkdir(parents=True, exist_ok=True)
-            silent = (
-                {"Software": None} if path.suffix == ".png" else {"Date": None, "Creator": None}
-            )
-            metadata = {**silent, "Description": MARK + digest(rows)}
             figure.savefig(path, dpi=150, metadata=metadata)
 
 

@@ -6,28 +6,17 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import tables
-from bench.frontier import (
-    DATA,
-    MEMORY_POINTS,
-    SLACK,
-    Panel,
-    Point,
-    Win,
-    is_ours,
-    kind,
-    sets,
-    sweeps,
-    title,
-)
+from bench import frontier, tables
+from bench.frontier import MEMORY_POINTS, Panel, Point, Win, is_ours, kind, sets, sweeps, title
 from bench.tables import RESULTS, Cell
 
 AXES = {"seq_len": "S", "d_model": "D"}
 RULES = (
-    "Time is a training step's (median ratio to eager, all ways in turns), memory what is kept "
-    f"for backward; a memory point allows {SLACK:.0%} more, for statistics. A tie: the medians are "
-    "nearer than the wider of the two spreads, 20th to 80th percentile. FusedRemat's ways are one "
-    "side, all others the other. The frontier: nobody else is as fast within the same bytes."
+    "Time is a training step's (median ratio to eager, all ways in turns), memory what is kept for "
+    f"backward; a memory point allows {frontier.SLACK:.0%} more, for statistics. A tie: the "
+    "medians are nearer than the wider of the two spreads, 20th to 80th percentile. FusedRemat's "
+    "ways are one side, all others the other. The frontier: nobody else is as fast within the same "
+    "bytes."
 )
 
 
@@ -39,13 +28,14 @@ def panel_table(panel: Panel) -> str:
     )  # fmt: skip
     rows = [[_at_most(m), *_cells(panel.winner(m))] for m in MEMORY_POINTS]
     rounds = f", {panel.rounds} rounds" if panel.rounds else ""
+    parts = [f"### {title(panel.case)}{rounds}", tables.markdown(head, rows)]
     lossy = [point for point in panel.points if point.is_lossy]
-    parts = [
-        f"### {title(panel.case)}{rounds}", tables.markdown(head, rows),
-        f"Frontier: {_places(panel.frontier())}.",
-    ]  # fmt: skip
-    if lossy:
-        parts.append(f"With 8 bits, which no exact way is held against: {_places(lossy)}.")
+    for what, points in (
+        ("Frontier", panel.frontier()),
+        ("With 8 bits, which no exact way is held against", lossy),
+    ):
+        said = [f"`{p.way}` {p.kept:.3f} at {p.p50:.2f}×" for p in points]
+        parts += [f"{what}: {', '.join(said)}."] * bool(said)
     for what, ways in (("Wrong results", panel.wrong), ("Absent", panel.absent)):
         alike = itertools.groupby(sorted(ways, key=ways.__getitem__), key=ways.__getitem__)
         said = [f"{', '.join(f'`{way}`' for way in found)} ({why})" for why, found in alike]
@@ -55,10 +45,6 @@ def panel_table(panel: Panel) -> str:
 
 def _at_most(at_most: float) -> str:
     return f"at most {tables.fraction(at_most)}"
-
-
-def _places(points: Sequence[Point]) -> str:
-    return ", ".join(f"`{p.way}` {p.kept:.3f} at {p.p50:.2f}×" for p in points)
 
 
 def _cells(win: Win | None) -> list[Cell]:
@@ -110,12 +96,9 @@ def brief(found: Sequence[Panel]) -> str:
     return "\n".join(lines)
 
 
-# --- parts of pages
-
-
 def _picture(folder: Path) -> str:
     shown = "Step time against bytes kept for backward, a panel per shape"
-    return tables.picture(folder / DATA, shown)
+    return tables.picture(folder / frontier.DATA, shown)
 
 
 def readme(root: Path = RESULTS) -> str:

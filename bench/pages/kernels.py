@@ -26,9 +26,6 @@ BARE = "bare"
 BOUNDS = {"TFLOP/s": ("flops", "products"), "GB/s": ("bytes", "memory")}
 
 
-# --- for a terminal
-
-
 def ceilings_line(most: Mapping[str, float]) -> str:
     """What this machine does at most."""
     return f"ceilings of this machine: {_amounts(most)}"
@@ -40,12 +37,11 @@ def _amounts(most: Mapping[str, float], digits: int = 3) -> str:
 
 def title(row: Row) -> str:
     """A case in a line, with the least time that it can take."""
-    case = row["case"]
-    sizes = ", ".join(f"{name} {size}" for name, size in case["sizes"].items())
-    words = ", ".join(filter(None, [sizes, case.get("dtype")]))
-    text = f"{case['op']}: {case['name']} {case['direction']}, {case['model']} ({words})"
-    floor = row.get("floor_us")
-    return text if floor is None else f"{text}, floor {floor:,.0f} µs"
+    case, floor = row["case"], row.get("floor_us")
+    words = [*(f"{name} {size}" for name, size in case["sizes"].items()), case.get("dtype")]
+    text = f"{case['op']}: {case['name']} {case['direction']}, {case['model']}"
+    at_least = "" if floor is None else f", floor {floor:,.0f} µs"
+    return f"{text} ({', '.join(filter(None, words))}){at_least}"
 
 
 def _rate(way: Row, unit: str) -> Cell:
@@ -73,9 +69,6 @@ def block(row: Row) -> str:
 def failures(rows: Sequence[Row]) -> list[str]:
     """Everything that is wrong, in a line each."""
     return tables.errors_of(rows, title)
-
-
-# --- for a page
 
 
 class Entry(NamedTuple):
@@ -115,26 +108,25 @@ def of_op(row: Row) -> tuple[str, str, str] | None:
 
 def entries(rows: Sequence[Row]) -> list[Entry]:
     """The rows of a run that have a floor."""
-    most = ceilings(rows)
-    found = ((row, of_op(row)) for row in rows if row.get("floor_us"))
-    return [_entry(row, most, *op) for row, op in found if op]
-
-
-def _entry(row: Row, most: Mapping[str, float], op: str, direction: str, form: str) -> Entry:
-    work, ways = row["work"], row["ways"]
-    seconds = {
-        bound: work[amount] / (UNITS[unit] * most[unit])
-        for unit, (amount, bound) in BOUNDS.items()
-        if work[amount]
-    }
-    timed = {name: way["us"]["p50"] for name, way in ways.items() if "us" in way and name != BARE}
-    order = sorted(timed.items(), key=lambda item: item[1])
-    ours = {n.removeprefix(OURS).strip() or n: us for n, us in order if n.startswith(OURS)}
-    peer = next((item for item in order if not item[0].startswith(OURS)), None)
-    wrong = [name for name, way in ways.items() if "error" in way]
-    bound = max(seconds, key=seconds.__getitem__)
-    return Entry(op, direction, _name(row["case"], form), work, row["floor_us"], bound, ours,
-                 peer, wrong)  # fmt: skip
+    most, found = ceilings(rows), []
+    for row in rows:
+        op = of_op(row)
+        if not (op and row.get("floor_us")):
+            continue
+        work, ways = row["work"], row["ways"]
+        seconds = {
+            bound: work[amount] / (UNITS[unit] * most[unit])
+            for unit, (amount, bound) in BOUNDS.items()
+            if work[amount]
+        }
+        us = {name: way["us"]["p50"] for name, way in ways.items() if "us" in way and name != BARE}
+        order = sorted(us.items(), key=lambda item: item[1])
+        ours = {n.removeprefix(OURS).strip() or n: t for n, t in order if n.startswith(OURS)}
+        peer = next((item for item in order if not item[0].startswith(OURS)), None)
+        wrong = [name for name, way in ways.items() if "error" in way]
+        name, bound = _name(row["case"], op[2]), max(seconds, key=seconds.__getitem__)
+        found.append(Entry(*op[:2], name, work, row["floor_us"], bound, ours, peer, wrong))
+    return found
 
 
 def _name(case: Row, form: str) -> str:
@@ -186,26 +178,25 @@ def _mean(ratios: Collection[float], form: str, unit: str = "") -> str:
     return f"{geometric_mean(ratios):{form}}{unit} ({min(ratios):{form}} to {max(ratios):{form}})"
 
 
-_HEAD = (
-    "case", "", "GFLOP", "MB at least", "floor", "bound by", "ours (of the floor's speed)",
-    "the best peer", "our best time over it",
-)  # fmt: skip
-
-
-def _cells(e: Entry) -> list[Cell]:
-    def timed(name: str, us: float) -> str:
-        return f"{name}, {us:,.0f} µs ({e.floor / us:.0%})"
-
-    best = next(iter(e.ours.values()), None)
-    failed = f" (FAIL: {', '.join(e.wrong)})" if e.wrong else ""
-    flops, nbytes = e.work["flops"], e.work["bytes"]
-    return [
-        e.name + failed, e.direction, tables.number(flops / 1e9, 2) if flops else "-",
-        tables.number(nbytes / 1e6, 2), tables.number(e.floor, 0, " µs"), e.bound,
-        "; ".join(timed(*item) for item in e.ours.items()) or "absent",
-        timed(*e.peer) if e.peer else "absent",
-        f"{best / e.peer[1]:.2f}×" if best and e.peer else None,
-    ]  # fmt: skip
+def _table(found: Sequence[Entry]) -> str:
+    head = (
+        "case", "", "GFLOP", "MB at least", "floor", "bound by", "ours (of the floor's speed)",
+        "the best peer", "our best time over it",
+    )  # fmt: skip
+    rows = []
+    for e in found:
+        shown = {name: f"{name}, {us:,.0f} µs ({e.floor / us:.0%})"
+                 for name, us in [*e.ours.items(), *filter(None, [e.peer])]}  # fmt: skip
+        failed = f" (FAIL: {', '.join(e.wrong)})" if e.wrong else ""
+        both = e.ours and e.peer
+        rows.append([
+            e.name + failed, e.direction, tables.number(e.work["flops"] / 1e9 or None, 2) or "-",
+            tables.number(e.work["bytes"] / 1e6, 2), tables.number(e.floor, 0, " µs"), e.bound,
+            "; ".join(shown[name] for name in e.ours) or "absent",
+            shown[e.peer[0]] if e.peer else "absent",
+            f"{min(e.ours.values()) / e.peer[1]:.2f}×" if both else None,
+        ])  # fmt: skip
+    return tables.folded(f"{found[0].op}: {len(found)} cases", tables.markdown(head, rows))
 
 
 def absences(rows: Sequence[Row]) -> str:
@@ -231,14 +222,10 @@ def section(data: Row) -> str:
         raise ValueError("a dry run is no measurement: not for a page")
     rows = tables.current(data)
     found = entries(rows)
-    parts = [
-        f"{tables.machine_line(data['machine'])} Ceilings: {_amounts(ceilings(rows), 4)}.",
-        summary(found), absences([row for row in rows if of_op(row)]),
-    ]  # fmt: skip
-    for op in dict.fromkeys(entry.op for entry in found):
-        alike = [_cells(entry) for entry in found if entry.op == op]
-        parts.append(tables.folded(f"{op}: {len(alike)} cases", tables.markdown(_HEAD, alike)))
-    return "\n\n".join(filter(None, parts))
+    machine = f"{tables.machine_line(data['machine'])} Ceilings: {_amounts(ceilings(rows), 4)}."
+    missing = absences([row for row in rows if of_op(row)])
+    every = (_table([e for e in found if e.op == op]) for op in dict.fromkeys(e.op for e in found))
+    return "\n\n".join(filter(None, [machine, summary(found), missing, *every]))
 
 
 def cpu(root: Path = RESULTS) -> str:

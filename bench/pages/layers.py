@@ -41,9 +41,6 @@ def case_table(row: Row) -> str:
     return tables.ways_table(row["ways"], _columns(more=1), write=tables.terminal)
 
 
-# --- the targets
-
-
 class Target(NamedTuple):
     """A limit to the ratio of step times (medians over the rounds), in every case it is for."""
 
@@ -92,38 +89,31 @@ SLOW_BFLOAT16 = (
 
 def verdict(target: Target, results: Row) -> Verdict:
     """A target's verdict: met if it is in every case that was measured."""
-    wrong, ratios = [], []
+    wrong, ratios = [], {}
     for row in (row for row in tables.current(results) if target.covers(row["case"])):
         c = row["case"]
         sizes = "x".join(str(c[name]) for name in ("batch", "seq_len", "d_model", "nhead"))
         for way in target.ways:
             found = row["ways"].get(way, {})
             where = f"{way} {c['norm']}-norm {sizes}"
-            if "failure" in found:
-                wrong.append(where)
-            elif target.baseline in found.get("step_ratio", {}):
-                ratios.append((found["step_ratio"][target.baseline]["p50"], where))
+            wrong += [where] * ("failure" in found)
+            if target.baseline in found.get("step_ratio", {}):
+                ratios[where] = found["step_ratio"][target.baseline]["p50"]
     if wrong:
         return Verdict(target.text, f"wrong results: {', '.join(wrong)}", False)
     if not ratios:
         return Verdict(target.text, "not measured", None)
-    worst, where = max(ratios)
-    said = tables.span([ratio for ratio, _ in ratios], ".3f")
-    if len(ratios) > 1:
-        within = sum(ratio <= target.limit for ratio, _ in ratios)
-        said += f", {within} of {len(ratios)} within"
-    said += f" (worst: {where})"
-    if target.dtype == "bfloat16" and not results["machine"].get("native_bfloat16", True):
-        said += f"; {SLOW_BFLOAT16}"
-    return Verdict(target.text, said, worst <= target.limit)
+    within = sum(ratio <= target.limit for ratio in ratios.values())
+    several = f", {within} of {len(ratios)} within" if len(ratios) > 1 else ""
+    worst = max(ratios, key=ratios.__getitem__)
+    said = f"{tables.span(ratios.values(), '.3f')}{several} (worst: {worst})"
+    slow = target.dtype == "bfloat16" and not results["machine"].get("native_bfloat16", True)
+    return Verdict(target.text, said + f"; {SLOW_BFLOAT16}" * slow, within == len(ratios))
 
 
 def target_table(results: Row) -> str:
     """Every target, met or not."""
     return tables.verdict_table(verdict(target, results) for target in TARGETS)
-
-
-# --- parts of pages
 
 
 def targets(root: Path = RESULTS) -> str:
@@ -139,10 +129,8 @@ def profile(root: Path = RESULTS) -> str:
 def cases(root: Path = RESULTS) -> str:
     """Every measured case: times beside eager's and checkpoint's, kept bytes, peaks."""
     data = load(root / FILE)
-    every = [
-        tables.folded(
-            f"{title(row)}, {row['rounds']} rounds", tables.ways_table(row["ways"], _columns())
-        )
-        for row in tables.current(data)
-    ]
-    return "\n\n".join([tables.machine_line(data["machine"]), *every])
+    parts = [tables.machine_line(data["machine"])]
+    for row in tables.current(data):
+        name = f"{title(row)}, {row['rounds']} rounds"
+        parts.append(tables.folded(name, tables.ways_table(row["ways"], _columns())))
+    return "\n\n".join(parts)

@@ -13,7 +13,6 @@ from statistics import fmean, stdev
 from bench import tables
 from bench.tables import RESULTS, Row
 
-FILES = "losses-*.json"
 #: How many of the last steps' losses make a run's training loss.
 LAST = 50
 TITLES = {"byte_lm": "Byte-level LM", "smollm": "SmolLM-shaped"}
@@ -98,7 +97,7 @@ def verdicts(data: Row) -> str:
 def section(root: Path = RESULTS) -> str:
     """Of every file: the picture, the sizes, the table, and whether "fast8" is within the noise."""
     parts = []
-    for path in tables.files(FILES, root):
+    for path in tables.files("losses-*.json", root):
         data = tables.load(path)
         seeds, steps = ({row["case"][key] for row in data["results"]} for key in ("seed", "steps"))
         parts += [

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from bench import tables
 from bench.tables import RESULTS, Cell, Columns, Row, load
 
-FILES = "plan-*.json"
 #: What a prediction is held against: its name, its key, and that of what was measured.
 PREDICTIONS = (
     ("peak", "peak_bytes", "peak_bytes"),
@@ -58,9 +57,6 @@ def rivals(row: Row) -> Iterator[Rival]:
             way = asked.get("way")
             if way in measured or "least_bytes" in asked:
                 yield Rival(asked["of"], way, asked.get("least_bytes"))
-
-
-# --- tables of a case
 
 
 def _ms(seconds: float | None) -> Cell:
@@ -178,9 +174,6 @@ def summary(row: Row) -> str:
     )
 
 
-# --- parts of pages
-
-
 def _picture(path: Path) -> str:
     shown = "Step time against the measured peak; predicted against measured peak"
     return tables.picture(path, shown)
@@ -197,7 +190,7 @@ def readme(root: Path = RESULTS) -> str:
 def section(root: Path = RESULTS) -> str:
     """Of every file: the picture, and the tables of every case."""
     parts = []
-    for path in tables.files(FILES, root):
+    for path in tables.files("plan-*.json", root):
         data = load(path)
         parts += [tables.heading(data["machine"], path), _picture(path)]
         for row in data["results"]:
